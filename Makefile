@@ -1,0 +1,32 @@
+# Everything runs in .venv, which is made on first use from PyPI and again when the dependencies change.
+VENV ?= .venv
+PYTHON ?= python3
+STAMP := $(VENV)/.installed
+# Small models on few cores: more than one thread a rank only makes the ranks fight for them.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test test-slow lint bench
+
+# A small LLaVA learns to read scanned digits on two ranks; ends with a summary and a picture.
+demo: $(STAMP)
+	$(VENV)/bin/composer -n 2 -m composer_tokacc.train yamls/digits.yaml
+
+test: $(STAMP)
+	$(VENV)/bin/python -m pytest -m 'not slow'
+
+# Runs of two and four ranks under the real launcher.
+test-slow: $(STAMP)
+	$(VENV)/bin/python -m pytest -m slow
+
+lint: $(STAMP)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
+
+bench: $(STAMP)
+	$(VENV)/bin/python benchmarks/invariance.py
+
+$(STAMP): setup.cfg pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[demo,dev]'
+	@touch $@
