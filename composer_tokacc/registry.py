@@ -1,0 +1,141 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Composer's and torch's classes by the names that a YAML file uses, and the wording for names that do not exist.
+
+``gradient_clipping`` is Composer's ``GradientClipping``, ``lr_monitor`` its ``LRMonitor``, ``adamw`` torch's ``AdamW``;
+a dotted name such as ``my_package.callbacks.MyCallback`` is imported.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import composer.algorithms
+import composer.callbacks
+import composer.loggers
+import composer.optim
+import torch
+from composer.core import Algorithm, Callback
+
+__all__ = ['build_by_name', 'check_arguments', 'class_by_name', 'register', 'unknown_name']
+
+_MODULES: dict[str, tuple[Any, ...]] = {
+    'algorithms': (composer.algorithms,),
+    'callbacks': (composer.callbacks,),
+    'loggers': (composer.loggers,),
+    'optimizer': (composer.optim, torch.optim),
+    'scheduler': (composer.optim,),
+}
+_BASES: dict[str, type] = {
+    'algorithms': Algorithm,
+    'callbacks': Callback,
+    'loggers': composer.loggers.LoggerDestination,
+    'optimizer': torch.optim.Optimizer,
+    'scheduler': composer.optim.ComposerScheduler,
+}
+# Words that a YAML name may leave out: `tensorboard` for TensorboardLogger, `linear_with_warmup` for the scheduler.
+_SUFFIXES = {'loggers': 'logger', 'scheduler': 'scheduler'}
+# Names that llm-foundry's users know.
+_ALIASES = {
+    ('scheduler', 'cosine_with_warmup'): 'CosineAnnealingWithWarmupScheduler',
+    ('scheduler', 'linear_decay_with_warmup'): 'LinearWithWarmupScheduler',
+}
+_REGISTERED: dict[tuple[str, str], type] = {}
+
+
+def register(kind: str, name: str, cls: type) -> None:
+    """Makes a class available under ``name`` in the section ``kind`` (``algorithms``, ``callbacks``, ...)."""
+    _REGISTERED[kind, name] = cls
+
+
+def class_by_name(kind: str, name: str) -> type:
+    """Finds the class that ``name`` stands for in the YAML section ``kind``.
+
+    Raises:
+        ValueError: when there is none; names the nearest that exists.
+    """
+    if (kind, name) in _REGISTERED:
+        return _REGISTERED[kind, name]
+    if '.' in name:
+        return _import(kind, name)
+    classes = _classes(kind)
+    wanted = _ALIASES.get((kind, name), name).replace('_', '').lower()
+    for cls_name, cls in classes.items():
+        if wanted in (cls_name.lower(), cls_name.lower().removesuffix(_SUFFIXES.get(kind, ' '))):
+            return cls
+    snake_names = [_snake(cls_name) for cls_name in classes]
+    snake_names += [registered for section, registered in _REGISTERED if section == kind]
+    raise ValueError(unknown_name(f'`{kind}` name', name, snake_names))
+
+
+def build_by_name(kind: str, name: str, arguments: Mapping[str, Any] | None, *positional: Any) -> Any:
+    """Builds ``name`` with ``arguments`` from the YAML file; see :func:`check_arguments` for what is refused."""
+    cls = class_by_name(kind, name)
+    check_arguments(f'{kind}.{name}', cls, arguments, num_given=len(positional))
+    return cls(*positional, **(arguments or {}))
+
+
+def check_arguments(path: str, target: Any, arguments: Mapping[str, Any] | None, *, num_given: int = 0) -> None:
+    """Holds the keyword arguments of a YAML section to the signature of what they are meant for.
+
+    Args:
+        path: the section, for the message.
+        target: class or function.
+        arguments: keyword arguments; None means none.
+        num_given: how many leading parameters the program supplies itself.
+
+    Raises:
+        ValueError: for an unknown argument, or a required one that is missing.
+    """
+    if arguments is not None and not isinstance(arguments, Mapping):
+        raise ValueError(f'`{path}` must be a mapping of arguments, got: {arguments!r}. Write {{}} for none')
+    parameters = list(inspect.signature(target).parameters.values())[num_given:]
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        for key in arguments or {}:
+            if key not in names:
+                raise ValueError(unknown_name(f'`{path}` key', key, names))
+    for p in parameters:
+        if p.default is p.empty and p.name in names and p.name not in (arguments or {}):
+            raise ValueError(f'`{path}.{p.name}` must be given: {target.__name__} has no default for it')
+
+
+def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
+    """One line that refuses ``name`` and suggests the nearest of ``known``."""
+    known = sorted(known)
+    nearest = difflib.get_close_matches(name, known, n=1)
+    listed = ', '.join(known) if len(known) <= 40 else f'{", ".join(known[:40])}, ...'
+    return f'{what} must be a known name, got: {name}. ' + (
+        f'Did you mean {nearest[0]}?' if nearest else f'Known: {listed}'
+    )
+
+
+def _classes(kind: str) -> dict[str, type]:
+    found: dict[str, type] = {}
+    for module in _MODULES[kind]:
+        for name, value in vars(module).items():
+            if inspect.isclass(value) and issubclass(value, _BASES[kind]) and not inspect.isabstract(value):
+                found.setdefault(name, value)
+    return {name: cls for name, cls in found.items() if cls is not _BASES[kind]}
+
+
+def _import(kind: str, name: str) -> type:
+    module_name, _, cls_name = name.rpartition('.')
+    try:
+        cls = getattr(importlib.import_module(module_name), cls_name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f'`{kind}` name must be importable, got: {name} ({error})') from error
+    return cls
+
+
+def _snake(cls_name: str) -> str:
+    pieces = ''.join(
+        f'_{c.lower()}' if c.isupper() and not cls_name[max(i - 1, 0)].isupper() else c.lower()
+        for i, c in enumerate(cls_name)
+    )
+    return pieces.lstrip('_')
