@@ -1,0 +1,58 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Samples of a Hugging Face processor -> one padded batch that carries its own counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from composer_tokacc.layout import BatchLayout
+
+__all__ = ['VisionLanguageCollator']
+
+
+class VisionLanguageCollator:
+    """Pads text, strings images one after the other, and writes the counts of every row as Python ints.
+
+    Counts travel with the batch so that nobody has to ask the device for them (see ``count_tokens``).
+
+    Args:
+        tokenizer: The tokenizer, or the processor that holds it; says with what and on which side to pad.
+        layout: How image entries belong to rows. ``None``: read off the samples.
+
+    Raises:
+        ValueError: If the tokenizer has no pad token.
+    """
+
+    def __init__(self, tokenizer: Any, *, layout: BatchLayout | None = None) -> None:
+        tokenizer = getattr(tokenizer, 'tokenizer', tokenizer)
+        if tokenizer.pad_token_id is None:
+            raise ValueError(
+                '`tokenizer` must have a pad token, got: none. Set it, e.g. '
+                '`tokenizer.pad_token = tokenizer.eos_token` (padding is masked, so any token will do).'
+            )
+        self.pad_token_id: int = tokenizer.pad_token_id
+        self.padding_side: str = tokenizer.padding_side
+        self.layout = layout
+
+    def __call__(self, samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Joins samples into a batch.
+
+        Args:
+            samples: What a processor returns for one sample each, with ``labels``, ``sample_ids`` and ``num_images``.
+
+        Returns:
+            The batch, ``input_ids`` of shape ``(len(samples), width)`` first, with the lists ``sample_ids``,
+            ``num_images``, ``real_tokens`` and ``loss_generating_tokens``.
+        """
+        with_images = next((sample for sample in samples if sample['num_images'][0] > 0), samples[0])
+        layout = self.layout or BatchLayout.infer(with_images)
+        batch = layout.concat(samples, padding_side=self.padding_side, pad_token_id=self.pad_token_id)
+        # `input_ids` first: StreamingDataLoader takes the batch size from the first entry.
+        batch = {'input_ids': batch.pop('input_ids'), **batch}
+        batch['real_tokens'] = batch['attention_mask'].sum(dim=1).tolist()
+        # Labels shift by one inside the model, so the first position never carries loss.
+        batch['loss_generating_tokens'] = (batch['labels'][:, 1:] != -100).sum(dim=1).tolist()
+        return batch

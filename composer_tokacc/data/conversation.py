@@ -1,0 +1,227 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""One conversation with its images -> one training sample, with loss on what the assistant says and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ['ConversationEncoder', 'RenderedConversation']
+
+IGNORE_INDEX = -100
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RenderedConversation:
+    """Text of a conversation as the chat template writes it, image placeholders not expanded yet.
+
+    Args:
+        text: What the processor gets.
+        spans: Character ranges ``[start, end)`` that carry loss: each answer with its ending token.
+        images_before: For each span, how many images stand before it.
+    """
+
+    text: str
+    spans: tuple[tuple[int, int], ...]
+    images_before: tuple[int, ...]
+
+
+class ConversationEncoder:
+    """Turns messages and images into what the processor returns for one sample, plus ``labels``.
+
+    The answers are found through the chat template itself: it is rendered with every answer replaced by a marker, and
+    what stands between the markers is the same text that stands between the answers. So it needs no
+    ``{% generation %}`` tags and knows no template by name. Where a template writes no ending token
+    (LLaVA-1.5's), the tokenizer's ``eos_token`` is put behind each answer, as LLaVA's own training code does: a model
+    that never sees an end cannot learn to stop.
+
+    Args:
+        processor: A Hugging Face processor, or a tokenizer for text alone. Needs a chat template and a fast tokenizer.
+        max_length: Longest sample allowed, in tokens, image tokens included. ``None``: no limit.
+
+    Raises:
+        ValueError: If the processor has no chat template, or its tokenizer is not a fast one or has no way to end.
+    """
+
+    def __init__(self, processor: Any, *, max_length: int | None = None) -> None:
+        self.processor = processor
+        self.max_length = max_length
+        self.tokenizer = getattr(processor, 'tokenizer', processor)
+        self.has_images = getattr(processor, 'image_processor', None) is not None
+        if not (getattr(processor, 'chat_template', None) or getattr(self.tokenizer, 'chat_template', None)):
+            raise ValueError(
+                f'`processor` must have a chat template, got: {type(processor).__name__} without one. Set '
+                '`processor.chat_template`.'
+            )
+        if not getattr(self.tokenizer, 'is_fast', False):
+            raise ValueError(
+                f'`processor` must have a fast tokenizer (labels need its offsets), got: '
+                f'{type(self.tokenizer).__name__}. Load it with use_fast=True.'
+            )
+        self.end_token = self._find_end_token()
+
+    def __call__(
+        self, messages: Sequence[Message], images: Sequence[Any] = (), *, sample_id: str = ''
+    ) -> dict[str, Any]:
+        """Encodes one conversation.
+
+        Args:
+            messages: ``{'role': 'system' | 'user' | 'assistant', 'content': [{'type': 'image'} |
+                {'type': 'text', 'text': ...}, ...]}``; the text of an assistant turn carries the loss.
+            images: One per ``{'type': 'image'}``, in order, as PIL images.
+            sample_id: Goes with the sample as ``sample_ids``.
+
+        Returns:
+            The processor's entries with a batch dimension of 1, ``labels`` of shape ``(1, length)``, unshifted, and the
+            lists ``sample_ids`` and ``num_images``.
+
+        Raises:
+            ValueError: If the sample is longer than ``max_length``.
+        """
+        rendered = self.render(messages)
+        # A template that writes the first token itself must not get it a second time from the tokenizer.
+        bos = self.tokenizer.bos_token
+        add_special_tokens = not (bos and rendered.text.startswith(bos))
+        encoded = self._encode(rendered.text, images, add_special_tokens)
+        length = encoded['input_ids'].shape[1]
+        if self.max_length is not None and length > self.max_length:
+            raise ValueError(
+                f'`max_length` must be at least the sample, got: {self.max_length} < {length} tokens with '
+                f'{len(images)} images. Raise it, or drop the sample (on_error=skip).'
+            )
+        labels = torch.full_like(encoded['input_ids'], IGNORE_INDEX)
+        for start, end in self._token_spans(rendered, encoded['input_ids'][0], images, add_special_tokens):
+            labels[0, start:end] = encoded['input_ids'][0, start:end]
+        return {**encoded, 'labels': labels, 'sample_ids': [sample_id], 'num_images': [len(images)]}
+
+    def render(self, messages: Sequence[Message]) -> RenderedConversation:
+        """Writes the conversation out and finds the answers in it.
+
+        Raises:
+            ValueError: If the template rewrites the text of an answer, so that it cannot be found again.
+        """
+        messages = [_stripped(message) for message in messages]
+        answers = [_text(message) for message in messages if message['role'] == 'assistant']
+        pieces = self._text_around_answers(messages)
+        if _joined(pieces, answers) != self._apply_template(messages):
+            raise ValueError(
+                '`chat_template` must write the assistant turns as they are, got: a template that changes them or what '
+                'stands around them, so the tokens that carry loss cannot be found. Use a training template.'
+            )
+        text, spans = pieces[0], []
+        for answer, after in zip(answers, pieces[1:], strict=True):
+            start = len(text)
+            ending = after[: len(after) - len(after.lstrip())] + self.end_token
+            if not after.startswith(ending):
+                ending = self.end_token
+                after = ending + after.lstrip(' ')
+            text += answer
+            spans.append((start, len(text) + len(ending)))
+            text += after
+        return RenderedConversation(text, tuple(spans), _images_before_answers(messages))
+
+    def _apply_template(self, messages: Sequence[Message]) -> str:
+        if not self.has_images:  # templates of text models take plain strings
+            messages = [{**message, 'content': _text(message)} for message in messages]
+        return self.processor.apply_chat_template(messages, tokenize=False)
+
+    def _text_around_answers(self, messages: Sequence[Message]) -> list[str]:
+        """What the template writes before the first answer, between two, and after the last."""
+        markers: list[str] = []
+        marked: list[Message] = []
+        for message in messages:
+            if message['role'] == 'assistant':
+                # Private-use characters: no text holds them, no template strips them.
+                markers.append(f'\ue000{len(markers)}\ue001')
+                message = {**message, 'content': [{'type': 'text', 'text': markers[-1]}]}
+            marked.append(message)
+        rest, pieces = self._apply_template(marked), []
+        for marker in markers:
+            piece, _, rest = rest.partition(marker)
+            pieces.append(piece)
+        return [*pieces, rest]
+
+    def _find_end_token(self) -> str:
+        """The special token that the template puts behind an answer, or the tokenizer's ``eos_token``."""
+        question = {'role': 'user', 'content': [{'type': 'text', 'text': 'q'}]}
+        answer = {'role': 'assistant', 'content': [{'type': 'text', 'text': 'a'}]}
+        after = self._text_around_answers([question, answer])[1].lstrip()
+        special = {str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special}
+        special.update(self.tokenizer.all_special_tokens)
+        found = max((token for token in special if after.startswith(token)), key=len, default=None)
+        if (end_token := found or self.tokenizer.eos_token) is None:
+            raise ValueError(
+                '`processor` must have an ending token, got: a chat template that writes none and a tokenizer without '
+                'eos_token. Set `processor.tokenizer.eos_token`.'
+            )
+        return end_token
+
+    def _encode(self, text: str, images: Sequence[Any], add_special_tokens: bool) -> dict[str, torch.Tensor]:
+        if not self.has_images:
+            return dict(self.tokenizer([text], return_tensors='pt', add_special_tokens=add_special_tokens))
+        media = {'images': list(images)} if images else {}
+        return dict(self.processor(text=[text], return_tensors='pt', add_special_tokens=add_special_tokens, **media))
+
+    def _token_spans(
+        self, rendered: RenderedConversation, input_ids: torch.Tensor, images: Sequence[Any], add_special_tokens: bool
+    ) -> list[tuple[int, int]]:
+        """Positions ``[start, end)`` of each answer in ``input_ids``, whose image placeholders are expanded."""
+        plain = self.tokenizer(rendered.text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
+        plain_ids = torch.tensor(plain['input_ids'])
+        begins, ends = torch.tensor(plain['offset_mapping']).unbind(dim=1)
+        # Behind the last image nothing was expanded: there the two sequences agree, counted from the end.
+        size = min(len(plain_ids), len(input_ids))
+        differs = (plain_ids.flip(0)[:size] != input_ids.flip(0)[:size]).nonzero()
+        agree_from = len(plain_ids) - (int(differs[0]) if len(differs) else size)
+        spans = []
+        for (start, end), num_images in zip(rendered.spans, rendered.images_before, strict=True):
+            inside = ((begins < end) & (ends > start) & (begins < ends)).nonzero().flatten()
+            first, last = int(inside[0]), int(inside[-1]) + 1
+            shift = len(input_ids) - len(plain_ids)
+            if first < agree_from:  # an image comes later
+                shift = self._tokens_added(rendered.text[:start], images[:num_images], add_special_tokens)
+            if not torch.equal(input_ids[first + shift : last + shift], plain_ids[first:last]):
+                raise ValueError(
+                    f'`processor` must leave the text of answers as it is, got: {type(self.processor).__name__}, which '
+                    f'writes other tokens for {rendered.text[start:end]!r}. Only image placeholders may be expanded.'
+                )
+            spans.append((first + shift, last + shift))
+        return spans
+
+    def _tokens_added(self, text: str, images: Sequence[Any], add_special_tokens: bool) -> int:
+        """By how many tokens the image placeholders of ``text`` grow."""
+        if not images:
+            return 0
+        expanded = self._encode(text, images, add_special_tokens)['input_ids'].shape[1]
+        return expanded - len(self.tokenizer(text, add_special_tokens=add_special_tokens)['input_ids'])
+
+
+def _text(message: Message) -> str:
+    return ''.join(part['text'] for part in message['content'] if part['type'] == 'text')
+
+
+def _stripped(message: Message) -> Message:
+    """An answer without the white space around it, which templates treat in different ways."""
+    if message['role'] != 'assistant':
+        return message
+    return {**message, 'content': [{'type': 'text', 'text': _text(message).strip()}]}
+
+
+def _joined(pieces: Sequence[str], answers: Sequence[str]) -> str:
+    return ''.join(piece + answer for piece, answer in zip(pieces, [*answers, ''], strict=True))
+
+
+def _images_before_answers(messages: Sequence[Message]) -> tuple[int, ...]:
+    num_images, before = 0, []
+    for message in messages:
+        if message['role'] == 'assistant':
+            before.append(num_images)
+        num_images += sum(part['type'] == 'image' for part in message['content'])
+    return tuple(before)

@@ -1,0 +1,75 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Questions about digits, their answers, and how often each comes: the text side of the digits task."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+__all__ = ['DIGIT_WORDS', 'QUESTIONS', 'WORDS', 'DigitsQuestion', 'draw_question']
+
+DIGIT_WORDS = ('zero', 'one', 'two', 'three', 'four', 'five', 'six', 'seven', 'eight', 'nine')
+
+QUESTIONS = {
+    'read': 'read the digits',
+    'spell': 'spell in words',
+    'count': 'how many images ?',
+    'sum': 'what is the sum ?',
+}
+
+WORDS = (*(str(digit) for digit in range(10)), *DIGIT_WORDS, *dict.fromkeys(' '.join(QUESTIONS.values()).split()))
+
+TEXT_ONLY_SHARE = 0.2
+# Sums of more digits are arithmetic, not reading; a model this small would need hours for them.
+MAX_SUMMANDS = 2
+# Besides the power law of the lengths: one sample in ten is a long one, so nearly every batch has one.
+LONG_SHARE = 0.1
+
+
+@dataclass(frozen=True)
+class DigitsQuestion:
+    """A question about ``num_images`` images, or about the digits it names itself.
+
+    Args:
+        kind: One of :data:`QUESTIONS`.
+        num_digits: How many digits it is about.
+        has_images: Whether they are shown as scans (or else written in the question).
+    """
+
+    kind: str
+    num_digits: int
+    has_images: bool
+
+    def prompt(self, digits: Sequence[int]) -> str:
+        """What the user says besides the images."""
+        return QUESTIONS[self.kind] if self.has_images else f'{QUESTIONS[self.kind]} {_spaced(digits)}'
+
+    def answer(self, digits: Sequence[int]) -> str:
+        """What the assistant should say."""
+        if self.kind == 'read':
+            return _spaced(digits)
+        if self.kind == 'spell':
+            return ' '.join(DIGIT_WORDS[digit] for digit in digits)
+        return _spaced(str(sum(digits) if self.kind == 'sum' else len(digits)))
+
+
+def draw_question(rng: np.random.Generator, *, max_images: int) -> DigitsQuestion:
+    """Draws a question: mostly about a digit or two, seldom about ``max_images``, which a whole batch then pads to."""
+    sizes = np.arange(1, max_images + 1)
+    weights = sizes**-2.5
+    weights *= (1 - LONG_SHARE) / weights.sum()
+    weights[-3:] += LONG_SHARE / len(weights[-3:])
+    num_digits = int(rng.choice(sizes, p=weights))
+    has_images = rng.random() >= TEXT_ONLY_SHARE
+    kinds = ['read', 'spell', 'count'] if has_images else ['read', 'spell']
+    if num_digits <= MAX_SUMMANDS:
+        kinds.append('sum')
+    return DigitsQuestion(str(rng.choice(kinds)), num_digits, has_images)
+
+
+def _spaced(characters: Sequence[int] | str) -> str:
+    return ' '.join(str(character) for character in characters)

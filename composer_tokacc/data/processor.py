@@ -1,0 +1,133 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Small Hugging Face processors made on the spot: nothing is downloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
+
+__all__ = ['CHAT_TEMPLATE', 'SPECIAL_TOKENS', 'build_small_processor', 'small_llava_processor', 'train_tokenizer']
+
+SPECIAL_TOKENS = ('<pad>', '<unk>', '<image>', '<|system|>', '<|user|>', '<|assistant|>', '<|end|>')
+
+# Every role has a token of its own, so a prompt costs three tokens besides its text.
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}{{- '<|' + message['role'] + '|>' -}}"
+    "{%- if message['content'] is string -%}{{- message['content'] -}}{%- else -%}"
+    "{%- for part in message['content'] -%}"
+    "{%- if part['type'] == 'image' -%}{{- '<image>' -}}{%- else -%}{{- part['text'] -}}{%- endif -%}"
+    '{%- endfor -%}{%- endif -%}'
+    "{{- '<|end|>' -}}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+)
+
+
+def train_tokenizer(
+    texts: Iterable[str], *, vocab_size: int = 2048, model_max_length: int = 2048
+) -> PreTrainedTokenizerFast:
+    """Trains a byte-level BPE tokenizer, which can write any text, on the given ones.
+
+    Args:
+        texts: Training texts.
+        vocab_size: Largest number of tokens, :data:`SPECIAL_TOKENS` and the 256 bytes included.
+        model_max_length: Longest input that goes without a warning.
+
+    Returns:
+        A tokenizer with :data:`CHAT_TEMPLATE`, padding on the right.
+
+    Raises:
+        ValueError: If ``vocab_size`` has no room for the special tokens and the bytes.
+    """
+    smallest = len(SPECIAL_TOKENS) + len(pre_tokenizers.ByteLevel.alphabet())
+    if vocab_size < smallest:
+        raise ValueError(f'`vocab_size` must be at least {smallest} (special tokens and bytes), got: {vocab_size}.')
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return wrap_tokenizer(tokenizer, model_max_length=model_max_length)
+
+
+def word_tokenizer(words: Iterable[str], *, model_max_length: int = 2048) -> PreTrainedTokenizerFast:
+    """A tokenizer with one token for every given word and every single digit or mark."""
+    vocab = {token: index for index, token in enumerate(dict.fromkeys([*SPECIAL_TOKENS, *words]))}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token='<unk>'))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r'[a-z]+|\d|[^\sa-z\d]'), behavior='removed', invert=True)
+    return wrap_tokenizer(tokenizer, model_max_length=model_max_length)
+
+
+def wrap_tokenizer(tokenizer: Tokenizer, *, model_max_length: int) -> PreTrainedTokenizerFast:
+    """Gives a bare tokenizer its special tokens and its chat template."""
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token='<pad>',
+        unk_token='<unk>',
+        eos_token='<|end|>',
+        padding_side='right',
+        model_max_length=model_max_length,
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def small_llava_processor(
+    tokenizer: PreTrainedTokenizerFast, *, image_size: int = 32, patch_size: int = 8
+) -> LlavaProcessor:
+    """A ``LlavaProcessor`` around the given tokenizer: square images, ``(image_size / patch_size)**2`` tokens each.
+
+    Raises:
+        ValueError: If ``image_size`` is no multiple of ``patch_size``.
+    """
+    if image_size % patch_size:
+        raise ValueError(f'`image_size` must be a multiple of `patch_size`={patch_size}, got: {image_size}.')
+    image_processor = CLIPImageProcessor(
+        size={'height': image_size, 'width': image_size},
+        do_center_crop=False,
+        crop_size={'height': image_size, 'width': image_size},
+        image_mean=[0.5, 0.5, 0.5],
+        image_std=[0.5, 0.5, 0.5],
+    )
+    return LlavaProcessor(
+        image_processor=image_processor,
+        tokenizer=tokenizer,
+        patch_size=patch_size,
+        vision_feature_select_strategy='default',  # all but CLIP's class token
+        num_additional_image_tokens=1,  # which the processor counts before it takes it away again
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def build_small_processor(
+    texts: Iterable[str],
+    *,
+    vocab_size: int = 2048,
+    image_size: int = 32,
+    patch_size: int = 8,
+    model_max_length: int = 2048,
+) -> LlavaProcessor:
+    """A LLaVA processor for the given texts that needs no download.
+
+    Args:
+        texts: What the tokenizer is trained on, e.g. ``LlavaDataset.texts(path)``.
+        vocab_size: Largest number of tokens.
+        image_size: Side of the square that every image is resized to, in pixels.
+        patch_size: Side of the patch that becomes one token, in pixels.
+        model_max_length: Longest input that goes without a warning.
+
+    Returns:
+        A processor for ``LlavaForConditionalGeneration`` with a CLIP tower of the same ``image_size`` and
+        ``patch_size``.
+    """
+    tokenizer = train_tokenizer(texts, vocab_size=vocab_size, model_max_length=model_max_length)
+    return small_llava_processor(tokenizer, image_size=image_size, patch_size=patch_size)
