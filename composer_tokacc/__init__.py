@@ -3,4 +3,11 @@
 
 """Exact token accumulation and padding-aware microbatching for MosaicML Composer."""
 
+from composer_tokacc.algorithm import TokenAccumulation
+from composer_tokacc.counting import TokenCounts, count_tokens
+from composer_tokacc.data_spec import token_data_spec
+from composer_tokacc.layout import BatchLayout
+
 __version__ = '0.1.0'
+
+__all__ = ['BatchLayout', 'TokenAccumulation', 'TokenCounts', 'count_tokens', 'token_data_spec']

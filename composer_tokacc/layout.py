@@ -118,6 +118,11 @@ class BatchLayout:
             return (pixels.flatten(2) != 0).any(dim=2).sum(dim=1).tolist()
         return self._match_placeholders(batch, len(pixels))
 
+    def media_per_row(self, batch: Batch) -> list[int]:
+        """Number of images and videos of each row."""
+        units = self.units_per_row(batch)
+        return [images + videos for images, videos in zip(units['image'], units['video'], strict=True)]
+
     def _match_placeholders(self, batch: Batch, num_images: int) -> list[int]:
         remedy = 'Carry `num_images` (one int per row) in the batch'
         if self.image_token_id is None:

@@ -1,0 +1,71 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Zero-weight rows: they keep ranks in step and modules in use, and change neither gradient nor sample count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from composer.utils import dist
+
+from composer_tokacc.counting import ADDED_ROWS, IGNORE_INDEX, LOSS_TOKENS, REAL_TOKENS
+from composer_tokacc.layout import Batch, BatchLayout
+
+__all__ = ['SpareImageRow', 'add_row', 'zero_weight']
+
+
+def zero_weight(batch: Batch) -> dict[str, Any]:
+    """A copy without labels, whose rows are marked as added: they are no samples."""
+    num_rows = len(batch['input_ids'])
+    emptied = {**batch, 'labels': torch.full_like(batch['labels'], IGNORE_INDEX), ADDED_ROWS: [True] * num_rows}
+    for key in (LOSS_TOKENS, REAL_TOKENS):
+        if key in batch:
+            emptied[key] = [0] * num_rows
+    return emptied
+
+
+def add_row(layout: BatchLayout, microbatch: Batch, row: Batch) -> dict[str, Any]:
+    """The microbatch with a zero-weight row behind its own."""
+    marked = {**microbatch, ADDED_ROWS: [False] * layout.num_rows(microbatch)}
+    row = {key: value for key, value in row.items() if key in marked or key not in _lists(row)}
+    return layout.concat([marked, row], padding_side=layout.padding_side(microbatch), pad_token_id=_pad_id(row))
+
+
+def _lists(batch: Batch) -> set[str]:
+    return {key for key, value in batch.items() if isinstance(value, (list, tuple))}
+
+
+def _pad_id(row: Batch) -> int:
+    """Any id that is no image placeholder will do under the mask; a text token of the row is in the vocabulary."""
+    ids = row['input_ids'][0].tolist()
+    return min(ids, key=ids.count)
+
+
+class SpareImageRow:
+    """The smallest row with images that this rank has seen, or that another rank gave it."""
+
+    def __init__(self) -> None:
+        self.row: dict[str, Any] | None = None
+
+    def exchange(self, layout: BatchLayout, batch: Batch) -> None:
+        """Finds the row. A collective until some rank has one, so all ranks must call it at the same step."""
+        if self.row is not None:
+            return
+        mine = self._smallest(layout, batch)
+        found = [row for row in dist.all_gather_object(mine) if row is not None]
+        if found:
+            self.row = mine if mine is not None else min(found, key=_size)
+
+    def _smallest(self, layout: BatchLayout, batch: Batch) -> dict[str, Any] | None:
+        images, lengths = layout.media_per_row(batch), layout.lengths(batch)
+        rows = [row for row in range(len(images)) if images[row]]
+        if not rows:
+            return None
+        smallest = min(rows, key=lambda row: (images[row], lengths[row]))
+        return zero_weight(layout.trim(layout.select(batch, [smallest])))
+
+
+def _size(row: Batch) -> int:
+    return sum(value.numel() for value in row.values() if isinstance(value, torch.Tensor))

@@ -1,0 +1,163 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""A loss may be a tensor, a tuple or a dict: each of its terms has a denominator of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+__all__ = ['LOSS_UNITS', 'LossTerms', 'attached_zero']
+
+LOSS_UNITS = ('tokens', 'samples', 'microbatches')
+
+
+class LossTerms:
+    """Scales the terms of a loss, each by the factor of its unit.
+
+    Args:
+        loss_units: Denominator of each term of a dict loss, by name. None: every term is a mean over tokens.
+    """
+
+    def __init__(self, loss_units: Mapping[str, str] | None) -> None:
+        for name, unit in (loss_units or {}).items():
+            if unit not in LOSS_UNITS:
+                raise ValueError(f'`loss_units[{name!r}]` must be one of {LOSS_UNITS}, got: {unit!r}.')
+            if name == 'total':
+                raise ValueError("`loss_units` must name terms, got: 'total', which Composer reserves for their sum.")
+        self.loss_units = dict(loss_units) if loss_units else None
+
+    @property
+    def needs_microbatches(self) -> bool:
+        """Whether a term's denominator is the number of microbatches."""
+        return 'microbatches' in (self.loss_units or {}).values()
+
+    def unit(self, name: str) -> str:
+        """The unit of a dict term."""
+        if self.loss_units is None:
+            return 'tokens'
+        if name not in self.loss_units:
+            raise RuntimeError(
+                f'`loss_units` must name every term of the loss, got: no unit for {name!r}. Add '
+                f"`'{name}': 'tokens'`, 'samples' or 'microbatches'."
+            )
+        return self.loss_units[name]
+
+    def token_term(self, loss: Any) -> torch.Tensor:
+        """The term that is a mean over tokens: what the probe compares."""
+        if isinstance(loss, Mapping):
+            terms = [value for name, value in loss.items() if name != 'total' and self.unit(name) == 'tokens']
+            terms = terms or [loss['total']]
+            if len(terms) > 1:
+                raise RuntimeError(
+                    f'One term of the loss must be the mean over tokens, got: {sorted(loss)}. Name the others in '
+                    '`loss_units`, or set `check_loss=False` with an explicit `loss_tokens`.'
+                )
+            return terms[0]
+        self._check_no_units(loss)
+        return loss if isinstance(loss, torch.Tensor) else loss[0]
+
+    def replace_empty(self, loss: Any, zero: torch.Tensor) -> Any:
+        """The loss of a microbatch without loss-generating tokens: its token terms are zero, not a mean over none."""
+        if not isinstance(loss, Mapping):
+            return zero if isinstance(loss, torch.Tensor) else type(loss)(zero for _ in loss)
+        terms = {
+            name: zero if self.unit(name) == 'tokens' else value for name, value in loss.items() if name != 'total'
+        }
+        return _with_total(terms, loss, zero)
+
+    def scale(self, loss: Any, scales: Mapping[str, float], observe: Callable[[torch.Tensor], None]) -> Any:
+        """Fresh float32 products: Composer multiplies what it is given in place.
+
+        Args:
+            loss: The raw loss.
+            scales: Factor of each unit.
+            observe: Called in backward with the gradient that reaches the scaled loss, once a microbatch.
+        """
+        if not isinstance(loss, Mapping):
+            self._check_no_units(loss)
+            scaled = [_product(term, scales['tokens']) for term in _terms(loss)]
+            _hook(scaled[0], observe)
+            return scaled[0] if isinstance(loss, torch.Tensor) else tuple(scaled)
+        named = {name: _product(value, scales[self.unit(name)]) for name, value in loss.items() if name != 'total'}
+        if self.loss_units is not None and named:
+            # Composer pairs terms by position across ranks: the same names in the same order everywhere, a term
+            # that is absent here being zero.
+            like = next(iter(named.values()))
+            named = {name: named.get(name, like.new_zeros(())) for name in self.loss_units}
+        if 'total' not in loss:
+            hooked = next((value for value in named.values() if value.requires_grad), None)
+            if hooked is not None:
+                _hook(hooked, observe)
+            return named
+        if named and self.loss_units is not None:
+            total = torch.stack([value.mean() for value in named.values()]).sum()
+        else:
+            total = _product(loss['total'], scales['tokens'])
+        _hook(total, observe)
+        return {**named, 'total': total}
+
+    def _check_no_units(self, loss: Any) -> None:
+        if self.loss_units is not None:
+            raise RuntimeError(
+                f'`loss_units` must go with a dict loss, got: a loss of type {type(loss).__name__}. Return a dict with '
+                f'the terms {sorted(self.loss_units)} from the model, or drop `loss_units`.'
+            )
+
+
+def attached_zero(outputs: Any, loss: Any) -> torch.Tensor:
+    """A zero in the graph of the outputs, whose backward reaches every parameter with zeros.
+
+    It hangs on the outputs rather than on the loss, because a masked sum over no tokens has NaN gradients.
+    """
+    losses = {id(term) for term in _terms(loss)}
+    tensors = [tensor for tensor in _terms(outputs) if tensor.requires_grad and id(tensor) not in losses]
+    # A scalar in the outputs is the loss again (HuggingFaceModel returns outputs.loss).
+    tensors = [tensor for tensor in tensors if tensor.dim() > 0] or [t for t in _terms(loss) if t.requires_grad]
+    if not tensors:
+        first = next(_terms(loss))
+        return first.new_zeros((), dtype=torch.float32)
+    return _AttachedZero.apply(*tensors)  # pyright: ignore[reportReturnType]
+
+
+class _AttachedZero(torch.autograd.Function):
+    """Zero forward and zeros backward, whatever the inputs hold: 0 * NaN would be NaN."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*tensors)
+        return tensors[0].new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.zeros_like(tensor) for tensor in ctx.saved_tensors)
+
+
+def _terms(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in a nest of mappings and sequences."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _terms(item)
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        for item in value:
+            yield from _terms(item)
+
+
+def _product(term: torch.Tensor, scale: float) -> torch.Tensor:
+    return term.float() * scale
+
+
+def _hook(term: torch.Tensor, observe: Callable[[torch.Tensor], None]) -> None:
+    if term.requires_grad:
+        term.register_hook(observe)
+
+
+def _with_total(terms: dict[str, Any], loss: Mapping[str, Any], zero: torch.Tensor) -> dict[str, Any]:
+    if 'total' in loss:
+        terms['total'] = torch.stack([value.float().mean() for value in terms.values()]).sum() if terms else zero
+    return terms
