@@ -1,0 +1,21 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Token-budget microbatches: pure functions that cut and share a global batch. No Composer and no torch here."""
+
+from composer_tokacc.planning.cost import CostModel
+from composer_tokacc.planning.counts import raise_count
+from composer_tokacc.planning.cut import cut, cut_in_order
+from composer_tokacc.planning.microbatch import Microbatch, MicrobatchPlan, PlanStats
+from composer_tokacc.planning.plan import plan_microbatches
+
+__all__ = [
+    'CostModel',
+    'Microbatch',
+    'MicrobatchPlan',
+    'PlanStats',
+    'cut',
+    'cut_in_order',
+    'plan_microbatches',
+    'raise_count',
+]
