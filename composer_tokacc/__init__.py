@@ -7,7 +7,18 @@ from composer_tokacc.algorithm import TokenAccumulation
 from composer_tokacc.counting import TokenCounts, count_tokens
 from composer_tokacc.data_spec import token_data_spec
 from composer_tokacc.layout import BatchLayout
+from composer_tokacc.monitor import TokenMonitor
+from composer_tokacc.planning import MicrobatchPlan, plan_microbatches
 
 __version__ = '0.1.0'
 
-__all__ = ['BatchLayout', 'TokenAccumulation', 'TokenCounts', 'count_tokens', 'token_data_spec']
+__all__ = [
+    'BatchLayout',
+    'MicrobatchPlan',
+    'TokenAccumulation',
+    'TokenCounts',
+    'TokenMonitor',
+    'count_tokens',
+    'plan_microbatches',
+    'token_data_spec',
+]

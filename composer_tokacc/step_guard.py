@@ -152,12 +152,16 @@ class StepGuard:
 
     def _cause(self, observed: list[float]) -> str:
         flag = 'Set `Trainer(accumulate_train_batch_on_tokens=False)`: TokenAccumulation does its work, exactly.'
-        for counts, name in (
-            ([m.num_tokens for m in self._microbatches], 'loss-generating tokens'),
-            ([m.num_positions for m in self._microbatches], 'padded positions'),
-        ):
-            if _proportional(observed, counts):
-                return f'These are weights by {name}: `accumulate_train_batch_on_tokens` is on as well. {flag}'
+        if _proportional(observed, [microbatch.num_samples for microbatch in self._microbatches]):
+            if self.world_size == 1:
+                return 'A later algorithm rescales the loss; put TokenAccumulation last.'
+        else:
+            for counts, name in (
+                ([microbatch.num_tokens for microbatch in self._microbatches], 'loss-generating tokens'),
+                ([microbatch.num_positions for microbatch in self._microbatches], 'padded positions'),
+            ):
+                if _proportional(observed, counts):
+                    return f'These are weights by {name}: `accumulate_train_batch_on_tokens` is on as well. {flag}'
         return (
             'Either `accumulate_train_batch_on_tokens` is on as well, or `get_num_samples_in_batch` does not count '
             f'rows, or a later algorithm rescales the loss. {flag} Use the counters of token_data_spec(), and put '

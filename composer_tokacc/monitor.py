@@ -1,0 +1,134 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""What a run pays for padding, how evenly its ranks work, and how far sample weighting would be off."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from composer.core import Callback, State
+from composer.loggers import Logger
+from composer.utils import dist
+
+from composer_tokacc.counting import LOSS_TOKENS, REAL_TOKENS, annotate, num_samples
+
+__all__ = ['TokenMonitor']
+
+# What each rank contributes to a step's one reduction, in this order.
+FIELDS = ('real', 'device_positions', 'positions', 'tokens', 'samples', 'microbatches', 'empty', 'last_variation')
+
+
+class TokenMonitor(Callback):
+    """Logs padding, balance and throughput in real tokens; one small all-gather a step, no sync a microbatch.
+
+    ============================================ ====================================================================
+    Key                                          Logged each step, over all ranks
+    ============================================ ====================================================================
+    ``token_monitor/padding_ratio``              Share of the computed positions that is padding
+    ``token_monitor/device_batch_padding_ratio`` The same had no microbatch been trimmed: what stock Composer computes
+    ``token_monitor/loss_generating_share``      Loss-generating tokens over real tokens
+    ``token_monitor/real_tokens_per_second``     Real tokens over the step's wall-clock time
+    ``token_monitor/rank_imbalance``             Most positions computed by a rank over the mean; 1 is even
+    ``token_monitor/microbatches``               Microbatches
+    ``token_monitor/empty_microbatches``         Those without loss-generating tokens
+    ``token_monitor/sample_weighting_error``     Total variation distance between sample and token weights of the
+                                                 *previous* step's microbatches (0: sample weighting is exact)
+    ============================================ ====================================================================
+
+    Args:
+        loss_tokens (str): The counting rule where no :class:`.TokenAccumulation` has counted already.
+            Default: ``'causal'``.
+    """
+
+    def __init__(self, *, loss_tokens: str = 'causal') -> None:
+        self.loss_tokens = loss_tokens
+        self._step = dict.fromkeys(FIELDS, 0.0)
+        self._microbatches: list[tuple[int, int]] = []
+        self._previous: tuple[list[tuple[int, int]], float, float] | None = None
+        self._totals: dict[str, float] = {}
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        """Counts the device batch where nobody has, while it is on the CPU; the lists ride along in it."""
+        if LOSS_TOKENS not in state.batch:
+            state.batch = annotate(state.batch, self.loss_tokens)
+        batch = state.batch
+        rows, width = batch['input_ids'].shape[:2]
+        self._step = dict.fromkeys(FIELDS, 0.0)
+        self._step.update(
+            real=sum(batch[REAL_TOKENS]),
+            device_positions=rows * width,
+            tokens=sum(batch[LOSS_TOKENS]),
+            samples=num_samples(batch),
+        )
+
+    def before_train_batch(self, state: State, logger: Logger) -> None:
+        """Forgets an attempt that ran out of memory."""
+        self._microbatches = []
+        self._step.update(positions=0, microbatches=0, empty=0)
+
+    def before_forward(self, state: State, logger: Logger) -> None:
+        """Notes a microbatch by its shape and carried counts."""
+        batch: Mapping[str, Any] = state.batch
+        rows, width = batch['input_ids'].shape[:2]
+        num_tokens = sum(batch[LOSS_TOKENS])
+        self._microbatches.append((num_samples(batch), num_tokens))
+        self._step['positions'] += rows * width
+        self._step['microbatches'] += 1
+        self._step['empty'] += num_tokens == 0
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Reduces and logs."""
+        self._step['last_variation'] = self._variation()
+        mine = torch.tensor([self._step[field] for field in FIELDS], dtype=torch.float64)
+        mine = state.device.tensor_to_device(mine)
+        ranks = torch.stack([*dist.all_gather(mine)]).cpu()
+        totals = dict(zip(FIELDS, ranks.sum(dim=0).tolist(), strict=True))
+        positions = ranks[:, FIELDS.index('positions')]
+        metrics = {
+            'padding_ratio': 1 - totals['real'] / max(totals['positions'], 1),
+            'device_batch_padding_ratio': 1 - totals['real'] / max(totals['device_positions'], 1),
+            'loss_generating_share': totals['tokens'] / max(totals['real'], 1),
+            'rank_imbalance': float(positions.max() / positions.mean().clamp(min=1)),
+            'microbatches': totals['microbatches'],
+            'empty_microbatches': totals['empty'],
+        }
+        assert state.timestamp.batch_wct is not None, 'BATCH_END follows the step that sets it'
+        seconds = state.timestamp.batch_wct.total_seconds()
+        if seconds > 0:
+            metrics['real_tokens_per_second'] = totals['real'] / seconds
+        if self._previous is not None:
+            metrics['sample_weighting_error'] = totals['last_variation']
+        self._previous = (self._microbatches, totals['samples'], totals['tokens'])
+        logger.log_metrics({f'token_monitor/{name}': value for name, value in metrics.items()})
+        self._add(totals, seconds)
+
+    def _variation(self) -> float:
+        """This rank's part of the previous step's distance: its totals over ranks are known only by now."""
+        if self._previous is None:
+            return 0.0
+        microbatches, samples, tokens = self._previous
+        if samples == 0 or tokens == 0:
+            return 0.0
+        return sum(abs(n / samples - t / tokens) for n, t in microbatches) / 2
+
+    def _add(self, totals: dict[str, float], seconds: float) -> None:
+        for name, value in {**totals, 'seconds': seconds, 'steps': 1}.items():
+            self._totals[name] = self._totals.get(name, 0) + value
+
+    def summary(self) -> dict[str, float]:
+        """The whole run so far: padding ratios, real tokens per second, and the mean weighting error."""
+        total = self._totals
+        if not total:
+            return {}
+        return {
+            'steps': total['steps'],
+            'padding_ratio': 1 - total['real'] / max(total['positions'], 1),
+            'device_batch_padding_ratio': 1 - total['real'] / max(total['device_positions'], 1),
+            'loss_generating_share': total['tokens'] / max(total['real'], 1),
+            'empty_microbatches': total['empty'],
+            'real_tokens_per_second': total['real'] / max(total['seconds'], 1e-9),
+            'sample_weighting_error': total['last_variation'] / max(total['steps'] - 1, 1),
+        }

@@ -1,0 +1,137 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""One optimizer step of the real Trainer, and the plain autograd reference that it is held to."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from composer import Trainer
+from composer.core import Callback, Event, State
+from composer.loggers import InMemoryLogger, Logger
+from composer.models import HuggingFaceModel
+from composer.utils import dist
+from torch.utils.data import DataLoader, IterableDataset
+
+Gradients = dict[str, torch.Tensor]
+
+
+class GivenBatches(IterableDataset):
+    """Yields ready batches: each rank is handed its own, so that a test decides who computes what."""
+
+    def __init__(self, batches: Sequence[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        return iter(copy.deepcopy(list(self.batches)))
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+def loader(*batches: Any) -> DataLoader:
+    """A DataLoader of ready batches."""
+    return DataLoader(GivenBatches(batches), batch_size=None)
+
+
+class GradientRecorder(Callback):
+    """Keeps the gradients, the loss seen at BATCH_END, and what the step logged."""
+
+    def __init__(self) -> None:
+        self.steps: list[Gradients] = []
+        self.losses: list[Any] = []
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        if event == Event.AFTER_TRAIN_BATCH:
+            parameters = unwrapped(state.model).named_parameters()
+            self.steps.append({name: full(p.grad).clone() for name, p in parameters if p.grad is not None})
+        elif event == Event.BATCH_END:
+            self.losses.append(state.loss)
+
+    @property
+    def gradients(self) -> Gradients:
+        """Those of the last step."""
+        return self.steps[-1]
+
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    return model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """A whole tensor out of a sharded one."""
+    return tensor.full_tensor() if hasattr(tensor, 'full_tensor') else tensor
+
+
+def train(
+    model: Any,
+    data: Any,
+    *,
+    algorithms: Iterable[Any] = (),
+    callbacks: Iterable[Any] = (),
+    microbatch_size: int = 1,
+    optimizer: torch.optim.Optimizer | None = None,
+    max_duration: str = '1ba',
+    **kwargs: Any,
+) -> tuple[GradientRecorder, InMemoryLogger, Trainer]:
+    """Runs the Trainer, at learning rate 0 unless an optimizer is given."""
+    recorder, memory = GradientRecorder(), InMemoryLogger()
+    composer_model = model if hasattr(model, 'eval_forward') else hugging_face(model)
+    optimizer = optimizer or torch.optim.SGD(composer_model.parameters(), lr=0.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        trainer = Trainer(
+            model=composer_model,
+            train_dataloader=data,
+            optimizers=optimizer,
+            max_duration=max_duration,
+            device='cpu',
+            algorithms=list(algorithms),
+            callbacks=[*callbacks, recorder],
+            loggers=[memory],
+            device_train_microbatch_size=microbatch_size,
+            progress_bar=False,
+            **kwargs,
+        )
+        trainer.fit()
+    return recorder, memory, trainer
+
+
+def hugging_face(model: torch.nn.Module, **kwargs: Any) -> HuggingFaceModel:
+    return HuggingFaceModel(model, shift_labels=True, use_logits=True, **kwargs)
+
+
+def reference_gradients(model: torch.nn.Module, batch: dict[str, Any]) -> tuple[Gradients, float]:
+    """Gradient and loss of one plain forward over the whole global batch, by the model's own mean."""
+    model = copy.deepcopy(model)
+    model.zero_grad(set_to_none=True)
+    inputs = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
+    loss = model(**inputs, use_cache=False).loss
+    loss.backward()
+    gradients = {f'model.{name}': p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return gradients, loss.item()
+
+
+def relative_error(found: Gradients, expected: Gradients) -> float:
+    """Norm of the difference over norm of the reference, over all parameters; an absent gradient is zero."""
+    names = found.keys() | expected.keys()
+    zero = torch.zeros(())
+    difference = sum((found.get(n, zero) - expected.get(n, zero)).double().square().sum() for n in names)
+    norm = sum(value.double().square().sum() for value in expected.values())
+    return float((difference / norm).sqrt())
+
+
+def logged(memory: InMemoryLogger, name: str) -> list[float]:
+    """Values of a metric, in order."""
+    return [float(value) for _, value in memory.data[name]]
+
+
+def rank_share(items: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
+    """This rank's contiguous share, ``sizes`` giving how many each rank gets."""
+    start = sum(sizes[: dist.get_global_rank()])
+    return list(items[start : start + sizes[dist.get_global_rank()]])
