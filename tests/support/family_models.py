@@ -1,0 +1,168 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The families' own model classes with two layers and a hidden size of 16, seeded, float32, without cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from transformers import PretrainedConfig, PreTrainedModel
+
+from tests.support.family_processors import IMAGE_SIZE, PATCH_SIZE, PINPOINTS, SampleEncoder
+
+__all__ = ['MODELS']
+
+
+def _text(encode: SampleEncoder, **extra: Any) -> dict[str, Any]:
+    return {
+        'vocab_size': len(encode.tokenizer),
+        'hidden_size': 16,
+        'intermediate_size': 32,
+        'num_hidden_layers': 2,
+        'num_attention_heads': 2,
+        'num_key_value_heads': 1,
+        'max_position_embeddings': 1024,
+        'pad_token_id': encode.pad_token_id,
+        'bos_token_id': encode.token_id('<s>'),
+        'eos_token_id': encode.token_id('</s>'),
+        'tie_word_embeddings': False,
+        'use_cache': False,
+        **extra,
+    }
+
+
+def _vision(**extra: Any) -> dict[str, Any]:
+    return {
+        'hidden_size': 16,
+        'intermediate_size': 32,
+        'num_hidden_layers': 2,
+        'num_attention_heads': 2,
+        'image_size': IMAGE_SIZE,
+        'patch_size': PATCH_SIZE,
+        **extra,
+    }
+
+
+def _model(class_name: str, config: PretrainedConfig) -> PreTrainedModel:
+    config.use_cache = False
+    config.get_text_config().use_cache = False
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = getattr(transformers, class_name)(config)
+        # The usual standard deviation of 0.02 lets images hardly reach the loss of so small a model.
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=0.2)
+    return model.float().train()
+
+
+def _llama(encode: SampleEncoder) -> PreTrainedModel:
+    return _model('LlamaForCausalLM', transformers.LlamaConfig(**_text(encode)))
+
+
+def _llava(encode: SampleEncoder) -> PreTrainedModel:
+    config = transformers.LlavaConfig(
+        text_config={'model_type': 'llama', **_text(encode)},
+        vision_config={'model_type': 'clip_vision_model', **_vision()},
+        image_token_index=encode.token_id('<image>'),
+        vision_feature_layer=-1,
+        image_seq_length=(IMAGE_SIZE // PATCH_SIZE) ** 2,
+    )
+    return _model('LlavaForConditionalGeneration', config)
+
+
+def _llava_next(encode: SampleEncoder) -> PreTrainedModel:
+    config = transformers.LlavaNextConfig(
+        text_config={'model_type': 'llama', **_text(encode)},
+        vision_config={'model_type': 'clip_vision_model', **_vision()},
+        image_token_index=encode.token_id('<image>'),
+        vision_feature_layer=-1,
+        image_grid_pinpoints=PINPOINTS,
+        image_seq_length=(IMAGE_SIZE // PATCH_SIZE) ** 2,
+    )
+    return _model('LlavaNextForConditionalGeneration', config)
+
+
+def _llava_onevision(encode: SampleEncoder) -> PreTrainedModel:
+    config = transformers.LlavaOnevisionConfig(
+        text_config={'model_type': 'qwen2', **_text(encode)},
+        vision_config={'model_type': 'siglip_vision_model', 'vision_use_head': False, **_vision()},
+        image_token_index=encode.token_id('<image>'),
+        video_token_index=encode.token_id('<video>'),
+        vision_feature_layer=-1,
+        image_grid_pinpoints=PINPOINTS,
+    )
+    return _model('LlavaOnevisionForConditionalGeneration', config)
+
+
+def _qwen_config(name: str, encode: SampleEncoder, vision: dict[str, Any]) -> Any:
+    rotary = {'type': 'mrope', 'rope_type': 'default', 'mrope_section': [2, 1, 1]}
+    text = _text(encode, rope_scaling=rotary)
+    special = {
+        'image_token_id': encode.token_id('<|image_pad|>'),
+        'video_token_id': encode.token_id('<|video_pad|>'),
+        'vision_start_token_id': encode.token_id('<|vision_start|>'),
+        'vision_end_token_id': encode.token_id('<|vision_end|>'),
+    }
+    # Up to 4.51 the text settings lie in the config itself, from 4.52 in `text_config`.
+    config_class = getattr(transformers, name)
+    text_settings = {'text_config': text} if 'text_config' in config_class.sub_configs else text
+    return config_class(vision_config=vision, **{**text_settings, **special, 'tie_word_embeddings': False})
+
+
+def _qwen2_vl(encode: SampleEncoder) -> PreTrainedModel:
+    vision = {
+        'depth': 2,
+        'embed_dim': 16,
+        'hidden_size': 16,
+        'num_heads': 2,
+        'mlp_ratio': 2,
+        'patch_size': PATCH_SIZE,
+        'spatial_merge_size': 2,
+        'temporal_patch_size': 2,
+    }
+    return _model('Qwen2VLForConditionalGeneration', _qwen_config('Qwen2VLConfig', encode, vision))
+
+
+def _qwen2_5_vl(encode: SampleEncoder) -> PreTrainedModel:
+    vision = {
+        'depth': 2,
+        'hidden_size': 16,
+        'intermediate_size': 32,
+        'num_heads': 2,
+        'patch_size': PATCH_SIZE,
+        'spatial_merge_size': 2,
+        'temporal_patch_size': 2,
+        'window_size': 16,
+        'fullatt_block_indexes': [1],
+        'out_hidden_size': 16,
+    }
+    return _model('Qwen2_5_VLForConditionalGeneration', _qwen_config('Qwen2_5_VLConfig', encode, vision))
+
+
+def _idefics3(encode: SampleEncoder, name: str) -> PreTrainedModel:
+    config_class = getattr(transformers, f'{name}Config')
+    config = config_class(
+        text_config={'model_type': 'llama', **_text(encode)},
+        vision_config=_vision(),
+        image_token_id=encode.token_id('<image>'),
+        scale_factor=2,
+        tie_word_embeddings=False,
+    )
+    return _model(f'{name}ForConditionalGeneration', config)
+
+
+MODELS: dict[str, Callable[[SampleEncoder], PreTrainedModel]] = {
+    'llama': _llama,
+    'llava': _llava,
+    'llava_next': _llava_next,
+    'llava_onevision': _llava_onevision,
+    'qwen2_vl': _qwen2_vl,
+    'qwen2_5_vl': _qwen2_5_vl,
+    'idefics3': lambda encode: _idefics3(encode, 'Idefics3'),
+    'smolvlm': lambda encode: _idefics3(encode, 'SmolVLM'),
+}
