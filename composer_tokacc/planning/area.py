@@ -82,7 +82,7 @@ def least_cost_cut(row_costs: np.ndarray, reach: np.ndarray, penalty: float) -> 
 @compiled
 def _overtakes(totals, row_costs, reach, older, newer, low, penalty):  # noqa: ANN001, ANN202 - typed by numba
     """First end from which the newer start is at least as good as the older one, which is better at `low`."""
-    high = len(row_costs) + 1
+    high = min(len(row_costs), reach[older]) + 1  # the caps end the older one's lead at the latest
     while high - low > 1:
         middle = (low + high) // 2
         if _price(totals, row_costs, reach, newer, middle, penalty) > _price(

@@ -77,7 +77,7 @@ def least_cost_in_order(
 
 @compiled
 def _trace_back(last: np.ndarray, count: int) -> np.ndarray:
-    """Bounds of the best cut, by the start of the last microbatch before each end, layer by layer if there is a count."""
+    """Bounds of the best cut, from the start of the last microbatch before each end; layer by layer with a count."""
     layer = last.shape[0] - 1
     end = last.shape[1] - 1
     backwards = [end]

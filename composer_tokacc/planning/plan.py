@@ -16,7 +16,7 @@ from composer_tokacc.planning.cut import check_count
 from composer_tokacc.planning.microbatch import Microbatch, MicrobatchPlan
 from composer_tokacc.planning.rows import SortedRows, check_rows, sort_rows
 from composer_tokacc.planning.search import Cut, CutSearch
-from composer_tokacc.planning.share import share_columns, share_longest_first
+from composer_tokacc.planning.share import share_columns
 from composer_tokacc.planning.stats import measure
 
 __all__ = ['plan_microbatches']
@@ -89,10 +89,7 @@ def plan_microbatches(
             groups = apart
     cuts = _best_cuts([group for _, group in groups], num_microbatches)
     pieces = [_microbatches(rows, group, cut) for (rows, group), cut in zip(groups, cuts, strict=True)]
-    if objective == 'fsdp':
-        table = _in_columns(pieces, cuts, num_ranks)
-    else:
-        table = _in_ranks(pieces[0], cuts[0], num_ranks, num_microbatches)
+    table = _in_columns(pieces, cuts, num_ranks) if objective == 'fsdp' else _in_ranks(pieces[0], cuts[0], num_ranks)
     stats = measure(table, cuts, objective, sizes, images, cost, max_tokens, max_image_tokens)
     return MicrobatchPlan(ranks=tuple(tuple(rank) for rank in table), stats=stats)
 
@@ -124,13 +121,13 @@ def _microbatches(rows: SortedRows, group: CutSearch, cut: Cut) -> list[Microbat
     return made
 
 
-def _in_ranks(made: list[Microbatch], cut: Cut, num_ranks: int, per_rank: int | None) -> Table:
+def _in_ranks(made: list[Microbatch], cut: Cut, num_ranks: int) -> Table:
     """Microbatches of each rank, dearest first."""
-    ranks, _ = share_longest_first(cut.costs, num_ranks, len(made) if per_rank is None else per_rank)
-    shared = ranks.tolist()
+    assert cut.ranks is not None, 'cuts for ddp are shared when they are judged'
+    ranks = cut.ranks.tolist()
     table: Table = [[] for _ in range(num_ranks)]
     for k in np.argsort(-cut.costs, kind='stable').tolist():
-        table[shared[k]].append(made[k])
+        table[ranks[k]].append(made[k])
     return table
 
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from composer_tokacc.planning.area import AreaCuts
 from composer_tokacc.planning.compiled import compiled
 from composer_tokacc.planning.cost import CostModel
 from composer_tokacc.planning.counts import raise_bounds
+from composer_tokacc.planning.exchange import exchange
 from composer_tokacc.planning.minmax import min_max_cut
 from composer_tokacc.planning.rows import SortedRows
 from composer_tokacc.planning.share import column_time, share_longest_first
@@ -22,10 +23,13 @@ __all__ = ['Cut', 'CutSearch']
 
 STEPS = 12
 """Numbers of microbatches tried on the way from the fewest to the most that can pay."""
+NEAR = 4
+"""Numbers tried on each side of the best of those, where ranks run in columns."""
+PROMISING = 4
+"""Cuts whose sharing among ranks is improved by exchanges, where they do not."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cut:
+class Cut(NamedTuple):
     """A cut of sorted rows, as judged by the objective."""
 
     time: float
@@ -34,7 +38,10 @@ class Cut:
     """Bounds of the microbatches in the sorted rows, int64 (K + 1,)."""
     costs: np.ndarray
     """Cost of each microbatch, and after them of `num_filled` zero-weight copies, float64 (K + num_filled,)."""
+    ranks: np.ndarray | None
+    """Rank of each of them, int64 (K + num_filled,); None where ranks run in columns."""
     method: str
+    """How it was cut: 'area' or 'min-max'."""
     num_split: int
     num_filled: int
 
@@ -70,18 +77,21 @@ class CutSearch:
         Args:
             per_rank: Number of microbatches on every rank, at least `min_per_rank`; by default what is best.
         """
+        cuts: list[Cut] = []
         if per_rank is not None:
-            return self._at(per_rank * self._num_ranks, per_rank)
-        tried: dict[int, Cut] = {}
-        for count in self._counts():
-            tried[count] = self._at(count)
-            if self._least_time(count) >= min(cut.time for cut in tried.values()):
-                break
-        best = min(tried, key=lambda count: (tried[count].time, count))
-        for count in self._near(best, sorted(tried)):
-            if count not in tried:
-                tried[count] = self._at(count)
-        return min(tried.values(), key=lambda cut: cut.time)
+            cuts.extend(self._at(per_rank * self._num_ranks, per_rank))
+        else:
+            for count in self._counts():
+                cuts.extend(self._at(count))
+                if self._least_time(count) >= min(cut.time for cut in cuts):
+                    break
+            if self._columns:
+                for count in self._near(cuts):
+                    cuts.extend(self._at(count))
+        cuts.sort(key=_time)
+        if not self._columns:
+            cuts = [self._exchanged(cut, per_rank) for cut in cuts[:PROMISING]]
+        return min(cuts, key=_time)
 
     def _counts(self) -> Iterator[int]:
         """Numbers of microbatches to try, rising: the fewest and the next two, then by steps that grow."""
@@ -96,42 +106,52 @@ class CutSearch:
             tried += 1
             count = int(count) + 1 if tried < 3 else max(int(count) + 1, count * growth)
 
-    def _near(self, best: int, tried: list[int]) -> list[int]:
-        """Untried numbers between the best one and its neighbours."""
+    def _near(self, cuts: list[Cut]) -> list[int]:
+        """Untried numbers of microbatches between that of the best cut and its neighbours."""
+        tried = sorted({len(cut.costs) for cut in cuts})
+        best = len(min(cuts, key=_time).costs)
         place = tried.index(best)
-        below = tried[place - 1] if place > 0 else best
-        above = tried[place + 1] if place + 1 < len(tried) else best
-        step = self._num_ranks if self._columns else max(1, (above - below) // 8)
-        return list(range(best - step, below, -step))[:4] + list(range(best + step, above, step))[:4]
+        below, above = tried[max(place - 1, 0)], tried[min(place + 1, len(tried) - 1)]
+        step = self._num_ranks
+        return list(range(best - step, below, -step))[:NEAR] + list(range(best + step, above, step))[:NEAR]
 
     def _least_time(self, count: int) -> float:
         """Time which no plan of `count` or more microbatches beats, once padding is not worth a launch any more."""
         return (float(self._alone.sum()) + (count - len(self._rows)) * self._cost.launch) / self._num_ranks
 
-    def _at(self, count: int, per_rank: int | None = None) -> Cut:
-        """The better cut for `count` microbatches: least padded cost, or most equal ones."""
+    def _at(self, count: int, per_rank: int | None = None) -> list[Cut]:
+        """Two cuts into `count` microbatches: of least padded cost, and of most equal cost."""
         num_rows = len(self._rows)
         if count > num_rows:
-            return self._judge(np.arange(num_rows + 1, dtype=np.int64), count, 'area', 0, per_rank)
-        area = self._judge(self._area.exactly(count), count, 'area', 0, per_rank)
+            return [self._judge(np.arange(num_rows + 1, dtype=np.int64), count, 'area', 0, per_rank)]
+        cuts = [self._judge(self._area.exactly(count), count, 'area', 0, per_rank)]
         equal = min_max_cut(self._rows, count, self._cost)
-        if equal is None:
-            return area
-        num_split = count - (len(equal) - 1)
-        if num_split:
-            equal = raise_bounds(self._rows.row_costs, equal, count)
-        equal = self._judge(equal, count, 'min-max', num_split, per_rank)
-        return equal if equal.time < area.time else area
+        if equal is not None:
+            num_split = count - (len(equal) - 1)
+            if num_split:
+                equal = raise_bounds(self._rows.row_costs, equal, count)
+            cuts.append(self._judge(equal, count, 'min-max', num_split, per_rank))
+        return cuts
 
     def _judge(self, bounds: np.ndarray, count: int, method: str, num_split: int, per_rank: int | None) -> Cut:
         num_filled = max(0, count - (len(bounds) - 1))
         copies = float(self._alone[self.filler]) if num_filled else 0.0
         costs = _microbatch_costs(self._rows.row_costs, self._vision, bounds, self._cost.launch, num_filled, copies)
         if self._columns:
-            time = column_time(costs, self._num_ranks)
+            ranks, time = None, column_time(costs, self._num_ranks)
         else:
-            time = share_longest_first(costs, self._num_ranks, len(costs) if per_rank is None else per_rank)[1]
-        return Cut(time=time, bounds=bounds, costs=costs, method=method, num_split=num_split, num_filled=num_filled)
+            ranks, time = share_longest_first(costs, self._num_ranks, per_rank or len(costs))
+        return Cut(time, bounds, costs, ranks, method, num_split, num_filled)
+
+    def _exchanged(self, cut: Cut, per_rank: int | None) -> Cut:
+        """The cut with load taken off the slowest rank."""
+        assert cut.ranks is not None, 'cuts for ddp are shared when they are judged'
+        ranks, time = exchange(cut.costs, cut.ranks, self._num_ranks, per_rank is None)
+        return cut._replace(ranks=ranks, time=time)
+
+
+def _time(cut: Cut) -> float:
+    return cut.time
 
 
 @compiled
