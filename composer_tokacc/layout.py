@@ -245,7 +245,8 @@ class BatchLayout:
         for key, value in batch.items():
             if isinstance(value, torch.Tensor):
                 for dim in self._entry(batch, key).seq_dims:
-                    trimmed[key] = trimmed[key].narrow(dim, start, needed)
+                    # Composer's LanguageCrossEntropy views labels flat, which a narrowed tensor does not allow.
+                    trimmed[key] = trimmed[key].narrow(dim, start, needed).contiguous()
         return trimmed
 
     def concat(self, batches: Sequence[Batch], *, padding_side: str = 'right', pad_token_id: int = 0) -> dict[str, Any]:

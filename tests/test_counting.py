@@ -1,0 +1,119 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+import pytest
+import torch
+from composer.core.data_spec import DataSpec
+from transformers import T5Config, T5ForConditionalGeneration
+
+from composer_tokacc import TokenAccumulation, TokenCounts, count_tokens
+from composer_tokacc.counting import annotate
+from tests.support.text import VOCABULARY, collate, text_model, text_row, text_rows
+from tests.support.training import loader, logged, reference_gradients, relative_error, train
+
+
+def test_padding_is_not_loss_where_composers_default_counter_says_so():
+    batch = collate(text_rows([(2 + 1, 2), (4, 3), (8, 7), (12, 11)]))
+    counts = count_tokens(batch)
+    assert counts == TokenCounts(loss_generating=(2, 3, 7, 11), real=(3, 4, 8, 12), padded=(9, 8, 4, 0))
+    assert (counts.num_loss_generating, counts.num_real, counts.num_padded) == (23, 27, 21)
+    assert DataSpec([batch]).get_num_tokens_in_batch(batch, token_type='loss_generating') == 48
+
+
+@pytest.mark.parametrize('side', ['left', 'right'])
+def test_first_position_never_counts_unless_unshifted(side):
+    row = text_row(5, 5)  # a label at position 0
+    batch = collate([row, text_row(3, 1)], side=side)
+    assert count_tokens(batch).loss_generating == (4, 1)
+    assert count_tokens(batch, 'unshifted').loss_generating == (5, 1)
+
+
+def test_rows_of_one_token_have_no_loss():
+    assert count_tokens(collate([text_row(1, 1)])) == TokenCounts(loss_generating=(0,), real=(1,), padded=(0,))
+
+
+def test_unattended_labels_count_by_the_rule():
+    batch = collate(text_rows([(3, 2), (6, 4)]), labels_on_pads=7)
+    assert count_tokens(batch, 'causal').loss_generating == (5, 4)
+    assert count_tokens(batch, 'causal_attended').loss_generating == (2, 4)
+
+
+def test_left_padding_with_position_ids_is_not_packing():
+    batch = collate(text_rows([(3, 3), (6, 4)]), side='left')
+    batch['position_ids'] = (batch['attention_mask'].cumsum(1) - 1).clamp(min=0)
+    assert count_tokens(batch).loss_generating == (3, 4)
+
+
+def test_without_attention_mask_all_positions_are_real():
+    batch = collate(text_rows([(6, 4)]))
+    del batch['attention_mask']
+    assert count_tokens(batch).real == (6,)
+
+
+def test_counts_are_python_ints_in_lists_one_a_row():
+    batch = annotate(collate(text_rows([(3, 2), (6, 4)])))
+    assert batch['loss_generating_tokens'] == [2, 4]
+    assert all(type(count) is int for count in batch['loss_generating_tokens'] + batch['real_tokens'])
+
+
+def test_unknown_rule_is_refused():
+    with pytest.raises(ValueError, match="must be one of .*got: 'shifted'"):
+        count_tokens(collate(text_rows([(3, 2)])), 'shifted')
+
+
+# Packed rows.
+
+
+def packed(rows, *, masked):
+    ids, labels = (torch.cat([row[key] for row in rows], dim=1) for key in ('input_ids', 'labels'))
+    lengths = [row['input_ids'].shape[1] for row in rows]
+    if masked:
+        starts = torch.tensor(lengths).cumsum(0)[:-1]
+        labels[:, starts] = -100
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    return {'input_ids': ids, 'labels': labels, 'position_ids': positions}
+
+
+@pytest.mark.parametrize('masked', [True, False])
+def test_first_token_of_each_packed_document_does_not_count(masked):
+    rows = [text_row(5, 5, seed=1), text_row(3, 3, seed=2), text_row(4, 4, seed=3)]
+    assert count_tokens(packed(rows, masked=masked)).loss_generating == (4 + 2 + 3,)
+
+
+@pytest.mark.parametrize('masked', [True, False])
+def test_packed_rows_train_like_the_same_documents_padded(masked):
+    model = text_model(attn_implementation='sdpa')
+    long, short = [text_row(5, 5, seed=1), text_row(3, 3, seed=2)], [text_row(4, 2, seed=3)]
+    expected, loss = reference_gradients(model, collate(long + short))
+    batches = [packed(long, masked=masked), packed(short, masked=masked)]
+    width = max(batch['input_ids'].shape[1] for batch in batches)
+    assert width == 8
+    # Two packed rows of different width cannot share a tensor, so the second is packed with an unlabelled document.
+    filler = text_row(width - 4, 0, seed=4)
+    batches[1] = packed([*short, filler], masked=masked)
+    batch = {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
+    recorder, memory, _ = train(model, loader(batch), algorithms=[TokenAccumulation()], microbatch_size=1)
+    assert relative_error(recorder.gradients, expected) < 1e-6
+    assert logged(memory, 'loss/train/total') == pytest.approx([loss], rel=1e-6)
+
+
+# Encoder-decoder: no shift.
+
+
+def test_encoder_decoder_counts_every_label_and_is_exact():
+    torch.manual_seed(0)
+    model = T5ForConditionalGeneration(
+        T5Config(vocab_size=VOCABULARY, d_model=32, d_kv=16, d_ff=48, num_layers=2, num_heads=2, dropout_rate=0.0,
+                 use_cache=False, decoder_start_token_id=0)
+    )  # fmt: skip
+    batch = collate(text_rows([(6, 0), (4, 0), (9, 0)]))
+    batch['labels'] = torch.tensor([[5, 6, -100, -100], [7, 8, 9, 10], [11, -100, -100, -100]])
+    assert count_tokens(batch, 'unshifted').loss_generating == (2, 4, 1)
+    expected, loss = reference_gradients(model, batch)
+    algorithm = TokenAccumulation()
+    recorder, memory, _ = train(model, loader(batch), algorithms=[algorithm], microbatch_size=1)
+    assert algorithm.rule == 'unshifted'
+    assert relative_error(recorder.gradients, expected) < 1e-6
+    assert logged(memory, 'loss/train/total') == pytest.approx([loss], rel=1e-6)

@@ -1,0 +1,142 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+import logging
+import random
+
+import pytest
+import torch
+from composer.metrics import LanguageCrossEntropy
+from torch.utils.data import DataLoader, Dataset
+
+from composer_tokacc import TokenAccumulation, token_data_spec
+from tests.support.text import collate, text_model, text_rows
+from tests.support.training import hugging_face, loader, logged, reference_gradients, train
+
+SHAPE = [(4, 2), (5, 3), (9, 7), (14, 11), (6, 1), (3, 2)]
+
+
+def split(batch, size, **kwargs):
+    spec = token_data_spec(loader(batch), **kwargs)
+    return spec.split_batch(spec.batch_transforms(batch), size)
+
+
+def rows_of(microbatches):
+    """Every row as the tuple of its real ids."""
+    return sorted(
+        tuple(ids[mask.bool()].tolist())
+        for microbatch in microbatches
+        for ids, mask in zip(microbatch['input_ids'], microbatch['attention_mask'], strict=True)
+    )
+
+
+@pytest.mark.parametrize('side', ['left', 'right'])
+@pytest.mark.parametrize('regroup', [True, False])
+def test_cap_is_hard_and_every_row_is_there_once(side, regroup):
+    generator = random.Random(0)
+    for _ in range(200):
+        shape = [(generator.randint(1, 40), 1) for _ in range(generator.randint(1, 24))]
+        batch = collate(text_rows(shape), side=side)
+        size, multiple = generator.randint(1, 8), generator.choice([1, 1, 8])
+        width = batch['input_ids'].shape[1]
+        microbatches = split(batch, size, regroup=regroup, width_multiple=multiple)
+        assert rows_of(microbatches) == rows_of([batch])
+        for microbatch in microbatches:
+            rows, cut = microbatch['input_ids'].shape
+            assert rows * cut <= size * width
+            assert cut % multiple == 0 or cut == width
+
+
+def test_order_is_kept_without_regrouping():
+    batch = collate(text_rows(SHAPE))
+    microbatches = split(batch, 2, regroup=False)
+    longest = [microbatch['real_tokens'] for microbatch in microbatches]
+    assert [count for counts in longest for count in counts] == [length for length, _ in SHAPE]
+
+
+def test_row_wider_than_the_budget_goes_alone_with_one_warning(caplog):
+    batch = collate(text_rows(SHAPE))
+    spec = token_data_spec(loader(batch), slot_tokens=6)
+    with caplog.at_level(logging.WARNING, logger='composer_tokacc'):
+        for _ in range(2):
+            microbatches = spec.split_batch(spec.batch_transforms(batch), 1)
+    assert rows_of(microbatches) == rows_of([batch])
+    over = [m for m in microbatches if m['input_ids'].numel() > 6]
+    assert sorted(m['input_ids'].shape for m in over) == [(1, 9), (1, 14)]
+    assert len([record for record in caplog.records if '14 tokens' in record.message]) == 1
+
+
+def test_counters_are_exact_ints():
+    batch = collate(text_rows(SHAPE))
+    spec = token_data_spec(loader(batch))
+    for given in (batch, spec.batch_transforms(batch)):
+        assert spec.get_num_tokens_in_batch(given, token_type='loss_generating') == 26
+        assert spec.get_num_tokens_in_batch(given) == sum(length for length, _ in SHAPE)
+        assert spec.get_num_samples_in_batch(given) == 6
+
+
+class Rows(Dataset):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+def test_evaluation_keeps_order_and_rows_and_gives_the_true_mean():
+    model = text_model()
+    rows = text_rows(SHAPE)
+    _, loss = reference_gradients(model, collate(rows))
+    metric = LanguageCrossEntropy()
+    composer_model = hugging_face(model, eval_metrics=[metric])
+    data = token_data_spec(DataLoader(Rows(rows), batch_size=4, collate_fn=collate))
+    _, memory, trainer = train(composer_model, loader(collate(rows)), algorithms=[TokenAccumulation()])
+    trainer.eval(data)
+    assert trainer.state.eval_metrics['eval']['LanguageCrossEntropy'].compute().item() == pytest.approx(loss, rel=1e-6)
+    with torch.no_grad():
+        batch = data.batch_transforms(collate(rows))
+        chunks = data.split_batch(batch, 4)
+        assert [len(chunk['input_ids']) for chunk in chunks] == [4, 2]
+        dropped = data.split_batch(chunks[0], 3)[0]  # as the trainer drops a sampler's padding
+        assert dropped['real_tokens'] == [4, 5, 9]
+
+
+def test_loss_train_total_equals_composers_token_mean_metric():
+    rows = text_rows(SHAPE)
+    composer_model = hugging_face(text_model(), metrics=[LanguageCrossEntropy()])
+    _, memory, _ = train(
+        composer_model, token_data_spec(loader(collate(rows))), algorithms=[TokenAccumulation()], microbatch_size=2
+    )
+    metric = logged(memory, 'metrics/train/LanguageCrossEntropy')
+    assert logged(memory, 'loss/train/total') == pytest.approx(metric, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ('kwargs', 'message'),
+    [
+        ({'loss_tokens': 'auto'}, "must be one of .*got: 'auto'"),
+        ({'slot_tokens': 0}, '`slot_tokens` must be a positive integer, got: 0'),
+        ({'width_multiple': -8}, '`width_multiple` must be a positive integer, got: -8'),
+        ({'equal_counts': 'always'}, "`equal_counts` must be True, False or 'auto'"),
+        ({'split_batch': lambda batch, size: [batch]}, '`split_batch` must be left'),
+    ],
+)
+def test_bad_arguments_get_one_clear_line(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        token_data_spec(loader(), **kwargs)
+
+
+def test_microbatch_size_zero_is_refused():
+    with pytest.raises(ValueError, match='must be positive, got: 0'):
+        split(collate(text_rows(SHAPE)), 0)
+
+
+def test_unknown_tensor_is_refused_by_name_with_what_to_register():
+    batch = {**collate(text_rows(SHAPE)), 'ocr_boxes': torch.zeros(6, 4)}
+    with pytest.raises(ValueError, match=r"batch\['ocr_boxes'\].*with_entries\(ocr_boxes=Entry"):
+        split(batch, 2)

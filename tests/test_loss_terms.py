@@ -1,0 +1,132 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+import pytest
+import torch
+from composer.models import HuggingFaceModel
+
+from composer_tokacc import TokenAccumulation, token_data_spec
+from tests.support.text import collate, text_model, text_rows
+from tests.support.training import loader, logged, relative_error, train
+
+SHAPE = [(4, 2), (5, 3), (9, 0), (14, 11), (6, 1)]
+UNITS = {'lm': 'tokens', 'router': 'microbatches', 'contrastive': 'samples'}
+
+
+class TermsModel(HuggingFaceModel):
+    """A causal loss, a per-sample term and a per-microbatch term, as a dict or a tuple."""
+
+    def __init__(self, model, *, form='dict', absent=(), order=None):
+        super().__init__(model, shift_labels=True, use_logits=True)
+        self.form, self.absent, self.order = form, absent, order
+
+    def terms(self, outputs):
+        logits = outputs['logits'].float()
+        return {
+            'lm': outputs['loss'],
+            'contrastive': logits[:, 0].square().mean(),  # one value a sample, averaged over samples
+            'router': logits[:, 0, :5].exp().mean().square(),  # a statistic of the microbatch
+        }
+
+    def loss(self, outputs, batch):
+        terms = self.terms(outputs)
+        if len(batch['input_ids']) == 1:
+            terms = {name: value for name, value in terms.items() if name not in self.absent}
+        if self.form == 'tuple':
+            return (terms['lm'], 2 * terms['lm'])
+        if self.form == 'total':
+            return {**terms, 'total': sum(terms.values())}
+        return terms
+
+
+def gradients_of(model, total):
+    model.zero_grad()
+    total.backward()
+    return {f'model.{name}': p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def expected_total(model, batch, microbatch_size, *, absent=()):
+    """Every term by its definition: sums over tokens, samples, microbatches, each over its own number."""
+    labels, rows = batch['labels'], len(batch['labels'])
+    logits = model(input_ids=batch['input_ids'], attention_mask=batch['attention_mask']).logits.float()
+    lm = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    per_sample = logits[:, 0].square().mean(dim=1)
+    parts = [range(i, min(i + microbatch_size, rows)) for i in range(0, rows, microbatch_size)]
+    counted = [i for part in parts for i in part if not ('contrastive' in absent and len(part) == 1)]
+    contrastive = per_sample[counted].sum() / rows
+    routers = [logits[list(part)][:, 0, :5].exp().mean().square() for part in parts]
+    return {'lm': lm, 'contrastive': contrastive, 'router': torch.stack(routers).mean()}
+
+
+@pytest.mark.parametrize('form', ['dict', 'total'])
+@pytest.mark.parametrize('microbatch_size', [1, 2, 3, 5])
+def test_every_term_has_its_own_denominator(form, microbatch_size):
+    model = text_model()
+    batch = collate(text_rows(SHAPE))
+    terms = expected_total(model, batch, microbatch_size)
+    expected = gradients_of(model, sum(terms.values()))
+    model.zero_grad()
+    recorder, memory, _ = train(
+        TermsModel(model, form=form), loader(batch), algorithms=[TokenAccumulation(loss_units=UNITS)],
+        microbatch_size=microbatch_size,
+    )  # fmt: skip
+    assert relative_error(recorder.gradients, expected) < 1e-6
+    for name, value in terms.items():
+        assert logged(memory, f'loss/train/{name}') == pytest.approx([value.item()], rel=1e-6)
+    assert logged(memory, 'loss/train/total') == pytest.approx([sum(terms.values()).item()], rel=1e-6)
+
+
+def test_term_absent_in_some_microbatches():
+    model = text_model()
+    batch = collate(text_rows(SHAPE))
+    terms = expected_total(model, batch, 2, absent=('contrastive',))
+    expected = gradients_of(model, sum(terms.values()))
+    model.zero_grad()
+    recorder, memory, _ = train(
+        TermsModel(model, absent=('contrastive',)), loader(batch),
+        algorithms=[TokenAccumulation(loss_units=UNITS)], microbatch_size=2,
+    )  # fmt: skip
+    assert relative_error(recorder.gradients, expected) < 1e-6
+    assert logged(memory, 'loss/train/contrastive') == pytest.approx([terms['contrastive'].item()], rel=1e-6)
+
+
+@pytest.mark.parametrize('microbatch_size', [1, 2])
+def test_tuple_losses_are_all_means_over_tokens(microbatch_size):
+    model = text_model()
+    batch = collate(text_rows(SHAPE))
+    expected = gradients_of(model, 3 * expected_total(model, batch, 1)['lm'])
+    model.zero_grad()
+    recorder, _, _ = train(
+        TermsModel(model, form='tuple'), loader(batch), algorithms=[TokenAccumulation()], microbatch_size=microbatch_size
+    )
+    assert relative_error(recorder.gradients, expected) < 1e-6
+
+
+def test_number_of_microbatches_of_a_regrouping_split_is_known():
+    model = text_model()
+    batch = collate(text_rows(SHAPE))
+    recorder, memory, _ = train(
+        TermsModel(model), token_data_spec(loader(batch)), algorithms=[TokenAccumulation(loss_units=UNITS)],
+        microbatch_size=2,
+    )  # fmt: skip
+    # A mean over microbatches of a positive statistic lies between its extremes whatever the cut.
+    router = [expected_total(model, {k: v[i : i + 1] for k, v in batch.items()}, 1)['router'].item() for i in (0, 1, 3, 4)]
+    assert min(router) * 0.5 < logged(memory, 'loss/train/router')[0] < max(router) * 2
+    assert logged(memory, 'loss/train/lm') == pytest.approx([expected_total(model, batch, 1)['lm'].item()], rel=1e-6)
+    assert recorder.gradients
+
+
+def test_term_without_unit_is_refused_by_name():
+    model = TermsModel(text_model())
+    units = {'lm': 'tokens', 'router': 'microbatches'}
+    with pytest.raises(RuntimeError, match="no unit for 'contrastive'"):
+        train(model, loader(collate(text_rows(SHAPE))), algorithms=[TokenAccumulation(loss_units=units)])
+
+
+def test_units_without_a_dict_loss_are_refused():
+    with pytest.raises(RuntimeError, match='must go with a dict loss'):
+        train(
+            text_model(), loader(collate(text_rows(SHAPE))), algorithms=[TokenAccumulation(loss_units={'lm': 'tokens'})]
+        )

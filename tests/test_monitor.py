@@ -1,0 +1,55 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+import pytest
+
+from composer_tokacc import TokenAccumulation, TokenMonitor, token_data_spec
+from tests.support.text import collate, text_model, text_rows
+from tests.support.training import loader, logged, train
+
+SHAPE = [(4, 2), (5, 0), (9, 7), (14, 11), (6, 1), (3, 2)]
+REAL, TOKENS, WIDTH = 41, 23, 14
+
+
+def run(data, **kwargs):
+    monitor = TokenMonitor()
+    _, memory, _ = train(text_model(), data, callbacks=[monitor], max_duration='2ba', **kwargs)
+    return memory, monitor
+
+
+def test_stock_split_pays_for_the_width_of_the_device_batch():
+    batch = collate(text_rows(SHAPE))
+    memory, monitor = run(loader(batch, batch), microbatch_size=1)
+    ratio = 1 - REAL / (6 * WIDTH)
+    assert logged(memory, 'token_monitor/padding_ratio') == pytest.approx([ratio] * 2)
+    assert logged(memory, 'token_monitor/device_batch_padding_ratio') == pytest.approx([ratio] * 2)
+    assert logged(memory, 'token_monitor/loss_generating_share') == pytest.approx([TOKENS / REAL] * 2)
+    assert logged(memory, 'token_monitor/empty_microbatches') == [1, 1]
+    assert logged(memory, 'token_monitor/microbatches') == [6, 6]
+    assert logged(memory, 'token_monitor/rank_imbalance') == [1, 1]
+    assert all(rate > 0 for rate in logged(memory, 'token_monitor/real_tokens_per_second'))
+    # One row a microbatch: sample weights are 1/6, token weights t/T.
+    distance = sum(abs(1 / 6 - labelled / TOKENS) for _, labelled in SHAPE) / 2
+    assert logged(memory, 'token_monitor/sample_weighting_error') == pytest.approx([distance])
+    assert monitor.summary()['sample_weighting_error'] == pytest.approx(distance)
+
+
+def test_regrouping_split_computes_less_padding():
+    batch = collate(text_rows(SHAPE))
+    memory, monitor = run(
+        token_data_spec(loader(batch, batch)), algorithms=[TokenAccumulation()], microbatch_size=2
+    )
+    ratio, untrimmed = (logged(memory, f'token_monitor/{name}') for name in ('padding_ratio', 'device_batch_padding_ratio'))
+    assert untrimmed == pytest.approx([1 - REAL / (6 * WIDTH)] * 2)
+    assert max(ratio) < untrimmed[0]
+    summary = monitor.summary()
+    assert summary['padding_ratio'] == pytest.approx(ratio[0])
+    assert summary['steps'] == 2
+
+
+def test_one_microbatch_has_no_weighting_error():
+    batch = collate(text_rows(SHAPE))
+    memory, _ = run(loader(batch, batch), microbatch_size=6)
+    assert logged(memory, 'token_monitor/sample_weighting_error') == pytest.approx([0.0])
