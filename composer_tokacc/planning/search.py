@@ -21,7 +21,7 @@ from composer_tokacc.planning.share import column_time, share_longest_first
 
 __all__ = ['Cut', 'CutSearch']
 
-STEPS = 12
+STEPS = 8
 """Numbers of microbatches tried on the way from the fewest to the most that can pay."""
 NEAR = 4
 """Numbers tried on each side of the best of those, where ranks run in columns."""

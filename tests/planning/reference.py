@@ -1,0 +1,81 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Slow, obvious versions of what the planner does, and the invariants of a plan."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+
+import numpy as np
+
+from composer_tokacc.planning import CostModel, MicrobatchPlan
+from composer_tokacc.planning.rows import SortedRows, check_rows, sort_rows
+
+
+def sorted_rows(lengths, max_tokens, images=None, max_images=None, cost=None) -> SortedRows:
+    sizes, pictures = check_rows(lengths, max_tokens, images, max_images, 1, None)
+    return sort_rows(sizes, pictures, cost or CostModel(), max_tokens, max_images)
+
+
+def fits(lengths, images, rows, max_tokens, max_images) -> bool:
+    """Whether rows may share a microbatch: the caps hold, or a row is alone."""
+    if len(rows) == 1:
+        return True
+    area = len(rows) * max(lengths[row] for row in rows)
+    return area <= max_tokens and (max_images is None or sum(images[row] for row in rows) <= max_images)
+
+
+def least_padded(lengths, max_tokens, price, order=None, images=None, max_images=None) -> dict[int, float]:
+    """Least padded price of contiguous cuts of `order`, for each possible number of microbatches."""
+    order = list(range(len(lengths))) if order is None else list(order)
+    images = images if images is not None else [0] * len(lengths)
+
+    @functools.cache
+    def best(start: int) -> dict[int, float]:
+        if start == len(order):
+            return {0: 0.0}
+        found: dict[int, float] = {}
+        for end in range(start + 1, len(order) + 1):
+            rows = order[start:end]
+            if not fits(lengths, images, rows, max_tokens, max_images):
+                break
+            here = len(rows) * price(max(lengths[row] for row in rows))
+            for count, rest in best(end).items():
+                found[count + 1] = min(found.get(count + 1, np.inf), here + rest)
+        return found
+
+    return best(0)
+
+
+def check_cut(microbatches, lengths, max_tokens, images=None, max_images=None) -> None:
+    """Every row once, no cap broken."""
+    images = images if images is not None else [0] * len(lengths)
+    assert Counter(row for rows in microbatches for row in rows) == Counter(range(len(lengths)))
+    for rows in microbatches:
+        assert fits(lengths, images, rows, max_tokens, max_images), (rows, [lengths[row] for row in rows])
+
+
+def check_plan(plan: MicrobatchPlan, lengths, num_ranks, max_tokens, images=None, max_images=None) -> None:
+    """What holds for every plan, whatever the objective."""
+    pictures = images if images is not None else [0] * len(lengths)
+    assert len(plan.ranks) == num_ranks
+    assert all(len(rank) >= 1 for rank in plan.ranks), 'a rank without a microbatch'
+    real = [microbatch for rank in plan.ranks for microbatch in rank if not microbatch.filled]
+    check_cut([microbatch.indices for microbatch in real], lengths, max_tokens, images, max_images)
+    over = set(plan.stats.oversize)
+    for rank in plan.ranks:
+        for microbatch in rank:
+            longest = max(lengths[row] for row in microbatch.indices)
+            assert microbatch.width >= longest
+            if not over.intersection(microbatch.indices):
+                assert microbatch.num_tokens <= max_tokens
+            assert not microbatch.filled or len(microbatch.indices) == 1
+    assert over == {
+        row
+        for row, length in enumerate(lengths)
+        if length > max_tokens or (max_images is not None and pictures[row] > max_images)
+    }
+    assert plan.stats.filled == sum(microbatch.filled for rank in plan.ranks for microbatch in rank)
+    assert 0.0 < plan.stats.share_of_bound <= 1.0 + 1e-9

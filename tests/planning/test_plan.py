@@ -1,0 +1,257 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from composer_tokacc.planning import CostModel, plan_microbatches
+from tests.planning.reference import check_plan, fits
+
+OBJECTIVES = ['ddp', 'fsdp']
+
+
+@st.composite
+def problems(draw):
+    samples = draw(st.lists(st.tuples(st.integers(1, 60), st.sampled_from([0, 0, 3, 8])), min_size=1, max_size=40))
+    lengths, images = map(list, zip(*samples, strict=True))
+    return lengths, images, draw(st.integers(1, 9)), draw(st.integers(1, 200)), draw(st.none() | st.integers(1, 30))
+
+
+def _time(plan, objective) -> float:
+    """Modelled time of a step, from the microbatches alone."""
+    if objective == 'ddp':
+        return max(sum(microbatch.cost for microbatch in rank) for rank in plan.ranks)
+    columns = itertools.zip_longest(*[[microbatch.cost for microbatch in rank] for rank in plan.ranks], fillvalue=0.0)
+    return sum(max(column) for column in columns)
+
+
+@pytest.mark.parametrize('objective', OBJECTIVES)
+@settings(max_examples=200, deadline=None)
+@given(problems())
+def test_any_global_batch(objective, problem):
+    lengths, images, num_ranks, max_tokens, max_images = problem
+    cost = CostModel(vision_per_token=0.5, launch=3.0)
+    plan = plan_microbatches(
+        lengths,
+        num_ranks=num_ranks,
+        max_tokens=max_tokens,
+        image_tokens=images,
+        max_image_tokens=max_images,
+        objective=objective,
+        cost=cost,
+    )
+    check_plan(plan, lengths, num_ranks, max_tokens, images, max_images)
+    assert plan.stats.cost == pytest.approx(_time(plan, objective))
+    assert plan.stats.microbatches_per_rank == tuple(len(rank) for rank in plan.ranks)
+    for rank in plan.ranks:
+        for microbatch in rank:
+            pictures = sum(images[row] for row in microbatch.indices)
+            assert microbatch.cost == pytest.approx(
+                cost.microbatch(len(microbatch.indices), microbatch.width, pictures)
+            )
+    if objective == 'ddp':
+        for rank in plan.ranks:
+            costs = [microbatch.cost for microbatch in rank]
+            assert costs == sorted(costs, reverse=True)
+    else:
+        assert len(set(plan.stats.microbatches_per_rank)) == 1
+        assert plan.stats.mixed_columns == 0
+        slowest = [max(microbatch.cost for microbatch in column) for column in zip(*plan.ranks, strict=True)]
+        assert slowest == sorted(slowest, reverse=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('objective', OBJECTIVES)
+def test_ten_thousand_random_length_sets(objective):
+    rng = np.random.default_rng(20)
+    for _ in range(10_000):
+        num_samples, num_ranks = int(rng.integers(1, 129)), int(rng.integers(1, 17))
+        lengths = np.clip(rng.lognormal(rng.uniform(2, 7), rng.uniform(0, 1.5), num_samples), 1, 8192).astype(int)
+        images = rng.integers(0, 5, num_samples) * 64 * (rng.random(num_samples) < rng.random())
+        max_tokens = max(1, int(lengths.max() * rng.uniform(0.5, 8)))
+        max_images = int(rng.integers(1, 1000)) if rng.random() < 0.5 else None
+        multiple = int(rng.choice([1, 1, 8, 64]))
+        plan = plan_microbatches(
+            lengths,
+            num_ranks=num_ranks,
+            max_tokens=max_tokens,
+            image_tokens=images,
+            max_image_tokens=max_images,
+            objective=objective,
+            width_multiple=multiple,
+        )
+        check_plan(plan, lengths.tolist(), num_ranks, max_tokens, images.tolist(), max_images)
+        if objective == 'fsdp':
+            assert len(set(plan.stats.microbatches_per_rank)) == 1
+            assert plan.stats.mixed_columns == 0
+
+
+@pytest.mark.parametrize('objective', OBJECTIVES)
+def test_no_bin_of_fourteen(objective):
+    """8 samples of 7 under a cap of 8 (failure 20)."""
+    plan = plan_microbatches([7] * 8, num_ranks=2, max_tokens=8, objective=objective)
+    assert plan.stats.microbatches_per_rank == (4, 4)
+    assert all(len(microbatch.indices) == 1 for rank in plan.ranks for microbatch in rank)
+
+
+@pytest.mark.parametrize('objective', OBJECTIVES)
+@pytest.mark.parametrize('num_samples', [1, 2, 3])
+def test_more_ranks_than_samples(objective, num_samples):
+    lengths = [5, 9, 7][:num_samples]
+    plan = plan_microbatches(lengths, num_ranks=4, max_tokens=100, objective=objective)
+    check_plan(plan, lengths, 4, 100)
+    assert plan.stats.microbatches_per_rank == (1, 1, 1, 1)
+    assert plan.stats.filled == 4 - num_samples
+    copies = [microbatch.indices for rank in plan.ranks for microbatch in rank if microbatch.filled]
+    assert copies == [(0,)] * plan.stats.filled, 'copies are of the shortest sample'
+    assert sorted(row for rank in range(4) for row in plan.samples(rank)) == list(range(num_samples))
+
+
+@pytest.mark.parametrize('objective', OBJECTIVES)
+@pytest.mark.parametrize('count', [2, 3, 5, 7])
+def test_given_number_of_microbatches_is_kept_on_every_rank(objective, count):
+    lengths = np.random.default_rng(0).integers(5, 60, 20).tolist()
+    plan = plan_microbatches(lengths, num_ranks=4, max_tokens=200, objective=objective, num_microbatches=count)
+    check_plan(plan, lengths, 4, 200)
+    assert plan.stats.microbatches_per_rank == (count,) * 4
+    assert plan.stats.filled == max(0, 4 * count - 20)
+
+
+@pytest.mark.parametrize('objective', OBJECTIVES)
+def test_too_few_microbatches_are_refused(objective):
+    with pytest.raises(ValueError, match=r'`num_microbatches` must be at least what the caps need, got: 3 < 4'):
+        plan_microbatches([7] * 8, num_ranks=2, max_tokens=8, objective=objective, num_microbatches=3)
+
+
+def test_columns_hold_one_modality():
+    lengths, images = [30, 31, 32, 33, 5, 6, 7, 8, 9], [16, 16, 16, 16, 0, 0, 0, 0, 0]
+    plan = plan_microbatches(lengths, num_ranks=2, max_tokens=70, image_tokens=images, objective='fsdp')
+    kinds = [
+        {bool(sum(images[row] for row in microbatch.indices)) for microbatch in column}
+        for column in zip(*plan.ranks, strict=True)
+    ]
+    assert all(len(kind) == 1 for kind in kinds), kinds
+    assert {True} in kinds
+    assert {False} in kinds
+
+
+def test_one_image_and_many_ranks_fills_the_column_with_copies_of_it():
+    lengths, images = [20, 5, 6, 7, 8], [16, 0, 0, 0, 0]
+    plan = plan_microbatches(lengths, num_ranks=4, max_tokens=70, image_tokens=images, objective='fsdp')
+    check_plan(plan, lengths, 4, 70, images)
+    assert plan.stats.mixed_columns == 0
+    assert [rank[0].indices for rank in plan.ranks] == [(0,)] * 4
+    assert [rank[0].filled for rank in plan.ranks].count(False) == 1
+
+
+def test_columns_stay_mixed_where_the_given_number_leaves_no_choice():
+    lengths, images = [20, 5, 6, 7], [16, 0, 0, 0]
+    plan = plan_microbatches(
+        lengths, num_ranks=4, max_tokens=70, image_tokens=images, objective='fsdp', num_microbatches=1
+    )
+    assert plan.stats.mixed_columns == 1
+
+
+@pytest.mark.parametrize('count', [4, 6, 9])
+def test_given_number_is_divided_between_the_modalities(count):
+    rng = np.random.default_rng(3)
+    lengths, images = rng.integers(20, 90, 60), (np.arange(60) % 3 == 0) * 16
+    plan = plan_microbatches(
+        lengths, num_ranks=4, max_tokens=500, image_tokens=images, objective='fsdp', num_microbatches=count
+    )
+    check_plan(plan, lengths.tolist(), 4, 500, images.tolist())
+    assert plan.stats.microbatches_per_rank == (count,) * 4
+    assert plan.stats.mixed_columns == 0
+
+
+def test_width_multiple():
+    lengths = [9, 9, 17, 30, 31]
+    plan = plan_microbatches(lengths, num_ranks=1, max_tokens=64, width_multiple=8)
+    check_plan(plan, lengths, 1, 64)
+    assert all(microbatch.width % 8 == 0 for rank in plan.ranks for microbatch in rank)
+
+
+def _every_time(lengths, num_ranks, max_tokens, cost):
+    """Modelled time of every possible plan: all partitions into microbatches, all ways to share them."""
+
+    def partitions(rows):
+        if not rows:
+            yield []
+            return
+        for partition in partitions(rows[1:]):
+            yield [[rows[0]], *partition]
+            for k, block in enumerate(partition):
+                yield [*partition[:k], [rows[0], *block], *partition[k + 1 :]]
+
+    for partition in partitions(list(range(len(lengths)))):
+        if len(partition) < num_ranks:
+            continue
+        if not all(fits(lengths, [0] * len(lengths), rows, max_tokens, None) for rows in partition):
+            continue
+        costs = [cost.microbatch(len(rows), max(lengths[row] for row in rows)) for rows in partition]
+        for ranks in itertools.product(range(num_ranks), repeat=len(costs)):
+            if len(set(ranks)) == num_ranks:
+                yield max(sum(c for c, r in zip(costs, ranks, strict=True) if r == rank) for rank in range(num_ranks))
+
+
+@pytest.mark.parametrize('seed', range(6))
+def test_bound_and_plan_against_every_possible_plan(seed):
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(3, 40, 6).tolist()
+    max_tokens, cost = int(rng.integers(40, 120)), CostModel(launch=4.0)
+    plan = plan_microbatches(lengths, num_ranks=2, max_tokens=max_tokens, cost=cost)
+    best = min(_every_time(lengths, 2, max_tokens, cost))
+    assert plan.stats.bound <= best * (1 + 1e-9), 'the bound is no bound'
+    assert best * (1 - 1e-9) <= plan.stats.cost <= best * 1.08, 'the plan is far from the best'
+
+
+def test_stats_by_hand():
+    plan = plan_microbatches([8, 4, 4, 4], num_ranks=2, max_tokens=12, cost=CostModel(quadratic=1e12, launch=1.0))
+    assert [[(m.indices, m.width) for m in rank] for rank in plan.ranks] == [[((1, 2, 3), 4)], [((0,), 8)]]
+    stats = plan.stats
+    assert stats.padding_before == pytest.approx(12 / 32)
+    assert stats.padding_after == 0.0
+    assert stats.cost == pytest.approx(13.0)
+    assert stats.bound == pytest.approx((20 + 2) / 2)
+    assert stats.rank_imbalance == pytest.approx(13 / 11)
+    assert stats.column_imbalance == pytest.approx(13 / 11)
+    assert (stats.oversize, stats.split, stats.filled, stats.microbatches_per_rank) == ((), 0, 0, (1, 1))
+
+
+@pytest.mark.parametrize(
+    ('objective', 'global_batch', 'least'),
+    [('ddp', 32, 0.85), ('ddp', 256, 0.93), ('ddp', 1024, 0.96), ('fsdp', 256, 0.88), ('fsdp', 1024, 0.93)],
+)
+def test_share_of_the_bound_on_lognormal_lengths(objective, global_batch, least):
+    """Mean of ten global batches at a coefficient of variation of 0.92, the hardest set of the benchmark."""
+    shares = []
+    for seed in range(10):
+        sigma = np.sqrt(np.log(1 + 0.92**2))
+        drawn = np.random.default_rng(seed).lognormal(np.log(500) - sigma**2 / 2, sigma, global_batch)
+        lengths = np.clip(drawn, 8, 4096).astype(int)
+        plan = plan_microbatches(lengths, num_ranks=8, max_tokens=4 * int(lengths.max()), objective=objective)
+        shares.append(plan.stats.share_of_bound)
+    assert np.mean(shares) >= least
+
+
+@pytest.mark.parametrize(
+    ('options', 'message'),
+    [
+        ({'num_ranks': 0}, '`num_ranks` must be at least 1, got: 0'),
+        ({'objective': 'zero'}, "`objective` must be 'ddp' or 'fsdp', got: 'zero'"),
+        ({'max_tokens': 0}, '`max_tokens` must be at least 1'),
+        ({'lengths': []}, '`lengths` must hold at least one sample'),
+        ({'lengths': [4, 0]}, '`lengths` must be positive'),
+        ({'image_tokens': [1, 2, 3]}, '`image_tokens` must have one entry per sample, got: 3 for 2'),
+    ],
+)
+def test_bad_input(options, message):
+    arguments = {'lengths': [4, 5], 'num_ranks': 2, 'max_tokens': 10, **options}
+    with pytest.raises(ValueError, match=message):
+        plan_microbatches(arguments.pop('lengths'), **arguments)
