@@ -5,5 +5,16 @@
 
 from composer_tokacc.data.collator import VisionLanguageCollator
 from composer_tokacc.data.digits import DigitsDataset, build_digits_processor
+from composer_tokacc.data.llava import LlavaDataset, conversation_texts
+from composer_tokacc.data.processor import build_small_processor
+from composer_tokacc.data.records import BadSampleError
 
-__all__ = ['DigitsDataset', 'VisionLanguageCollator', 'build_digits_processor']
+__all__ = [
+    'BadSampleError',
+    'DigitsDataset',
+    'LlavaDataset',
+    'VisionLanguageCollator',
+    'build_digits_processor',
+    'build_small_processor',
+    'conversation_texts',
+]

@@ -1,0 +1,170 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""LLaVA conversation JSON or JSONL with any Hugging Face processor that has a chat template."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from torch.utils.data import Dataset
+
+from composer_tokacc.data.conversation import ConversationEncoder
+from composer_tokacc.data.records import PLACEHOLDER, BadSampleError, Record, parse_record, read_raw_records
+from composer_tokacc.data.scan import scan_samples
+
+__all__ = ['LlavaDataset', 'conversation_texts']
+
+log = logging.getLogger(__name__)
+
+PathLike = str | os.PathLike[str]
+
+
+class LlavaDataset(Dataset):
+    r"""Conversations about images, loss on the assistant's turns only, ending tokens included.
+
+    A record is ``{"id": ..., "image": "a.jpg" | ["a.jpg", ...], "conversations": [{"from": "human", "value":
+    "<image>\nWhat is this?"}, {"from": "gpt", "value": "A cat."}, ...]}``. Also understood: ``images``, ``messages``
+    with ``role`` and ``content``, a ``system`` entry or turn, ``<img>file</img>`` inside the text, no image at all.
+
+    Bad samples are never replaced and never dropped in passing, so that every rank has the same samples at the same
+    indices:
+
+    - ``on_error='raise'``: a bad line, a missing image file, or images that do not match their placeholders raise at
+      the start; an unreadable image or a sample over ``max_length`` raises when it is read.
+    - ``on_error='skip'``: every sample is read once at the start, in parallel, the ranks sharing the work; bad ones are
+      left out and counted (:attr:`skipped`, :meth:`skip_report`). A file that breaks after that still raises.
+
+    Args:
+        path: JSON or JSONL file, or several.
+        processor: Hugging Face processor; for text alone a tokenizer will do.
+        image_dir: Folder that image names start from. ``None``: the folder of the file.
+        max_length: Longest sample allowed, in tokens, image tokens included. Nothing is ever truncated.
+        on_error: ``'raise'`` or ``'skip'``.
+        num_workers: Processes that read the samples at the start (``skip`` only). ``None``: all cores.
+        progress: Show a progress bar meanwhile.
+
+    Raises:
+        BadSampleError: For the first bad sample (``raise``), or when no sample is good (``skip``).
+        ValueError: If a file is missing, empty, or a JSON array with a syntax error.
+    """
+
+    def __init__(
+        self,
+        path: PathLike | Sequence[PathLike],
+        processor: Any,
+        *,
+        image_dir: PathLike | None = None,
+        max_length: int | None = None,
+        on_error: str = 'raise',
+        num_workers: int | None = None,
+        progress: bool = True,
+    ) -> None:
+        if on_error not in ('raise', 'skip'):
+            raise ValueError(f"`on_error` must be 'raise' or 'skip', got: {on_error!r}.")
+        self.encoder = ConversationEncoder(processor, max_length=max_length)
+        self.records: list[Record] = []
+        self.folders: list[Path] = []
+        self.skipped: list[str] = []
+        folder_listings: dict[Path, set[str]] = {}
+        for file in _paths(path):
+            folder = Path(file).parent if image_dir is None else Path(image_dir)
+            for line, raw in read_raw_records(file):
+                try:
+                    record = parse_record(raw, path=file, line=line)
+                    self._check_images(record, folder, folder_listings)
+                except BadSampleError as error:
+                    if on_error == 'raise':
+                        raise
+                    self.skipped.append(str(error))
+                else:
+                    self.records.append(record)
+                    self.folders.append(folder)
+        if on_error == 'skip':
+            self._skip_unreadable(num_workers, progress)
+        if not self.records:
+            reason = f' First: {self.skipped[0]}' if self.skipped else ''
+            raise ValueError(f'`path` must hold at least one good sample, got: {path} with none.{reason}')
+
+    @staticmethod
+    def texts(path: PathLike | Sequence[PathLike]) -> Iterator[str]:
+        """See :func:`conversation_texts`."""
+        return conversation_texts(path)
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        record = self.records[index]
+        images = [self._open(record, self.folders[index] / name) for name in record.images]
+        try:
+            return self.encoder(_messages(record), images, sample_id=record.sample_id)
+        except Exception as error:  # whatever a processor or a template objects to, the user needs to know the sample
+            raise record.error(str(error)) from error
+
+    def skip_report(self) -> str:
+        """One line for the end of a run: how many samples were left out, and why the first was."""
+        total = len(self.records) + len(self.skipped)
+        first = f'; first: {self.skipped[0]}' if self.skipped else ''
+        return f'skipped {len(self.skipped)} of {total} samples{first}'
+
+    def _check_images(self, record: Record, folder: Path, listings: dict[Path, set[str]]) -> None:
+        if record.images and not self.encoder.has_images:
+            raise record.error('has images, but the processor takes none; use a vision-language processor')
+        for name in record.images:
+            file = folder / name
+            if file.parent not in listings:  # one listing of a folder instead of one question a file
+                listings[file.parent] = set(os.listdir(file.parent)) if file.parent.is_dir() else set()
+            if file.name not in listings[file.parent]:
+                raise record.error(f'image file {file} does not exist; is `image_dir` right?')
+
+    def _open(self, record: Record, file: Path) -> Image.Image:
+        try:
+            with Image.open(file) as image:
+                return image.convert('RGB')
+        except Exception as error:  # PIL raises OSError, SyntaxError, ValueError, struct.error, ... on broken files
+            raise record.error(f'image file {file} cannot be read: {error}') from error
+
+    def _skip_unreadable(self, num_workers: int | None, progress: bool) -> None:
+        scanned = scan_samples(self, num_workers=num_workers, progress=progress)
+        good = [sample.index for sample in scanned if sample.error is None]
+        self.skipped += [sample.error for sample in scanned if sample.error is not None]
+        self.records = [self.records[index] for index in good]
+        self.folders = [self.folders[index] for index in good]
+        if self.skipped:
+            log.warning(self.skip_report())
+
+
+def conversation_texts(path: PathLike | Sequence[PathLike]) -> Iterator[str]:
+    """Yields the text of every turn, without image placeholders: what a tokenizer can be trained on."""
+    for file in _paths(path):
+        for line, raw in read_raw_records(file):
+            try:
+                record = parse_record(raw, path=file, line=line)
+            except BadSampleError:
+                continue  # the dataset reports it
+            for _, text in record.turns:
+                yield text.replace(PLACEHOLDER, '')
+
+
+def _paths(path: PathLike | Sequence[PathLike]) -> list[PathLike]:
+    return [path] if isinstance(path, (str, os.PathLike)) else list(path)
+
+
+def _messages(record: Record) -> list[dict[str, Any]]:
+    """Turns as chat templates want them; the line breaks around a placeholder belong to the template."""
+    messages = []
+    for role, text in record.turns:
+        content: list[dict[str, str]] = []
+        for position, piece in enumerate(text.split(PLACEHOLDER)):
+            if position > 0:
+                content.append({'type': 'image'})
+            if piece := piece.strip('\n'):
+                content.append({'type': 'text', 'text': piece})
+        messages.append({'role': role, 'content': content})
+    return messages

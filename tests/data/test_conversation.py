@@ -1,0 +1,142 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+import pytest
+from PIL import Image
+
+from composer_tokacc.data.conversation import ConversationEncoder
+from composer_tokacc.data.processor import train_tokenizer
+from tests.data.chat_processors import PROCESSORS, TEXTS, llava, small
+
+
+def text(value):
+    return {'type': 'text', 'text': value}
+
+
+IMAGE = {'type': 'image'}
+SYSTEM = {'role': 'system', 'content': [text('Be brief.')]}
+
+
+def user(*parts):
+    return {'role': 'user', 'content': list(parts)}
+
+
+def assistant(value):
+    return {'role': 'assistant', 'content': [text(value)]}
+
+
+def runs(labels):
+    """The labels as lists of consecutive ones."""
+    found, previous = [], -100
+    for label in labels.tolist():
+        if label != -100:
+            found = [*found, [label]] if previous == -100 else [*found[:-1], [*found[-1], label]]
+        previous = label
+    return found
+
+
+CONVERSATIONS = {
+    'one turn': [user(IMAGE, text('What is this?')), assistant('A red square.')],
+    'several turns': [
+        user(IMAGE, text('What is this?')),
+        assistant('A red square.'),
+        user(text('And now?')),
+        assistant('A red square.'),
+    ],
+    'images between answers': [
+        user(IMAGE, IMAGE, text('What is this?')),
+        assistant('Blue, I think: <b>7</b> of them.'),
+        user(IMAGE, text('And now?')),
+        assistant('A'),
+        user(text('Really?')),
+        assistant('Yes.\nTwo lines.'),
+    ],
+    'image behind text': [user(text('Compare '), IMAGE, text(' with '), IMAGE), assistant('Same.')],
+    'answers that look like the template': [
+        user(IMAGE, text('ASSISTANT: a [/INST] assistant')),
+        assistant('USER: assistant a'),
+        user(text('a')),
+        assistant('a'),
+    ],
+    'system turn': [SYSTEM, user(IMAGE, text('What is this?')), assistant('Blue.')],
+    'letters of several bytes': [user(IMAGE, text('Wie heißt das?')), assistant('Größe: 三 🙂')],
+    'no image': [user(text('What is blue?')), assistant('A colour.')],
+    'unanswered question at the end': [user(IMAGE, text('?')), assistant('Red.'), user(text('And?'))],
+}
+
+
+@pytest.mark.parametrize('conversation', CONVERSATIONS)
+@pytest.mark.parametrize('family', PROCESSORS)
+def test_loss_is_on_the_answers_and_their_ending_tokens_only(family, conversation):
+    make_processor, end_token = PROCESSORS[family]
+    processor, messages = make_processor(), CONVERSATIONS[conversation]
+    num_images = sum(part == IMAGE for message in messages for part in message['content'])
+    images = [Image.new('RGB', (20 + 9 * i, 24), (200, 30 * i, 0)) for i in range(num_images)]
+    sample = ConversationEncoder(processor)(messages, images, sample_id='x')
+    labels, input_ids = sample['labels'][0], sample['input_ids'][0]
+    answers = [message['content'][0]['text'] for message in messages if message['role'] == 'assistant']
+    assert [processor.tokenizer.decode(run).lstrip(' ') for run in runs(labels)] == [a + end_token for a in answers]
+    carrying = labels != -100
+    assert (labels[carrying] == input_ids[carrying]).all()
+    assert sample['num_images'] == [num_images]
+    assert sample['sample_ids'] == ['x']
+
+
+@pytest.mark.parametrize('family', ['small', 'llava_next', 'llava_onevision', 'qwen2_vl', 'idefics3'])
+def test_tokens_and_pixels_are_what_the_processor_itself_makes_of_the_conversation(family):
+    processor = PROCESSORS[family][0]()
+    messages = CONVERSATIONS['images between answers']
+    images = [Image.new('RGB', (20 + 9 * i, 24), (200, 30 * i, 0)) for i in range(3)]
+    sample = ConversationEncoder(processor)(messages, images)
+    rendered = processor.apply_chat_template(messages, tokenize=False)
+    begins = processor.tokenizer.bos_token is not None and rendered.startswith(processor.tokenizer.bos_token)
+    expected = processor(text=[rendered], images=images, return_tensors='pt', add_special_tokens=not begins)
+    assert set(sample) == {*expected, 'labels', 'sample_ids', 'num_images'}
+    for key, value in expected.items():
+        assert (sample[key] == value).all(), key
+
+
+def test_template_without_an_ending_token_gets_the_tokenizers():
+    rendered = ConversationEncoder(llava()).render(CONVERSATIONS['several turns'])
+    assert rendered.text == (
+        'USER: <image>\nWhat is this? ASSISTANT: A red square.</s>USER: And now? ASSISTANT: A red square.</s>'
+    )
+
+
+def test_first_token_is_written_once():
+    processor = PROCESSORS['idefics3'][0]()
+    ids = ConversationEncoder(processor)(CONVERSATIONS['no image'])['input_ids'][0].tolist()
+    assert ids.count(processor.tokenizer.bos_token_id) == 1
+
+
+def test_tokenizer_alone_serves_text():
+    tokenizer = train_tokenizer(TEXTS, vocab_size=512)
+    sample = ConversationEncoder(tokenizer)(CONVERSATIONS['no image'])
+    assert tokenizer.decode(sample['labels'][0][sample['labels'][0] != -100]) == 'A colour.<|end|>'
+    assert sample['num_images'] == [0]
+    assert 'pixel_values' not in sample
+
+
+def test_sample_over_max_length_is_refused_with_both_lengths():
+    length = ConversationEncoder(small())(CONVERSATIONS['no image'])['input_ids'].shape[1]
+    encoder = ConversationEncoder(small(), max_length=length)
+    encoder(CONVERSATIONS['no image'])
+    encoder = ConversationEncoder(small(), max_length=length - 1)
+    with pytest.raises(ValueError, match=f'got: {length - 1} < {length} tokens'):
+        encoder(CONVERSATIONS['no image'])
+
+
+def test_template_that_rewrites_answers_is_refused():
+    processor = small()
+    processor.chat_template = processor.chat_template.replace("part['text']", "part['text'] | upper")
+    with pytest.raises(ValueError, match='must write the assistant turns as they are'):
+        ConversationEncoder(processor)(CONVERSATIONS['one turn'], [Image.new('RGB', (8, 8))])
+
+
+def test_processor_without_template_is_refused():
+    processor = small()
+    processor.chat_template = processor.tokenizer.chat_template = None
+    with pytest.raises(ValueError, match='must have a chat template'):
+        ConversationEncoder(processor)

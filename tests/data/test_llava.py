@@ -1,0 +1,255 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from composer_tokacc.data import (
+    BadSampleError,
+    LlavaDataset,
+    VisionLanguageCollator,
+    build_small_processor,
+    conversation_texts,
+)
+from composer_tokacc.data.processor import train_tokenizer
+from tests.data.chat_processors import PROCESSORS, TEXTS, small
+
+COLOURS = {'red.png': (255, 0, 0), 'green.jpg': (0, 255, 0), 'sub/blue.png': (0, 0, 255)}
+
+
+def turns(*texts):
+    return [{'from': ('human', 'gpt')[i % 2], 'value': text} for i, text in enumerate(texts)]
+
+
+def one_image(sample_id, image='red.png', answer='Red.'):
+    return {'id': sample_id, 'image': image, 'conversations': turns('<image>\nWhich colour?', answer)}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / 'images' / 'sub').mkdir(parents=True)
+    for name, colour in COLOURS.items():
+        Image.new('RGB', (24, 20), colour).save(tmp_path / 'images' / name)
+    return tmp_path
+
+
+def write(folder, records, name='data.json'):
+    lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
+    text = '\n'.join(lines) if name.endswith('.jsonl') else '[\n' + ',\n'.join(lines) + '\n]\n'
+    (folder / name).write_text(text)
+    return folder / name
+
+
+def open_dataset(folder, records, *, name='data.json', processor=None, **kwargs):
+    path = write(folder, records, name)
+    return LlavaDataset(path, processor or small(), image_dir=folder / 'images', progress=False, **kwargs)
+
+
+def spoken(dataset, index):
+    """Text that carries loss, and text that does not."""
+    sample, tokenizer = dataset[index], dataset.encoder.tokenizer
+    carrying = sample['labels'][0] != -100
+    return tokenizer.decode(sample['input_ids'][0][carrying]), tokenizer.decode(sample['input_ids'][0][~carrying])
+
+
+def shown(sample):
+    """Mean colour of each image, as the model gets it, in 0 to 1."""
+    return [tuple((pixels.mean(dim=(1, 2)) * 0.5 + 0.5).round().int().tolist()) for pixels in sample['pixel_values']]
+
+
+FORMATS = {
+    'LLaVA': {'id': 'a', 'image': 'red.png', 'conversations': turns('<image>\nWhich colour?', 'Red.')},
+    'placeholder behind the question': {
+        'id': 'a',
+        'image': ['red.png'],
+        'conversations': turns('Which colour?\n<image>', 'Red.'),
+    },
+    'LLaMA-Factory sharegpt': {
+        'images': ['red.png'],
+        'system': 'Be brief.',
+        'conversations': turns('<image>Which colour?', 'Red.'),
+    },
+    'LLaMA-Factory messages': {
+        'images': ['red.png'],
+        'messages': [{'role': 'user', 'content': '<image>Which colour?'}, {'role': 'assistant', 'content': 'Red.'}],
+    },
+    'content parts': {
+        'id': 7,
+        'images': ['red.png'],
+        'messages': [
+            {'role': 'user', 'content': [{'type': 'image'}, {'type': 'text', 'text': 'Which colour?'}]},
+            {'role': 'assistant', 'content': [{'type': 'text', 'text': 'Red.'}]},
+        ],
+    },
+    'Monkey': {
+        'id': 'a',
+        'conversations': [
+            {'from': 'user', 'value': '<img>red.png</img> Which colour?'},
+            {'from': 'assistant', 'value': 'Red.'},
+        ],
+    },
+}
+
+
+@pytest.mark.parametrize('name', ['data.json', 'data.jsonl'])
+@pytest.mark.parametrize('record', FORMATS.values(), ids=FORMATS.keys())
+def test_formats_of_other_projects(folder, record, name):
+    dataset = open_dataset(folder, [record], name=name)
+    answer, rest = spoken(dataset, 0)
+    assert answer == 'Red.<|end|>'
+    assert 'Which colour?' in rest
+    assert ('Be brief.' in rest) == ('system' in record)
+    assert rest.count('<image>') == 4
+    assert shown(dataset[0]) == [(1, 0, 0)]
+
+
+def test_images_stand_in_the_order_of_their_placeholders(folder):
+    record = {
+        'id': 'three',
+        'image': list(COLOURS),
+        'conversations': turns('<image> then <image>', 'Red, green.', 'And <image>?', 'Blue.'),
+    }
+    dataset = open_dataset(folder, [record])
+    assert shown(dataset[0]) == [(1, 0, 0), (0, 1, 0), (0, 0, 1)]
+    assert dataset[0]['num_images'] == [3]
+    assert spoken(dataset, 0)[0] == 'Red, green.<|end|>Blue.<|end|>'
+
+
+@pytest.mark.parametrize('family', PROCESSORS)
+def test_any_processor_and_a_batch_of_rows_with_and_without_images(folder, family):
+    records = [
+        {'id': 'text', 'conversations': turns('What is blue?', 'A colour.')},
+        one_image('one'),
+        {'id': 'two', 'image': ['green.jpg', 'red.png'], 'conversations': turns('<image><image>\nAnd now?', 'Both.')},
+    ]
+    dataset = open_dataset(folder, records, processor=PROCESSORS[family][0]())
+    samples = [dataset[i] for i in range(3)]
+    batch = VisionLanguageCollator(dataset.encoder.processor)(samples)
+    assert next(iter(batch)) == 'input_ids'
+    assert batch['sample_ids'] == ['text', 'one', 'two']
+    assert batch['num_images'] == [0, 1, 2]
+    for row, sample in enumerate(samples):
+        length = sample['input_ids'].shape[1]
+        assert batch['real_tokens'][row] == length
+        assert torch.equal(batch['input_ids'][row, :length], sample['input_ids'][0])
+
+
+def test_text_alone_with_a_tokenizer(folder):
+    records = [{'conversations': turns('What is blue?', 'A colour.', 'And red?', 'Too.')}]
+    dataset = open_dataset(folder, records, processor=train_tokenizer(TEXTS, vocab_size=512))
+    assert spoken(dataset, 0)[0] == 'A colour.<|end|>Too.<|end|>'
+    with pytest.raises(BadSampleError, match='has images, but the processor takes none'):
+        open_dataset(folder, [one_image('a')], processor=train_tokenizer(TEXTS, vocab_size=512))
+
+
+def test_several_files_and_images_beside_them(folder):
+    for name in ('a.json', 'b.jsonl'):
+        write(folder / 'images', [one_image(name)], name)
+    dataset = LlavaDataset([folder / 'images' / 'a.json', folder / 'images' / 'b.jsonl'], small())
+    assert [dataset[i]['sample_ids'] for i in range(len(dataset))] == [['a.json'], ['b.jsonl']]
+
+
+STRUCTURAL = {
+    'missing file': (one_image('bad', image='none.png'), r'image file .*none\.png does not exist'),
+    'missing folder': (one_image('bad', image='x/none.png'), r'image file .*x/none\.png does not exist'),
+    'more images than placeholders': (
+        {**one_image('bad'), 'image': ['red.png', 'green.jpg']},
+        'got: 2 images and 1 placeholders',
+    ),
+    'no image for a placeholder': ({**one_image('bad'), 'image': None}, 'got: 0 images and 1 placeholders'),
+    'placeholder in an answer': (
+        {'id': 'bad', 'image': 'red.png', 'conversations': turns('Draw red.', '<image>')},
+        'in user turns only',
+    ),
+    'no answer': ({'id': 'bad', 'conversations': turns('Hello?')}, 'must alternate'),
+    'unknown role': ({'id': 'bad', 'conversations': [{'from': 'tool', 'value': ''}]}, "got: 'tool'"),
+    'video': ({'id': 'bad', 'video': 'a.mp4', 'conversations': turns('a', 'b')}, '`video` is not supported'),
+    'no turns': ({'id': 'bad'}, '`conversations`'),
+    'number as text': ({'id': 'bad', 'conversations': turns(1, 2)}, 'must be a string, got: int'),
+}
+
+
+@pytest.mark.parametrize(('record', 'message'), STRUCTURAL.values(), ids=STRUCTURAL.keys())
+def test_bad_record_is_named_at_the_start_or_skipped_and_counted(folder, record, message):
+    records = [one_image('good'), record, one_image('fine', 'green.jpg')]
+    with pytest.raises(BadSampleError, match=rf'sample "bad" \(.*data\.json, line 3\): .*{message}') as raised:
+        open_dataset(folder, records)
+    assert '\n' not in str(raised.value)
+    dataset = open_dataset(folder, records, on_error='skip')
+    assert [dataset[i]['sample_ids'] for i in range(len(dataset))] == [['good'], ['fine']]
+    assert dataset.skip_report() == f'skipped 1 of 3 samples; first: {raised.value}'
+
+
+def test_bad_line_of_json_lines(folder):
+    records = [one_image('good'), '{"id": "cut', '17', one_image('fine')]
+    with pytest.raises(BadSampleError, match=r'sample "line 2" \(.*data\.jsonl, line 2\): not valid JSON'):
+        open_dataset(folder, records, name='data.jsonl')
+    dataset = open_dataset(folder, records, name='data.jsonl', on_error='skip')
+    assert len(dataset) == 2
+    assert [reason.split('(')[0] for reason in dataset.skipped] == ['sample "line 2" ', 'sample "line 3" ']
+
+
+def test_syntax_error_in_an_array_cannot_be_skipped(folder):
+    with pytest.raises(ValueError, match=r'data\.json with a syntax error at line 3'):
+        open_dataset(folder, [one_image('good'), '{"id": nonsense}'], on_error='skip')
+
+
+UNREADABLE = {'text': b'not an image', 'empty': b'', 'cut': None}
+
+
+@pytest.mark.parametrize('content', UNREADABLE.values(), ids=UNREADABLE.keys())
+def test_unreadable_image_is_named_on_reading_or_skipped_at_the_start(folder, content):
+    noise = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(folder / 'images' / 'bad.png')
+    whole = (folder / 'images' / 'bad.png').read_bytes()
+    (folder / 'images' / 'bad.png').write_bytes(whole[: len(whole) // 2] if content is None else content)
+    records = [one_image('good'), one_image('bad', 'bad.png')]
+    dataset = open_dataset(folder, records)
+    assert dataset[0]['sample_ids'] == ['good']
+    with pytest.raises(BadSampleError, match=r'sample "bad" \(.*data\.json, line 3\): image file .*bad\.png cannot be'):
+        dataset[1]
+    dataset = open_dataset(folder, records, on_error='skip')
+    assert len(dataset) == 1
+    assert dataset.skip_report().startswith('skipped 1 of 2 samples; first: sample "bad"')
+
+
+def test_sample_over_max_length_is_never_cut(folder):
+    records = [one_image('good'), one_image('long', answer='Red. ' * 50)]
+    lengths = [sample['input_ids'].shape[1] for sample in open_dataset(folder, records)]
+    dataset = open_dataset(folder, records, max_length=lengths[0])
+    with pytest.raises(BadSampleError, match=rf'sample "long" .*: `max_length` .*got: {lengths[0]} < {lengths[1]} tok'):
+        dataset[1]
+    dataset = open_dataset(folder, records, max_length=lengths[0], on_error='skip')
+    assert len(dataset) == 1
+    assert 'skipped 1 of 2' in dataset.skip_report()
+
+
+def test_good_file_reports_that_nothing_was_skipped(folder):
+    assert open_dataset(folder, [one_image('good')], on_error='skip').skip_report() == 'skipped 0 of 1 samples'
+
+
+def test_file_without_a_good_sample_is_refused(folder):
+    with pytest.raises(ValueError, match=r'at least one good sample, got: .* First: sample "a"'):
+        open_dataset(folder, [one_image('a', 'none.png')], on_error='skip')
+    with pytest.raises(ValueError, match='does not exist'):
+        LlavaDataset(folder / 'none.json', small())
+    with pytest.raises(ValueError, match="`on_error` must be 'raise' or 'skip', got: 'ignore'"):
+        open_dataset(folder, [one_image('a')], on_error='ignore')
+
+
+def test_small_processor_of_the_files_own_texts(folder):
+    path = write(folder, [one_image('a', answer='Carmine, says the painter.'), '{}'])
+    texts = list(conversation_texts(path))
+    assert texts == ['\nWhich colour?', 'Carmine, says the painter.']
+    processor = build_small_processor(texts * 20, vocab_size=400, image_size=32, patch_size=16)
+    sample = open_dataset(folder, [one_image('b', answer='Never seen: ß 三!')], processor=processor)[0]
+    assert processor.tokenizer.decode(sample['labels'][0][sample['labels'][0] != -100]) == 'Never seen: ß 三!<|end|>'
+    assert sample['pixel_values'].shape == (1, 3, 32, 32)
+    assert int((sample['input_ids'] == processor.tokenizer.convert_tokens_to_ids('<image>')).sum()) == 4
+    assert len(processor.tokenizer('the painter')['input_ids']) == 2
