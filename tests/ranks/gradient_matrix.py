@@ -1,0 +1,134 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Under the composer launcher: every rank takes its share of one global batch; rank 0 writes the relative errors."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from composer.callbacks import NaNMonitor
+from composer.utils import dist
+
+from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
+from tests.support.families import FAMILIES
+from tests.support.text import collate, text_model, text_rows
+from tests.support.training import (
+    loader,
+    logged,
+    rank_share,
+    reference_gradients,
+    relative_error,
+    train,
+)
+
+# How many of the six rows each rank takes: uneven, so that ranks make different numbers of microbatches.
+SHARES = {1: (6,), 2: (4, 2), 4: (2, 2, 1, 1)}
+# Rows by number of images are 0, 1, 1, 2, 0, 3: 'split' gives the first rank both text-only rows, or makes one of them
+# a rank of its own.
+ORDERS = {'mixed': (0, 1, 2, 3, 4, 5), 'text_rank': (0, 4, 1, 2, 3, 5)}
+TEXT_RANK_SHARES = {1: (6,), 2: (2, 4), 4: (1, 1, 2, 2)}
+
+Case = tuple[str, Callable[[], dict[str, Any]]]
+
+
+def measure(model: torch.nn.Module, batch: dict[str, Any], data: Any, size: int, **kwargs: Any) -> dict[str, Any]:
+    expected, loss = reference_gradients(model, batch)
+    recorder, memory, _ = train(
+        model, data, algorithms=[TokenAccumulation()], callbacks=[NaNMonitor()], microbatch_size=size, **kwargs
+    )
+    found = logged(memory, 'loss/train/total')[-1]
+    return {
+        'error': relative_error(recorder.gradients, expected),
+        'loss_error': abs(found - loss) / loss,
+    }
+
+
+def family_cases(name: str) -> Iterator[Case]:
+    case = FAMILIES[name]()
+    rows = case.rows
+    # A row without loss tokens, in every family.
+    rows[2] = {**rows[2], 'labels': torch.full_like(rows[2]['labels'], -100)}
+    layout = BatchLayout.for_model(case.config)
+    world = dist.get_world_size()
+    for side, order, size in itertools.product(('right', 'left'), ORDERS, (1, 2, 3, 6)):
+        ordered = [rows[index] for index in ORDERS[order]]
+        shares = (SHARES if order == 'mixed' else TEXT_RANK_SHARES)[world]
+
+        def run(ordered: Any = ordered, shares: Any = shares, side: str = side, size: int = size) -> dict[str, Any]:
+            def join(rows: Any) -> dict[str, Any]:
+                return layout.concat(rows, padding_side=side, pad_token_id=case.pad_token_id)
+
+            data = token_data_spec(loader(join(rank_share(ordered, shares))), layout=layout)
+            return measure(case.model, join(ordered), data, size)
+
+        yield f'{name} {side} {order} microbatch {size}', run
+
+
+def text_cases() -> Iterator[Case]:
+    shape = [(4, 2), (14, 11), (9, 9), (3, 0), (6, 1), (7, 2)]  # 22 loss tokens against 3 on two ranks
+    rows, model = text_rows(shape), text_model()
+    shares = SHARES[dist.get_world_size()]
+    for split, size in itertools.product(('stock', 'ordered', 'regrouped', 'free'), (1, 2, 3, 6)):
+
+        def run(split: str = split, size: int = size) -> dict[str, Any]:
+            data = loader(collate(rank_share(rows, shares)))
+            if split != 'stock':
+                equal = False if split == 'free' else 'auto'
+                data = token_data_spec(data, regroup=split != 'ordered', equal_counts=equal)
+            return measure(model, collate(rows), data, size)
+
+        yield f'text {split} microbatch {size}', run
+
+    def empty_rank() -> dict[str, Any]:
+        rows = text_rows([(4, 0), (14, 0), (9, 0), (3, 0), (6, 1), (7, 2)])
+        data = token_data_spec(loader(collate(rank_share(rows, shares))))
+        return measure(model, collate(rows), data, 2)
+
+    yield 'text rank without loss tokens', empty_rank
+
+    def exact_flag() -> dict[str, Any]:
+        data = token_data_spec(loader(collate(rank_share(rows, shares))))
+        expected, _ = reference_gradients(model, collate(rows))
+        recorder, _, _ = train(model, data, microbatch_size=2, accumulate_train_batch_on_tokens=True)
+        return {'error': relative_error(recorder.gradients, expected), 'loss_error': 0.0}
+
+    yield 'text flag without algorithm', exact_flag
+
+
+def refusals() -> dict[str, str]:
+    """What must be refused, with its message."""
+    rows = text_rows([(4, 2), (14, 11), (9, 9), (3, 2), (6, 1), (7, 2)])
+    share = collate(rank_share(rows, SHARES[dist.get_world_size()]))
+    found = {}
+    for name, data in {'default counter': loader(share), 'exact counter': token_data_spec(loader(share))}.items():
+        try:
+            train(
+                text_model(), data, algorithms=[TokenAccumulation()], microbatch_size=2,
+                accumulate_train_batch_on_tokens=True,
+            )  # fmt: skip
+            found[name] = ''
+        except RuntimeError as error:
+            found[name] = str(error)
+    return found
+
+
+def main() -> None:
+    *names, path = sys.argv[1:]
+    results: dict[str, Any] = {}
+    for name in names:
+        for label, run in text_cases() if name == 'text' else family_cases(name):
+            results[label] = run()
+    results['refused'] = refusals() if 'text' in names else {}
+    if dist.get_global_rank() == 0:
+        Path(path).write_text(json.dumps(results))
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,50 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Gradients on several real ranks, against one forward over the whole global batch."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.launch import launch_json
+
+SCRIPT = 'tests/ranks/gradient_matrix.py'
+TOLERANCE = 1e-6
+
+
+def check(results):
+    wrong = {
+        name: case for name, case in results.items() if not (case['error'] < TOLERANCE and case['loss_error'] < TOLERANCE)
+    }
+    assert not wrong, wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('ranks', [1, 2, 4])
+def test_text_gradients_do_not_depend_on_ranks_or_cut(ranks):
+    results = launch_json(SCRIPT, 'text', ranks=ranks)
+    refused = results.pop('refused')
+    assert len(results) == 18
+    check(results)
+    assert 'accumulate_train_batch_on_tokens' in refused['exact counter']
+    if ranks > 1:
+        assert 'accumulate_train_batch_on_tokens' in refused['default counter']
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('ranks', [1, 2, 4])
+@pytest.mark.parametrize('family', ['llava', 'qwen2_5_vl'])
+def test_images_are_exact_on_ranks_with_and_without_them(family, ranks):
+    results = launch_json(SCRIPT, family, ranks=ranks)
+    results.pop('refused')
+    assert len(results) == 16
+    check(results)
+
+
+@pytest.mark.slow
+def test_other_families_on_two_ranks():
+    results = launch_json(SCRIPT, 'llava_next', 'llava_onevision', 'qwen2_vl', 'idefics3', 'smolvlm', ranks=2)
+    results.pop('refused')
+    assert len(results) == 80
+    check(results)
