@@ -27,20 +27,12 @@ def zero_weight(batch: Batch) -> dict[str, Any]:
 
 
 def add_row(layout: BatchLayout, microbatch: Batch, row: Batch) -> dict[str, Any]:
-    """The microbatch with a zero-weight row behind its own."""
+    """The microbatch, which has no images, with a zero-weight row behind its own."""
     marked = {**microbatch, ADDED_ROWS: [False] * layout.num_rows(microbatch)}
-    row = {key: value for key, value in row.items() if key in marked or key not in _lists(row)}
-    return layout.concat([marked, row], padding_side=layout.padding_side(microbatch), pad_token_id=_pad_id(row))
-
-
-def _lists(batch: Batch) -> set[str]:
-    return {key for key, value in batch.items() if isinstance(value, (list, tuple))}
-
-
-def _pad_id(row: Batch) -> int:
-    """Any id that is no image placeholder will do under the mask; a text token of the row is in the vocabulary."""
-    ids = row['input_ids'][0].tolist()
-    return min(ids, key=ids.count)
+    row = {key: value for key, value in row.items() if key in marked or not isinstance(value, (list, tuple))}
+    # Under the mask any id will do that is no image placeholder, and a microbatch without images has none.
+    pad_token_id = int(microbatch['input_ids'][0, 0])
+    return layout.concat([marked, row], padding_side=layout.padding_side(microbatch), pad_token_id=pad_token_id)
 
 
 class SpareImageRow:

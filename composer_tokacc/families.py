@@ -16,6 +16,8 @@ import torch
 
 __all__ = ['FAMILIES', 'TEXT_ENTRIES', 'Entry', 'Family']
 
+Batch = Mapping[str, Any]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
@@ -23,11 +25,14 @@ class Entry:
 
     Args:
         unit: What dimension 0 (or ``row_dim``) enumerates: ``'row'`` (one per row), ``'image'``, ``'patch'``,
-            ``'video'``, ``'video_patch'`` (several per row, or none, in row order), or ``'shared'`` (no rows at all).
+            ``'video'``, ``'video_patch'``, ``'audio'`` (several per row, or none, in row order), or ``'shared'`` (no
+            rows at all). Any other name will do as well, where the batch carries a list ``num_<name>s``.
         row_dim: The dimension that enumerates the units.
         seq_dims: Dimensions as long as the row's tokens; they are padded and trimmed together.
         slot_dim: A dimension padded to the largest number of images of any row (Idefics3 style).
         fill: Padding value.
+        absent: Value for the rows of a batch that lacks the entry, where it is joined with one that has it; None: such
+            batches cannot be joined. Media entries need none.
     """
 
     unit: str = 'row'
@@ -35,11 +40,16 @@ class Entry:
     seq_dims: tuple[int, ...] = ()
     slot_dim: int | None = None
     fill: float = 0
+    absent: float | None = None
 
     @property
     def is_media(self) -> bool:
         """Whether the tensor exists only where there are images or videos."""
         return self.unit not in ('row', 'shared') or self.slot_dim is not None
+
+
+def _never(batch: Batch) -> bool:
+    return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,24 +62,26 @@ class Family:
         entries: Media tensors by key; text tensors are the same for all (:data:`TEXT_ENTRIES`).
         matches: Whether a batch without any model at hand has this format.
         image_tokens: Placeholder tokens of each image, ``(batch, merge_size) -> list[int]``, where the batch alone
-            tells; ``None`` where only the processor knows.
+            tells; -1 for "each image as many as the others". None, or an empty list: only the processor knows.
+        slots: ``(rows, slots)`` bool, which slots hold an image and which are padding, for families with slots.
     """
 
     name: str
     model_types: tuple[str, ...] = ()
     entries: Mapping[str, Entry] = field(default_factory=dict)
-    matches: Callable[[Mapping[str, Any]], bool] = lambda batch: False
-    image_tokens: Callable[[Mapping[str, Any], int], list[int]] | None = None
+    matches: Callable[[Batch], bool] = _never
+    image_tokens: Callable[[Batch, int], list[int]] | None = None
+    slots: Callable[[Batch], torch.Tensor] | None = None
 
 
 TEXT_ENTRIES: dict[str, Entry] = {
     'input_ids': Entry(seq_dims=(1,)),
-    'attention_mask': Entry(seq_dims=(1,)),  # a 4-D mask is (rows, 1, width, width): see BatchLayout.entry
+    'attention_mask': Entry(seq_dims=(1,)),  # or (rows, heads, width, width): see BatchLayout.entry
     'labels': Entry(seq_dims=(1,), fill=-100),
     # (rows, width), or (3, rows, width) for multimodal rotary positions.
     'position_ids': Entry(row_dim=-2, seq_dims=(-1,)),
     'token_type_ids': Entry(seq_dims=(1,)),
-    'mm_token_type_ids': Entry(seq_dims=(1,)),
+    'mm_token_type_ids': Entry(seq_dims=(1,), absent=0),  # 0 is text
     'special_tokens_mask': Entry(seq_dims=(1,)),
     'loss_mask': Entry(seq_dims=(1,)),
     # Encoder-decoder: the decoder has a width of its own, which the encoder's mask says nothing about.
@@ -77,21 +89,59 @@ TEXT_ENTRIES: dict[str, Entry] = {
     'decoder_attention_mask': Entry(),
 }
 
-_IMAGE, _VIDEO = Entry(unit='image'), Entry(unit='video')
+_IMAGE, _VIDEO, _AUDIO = Entry(unit='image'), Entry(unit='video'), Entry(unit='audio')
 
 
-def _ndim(batch: Mapping[str, Any], key: str) -> int:
+def _ndim(batch: Batch, key: str) -> int:
     value = batch.get(key)
     return value.dim() if isinstance(value, torch.Tensor) else 0
 
 
-def _grid_tokens(batch: Mapping[str, Any], merge_size: int) -> list[int]:
+def _has_grid(batch: Batch) -> bool:
+    return 'image_grid_thw' in batch or 'video_grid_thw' in batch
+
+
+def _has_aspect_ratios(batch: Batch) -> bool:
+    return 'aspect_ratio_ids' in batch
+
+
+def _has_pixel_mask(batch: Batch) -> bool:
+    return 'pixel_attention_mask' in batch
+
+
+def _has_tiled_images(batch: Batch) -> bool:
+    return 'image_sizes' in batch and _ndim(batch, 'pixel_values') == 5
+
+
+def _has_plain_images(batch: Batch) -> bool:
+    return _ndim(batch, 'pixel_values') == 4
+
+
+def _has_audio(batch: Batch) -> bool:
+    return batch.get('input_features') is not None and batch.get('pixel_values') is None
+
+
+def _has_no_media(batch: Batch) -> bool:
+    return batch.get('pixel_values') is None
+
+
+def _grid_tokens(batch: Batch, merge_size: int) -> list[int]:
     return (batch['image_grid_thw'].prod(dim=1) // merge_size**2).tolist()
 
 
-def _equal_tokens(batch: Mapping[str, Any], merge_size: int) -> list[int]:
-    # Every image of these families fills the same number of placeholders; -1 says "equal, divide".
-    return [-1] * len(batch['pixel_values'])
+def _equal_tokens(batch: Batch, merge_size: int) -> list[int]:
+    # Square images all fill the same number of placeholders; Pixtral's, which bring their sizes, do not.
+    return [] if batch.get('image_sizes') is not None else [-1] * len(batch['pixel_values'])
+
+
+def _masked_slots(batch: Batch) -> torch.Tensor:
+    # Images are padded at the right and at the bottom, so a real one has its first pixel.
+    mask = batch.get('pixel_attention_mask')
+    return mask[:, :, 0, 0] != 0 if mask is not None else (batch['pixel_values'].flatten(2) != 0).any(dim=2)
+
+
+def _aspect_ratio_slots(batch: Batch) -> torch.Tensor:
+    return batch['aspect_ratio_ids'] != 0
 
 
 FAMILIES: tuple[Family, ...] = (
@@ -105,7 +155,7 @@ FAMILIES: tuple[Family, ...] = (
             'video_grid_thw': _VIDEO,
             'second_per_grid_ts': _VIDEO,
         },
-        matches=lambda batch: 'image_grid_thw' in batch or 'video_grid_thw' in batch,
+        matches=_has_grid,
         image_tokens=_grid_tokens,
     ),
     Family(
@@ -117,13 +167,15 @@ FAMILIES: tuple[Family, ...] = (
             'aspect_ratio_mask': Entry(slot_dim=1),
             'cross_attention_mask': Entry(seq_dims=(1,), slot_dim=2),
         },
-        matches=lambda batch: 'aspect_ratio_ids' in batch,
+        matches=_has_aspect_ratios,
+        slots=_aspect_ratio_slots,
     ),
     Family(
         name='Idefics3/SmolVLM',
         model_types=('idefics2', 'idefics3', 'smolvlm'),
         entries={'pixel_values': Entry(slot_dim=1), 'pixel_attention_mask': Entry(slot_dim=1)},
-        matches=lambda batch: 'pixel_attention_mask' in batch,
+        matches=_has_pixel_mask,
+        slots=_masked_slots,
     ),
     Family(
         name='LLaVA-NeXT/OneVision',
@@ -131,18 +183,25 @@ FAMILIES: tuple[Family, ...] = (
         entries={
             'pixel_values': _IMAGE,
             'image_sizes': _IMAGE,
-            'batch_num_images': Entry(),
+            # Images by row. OneVision cuts an image into tiles only where it is the row's only one.
+            'batch_num_images': Entry(absent=0),
             'pixel_values_videos': _VIDEO,
             'image_sizes_videos': _VIDEO,
         },
-        matches=lambda batch: 'image_sizes' in batch and _ndim(batch, 'pixel_values') == 5,
+        matches=_has_tiled_images,
     ),
     Family(
         name='LLaVA',
-        model_types=('llava', 'vipllava', 'paligemma', 'gemma3', 'mistral3', 'got_ocr2', 'aya_vision'),
+        model_types=('llava', 'vipllava', 'paligemma', 'gemma3', 'internvl', 'mistral3', 'got_ocr2', 'aya_vision'),
         entries={'pixel_values': _IMAGE, 'image_sizes': _IMAGE},
-        matches=lambda batch: _ndim(batch, 'pixel_values') == 4,
+        matches=_has_plain_images,
         image_tokens=_equal_tokens,
     ),
-    Family(name='text', matches=lambda batch: 'pixel_values' not in batch),
+    Family(
+        name='Qwen-Audio',
+        model_types=('qwen2_audio',),
+        entries={'input_features': _AUDIO, 'feature_attention_mask': _AUDIO},
+        matches=_has_audio,
+    ),
+    Family(name='text', matches=_has_no_media),
 )

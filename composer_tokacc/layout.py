@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
+from composer_tokacc.concat import concat
 from composer_tokacc.families import FAMILIES, TEXT_ENTRIES, Entry, Family
+from composer_tokacc.media import count_units, images_per_row
 
 __all__ = ['BatchLayout']
 
@@ -80,93 +82,53 @@ class BatchLayout:
         """Number of rows."""
         return len(batch['input_ids'])
 
+    # Entries.
+
     def entry(self, key: str, value: torch.Tensor) -> Entry:
         """How one tensor belongs to rows; unknown keys are refused by name."""
         for entries in (self.extra, self.family.entries, TEXT_ENTRIES):
             if key in entries:
-                # (rows, 1, width, width) masks carry the width twice.
-                is_square = key == 'attention_mask' and value.dim() == 4
-                return Entry(seq_dims=(2, 3)) if is_square else entries[key]
+                if key != 'attention_mask' or value.dim() == 2:
+                    return entries[key]
+                # (rows, width, width) and (rows, heads, width, width) carry the width twice; 0 in an additive mask
+                # would attend.
+                fill = torch.finfo(value.dtype).min if value.dtype.is_floating_point else 0
+                return Entry(seq_dims=(-2, -1), fill=fill)
         raise ValueError(
             f'`batch[{key!r}]` must be an entry that the {self.family.name} layout knows, got: a tensor of shape '
             f'{tuple(value.shape)}. Register it: `layout.with_entries({key}=Entry(unit=...))`, with unit one of '
             "'row', 'image', 'patch', 'video', 'video_patch', 'shared'."
         )
 
-    def _entry(self, batch: Batch, key: str) -> Entry:
-        """As :meth:`entry`, but a tensor with a width of its own (decoder labels) is not sequence-shaped."""
+    def entry_of(self, batch: Batch, key: str) -> Entry:
+        """As :meth:`entry`, but a tensor with a width of its own (a decoder's labels) is not sequence-shaped."""
         value, width = batch[key], batch['input_ids'].shape[1]
         entry = self.entry(key, value)
-        has_width = all(value.shape[dim] == width for dim in entry.seq_dims)
+        is_decoders = key == 'labels' and 'decoder_input_ids' in batch
+        has_width = all(value.shape[dim] == width for dim in entry.seq_dims) and not is_decoders
         return entry if has_width else replace(entry, seq_dims=())
+
+    def tensors_of(self, batch: Batch, unit: str) -> dict[str, torch.Tensor]:
+        """The tensors that have one entry per unit, by key."""
+        tensors = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
+        return {key: value for key, value in tensors.items() if self.entry(key, value).unit == unit}
 
     # What each row holds.
 
     def images_per_row(self, batch: Batch) -> list[int]:
-        """Number of images of each row: the carried ``num_images``, or found by the image placeholders.
+        """Number of images of each row: by slots, by the carried ``num_images``, or by the image placeholders.
+
+        Where the processor cuts an image into tiles (Idefics3, InternVL), each tile is an image.
 
         Raises:
-            ValueError: If neither tells which images belong to which row.
+            ValueError: If nothing tells which images belong to which row.
         """
-        if 'num_images' in batch:
-            return list(batch['num_images'])
-        pixels = batch.get('image_grid_thw', batch.get('pixel_values'))
-        if pixels is None:
-            return [0] * self.num_rows(batch)
-        if any(entry.slot_dim is not None for entry in self.family.entries.values()):
-            # Idefics3 pads with all-zero images, and the model drops them by that.
-            return (pixels.flatten(2) != 0).any(dim=2).sum(dim=1).tolist()
-        return self._match_placeholders(batch, len(pixels))
+        return images_per_row(self, batch)
 
     def media_per_row(self, batch: Batch) -> list[int]:
-        """Number of images and videos of each row."""
-        units = self.units_per_row(batch)
-        return [images + videos for images, videos in zip(units['image'], units['video'], strict=True)]
-
-    def _match_placeholders(self, batch: Batch, num_images: int) -> list[int]:
-        remedy = 'Carry `num_images` (one int per row) in the batch'
-        if self.image_token_id is None:
-            raise ValueError(
-                f'`layout` must tell which of the {num_images} images belong to which of the {self.num_rows(batch)} '
-                f'rows, got: no image token id. {remedy}, or pass `layout=BatchLayout.for_model(model)`.'
-            )
-        is_image = batch['input_ids'] == self.image_token_id
-        tokens = is_image.sum(dim=1).tolist()
-        sizes = self.family.image_tokens(batch, self.merge_size) if self.family.image_tokens else []
-        if sizes and sizes[0] == -1:
-            sizes = [sum(tokens) // num_images] * num_images
-        if sizes:
-            ends = list(accumulate(sizes))
-            row_ends = list(accumulate(tokens))
-            if all(end in (0, *ends) for end in row_ends) and row_ends[-1] == ends[-1]:
-                first = [0, *row_ends[:-1]]
-                return [sum(a < end <= b for end in ends) for a, b in zip(first, row_ends, strict=True)]
-        starts = is_image.clone()
-        starts[:, 1:] &= ~is_image[:, :-1]
-        runs = starts.sum(dim=1).tolist()
-        if sum(runs) != num_images:
-            raise ValueError(
-                f'`input_ids` must hold placeholders for {num_images} images, got: {tokens} image tokens by row in '
-                f'{sum(runs)} runs, which does not tell the images apart. {remedy}.'
-            )
-        return runs
-
-    def units_per_row(self, batch: Batch) -> dict[str, list[int]]:
-        """For each ragged unit (``'image'``, ``'patch'``, ...) how many of them every row holds."""
-        units = {'row': [1] * self.num_rows(batch), 'image': self.images_per_row(batch)}
-        videos = batch.get('video_grid_thw', batch.get('pixel_values_videos'))
-        units['video'] = list(batch.get('num_videos', [0] * self.num_rows(batch)))
-        if videos is not None and sum(units['video']) != len(videos):
-            raise ValueError(
-                f'`num_videos` must sum to the {len(videos)} videos of the batch, got: {units["video"]}. Carry it in '
-                'the batch, one int per row.'
-            )
-        for unit, of, grid in (('patch', 'image', 'image_grid_thw'), ('video_patch', 'video', 'video_grid_thw')):
-            if batch.get(grid) is not None:
-                ends = [0, *accumulate(batch[grid].prod(dim=1).tolist())]
-                rows = [0, *accumulate(units[of])]
-                units[unit] = [ends[b] - ends[a] for a, b in zip(rows, rows[1:], strict=False)]
-        return units
+        """Number of images, videos and audios of each row."""
+        counts = [count_units(self, batch, unit) for unit in ('image', 'video', 'audio')]
+        return [sum(row) for row in zip(*counts, strict=True)]
 
     # The real span of the sequence axis.
 
@@ -175,16 +137,16 @@ class BatchLayout:
         ids, mask = batch['input_ids'], batch.get('attention_mask')
         if mask is None:
             return torch.ones_like(ids, dtype=torch.bool)
-        if mask.dim() == 4:  # additive masks hold 0 where a key is attended, boolean ones True
+        if mask.dim() > 2:  # additive masks hold 0 where a key is attended, boolean ones True
             attended = mask == 0 if mask.dtype.is_floating_point else mask.bool()
-            real = attended.any(dim=2).any(dim=1)
+            real = attended.flatten(1, -2).any(dim=1).expand_as(ids)
         else:
             real = mask != 0
         labels = batch.get('labels')
         return real | (labels != -100) if labels is not None and labels.shape == ids.shape else real
 
     def padding_side(self, batch: Batch) -> str:
-        """``'left'`` if every row ends at the last column, else ``'right'``."""
+        """``'left'`` if every row ends at the last column and some do not start at the first, else ``'right'``."""
         real = self.real_positions(batch)
         return 'left' if bool(real[:, -1].all()) and not bool(real[:, 0].all()) else 'right'
 
@@ -199,39 +161,40 @@ class BatchLayout:
     # New batches out of old ones.
 
     def select(self, batch: Batch, rows: Sequence[int]) -> dict[str, Any]:
-        """The batch of the given rows, in the given order, with exactly their images; same width."""
+        """The batch of the given rows, in the given order, with exactly their images; same width.
+
+        Raises:
+            ValueError: If the layout does not know an entry, or does not find its rows in it.
+        """
+        units: dict[str, list[int]] = {}
+        for key, value in batch.items():
+            self._check(batch, key, value)
+            if isinstance(value, torch.Tensor):
+                entry = self.entry(key, value)
+                units.setdefault('image' if entry.slot_dim is not None else entry.unit, [])
         if list(rows) == list(range(self.num_rows(batch))):
             return dict(batch)
-        units = self.units_per_row(batch)
-        num_slots = max((units['image'][row] for row in rows), default=0)
+        units = {unit: count_units(self, batch, unit) for unit in {'row', *units} - {'shared'}}
         selected: dict[str, Any] = {}
         for key, value in batch.items():
-            if isinstance(value, (list, tuple)) and len(value) == self.num_rows(batch):
-                selected[key] = [value[row] for row in rows]
-            elif isinstance(value, torch.Tensor):
-                entry = self._entry(batch, key)
-                if entry.unit == 'shared':
-                    selected[key] = value
-                    continue
-                if entry.unit not in units or sum(units[entry.unit]) != value.shape[entry.row_dim]:
-                    raise ValueError(
-                        f'`batch[{key!r}]` must have {sum(units.get(entry.unit, []))} entries, one per {entry.unit} of '
-                        f'its rows, got: {value.shape[entry.row_dim]} (by row: {units.get(entry.unit)}).'
-                    )
-                chosen = _select_units(value, entry, units[entry.unit], rows)
-                if entry.slot_dim is not None:
-                    chosen = chosen.narrow(entry.slot_dim, 0, min(num_slots, chosen.shape[entry.slot_dim]))
+            if isinstance(value, torch.Tensor):
+                entry = self.entry(key, value)
+                chosen = _select_units(key, value, entry, units, rows)
                 # A model takes no image entries for no images, rather than empty ones.
                 if not entry.is_media or chosen.numel() > 0:
                     selected[key] = chosen
-            elif value is None or isinstance(value, (str, bool, int, float)):
-                selected[key] = value
             else:
-                raise ValueError(
-                    f'`batch[{key!r}]` must be a tensor, a list with one entry per row, or a plain value, got: '
-                    f'{type(value).__name__}. Turn it into one of these in the collator.'
-                )
+                selected[key] = [value[row] for row in rows] if isinstance(value, (list, tuple)) else value
         return selected
+
+    def _check(self, batch: Batch, key: str, value: Any) -> None:
+        is_list = isinstance(value, (list, tuple)) and len(value) == self.num_rows(batch)
+        is_known = isinstance(value, (torch.Tensor, str, bool, int, float))
+        if not is_list and not is_known and value is not None:
+            raise ValueError(
+                f'`batch[{key!r}]` must be a tensor, a list with one entry per row, or a plain value, got: '
+                f'{type(value).__name__}. Turn it into one of these in the collator.'
+            )
 
     def trim(self, batch: Batch, *, width_multiple: int = 1) -> dict[str, Any]:
         """Cuts the columns that no row needs; widths round up to ``width_multiple``, never beyond the batch's own."""
@@ -244,68 +207,41 @@ class BatchLayout:
         trimmed: dict[str, Any] = dict(batch)
         for key, value in batch.items():
             if isinstance(value, torch.Tensor):
-                for dim in self._entry(batch, key).seq_dims:
+                for dim in self.entry_of(batch, key).seq_dims:
                     # Composer's LanguageCrossEntropy views labels flat, which a narrowed tensor does not allow.
                     trimmed[key] = trimmed[key].narrow(dim, start, needed).contiguous()
         return trimmed
 
     def concat(self, batches: Sequence[Batch], *, padding_side: str = 'right', pad_token_id: int = 0) -> dict[str, Any]:
-        """One batch of all rows: sequence axes padded to the widest, images of all rows one after the other."""
-        if padding_side not in ('left', 'right'):
-            raise ValueError(f"`padding_side` must be 'left' or 'right', got: {padding_side!r}.")
-        width = max(batch['input_ids'].shape[1] for batch in batches)
-        keys = dict.fromkeys(key for batch in batches for key in batch)
-        joined: dict[str, Any] = {}
-        for key in keys:
-            values = [batch.get(key) for batch in batches]
-            present = [value for value in values if value is not None]
-            if present and isinstance(present[0], torch.Tensor):
-                owners = [batch for batch in batches if batch.get(key) is not None]
-                entry = self._entry(owners[0], key)
-                if len(present) < len(values):
-                    if not entry.is_media:
-                        raise ValueError(f'`{key}` must be in every batch or in none, got: {len(present)} of {len(values)}.')
-                    if entry.slot_dim is not None:
-                        like = present[0]
-                        shape = list(like.shape)
-                        shape[entry.slot_dim] = 0
-                        present = [
-                            like.new_zeros([self.num_rows(batch), *shape[1:]]) if value is None else value
-                            for batch, value in zip(batches, values, strict=True)
-                        ]
-                fill = pad_token_id if key == 'input_ids' else entry.fill
-                joined[key] = _cat_padded(present, entry, width, padding_side, fill)
-            elif present and isinstance(present[0], (list, tuple)):
-                if len(present) < len(values):
-                    raise ValueError(f'`{key}` must be in every batch or in none, got: {len(present)} of {len(values)}.')
-                joined[key] = [item for value in present for item in value]
-            else:
-                joined[key] = present[0] if present else None
-        return joined
+        """One batch of all rows: sequence axes padded to the widest, images of all rows one after the other.
+
+        Args:
+            batches: Batches, or one-row samples; those without images may lack the image entries.
+            padding_side: ``'left'`` or ``'right'``.
+            pad_token_id: Id to pad ``input_ids`` with. It must be no image placeholder.
+
+        Raises:
+            ValueError: If the layout does not know an entry, or only some batches have it and it is none of images.
+        """
+        return concat(self, batches, padding_side=padding_side, pad_token_id=pad_token_id)
 
 
-def _select_units(value: torch.Tensor, entry: Entry, counts: Sequence[int], rows: Sequence[int]) -> torch.Tensor:
+def _select_units(
+    key: str, value: torch.Tensor, entry: Entry, units: Mapping[str, Sequence[int]], rows: Sequence[int]
+) -> torch.Tensor:
+    if entry.unit == 'shared':
+        return value
+    counts = units[entry.unit]
+    if sum(counts) != value.shape[entry.row_dim]:
+        raise ValueError(
+            f'`batch[{key!r}]` must have {sum(counts)} entries, one per {entry.unit} of its rows, got: '
+            f'{value.shape[entry.row_dim]} (by row: {list(counts)}).'
+        )
     starts = [0, *accumulate(counts)]
     index = [unit for row in rows for unit in range(starts[row], starts[row + 1])]
-    return value.index_select(entry.row_dim, torch.tensor(index, dtype=torch.long, device=value.device))
-
-
-def _cat_padded(values: list[torch.Tensor], entry: Entry, width: int, side: str, fill: float) -> torch.Tensor:
-    """Concatenates along the rows, every other dimension padded to the largest."""
-    row_dim = entry.row_dim % values[0].dim()
-    seq_dims = {dim % values[0].dim() for dim in entry.seq_dims}
-    shape = [max(sizes) for sizes in zip(*(value.shape for value in values), strict=True)]
-    for dim in seq_dims:
-        shape[dim] = width
-    shape[row_dim] = sum(value.shape[row_dim] for value in values)
-    joined = values[0].new_full(shape, fill)
-    start = 0
-    for value in values:
-        target = joined.narrow(row_dim, start, value.shape[row_dim])
-        for dim, size in enumerate(value.shape):
-            if dim != row_dim:
-                from_left = dim in seq_dims and side == 'left'
-                target = target.narrow(dim, target.shape[dim] - size if from_left else 0, size)
-        target.copy_(value)
-        start += value.shape[row_dim]
-    return joined
+    chosen = value.index_select(entry.row_dim, torch.tensor(index, dtype=torch.long, device=value.device))
+    if entry.slot_dim is not None:
+        num_slots = max((units['image'][row] for row in rows), default=0)
+        # The models view rows and slots as one dimension, which a narrowed tensor does not allow.
+        chosen = chosen.narrow(entry.slot_dim, 0, min(num_slots, chosen.shape[entry.slot_dim])).contiguous()
+    return chosen
