@@ -64,6 +64,7 @@ class Family:
         image_tokens: Placeholder tokens of each image, ``(batch, merge_size) -> list[int]``, where the batch alone
             tells; -1 for "each image as many as the others". None, or an empty list: only the processor knows.
         slots: ``(rows, slots)`` bool, which slots hold an image and which are padding, for families with slots.
+        coupling: Why a row without an image has another loss beside one with an image; empty where it has not.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Family:
     matches: Callable[[Batch], bool] = _never
     image_tokens: Callable[[Batch, int], list[int]] | None = None
     slots: Callable[[Batch], torch.Tensor] | None = None
+    coupling: str = ''
 
 
 TEXT_ENTRIES: dict[str, Entry] = {
@@ -169,6 +171,9 @@ FAMILIES: tuple[Family, ...] = (
         },
         matches=_has_aspect_ratios,
         slots=_aspect_ratio_slots,
+        # MllamaCrossAttentionDecoderLayer masks its MLP for such rows, but not its attention.
+        coupling='Mllama skips cross-attention in a batch without images, but beside a row with an image lets a row '
+        'without one attend to padding images',
     ),
     Family(
         name='Idefics3/SmolVLM',

@@ -130,6 +130,11 @@ class BatchLayout:
         counts = [count_units(self, batch, unit) for unit in ('image', 'video', 'audio')]
         return [sum(row) for row in zip(*counts, strict=True)]
 
+    def coupling(self, batch: Batch) -> str | None:
+        """Why the loss of this batch's rows depends on how they are grouped, or None: it does not."""
+        images = self.images_per_row(batch) if self.family.coupling else [0]
+        return self.family.coupling if any(images) and not all(images) else None
+
     # The real span of the sequence axis.
 
     def real_positions(self, batch: Batch) -> torch.Tensor:

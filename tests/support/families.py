@@ -22,7 +22,7 @@ from PIL import Image
 from transformers import PreTrainedModel
 
 from tests.support import family_models, family_processors
-from tests.support.family_processors import SampleEncoder
+from tests.support.sample_encoder import WORDS, SampleEncoder
 
 __all__ = ['FAMILIES', 'IMAGE_FAMILIES', 'FamilyCase', 'ragged_rows']
 
@@ -87,7 +87,7 @@ def ragged_rows(encode: SampleEncoder, *, seed: int = 0) -> list[dict[str, Any]]
 
 
 def _word(rng: random.Random) -> str:
-    return rng.choice(family_processors.WORDS)
+    return rng.choice(WORDS)
 
 
 def _image(rng: random.Random, width: int, height: int) -> Image.Image:

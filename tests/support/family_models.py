@@ -12,7 +12,8 @@ import torch
 import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 
-from tests.support.family_processors import IMAGE_SIZE, PATCH_SIZE, PINPOINTS, SampleEncoder
+from tests.support.family_processors import IMAGE_SIZE, PATCH_SIZE, PINPOINTS
+from tests.support.sample_encoder import SampleEncoder
 
 __all__ = ['MODELS']
 
@@ -53,9 +54,9 @@ def _model(class_name: str, config: PretrainedConfig) -> PreTrainedModel:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = getattr(transformers, class_name)(config)
-        # The usual standard deviation of 0.02 lets images hardly reach the loss of so small a model.
+        # The usual standard deviation of 0.02, and gates of zero, let images hardly reach the loss of so small a model.
         for parameter in model.parameters():
-            if parameter.dim() > 1:
+            if parameter.dim() > 1 or not parameter.any():
                 torch.nn.init.normal_(parameter, std=0.2)
     return model.float().train()
 
@@ -156,6 +157,55 @@ def _idefics3(encode: SampleEncoder, name: str) -> PreTrainedModel:
     return _model(f'{name}ForConditionalGeneration', config)
 
 
+def _paligemma(encode: SampleEncoder) -> PreTrainedModel:
+    config = transformers.PaliGemmaConfig(
+        text_config={'model_type': 'gemma', 'head_dim': 8, **_text(encode)},
+        vision_config={'model_type': 'siglip_vision_model', 'vision_use_head': False, **_vision()},
+        image_token_index=encode.token_id('<image>'),
+        projection_dim=16,
+        hidden_size=16,
+    )
+    return _model('PaliGemmaForConditionalGeneration', config)
+
+
+def _gemma3(encode: SampleEncoder) -> PreTrainedModel:
+    config = transformers.Gemma3Config(
+        text_config={'model_type': 'gemma3_text', 'head_dim': 8, 'sliding_window': 64, **_text(encode)},
+        vision_config={'model_type': 'siglip_vision_model', 'vision_use_head': False, **_vision()},
+        mm_tokens_per_image=(IMAGE_SIZE // PATCH_SIZE) ** 2 // 4,
+        image_token_index=encode.token_id('<image_soft_token>'),
+        boi_token_index=encode.token_id('<start_of_image>'),
+        eoi_token_index=encode.token_id('<end_of_image>'),
+    )
+    return _model('Gemma3ForConditionalGeneration', config)
+
+
+def _mllama(encode: SampleEncoder) -> PreTrainedModel:
+    vision = {
+        'attention_heads': 2,
+        'num_global_layers': 1,
+        'max_num_tiles': 4,
+        'intermediate_layers_indices': [0],
+        'vision_output_dim': 32,
+    }
+    config = transformers.MllamaConfig(
+        text_config={'cross_attention_layers': [1], 'rope_scaling': {'rope_type': 'default'}, **_text(encode)},
+        vision_config={**_vision(), **vision},
+        image_token_index=encode.token_id('<|image|>'),
+    )
+    return _model('MllamaForConditionalGeneration', config)
+
+
+def _internvl(encode: SampleEncoder) -> PreTrainedModel:
+    config = transformers.InternVLConfig(
+        text_config={'model_type': 'qwen2', **_text(encode)},
+        vision_config={'model_type': 'internvl_vision', **_vision()},
+        image_token_id=encode.token_id('<IMG_CONTEXT>'),
+        image_seq_length=(IMAGE_SIZE // PATCH_SIZE) ** 2 // 4,
+    )
+    return _model('InternVLForConditionalGeneration', config)
+
+
 MODELS: dict[str, Callable[[SampleEncoder], PreTrainedModel]] = {
     'llama': _llama,
     'llava': _llava,
@@ -165,4 +215,8 @@ MODELS: dict[str, Callable[[SampleEncoder], PreTrainedModel]] = {
     'qwen2_5_vl': _qwen2_5_vl,
     'idefics3': lambda encode: _idefics3(encode, 'Idefics3'),
     'smolvlm': lambda encode: _idefics3(encode, 'SmolVLM'),
+    'paligemma': _paligemma,
+    'gemma3': _gemma3,
+    'mllama': _mllama,
+    'internvl': _internvl,
 }

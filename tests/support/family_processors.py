@@ -5,109 +5,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import torch
 import transformers
-from PIL import Image
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
-__all__ = ['ENCODERS', 'WORDS', 'SampleEncoder']
+from tests.support.sample_encoder import SampleEncoder, word_tokenizer
 
-WORDS = tuple(f'{first}{second}' for first in 'bdfgklmnprst' for second in 'aeiou')
+__all__ = ['ENCODERS', 'IMAGE_SIZE', 'PATCH_SIZE', 'PINPOINTS']
+
 IMAGE_SIZE, PATCH_SIZE = 16, 4
 # LLaVA-NeXT and OneVision tile an image into one of these, besides the whole image.
 PINPOINTS = [[16, 32], [32, 16], [32, 32]]
 _MEAN_STD = {'image_mean': [0.5] * 3, 'image_std': [0.5] * 3}
 _SQUARE = {'height': IMAGE_SIZE, 'width': IMAGE_SIZE}
-
-
-class SampleEncoder:
-    """Turns words and images into what a processor returns for one sample, plus ``labels``.
-
-    Args:
-        processor: The family's processor, or a tokenizer.
-        image_text: What stands for an image in the text; None: a text model.
-        text_processor: What encodes samples without images, where the processor refuses them.
-        nested_images: Whether the processor wants a list of images for each text.
-    """
-
-    def __init__(
-        self,
-        processor: Any,
-        *,
-        image_text: str | None = None,
-        text_processor: Any = None,
-        nested_images: bool = False,
-    ) -> None:
-        self.processor = processor
-        self.tokenizer: PreTrainedTokenizerFast = getattr(processor, 'tokenizer', processor)
-        self.image_text = image_text
-        self.text_processor = text_processor or processor
-        self.nested_images = nested_images
-
-    @property
-    def takes_images(self) -> bool:
-        """Whether the family has images at all."""
-        return self.image_text is not None
-
-    @property
-    def pad_token_id(self) -> int:
-        """Id of the padding token."""
-        return self.tokenizer.convert_tokens_to_ids('<pad>')
-
-    def token_id(self, token: str) -> int:
-        """Id of a token."""
-        return self.tokenizer.convert_tokens_to_ids(token)
-
-    def __call__(
-        self, gaps: Sequence[Sequence[str]], answer: Sequence[str], images: Sequence[Image.Image]
-    ) -> dict[str, Any]:
-        """Encodes ``gap image gap image ... answer``; the answer's tokens carry the loss."""
-        text = ' '.join(gaps[0])
-        for gap in gaps[1:]:
-            text += f'{self.image_text}{" ".join(gap)}'
-        text = f'{text} {" ".join(answer)}'
-        if images:
-            nested = [list(images)] if self.nested_images else list(images)
-            encoded = self.processor(images=nested, text=[text], return_tensors='pt')
-        else:
-            encoded = self.text_processor(text=[text], return_tensors='pt')
-        row = dict(encoded)
-        return {**row, 'labels': _answer_labels(row['input_ids'], len(answer))}
-
-
-def _answer_labels(input_ids: torch.Tensor, num_answer_tokens: int) -> torch.Tensor:
-    labels = torch.full_like(input_ids, -100)
-    labels[:, -num_answer_tokens:] = input_ids[:, -num_answer_tokens:]
-    return labels
-
-
-def word_tokenizer(*special: str, class_name: str = '', **named: str) -> PreTrainedTokenizerFast:
-    """One token a word.
-
-    Args:
-        special: Further special tokens.
-        class_name: The class that the family's processor insists on up to transformers 4.
-        named: Special tokens that become attributes of the tokenizer (``image_token``).
-    """
-    special = ('<pad>', '<unk>', '<s>', '</s>', *special, *named.values())
-    vocab = {token: index for index, token in enumerate(dict.fromkeys([*special, *WORDS]))}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token='<unk>'))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    extra = {'extra_special_tokens': named} if named else {}
-    is_named = class_name and int(transformers.__version__.split('.')[0]) < 5
-    tokenizer_class = getattr(transformers, class_name) if is_named else PreTrainedTokenizerFast
-    wrapped = tokenizer_class(
-        tokenizer_object=tokenizer, pad_token='<pad>', unk_token='<unk>', bos_token='<s>', eos_token='</s>', **extra
-    )
-    for name, token in named.items():
-        assert getattr(wrapped, name) == token
-        assert getattr(wrapped, f'{name}_id') == vocab[token]
-    return wrapped
 
 
 def _square_processor(name: str) -> Any:
@@ -188,6 +99,59 @@ def _idefics3() -> SampleEncoder:
     return SampleEncoder(processor, image_text='<image>', nested_images=True)
 
 
+def _paligemma() -> SampleEncoder:
+    image_processor = transformers.SiglipImageProcessor(size=_SQUARE, **_MEAN_STD)
+    image_processor.image_seq_length = (IMAGE_SIZE // PATCH_SIZE) ** 2
+    tokenizer = word_tokenizer('<image>', class_name='GemmaTokenizerFast')
+    processor = transformers.PaliGemmaProcessor(image_processor=image_processor, tokenizer=tokenizer)
+    return SampleEncoder(processor, image_text='<image>', nested_images=True, suffix=True)
+
+
+def _gemma3() -> SampleEncoder:
+    tokenizer = word_tokenizer(
+        class_name='GemmaTokenizerFast',
+        image_token='<image_soft_token>',
+        boi_token='<start_of_image>',
+        eoi_token='<end_of_image>',
+    )
+    processor = transformers.Gemma3Processor(
+        image_processor=transformers.Gemma3ImageProcessor(size=_SQUARE, **_MEAN_STD),
+        tokenizer=tokenizer,
+        image_seq_length=(IMAGE_SIZE // PATCH_SIZE) ** 2 // 4,
+    )
+    return SampleEncoder(processor, image_text='<start_of_image>', nested_images=True)
+
+
+def _mllama() -> SampleEncoder:
+    processor = transformers.MllamaProcessor(
+        image_processor=transformers.MllamaImageProcessor(size=_SQUARE, max_image_tiles=4, **_MEAN_STD),
+        tokenizer=word_tokenizer('<|image|>', '<|python_tag|>'),
+    )
+    return SampleEncoder(processor, image_text='<|image|>', nested_images=True)
+
+
+def _internvl() -> SampleEncoder:
+    # Cuts an image into tiles, besides the whole image: several tensors for one image.
+    name = 'GotOcr2ImageProcessor' + ('Fast' if transformers.__version__.startswith('4.') else '')
+    image_processor = getattr(transformers, name)(
+        size=_SQUARE, crop_to_patches=True, min_patches=1, max_patches=3, **_MEAN_STD
+    )
+    tokenizer = word_tokenizer(
+        class_name='Qwen2TokenizerFast',
+        start_image_token='<img>',
+        end_image_token='</img>',
+        context_image_token='<IMG_CONTEXT>',
+        video_token='<video>',
+    )
+    processor = transformers.InternVLProcessor(
+        image_processor=image_processor,
+        tokenizer=tokenizer,
+        image_seq_length=(IMAGE_SIZE // PATCH_SIZE) ** 2 // 4,
+        **_video_processor('InternVLVideoProcessor'),
+    )
+    return SampleEncoder(processor, image_text='<IMG_CONTEXT>')
+
+
 ENCODERS: dict[str, Callable[[], SampleEncoder]] = {
     'llama': _llama,
     'llava': _llava,
@@ -197,4 +161,9 @@ ENCODERS: dict[str, Callable[[], SampleEncoder]] = {
     'qwen2_5_vl': lambda: _qwen('Qwen2_5_VLProcessor'),
     'idefics3': _idefics3,
     'smolvlm': _idefics3,
+    'paligemma': _paligemma,
+    'gemma3': _gemma3,
+    'mllama': _mllama,
 }
+if hasattr(transformers, 'InternVLProcessor'):  # since 4.52
+    ENCODERS['internvl'] = _internvl
