@@ -5,6 +5,7 @@
 
 from composer_tokacc.data.collator import VisionLanguageCollator
 from composer_tokacc.data.digits import DigitsDataset, build_digits_processor
+from composer_tokacc.data.digits_model import digits_model_config
 from composer_tokacc.data.llava import LlavaDataset, conversation_texts
 from composer_tokacc.data.processor import build_small_processor
 from composer_tokacc.data.records import BadSampleError
@@ -17,4 +18,5 @@ __all__ = [
     'build_digits_processor',
     'build_small_processor',
     'conversation_texts',
+    'digits_model_config',
 ]

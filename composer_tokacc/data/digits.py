@@ -50,7 +50,7 @@ def split_scans(split: str) -> np.ndarray:
     return order[:num_held_out] if split == 'eval' else order[num_held_out:]
 
 
-def build_digits_processor(*, image_size: int = 16, patch_size: int = 8) -> LlavaProcessor:
+def build_digits_processor(*, image_size: int = 8, patch_size: int = 8) -> LlavaProcessor:
     """The processor of the task: one token a word, ``(image_size / patch_size)**2`` tokens an image."""
     return small_llava_processor(word_tokenizer(WORDS), image_size=image_size, patch_size=patch_size)
 

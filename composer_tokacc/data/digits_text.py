@@ -17,8 +17,8 @@ DIGIT_WORDS = ('zero', 'one', 'two', 'three', 'four', 'five', 'six', 'seven', 'e
 QUESTIONS = {
     'read': 'read the digits',
     'spell': 'spell in words',
-    'count': 'how many images ?',
-    'sum': 'what is the sum ?',
+    'count': 'count the images',
+    'sum': 'add the digits',
 }
 
 WORDS = (*(str(digit) for digit in range(10)), *DIGIT_WORDS, *dict.fromkeys(' '.join(QUESTIONS.values()).split()))

@@ -14,14 +14,14 @@ __all__ = ['CHAT_TEMPLATE', 'SPECIAL_TOKENS', 'build_small_processor', 'small_ll
 
 SPECIAL_TOKENS = ('<pad>', '<unk>', '<image>', '<|system|>', '<|user|>', '<|assistant|>', '<|end|>')
 
-# Every role has a token of its own, so a prompt costs three tokens besides its text.
+# Every role has a token of its own, which also ends the turn before; only an answer needs an ending token.
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}{{- '<|' + message['role'] + '|>' -}}"
     "{%- if message['content'] is string -%}{{- message['content'] -}}{%- else -%}"
     "{%- for part in message['content'] -%}"
     "{%- if part['type'] == 'image' -%}{{- '<image>' -}}{%- else -%}{{- part['text'] -}}{%- endif -%}"
     '{%- endfor -%}{%- endif -%}'
-    "{{- '<|end|>' -}}{%- endfor -%}"
+    "{%- if message['role'] == 'assistant' -%}{{- '<|end|>' -}}{%- endif -%}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
 )
 
