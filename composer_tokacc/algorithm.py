@@ -14,6 +14,7 @@ from composer.core import Algorithm, Event, State
 from composer.core.precision import get_precision_context
 from composer.loggers import Logger
 from composer.utils import dist
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from composer_tokacc.counting import (
@@ -93,6 +94,7 @@ class TokenAccumulation(Algorithm):
         self._guard: StepGuard | None = None
         self._raw_loss: Any = None
         self._actions = {
+            Event.FIT_START: self._check_sharding,
             Event.BATCH_START: self._count,
             Event.BEFORE_TRAIN_BATCH: self._start_attempt,
             Event.AFTER_LOSS: self._replace_empty,
@@ -116,6 +118,16 @@ class TokenAccumulation(Algorithm):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the count of empty steps; the rule is probed afresh, since versions may have changed."""
         self.num_empty_steps = state['num_empty_steps']
+
+    def _check_sharding(self, state: State, logger: Logger) -> None:
+        """FIT_START: what FSDP2 leaves out of its units is reduced by nobody, and every rank trains its own copy."""
+        trained = {name: p for name, p in state.model.named_parameters() if p.requires_grad}
+        whole = [name for name, parameter in trained.items() if not isinstance(parameter, DTensor)]
+        if 0 < len(whole) < len(trained):
+            raise RuntimeError(
+                f'FSDP must shard every trained parameter, got: {len(whole)} whole ones, such as {whole[:3]}, which no '
+                'rank shares. Let Composer wrap the model itself (no `_fsdp_wrap = False` on it), or freeze them.'
+            )
 
     def _count(self, state: State, logger: Logger) -> None:
         """BATCH_START: ``state.batch`` is the whole device batch, still on the CPU, so counting syncs nothing."""

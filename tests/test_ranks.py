@@ -48,3 +48,12 @@ def test_other_families_on_two_ranks():
     results.pop('refused')
     assert len(results) == 80
     check(results)
+
+
+@pytest.mark.slow
+def test_fsdp2_neither_hangs_nor_changes_the_gradient():
+    results = launch_json('tests/ranks/fsdp_matrix.py', 'llava', 'qwen2_5_vl', ranks=2)
+    assert 'FSDP must shard every trained parameter' in results.pop('refused')
+    assert len(results) == 8
+    assert all(case.pop('sharded') > 0 for case in results.values())
+    check(results)
