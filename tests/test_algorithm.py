@@ -12,6 +12,7 @@ from composer.callbacks import NaNMonitor
 from composer.core import Algorithm, DataSpec, Event
 
 from composer_tokacc import TokenAccumulation, token_data_spec
+from composer_tokacc.step_guard import StepGuard
 from tests.support.text import collate, text_model, text_row, text_rows
 from tests.support.training import hugging_face, loader, logged, reference_gradients, relative_error, train
 
@@ -317,6 +318,41 @@ def test_raw_loss_is_restored_for_callbacks(model):
     _, loss = reference_gradients(model, {key: value[-1:] for key, value in batch.items()})
     recorder, _, _ = train(model, loader(batch), algorithms=[TokenAccumulation()], microbatch_size=1)
     assert recorder.losses[0].item() == pytest.approx(loss, rel=TOLERANCE)
+
+
+SYNCS = ('item', 'tolist', 'cpu', 'numpy', 'nonzero', '__bool__', '__int__', '__float__')
+
+
+@pytest.mark.parametrize('units', [None, {'lm': 'tokens'}])
+def test_no_host_sync_a_microbatch(model, monkeypatch, units):
+    """Everything that would wait for a GPU raises while the algorithm handles a microbatch, its hook included."""
+    microbatch_events = (Event.BEFORE_TRAIN_BATCH, Event.AFTER_LOSS, Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD)
+    seen = []
+
+    def forbid(function, label):
+        def guarded(*args, **kwargs):
+            with pytest.MonkeyPatch.context() as patch:
+                for name in SYNCS:
+                    def refuse(tensor, *args, name=name, **kwargs):
+                        raise AssertionError(f'Tensor.{name} waits for the device')
+
+                    patch.setattr(torch.Tensor, name, refuse)
+                seen.append(label)
+                return function(*args, **kwargs)
+
+        return guarded
+
+    algorithm = TokenAccumulation(loss_units=units)
+    for event in microbatch_events:
+        algorithm._actions[event] = forbid(algorithm._actions[event], event.value)
+    monkeypatch.setattr(StepGuard, 'observe', forbid(StepGuard.observe, 'hook'))
+    batch = collate(text_rows([*RAGGED, (5, 0)]))
+    given = hugging_face(model)
+    if units:
+        monkeypatch.setattr(given, 'loss', lambda outputs, batch: {'lm': outputs['loss']})
+    train(given, loader(batch), algorithms=[algorithm], microbatch_size=1)
+    assert seen.count('hook') == 7
+    assert all(event.value in seen for event in microbatch_events)
 
 
 # Rules.

@@ -57,3 +57,14 @@ def test_fsdp2_neither_hangs_nor_changes_the_gradient():
     assert len(results) == 8
     assert all(case.pop('sharded') > 0 for case in results.values())
     check(results)
+
+
+@pytest.mark.slow
+def test_one_all_reduce_a_step_whatever_the_number_of_microbatches():
+    results = launch_json('tests/ranks/collectives.py', ranks=2)
+    for counts in results.values():
+        stock, ours, monitor = (sum(counts[name].values()) for name in ('stock', 'ours', 'monitor'))
+        assert stock > 0
+        assert counts['ours']['c10d::allreduce'] == counts['stock']['c10d::allreduce'] + 1
+        assert ours == stock + 1
+        assert monitor == stock + 1
