@@ -126,10 +126,12 @@ class AreaCuts:
 
     Args:
         rows: The sorted rows.
+        tolerance: Relative excess of cost that is accepted for fewer trials.
     """
 
-    def __init__(self, rows: SortedRows) -> None:
+    def __init__(self, rows: SortedRows, tolerance: float = 0.0) -> None:
         self._rows = rows
+        self._tolerance = tolerance
         self._corners: dict[int, tuple[float, np.ndarray]] = {}
         num_rows = len(rows)
         self.min_count = len(greedy_cut(rows.reach)) - 1
@@ -151,16 +153,21 @@ class AreaCuts:
         return self._corners[self._add(penalty)][1]
 
     def exactly(self, count: int) -> np.ndarray:
-        """Bounds of the cut of least padded cost with `count` microbatches, `min_count <= count <= n`."""
+        """Bounds of the cut of least padded cost with `count` microbatches, `min_count <= count <= n`.
+
+        With a tolerance the cost is at most so much above the least one: it lies between the costs of the corners on
+        either side, and a splice of the two costs no more than the dearer of them (exchange argument).
+        """
         while count not in self._corners:
             few = max(k for k in self._corners if k < count)
             many = min(k for k in self._corners if k > count)
             (few_cost, few_bounds), (many_cost, many_bounds) = self._corners[few], self._corners[many]
-            penalty = max(0.0, (few_cost - many_cost) / (many - few))
-            found = self._add(penalty) if penalty > 0.0 else few
+            saving = few_cost - many_cost
+            found = few
+            if saving > self._tolerance * many_cost:
+                found = self._add(saving / (many - few))
             if not few < found < many:  # no corner between the two: they share a straight piece of the curve
-                bounds = _splice(few_bounds, many_bounds, count)
-                self._corners[count] = (_padded_cost(self._rows.row_costs, bounds), bounds)
+                return _splice(few_bounds, many_bounds, count)
         return self._corners[count][1]
 
 

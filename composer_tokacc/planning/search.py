@@ -25,6 +25,8 @@ STEPS = 8
 """Numbers of microbatches tried on the way from the fewest to the most that can pay."""
 NEAR = 4
 """Numbers tried on each side of the best of those, where ranks run in columns."""
+TOLERANCE = 0.001
+"""Relative excess of padded cost that is accepted of a cut, for half the time."""
 PROMISING = 4
 """Cuts whose sharing among ranks is improved by exchanges, where they do not."""
 
@@ -61,7 +63,7 @@ class CutSearch:
         self._num_ranks = num_ranks
         self._cost = cost
         self._columns = columns
-        self._area = AreaCuts(rows)
+        self._area = AreaCuts(rows, TOLERANCE)
         self._vision = rows.images * cost.vision_per_token
         self._alone = rows.row_costs + np.diff(self._vision) + cost.launch
         self.min_per_rank = max(1, -(-self._area.min_count // num_ranks))

@@ -26,7 +26,7 @@ def _price(width: int) -> float:
     return float(CostModel().rows(np.array([width]))[0])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(LENGTHS, st.integers(1, 90), st.randoms(use_true_random=False))
 def test_every_count_costs_what_exhaustive_search_finds(lengths, max_tokens, random):
     rows = sorted_rows(lengths, max_tokens)
@@ -42,7 +42,19 @@ def test_every_count_costs_what_exhaustive_search_finds(lengths, max_tokens, ran
         assert _padded(rows, bounds) == pytest.approx(truth[count])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
+@given(LENGTHS, st.integers(1, 90), st.floats(0.001, 0.5))
+def test_tolerance_is_kept(lengths, max_tokens, tolerance):
+    rows = sorted_rows(lengths, max_tokens)
+    cuts = AreaCuts(rows, tolerance)
+    for count, cost in least_padded(rows.lengths.tolist(), max_tokens, _price).items():
+        bounds = cuts.exactly(count)
+        assert len(bounds) == count + 1
+        assert np.all(bounds[1:] <= rows.reach[bounds[:-1]])
+        assert _padded(rows, bounds) <= cost * (1 + tolerance) + 1e-9
+
+
+@settings(max_examples=80, deadline=None)
 @given(LENGTHS, st.integers(1, 90), st.floats(0.0, 50.0))
 def test_priced_cut_is_the_least_of_all_counts(lengths, max_tokens, penalty):
     rows = sorted_rows(lengths, max_tokens)

@@ -13,7 +13,7 @@ from composer_tokacc.planning.counts import raise_bounds
 from tests.planning.reference import check_cut, sorted_rows
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=25), st.integers(1, 120), st.integers(1, 30))
 def test_count_is_reached_and_nothing_lost(lengths, max_tokens, count):
     before = cut(lengths, max_tokens)

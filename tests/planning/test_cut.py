@@ -30,7 +30,7 @@ def test_cap_is_hard(function):
 
 
 @pytest.mark.parametrize('function', [cut, cut_in_order])
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(SAMPLES, st.integers(1, 120), st.integers(1, 20))
 def test_caps_hold_and_every_row_is_there_once(function, samples, max_tokens, max_images):
     lengths, images = map(list, zip(*samples, strict=True))
@@ -43,7 +43,7 @@ def test_caps_hold_and_every_row_is_there_once(function, samples, max_tokens, ma
         assert areas == sorted(areas, reverse=True), 'largest microbatch first'
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(SAMPLES, st.integers(1, 120), st.integers(1, 20))
 def test_in_order_costs_what_exhaustive_search_finds(samples, max_tokens, max_images):
     lengths, images = map(list, zip(*samples, strict=True))

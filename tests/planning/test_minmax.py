@@ -37,7 +37,7 @@ def _least_dearest(rows, count) -> float:
     return best(0, count)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 30), st.integers(0, 9)), min_size=1, max_size=10),
     st.integers(1, 90),

@@ -32,7 +32,7 @@ def _time(plan, objective) -> float:
 
 
 @pytest.mark.parametrize('objective', OBJECTIVES)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(problems())
 def test_any_global_batch(objective, problem):
     lengths, images, num_ranks, max_tokens, max_images = problem

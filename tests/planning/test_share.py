@@ -20,7 +20,7 @@ def _loads(costs, ranks, num_ranks) -> np.ndarray:
     return np.array([costs[ranks == rank].sum() for rank in range(num_ranks)])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(COSTS, st.integers(1, 6))
 def test_longest_first_goes_to_the_least_loaded_rank(costs, num_ranks):
     loads, expected = [0.0] * num_ranks, [0] * len(costs)
@@ -43,7 +43,7 @@ def test_longest_first_with_equal_counts(num_ranks, per_rank, seed):
     assert np.bincount(swapped, minlength=num_ranks).tolist() == [per_rank] * num_ranks
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(COSTS, st.integers(1, 6), st.booleans())
 def test_exchanges_never_slow_the_slowest_rank_nor_empty_one(costs, num_ranks, may_move):
     costs = np.concatenate([costs, np.full(num_ranks, 1.0)])
