@@ -4,6 +4,7 @@
 """Datasets, collators and small processors."""
 
 from composer_tokacc.data.collator import VisionLanguageCollator
+from composer_tokacc.data.conversation import ConversationEncoder
 from composer_tokacc.data.digits import DigitsDataset, build_digits_processor
 from composer_tokacc.data.digits_model import digits_model_config
 from composer_tokacc.data.llava import LlavaDataset, conversation_texts
@@ -12,6 +13,7 @@ from composer_tokacc.data.records import BadSampleError
 
 __all__ = [
     'BadSampleError',
+    'ConversationEncoder',
     'DigitsDataset',
     'LlavaDataset',
     'VisionLanguageCollator',
