@@ -77,9 +77,8 @@ def _complete_text(text: dict[str, Any], tokenizer: Any) -> None:
             'Leave it out to take it from the tokenizer'
         )
     for name in _SPECIAL_TOKENS:
-        token_id = getattr(tokenizer, name, None)
-        if token_id is not None:
-            text.setdefault(name, token_id)
+        # None too: Llama's default ids belong to another vocabulary.
+        text.setdefault(name, getattr(tokenizer, name, None))
 
 
 def _placeholder_id(processor: Any, modality: str) -> int | None:

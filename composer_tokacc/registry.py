@@ -22,7 +22,7 @@ import composer.optim
 import torch
 from composer.core import Algorithm, Callback
 
-__all__ = ['build_by_name', 'check_arguments', 'class_by_name', 'register', 'unknown_name']
+__all__ = ['build_by_name', 'check_arguments', 'class_by_name', 'unknown_name']
 
 _MODULES: dict[str, tuple[Any, ...]] = {
     'algorithms': (composer.algorithms,),
@@ -40,17 +40,13 @@ _BASES: dict[str, type] = {
 }
 # Words that a YAML name may leave out: `tensorboard` for TensorboardLogger, `linear_with_warmup` for the scheduler.
 _SUFFIXES = {'loggers': 'logger', 'scheduler': 'scheduler'}
-# Names that llm-foundry's users know.
+# Our own classes, as their llm-foundry entry points are called, and names that llm-foundry's users know.
 _ALIASES = {
+    ('algorithms', 'token_accumulation'): 'composer_tokacc.TokenAccumulation',
+    ('callbacks', 'token_monitor'): 'composer_tokacc.TokenMonitor',
     ('scheduler', 'cosine_with_warmup'): 'CosineAnnealingWithWarmupScheduler',
     ('scheduler', 'linear_decay_with_warmup'): 'LinearWithWarmupScheduler',
 }
-_REGISTERED: dict[tuple[str, str], type] = {}
-
-
-def register(kind: str, name: str, cls: type) -> None:
-    """Makes a class available under ``name`` in the section ``kind`` (``algorithms``, ``callbacks``, ...)."""
-    _REGISTERED[kind, name] = cls
 
 
 def class_by_name(kind: str, name: str) -> type:
@@ -59,17 +55,16 @@ def class_by_name(kind: str, name: str) -> type:
     Raises:
         ValueError: when there is none; names the nearest that exists.
     """
-    if (kind, name) in _REGISTERED:
-        return _REGISTERED[kind, name]
-    if '.' in name:
-        return _import(kind, name)
+    target = _ALIASES.get((kind, name), name)
+    if '.' in target:
+        return _import(kind, target)
     classes = _classes(kind)
-    wanted = _ALIASES.get((kind, name), name).replace('_', '').lower()
+    wanted = target.replace('_', '').lower()
     for cls_name, cls in classes.items():
         if wanted in (cls_name.lower(), cls_name.lower().removesuffix(_SUFFIXES.get(kind, ' '))):
             return cls
     snake_names = [_snake(cls_name) for cls_name in classes]
-    snake_names += [registered for section, registered in _REGISTERED if section == kind]
+    snake_names += [alias for section, alias in _ALIASES if section == kind]
     raise ValueError(unknown_name(f'`{kind}` name', name, snake_names))
 
 
