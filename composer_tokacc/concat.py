@@ -38,7 +38,15 @@ def concat(layout: BatchLayout, batches: Sequence[Batch], *, padding_side: str, 
             joined[key] = [item for batch in batches for item in batch[key]]
         else:
             joined[key] = first
+    if 'num_images' in joined:
+        # A one-row sample tells its tiles; once joined, only the placeholders would.
+        joined['num_images'] = [count for batch in batches for count in _num_images(layout, batch)]
     return joined
+
+
+def _num_images(layout: BatchLayout, batch: Batch) -> list[int]:
+    is_ragged = bool(layout.tensors_of(batch, 'image'))
+    return layout.images_per_row(batch) if is_ragged else list(batch['num_images'])
 
 
 def _common_entry(layout: BatchLayout, batches: Sequence[Batch], key: str) -> Entry:

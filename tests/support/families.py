@@ -22,9 +22,9 @@ from PIL import Image
 from transformers import PreTrainedModel
 
 from tests.support import family_models, family_processors
-from tests.support.sample_encoder import WORDS, SampleEncoder
+from tests.support.sample_encoder import WORDS, Sample, SampleEncoder
 
-__all__ = ['FAMILIES', 'IMAGE_FAMILIES', 'FamilyCase', 'ragged_rows']
+__all__ = ['FAMILIES', 'IMAGE_FAMILIES', 'FamilyCase', 'ragged_samples']
 
 # (sizes of the images, words before and between the images, words of the answer). Unequal in everything; row 5 has two
 # images without a word between them.
@@ -47,12 +47,16 @@ class FamilyCase:
         model: Hugging Face model, training mode, no dropout, no cache. Parameters that no row reaches are frozen.
         rows: One-row batches with ``labels``, ``sample_ids`` and ``num_images``, as the processor returns them.
         pad_token_id: Id to pad ``input_ids`` with.
+        encode: Made the rows.
+        samples: What the rows were made of.
     """
 
     name: str
     model: PreTrainedModel
     rows: list[dict[str, Any]]
     pad_token_id: int
+    encode: SampleEncoder
+    samples: list[Sample]
 
     @property
     def config(self) -> Any:
@@ -70,20 +74,23 @@ class FamilyCase:
         return self.loss(batch) * counted.sum()
 
 
-def ragged_rows(encode: SampleEncoder, *, seed: int = 0) -> list[dict[str, Any]]:
-    """Encodes :data:`SAMPLES` with words and images drawn from ``seed``."""
+def ragged_samples(*, with_images: bool, seed: int = 0) -> list[Sample]:
+    """Words and images of :data:`SAMPLES`, drawn from ``seed``."""
     rng = random.Random(seed)
-    rows = []
+    samples = []
     for index, (sizes, num_words, num_answer_words) in enumerate(SAMPLES):
-        if not encode.takes_images:
-            sizes = ()
-        images = [_image(rng, width, height) for width, height in sizes]
+        images = [_image(rng, width, height) for width, height in (sizes if with_images else ())]
         gaps = [[_word(rng) for _ in range(num_words)]]
-        gaps += [[] if index == 5 and gap == 0 else [_word(rng)] for gap in range(len(sizes))]
-        answer = [_word(rng) for _ in range(num_answer_words)]
-        row = encode(gaps, answer, images)
-        rows.append({**row, 'sample_ids': [f'sample-{index}'], 'num_images': [len(sizes)]})
-    return rows
+        gaps += [[] if index == 5 and gap == 0 else [_word(rng)] for gap in range(len(images))]
+        samples.append(Sample(gaps=gaps, answer=[_word(rng) for _ in range(num_answer_words)], images=images))
+    return samples
+
+
+def _rows(encode: SampleEncoder, samples: list[Sample]) -> list[dict[str, Any]]:
+    return [
+        {**encode(sample), 'sample_ids': [f'sample-{index}'], 'num_images': [len(sample.images)]}
+        for index, sample in enumerate(samples)
+    ]
 
 
 def _word(rng: random.Random) -> str:
@@ -97,7 +104,15 @@ def _image(rng: random.Random, width: int, height: int) -> Image.Image:
 def _build(name: str) -> FamilyCase:
     encode = family_processors.ENCODERS[name]()
     model = family_models.MODELS[name](encode)
-    case = FamilyCase(name=name, model=model, rows=ragged_rows(encode), pad_token_id=encode.pad_token_id)
+    samples = ragged_samples(with_images=encode.takes_images)
+    case = FamilyCase(
+        name=name,
+        model=model,
+        rows=_rows(encode, samples),
+        pad_token_id=encode.pad_token_id,
+        encode=encode,
+        samples=samples,
+    )
     _freeze_unreached(case)
     return case
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,9 +15,18 @@ from PIL import Image
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-__all__ = ['WORDS', 'SampleEncoder', 'word_tokenizer']
+__all__ = ['WORDS', 'Sample', 'SampleEncoder', 'word_tokenizer']
 
 WORDS = tuple(f'{first}{second}' for first in 'bdfgklmnprst' for second in 'aeiou')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """``gap image gap image ... gap answer``; the answer's tokens carry the loss."""
+
+    gaps: list[list[str]]
+    answer: list[str]
+    images: list[Image.Image]
 
 
 class SampleEncoder:
@@ -57,28 +67,33 @@ class SampleEncoder:
         """Id of a token."""
         return self.tokenizer.convert_tokens_to_ids(token)
 
-    def __call__(
-        self, gaps: Sequence[Sequence[str]], answer: Sequence[str], images: Sequence[Image.Image]
-    ) -> dict[str, Any]:
-        """Encodes ``gap image gap image ... answer``; the answer's tokens carry the loss."""
-        text = ' '.join(gaps[0])
-        for gap in gaps[1:]:
-            text += f'{self.image_text}{" ".join(gap)}'
-        media = {'images': [list(images)] if self.nested_images else list(images)} if images else {}
-        if self.suffix and images:
-            row = dict(self.processor(text=[text], suffix=[' '.join(answer)], return_tensors='pt', **media))
-        elif self.suffix:
-            pair = {'text': [text], 'text_pair': [f'{" ".join(answer)}</s>'], 'return_token_type_ids': True}
-            row = dict(self.tokenizer(**pair, return_tensors='pt'))
-        else:
-            row = dict(self.processor(text=[f'{text} {" ".join(answer)}'], return_tensors='pt', **media))
-        return {**row, 'labels': _answer_labels(row['input_ids'], len(answer))}
+    def __call__(self, sample: Sample) -> dict[str, Any]:
+        """What the processor returns for one sample, plus ``labels``."""
+        encoded = self.together([sample])
+        labels = torch.full_like(encoded['input_ids'], -100)
+        labels[:, -len(sample.answer) :] = encoded['input_ids'][:, -len(sample.answer) :]
+        return {**encoded, 'labels': labels}
 
+    def together(self, samples: Sequence[Sample], *, padding_side: str = 'right') -> dict[str, Any]:
+        """What the processor returns for several samples at once, all with images or all without."""
+        # InternVL's processor has a side of its own; Mllama's drops the option up to transformers 4.
+        self.tokenizer.padding_side = padding_side
+        options = {'return_tensors': 'pt', 'padding': len(samples) > 1, 'padding_side': padding_side}
+        texts, answers = [self._text(sample) for sample in samples], [' '.join(sample.answer) for sample in samples]
+        nested = [sample.images for sample in samples]
+        images = nested if self.nested_images else [image for images in nested for image in images]
+        media = {'images': images} if samples[0].images else {}
+        if not self.suffix:
+            joined = [f'{text} {answer}' for text, answer in zip(texts, answers, strict=True)]
+            return dict(self.processor(text=joined, **media, **options))
+        if media:
+            return dict(self.processor(text=texts, suffix=answers, **media, **options))
+        ended = [f'{answer}</s>' for answer in answers]
+        return dict(self.tokenizer(text=texts, text_pair=ended, return_token_type_ids=True, **options))
 
-def _answer_labels(input_ids: torch.Tensor, num_answer_tokens: int) -> torch.Tensor:
-    labels = torch.full_like(input_ids, -100)
-    labels[:, -num_answer_tokens:] = input_ids[:, -num_answer_tokens:]
-    return labels
+    def _text(self, sample: Sample) -> str:
+        first, *others = (' '.join(gap) for gap in sample.gaps)
+        return first + ''.join(f'{self.image_text}{gap}' for gap in others)
 
 
 def word_tokenizer(*special: str, class_name: str = '', **named: str) -> PreTrainedTokenizerFast:
