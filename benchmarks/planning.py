@@ -3,7 +3,7 @@
 
 """The planner: how fast it is, how close to the bound, and how much faster than others the modelled step becomes.
 
-    python benchmarks/planning.py [--lengths DIR] [--quick]
+    python -m benchmarks.planning [--lengths DIR] [--quick]
 
 DIR holds tables `tokens,image_tiles` as .csv.gz; COMPOSER_TOKACC_LENGTHS is used if it is not given, seeded synthetic
 tables if neither is there. Prints tables; writes results/planning.json and results/planning.png next to this file.
@@ -15,8 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,12 +22,10 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from benchmarks.length_sets import LengthSet, half_text, lognormal, read_tables
+from benchmarks.machine import machine
 from benchmarks.rivals import Rivals
 from composer_tokacc.planning import CostModel, cut, plan_microbatches
-from composer_tokacc.planning.compiled import HAS_NUMBA
 
 RESULTS = Path(__file__).resolve().parent / 'results'
 NUM_RANKS = 8
@@ -177,22 +173,6 @@ def picture(latency: list[dict[str, Any]], rows: list[dict[str, Any]], path: Pat
     right.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
-
-
-def machine() -> dict[str, Any]:
-    """What the latencies were measured on, and how busy it was."""
-    try:
-        from numba import __version__ as numba
-    except ImportError:
-        numba = None
-    return {
-        'platform': f'{platform.system()} {platform.machine()}',
-        'cpus': os.cpu_count(),
-        'load_average': round(os.getloadavg()[0], 2),
-        'python': platform.python_version(),
-        'numpy': np.__version__,
-        'numba': numba if HAS_NUMBA else None,
-    }
 
 
 def main() -> None:

@@ -1,0 +1,256 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The LLaVA accumulation experiment: the global batch is fixed, so the loss must not depend on how it is computed.
+
+    python -m benchmarks.invariance [--steps 100] [--ranks 1 2 4] [--microbatches 16 8 1]
+
+A small LLaVA (from its config, the same initial weights everywhere) trains on the built-in digits with 128 samples a
+step, microbatches of 16, 8 and 1 on 1, 2 and 4 ranks (gloo, CPU), by stock Composer, by stock with
+`accumulate_train_batch_on_tokens` and its default counter, and by TokenAccumulation with token_data_spec. Composer's
+own split loses image rows of a LLaVA batch, so the stock rows are given one that does not: only weights differ.
+
+Prints a table; writes results/invariance.json and results/invariance.png next to this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from composer import DataSpec, Trainer
+from composer.core import Algorithm, Callback, Event, State
+from composer.loggers import InMemoryLogger, Logger
+from composer.models import HuggingFaceModel
+from composer.utils import dist, get_device
+from torch.utils.data import DataLoader, DistributedSampler, Subset
+from transformers import AutoModelForImageTextToText
+
+from benchmarks.machine import machine
+from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
+from composer_tokacc.data import DigitsDataset, VisionLanguageCollator, build_digits_processor, digits_model_config
+
+RESULTS = Path(__file__).resolve().parent / 'results'
+GLOBAL_BATCH = 128
+METHODS = {
+    'stock': 'stock Composer',
+    'flag': 'stock, accumulate_train_batch_on_tokens',
+    'ours': 'TokenAccumulation + token_data_spec',
+}
+
+
+class FirstGradient(Callback):
+    """The gradient of the first step."""
+
+    def __init__(self) -> None:
+        self.gradient: dict[str, torch.Tensor] = {}
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        if event == Event.AFTER_TRAIN_BATCH and not self.gradient:
+            named = (state.model.module if dist.get_world_size() > 1 else state.model).named_parameters()
+            self.gradient = {name: p.grad.clone() for name, p in named if p.grad is not None}
+
+
+class UnusedParameters(Algorithm):
+    """Stock Composer needs this under DDP: a microbatch of text alone leaves the vision tower unused."""
+
+    @property
+    def find_unused_parameters(self) -> bool:
+        return True
+
+    def match(self, event: Event, state: State) -> bool:
+        return False
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        raise AssertionError('matches no event')
+
+
+def build_model(processor: Any) -> HuggingFaceModel:
+    """The same weights at every call."""
+    torch.manual_seed(17)
+    config = digits_model_config(processor, hidden_size=64, num_layers=2)
+    config.text_config.use_cache = False
+    model = AutoModelForImageTextToText.from_config(config)
+    model.config.use_cache = False
+    for name, parameter in model.named_parameters():
+        # LLaVA reads the tower before its last norm, and DDP waits for the gradient of every parameter.
+        parameter.requires_grad_('post_layernorm' not in name)
+    return HuggingFaceModel(model, shift_labels=True, use_logits=True)
+
+
+def data_of(method: str, loader: DataLoader, layout: BatchLayout) -> DataSpec:
+    """Ours, or stock's own counters and untrimmed microbatches of a fixed number of rows."""
+    if method == 'ours':
+        return token_data_spec(loader, layout=layout)
+
+    def split(batch: dict[str, Any], size: int | float) -> list[dict[str, Any]]:
+        rows = range(layout.num_rows(batch))
+        return [layout.select(batch, rows[start : start + int(size)]) for start in range(0, len(rows), int(size))]
+
+    return DataSpec(loader, split_batch=split, get_num_samples_in_batch=lambda batch: len(batch['input_ids']))
+
+
+def reference(processor: Any, dataset: Subset, collator: Any) -> tuple[dict[str, torch.Tensor], float]:
+    """Gradient and loss of one plain forward over the first global batch."""
+    model = build_model(processor)
+    batch = collator([dataset[index] for index in range(GLOBAL_BATCH)])
+    loss = model.loss(model(batch), batch)
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}, loss.item()
+
+
+def relative_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    difference = sum((found[name] - value).double().square().sum() for name, value in expected.items())
+    return float((difference / sum(value.double().square().sum() for value in expected.values())).sqrt())
+
+
+def train(method: str, microbatch: int, steps: int, processor: Any, dataset: Subset) -> tuple[Trainer, Any, Any]:
+    collator = VisionLanguageCollator(processor)
+    sampler = DistributedSampler(dataset, dist.get_world_size(), dist.get_global_rank(), shuffle=False)
+    loader = DataLoader(
+        dataset, batch_size=GLOBAL_BATCH // dist.get_world_size(), sampler=sampler, collate_fn=collator, drop_last=True
+    )
+    model, first, memory = build_model(processor), FirstGradient(), InMemoryLogger()
+    trainer = Trainer(
+        model=model,
+        train_dataloader=data_of(method, loader, BatchLayout.for_model(model)),
+        optimizers=torch.optim.AdamW(model.parameters(), lr=1e-3),
+        max_duration=f'{steps}ba',
+        device='cpu',
+        device_train_microbatch_size=microbatch,
+        algorithms=[TokenAccumulation() if method == 'ours' else UnusedParameters()],
+        accumulate_train_batch_on_tokens=method == 'flag',
+        callbacks=[first],
+        loggers=[memory],
+        progress_bar=False,
+    )
+    trainer.fit()
+    return trainer, first, memory
+
+
+def work(steps: int, microbatches: Sequence[int], path: Path) -> None:
+    """One world size: runs under the composer launcher."""
+    warnings.simplefilter('ignore')
+    torch.set_num_threads(max((os.cpu_count() or 1) // dist.get_local_world_size(), 1))
+    dist.initialize_dist(get_device('cpu'))
+    processor = build_digits_processor()
+    dataset = Subset(DigitsDataset(processor, num_samples=4096), [i % 4096 for i in range(steps * GLOBAL_BATCH)])
+    expected, whole = reference(processor, dataset, VisionLanguageCollator(processor))
+    rows = []
+    for method in METHODS:
+        for microbatch in microbatches:
+            if microbatch * dist.get_world_size() > GLOBAL_BATCH:
+                continue
+            _, first, memory = train(method, microbatch, steps, processor, dataset)
+            losses = [float(loss) for _, loss in memory.data['loss/train/total']]
+            rows.append({
+                'method': method,
+                'ranks': dist.get_world_size(),
+                'microbatch': microbatch,
+                'first_loss': losses[0],
+                'last_loss': losses[-1],
+                'gradient_error': relative_error(first.gradient, expected),
+                'whole_batch_loss': whole,
+                'losses': losses,
+            })  # fmt: skip
+            if dist.get_global_rank() == 0:
+                print(f'{METHODS[method]}, {rows[-1]["ranks"]} ranks, microbatch {microbatch}: done', flush=True)
+    if dist.get_global_rank() == 0:
+        path.write_text(json.dumps(rows))
+
+
+def show(rows: list[dict[str, Any]], steps: int) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f'Global batch {GLOBAL_BATCH}; one forward over it has loss {rows[0]["whole_batch_loss"]:.6f}')
+    for column in ('method', 'ranks', 'microbatch', 'first loss', f'loss at step {steps}', 'gradient error'):
+        table.add_column(column, justify='left' if column == 'method' else 'right')
+    for row in rows:
+        table.add_row(
+            METHODS[row['method']], str(row['ranks']), str(row['microbatch']), f'{row["first_loss"]:.6f}',
+            f'{row["last_loss"]:.5f}', f'{row["gradient_error"]:.1e}',
+        )  # fmt: skip
+    Console(width=110).print(table)
+
+
+def spread(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Largest relative difference between the runs of a method."""
+    found = {}
+    for method in METHODS:
+        mine = [row for row in rows if row['method'] == method]
+        found[method] = {
+            name: (max(row[name] for row in mine) - min(row[name] for row in mine)) / min(row[name] for row in mine)
+            for name in ('first_loss', 'last_loss')
+        }
+    return found
+
+
+def picture(rows: list[dict[str, Any]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use('Agg')
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(METHODS), figsize=(13, 4), sharey=True, layout='constrained')
+    for axis, (method, title) in zip(axes, METHODS.items(), strict=True):
+        mine = [row for row in rows if row['method'] == method]
+        for row in mine:
+            shade = 0.25 + 0.6 * mine.index(row) / max(len(mine) - 1, 1)
+            label = f'{row["microbatch"]} x {row["ranks"]} ranks'
+            steps = range(1, len(row['losses']) + 1)
+            axis.plot(steps, row['losses'], color=pyplot.get_cmap('viridis')(shade), lw=1.2, label=label)
+        error = max(row['gradient_error'] for row in mine)
+        axis.set_title(f'{title}\ngradient error up to {error:.0e}', fontsize=10)
+        axis.set_xlabel('step')
+    axes[0].set_ylabel('logged training loss')
+    axes[0].set_yscale('log')
+    axes[-1].legend(title='microbatch', fontsize=7, title_fontsize=8)
+    figure.suptitle(f'Same weights, same {GLOBAL_BATCH} samples a step: nine ways to cut them (small LLaVA, CPU)')
+    figure.savefig(path, dpi=130)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--steps', type=int, default=100)
+    parser.add_argument('--ranks', type=int, nargs='+', default=[1, 2, 4])
+    parser.add_argument('--microbatches', type=int, nargs='+', default=[16, 8, 1])
+    parser.add_argument('--results', type=Path, default=RESULTS)
+    parser.add_argument('--work', type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.work:
+        work(given.steps, given.microbatches, given.work)
+        return
+    rows: list[dict[str, Any]] = []
+    composer = Path(sys.executable).with_name('composer')
+    sizes = [str(size) for size in given.microbatches]
+    for ranks in given.ranks:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / 'rows.json'
+            command = [str(composer), '-n', str(ranks), '-m', 'benchmarks.invariance', '--steps', str(given.steps)]
+            subprocess.run([*command, '--microbatches', *sizes, '--work', str(path)], check=True)
+            rows += json.loads(path.read_text())
+    rows.sort(key=lambda row: list(METHODS).index(row['method']))
+    show(rows, given.steps)
+    spreads = spread(rows)
+    for method, values in spreads.items():
+        print(f'{METHODS[method]}: runs differ by {values["first_loss"]:.1e} in the first loss, '
+              f'{values["last_loss"]:.1e} after {given.steps} steps')  # fmt: skip
+    given.results.mkdir(parents=True, exist_ok=True)
+    settings = {'machine': machine(), 'global_batch': GLOBAL_BATCH, 'steps': given.steps}
+    summary = {**settings, 'spread': spreads, 'runs': rows}
+    (given.results / 'invariance.json').write_text(json.dumps(summary, indent=1))
+    picture(rows, given.results / 'invariance.png')
+
+
+if __name__ == '__main__':
+    main()

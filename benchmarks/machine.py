@@ -1,0 +1,36 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""What a figure was measured on."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+
+__all__ = ['machine']
+
+PACKAGES = ('mosaicml', 'torch', 'transformers', 'numpy', 'numba')
+
+
+def machine() -> dict[str, str | int | float]:
+    """Processor, cores, Python and the packages that matter."""
+    found: dict[str, str | int | float] = {'processor': _processor(), 'cores': os.cpu_count() or 0}
+    found['load_average'] = round(os.getloadavg()[0], 2)
+    found['python'] = platform.python_version()
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _processor() -> str:
+    try:
+        lines = Path('/proc/cpuinfo').read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(':', 1)[1].strip() for line in lines if line.startswith('model name')), platform.machine())
