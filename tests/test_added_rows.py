@@ -32,6 +32,10 @@ def batch_of(case: FamilyCase, rows, side: str):
 
 
 def loss_and_gradients(case: FamilyCase, batch):
+    if case.name == 'mllama':  # its gradients are so large where text looks at empty images that float32 is off by 2e-6
+        case.model.double()
+        floating = {key for key, value in batch.items() if torch.is_tensor(value) and value.is_floating_point()}
+        batch = {key: value.double() if key in floating else value for key, value in batch.items()}
     case.model.zero_grad()
     loss = case.loss_sum(batch)
     loss.backward()
