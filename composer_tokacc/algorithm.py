@@ -5,36 +5,32 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from composer.core import Algorithm, Event, State
-from composer.core.precision import get_precision_context
 from composer.loggers import Logger
 from composer.utils import dist
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from composer_tokacc.counting import (
     LOSS_TOKENS,
     NUM_MICROBATCHES,
+    PACKED,
+    PACKED_CHECKED,
+    REGROUPED,
     annotate,
     check_rule,
-    count_tokens,
     labels_of,
     loss_mask,
     num_samples,
 )
-from composer_tokacc.layout import BatchLayout
+from composer_tokacc.first_batch import check_packed, check_sharding, find_rule
 from composer_tokacc.loss_terms import LossTerms, attached_zero
-from composer_tokacc.probe import find_loss_rule
+from composer_tokacc.row_coupling import check_rows_are_independent
 from composer_tokacc.step_guard import StepGuard
 
 __all__ = ['TokenAccumulation']
-
-log = logging.getLogger(__name__)
 
 
 class TokenAccumulation(Algorithm):
@@ -59,7 +55,9 @@ class TokenAccumulation(Algorithm):
             ``'unshifted'`` (see :func:`.counting.loss_mask`), or ``'auto'``: found by a probe forward before the
             first step. Default: ``'auto'``.
         loss_units (dict[str, str], optional): For dict losses, the denominator of each term: ``'tokens'``,
-            ``'samples'`` or ``'microbatches'``. Default: ``None``, all terms are means over tokens.
+            ``'samples'``, ``'coupled_samples'`` (rows of a microbatch see each other, as in a contrastive loss) or
+            ``'microbatches'`` (router statistics). The last two depend on which rows share a microbatch, so they are
+            refused with a split that regroups rows. Default: ``None``, all terms are means over tokens.
         check_loss (bool): Whether to hold the rule to the model's own loss by the probe. Default: ``True``.
 
     Raises:
@@ -91,10 +89,11 @@ class TokenAccumulation(Algorithm):
         self.loss_terms = LossTerms(loss_units)
         self.rule: str | None = None if check_loss else loss_tokens
         self.num_empty_steps = 0
+        self._packing_checked = False
         self._guard: StepGuard | None = None
         self._raw_loss: Any = None
         self._actions = {
-            Event.FIT_START: self._check_sharding,
+            Event.FIT_START: self._check_model,
             Event.BATCH_START: self._count,
             Event.BEFORE_TRAIN_BATCH: self._start_attempt,
             Event.AFTER_LOSS: self._replace_empty,
@@ -119,22 +118,23 @@ class TokenAccumulation(Algorithm):
         """Restores the count of empty steps; the rule is probed afresh, since versions may have changed."""
         self.num_empty_steps = state['num_empty_steps']
 
-    def _check_sharding(self, state: State, logger: Logger) -> None:
-        """FIT_START: what FSDP2 leaves out of its units is reduced by nobody, and every rank trains its own copy."""
-        trained = {name: p for name, p in state.model.named_parameters() if p.requires_grad}
-        whole = [name for name, parameter in trained.items() if not isinstance(parameter, DTensor)]
-        if 0 < len(whole) < len(trained):
-            raise RuntimeError(
-                f'FSDP must shard every trained parameter, got: {len(whole)} whole ones, such as {whole[:3]}, which no '
-                'rank shares. Let Composer wrap the model itself (no `_fsdp_wrap = False` on it), or freeze them.'
-            )
+    def _check_model(self, state: State, logger: Logger) -> None:
+        """FIT_START: the model is wrapped now."""
+        check_sharding(state.model)
 
     def _count(self, state: State, logger: Logger) -> None:
         """BATCH_START: ``state.batch`` is the whole device batch, still on the CPU, so counting syncs nothing."""
         labels_of(state.batch)
+        if state.batch.get(REGROUPED):
+            check_rows_are_independent(state.model, self.loss_terms.coupled)
         if self.rule is None:
-            self.rule = self._find_rule(state)
+            self.rule = find_rule(state, self.loss_terms, self.loss_tokens)
         batch = annotate(state.batch, self.rule)
+        if PACKED in batch:
+            if not self._packing_checked:
+                check_packed(state, self.loss_terms)
+                self._packing_checked = True
+            batch[PACKED] = PACKED_CHECKED
         totals = torch.tensor([sum(batch[LOSS_TOKENS]), num_samples(batch)], dtype=torch.int64)
         local_tokens, local_samples = totals.tolist()
         totals = state.device.tensor_to_device(totals)
@@ -150,30 +150,6 @@ class TokenAccumulation(Algorithm):
             world_size=dist.get_world_size(),
         )
         logger.log_metrics({'token_accumulation/loss_generating_tokens': tokens})
-
-    def _find_rule(self, state: State) -> str:
-        model: Any = state.model.module if isinstance(state.model, DistributedDataParallel) else state.model
-        row = state.device.batch_to_device(_probe_row(state.batch))
-
-        def forward(batch: dict[str, Any]) -> Any:
-            with get_precision_context(state.precision, state.precision_config):
-                return model(batch)
-
-        rule = find_loss_rule(
-            forward,
-            lambda outputs, batch: self.loss_terms.token_term(model.loss(outputs, batch)),
-            row,
-            loss_tokens=self.loss_tokens,
-            modules=(model,),
-        )
-        if rule is None:
-            rule = 'causal' if self.loss_tokens == 'auto' else self.loss_tokens
-            log.warning(
-                'The model gives no logits, so `loss_tokens` could not be checked against its loss; using %r. '
-                'Compare loss/train/total with an evaluation of the same data, or return logits.',
-                rule,
-            )
-        return rule
 
     def _start_attempt(self, state: State, logger: Logger) -> None:
         """BEFORE_TRAIN_BATCH: fires once per attempt (an OOM retry or a closure called again starts afresh)."""
@@ -191,7 +167,8 @@ class TokenAccumulation(Algorithm):
     def _scale(self, state: State, logger: Logger) -> None:
         """BEFORE_BACKWARD: the last point where ``state.loss`` matters, so nothing may rescale it afterwards."""
         guard, batch = self._guard, state.batch
-        assert guard is not None and self.rule is not None
+        assert guard is not None
+        assert self.rule is not None
         if LOSS_TOKENS not in batch:
             raise RuntimeError(
                 f'Microbatches must carry {LOSS_TOKENS!r}, which is written at BATCH_START, got: {sorted(batch)}. A '
@@ -228,18 +205,3 @@ class TokenAccumulation(Algorithm):
                 optimizer.zero_grad(set_to_none=True)
             self.num_empty_steps += 1
         logger.log_metrics({'token_accumulation/empty_steps': self.num_empty_steps})
-
-
-def _probe_row(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The row that all ranks probe with: rank 0's, because FSDP hangs if only some ranks' rows have images."""
-    try:
-        layout = BatchLayout.infer(batch)
-        lengths, labelled = layout.lengths(batch), count_tokens(batch).loss_generating
-        # The shortest row with enough labels to tell the rules apart.
-        row = min(range(len(lengths)), key=lambda index: (labelled[index] < 2, lengths[index]))
-        chosen = layout.trim(layout.select(batch, [row]))
-    except (KeyError, ValueError):  # a layout that only the user's split knows: the probe masks all rows but one
-        chosen = dict(batch)
-    shared = [chosen]
-    dist.broadcast_object_list(shared, src=0)
-    return shared[0]

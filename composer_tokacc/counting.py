@@ -26,6 +26,13 @@ ADDED_ROWS = 'added_rows'
 NUM_MICROBATCHES = 'num_microbatches'
 """How many microbatches with samples this rank makes of the step."""
 
+SAMPLES_PER_ROW = 'samples_per_row'
+"""Samples packed into each row."""
+REGROUPED = 'regrouped'
+PACKED = 'packed'
+PACKED_CHECKED = 'checked'
+"""Set on a device batch whose split will sort rows by length, or pack them: what that needs must be checked first."""
+
 IGNORE_INDEX = -100
 
 
@@ -149,10 +156,7 @@ def count_tokens(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> Token
         counted &= ~starts
     mask, ids = batch.get('attention_mask'), batch.get('input_ids', batch['labels'])
     width = ids.shape[1]
-    if mask is not None and mask.dim() == 2:
-        real = (mask != 0).sum(dim=1).tolist()
-    else:
-        real = [width] * len(ids)
+    real = (mask != 0).sum(dim=1).tolist() if mask is not None and mask.dim() == 2 else [width] * len(ids)
     return TokenCounts(
         loss_generating=tuple(counted.sum(dim=1).tolist()),
         real=tuple(real),
@@ -168,5 +172,7 @@ def annotate(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> dict[str,
 
 
 def num_samples(batch: Mapping[str, Any]) -> int:
-    """Rows of the batch that are samples of the dataset."""
+    """Samples of the dataset in the batch: its rows, but for added ones, and several in a packed row."""
+    if SAMPLES_PER_ROW in batch:
+        return sum(batch[SAMPLES_PER_ROW])
     return len(batch['input_ids'] if 'input_ids' in batch else batch['labels']) - sum(batch.get(ADDED_ROWS, ()))

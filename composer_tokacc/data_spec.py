@@ -12,7 +12,7 @@ from composer.core import DataSpec
 from composer.utils import dist
 from torch.utils.data import DataLoader
 
-from composer_tokacc.counting import LOSS_TOKENS, REAL_TOKENS, annotate, check_rule, num_samples
+from composer_tokacc.counting import LOSS_TOKENS, PACKED, REAL_TOKENS, REGROUPED, annotate, check_rule, num_samples
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.split import MicrobatchSplit
 
@@ -30,6 +30,7 @@ def token_data_spec(
     regroup: bool = True,
     equal_counts: bool | str = 'auto',
     width_multiple: int = 1,
+    packing: bool = False,
     **data_spec_kwargs: Any,
 ) -> DataSpec:
     """Wraps a dataloader so that Composer counts its tokens exactly and cuts its batches with almost no padding.
@@ -47,6 +48,8 @@ def token_data_spec(
         equal_counts: Whether all ranks make the same number of microbatches, as FSDP and DDP's MULTI_AUTO_SYNC need.
             ``'auto'``: with more than one rank; plain DDP may set ``False`` and save an integer all-reduce a step.
         width_multiple: Round microbatch widths up to a multiple of this, never beyond the batch's own.
+        packing: Whether to string a microbatch's rows into one packed row without any padding. The model must tell
+            packed documents apart, which :class:`.TokenAccumulation` checks on the first batch. Default: ``False``.
         **data_spec_kwargs: Passed to :class:`composer.core.DataSpec`.
 
     Returns:
@@ -80,7 +83,9 @@ def token_data_spec(
         regroup=regroup,
         equal_counts=dist.get_world_size() > 1 if equal_counts == 'auto' else bool(equal_counts),
         width_multiple=width_multiple,
+        packing=packing,
     )
+    marks = {name: True for name, on in ((REGROUPED, regroup), (PACKED, packing)) if on}
 
     def count(batch: Any) -> dict[str, int]:
         if LOSS_TOKENS not in batch:
@@ -89,7 +94,7 @@ def token_data_spec(
 
     return DataSpec(
         dataloader,
-        batch_transforms=_annotating(loss_tokens, data_spec_kwargs.pop('batch_transforms', None)),
+        batch_transforms=_annotating(loss_tokens, marks, data_spec_kwargs.pop('batch_transforms', None)),
         split_batch=split,
         get_num_samples_in_batch=num_samples,
         get_num_tokens_in_batch=count,
@@ -97,7 +102,9 @@ def token_data_spec(
     )
 
 
-def _annotating(loss_tokens: str, transforms: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
+def _annotating(
+    loss_tokens: str, marks: dict[str, bool], transforms: Callable[[Any], Any] | None
+) -> Callable[[Any], Any]:
     """The user's transforms, then the count: on the CPU, once a batch, so that microbatches sync nothing."""
 
     def transform(batch: Any) -> Any:
@@ -106,6 +113,6 @@ def _annotating(loss_tokens: str, transforms: Callable[[Any], Any] | None) -> Ca
             raise ValueError(
                 f'The dataloader must yield mappings with `input_ids` and `labels`, got: {type(batch).__name__}.'
             )
-        return annotate(batch, loss_tokens)
+        return {**annotate(batch, loss_tokens), **marks}
 
     return transform

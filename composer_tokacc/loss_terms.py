@@ -12,7 +12,7 @@ import torch
 
 __all__ = ['LOSS_UNITS', 'LossTerms', 'attached_zero']
 
-LOSS_UNITS = ('tokens', 'samples', 'microbatches')
+LOSS_UNITS = ('tokens', 'samples', 'coupled_samples', 'microbatches')
 
 
 class LossTerms:
@@ -35,6 +35,11 @@ class LossTerms:
         """Whether a term's denominator is the number of microbatches."""
         return 'microbatches' in (self.loss_units or {}).values()
 
+    @property
+    def coupled(self) -> list[str]:
+        """Terms whose value depends on which rows share a microbatch."""
+        return [name for name, unit in (self.loss_units or {}).items() if unit in ('coupled_samples', 'microbatches')]
+
     def unit(self, name: str) -> str:
         """The unit of a dict term."""
         if self.loss_units is None:
@@ -42,7 +47,7 @@ class LossTerms:
         if name not in self.loss_units:
             raise RuntimeError(
                 f'`loss_units` must name every term of the loss, got: no unit for {name!r}. Add '
-                f"`'{name}': 'tokens'`, 'samples' or 'microbatches'."
+                f"`'{name}': 'tokens'`, 'samples', 'coupled_samples' or 'microbatches'."
             )
         return self.loss_units[name]
 

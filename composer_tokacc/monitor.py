@@ -45,7 +45,7 @@ class TokenMonitor(Callback):
 
     def __init__(self, *, loss_tokens: str = 'causal') -> None:
         self.loss_tokens = loss_tokens
-        self._step = dict.fromkeys(FIELDS, 0.0)
+        self._step = _zeros()
         self._microbatches: list[tuple[int, int]] = []
         self._previous: tuple[list[tuple[int, int]], float, float] | None = None
         self._totals: dict[str, float] = {}
@@ -56,7 +56,7 @@ class TokenMonitor(Callback):
             state.batch = annotate(state.batch, self.loss_tokens)
         batch = state.batch
         rows, width = batch['input_ids'].shape[:2]
-        self._step = dict.fromkeys(FIELDS, 0.0)
+        self._step = _zeros()
         self._step.update(
             real=sum(batch[REAL_TOKENS]),
             device_positions=rows * width,
@@ -85,7 +85,7 @@ class TokenMonitor(Callback):
         mine = torch.tensor([self._step[field] for field in FIELDS], dtype=torch.float64)
         mine = state.device.tensor_to_device(mine)
         ranks = torch.stack([*dist.all_gather(mine)]).cpu()
-        totals = dict(zip(FIELDS, ranks.sum(dim=0).tolist(), strict=True))
+        totals: dict[str, float] = dict(zip(FIELDS, ranks.sum(dim=0).tolist(), strict=True))
         positions = ranks[:, FIELDS.index('positions')]
         metrics = {
             'padding_ratio': 1 - totals['real'] / max(totals['positions'], 1),
@@ -132,3 +132,7 @@ class TokenMonitor(Callback):
             'real_tokens_per_second': total['real'] / max(total['seconds'], 1e-9),
             'sample_weighting_error': total['last_variation'] / max(total['steps'] - 1, 1),
         }
+
+
+def _zeros() -> dict[str, float]:
+    return dict.fromkeys(FIELDS, 0.0)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from composer_tokacc.counting import IGNORE_INDEX, LOSS_RULES, labels_of, loss_mask
 
-__all__ = ['find_loss_rule', 'logits_of', 'probe_batch']
+__all__ = ['check_packing', 'find_loss_rule', 'logits_of', 'probe_batch']
 
 # The model computes its mean from the very logits that it returns, so rounding alone separates the two.
 RELATIVE_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
@@ -128,11 +128,39 @@ def find_loss_rule(
         return matching[0]
     if loss_tokens not in matching:
         raise RuntimeError(
-            f"`loss_tokens` must be the rule by which the model averages its loss, got: {loss_tokens!r}, whose mean is "
+            f'`loss_tokens` must be the rule by which the model averages its loss, got: {loss_tokens!r}, whose mean is '
             f"{means[loss_tokens]:.6f}; the model's own is {model_loss:.6f} ({numbers}). "
             f'Set `loss_tokens={matching[0]!r}`.'
         )
     return loss_tokens
+
+
+def check_packing(
+    forward: Callable[[dict[str, Any]], Any],
+    loss: Callable[[Any, dict[str, Any]], torch.Tensor],
+    padded: dict[str, Any],
+    packed: dict[str, Any],
+    *,
+    modules: Sequence[torch.nn.Module] = (),
+) -> None:
+    """Holds the loss of packed rows to that of the same rows padded: attention that leaks shows nowhere else.
+
+    Raises:
+        RuntimeError: If they differ, or the model takes no packed rows.
+    """
+    with torch.no_grad(), _undisturbed(modules):
+        own = loss(forward(padded), padded)
+        try:
+            found = loss(forward(packed), packed)
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise RuntimeError(f'The model must take packed rows, got: {error}. Set `packing=False`.') from error
+    tolerance = RELATIVE_TOLERANCE.get(own.dtype, HALF_TOLERANCE)
+    if not math.isclose(own.item(), found.item(), rel_tol=tolerance):
+        raise RuntimeError(
+            f'The model must tell packed documents apart, got: a loss of {found.item():.6f} packed and '
+            f'{own.item():.6f} padded, so attention leaks from one document to the next. Set `packing=False`, or use '
+            'attn_implementation flash_attention_2 or sdpa with a transformers release that supports packing.'
+        )
 
 
 def _check_width(logits: torch.Tensor, batch: Mapping[str, Any]) -> None:

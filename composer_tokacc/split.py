@@ -14,8 +14,9 @@ import torch.distributed
 from composer.utils import dist
 
 from composer_tokacc.added_rows import SpareImageRow, add_row, zero_weight
-from composer_tokacc.counting import NUM_MICROBATCHES
+from composer_tokacc.counting import NUM_MICROBATCHES, PACKED, PACKED_CHECKED
 from composer_tokacc.layout import Batch, BatchLayout
+from composer_tokacc.packing import pack_lengths, pack_rows
 from composer_tokacc.planning import cut, cut_in_order, raise_count
 
 __all__ = ['MicrobatchSplit']
@@ -32,6 +33,7 @@ class MicrobatchSplit:
         regroup: Whether rows may be sorted by length; otherwise microbatches are contiguous.
         equal_counts: Whether all ranks make the same number of microbatches.
         width_multiple: Round widths up to a multiple, never beyond the device batch's own.
+        packing: Whether a microbatch's rows become one packed row.
     """
 
     def __init__(
@@ -42,12 +44,14 @@ class MicrobatchSplit:
         regroup: bool,
         equal_counts: bool,
         width_multiple: int,
+        packing: bool,
     ) -> None:
         self.layout = layout
         self.slot_tokens = slot_tokens
         self.regroup = regroup
         self.equal_counts = equal_counts
         self.width_multiple = width_multiple
+        self.packing = packing
         self._spare = SpareImageRow()
         self._warned = False
 
@@ -63,12 +67,19 @@ class MicrobatchSplit:
         if not torch.is_grad_enabled():
             # The trainer drops a sampler's padding with split_batch(batch, n - 1)[0]: exactly n - 1 rows, in order.
             return self._chunks(layout, batch, max(int(microbatch_size), 1))
+        if self.packing and batch.get(PACKED) != PACKED_CHECKED:
+            raise RuntimeError(
+                '`packing=True` needs TokenAccumulation, which checks that the model tells packed documents apart, '
+                'got: no such check. Add it to `algorithms`, or set `packing=False`.'
+            )
         lengths = layout.lengths(batch)
         budget = int(microbatch_size * (self.slot_tokens or batch['input_ids'].shape[1]))
         groups = self._cut(lengths, budget, batch['input_ids'].shape[1])
         if dist.get_world_size() > 1:
-            return self._in_step(layout, batch, lengths, groups, budget)
-        return self._build(layout, batch, groups)
+            microbatches = self._in_step(layout, batch, lengths, groups, budget)
+        else:
+            microbatches = self._build(layout, batch, groups)
+        return [pack_rows(layout, microbatch) for microbatch in microbatches] if self.packing else microbatches
 
     def _chunks(self, layout: BatchLayout, batch: Batch, size: int) -> list[dict[str, Any]]:
         num_rows = layout.num_rows(batch)
@@ -85,6 +96,8 @@ class MicrobatchSplit:
                 max(lengths),
                 budget,
             )
+        if self.packing:
+            return pack_lengths(lengths, budget)
         cutter = cut if self.regroup else cut_in_order
         return cutter(lengths, budget, width_multiple=self.width_multiple, max_width=width)
 

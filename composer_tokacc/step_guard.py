@@ -42,9 +42,10 @@ class Microbatch:
     def scales(self) -> dict[str, float]:
         """What the loss is multiplied by, for each unit of a term, so that Composer's weight makes it exact."""
         if self.num_samples == 0:
-            return {'tokens': 0.0, 'samples': 0.0, 'microbatches': 0.0}
+            return dict.fromkeys(('tokens', 'samples', 'coupled_samples', 'microbatches'), 0.0)
         tokens = self.num_tokens / max(self.step.tokens, 1) * self.step.samples / self.num_samples
-        return {'tokens': tokens, 'samples': 1.0, 'microbatches': 1.0 / (self.of * self.weight)}
+        microbatches = 1.0 / (self.of * self.weight)
+        return {'tokens': tokens, 'samples': 1.0, 'coupled_samples': 1.0, 'microbatches': microbatches}
 
 
 @dataclass(kw_only=True)

@@ -333,6 +333,7 @@ def test_no_host_sync_a_microbatch(model, monkeypatch, units):
         def guarded(*args, **kwargs):
             with pytest.MonkeyPatch.context() as patch:
                 for name in SYNCS:
+
                     def refuse(tensor, *args, name=name, **kwargs):
                         raise AssertionError(f'Tensor.{name} waits for the device')
 
@@ -396,7 +397,9 @@ def test_probe_leaves_random_state_and_mode_alone(model):
     states = []
     for algorithms in ([], [TokenAccumulation(loss_tokens='causal', check_loss=False)], [TokenAccumulation()]):
         torch.manual_seed(7)
-        recorder, _, trainer = train(copy.deepcopy(model), loader(batch), algorithms=algorithms, microbatch_size=6, seed=7)
+        _recorder, _, trainer = train(
+            copy.deepcopy(model), loader(batch), algorithms=algorithms, microbatch_size=6, seed=7
+        )
         states.append(torch.get_rng_state())
         assert trainer.state.model.training
     assert torch.equal(states[0], states[1])

@@ -59,7 +59,7 @@ def test_counts_are_python_ints_in_lists_one_a_row():
 
 
 def test_unknown_rule_is_refused():
-    with pytest.raises(ValueError, match="must be one of .*got: 'shifted'"):
+    with pytest.raises(ValueError, match=r"must be one of .*got: 'shifted'"):
         count_tokens(collate(text_rows([(3, 2)])), 'shifted')
 
 

@@ -95,7 +95,7 @@ def test_evaluation_keeps_order_and_rows_and_gives_the_true_mean():
     metric = LanguageCrossEntropy()
     composer_model = hugging_face(model, eval_metrics=[metric])
     data = token_data_spec(DataLoader(Rows(rows), batch_size=4, collate_fn=collate))
-    _, memory, trainer = train(composer_model, loader(collate(rows)), algorithms=[TokenAccumulation()])
+    _, _memory, trainer = train(composer_model, loader(collate(rows)), algorithms=[TokenAccumulation()])
     trainer.eval(data)
     assert trainer.state.eval_metrics['eval']['LanguageCrossEntropy'].compute().item() == pytest.approx(loss, rel=1e-6)
     with torch.no_grad():

@@ -99,23 +99,30 @@ def test_tuple_losses_are_all_means_over_tokens(microbatch_size):
     expected = gradients_of(model, 3 * expected_total(model, batch, 1)['lm'])
     model.zero_grad()
     recorder, _, _ = train(
-        TermsModel(model, form='tuple'), loader(batch), algorithms=[TokenAccumulation()], microbatch_size=microbatch_size
+        TermsModel(model, form='tuple'),
+        loader(batch),
+        algorithms=[TokenAccumulation()],
+        microbatch_size=microbatch_size,
     )
     assert relative_error(recorder.gradients, expected) < 1e-6
 
 
-def test_number_of_microbatches_of_a_regrouping_split_is_known():
+def test_number_of_microbatches_of_our_split_is_known():
     model = text_model()
     batch = collate(text_rows(SHAPE))
+    # In order, under a budget of 2 x 14 tokens: rows 0 to 2, then 3 with 4.
+    parts = [{key: value[rows] for key, value in batch.items()} for rows in (slice(0, 3), slice(3, 5))]
+    routers = torch.stack([expected_total(model, part, 3)['router'] for part in parts])
+    terms = {**expected_total(model, batch, 5), 'router': routers.mean()}
+    expected = gradients_of(model, sum(terms.values()))
+    model.zero_grad()
+    data = token_data_spec(loader(batch), regroup=False)
+    assert [len(m['input_ids']) for m in data.split_batch(data.batch_transforms(batch), 2)] == [3, 2]
     recorder, memory, _ = train(
-        TermsModel(model), token_data_spec(loader(batch)), algorithms=[TokenAccumulation(loss_units=UNITS)],
-        microbatch_size=2,
-    )  # fmt: skip
-    # A mean over microbatches of a positive statistic lies between its extremes whatever the cut.
-    router = [expected_total(model, {k: v[i : i + 1] for k, v in batch.items()}, 1)['router'].item() for i in (0, 1, 3, 4)]
-    assert min(router) * 0.5 < logged(memory, 'loss/train/router')[0] < max(router) * 2
-    assert logged(memory, 'loss/train/lm') == pytest.approx([expected_total(model, batch, 1)['lm'].item()], rel=1e-6)
-    assert recorder.gradients
+        TermsModel(model), data, algorithms=[TokenAccumulation(loss_units=UNITS)], microbatch_size=2
+    )
+    assert relative_error(recorder.gradients, expected) < 1e-6
+    assert logged(memory, 'loss/train/router') == pytest.approx([terms['router'].item()], rel=1e-6)
 
 
 def test_term_without_unit_is_refused_by_name():

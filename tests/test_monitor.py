@@ -38,10 +38,10 @@ def test_stock_split_pays_for_the_width_of_the_device_batch():
 
 def test_regrouping_split_computes_less_padding():
     batch = collate(text_rows(SHAPE))
-    memory, monitor = run(
-        token_data_spec(loader(batch, batch)), algorithms=[TokenAccumulation()], microbatch_size=2
+    memory, monitor = run(token_data_spec(loader(batch, batch)), algorithms=[TokenAccumulation()], microbatch_size=2)
+    ratio, untrimmed = (
+        logged(memory, f'token_monitor/{name}') for name in ('padding_ratio', 'device_batch_padding_ratio')
     )
-    ratio, untrimmed = (logged(memory, f'token_monitor/{name}') for name in ('padding_ratio', 'device_batch_padding_ratio'))
     assert untrimmed == pytest.approx([1 - REAL / (6 * WIDTH)] * 2)
     assert max(ratio) < untrimmed[0]
     summary = monitor.summary()

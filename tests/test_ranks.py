@@ -15,7 +15,9 @@ TOLERANCE = 1e-6
 
 def check(results):
     wrong = {
-        name: case for name, case in results.items() if not (case['error'] < TOLERANCE and case['loss_error'] < TOLERANCE)
+        name: case
+        for name, case in results.items()
+        if not (case['error'] < TOLERANCE and case['loss_error'] < TOLERANCE)
     }
     assert not wrong, wrong
 

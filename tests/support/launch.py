@@ -26,8 +26,16 @@ def launch(arguments: Sequence[str], *, ranks: int, timeout: float = 540) -> sub
     }
     composer = Path(sys.executable).with_name('composer')
     with tempfile.TemporaryDirectory() as folder:
-        command = [str(composer), '-n', str(ranks), '--stdout', f'{folder}/rank{{rank}}.out', '--stderr',
-                   f'{folder}/rank{{rank}}.err', *arguments]
+        command = [
+            str(composer),
+            '-n',
+            str(ranks),
+            '--stdout',
+            f'{folder}/rank{{rank}}.out',
+            '--stderr',
+            f'{folder}/rank{{rank}}.err',
+            *arguments,
+        ]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
         for path in sorted(Path(folder).iterdir()):
             text = f'\n--- {path.name}\n{path.read_text()}'

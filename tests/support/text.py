@@ -45,7 +45,9 @@ def collate(rows: Sequence[dict[str, Any]], *, side: str = 'right', labels_on_pa
     for key, fill in fills.items():
         padded = [
             torch.nn.functional.pad(
-                row[key], (width - row[key].shape[1], 0) if side == 'left' else (0, width - row[key].shape[1]), value=fill
+                row[key],
+                (width - row[key].shape[1], 0) if side == 'left' else (0, width - row[key].shape[1]),
+                value=fill,
             )
             for row in rows
         ]

@@ -1,0 +1,99 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Packed rows: the rows of a microbatch one after the other, without any padding, told apart by their positions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from composer_tokacc.counting import ADDED_ROWS, IGNORE_INDEX, SAMPLES_PER_ROW, num_samples
+from composer_tokacc.layout import BatchLayout
+
+__all__ = ['pack_lengths', 'pack_rows']
+
+
+def pack_lengths(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Groups rows so that the lengths of a group sum to at most ``max_tokens``: first fit, longest first.
+
+    First-fit-decreasing needs at most 11/9 of the fewest groups, plus one (Dosa 2007). A row over the cap goes alone.
+
+    Args:
+        lengths: Real length of each row.
+        max_tokens: Token budget of a microbatch.
+
+    Returns:
+        Row indices of each group, ascending, in order of their first longest row.
+
+    Example:
+        >>> pack_lengths([7, 2, 8, 2, 2], 10)
+        [[2, 3], [0, 1], [4]]
+    """
+    groups: list[list[int]] = []
+    room: list[int] = []
+    for row in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        fit = next((index for index, left in enumerate(room) if lengths[row] <= left), None)
+        if fit is None:
+            groups.append([])
+            room.append(max_tokens)
+            fit = len(groups) - 1
+        groups[fit].append(row)
+        room[fit] -= lengths[row]
+    return [sorted(group) for group in groups]
+
+
+def pack_rows(layout: BatchLayout, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """One row of all rows' real tokens, with restarting ``position_ids``, no attention mask and no cache.
+
+    Transformers separates the documents by the restarts, but only without a cache: with one, attention leaks from
+    document to document without a word. ``use_cache=False`` therefore travels with the batch.
+
+    Args:
+        layout: How tensors belong to rows.
+        batch: Rows with a 2-D attention mask, or none.
+
+    Returns:
+        The batch of one row, ``input_ids`` of shape ``(1, total)``; per-row lists become one list per row of a list.
+
+    Raises:
+        ValueError: If the batch has an entry that cannot be packed.
+    """
+    mask = batch.get('attention_mask')
+    if mask is not None and mask.dim() != 2:
+        raise ValueError(f'`attention_mask` must be 2-D for packing, got: {mask.dim()}-D. Set `packing=False`.')
+    if batch.get('position_ids') is not None:
+        raise ValueError('`position_ids` must be absent for packing, got: a tensor. Set `packing=False`.')
+    real = layout.real_positions(batch)
+    num_rows = layout.num_rows(batch)
+    positions = (real.cumsum(dim=1) - 1)[real][None]
+    packed: dict[str, Any] = {}
+    for key, value in batch.items():
+        if key == 'attention_mask':
+            continue
+        if isinstance(value, torch.Tensor):
+            packed[key] = _pack_tensor(layout, key, value, real)
+        elif isinstance(value, (list, tuple)) and len(value) == num_rows:
+            numbers = all(isinstance(item, int) for item in value)
+            packed[key] = [sum(value)] if numbers else [list(value)]
+        else:
+            packed[key] = value
+    packed.pop(ADDED_ROWS, None)
+    packed['labels'] = packed['labels'].masked_fill(positions == 0, IGNORE_INDEX)
+    packed['position_ids'] = positions
+    packed['use_cache'] = False
+    packed[SAMPLES_PER_ROW] = [num_samples(batch)]
+    return packed
+
+
+def _pack_tensor(layout: BatchLayout, key: str, value: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    entry = layout.entry(key, value)
+    if entry.slot_dim == 1 and not entry.seq_dims:
+        return value.flatten(0, 1)[None]  # the rows' image slots one after the other
+    if entry.unit != 'row' or entry.is_media:
+        return value  # images already follow each other in row order
+    if value.shape == real.shape and entry.seq_dims:
+        return value[real][None]
+    raise ValueError(f'`batch[{key!r}]` must be of shape {tuple(real.shape)} for packing, got: {tuple(value.shape)}.')

@@ -1,0 +1,40 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Where the gradient does depend on which rows share a microbatch, regrouping them would change the result.
+
+Rows are independent in a language model's cross-entropy. They are not where
+
+- BatchNorm in training mode normalises by the statistics of the microbatch: found in the model;
+- a loss term compares rows with each other (in-batch contrastive losses, preference pairs): declared by
+  ``loss_units={'name': 'coupled_samples'}``;
+- a loss term is a statistic of the microbatch (the balance of a mixture's router): declared by
+  ``loss_units={'name': 'microbatches'}``.
+
+All three keep their order with ``token_data_spec(..., regroup=False)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+__all__ = ['check_rows_are_independent']
+
+
+def check_rows_are_independent(model: nn.Module, coupled_terms: Sequence[str]) -> None:
+    """Raises RuntimeError, with the reason, if regrouping rows would change the gradient."""
+    remedy = 'Set `token_data_spec(..., regroup=False)`, which keeps the order of rows'
+    if coupled_terms:
+        raise RuntimeError(
+            f'Rows must be independent to be regrouped, got: the terms {list(coupled_terms)} of `loss_units`, whose '
+            f'value depends on which rows share a microbatch. {remedy}.'
+        )
+    norms = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm) and module.training]
+    if norms:
+        raise RuntimeError(
+            f'Rows must be independent to be regrouped, got: {len(norms)} BatchNorm in training mode, such as '
+            f'{norms[0]!r}. {remedy}, or freeze the layer in eval mode.'
+        )
