@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from composer_tokacc.registry import unknown_name
 
@@ -30,7 +30,7 @@ class ModelConfig:
 
     pretrained: str | None = None
     """Folder or hub name of a Transformers checkpoint."""
-    config: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] | None = None
     """Fresh model: ``model_type`` and the fields of its Transformers config."""
     freeze: list[str] = field(default_factory=list)
     """Parts that keep their weights, e.g. ``[vision_tower]``."""
@@ -165,4 +165,6 @@ def _one_line(error: OmegaConfBaseException) -> str:
         section = key.rpartition('.')[0]
         known = [known_field.name for known_field in dataclasses.fields(error.object_type)]
         return unknown_name(f'`{section}` key' if section else 'section', key.rpartition('.')[2], known)
+    if isinstance(error, MissingMandatoryValue):
+        return f'`{key}` must be given, got: nothing. Write {key}=... behind the file on the command line'
     return f'`{key}` must be valid, got: {str(error).splitlines()[0]}'

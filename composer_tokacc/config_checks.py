@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ from typing import Any
 import torch
 from composer import Trainer
 from composer.core import TimeUnit, ensure_time
+from composer.utils.parallelism import FSDP2Config, FSDPConfig, ParallelismConfig
 
 from composer_tokacc.config import ConfigError, TrainConfig
 from composer_tokacc.loaders import check_dataset
-from composer_tokacc.registry import check_arguments, class_by_name
+from composer_tokacc.registry import check_arguments, class_by_name, unknown_name
 
 __all__ = ['check_config']
 
@@ -161,9 +163,19 @@ def _check_trainer(config: TrainConfig) -> None:
             '`trainer.autoresume` must come with `trainer.save_folder` and `trainer.run_name`, which say '
             'where the checkpoints are, got: neither or one of them'
         )
+    _check_parallelism(trainer.get('parallelism_config') or {})
     load_path = trainer.get('load_path')
     if load_path and '://' not in load_path and '{' not in load_path and not Path(load_path).exists():
         raise ConfigError(f'`trainer.load_path` must be an existing checkpoint, got: {load_path}')
+
+
+def _check_parallelism(parallelism: dict[str, Any]) -> None:
+    check_arguments('trainer.parallelism_config', ParallelismConfig, parallelism)
+    # The Trainer reads FSDP2's settings (FSDP_VERSION=2) from the same mapping; the classes themselves take any name.
+    known = {known.name for config in (FSDPConfig, FSDP2Config) for known in dataclasses.fields(config)}
+    for key in parallelism.get('fsdp') or {}:
+        if key not in known:
+            raise ConfigError(unknown_name('`trainer.parallelism_config.fsdp` key', key, known))
 
 
 def _check_time(name: str, value: Any) -> None:

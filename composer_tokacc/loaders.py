@@ -39,7 +39,7 @@ def check_dataset(section: dict[str, Any]) -> None:
     for key in ('processor', 'eval'):
         if not isinstance(section.get(key), dict | None):
             raise ConfigError(f'`dataset.{key}` must be a mapping of arguments, got: {section[key]}')
-    check_arguments('dataset', _DATASETS[name], {**_arguments(section, held_out=False), 'processor': None})
+    check_arguments('dataset', _DATASETS[name], {**section, 'processor': None}, own_keys=('name', 'eval'))
     check_arguments('dataset.eval', _DATASETS[name], {**_arguments(section, held_out=True), 'processor': None})
 
 
@@ -51,7 +51,7 @@ def build_processor(config: TrainConfig) -> Any:
     arguments = dict(config.dataset.get('processor') or {})
     if config.model.pretrained is not None:
         return AutoProcessor.from_pretrained(config.model.pretrained, **arguments)
-    vision = config.model.config.get('vision_config', {})
+    vision = (config.model.config or {}).get('vision_config', {})
     arguments = {**{key: vision[key] for key in ('image_size', 'patch_size') if key in vision}, **arguments}
     if config.dataset['name'] == 'digits':
         check_arguments('dataset.processor', build_digits_processor, arguments)

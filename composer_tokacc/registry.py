@@ -12,7 +12,8 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import composer.algorithms
@@ -63,7 +64,7 @@ def class_by_name(kind: str, name: str) -> type:
     for cls_name, cls in classes.items():
         if wanted in (cls_name.lower(), cls_name.lower().removesuffix(_SUFFIXES.get(kind, ' '))):
             return cls
-    snake_names = [_snake(cls_name) for cls_name in classes]
+    snake_names = [_snake(kind, cls_name) for cls_name in classes]
     snake_names += [alias for section, alias in _ALIASES if section == kind]
     raise ValueError(unknown_name(f'`{kind}` name', name, snake_names))
 
@@ -75,7 +76,9 @@ def build_by_name(kind: str, name: str, arguments: Mapping[str, Any] | None, *po
     return cls(*positional, **(arguments or {}))
 
 
-def check_arguments(path: str, target: Any, arguments: Mapping[str, Any] | None, *, num_given: int = 0) -> None:
+def check_arguments(
+    path: str, target: Any, arguments: Mapping[str, Any] | None, *, num_given: int = 0, own_keys: Sequence[str] = ()
+) -> None:
     """Holds the keyword arguments of a YAML section to the signature of what they are meant for.
 
     Args:
@@ -83,6 +86,7 @@ def check_arguments(path: str, target: Any, arguments: Mapping[str, Any] | None,
         target: class or function.
         arguments: keyword arguments; None means none.
         num_given: how many leading parameters the program supplies itself.
+        own_keys: keys of the section that are not meant for ``target``.
 
     Raises:
         ValueError: for an unknown argument, or a required one that is missing.
@@ -90,7 +94,7 @@ def check_arguments(path: str, target: Any, arguments: Mapping[str, Any] | None,
     if arguments is not None and not isinstance(arguments, Mapping):
         raise ValueError(f'`{path}` must be a mapping of arguments, got: {arguments!r}. Write {{}} for none')
     parameters = list(inspect.signature(target).parameters.values())[num_given:]
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    names = [*own_keys] + [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         for key in arguments or {}:
             if key not in names:
@@ -128,9 +132,7 @@ def _import(kind: str, name: str) -> type:
     return cls
 
 
-def _snake(cls_name: str) -> str:
-    pieces = ''.join(
-        f'_{c.lower()}' if c.isupper() and not cls_name[max(i - 1, 0)].isupper() else c.lower()
-        for i, c in enumerate(cls_name)
-    )
-    return pieces.lstrip('_')
+def _snake(kind: str, cls_name: str) -> str:
+    """``LRMonitor`` -> ``lr_monitor``, ``DecoupledAdamW`` -> ``decoupled_adamw``."""
+    snake = re.sub(r'(?<=[A-Za-z])(?=[A-Z][a-z])', '_', cls_name).lower()
+    return snake.removesuffix('_' + _SUFFIXES.get(kind, ' '))

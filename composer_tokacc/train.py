@@ -9,6 +9,7 @@ composer -n 2 -m composer_tokacc.train yamls/digits.yaml [key=value ...]
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -152,7 +153,8 @@ def _share_cores() -> None:
 def _refuse(error: ConfigError) -> int:
     if int(os.environ.get('LOCAL_RANK', '0')) > 0:
         # All ranks stumble over the same mistake. The launcher prints the whole output of each rank that fails by
-        # itself, so the others wait for it to end them, and rank 0 says it once.
+        # itself, so the others wait for it to end them, and rank 0 says it once. Composer turns SIGTERM into a failure.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(10)
     print(f'error: {error}', file=sys.stderr, flush=True)
     return 2
