@@ -18,6 +18,7 @@ from composer_tokacc.counting import NUM_MICROBATCHES, PACKED, PACKED_CHECKED
 from composer_tokacc.layout import Batch, BatchLayout
 from composer_tokacc.packing import pack_lengths, pack_rows
 from composer_tokacc.planning import cut, cut_in_order, raise_count
+from composer_tokacc.replay import MICROBATCH_IDS, replay_cut
 
 __all__ = ['MicrobatchSplit']
 
@@ -74,7 +75,8 @@ class MicrobatchSplit:
             )
         lengths = layout.lengths(batch)
         budget = int(microbatch_size * (self.slot_tokens or batch['input_ids'].shape[1]))
-        groups = self._cut(lengths, budget, batch['input_ids'].shape[1])
+        groups = self._planned(batch, lengths, budget) or self._cut(lengths, budget, batch['input_ids'].shape[1])
+        batch = {key: value for key, value in batch.items() if key != MICROBATCH_IDS}
         if dist.get_world_size() > 1:
             microbatches = self._in_step(layout, batch, lengths, groups, budget)
         else:
@@ -100,6 +102,13 @@ class MicrobatchSplit:
             return pack_lengths(lengths, budget)
         cutter = cut if self.regroup else cut_in_order
         return cutter(lengths, budget, width_multiple=self.width_multiple, max_width=width)
+
+    def _planned(self, batch: Batch, lengths: list[int], budget: int) -> list[list[int]] | None:
+        """The cut that a RegroupingBatchSampler planned for all ranks, if there is one and it keeps the budget."""
+        if not self.regroup or self.packing:
+            return None
+        width = batch['input_ids'].shape[1]
+        return replay_cut(batch, lengths, budget, width_multiple=self.width_multiple, max_width=width)
 
     def _build(self, layout: BatchLayout, batch: Batch, groups: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
         microbatches = []
