@@ -73,6 +73,12 @@ class MicrobatchSplit:
                 '`packing=True` needs TokenAccumulation, which checks that the model tells packed documents apart, '
                 'got: no such check. Add it to `algorithms`, or set `packing=False`.'
             )
+        reason = layout.coupling(batch)
+        if reason and self.regroup:
+            raise RuntimeError(
+                f'Rows must be independent to be regrouped, got: {reason}. Set `token_data_spec(..., regroup=False)`, '
+                'or keep rows with and without images in batches of their own.'
+            )
         lengths = layout.lengths(batch)
         budget = int(microbatch_size * (self.slot_tokens or batch['input_ids'].shape[1]))
         groups = self._planned(batch, lengths, budget) or self._cut(lengths, budget, batch['input_ids'].shape[1])

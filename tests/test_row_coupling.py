@@ -6,7 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from composer_tokacc import TokenAccumulation, token_data_spec
+from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
+from tests.support.families import FAMILIES
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import hugging_face, loader, train
 
@@ -38,3 +39,13 @@ def test_terms_that_couple_rows_refuse_regrouping(unit):
     algorithm = TokenAccumulation(loss_units={'lm': 'tokens', 'pairs': unit})
     with pytest.raises(RuntimeError, match=r"the terms \['pairs'\] of `loss_units`"):
         train(model, token_data_spec(loader(collate(text_rows(SHAPE)))), algorithms=[algorithm])
+
+
+def test_family_whose_rows_see_each_others_images_refuses_regrouping():
+    case = FAMILIES['mllama']()
+    layout = BatchLayout.for_model(case.config)
+    batch = layout.concat(case.rows, pad_token_id=case.pad_token_id)
+    with pytest.raises(RuntimeError, match='Mllama skips cross-attention'):
+        token_data_spec(loader(batch), layout=layout).split_batch(batch, 2)
+    rows = token_data_spec(loader(batch), layout=layout, regroup=False).split_batch(batch, 2)
+    assert sum(len(part['input_ids']) for part in rows) == len(case.rows)
