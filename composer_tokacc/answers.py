@@ -51,6 +51,8 @@ def answer_held_out(
         num_samples: how many samples, at most the dataset.
         max_new_tokens: longest answer.
     """
+    if num_samples < 1:
+        return []
     was_training = model.training
     model.eval()
     step = max(len(dataset) // num_samples, 1)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,7 @@ def check_config(config: TrainConfig, *, world_size: int | None = None) -> None:
         _check_microbatching(config)
         _check_named_parts(config)
         _check_trainer(config)
+        _check_report(config)
     except ConfigError:
         raise
     except ValueError as error:
@@ -176,6 +178,16 @@ def _check_parallelism(parallelism: dict[str, Any]) -> None:
     for key in parallelism.get('fsdp') or {}:
         if key not in known:
             raise ConfigError(unknown_name('`trainer.parallelism_config.fsdp` key', key, known))
+
+
+def _check_report(config: TrainConfig) -> None:
+    if config.report.picture and importlib.util.find_spec('matplotlib') is None:
+        raise ConfigError(
+            '`report.picture` needs matplotlib, got: true without it. pip install matplotlib, or set false'
+        )
+    for name, least in (('num_samples', 0), ('max_new_tokens', 1)):
+        if getattr(config.report, name) < least:
+            raise ConfigError(f'`report.{name}` must be at least {least}, got: {getattr(config.report, name)}')
 
 
 def _check_time(name: str, value: Any) -> None:

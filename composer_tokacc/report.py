@@ -112,6 +112,7 @@ def print_summary(result: dict[str, Any], answers: Sequence[Answer], folder: str
         num_right = sum(answer.is_right for answer in answers)
         lines.append(('held-out answers generated right', f'{num_right} of {len(answers)}'))
     lines += [(text, form.format(monitor[name])) for name, text, form in _MONITOR_LINES if name in monitor]
+    lines += [('bad samples', report) for report in result.get('skipped', [])]
     lines.append(('written to', str(folder)))
     width = max(len(text) for text, _ in lines)
     print('\n' + '\n'.join(f'{text:<{width}}  {value}' for text, value in lines), flush=True)

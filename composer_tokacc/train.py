@@ -13,21 +13,17 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
-import torch
-from composer import DataSpec, Trainer
+from composer import Trainer
 from composer.loggers import InMemoryLogger
-from composer.models import HuggingFaceModel
-from composer.utils import dist, get_device, reproducibility
+from composer.utils import dist
 
 from composer_tokacc.answers import answer_held_out
 from composer_tokacc.config import ConfigError, TrainConfig, load_config
 from composer_tokacc.config_checks import check_config
-from composer_tokacc.layout import BatchLayout
-from composer_tokacc.loaders import build_dataset, build_loader, build_processor
-from composer_tokacc.models import build_model
+from composer_tokacc.data import BadSampleError
+from composer_tokacc.parts import RunParts, build_parts
 from composer_tokacc.registry import build_by_name
 from composer_tokacc.report import print_summary, summarize, write_report
 
@@ -50,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = load_config(arguments[0], arguments[1:])
         check_config(config)
         run(config)
-    except ConfigError as error:
+    except (ConfigError, BadSampleError) as error:
         return _refuse(error)
     return 0
 
@@ -62,69 +58,52 @@ def run(config: TrainConfig) -> dict[str, Any]:
         The result that rank 0 also writes to ``report.folder``; see :func:`composer_tokacc.report.summarize`.
 
     Raises:
-        ConfigError: for model or data that the config names and that cannot be used.
+        ConfigError: for a model or data that the config names and that cannot be used.
     """
-    _share_cores()
-    reproducibility.seed_all(config.seed)
-    history = InMemoryLogger()
-    try:
-        # Before the data: with `on_error: skip` the ranks share the scan for bad samples.
-        dist.initialize_dist(get_device(config.trainer.get('device')), config.trainer.get('dist_timeout', 300.0))
-        processor = build_processor(config)
-        datasets = [build_dataset(config, processor, held_out=held_out) for held_out in (False, True)]
-        model = build_model(processor=processor, seed=config.seed, **asdict(config.model))
-        layout = BatchLayout.for_model(model)
-        loaders = [
-            None if dataset is None else build_loader(config, dataset, processor, layout, held_out=held_out)
-            for dataset, held_out in zip(datasets, (False, True), strict=True)
-        ]
-    except (ValueError, OSError) as error:
-        # What the config names does not fit or is not there; the chained error keeps its own story.
-        raise ConfigError(' '.join(str(error).split())) from error
-    trainer = build_trainer(config, model, loaders[0], loaders[1], history)
+    parts, history = build_parts(config), InMemoryLogger()
+    trainer = build_trainer(config, parts, history)
     started = time.monotonic()
-    trainer.fit()
+    duration, elapsed = trainer.state.max_duration, trainer.state.timestamp
+    # A run resumed at its end has nothing left to train, for which fit() raises.
+    if duration is None or elapsed.get(duration.unit) < duration:
+        trainer.fit()
     seconds = time.monotonic() - started
-    if loaders[1] is not None and not any(name.startswith('metrics/eval/') for name in history.data):
+    if parts.eval_loader is not None and not any(name.startswith('metrics/eval/') for name in history.data):
         trainer.eval()
     result = summarize(trainer.state, history, seconds=seconds)
-    if dist.get_global_rank() == 0:
-        answers = []
-        if datasets[1] is not None and config.report.num_samples and not config.trainer.get('parallelism_config'):
+    result['skipped'] = parts.skip_reports()
+    folder = config.report.folder.format(run_name=trainer.state.run_name)
+    is_first, answers = dist.get_global_rank() == 0, []
+    if is_first:
+        # A sharded model cannot generate on one rank alone.
+        if parts.eval_dataset is not None and not config.trainer.get('parallelism_config'):
             answers = answer_held_out(
-                model,
-                datasets[1],
-                processor,
+                parts.model,
+                parts.eval_dataset,
+                parts.processor,
                 num_samples=config.report.num_samples,
                 max_new_tokens=config.report.max_new_tokens,
             )
-        folder = config.report.folder.format(run_name=trainer.state.run_name)
         write_report(folder, result, history, answers, picture=config.report.picture)
     # The other ranks wait for the one that writes: NCCL takes an early end for a crash.
     dist.barrier()
-    trainer.close()
-    if dist.get_global_rank() == 0:
+    trainer.close()  # before the summary: it ends the progress bar's line
+    if is_first:
         print_summary(result, answers, folder)
     return result
 
 
-def build_trainer(
-    config: TrainConfig,
-    model: HuggingFaceModel,
-    train_loader: DataSpec | None,
-    eval_loader: DataSpec | None,
-    history: InMemoryLogger,
-) -> Trainer:
+def build_trainer(config: TrainConfig, parts: RunParts, history: InMemoryLogger) -> Trainer:
     """The Composer Trainer of a config; ``history`` is logged to besides the loggers that the config names."""
     arguments = {key: value for key, value in config.trainer.items() if key != 'loggers'}
     loggers = _build_all('loggers', config.trainer.get('loggers') or {})
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    parameters = [parameter for parameter in parts.model.parameters() if parameter.requires_grad]
     if config.microbatching.device_train_microbatch_size is not None:
         arguments['device_train_microbatch_size'] = config.microbatching.device_train_microbatch_size
     return Trainer(
-        model=model,
-        train_dataloader=train_loader,
-        eval_dataloader=eval_loader,
+        model=parts.model,
+        train_dataloader=parts.train_loader,
+        eval_dataloader=parts.eval_loader,
         optimizers=_build_section('optimizer', config.optimizer, parameters),
         schedulers=_build_section('scheduler', config.scheduler),
         algorithms=_build_all('algorithms', config.algorithms),
@@ -144,13 +123,7 @@ def _build_section(kind: str, section: dict[str, Any], *positional: Any) -> Any:
     return build_by_name(kind, section['name'], arguments, *positional)
 
 
-def _share_cores() -> None:
-    """Divides the cores among the ranks of this node: by default each rank would start a thread on every core."""
-    if 'OMP_NUM_THREADS' not in os.environ:
-        torch.set_num_threads(max((os.cpu_count() or 1) // dist.get_local_world_size(), 1))
-
-
-def _refuse(error: ConfigError) -> int:
+def _refuse(error: Exception) -> int:
     if int(os.environ.get('LOCAL_RANK', '0')) > 0:
         # All ranks stumble over the same mistake. The launcher prints the whole output of each rank that fails by
         # itself, so the others wait for it to end them, and rank 0 says it once. Composer turns SIGTERM into a failure.

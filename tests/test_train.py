@@ -1,0 +1,258 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The training program as a user starts it, with models small enough for seconds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+from composer_tokacc.train import main
+from tests.support.launch import ROOT, launch
+
+DIGITS = str(ROOT / 'yamls' / 'digits.yaml')
+LLAVA = str(ROOT / 'yamls' / 'llava_json.yaml')
+
+TINY_MODEL = [
+    'model.config.text_config.hidden_size=32',
+    'model.config.text_config.intermediate_size=64',
+    'model.config.text_config.num_hidden_layers=2',
+    'model.config.vision_config.hidden_size=16',
+    'model.config.vision_config.intermediate_size=32',
+]
+QUIET = ['trainer.progress_bar=false', 'trainer.load_progress_bar=false', 'report.picture=false']
+# 40 samples, 8 a step: five steps an epoch, so 12 steps end in the middle of the third.
+TINY_DIGITS = [
+    *TINY_MODEL,
+    *QUIET,
+    'dataset.num_samples=40',
+    'dataset.eval.num_samples=12',
+    'loader.global_batch_size=8',
+    'microbatching.device_train_microbatch_size=2',
+    'trainer.max_duration=12ba',
+    'trainer.eval_interval=12ba',
+    'scheduler.t_warmup=2ba',
+    'report.num_samples=2',
+    'report.max_new_tokens=4',
+]
+
+
+def train(*arguments: str, folder: Path) -> dict:
+    assert main([*arguments, f'report.folder={folder}']) == 0
+    return json.loads((folder / 'result.json').read_text())
+
+
+def launch_training(*arguments: str, folder: Path, ranks: int) -> dict:
+    done = launch(['-m', 'composer_tokacc.train', *arguments, f'report.folder={folder}'], ranks=ranks)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-6000:]
+    return json.loads((folder / 'result.json').read_text())
+
+
+def checkpoint(path: Path) -> dict:
+    return torch.load(path, weights_only=False)['state']
+
+
+def assert_equal_bitwise(actual, expected, path='state'):
+    assert type(actual) is type(expected), path
+    if isinstance(expected, torch.Tensor):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, msg=lambda text: f'{path}: {text}')
+    elif isinstance(expected, dict):
+        assert actual.keys() == expected.keys(), path
+        for key, value in expected.items():
+            assert_equal_bitwise(actual[key], value, f'{path}/{key}')
+    elif isinstance(expected, list | tuple):
+        assert len(actual) == len(expected), path
+        for index, value in enumerate(expected):
+            assert_equal_bitwise(actual[index], value, f'{path}/{index}')
+    else:
+        assert actual == expected, path
+
+
+def write_conversations(folder: Path, num_samples: int) -> Path:
+    """A LLaVA JSON as its users have it: string, list or no image, one turn or two."""
+    colors = {'red': (220, 20, 20), 'green': (20, 200, 20), 'blue': (20, 20, 220)}
+    (folder / 'images').mkdir(parents=True)
+    for name, color in colors.items():
+        noise = np.random.default_rng(0).integers(-20, 20, (40, 52, 3))
+        Image.fromarray((np.array(color) + noise).clip(0, 255).astype(np.uint8)).save(folder / 'images' / f'{name}.png')
+    records = []
+    for index in range(num_samples):
+        first, second = (list(colors)[(index + shift) % 3] for shift in (0, 1))
+        kind = index % 4
+        turns = [('human', '<image>\nWhich colour is this?'), ('gpt', f'It is {first}.')]
+        record: dict = {'id': f'sample-{index}', 'image': f'{first}.png'}
+        if kind == 1:
+            record['image'] = [f'{first}.png', f'{second}.png']
+            turns = [('human', '<image>\n<image>\nWhich colours?'), ('gpt', f'First {first}, then {second}.')]
+        elif kind == 2:
+            turns += [('human', 'Say it again, and longer.'), ('gpt', ' '.join([f'Indeed it is {first}.'] * 6))]
+        elif kind == 3:
+            del record['image']
+            turns = [('human', 'Name a colour.'), ('gpt', second)]
+        records.append({**record, 'conversations': [{'from': who, 'value': value} for who, value in turns]})
+    path = folder / 'conversations.json'
+    path.write_text(json.dumps(records))
+    return path
+
+
+def tiny_llava(folder: Path, path: Path) -> list[str]:
+    return [
+        LLAVA,
+        f'dataset.path={path}',
+        f'dataset.image_dir={path.parent / "images"}',
+        'dataset.processor.vocab_size=300',
+        *TINY_MODEL,
+        *QUIET,
+        'loader.global_batch_size=4',
+        'scheduler.t_warmup=2ba',
+        'trainer.max_duration=2ep',
+        f'trainer.save_folder={folder}/checkpoints',
+    ]
+
+
+@pytest.fixture(scope='module')
+def unbroken(tmp_path_factory):
+    """Twelve steps in one go, with checkpoints after every fourth."""
+    folder = tmp_path_factory.mktemp('unbroken')
+    result = train(
+        DIGITS, *TINY_DIGITS, f'trainer.save_folder={folder}/checkpoints', 'trainer.save_interval=4ba', folder=folder
+    )
+    return folder, result
+
+
+def test_a_run_trains_evaluates_generates_and_writes_its_result(unbroken):
+    _, result = unbroken
+    assert (result['steps'], result['epochs'], result['samples']) == (12, 2, 96)
+    assert result['loss']['last'] < result['loss']['first']
+    assert 0 <= result['eval']['MaskedAccuracy'] <= 1
+    assert result['eval']['LanguageCrossEntropy'] > 0
+    assert len(result['answers']) == 2
+    assert all(answer['question'] and answer['expected'] for answer in result['answers'])
+    monitor = result['token_monitor']
+    assert 0 < monitor['padding_ratio'] < monitor['device_batch_padding_ratio'] < 1
+    assert monitor['sample_weighting_error'] > 0
+
+
+def test_resume_in_mid_epoch_equals_an_unbroken_run_bitwise(unbroken, tmp_path):
+    folder, _ = unbroken
+    saved = folder / 'checkpoints' / 'ep1-ba8-rank0.pt'
+    assert checkpoint(saved)['timestamp']['Timestamp']['batch_in_epoch'] == 3
+    train(
+        DIGITS, *TINY_DIGITS, f'trainer.load_path={saved}', f'trainer.save_folder={tmp_path}/checkpoints',
+        folder=tmp_path,
+    )  # fmt: skip
+    resumed = checkpoint(tmp_path / 'checkpoints' / 'ep2-ba12-rank0.pt')
+    straight = checkpoint(folder / 'checkpoints' / 'ep2-ba12-rank0.pt')
+    start = checkpoint(saved)
+    assert_equal_bitwise(resumed['model'], straight['model'])
+    assert_equal_bitwise(resumed['optimizers'], straight['optimizers'])
+    assert any(not torch.equal(start['model'][key], value) for key, value in straight['model'].items())
+
+
+def test_the_same_command_again_finds_the_run_finished(unbroken, tmp_path):
+    command = [
+        DIGITS, *TINY_DIGITS, 'trainer.max_duration=2ba', 'trainer.autoresume=true', 'trainer.save_interval=1ba',
+        f'trainer.save_folder={tmp_path}/checkpoints',
+    ]  # fmt: skip
+    first = train(*command, folder=tmp_path / 'first')
+    again = train(*command, folder=tmp_path / 'again')
+    assert again['steps'] == first['steps'] == 2
+    assert again['eval'] == first['eval']
+
+
+def test_picture_is_drawn(tmp_path):
+    arguments = [argument for argument in TINY_DIGITS if not argument.startswith('report.picture')]
+    train(DIGITS, *arguments, 'trainer.max_duration=1ba', 'report.picture=true', folder=tmp_path)
+    with Image.open(tmp_path / 'result.png') as picture:
+        assert len(set(picture.convert('L').resize((64, 64)).getdata())) > 10
+
+
+def test_a_llava_json_made_elsewhere_trains_with_the_shipped_yaml(tmp_path):
+    path = write_conversations(tmp_path / 'data', num_samples=18)
+    result = train(*tiny_llava(tmp_path, path), f'dataset.eval.path={path}', folder=tmp_path)
+    # 18 samples, 4 a step, the last step of an epoch smaller; nothing dropped.
+    assert (result['steps'], result['samples']) == (10, 36)
+    assert result['loss']['last'] < result['loss']['first']
+    assert result['eval']['LanguageCrossEntropy'] < result['loss']['first']
+    assert result['skipped'] == []
+
+
+def test_bad_samples_stop_the_run_by_name_or_are_counted(tmp_path, capsys):
+    path = write_conversations(tmp_path / 'data', num_samples=12)
+    (path.parent / 'images' / 'red.png').write_bytes(b'not an image')
+    command = tiny_llava(tmp_path, path)
+    assert main([*command, 'dataset.on_error=raise']) == 2
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith('error:')]
+    assert len(said) == 1
+    assert 'sample "sample-' in said[0]
+    assert 'red.png' in said[0]
+    result = train(*command, 'dataset.on_error=skip', 'dataset.num_workers=0', folder=tmp_path)
+    bad = [r for r in json.loads(path.read_text()) if 'red.png' in str(r.get('image', ''))]
+    assert f'skipped {len(bad)} of 12 samples' in result['skipped'][0]
+    assert result['samples'] == 2 * (12 - len(bad))
+    assert f'skipped {len(bad)} of 12 samples' in capsys.readouterr().out
+
+
+def test_missing_data_is_said_in_one_line(tmp_path, capsys):
+    assert main([LLAVA, f'dataset.path={tmp_path}/nothing.json', *QUIET]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith('error:')
+    assert 'nothing.json' in said
+
+
+def test_a_training_set_smaller_than_a_batch_is_refused(capsys):
+    assert main([DIGITS, *TINY_DIGITS, 'dataset.num_samples=7']) == 2
+    assert 'got: 8 > 7 samples. Lower it or set drop_last=false' in capsys.readouterr().err
+
+
+def test_stock_accumulation_of_the_same_data_is_one_mapping_away(tmp_path):
+    config = yaml.safe_load(Path(DIGITS).read_text())
+    del config['algorithms']['token_accumulation']
+    file = tmp_path / 'stock.yaml'
+    file.write_text(yaml.safe_dump(config))
+    plain = ['microbatching.regroup=false', 'trainer.max_duration=3ba']
+    stock = train(str(file), *TINY_DIGITS, *plain, folder=tmp_path / 'stock')
+    exact = train(DIGITS, *TINY_DIGITS, *plain, folder=tmp_path / 'exact')
+    whole = train(
+        DIGITS, *TINY_DIGITS, *plain, 'microbatching.device_train_microbatch_size=8', folder=tmp_path / 'whole'
+    )
+    # The logged loss of the first step is a mean over microbatches: only the exact one is that of the whole batch.
+    assert exact['loss']['first'] == pytest.approx(whole['loss']['first'], rel=1e-6)
+    assert stock['loss']['first'] != pytest.approx(whole['loss']['first'], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_two_ranks_train_as_one_rank_does(unbroken, tmp_path):
+    _, one = unbroken
+    two = launch_training(DIGITS, *TINY_DIGITS, f'trainer.save_folder={tmp_path}/checkpoints', folder=tmp_path, ranks=2)
+    assert two['loss']['first'] == pytest.approx(one['loss']['first'], rel=1e-6)
+    assert two['loss']['last'] == pytest.approx(one['loss']['last'], rel=1e-4)
+    assert two['samples'] == one['samples']
+    # Evaluation leaves out what the sampler repeats to give both ranks as many.
+    assert two['eval']['LanguageCrossEntropy'] == pytest.approx(one['eval']['LanguageCrossEntropy'], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_run_whose_rank_was_killed_resumes_to_the_same_weights(tmp_path):
+    config = yaml.safe_load(Path(DIGITS).read_text())
+    config['callbacks']['tests.support.killer.KillRank'] = {'rank': 1, 'batch': 7}
+    deadly = tmp_path / 'deadly.yaml'
+    deadly.write_text(yaml.safe_dump(config))
+    common = [*TINY_DIGITS, 'trainer.autoresume=true', 'trainer.save_interval=3ba']
+    straight = [*common, f'trainer.save_folder={tmp_path}/straight']
+    launch_training(DIGITS, *straight, folder=tmp_path, ranks=2)
+    broken = [*common, f'trainer.save_folder={tmp_path}/broken']
+    done = launch(['-m', 'composer_tokacc.train', str(deadly), *broken], ranks=2)
+    assert done.returncode != 0
+    assert 'Rank 1 crashed with exit code -9' in done.stderr
+    assert not (tmp_path / 'broken' / 'ep2-ba12-rank0.pt').exists()
+    launch_training(DIGITS, *broken, folder=tmp_path, ranks=2)
+    resumed, expected = (checkpoint(tmp_path / name / 'ep2-ba12-rank0.pt') for name in ('broken', 'straight'))
+    assert_equal_bitwise(resumed['model'], expected['model'])
