@@ -1,0 +1,199 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Proves on a run's own model and data that its gradient does not depend on how a batch is cut.
+
+    composer -n 2 -m composer_tokacc.verify yamls/digits.yaml [--rows 8] [--tolerance 1e-6] [key=value ...]
+
+Takes the first global batch, computes its gradient once whole, and then through the Trainer for every microbatch size,
+split and padding side. Prints the relative error of each beside stock Composer's. Exit status 1 if one of ours is over
+the tolerance, 2 if the config is wrong. Dropout is off, and FSDP is left out: DDP computes the same gradient.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from composer import DataSpec, Trainer
+from composer.core import Algorithm, Callback, Event, State
+from composer.loggers import Logger
+from composer.utils import dist
+from torch.utils.data import DataLoader, IterableDataset
+
+from composer_tokacc.algorithm import TokenAccumulation
+from composer_tokacc.config import ConfigError, TrainConfig, load_config
+from composer_tokacc.config_checks import check_config
+from composer_tokacc.data_spec import token_data_spec
+from composer_tokacc.layout import BatchLayout
+from composer_tokacc.parts import RunParts, build_parts
+
+__all__ = ['main', 'verify']
+
+Gradients = dict[str, torch.Tensor]
+Row = dict[str, Any]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the program; see the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('config')
+    parser.add_argument('--rows', type=int, default=8, help='rows of each rank, at most')
+    parser.add_argument('--tolerance', type=float, default=1e-6)
+    given, overrides = parser.parse_known_args(arguments)
+    warnings.simplefilter('ignore')
+    try:
+        config = load_config(given.config, overrides)
+        check_config(config)
+        results = verify(config, max_rows=given.rows)
+    except ConfigError as error:
+        print(f'error: {error}', file=sys.stderr, flush=True)
+        return 2
+    worst = max(row['error'] for row in results if row['ours'])
+    if dist.get_global_rank() == 0:
+        _show(results, given.tolerance)
+        verdict = 'exact' if worst <= given.tolerance else 'NOT exact'
+        print(f'{verdict}: largest relative gradient error {worst:.1e}, tolerance {given.tolerance:.0e}', flush=True)
+    return 0 if worst <= given.tolerance else 1
+
+
+def verify(config: TrainConfig, *, max_rows: int = 8) -> list[dict[str, Any]]:
+    """Relative gradient errors over the first global batch of a run.
+
+    Args:
+        config: The run.
+        max_rows: Rows of each rank, at most: the whole global batch goes through one forward on every rank.
+
+    Returns:
+        A row per case with ``split``, ``padding``, ``microbatch_size``, ``error``, ``ours``, the same on all ranks.
+    """
+    parts = build_parts(config)
+    _switch_off_dropout(parts.model)
+    layout = BatchLayout.for_model(parts.model)
+    batch = next(iter(parts.train_loader.dataloader))
+    rows = [layout.trim(layout.select(batch, [row])) for row in range(min(layout.num_rows(batch), max_rows))]
+    everyone = [row for rows_of_rank in dist.all_gather_object(rows) for row in rows_of_rank]
+    results = []
+    for padding in ('right', 'left'):
+        expected = _whole_gradient(parts, layout.concat(everyone, padding_side=padding))
+        own = layout.concat(rows, padding_side=padding)
+        for split, size, data, algorithm in _cases(own, layout):
+            found = _trained_gradient(parts, data, size, algorithm)
+            ours = isinstance(algorithm, TokenAccumulation)
+            error = _relative_error(found, expected)
+            results.append({'split': split, 'padding': padding, 'microbatch_size': size, 'error': error, 'ours': ours})
+    return results
+
+
+def _cases(batch: Row, layout: BatchLayout) -> Iterator[tuple[str, int, DataSpec, Algorithm]]:
+    """Stock Composer with a split that keeps image rows, and ours."""
+    num_rows = layout.num_rows(batch)
+
+    def stock(batch: Row, size: int | float) -> list[Row]:
+        starts = range(0, num_rows, int(size))
+        return [layout.select(batch, range(start, min(start + int(size), num_rows))) for start in starts]
+
+    for size in sorted({1, 2, 3, num_rows}):
+        if size <= num_rows:
+            loader = DataLoader(_OneBatch(batch), batch_size=None)
+            spec = DataSpec(loader, split_batch=stock, get_num_samples_in_batch=lambda batch: len(batch['input_ids']))
+            yield 'stock Composer', size, spec, _UnusedParameters()
+            yield 'in order', size, token_data_spec(loader, layout=layout, regroup=False), TokenAccumulation()
+            yield 'regrouped', size, token_data_spec(loader, layout=layout), TokenAccumulation()
+
+
+class _OneBatch(IterableDataset):
+    def __init__(self, batch: Row) -> None:
+        self.batch = batch
+
+    def __iter__(self) -> Iterator[Row]:
+        yield dict(self.batch)
+
+
+class _UnusedParameters(Algorithm):
+    """Stock Composer needs this under DDP where a microbatch of text alone leaves a vision tower unused."""
+
+    @property
+    def find_unused_parameters(self) -> bool:
+        return True
+
+    def match(self, event: Event, state: State) -> bool:
+        return False
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        raise AssertionError('matches no event')
+
+
+class _Recorder(Callback):
+    """Keeps the gradients before the optimizer sees them."""
+
+    def __init__(self) -> None:
+        self.gradients: Gradients = {}
+
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        named = ((name.removeprefix('module.'), p) for name, p in state.model.named_parameters())
+        self.gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
+
+
+def _trained_gradient(parts: RunParts, data: DataSpec, size: int, algorithm: Algorithm) -> Gradients:
+    recorder = _Recorder()
+    trainer = Trainer(
+        model=parts.model,
+        train_dataloader=data,
+        optimizers=torch.optim.SGD([p for p in parts.model.parameters() if p.requires_grad], lr=0.0),
+        max_duration='1ba',
+        device_train_microbatch_size=size,
+        algorithms=[algorithm],
+        callbacks=[recorder],
+        progress_bar=False,
+    )
+    trainer.fit()
+    trainer.close()
+    return recorder.gradients
+
+
+def _whole_gradient(parts: RunParts, batch: Row) -> Gradients:
+    """One plain forward over the global batch, the model's own mean; no Trainer, no scaling."""
+    model = parts.model.train()
+    device = next(model.parameters()).device
+    batch = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
+    model.zero_grad(set_to_none=True)
+    model.loss(model(batch), batch).backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return gradients
+
+
+def _relative_error(found: Gradients, expected: Gradients) -> float:
+    zero = torch.zeros(())
+    difference = sum(
+        (found[name].cpu() if name in found else zero).double().sub(value.cpu()).square().sum()
+        for name, value in expected.items()
+    )
+    norm = sum(value.cpu().double().square().sum() for value in expected.values())
+    return float(torch.as_tensor(difference / norm).sqrt())
+
+
+def _switch_off_dropout(model: torch.nn.Module) -> None:
+    """Random masks would differ between one forward and many."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name in ('attention_dropout', 'dropout'):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+
+
+def _show(results: Sequence[dict[str, Any]], tolerance: float) -> None:
+    print(f'\n{"split":<16}{"padding":<10}{"microbatch":>10}{"gradient error":>16}')
+    for row in results:
+        mark = '  over tolerance' if row['ours'] and row['error'] > tolerance else ''
+        print(f'{row["split"]:<16}{row["padding"]:<10}{row["microbatch_size"]:>10}{row["error"]:>16.1e}{mark}')
+
+
+if __name__ == '__main__':
+    sys.exit(main())
