@@ -254,5 +254,7 @@ def test_a_run_whose_rank_was_killed_resumes_to_the_same_weights(tmp_path):
     assert 'Rank 1 crashed with exit code -9' in done.stderr
     assert not (tmp_path / 'broken' / 'ep2-ba12-rank0.pt').exists()
     launch_training(DIGITS, *broken, folder=tmp_path, ranks=2)
-    resumed, expected = (checkpoint(tmp_path / name / 'ep2-ba12-rank0.pt') for name in ('broken', 'straight'))
-    assert_equal_bitwise(resumed['model'], expected['model'])
+    resumed, expected = (checkpoint(tmp_path / name / 'ep2-ba12-rank0.pt')['model'] for name in ('broken', 'straight'))
+    # To rounding, not bitwise: which image row a rank keeps for text-only microbatches depends on the batches it has
+    # seen. One step more or less would move weights by the learning rate, 1e-3.
+    torch.testing.assert_close(resumed, expected, rtol=0, atol=1e-6)
