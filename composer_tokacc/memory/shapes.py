@@ -1,0 +1,107 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""What the memory of a microbatch depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from composer_tokacc.layout import BatchLayout
+
+__all__ = ['BatchShape', 'batch_of_width']
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchShape:
+    """The sizes of a microbatch that its memory follows.
+
+    Args:
+        rows: Rows.
+        width: Padded width in tokens, image placeholders included.
+        image_tokens: Image placeholders of all rows.
+        image_area: Sum over the images of squared image tokens: eager attention inside the vision tower.
+        pixel_bytes: Bytes of pixels and sounds, as the processor returns them.
+        is_padded: Whether some position is padding. Without any, SDPA needs no mask.
+    """
+
+    rows: int
+    width: int
+    image_tokens: int = 0
+    image_area: float = 0.0
+    pixel_bytes: int = 0
+    is_padded: bool = True
+
+    @property
+    def tokens(self) -> int:
+        """Positions computed, padding included."""
+        return self.rows * self.width
+
+    @property
+    def area(self) -> int:
+        """Entries of an attention mask: ``rows x width^2``."""
+        return self.rows * self.width * self.width
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of ids, mask and labels, 8 each a position."""
+        return 3 * 8 * self.tokens
+
+    @classmethod
+    def of(cls, batch: Mapping[str, Any], layout: BatchLayout) -> BatchShape:
+        """The shape of a batch."""
+        rows, width = batch['input_ids'].shape
+        image_tokens = 0
+        if layout.image_token_id is not None:
+            image_tokens = int((batch['input_ids'] == layout.image_token_id).sum())
+        if 'image_grid_thw' in batch:
+            sizes = (batch['image_grid_thw'].prod(dim=1) // layout.merge_size**2).double()
+        else:
+            images = max(sum(layout.images_per_row(batch)), 1)
+            sizes = torch.full((images,), image_tokens / images, dtype=torch.float64)
+        media = [value for value in batch.values() if isinstance(value, torch.Tensor) and value.is_floating_point()]
+        return cls(
+            rows=rows,
+            width=width,
+            image_tokens=image_tokens,
+            image_area=float(sizes.square().sum()),
+            pixel_bytes=sum(value.nbytes for value in media),
+            is_padded=not bool((batch['attention_mask'] != 0).all()),
+        )
+
+
+def batch_of_width(
+    layout: BatchLayout, samples: Sequence[Mapping[str, Any]], width: int, *, is_padded: bool = True
+) -> dict[str, Any]:
+    """A batch of the samples at exactly this width.
+
+    Args:
+        layout: Of the model.
+        samples: Samples of one row; one may stand for several rows.
+        width: At least the longest sample.
+        is_padded: Leave the added positions masked; otherwise they count as text.
+
+    Raises:
+        ValueError: A sample is longer than `width`.
+    """
+    batch = dict(layout.concat(samples))
+    missing = width - batch['input_ids'].shape[1]
+    if missing < 0:
+        raise ValueError(f'`width` must be at least the longest sample, got: {width} < {width - missing}.')
+    entries = {key: layout.entry_of(batch, key) for key, value in batch.items() if isinstance(value, torch.Tensor)}
+    for key, entry in entries.items():
+        for dim in entry.seq_dims if missing else ():
+            shape = list(batch[key].shape)
+            shape[dim] = missing
+            batch[key] = torch.cat([batch[key], batch[key].new_full(shape, entry.fill)], dim=dim)
+    if not is_padded:
+        batch['attention_mask'] = torch.ones_like(batch['attention_mask'])
+    elif bool((batch['attention_mask'] != 0).all()) and batch['input_ids'].shape[0] > 1:
+        # Samples of equal length: the last column of the last row stands for the padding that real batches have.
+        batch['attention_mask'] = batch['attention_mask'].clone()
+        batch['attention_mask'][-1, -1] = 0
+    return batch

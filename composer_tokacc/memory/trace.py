@@ -1,0 +1,159 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""A step of the run's own model without its memory: what it holds at its peak and what it saves, by part."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
+
+from composer_tokacc.layout import BatchLayout
+from composer_tokacc.memory.fake import CudaAutocast, RealInputs, build_fake
+from composer_tokacc.memory.ledger import Ledger, SavedBytes
+from composer_tokacc.memory.shapes import BatchShape
+from composer_tokacc.memory.static import StaticBytes
+
+__all__ = ['AUTOCAST', 'FakeRun', 'Probe']
+
+AUTOCAST = {'fp32': None, 'amp_bf16': torch.bfloat16, 'amp_fp16': torch.float16}
+"""What Composer's precisions compute in."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What one microbatch took, in bytes by part (``text``, ``logits``, ``vision``, ``weights``)."""
+
+    shape: BatchShape
+    saved: Mapping[str, int]
+    """What the forward pass saved for the backward pass; empty where it was not watched."""
+    peaks: Mapping[str, Mapping[str, int]]
+    """What was held beyond parameters, gradients, optimizer states and inputs, at the peak of each phase.
+
+    ``head`` is the forward pass, the loss and the head's backward pass, ``blocks`` the rest; the shape decides which of
+    them is higher.
+    """
+
+
+class FakeRun:
+    """The steps of a run whose tensors take no memory. Sizes are those of a GPU run of the same model.
+
+    Args:
+        build: Makes the model on the CPU, in training mode: ``lambda: LlamaForCausalLM(config)``. A Composer
+            ``HuggingFaceModel`` is unwrapped.
+        first_batch: A small batch that reaches every parameter: with images, where the run has any.
+        make_optimizer: Makes the optimizer of the parameters that train; AdamW by default.
+        precision: ``'fp32'``, ``'amp_bf16'`` or ``'amp_fp16'``, as in ``Trainer(precision=...)``.
+        on_gpu: Whether the run is on GPUs, where autocast keeps more in float32 and optimizers work on all tensors
+            at once.
+
+    Raises:
+        ValueError: The precision is unknown, or the model's control flow depends on values of its weights.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], nn.Module],
+        first_batch: Mapping[str, Any],
+        *,
+        make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
+        precision: str = 'fp32',
+        on_gpu: bool = True,
+    ) -> None:
+        if precision not in AUTOCAST:
+            raise ValueError(f'`precision` must be one of {", ".join(AUTOCAST)}, got: {precision!r}.')
+        model, self._mode = build_fake(build)
+        self.model: Any = model.model if hasattr(model, 'shift_labels') else model
+        self.layout = BatchLayout.for_model(self.model)
+        self._dtype, self._on_gpu = AUTOCAST[precision], on_gpu
+        self._named = inspect.signature(self.model.forward).parameters
+        self.vocab_size = self.model.config.get_text_config().vocab_size
+        self._ledger = Ledger(self.model, self.vocab_size)
+        self._logits_dtype: torch.dtype | None = None
+        self._logits_dtype = self._step(first_batch, None)
+        self.static = self._count_static(make_optimizer or torch.optim.AdamW)
+
+    def measure(self, batch: Mapping[str, Any]) -> Probe:
+        """Runs one microbatch of a step that has gradients from an earlier one.
+
+        Raises:
+            ValueError: The model cannot run on the batch.
+        """
+        saved = SavedBytes(self.model, self._ledger)
+        before = dict(self._ledger.current)
+        self._ledger.restart_peak()
+        peaks: dict[str, dict[str, int]] = {}
+
+        def end_phase(name: str) -> None:
+            peaks[name] = {part: held - before[part] for part, held in self._ledger.peak.items()}
+            self._ledger.restart_peak()
+
+        handle = self.model.get_output_embeddings().register_full_backward_hook(lambda *_: end_phase('head'))
+        self._step(batch, saved)
+        handle.remove()
+        end_phase('blocks')
+        return Probe(BatchShape.of(batch, self.layout), saved.by_part, peaks)
+
+    def _step(self, batch: Mapping[str, Any], saved: SavedBytes | None) -> torch.dtype | None:
+        """Forward and backward, as the Trainer does them; returns the type of the logits."""
+        inputs = {key: value for key, value in batch.items() if key in self._named}
+        with self._tracked():
+            # Composer's state.outputs holds the logits of the microbatch before until the new ones are there.
+            previous = None
+            if self._logits_dtype is not None:
+                size = (*batch['input_ids'].shape, self.vocab_size)
+                with self._mode:
+                    previous = torch.empty(size, dtype=self._logits_dtype)
+                self._ledger.enter(previous, 'logits')
+            with self._autocast(), saved.counting() if saved is not None else nullcontext():
+                outputs = self.model(**inputs)
+            del previous
+            outputs.loss.backward()
+        logits = outputs.get('logits')
+        return None if logits is None else logits.dtype
+
+    @contextmanager
+    def _tracked(self) -> Iterator[None]:
+        try:
+            with RealInputs(self._mode), self._ledger:
+                yield
+        except (DataDependentOutputException, RuntimeError) as error:
+            raise ValueError(
+                f'The model must not look at values of its weights to be traced without a GPU, got: '
+                f'{type(error).__name__} in {type(self.model).__name__} ({str(error).splitlines()[0]}). '
+                'Calibrate on a GPU.'
+            ) from error
+
+    @contextmanager
+    def _autocast(self) -> Iterator[None]:
+        if self._dtype is None:
+            yield
+            return
+        # Fake tensors of a GPU need its driver; those of the CPU do not, and their sizes are the same.
+        with CudaAutocast() if self._on_gpu else nullcontext(), torch.autocast('cpu', self._dtype):
+            yield
+
+    def _count_static(self, make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> StaticBytes:
+        optimizer = make_optimizer([parameter for parameter in self.model.parameters() if parameter.requires_grad])
+        for group in optimizer.param_groups:
+            if self._on_gpu and group.get('foreach', True) is None and not group.get('fused'):
+                group['foreach'] = True  # torch's default on GPUs
+        before = sum(self._ledger.current.values())
+        self._ledger.restart_peak()
+        with self._tracked():
+            optimizer.step()
+        tensors = [value for state in optimizer.state.values() for value in state.values()]
+        states = sum(value.nbytes for value in tensors if isinstance(value, torch.Tensor))
+        return StaticBytes.of(
+            self.model,
+            optimizer=states,
+            optimizer_step=max(sum(self._ledger.peak.values()) - before - states, 0),
+            compute_bytes=(self._dtype or next(self.model.parameters()).dtype).itemsize,
+        )

@@ -1,0 +1,168 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Parameters, gradients, optimizer states and peaks: counted by hand, and by torch's MemTracker."""
+
+from __future__ import annotations
+
+import resource
+import time
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from transformers import CLIPVisionConfig, LlamaConfig, LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration
+
+from composer_tokacc.memory import GIB, BatchShape, MemoryModel, calibrate_fake
+from composer_tokacc.memory.samples import made_up_sample
+from composer_tokacc.memory.trace import FakeRun
+
+HIDDEN, INNER, LAYERS, VOCABULARY = 64, 96, 3, 200
+
+
+def small_config(**changes: object) -> LlamaConfig:
+    sizes = {
+        'hidden_size': HIDDEN,
+        'intermediate_size': INNER,
+        'num_hidden_layers': LAYERS,
+        'num_attention_heads': 4,
+        'vocab_size': VOCABULARY,
+        'use_cache': False,
+    }
+    return LlamaConfig(**{**sizes, **changes})
+
+
+def test_parameters_gradients_and_states_by_hand() -> None:
+    config = small_config()
+    run = FakeRun(lambda: LlamaForCausalLM(config).train(), made_up_sample(config, 10))
+    block = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER + 2 * HIDDEN
+    outside = 2 * VOCABULARY * HIDDEN + HIDDEN
+    numbers = LAYERS * block + outside
+    assert run.static.parameters == 4 * numbers
+    assert run.static.gradients == 4 * numbers
+    # Two moments, and a step counter of four bytes for each of 9 tensors a block and 3 outside.
+    assert run.static.optimizer == 8 * numbers + 4 * (9 * LAYERS + 3)
+    assert (run.static.block, run.static.outside, run.static.trained_outside) == (block, outside, outside)
+
+
+def test_frozen_parts_have_neither_gradient_nor_state() -> None:
+    config = small_config()
+
+    def build() -> LlamaForCausalLM:
+        model = LlamaForCausalLM(config).train()
+        model.model.embed_tokens.requires_grad_(False)
+        return model
+
+    static = FakeRun(build, made_up_sample(config, 10)).static
+    frozen = VOCABULARY * HIDDEN
+    assert static.gradients == static.parameters - 4 * frozen
+    assert static.optimizer < 2 * static.parameters - 8 * frozen + 200
+    assert static.trained_outside == static.outside - frozen
+
+
+def test_sharing_among_ranks() -> None:
+    config = small_config()
+    static = FakeRun(lambda: LlamaForCausalLM(config).train(), made_up_sample(config, 10)).static
+    alone, many = static.terms('fsdp', 1), static.terms('fsdp', 8)
+    for name in ('parameters', 'gradients', 'optimizer states'):
+        assert many[name] == pytest.approx(alone[name] / 8)
+    assert many['gathered by FSDP'] == alone['gathered by FSDP']
+    assert 'DDP buckets' not in static.terms('ddp', 1)
+    assert static.terms('ddp', 2)['DDP buckets'] == static.gradients
+    with pytest.raises(ValueError, match='`num_ranks` must be at least 1, got: 0'):
+        static.terms('ddp', 0)
+    with pytest.raises(ValueError, match=r"`strategy` must be one of .*, got: 'tp'"):
+        static.terms('tp', 1)
+
+
+def test_autocast_copies_every_weight_once() -> None:
+    config = small_config()
+    sample = made_up_sample(config, 40)
+    run = FakeRun(lambda: LlamaForCausalLM(config).train(), sample, precision='amp_bf16')
+    saved = run.measure(sample).saved
+    matrices = LAYERS * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER) + VOCABULARY * HIDDEN
+    assert saved['weights'] == 2 * matrices  # the embedding is looked up, not multiplied
+
+
+def test_peak_agrees_with_the_mem_tracker_of_torch() -> None:
+    config = small_config()
+    sample = made_up_sample(config, 300)
+    sample['attention_mask'][0, -1] = 0  # otherwise transformers builds a mask for fake inputs, and none for real ones
+    ours = FakeRun(lambda: LlamaForCausalLM(config).train(), sample)
+    probe = ours.measure(sample)
+    peak = max(sum(peak.values()) for peak in probe.peaks.values())
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = LlamaForCausalLM(config).train()
+        tracker = MemTracker()
+        tracker.track_external(model)
+        inputs = {name: torch.ones(1, 300, dtype=torch.long) for name in ('input_ids', 'attention_mask', 'labels')}
+        with tracker:
+            model(**inputs).loss.backward()  # makes the gradients
+            static = tracker.get_tracker_snapshot('current')[torch.device('cpu')]['Total']
+            tracker.reset_mod_stats()
+            outputs = model(**inputs)
+            outputs.loss.backward()
+        theirs = tracker.get_tracker_snapshot('peak')[torch.device('cpu')]['Total'] - static
+    # The tracker knows nothing of the logits that Composer keeps of the microbatch before.
+    previous = 300 * VOCABULARY * 4
+    assert theirs - 0.01 * peak < peak < theirs + previous + 0.01 * peak
+
+
+def llava_7b() -> LlavaConfig:
+    vision = {'hidden_size': 1024, 'intermediate_size': 4096, 'num_hidden_layers': 24, 'num_attention_heads': 16}
+    text = {'hidden_size': 4096, 'intermediate_size': 11008, 'num_hidden_layers': 32, 'num_attention_heads': 32}
+    return LlavaConfig(
+        vision_config=CLIPVisionConfig(**vision, image_size=336, patch_size=14, projection_dim=768),
+        text_config=LlamaConfig(**text, vocab_size=32064, use_cache=False),
+        image_token_index=32000,
+    )
+
+
+@pytest.mark.slow
+def test_llava_of_seven_billion_weights_without_a_gpu() -> None:
+    config = llava_7b()
+    samples = [made_up_sample(config, 60), made_up_sample(config, 90, num_images=1)]
+    started = time.monotonic()
+
+    def build() -> LlavaForConditionalGeneration:
+        model = LlavaForConditionalGeneration(config).train()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})
+        return model
+
+    memory = calibrate_fake(build, config, samples, width=2048, precision='amp_bf16')
+    seconds, peak_rss = time.monotonic() - started, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+    shape = BatchShape(rows=4, width=1024, image_tokens=4 * 576, pixel_bytes=4 * 3 * 336 * 336 * 4)
+    terms = memory.terms(shape, num_ranks=8, strategy='fsdp')
+    print(f'{seconds:.0f} s, {peak_rss:.1f} GiB, residual {memory.residual:.1%}')
+    for name, value in {**memory.static.terms('ddp', 1), **terms}.items():
+        print(f'{name:>28} {value / GIB:8.2f} GiB')
+    assert peak_rss < 8
+    assert memory.warning() is None
+    # 32 blocks, embeddings and head of Llama 7B; CLIP ViT-L/14 at 336 pixels; two layers between them.
+    block = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096
+    llama = 32 * block + 2 * 32064 * 4096 + 4096
+    clip_block = 4 * (1024**2 + 1024) + 2 * 1024 * 4096 + 4096 + 1024 + 4 * 1024
+    clip = 24 * clip_block + 3 * 14 * 14 * 1024 + 1024 + 577 * 1024 + 4 * 1024
+    between = 1024 * 4096 + 4096 + 4096 * 4096 + 4096
+    numbers = llama + clip + between
+    assert memory.static.parameters == 4 * numbers
+    # No loss reaches the tower's last block and its last norm: features are taken one block earlier.
+    unreached = clip_block + 2 * 1024
+    assert memory.static.gradients == 4 * (numbers - unreached)
+    assert memory.static.optimizer == pytest.approx(8 * (numbers - unreached), rel=1e-4)
+    assert terms['parameters'] == pytest.approx(4 * numbers / 8)
+    # Every block keeps its input, 4096 numbers a token, in float32: autocast leaves embeddings and residuals alone.
+    assert terms['text activations'] == pytest.approx(32 * 4096 * 4 * shape.tokens, rel=0.25)
+
+
+def test_calibration_is_kept_as_json(tmp_path: object) -> None:
+    config = small_config()
+    samples = [made_up_sample(config, 20)]
+    memory = calibrate_fake(lambda: LlamaForCausalLM(config).train(), config, samples, width=96, key={'model': 'small'})
+    path = f'{tmp_path}/calibration.json'
+    memory.save(path)
+    loaded = MemoryModel.load(path)
+    assert loaded == memory
+    shape = BatchShape(rows=3, width=50)
+    assert loaded.peak(shape, num_ranks=4, strategy='fsdp') == memory.peak(shape, num_ranks=4, strategy='fsdp')
