@@ -78,6 +78,8 @@ class MicrobatchingConfig:
     """Same number of microbatches on every rank, which FSDP needs."""
     width_multiple: int = 1
     """Round the width of a microbatch up to a multiple, e.g. 64 for tensor cores."""
+    packing: bool = False
+    """String the rows of a microbatch into one without any padding, where the model tells the documents apart."""
     loss_tokens: str = 'causal'
     """Positions that count: ``causal``, ``causal_attended`` or ``unshifted``."""
 

@@ -103,6 +103,7 @@ def build_loader(config: TrainConfig, dataset: Any, processor: Any, layout: Batc
         regroup=microbatching.regroup,
         equal_counts=microbatching.equal_counts,
         width_multiple=microbatching.width_multiple,
+        packing=microbatching.packing,
     )
 
 
