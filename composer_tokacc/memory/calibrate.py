@@ -35,6 +35,7 @@ def calibrate_fake(
     width: int,
     make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
     precision: str = 'fp32',
+    strategy: str = 'ddp',
     on_gpu: bool = True,
     key: Mapping[str, Any] | None = None,
 ) -> MemoryModel:
@@ -47,6 +48,7 @@ def calibrate_fake(
         width: Width of the widest probe: about the longest sample of the dataset.
         make_optimizer: See :class:`.FakeRun`.
         precision: As in ``Trainer(precision=...)``.
+        strategy: ``'ddp'`` or ``'fsdp'``.
         on_gpu: Whether the run will be on GPUs.
         key: What the calibration is of; kept with it.
 
@@ -54,7 +56,9 @@ def calibrate_fake(
         ValueError: See :class:`.FakeRun` and :func:`.probe_batches`.
     """
     batches = probe_batches(BatchLayout.for_model(config), samples, width)
-    run = FakeRun(build, batches[0], make_optimizer=make_optimizer, precision=precision, on_gpu=on_gpu)
+    run = FakeRun(
+        build, batches[0], make_optimizer=make_optimizer, precision=precision, strategy=strategy, on_gpu=on_gpu
+    )
     memory = fit_memory(run, [run.measure(batch) for batch in batches], key=key)
     line = memory.warning()
     if line:
@@ -72,6 +76,7 @@ def fit_memory(run: FakeRun, probes: Sequence[Probe], *, key: Mapping[str, Any] 
         phases={name: fit_activations(shapes, [probe.peaks[name] for probe in probes], area=area) for name in phases},
         saved=fit_activations(shapes, [probe.saved for probe in probes], area=area),
         vocab_size=run.vocab_size,
+        strategy=run.strategy,
         key=dict(key or {}),
     )
 

@@ -32,6 +32,7 @@ class MemoryModel:
         static: What does not depend on the microbatch.
         phases: Fits of what is held beyond it at the peak of each phase of a step; the highest counts.
         vocab_size: Entries of a row of logits.
+        strategy: ``'ddp'`` or ``'fsdp'``: the activations differ too, because FSDP casts the residual stream as well.
         key: What was calibrated: model, dtype, precision, attention, checkpointing, device.
         saved: Fit of what the forward pass saves, where it was watched.
     """
@@ -39,6 +40,7 @@ class MemoryModel:
     static: StaticBytes
     phases: Mapping[str, ActivationFit]
     vocab_size: int
+    strategy: str = 'ddp'
     key: dict[str, Any] = field(default_factory=dict)
     saved: ActivationFit | None = None
 
@@ -46,15 +48,15 @@ class MemoryModel:
         """Bytes of ``text``, ``logits``, ``vision`` and ``weights`` in the phase that holds most."""
         return max((phase.predict(shape) for phase in self.phases.values()), key=_total)
 
-    def terms(self, shape: BatchShape, *, num_ranks: int = 1, strategy: str = 'ddp') -> dict[str, float]:
+    def terms(self, shape: BatchShape, *, num_ranks: int = 1) -> dict[str, float]:
         """Bytes by term at the peak of a microbatch of this shape.
 
         Pixels and ids count twice: Composer copies each microbatch on the device.
         """
         parts = self.activation_parts(shape)
-        terms = self.static.terms(strategy, num_ranks)
+        terms = self.static.terms(self.strategy, num_ranks)
         copies = parts.pop('weights', 0.0)
-        if strategy == 'ddp' and copies:
+        if self.strategy == 'ddp' and copies:
             # FSDP's gathered parameters are in the precision of the forward pass already.
             terms['autocast copies of weights'] = copies
         terms['text activations'] = parts['text']
@@ -63,10 +65,10 @@ class MemoryModel:
         terms['inputs'] = 2.0 * (shape.pixel_bytes + shape.input_bytes)
         return terms
 
-    def peak(self, shape: BatchShape, *, num_ranks: int = 1, strategy: str = 'ddp') -> float:
+    def peak(self, shape: BatchShape, *, num_ranks: int = 1) -> float:
         """Bytes at the peak of a step made of microbatches of this shape, the optimizer's step included."""
-        held = sum(self.terms(shape, num_ranks=num_ranks, strategy=strategy).values())
-        return max(held, self.static.optimizer_peak(strategy, num_ranks))
+        held = sum(self.terms(shape, num_ranks=num_ranks).values())
+        return max(held, self.static.optimizer_peak(self.strategy, num_ranks))
 
     @property
     def residual(self) -> float:

@@ -72,10 +72,8 @@ class StaticBytes:
         copied to float32 to be reduced.
 
         Raises:
-            ValueError: An argument is out of range.
+            ValueError: `num_ranks` is out of range.
         """
-        if strategy not in STRATEGIES:
-            raise ValueError(f'`strategy` must be one of {STRATEGIES}, got: {strategy!r}.')
         if num_ranks < 1:
             raise ValueError(f'`num_ranks` must be at least 1, got: {num_ranks}.')
         share = num_ranks if strategy == 'fsdp' else 1

@@ -19,7 +19,7 @@ from composer_tokacc.layout import BatchLayout
 from composer_tokacc.memory.fake import CudaAutocast, RealInputs, build_fake
 from composer_tokacc.memory.ledger import Ledger, SavedBytes
 from composer_tokacc.memory.shapes import BatchShape
-from composer_tokacc.memory.static import StaticBytes
+from composer_tokacc.memory.static import STRATEGIES, StaticBytes
 
 __all__ = ['AUTOCAST', 'FakeRun', 'Probe']
 
@@ -51,11 +51,12 @@ class FakeRun:
         first_batch: A small batch that reaches every parameter: with images, where the run has any.
         make_optimizer: Makes the optimizer of the parameters that train; AdamW by default.
         precision: ``'fp32'``, ``'amp_bf16'`` or ``'amp_fp16'``, as in ``Trainer(precision=...)``.
+        strategy: ``'ddp'`` or ``'fsdp'``, which runs a copy of the parameters in the type of `precision`.
         on_gpu: Whether the run is on GPUs, where autocast keeps more in float32 and optimizers work on all tensors
             at once.
 
     Raises:
-        ValueError: The precision is unknown, or the model's control flow depends on values of its weights.
+        ValueError: Precision or strategy is unknown, or the model's control flow depends on values of its weights.
     """
 
     def __init__(
@@ -65,13 +66,17 @@ class FakeRun:
         *,
         make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
         precision: str = 'fp32',
+        strategy: str = 'ddp',
         on_gpu: bool = True,
     ) -> None:
         if precision not in AUTOCAST:
             raise ValueError(f'`precision` must be one of {", ".join(AUTOCAST)}, got: {precision!r}.')
+        if strategy not in STRATEGIES:
+            raise ValueError(f'`strategy` must be one of {STRATEGIES}, got: {strategy!r}.')
         model, self._mode = build_fake(build)
         self.model: Any = model.model if hasattr(model, 'shift_labels') else model
         self.layout = BatchLayout.for_model(self.model)
+        self.strategy = strategy
         self._dtype, self._on_gpu = AUTOCAST[precision], on_gpu
         self._named = inspect.signature(self.model.forward).parameters
         self.vocab_size = self.model.config.get_text_config().vocab_size
@@ -79,6 +84,12 @@ class FakeRun:
         self._logits_dtype: torch.dtype | None = None
         self._logits_dtype = self._step(first_batch, None)
         self.static = self._count_static(make_optimizer or torch.optim.AdamW)
+        if strategy == 'fsdp' and self._dtype is not None:
+            self._ledger.close()
+            with self._mode:
+                self.model.to(self._dtype)
+            self._ledger = Ledger(self.model, self.vocab_size)
+            self._logits_dtype = self._step(first_batch, None)
 
     def measure(self, batch: Mapping[str, Any]) -> Probe:
         """Runs one microbatch of a step that has gradients from an earlier one.
