@@ -28,5 +28,5 @@ bench: $(STAMP)
 
 $(STAMP): setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[demo,dev]'
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[demo,bench,dev]'
 	@touch $@

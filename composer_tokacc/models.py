@@ -75,7 +75,10 @@ def build_model(
         else:
             model_config = config_from_dict(config or {}, processor)
             model = _auto_class(model_config).from_config(model_config, **options).to(getattr(torch, dtype))
-    _disable_cache(model.config)
+    for module in model.modules():
+        # Before transformers 4.52 each part had a copy of its config.
+        if isinstance(getattr(module, 'config', None), PretrainedConfig):
+            _disable_cache(module.config)
     _freeze_unreached_vision_layers(model)
     freeze_parameters(model, freeze)
     if activation_checkpointing:
@@ -92,7 +95,7 @@ def freeze_parameters(model: nn.Module, names: Sequence[str]) -> list[str]:
     """Switches off the gradient of every parameter that lies under one of ``names``.
 
     A name is a dotted prefix such as ``vision_tower`` or ``language_model.layers.0``; a leading ``model.``, which newer
-    Transformers put before all parts, may be left out.
+    Transformers put before all parts, counts for nothing.
 
     Returns:
         The names of the frozen parameters.
@@ -127,8 +130,7 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _lies_under(parameter_name: str, name: str) -> bool:
-    candidates = (parameter_name, parameter_name.removeprefix('model.'))
-    return any(f'{candidate}.'.startswith(f'{name}.') for candidate in candidates)
+    return f'{parameter_name.removeprefix("model.")}.'.startswith(f'{name.removeprefix("model.")}.')
 
 
 def _auto_class(config: PretrainedConfig) -> Any:
