@@ -130,7 +130,8 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _lies_under(parameter_name: str, name: str) -> bool:
-    return f'{parameter_name.removeprefix("model.")}.'.startswith(f'{name.removeprefix("model.")}.')
+    pairs = ((parameter_name, name), (parameter_name.removeprefix('model.'), name.removeprefix('model.')))
+    return any(f'{inner}.'.startswith(f'{outer}.') for inner, outer in pairs)
 
 
 def _auto_class(config: PretrainedConfig) -> Any:
