@@ -77,6 +77,7 @@ def fit_memory(run: FakeRun, probes: Sequence[Probe], *, key: Mapping[str, Any] 
         saved=fit_activations(shapes, [probe.saved for probe in probes], area=area),
         vocab_size=run.vocab_size,
         strategy=run.strategy,
+        pixel_bytes_per_image_token=max(shape.pixel_bytes / max(shape.image_tokens, 1) for shape in shapes),
         key=dict(key or {}),
     )
 

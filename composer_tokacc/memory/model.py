@@ -33,6 +33,7 @@ class MemoryModel:
         phases: Fits of what is held beyond it at the peak of each phase of a step; the highest counts.
         vocab_size: Entries of a row of logits.
         strategy: ``'ddp'`` or ``'fsdp'``: the activations differ too, because FSDP casts the residual stream as well.
+        pixel_bytes_per_image_token: As the probes had it, at most.
         key: What was calibrated: model, dtype, precision, attention, checkpointing, device.
         saved: Fit of what the forward pass saves, where it was watched.
     """
@@ -41,6 +42,7 @@ class MemoryModel:
     phases: Mapping[str, ActivationFit]
     vocab_size: int
     strategy: str = 'ddp'
+    pixel_bytes_per_image_token: float = 0.0
     key: dict[str, Any] = field(default_factory=dict)
     saved: ActivationFit | None = None
 
