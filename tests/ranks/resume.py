@@ -1,0 +1,124 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Under the composer launcher: runs one after the other with the regrouping loader; writes what each of them saw.
+
+Arguments: a JSON list of runs (the keyword arguments of :func:`run`), result file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from composer.core import Callback
+from composer.utils import dist, get_device
+from torch.utils.data import DataLoader
+
+from composer_tokacc import TokenAccumulation, token_data_spec
+from composer_tokacc.regrouping_loader import RegroupingDataLoader, SkipReadBatches
+from composer_tokacc.sampler import RegroupingBatchSampler
+from tests.support.killer import KillRank
+from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
+from tests.support.text import text_model
+from tests.support.training import hugging_face, train, unwrapped
+
+NUM_SAMPLES, GLOBAL_BATCH, SEED = 44, 8, 3
+"""Six steps an epoch, the last one of four samples."""
+
+
+class SeeSteps(Callback):
+    """The samples of every step over all ranks, and a hash of the parameters after it."""
+
+    def __init__(self) -> None:
+        self.steps: dict[str, Any] = {}
+        self.mine: list[int] = []
+
+    def batch_start(self, state: Any, logger: Any) -> None:
+        self.mine = [int(name) for name in state.batch['sample_ids']]
+
+    def batch_end(self, state: Any, logger: Any) -> None:
+        shares = dist.all_gather_object(self.mine)
+        values = torch.cat([p.detach().flatten() for p in unwrapped(state.model).parameters()])
+        self.steps[str(int(state.timestamp.batch) - 1)] = {
+            'samples': sorted(index for share in shares for index in share),
+            'parameters': hashlib.sha256(values.numpy().tobytes()).hexdigest(),
+            'norm': float(values.double().norm()),
+        }
+
+
+def run(
+    *,
+    folder: str | None = None,
+    load_path: str | None = None,
+    durations: list[str],
+    num_workers: int = 0,
+    stock: bool = False,
+    skip: bool = True,
+    kill_at: int | None = None,
+    random: bool = True,
+) -> dict[str, Any]:
+    """One Trainer; `durations` after the first are those of further calls of ``fit``."""
+    dataset = LengthDataset(NUM_SAMPLES, random_labels=random)
+    loader = (stock_loader if stock else regrouping_loader)(dataset, num_workers)
+    # Dropout makes the parameters depend on the state of the random number generators.
+    model = hugging_face(text_model(attention_dropout=0.2 if random else 0.0))
+    steps = SeeSteps()
+    callbacks: list[Any] = [steps]
+    if skip:
+        callbacks.append(SkipReadBatches())
+    if kill_at is not None:
+        callbacks.append(KillRank(rank=dist.get_world_size() - 1, batch=kill_at))
+    saving = {'save_folder': folder, 'save_interval': '1ba', 'save_filename': 'ba{batch}.pt'} if folder else {}
+    _, _, trainer = train(
+        model,
+        token_data_spec(loader, slot_tokens=LONGEST),
+        algorithms=[TokenAccumulation()],
+        callbacks=callbacks,
+        microbatch_size=2,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2),
+        max_duration=durations[0],
+        seed=5,
+        load_path=load_path,
+        **saving,
+    )
+    for duration in durations[1:]:
+        trainer.fit(duration=duration)
+    dist.barrier()
+    trainer.close()
+    return {'steps': steps.steps, 'reads': sum(len(read) for read in dist.all_gather_object(dataset.read))}
+
+
+def regrouping_loader(dataset: LengthDataset, num_workers: int) -> DataLoader:
+    sampler = RegroupingBatchSampler(
+        dataset, lengths=dataset.lengths, global_batch_size=GLOBAL_BATCH, max_tokens=2 * LONGEST, seed=SEED
+    )
+    return RegroupingDataLoader(
+        dataset, batch_sampler=sampler, collate_fn=collate_samples, num_workers=num_workers,
+        persistent_workers=num_workers > 0,
+    )  # fmt: skip
+
+
+def stock_loader(dataset: LengthDataset, num_workers: int) -> DataLoader:
+    sampler = dist.get_sampler(dataset, shuffle=True, seed=SEED)
+    size = GLOBAL_BATCH // dist.get_world_size()
+    return DataLoader(
+        dataset, batch_size=size, sampler=sampler, collate_fn=collate_samples, num_workers=num_workers
+    )  # fmt: skip
+
+
+def main() -> None:
+    dist.initialize_dist(get_device('cpu'), timeout=60.0)
+    results = []
+    for arguments in json.loads(sys.argv[1]):
+        results.append(run(**arguments))
+        if dist.get_global_rank() == 0:  # after each, because a later one may be killed
+            Path(sys.argv[2]).write_text(json.dumps(results))
+
+
+if __name__ == '__main__':
+    main()
