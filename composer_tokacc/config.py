@@ -62,6 +62,11 @@ class LoaderConfig:
     """Batches that each worker holds ready; null means torch's default."""
     pin_memory: bool = False
     """Page-locked host memory, for faster copies to a GPU."""
+    regroup_ranks: bool = True
+    """Share each global batch among the ranks by length, so that all finish together; which samples it holds stays the
+    same. Reads the dataset once before the first run. Needs ``microbatching.regroup``."""
+    lengths_folder: str | None = None
+    """Where lengths of samples are kept between runs; null means the user's cache folder."""
 
 
 @dataclass(kw_only=True)
@@ -69,7 +74,10 @@ class MicrobatchingConfig:
     """How a device batch is cut; the arguments of :func:`composer_tokacc.token_data_spec`."""
 
     device_train_microbatch_size: int | str | None = None
-    """Rows of ``slot_tokens`` that fit into memory at once, or ``auto`` (GPU only); null: the whole device batch."""
+    """Rows of ``slot_tokens`` that fit into memory at once, or ``auto`` (GPU only: halves it after each out-of-memory),
+    or ``suggest`` (the largest that a memory model of the run allows); null: the whole device batch."""
+    device_memory_gib: float | None = None
+    """Memory of one device for ``suggest``; null: what the device has, on CPU the host's shared among its ranks."""
     slot_tokens: int | None = None
     """Width of such a row in tokens; null means the width of the device batch."""
     regroup: bool = True

@@ -101,8 +101,10 @@ def _check_loader(config: TrainConfig, world_size: int) -> None:
 def _check_microbatching(config: TrainConfig) -> None:
     microbatching = config.microbatching
     size = microbatching.device_train_microbatch_size
-    if isinstance(size, str) and size != 'auto':
-        raise ConfigError(f'`microbatching.device_train_microbatch_size` must be a number or `auto`, got: {size}')
+    if isinstance(size, str) and size not in ('auto', 'suggest'):
+        raise ConfigError(
+            f'`microbatching.device_train_microbatch_size` must be a number, `auto` or `suggest`, got: {size}'
+        )
     if isinstance(size, int) and size < 1:
         raise ConfigError(
             f'`microbatching.device_train_microbatch_size` must be at least 1, got: {size}. '
@@ -113,6 +115,8 @@ def _check_microbatching(config: TrainConfig) -> None:
             '`microbatching.device_train_microbatch_size` must be a number on CPU, got: auto. '
             'Composer can find it on GPUs only'
         )
+    if microbatching.device_memory_gib is not None and not microbatching.device_memory_gib > 0:
+        raise ConfigError(f'`microbatching.device_memory_gib` must be positive, got: {microbatching.device_memory_gib}')
     for name in ('slot_tokens', 'width_multiple'):
         value = getattr(microbatching, name)
         if value is not None and value < 1:

@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from composer_tokacc.model_config import config_from_dict, tokenizer_of
 
-__all__ = ['build_model', 'freeze_parameters', 'transformer_blocks']
+__all__ = ['build_model', 'build_transformers_model', 'freeze_parameters', 'transformer_blocks']
 
 log = logging.getLogger(__name__)
 
@@ -63,17 +63,49 @@ def build_model(
     Raises:
         ValueError: when not exactly one of ``pretrained`` and ``config`` is given, or ``freeze`` matches nothing.
     """
+    model = build_transformers_model(
+        pretrained=pretrained,
+        config=config,
+        processor=processor,
+        freeze=freeze,
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+        activation_checkpointing=activation_checkpointing,
+        seed=seed,
+    )
+    return _wrap(model, tokenizer_of(processor), train_metrics)
+
+
+def build_transformers_model(
+    *,
+    pretrained: str | None = None,
+    config: dict[str, Any] | None = None,
+    processor: Any = None,
+    freeze: Sequence[str] = (),
+    dtype: str = 'float32',
+    attn_implementation: str | None = None,
+    activation_checkpointing: bool = False,
+    seed: int = 0,
+    load_weights: bool = True,
+) -> Any:
+    """What :func:`build_model` wraps; arguments as there.
+
+    ``load_weights=False`` gives a ``pretrained`` model fresh weights: only its config is read.
+    """
     if (pretrained is None) == (not config):
         raise ValueError(f'exactly one of `pretrained` and `config` must be given, got: {pretrained!r} and {config!r}')
     tokenizer = tokenizer_of(processor)
     options = {} if attn_implementation is None else {'attn_implementation': attn_implementation}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        if pretrained is not None:
+        if pretrained is not None and load_weights:
             model = _from_checkpoint(pretrained, getattr(torch, dtype), options)
             _make_room_for(tokenizer, model)
         else:
-            model_config = config_from_dict(config or {}, processor)
+            is_known = pretrained is not None
+            model_config = (
+                AutoConfig.from_pretrained(pretrained) if is_known else config_from_dict(config or {}, processor)
+            )
             model = _auto_class(model_config).from_config(model_config, **options).to(getattr(torch, dtype))
     for module in model.modules():
         # Before transformers 4.52 each part had a copy of its config.
@@ -88,7 +120,7 @@ def build_model(
     blocks = set(transformer_blocks(model))
     model.fsdp_wrap_fn = blocks.__contains__
     model.activation_checkpointing_fn = blocks.__contains__
-    return _wrap(model, tokenizer, train_metrics)
+    return model
 
 
 def freeze_parameters(model: nn.Module, names: Sequence[str]) -> list[str]:

@@ -37,6 +37,7 @@ def calibrate_fake(
     precision: str = 'fp32',
     strategy: str = 'ddp',
     on_gpu: bool = True,
+    has_mask: bool = True,
     key: Mapping[str, Any] | None = None,
 ) -> MemoryModel:
     """Runs four to six probes of the model under fake tensors and fits the terms to them.
@@ -50,6 +51,7 @@ def calibrate_fake(
         precision: As in ``Trainer(precision=...)``.
         strategy: ``'ddp'`` or ``'fsdp'``.
         on_gpu: Whether the run will be on GPUs.
+        has_mask: Whether attention holds a mask where there is padding, as SDPA does; flash attention has none.
         key: What the calibration is of; kept with it.
 
     Raises:
@@ -59,16 +61,21 @@ def calibrate_fake(
     run = FakeRun(
         build, batches[0], make_optimizer=make_optimizer, precision=precision, strategy=strategy, on_gpu=on_gpu
     )
-    memory = fit_memory(run, [run.measure(batch) for batch in batches], key=key)
+    if not has_mask:
+        for batch in batches:
+            batch['attention_mask'] = torch.ones_like(batch['attention_mask'])
+    memory = fit_memory(run, [run.measure(batch) for batch in batches], has_mask=has_mask, key=key)
     line = memory.warning()
     if line:
         log.warning(line)
     return memory
 
 
-def fit_memory(run: FakeRun, probes: Sequence[Probe], *, key: Mapping[str, Any] | None = None) -> MemoryModel:
+def fit_memory(
+    run: FakeRun, probes: Sequence[Probe], *, has_mask: bool = True, key: Mapping[str, Any] | None = None
+) -> MemoryModel:
     """Fits a memory model to measured probes of a run."""
-    area = 'always' if run.model.config._attn_implementation == 'eager' else 'padded'
+    area = 'always' if run.model.config._attn_implementation == 'eager' else 'padded' if has_mask else 'never'
     shapes = [probe.shape for probe in probes]
     phases = probes[0].peaks
     return MemoryModel(

@@ -1,0 +1,182 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Says how large a run's microbatches may be and what is gained, without a GPU if need be.
+
+    python -m composer_tokacc.plan yamls/digits.yaml [num_ranks=8] [device_memory_gib=80] [key=value ...]
+
+Reads every sample once with the run's own processor (kept for the next time), traces the run's own model without its
+memory, and prints a table, YAML lines to paste, and the paths of `plan.json` and `plan.png`. Besides the config's keys:
+
+    num_ranks=8             ranks of the run; 1
+    device_memory_gib=80    memory of a device; what this machine has
+    safety=0.92             share of it that may be planned for
+    time_steps=true         time a few real steps here, so that the plan speaks of seconds; false
+    folder=runs/plan        where the files go
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from composer.loggers import InMemoryLogger
+from composer.utils import reproducibility
+
+from composer_tokacc.config import ConfigError, TrainConfig, load_config
+from composer_tokacc.config_checks import check_config
+from composer_tokacc.layout import BatchLayout
+from composer_tokacc.lengths import length_table
+from composer_tokacc.loaders import build_dataset, build_processor
+from composer_tokacc.parts import build_parts
+from composer_tokacc.planning import CostModel
+from composer_tokacc.sizing_report import SizingReport
+from composer_tokacc.sizing_table import print_report
+from composer_tokacc.suggest import device_memory_gib, memory_of_run, suggest_for_run
+from composer_tokacc.timing import MicrobatchTimer, fit_cost
+from composer_tokacc.train import build_trainer
+
+__all__ = ['main', 'plan', 'time_steps']
+
+_OWN: dict[str, Any] = {
+    'num_ranks': 1,
+    'device_memory_gib': None,
+    'safety': 0.92,
+    'time_steps': False,
+    'folder': 'runs/plan',
+}
+_USAGE = 'usage: python -m composer_tokacc.plan FILE.yaml [num_ranks=8] [device_memory_gib=80] [key=value ...]'
+TIMED_STEPS = 6
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the program; a mistake of the user's ends it with one line and status 2."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not arguments or arguments[0] in ('-h', '--help'):
+        print(__doc__ if arguments else _USAGE, file=sys.stdout if arguments else sys.stderr)
+        return 0 if arguments else 2
+    warnings.simplefilter('ignore')
+    try:
+        options, overrides = _take_options(arguments[1:])
+        config = load_config(arguments[0], overrides)
+        check_config(config, world_size=options['num_ranks'])
+        started = time.monotonic()
+        report = plan(config, **{key: value for key, value in options.items() if key != 'folder'})
+    except (ConfigError, ValueError, OSError) as error:
+        print(f'error: {" ".join(str(error).split())}', file=sys.stderr, flush=True)
+        return 2
+    print_report(report)
+    folder = Path(options['folder'])
+    report.save(folder / 'plan.json')
+    written = str(folder / 'plan.json')
+    try:
+        from composer_tokacc.sizing_picture import draw_report
+
+        draw_report(folder / 'plan.png', report)
+        written += f' and {folder / "plan.png"}'
+    except ImportError:
+        written += ' (no picture: matplotlib is not installed)'
+    print(f'\nplanned in {time.monotonic() - started:.0f} s; written to {written}', flush=True)
+    return 0
+
+
+def plan(
+    config: TrainConfig,
+    *,
+    num_ranks: int = 1,
+    device_memory_gib: float | None = None,
+    safety: float = 0.92,
+    time_steps: bool = False,
+) -> SizingReport:
+    """The sizing report of a run; see the module's docstring for the arguments.
+
+    Raises:
+        ValueError: An argument is out of range, or nothing fits.
+    """
+    reproducibility.seed_all(config.seed)
+    processor = build_processor(config)
+    dataset = build_dataset(config, processor, held_out=False)
+    table = length_table(dataset, processor)
+    memory = memory_of_run(config, dataset, processor, table)
+    gib = device_memory_gib or config.microbatching.device_memory_gib or _this_device(config)
+    cost, outside = (None, 0.0)
+    if time_steps:
+        first = suggest_for_run(config, memory, table, num_ranks=num_ranks, gib=gib, safety=safety)
+        cost, outside = _time(config, first)
+    return suggest_for_run(
+        config,
+        memory,
+        table,
+        num_ranks=num_ranks,
+        gib=gib,
+        safety=safety,
+        cost=cost,
+        seconds_per_step=outside,
+    )
+
+
+def time_steps(config: TrainConfig, *, size: int, slot_tokens: int, regroup: bool, num_steps: int) -> MicrobatchTimer:
+    """Trains a few steps of a run on this machine and times its microbatches; the weights are thrown away."""
+    config = copy.deepcopy(config)
+    config.microbatching.device_train_microbatch_size = size
+    config.microbatching.slot_tokens = slot_tokens
+    config.microbatching.regroup = regroup
+    config.dataset.pop('eval', None)
+    kept = ('precision', 'device', 'parallelism_config', 'dist_timeout')
+    config.trainer = {key: value for key, value in config.trainer.items() if key in kept}
+    config.trainer.update(max_duration=f'{num_steps}ba', progress_bar=False)
+    parts = build_parts(config)
+    timer = MicrobatchTimer(BatchLayout.for_model(parts.model).image_token_id)
+    trainer = build_trainer(config, parts, InMemoryLogger())
+    trainer.state.callbacks.append(timer)
+    trainer.fit()
+    trainer.close()
+    return timer
+
+
+def _time(config: TrainConfig, report: SizingReport) -> tuple[CostModel, float]:
+    """Timed steps at the suggested size and at smaller ones, for microbatches of many shapes."""
+    size, slot = report.device_train_microbatch_size, report.slot_tokens
+    sizes = sorted({max(size // divisor, 1) for divisor in (1, 3, 8)})
+    timers = [time_steps(config, size=size, slot_tokens=slot, regroup=True, num_steps=TIMED_STEPS) for size in sizes]
+    return fit_cost(timers)
+
+
+def _this_device(config: TrainConfig) -> float:
+    if config.trainer.get('device') != 'cpu':
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                '`device_memory_gib` must be given where there is no GPU, got: nothing. For example '
+                'device_memory_gib=80'
+            )
+    return device_memory_gib(config)
+
+
+def _take_options(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """The program's own keys, and the config's overrides."""
+    options, overrides = dict(_OWN), []
+    for argument in arguments:
+        key, _, text = argument.partition('=')
+        if key not in _OWN:
+            overrides.append(argument)
+            continue
+        value = yaml.safe_load(text)
+        expected = {'num_ranks': int, 'time_steps': bool, 'folder': str}.get(key, (int, float))
+        if not isinstance(value, expected) or (key not in ('time_steps', 'folder') and isinstance(value, bool)):
+            raise ConfigError(f'`{key}` must be a {getattr(expected, "__name__", "number")}, got: {text}')
+        if key in ('num_ranks', 'device_memory_gib') and value <= 0:
+            raise ConfigError(f'`{key}` must be positive, got: {value}')
+        options[key] = value
+    return options, overrides
+
+
+if __name__ == '__main__':
+    sys.exit(main())
