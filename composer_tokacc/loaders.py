@@ -17,9 +17,12 @@ from composer_tokacc.data import DigitsDataset, LlavaDataset, VisionLanguageColl
 from composer_tokacc.data.processor import build_small_processor
 from composer_tokacc.data_spec import token_data_spec
 from composer_tokacc.layout import BatchLayout
+from composer_tokacc.lengths import length_table
 from composer_tokacc.registry import check_arguments, unknown_name
+from composer_tokacc.regrouping_loader import RegroupingDataLoader
+from composer_tokacc.sampler import RegroupingBatchSampler
 
-__all__ = ['build_dataset', 'build_loader', 'build_processor', 'check_dataset']
+__all__ = ['build_dataset', 'build_loader', 'build_processor', 'check_dataset', 'regroups_ranks']
 
 _DATASETS: dict[str, Any] = {'digits': DigitsDataset, 'llava': LlavaDataset}
 # Keys of the section that are not arguments of the dataset class.
@@ -81,30 +84,72 @@ def build_loader(config: TrainConfig, dataset: Any, processor: Any, layout: Batc
             f'`loader.global_batch_size` must be at most the dataset with `loader.drop_last`, got: '
             f'{loader.global_batch_size} > {len(dataset)} samples. Lower it or set drop_last=false'
         )
-    shuffle = loader.shuffle and not held_out
-    sampler = dist.get_sampler(dataset, shuffle=shuffle, drop_last=drop_last, seed=config.seed)
-    dataloader = DataLoader(
-        dataset,
-        batch_size=global_size // dist.get_world_size(),
-        sampler=sampler,
-        drop_last=drop_last,
-        collate_fn=VisionLanguageCollator(processor, layout=layout),
-        num_workers=loader.num_workers,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.num_workers > 0,
-        pin_memory=loader.pin_memory,
-    )
+    reading = {
+        'collate_fn': VisionLanguageCollator(processor, layout=layout),
+        'num_workers': loader.num_workers,
+        'prefetch_factor': loader.prefetch_factor,
+        'persistent_workers': loader.num_workers > 0,
+        'pin_memory': loader.pin_memory,
+    }
+    slot_tokens = config.microbatching.slot_tokens
+    if not held_out and regroups_ranks(config):
+        dataloader, slot_tokens = _regrouping_loader(config, dataset, processor, reading)
+    else:
+        shuffle = loader.shuffle and not held_out
+        sampler = dist.get_sampler(dataset, shuffle=shuffle, drop_last=drop_last, seed=config.seed)
+        size = global_size // dist.get_world_size()
+        dataloader = DataLoader(dataset, batch_size=size, sampler=sampler, drop_last=drop_last, **reading)
     microbatching = config.microbatching
     return token_data_spec(
         dataloader,
         layout=layout,
         loss_tokens=microbatching.loss_tokens,
-        slot_tokens=microbatching.slot_tokens,
+        slot_tokens=slot_tokens,
         regroup=microbatching.regroup,
         equal_counts=microbatching.equal_counts,
         width_multiple=microbatching.width_multiple,
         packing=microbatching.packing,
     )
+
+
+def regroups_ranks(config: TrainConfig) -> bool:
+    """Whether samples may move between ranks; not where rows must keep their order."""
+    return config.loader.regroup_ranks and config.microbatching.regroup
+
+
+def _regrouping_loader(
+    config: TrainConfig, dataset: Any, processor: Any, reading: dict[str, Any]
+) -> tuple[RegroupingDataLoader, int]:
+    """A loader that shares each global batch by length, and the slot width that it planned with.
+
+    The width of a device batch says little here, because a rank may get short samples only: without `slot_tokens`
+    a slot is as wide as the longest sample of the dataset.
+    """
+    table = length_table(dataset, processor, folder=config.loader.lengths_folder)
+    longest = int(table.lengths.max())
+    slot_tokens = config.microbatching.slot_tokens or longest
+    size = config.microbatching.device_train_microbatch_size
+    if not isinstance(size, int):
+        size = config.loader.global_batch_size // dist.get_world_size()
+    if size * slot_tokens < longest:
+        raise ConfigError(
+            '`microbatching.device_train_microbatch_size` times `slot_tokens` must be at least the longest sample, '
+            f'got: {size} x {slot_tokens} < {longest} (sample {int(table.lengths.argmax())}). Raise one of them, set '
+            '`dataset.max_length`, or let it go alone over the budget with `loader.regroup_ranks=false`'
+        )
+    sampler = RegroupingBatchSampler(
+        dataset,
+        lengths=table.lengths,
+        image_tokens=table.image_tokens if table.image_tokens.any() else None,
+        global_batch_size=config.loader.global_batch_size,
+        max_tokens=size * slot_tokens,
+        seed=config.seed,
+        shuffle=config.loader.shuffle,
+        drop_last=config.loader.drop_last,
+        objective='fsdp' if (config.trainer.get('parallelism_config') or {}).get('fsdp') else 'ddp',
+        width_multiple=config.microbatching.width_multiple,
+    )
+    return RegroupingDataLoader(dataset, batch_sampler=sampler, **reading), slot_tokens
 
 
 def _arguments(section: dict[str, Any], *, held_out: bool) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from composer_tokacc.config_checks import check_config
 from composer_tokacc.data import BadSampleError
 from composer_tokacc.parts import RunParts, build_parts
 from composer_tokacc.registry import build_by_name
+from composer_tokacc.regrouping_loader import SkipReadBatches
 from composer_tokacc.report import print_summary, summarize, write_report
 
 __all__ = ['build_trainer', 'main', 'run']
@@ -100,6 +101,9 @@ def build_trainer(config: TrainConfig, parts: RunParts, history: InMemoryLogger)
     parameters = [parameter for parameter in parts.model.parameters() if parameter.requires_grad]
     if config.microbatching.device_train_microbatch_size is not None:
         arguments['device_train_microbatch_size'] = config.microbatching.device_train_microbatch_size
+    callbacks = _build_all('callbacks', config.callbacks)
+    if config.trainer.get('spin_dataloaders', True):
+        callbacks.append(SkipReadBatches())
     return Trainer(
         model=parts.model,
         train_dataloader=parts.train_loader,
@@ -107,7 +111,7 @@ def build_trainer(config: TrainConfig, parts: RunParts, history: InMemoryLogger)
         optimizers=_build_section('optimizer', config.optimizer, parameters),
         schedulers=_build_section('scheduler', config.scheduler),
         algorithms=_build_all('algorithms', config.algorithms),
-        callbacks=_build_all('callbacks', config.callbacks),
+        callbacks=callbacks,
         loggers=[*loggers, history],
         seed=config.seed,
         **arguments,
