@@ -11,7 +11,8 @@ import torch
 from composer.utils import dist
 
 from composer_tokacc.counting import ADDED_ROWS, IGNORE_INDEX, LOSS_TOKENS, REAL_TOKENS
-from composer_tokacc.layout import Batch, BatchLayout
+from composer_tokacc.entries import Batch
+from composer_tokacc.layout import BatchLayout
 
 __all__ = ['SpareImageRow', 'add_row', 'zero_weight']
 
@@ -36,19 +37,22 @@ def add_row(layout: BatchLayout, microbatch: Batch, row: Batch) -> dict[str, Any
 
 
 class SpareImageRow:
-    """The smallest row with images that this rank has seen, or that another rank gave it."""
+    """The smallest row with images of the batch; where it has none, one that this or another rank had before."""
 
     def __init__(self) -> None:
         self.row: dict[str, Any] | None = None
 
-    def exchange(self, layout: BatchLayout, batch: Batch) -> None:
-        """Finds the row. A collective until some rank has one, so all ranks must call it at the same step."""
-        if self.row is not None:
-            return
+    def update(self, layout: BatchLayout, batch: Batch) -> None:
+        """Finds the row. A collective until some rank has one, so all ranks must call it at the same step.
+
+        The row comes from the batch itself where it can, so that a resumed run adds the row of the unbroken one.
+        """
         mine = self._smallest(layout, batch)
-        found = [row for row in dist.all_gather_object(mine) if row is not None]
-        if found:
-            self.row = mine if mine is not None else min(found, key=_size)
+        if self.row is None:
+            found = [row for row in dist.all_gather_object(mine) if row is not None]
+            self.row = min(found, key=_size) if found else None
+        if mine is not None:
+            self.row = mine
 
     def _smallest(self, layout: BatchLayout, batch: Batch) -> dict[str, Any] | None:
         images, lengths = layout.media_per_row(batch), layout.lengths(batch)

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from composer_tokacc.entries import Batch, EntryLayout
 from composer_tokacc.families import Entry
-
-if TYPE_CHECKING:
-    from composer_tokacc.layout import Batch, BatchLayout
+from composer_tokacc.media import images_per_row
 
 __all__ = ['concat']
 
 
-def concat(layout: BatchLayout, batches: Sequence[Batch], *, padding_side: str, pad_token_id: int) -> dict[str, Any]:
+def concat(layout: EntryLayout, batches: Sequence[Batch], *, padding_side: str, pad_token_id: int) -> dict[str, Any]:
     """One batch of all rows: see :meth:`composer_tokacc.layout.BatchLayout.concat`."""
     if padding_side not in ('left', 'right'):
         raise ValueError(f"`padding_side` must be 'left' or 'right', got: {padding_side!r}.")
@@ -44,12 +43,12 @@ def concat(layout: BatchLayout, batches: Sequence[Batch], *, padding_side: str, 
     return joined
 
 
-def _num_images(layout: BatchLayout, batch: Batch) -> list[int]:
+def _num_images(layout: EntryLayout, batch: Batch) -> list[int]:
     is_ragged = bool(layout.tensors_of(batch, 'image'))
-    return layout.images_per_row(batch) if is_ragged else list(batch['num_images'])
+    return images_per_row(layout, batch) if is_ragged else list(batch['num_images'])
 
 
-def _common_entry(layout: BatchLayout, batches: Sequence[Batch], key: str) -> Entry:
+def _common_entry(layout: EntryLayout, batches: Sequence[Batch], key: str) -> Entry:
     """Sequence-shaped only if it is so in every batch: a decoder's labels may have the encoder's width by chance."""
     entries = [layout.entry_of(batch, key) for batch in batches if batch.get(key) is not None]
     return next((entry for entry in entries if not entry.seq_dims), entries[0])
@@ -64,7 +63,7 @@ def _refuse_absent(batches: Sequence[Batch], key: str) -> None:
         )
 
 
-def _with_absent(layout: BatchLayout, batches: Sequence[Batch], key: str, entry: Entry) -> list[torch.Tensor]:
+def _with_absent(layout: EntryLayout, batches: Sequence[Batch], key: str, entry: Entry) -> list[torch.Tensor]:
     """The tensors to join; batches without one bring no media, or rows of the entry's ``absent`` value."""
     if entry.slot_dim is None and entry.is_media:
         return [batch[key] for batch in batches if batch.get(key) is not None]

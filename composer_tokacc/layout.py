@@ -6,23 +6,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 import torch
 
 from composer_tokacc.concat import concat
-from composer_tokacc.families import FAMILIES, TEXT_ENTRIES, Entry, Family
+from composer_tokacc.entries import Batch, EntryLayout
+from composer_tokacc.families import FAMILIES, Entry
 from composer_tokacc.media import count_units, images_per_row
 
 __all__ = ['BatchLayout']
 
-Batch = Mapping[str, Any]
-
 
 @dataclass(frozen=True, kw_only=True)
-class BatchLayout:
+class BatchLayout(EntryLayout):
     """How the entries of a batch belong to its rows.
 
     A batch is a mapping with ``input_ids`` of shape ``(rows, width)``. Python lists are per-row facts, one entry per
@@ -34,11 +33,6 @@ class BatchLayout:
         merge_size: Side of the patch square that becomes one token (Qwen-VL).
         extra: Entries registered on top, by key: see :meth:`with_entries`.
     """
-
-    family: Family
-    image_token_id: int | None = None
-    merge_size: int = 2
-    extra: Mapping[str, Entry] = field(default_factory=dict)
 
     @classmethod
     def infer(cls, batch: Batch) -> BatchLayout:
@@ -77,41 +71,6 @@ class BatchLayout:
     def with_entries(self, **entries: Entry) -> BatchLayout:
         """A layout that knows further entries, e.g. ``with_entries(ocr_boxes=Entry(unit='image'))``."""
         return replace(self, extra={**self.extra, **entries})
-
-    def num_rows(self, batch: Batch) -> int:
-        """Number of rows."""
-        return len(batch['input_ids'])
-
-    # Entries.
-
-    def entry(self, key: str, value: torch.Tensor) -> Entry:
-        """How one tensor belongs to rows; unknown keys are refused by name."""
-        for entries in (self.extra, self.family.entries, TEXT_ENTRIES):
-            if key in entries:
-                if key != 'attention_mask' or value.dim() == 2:
-                    return entries[key]
-                # (rows, width, width) and (rows, heads, width, width) carry the width twice; 0 in an additive mask
-                # would attend.
-                fill = torch.finfo(value.dtype).min if value.dtype.is_floating_point else 0
-                return Entry(seq_dims=(-2, -1), fill=fill)
-        raise ValueError(
-            f'`batch[{key!r}]` must be an entry that the {self.family.name} layout knows, got: a tensor of shape '
-            f'{tuple(value.shape)}. Register it: `layout.with_entries({key}=Entry(unit=...))`, with unit one of '
-            "'row', 'image', 'patch', 'video', 'video_patch', 'shared'."
-        )
-
-    def entry_of(self, batch: Batch, key: str) -> Entry:
-        """As :meth:`entry`, but a tensor with a width of its own (a decoder's labels) is not sequence-shaped."""
-        value, width = batch[key], batch['input_ids'].shape[1]
-        entry = self.entry(key, value)
-        is_decoders = key == 'labels' and 'decoder_input_ids' in batch
-        has_width = all(value.shape[dim] == width for dim in entry.seq_dims) and not is_decoders
-        return entry if has_width else replace(entry, seq_dims=())
-
-    def tensors_of(self, batch: Batch, unit: str) -> dict[str, torch.Tensor]:
-        """The tensors that have one entry per unit, by key."""
-        tensors = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
-        return {key: value for key, value in tensors.items() if self.entry(key, value).unit == unit}
 
     # What each row holds.
 

@@ -6,17 +6,15 @@
 from __future__ import annotations
 
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from composer_tokacc.layout import Batch, BatchLayout
+from composer_tokacc.entries import Batch, EntryLayout
 
 __all__ = ['count_units', 'images_per_row']
 
 
-def count_units(layout: BatchLayout, batch: Batch, unit: str) -> list[int]:
+def count_units(layout: EntryLayout, batch: Batch, unit: str) -> list[int]:
     """How many of a unit (``'image'``, ``'patch'``, ...) every row holds.
 
     Raises:
@@ -33,7 +31,7 @@ def count_units(layout: BatchLayout, batch: Batch, unit: str) -> list[int]:
     return _carried(layout, batch, unit)
 
 
-def images_per_row(layout: BatchLayout, batch: Batch) -> list[int]:
+def images_per_row(layout: EntryLayout, batch: Batch) -> list[int]:
     """Number of images of each row: by slots, by the carried ``num_images``, or by the image placeholders.
 
     Where the processor cuts an image into tiles, each tile is an image.
@@ -58,7 +56,7 @@ def images_per_row(layout: BatchLayout, batch: Batch) -> list[int]:
     return _match_placeholders(layout, batch, len(pixels))
 
 
-def _carried(layout: BatchLayout, batch: Batch, unit: str) -> list[int]:
+def _carried(layout: EntryLayout, batch: Batch, unit: str) -> list[int]:
     """The batch's own list ``num_<unit>s``, held against the tensors that have one entry per unit."""
     sizes = {len(value) for value in layout.tensors_of(batch, unit).values()}
     if layout.num_rows(batch) == 1 and len(sizes) == 1:
@@ -78,7 +76,7 @@ def _patches(grid: torch.Tensor, counts: list[int]) -> list[int]:
     return [ends[end] - ends[start] for start, end in pairwise(rows)]
 
 
-def _match_placeholders(layout: BatchLayout, batch: Batch, num_images: int) -> list[int]:
+def _match_placeholders(layout: EntryLayout, batch: Batch, num_images: int) -> list[int]:
     remedy = 'Carry `num_images` (one int per row, tiles counted) in the batch'
     if layout.image_token_id is None:
         raise ValueError(
@@ -102,7 +100,7 @@ def _match_placeholders(layout: BatchLayout, batch: Batch, num_images: int) -> l
     return runs
 
 
-def _image_sizes(layout: BatchLayout, batch: Batch, num_images: int, num_tokens: int) -> list[int]:
+def _image_sizes(layout: EntryLayout, batch: Batch, num_images: int, num_tokens: int) -> list[int]:
     """Placeholders of each image, or an empty list where the batch does not tell."""
     sizes = layout.family.image_tokens(batch, layout.merge_size) if layout.family.image_tokens else []
     if sizes and sizes[0] == -1:

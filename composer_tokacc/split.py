@@ -15,7 +15,8 @@ from composer.utils import dist
 
 from composer_tokacc.added_rows import SpareImageRow, add_row, zero_weight
 from composer_tokacc.counting import NUM_MICROBATCHES, PACKED, PACKED_CHECKED
-from composer_tokacc.layout import Batch, BatchLayout
+from composer_tokacc.entries import Batch
+from composer_tokacc.layout import BatchLayout
 from composer_tokacc.packing import pack_lengths, pack_rows
 from composer_tokacc.planning import cut, cut_in_order, raise_count
 from composer_tokacc.replay import MICROBATCH_IDS, replay_cut
@@ -130,7 +131,7 @@ class MicrobatchSplit:
 
         A tower that one rank leaves unused makes DDP raise or skip its reduction, and FSDP hang.
         """
-        self._spare.exchange(layout, batch)
+        self._spare.update(layout, batch)
         images = layout.media_per_row(batch)
         if self._spare.row is not None:
             groups = self._make_room(groups, lengths, images, budget)

@@ -124,12 +124,12 @@ def test_row_of_its_own_weighs_nothing():
 
 
 @pytest.mark.parametrize('name', IMAGE_FAMILIES)
-def test_smallest_image_row_is_kept_for_later_batches(name):
+def test_smallest_image_row_of_the_batch_is_kept_for_batches_without(name):
     case = case_of(name)
     layout, spare = BatchLayout.for_model(case.model), SpareImageRow()
-    spare.exchange(layout, batch_of(case, TEXT_ROWS, 'right'))
+    spare.update(layout, batch_of(case, TEXT_ROWS, 'right'))
     assert spare.row is None
-    spare.exchange(layout, batch_of(case, range(6), 'left'))
+    spare.update(layout, batch_of(case, range(6), 'left'))
     row = spare.row
     assert row is not None
     fewest = min(layout.images_per_row(batch_of(case, [row], 'left'))[0] for row in (1, 2, 3, 5))
@@ -137,8 +137,11 @@ def test_smallest_image_row_is_kept_for_later_batches(name):
     assert row['sample_ids'][0] in ('sample-1', 'sample-2')
     assert layout.lengths(row) == [row['input_ids'].shape[1]]
     assert num_samples(row) == 0
-    spare.exchange(layout, batch_of(case, [3], 'left'))
+    spare.update(layout, batch_of(case, TEXT_ROWS, 'left'))
     assert spare.row is row
+    # Not the smallest ever: a resumed run, which has not seen the earlier batches, must add the same row.
+    spare.update(layout, batch_of(case, [3], 'left'))
+    assert spare.row['sample_ids'] == ['sample-3']
 
 
 def test_spare_row_of_another_microbatch_brings_no_lists_that_this_one_lacks():
