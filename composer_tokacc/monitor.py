@@ -28,7 +28,7 @@ class TokenMonitor(Callback):
     Key                                          Logged each step, over all ranks
     ============================================ ====================================================================
     ``token_monitor/padding_ratio``              Share of the computed positions that is padding
-    ``token_monitor/device_batch_padding_ratio`` The same had no microbatch been trimmed: what stock Composer computes
+    ``token_monitor/device_batch_padding_ratio`` The same had no microbatch been trimmed, as stock Composer does not
     ``token_monitor/loss_generating_share``      Loss-generating tokens over real tokens
     ``token_monitor/real_tokens_per_second``     Real tokens over the step's wall-clock time
     ``token_monitor/rank_imbalance``             Most positions computed by a rank over the mean; 1 is even

@@ -75,7 +75,7 @@ def _draw_loss(axes: Any, curves: Curves) -> None:
 
 
 def _draw_padding(axes: Any, curves: Curves) -> None:
-    _plot(axes, curves, 'stock_padding', label='device batch as stock Composer computes it', color=_STOCK, linewidth=1)
+    _plot(axes, curves, 'stock_padding', label='had no microbatch been trimmed', color=_STOCK, linewidth=1)
     _plot(axes, curves, 'padding', label='microbatches of this run', color=_OURS, linewidth=1)
     axes.set(title='Share of computed positions that is padding', xlabel='step', ylim=(0, 1))
     _finish(axes)

@@ -30,7 +30,7 @@ _CURVES = {
 }
 # Name in TokenMonitor, words, format.
 _MONITOR_LINES = (
-    ('device_batch_padding_ratio', 'padding of the device batches (stock Composer)', '{:.1%}'),
+    ('device_batch_padding_ratio', 'padding had no microbatch been trimmed', '{:.1%}'),
     ('padding_ratio', 'padding really computed', '{:.1%}'),
     ('sample_weighting_error', 'weight that sample weighting would have misplaced', '{:.1%}'),
     ('rank_imbalance', 'slowest rank over the mean, in computed positions', '{:.3f}'),
