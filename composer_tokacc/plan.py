@@ -21,11 +21,12 @@ import copy
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
+from composer.core import DataSpec
 from composer.loggers import InMemoryLogger
 from composer.utils import reproducibility
 
@@ -42,7 +43,7 @@ from composer_tokacc.suggest import device_memory_gib, memory_of_run, suggest_fo
 from composer_tokacc.timing import MicrobatchTimer, fit_cost
 from composer_tokacc.train import build_trainer
 
-__all__ = ['main', 'plan', 'time_steps']
+__all__ = ['main', 'plan', 'time_shapes', 'time_steps']
 
 _OWN: dict[str, Any] = {
     'num_ranks': 1,
@@ -50,6 +51,11 @@ _OWN: dict[str, Any] = {
     'safety': 0.92,
     'time_steps': False,
     'folder': 'runs/plan',
+}
+_TYPES: dict[str, Any] = {
+    'num_ranks': (int, 'a whole number'),
+    'time_steps': (bool, 'true or false'),
+    'folder': (str, 'a path'),
 }
 _USAGE = 'usage: python -m composer_tokacc.plan FILE.yaml [num_ranks=8] [device_memory_gib=80] [key=value ...]'
 TIMED_STEPS = 6
@@ -108,7 +114,7 @@ def plan(
     cost, outside = (None, 0.0)
     if time_steps:
         first = suggest_for_run(config, memory, table, num_ranks=num_ranks, gib=gib, safety=safety)
-        cost, outside = _time(config, first)
+        cost, outside = time_shapes(config, size=first.device_train_microbatch_size, slot_tokens=first.slot_tokens)
     return suggest_for_run(
         config,
         memory,
@@ -121,18 +127,41 @@ def plan(
     )
 
 
-def time_steps(config: TrainConfig, *, size: int, slot_tokens: int, regroup: bool, num_steps: int) -> MicrobatchTimer:
-    """Trains a few steps of a run on this machine and times its microbatches; the weights are thrown away."""
+def time_steps(
+    config: TrainConfig,
+    *,
+    size: int,
+    slot_tokens: int,
+    regroup: bool,
+    num_steps: int,
+    width_multiple: int | None = None,
+    change_loader: Callable[[DataSpec], None] | None = None,
+) -> MicrobatchTimer:
+    """Trains a few steps of a run on this machine and times its microbatches; the weights are thrown away.
+
+    Args:
+        config: The run; it stays as it is. Evaluation, checkpoints and loggers are left out.
+        size: ``device_train_microbatch_size``.
+        slot_tokens: Width of a slot.
+        regroup: Whether microbatches may sort rows.
+        num_steps: Steps; the first two are not timed.
+        width_multiple: Instead of the config's; a slot's width leaves microbatches as wide as their device batch.
+        change_loader: Applied to the loader before the run.
+    """
     config = copy.deepcopy(config)
     config.microbatching.device_train_microbatch_size = size
     config.microbatching.slot_tokens = slot_tokens
     config.microbatching.regroup = regroup
+    config.microbatching.width_multiple = width_multiple or config.microbatching.width_multiple
     config.dataset.pop('eval', None)
     kept = ('precision', 'device', 'parallelism_config', 'dist_timeout')
     config.trainer = {key: value for key, value in config.trainer.items() if key in kept}
     config.trainer.update(max_duration=f'{num_steps}ba', progress_bar=False)
     parts = build_parts(config)
-    timer = MicrobatchTimer(BatchLayout.for_model(parts.model).image_token_id)
+    if change_loader is not None:
+        change_loader(parts.train_loader)
+    hidden_size = parts.model.model.config.get_text_config().hidden_size
+    timer = MicrobatchTimer(BatchLayout.for_model(parts.model).image_token_id, hidden_size)
     trainer = build_trainer(config, parts, InMemoryLogger())
     trainer.state.callbacks.append(timer)
     trainer.fit()
@@ -140,12 +169,18 @@ def time_steps(config: TrainConfig, *, size: int, slot_tokens: int, regroup: boo
     return timer
 
 
-def _time(config: TrainConfig, report: SizingReport) -> tuple[CostModel, float]:
-    """Timed steps at the suggested size and at smaller ones, for microbatches of many shapes."""
-    size, slot = report.device_train_microbatch_size, report.slot_tokens
-    sizes = sorted({max(size // divisor, 1) for divisor in (1, 3, 8)})
-    timers = [time_steps(config, size=size, slot_tokens=slot, regroup=True, num_steps=TIMED_STEPS) for size in sizes]
-    return fit_cost(timers)
+def time_shapes(config: TrainConfig, *, size: int, slot_tokens: int) -> tuple[CostModel, float]:
+    """Times steps with large and small microbatches, trimmed and not: a cost model needs many shapes.
+
+    Returns:
+        The fitted cost model, and the seconds of a step outside its microbatches.
+    """
+    sizes = sorted({max(size // divisor, 1) for divisor in (1, 4, 12)})
+    shared: dict[str, Any] = {'slot_tokens': slot_tokens, 'regroup': True, 'num_steps': TIMED_STEPS}
+    timers = [
+        time_steps(config, size=other, width_multiple=wide, **shared) for other in sizes for wide in (None, slot_tokens)
+    ]
+    return fit_cost(timers, quadratic=6.0 * timers[0].hidden_size)
 
 
 def _this_device(config: TrainConfig) -> float:
@@ -169,9 +204,9 @@ def _take_options(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
             overrides.append(argument)
             continue
         value = yaml.safe_load(text)
-        expected = {'num_ranks': int, 'time_steps': bool, 'folder': str}.get(key, (int, float))
-        if not isinstance(value, expected) or (key not in ('time_steps', 'folder') and isinstance(value, bool)):
-            raise ConfigError(f'`{key}` must be a {getattr(expected, "__name__", "number")}, got: {text}')
+        expected, words = _TYPES.get(key, ((int, float), 'a number'))
+        if not isinstance(value, expected) or (expected is not bool and isinstance(value, bool)):
+            raise ConfigError(f'`{key}` must be {words}, got: {text}')
         if key in ('num_ranks', 'device_memory_gib') and value <= 0:
             raise ConfigError(f'`{key}` must be positive, got: {value}')
         options[key] = value

@@ -14,21 +14,27 @@ import torch
 from composer.core import Callback, State
 from composer.loggers import Logger
 
+from composer_tokacc.memory.fit import non_negative_least_squares
 from composer_tokacc.planning import CostModel
 
 __all__ = ['MicrobatchTimer', 'fit_cost']
 
+LATE = 1.5
+"""Times over the fit from which a microbatch was held up by something else."""
 
-@dataclass
+
+@dataclass(eq=False)  # Composer keeps callbacks in dictionaries
 class MicrobatchTimer(Callback):
     """Notes rows, width, image tokens and seconds of every microbatch, and what a step takes besides.
 
     Args:
         image_token_id: Placeholder of images; None without images.
+        hidden_size: Of the language model.
         skip: Steps at the start that are not noted: caches warm up.
     """
 
     image_token_id: int | None = None
+    hidden_size: int = 4096
     skip: int = 2
     rows: list[int] = field(default_factory=list)
     widths: list[int] = field(default_factory=list)
@@ -70,16 +76,42 @@ class MicrobatchTimer(Callback):
         return time.perf_counter()
 
 
-def fit_cost(timers: Sequence[MicrobatchTimer]) -> tuple[CostModel, float]:
+def fit_cost(timers: Sequence[MicrobatchTimer], *, quadratic: float) -> tuple[CostModel, float]:
     """The cost model of timed microbatches, and the median of the seconds of a step outside them.
+
+    A few noisy times do not tell the quadratic term from the linear one, so it is given. A busy machine makes single
+    microbatches late: those that took half as long again as the fit says are left out, and the rest fitted again.
+
+    Args:
+        timers: Of runs with microbatches of many shapes.
+        quadratic: Width at which attention costs as much as the dense layers: six times the hidden size.
 
     Raises:
         ValueError: Nothing was timed, or times do not grow with tokens.
     """
 
-    def joined(name: str) -> list:
-        return [value for timer in timers for value in getattr(timer, name)]
+    def joined(name: str) -> np.ndarray:
+        return np.array([value for timer in timers for value in getattr(timer, name)], dtype=np.float64)
 
-    cost = CostModel.fit(joined('rows'), joined('widths'), joined('seconds'), joined('image_tokens'))
+    rows, widths, images, seconds = (joined(name) for name in ('rows', 'widths', 'image_tokens', 'seconds'))
+    if len(seconds) == 0:
+        raise ValueError('`timers` must hold at least one microbatch, got: none. Run more steps.')
+    columns = np.stack([rows * (widths + widths**2 / quadratic), images, np.ones_like(rows)], axis=1)
+    solution = np.zeros(3)
+    kept = np.ones(len(seconds), dtype=bool)
+    for _ in range(3):
+        solution = non_negative_least_squares(columns[kept] / seconds[kept, None], np.ones(int(kept.sum())))
+        kept = seconds <= LATE * np.maximum(columns @ solution, 1e-12)
+        if not kept.any():
+            break
+    per_token, per_image, per_launch = solution.tolist()
+    if per_token <= 0:
+        raise ValueError('Measured times must grow with the number of tokens, got: none that do. Time more steps.')
+    cost = CostModel(
+        quadratic=quadratic,
+        vision_per_token=per_image / per_token,
+        launch=per_launch / per_token,
+        seconds_per_token=per_token,
+    )
     outside = joined('outside')
-    return cost, float(np.median(outside)) if outside else 0.0
+    return cost, float(np.median(outside)) if len(outside) else 0.0

@@ -1,0 +1,132 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The speed-up that `plan` predicts for the digits run, against the measured one; and whether its size trains.
+
+    python -m benchmarks.sizing [--size 8] [--steps 30]
+
+Both runs go through the Trainer with the same model, data, algorithms and memory (k rows of the widest batch). Stock
+is given a splitter that keeps images with their rows, which Composer's own does not; it slices rows and trims nothing.
+The cost model is fitted to a few steps of ours at several sizes, trimmed and not. Short blocks of steps of
+both alternate, so that a busy machine slows both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+from composer.core import DataSpec
+
+from benchmarks.machine import machine
+from composer_tokacc.config import TrainConfig, load_config
+from composer_tokacc.config_checks import check_config
+from composer_tokacc.layout import BatchLayout
+from composer_tokacc.lengths import length_table
+from composer_tokacc.loaders import build_dataset, build_processor
+from composer_tokacc.plan import time_shapes, time_steps
+from composer_tokacc.profile import SampleSizes
+from composer_tokacc.simulate import draw_batches, simulate_steps
+from composer_tokacc.suggest import device_memory_gib, memory_of_run, suggest_for_run
+from composer_tokacc.timing import MicrobatchTimer
+
+ROOT = Path(__file__).resolve().parent
+LIMIT = 0.15
+
+
+def use_stock_split(data_spec: DataSpec) -> None:
+    """Slices rows in order and trims nothing, as Composer does with text batches."""
+    layout: BatchLayout = data_spec.split_batch.layout  # type: ignore[union-attr]
+
+    def split(batch: dict[str, Any], size: int | float) -> list[dict[str, Any]]:
+        rows = layout.num_rows(batch)
+        starts = range(0, rows, int(size))
+        parts = [layout.select(batch, range(start, min(start + int(size), rows))) for start in starts]
+        return [{**part, 'num_microbatches': len(parts)} for part in parts]
+
+    data_spec.split_batch = split
+
+
+def seconds_per_step(timer: MicrobatchTimer) -> float:
+    """Mean over the timed steps."""
+    return (sum(timer.seconds) + sum(timer.outside)) / max(len(timer.outside), 1)
+
+
+def measure(config: TrainConfig, size: int, slot: int, *, stock: bool, steps: int) -> float:
+    """Mean seconds of a step."""
+    timer = time_steps(
+        config,
+        size=size,
+        slot_tokens=slot,
+        regroup=True,
+        num_steps=steps,
+        change_loader=use_stock_split if stock else None,
+    )
+    return seconds_per_step(timer)
+
+
+def main() -> None:
+    """Predicts, measures, prints and writes `results/sizing.json`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--yaml', default=str(ROOT.parent / 'yamls' / 'digits.yaml'))
+    parser.add_argument('--size', type=int, default=0, help='rows of a microbatch; 0: what the helper suggests')
+    parser.add_argument('--steps', type=int, default=20)
+    parser.add_argument('--blocks', type=int, default=3)
+    parser.add_argument('--output', type=Path, default=ROOT / 'results')
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    config = load_config(given.yaml)
+    check_config(config, world_size=1)
+    processor = build_processor(config)
+    dataset = build_dataset(config, processor, held_out=False)
+    table = length_table(dataset, processor)
+    memory = memory_of_run(config, dataset, processor, table)
+    gib = device_memory_gib(config)
+    report = suggest_for_run(config, memory, table, num_ranks=1, gib=gib)
+    size, slot = given.size or report.device_train_microbatch_size, report.slot_tokens
+    cost, outside = time_shapes(config, size=size, slot_tokens=slot)
+    sizes = SampleSizes.of(table)
+    batches = draw_batches(len(sizes), config.loader.global_batch_size, num_batches=40)
+    predicted = {}
+    for method in ('stock', 'split'):
+        figures = simulate_steps(
+            sizes, batches, method=method, num_ranks=1, microbatch_rows=size, max_tokens=size * slot, cost=cost
+        )
+        assert cost.seconds_per_token is not None
+        predicted[method] = figures.cost * cost.seconds_per_token + outside
+    blocks: dict[str, list[float]] = {'stock': [], 'split': []}
+    for _ in range(given.blocks):
+        for method in blocks:
+            blocks[method].append(measure(config, size, slot, stock=method == 'stock', steps=given.steps))
+    measured = {method: statistics.median(values) for method, values in blocks.items()}
+    ratios = {
+        name: found['stock'] / found['split'] for name, found in (('predicted', predicted), ('measured', measured))
+    }
+    error = ratios['predicted'] / ratios['measured'] - 1
+    result = {
+        'machine': machine(),
+        'suggested': report.device_train_microbatch_size,
+        'size': size,
+        'slot_tokens': slot,
+        'predicted_seconds': predicted,
+        'measured_seconds': measured,
+        'blocks': blocks,
+        'speedup': ratios,
+        'error': error,
+    }
+    given.output.mkdir(parents=True, exist_ok=True)
+    name = 'sizing.json' if not given.size else f'sizing-{size}.json'
+    (given.output / name).write_text(json.dumps(result, indent=2) + '\n')
+    print(f'size {size} rows of {slot} tokens (suggested: {report.device_train_microbatch_size})')
+    for method in blocks:
+        print(f'{method:>6}: predicted {predicted[method]:.4f} s a step, measured {measured[method]:.4f}')
+    print(f'speed-up: predicted {ratios["predicted"]:.2f}x, measured {ratios["measured"]:.2f}x, off by {error:+.1%}')
+    print('within the limit' if abs(error) <= LIMIT else f'NOT within {LIMIT:.0%}')
+
+
+if __name__ == '__main__':
+    main()
