@@ -89,6 +89,7 @@ class TokenAccumulation(Algorithm):
         self.loss_terms = LossTerms(loss_units)
         self.rule: str | None = None if check_loss else loss_tokens
         self.num_empty_steps = 0
+        self._coupling_checked = False
         self._packing_checked = False
         self._guard: StepGuard | None = None
         self._raw_loss: Any = None
@@ -125,8 +126,9 @@ class TokenAccumulation(Algorithm):
     def _count(self, state: State, logger: Logger) -> None:
         """BATCH_START: ``state.batch`` is the whole device batch, still on the CPU, so counting syncs nothing."""
         labels_of(state.batch)
-        if state.batch.get(REGROUPED):
+        if REGROUPED in state.batch and not self._coupling_checked:
             check_rows_are_independent(state.model, self.loss_terms.coupled)
+            self._coupling_checked = True
         if self.rule is None:
             self.rule = find_rule(state, self.loss_terms, self.loss_tokens)
         batch = annotate(state.batch, self.rule)
@@ -149,7 +151,6 @@ class TokenAccumulation(Algorithm):
             local_samples=local_samples,
             world_size=dist.get_world_size(),
         )
-        logger.log_metrics({'token_accumulation/loss_generating_tokens': tokens})
 
     def _start_attempt(self, state: State, logger: Logger) -> None:
         """BEFORE_TRAIN_BATCH: fires once per attempt (an OOM retry or a closure called again starts afresh)."""
@@ -198,10 +199,15 @@ class TokenAccumulation(Algorithm):
         scaler = state.scaler
         gradient_scale = scaler.get_scale() if scaler is not None and scaler.is_enabled() else 1.0
         guard.check(gradient_scale=gradient_scale, by_microbatch=self.loss_terms.needs_microbatches)
-        logger.log_metrics({'token_accumulation/empty_microbatches': guard.num_empty})
         if guard.tokens == 0:
             # Zero gradients would still decay weights and move momentum; no gradients move nothing.
             for optimizer in state.optimizers:
                 optimizer.zero_grad(set_to_none=True)
             self.num_empty_steps += 1
-        logger.log_metrics({'token_accumulation/empty_steps': self.num_empty_steps})
+        logger.log_metrics(
+            {
+                'token_accumulation/loss_generating_tokens': guard.tokens,
+                'token_accumulation/empty_microbatches': guard.num_empty,
+                'token_accumulation/empty_steps': self.num_empty_steps,
+            }
+        )

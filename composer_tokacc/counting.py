@@ -20,6 +20,8 @@ LOSS_RULES = ('causal', 'causal_attended', 'unshifted')
 # keys that the model does not know, and reading them costs no device sync.
 LOSS_TOKENS = 'loss_generating_tokens'
 REAL_TOKENS = 'real_tokens'
+COUNTED_BY = 'counted_by'
+"""The rule by which the lists were counted, so that nobody counts twice."""
 ADDED_ROWS = 'added_rows'
 """True for zero-weight rows that a split added; they are not samples."""
 
@@ -166,9 +168,12 @@ def count_tokens(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> Token
 
 def annotate(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> dict[str, Any]:
     """The batch with its per-row counts as python lists, and packed rows masked as they are counted."""
+    if batch.get(COUNTED_BY) == loss_tokens:
+        return dict(batch)
     batch = mask_document_starts(batch)
     counts = count_tokens(batch, loss_tokens)
-    return {**batch, LOSS_TOKENS: list(counts.loss_generating), REAL_TOKENS: list(counts.real)}
+    lists = {LOSS_TOKENS: list(counts.loss_generating), REAL_TOKENS: list(counts.real)}
+    return {**batch, **lists, COUNTED_BY: loss_tokens}
 
 
 def num_samples(batch: Mapping[str, Any]) -> int:
