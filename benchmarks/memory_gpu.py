@@ -6,9 +6,9 @@
     python -m benchmarks.memory_gpu                 # on a GPU of 80 GB; fits traced probes, and measured ones
     python -m benchmarks.memory_gpu --dry --small   # no GPU: builds and plans small models, prints predictions only
 
-Models are built from configs, nothing is downloaded. Every shape below is unlike the probes. Then the largest microbatch
-that the model allows on this GPU is run: it must fit, and 1.15 times as many tokens must be over the limit by the model.
-Writes `results/memory_gpu.json`.
+Models are built from configs, nothing is downloaded. Every shape below is unlike the probes. Then the largest
+microbatch that the model allows on this GPU is run: it must fit, and 1.15 times as many tokens must be over the limit
+by the model. Writes `results/memory_gpu.json`.
 """
 
 from __future__ import annotations

@@ -9,16 +9,21 @@ from composer_tokacc.data_spec import token_data_spec
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.monitor import TokenMonitor
 from composer_tokacc.planning import MicrobatchPlan, plan_microbatches
+from composer_tokacc.sampler import RegroupingBatchSampler
+from composer_tokacc.sizing import SizingReport, suggest_microbatching
 
 __version__ = '0.1.0'
 
 __all__ = [
     'BatchLayout',
     'MicrobatchPlan',
+    'RegroupingBatchSampler',
+    'SizingReport',
     'TokenAccumulation',
     'TokenCounts',
     'TokenMonitor',
     'count_tokens',
     'plan_microbatches',
+    'suggest_microbatching',
     'token_data_spec',
 ]

@@ -108,7 +108,7 @@ def test_wrong_types_are_refused_by_key(override, expected):
         ('loader.global_batch_size=0', 1, 'must be at least 1, got: 0'),
         ('microbatching.device_train_microbatch_size=0', 1, 'must be at least 1, got: 0. Use 1'),
         ('microbatching.device_train_microbatch_size=-4', 1, 'must be at least 1, got: -4'),
-        ('microbatching.device_train_microbatch_size=automatic', 1, 'must be a number, `auto` or `suggest`, got: automatic'),
+        ('microbatching.device_train_microbatch_size=automatic', 1, '`auto` or `suggest`, got: automatic'),
         ('microbatching.device_train_microbatch_size=auto', 1, 'must be a number on CPU, got: auto'),
         ('microbatching.slot_tokens=0', 1, '`microbatching.slot_tokens` must be at least 1, got: 0'),
         ('microbatching.width_multiple=0', 1, '`microbatching.width_multiple` must be at least 1, got: 0'),

@@ -140,6 +140,11 @@ def llava_7b() -> LlavaConfig:
 
 
 @pytest.mark.slow
+@pytest.mark.xfail(
+    strict=True,
+    raises=ValueError,
+    reason='known defect: traced as FSDP casts (amp_bf16), recomputed vision layers see other types than the first pass',
+)
 def test_llava_of_seven_billion_weights_without_a_gpu() -> None:
     config = llava_7b()
     samples = [made_up_sample(config, 60), made_up_sample(config, 90, num_images=1)]
