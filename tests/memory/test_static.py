@@ -143,7 +143,7 @@ def llava_7b() -> LlavaConfig:
 @pytest.mark.xfail(
     strict=True,
     raises=ValueError,
-    reason='known defect: traced as FSDP casts (amp_bf16), recomputed vision layers see other types than the first pass',
+    reason='known defect: with FSDP casts traced, recomputed vision layers see other types than the first pass',
 )
 def test_llava_of_seven_billion_weights_without_a_gpu() -> None:
     config = llava_7b()
