@@ -142,10 +142,8 @@ def main() -> None:
                     print(f'  {method}: {row["rows"]} x {row["width"]}: {row["predicted_gib"]:.2f} GiB{tail}')
             errors = [abs(row['error']) for row in result['traced'] if 'error' in row]
             if errors:
-                print(
-                    f'  worst {max(errors):.1%}, ' + ('within' if max(errors) <= LIMIT else 'NOT within'),
-                    f'{LIMIT:.0%}',
-                )
+                verdict = 'within' if max(errors) <= LIMIT else 'NOT within'
+                print(f'  worst {max(errors):.1%}, {verdict} {LIMIT:.0%}')
     if not given.dry:
         RESULTS.mkdir(exist_ok=True)
         report = {'machine': {**machine(), 'device': device}, 'studies': studies}
