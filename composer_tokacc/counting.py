@@ -21,7 +21,8 @@ LOSS_RULES = ('causal', 'causal_attended', 'unshifted')
 LOSS_TOKENS = 'loss_generating_tokens'
 REAL_TOKENS = 'real_tokens'
 COUNTED_BY = 'counted_by'
-"""The rule by which the lists were counted, so that nobody counts twice."""
+"""The rule by which the lists were counted, so that nobody counts twice. Only token_data_spec writes it: Composer's own
+sample counter takes nothing but tensors and lists."""
 ADDED_ROWS = 'added_rows'
 """True for zero-weight rows that a split added; they are not samples."""
 
@@ -172,8 +173,10 @@ def annotate(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> dict[str,
         return dict(batch)
     batch = mask_document_starts(batch)
     counts = count_tokens(batch, loss_tokens)
-    lists = {LOSS_TOKENS: list(counts.loss_generating), REAL_TOKENS: list(counts.real)}
-    return {**batch, **lists, COUNTED_BY: loss_tokens}
+    counted = {**batch, LOSS_TOKENS: list(counts.loss_generating), REAL_TOKENS: list(counts.real)}
+    if COUNTED_BY in batch:
+        counted[COUNTED_BY] = loss_tokens
+    return counted
 
 
 def num_samples(batch: Mapping[str, Any]) -> int:

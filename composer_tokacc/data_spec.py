@@ -12,7 +12,16 @@ from composer.core import DataSpec
 from composer.utils import dist
 from torch.utils.data import DataLoader
 
-from composer_tokacc.counting import LOSS_TOKENS, PACKED, REAL_TOKENS, REGROUPED, annotate, check_rule, num_samples
+from composer_tokacc.counting import (
+    COUNTED_BY,
+    LOSS_TOKENS,
+    PACKED,
+    REAL_TOKENS,
+    REGROUPED,
+    annotate,
+    check_rule,
+    num_samples,
+)
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.split import MicrobatchSplit
 
@@ -113,6 +122,6 @@ def _annotating(
             raise ValueError(
                 f'The dataloader must yield mappings with `input_ids` and `labels`, got: {type(batch).__name__}.'
             )
-        return {**annotate(batch, loss_tokens), **marks}
+        return {**annotate(batch, loss_tokens), COUNTED_BY: loss_tokens, **marks}
 
     return transform
