@@ -1,0 +1,200 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Sharing global batches among ranks: balance and step time against other samplers, and what the planning costs.
+
+    python -m benchmarks.scaling [--lengths DIR] [--quick] [--no-timing]
+
+Modelled on 8 to 4,096 ranks, timed on 2 and 4 ranks of this machine, planned for an epoch of 1.2 million samples. DIR
+holds tables `tokens,image_tiles` as .csv.gz (real data); without it they are synthetic, and marked so. Prints tables;
+writes results/scaling.json and .png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.length_sets import LengthSet, lognormal, read_tables
+from benchmarks.loads import Loads
+from benchmarks.machine import machine
+from benchmarks.planning import show
+from composer_tokacc.planning import CostModel
+from composer_tokacc.planning.stats import lower_bound
+from composer_tokacc.sampler import RegroupingBatchSampler
+
+RESULTS = Path(__file__).resolve().parent / 'results'
+MICROBATCH = 4
+WORLDS = ((8, 16, 40), (64, 32, 10), (512, 32, 4), (4096, 32, 1))
+"""Ranks, samples a rank, global batches."""
+HF_GROUPED = 'HF group_by_length *'
+
+
+def simulate(length_set: LengthSet, num_ranks: int, per_rank: int, steps: int) -> list[dict[str, Any]]:
+    """Imbalance, share of the bound and speed-up of every method, over several global batches."""
+    cost = CostModel()
+    loads = Loads(num_ranks, MICROBATCH, cost)
+    global_batch = num_ranks * per_rank
+    batches = length_set.draw(global_batch * steps, seed=num_ranks).lengths.reshape(steps, global_batch)
+    found = {name: [method(batch) for batch in batches] for name, method in loads.methods().items()}
+    # Sorting needs an epoch: four global batches at least for each that is sorted.
+    epoch = length_set.draw(global_batch * max(8, steps), seed=num_ranks).lengths
+    grouped = loads.length_grouped(epoch, global_batch)
+    found[HF_GROUPED] = grouped
+    bounds = [
+        lower_bound(batch, np.zeros_like(batch), num_ranks, cost, MICROBATCH * int(batch.max()), None)
+        for batch in batches
+    ]
+    stock = sum(load.max() for load in found['stock DistributedSampler']) / steps
+    return [
+        {
+            'set': length_set.name,
+            'ranks': num_ranks,
+            'samples a rank': per_rank,
+            'method': name,
+            'slowest / mean': float(sum(load.max() for load in per_step) / sum(load.mean() for load in per_step)),
+            'share of bound': float(np.mean(bounds) / np.mean([load.max() for load in per_step])),
+            'times stock': float(stock / np.mean([load.max() for load in per_step])),
+        }
+        for name, per_step in found.items()
+    ]
+
+
+def plan_epoch(lengths: np.ndarray, num_ranks: int, global_batch: int) -> dict[str, float]:
+    """Processor seconds and memory of one epoch of a sampler, everything that it does included."""
+    list(_sampler(np.resize(lengths, global_batch), num_ranks, global_batch))  # loads the compiled code
+    start, start_busy = time.perf_counter(), time.process_time()
+    num_batches = sum(1 for _ in _sampler(lengths, num_ranks, global_batch))
+    busy, wall = time.process_time() - start_busy, time.perf_counter() - start
+    tracemalloc.start()  # slows everything down, so a second pass
+    for _ in itertools.islice(_sampler(lengths, num_ranks, global_batch), 20):
+        pass
+    # The order of the epoch is torch's, which is not traced: 8 bytes a sample.
+    peak = tracemalloc.get_traced_memory()[1] + 8 * len(lengths)
+    tracemalloc.stop()
+    return {
+        'ranks': num_ranks,
+        'global batch': global_batch,
+        'samples': len(lengths),
+        'batches': num_batches,
+        'wall s': wall,
+        'processor s': busy,
+        'samples / s': len(lengths) / busy,
+        'bytes a sample': peak / len(lengths),
+    }
+
+
+def _sampler(lengths: np.ndarray, num_ranks: int, global_batch: int) -> RegroupingBatchSampler:
+    return RegroupingBatchSampler(
+        range(len(lengths)), lengths=lengths, global_batch_size=global_batch, num_replicas=num_ranks, rank=0,
+        max_tokens=MICROBATCH * int(lengths.max()), drop_last=True,
+    )  # fmt: skip
+
+
+def plan_epochs(length_set: LengthSet, sizes: list[int]) -> list[dict[str, float]]:
+    """As :func:`plan_epoch`, each in a process of its own: peak memory never shrinks."""
+    rows = []
+    for num_ranks, global_batch in ((8, 256), (64, 2048)):
+        for size in sizes:
+            with tempfile.TemporaryDirectory() as folder:
+                table, result = Path(folder) / 'lengths.npy', Path(folder) / 'result.json'
+                np.save(table, np.random.default_rng(0).choice(length_set.lengths, size))
+                arguments = ['--plan', str(table), str(num_ranks), str(global_batch), str(result)]
+                subprocess.run([sys.executable, '-m', 'benchmarks.scaling', *arguments], check=True)
+                rows.append(json.loads(result.read_text()))
+    return rows
+
+
+def time_ranks(ranks: int, rounds: int, steps: int) -> list[dict[str, Any]]:
+    """Steps of the real Trainer under the composer launcher."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / 'result.json'
+        composer = str(Path(sys.executable).with_name('composer'))
+        script = ['-m', 'benchmarks.scaling_ranks', str(result), str(rounds), str(steps)]
+        environment = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': os.getcwd()}
+        done = subprocess.run([composer, '-n', str(ranks), *script], env=environment, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f'composer -n {ranks} must end well, got: {done.returncode}.\n{done.stderr[-4000:]}')
+        found = json.loads(result.read_text())
+    ours = found['regrouped over ranks']
+    return [
+        {
+            'ranks': ranks,
+            'method': method,
+            'wall s a step': times['wall'] / steps,
+            'processor s a step': times['busy'] / steps,
+            'slowest / mean': times['imbalance'],
+            'ours is faster, wall': times['wall'] / ours['wall'],
+            'ours is faster, processor': times['busy'] / ours['busy'],
+        }
+        for method, times in found.items()
+    ]
+
+
+def picture(rows: list[dict[str, Any]], path: Path) -> None:
+    """Imbalance and speed-up over the number of ranks, on the first set."""
+    import matplotlib as mpl
+
+    mpl.use('Agg')
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(13, 5))
+    rows = [row for row in rows if row['set'] == rows[0]['set']]
+    for axis, key in zip(axes, ('slowest / mean', 'times stock'), strict=True):
+        for name in dict.fromkeys(row['method'] for row in rows):
+            line = [row for row in rows if row['method'] == name]
+            axis.plot([row['ranks'] for row in line], [row[key] for row in line], 'o-', label=name)
+        axis.set(xlabel='ranks', ylabel=key, xscale='log')
+    axes[0].set_title('Slowest rank over the mean, modelled')
+    axes[1].set_title('Times stock Composer, modelled, equal memory')
+    axes[1].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    if sys.argv[1:2] == ['--plan']:
+        table, num_ranks, global_batch, result = sys.argv[2:]
+        Path(result).write_text(json.dumps(plan_epoch(np.load(table), int(num_ranks), int(global_batch))))
+        return
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument('--lengths', type=Path, default=os.environ.get('COMPOSER_TOKACC_LENGTHS'))
+    parser.add_argument('--output', type=Path, default=RESULTS)
+    parser.add_argument('--quick', action='store_true', help='fewer ranks, samples and rounds')
+    parser.add_argument('--no-timing', action='store_true', help='leave the timed ranks out')
+    arguments = parser.parse_args()
+    tables, source = read_tables(None if arguments.lengths is None else Path(arguments.lengths))
+    print(source)
+    worlds = WORLDS[:2] if arguments.quick else WORLDS
+    rows = [row for length_set in (tables, lognormal(0.92)) for world in worlds for row in simulate(length_set, *world)]
+    show(f'Modelled, memory of {MICROBATCH} rows; * changes who is in a global batch', rows)
+    sizes = [75_000] if arguments.quick else [300_000, 600_000, 1_200_000]
+    planning = plan_epochs(tables, sizes)
+    show('Planning an epoch, one core', planning)
+    timed = []
+    if not arguments.no_timing:
+        for ranks in (2, 4):
+            timed += time_ranks(ranks, *((1, 2) if arguments.quick else (3, 6)))
+        show('Timed on this machine, global batch of 64, lognormal lengths', timed)
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    report = {'source': source, 'machine': machine(), 'modelled': rows, 'planning': planning, 'timed': timed}
+    (arguments.output / 'scaling.json').write_text(json.dumps(report, indent=1) + '\n')
+    try:
+        picture(rows, arguments.output / 'scaling.png')
+    except ImportError:
+        print('matplotlib is not installed: no picture')
+
+
+if __name__ == '__main__':
+    main()
