@@ -115,7 +115,8 @@ class FakeRun:
     def _step(self, batch: Mapping[str, Any], saved: SavedBytes | None) -> torch.dtype | None:
         """Forward and backward, as the Trainer does them; returns the type of the logits."""
         inputs = {key: value for key, value in batch.items() if key in self._named}
-        with self._tracked():
+        # Around the backward pass too: checkpointing recomputes there, under the autocast of the forward pass.
+        with self._tracked(), CudaAutocast() if self._on_gpu else nullcontext():
             # Composer's state.outputs holds the logits of the microbatch before until the new ones are there.
             previous = None
             if self._logits_dtype is not None:
@@ -126,7 +127,8 @@ class FakeRun:
             with self._autocast(), saved.counting() if saved is not None else nullcontext():
                 outputs = self.model(**inputs)
             del previous
-            outputs.loss.backward()
+            # Not loss.backward(): a function mode is off inside the methods that pass through it.
+            torch.autograd.backward(outputs.loss)
         logits = outputs.get('logits')
         return None if logits is None else logits.dtype
 
@@ -148,7 +150,7 @@ class FakeRun:
             yield
             return
         # Fake tensors of a GPU need its driver; those of the CPU do not, and their sizes are the same.
-        with CudaAutocast() if self._on_gpu else nullcontext(), torch.autocast('cpu', self._dtype):
+        with torch.autocast('cpu', self._dtype):
             yield
 
     def _count_static(self, make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> StaticBytes:
