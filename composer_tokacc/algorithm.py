@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 from composer.utils import dist
@@ -27,6 +26,7 @@ from composer_tokacc.counting import (
 )
 from composer_tokacc.first_batch import check_packed, check_sharding, find_rule
 from composer_tokacc.loss_terms import LossTerms, attached_zero
+from composer_tokacc.rank_sum import RankSum
 from composer_tokacc.row_coupling import check_rows_are_independent
 from composer_tokacc.step_guard import StepGuard
 
@@ -46,9 +46,10 @@ class TokenAccumulation(Algorithm):
     of the step over all ranks. Together with Composer's weight the gradient is that of one forward over the whole
     global batch, whatever the microbatch size, the number of ranks or the padding.
 
-    Runs on :attr:`.Event.BATCH_START` (counts; one all-reduce a step), :attr:`.Event.AFTER_LOSS`,
-    :attr:`.Event.BEFORE_BACKWARD` (scales), :attr:`.Event.AFTER_BACKWARD` (restores the raw loss) and
-    :attr:`.Event.AFTER_TRAIN_BATCH` (checks the weights that Composer really applied, before the optimizer steps).
+    Runs on :attr:`.Event.BATCH_START` (counts; starts the one all-reduce of a step), :attr:`.Event.BEFORE_FORWARD` (has
+    its result), :attr:`.Event.AFTER_LOSS`, :attr:`.Event.BEFORE_BACKWARD` (scales), :attr:`.Event.AFTER_BACKWARD`
+    (restores the raw loss) and :attr:`.Event.AFTER_TRAIN_BATCH` (checks the weights that Composer really applied,
+    before the optimizer steps).
 
     Args:
         loss_tokens (str): Which labels the model's loss averages over: ``'causal'``, ``'causal_attended'``,
@@ -97,6 +98,7 @@ class TokenAccumulation(Algorithm):
             Event.FIT_START: self._check_model,
             Event.BATCH_START: self._count,
             Event.BEFORE_TRAIN_BATCH: self._start_attempt,
+            Event.BEFORE_FORWARD: self._read_totals,
             Event.AFTER_LOSS: self._replace_empty,
             Event.BEFORE_BACKWARD: self._scale,
             Event.AFTER_BACKWARD: self._restore,
@@ -137,16 +139,11 @@ class TokenAccumulation(Algorithm):
                 check_packed(state, self.loss_terms)
                 self._packing_checked = True
             batch[PACKED] = PACKED_CHECKED
-        totals = torch.tensor([sum(batch[LOSS_TOKENS]), num_samples(batch)], dtype=torch.int64)
-        local_tokens, local_samples = totals.tolist()
-        totals = state.device.tensor_to_device(totals)
-        dist.all_reduce(totals, reduce_operation='SUM')
-        tokens, samples = totals.tolist()
+        local_tokens, local_samples = sum(batch[LOSS_TOKENS]), num_samples(batch)
         # Carried by the batch, so that split_batch hands each microbatch its own counts.
         state.batch = batch
         self._guard = StepGuard(
-            tokens=tokens,
-            samples=samples,
+            totals=RankSum((local_tokens, local_samples), state.device),
             local_tokens=local_tokens,
             local_samples=local_samples,
             world_size=dist.get_world_size(),
@@ -156,6 +153,11 @@ class TokenAccumulation(Algorithm):
         """BEFORE_TRAIN_BATCH: fires once per attempt (an OOM retry or a closure called again starts afresh)."""
         assert self._guard is not None, 'BATCH_START comes before BEFORE_TRAIN_BATCH'
         self._guard.start_attempt()
+
+    def _read_totals(self, state: State, logger: Logger) -> None:
+        """BEFORE_FORWARD: Composer has just waited for its own all-reduce, and the device has nothing queued yet."""
+        assert self._guard is not None
+        self._guard.totals.read()
 
     def _replace_empty(self, state: State, logger: Logger) -> None:
         """AFTER_LOSS: a mean over no tokens is NaN, and NaNMonitor and the loss log read it from here on."""

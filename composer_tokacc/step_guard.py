@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from composer_tokacc.rank_sum import RankSum
+
 __all__ = ['Microbatch', 'StepGuard']
 
 # Composer computes its weight in double and applies it in float32.
@@ -53,21 +55,29 @@ class StepGuard:
     """Collects what happened in one optimizer step and refuses it if it was not exact.
 
     Args:
-        tokens: Loss-generating tokens of the step, over all ranks.
-        samples: Samples of the step, over all ranks.
+        totals: Loss-generating tokens and samples of the step, over all ranks.
         local_tokens: Those of this rank.
         local_samples: Those of this rank.
         world_size: Number of ranks.
     """
 
-    tokens: int
-    samples: int
+    totals: RankSum
     local_tokens: int
     local_samples: int
     world_size: int
     _microbatches: list[Microbatch] = field(default_factory=list)
     _labelled: list[torch.Tensor] = field(default_factory=list)
     _observed: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        """Loss-generating tokens of the step, over all ranks."""
+        return self.totals.read()[0]
+
+    @property
+    def samples(self) -> int:
+        """Samples of the step, over all ranks."""
+        return self.totals.read()[1]
 
     def start_attempt(self) -> None:
         """Forgets an attempt that failed half-way."""
@@ -88,7 +98,7 @@ class StepGuard:
 
     def observe(self, gradient: torch.Tensor) -> None:
         """A tensor hook: the gradient that reaches the scaled loss is the weight that Composer applied."""
-        self._observed.append(gradient.detach().float().sum())
+        self._observed.append(gradient.detach().sum(dtype=torch.float32))
 
     @property
     def num_empty(self) -> int:

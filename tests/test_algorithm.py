@@ -12,6 +12,7 @@ from composer.callbacks import NaNMonitor
 from composer.core import Algorithm, DataSpec, Event
 
 from composer_tokacc import TokenAccumulation, token_data_spec
+from composer_tokacc.rank_sum import RankSum
 from composer_tokacc.step_guard import StepGuard
 from tests.support.text import collate, text_model, text_row, text_rows
 from tests.support.training import hugging_face, loader, logged, reference_gradients, relative_error, train
@@ -354,6 +355,23 @@ def test_no_host_sync_a_microbatch(model, monkeypatch, units):
     train(given, loader(batch), algorithms=[algorithm], microbatch_size=1)
     assert seen.count('hook') == 7
     assert all(event.value in seen for event in microbatch_events)
+
+
+def test_sums_over_the_ranks_are_read_once_a_step_before_the_first_forward(model, monkeypatch):
+    events = []
+
+    class Watched(RankSum):
+        def read(self):
+            events.append(('read', self._values is None))
+            return super().read()
+
+    monkeypatch.setattr('composer_tokacc.algorithm.RankSum', Watched)
+    algorithm = TokenAccumulation()
+    scale = algorithm._actions[Event.BEFORE_BACKWARD]
+    algorithm._actions[Event.BEFORE_BACKWARD] = lambda *given: (events.append(('scale', None)), scale(*given))
+    train(model, loader(collate(text_rows(RAGGED))), algorithms=[algorithm], microbatch_size=2)
+    assert events[0] == ('read', True)
+    assert [waited for kind, waited in events if kind == 'read'].count(True) == 1
 
 
 # Rules.
