@@ -108,7 +108,7 @@ def plan(
     reproducibility.seed_all(config.seed)
     processor = build_processor(config)
     dataset = build_dataset(config, processor, held_out=False)
-    table = length_table(dataset, processor)
+    table = length_table(dataset, processor, folder=config.loader.lengths_folder)
     memory = memory_of_run(config, dataset, processor, table)
     gib = device_memory_gib or config.microbatching.device_memory_gib or _this_device(config)
     cost, outside = (None, 0.0)

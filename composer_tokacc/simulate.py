@@ -81,7 +81,7 @@ def simulate_steps(
     costs, loads, computed, real, counts = [], [], 0, 0, []
     for batch in batches:
         if method == 'planned':
-            ranks = _planned(table, batch, num_ranks, max_tokens, cost, strategy, width_multiple)
+            ranks = _planned(table, batch, num_ranks, max_tokens, strategy, width_multiple)
         else:
             shares = [batch[rank::num_ranks] for rank in range(num_ranks)]
             shares = [share for share in shares if len(share)]
@@ -141,17 +141,16 @@ def _planned(
     batch: np.ndarray,
     num_ranks: int,
     max_tokens: int,
-    cost: CostModel,
     strategy: Literal['ddp', 'fsdp'],
     width_multiple: int,
 ) -> list[list[_Piece]]:
+    """As the training program plans: with the default cost model, whatever the steps are priced with."""
     plan = plan_microbatches(
         table.tokens[batch],
         num_ranks=num_ranks,
         max_tokens=max_tokens,
         image_tokens=table.vision[batch],
         objective=strategy,
-        cost=cost,
         width_multiple=width_multiple,
     )
     vision = table.vision[batch]

@@ -39,7 +39,7 @@ def apply_suggestion(config: TrainConfig, dataset: Any, processor: Any) -> None:
     Raises:
         ValueError: Nothing fits; raised on all ranks.
     """
-    table = length_table(dataset, processor)
+    table = length_table(dataset, processor, folder=config.loader.lengths_folder)
     smallest = torch.tensor([config.microbatching.device_memory_gib or device_memory_gib(config)])
     if torch.distributed.is_initialized() and torch.distributed.get_backend() == 'nccl':
         smallest = smallest.to(torch.cuda.current_device())
