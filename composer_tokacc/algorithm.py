@@ -21,7 +21,6 @@ from composer_tokacc.counting import (
     annotate,
     check_rule,
     labels_of,
-    loss_mask,
     num_samples,
 )
 from composer_tokacc.first_batch import check_packed, check_sharding, find_rule
@@ -143,6 +142,7 @@ class TokenAccumulation(Algorithm):
         # Carried by the batch, so that split_batch hands each microbatch its own counts.
         state.batch = batch
         self._guard = StepGuard(
+            rule=self.rule,
             totals=RankSum((local_tokens, local_samples), state.device),
             local_tokens=local_tokens,
             local_samples=local_samples,
@@ -180,9 +180,7 @@ class TokenAccumulation(Algorithm):
         microbatch = guard.add_microbatch(
             num_tokens=sum(batch[LOSS_TOKENS]),
             num_samples=num_samples(batch),
-            num_rows=len(batch[LOSS_TOKENS]),
-            width=labels_of(batch).shape[1],
-            labelled=loss_mask(batch, self.rule).sum(),
+            labelled={key: batch[key] for key in ('labels', 'attention_mask') if key in batch},
             # Composer's own split makes microbatches of a fixed number of rows; ours says how many it made.
             of=batch.get(NUM_MICROBATCHES) or -(-guard.local_samples // int(state.device_train_microbatch_size or 1)),
         )

@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 
+from composer_tokacc.counting import loss_mask
 from composer_tokacc.rank_sum import RankSum
 
 __all__ = ['Microbatch', 'StepGuard']
@@ -55,18 +57,20 @@ class StepGuard:
     """Collects what happened in one optimizer step and refuses it if it was not exact.
 
     Args:
+        rule: Which labels carry loss.
         totals: Loss-generating tokens and samples of the step, over all ranks.
         local_tokens: Those of this rank.
         local_samples: Those of this rank.
         world_size: Number of ranks.
     """
 
+    rule: str
     totals: RankSum
     local_tokens: int
     local_samples: int
     world_size: int
     _microbatches: list[Microbatch] = field(default_factory=list)
-    _labelled: list[torch.Tensor] = field(default_factory=list)
+    _labelled: list[Mapping[str, torch.Tensor]] = field(default_factory=list)
     _observed: list[torch.Tensor] = field(default_factory=list)
 
     @property
@@ -86,11 +90,12 @@ class StepGuard:
         self._observed.clear()
 
     def add_microbatch(
-        self, *, num_tokens: int, num_samples: int, num_rows: int, width: int, labelled: torch.Tensor, of: int
+        self, *, num_tokens: int, num_samples: int, labelled: Mapping[str, torch.Tensor], of: int
     ) -> Microbatch:
-        """Notes a microbatch; ``labelled`` is its count on the device, read only at the end of the step."""
+        """Notes a microbatch; its labels (and attention mask) on the device are looked at in :meth:`check`."""
+        num_positions = labelled['labels'].numel()
         microbatch = Microbatch(
-            num_tokens=num_tokens, num_samples=num_samples, num_positions=num_rows * width, of=of, step=self
+            num_tokens=num_tokens, num_samples=num_samples, num_positions=num_positions, of=of, step=self
         )
         self._microbatches.append(microbatch)
         self._labelled.append(labelled)
@@ -113,7 +118,8 @@ class StepGuard:
             by_microbatch: Whether a term was divided by the number of microbatches.
         """
         # The only device sync: once a step, where Composer reads the loss anyway.
-        labelled = torch.stack(self._labelled).tolist() if self._labelled else []
+        counts = [loss_mask(microbatch, self.rule).sum() for microbatch in self._labelled]
+        labelled = torch.stack(counts).tolist() if counts else []
         observed = torch.stack(self._observed).tolist() if self._observed else []
         self._check_rows()
         self._check_labels(labelled)
