@@ -14,7 +14,9 @@ from composer.utils import dist
 from torch.utils.data import Dataset, DistributedSampler
 
 from composer_tokacc.ahead import map_ahead
+from composer_tokacc.mixture import Mixture, MixtureOrder, num_mixed_batches
 from composer_tokacc.planning import CostModel, MicrobatchPlan, plan_microbatches
+from composer_tokacc.sampler_checks import check_batch_size, int_table, media_of
 from composer_tokacc.window import EpochOrder, num_windows
 
 __all__ = ['PlannedBatch', 'RegroupingBatchSampler']
@@ -61,6 +63,11 @@ class RegroupingBatchSampler(DistributedSampler):
         max_image_tokens: Image budget of a microbatch.
         objective: ``'ddp'``, or ``'fsdp'`` where ranks must have equal numbers of microbatches.
         width_multiple: As given to ``token_data_spec``.
+        mixture: Shares of several datasets, `dataset` being their ``ConcatDataset``. Then
+            :class:`composer_tokacc.mixture.MixtureOrder` says what a global batch holds.
+        modality: ``'mixed'``, or ``'per_step'`` for global batches of one medium each: with images, or without.
+            Likewise.
+        media: Medium of each sample for ``'per_step'``, (n,) ints. Default: whether it has `image_tokens`.
 
     Raises:
         ValueError: If an argument is out of range; says which and how to mend it.
@@ -89,19 +96,33 @@ class RegroupingBatchSampler(DistributedSampler):
         max_image_tokens: int | None = None,
         objective: Literal['ddp', 'fsdp'] = 'ddp',
         width_multiple: int = 1,
+        mixture: Mixture | None = None,
+        modality: Literal['mixed', 'per_step'] = 'mixed',
+        media: Sequence[int] | np.ndarray | None = None,
     ) -> None:
         num_replicas = dist.get_world_size() if num_replicas is None else num_replicas
         rank = dist.get_global_rank() if rank is None else rank
         num_samples = len(dataset)  # pyright: ignore[reportArgumentType]
-        _check_batch_size(global_batch_size, num_replicas, num_samples, drop_last)
-        self.lengths = _table('lengths', lengths, num_samples, 1, 'max_tokens', max_tokens)
+        if mixture is not None and sum(mixture.sizes) != num_samples:
+            raise ValueError(
+                f'`mixture` must have the sizes of the datasets in `dataset`, got: {list(mixture.sizes)} for '
+                f'{num_samples} samples. Use torch.utils.data.ConcatDataset.'
+            )
+        in_epoch = num_samples if mixture is None else mixture.num_samples
+        check_batch_size(global_batch_size, num_replicas, in_epoch, drop_last)
+        self.lengths = int_table('lengths', lengths, num_samples, 1, 'max_tokens', max_tokens)
         self.image_tokens = None
         if image_tokens is not None:
-            self.image_tokens = _table(
+            self.image_tokens = int_table(
                 'image_tokens', image_tokens, num_samples, 0, 'max_image_tokens', max_image_tokens
             )
+        self.modality = modality
+        self.media = media_of(modality, media, self.image_tokens, num_samples)
+        self.mixture = Mixture([num_samples]) if mixture is None and modality == 'per_step' else mixture
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
         self.global_batch_size = global_batch_size
+        if self.mixture is not None:
+            self._num_mixed = num_mixed_batches(self.mixture, global_batch_size, drop_last=drop_last, media=self.media)
         self._plan_window = partial(
             plan_microbatches,
             max_tokens=max_tokens,
@@ -117,6 +138,8 @@ class RegroupingBatchSampler(DistributedSampler):
 
     def __len__(self) -> int:
         """Global batches of an epoch, the same on all ranks."""
+        if self.mixture is not None:
+            return self._num_mixed
         return num_windows(len(self.lengths), self.global_batch_size, self.num_replicas, drop_last=self.drop_last)
 
     def __iter__(self) -> Iterator[PlannedBatch]:
@@ -148,7 +171,7 @@ class RegroupingBatchSampler(DistributedSampler):
         self.first_batch = self._position = batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the sampler is: ints and bools only, valid for any number of ranks."""
+        """Where the sampler is: plain values only, valid for any number of ranks."""
         return {'epoch': self.epoch, 'batch': self._position, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -169,9 +192,13 @@ class RegroupingBatchSampler(DistributedSampler):
         super().set_epoch(state['epoch'])
         self.skip_to(state['batch'])
 
-    def _identity(self) -> dict[str, int | bool]:
+    def _identity(self) -> dict[str, Any]:
         """What must be equal for the global batches to be equal."""
+        mixed: dict[str, Any] = {}
+        if self.mixture is not None:
+            mixed = {'quotas': [str(quota) for quota in self.mixture.quotas], 'modality': self.modality}
         return {
+            **mixed,
             'num_samples': len(self.lengths),
             'global_batch_size': self.global_batch_size,
             'seed': self.seed,
@@ -179,7 +206,17 @@ class RegroupingBatchSampler(DistributedSampler):
             'drop_last': self.drop_last,
         }
 
-    def _order(self) -> EpochOrder:
+    def _order(self) -> EpochOrder | MixtureOrder:
+        if self.mixture is not None:
+            return MixtureOrder(
+                self.mixture,
+                self.global_batch_size,
+                self.num_replicas,
+                drop_last=self.drop_last,
+                seed=self.seed if self.shuffle else None,
+                epoch=self.epoch,
+                media=self.media,
+            )
         return EpochOrder(
             len(self.lengths),
             self.global_batch_size,
@@ -210,43 +247,3 @@ class RegroupingBatchSampler(DistributedSampler):
 
     def _images(self, window: np.ndarray | list[int]) -> np.ndarray | None:
         return None if self.image_tokens is None else self.image_tokens[window]
-
-
-def _check_batch_size(global_batch_size: int, num_replicas: int, num_samples: int, drop_last: bool) -> None:
-    if num_samples < 1:
-        raise ValueError('`dataset` must hold at least one sample, got: none.')
-    if global_batch_size < 1 or global_batch_size % num_replicas:
-        above = max(-(-global_batch_size // num_replicas), 1) * num_replicas
-        raise ValueError(
-            f'`global_batch_size` must be a positive multiple of the number of ranks, got: {global_batch_size} on '
-            f'{num_replicas} ranks. Set it to {above}, or launch another number of ranks.'
-        )
-    if drop_last and num_samples < global_batch_size:
-        raise ValueError(
-            f'`global_batch_size` must be at most the dataset with `drop_last`, got: {global_batch_size} > '
-            f'{num_samples} samples. Lower it or set drop_last=False.'
-        )
-
-
-def _table(
-    name: str, values: Sequence[int] | np.ndarray, num_samples: int, least: int, cap_name: str, cap: int | None
-) -> np.ndarray:
-    """One non-negative int per sample, int64 (n,), none over the cap."""
-    table = np.asarray(values)
-    if table.shape != (num_samples,):
-        raise ValueError(
-            f'`{name}` must have one entry per sample, got: shape {table.shape} for {num_samples} samples. Was the '
-            'table made for another dataset?'
-        )
-    if table.dtype.kind not in 'iu':
-        raise ValueError(f'`{name}` must be integers, got: {table.dtype}. Pass token counts.')
-    table = table.astype(np.int64)
-    lowest, highest = int(table.argmin()), int(table.argmax())
-    if table[lowest] < least:
-        raise ValueError(f'`{name}` must be at least {least}, got: {table[lowest]} at sample {lowest}. Count it anew.')
-    if cap is not None and table[highest] > cap:
-        raise ValueError(
-            f'`{cap_name}` must be at least the longest sample, got: {cap} < {table[highest]} (sample {highest}). '
-            'Raise it, or leave the sample out.'
-        )
-    return table
