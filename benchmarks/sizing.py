@@ -25,9 +25,10 @@ from composer.core import DataSpec
 from benchmarks.machine import machine
 from composer_tokacc.config import TrainConfig, load_config
 from composer_tokacc.config_checks import check_config
+from composer_tokacc.datasets import build_dataset, build_processor
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.lengths import length_table
-from composer_tokacc.loaders import build_dataset, build_processor, regroups_ranks
+from composer_tokacc.loaders import regroups_ranks
 from composer_tokacc.plan import time_shapes, time_steps
 from composer_tokacc.profile import SampleSizes
 from composer_tokacc.simulate import draw_batches, simulate_steps

@@ -65,6 +65,8 @@ class LoaderConfig:
     regroup_ranks: bool = True
     """Share each global batch among the ranks by length, so that all finish together; which samples it holds stays the
     same. Reads the dataset once before the first run. Needs ``microbatching.regroup``."""
+    modality: str = 'mixed'
+    """``mixed``, or ``per_step``: every global batch is of samples with images, or of samples without."""
     lengths_folder: str | None = None
     """Where lengths of samples are kept between runs; null means the user's cache folder."""
 
@@ -114,7 +116,8 @@ class TrainConfig:
     """Seed of weights, order of samples and everything Composer seeds."""
     model: ModelConfig = field(default_factory=ModelConfig)
     dataset: dict[str, Any] = field(default_factory=dict)
-    """``name``, arguments of the dataset, ``processor`` arguments, and in ``eval`` what differs held-out."""
+    """``name``, arguments of the dataset, ``processor`` arguments, and in ``eval`` what differs held-out. Or
+    ``parts``: what differs, by name, for each of several datasets, each perhaps with ``epochs`` or ``weight``."""
     loader: LoaderConfig = field(default_factory=LoaderConfig)
     microbatching: MicrobatchingConfig = field(default_factory=MicrobatchingConfig)
     algorithms: dict[str, Any] = field(default_factory=dict)

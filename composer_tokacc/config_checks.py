@@ -17,7 +17,8 @@ from composer.core import TimeUnit, ensure_time
 from composer.utils.parallelism import FSDP2Config, FSDPConfig, ParallelismConfig
 
 from composer_tokacc.config import ConfigError, TrainConfig
-from composer_tokacc.loaders import check_dataset
+from composer_tokacc.datasets import check_dataset, needs_regrouping
+from composer_tokacc.loaders import regroups_ranks
 from composer_tokacc.registry import check_arguments, class_by_name, unknown_name
 
 __all__ = ['check_config']
@@ -89,6 +90,13 @@ def _check_loader(config: TrainConfig, world_size: int) -> None:
                 f'`loader.{name}` must be divisible by the number of ranks, got: {size} on {world_size} ranks. '
                 f'Set it to {sizes}, or launch another number of ranks'
             )
+    if loader.modality not in ('mixed', 'per_step'):
+        raise ConfigError(f'`loader.modality` must be `mixed` or `per_step`, got: {loader.modality}')
+    if not regroups_ranks(config) and (needs_regrouping(config.dataset) or loader.modality == 'per_step'):
+        what = '`loader.modality: per_step`' if loader.modality == 'per_step' else 'shares of `dataset.parts`'
+        raise ConfigError(
+            f'`loader.regroup_ranks` and `microbatching.regroup` must be on for {what}, got: off. Switch them on'
+        )
     if loader.num_workers < 0:
         raise ConfigError(f'`loader.num_workers` must be at least 0, got: {loader.num_workers}')
     if loader.prefetch_factor is not None and not (loader.num_workers and loader.prefetch_factor > 0):

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch.distributed
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset
 from tqdm.auto import tqdm
 
 __all__ = ['LengthTable', 'build_length_table', 'fingerprint', 'length_table']
@@ -68,8 +68,9 @@ def length_table(
     Under ``torch.distributed`` every rank must call it; they share the work, and one of each node writes the file.
 
     Args:
-        dataset: Map-style; samples hold ``input_ids`` and ``labels`` of shape ``(1, length)``. A `fingerprint` method
-            without arguments is used where there is one; see :func:`fingerprint`.
+        dataset: Map-style, or a ``ConcatDataset`` of such, each with a file of its own; samples hold ``input_ids`` and
+            ``labels`` of shape ``(1, length)``. A `fingerprint` method without arguments is used where there is one;
+            see :func:`fingerprint`.
         processor: Its Hugging Face processor or tokenizer.
         folder: Where tables are kept. Default: ``composer_tokacc/lengths`` in the user's cache folder.
         num_workers: Processes on each rank. None: one for each CPU core that the ranks of this node leave it.
@@ -81,6 +82,16 @@ def length_table(
     Raises:
         ValueError: If a sample cannot be read; a bad one is named by its dataset.
     """
+    if isinstance(dataset, ConcatDataset):
+        tables = [
+            length_table(part, processor, folder=folder, num_workers=num_workers, progress=progress)
+            for part in dataset.datasets
+        ]
+        return LengthTable(
+            lengths=np.concatenate([table.lengths for table in tables]),
+            image_tokens=np.concatenate([table.image_tokens for table in tables]),
+            loss_tokens=np.concatenate([table.loss_tokens for table in tables]),
+        )
     if folder is None:
         folder = Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'composer_tokacc' / 'lengths'
     path = Path(folder) / f'{fingerprint(dataset, processor)}.npz'

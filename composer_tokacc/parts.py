@@ -13,10 +13,12 @@ import torch
 from composer.core import DataSpec
 from composer.models import HuggingFaceModel
 from composer.utils import dist, get_device, reproducibility
+from torch.utils.data import ConcatDataset
 
 from composer_tokacc.config import ConfigError, TrainConfig
+from composer_tokacc.datasets import build_dataset, build_processor
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.loaders import build_dataset, build_loader, build_processor
+from composer_tokacc.loaders import build_loader
 from composer_tokacc.models import build_model
 from composer_tokacc.suggest import apply_suggestion
 
@@ -36,7 +38,9 @@ class RunParts:
 
     def skip_reports(self) -> list[str]:
         """One line for each dataset that left out bad samples."""
-        datasets = (self.train_dataset, self.eval_dataset)
+        train = self.train_dataset
+        parts = train.datasets if isinstance(train, ConcatDataset) else [train]
+        datasets = (*parts, self.eval_dataset)
         return [dataset.skip_report() for dataset in datasets if getattr(dataset, 'skipped', None)]
 
 

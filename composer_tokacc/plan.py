@@ -32,9 +32,9 @@ from composer.utils import reproducibility
 
 from composer_tokacc.config import ConfigError, TrainConfig, load_config
 from composer_tokacc.config_checks import check_config
+from composer_tokacc.datasets import build_dataset, build_processor
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.lengths import length_table
-from composer_tokacc.loaders import build_dataset, build_processor
 from composer_tokacc.parts import build_parts
 from composer_tokacc.planning import CostModel
 from composer_tokacc.sizing_report import SizingReport

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from composer_tokacc.config import ConfigError, load_config
+from composer_tokacc.config_checks import check_config
+from composer_tokacc.datasets import build_dataset, build_processor
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.loaders import build_dataset, build_loader, build_processor
+from composer_tokacc.loaders import build_loader
 from composer_tokacc.regrouping_loader import RegroupingDataLoader
 from tests.support.launch import ROOT
 
@@ -72,3 +74,47 @@ def test_workers_give_the_same_batches(tmp_path):
 def test_budget_under_the_longest_sample_is_refused_in_the_words_of_the_config(tmp_path):
     with pytest.raises(ConfigError, match=r'must be at least the longest sample, got: 1 x 12 < \d+ \(sample \d+\)'):
         build(tmp_path, 'microbatching.device_train_microbatch_size=1', 'microbatching.slot_tokens=12')
+
+
+PARTS = 'dataset.parts={scans: {num_samples: 40}, more: {num_samples: 6, seed: 5, epochs: 3}}'
+
+
+def test_parts_are_mixed_by_their_epochs_and_measured_one_by_one(tmp_path):
+    spec, dataset = build(tmp_path, PARTS)
+    assert [len(part) for part in dataset.datasets] == [40, 6]
+    assert len(list(tmp_path.glob('*.npz'))) == 2
+    assert len(spec.dataloader) == (40 + 3 * 6) // 16
+    sampler, counts = spec.dataloader.batch_sampler, []
+    for step in range(3):
+        counts.append(sum(index >= 40 for index in sampler.window(step)))
+    assert all(4 <= count <= 6 for count in counts), 'each step has its share of 18 in 58'
+
+
+def test_one_medium_a_step(tmp_path):
+    spec, _ = build(tmp_path, 'loader.modality=per_step', 'loader.drop_last=false', 'loader.global_batch_size=8')
+    kinds = [{count > 0 for count in batch['num_images']} for batch in spec.dataloader]
+    assert {frozenset(kind) for kind in kinds} == {frozenset([True]), frozenset([False])}
+
+
+@pytest.mark.parametrize(
+    ('overrides', 'message'),
+    [
+        (['dataset.parts={a: {weight: 1}, b: {}}'], r"must all have a `weight`.*got: `weight` in \['a'\]"),
+        (['dataset.parts={a: {weight: 1}, b: {weight: 2, epochs: 1}}'], r"`epochs` in \['b'\]"),
+        (['dataset.parts={a: {epochs: 0}}'], '`dataset.parts.a.epochs` must be a positive number, got: 0'),
+        (['dataset.parts={a: {epochs: often}}'], '`dataset.parts.a.epochs` must be a positive number, got: often'),
+        (
+            ['dataset.parts={a: {epoch: 1}}'],
+            r'`dataset.parts.a` key must be a known name, got: epoch. Did you mean epochs',
+        ),
+        (['dataset.parts={a: {name: dogits}}'], 'Did you mean digits'),
+        (['dataset.parts=[1]'], '`dataset.parts` must map names'),
+        ([PARTS, 'loader.regroup_ranks=false'], 'must be on for shares of `dataset.parts`, got: off'),
+        (['loader.modality=per_step', 'microbatching.regroup=false'], 'must be on for `loader.modality: per_step`'),
+        (['loader.modality=video'], '`loader.modality` must be `mixed` or `per_step`, got: video'),
+    ],
+)
+def test_bad_mixtures_are_refused_in_the_words_of_the_config(overrides, message):
+    config = load_config(ROOT / 'yamls' / 'digits.yaml', overrides)
+    with pytest.raises(ConfigError, match=message):
+        check_config(config, world_size=1)

@@ -18,6 +18,7 @@ from composer_tokacc.train import main
 from tests.support.launch import ROOT, launch
 
 DIGITS = str(ROOT / 'yamls' / 'digits.yaml')
+MIXTURE = str(ROOT / 'yamls' / 'llava_mixture.yaml')
 LLAVA = str(ROOT / 'yamls' / 'llava_json.yaml')
 
 TINY_MODEL = [
@@ -182,6 +183,34 @@ def test_a_llava_json_made_elsewhere_trains_with_the_shipped_yaml(tmp_path):
     assert result['loss']['last'] < result['loss']['first']
     assert result['eval']['LanguageCrossEntropy'] < result['loss']['first']
     assert result['skipped'] == []
+
+
+def tiny_mixture(folder: Path) -> list[str]:
+    parts = {'captions': 14, 'documents': 3}
+    paths = {name: write_conversations(folder / name, num_samples=size) for name, size in parts.items()}
+    given = [f'dataset.parts.{name}.path={path}' for name, path in paths.items()]
+    given += [f'dataset.parts.{name}.image_dir={path.parent / "images"}' for name, path in paths.items()]
+    tiny = [argument for argument in tiny_llava(folder, folder)[3:] if not argument.startswith('scheduler')]
+    return [MIXTURE, *given, *tiny]
+
+
+def test_two_files_train_together_each_as_often_as_it_says(tmp_path):
+    result = train(*tiny_mixture(tmp_path), 'loader.modality=per_step', folder=tmp_path)
+    # 14 + 2 x 3 samples an epoch, 4 a step.
+    assert (result['steps'], result['samples']) == (10, 40)
+    assert result['loss']['last'] < result['loss']['first']
+
+
+@pytest.mark.slow
+def test_two_ranks_train_on_steps_of_one_medium_as_one_rank_does(tmp_path):
+    # Plain SGD: a step without any image leaves the vision tower without a gradient on one rank and with a zero one on
+    # several, which weight decay and momentum tell apart.
+    arguments = [*tiny_mixture(tmp_path), 'loader.modality=per_step', 'optimizer={name: sgd, lr: 0.1}']
+    one = train(*arguments, f'trainer.save_folder={tmp_path}/one', folder=tmp_path / 'one')
+    two = launch_training(*arguments, f'trainer.save_folder={tmp_path}/two', folder=tmp_path / 'two', ranks=2)
+    assert two['loss']['first'] == pytest.approx(one['loss']['first'], rel=1e-6)
+    assert two['loss']['last'] == pytest.approx(one['loss']['last'], rel=1e-4)
+    assert two['samples'] == one['samples']
 
 
 def test_bad_samples_stop_the_run_by_name_or_are_counted(tmp_path, capsys):
