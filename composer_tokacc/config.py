@@ -90,6 +90,8 @@ class MicrobatchingConfig:
     """Round the width of a microbatch up to a multiple, e.g. 64 for tensor cores."""
     packing: bool = False
     """String the rows of a microbatch into one without any padding, where the model tells the documents apart."""
+    cost: dict[str, float] | None = None
+    """``launch``, ``quadratic``, ``vision_per_token``, see :class:`.CostModel`; null: those of a 7B model on a GPU."""
     loss_tokens: str = 'causal'
     """Positions that count: ``causal``, ``causal_attended`` or ``unshifted``."""
 

@@ -19,6 +19,7 @@ from composer.utils.parallelism import FSDP2Config, FSDPConfig, ParallelismConfi
 from composer_tokacc.config import ConfigError, TrainConfig
 from composer_tokacc.datasets import check_dataset, needs_regrouping
 from composer_tokacc.loaders import regroups_ranks
+from composer_tokacc.planning import CostModel
 from composer_tokacc.registry import check_arguments, class_by_name, unknown_name
 
 __all__ = ['check_config']
@@ -129,6 +130,9 @@ def _check_microbatching(config: TrainConfig) -> None:
         value = getattr(microbatching, name)
         if value is not None and value < 1:
             raise ConfigError(f'`microbatching.{name}` must be at least 1, got: {value}')
+    if microbatching.cost is not None:
+        check_arguments('microbatching.cost', CostModel, microbatching.cost)
+        CostModel(**microbatching.cost)
     if microbatching.equal_counts not in (True, False, 'auto'):
         raise ConfigError(
             f'`microbatching.equal_counts` must be true, false or auto, got: {microbatching.equal_counts}'

@@ -23,6 +23,7 @@ from composer_tokacc.counting import (
     num_samples,
 )
 from composer_tokacc.layout import BatchLayout
+from composer_tokacc.planning import CostModel
 from composer_tokacc.split import MicrobatchSplit
 
 __all__ = ['token_data_spec']
@@ -40,6 +41,7 @@ def token_data_spec(
     equal_counts: bool | str = 'auto',
     width_multiple: int = 1,
     packing: bool = False,
+    cost: CostModel | None = None,
     **data_spec_kwargs: Any,
 ) -> DataSpec:
     """Wraps a dataloader so that Composer counts its tokens exactly and cuts its batches with almost no padding.
@@ -59,6 +61,8 @@ def token_data_spec(
         width_multiple: Round microbatch widths up to a multiple of this, never beyond the batch's own.
         packing: Whether to string a microbatch's rows into one packed row without any padding. The model must tell
             packed documents apart, which :class:`.TokenAccumulation` checks on the first batch. Default: ``False``.
+        cost: What a microbatch costs on your machine, for the cut of least cost (:meth:`.CostModel.fit`). Default: that
+            of a model of hidden size 4096 on a GPU.
         **data_spec_kwargs: Passed to :class:`composer.core.DataSpec`.
 
     Returns:
@@ -93,6 +97,7 @@ def token_data_spec(
         equal_counts=dist.get_world_size() > 1 if equal_counts == 'auto' else bool(equal_counts),
         width_multiple=width_multiple,
         packing=packing,
+        cost=cost,
     )
     marks = {name: True for name, on in ((REGROUPED, regroup), (PACKED, packing)) if on}
 

@@ -18,6 +18,7 @@ from composer_tokacc.datasets import mixture_of
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.lengths import length_table
 from composer_tokacc.mixture import Mixture
+from composer_tokacc.planning import CostModel
 from composer_tokacc.regrouping_loader import RegroupingDataLoader
 from composer_tokacc.sampler import RegroupingBatchSampler
 
@@ -65,12 +66,18 @@ def build_loader(config: TrainConfig, dataset: Any, processor: Any, layout: Batc
         equal_counts=microbatching.equal_counts,
         width_multiple=microbatching.width_multiple,
         packing=microbatching.packing,
+        cost=_cost(config),
     )
 
 
 def regroups_ranks(config: TrainConfig) -> bool:
     """Whether samples may move between ranks; not where rows must keep their order."""
     return config.loader.regroup_ranks and config.microbatching.regroup
+
+
+def _cost(config: TrainConfig) -> CostModel | None:
+    given = config.microbatching.cost
+    return None if given is None else CostModel(**given)
 
 
 def _regrouping_loader(
@@ -104,6 +111,7 @@ def _regrouping_loader(
         drop_last=config.loader.drop_last,
         objective='fsdp' if (config.trainer.get('parallelism_config') or {}).get('fsdp') else 'ddp',
         width_multiple=config.microbatching.width_multiple,
+        cost=_cost(config),
         mixture=mixture,
         modality=config.loader.modality,  # pyright: ignore[reportArgumentType]  # checked
     )

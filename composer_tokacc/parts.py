@@ -38,9 +38,8 @@ class RunParts:
 
     def skip_reports(self) -> list[str]:
         """One line for each dataset that left out bad samples."""
-        train = self.train_dataset
-        parts = train.datasets if isinstance(train, ConcatDataset) else [train]
-        datasets = (*parts, self.eval_dataset)
+        train: Any = self.train_dataset
+        datasets: list[Any] = [*(train.datasets if isinstance(train, ConcatDataset) else [train]), self.eval_dataset]
         return [dataset.skip_report() for dataset in datasets if getattr(dataset, 'skipped', None)]
 
 

@@ -18,7 +18,7 @@ from composer_tokacc.counting import NUM_MICROBATCHES, PACKED, PACKED_CHECKED
 from composer_tokacc.entries import Batch
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.packing import pack_lengths, pack_rows
-from composer_tokacc.planning import cut, cut_in_order, raise_count
+from composer_tokacc.planning import CostModel, cut, cut_in_order, raise_count
 from composer_tokacc.replay import MICROBATCH_IDS, replay_cut
 
 __all__ = ['MicrobatchSplit']
@@ -36,6 +36,7 @@ class MicrobatchSplit:
         equal_counts: Whether all ranks make the same number of microbatches.
         width_multiple: Round widths up to a multiple, never beyond the device batch's own.
         packing: Whether a microbatch's rows become one packed row.
+        cost: What microbatches cost, for a cut of least cost.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class MicrobatchSplit:
         equal_counts: bool,
         width_multiple: int,
         packing: bool,
+        cost: CostModel | None,
     ) -> None:
         self.layout = layout
         self.slot_tokens = slot_tokens
@@ -54,6 +56,7 @@ class MicrobatchSplit:
         self.equal_counts = equal_counts
         self.width_multiple = width_multiple
         self.packing = packing
+        self.cost = cost
         self._spare = SpareImageRow()
         self._warned = False
 
@@ -108,7 +111,7 @@ class MicrobatchSplit:
         if self.packing:
             return pack_lengths(lengths, budget)
         cutter = cut if self.regroup else cut_in_order
-        return cutter(lengths, budget, width_multiple=self.width_multiple, max_width=width)
+        return cutter(lengths, budget, width_multiple=self.width_multiple, max_width=width, cost=self.cost)
 
     def _planned(self, batch: Batch, lengths: list[int], budget: int) -> list[list[int]] | None:
         """The cut that a RegroupingBatchSampler planned for all ranks, if there is one and it keeps the budget."""

@@ -12,6 +12,7 @@ from composer.metrics import LanguageCrossEntropy
 from torch.utils.data import DataLoader, Dataset
 
 from composer_tokacc import TokenAccumulation, token_data_spec
+from composer_tokacc.planning import CostModel
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import hugging_face, loader, logged, reference_gradients, train
 
@@ -140,3 +141,14 @@ def test_unknown_tensor_is_refused_by_name_with_what_to_register():
     batch = {**collate(text_rows(SHAPE)), 'ocr_boxes': torch.zeros(6, 4)}
     with pytest.raises(ValueError, match=r"batch\['ocr_boxes'\].*with_entries\(ocr_boxes=Entry"):
         split(batch, 2)
+
+
+def test_a_dearer_launch_makes_fewer_microbatches_under_the_same_cap():
+    batch = collate(text_rows([(length, 2) for length in range(4, 36)]))
+    counts = []
+    for launch in (1.0, 1000.0):
+        spec = token_data_spec(loader(batch), cost=CostModel(launch=launch))
+        parts = spec.split_batch(spec.batch_transforms(batch), 8)
+        assert max(part['input_ids'].numel() for part in parts) <= 8 * 35
+        counts.append(len(parts))
+    assert counts[0] > counts[1]

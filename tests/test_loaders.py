@@ -111,6 +111,11 @@ def test_one_medium_a_step(tmp_path):
         (['dataset.parts=[1]'], '`dataset.parts` must map names'),
         ([PARTS, 'loader.regroup_ranks=false'], 'must be on for shares of `dataset.parts`, got: off'),
         (['loader.modality=per_step', 'microbatching.regroup=false'], 'must be on for `loader.modality: per_step`'),
+        (
+            ['microbatching.cost={lunch: 3}'],
+            '`microbatching.cost` key must be a known name, got: lunch. Did you mean launch',
+        ),
+        (['microbatching.cost={launch: -3}'], '`launch` must be finite and not negative, got: -3'),
         (['loader.modality=video'], '`loader.modality` must be `mixed` or `per_step`, got: video'),
     ],
 )
