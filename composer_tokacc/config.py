@@ -77,7 +77,7 @@ class MicrobatchingConfig:
 
     device_train_microbatch_size: int | str | None = None
     """Rows of ``slot_tokens`` that fit into memory at once, or ``auto`` (GPU only: halves it after each out-of-memory),
-    or ``suggest`` (the largest that a memory model of the run allows); null: the whole device batch."""
+    or ``suggest`` (the largest that a memory model of the run allows); null: the device batch. Short: ``size``."""
     device_memory_gib: float | None = None
     """Memory of one device for ``suggest``; null: what the device has, on CPU the host's shared among its ranks."""
     slot_tokens: int | None = None
@@ -153,6 +153,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
         layers = [OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides))]
         for layer in layers:
             _check_shape(layer, path)
+            _spell_out_size(layer)
         config = OmegaConf.merge(OmegaConf.structured(TrainConfig), *layers)
         return OmegaConf.to_object(config)  # type: ignore[return-value]  # an instance of TrainConfig
     except OSError as error:
@@ -171,6 +172,16 @@ def _check_shape(layer: Any, path: str | Path) -> None:
         value = layer._get_node(section.name)
         if value is not None and section.name != 'seed' and not OmegaConf.is_dict(value):
             raise ConfigError(f'`{section.name}` must be a mapping, got: {value}. Leave it out for its defaults')
+
+
+def _spell_out_size(layer: Any) -> None:
+    """``microbatching.size`` is short for the name that Composer's users know; the later layer wins under either."""
+    section = layer.get('microbatching')
+    if section is None or 'size' not in section:
+        return
+    if 'device_train_microbatch_size' in section:
+        raise ConfigError('only one of `microbatching.size` and its long name must be given, got: both. Remove one')
+    section.device_train_microbatch_size = section.pop('size')
 
 
 def _one_line(error: OmegaConfBaseException) -> str:

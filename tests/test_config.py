@@ -190,3 +190,15 @@ def test_launcher_shows_the_line_once_and_no_traceback():
     assert len(said) == 1, done.stderr
     assert 'must be at least 1, got: 0' in said[0]
     assert 'Traceback' not in done.stdout + done.stderr
+
+
+def test_size_is_short_for_the_long_name_and_the_later_layer_wins(tmp_path):
+    file = tmp_path / 'a.yaml'
+    file.write_text('microbatching: {size: 4}')
+    assert load_config(file).microbatching.device_train_microbatch_size == 4
+    assert load_config(DIGITS, ['microbatching.size=suggest']).microbatching.device_train_microbatch_size == 'suggest'
+    assert (
+        load_config(file, ['microbatching.device_train_microbatch_size=2']).microbatching.device_train_microbatch_size
+        == 2
+    )
+    assert 'got: both' in mistake(DIGITS, 'microbatching.size=2', 'microbatching.device_train_microbatch_size=2')

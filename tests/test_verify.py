@@ -1,0 +1,84 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The doctor: exit status, figures and reasons, for a run that is exact and for runs that are not."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from composer_tokacc import verify as program
+from composer_tokacc.loss_terms import LossTerms
+from composer_tokacc.verify import main
+from tests.support.launch import ROOT, launch
+from tests.test_train import DIGITS, TINY_DIGITS
+
+TINY = [*TINY_DIGITS, 'dataset.eval=null', 'report.num_samples=0']
+
+
+def errors(printed, split):
+    return [float(found) for found in re.findall(rf'^{split} .* (\S+e[-+]\d+)', printed, re.MULTILINE)]
+
+
+def test_the_demo_is_exact_where_stock_is_not(capsys):
+    assert main([DIGITS, '--rows', '4', *TINY]) == 0
+    printed = capsys.readouterr().out
+    # Microbatches of 1, 2, 3 and 4 rows, padded left and right.
+    for split in ('in order', 'regrouped'):
+        assert len(errors(printed, split)) == 8
+        assert max(errors(printed, split)) < 1e-6
+    assert max(errors(printed, 'stock Composer')) > 1e-2
+    assert 'exact: largest relative gradient error' in printed
+
+
+@pytest.mark.slow
+def test_on_two_ranks():
+    done = launch(['-m', 'composer_tokacc.verify', DIGITS, '--rows', '3', *TINY], ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert max(errors(done.stdout, 'regrouped')) < 1e-6
+
+
+def test_an_error_over_the_tolerance_names_the_parameter_and_fails(capsys, monkeypatch):
+    scale = LossTerms.scale
+    monkeypatch.setattr(
+        LossTerms,
+        'scale',
+        lambda self, loss, scales, observe: scale(self, loss, {k: 1.001 * v for k, v in scales.items()}, observe),
+    )
+    assert main([DIGITS, '--rows', '2', *TINY]) == 1
+    printed = capsys.readouterr().out
+    assert errors(printed.replace('  over', '\n  over'), 'regrouped') == pytest.approx([1e-3] * 4, rel=1e-2)
+    assert re.search(r'over tolerance; most of all, \S+weight is off', printed)
+    assert 'NOT exact' in printed
+
+
+def test_a_model_that_cannot_be_exact_is_refused_with_the_reason(capsys, monkeypatch):
+    build_parts = program.build_parts
+
+    def with_other_loss(config):
+        parts = build_parts(config)
+        monkeypatch.setattr(parts.model, 'loss', lambda outputs, batch: outputs['loss'] + 0.1)
+        return parts
+
+    monkeypatch.setattr(program, 'build_parts', with_other_loss)
+    assert main([DIGITS, '--rows', '2', *TINY]) == 1
+    assert re.search(r'NOT exact: .*got: \d+\.\d+ where the rules give', capsys.readouterr().err)
+
+
+def test_a_wrong_config_ends_with_one_line(capsys):
+    assert main([str(ROOT / 'yamls' / 'digits.yaml'), 'modell.x=1']) == 2
+    assert 'Did you mean model?' in capsys.readouterr().err
+
+
+def test_parameters_without_a_gradient_count_as_an_error():
+    expected = {'a': torch.tensor([3.0]), 'b': torch.tensor([4.0])}
+    assert program._relative_error(dict(expected), expected)[0] == 0.0
+    assert program._relative_error({'b': expected['b']}, expected) == (
+        pytest.approx(0.6),
+        'most of all, a has no gradient',
+    )
+    extra = {**expected, 'c': torch.tensor([5.0])}
+    assert program._relative_error(extra, expected) == (pytest.approx(1.0), 'most of all, c has none expected')
