@@ -65,6 +65,9 @@ class LoaderConfig:
     regroup_ranks: bool = True
     """Share each global batch among the ranks by length, so that all finish together; which samples it holds stays the
     same. Reads the dataset once before the first run. Needs ``microbatching.regroup``."""
+    exchange_ranks: bool = False
+    """The same for a streamed dataset, where each rank reads its own samples: they are exchanged after reading. Needs
+    ``microbatching.slot_tokens`` or ``dataset.max_length``."""
     lengths_folder: str | None = None
     """Where lengths of samples are kept between runs; null means the user's cache folder."""
 

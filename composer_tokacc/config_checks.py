@@ -19,6 +19,7 @@ from composer.utils.parallelism import FSDP2Config, FSDPConfig, ParallelismConfi
 from composer_tokacc.config import ConfigError, TrainConfig
 from composer_tokacc.loaders import check_dataset
 from composer_tokacc.registry import check_arguments, class_by_name, unknown_name
+from composer_tokacc.streaming_parts import check_exchange
 
 __all__ = ['check_config']
 
@@ -53,6 +54,7 @@ def check_config(config: TrainConfig, *, world_size: int | None = None) -> None:
         _check_model(config)
         check_dataset(config.dataset)
         _check_loader(config, world_size)
+        check_exchange(config)
         _check_microbatching(config)
         _check_named_parts(config)
         _check_trainer(config)

@@ -21,6 +21,14 @@ from composer_tokacc.lengths import length_table
 from composer_tokacc.registry import check_arguments, unknown_name
 from composer_tokacc.regrouping_loader import RegroupingDataLoader
 from composer_tokacc.sampler import RegroupingBatchSampler
+from composer_tokacc.streaming_parts import (
+    LLAVA_STREAMING,
+    build_streaming_dataset,
+    build_streaming_loader,
+    check_streaming_dataset,
+    exchange_slot_tokens,
+    streaming_texts,
+)
 
 __all__ = ['build_dataset', 'build_loader', 'build_processor', 'check_dataset', 'regroups_ranks']
 
@@ -37,11 +45,15 @@ def check_dataset(section: dict[str, Any]) -> None:
         ValueError: for an unknown or missing argument.
     """
     name = section.get('name')
-    if name not in _DATASETS:
-        raise ConfigError(unknown_name('`dataset.name`', str(name), _DATASETS))
+    if name not in (*_DATASETS, LLAVA_STREAMING):
+        raise ConfigError(unknown_name('`dataset.name`', str(name), [*_DATASETS, LLAVA_STREAMING]))
     for key in ('processor', 'eval'):
         if not isinstance(section.get(key), dict | None):
             raise ConfigError(f'`dataset.{key}` must be a mapping of arguments, got: {section[key]}')
+    if name == LLAVA_STREAMING:
+        check_streaming_dataset('dataset', _arguments(section, held_out=False))
+        check_streaming_dataset('dataset.eval', _arguments(section, held_out=True))
+        return
     check_arguments('dataset', _DATASETS[name], {**section, 'processor': None}, own_keys=('name', 'eval'))
     check_arguments('dataset.eval', _DATASETS[name], {**_arguments(section, held_out=True), 'processor': None})
 
@@ -60,14 +72,19 @@ def build_processor(config: TrainConfig) -> Any:
         check_arguments('dataset.processor', build_digits_processor, arguments)
         return build_digits_processor(**arguments)
     check_arguments('dataset.processor', build_small_processor, arguments, num_given=1)
-    return build_small_processor(LlavaDataset.texts(config.dataset['path']), **arguments)
+    is_streaming = config.dataset['name'] == LLAVA_STREAMING
+    texts = streaming_texts(config.dataset) if is_streaming else LlavaDataset.texts(config.dataset['path'])
+    return build_small_processor(texts, **arguments)
 
 
 def build_dataset(config: TrainConfig, processor: Any, *, held_out: bool) -> Dataset | None:
     """The training set, or the held-out set (None where ``dataset.eval`` is absent)."""
     if held_out and not config.dataset.get('eval'):
         return None
-    return _DATASETS[config.dataset['name']](processor=processor, **_arguments(config.dataset, held_out=held_out))
+    arguments = _arguments(config.dataset, held_out=held_out)
+    if config.dataset['name'] == LLAVA_STREAMING:
+        return build_streaming_dataset(config, processor, arguments, held_out=held_out)
+    return _DATASETS[config.dataset['name']](processor=processor, **arguments)
 
 
 def build_loader(config: TrainConfig, dataset: Any, processor: Any, layout: BatchLayout, *, held_out: bool) -> DataSpec:
@@ -79,7 +96,8 @@ def build_loader(config: TrainConfig, dataset: Any, processor: Any, layout: Batc
     loader = config.loader
     global_size = (loader.global_eval_batch_size if held_out else None) or loader.global_batch_size
     drop_last = loader.drop_last and not held_out
-    if drop_last and len(dataset) < loader.global_batch_size:
+    is_streaming = config.dataset['name'] == LLAVA_STREAMING
+    if not is_streaming and drop_last and len(dataset) < loader.global_batch_size:
         raise ConfigError(
             f'`loader.global_batch_size` must be at most the dataset with `loader.drop_last`, got: '
             f'{loader.global_batch_size} > {len(dataset)} samples. Lower it or set drop_last=false'
@@ -92,7 +110,10 @@ def build_loader(config: TrainConfig, dataset: Any, processor: Any, layout: Batc
         'pin_memory': loader.pin_memory,
     }
     slot_tokens = config.microbatching.slot_tokens
-    if not held_out and regroups_ranks(config):
+    if is_streaming:
+        dataloader = build_streaming_loader(config, dataset, processor, reading, held_out=held_out)
+        slot_tokens = exchange_slot_tokens(config) if loader.exchange_ranks else slot_tokens
+    elif not held_out and regroups_ranks(config):
         dataloader, slot_tokens = _regrouping_loader(config, dataset, processor, reading)
     else:
         shuffle = loader.shuffle and not held_out
