@@ -51,8 +51,7 @@ def check_dataset(section: dict[str, Any]) -> None:
         if not isinstance(section.get(key), dict | None):
             raise ConfigError(f'`dataset.{key}` must be a mapping of arguments, got: {section[key]}')
     if name == LLAVA_STREAMING:
-        check_streaming_dataset('dataset', _arguments(section, held_out=False))
-        check_streaming_dataset('dataset.eval', _arguments(section, held_out=True))
+        check_streaming_dataset(section)
         return
     check_arguments('dataset', _DATASETS[name], {**section, 'processor': None}, own_keys=('name', 'eval'))
     check_arguments('dataset.eval', _DATASETS[name], {**_arguments(section, held_out=True), 'processor': None})
@@ -81,10 +80,9 @@ def build_dataset(config: TrainConfig, processor: Any, *, held_out: bool) -> Dat
     """The training set, or the held-out set (None where ``dataset.eval`` is absent)."""
     if held_out and not config.dataset.get('eval'):
         return None
-    arguments = _arguments(config.dataset, held_out=held_out)
     if config.dataset['name'] == LLAVA_STREAMING:
-        return build_streaming_dataset(config, processor, arguments, held_out=held_out)
-    return _DATASETS[config.dataset['name']](processor=processor, **arguments)
+        return build_streaming_dataset(config, processor, held_out=held_out)
+    return _DATASETS[config.dataset['name']](processor=processor, **_arguments(config.dataset, held_out=held_out))
 
 
 def build_loader(config: TrainConfig, dataset: Any, processor: Any, layout: BatchLayout, *, held_out: bool) -> DataSpec:

@@ -28,6 +28,7 @@ __all__ = [
     'check_exchange',
     'check_streaming_dataset',
     'exchange_slot_tokens',
+    'streaming_arguments',
     'streaming_texts',
 ]
 
@@ -40,12 +41,19 @@ _FROM_LOADER = {'batch_size': 'loader.global_batch_size', 'shuffle': 'loader.shu
 _SOURCES = ('local', 'remote', 'streams')
 
 
-def check_streaming_dataset(path: str, arguments: dict[str, Any]) -> None:
-    """Refuses a section of the config that LlavaStreamingDataset cannot take.
+def streaming_arguments(section: dict[str, Any], *, held_out: bool) -> dict[str, Any]:
+    """Arguments of the training set, or of the held-out set; that has sources of its own where it names any."""
+    arguments = {key: value for key, value in section.items() if key not in ('name', 'processor', 'eval')}
+    if not held_out:
+        return arguments
+    own = section.get('eval') or {}
+    if any(key in own for key in _SOURCES):
+        arguments = {key: value for key, value in arguments.items() if key not in (*_SOURCES, 'split')}
+    return {**arguments, **own}
 
-    Args:
-        path: The section, for the message.
-        arguments: Those of the dataset.
+
+def check_streaming_dataset(section: dict[str, Any]) -> None:
+    """Refuses a section of the config that LlavaStreamingDataset cannot take.
 
     Raises:
         ConfigError: Says what is wrong, mosaicml-streaming missing included.
@@ -55,21 +63,11 @@ def check_streaming_dataset(path: str, arguments: dict[str, Any]) -> None:
             f"`dataset.name` {LLAVA_STREAMING} needs mosaicml-streaming, got: none. pip install "
             "'composer_tokacc[streaming]'"
         )  # fmt: skip
-    from streaming import Stream, StreamingDataset
-
-    for key, source in _FROM_LOADER.items():
-        if key in arguments:
-            raise ConfigError(f'`{path}.{key}` must be left out, got: {arguments[key]}. Set `{source}`')
-    known = {'max_length', *inspect.signature(StreamingDataset).parameters} - _FROM_LOADER.keys()
-    _check_names(path, arguments, known)
-    streams = arguments.get('streams')
-    if not any(arguments.get(source) for source in _SOURCES):
-        raise ConfigError(f'`{path}` must name its shards, got: neither of {", ".join(_SOURCES)}. Give `{path}.local`')
-    if streams is not None:
-        if not isinstance(streams, dict) or not all(isinstance(stream, dict) for stream in streams.values()):
-            raise ConfigError(f'`{path}.streams` must be a mapping of names to arguments, got: {streams}')
-        for name, stream in streams.items():
-            _check_names(f'{path}.streams.{name}', stream, set(inspect.signature(Stream).parameters))
+    own = section.get('eval') or {}
+    if own and not any(key in own for key in (*_SOURCES, 'split')):
+        raise ConfigError('`dataset.eval` must name shards of its own, got: none. Give `dataset.eval.local` or split')
+    _check_arguments('dataset', streaming_arguments(section, held_out=False))
+    _check_arguments('dataset.eval', streaming_arguments(section, held_out=True))
 
 
 def check_exchange(config: TrainConfig) -> None:
@@ -90,8 +88,11 @@ def check_exchange(config: TrainConfig) -> None:
             '`loader.exchange_ranks` needs `microbatching.regroup`, got: true with regroup=false. Set one of them'
         )
     if (config.dataset.get('replication') or 1) > 1:
-        raise ConfigError('`loader.exchange_ranks` must be false with `dataset.replication`, got: true. Set one of them')
-    exchange_slot_tokens(config)
+        raise ConfigError(
+            '`loader.exchange_ranks` must be false with `dataset.replication`, got: true. Set one of them'
+        )  # fmt: skip
+    if config.microbatching.device_train_microbatch_size != 'suggest':  # which sets the width as well
+        exchange_slot_tokens(config)
 
 
 def exchange_slot_tokens(config: TrainConfig) -> int:
@@ -115,34 +116,34 @@ def streaming_texts(section: dict[str, Any]) -> Iterator[str]:
     Raises:
         ValueError: If they do not.
     """
-    from composer_tokacc.data.streaming import LlavaStreamingDataset
+    from composer_tokacc.data.llava_streaming import LlavaStreamingDataset
 
     for stream in (section.get('streams') or {'': section}).values():
         folders = [Path(stream[key], stream.get('split') or '') for key in ('local', 'remote') if stream.get(key)]
-        here = [folder for folder in folders if (folder / 'index.json').is_file()]
-        yield from LlavaStreamingDataset.texts((here or folders)[0])
+        yield from LlavaStreamingDataset.texts(*folders)
 
 
-def build_streaming_dataset(config: TrainConfig, processor: Any, arguments: dict[str, Any], *, held_out: bool) -> Any:
+def build_streaming_dataset(config: TrainConfig, processor: Any, *, held_out: bool) -> Any:
     """The dataset of a checked section, shared among the ranks as StreamingDataset does it.
 
     The shared memory of a killed run says that its folder is in use. It cannot be told from that of a living one, but
     no two runs may download to the same folder anyway, so it is removed and the dataset is tried once more.
     """
-    from streaming.base.util import clean_stale_shared_memory
+    from streaming.base.util import clean_stale_shared_memory  # pyright: ignore[reportMissingImports]
 
-    from composer_tokacc.data.streaming import LlavaStreamingDataset
+    from composer_tokacc.data.llava_streaming import LlavaStreamingDataset
 
     arguments = {
         'shuffle_seed': config.seed,
-        **arguments,
+        **streaming_arguments(config.dataset, held_out=held_out),
         'shuffle': config.loader.shuffle and not held_out,
         'batch_size': _rank_batch_size(config, held_out),
     }
     try:
         return LlavaStreamingDataset(processor=processor, **arguments)
     except ValueError as error:
-        if 'Reused local directory' not in str(error):
+        # Beside a held-out set there is the training set, which is alive.
+        if held_out or 'Reused local directory' not in str(error):
             raise
     log.warning('Removing the shared memory that an earlier run of mosaicml-streaming has left behind.')
     clean_stale_shared_memory()
@@ -164,7 +165,7 @@ def build_streaming_loader(
     Raises:
         ConfigError: When ``drop_last`` would leave no batch.
     """
-    from streaming import StreamingDataLoader
+    from streaming import StreamingDataLoader  # pyright: ignore[reportMissingImports]
 
     size = _rank_batch_size(config, held_out)
     drop_last = config.loader.drop_last and not held_out
@@ -194,6 +195,24 @@ def build_streaming_loader(
 def _rank_batch_size(config: TrainConfig, held_out: bool) -> int:
     size = (config.loader.global_eval_batch_size if held_out else None) or config.loader.global_batch_size
     return size // dist.get_world_size()
+
+
+def _check_arguments(path: str, arguments: dict[str, Any]) -> None:
+    from streaming import Stream, StreamingDataset  # pyright: ignore[reportMissingImports]
+
+    for key, source in _FROM_LOADER.items():
+        if key in arguments:
+            raise ConfigError(f'`{path}.{key}` must be left out, got: {arguments[key]}. Set `{source}`')
+    known = {'max_length', *inspect.signature(StreamingDataset).parameters} - _FROM_LOADER.keys()
+    _check_names(path, arguments, known)
+    streams = arguments.get('streams')
+    if not any(arguments.get(source) for source in _SOURCES):
+        raise ConfigError(f'`{path}` must name its shards, got: neither of {", ".join(_SOURCES)}. Give `{path}.local`')
+    if streams is not None:
+        if not isinstance(streams, dict) or not all(isinstance(stream, dict) for stream in streams.values()):
+            raise ConfigError(f'`{path}.streams` must be a mapping of names to arguments, got: {streams}')
+        for name, stream in streams.items():
+            _check_names(f'{path}.streams.{name}', stream, set(inspect.signature(Stream).parameters))
 
 
 def _check_names(path: str, arguments: dict[str, Any], known: set[str]) -> None:

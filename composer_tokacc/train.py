@@ -106,7 +106,7 @@ def build_trainer(config: TrainConfig, parts: RunParts, history: InMemoryLogger)
     callbacks = _build_all('callbacks', config.callbacks)
     if config.trainer.get('spin_dataloaders', True):
         callbacks.append(SkipReadBatches())
-    if config.dataset['name'] == LLAVA_STREAMING:
+    if config.dataset.get('name') == LLAVA_STREAMING:
         callbacks.append(RestoreRandomState())
     return Trainer(
         model=parts.model,

@@ -19,8 +19,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from streaming import MDSWriter
-from streaming.base.util import bytes_to_int
+from streaming import MDSWriter  # pyright: ignore[reportMissingImports]
+from streaming.base.util import bytes_to_int  # pyright: ignore[reportMissingImports]
 from tqdm.auto import tqdm
 
 from composer_tokacc.data.encode import open_image
@@ -110,7 +110,7 @@ def write_shards(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the program; a bad sample or a mistake of the user's ends it with one line and status 2."""
-    parser = argparse.ArgumentParser(prog='python -m composer_tokacc.data.to_mds', description=__doc__.split('\n')[0])
+    parser = argparse.ArgumentParser(prog='python -m composer_tokacc.data.to_mds', description=__doc__)
     parser.add_argument('path', metavar='data.json', help='LLaVA conversation JSON or JSONL')
     parser.add_argument('image_dir', metavar='images', help='folder that image names start from')
     parser.add_argument('out', metavar='out_folder', help='folder for the shards, empty or absent')

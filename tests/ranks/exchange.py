@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def by_sampler(**kwargs: Any) -> list[Any]:
         sampler.set_epoch(epoch)
         mine = list(iter(sampler))
         chunks = dist.all_gather_object([mine[k : k + BATCH] for k in range(0, len(mine), BATCH)])
-        read = [sorted(sum(step, [])) for step in zip(*chunks, strict=True)]
+        read = [sorted(chain.from_iterable(step)) for step in zip(*chunks, strict=True)]
         found.append({'read': read, 'steps': steps(loader), 'length': len(loader)})
     return found
 

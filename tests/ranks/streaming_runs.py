@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
 from composer_tokacc.data import VisionLanguageCollator, build_small_processor
-from composer_tokacc.data.streaming import LlavaStreamingDataset
+from composer_tokacc.data.llava_streaming import LlavaStreamingDataset
 from composer_tokacc.exchange_loader import ExchangingDataLoader
 from composer_tokacc.lengths import image_token_ids
 from composer_tokacc.models import build_model
@@ -123,7 +123,9 @@ def run(
     )
     result: dict[str, Any] = {'steps': steps.steps, 'length': len(loader), 'batch_size': loader.batch_size}
     if not learn:
-        result['errors'] = errors(model, dataset, reading['collate_fn'], steps, recorder, logged(memory, 'loss/train/total'))
+        result['errors'] = errors(
+            model, dataset, reading['collate_fn'], steps, recorder, logged(memory, 'loss/train/total')
+        )
     dist.barrier()
     trainer.close()
     return result

@@ -13,8 +13,8 @@ import torch
 streaming = pytest.importorskip('streaming')
 
 from composer_tokacc.data import BadSampleError, LlavaDataset, VisionLanguageCollator
+from composer_tokacc.data.llava_streaming import LlavaStreamingDataset
 from composer_tokacc.data.processor import train_tokenizer
-from composer_tokacc.data.streaming import LlavaStreamingDataset
 from composer_tokacc.data.to_mds import write_shards
 from tests.data.chat_processors import PROCESSORS, TEXTS, small
 from tests.support.llava_folder import write_llava_folder
@@ -115,8 +115,10 @@ def test_texts_are_those_of_the_turns(tmp_path):
     path, local = shards(tmp_path)
     turns = [turn['value'] for record in json.loads(path.read_text()) for turn in record['conversations']]
     assert list(LlavaStreamingDataset.texts(local)) == [text.replace('<image>', '') for text in turns]
-    with pytest.raises(ValueError, match='`local` must hold shards'):
-        next(LlavaStreamingDataset.texts(tmp_path))
+    assert len(list(LlavaStreamingDataset.texts(tmp_path, local))) == len(turns)
+    (tmp_path / 'out' / 'shard.00001.mds').unlink()
+    with pytest.raises(ValueError, match='must be a folder with all shards'):
+        next(LlavaStreamingDataset.texts(tmp_path, local))
 
 
 @pytest.mark.parametrize('position', [0, 4, 8])

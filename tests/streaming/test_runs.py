@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from itertools import chain
 
 import pytest
 
@@ -34,7 +35,7 @@ def runs(shards, *arguments, ranks):
 
 def samples(run):
     """Of every step, over all ranks."""
-    return {step: sorted(sum(seen['samples'], [])) for step, seen in run['steps'].items()}
+    return {step: sorted(chain.from_iterable(seen['samples'])) for step, seen in run['steps'].items()}
 
 
 @pytest.mark.slow
@@ -62,7 +63,7 @@ def test_exchange_changes_no_step_and_every_gradient_is_that_of_one_forward(shar
     assert samples(exchanged) == samples(rank_local) == samples(workers)
     assert samples(exchanged) != samples(in_order)
     first_epoch = [samples(exchanged)[str(step)] for step in range(STEPS_PER_EPOCH)]
-    assert sorted(sum(first_epoch, [])) == sorted(f's{k}' for k in range(NUM_SAMPLES))
+    assert sorted(chain.from_iterable(first_epoch)) == sorted(f's{k}' for k in range(NUM_SAMPLES))
     assert [len(step) for step in samples(dropping).values()] == [8] * 10
     if ranks > 1:
         shares = [[len(rank) for rank in seen['samples']] for seen in exchanged['steps'].values()]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-WORDS = 'what which colour is the left right square and of a red green blue one with no more than'.split()
+WORDS = ('what', 'which', 'colour', 'is', 'the', 'left', 'right', 'square', 'and', 'of', 'red', 'green', 'blue', 'one')
 
 
 def write_llava_folder(folder: Path, num_samples: int, *, seed: int = 0) -> Path:

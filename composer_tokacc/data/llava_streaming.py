@@ -12,8 +12,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from streaming import Stream, StreamingDataset
-from streaming.base.format import reader_from_json
+from streaming import Stream, StreamingDataset  # pyright: ignore[reportMissingImports]
+from streaming.base.format import reader_from_json  # pyright: ignore[reportMissingImports]
 
 from composer_tokacc.data.conversation import ConversationEncoder
 from composer_tokacc.data.encode import check_takes_images, encode_record, open_image
@@ -35,7 +35,7 @@ class LlavaStreamingDataset(StreamingDataset):
         streams: Several sources: :class:`streaming.Stream`, or a mapping of names to their arguments (``local``,
             ``remote``, ``proportion``, ...) as a YAML file has them.
         **kwargs: Further arguments of :class:`streaming.StreamingDataset`: ``local``, ``remote``, ``shuffle``,
-            ``shuffle_seed``, ``batch_size`` (of one rank), ``num_canonical_nodes``, ``predownload``, ``cache_limit``, ...
+            ``shuffle_seed``, ``batch_size`` (of one rank), ``num_canonical_nodes``, ``cache_limit``, ...
 
     Raises:
         BadSampleError: On reading, for an image that cannot be decoded or a sample over ``max_length``; names it.
@@ -65,19 +65,22 @@ class LlavaStreamingDataset(StreamingDataset):
         return encode_record(self.encoder, record, images)
 
     @staticmethod
-    def texts(folder: str | os.PathLike[str]) -> Iterator[str]:
+    def texts(*folders: str | os.PathLike[str]) -> Iterator[str]:
         """Yields the text of every turn, without image placeholders: what a tokenizer can be trained on.
 
         Args:
-            folder: Where uncompressed shards and their ``index.json`` lie.
+            folders: Where the shards may lie; the first that has all of them, uncompressed, is read.
 
         Raises:
-            ValueError: If there are none.
+            ValueError: If none has.
         """
-        index = Path(folder) / 'index.json'
-        if not index.is_file():
-            raise ValueError(f'`local` must hold shards to train a tokenizer on their text, got: {folder} without any.')
-        for shard in json.loads(index.read_text())['shards']:
+        folder = next((folder for folder in map(Path, folders) if _holds_all_shards(folder)), None)
+        if folder is None:
+            raise ValueError(
+                f'`local` or `remote` must be a folder with all shards to train a tokenizer on their text, got: '
+                f'{", ".join(map(str, folders))}. Copy them there, or set `model.pretrained`, which has a tokenizer.'
+            )
+        for shard in json.loads((folder / 'index.json').read_text())['shards']:
             reader = reader_from_json(str(folder), None, shard)
             for row in map(reader.get_item, range(len(reader))):
                 for _, text in from_row(row)[0].turns:
@@ -93,3 +96,10 @@ class LlavaStreamingDataset(StreamingDataset):
         if from_beginning and num_samples == 0:
             state['epoch'] = max(state['epoch'], self.next_epoch)
         return state
+
+
+def _holds_all_shards(folder: Path) -> bool:
+    index = folder / 'index.json'
+    if not index.is_file():
+        return False
+    return all((folder / shard['raw_data']['basename']).is_file() for shard in json.loads(index.read_text())['shards'])
