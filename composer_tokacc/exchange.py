@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed
 from composer.utils import dist
 
-__all__ = ['SampleExchange']
+__all__ = ['SampleExchange', 'pack', 'unpack']
 
 
 class SampleExchange:
@@ -47,23 +47,22 @@ class SampleExchange:
         rank = dist.get_global_rank()
         owners = [owner for owner, number in enumerate(num_samples) for _ in range(number)]
         first = sum(num_samples[:rank])
-        sending = [_pack([samples[index - first] for index in share if owners[index] == rank]) if to != rank else None
-                   for to, share in enumerate(shares)]  # fmt: skip
+        wanted = [[samples[index - first] for index in share if owners[index] == rank] for share in shares]
+        sending = {to: pack(wanted[to]) for to in range(len(shares)) if wanted[to] and to != rank}
         senders = {owners[index] for index in shares[rank]} - {rank}
-        arrived = {owner: iter(_unpack(packed)) for owner, packed in self._swap(sending, senders).items()}
+        arrived = {owner: iter(unpack(packed)) for owner, packed in self._swap(sending, senders).items()}
         return [
             samples[index - first] if owners[index] == rank else next(arrived[owners[index]]) for index in shares[rank]
         ]
 
-    def _swap(self, sending: Sequence[torch.Tensor | None], senders: set[int]) -> dict[int, torch.Tensor]:
+    def _swap(self, sending: Mapping[int, torch.Tensor], senders: set[int]) -> dict[int, torch.Tensor]:
         """Sends bytes to ranks, receives from `senders`; the number of bytes goes ahead of them."""
         sizes = {owner: torch.zeros(1, dtype=torch.int64) for owner in senders}
         waiting = [self._receive(size, owner, tag=0) for owner, size in sizes.items()]
-        sent = []
-        for to, packed in enumerate(sending):
-            if packed is not None:
-                size = torch.tensor([len(packed)])
-                sent += [(size, self._send(size, to, tag=0)), (packed, self._send(packed, to, tag=1))]
+        sent = []  # with what is sent, which must live until then
+        for to, packed in sending.items():
+            size = torch.tensor([len(packed)])
+            sent += [(size, self._send(size, to, tag=0)), (packed, self._send(packed, to, tag=1))]
         for work in waiting:
             work.wait()
         received = {owner: torch.empty(int(size), dtype=torch.uint8) for owner, size in sizes.items()}
@@ -84,14 +83,14 @@ class SampleExchange:
         return self._group
 
 
-def _pack(samples: Sequence[Any]) -> torch.Tensor | None:
-    if not samples:
-        return None
+def pack(samples: Sequence[Any]) -> torch.Tensor:
+    """Samples as bytes, uint8 (number of bytes,)."""
     buffer = io.BytesIO()
     torch.save(list(samples), buffer)
     return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
 
 
-def _unpack(packed: torch.Tensor) -> list[Any]:
-    # Not weights_only: what one rank of a run sends to another is whatever its dataset made.
+def unpack(packed: torch.Tensor) -> list[Any]:
+    """The inverse of :func:`pack`."""
+    # Not weights_only: what one process of a run sends to another is whatever its dataset made.
     return torch.load(io.BytesIO(packed.numpy().tobytes()), weights_only=False)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from composer_tokacc.added_rows import zero_weight
 from composer_tokacc.data.records import BadSampleError
-from composer_tokacc.exchange import SampleExchange
+from composer_tokacc.exchange import SampleExchange, pack, unpack
 from composer_tokacc.planning import CostModel, Microbatch, plan_microbatches
 from composer_tokacc.replay import MICROBATCH_IDS
 
@@ -70,7 +70,8 @@ class ExchangingDataLoader(DataLoader):
     ) -> None:
         # An own generator: seeding workers must not move the random numbers of the run.
         kwargs.setdefault('generator', torch.Generator().manual_seed(torch.initial_seed() + dist.get_global_rank()))
-        super().__init__(dataset, collate_fn=list, **kwargs)
+        # Workers send each tensor through a file of its own, and samples are many: so they send one that holds all.
+        super().__init__(dataset, collate_fn=pack if kwargs.get('num_workers') else list, **kwargs)
         if self.batch_size is None:
             raise ValueError('`batch_size` must be what each rank reads in a step, got: None. Pass a number.')
         self._collate = collate_fn
@@ -112,7 +113,7 @@ class ExchangingDataLoader(DataLoader):
         """The next iteration goes on where :meth:`state_dict` was taken."""
         self.dataset.load_state_dict(state)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def _read(self, reading: Iterator[list[Any]]) -> tuple[list[Any], list[list[tuple[int, int]]]]:
+    def _read(self, reading: Iterator[Any]) -> tuple[list[Any], list[list[tuple[int, int]]]]:
         """This rank's samples, and length and image tokens of those of every rank.
 
         A rank that fails tells the others, which would wait for it otherwise.
@@ -121,6 +122,7 @@ class ExchangingDataLoader(DataLoader):
         failure = None
         try:
             samples = next(reading, [])
+            samples = unpack(samples) if isinstance(samples, torch.Tensor) else samples
         except Exception as error:
             failure = error
         told = (None, '') if failure is None else (isinstance(failure, BadSampleError), str(failure))

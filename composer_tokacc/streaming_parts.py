@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from composer.utils import dist
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from composer_tokacc.config import ConfigError, TrainConfig
 from composer_tokacc.exchange_loader import ExchangingDataLoader
@@ -25,6 +25,7 @@ __all__ = [
     'LLAVA_STREAMING',
     'build_streaming_dataset',
     'build_streaming_loader',
+    'by_index',
     'check_exchange',
     'check_streaming_dataset',
     'exchange_slot_tokens',
@@ -190,6 +191,22 @@ def build_streaming_loader(
         width_multiple=config.microbatching.width_multiple,
         **reading,
     )
+
+
+def by_index(dataset: Any) -> Any:
+    """The dataset as one of all its samples, for what measures each of them: a streamed one has this rank's length."""
+    return _ByIndex(dataset) if hasattr(dataset, 'size') else dataset
+
+
+class _ByIndex(Dataset):
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return self.dataset.size
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
 
 
 def _rank_batch_size(config: TrainConfig, held_out: bool) -> int:

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import resource
 
 import pytest
 import torch
@@ -49,6 +51,17 @@ def test_iterating_takes_no_random_numbers(num_workers):
     before = torch.get_rng_state()
     list(loader)
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_many_samples_from_workers_need_few_files():
+    loader = build(600, batch_size=100, num_workers=2)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir('/proc/self/fd')) + 60, hard))
+    try:
+        found = names(loader)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert [sorted(batch) for batch in found] == [list(range(k, k + 100)) for k in range(0, 600, 100)]
 
 
 def test_batches_that_are_no_mappings_go_without_the_plan():

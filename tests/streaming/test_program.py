@@ -13,10 +13,13 @@ streaming = pytest.importorskip('streaming')
 
 from composer_tokacc.config import ConfigError, load_config
 from composer_tokacc.config_checks import check_config
+from composer_tokacc.data import LlavaDataset
 from composer_tokacc.data.to_mds import write_shards
 from composer_tokacc.exchange_loader import ExchangingDataLoader
 from composer_tokacc.layout import BatchLayout
+from composer_tokacc.lengths import length_table
 from composer_tokacc.loaders import build_dataset, build_loader, build_processor
+from composer_tokacc.streaming_parts import by_index
 from tests.support.launch import ROOT, launch
 from tests.support.llava_folder import write_llava_folder
 
@@ -82,6 +85,18 @@ def test_streams_of_a_mapping(shards):
     streams = f'{{a: {{local: {shards}/train, proportion: 3}}, b: {{local: {shards}/held_out, proportion: 1}}}}'
     config = config_of(shards, 'dataset.local=null', f'dataset.streams={streams}', 'dataset.epoch_size=40')
     assert len(names(build(config))) == 40
+
+
+def test_measuring_sees_every_sample_whatever_the_epoch_and_the_ranks(shards, tmp_path):
+    config = config_of(shards, 'dataset.epoch_size=10')
+    processor = build_processor(config)
+    dataset = build_dataset(config, processor, held_out=False)
+    assert len(dataset) == 10
+    expected = LlavaDataset(tmp_path / 'train' / 'data.json', processor, image_dir=tmp_path / 'train' / 'images')
+    tables = [length_table(each, processor, folder=tmp_path / 'lengths') for each in (by_index(dataset), expected)]
+    assert tables[0].lengths.tolist() == tables[1].lengths.tolist()
+    assert len(tables[0]) == 20
+    assert by_index(expected) is expected
 
 
 def test_run_after_a_killed_one_takes_its_folder_over(shards, tmp_path):
