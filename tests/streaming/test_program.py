@@ -167,9 +167,9 @@ def test_program_trains_evaluates_and_resumes(shards, tmp_path):
 
 @pytest.mark.slow
 def test_bad_sample_ends_the_run_with_its_name_and_no_traceback(shards):
-    arguments = [f'dataset.local={shards}/train', *SMALL, 'dataset.max_length=60', 'trainer.save_folder=null']
+    arguments = [f'dataset.local={shards}/train', *SMALL, 'dataset.max_length=30', 'trainer.save_folder=null']
     done = launch(['-m', 'composer_tokacc.train', str(FILE), *arguments, 'trainer.autoresume=false'], ranks=2)
     assert done.returncode != 0
     assert 'error: sample "s' in done.stderr
-    assert '`max_length` must be at least the sample, got: 60 < ' in done.stderr
+    assert '`max_length` must be at least the sample, got: 30 < ' in done.stderr
     assert 'Traceback' not in done.stderr
