@@ -76,7 +76,10 @@ def verify(config: TrainConfig, *, max_rows: int = 8) -> list[dict[str, Any]]:
     layout = BatchLayout.for_model(parts.model)
     batch = next(iter(parts.train_loader.dataloader))
     rows = [layout.trim(layout.select(batch, [row])) for row in range(min(layout.num_rows(batch), max_rows))]
-    everyone = [row for rows_of_rank in dist.all_gather_object(rows) for row in rows_of_rank]
+    gathered = dist.all_gather_object(rows)
+    # A loader that shares by length gives ranks unequal numbers, with which stock Composer's ranks wait forever.
+    num_rows = min(map(len, gathered))
+    rows, everyone = rows[:num_rows], [row for rows_of_rank in gathered for row in rows_of_rank[:num_rows]]
     results = []
     for padding in ('right', 'left'):
         expected = _whole_gradient(parts, layout.concat(everyone, padding_side=padding))

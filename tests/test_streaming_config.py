@@ -11,6 +11,7 @@ import pytest
 
 from composer_tokacc.config import ConfigError, load_config
 from composer_tokacc.config_checks import check_config
+from composer_tokacc.data.to_mds import main
 from tests.support.launch import ROOT
 
 
@@ -26,6 +27,13 @@ def test_missing_package_is_named_with_the_command_that_installs_it(monkeypatch)
     message = mistake('llava_streaming.yaml', 'dataset.local=shards')
     assert message.startswith('`dataset.name` llava_streaming needs mosaicml-streaming, got: none.')
     assert message.endswith("pip install 'composer_tokacc[streaming]'")
+
+
+def test_converter_says_the_same(monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(sys.modules, 'streaming', None)
+    assert main(['data.json', 'images', str(tmp_path / 'out')]) == 2
+    error = capsys.readouterr().err
+    assert error == "error: shards need mosaicml-streaming, got: none. pip install 'composer_tokacc[streaming]'\n"
 
 
 def test_exchange_is_refused_for_samples_read_by_index():

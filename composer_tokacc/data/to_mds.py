@@ -9,6 +9,7 @@ python -m composer_tokacc.data.to_mds data.json images out_folder [--size-limit 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,8 +20,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from streaming import MDSWriter  # pyright: ignore[reportMissingImports]
-from streaming.base.util import bytes_to_int  # pyright: ignore[reportMissingImports]
 from tqdm.auto import tqdm
 
 from composer_tokacc.data.encode import open_image
@@ -70,17 +69,17 @@ def write_shards(
     Raises:
         BadSampleError: For the first bad sample (``raise``).
         ValueError: If an argument is wrong, the file is missing or no JSON, or no sample is good.
+        ImportError: If mosaicml-streaming is not installed.
     """
     if on_error not in ('raise', 'skip'):
         raise ValueError(f"`on_error` must be 'raise' or 'skip', got: {on_error!r}.")
-    limit = bytes_to_int(size_limit)
-    if not 0 < limit < 2**32:
-        raise ValueError(f'`size_limit` must be above 0 and below 4gb (offsets are 32 bits), got: {size_limit}.')
+    if importlib.util.find_spec('streaming') is None:
+        raise ImportError("shards need mosaicml-streaming, got: none. pip install 'composer_tokacc[streaming]'")
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f'`out_folder` must be empty or absent, got: {out}, which is not. Name another, or remove it.')
     raw_records = list(read_raw_records(path))
-    writer = _Writer(columns=COLUMNS, out=str(out), size_limit=limit)
+    writer = _open_writer(out, size_limit)
     skipped: list[str] = []
     try:
         with tqdm(total=len(raw_records), desc='writing samples', disable=not progress, leave=False) as bar:
@@ -121,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         written = write_shards(
             options.path, options.image_dir, options.out, size_limit=options.size_limit, on_error=options.on_error
         )
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         print(f'error: {" ".join(str(error).split())}', file=sys.stderr)
         return 2
     print(
@@ -131,12 +130,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-class _Writer(MDSWriter):
-    """Starts no new shard while the present one is empty, as MDSWriter does for a sample over the size limit."""
+def _open_writer(out: Path, size_limit: int | str) -> Any:
+    """A writer that starts no new shard while the present one is empty, as MDSWriter does before an oversize sample."""
+    from streaming import MDSWriter  # pyright: ignore[reportMissingImports]
+    from streaming.base.util import bytes_to_int  # pyright: ignore[reportMissingImports]
 
-    def flush_shard(self) -> None:
-        if self.new_samples:
-            super().flush_shard()
+    class Writer(MDSWriter):
+        def flush_shard(self) -> None:
+            if self.new_samples:
+                super().flush_shard()
+
+    limit = bytes_to_int(size_limit)
+    if not 0 < limit < 2**32:
+        raise ValueError(f'`size_limit` must be above 0 and below 4gb (offsets are 32 bits), got: {size_limit}.')
+    return Writer(columns=COLUMNS, out=str(out), size_limit=limit)
 
 
 def _read_rows(

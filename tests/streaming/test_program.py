@@ -166,6 +166,13 @@ def test_program_trains_evaluates_and_resumes(shards, tmp_path):
 
 
 @pytest.mark.slow
+def test_verify_finds_the_run_exact_though_ranks_have_unequal_numbers_of_samples(shards):
+    done = launch(['-m', 'composer_tokacc.verify', str(FILE), f'dataset.local={shards}/train', *SMALL], ranks=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert 'exact: largest relative gradient error' in done.stdout
+
+
+@pytest.mark.slow
 def test_bad_sample_ends_the_run_with_its_name_and_no_traceback(shards):
     arguments = [f'dataset.local={shards}/train', *SMALL, 'dataset.max_length=30', 'trainer.save_folder=null']
     done = launch(['-m', 'composer_tokacc.train', str(FILE), *arguments, 'trainer.autoresume=false'], ranks=2)
