@@ -5,7 +5,11 @@ STAMP := $(VENV)/.installed
 # Small models on few cores: more than one thread a rank only makes the ranks fight for them.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-slow lint bench
+# mosaicml-streaming wants transformers<5 and an older numpy, so it has an environment of its own.
+VENV_STREAMING ?= .venv-streaming
+STAMP_STREAMING := $(VENV_STREAMING)/.installed
+
+.PHONY: demo test test-slow test-streaming lint bench
 
 # A small LLaVA learns to read scanned digits on two ranks; ends with a summary and a picture.
 demo: $(STAMP)
@@ -18,15 +22,24 @@ test: $(STAMP)
 test-slow: $(STAMP)
 	$(VENV)/bin/python -m pytest -m slow
 
+# Everything about MDS shards, runs of up to four ranks included.
+test-streaming: $(STAMP_STREAMING)
+	$(VENV_STREAMING)/bin/python -m pytest tests/streaming
+
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 
 bench: $(STAMP)
-	$(VENV)/bin/python benchmarks/invariance.py
+	$(VENV)/bin/python -m benchmarks.invariance
 
 $(STAMP): setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[demo,bench,dev]'
+	@touch $@
+
+$(STAMP_STREAMING): setup.cfg pyproject.toml
+	$(PYTHON) -m venv $(VENV_STREAMING)
+	$(VENV_STREAMING)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[streaming,demo,dev]'
 	@touch $@

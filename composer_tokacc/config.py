@@ -67,6 +67,9 @@ class LoaderConfig:
     same. Reads the dataset once before the first run. Needs ``microbatching.regroup``."""
     modality: str = 'mixed'
     """``mixed``, or ``per_step``: every global batch is of samples with images, or of samples without."""
+    exchange_ranks: bool = False
+    """The same for a streamed dataset, where each rank reads its own samples: they are exchanged after reading. Needs
+    ``microbatching.slot_tokens`` or ``dataset.max_length``."""
     lengths_folder: str | None = None
     """Where lengths of samples are kept between runs; null means the user's cache folder."""
 

@@ -21,6 +21,7 @@ from composer_tokacc.datasets import check_dataset, needs_regrouping
 from composer_tokacc.loaders import regroups_ranks
 from composer_tokacc.planning import CostModel
 from composer_tokacc.registry import check_arguments, class_by_name, unknown_name
+from composer_tokacc.streaming_parts import LLAVA_STREAMING, check_exchange
 
 __all__ = ['check_config']
 
@@ -55,6 +56,7 @@ def check_config(config: TrainConfig, *, world_size: int | None = None) -> None:
         _check_model(config)
         check_dataset(config.dataset)
         _check_loader(config, world_size)
+        check_exchange(config)
         _check_microbatching(config)
         _check_named_parts(config)
         _check_trainer(config)
@@ -93,6 +95,8 @@ def _check_loader(config: TrainConfig, world_size: int) -> None:
             )
     if loader.modality not in ('mixed', 'per_step'):
         raise ConfigError(f'`loader.modality` must be `mixed` or `per_step`, got: {loader.modality}')
+    if loader.modality == 'per_step' and config.dataset.get('name') == LLAVA_STREAMING:
+        raise ConfigError('`loader.modality` must be `mixed` for streamed data, got: per_step. Use a JSON file')
     if not regroups_ranks(config) and (needs_regrouping(config.dataset) or loader.modality == 'per_step'):
         what = '`loader.modality: per_step`' if loader.modality == 'per_step' else 'shares of `dataset.parts`'
         raise ConfigError(

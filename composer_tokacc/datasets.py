@@ -16,6 +16,12 @@ from composer_tokacc.data import DigitsDataset, LlavaDataset, build_digits_proce
 from composer_tokacc.data.processor import build_small_processor
 from composer_tokacc.mixture import Mixture
 from composer_tokacc.registry import check_arguments, unknown_name
+from composer_tokacc.streaming_parts import (
+    LLAVA_STREAMING,
+    build_streaming_dataset,
+    check_streaming_dataset,
+    streaming_texts,
+)
 
 __all__ = ['build_dataset', 'build_processor', 'check_dataset', 'mixture_of', 'needs_regrouping']
 
@@ -35,6 +41,11 @@ def check_dataset(section: dict[str, Any]) -> None:
     for key in ('processor', 'eval'):
         if not isinstance(section.get(key), dict | None):
             raise ConfigError(f'`dataset.{key}` must be a mapping of arguments, got: {section[key]}')
+    if section.get('name') == LLAVA_STREAMING:
+        if 'parts' in section:
+            raise ConfigError('`dataset.parts` must be left out for streamed data, got: some. Use `dataset.streams`')
+        check_streaming_dataset(section)
+        return
     if 'parts' in section:
         _check_parts(section)
     else:
@@ -58,15 +69,22 @@ def build_processor(config: TrainConfig) -> Any:
         check_arguments('dataset.processor', build_digits_processor, arguments)
         return build_digits_processor(**arguments)
     check_arguments('dataset.processor', build_small_processor, arguments, num_given=1)
-    texts = chain.from_iterable(LlavaDataset.texts(part['path']) for part in parts)
+    if config.dataset.get('name') == LLAVA_STREAMING:
+        texts = streaming_texts(config.dataset)
+    else:
+        texts = chain.from_iterable(LlavaDataset.texts(part['path']) for part in parts)
     return build_small_processor(texts, **arguments)
 
 
 def build_dataset(config: TrainConfig, processor: Any, *, held_out: bool) -> Dataset | None:
     """The training set, or the held-out set (None where ``dataset.eval`` is absent)."""
     section = config.dataset
+    if held_out and not section.get('eval'):
+        return None
+    if section.get('name') == LLAVA_STREAMING:
+        return build_streaming_dataset(config, processor, held_out=held_out)
     if held_out:
-        return _build(_held_out(section), processor) if section.get('eval') else None
+        return _build(_held_out(section), processor)
     datasets = [_build(part, processor) for part in _parts(section)]
     return ConcatDataset(datasets) if 'parts' in section else datasets[0]
 
@@ -111,7 +129,7 @@ def _check_parts(section: dict[str, Any]) -> None:
 def _check_arguments(path: str, section: dict[str, Any], *, own_keys: tuple[str, ...]) -> None:
     name = section.get('name')
     if name not in _DATASETS:
-        raise ConfigError(unknown_name(f'`{path}.name`', str(name), _DATASETS))
+        raise ConfigError(unknown_name(f'`{path}.name`', str(name), [*_DATASETS, LLAVA_STREAMING]))
     check_arguments(path, _DATASETS[name], {**section, 'processor': None}, own_keys=own_keys)
 
 

@@ -21,6 +21,7 @@ from composer_tokacc.mixture import Mixture
 from composer_tokacc.planning import CostModel
 from composer_tokacc.regrouping_loader import RegroupingDataLoader
 from composer_tokacc.sampler import RegroupingBatchSampler
+from composer_tokacc.streaming_parts import LLAVA_STREAMING, build_streaming_loader, exchange_slot_tokens
 
 __all__ = ['build_loader', 'regroups_ranks']
 
@@ -34,9 +35,10 @@ def build_loader(config: TrainConfig, dataset: Any, processor: Any, layout: Batc
     loader = config.loader
     global_size = (loader.global_eval_batch_size if held_out else None) or loader.global_batch_size
     drop_last = loader.drop_last and not held_out
-    mixture = None if held_out else mixture_of(config.dataset, dataset)
+    is_streaming = config.dataset.get('name') == LLAVA_STREAMING
+    mixture = None if held_out or is_streaming else mixture_of(config.dataset, dataset)
     num_samples = len(dataset) if mixture is None else mixture.num_samples
-    if drop_last and num_samples < loader.global_batch_size:
+    if not is_streaming and drop_last and num_samples < loader.global_batch_size:
         raise ConfigError(
             f'`loader.global_batch_size` must be at most the dataset with `loader.drop_last`, got: '
             f'{loader.global_batch_size} > {num_samples} samples. Lower it or set drop_last=false'
@@ -49,7 +51,10 @@ def build_loader(config: TrainConfig, dataset: Any, processor: Any, layout: Batc
         'pin_memory': loader.pin_memory,
     }
     slot_tokens = config.microbatching.slot_tokens
-    if not held_out and regroups_ranks(config):
+    if is_streaming:
+        dataloader = build_streaming_loader(config, dataset, processor, reading, cost=_cost(config), held_out=held_out)
+        slot_tokens = exchange_slot_tokens(config) if loader.exchange_ranks else slot_tokens
+    elif not held_out and regroups_ranks(config):
         dataloader, slot_tokens = _regrouping_loader(config, dataset, processor, mixture, reading)
     else:
         shuffle = loader.shuffle and not held_out

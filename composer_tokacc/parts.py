@@ -20,6 +20,7 @@ from composer_tokacc.datasets import build_dataset, build_processor
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.loaders import build_loader
 from composer_tokacc.models import build_model
+from composer_tokacc.streaming_parts import by_index
 from composer_tokacc.suggest import apply_suggestion
 
 __all__ = ['RunParts', 'build_parts']
@@ -61,7 +62,7 @@ def build_parts(config: TrainConfig) -> RunParts:
         model = build_model(processor=processor, seed=config.seed, **asdict(config.model))
         layout = BatchLayout.for_model(model)
         if config.microbatching.device_train_microbatch_size == 'suggest':
-            apply_suggestion(config, train_dataset, processor)
+            apply_suggestion(config, by_index(train_dataset), processor)
         train_loader = build_loader(config, train_dataset, processor, layout, held_out=False)
         eval_loader = None
         if eval_dataset is not None:

@@ -39,6 +39,7 @@ from composer_tokacc.parts import build_parts
 from composer_tokacc.planning import CostModel
 from composer_tokacc.sizing_report import SizingReport
 from composer_tokacc.sizing_table import print_report
+from composer_tokacc.streaming_parts import by_index
 from composer_tokacc.suggest import device_memory_gib, memory_of_run, suggest_for_run
 from composer_tokacc.timing import MicrobatchTimer, fit_cost
 from composer_tokacc.train import build_trainer
@@ -107,7 +108,7 @@ def plan(
     """
     reproducibility.seed_all(config.seed)
     processor = build_processor(config)
-    dataset = build_dataset(config, processor, held_out=False)
+    dataset = by_index(build_dataset(config, processor, held_out=False))
     table = length_table(dataset, processor, folder=config.loader.lengths_folder)
     memory = memory_of_run(config, dataset, processor, table)
     gib = device_memory_gib or config.microbatching.device_memory_gib or _this_device(config)

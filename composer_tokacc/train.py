@@ -24,9 +24,11 @@ from composer_tokacc.config import ConfigError, TrainConfig, load_config
 from composer_tokacc.config_checks import check_config
 from composer_tokacc.data import BadSampleError
 from composer_tokacc.parts import RunParts, build_parts
+from composer_tokacc.random_state import RestoreRandomState
 from composer_tokacc.registry import build_by_name
 from composer_tokacc.regrouping_loader import SkipReadBatches
 from composer_tokacc.report import print_summary, summarize, write_report
+from composer_tokacc.streaming_parts import LLAVA_STREAMING
 
 __all__ = ['build_trainer', 'main', 'run']
 
@@ -104,6 +106,8 @@ def build_trainer(config: TrainConfig, parts: RunParts, history: InMemoryLogger)
     callbacks = _build_all('callbacks', config.callbacks)
     if config.trainer.get('spin_dataloaders', True):
         callbacks.append(SkipReadBatches())
+    if config.dataset.get('name') == LLAVA_STREAMING:
+        callbacks.append(RestoreRandomState())
     return Trainer(
         model=parts.model,
         train_dataloader=parts.train_loader,

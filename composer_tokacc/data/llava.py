@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
 from torch.utils.data import Dataset
 
 from composer_tokacc.data.conversation import ConversationEncoder
+from composer_tokacc.data.encode import check_takes_images, encode_record, open_image
 from composer_tokacc.data.records import PLACEHOLDER, BadSampleError, Record, parse_record, read_raw_records
 from composer_tokacc.data.scan import scan_samples
 
@@ -101,11 +101,8 @@ class LlavaDataset(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         record = self.records[index]
-        images = [self._open(record, self.folders[index] / name) for name in record.images]
-        try:
-            return self.encoder(_messages(record), images, sample_id=record.sample_id)
-        except Exception as error:  # whatever a processor or a template objects to, the user needs to know the sample
-            raise record.error(str(error)) from error
+        files = [self.folders[index] / name for name in record.images]
+        return encode_record(self.encoder, record, [open_image(record, file, str(file)) for file in files])
 
     def skip_report(self) -> str:
         """One line for the end of a run: how many samples were left out, and why the first was."""
@@ -114,21 +111,13 @@ class LlavaDataset(Dataset):
         return f'skipped {len(self.skipped)} of {total} samples{first}'
 
     def _check_images(self, record: Record, folder: Path, listings: dict[Path, set[str]]) -> None:
-        if record.images and not self.encoder.has_images:
-            raise record.error('has images, but the processor takes none; use a vision-language processor')
+        check_takes_images(self.encoder, record)
         for name in record.images:
             file = folder / name
             if file.parent not in listings:  # one listing of a folder instead of one question a file
                 listings[file.parent] = set(os.listdir(file.parent)) if file.parent.is_dir() else set()
             if file.name not in listings[file.parent]:
                 raise record.error(f'image file {file} does not exist; is `image_dir` right?')
-
-    def _open(self, record: Record, file: Path) -> Image.Image:
-        try:
-            with Image.open(file) as image:
-                return image.convert('RGB')
-        except Exception as error:  # PIL raises OSError, SyntaxError, ValueError, struct.error, ... on broken files
-            raise record.error(f'image file {file} cannot be read: {error}') from error
 
     def _skip_unreadable(self, num_workers: int | None, progress: bool) -> None:
         scanned = scan_samples(self, num_workers=num_workers, progress=progress)
@@ -154,17 +143,3 @@ def conversation_texts(path: PathLike | Sequence[PathLike]) -> Iterator[str]:
 
 def _paths(path: PathLike | Sequence[PathLike]) -> list[PathLike]:
     return [path] if isinstance(path, (str, os.PathLike)) else list(path)
-
-
-def _messages(record: Record) -> list[dict[str, Any]]:
-    """Turns as chat templates want them; the line breaks around a placeholder belong to the template."""
-    messages = []
-    for role, text in record.turns:
-        content: list[dict[str, str]] = []
-        for position, piece in enumerate(text.split(PLACEHOLDER)):
-            if position > 0:
-                content.append({'type': 'image'})
-            if piece := piece.strip('\n'):
-                content.append({'type': 'text', 'text': piece})
-        messages.append({'role': role, 'content': content})
-    return messages

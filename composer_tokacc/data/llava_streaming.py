@@ -1,0 +1,105 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""LLaVA conversations from MDS shards, streamed; the samples are those of LlavaDataset."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from streaming import Stream, StreamingDataset  # pyright: ignore[reportMissingImports]
+from streaming.base.format import reader_from_json  # pyright: ignore[reportMissingImports]
+
+from composer_tokacc.data.conversation import ConversationEncoder
+from composer_tokacc.data.encode import check_takes_images, encode_record, open_image
+from composer_tokacc.data.records import PLACEHOLDER
+from composer_tokacc.data.shard_row import from_row
+
+__all__ = ['LlavaStreamingDataset']
+
+
+class LlavaStreamingDataset(StreamingDataset):
+    """What ``python -m composer_tokacc.data.to_mds`` wrote, as samples for :class:`.VisionLanguageCollator`.
+
+    A sample equals that of :class:`.LlavaDataset` for the same record and processor. Order, sharing among ranks,
+    downloads, caching and resumption are StreamingDataset's.
+
+    Args:
+        processor: Hugging Face processor; for text alone a tokenizer will do.
+        max_length: Longest sample allowed, in tokens, image tokens included. Nothing is ever truncated.
+        streams: Several sources: :class:`streaming.Stream`, or a mapping of names to their arguments (``local``,
+            ``remote``, ``proportion``, ...) as a YAML file has them.
+        **kwargs: Further arguments of :class:`streaming.StreamingDataset`: ``local``, ``remote``, ``shuffle``,
+            ``shuffle_seed``, ``batch_size`` (of one rank), ``num_canonical_nodes``, ``cache_limit``, ...
+
+    Raises:
+        BadSampleError: On reading, for an image that cannot be decoded or a sample over ``max_length``; names it.
+        ValueError: For shards of other columns, or as StreamingDataset does.
+    """
+
+    def __init__(
+        self,
+        *,
+        processor: Any,
+        max_length: int | None = None,
+        streams: Sequence[Stream] | Mapping[str, Mapping[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if isinstance(streams, Mapping):
+            streams = [Stream(**arguments) for arguments in streams.values()]
+        self.encoder = ConversationEncoder(processor, max_length=max_length)
+        super().__init__(streams=streams, **kwargs)
+
+    def get_item(self, sample_id: int, retry: int = 7) -> dict[str, Any]:
+        """Sample by its number in the shards; downloads its shard where it is not there yet."""
+        record, files = from_row(super().get_item(sample_id, retry))
+        check_takes_images(self.encoder, record)
+        images = [
+            open_image(record, BytesIO(file), name) for file, name in zip(files, record.images, strict=True)
+        ]  # fmt: skip
+        return encode_record(self.encoder, record, images)
+
+    @staticmethod
+    def texts(*folders: str | os.PathLike[str]) -> Iterator[str]:
+        """Yields the text of every turn, without image placeholders: what a tokenizer can be trained on.
+
+        Args:
+            folders: Where the shards may lie; the first that has all of them, uncompressed, is read.
+
+        Raises:
+            ValueError: If none has.
+        """
+        folder = next((folder for folder in map(Path, folders) if _holds_all_shards(folder)), None)
+        if folder is None:
+            raise ValueError(
+                f'`local` or `remote` must be a folder with all shards to train a tokenizer on their text, got: '
+                f'{", ".join(map(str, folders))}. Copy them there, or set `model.pretrained`, which has a tokenizer.'
+            )
+        for shard in json.loads((folder / 'index.json').read_text())['shards']:
+            reader = reader_from_json(str(folder), None, shard)
+            for row in map(reader.get_item, range(len(reader))):
+                for _, text in from_row(row)[0].turns:
+                    yield text.replace(PLACEHOLDER, '')
+
+    def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
+        """As StreamingDataset's, but right between two epochs.
+
+        There Composer has begun to count the next epoch, from 0 samples, and StreamingDataset would put these to the
+        epoch that it iterated last, so that a run resumed there goes through the same order a second time.
+        """
+        state = super().state_dict(num_samples, from_beginning)
+        if from_beginning and num_samples == 0:
+            state['epoch'] = max(state['epoch'], self.next_epoch)
+        return state
+
+
+def _holds_all_shards(folder: Path) -> bool:
+    index = folder / 'index.json'
+    if not index.is_file():
+        return False
+    return all((folder / shard['raw_data']['basename']).is_file() for shard in json.loads(index.read_text())['shards'])

@@ -1,0 +1,177 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Writes LLaVA conversation JSON or JSONL and its images as MDS shards, which mosaicml-streaming reads.
+
+python -m composer_tokacc.data.to_mds data.json images out_folder [--size-limit 64mb] [--on-error raise|skip]
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from io import BytesIO
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from composer_tokacc.data.encode import open_image
+from composer_tokacc.data.records import BadSampleError, parse_record, read_raw_records
+from composer_tokacc.data.shard_row import COLUMNS, to_row
+
+__all__ = ['Written', 'main', 'write_shards']
+
+CHUNK = 256
+"""Samples that are read at once, and so held in memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """What came of it."""
+
+    num_samples: int
+    num_shards: int
+    num_bytes: int
+    """Of all shards."""
+    skipped: tuple[str, ...]
+    """Why each bad sample was left out; names it and its file."""
+
+
+def write_shards(
+    path: str | Path,
+    image_dir: str | Path,
+    out: str | Path,
+    *,
+    size_limit: int | str = '64mb',
+    on_error: str = 'raise',
+    progress: bool = True,
+) -> Written:
+    """Writes every record of a file with the bytes of its images, in the order of the file.
+
+    Images are decoded once, to know that they can be, and written as they are. No processor is needed, so how long a
+    sample is in tokens is not known here.
+
+    Args:
+        path: JSON or JSONL file.
+        image_dir: Folder that image names start from.
+        out: Folder for the shards; empty or absent. If anything raises, nothing is left there.
+        size_limit: Largest shard, in bytes or as ``'64mb'``; a sample that is larger has a shard of its own.
+        on_error: ``'raise'`` at the first bad sample, or ``'skip'`` it, print why and count it.
+        progress: Show a progress bar.
+
+    Raises:
+        BadSampleError: For the first bad sample (``raise``).
+        ValueError: If an argument is wrong, the file is missing or no JSON, or no sample is good.
+        ImportError: If mosaicml-streaming is not installed.
+    """
+    if on_error not in ('raise', 'skip'):
+        raise ValueError(f"`on_error` must be 'raise' or 'skip', got: {on_error!r}.")
+    if importlib.util.find_spec('streaming') is None:
+        raise ImportError("shards need mosaicml-streaming, got: none. pip install 'composer_tokacc[streaming]'")
+    out = Path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f'`out_folder` must be empty or absent, got: {out}, which is not. Name another, or remove it.')
+    raw_records = list(read_raw_records(path))
+    writer = _open_writer(out, size_limit)
+    skipped: list[str] = []
+    try:
+        with tqdm(total=len(raw_records), desc='writing samples', disable=not progress, leave=False) as bar:
+            for row in _read_rows(raw_records, path, Path(image_dir)):
+                if not isinstance(row, BadSampleError):
+                    writer.write(row)
+                elif on_error == 'raise':
+                    raise row
+                else:
+                    skipped.append(str(row))
+                    bar.write(f'skipped: {row}', file=sys.stderr)
+                bar.update()
+        if len(skipped) == len(raw_records):
+            raise ValueError(f'`path` must hold at least one good sample, got: {path} with none.')
+        writer.finish()
+    except BaseException:
+        writer.cancel_future_jobs()
+        shutil.rmtree(out)  # only what was written here: it was empty
+        raise
+    return Written(
+        num_samples=len(raw_records) - len(skipped),
+        num_shards=len(writer.shards),
+        num_bytes=sum(shard['raw_data']['bytes'] for shard in writer.shards),
+        skipped=tuple(skipped),
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the program; a bad sample or a mistake of the user's ends it with one line and status 2."""
+    parser = argparse.ArgumentParser(prog='python -m composer_tokacc.data.to_mds', description=__doc__)
+    parser.add_argument('path', metavar='data.json', help='LLaVA conversation JSON or JSONL')
+    parser.add_argument('image_dir', metavar='images', help='folder that image names start from')
+    parser.add_argument('out', metavar='out_folder', help='folder for the shards, empty or absent')
+    parser.add_argument('--size-limit', default='64mb', help='largest shard (default: 64mb)')
+    parser.add_argument('--on-error', choices=('raise', 'skip'), default='raise', help='what to do with a bad sample')
+    options = parser.parse_args(arguments)
+    try:
+        written = write_shards(
+            options.path, options.image_dir, options.out, size_limit=options.size_limit, on_error=options.on_error
+        )
+    except (ValueError, OSError, ImportError) as error:
+        print(f'error: {" ".join(str(error).split())}', file=sys.stderr)
+        return 2
+    print(
+        f'wrote {written.num_samples:,} samples in {written.num_shards:,} shards, {written.num_bytes:,} bytes, to '
+        f'{options.out}; skipped {len(written.skipped):,}'
+    )
+    return 0
+
+
+def _open_writer(out: Path, size_limit: int | str) -> Any:
+    """A writer that starts no new shard while the present one is empty, as MDSWriter does before an oversize sample."""
+    from streaming import MDSWriter  # pyright: ignore[reportMissingImports]
+    from streaming.base.util import bytes_to_int  # pyright: ignore[reportMissingImports]
+
+    class Writer(MDSWriter):
+        def flush_shard(self) -> None:
+            if self.new_samples:
+                super().flush_shard()
+
+    limit = bytes_to_int(size_limit)
+    if not 0 < limit < 2**32:
+        raise ValueError(f'`size_limit` must be above 0 and below 4gb (offsets are 32 bits), got: {size_limit}.')
+    return Writer(columns=COLUMNS, out=str(out), size_limit=limit)
+
+
+def _read_rows(
+    raw_records: Iterable[tuple[int, Any]], path: str | Path, image_dir: Path
+) -> Iterator[dict[str, Any] | BadSampleError]:
+    """Rows in order, read by several threads: file systems and image decoders do without Python's lock."""
+
+    def read(item: tuple[int, Any]) -> dict[str, Any] | BadSampleError:
+        line, raw = item
+        try:
+            record = parse_record(raw, path=path, line=line)
+            files = []
+            for name in record.images:
+                file = image_dir / name
+                try:
+                    files.append(file.read_bytes())
+                except OSError as error:
+                    raise record.error(f'image file {file} cannot be read: {error.strerror}') from error
+                open_image(record, BytesIO(files[-1]), str(file))
+            return to_row(record, files)
+        except BadSampleError as error:
+            return error
+
+    items = iter(raw_records)
+    with ThreadPoolExecutor() as pool:
+        while chunk := list(islice(items, CHUNK)):
+            yield from pool.map(read, chunk)
+
+
+if __name__ == '__main__':
+    sys.exit(main())

@@ -1,0 +1,131 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Under the composer launcher: what each rank gets from the exchanging loader, step by step; rank 0 writes it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from composer.utils import dist, get_device
+from torch.utils.data import IterableDataset
+
+from composer_tokacc import TokenAccumulation, token_data_spec
+from composer_tokacc.data import BadSampleError
+from composer_tokacc.exchange_loader import ExchangingDataLoader
+from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
+from tests.support.text import text_model
+from tests.support.training import logged, reference_gradients, relative_error, train
+
+BATCH, EPOCH = 3, 31
+SAMPLES = LengthDataset(200)
+# How many samples each rank reads: some run out before others, and the last step has fewer samples than ranks.
+READ = {1: (7,), 2: (7, 4), 4: (10, 3, 7, 0)}
+
+
+class Shares(IterableDataset):
+    """Rank ``r`` reads its own stretch of the samples, and breaks at one of them if told to."""
+
+    def __init__(self, breaks_at: int | None = None, error: type[Exception] = BadSampleError) -> None:
+        self.breaks_at = breaks_at
+        self.error = error
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        counts = READ[dist.get_world_size()]
+        first = sum(counts[: dist.get_global_rank()])
+        for index in range(first, first + counts[dist.get_global_rank()]):
+            if index == self.breaks_at:
+                raise self.error(f'sample "{index}" is broken')
+            yield SAMPLES[index]
+
+
+def steps(loader: ExchangingDataLoader) -> list[list[dict[str, Any]]]:
+    """For each step, for each rank: names of the rows, whether they hold the samples of these names, and the plan."""
+    found = []
+    for batch in loader:
+        whole = True
+        for row, name in enumerate(batch['sample_ids']):
+            ids = SAMPLES[int(name)]['input_ids'][0]
+            whole &= torch.equal(batch['input_ids'][row, : len(ids)], ids)
+        seen = {key: batch.get(key) for key in ('microbatch_ids', 'added_rows')}
+        found.append(dist.all_gather_object({'names': list(map(int, batch['sample_ids'])), 'whole': whole, **seen}))
+    return found
+
+
+def build(dataset: Any, **kwargs: Any) -> ExchangingDataLoader:
+    return ExchangingDataLoader(
+        dataset, **{'batch_size': BATCH, 'collate_fn': collate_samples, 'max_tokens': 2 * LONGEST, **kwargs}
+    )
+
+
+def by_sampler(**kwargs: Any) -> list[Any]:
+    """A map-style dataset, whose sampler says who reads what; two epochs."""
+    dataset = LengthDataset(EPOCH)
+    sampler = dist.get_sampler(dataset, shuffle=True, seed=3)
+    loader = build(dataset, sampler=sampler, **kwargs)
+    found = []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        mine = list(iter(sampler))
+        chunks = dist.all_gather_object([mine[k : k + BATCH] for k in range(0, len(mine), BATCH)])
+        read = [sorted(chain.from_iterable(step)) for step in zip(*chunks, strict=True)]
+        found.append({'read': read, 'steps': steps(loader), 'length': len(loader)})
+    return found
+
+
+def broken(error: type[Exception]) -> list[str]:
+    """What each rank raises when the first sample of the second step of rank 0 is broken."""
+    try:
+        steps(build(Shares(BATCH, error)))
+    except Exception as raised:
+        return dist.all_gather_object(f'{type(raised).__name__}: {raised}')
+    raise AssertionError('nothing was raised')
+
+
+def gradients(objective: str) -> list[dict[str, float]]:
+    """Every step of the uneven shares against one forward over the samples of all ranks."""
+    errors = []
+    number = -(-max(READ[dist.get_world_size()]) // BATCH)
+    expected = steps(build(Shares(), objective=objective))
+    assert len(expected) == number
+    for step in range(number):
+        model = text_model()
+        names = [name for rank in expected[step] if not rank['added_rows'] for name in rank['names']]
+        reference, loss = reference_gradients(model, collate_samples([SAMPLES[name] for name in sorted(names)]))
+        spec = token_data_spec(build(Shares(), objective=objective), slot_tokens=LONGEST)
+        recorder, memory, trainer = train(
+            model, spec, algorithms=[TokenAccumulation()], microbatch_size=2, max_duration=f'{step + 1}ba'
+        )
+        found = logged(memory, 'loss/train/total')[-1]
+        errors.append({
+            'error': relative_error(recorder.gradients, reference),
+            'loss_error': abs(found - loss) / loss,
+            'samples': int(trainer.state.timestamp.sample),
+        })  # fmt: skip
+    return errors
+
+
+def main() -> None:
+    dist.initialize_dist(get_device('cpu'), timeout=60.0)
+    results = {
+        'uneven': steps(build(Shares())),
+        'sampler': by_sampler(),
+        'workers': by_sampler(num_workers=2),
+        'drop_last': by_sampler(drop_last=True),
+        'bad sample': broken(BadSampleError),
+        'other error': broken(OSError),
+        'ddp': gradients('ddp'),
+        'fsdp': gradients('fsdp'),
+    }
+    if dist.get_global_rank() == 0:
+        Path(sys.argv[-1]).write_text(json.dumps(results))
+
+
+if __name__ == '__main__':
+    main()
