@@ -9,6 +9,7 @@ from composer_tokacc.data_spec import token_data_spec
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.monitor import TokenMonitor
 from composer_tokacc.planning import MicrobatchPlan, plan_microbatches
+from composer_tokacc.regrouping_loader import RegroupingDataLoader, SkipReadBatches
 from composer_tokacc.sampler import RegroupingBatchSampler
 from composer_tokacc.sizing import SizingReport, suggest_microbatching
 
@@ -18,7 +19,9 @@ __all__ = [
     'BatchLayout',
     'MicrobatchPlan',
     'RegroupingBatchSampler',
+    'RegroupingDataLoader',
     'SizingReport',
+    'SkipReadBatches',
     'TokenAccumulation',
     'TokenCounts',
     'TokenMonitor',
