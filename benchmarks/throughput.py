@@ -88,7 +88,7 @@ class StepClock(Callback):
 def split_of(method: str, layout: BatchLayout, device_batch: int) -> Callable[[Row, int | float], list[Row]]:
     """The rivals, each from its description; every one keeps image rows with their own."""
 
-    def chunks(order: Sequence[int], size: int) -> list[Sequence[int]]:
+    def chunks(order: Sequence[Any], size: int) -> list[Sequence[Any]]:
         return [order[start : start + size] for start in range(0, len(order), size)]
 
     def stock(batch: Row, size: int | float) -> list[Row]:
