@@ -198,7 +198,10 @@ def bound_seconds(lengths: np.ndarray, times: Sequence[tuple[int, int, float]]) 
 
 def fitted_cost(model: Any, lengths: np.ndarray, microbatch: int, width: int) -> CostModel:
     """What the planner is told of this machine: full microbatches, and small ones, which show what a launch costs."""
-    times = equal_widths(lengths, model, microbatch, width) + equal_widths(lengths, model, 1, width // 4)
+    equal_widths(lengths, model, 1, width // 4)  # the first ones of a process are slow
+    small = [equal_widths(lengths, model, 1, width // 4) for _ in range(5)]
+    times = equal_widths(lengths, model, microbatch, width)
+    times += [(*shapes[0][:2], statistics.median(shape[2] for shape in shapes)) for shapes in zip(*small, strict=True)]
     counts, widths, seconds = zip(*times, strict=True)
     return CostModel.fit(counts, widths, seconds)
 
