@@ -3,7 +3,7 @@
 
 """Real tokens per second of the same steps, cut in seven ways: one process, one memory cap, the same rows.
 
-    python -m benchmarks.throughput [--lengths DIR] [--sets NAME ...] [--rounds 5] [--quick]
+    python -m benchmarks.throughput [--lengths DIR] [--sets 'NAME SIZE' ...] [--rounds 5] [--quick]
 
 A small LLaVA (hidden size 512, 4 layers, fp32) trains through the real Composer Trainer. Every method gets the memory
 of `microbatch` rows as wide as the device batch. Rounds take the methods in turn; figures are medians over rounds. The
@@ -263,7 +263,7 @@ def main() -> None:
     warnings.simplefilter('ignore')
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--lengths', type=Path, default=os.environ.get('COMPOSER_TOKACC_LENGTHS'))
-    parser.add_argument('--sets', nargs='*')
+    parser.add_argument('--sets', nargs='*', help="name and device batch, e.g. 'digits 32'")
     parser.add_argument('--rounds', type=int, default=5)
     parser.add_argument('--quick', action='store_true', help='one round of one step')
     parser.add_argument('--results', type=Path, default=RESULTS)
@@ -273,17 +273,21 @@ def main() -> None:
     # Many rows give the planner most to choose from; the slowest ways to cut them are left out there.
     runs = [(name, 32, tuple(METHODS), 2 if name in ('digits', 'no padding') else 1) for name in sets]
     runs.append(('lognormal CV 0.9', 128, ('greedy', 'ours'), 1))
-    results = []
+    file = given.results / 'throughput.json'
+    # With --sets, what was measured of the others before stays.
+    known = json.loads(file.read_text())['results'] if given.sets and file.exists() else []
+    results = {(one['set'], one['device_batch']): one for one in known}
     for name, device_batch, methods, steps in runs:
-        if given.sets and not any(wanted in name for wanted in given.sets):
+        if given.sets and f'{name} {device_batch}' not in given.sets:
             continue
         steps, rounds = (1, 1) if given.quick else (steps, given.rounds)
-        results.append(measure(name, sets[name], device_batch, methods, steps, rounds))
-        show(results[-1])
+        found = measure(name, sets[name], device_batch, methods, steps, rounds)
+        results[name, device_batch] = {'machine': machine(), **found}
+        show(found)
     given.results.mkdir(parents=True, exist_ok=True)
-    summary = {'machine': machine(), 'results': results}
-    (given.results / 'throughput.json').write_text(json.dumps(summary, indent=1))
-    picture(results, given.results / 'throughput.png')
+    ordered = [results[name, size] for name, size, *_ in runs if (name, size) in results]
+    file.write_text(json.dumps({'results': ordered}, indent=1))
+    picture(ordered, given.results / 'throughput.png')
 
 
 if __name__ == '__main__':
