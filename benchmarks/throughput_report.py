@@ -47,8 +47,13 @@ def picture(results: Sequence[Row], path: Path) -> None:
     matplotlib.use('Agg')
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(results), figsize=(5 * len(results), 4), layout='constrained')
-    for axis, result in zip(np.atleast_1d(axes), results, strict=True):
+    columns = min(len(results), 2)
+    rows = -(-len(results) // columns)
+    figure, grid = pyplot.subplots(rows, columns, figsize=(6.5 * columns, 2.9 * rows), layout='constrained')
+    axes = np.atleast_1d(grid).flatten()
+    for axis in axes[len(results) :]:
+        axis.axis('off')
+    for axis, result in zip(axes, results, strict=False):
         speeds = [row['tokens_per_second'] for row in result['methods']]
         names = [row['method'] for row in result['methods']]
         colors = [
@@ -56,18 +61,17 @@ def picture(results: Sequence[Row], path: Path) -> None:
             for name in names
         ]
         bars = axis.barh(range(len(speeds)), speeds, color=colors)
-        base = min(speeds)
         labels = [
-            f'{speed / base:.1f}x, {row["padding"]:.0%} padding'
+            f'{speed / speeds[0]:.1f}x, {row["padding"]:.0%} padding'
             for speed, row in zip(speeds, result['methods'], strict=True)
         ]
-        axis.bar_label(bars, labels, padding=3, fontsize=7)
+        axis.bar_label(bars, labels, padding=3, fontsize=8)
         axis.axvline(result['bound_tokens_per_second'], color='tab:red', lw=1, ls='--', label='no padding at all')
-        axis.set_xlim(0, max(*speeds, result['bound_tokens_per_second']) * 1.5)
+        axis.set_xlim(0, max(*speeds, result['bound_tokens_per_second']) * 1.4)
         axis.set_yticks(range(len(speeds)), names, fontsize=8)
         axis.invert_yaxis()
-        axis.set_title(f'{result["set"]}\ndevice batch {result["device_batch"]}', fontsize=9)
+        axis.set_title(f'{result["set"]}, {result["device_batch"]} rows a step', fontsize=10)
         axis.set_xlabel('real tokens per second')
-    np.atleast_1d(axes)[0].legend(fontsize=7, loc='lower right')
+    axes[0].legend(fontsize=8, loc='lower right')
     figure.suptitle('Same rows, same memory in each panel: small LLaVA, fp32, CPU')
     figure.savefig(path, dpi=130)
