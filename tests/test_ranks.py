@@ -27,7 +27,7 @@ def check(results):
 def test_text_gradients_do_not_depend_on_ranks_or_cut(ranks):
     results = launch_json(SCRIPT, 'text', ranks=ranks)
     refused = results.pop('refused')
-    assert len(results) == 18
+    assert len(results) == 22
     check(results)
     assert 'accumulate_train_batch_on_tokens' in refused['exact counter']
     if ranks > 1:
@@ -40,7 +40,8 @@ def test_text_gradients_do_not_depend_on_ranks_or_cut(ranks):
 def test_images_are_exact_on_ranks_with_and_without_them(family, ranks):
     results = launch_json(SCRIPT, family, ranks=ranks)
     results.pop('refused')
-    assert len(results) == 16
+    # Packed rows are for models that tell packed documents apart.
+    assert len(results) == (32 if family == 'llava' else 16)
     check(results)
 
 

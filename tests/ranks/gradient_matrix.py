@@ -59,31 +59,35 @@ def family_cases(name: str) -> Iterator[Case]:
     world = dist.get_world_size()
     # Two families take every size; the others show that their image rows are split as exactly.
     sizes = (1, 2, 3, 6) if name in ('llava', 'qwen2_5_vl') else (1, 3)
-    for side, order, size in itertools.product(('right', 'left'), ORDERS, sizes):
+    # Packing is for models that tell packed documents apart.
+    packings = (False, True) if name == 'llava' else (False,)
+    for packing, side, order, size in itertools.product(packings, ('right', 'left'), ORDERS, sizes):
         ordered = [rows[index] for index in ORDERS[order]]
         shares = (SHARES if order == 'mixed' else TEXT_RANK_SHARES)[world]
 
-        def run(ordered: Any = ordered, shares: Any = shares, side: str = side, size: int = size) -> dict[str, Any]:
+        def run(
+            ordered: Any = ordered, shares: Any = shares, side: str = side, size: int = size, packing: bool = packing
+        ) -> dict[str, Any]:
             def join(rows: Any) -> dict[str, Any]:
                 return layout.concat(rows, padding_side=side, pad_token_id=case.pad_token_id)
 
-            data = token_data_spec(loader(join(rank_share(ordered, shares))), layout=layout)
+            data = token_data_spec(loader(join(rank_share(ordered, shares))), layout=layout, packing=packing)
             return measure(case.model, join(ordered), data, size)
 
-        yield f'{name} {side} {order} microbatch {size}', run
+        yield f'{name} {side} {order} microbatch {size}{" packed" if packing else ""}', run
 
 
 def text_cases() -> Iterator[Case]:
     shape = [(4, 2), (14, 11), (9, 9), (3, 0), (6, 1), (7, 2)]  # 22 loss tokens against 3 on two ranks
     rows, model = text_rows(shape), text_model()
     shares = SHARES[dist.get_world_size()]
-    for split, size in itertools.product(('stock', 'ordered', 'regrouped', 'free'), (1, 2, 3, 6)):
+    for split, size in itertools.product(('stock', 'ordered', 'regrouped', 'free', 'packed'), (1, 2, 3, 6)):
 
         def run(split: str = split, size: int = size) -> dict[str, Any]:
             data = loader(collate(rank_share(rows, shares)))
             if split != 'stock':
                 equal = False if split == 'free' else 'auto'
-                data = token_data_spec(data, regroup=split != 'ordered', equal_counts=equal)
+                data = token_data_spec(data, regroup=split != 'ordered', equal_counts=equal, packing=split == 'packed')
             return measure(model, collate(rows), data, size)
 
         yield f'text {split} microbatch {size}', run
