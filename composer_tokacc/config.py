@@ -65,11 +65,11 @@ class LoaderConfig:
     regroup_ranks: bool = True
     """Share each global batch among the ranks by length, so that all finish together; which samples it holds stays the
     same. Reads the dataset once before the first run. Needs ``microbatching.regroup``."""
-    modality: str = 'mixed'
-    """``mixed``, or ``per_step``: every global batch is of samples with images, or of samples without."""
     exchange_ranks: bool = False
     """The same for a streamed dataset, where each rank reads its own samples: they are exchanged after reading. Needs
     ``microbatching.slot_tokens`` or ``dataset.max_length``."""
+    modality: str = 'mixed'
+    """``mixed``, or ``per_step``: every global batch is of samples with images, or of samples without."""
     lengths_folder: str | None = None
     """Where lengths of samples are kept between runs; null means the user's cache folder."""
 
@@ -134,6 +134,11 @@ class TrainConfig:
     trainer: dict[str, Any] = field(default_factory=dict)
     """Arguments of :class:`composer.Trainer`, passed as they are; ``loggers`` maps names to arguments."""
     report: ReportConfig = field(default_factory=ReportConfig)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the model is divided among the ranks by FSDP."""
+        return bool((self.trainer.get('parallelism_config') or {}).get('fsdp'))
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -16,12 +15,11 @@ from torch.utils.data import DataLoader, Dataset
 from composer_tokacc.added_rows import zero_weight
 from composer_tokacc.data.records import BadSampleError
 from composer_tokacc.exchange import SampleExchange, pack, unpack
-from composer_tokacc.planning import CostModel, Microbatch, plan_microbatches
+from composer_tokacc.load_plan import LoadPlanner, RankShare, only_copies
+from composer_tokacc.planning import CostModel, Microbatch
 from composer_tokacc.replay import MICROBATCH_IDS
 
 __all__ = ['ExchangingDataLoader']
-
-Plan = tuple[tuple[Microbatch, ...], ...]
 
 
 class ExchangingDataLoader(DataLoader):
@@ -77,16 +75,15 @@ class ExchangingDataLoader(DataLoader):
         self._collate = collate_fn
         self._pin = pin_memory
         self._image_token_ids = torch.tensor(list(image_token_ids))
-        self._plan = partial(
-            plan_microbatches,
+        self._planner = LoadPlanner(
             num_ranks=dist.get_world_size(),
             max_tokens=max_tokens,
             max_image_tokens=max_image_tokens,
+            objective=objective,
             cost=cost,
             width_multiple=width_multiple,
         )
-        self._objective: Literal['ddp', 'fsdp'] = objective
-        self._plan([1], image_tokens=[0], objective=objective)  # refuses bad options now
+        self._planner.plan([1], [0])  # refuses bad options now
         self._exchange = SampleExchange()
         self._num_samples = 0
 
@@ -98,7 +95,8 @@ class ExchangingDataLoader(DataLoader):
             samples, sizes = self._read(reading)
             if not any(sizes):
                 return
-            plan = self._plan_all([size for of_rank in sizes for size in of_rank])
+            lengths, image_tokens = zip(*(size for of_rank in sizes for size in of_rank), strict=True)
+            plan = self._planner.plan(lengths, image_tokens).ranks  # of nothing but the sizes: the same on every rank
             shares = [_samples_of(microbatches) for microbatches in plan]
             mine = self._exchange.share(samples, [len(of_rank) for of_rank in sizes], shares)
             self._num_samples += sum(map(len, sizes))
@@ -140,42 +138,20 @@ class ExchangingDataLoader(DataLoader):
         ids = sample['input_ids']
         return ids.shape[-1], int(torch.isin(ids, self._image_token_ids).sum())
 
-    def _plan_all(self, sizes: Sequence[tuple[int, int]]) -> Plan:
-        """Microbatches of each rank; the same on every rank, as it depends on nothing but the sizes."""
-        lengths, images = ([size[k] for size in sizes] for k in (0, 1))
-        plan = self._plan(lengths, image_tokens=images, objective=self._objective).ranks
-        if self._objective == 'fsdp' and len(sizes) >= len(plan) and any(_is_filler(rank) for rank in plan):
-            # Columns by modality can leave a rank without samples, though there are enough.
-            plan = self._plan(lengths, image_tokens=images, objective='ddp').ranks
-        return plan
-
     def _batch(self, samples: list[Any], microbatches: tuple[Microbatch, ...]) -> Any:
         batch = self._collate(samples)
         if not isinstance(batch, Mapping):
             return batch
-        if _is_filler(microbatches):
+        if only_copies(microbatches):
             batch = zero_weight(batch)
         else:
-            ids = [k for k, microbatch in enumerate(_computed(microbatches)) for _ in microbatch.indices]
-            batch = {**batch, MICROBATCH_IDS: ids}
+            batch = {**batch, MICROBATCH_IDS: RankShare.of(microbatches).microbatch_ids}
         if self._pin:
             batch = {key: value.pin_memory() if isinstance(value, torch.Tensor) else value
                      for key, value in batch.items()}  # fmt: skip
         return batch
 
 
-def _is_filler(microbatches: Sequence[Microbatch]) -> bool:
-    """Whether a rank has zero-weight copies alone."""
-    return all(microbatch.filled for microbatch in microbatches)
-
-
-def _computed(microbatches: Sequence[Microbatch]) -> list[Microbatch]:
-    """Microbatches without zero-weight copies: the split adds those that are needed."""
-    return [microbatch for microbatch in microbatches if not microbatch.filled]
-
-
 def _samples_of(microbatches: Sequence[Microbatch]) -> list[int]:
     """Samples of a rank in the order of its microbatches; a rank of copies alone takes one."""
-    if _is_filler(microbatches):
-        return list(microbatches[0].indices)
-    return [index for microbatch in _computed(microbatches) for index in microbatch.indices]
+    return list(microbatches[0].indices) if only_copies(microbatches) else RankShare.of(microbatches).indices

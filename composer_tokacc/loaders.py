@@ -114,7 +114,7 @@ def _regrouping_loader(
         seed=config.seed,
         shuffle=config.loader.shuffle,
         drop_last=config.loader.drop_last,
-        objective='fsdp' if (config.trainer.get('parallelism_config') or {}).get('fsdp') else 'ddp',
+        objective='fsdp' if config.is_sharded else 'ddp',
         width_multiple=config.microbatching.width_multiple,
         cost=_cost(config),
         mixture=mixture,

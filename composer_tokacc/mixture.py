@@ -142,7 +142,7 @@ class MixtureOrder:
             _merged(group, begin, end, seed) for group, begin, end in zip(groups, begins, ends, strict=True)
         ]  # fmt: skip
         self.windows = _interleaved_windows(orders, size)
-        self._starts = orders
+        self._orders = orders
 
     def __len__(self) -> int:
         """Global batches of the epoch."""
@@ -152,7 +152,7 @@ class MixtureOrder:
         """Indices of the samples of global batch `batch`, int64."""
         group, window = self.windows[batch]
         missing = -len(window) % self.num_replicas
-        return np.concatenate([window, np.resize(self._starts[group], missing)]) if missing else window
+        return np.concatenate([window, np.resize(self._orders[group], missing)]) if missing else window
 
 
 def _streams(mixture: Mixture, media: np.ndarray | None) -> list[list[_Stream]]:

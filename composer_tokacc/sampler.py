@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -14,8 +13,9 @@ from composer.utils import dist
 from torch.utils.data import Dataset, DistributedSampler
 
 from composer_tokacc.ahead import map_ahead
+from composer_tokacc.load_plan import LoadPlanner, RankShare
 from composer_tokacc.mixture import Mixture, MixtureOrder, num_mixed_batches
-from composer_tokacc.planning import CostModel, MicrobatchPlan, plan_microbatches
+from composer_tokacc.planning import CostModel, MicrobatchPlan
 from composer_tokacc.sampler_checks import check_batch_size, int_table, media_of
 from composer_tokacc.window import EpochOrder, num_windows
 
@@ -123,15 +123,15 @@ class RegroupingBatchSampler(DistributedSampler):
         self.global_batch_size = global_batch_size
         if self.mixture is not None:
             self._num_mixed = num_mixed_batches(self.mixture, global_batch_size, drop_last=drop_last, media=self.media)
-        self._plan_window = partial(
-            plan_microbatches,
+        self._planner = LoadPlanner(
+            num_ranks=num_replicas,
             max_tokens=max_tokens,
             max_image_tokens=max_image_tokens,
             objective=objective,
             cost=cost,
             width_multiple=width_multiple,
         )
-        self._plan_window(self.lengths[:1], num_ranks=1, image_tokens=self._images([0]))  # refuses bad options now
+        self._plan(np.zeros(1, dtype=np.int64))  # refuses bad options now
         self.first_batch = 0
         """Where the next iteration starts."""
         self._position = 0
@@ -226,24 +226,10 @@ class RegroupingBatchSampler(DistributedSampler):
         )
 
     def _share(self, window: np.ndarray) -> PlannedBatch:
-        share = PlannedBatch()
         members = window.tolist()
-        for microbatch in self._plan(window).ranks[self.rank]:
-            if not microbatch.filled:  # the split adds zero-weight rows where they are needed
-                number = share.microbatch_ids[-1] + 1 if share else 0
-                share.extend(members[index] for index in microbatch.indices)
-                share.microbatch_ids.extend([number] * len(microbatch.indices))
-        return share
+        share = RankShare.of(self._plan(window).ranks[self.rank])
+        return PlannedBatch([members[index] for index in share.indices], share.microbatch_ids)
 
     def _plan(self, window: np.ndarray) -> MicrobatchPlan:
-        images = self._images(window)
-        plan = self._plan_window(self.lengths[window], num_ranks=self.num_replicas, image_tokens=images)
-        if any(all(microbatch.filled for microbatch in rank) for rank in plan.ranks):
-            # Columns by modality can leave a rank without samples, and an empty batch cannot be collated.
-            plan = self._plan_window(
-                self.lengths[window], num_ranks=self.num_replicas, image_tokens=images, objective='ddp'
-            )
-        return plan
-
-    def _images(self, window: np.ndarray | list[int]) -> np.ndarray | None:
-        return None if self.image_tokens is None else self.image_tokens[window]
+        images = None if self.image_tokens is None else self.image_tokens[window]
+        return self._planner.plan(self.lengths[window], images)

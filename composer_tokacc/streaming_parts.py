@@ -195,7 +195,7 @@ def build_streaming_loader(
         drop_last=drop_last,
         max_tokens=(rows if isinstance(rows, int) else size) * exchange_slot_tokens(config),
         image_token_ids=image_token_ids(processor),
-        objective='fsdp' if (config.trainer.get('parallelism_config') or {}).get('fsdp') else 'ddp',
+        objective='fsdp' if config.is_sharded else 'ddp',
         width_multiple=config.microbatching.width_multiple,
         cost=cost,
         **reading,

@@ -153,13 +153,12 @@ def _on_gpu(config: TrainConfig) -> bool:
 def _key(config: TrainConfig, table: LengthTable) -> dict[str, Any]:
     """What the memory of a run depends on, its microbatches aside."""
     on_gpu = _on_gpu(config)
-    sharded = bool((config.trainer.get('parallelism_config') or {}).get('fsdp'))
     precision = str(config.trainer.get('precision') or ('amp_fp16' if on_gpu else 'fp32'))
     return {
         'model': asdict(config.model),
         'optimizer': config.optimizer,
         'precision': precision if precision != 'amp_fp8' else 'amp_bf16',
-        'strategy': 'fsdp' if sharded else 'ddp',
+        'strategy': 'fsdp' if config.is_sharded else 'ddp',
         'device': 'gpu' if on_gpu else 'cpu',
         'width': int(table.lengths.max()),
         'has_images': bool(table.image_tokens.any()),

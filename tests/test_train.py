@@ -16,33 +16,10 @@ from PIL import Image
 
 from composer_tokacc.train import main
 from tests.support.launch import ROOT, launch
+from tests.support.programs import DIGITS, QUIET, TINY_DIGITS, TINY_MODEL
 
-DIGITS = str(ROOT / 'yamls' / 'digits.yaml')
 MIXTURE = str(ROOT / 'yamls' / 'llava_mixture.yaml')
 LLAVA = str(ROOT / 'yamls' / 'llava_json.yaml')
-
-TINY_MODEL = [
-    'model.config.text_config.hidden_size=32',
-    'model.config.text_config.intermediate_size=64',
-    'model.config.text_config.num_hidden_layers=2',
-    'model.config.vision_config.hidden_size=16',
-    'model.config.vision_config.intermediate_size=32',
-]
-QUIET = ['trainer.progress_bar=false', 'trainer.load_progress_bar=false', 'report.picture=false']
-# 40 samples, 8 a step: five steps an epoch, so 12 steps end in the middle of the third.
-TINY_DIGITS = [
-    *TINY_MODEL,
-    *QUIET,
-    'dataset.num_samples=40',
-    'dataset.eval.num_samples=12',
-    'loader.global_batch_size=8',
-    'microbatching.device_train_microbatch_size=2',
-    'trainer.max_duration=12ba',
-    'trainer.eval_interval=12ba',
-    'scheduler.t_warmup=2ba',
-    'report.num_samples=2',
-    'report.max_new_tokens=4',
-]
 
 
 def train(*arguments: str, folder: Path) -> dict:

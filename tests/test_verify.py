@@ -14,7 +14,7 @@ from composer_tokacc import verify as program
 from composer_tokacc.loss_terms import LossTerms
 from composer_tokacc.verify import main
 from tests.support.launch import ROOT, launch
-from tests.test_train import DIGITS, TINY_DIGITS
+from tests.support.programs import DIGITS, TINY_DIGITS
 
 TINY = [*TINY_DIGITS, 'dataset.eval=null', 'report.num_samples=0']
 

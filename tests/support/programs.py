@@ -1,0 +1,33 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Command lines of the programs that take seconds: a shipped YAML file, and what to override in it."""
+
+from __future__ import annotations
+
+from tests.support.launch import ROOT
+
+DIGITS = str(ROOT / 'yamls' / 'digits.yaml')
+
+TINY_MODEL = [
+    'model.config.text_config.hidden_size=32',
+    'model.config.text_config.intermediate_size=64',
+    'model.config.text_config.num_hidden_layers=2',
+    'model.config.vision_config.hidden_size=16',
+    'model.config.vision_config.intermediate_size=32',
+]
+QUIET = ['trainer.progress_bar=false', 'trainer.load_progress_bar=false', 'report.picture=false']
+# 40 samples, 8 a step: five steps an epoch, so 12 steps end in the middle of the third.
+TINY_DIGITS = [
+    *TINY_MODEL,
+    *QUIET,
+    'dataset.num_samples=40',
+    'dataset.eval.num_samples=12',
+    'loader.global_batch_size=8',
+    'microbatching.device_train_microbatch_size=2',
+    'trainer.max_duration=12ba',
+    'trainer.eval_interval=12ba',
+    'scheduler.t_warmup=2ba',
+    'report.num_samples=2',
+    'report.max_new_tokens=4',
+]
