@@ -52,7 +52,8 @@ class BatchLayout(EntryLayout):
 
     @classmethod
     def for_model(cls, model: Any) -> BatchLayout:
-        """The layout of a Hugging Face model (or its config, or a Composer ``HuggingFaceModel``)."""
+        """The layout of a Hugging Face model (or its config, or a Composer ``HuggingFaceModel``, in DDP or not)."""
+        model = getattr(model, 'module', model)
         config = getattr(model, 'config', model)
         families = [family for family in FAMILIES if config.model_type in family.model_types]
         if not families and hasattr(config, 'vision_config'):

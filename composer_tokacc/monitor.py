@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,8 +16,12 @@ from composer.loggers import Logger
 from composer.utils import dist
 
 from composer_tokacc.counting import LOSS_TOKENS, REAL_TOKENS, annotate, num_samples
+from composer_tokacc.memory import MemoryModel
+from composer_tokacc.out_of_memory import predicted_and_actual
 
 __all__ = ['TokenMonitor']
+
+log = logging.getLogger(__name__)
 
 # What each rank contributes to a step's one reduction, in this order.
 FIELDS = ('real', 'device_positions', 'positions', 'tokens', 'samples', 'microbatches', 'empty', 'last_variation')
@@ -38,13 +44,20 @@ class TokenMonitor(Callback):
                                                  *previous* step's microbatches (0: sample weighting is exact)
     ============================================ ====================================================================
 
+    With a memory model, every attempt of Composer's ``'auto'`` that runs out of memory is told with what was predicted
+    for it and what the device held: a warning, ``token_monitor/oom_predicted_gib``, ``token_monitor/oom_actual_gib``.
+
     Args:
         loss_tokens (str): The counting rule where no :class:`.TokenAccumulation` has counted already.
             Default: ``'causal'``.
+        memory (MemoryModel | str | Path | None): The run's memory model, or the file it was saved in. The training
+            program gives its own where it sizes microbatches by ``'auto'``. Default: ``None``.
     """
 
-    def __init__(self, *, loss_tokens: str = 'causal') -> None:
+    def __init__(self, *, loss_tokens: str = 'causal', memory: MemoryModel | str | Path | None = None) -> None:
         self.loss_tokens = loss_tokens
+        self.memory = MemoryModel.load(memory) if isinstance(memory, str | Path) else memory
+        self._tried: float | None = None  # microbatch size of the last attempt at this step
         self._step = _zeros()
         self._microbatches: list[tuple[int, int]] = []
         self._previous: tuple[list[tuple[int, int]], float, float] | None = None
@@ -56,6 +69,7 @@ class TokenMonitor(Callback):
             state.batch = annotate(state.batch, self.loss_tokens)
         batch = state.batch
         rows, width = batch['input_ids'].shape[:2]
+        self._tried = None
         self._step = _zeros()
         self._step.update(
             real=sum(batch[REAL_TOKENS]),
@@ -65,7 +79,14 @@ class TokenMonitor(Callback):
         )
 
     def before_train_batch(self, state: State, logger: Logger) -> None:
-        """Forgets an attempt that ran out of memory."""
+        """Forgets an attempt that ran out of memory, once it is told."""
+        size, tried = state.device_train_microbatch_size, self._tried
+        self._tried = size
+        # Closures come here several times a step as well, but only a retry has a smaller microbatch.
+        if self.memory is not None and tried is not None and size is not None and size < tried:
+            failed = predicted_and_actual(self.memory, state, tried)
+            log.warning(failed.message())
+            logger.log_metrics({f'token_monitor/{name}': value for name, value in failed.metrics().items()})
         self._microbatches = []
         self._step.update(positions=0, microbatches=0, empty=0)
 

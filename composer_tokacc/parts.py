@@ -19,16 +19,20 @@ from composer_tokacc.config import ConfigError, TrainConfig
 from composer_tokacc.datasets import build_dataset, build_processor
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.loaders import build_loader
+from composer_tokacc.memory import MemoryModel
 from composer_tokacc.models import build_model
 from composer_tokacc.streaming_parts import by_index
-from composer_tokacc.suggest import apply_suggestion
+from composer_tokacc.suggest import apply_suggestion, memory_for_monitor
 
 __all__ = ['RunParts', 'build_parts']
 
 
 @dataclass(kw_only=True)
 class RunParts:
-    """What a program works with; the held-out parts are None where ``dataset.eval`` is absent."""
+    """What a program works with; the held-out parts are None where ``dataset.eval`` is absent.
+
+    `memory` is there where microbatches are sized by ``auto`` and a monitor can tell when that runs out of memory.
+    """
 
     processor: Any
     model: HuggingFaceModel
@@ -36,6 +40,7 @@ class RunParts:
     eval_dataset: Any
     train_loader: DataSpec
     eval_loader: DataSpec | None
+    memory: MemoryModel | None = None
 
     def skip_reports(self) -> list[str]:
         """One line for each dataset that left out bad samples."""
@@ -63,6 +68,9 @@ def build_parts(config: TrainConfig) -> RunParts:
         layout = BatchLayout.for_model(model)
         if config.microbatching.device_train_microbatch_size == 'suggest':
             apply_suggestion(config, by_index(train_dataset), processor)
+        memory = None
+        if config.microbatching.device_train_microbatch_size == 'auto' and 'token_monitor' in config.callbacks:
+            memory = memory_for_monitor(config, by_index(train_dataset), processor)
         train_loader = build_loader(config, train_dataset, processor, layout, held_out=False)
         eval_loader = None
         if eval_dataset is not None:
@@ -76,6 +84,7 @@ def build_parts(config: TrainConfig) -> RunParts:
         eval_dataset=eval_dataset,
         train_loader=train_loader,
         eval_loader=eval_loader,
+        memory=memory,
     )
 
 

@@ -26,7 +26,14 @@ from composer_tokacc.registry import build_by_name
 from composer_tokacc.sizing import suggest_microbatching
 from composer_tokacc.sizing_report import SizingReport
 
-__all__ = ['apply_suggestion', 'cache_folder', 'device_memory_gib', 'memory_of_run', 'suggest_for_run']
+__all__ = [
+    'apply_suggestion',
+    'cache_folder',
+    'device_memory_gib',
+    'memory_for_monitor',
+    'memory_of_run',
+    'suggest_for_run',
+]
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +66,22 @@ def apply_suggestion(config: TrainConfig, dataset: Any, processor: Any) -> None:
     if isinstance(decided[0], str):
         raise ValueError(decided[0])
     config.microbatching.device_train_microbatch_size, config.microbatching.slot_tokens = decided[0]
+
+
+def memory_for_monitor(config: TrainConfig, dataset: Any, processor: Any) -> MemoryModel | None:
+    """The run's memory model on all ranks, traced by rank 0; None, with a warning, where it cannot be traced.
+
+    Every rank must call it: they share the scan of the lengths.
+    """
+    table = length_table(dataset, processor, folder=config.loader.lengths_folder)
+    made: list[Any] = [None]
+    if dist.get_global_rank() == 0:
+        try:
+            made = [memory_of_run(config, dataset, processor, table)]
+        except Exception as error:  # the run does not need it, and neither may the others wait for it in vain
+            log.warning('Memory cannot be predicted, so an out-of-memory will be logged without: %s', error)
+    dist.broadcast_object_list(made)
+    return made[0]
 
 
 def suggest_for_run(

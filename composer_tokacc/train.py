@@ -23,6 +23,7 @@ from composer_tokacc.answers import answer_held_out
 from composer_tokacc.config import ConfigError, TrainConfig, load_config
 from composer_tokacc.config_checks import check_config
 from composer_tokacc.data import BadSampleError
+from composer_tokacc.monitor import TokenMonitor
 from composer_tokacc.parts import RunParts, build_parts
 from composer_tokacc.random_state import RestoreRandomState
 from composer_tokacc.registry import build_by_name
@@ -104,6 +105,9 @@ def build_trainer(config: TrainConfig, parts: RunParts, history: InMemoryLogger)
     if config.microbatching.device_train_microbatch_size is not None:
         arguments['device_train_microbatch_size'] = config.microbatching.device_train_microbatch_size
     callbacks = _build_all('callbacks', config.callbacks)
+    for monitor in callbacks:
+        if isinstance(monitor, TokenMonitor) and monitor.memory is None:
+            monitor.memory = parts.memory
     if config.trainer.get('spin_dataloaders', True):
         callbacks.append(SkipReadBatches())
     if config.dataset.get('name') == LLAVA_STREAMING:

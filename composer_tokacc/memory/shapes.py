@@ -63,6 +63,7 @@ class BatchShape:
         else:
             images = max(sum(layout.images_per_row(batch)), 1)
             sizes = torch.full((images,), image_tokens / images, dtype=torch.float64)
+        mask = batch.get('attention_mask')  # packed rows have none
         media = [value for value in batch.values() if isinstance(value, torch.Tensor) and value.is_floating_point()]
         return cls(
             rows=rows,
@@ -70,7 +71,7 @@ class BatchShape:
             image_tokens=image_tokens,
             image_area=float(sizes.square().sum()),
             pixel_bytes=sum(value.nbytes for value in media),
-            is_padded=not bool((batch['attention_mask'] != 0).all()),
+            is_padded=mask is not None and not bool((mask != 0).all()),
         )
 
 
