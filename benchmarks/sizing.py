@@ -25,9 +25,8 @@ from composer.core import DataSpec
 from benchmarks.machine import machine
 from composer_tokacc.config import TrainConfig, load_config
 from composer_tokacc.config_checks import check_config
-from composer_tokacc.datasets import build_dataset, build_processor
+from composer_tokacc.datasets import build_dataset, build_processor, measure_dataset
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.lengths import length_table
 from composer_tokacc.loaders import regroups_ranks
 from composer_tokacc.plan import time_shapes, time_steps
 from composer_tokacc.profile import SampleSizes
@@ -84,7 +83,7 @@ def main() -> None:
     check_config(config, world_size=1)
     processor = build_processor(config)
     dataset = build_dataset(config, processor, held_out=False)
-    table = length_table(dataset, processor, folder=config.loader.lengths_folder)
+    table = measure_dataset(config, dataset, processor)
     memory = memory_of_run(config, dataset, processor, table)
     gib = device_memory_gib(config)
     report = suggest_for_run(config, memory, table, num_ranks=1, gib=gib)

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The ``dataset`` section: the processor, the training set (one dataset, or several parts), the held-out set."""
+"""The ``dataset`` section: processor, training set (one dataset, or several parts), its lengths, held-out set."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from transformers import AutoProcessor
 from composer_tokacc.config import ConfigError, TrainConfig
 from composer_tokacc.data import DigitsDataset, LlavaDataset, build_digits_processor
 from composer_tokacc.data.processor import build_small_processor
+from composer_tokacc.lengths import LengthTable, length_table
 from composer_tokacc.mixture import Mixture
+from composer_tokacc.model_config import read_config, vision_patch_size
 from composer_tokacc.registry import check_arguments, unknown_name
 from composer_tokacc.streaming_parts import (
     LLAVA_STREAMING,
@@ -23,7 +25,7 @@ from composer_tokacc.streaming_parts import (
     streaming_texts,
 )
 
-__all__ = ['build_dataset', 'build_processor', 'check_dataset', 'mixture_of', 'needs_regrouping']
+__all__ = ['build_dataset', 'build_processor', 'check_dataset', 'measure_dataset', 'mixture_of', 'needs_regrouping']
 
 _DATASETS: dict[str, Any] = {'digits': DigitsDataset, 'llava': LlavaDataset}
 # Keys of the section, and of one of its parts, that are not arguments of the dataset class.
@@ -87,6 +89,12 @@ def build_dataset(config: TrainConfig, processor: Any, *, held_out: bool) -> Dat
         return _build(_held_out(section), processor)
     datasets = [_build(part, processor) for part in _parts(section)]
     return ConcatDataset(datasets) if 'parts' in section else datasets[0]
+
+
+def measure_dataset(config: TrainConfig, dataset: Any, processor: Any) -> LengthTable:
+    """The length table of a run's dataset, with patches of the run's own vision tower; see :func:`.length_table`."""
+    patch_size = vision_patch_size(read_config(config.model.pretrained, config.model.config, processor))
+    return length_table(dataset, processor, folder=config.loader.lengths_folder, patch_size=patch_size)
 
 
 def mixture_of(section: dict[str, Any], dataset: Any) -> Mixture | None:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,14 @@ import torch.distributed
 from torch.utils.data import ConcatDataset, DataLoader, Dataset
 from tqdm.auto import tqdm
 
+from composer_tokacc.vision_patches import DEFAULT_PATCH_SIZE, count_patches, declared_patch_size
+
 __all__ = ['LengthTable', 'build_length_table', 'fingerprint', 'length_table']
 
 NUM_PROBES = 64
 """Samples whose encoding goes into the fingerprint of a dataset that has none of its own."""
+VERSION = 2
+"""Goes up with every change of what a table holds, so that files of older versions are not read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +38,8 @@ class LengthTable:
     """Tokens that stand for images, among them."""
     loss_tokens: np.ndarray
     """Positions that carry loss under the causal shift."""
+    vision_patches: np.ndarray
+    """Patches that the vision tower computes, before a resampler or a merge makes image tokens of them."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -43,16 +49,14 @@ class LengthTable:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, suffix='.npz')
         with os.fdopen(handle, 'wb') as file:
-            np.savez_compressed(
-                file, lengths=self.lengths, image_tokens=self.image_tokens, loss_tokens=self.loss_tokens
-            )
+            np.savez_compressed(file, **{name: getattr(self, name) for name in _columns()})
         os.replace(name, path)
 
     @classmethod
     def load(cls, path: Path) -> LengthTable:
         """Reads what :meth:`save` wrote."""
         with np.load(path, allow_pickle=False) as arrays:
-            return cls(**{name: arrays[name] for name in ('lengths', 'image_tokens', 'loss_tokens')})
+            return cls(**{name: arrays[name] for name in _columns()})
 
 
 def length_table(
@@ -62,6 +66,7 @@ def length_table(
     folder: str | os.PathLike[str] | None = None,
     num_workers: int | None = None,
     progress: bool = True,
+    patch_size: int | None = None,
 ) -> LengthTable:
     """The length table of a dataset, from its file if the same dataset was scanned before with the same processor.
 
@@ -75,6 +80,9 @@ def length_table(
         folder: Where tables are kept. Default: ``composer_tokacc/lengths`` in the user's cache folder.
         num_workers: Processes on each rank. None: one for each CPU core that the ranks of this node leave it.
         progress: Show a bar on rank 0.
+        patch_size: Side of the vision tower's patches in pixels, for ``vision_patches``. None: what the processor
+            declares; where it declares nothing (Idefics3, Gemma3, InternVL, ...), 14, the commonest, so that the column
+            is then pixels in squares of 14 rather than patches. Nothing else in the table depends on it.
 
     Returns:
         The table.
@@ -84,53 +92,63 @@ def length_table(
     """
     if isinstance(dataset, ConcatDataset):
         tables = [
-            length_table(part, processor, folder=folder, num_workers=num_workers, progress=progress)
+            length_table(
+                part, processor, folder=folder, num_workers=num_workers, progress=progress, patch_size=patch_size
+            )
             for part in dataset.datasets
         ]
-        return LengthTable(
-            lengths=np.concatenate([table.lengths for table in tables]),
-            image_tokens=np.concatenate([table.image_tokens for table in tables]),
-            loss_tokens=np.concatenate([table.loss_tokens for table in tables]),
-        )
+        return LengthTable(**{name: np.concatenate([getattr(table, name) for table in tables]) for name in _columns()})
     if folder is None:
         folder = Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'composer_tokacc' / 'lengths'
-    path = Path(folder) / f'{fingerprint(dataset, processor)}.npz'
+    path = Path(folder) / f'{fingerprint(dataset, processor, patch_size=patch_size)}.npz'
     if all(_gather(path.exists())):
         return LengthTable.load(path)
-    table = build_length_table(dataset, processor, num_workers=num_workers, progress=progress)
+    table = build_length_table(dataset, processor, num_workers=num_workers, progress=progress, patch_size=patch_size)
     if int(os.environ.get('LOCAL_RANK', '0')) == 0:
         table.save(path)
     return table
 
 
 def build_length_table(
-    dataset: Any, processor: Any, *, num_workers: int | None = None, progress: bool = True
+    dataset: Any,
+    processor: Any,
+    *,
+    num_workers: int | None = None,
+    progress: bool = True,
+    patch_size: int | None = None,
 ) -> LengthTable:
     """Reads every sample of a dataset once, in parallel; see :func:`length_table` for the arguments."""
     rank, num_ranks = _rank(), _num_ranks()
     if num_workers is None:
         num_workers = (os.cpu_count() or 1) // int(os.environ.get('LOCAL_WORLD_SIZE', '1'))
-    mine = _Sizes(dataset, range(rank, len(dataset), num_ranks), image_token_ids(processor))
+    patch_size = _patch_size(processor, patch_size)
+    mine = _Sizes(dataset, range(rank, len(dataset), num_ranks), image_token_ids(processor), patch_size)
     # Starting processes takes longer than reading a few samples.
     num_workers = num_workers if len(mine) > 512 else 0
     # Own generator: a scan must not move the random numbers of the run.
     loader = DataLoader(mine, batch_size=None, num_workers=num_workers, generator=torch.Generator())
     sizes = list(tqdm(loader, desc='measuring samples', disable=not progress or rank != 0, leave=False))
-    table = np.zeros((len(dataset), 3), dtype=np.int32)
-    for other, part in enumerate(_gather(np.array(sizes, dtype=np.int32).reshape(-1, 3))):
+    columns = _columns()
+    table = np.zeros((len(dataset), len(columns)), dtype=np.int32)
+    for other, part in enumerate(_gather(np.array(sizes, dtype=np.int32).reshape(-1, len(columns)))):
         table[other::num_ranks] = part
-    lengths, image_tokens, loss_tokens = table.T.copy()
-    return LengthTable(lengths=lengths, image_tokens=image_tokens, loss_tokens=loss_tokens)
+    return LengthTable(**dict(zip(columns, table.T.copy(), strict=True)))
 
 
-def fingerprint(dataset: Any, processor: Any) -> str:
-    """A name that changes with the data, the processor, its tokenizer, or the chat template.
+def fingerprint(dataset: Any, processor: Any, *, patch_size: int | None = None) -> str:
+    """A name that changes with the data, the processor, its tokenizer, the chat template, or the patch size.
 
     The data's part is ``dataset.fingerprint()`` where there is such a method. Otherwise it is the number of samples and
     the token ids of 64 of them, evenly spread: a change of samples between those goes unnoticed. A length that is wrong
     for that reason costs balance among ranks, and no more: the split measures every row and keeps the cap.
     """
-    parts = {'dataset': _name(dataset), 'num_samples': len(dataset), **_describe(processor)}
+    parts = {
+        'version': VERSION,
+        'dataset': _name(dataset),
+        'num_samples': len(dataset),
+        'patch_size': _patch_size(processor, patch_size),
+        **_describe(processor),
+    }
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode())
     own = getattr(dataset, 'fingerprint', None)
     if own is not None:
@@ -154,21 +172,31 @@ def image_token_ids(processor: Any) -> tuple[int, ...]:
 
 
 class _Sizes(Dataset):
-    """Length, image tokens and loss tokens of some samples."""
+    """A row of the table for each of some samples, in the order of its columns."""
 
-    def __init__(self, dataset: Any, indices: range, image_token_ids: tuple[int, ...]) -> None:
+    def __init__(self, dataset: Any, indices: range, image_token_ids: tuple[int, ...], patch_size: int) -> None:
         self.dataset = dataset
         self.indices = indices
         self.image_token_ids = torch.tensor(image_token_ids)
+        self.patch_size = patch_size
 
     def __len__(self) -> int:
         return len(self.indices)
 
-    def __getitem__(self, position: int) -> tuple[int, int, int]:
+    def __getitem__(self, position: int) -> tuple[int, ...]:
         sample = self.dataset[self.indices[position]]
         ids = sample['input_ids']
         num_image_tokens = int(torch.isin(ids, self.image_token_ids).sum())
-        return ids.shape[1], num_image_tokens, int((sample['labels'][:, 1:] != -100).sum())
+        num_loss_tokens = int((sample['labels'][:, 1:] != -100).sum())
+        return ids.shape[1], num_image_tokens, num_loss_tokens, count_patches(sample, self.patch_size)
+
+
+def _columns() -> list[str]:
+    return [field.name for field in fields(LengthTable)]
+
+
+def _patch_size(processor: Any, given: int | None) -> int:
+    return given or declared_patch_size(processor) or DEFAULT_PATCH_SIZE
 
 
 def _describe(processor: Any) -> dict[str, Any]:

@@ -14,9 +14,8 @@ from torch.utils.data import DataLoader
 from composer_tokacc.config import ConfigError, TrainConfig
 from composer_tokacc.data import VisionLanguageCollator
 from composer_tokacc.data_spec import token_data_spec
-from composer_tokacc.datasets import mixture_of
+from composer_tokacc.datasets import measure_dataset, mixture_of
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.lengths import length_table
 from composer_tokacc.mixture import Mixture
 from composer_tokacc.planning import CostModel
 from composer_tokacc.regrouping_loader import RegroupingDataLoader
@@ -93,7 +92,7 @@ def _regrouping_loader(
     The width of a device batch says little here, because a rank may get short samples only: without `slot_tokens`
     a slot is as wide as the longest sample of the dataset.
     """
-    table = length_table(dataset, processor, folder=config.loader.lengths_folder)
+    table = measure_dataset(config, dataset, processor)
     longest = int(table.lengths.max())
     slot_tokens = config.microbatching.slot_tokens or longest
     size = config.microbatching.device_train_microbatch_size

@@ -8,15 +8,28 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from composer_tokacc.registry import unknown_name
+from composer_tokacc.vision_patches import side_of_patch
 
-__all__ = ['config_from_dict', 'tokenizer_of']
+__all__ = ['config_from_dict', 'read_config', 'tokenizer_of', 'vision_patch_size']
 
 # Accepted by Transformers without being attributes of every config class.
 _ALWAYS_KNOWN = frozenset({'model_type', 'rope_theta', 'rope_scaling', 'rope_parameters', 'tie_word_embeddings'})
 _SPECIAL_TOKENS = ('pad_token_id', 'bos_token_id', 'eos_token_id')
+
+
+def read_config(pretrained: str | None, config: dict[str, Any] | None, processor: Any = None) -> PretrainedConfig:
+    """The config of a checkpoint, or that of a fresh model, without the model; see :func:`.build_model`."""
+    return (
+        AutoConfig.from_pretrained(pretrained) if pretrained is not None else config_from_dict(config or {}, processor)
+    )
+
+
+def vision_patch_size(config: PretrainedConfig) -> int | None:
+    """Side of the vision tower's patches in pixels; None without a tower, or where its config names none (timm's)."""
+    return side_of_patch(getattr(getattr(config, 'vision_config', None), 'patch_size', None))
 
 
 def config_from_dict(settings: dict[str, Any], processor: Any = None) -> PretrainedConfig:

@@ -21,7 +21,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from composer_tokacc.model_config import config_from_dict, tokenizer_of
+from composer_tokacc.model_config import read_config, tokenizer_of
 
 __all__ = ['build_model', 'build_transformers_model', 'freeze_parameters', 'transformer_blocks']
 
@@ -102,10 +102,7 @@ def build_transformers_model(
             model = _from_checkpoint(pretrained, getattr(torch, dtype), options)
             _make_room_for(tokenizer, model)
         else:
-            is_known = pretrained is not None
-            model_config = (
-                AutoConfig.from_pretrained(pretrained) if is_known else config_from_dict(config or {}, processor)
-            )
+            model_config = read_config(pretrained, config, processor)
             model = _auto_class(model_config).from_config(model_config, **options).to(getattr(torch, dtype))
     for module in model.modules():
         # Before transformers 4.52 each part had a copy of its config.

@@ -32,9 +32,8 @@ from composer.utils import reproducibility
 
 from composer_tokacc.config import ConfigError, TrainConfig, load_config
 from composer_tokacc.config_checks import check_config
-from composer_tokacc.datasets import build_dataset, build_processor
+from composer_tokacc.datasets import build_dataset, build_processor, measure_dataset
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.lengths import length_table
 from composer_tokacc.parts import build_parts
 from composer_tokacc.planning import CostModel
 from composer_tokacc.sizing_report import SizingReport
@@ -109,7 +108,7 @@ def plan(
     reproducibility.seed_all(config.seed)
     processor = build_processor(config)
     dataset = by_index(build_dataset(config, processor, held_out=False))
-    table = length_table(dataset, processor, folder=config.loader.lengths_folder)
+    table = measure_dataset(config, dataset, processor)
     memory = memory_of_run(config, dataset, processor, table)
     gib = device_memory_gib or config.microbatching.device_memory_gib or _this_device(config)
     cost, outside = (None, 0.0)

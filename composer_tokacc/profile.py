@@ -25,6 +25,7 @@ class SampleSizes:
         tokens: Length in tokens, image tokens included, (n,).
         loss_tokens: Positions that carry loss, (n,); None where unknown.
         image_tokens: Tokens that stand for images, (n,); None where there are none.
+        vision_patches: Patches that the vision tower computes, (n,); None where unknown.
         sample_ids: Names for messages; indices where None.
 
     Raises:
@@ -34,6 +35,7 @@ class SampleSizes:
     tokens: np.ndarray
     loss_tokens: np.ndarray | None = None
     image_tokens: np.ndarray | None = None
+    vision_patches: np.ndarray | None = None
     sample_ids: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
@@ -42,7 +44,7 @@ class SampleSizes:
             raise ValueError(
                 f'`lengths` must hold at least one sample, got: shape {tokens.shape}. Is the dataset empty?'
             )
-        for name, lowest in (('tokens', 1), ('loss_tokens', 0), ('image_tokens', 0)):
+        for name, lowest in (('tokens', 1), ('loss_tokens', 0), ('image_tokens', 0), ('vision_patches', 0)):
             column = getattr(self, name)
             if column is None:
                 continue
@@ -82,7 +84,8 @@ class SampleSizes:
     ) -> SampleSizes:
         """Checked sizes of a scanned table, or of plain lengths."""
         if isinstance(lengths, LengthTable):
-            return cls(lengths.lengths, lengths.loss_tokens, lengths.image_tokens, sample_ids)
+            columns = (lengths.lengths, lengths.loss_tokens, lengths.image_tokens, lengths.vision_patches)
+            return cls(*columns, sample_ids)
         return cls(np.asarray(lengths), sample_ids=sample_ids)
 
 
@@ -104,11 +107,17 @@ class DatasetProfile:
     """Image tokens over all tokens."""
     text_only_share: float
     """Samples without an image."""
+    patches_per_sample: float | None
+    """Patches that the vision tower computes for a sample with any, on average; None without images, or unknown."""
+    patches_per_image_token: float | None
+    """Of them, for each image token: 4 where the model merges squares of 2 x 2, large behind a resampler."""
 
 
 def profile_lengths(table: SampleSizes) -> DatasetProfile:
     """Figures of a length table."""
     tokens, total = table.tokens, int(table.tokens.sum())
+    image_tokens = int(table.vision.sum())
+    patches = np.zeros(0) if table.vision_patches is None else table.vision_patches[table.vision_patches > 0]
     return DatasetProfile(
         num_samples=len(table),
         mean=float(tokens.mean()),
@@ -117,6 +126,8 @@ def profile_lengths(table: SampleSizes) -> DatasetProfile:
         quantiles={f'{quantile * 100:g}': int(np.quantile(tokens, quantile)) for quantile in QUANTILES},
         variation=float(tokens.std() / tokens.mean()),
         loss_share=None if table.loss_tokens is None else float(table.loss_tokens.sum() / total),
-        image_share=float(table.vision.sum() / total),
+        image_share=image_tokens / total,
         text_only_share=float((table.vision == 0).mean()),
+        patches_per_sample=float(patches.mean()) if len(patches) else None,
+        patches_per_image_token=float(patches.sum() / image_tokens) if len(patches) and image_tokens else None,
     )

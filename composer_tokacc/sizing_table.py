@@ -8,6 +8,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
+from composer_tokacc.profile import DatasetProfile
 from composer_tokacc.sizing_report import SizingReport
 
 __all__ = ['print_report']
@@ -35,6 +36,7 @@ def _answer(report: SizingReport) -> Table:
     for name, value in (
         ('dataset', f'{profile.num_samples:,} samples; {images}'),
         ('tokens a sample', f'{length}, longest {profile.longest} (variation {profile.variation:.2f})'),
+        ('vision tower', _vision(profile)),
         ('carry loss', loss),
         ('global batch', report.identity()),
         ('largest safe size', f'{report.device_train_microbatch_size} rows of {report.slot_tokens} tokens'),
@@ -45,6 +47,14 @@ def _answer(report: SizingReport) -> Table:
     ):
         table.add_row(name, value)
     return table
+
+
+def _vision(profile: DatasetProfile) -> str:
+    if profile.patches_per_sample is None:
+        return '-'
+    per_token = profile.patches_per_image_token
+    merged = '' if per_token is None else f', {per_token:.3g} for each image token'
+    return f'{profile.patches_per_sample:.0f} patches a sample with images{merged}'
 
 
 def _memory(report: SizingReport) -> Table:

@@ -18,7 +18,8 @@ from composer.utils import dist
 from torch import nn
 
 from composer_tokacc.config import TrainConfig
-from composer_tokacc.lengths import LengthTable, length_table
+from composer_tokacc.datasets import measure_dataset
+from composer_tokacc.lengths import LengthTable
 from composer_tokacc.memory import GIB, MemoryModel, calibrate_fake, load_or_calibrate
 from composer_tokacc.models import build_transformers_model
 from composer_tokacc.planning import CostModel
@@ -46,7 +47,7 @@ def apply_suggestion(config: TrainConfig, dataset: Any, processor: Any) -> None:
     Raises:
         ValueError: Nothing fits; raised on all ranks.
     """
-    table = length_table(dataset, processor, folder=config.loader.lengths_folder)
+    table = measure_dataset(config, dataset, processor)
     smallest = torch.tensor([config.microbatching.device_memory_gib or device_memory_gib(config)])
     if torch.distributed.is_initialized() and torch.distributed.get_backend() == 'nccl':
         smallest = smallest.to(torch.cuda.current_device())

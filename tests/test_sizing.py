@@ -51,7 +51,7 @@ def table(num_samples: int = 4000, seed: int = 0) -> LengthTable:
     rng = np.random.default_rng(seed)
     images = np.where(rng.random(num_samples) < 0.6, 64, 0)
     text = np.clip(rng.lognormal(4, 0.7, num_samples), 4, 448).astype(np.int64)
-    return LengthTable(lengths=text + images, image_tokens=images, loss_tokens=text // 2)
+    return LengthTable(lengths=text + images, image_tokens=images, loss_tokens=text // 2, vision_patches=4 * images)
 
 
 def suggest(lengths: Any = None, **changes: Any) -> Any:
@@ -93,6 +93,10 @@ def test_profile_and_padding_against_a_plain_count() -> None:
     sizes = table(512)
     report = suggest(sizes, num_ranks=2, global_batch_size=64)
     assert report.profile.text_only_share == pytest.approx((sizes.image_tokens == 0).mean())
+    # Four patches for each of 64 image tokens.
+    assert report.profile.patches_per_sample == pytest.approx(256)
+    assert report.profile.patches_per_image_token == pytest.approx(4)
+    assert suggest(sizes.lengths).profile.patches_per_sample is None
     assert report.profile.loss_share == pytest.approx(sizes.loss_tokens.sum() / sizes.lengths.sum())
     order = np.random.default_rng(0).permutation(512)
     real = computed = 0
@@ -163,10 +167,12 @@ def test_report_as_table_json_yaml_and_picture(tmp_path: Any) -> None:
     report = suggest(table(600))
     page = StringIO()
     print_report(report, Console(file=page, width=140))
+    assert '256 patches a sample with images, 4 for each image token' in page.getvalue()
     for words in ('largest safe size', 'DDP buckets', 'stock Composer', 'World sizes', 'device_train_microbatch_size'):
         assert words in page.getvalue()
     report.save(tmp_path / 'plan.json')
     stored = json.loads((tmp_path / 'plan.json').read_text())
+    assert stored['profile']['patches_per_sample'] == 256
     assert stored['max_tokens'] == report.max_tokens
     assert stored['speedup']['planned'] == report.speedup('planned')
     pasted = yaml.safe_load(report.yaml())['microbatching']

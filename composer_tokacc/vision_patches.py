@@ -1,0 +1,64 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""How many patches the vision tower computes for a sample: its own sequence, before any resampler or merge."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+__all__ = ['DEFAULT_PATCH_SIZE', 'count_patches', 'declared_patch_size', 'side_of_patch']
+
+DEFAULT_PATCH_SIZE = 14
+"""The commonest side of a patch, in pixels, for where neither model nor processor names one."""
+
+
+def count_patches(sample: Mapping[str, Any], patch_size: int) -> int:
+    """Patches that the vision tower computes for one sample; a class token is none.
+
+    What the tower is given but drops before its first block does not count: tiles that only fill up an image's row,
+    and what surrounds an image smaller than its batch (Pixtral). Padding that the tower computes does: Mllama's unused
+    tiles, and the margins of a tile.
+
+    Args:
+        sample: What the processor returns for it.
+        patch_size: Side of a patch in pixels. Of no importance where the processor cuts the patches (Qwen-VL).
+    """
+    images, videos = sample.get('pixel_values'), sample.get('pixel_values_videos')
+    num_patches = 0 if images is None else _patches_of(images, patch_size, sample.get('image_sizes'))
+    return num_patches + (0 if videos is None else _patches_of(videos, patch_size, None))
+
+
+def declared_patch_size(processor: Any) -> int | None:
+    """Side of a patch in pixels, as the processor declares it: LLaVA's does, Idefics3's does not."""
+    owners = (processor, getattr(processor, 'image_processor', None))
+    sides = (side_of_patch(getattr(owner, 'patch_size', None)) for owner in owners)
+    return next((side for side in sides if side is not None), None)
+
+
+def side_of_patch(value: Any) -> int | None:
+    """The height in what configs and processors call `patch_size`: a number, a pair, or a mapping."""
+    if isinstance(value, Mapping):
+        value = value.get('height')
+    elif isinstance(value, list | tuple):
+        value = value[0] if value else None
+    value = getattr(value, 'height', value)  # SizeDict of transformers 5
+    return value if isinstance(value, int) and value > 0 else None
+
+
+def _patches_of(pixels: torch.Tensor, patch_size: int, image_sizes: Any) -> int:
+    """Patches of ``(..., channels, height, width)``, or of ``(..., values)`` where each entry is one already."""
+    if pixels.dim() < 4:
+        return pixels.shape[:-1].numel()
+    if pixels.dim() == 4 and image_sizes is not None:
+        return int((torch.as_tensor(image_sizes) // patch_size).prod(dim=1).sum())
+    num_tiles = pixels.shape[:-3].numel()
+    if pixels.dim() == 5:
+        # Idefics3 takes out tiles of nothing but zeros; LLaVA-NeXT and OneVision those that their processors add, which
+        # are the same. Mllama (6 dimensions) computes all.
+        num_tiles = int(pixels.flatten(2).any(dim=2).sum())
+    height, width = pixels.shape[-2:]
+    return num_tiles * (height // patch_size) * (width // patch_size)
