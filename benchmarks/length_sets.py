@@ -37,7 +37,15 @@ class LengthSet:
         """Samples in random order, without repetition where there are enough."""
         rng = np.random.default_rng(seed)
         chosen = rng.choice(len(self.lengths), num_samples, replace=num_samples > len(self.lengths))
-        return LengthSet(self.name, self.lengths[chosen], self.image_tokens[chosen])
+        return self.take(chosen)
+
+    def take(self, indices: np.ndarray) -> LengthSet:
+        """These samples, in this order."""
+        return LengthSet(self.name, self.lengths[indices], self.image_tokens[indices])
+
+    def global_batches(self, size: int) -> list[LengthSet]:
+        """Full global batches, one after the other."""
+        return [self.take(np.arange(start, start + size)) for start in range(0, len(self.lengths) - size + 1, size)]
 
 
 def read_tables(folder: Path | None) -> tuple[LengthSet, str]:

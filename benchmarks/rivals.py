@@ -1,24 +1,27 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What others do with the same samples, modelled with the same cost and the same memory.
+"""Modelled load of every rank for one global batch, by each way of dealing samples out; written from descriptions.
 
-Each function takes one global batch in random order and returns the modelled time of the step. Memory is that of stock
-Composer on the same batch: `k` rows as wide as its longest sample, so `max_tokens = k * longest`.
+All have the memory of stock Composer: `k` rows as wide as the longest sample of the global batch. Samples come in the
+order of torch's DistributedSampler, so rank ``r`` of ``W`` is dealt places ``r, r + W, ...``.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Literal
 
 import numpy as np
 
 from benchmarks.length_sets import LengthSet
-from composer_tokacc.planning import CostModel, cut, plan_microbatches
+from composer_tokacc.planning import CostModel, MicrobatchPlan, cut, plan_microbatches
 from composer_tokacc.planning.greedy import greedy_cut
 from composer_tokacc.planning.rows import sort_rows
 
+STOCK = 'stock Composer'
 MEGA_BATCHES = 50
 """Global batches that Hugging Face's LengthGroupedSampler sorts at a time."""
 
@@ -37,91 +40,118 @@ class Rivals:
         self.microbatch = microbatch
         self.cost = cost
 
-    def methods(self) -> dict[str, Callable[[LengthSet], float]]:
-        """Name -> function of one global batch."""
+    def methods(self) -> dict[str, Callable[[LengthSet], np.ndarray]]:
+        """Name -> function from a global batch to the loads of the ranks, (W,)."""
         return {
-            'stock Composer': self.stock,
-            'stock, trimmed': lambda batch: self._dealt(batch, self._fixed_rows),
-            'sorted in the rank': lambda batch: self._dealt(batch, self._greedy),
+            STOCK: self.stock,
+            'stock, trimmed': self.trimmed,
+            'sorted in the rank': self.greedy,
+            'LLaVA even chunks': self.even_chunks,
             'NeMo-RL stride': self.stride,
-            'our cut in the rank': lambda batch: self._dealt(batch, self._cut),
-            'planner, fsdp': lambda batch: self.planned(batch, 'fsdp')[0],
-            'planner, ddp': lambda batch: self.planned(batch, 'ddp')[0],
+            'token_data_spec alone': self.rank_local,
+            'regrouped over ranks': lambda batch: loads_of(self.plan(batch)),
         }
 
-    def stock(self, batch: LengthSet) -> float:
-        """Rows dealt as DistributedSampler does, padded to the rank's longest, k rows a microbatch."""
-        return self._dealt(batch, lambda rows: self._fixed_rows(rows, width=int(rows.lengths.max())))
+    def stock(self, batch: LengthSet) -> np.ndarray:
+        """Every row padded to the longest of its rank, k rows a microbatch."""
+        rows = self._dealt(batch.lengths)
+        num_rows = rows.shape[1]
+        launches = -(-num_rows // self.microbatch) * self.cost.launch
+        return num_rows * self.cost.rows(rows.max(axis=1)) + launches + self._vision(batch)
 
-    def stride(self, batch: LengthSet) -> float:
-        """NeMo-RL dynamic batching: sort, stride over ranks, cut all ranks at the same places by budget, trim."""
-        order = np.argsort(-batch.lengths, kind='stable')
+    def trimmed(self, batch: LengthSet) -> np.ndarray:
+        """The same microbatches, each padded to its own longest."""
+        rows = self._dealt(batch.lengths)
+        starts = np.arange(0, rows.shape[1], self.microbatch)
+        widths = np.maximum.reduceat(rows, starts, axis=1)
+        sizes = np.diff([*starts, rows.shape[1]])
+        return (sizes * self.cost.rows(widths)).sum(axis=1) + len(starts) * self.cost.launch + self._vision(batch)
+
+    def greedy(self, batch: LengthSet) -> np.ndarray:
+        """Each rank sorts its own rows and fills one microbatch after the other."""
         budget = self._max_tokens(batch)
-        loads = np.zeros(self.num_ranks)
-        place, per_rank = 0, len(order) // self.num_ranks
-        while place < per_rank:
-            widest = int(batch.lengths[order[place * self.num_ranks]])
-            end = min(per_rank, place + max(1, budget // widest))
-            for rank in range(self.num_ranks):
-                loads[rank] += self._price(batch, order[rank :: self.num_ranks][place:end])
-            place = end
-        return float(loads.max())
 
-    def planned(self, batch: LengthSet, objective: str) -> tuple[float, float]:
-        """Time and bound of our plan."""
-        stats = plan_microbatches(
+        def load(lengths: np.ndarray) -> float:
+            ordered = sort_rows(lengths, np.zeros_like(lengths), self.cost, budget, None)
+            return self._price(lengths, [ordered.order[a:b] for a, b in pairwise(greedy_cut(ordered.reach).tolist())])
+
+        return np.array([load(lengths) for lengths in self._dealt(batch.lengths)]) + self._vision(batch)
+
+    def rank_local(self, batch: LengthSet) -> np.ndarray:
+        """Each rank cuts its own rows as our split does."""
+        budget = self._max_tokens(batch)
+        return self._vision(batch) + [
+            self._price(lengths, cut(lengths, budget, cost=self.cost)) for lengths in self._dealt(batch.lengths)
+        ]
+
+    def even_chunks(self, batch: LengthSet) -> np.ndarray:
+        """LLaVA's modality-length sampler: microbatches of k rows with about equal sums, each padded to its longest.
+
+        Longest first, every sample goes to the microbatch of least sum that has room.
+        """
+        num_chunks = len(batch.lengths) // self.microbatch
+        open_chunks = [(0, place) for place in range(num_chunks)]
+        sizes, widths, images = (np.zeros(num_chunks, dtype=int) for _ in range(3))
+        for index in np.argsort(-batch.lengths, kind='stable').tolist():
+            total, place = heapq.heappop(open_chunks)
+            widths[place] = max(widths[place], batch.lengths[index])
+            images[place] += batch.image_tokens[index]
+            sizes[place] += 1
+            if sizes[place] < self.microbatch:
+                heapq.heappush(open_chunks, (total + int(batch.lengths[index]), place))
+        prices = self.microbatch * self.cost.rows(widths) + self.cost.launch + self.cost.vision_per_token * images
+        return prices.reshape(-1, self.num_ranks).sum(axis=0)
+
+    def stride(self, batch: LengthSet) -> np.ndarray:
+        """NeMo-RL dynamic batching: sort, stride over ranks, cut all ranks at the same places by budget, trim."""
+        ordered = batch.take(np.argsort(-batch.lengths, kind='stable'))
+        rows = self._dealt(ordered.lengths)
+        budget = self._max_tokens(batch)
+        loads = self._vision(ordered)
+        place = 0
+        while place < rows.shape[1]:
+            end = min(rows.shape[1], place + max(1, budget // int(rows[0, place])))
+            loads += (end - place) * self.cost.rows(rows[:, place]) + self.cost.launch
+            place = end
+        return loads
+
+    def plan(self, batch: LengthSet, objective: Literal['ddp', 'fsdp'] = 'ddp') -> MicrobatchPlan:
+        """What RegroupingBatchSampler does."""
+        return plan_microbatches(
             batch.lengths,
             num_ranks=self.num_ranks,
             max_tokens=self._max_tokens(batch),
             image_tokens=batch.image_tokens if batch.image_tokens.any() else None,
-            objective=objective,  # pyright: ignore[reportArgumentType]
+            objective=objective,
             cost=self.cost,
-        ).stats
-        return stats.cost, stats.bound
+        )
 
-    def length_grouped(self, epoch: LengthSet, global_batch: int) -> float:
-        """Hugging Face's group_by_length over a whole epoch, which changes who is in a global batch.
+    def length_grouped(self, epoch: LengthSet, global_batch: int) -> list[np.ndarray]:
+        """Hugging Face's group_by_length over an epoch: mega-batches sorted, microbatches padded to their own longest.
 
-        Mega-batches of up to 50 global batches are sorted by length and dealt to ranks; every microbatch of k rows is
-        padded to its own longest.
+        It changes who is in a global batch, which the others do not.
         """
-        mega = global_batch * max(1, min(len(epoch.lengths) // (global_batch * 4), MEGA_BATCHES))
-        parts = [
-            np.arange(start, min(start + mega, len(epoch.lengths))) for start in range(0, len(epoch.lengths), mega)
-        ]
+        num_samples = len(epoch.lengths)
+        mega = global_batch * max(1, min(num_samples // (global_batch * 4), MEGA_BATCHES))
+        parts = [np.arange(start, min(start + mega, num_samples)) for start in range(0, num_samples, mega)]
         order = np.concatenate([part[np.argsort(-epoch.lengths[part], kind='stable')] for part in parts])
-        total = 0.0
-        for start in range(0, len(order), global_batch):
-            rows = order[start : start + global_batch]
-            batch = LengthSet(epoch.name, epoch.lengths[rows], epoch.image_tokens[rows])
-            total += self._dealt(batch, self._fixed_rows)
-        return total
+        return [self.trimmed(epoch.take(batch)) for batch in order.reshape(-1, global_batch)]
+
+    def _price(self, lengths: np.ndarray, microbatches: list[np.ndarray] | list[list[int]]) -> float:
+        return sum(self.cost.microbatch(len(rows), int(lengths[rows].max())) for rows in microbatches)
+
+    def _dealt(self, values: np.ndarray) -> np.ndarray:
+        """Values of the rows of each rank, (W, G / W)."""
+        return values.reshape(-1, self.num_ranks).T
+
+    def _vision(self, batch: LengthSet) -> np.ndarray:
+        """What the images of each rank's rows cost, however they are cut, (W,)."""
+        return self.cost.vision_per_token * self._dealt(batch.image_tokens).sum(axis=1)
 
     def _max_tokens(self, batch: LengthSet) -> int:
         return self.microbatch * int(batch.lengths.max())
 
-    def _price(self, batch: LengthSet, rows: np.ndarray, width: int | None = None) -> float:
-        width = int(batch.lengths[rows].max()) if width is None else width
-        return self.cost.microbatch(len(rows), width, int(batch.image_tokens[rows].sum()))
 
-    def _dealt(self, batch: LengthSet, run: Callable[[LengthSet], float]) -> float:
-        """Slowest rank when rows are dealt out one by one; `run` gives the time of one rank."""
-        self._budget = self._max_tokens(batch)
-        return max(
-            run(LengthSet(batch.name, batch.lengths[r :: self.num_ranks], batch.image_tokens[r :: self.num_ranks]))
-            for r in range(self.num_ranks)
-        )
-
-    def _fixed_rows(self, rows: LengthSet, width: int | None = None) -> float:
-        places = np.arange(len(rows.lengths))
-        return sum(
-            self._price(rows, places[start : start + self.microbatch], width)
-            for start in range(0, len(places), self.microbatch)
-        )
-
-    def _greedy(self, rows: LengthSet) -> float:
-        ordered = sort_rows(rows.lengths, rows.image_tokens, self.cost, self._budget, None)
-        return sum(self._price(rows, ordered.order[a:b]) for a, b in pairwise(greedy_cut(ordered.reach).tolist()))
-
-    def _cut(self, rows: LengthSet) -> float:
-        return sum(self._price(rows, np.array(part)) for part in cut(rows.lengths, self._budget, cost=self.cost))
+def loads_of(plan: MicrobatchPlan) -> np.ndarray:
+    """Load of each rank under a plan, (W,)."""
+    return np.array([sum(microbatch.cost for microbatch in rank) for rank in plan.ranks])

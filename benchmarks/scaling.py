@@ -27,9 +27,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.length_sets import LengthSet, lognormal, read_tables
-from benchmarks.loads import Loads
 from benchmarks.machine import machine
 from benchmarks.planning import show
+from benchmarks.rivals import STOCK, Rivals
 from composer_tokacc.planning import CostModel
 from composer_tokacc.planning.stats import lower_bound
 from composer_tokacc.sampler import RegroupingBatchSampler
@@ -44,19 +44,18 @@ HF_GROUPED = 'HF group_by_length *'
 def simulate(length_set: LengthSet, num_ranks: int, per_rank: int, steps: int) -> list[dict[str, Any]]:
     """Imbalance, share of the bound and speed-up of every method, over several global batches."""
     cost = CostModel()
-    loads = Loads(num_ranks, MICROBATCH, cost)
+    rivals = Rivals(num_ranks, MICROBATCH, cost)
     global_batch = num_ranks * per_rank
-    batches = length_set.draw(global_batch * steps, seed=num_ranks).lengths.reshape(steps, global_batch)
-    found = {name: [method(batch) for batch in batches] for name, method in loads.methods().items()}
+    batches = length_set.draw(global_batch * steps, seed=num_ranks).global_batches(global_batch)
+    found = {name: [method(batch) for batch in batches] for name, method in rivals.methods().items()}
     # Sorting needs an epoch: four global batches at least for each that is sorted.
-    epoch = length_set.draw(global_batch * max(8, steps), seed=num_ranks).lengths
-    grouped = loads.length_grouped(epoch, global_batch)
-    found[HF_GROUPED] = grouped
+    epoch = length_set.draw(global_batch * max(8, steps), seed=num_ranks)
+    found[HF_GROUPED] = rivals.length_grouped(epoch, global_batch)
     bounds = [
-        lower_bound(batch, np.zeros_like(batch), num_ranks, cost, MICROBATCH * int(batch.max()), None)
+        lower_bound(batch.lengths, batch.image_tokens, num_ranks, cost, MICROBATCH * int(batch.lengths.max()), None)
         for batch in batches
     ]
-    stock = sum(load.max() for load in found['stock DistributedSampler']) / steps
+    stock = sum(load.max() for load in found[STOCK]) / steps
     return [
         {
             'set': length_set.name,

@@ -74,7 +74,7 @@ def memory_for_monitor(config: TrainConfig, dataset: Any, processor: Any) -> Mem
 
     Every rank must call it: they share the scan of the lengths.
     """
-    table = length_table(dataset, processor, folder=config.loader.lengths_folder)
+    table = measure_dataset(config, dataset, processor)
     made: list[Any] = [None]
     if dist.get_global_rank() == 0:
         try:

@@ -28,11 +28,13 @@ SHAPES = [
 
 @settings(deadline=None, max_examples=50)
 @given(seed=st.integers(0, 2**31))
-def test_solution_is_that_of_scipy(seed: int) -> None:
+def test_no_solution_is_better_but_by_rounding(seed: int) -> None:
+    """Not scipy's solution itself: a column that betters the squared error by less than a millionth is left out."""
     rng = np.random.default_rng(seed)
     columns, target = rng.normal(size=(7, 4)), rng.normal(size=7)
     ours, theirs = non_negative_least_squares(columns, target), nnls(columns, target)[0]
-    np.testing.assert_allclose(columns @ ours, columns @ theirs, atol=1e-6)
+    errors = [float(((columns @ solution - target) ** 2).sum()) for solution in (ours, theirs)]
+    assert errors[1] * (1 - 1e-12) <= errors[0] <= errors[1] * (1 + 4e-6)
     assert (ours >= 0).all()
 
 
