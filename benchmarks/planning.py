@@ -134,7 +134,7 @@ def show(title: str, rows: list[dict[str, Any]]) -> None:
         )
     for line in cells:
         table.add_row(*line)
-    Console(width=140).print(table)
+    Console(width=190).print(table)
 
 
 def picture(latency: list[dict[str, Any]], rows: list[dict[str, Any]], path: Path) -> None:
