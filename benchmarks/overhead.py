@@ -27,11 +27,11 @@ from composer.utils import dist
 
 from benchmarks.machine import machine
 from composer_tokacc import TokenAccumulation
+from composer_tokacc.algorithm.rank_sum import RankSum
+from composer_tokacc.algorithm.step_guard import StepGuard
 from composer_tokacc.config import load_config
-from composer_tokacc.config_checks import check_config
-from composer_tokacc.parts import build_parts
-from composer_tokacc.rank_sum import RankSum
-from composer_tokacc.step_guard import StepGuard
+from composer_tokacc.run.config_checks import check_config
+from composer_tokacc.run.parts import build_parts
 from composer_tokacc.train import build_trainer
 
 RESULTS = Path(__file__).resolve().parent / 'results'

@@ -35,8 +35,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.length_sets import lognormal
 from composer_tokacc import TokenAccumulation, token_data_spec
+from composer_tokacc.loading.regrouping_loader import RegroupingDataLoader
 from composer_tokacc.planning import CostModel
-from composer_tokacc.regrouping_loader import RegroupingDataLoader
 from composer_tokacc.sampler import RegroupingBatchSampler
 
 GLOBAL_BATCH, MICROBATCH, HIDDEN, MEAN, LONGEST, VOCABULARY, SEED = 64, 4, 256, 125, 1024, 1000, 17

@@ -17,7 +17,7 @@ from composer.utils import dist
 
 from composer_tokacc.counting import LOSS_TOKENS, REAL_TOKENS, annotate, num_samples
 from composer_tokacc.memory import MemoryModel
-from composer_tokacc.out_of_memory import predicted_and_actual
+from composer_tokacc.memory.out_of_memory import predicted_and_actual
 
 __all__ = ['TokenMonitor']
 

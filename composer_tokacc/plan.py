@@ -31,16 +31,16 @@ from composer.loggers import InMemoryLogger
 from composer.utils import reproducibility
 
 from composer_tokacc.config import ConfigError, TrainConfig, load_config
-from composer_tokacc.config_checks import check_config
-from composer_tokacc.datasets import build_dataset, build_processor, measure_dataset
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.parts import build_parts
 from composer_tokacc.planning import CostModel
-from composer_tokacc.sizing_report import SizingReport
-from composer_tokacc.sizing_table import print_report
-from composer_tokacc.streaming_parts import by_index
-from composer_tokacc.suggest import device_memory_gib, memory_of_run, suggest_for_run
-from composer_tokacc.timing import MicrobatchTimer, fit_cost
+from composer_tokacc.run.config_checks import check_config
+from composer_tokacc.run.datasets import build_dataset, build_processor, measure_dataset
+from composer_tokacc.run.parts import build_parts
+from composer_tokacc.run.streaming_parts import by_index
+from composer_tokacc.run.suggest import device_memory_gib, memory_of_run, suggest_for_run
+from composer_tokacc.sizing.report import SizingReport
+from composer_tokacc.sizing.table import print_report
+from composer_tokacc.sizing.timing import MicrobatchTimer, fit_cost
 from composer_tokacc.train import build_trainer
 
 __all__ = ['main', 'plan', 'time_shapes', 'time_steps']
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report.save(folder / 'plan.json')
     written = str(folder / 'plan.json')
     try:
-        from composer_tokacc.sizing_picture import draw_report
+        from composer_tokacc.sizing.picture import draw_report
 
         draw_report(folder / 'plan.png', report)
         written += f' and {folder / "plan.png"}'

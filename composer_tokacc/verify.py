@@ -27,10 +27,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from composer_tokacc.algorithm import TokenAccumulation
 from composer_tokacc.config import ConfigError, TrainConfig, load_config
-from composer_tokacc.config_checks import check_config
 from composer_tokacc.data_spec import token_data_spec
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.parts import RunParts, build_parts
+from composer_tokacc.run.config_checks import check_config
+from composer_tokacc.run.parts import RunParts, build_parts
 
 __all__ = ['main', 'verify']
 

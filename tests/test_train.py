@@ -17,7 +17,7 @@ from PIL import Image
 
 from composer_tokacc import TokenMonitor
 from composer_tokacc.config import load_config
-from composer_tokacc.parts import build_parts
+from composer_tokacc.run.parts import build_parts
 from composer_tokacc.train import build_trainer, main
 from tests.support.launch import ROOT, launch
 from tests.support.programs import DIGITS, QUIET, TINY_DIGITS, TINY_MODEL

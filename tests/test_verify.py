@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from composer_tokacc import verify as program
-from composer_tokacc.loss_terms import LossTerms
+from composer_tokacc.algorithm.loss_terms import LossTerms
 from composer_tokacc.verify import main
 from tests.support.launch import ROOT, launch
 from tests.support.programs import DIGITS, TINY_DIGITS

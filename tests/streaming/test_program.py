@@ -12,15 +12,15 @@ import pytest
 streaming = pytest.importorskip('streaming')
 
 from composer_tokacc.config import ConfigError, load_config
-from composer_tokacc.config_checks import check_config
 from composer_tokacc.data import LlavaDataset
 from composer_tokacc.data.to_mds import write_shards
-from composer_tokacc.datasets import build_dataset, build_processor
-from composer_tokacc.exchange_loader import ExchangingDataLoader
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.lengths import length_table
-from composer_tokacc.loaders import build_loader
-from composer_tokacc.streaming_parts import by_index
+from composer_tokacc.loading.exchange_loader import ExchangingDataLoader
+from composer_tokacc.run.config_checks import check_config
+from composer_tokacc.run.datasets import build_dataset, build_processor
+from composer_tokacc.run.loaders import build_loader
+from composer_tokacc.run.streaming_parts import by_index
 from tests.support.launch import ROOT, launch
 from tests.support.llava_folder import write_llava_folder
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from composer_tokacc.families import FAMILIES
+from composer_tokacc.layout.families import FAMILIES
 
 __all__ = ['LLAVA', 'QWEN', 'TEXT', 'text_batch']
 

@@ -1,0 +1,8 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""TokenAccumulation: exact weights for every loss-generating token, and the checks that prove them."""
+
+from composer_tokacc.algorithm.token_accumulation import TokenAccumulation
+
+__all__ = ['TokenAccumulation']

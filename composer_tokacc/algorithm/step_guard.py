@@ -1,0 +1,198 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Checks, before the optimizer moves, that the weights of a step were the ones that make it exact."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from composer_tokacc.algorithm.rank_sum import RankSum
+from composer_tokacc.counting import loss_mask
+
+__all__ = ['Microbatch', 'StepGuard']
+
+# Composer computes its weight in double and applies it in float32.
+RELATIVE_TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Microbatch:
+    """Counts of one microbatch and of its step.
+
+    Args:
+        num_tokens: Loss-generating tokens.
+        num_samples: Rows that are samples.
+        num_positions: Rows times padded width: what Composer's default token counter would say.
+        of: Number of microbatches with samples that this rank makes of the step.
+        step: The step that it is part of.
+    """
+
+    num_tokens: int
+    num_samples: int
+    num_positions: int
+    of: int
+    step: StepGuard
+
+    @property
+    def weight(self) -> float:
+        """Composer's sample weight, ``n / (sum n / W)``."""
+        return self.num_samples * self.step.world_size / max(self.step.samples, 1)
+
+    def scales(self) -> dict[str, float]:
+        """What the loss is multiplied by, for each unit of a term, so that Composer's weight makes it exact."""
+        if self.num_samples == 0:
+            return dict.fromkeys(('tokens', 'samples', 'coupled_samples', 'microbatches'), 0.0)
+        tokens = self.num_tokens / max(self.step.tokens, 1) * self.step.samples / self.num_samples
+        microbatches = 1.0 / (self.of * self.weight)
+        return {'tokens': tokens, 'samples': 1.0, 'coupled_samples': 1.0, 'microbatches': microbatches}
+
+
+@dataclass(kw_only=True)
+class StepGuard:
+    """Collects what happened in one optimizer step and refuses it if it was not exact.
+
+    Args:
+        rule: Which labels carry loss.
+        totals: Loss-generating tokens and samples of the step, over all ranks.
+        local_tokens: Those of this rank.
+        local_samples: Those of this rank.
+        world_size: Number of ranks.
+    """
+
+    rule: str
+    totals: RankSum
+    local_tokens: int
+    local_samples: int
+    world_size: int
+    _microbatches: list[Microbatch] = field(default_factory=list)
+    _labelled: list[Mapping[str, torch.Tensor]] = field(default_factory=list)
+    _observed: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        """Loss-generating tokens of the step, over all ranks."""
+        return self.totals.read()[0]
+
+    @property
+    def samples(self) -> int:
+        """Samples of the step, over all ranks."""
+        return self.totals.read()[1]
+
+    def start_attempt(self) -> None:
+        """Forgets an attempt that failed half-way."""
+        self._microbatches.clear()
+        self._labelled.clear()
+        self._observed.clear()
+
+    def add_microbatch(
+        self, *, num_tokens: int, num_samples: int, labelled: Mapping[str, torch.Tensor], of: int
+    ) -> Microbatch:
+        """Notes a microbatch; its labels (and attention mask) on the device are looked at in :meth:`check`."""
+        num_positions = labelled['labels'].numel()
+        microbatch = Microbatch(
+            num_tokens=num_tokens, num_samples=num_samples, num_positions=num_positions, of=of, step=self
+        )
+        self._microbatches.append(microbatch)
+        self._labelled.append(labelled)
+        return microbatch
+
+    def observe(self, gradient: torch.Tensor) -> None:
+        """A tensor hook: the gradient that reaches the scaled loss is the weight that Composer applied."""
+        self._observed.append(gradient.detach().sum(dtype=torch.float32))
+
+    @property
+    def num_empty(self) -> int:
+        """Microbatches of this rank without loss-generating tokens."""
+        return sum(microbatch.num_tokens == 0 for microbatch in self._microbatches)
+
+    def check(self, *, gradient_scale: float, by_microbatch: bool = False) -> None:
+        """Raises RuntimeError unless all samples, tokens and weights of the step are accounted for.
+
+        Args:
+            gradient_scale: Loss scale of mixed precision, 1 without.
+            by_microbatch: Whether a term was divided by the number of microbatches.
+        """
+        # The only device sync: once a step, where Composer reads the loss anyway.
+        counts = [loss_mask(microbatch, self.rule).sum() for microbatch in self._labelled]
+        labelled = torch.stack(counts).tolist() if counts else []
+        observed = torch.stack(self._observed).tolist() if self._observed else []
+        self._check_rows()
+        self._check_labels(labelled)
+        self._check_weights([weight / gradient_scale for weight in observed])
+        found = sum(microbatch.num_samples > 0 for microbatch in self._microbatches)
+        if by_microbatch and any(microbatch.of != found for microbatch in self._microbatches):
+            raise RuntimeError(
+                f"A term in units of 'microbatches' needs their number beforehand, got: {found} microbatches where "
+                f'{self._microbatches[0].of} were expected. Split with token_data_spec().'
+            )
+
+    def _check_rows(self) -> None:
+        samples = sum(microbatch.num_samples for microbatch in self._microbatches)
+        tokens = sum(microbatch.num_tokens for microbatch in self._microbatches)
+        if (samples, tokens) != (self.local_samples, self.local_tokens):
+            raise RuntimeError(
+                f'The microbatches of a step must hold its {self.local_samples} samples and {self.local_tokens} '
+                f'loss-generating tokens, got: {samples} and {tokens}. `split_batch` drops or repeats rows, or a later '
+                'algorithm changes the batch; put TokenAccumulation last, or use token_data_spec().'
+            )
+
+    def _check_labels(self, labelled: list[int]) -> None:
+        for index, (microbatch, found) in enumerate(zip(self._microbatches, labelled, strict=True)):
+            if microbatch.num_tokens != found:
+                raise RuntimeError(
+                    f'Labels must not change after BATCH_START, got: {found} loss-generating tokens in microbatch '
+                    f'{index} where {microbatch.num_tokens} were counted. `microbatch_transforms` or an algorithm '
+                    'changes them; do it in `batch_transforms`, which runs before the count.'
+                )
+
+    def _check_weights(self, observed: list[float]) -> None:
+        expected = [microbatch.weight for microbatch in self._microbatches]
+        if not observed and self.local_tokens == 0:
+            return  # nothing required a gradient
+        if len(observed) != len(expected):
+            raise RuntimeError(
+                f'Composer must run backward on the scaled loss of {len(expected)} microbatches, got: {len(observed)}. '
+                'A later algorithm replaces `state.loss` at BEFORE_BACKWARD; put TokenAccumulation last.'
+            )
+        pairs = zip(observed, expected, strict=True)
+        if all(math.isclose(found, weight, rel_tol=RELATIVE_TOLERANCE, abs_tol=1e-9) for found, weight in pairs):
+            return
+        raise RuntimeError(
+            f'Composer must weight microbatches by their samples {_rounded(expected)}, got: {_rounded(observed)}. '
+            f'{self._cause(observed)}'
+        )
+
+    def _cause(self, observed: list[float]) -> str:
+        flag = 'Set `Trainer(accumulate_train_batch_on_tokens=False)`: TokenAccumulation does its work, exactly.'
+        if _proportional(observed, [microbatch.num_samples for microbatch in self._microbatches]):
+            if self.world_size == 1:
+                return 'A later algorithm rescales the loss; put TokenAccumulation last.'
+        else:
+            for counts, name in (
+                ([microbatch.num_tokens for microbatch in self._microbatches], 'loss-generating tokens'),
+                ([microbatch.num_positions for microbatch in self._microbatches], 'padded positions'),
+            ):
+                if _proportional(observed, counts):
+                    return f'These are weights by {name}: `accumulate_train_batch_on_tokens` is on as well. {flag}'
+        return (
+            'Either `accumulate_train_batch_on_tokens` is on as well, or `get_num_samples_in_batch` does not count '
+            f'rows, or a later algorithm rescales the loss. {flag} Use the counters of token_data_spec(), and put '
+            'TokenAccumulation last.'
+        )
+
+
+def _proportional(weights: list[float], counts: list[int]) -> bool:
+    total_weight, total = sum(weights), sum(counts)
+    if len(counts) < 2 or total == 0 or total_weight == 0:
+        return False
+    shares = zip(weights, counts, strict=True)
+    return all(math.isclose(w / total_weight, c / total, rel_tol=1e-4, abs_tol=1e-9) for w, c in shares)
+
+
+def _rounded(weights: list[float]) -> list[float]:
+    return [round(weight, 6) for weight in weights[:8]]

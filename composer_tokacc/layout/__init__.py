@@ -1,0 +1,8 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""How the entries of a multimodal batch belong to its rows, family by family."""
+
+from composer_tokacc.layout.batch_layout import BatchLayout
+
+__all__ = ['BatchLayout']

@@ -1,0 +1,196 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Which samples the global batches of an epoch hold when a run has several datasets, or one medium a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+import torch
+
+from composer_tokacc.sampler.interleave import counts_of_first, interleave
+
+__all__ = ['Mixture', 'MixtureOrder', 'num_mixed_batches']
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Shares of several datasets, which follow one another in a ``torch.utils.data.ConcatDataset``.
+
+    Args:
+        sizes: Samples of each dataset.
+        epochs: How often each is passed in one epoch of the run; 0.5 gives one half in one epoch and the other half in
+            the next. Default: once each.
+        weights: Instead, the relative share of each in every global batch; an epoch then has ``sum(sizes)`` samples.
+
+    Raises:
+        ValueError: If an argument is out of range.
+    """
+
+    sizes: Sequence[int]
+    epochs: Sequence[float] | None = None
+    weights: Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.sizes or min(self.sizes) < 1:
+            raise ValueError(f'`sizes` must be positive, got: {list(self.sizes)}. Leave out datasets without samples.')
+        if self.epochs is not None and self.weights is not None:
+            raise ValueError('Only one of `epochs` and `weights` must be given, got: both. Drop one.')
+        for name in ('epochs', 'weights'):
+            values = getattr(self, name)
+            if values is not None and (len(values) != len(self.sizes) or not all(0 < value < 1e9 for value in values)):
+                raise ValueError(
+                    f'`{name}` must be one positive number for each of {len(self.sizes)} datasets, got: {list(values)}.'
+                )
+
+    @property
+    def quotas(self) -> list[Fraction]:
+        """Samples of each dataset in an epoch, on average over many."""
+        if self.weights is not None:
+            weights = [Fraction(weight) for weight in self.weights]
+            return [sum(self.sizes) * weight / sum(weights) for weight in weights]
+        passes = self.epochs if self.epochs is not None else [1] * len(self.sizes)
+        return [size * Fraction(number) for size, number in zip(self.sizes, passes, strict=True)]
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of an epoch."""
+        return max(round(sum(self.quotas)), 1)
+
+
+def num_mixed_batches(
+    mixture: Mixture, global_batch_size: int, *, drop_last: bool, media: np.ndarray | None = None
+) -> int:
+    """Global batches of an epoch of :class:`MixtureOrder`, the same for every epoch."""
+    if drop_last:
+        return mixture.num_samples // global_batch_size
+    counts = counts_of_first(mixture.num_samples, _quotas(_streams(mixture, media)))
+    return sum(-(-count // global_batch_size) for count in counts)
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """The samples of one dataset (and one medium), pass after pass without end, each in another order."""
+
+    samples: np.ndarray
+    quota: Fraction
+
+    def read(self, items: np.ndarray, entropy: Sequence[int] | None) -> np.ndarray:
+        """Samples at these places of the endless sequence; None keeps them in order."""
+        if entropy is None:
+            return self.samples[items % len(self.samples)]
+        found = np.empty_like(items)
+        passes = items // len(self.samples)
+        for number in np.unique(passes).tolist():
+            seed = int(np.random.SeedSequence([*entropy, number]).generate_state(1)[0])
+            order = torch.randperm(len(self.samples), generator=torch.Generator().manual_seed(seed)).numpy()
+            here = passes == number
+            found[here] = self.samples[order[items[here] % len(self.samples)]]
+        return found
+
+
+class MixtureOrder:
+    """The order of one epoch, cut into global batches.
+
+    Each dataset is a sequence without end, and so is the run: the datasets' sequences, merged evenly, so that every
+    global batch has each dataset's share to within one sample or two. Epochs are stretches of it. Nothing is lost at
+    their borders: with `drop_last` the next epoch begins with what did not fill a global batch of the last, so even a
+    dataset smaller than that is passed as often as any other.
+
+    With `media`, every global batch holds samples of one medium only; the batches of the media are merged evenly.
+
+    Args:
+        mixture: The datasets and their shares.
+        global_batch_size: Samples of a global batch.
+        num_replicas: Number of ranks. Without `drop_last` the last global batch of an epoch (with `media`: of each
+            medium) repeats samples of the epoch until it has a multiple of these, as torch's sampler does.
+        drop_last: Whether all global batches are full.
+        seed: Seed of the run; None keeps each dataset's own order.
+        epoch: Number of the epoch, from 0.
+        media: Medium of each sample, int (n,); None: global batches mix them.
+    """
+
+    def __init__(
+        self,
+        mixture: Mixture,
+        global_batch_size: int,
+        num_replicas: int,
+        *,
+        drop_last: bool,
+        seed: int | None,
+        epoch: int,
+        media: np.ndarray | None = None,
+    ) -> None:
+        self.num_replicas = num_replicas
+        groups = _streams(mixture, media)
+        quotas = _quotas(groups)
+        size, num_samples = global_batch_size, mixture.num_samples
+        if drop_last:
+            num_batches = num_samples // size
+            begins, ends = (
+                [count * size for count in counts_of_first((epoch + which) * num_batches, quotas)] for which in (0, 1)
+            )
+        else:
+            counts = counts_of_first(num_samples, quotas)
+            begins = [epoch * count for count in counts]
+            ends = [begin + count for begin, count in zip(begins, counts, strict=True)]
+        orders = [
+            _merged(group, begin, end, seed) for group, begin, end in zip(groups, begins, ends, strict=True)
+        ]  # fmt: skip
+        self.windows = _interleaved_windows(orders, size)
+        self._orders = orders
+
+    def __len__(self) -> int:
+        """Global batches of the epoch."""
+        return len(self.windows)
+
+    def window(self, batch: int) -> np.ndarray:
+        """Indices of the samples of global batch `batch`, int64."""
+        group, window = self.windows[batch]
+        missing = -len(window) % self.num_replicas
+        return np.concatenate([window, np.resize(self._orders[group], missing)]) if missing else window
+
+
+def _streams(mixture: Mixture, media: np.ndarray | None) -> list[list[_Stream]]:
+    """Sequences to merge into each kind of global batch: one kind, or one for each medium."""
+    ends = np.cumsum(mixture.sizes)
+    datasets = [np.arange(end - size, end) for size, end in zip(mixture.sizes, ends, strict=True)]
+    media = np.zeros(ends[-1], dtype=np.int64) if media is None else media
+    groups = []
+    for medium in np.unique(media).tolist():
+        group = []
+        for samples, quota in zip(datasets, mixture.quotas, strict=True):
+            chosen = samples[media[samples] == medium]
+            if len(chosen):
+                group.append(_Stream(chosen, quota * len(chosen) / len(samples)))
+        groups.append(group)
+    return groups
+
+
+def _quotas(groups: list[list[_Stream]]) -> list[Fraction]:
+    return [sum((stream.quota for stream in group), Fraction(0)) for group in groups]
+
+
+def _merged(group: list[_Stream], begin: int, end: int, seed: int | None) -> np.ndarray:
+    """Samples from place `begin` to `end` of the evenly merged sequences of a group."""
+    quotas = [stream.quota for stream in group]
+    sources, items = interleave(counts_of_first(begin, quotas), counts_of_first(end, quotas), quotas)
+    samples = np.empty_like(items)
+    for number, stream in enumerate(group):
+        here = sources == number
+        entropy = None if seed is None else (seed % 2**32, int(stream.samples[0]))
+        samples[here] = stream.read(items[here], entropy)
+    return samples
+
+
+def _interleaved_windows(orders: list[np.ndarray], size: int) -> list[tuple[int, np.ndarray]]:
+    """The global batches of all groups, evenly mixed: number of the group, and its samples."""
+    windows = [[order[start : start + size] for start in range(0, len(order), size)] for order in orders]
+    present = [group for group, own in enumerate(windows) if own]
+    counts = [len(windows[group]) for group in present]
+    sources, items = interleave([0] * len(counts), counts, [Fraction(count) for count in counts])
+    return [(present[source], windows[present[source]][item]) for source, item in zip(sources, items, strict=True)]

@@ -1,0 +1,449 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from composer.algorithms import SAM, GradientClipping
+from composer.callbacks import NaNMonitor
+from composer.core import Algorithm, DataSpec, Event
+
+from composer_tokacc import TokenAccumulation, token_data_spec
+from composer_tokacc.algorithm.rank_sum import RankSum
+from composer_tokacc.algorithm.step_guard import StepGuard
+from tests.support.text import collate, text_model, text_row, text_rows
+from tests.support.training import hugging_face, loader, logged, reference_gradients, relative_error, train
+
+RAGGED = [(4, 2), (5, 3), (9, 7), (14, 11), (6, 1), (3, 2)]
+TOLERANCE = 1e-6
+
+
+@pytest.fixture
+def model():
+    return text_model()
+
+
+@pytest.mark.parametrize('side', ['left', 'right'])
+@pytest.mark.parametrize('microbatch_size', [1, 2, 3, 6])
+@pytest.mark.parametrize('split', ['stock', 'ordered', 'regrouped'])
+def test_gradient_is_that_of_one_forward_over_the_batch(model, side, microbatch_size, split):
+    batch = collate(text_rows(RAGGED), side=side)
+    expected, loss = reference_gradients(model, batch)
+    data = loader(batch) if split == 'stock' else token_data_spec(loader(batch), regroup=split == 'regrouped')
+    recorder, memory, _ = train(model, data, algorithms=[TokenAccumulation()], microbatch_size=microbatch_size)
+    assert relative_error(recorder.gradients, expected) < TOLERANCE
+    assert logged(memory, 'loss/train/total') == pytest.approx([loss], rel=TOLERANCE)
+
+
+def test_stock_composer_is_wrong_here_so_the_test_can_fail(model):
+    batch = collate(text_rows(RAGGED[:4]))
+    expected, _ = reference_gradients(model, batch)
+    recorder, _, _ = train(model, loader(batch), microbatch_size=1)
+    assert relative_error(recorder.gradients, expected) > 0.1
+    recorder, _, _ = train(model, loader(batch), microbatch_size=1, accumulate_train_batch_on_tokens=True)
+    assert relative_error(recorder.gradients, expected) > 0.1  # its default counter counts padding
+
+
+def test_native_flag_is_exact_with_our_counters(model):
+    batch = collate(text_rows(RAGGED))
+    expected, loss = reference_gradients(model, batch)
+    recorder, memory, _ = train(
+        model, token_data_spec(loader(batch)), microbatch_size=2, accumulate_train_batch_on_tokens=True
+    )
+    assert relative_error(recorder.gradients, expected) < TOLERANCE
+    assert logged(memory, 'loss/train/total') == pytest.approx([loss], rel=TOLERANCE)
+
+
+def test_native_flag_together_with_the_algorithm_is_refused_before_any_step(model):
+    batch = collate(text_rows(RAGGED))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(RuntimeError, match='accumulate_train_batch_on_tokens'):
+        train(
+            model, token_data_spec(loader(batch)), algorithms=[TokenAccumulation()], microbatch_size=2,
+            accumulate_train_batch_on_tokens=True, optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        )  # fmt: skip
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_native_flag_with_its_default_counter_is_the_sample_weight_in_disguise(model):
+    # Rows times one common width is proportional to the rows: nothing is wrong on one rank, so nothing is refused.
+    batch = collate(text_rows(RAGGED))
+    expected, _ = reference_gradients(model, batch)
+    recorder, _, _ = train(
+        model, loader(batch), algorithms=[TokenAccumulation()], microbatch_size=2, accumulate_train_batch_on_tokens=True
+    )
+    assert relative_error(recorder.gradients, expected) < TOLERANCE
+
+
+def test_custom_sample_counter_is_refused(model):
+    batch = collate(text_rows(RAGGED))
+    spec = DataSpec(loader(batch), get_num_samples_in_batch=lambda batch: int(batch['attention_mask'].sum()))
+    with pytest.raises(RuntimeError, match='get_num_samples_in_batch'):
+        train(model, spec, algorithms=[TokenAccumulation()], microbatch_size=2)
+
+
+def test_microbatch_transforms_that_mask_labels_are_noticed(model):
+    def mask(batch):
+        batch['labels'][:, -2:] = -100
+        return batch
+
+    spec = token_data_spec(loader(collate(text_rows(RAGGED))), microbatch_transforms=mask)
+    with pytest.raises(RuntimeError, match='microbatch_transforms'):
+        train(model, spec, algorithms=[TokenAccumulation()], microbatch_size=2)
+
+
+def test_batch_transforms_that_mask_labels_are_counted(model):
+    batch = collate(text_rows(RAGGED), side='left')
+    masked = {**batch, 'labels': batch['labels'].clone()}
+    masked['labels'][:, -1:] = -100
+    expected, _ = reference_gradients(model, masked)
+
+    def mask(batch):
+        batch['labels'][:, -1:] = -100
+        return batch
+
+    spec = token_data_spec(loader(batch), batch_transforms=mask)
+    recorder, _, _ = train(model, spec, algorithms=[TokenAccumulation()], microbatch_size=2)
+    assert relative_error(recorder.gradients, expected) < TOLERANCE
+
+
+class DropRows(DataSpec):
+    def __init__(self, dataloader):
+        super().__init__(dataloader, split_batch=lambda batch, size: [{k: v[:size] for k, v in batch.items()}])
+
+
+def test_split_that_drops_rows_is_noticed(model):
+    with pytest.raises(RuntimeError, match='drops or repeats rows'):
+        train(model, DropRows(loader(collate(text_rows(RAGGED)))), algorithms=[TokenAccumulation()], microbatch_size=2)
+
+
+class HalveLoss(Algorithm):
+    def match(self, event, state):
+        return event == Event.BEFORE_BACKWARD
+
+    def apply(self, event, state, logger):
+        state.loss = state.loss * 0.5
+
+
+def test_later_algorithm_that_rescales_the_loss_is_refused(model):
+    batch = collate(text_rows(RAGGED))
+    with pytest.raises(RuntimeError, match='put TokenAccumulation last'):
+        train(model, loader(batch), algorithms=[TokenAccumulation(), HalveLoss()], microbatch_size=2)
+
+
+# Empty microbatches and steps.
+
+
+@pytest.mark.parametrize('split', ['stock', 'regrouped'])
+def test_rows_without_loss_tokens_are_exact_and_logged_finite(model, split):
+    batch = collate(text_rows([(4, 2), (9, 0), (14, 11), (6, 0), (3, 1)]))
+    expected, loss = reference_gradients(model, batch)
+    data = loader(batch) if split == 'stock' else token_data_spec(loader(batch))
+    recorder, memory, _ = train(
+        model, data, algorithms=[TokenAccumulation()], callbacks=[NaNMonitor()], microbatch_size=1
+    )
+    assert relative_error(recorder.gradients, expected) < TOLERANCE
+    assert logged(memory, 'loss/train/total') == pytest.approx([loss], rel=TOLERANCE)
+    assert logged(memory, 'token_accumulation/empty_microbatches') == [2]
+
+
+class MaskedSum(torch.nn.Module):
+    """The other usual loss: sum over the mask, NaN gradients over no tokens."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.config = model, model.config
+
+    def forward(self, input_ids, attention_mask, labels, use_cache=False):
+        logits = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
+        mask = (labels[:, 1:] != -100).float()
+        losses = torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), labels[:, 1:].clamp(min=0).flatten(), reduction='none'
+        )
+        from transformers.modeling_outputs import CausalLMOutput
+
+        return CausalLMOutput(loss=(losses * mask.flatten()).sum() / mask.sum(), logits=logits)
+
+
+def test_masked_sum_loss_without_loss_tokens_has_finite_gradients(model):
+    model = MaskedSum(model)
+    batch = collate(text_rows([(4, 2), (9, 0), (14, 11)]))
+    expected, _ = reference_gradients(model, batch)
+    recorder, _, _ = train(
+        model, loader(batch), algorithms=[TokenAccumulation()], callbacks=[NaNMonitor()], microbatch_size=1
+    )
+    assert relative_error(recorder.gradients, expected) < TOLERANCE
+
+
+def test_step_without_loss_tokens_moves_nothing(model):
+    full, empty = collate(text_rows(RAGGED)), collate(text_rows([(5, 0), (7, 0)]))
+    snapshots = []
+
+    class Snapshot(Algorithm):
+        def match(self, event, state):
+            return event == Event.BATCH_END
+
+        def apply(self, event, state, logger):
+            moments = [copy.deepcopy(state.optimizers[0].state_dict()['state'])]
+            snapshots.append((copy.deepcopy(state.model.state_dict()), moments))
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    _, memory, _ = train(
+        model, loader(full, empty), algorithms=[TokenAccumulation(), Snapshot()], callbacks=[NaNMonitor()],
+        microbatch_size=1, optimizer=optimizer, max_duration='2ba',
+    )  # fmt: skip
+    (before, moments_before), (after, moments_after) = snapshots
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    for index, moment in moments_before[0].items():
+        assert all(torch.equal(value, moments_after[0][index][name]) for name, value in moment.items())
+    assert logged(memory, 'token_accumulation/empty_steps') == [0, 1]
+    assert logged(memory, 'loss/train/total')[1] == 0.0
+
+
+# What else runs in a trainer.
+
+
+class OneOutOfMemory(Algorithm):
+    """Raises once, as the GPU would, in the second microbatch of the first attempt."""
+
+    def __init__(self):
+        self.seen = 0
+
+    def match(self, event, state):
+        return event == Event.BEFORE_LOSS
+
+    def apply(self, event, state, logger):
+        state.auto_microbatching = True
+        self.seen += 1
+        if self.seen == 2:
+            raise RuntimeError('CUDA out of memory')
+
+
+@pytest.mark.parametrize('data', ['stock', 'token_data_spec'])
+def test_retry_after_out_of_memory_gives_the_same_gradient(model, data):
+    batch = collate(text_rows(RAGGED))
+    expected, loss = reference_gradients(model, batch)
+    given = loader(batch) if data == 'stock' else token_data_spec(loader(batch))
+    recorder, memory, trainer = train(
+        model, given, algorithms=[OneOutOfMemory(), TokenAccumulation()], microbatch_size=4
+    )
+    assert trainer.state.device_train_microbatch_size == 2
+    assert relative_error(recorder.gradients, expected) < TOLERANCE
+    assert logged(memory, 'loss/train/total') == pytest.approx([loss], rel=TOLERANCE)
+
+
+@pytest.mark.parametrize('order', ['before', 'after'])
+def test_gradient_clipping_in_any_order(model, order):
+    batch = collate(text_rows(RAGGED))
+    expected, _ = reference_gradients(model, batch)
+    clipping = GradientClipping(clipping_type='norm', clipping_threshold=0.1)
+    ours = TokenAccumulation()
+    algorithms = [clipping, ours] if order == 'before' else [ours, clipping]
+    recorder, _, _ = train(model, loader(batch), algorithms=algorithms, microbatch_size=2)
+    norm = torch.stack([value.norm() for value in expected.values()]).norm()
+    clipped = {name: value * min(0.1 / norm.item(), 1.0) for name, value in expected.items()}
+    assert relative_error(recorder.gradients, clipped) < 1e-5
+
+
+def test_sam_takes_the_step_of_the_whole_batch(model):
+    batch = collate(text_rows(RAGGED))
+    finals = []
+    for microbatch_size in (6, 1):
+        copied = copy.deepcopy(model)
+        train(
+            copied, loader(batch), algorithms=[SAM(), TokenAccumulation()], microbatch_size=microbatch_size,
+            optimizer=torch.optim.SGD(copied.parameters(), lr=0.1),
+        )  # fmt: skip
+        finals.append(copied.state_dict())
+    moved = {name: finals[0][name] - value for name, value in model.state_dict().items()}
+    assert relative_error({n: finals[1][n] - v for n, v in model.state_dict().items()}, moved) < 1e-5
+
+
+def test_lbfgs_closures(model):
+    batch = collate(text_rows(RAGGED))
+    finals = []
+    for microbatch_size in (6, 1):
+        copied = copy.deepcopy(model)
+        train(
+            copied, loader(batch), algorithms=[TokenAccumulation()], microbatch_size=microbatch_size,
+            optimizer=torch.optim.LBFGS(copied.parameters(), lr=0.1, max_iter=2),
+        )  # fmt: skip
+        finals.append(copied.state_dict())
+    for name, value in finals[0].items():
+        torch.testing.assert_close(finals[1][name], value, rtol=1e-4, atol=1e-5)
+
+
+class LossScale(torch.amp.GradScaler):
+    """A scaler that scales on the CPU, as AMP_FP16 does on a GPU."""
+
+    def __init__(self):
+        super().__init__('cpu', init_scale=1024.0)
+
+
+def test_grad_scaler_scale_is_not_taken_for_a_wrong_weight(model, monkeypatch):
+    batch = collate(text_rows(RAGGED))
+    expected, _ = reference_gradients(model, batch)
+    from composer import Trainer
+
+    monkeypatch.setattr(Trainer, '_use_grad_scaling', lambda self, precision, scaler: True)
+    monkeypatch.setattr(Trainer, '_use_closures', lambda self: False)
+    monkeypatch.setattr('composer.trainer.trainer.GradScaler', LossScale)
+    recorder, _, trainer = train(model, loader(batch), algorithms=[TokenAccumulation()], microbatch_size=2)
+    assert trainer.state.scaler.get_scale() == 1024.0
+    assert relative_error(recorder.gradients, expected) < TOLERANCE
+
+
+def test_second_fit_and_checkpoint(model, tmp_path):
+    batch = collate(text_rows(RAGGED))
+    expected, _ = reference_gradients(model, batch)
+    algorithm = TokenAccumulation()
+    recorder, _, trainer = train(
+        model, loader(batch), algorithms=[algorithm], microbatch_size=2, save_folder=str(tmp_path), save_interval='1ba'
+    )
+    trainer.fit(duration='1ba')
+    assert len(recorder.steps) == 2
+    assert relative_error(recorder.gradients, expected) < TOLERANCE
+    again = TokenAccumulation()
+    recorder, _, _ = train(
+        text_model(), loader(batch), algorithms=[again], microbatch_size=1, max_duration='3ba',
+        load_path=str(tmp_path / 'latest-rank0.pt'),
+    )  # fmt: skip
+    assert relative_error(recorder.gradients, expected) < TOLERANCE
+
+
+def test_raw_loss_is_restored_for_callbacks(model):
+    batch = collate(text_rows(RAGGED))
+    _, loss = reference_gradients(model, {key: value[-1:] for key, value in batch.items()})
+    recorder, _, _ = train(model, loader(batch), algorithms=[TokenAccumulation()], microbatch_size=1)
+    assert recorder.losses[0].item() == pytest.approx(loss, rel=TOLERANCE)
+
+
+SYNCS = ('item', 'tolist', 'cpu', 'numpy', 'nonzero', '__bool__', '__int__', '__float__')
+
+
+@pytest.mark.parametrize('units', [None, {'lm': 'tokens'}])
+def test_no_host_sync_a_microbatch(model, monkeypatch, units):
+    """Everything that would wait for a GPU raises while the algorithm handles a microbatch, its hook included."""
+    microbatch_events = (Event.BEFORE_TRAIN_BATCH, Event.AFTER_LOSS, Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD)
+    seen = []
+
+    def forbid(function, label):
+        def guarded(*args, **kwargs):
+            with pytest.MonkeyPatch.context() as patch:
+                for name in SYNCS:
+
+                    def refuse(tensor, *args, name=name, **kwargs):
+                        raise AssertionError(f'Tensor.{name} waits for the device')
+
+                    patch.setattr(torch.Tensor, name, refuse)
+                seen.append(label)
+                return function(*args, **kwargs)
+
+        return guarded
+
+    algorithm = TokenAccumulation(loss_units=units)
+    for event in microbatch_events:
+        algorithm._actions[event] = forbid(algorithm._actions[event], event.value)
+    monkeypatch.setattr(StepGuard, 'observe', forbid(StepGuard.observe, 'hook'))
+    batch = collate(text_rows([*RAGGED, (5, 0)]))
+    given = hugging_face(model)
+    if units:
+        monkeypatch.setattr(given, 'loss', lambda outputs, batch: {'lm': outputs['loss']})
+    train(given, loader(batch), algorithms=[algorithm], microbatch_size=1)
+    assert seen.count('hook') == 7
+    assert all(event.value in seen for event in microbatch_events)
+
+
+def test_sums_over_the_ranks_are_read_once_a_step_before_the_first_forward(model, monkeypatch):
+    events = []
+
+    class Watched(RankSum):
+        def read(self):
+            events.append(('read', self._values is None))
+            return super().read()
+
+    monkeypatch.setattr('composer_tokacc.algorithm.token_accumulation.RankSum', Watched)
+    algorithm = TokenAccumulation()
+    scale = algorithm._actions[Event.BEFORE_BACKWARD]
+    algorithm._actions[Event.BEFORE_BACKWARD] = lambda *given: (events.append(('scale', None)), scale(*given))
+    train(model, loader(collate(text_rows(RAGGED))), algorithms=[algorithm], microbatch_size=2)
+    assert events[0] == ('read', True)
+    assert [waited for kind, waited in events if kind == 'read'].count(True) == 1
+
+
+# Rules.
+
+
+def test_labels_on_pads_count_where_the_model_counts_them(model):
+    # Llama's mean runs over the labels alone: a collator that does not mask pads trains on them.
+    batch = collate(text_rows(RAGGED), labels_on_pads=5)
+    expected, loss = reference_gradients(model, batch)
+    for data in (loader(batch), token_data_spec(loader(batch))):
+        algorithm = TokenAccumulation()
+        recorder, memory, _ = train(model, data, algorithms=[algorithm], microbatch_size=2)
+        assert algorithm.rule == 'causal'
+        assert relative_error(recorder.gradients, expected) < TOLERANCE
+        assert logged(memory, 'loss/train/total') == pytest.approx([loss], rel=TOLERANCE)
+
+
+def test_wrong_rule_is_refused_with_both_means(model):
+    batch = collate(text_rows(RAGGED))
+    with pytest.raises(RuntimeError, match=r"'unshifted', whose mean is \d+\.\d+; the model's own is \d+\.\d+"):
+        train(model, loader(batch), algorithms=[TokenAccumulation(loss_tokens='unshifted')], microbatch_size=2)
+
+
+class TruncatesLabels(MaskedSum):
+    """Ignores the labels of the last two positions, as NeVA-like models change labels inside forward."""
+
+    def forward(self, input_ids, attention_mask, labels, use_cache=False):
+        labels = labels.clone()
+        labels[:, -2:] = -100
+        return super().forward(input_ids, attention_mask, labels)
+
+
+def test_model_that_truncates_labels_inside_forward_is_refused(model):
+    batch = collate([text_row(12, 8, seed=1), text_row(12, 5, seed=2)])
+    with pytest.raises(RuntimeError, match='changes labels inside forward'):
+        train(TruncatesLabels(model), loader(batch), algorithms=[TokenAccumulation()], microbatch_size=1)
+
+
+def test_probe_leaves_random_state_and_mode_alone(model):
+    batch = collate(text_rows(RAGGED))
+    states = []
+    for algorithms in ([], [TokenAccumulation(loss_tokens='causal', check_loss=False)], [TokenAccumulation()]):
+        torch.manual_seed(7)
+        _recorder, _, trainer = train(
+            copy.deepcopy(model), loader(batch), algorithms=algorithms, microbatch_size=6, seed=7
+        )
+        states.append(torch.get_rng_state())
+        assert trainer.state.model.training
+    assert torch.equal(states[0], states[1])
+    assert torch.equal(states[0], states[2])
+
+
+@pytest.mark.parametrize(
+    ('kwargs', 'message'),
+    [
+        ({'loss_tokens': 'shifted'}, "must be one of .*got: 'shifted'"),
+        ({'loss_units': {'lm': 'token'}}, "must be one of .*got: 'token'"),
+        ({'loss_units': {'total': 'tokens'}}, 'reserves'),
+        ({'check_loss': False}, 'explicit rule'),
+    ],
+)
+def test_bad_arguments_get_one_clear_line(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        TokenAccumulation(**kwargs)
+
+
+def test_batch_without_labels_gets_one_clear_line(model):
+    batch = collate(text_rows(RAGGED))
+    del batch['labels']
+    with pytest.raises(ValueError, match='`labels` tensor'):
+        train(model, loader(batch), algorithms=[TokenAccumulation()], microbatch_size=2)
+
+
+def test_hugging_face_wrapper_is_the_one_under_test(model):
+    assert hugging_face(model).shift_labels

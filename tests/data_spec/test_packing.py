@@ -1,0 +1,85 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from composer_tokacc import BatchLayout, TokenAccumulation, TokenMonitor, token_data_spec
+from composer_tokacc.data_spec.packing import pack_lengths, pack_rows
+from tests.support.families import FAMILIES
+from tests.support.text import collate, text_model, text_rows
+from tests.support.training import hugging_face, loader, logged, reference_gradients, relative_error, train
+
+SHAPE = [(4, 2), (5, 3), (9, 7), (14, 11), (6, 0), (3, 2)]
+
+
+def test_packed_groups_keep_the_cap_and_every_row():
+    generator = random.Random(0)
+    for _ in range(300):
+        lengths = [generator.randint(1, 30) for _ in range(generator.randint(1, 40))]
+        cap = generator.randint(1, 60)
+        groups = pack_lengths(lengths, cap)
+        assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
+        assert all(len(group) == 1 or sum(lengths[row] for row in group) <= cap for group in groups)
+
+
+@pytest.mark.parametrize('side', ['left', 'right'])
+@pytest.mark.parametrize('attention', ['sdpa', 'eager'])
+@pytest.mark.parametrize('microbatch_size', [1, 2, 6])
+def test_packed_text_is_exact_and_has_no_padding(side, attention, microbatch_size):
+    model = text_model(attn_implementation=attention)
+    batch = collate(text_rows(SHAPE), side=side)
+    expected, loss = reference_gradients(model, batch)
+    recorder, memory, _ = train(
+        model, token_data_spec(loader(batch), packing=True), algorithms=[TokenAccumulation()],
+        callbacks=[TokenMonitor()], microbatch_size=microbatch_size,
+    )  # fmt: skip
+    assert relative_error(recorder.gradients, expected) < 1e-6
+    assert logged(memory, 'loss/train/total') == pytest.approx([loss], rel=1e-6)
+    assert logged(memory, 'token_monitor/padding_ratio') == [0.0]
+
+
+@pytest.mark.parametrize('side', ['left', 'right'])
+@pytest.mark.parametrize('microbatch_size', [1, 3, 6])
+def test_packed_llava_is_exact(side, microbatch_size):
+    case = FAMILIES['llava']()
+    layout = BatchLayout.for_model(case.config)
+    batch = layout.concat(case.rows, padding_side=side, pad_token_id=case.pad_token_id)
+    expected, loss = reference_gradients(case.model, batch)
+    recorder, memory, _ = train(
+        case.model, token_data_spec(loader(batch), layout=layout, packing=True), algorithms=[TokenAccumulation()],
+        microbatch_size=microbatch_size,
+    )  # fmt: skip
+    assert relative_error(recorder.gradients, expected) < 1e-6
+    assert logged(memory, 'loss/train/total') == pytest.approx([loss], rel=1e-6)
+
+
+def test_model_that_leaks_between_documents_is_refused(monkeypatch):
+    # Without its restarting positions every document sees the ones before it, as with a cache in transformers 4.57.
+    model = hugging_face(text_model())
+    forward = type(model).forward
+
+    def leaking(self, batch):
+        return forward(self, {key: value for key, value in batch.items() if key != 'position_ids'})
+
+    monkeypatch.setattr(type(model), 'forward', leaking)
+    batch = collate(text_rows(SHAPE))
+    with pytest.raises(RuntimeError, match='leaks from one document to the next'):
+        train(model, token_data_spec(loader(batch), packing=True), algorithms=[TokenAccumulation()], microbatch_size=2)
+
+
+def test_packing_without_the_algorithm_is_refused():
+    batch = collate(text_rows(SHAPE))
+    with pytest.raises(RuntimeError, match='needs TokenAccumulation'):
+        train(text_model(), token_data_spec(loader(batch), packing=True), microbatch_size=2)
+
+
+def test_entries_that_cannot_be_packed_are_refused():
+    batch = collate(text_rows(SHAPE))
+    layout = BatchLayout.infer(batch)
+    with pytest.raises(ValueError, match='`position_ids` must be absent'):
+        pack_rows(layout, {**batch, 'position_ids': torch.zeros_like(batch['input_ids'])})

@@ -1,0 +1,231 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Rows of hand-written batches: masks, positions, labels, unknown entries."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+
+from composer_tokacc import BatchLayout
+from composer_tokacc.layout.families import FAMILIES, Entry, Family
+from tests.support.families import FAMILIES as CASES
+from tests.support.small_batches import LLAVA, QWEN, TEXT, text_batch
+
+# The real span.
+
+
+@pytest.mark.parametrize('side', ['left', 'right'])
+def test_lengths_and_trim_on_either_side(side):
+    batch, layout = text_batch([3, 5, 2], side=side, width=8), BatchLayout(family=TEXT)
+    assert layout.padding_side(batch) == side
+    assert layout.lengths(batch) == [3, 5, 2]
+    trimmed = layout.trim(batch)
+    expected = text_batch([3, 5, 2], side=side)
+    for key, value in expected.items():
+        torch.testing.assert_close(trimmed[key], value)
+        assert trimmed[key].is_contiguous()
+    one = layout.trim(layout.select(batch, [2]))
+    assert one['input_ids'].tolist() == [[1, 2]]
+
+
+@pytest.mark.parametrize(('multiple', 'width'), [(1, 5), (2, 6), (4, 8), (7, 7), (16, 9)])
+def test_width_multiple_rounds_up_and_stays_inside_the_batch(multiple, width):
+    layout = BatchLayout(family=TEXT)
+    for side in ('left', 'right'):
+        batch = text_batch([3, 5, 2], side=side, width=9)
+        trimmed = layout.trim(batch, width_multiple=multiple)
+        assert {value.shape[1] for value in trimmed.values()} == {width}
+        assert trimmed['attention_mask'].sum() == batch['attention_mask'].sum()
+
+
+def test_pads_are_known_by_the_mask_and_not_by_their_id():
+    layout = BatchLayout(family=TEXT)
+    batch = text_batch([3, 5], width=7)
+    batch['input_ids'][0, 1] = 0  # a real token with the id of the pads
+    batch['input_ids'][:, 5:] = 4  # pads with the id of a real token
+    assert layout.lengths(batch) == [3, 5]
+
+
+def test_first_pad_that_is_attended_stays():
+    """Monkey and other Qwen-7B trainings attend to the end token they also pad with."""
+    batch, layout = text_batch([3, 5], width=7), BatchLayout(family=TEXT)
+    batch['attention_mask'][0, 3] = batch['attention_mask'][1, 5] = 1
+    assert layout.lengths(batch) == [4, 6]
+    assert layout.trim(batch)['attention_mask'].sum() == batch['attention_mask'].sum()
+
+
+@pytest.mark.parametrize(('side', 'column', 'length'), [('right', 6, 7), ('left', 1, 7), ('right', 4, 5)])
+def test_labels_on_pads_are_never_trimmed(side, column, length):
+    batch, layout = text_batch([3, 2], side=side, width=8), BatchLayout(family=TEXT)
+    batch['labels'][0, column] = 1
+    assert layout.lengths(batch) == [length, 2]
+    assert (layout.trim(batch)['labels'] != -100).sum() == (batch['labels'] != -100).sum()
+
+
+def test_rows_without_any_real_position_keep_one_column():
+    batch, layout = text_batch([0, 0], width=4), BatchLayout(family=TEXT)
+    assert layout.lengths(batch) == [1, 1]
+    assert layout.trim(batch)['input_ids'].shape == (2, 1)
+
+
+def test_batch_without_mask_is_never_trimmed():
+    batch, layout = text_batch([3, 5], width=7), BatchLayout(family=TEXT)
+    del batch['attention_mask']
+    assert layout.lengths(batch) == [7, 7]
+
+
+@pytest.mark.parametrize('form', ['boolean', 'additive', 'integer', 'three-dimensional'])
+@pytest.mark.parametrize('side', ['left', 'right'])
+def test_masks_that_carry_the_width_twice(form, side):
+    layout = BatchLayout(family=TEXT)
+    flat = text_batch([3, 5, 2], side=side, width=8)
+    causal = torch.ones(8, 8).tril().bool()
+    square = (causal & flat['attention_mask'].bool()[:, None, :])[:, None]
+    mask = {
+        'boolean': square,
+        'integer': square.long(),
+        'additive': torch.zeros(square.shape).masked_fill(~square, torch.finfo(torch.float32).min),
+        'three-dimensional': square[:, 0],
+    }[form]
+    batch = {**flat, 'attention_mask': mask, 'labels': torch.full_like(flat['labels'], -100)}
+    assert layout.padding_side(batch) == side
+    assert layout.lengths(batch) == [3, 5, 2]
+    row = layout.trim(layout.select(batch, [0]))
+    assert row['attention_mask'].shape[-2:] == (3, 3)
+    span = slice(5, 8) if side == 'left' else slice(0, 3)
+    torch.testing.assert_close(row['attention_mask'], mask[:1, ..., span, span])
+    # Joined again, no real position may attend to the new pads.
+    joined = layout.concat([row, layout.trim(layout.select(batch, [1]))], padding_side=side)
+    assert joined['attention_mask'].shape[-2:] == (5, 5)
+    assert layout.lengths(joined) == [3, 5]
+
+
+def test_additive_mask_keeps_the_loss_of_a_real_model():
+    case = CASES['llama']()
+    layout = BatchLayout.for_model(case.model)
+    batch = layout.concat(case.rows, pad_token_id=case.pad_token_id)
+    width = batch['input_ids'].shape[1]
+    allowed = (torch.ones(width, width).tril().bool() & batch['attention_mask'].bool()[:, None, :])[:, None]
+    square = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
+    batch = {**batch, 'attention_mask': square}
+    with torch.no_grad():
+        own = sum(case.loss_sum(row) for row in case.rows)
+        parts = [layout.trim(layout.select(batch, rows)) for rows in ([4, 0], [1, 5, 3], [2])]
+        torch.testing.assert_close(sum(case.loss_sum(part) for part in parts), own, rtol=1e-5, atol=0)
+        rejoined = layout.concat(parts, pad_token_id=case.pad_token_id)
+        torch.testing.assert_close(case.loss_sum(rejoined), own, rtol=1e-5, atol=0)
+
+
+# Entries.
+
+
+@pytest.mark.parametrize('side', ['left', 'right'])
+def test_rotary_positions_of_three_axes_go_with_their_rows(side):
+    layout = BatchLayout(family=QWEN)
+    flat = text_batch([3, 5, 2], side=side, width=6)
+    positions = torch.arange(3 * 3 * 6).view(3, 3, 6)
+    batch = {**flat, 'position_ids': positions}
+    part = layout.trim(layout.select(batch, [2, 0]))
+    span = slice(3, 6) if side == 'left' else slice(0, 3)
+    torch.testing.assert_close(part['position_ids'], positions[:, [2, 0], span])
+    rest = layout.select(batch, [1])
+    joined = layout.concat([part, rest], padding_side=side)
+    assert joined['position_ids'].shape == (3, 3, 6)
+    torch.testing.assert_close(joined['position_ids'][:, 2], positions[:, 1])
+
+
+def test_rotary_positions_keep_the_loss_of_qwen2_vl():
+    case = CASES['qwen2_vl']()
+    layout = BatchLayout.for_model(case.model)
+    batch = layout.concat(case.rows, pad_token_id=case.pad_token_id)
+    core = getattr(case.model, 'model', case.model)
+    core = core if hasattr(core, 'get_rope_index') else case.model  # up to 4.51 it is the outer model's
+    named = {'mm_token_type_ids': batch['mm_token_type_ids']} if 'mm_token_type_ids' in batch else {}
+    positions, _ = core.get_rope_index(
+        batch['input_ids'], image_grid_thw=batch['image_grid_thw'], attention_mask=batch['attention_mask'], **named
+    )
+    batch = {**batch, 'position_ids': positions}
+    assert positions.shape == (3, 6, batch['input_ids'].shape[1])
+    with torch.no_grad():
+        parts = [layout.trim(layout.select(batch, rows)) for rows in ([4, 0], [1, 5, 3], [2])]
+        whole = case.loss_sum(batch)
+        torch.testing.assert_close(sum(case.loss_sum(part) for part in parts), whole, rtol=1e-5, atol=0)
+        torch.testing.assert_close(sum(case.loss_sum(row) for row in case.rows), whole, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize('key', ['token_type_ids', 'mm_token_type_ids', 'loss_mask', 'special_tokens_mask'])
+def test_token_wise_entries_go_with_their_rows(key):
+    layout, batch = BatchLayout(family=TEXT), text_batch([3, 5, 2], width=6)
+    batch[key] = torch.arange(18).view(3, 6)
+    part = layout.trim(layout.select(batch, [2, 0]))
+    assert part[key].tolist() == [[12, 13, 14], [0, 1, 2]]
+
+
+def test_lists_none_and_plain_values():
+    layout, batch = BatchLayout(family=TEXT), text_batch([3, 5, 2])
+    batch |= {'sample_ids': ['a', 'b', 'c'], 'pixel_values': None, 'task': 'ocr', 'step': 3, 'weights': (1, 2, 3)}
+    part = layout.select(batch, [2, 0])
+    assert part['sample_ids'] == ['c', 'a']
+    assert part['weights'] == [3, 1]
+    assert (part['pixel_values'], part['task'], part['step']) == (None, 'ocr', 3)
+
+
+@pytest.mark.parametrize('rows', [[1], [0, 1, 2]])
+def test_unknown_tensor_is_refused_by_name(rows):
+    layout, batch = BatchLayout(family=TEXT), text_batch([3, 5, 2])
+    batch['ocr_boxes'] = torch.zeros(4, 4)
+    with pytest.raises(ValueError, match=r"batch\['ocr_boxes'\].*with_entries\(ocr_boxes=Entry\(unit=\.\.\.\)\)"):
+        layout.select(batch, rows)
+
+
+def test_registered_tensors_are_selected_by_their_unit():
+    layout = BatchLayout(family=LLAVA).with_entries(
+        ocr_boxes=Entry(unit='box'), image_tags=Entry(unit='image'), class_weights=Entry(unit='shared')
+    )
+    batch = text_batch([3, 5, 2], num_images=[1, 0, 2], num_boxs=[0, 3, 1])
+    batch |= {'pixel_values': torch.arange(3.0)[:, None, None, None].expand(3, 3, 2, 2)}
+    batch |= {'ocr_boxes': torch.arange(4), 'image_tags': torch.arange(3), 'class_weights': torch.arange(7)}
+    part = layout.select(batch, [2, 1])
+    assert part['ocr_boxes'].tolist() == [3, 0, 1, 2]
+    assert part['image_tags'].tolist() == part['pixel_values'][:, 0, 0, 0].tolist() == [1, 2]
+    assert len(part['class_weights']) == 7
+
+
+@pytest.mark.parametrize('value', [['a', 'b'], {'a': 1}, object()])
+def test_values_without_rows_are_refused_by_name(value):
+    layout, batch = BatchLayout(family=TEXT), text_batch([3, 5, 2], boxes=value)
+    with pytest.raises(ValueError, match=r"batch\['boxes'\].*got: (list|dict|object)"):
+        layout.select(batch, [1])
+
+
+def test_encoder_decoder_labels_keep_their_own_width():
+    layout = BatchLayout(family=TEXT)
+    for width in (4, 8):  # the encoder's width by chance, too
+        batch = text_batch([3, 5, 2], width=8)
+        batch |= {'labels': torch.ones(3, width).long(), 'decoder_input_ids': torch.ones(3, width).long()}
+        batch['labels'][:, 1:] = -100
+        part = layout.trim(layout.select(batch, [2, 0]))
+        assert part['input_ids'].shape == (2, 3)
+        assert part['labels'].shape == part['decoder_input_ids'].shape == (2, width)
+
+
+def test_format_that_no_family_has_is_refused():
+    batch = {**text_batch([3]), 'pixel_values': torch.zeros(2, 3)}
+    with pytest.raises(ValueError, match=r'pixel_values` of shape \(2, 3\).*for_model'):
+        BatchLayout.infer(batch)
+
+
+def test_unknown_family_can_be_passed():
+    family = Family(name='new', entries={'pixel_values': Entry(unit='image')})
+    batch = {**text_batch([3, 2]), 'num_images': [2, 1], 'pixel_values': torch.arange(3.0)[:, None]}
+    assert BatchLayout(family=family).select(batch, [1])['pixel_values'].tolist() == [[2.0]]
+
+
+@pytest.mark.parametrize('family', FAMILIES, ids=lambda family: family.name)
+def test_layout_travels_to_loader_workers(family):
+    layout = BatchLayout(family=family, image_token_id=9)
+    assert pickle.loads(pickle.dumps(layout)) == layout

@@ -1,0 +1,200 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from io import StringIO
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from rich.console import Console
+
+from composer_tokacc.lengths import LengthTable
+from composer_tokacc.memory import GIB, BatchShape, MemoryModel, StaticBytes
+from composer_tokacc.memory.fit import ActivationFit
+from composer_tokacc.planning import CostModel
+from composer_tokacc.sizing import suggest_microbatching
+from composer_tokacc.sizing.picture import draw_report
+from composer_tokacc.sizing.table import print_report
+
+PARAMETERS, PER_TOKEN, PER_LOGIT_ROW, PER_IMAGE_TOKEN = GIB, 1 << 20, 1 << 19, 1 << 18
+
+
+def memory_model(**changes: Any) -> MemoryModel:
+    """4 GiB of model in float32 with AdamW, 1.5 MiB a token, a quarter MiB an image token."""
+    static = StaticBytes(
+        parameters=PARAMETERS,
+        buffers=0,
+        gradients=PARAMETERS,
+        optimizer=2 * PARAMETERS,
+        optimizer_step=0,
+        block=10_000_000,
+        outside=20_000_000,
+        trained_outside=20_000_000,
+        compute_bytes=2,
+    )
+    coefficients = {
+        'text': {'tokens': PER_TOKEN},
+        'logits': {'tokens': PER_LOGIT_ROW},
+        'vision': {'image_tokens': PER_IMAGE_TOKEN},
+        'weights': {},
+    }
+    fit = ActivationFit(coefficients=coefficients, area='never', residual=0.01)
+    return replace(MemoryModel(static=static, phases={'head': fit}, vocab_size=1000), **changes)
+
+
+def table(num_samples: int = 4000, seed: int = 0) -> LengthTable:
+    rng = np.random.default_rng(seed)
+    images = np.where(rng.random(num_samples) < 0.6, 64, 0)
+    text = np.clip(rng.lognormal(4, 0.7, num_samples), 4, 448).astype(np.int64)
+    return LengthTable(lengths=text + images, image_tokens=images, loss_tokens=text // 2, vision_patches=4 * images)
+
+
+def suggest(lengths: Any = None, **changes: Any) -> Any:
+    arguments = {'num_ranks': 4, 'global_batch_size': 128, 'memory': memory_model(), 'device_memory_gib': 16.0}
+    return suggest_microbatching(table() if lengths is None else lengths, **{**arguments, **changes})
+
+
+def test_largest_safe_size_is_found_by_hand() -> None:
+    lengths = [100] * 64
+    report = suggest(lengths, num_ranks=1, global_batch_size=64)
+    # 4 GiB of model; 1.5 MiB and 2 x 24 bytes of ids, masks and labels a token; 0.92 of 16 GiB.
+    tokens = int((0.92 * 16 - 4) * GIB / (PER_TOKEN + PER_LOGIT_ROW + 48))
+    assert report.device_train_microbatch_size == min(tokens // 100, 64)
+    assert report.peak_gib <= 0.92 * 16
+    half = suggest(lengths, num_ranks=1, global_batch_size=64, device_memory_gib=8.0)
+    tokens = int((0.92 * 8 - 4) * GIB / (PER_TOKEN + PER_LOGIT_ROW + 48))
+    assert half.device_train_microbatch_size == tokens // 100
+    assert half.binds == 'text'
+
+
+def test_no_microbatch_that_the_budget_allows_is_over_the_limit() -> None:
+    report, sizes = suggest(device_memory_gib=7.0), table()
+    rng = np.random.default_rng(1)
+    memory = memory_model()
+    for _ in range(300):
+        width = int(rng.choice(sizes.lengths))
+        fitting = np.flatnonzero(sizes.lengths <= width)
+        rows = max(report.max_tokens // width, 1)
+        images = int(sizes.image_tokens[rng.choice(fitting, rows)].sum())
+        shape = BatchShape(rows=rows, width=width, image_tokens=images)
+        assert memory.peak(shape, num_ranks=4) <= 0.92 * 7 * GIB
+    larger = BatchShape(rows=report.device_train_microbatch_size + 1, width=report.slot_tokens)
+    share = float((sizes.image_tokens / sizes.lengths).max())
+    larger = replace(larger, image_tokens=int(larger.tokens * share))
+    assert memory.peak(larger, num_ranks=4) > 0.92 * 7 * GIB
+
+
+def test_profile_and_padding_against_a_plain_count() -> None:
+    sizes = table(512)
+    report = suggest(sizes, num_ranks=2, global_batch_size=64)
+    assert report.profile.text_only_share == pytest.approx((sizes.image_tokens == 0).mean())
+    # Four patches for each of 64 image tokens.
+    assert report.profile.patches_per_sample == pytest.approx(256)
+    assert report.profile.patches_per_image_token == pytest.approx(4)
+    assert suggest(sizes.lengths).profile.patches_per_sample is None
+    assert report.profile.loss_share == pytest.approx(sizes.loss_tokens.sum() / sizes.lengths.sum())
+    order = np.random.default_rng(0).permutation(512)
+    real = computed = 0
+    for start in range(0, 512, 64):
+        for rank in range(2):
+            lengths = sizes.lengths[order[start : start + 64]][rank::2]
+            real += lengths.sum()
+            computed += len(lengths) * lengths.max()
+    assert report.figures['stock'].padding_ratio == pytest.approx(1 - real / computed)
+    assert report.figures['split'].padding_ratio < report.figures['stock'].padding_ratio
+
+
+def test_equal_lengths_gain_nothing() -> None:
+    report = suggest([256] * 512)
+    assert report.figures['stock'].padding_ratio == 0
+    assert report.speedup('split') == pytest.approx(1, rel=0.02)
+
+
+def test_speed_up_counts_what_a_step_takes_besides() -> None:
+    cost = CostModel(seconds_per_token=1e-4)
+    alone, delayed = suggest(cost=cost), suggest(cost=cost, seconds_per_step=0.5)
+    assert alone.speedup() > delayed.speedup() > 1
+    assert delayed.step_seconds('stock') == pytest.approx(alone.step_seconds('stock') + 0.5)
+    assert suggest().step_seconds('stock') is None
+
+
+def test_no_method_beats_the_bound_and_planning_is_best() -> None:
+    report = suggest()
+    assert 0 < report.share_of_bound('split') <= report.share_of_bound('planned') <= 1
+    assert report.speedup('planned') >= report.speedup('split') >= 1
+
+
+def test_world_sizes_keep_the_global_batch() -> None:
+    report = suggest()
+    assert [row.num_ranks for row in report.worlds] == [1, 2, 4, 8, 64]
+    for row in report.worlds:
+        assert row.num_ranks * row.samples_per_rank == 128
+        assert row.device_train_microbatch_size <= row.samples_per_rank
+    assert suggest(global_batch_size=24, num_ranks=3).identity().endswith('= 24 samples a step, as asked')
+
+
+def test_sharding_makes_room() -> None:
+    sharded = memory_model(strategy='fsdp')
+    alone = suggest(memory=sharded, num_ranks=2, device_memory_gib=6.0)
+    many = suggest(memory=sharded, num_ranks=8, device_memory_gib=6.0)
+    assert many.max_tokens > alone.max_tokens
+    assert many.terms['parameters'] == pytest.approx(1 / 8)
+
+
+def test_samples_over_the_budget_are_named() -> None:
+    lengths = [50] * 60 + [900, 700, 50, 50]
+    ids = [f'sample-{index}' for index in range(64)]
+    report = suggest(lengths, num_ranks=1, global_batch_size=64, device_memory_gib=4.9 / 0.92, sample_ids=ids)
+    limit = int(0.9 * GIB / (PER_TOKEN + PER_LOGIT_ROW + 48))
+    assert 50 < limit < 700
+    assert report.too_large == ['"sample-60": 900 tokens', '"sample-61": 700 tokens']
+    assert 'dataset.max_length' in report.warnings()[0]
+    assert report.max_tokens <= limit
+
+
+def test_a_rough_memory_model_says_so() -> None:
+    phases = {name: replace(fit, residual=0.08) for name, fit in memory_model().phases.items()}
+    assert any('8.0%' in line for line in suggest(memory=memory_model(phases=phases)).warnings())
+    assert suggest().warnings() == []
+
+
+def test_report_as_table_json_yaml_and_picture(tmp_path: Any) -> None:
+    report = suggest(table(600))
+    page = StringIO()
+    print_report(report, Console(file=page, width=140))
+    assert '256 patches a sample with images, 4 for each image token' in page.getvalue()
+    for words in ('largest safe size', 'DDP buckets', 'stock Composer', 'World sizes', 'device_train_microbatch_size'):
+        assert words in page.getvalue()
+    report.save(tmp_path / 'plan.json')
+    stored = json.loads((tmp_path / 'plan.json').read_text())
+    assert stored['profile']['patches_per_sample'] == 256
+    assert stored['max_tokens'] == report.max_tokens
+    assert stored['speedup']['planned'] == report.speedup('planned')
+    pasted = yaml.safe_load(report.yaml())['microbatching']
+    assert pasted['device_train_microbatch_size'] * pasted['slot_tokens'] == report.max_tokens
+    draw_report(tmp_path / 'plan.png', report)
+    assert (tmp_path / 'plan.png').read_bytes().startswith(b'\x89PNG')
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'message'),
+    [
+        ({'lengths': []}, '`lengths` must hold at least one sample'),
+        ({'lengths': [5, -3, 4]}, r'`tokens` must be at least 1, got: -3 \(sample 1\)'),
+        ({'num_ranks': 0}, '`num_ranks` must be at least 1, got: 0'),
+        ({'global_batch_size': 30}, 'multiple of the number of ranks, got: 30 on 4 ranks. Set it to 32'),
+        ({'device_memory_gib': 2.0}, r'must hold the model and its shortest sample.*sharding with FSDP, freezing'),
+        ({'device_memory_gib': 0.0}, '`device_memory_gib` must be positive'),
+        ({'safety': 1.2}, '`safety` must be over 0 and at most 1'),
+        ({'slot_tokens': 0}, '`slot_tokens` must be at least 1'),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        suggest(**arguments)
+    assert '\n' not in str(caught.value)
