@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from composer import DataSpec, Trainer
-from composer.core import Algorithm, Callback, Event, State
+from composer.core import Callback, Event, State
 from composer.loggers import InMemoryLogger, Logger
 from composer.models import HuggingFaceModel
 from composer.utils import dist, get_device
@@ -38,6 +38,7 @@ from transformers import AutoModelForImageTextToText
 from benchmarks.machine import machine
 from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
 from composer_tokacc.data import DigitsDataset, VisionLanguageCollator, build_digits_processor, digits_model_config
+from composer_tokacc.verify import UnusedParameters
 
 RESULTS = Path(__file__).resolve().parent / 'results'
 GLOBAL_BATCH = 128
@@ -58,20 +59,6 @@ class FirstGradient(Callback):
         if event == Event.AFTER_TRAIN_BATCH and not self.gradient:
             named = (state.model.module if dist.get_world_size() > 1 else state.model).named_parameters()
             self.gradient = {name: p.grad.clone() for name, p in named if p.grad is not None}
-
-
-class UnusedParameters(Algorithm):
-    """Stock Composer needs this under DDP: a microbatch of text alone leaves the vision tower unused."""
-
-    @property
-    def find_unused_parameters(self) -> bool:
-        return True
-
-    def match(self, event: Event, state: State) -> bool:
-        return False
-
-    def apply(self, event: Event, state: State, logger: Logger) -> None:
-        raise AssertionError('matches no event')
 
 
 def build_model(processor: Any) -> HuggingFaceModel:

@@ -32,7 +32,7 @@ from composer_tokacc.layout import BatchLayout
 from composer_tokacc.run.config_checks import check_config
 from composer_tokacc.run.parts import RunParts, build_parts
 
-__all__ = ['main', 'verify']
+__all__ = ['UnusedParameters', 'main', 'verify']
 
 Gradients = dict[str, torch.Tensor]
 Row = dict[str, Any]
@@ -114,7 +114,7 @@ def _cases(batch: Row, layout: BatchLayout) -> Iterator[tuple[str, int, DataSpec
         if size <= num_rows:
             loader = DataLoader(_OneBatch(batch), batch_size=None)
             spec = DataSpec(loader, split_batch=stock, get_num_samples_in_batch=lambda batch: len(batch['input_ids']))
-            yield 'stock Composer', size, spec, _UnusedParameters()
+            yield 'stock Composer', size, spec, UnusedParameters()
             yield 'in order', size, token_data_spec(loader, layout=layout, regroup=False), TokenAccumulation()
             yield 'regrouped', size, token_data_spec(loader, layout=layout), TokenAccumulation()
 
@@ -127,7 +127,7 @@ class _OneBatch(IterableDataset):
         yield dict(self.batch)
 
 
-class _UnusedParameters(Algorithm):
+class UnusedParameters(Algorithm):
     """Stock Composer needs this under DDP where a microbatch of text alone leaves a vision tower unused."""
 
     @property
