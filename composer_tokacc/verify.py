@@ -132,12 +132,15 @@ class UnusedParameters(Algorithm):
 
     @property
     def find_unused_parameters(self) -> bool:
+        """What DDP is asked for."""
         return True
 
     def match(self, event: Event, state: State) -> bool:
+        """At no event."""
         return False
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
+        """Never called."""
         raise AssertionError('matches no event')
 
 
