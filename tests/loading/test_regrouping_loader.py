@@ -179,18 +179,18 @@ def num_reads(first, last=NUM_STEPS):
 @pytest.mark.parametrize('ranks', [1, 2])
 def test_resumed_at_every_batch_runs_are_bitwise_equal_and_read_what_remains(ranks, tmp_path):
     unbroken = {'folder': str(tmp_path), 'durations': [f'{NUM_STEPS}ba']}
-    resumed = [
-        {'load_path': f'{tmp_path}/ba{step}.pt', 'durations': [f'{NUM_STEPS}ba']} for step in range(1, NUM_STEPS)
-    ]
-    reading = {**resumed[7], 'skip': False}
+    # Everywhere on two ranks; else in the first epoch, at its end, and in the second one.
+    points = range(1, NUM_STEPS) if ranks == 2 else (1, STEPS_PER_EPOCH, 8)
+    resumed = [{'load_path': f'{tmp_path}/ba{step}.pt', 'durations': [f'{NUM_STEPS}ba']} for step in points]
+    reading = {'load_path': f'{tmp_path}/ba8.pt', 'durations': [f'{NUM_STEPS}ba'], 'skip': False}
     first, *others = runs(unbroken, *resumed, reading, ranks=ranks)
     assert first['reads'] == num_reads(0)
     assert len({step['parameters'] for step in first['steps'].values()}) == NUM_STEPS, 'nothing was learnt'
-    for step, other in enumerate(others[:-1], start=1):
+    for step, other in zip(points, others[:-1], strict=True):
         assert other['steps'] == {str(k): first['steps'][str(k)] for k in range(step, NUM_STEPS)}, step
         assert other['reads'] == num_reads(step), step
     # Composer's own way, to see what is saved: one batch of epoch 0, and all batches of epoch 1.
-    assert others[-1]['steps'] == others[7]['steps']
+    assert others[-1]['steps'] == others[list(points).index(8)]['steps']
     assert others[-1]['reads'] == 8 + num_reads(STEPS_PER_EPOCH)
 
 

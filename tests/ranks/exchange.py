@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import sys
 from collections.abc import Iterator
 from itertools import chain
@@ -89,30 +90,35 @@ def broken(error: type[Exception]) -> list[str]:
 
 
 def gradients(objective: str) -> list[dict[str, float]]:
-    """Every step of the uneven shares against one forward over the samples of all ranks."""
-    errors = []
-    number = -(-max(READ[dist.get_world_size()]) // BATCH)
+    """Every step of the uneven shares against one forward over the samples of all ranks, the weights standing still."""
     expected = steps(build(Shares(), objective=objective))
-    assert len(expected) == number
-    for step in range(number):
-        model = text_model()
-        names = [name for rank in expected[step] if not rank['added_rows'] for name in rank['names']]
-        reference, loss = reference_gradients(model, collate_samples([SAMPLES[name] for name in sorted(names)]))
-        spec = token_data_spec(build(Shares(), objective=objective), slot_tokens=LONGEST)
-        recorder, memory, trainer = train(
-            model, spec, algorithms=[TokenAccumulation()], microbatch_size=2, max_duration=f'{step + 1}ba'
-        )
-        found = logged(memory, 'loss/train/total')[-1]
-        errors.append({
-            'error': relative_error(recorder.gradients, reference),
-            'loss_error': abs(found - loss) / loss,
-            'samples': int(trainer.state.timestamp.sample),
+    assert len(expected) == -(-max(READ[dist.get_world_size()]) // BATCH)
+    model = text_model()
+    recorder, memory, trainer = train(
+        model,
+        token_data_spec(build(Shares(), objective=objective), slot_tokens=LONGEST),
+        algorithms=[TokenAccumulation()],
+        microbatch_size=2,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        max_duration=f'{len(expected)}ba',
+    )
+    found = []
+    for step, gradients_of_step, loss in zip(expected, recorder.steps, logged(memory, 'loss/train/total'), strict=True):
+        names = [name for rank in step if not rank['added_rows'] for name in rank['names']]
+        reference, true_loss = reference_gradients(model, collate_samples([SAMPLES[name] for name in sorted(names)]))
+        found.append({
+            'error': relative_error(gradients_of_step, reference),
+            'loss_error': abs(loss - true_loss) / true_loss,
+            'num_samples': len(names),
         })  # fmt: skip
-    return errors
+    assert int(trainer.state.timestamp.sample) == sum(one['num_samples'] for one in found)
+    return found
 
 
 def main() -> None:
     dist.initialize_dist(get_device('cpu'), timeout=60.0)
+    # One import for all workers of a rank.
+    multiprocessing.set_forkserver_preload(['tests.ranks.exchange'])
     results = {
         'uneven': steps(build(Shares())),
         'sampler': by_sampler(),
