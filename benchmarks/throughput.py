@@ -180,13 +180,15 @@ def _never_unpacked(nothing: None) -> torch.Tensor:
     raise AssertionError('there is no backward pass')
 
 
-def equal_widths(lengths: np.ndarray, model: Any, microbatch: int, width: int) -> list[tuple[int, int, float]]:
+def equal_widths(
+    lengths: np.ndarray, model: Any, microbatch: int, width: int, num_microbatches: int = 1
+) -> list[tuple[int, int, float]]:
     """Rows, width and seconds of microbatches of equal rows that fill the memory, at widths as the set has them."""
     found = []
     for length in np.unique(np.geomspace(max(lengths.min(), 2), lengths.max(), 7).astype(int)).tolist():
         count = max(microbatch * width // length, 1)
-        batch = BatchLayout.for_model(model).concat(make_rows([length] * count, seed=1))
-        found.append((count, length, timed('stock', model, [batch], count).seconds[0]))
+        batch = BatchLayout.for_model(model).concat(make_rows([length] * count * num_microbatches, seed=1))
+        found.append((count, length, timed('stock', model, [batch], count).seconds[0] / num_microbatches))
     return found
 
 
@@ -197,13 +199,22 @@ def bound_seconds(lengths: np.ndarray, times: Sequence[tuple[int, int, float]]) 
     return float(np.sum(np.interp(lengths, widths, seconds / counts / widths) * lengths))
 
 
-def fitted_cost(model: Any, lengths: np.ndarray, microbatch: int, width: int) -> CostModel:
-    """What the planner is told of this machine: full microbatches, and small ones, which show what a launch costs."""
+def fitted_cost(model: Any, lengths: np.ndarray, width: int) -> CostModel:
+    """What the planner is told of this machine: the same rows in six small microbatches and in one, at many widths.
+
+    The difference is what launches cost, which on a CPU is mostly the adding up of gradients in memory.
+    """
     equal_widths(lengths, model, 1, width // 4)  # the first ones of a process are slow
-    small = [equal_widths(lengths, model, 1, width // 4) for _ in range(5)]
-    times = equal_widths(lengths, model, microbatch, width)
-    times += [(*shapes[0][:2], statistics.median(shape[2] for shape in shapes)) for shapes in zip(*small, strict=True)]
-    counts, widths, seconds = zip(*times, strict=True)
+    small, joined = [], []
+    for _ in range(3):
+        small.append(equal_widths(lengths, model, 1, width // 8, num_microbatches=6))
+        joined.append(equal_widths(lengths, model, 6, width // 8))
+    medians = [
+        (*shapes[0][:2], statistics.median(shape[2] for shape in shapes))
+        for repeats in (small, joined)
+        for shapes in zip(*repeats, strict=True)
+    ]
+    counts, widths, seconds = zip(*medians, strict=True)
     return CostModel.fit(counts, widths, seconds)
 
 
@@ -216,7 +227,7 @@ def measure(name: str, lengths: np.ndarray, device_batch: int, methods: Sequence
     real = int(drawn.sum())
     # Same caps as the device batches', which differ a little in width.
     width = int(np.mean([batch['input_ids'].shape[1] for batch in batches]))
-    cost = fitted_cost(model, drawn, MICROBATCH, width)
+    cost = fitted_cost(model, drawn, width)
     seconds: dict[str, list[float]] = {method: [] for method in methods}
     clocks: dict[str, StepClock] = {}
     bounds = []
