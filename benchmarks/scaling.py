@@ -126,18 +126,20 @@ def time_ranks(ranks: int, rounds: int, steps: int) -> list[dict[str, Any]]:
         if done.returncode:
             raise RuntimeError(f'composer -n {ranks} must end well, got: {done.returncode}.\n{done.stderr[-4000:]}')
         found = json.loads(result.read_text())
-    ours = found['regrouped over ranks']
+    methods, launch = found['methods'], found['cost']['launch']
+    ours = methods['regrouped over ranks']
     return [
         {
             'ranks': ranks,
             'method': method,
+            'launch in tokens': launch,
             'wall s a step': times['wall'] / steps,
             'processor s a step': times['busy'] / steps,
             'slowest / mean': times['imbalance'],
             'ours is faster, wall': times['wall'] / ours['wall'],
             'ours is faster, processor': times['busy'] / ours['busy'],
         }
-        for method, times in found.items()
+        for method, times in methods.items()
     ]
 
 
@@ -184,7 +186,7 @@ def main() -> None:
     timed = []
     if not arguments.no_timing:
         for ranks in (2, 4):
-            timed += time_ranks(ranks, *((1, 2) if arguments.quick else (3, 6)))
+            timed += time_ranks(ranks, *((1, 2) if arguments.quick else (2, 12)))
         show('Timed on this machine, global batch of 64, lognormal lengths', timed)
     arguments.output.mkdir(parents=True, exist_ok=True)
     report = {'source': source, 'machine': machine(), 'modelled': rows, 'planning': planning, 'timed': timed}

@@ -5,11 +5,12 @@
 
     composer -n 2 -m benchmarks.scaling_ranks RESULT.json ROUNDS STEPS
 
-A small Llama (hidden size 256, 3 layers, fp32) trains on lognormal lengths, a quarter as long as the modelled ones,
-with a global batch of 64. Every method has the memory of four rows of the longest sample, and the same prices. Rounds
-take the methods in turn. Of each step two figures are kept, both of the slowest rank: wall time, loader included; and
-processor time, which other programs on the machine do not disturb, and which tells the balance even where ranks
-outnumber cores. Rank 0 writes the median of the rounds.
+A small Llama (hidden size 256, 3 layers, fp32) trains on lognormal lengths (12 to 1,024, mean 165, variation 1.31: rows
+padded to the longest of their device batch are a fifth real) with a global batch of 64. Every method has the memory of
+four rows of the longest sample, and the same prices, fitted to some steps before. Rounds take the methods in turn. Of
+each step two figures are kept, both of the slowest rank: wall time, loader included; and processor time, which other
+programs on the machine do not disturb, and which tells the balance even where ranks outnumber cores. Rank 0 writes the
+median of the rounds.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +40,10 @@ from composer_tokacc import TokenAccumulation, token_data_spec
 from composer_tokacc.loading.regrouping_loader import RegroupingDataLoader
 from composer_tokacc.planning import CostModel
 from composer_tokacc.sampler import RegroupingBatchSampler
+from composer_tokacc.sizing.timing import MicrobatchTimer, fit_cost
 
-GLOBAL_BATCH, MICROBATCH, HIDDEN, MEAN, LONGEST, VOCABULARY, SEED = 64, 4, 256, 125, 1024, 1000, 17
-COST = CostModel(quadratic=6 * HIDDEN)
+GLOBAL_BATCH, MICROBATCH, HIDDEN, VOCABULARY, SEED = 64, 4, 256, 1000, 17
+SHORTEST, LONGEST, MEAN, VARIATION = 12, 1024, 165, 1.31
 METHODS = ('stock DistributedSampler', 'token_data_spec alone', 'regrouped over ranks')
 
 
@@ -78,9 +81,21 @@ class StepTimer(Callback):
         self.last = now
 
 
-def run(method: str, steps: int) -> dict[str, float]:
+def fitted_cost() -> CostModel:
+    """What the planner is told of this machine: prices fitted to some steps, the same on all ranks."""
+    timers = [MicrobatchTimer(hidden_size=HIDDEN) for _ in METHODS[1:]]
+    for method, timer in zip(METHODS[1:], timers, strict=True):
+        run(method, 6, CostModel(quadratic=6 * HIDDEN), timer)
+    shapes = [[value for timer in timers for value in getattr(timer, name)] for name in ('rows', 'widths', 'seconds')]
+    costs = [fit_cost(timers, quadratic=CostModel.fit(*shapes).quadratic)[0]]
+    dist.broadcast_object_list(costs)
+    return costs[0]
+
+
+def run(method: str, steps: int, cost: CostModel, *callbacks: Callback) -> dict[str, float]:
     """Seconds of `steps` steps on the slowest rank, and over the mean of the ranks."""
-    dataset = Rows(lognormal(0.92, mean=MEAN, longest=LONGEST, num_samples=GLOBAL_BATCH * (steps + 1)).lengths)
+    drawn = lognormal(VARIATION, mean=MEAN, longest=LONGEST, num_samples=GLOBAL_BATCH * (steps + 1)).lengths
+    dataset = Rows(np.maximum(drawn, SHORTEST))
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=3 * HIDDEN, num_hidden_layers=3,
@@ -90,13 +105,13 @@ def run(method: str, steps: int) -> dict[str, float]:
     timer = StepTimer()
     trainer = Trainer(
         model=model,
-        train_dataloader=data(method, dataset),
+        train_dataloader=data(method, dataset, cost),
         optimizers=torch.optim.AdamW(model.parameters(), lr=1e-4),
         max_duration=f'{steps + 1}ba',
         device='cpu',
         device_train_microbatch_size=MICROBATCH,
         algorithms=[] if method == METHODS[0] else [TokenAccumulation()],
-        callbacks=[timer],
+        callbacks=[timer, *callbacks],
         progress_bar=False,
     )
     trainer.fit()
@@ -105,21 +120,21 @@ def run(method: str, steps: int) -> dict[str, float]:
     return {'wall': wall, 'busy': busy, 'imbalance': busy / float(ranks[..., 1].mean(axis=0).sum())}
 
 
-def data(method: str, dataset: Rows) -> Any:
+def data(method: str, dataset: Rows, cost: CostModel) -> Any:
     """The data as each method hands it to the Trainer."""
     if method == METHODS[2]:
         sampler = RegroupingBatchSampler(
             dataset, lengths=dataset.lengths, global_batch_size=GLOBAL_BATCH, max_tokens=MICROBATCH * LONGEST,
-            seed=SEED, cost=COST,
+            seed=SEED, cost=cost,
         )  # fmt: skip
         loader = RegroupingDataLoader(dataset, batch_sampler=sampler, collate_fn=collate)
-        return token_data_spec(loader, slot_tokens=LONGEST, equal_counts=False, cost=COST)
+        return token_data_spec(loader, slot_tokens=LONGEST, equal_counts=False, cost=cost)
     size = GLOBAL_BATCH // dist.get_world_size()
     sampler = dist.get_sampler(dataset, shuffle=True, seed=SEED)
     loader = DataLoader(dataset, batch_size=size, sampler=sampler, collate_fn=collate)
     if method == METHODS[0]:
         return DataSpec(loader, get_num_samples_in_batch=lambda batch: len(batch['input_ids']))
-    return token_data_spec(loader, slot_tokens=LONGEST, equal_counts=False, cost=COST)
+    return token_data_spec(loader, slot_tokens=LONGEST, equal_counts=False, cost=cost)
 
 
 def main() -> None:
@@ -127,16 +142,17 @@ def main() -> None:
     path, rounds, steps = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
     dist.initialize_dist(get_device('cpu'), timeout=300.0)
+    cost = fitted_cost()
     found: dict[str, list[dict[str, float]]] = {method: [] for method in METHODS}
     for _ in range(rounds):
         for method in METHODS:
-            found[method].append(run(method, steps))
+            found[method].append(run(method, steps, cost))
     if dist.get_global_rank() == 0:
         medians = {
             method: {key: statistics.median(one[key] for one in runs) for key in runs[0]}
             for method, runs in found.items()
         }
-        Path(path).write_text(json.dumps(medians))
+        Path(path).write_text(json.dumps({'cost': asdict(cost), 'methods': medians}))
 
 
 if __name__ == '__main__':
