@@ -62,8 +62,9 @@ def _min_max(row_costs, vision, reach, count):  # noqa: ANN001, ANN202 - typed b
     low = 0.0
     high = 0.0
     for start in range(n):
-        low = max(low, row_costs[start] + vision[start + 1] - vision[start])
-        high = max(high, (reach[start] - start) * row_costs[start] + vision[reach[start]] - vision[start])
+        # Added up as in _fill: rounded otherwise, the dearest microbatch could be over a limit that is its own.
+        low = max(low, row_costs[start] + (vision[start + 1] - vision[start]))
+        high = max(high, (reach[start] - start) * row_costs[start] + (vision[reach[start]] - vision[start]))
     used, enough = _fill(row_costs, vision, reach, high, count, bounds)
     if not enough:
         return bounds[:0].copy()
