@@ -11,8 +11,7 @@ import torch
 from composer.utils import dist
 
 from composer_tokacc.counting import ADDED_ROWS, IGNORE_INDEX, LOSS_TOKENS, REAL_TOKENS
-from composer_tokacc.layout import BatchLayout
-from composer_tokacc.layout.entries import Batch
+from composer_tokacc.layout import Batch, BatchLayout
 
 __all__ = ['SpareImageRow', 'add_row', 'zero_weight']
 

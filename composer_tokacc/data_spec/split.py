@@ -17,8 +17,7 @@ from composer_tokacc.counting import NUM_MICROBATCHES, PACKED, PACKED_CHECKED
 from composer_tokacc.data_spec.added_rows import SpareImageRow, add_row, zero_weight
 from composer_tokacc.data_spec.packing import pack_lengths, pack_rows
 from composer_tokacc.data_spec.replay import MICROBATCH_IDS, replay_cut
-from composer_tokacc.layout import BatchLayout
-from composer_tokacc.layout.entries import Batch
+from composer_tokacc.layout import Batch, BatchLayout
 from composer_tokacc.planning import CostModel, cut, cut_in_order, raise_count
 
 __all__ = ['MicrobatchSplit']
