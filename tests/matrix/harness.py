@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-import collections
+import contextlib
 import functools
 import inspect
 import logging
 import random
 import traceback
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ def cells(families: Iterable[str]) -> list[Cell]:
     ]
 
 
-def _layout_options(model: Any) -> dict[str, Any]:
+def layout_options(model: Any) -> dict[str, Any]:
     """Before token_data_spec took the layout from the model by itself."""
     if 'model' in inspect.signature(token_data_spec).parameters:
         return {}
@@ -98,7 +99,7 @@ def run_cell(cell: Cell, batches: Sequence[int]) -> list[Outcome]:
         batch = SUBJECTS[cell.family].batch(seed, side=cell.side)
         options = {'packing': cell.packing, 'regroup': cell.regroup}
         model = _model(cell.family, init)
-        options |= _layout_options(model)
+        options |= layout_options(model)
         outcomes.append(measure(model, batch, size, where=f'batch {seed}, size {size}, {init} weights', **options))
     return outcomes
 
@@ -112,6 +113,7 @@ def measure(
     model: Any,
     batch: dict[str, Any],
     microbatch_size: int,
+    /,
     *,
     where: str = '',
     algorithms: Sequence[Any] | None = None,
@@ -158,10 +160,8 @@ def measure(
 def plain_gradients(model: Any, batch: dict[str, Any]) -> Gradients:
     """Of one forward over the whole batch, by the model's own loss."""
     model.zero_grad(set_to_none=True)
-    hugging_face = getattr(model, 'model', model)
-    named = inspect.signature(hugging_face.forward).parameters
-    inputs = {key: value for key, value in batch.items() if key in named and torch.is_tensor(value)}
-    hugging_face(**inputs).loss.backward()
+    loss = model.loss(model(batch), batch)
+    torch.stack(list(loss.values())).sum().backward() if isinstance(loss, dict) else loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     return gradients
@@ -186,23 +186,14 @@ def _kind_of(error: Exception, optimizer: CountingSGD) -> str:
     return 'refused' if is_ours and optimizer.num_steps == 0 else 'crashed'
 
 
-class quiet:
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
     """No log lines and no warnings of hundreds of small runs."""
-
-    def __enter__(self) -> None:
-        self.before = logging.root.manager.disable
-        logging.disable(logging.ERROR)
-
-    def __exit__(self, *exception: object) -> None:
-        logging.disable(self.before)
-
-
-def summary(outcomes: Sequence[Outcome]) -> str:
-    """``exact 3e-07``, ``refused: reason``, or what went wrong."""
-    kinds = collections.Counter(outcome.kind for outcome in outcomes)
-    parts = []
-    for kind, count in sorted(kinds.items()):
-        chosen = [outcome for outcome in outcomes if outcome.kind == kind]
-        detail = chosen[0].message if chosen[0].message else f'{max(outcome.error for outcome in chosen):.0e}'
-        parts.append(f'{kind} {count} {detail}')
-    return '; '.join(parts)
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore')
+            yield
+    finally:
+        logging.disable(before)

@@ -51,7 +51,7 @@ TEXT_CONFIGS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
             'num_heads': 2,
             'attention_types': [[['global', 'local'], 1]],
             'window_size': 4,
-            'max_position_embeddings': 64,
+            'max_position_embeddings': 256,  # as wide as a packed row: its causal mask is a buffer of this size
         },
     ),
     'opt': (
