@@ -128,7 +128,7 @@ def test_ranks_exchange_what_they_read(ranks):
         first, second = results[kind]
         assert first['read'] != second['read']
     assert len(results['sampler'][0]['read'][-1]) < BATCH * ranks, 'the last batch should be a smaller one'
-    assert sum(map(len, results['sampler'][0]['read'])) >= EPOCH
+    assert sum(map(len, results['sampler'][0]['read'])) == EPOCH
 
     message = f'sample "{BATCH}" is broken'
     assert results['bad sample'] == [f'BadSampleError: {message}'] * ranks

@@ -75,7 +75,12 @@ def by_sampler(**kwargs: Any) -> list[Any]:
         sampler.set_epoch(epoch)
         mine = list(iter(sampler))
         chunks = dist.all_gather_object([mine[k : k + BATCH] for k in range(0, len(mine), BATCH)])
-        read = [sorted(chain.from_iterable(step)) for step in zip(*chunks, strict=True)]
+        # What torch repeats at the end to fill up the ranks is read, but neither exchanged nor computed.
+        seen: set[int] = set()
+        read = []
+        for step in zip(*chunks, strict=True):
+            read.append(sorted(set(chain.from_iterable(step)) - seen))
+            seen.update(read[-1])
         found.append({'read': read, 'steps': steps(loader), 'length': len(loader)})
     return found
 
