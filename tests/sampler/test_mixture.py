@@ -36,7 +36,7 @@ def test_every_sample_once_an_epoch(sizes, global_batch_size, seed):
         assert sorted(found) == list(range(sum(sizes)))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(sizes=sizes_lists, multiple=st.integers(1, 2), per_step=st.booleans(), epoch=st.integers(0, 2))
 def test_every_number_of_ranks_makes_the_same_steps_without_repeating_a_sample(sizes, multiple, per_step, epoch):
     # Until the last batch of a medium was filled up to a multiple of the ranks, as torch's sampler does, one and
