@@ -1,19 +1,22 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Rows of hand-written batches: masks, positions, labels, unknown entries."""
+"""Rows of hand-written batches: masks, positions, labels, media, unknown entries; joined again."""
 
 from __future__ import annotations
 
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from composer_tokacc import BatchLayout
-from composer_tokacc.layout.families import FAMILIES, Entry, Family
+from composer_tokacc.layout import FAMILIES, Entry, Family
 from tests.support.families import FAMILIES as CASES
 from tests.support.small_batches import LLAVA, QWEN, TEXT, text_batch
+
+IMAGE = 9
 
 # The real span.
 
@@ -227,5 +230,140 @@ def test_unknown_family_can_be_passed():
 
 @pytest.mark.parametrize('family', FAMILIES, ids=lambda family: family.name)
 def test_layout_travels_to_loader_workers(family):
-    layout = BatchLayout(family=family, image_token_id=9)
+    layout = BatchLayout(family=family, config=SimpleNamespace(image_token_id=IMAGE))
     assert pickle.loads(pickle.dumps(layout)) == layout
+
+
+# Joining.
+
+
+def test_padding_side_is_checked():
+    with pytest.raises(ValueError, match="'left' or 'right', got: 'middle'"):
+        BatchLayout(family=TEXT).concat([text_batch([3])], padding_side='middle')
+
+
+def test_entry_that_only_some_samples_have_is_refused():
+    layout = BatchLayout(family=TEXT)
+    for key, value in (('token_type_ids', torch.zeros(1, 3).long()), ('sample_ids', ['a'])):
+        with pytest.raises(ValueError, match=f'`{key}` must be in every batch or in none, got: 1 of 2'):
+            layout.concat([text_batch([3]), {**text_batch([3]), key: value}])
+
+
+def test_rows_without_images_may_lack_what_only_images_have():
+    layout = BatchLayout.for_model(CASES['llava_onevision']().model)
+    with_image = {**text_batch([3]), 'pixel_values': torch.ones(1, 3, 3, 2, 2), 'image_sizes': torch.ones(1, 2)}
+    with_image['batch_num_images'] = torch.tensor([1])
+    joined = layout.concat([text_batch([2, 1]), with_image], pad_token_id=7)
+    assert joined['batch_num_images'].tolist() == [0, 0, 1]
+    assert joined['input_ids'].tolist() == [[1, 2, 7], [1, 0, 7], [1, 2, 3]]
+    assert len(joined['pixel_values']) == 1
+
+
+# Media.
+
+
+def llava_batch(ids, num_pixels, **entries):
+    ids = torch.tensor(ids)
+    batch = {'input_ids': ids, 'attention_mask': (ids != 0).long(), 'labels': ids}
+    return {**batch, 'pixel_values': torch.rand(num_pixels, 3, 2, 2), **entries}
+
+
+def test_touching_images_of_equal_size_are_told_apart():
+    layout = BatchLayout(family=LLAVA, config=SimpleNamespace(image_token_id=IMAGE))
+    batch = llava_batch([[1, 9, 9, 9, 9, 2], [3, 4, 5, 6, 7, 8], [9, 9, 1, 0, 0, 0]], 3)
+    assert layout.images_per_row(batch) == [2, 0, 1]
+
+
+def test_image_broken_over_lines_is_one_image():
+    layout = BatchLayout(family=LLAVA, config=SimpleNamespace(image_token_id=IMAGE))
+    batch = llava_batch([[9, 9, 1, 9, 9, 1], [9, 9, 1, 9, 9, 0]], 2)
+    assert layout.images_per_row(batch) == [1, 1]
+
+
+def test_images_of_unequal_size_are_not_told_apart_by_their_mean():
+    """Pixtral: rows of 3 + 3 and 12 placeholders have the same mean size of 6 as rows of one and two images."""
+    config = SimpleNamespace(image_token_id=IMAGE, vision_config=SimpleNamespace(patch_size=2))
+    first, second = [9] * 3 + [1] + [9] * 3 + [0] * 6, [9] * 12 + [1]
+    batch = llava_batch([first, second], 3, image_sizes=torch.tensor([[2, 6], [6, 2], [4, 12]]))
+    assert BatchLayout(family=LLAVA, config=config).images_per_row(batch) == [2, 1]
+
+
+def test_tiles_count_where_the_carried_number_counts_images():
+    layout = BatchLayout(family=LLAVA, config=SimpleNamespace(image_token_id=IMAGE))
+    batch = llava_batch([[9, 9, 9, 1], [9, 1, 2, 3]], 4, num_images=[1, 1])
+    assert layout.images_per_row(batch) == [3, 1]
+
+
+@pytest.mark.parametrize('num_images', [[1, 1], None])
+def test_images_that_nothing_tells_apart_are_refused(num_images):
+    layout = BatchLayout(family=LLAVA, config=SimpleNamespace(image_token_id=IMAGE))
+    entries = {} if num_images is None else {'num_images': num_images}
+    batch = llava_batch([[9, 9, 9, 1], [9, 9, 1, 2]], 3, **entries)
+    with pytest.raises(ValueError, match=r'placeholders of 3 whole images, got: \[3, 2\] by row.*Carry `num_images`'):
+        layout.images_per_row(batch)
+
+
+def test_runs_of_placeholders_are_no_proof():
+    """Two adjacent images and one broken over two lines are as many runs as one and two images would be."""
+    config = SimpleNamespace(image_token_id=IMAGE, vision_config=SimpleNamespace(patch_size=1))
+    ids = [[9, 9, 9, 9, 1, 1, 1], [9, 9, 9, 1, 9, 9, 9]]
+    batch = llava_batch(ids, 3, image_sizes=torch.tensor([[1, 2], [1, 2], [2, 3]]))
+    assert BatchLayout(family=LLAVA, config=config).images_per_row(batch) == [2, 1]
+
+
+def test_image_without_tokens_of_its_own_is_refused():
+    """It could belong to either row."""
+    config = SimpleNamespace(image_token_id=IMAGE, vision_config=SimpleNamespace(patch_size=4))
+    batch = llava_batch([[9, 1], [9, 1]], 3, image_sizes=torch.tensor([[4, 4], [4, 3], [4, 4]]))
+    with pytest.raises(ValueError, match='Carry `num_images`'):
+        BatchLayout(family=LLAVA, config=config).images_per_row(batch)
+
+
+def test_row_cut_inside_an_image_is_refused():
+    layout = BatchLayout(family=LLAVA, config=SimpleNamespace(image_token_id=IMAGE))
+    with pytest.raises(ValueError, match=r'got: \[2, 6\] by row, where the images fill \[4, 4\]'):
+        layout.images_per_row(llava_batch([[9, 9, 1, 1, 1, 1], [9, 9, 9, 9, 9, 9]], 2))
+
+
+def test_qwen_images_are_found_by_their_grids():
+    layout = BatchLayout(family=QWEN, config=SimpleNamespace(image_token_id=IMAGE))
+    ids = torch.tensor([[9, 9, 9, 1], [1, 2, 3, 4], [9, 1, 9, 9]])
+    grid = torch.tensor([[1, 2, 2], [1, 2, 4], [1, 2, 2], [1, 4, 2]])  # 1, 2, 1, 2 tokens
+    batch = {'input_ids': ids, 'image_grid_thw': grid, 'pixel_values': torch.arange(24.0)[:, None]}
+    assert layout.images_per_row(batch) == [2, 0, 2]
+    assert layout.select(batch, [2])['pixel_values'][:, 0].tolist() == list(range(12, 24))
+
+
+def test_one_row_has_all_the_images():
+    layout = BatchLayout(family=LLAVA)
+    assert layout.images_per_row(llava_batch([[9, 9, 9, 9]], 3)) == [3]
+
+
+def test_videos_go_with_their_rows():
+    layout = BatchLayout(family=QWEN)
+    batch = text_batch([3, 5, 2], num_images=[1, 0, 1], num_videos=[0, 2, 1])
+    batch |= {'image_grid_thw': torch.tensor([[1, 2, 2], [1, 2, 4]]), 'pixel_values': torch.arange(12.0)[:, None]}
+    batch |= {'video_grid_thw': torch.tensor([[2, 2, 2], [1, 2, 2], [3, 2, 2]])}
+    batch |= {'pixel_values_videos': torch.arange(24.0)[:, None], 'second_per_grid_ts': torch.tensor([0.5, 1.0, 2.0])}
+    assert layout.media_per_row(batch) == [1, 2, 2]
+    part = layout.select(batch, [2, 1])
+    assert part['pixel_values'][:, 0].tolist() == list(range(4, 12))
+    assert part['pixel_values_videos'][:, 0].tolist() == [*range(12, 24), *range(12)]
+    assert part['second_per_grid_ts'].tolist() == [2.0, 0.5, 1.0]
+    assert not {'pixel_values', 'image_grid_thw'} & layout.select(batch, [1]).keys()
+    with pytest.raises(ValueError, match=r'which of 3 videos .* `num_videos`=\[0, 1, 1\]. Carry `num_videos`'):
+        layout.select({**batch, 'num_videos': [0, 1, 1]}, [1])
+
+
+def test_audio_goes_with_its_rows_and_needs_its_counts_or_the_model():
+    batch = text_batch([3, 5, 2], num_audios=[1, 0, 2])
+    batch |= {'input_features': torch.arange(3.0)[:, None, None].expand(3, 4, 6)}
+    batch |= {'feature_attention_mask': torch.ones(3, 6)}
+    layout = BatchLayout.infer(batch)
+    assert layout.media_per_row(batch) == [1, 0, 2]
+    part = layout.select(batch, [2, 1])
+    assert part['input_features'][:, 0, 0].tolist() == [1, 2]
+    assert len(part['feature_attention_mask']) == 2
+    del batch['num_audios']
+    with pytest.raises(ValueError, match='which of 3 audios .*Carry `num_audios`'):
+        layout.select(batch, [1])
