@@ -146,8 +146,8 @@ def check_steps(steps, expected):
     """Each step holds what was read for it, once; every rank computes something, and samples arrive whole."""
     assert len(steps) == len(expected)
     for step, read in zip(steps, expected, strict=True):
-        computed = [name for rank in step if not rank['added_rows'] for name in rank['names']]
+        computed = [name for rank in step if rank['num_samples'] for name in rank['names']]
         assert sorted(computed) == sorted(read)
         assert all(rank['whole'] and rank['names'] for rank in step)
-        fillers = [rank for rank in step if rank['added_rows']]
+        fillers = [rank for rank in step if not rank['num_samples']]
         assert len(fillers) == max(len(step) - len(read), 0)

@@ -18,6 +18,7 @@ from composer.utils import dist, get_device
 from torch.utils.data import IterableDataset
 
 from composer_tokacc import TokenAccumulation, token_data_spec
+from composer_tokacc.counting import num_samples
 from composer_tokacc.data import BadSampleError
 from composer_tokacc.loading.exchange_loader import ExchangingDataLoader
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
@@ -47,15 +48,15 @@ class Shares(IterableDataset):
 
 
 def steps(loader: ExchangingDataLoader) -> list[list[dict[str, Any]]]:
-    """For each step, for each rank: names of the rows, whether they hold the samples of these names, and the plan."""
+    """For each step, for each rank: names of the rows, whether they hold the samples of these names, and how many count."""
     found = []
     for batch in loader:
         whole = True
         for row, name in enumerate(batch['sample_ids']):
             ids = SAMPLES[int(name)]['input_ids'][0]
             whole &= torch.equal(batch['input_ids'][row, : len(ids)], ids)
-        seen = {key: batch.get(key) for key in ('microbatch_ids', 'added_rows')}
-        found.append(dist.all_gather_object({'names': list(map(int, batch['sample_ids'])), 'whole': whole, **seen}))
+        names = list(map(int, batch['sample_ids']))
+        found.append(dist.all_gather_object({'names': names, 'whole': whole, 'num_samples': num_samples(batch)}))
     return found
 
 
@@ -109,7 +110,7 @@ def gradients(objective: str) -> list[dict[str, float]]:
     )
     found = []
     for step, gradients_of_step, loss in zip(expected, recorder.steps, logged(memory, 'loss/train/total'), strict=True):
-        names = [name for rank in step if not rank['added_rows'] for name in rank['names']]
+        names = [name for rank in step if rank['num_samples'] for name in rank['names']]
         reference, true_loss = reference_gradients(model, collate_samples([SAMPLES[name] for name in sorted(names)]))
         found.append({
             'error': relative_error(gradients_of_step, reference),
