@@ -225,8 +225,8 @@ FAMILIES: tuple[Family, ...] = (
         model_types=('qwen2_5_omni_thinker',),
         entries={**_GRIDS, **_SOUNDS, 'audio_feature_lengths': _AUDIO, 'video_second_per_grid': _VIDEO},
         media={
-            'image': Media(sizes=placeholders.image_grid, blank=blank_rows.qwen_image),
-            'video': Media(sizes=placeholders.video_grid, blank=blank_rows.qwen_video),
+            'image': Media(sizes=placeholders.image_grid, blank=blank_rows.omni_image),
+            'video': Media(sizes=placeholders.video_grid, blank=blank_rows.omni_video),
             'audio': Media(sizes=placeholders.audio_frames, blank=blank_rows.omni_audio),
         },
         matches=_has_grid_and_audio,

@@ -206,6 +206,117 @@ def _internvl(encode: SampleEncoder) -> PreTrainedModel:
     return _model('InternVLForConditionalGeneration', config)
 
 
+def _qwen3_vl(encode: SampleEncoder) -> PreTrainedModel:
+    vision = {
+        'depth': 2,
+        'hidden_size': 16,
+        'intermediate_size': 32,
+        'num_heads': 2,
+        'patch_size': PATCH_SIZE,
+        'spatial_merge_size': 2,
+        'temporal_patch_size': 2,
+        'out_hidden_size': 16,
+        'num_position_embeddings': 16,
+        'deepstack_visual_indexes': [0],
+    }
+    config = _qwen_config('Qwen3VLConfig', encode, vision)
+    return _model('Qwen3VLForConditionalGeneration', config)
+
+
+def _qwen2_5_omni(encode: SampleEncoder) -> PreTrainedModel:
+    vision = {
+        'depth': 2,
+        'hidden_size': 16,
+        'intermediate_size': 32,
+        'num_heads': 2,
+        'patch_size': PATCH_SIZE,
+        'spatial_merge_size': 2,
+        'temporal_patch_size': 2,
+        'window_size': 16,
+        'fullatt_block_indexes': [1],
+        'out_hidden_size': 16,
+    }
+    rotary = {'type': 'mrope', 'rope_type': 'default', 'mrope_section': [2, 1, 1]}
+    config = transformers.Qwen2_5OmniThinkerConfig(
+        audio_config={**_audio(), 'n_window': 4, 'output_dim': 16},
+        vision_config=vision,
+        text_config=_text(encode, rope_scaling=rotary),
+        audio_token_index=encode.token_id('<|AUDIO|>'),
+        image_token_index=encode.token_id('<|IMAGE|>'),
+        video_token_index=encode.token_id('<|VIDEO|>'),
+        audio_start_token_id=encode.token_id('<|audio_bos|>'),
+        audio_end_token_id=encode.token_id('<|audio_eos|>'),
+        vision_start_token_id=encode.token_id('<|vision_bos|>'),
+        vision_end_token_id=encode.token_id('<|vision_eos|>'),
+    )
+    return _model('Qwen2_5OmniThinkerForConditionalGeneration', config)
+
+
+def _audio() -> dict[str, Any]:
+    return {
+        'num_mel_bins': 8,
+        'd_model': 16,
+        'encoder_layers': 2,
+        'encoder_attention_heads': 2,
+        'encoder_ffn_dim': 32,
+        'max_source_positions': 50,
+    }
+
+
+def _qwen2_audio(encode: SampleEncoder) -> PreTrainedModel:
+    config = transformers.Qwen2AudioConfig(
+        audio_config={'model_type': 'qwen2_audio_encoder', **_audio()},
+        text_config={'model_type': 'qwen2', **_text(encode)},
+        audio_token_index=encode.token_id('<|AUDIO|>'),
+    )
+    return _model('Qwen2AudioForConditionalGeneration', config)
+
+
+def _llava_next_video(encode: SampleEncoder) -> PreTrainedModel:
+    config = transformers.LlavaNextVideoConfig(
+        text_config={'model_type': 'llama', **_text(encode)},
+        vision_config={'model_type': 'clip_vision_model', **_vision()},
+        image_token_index=encode.token_id('<image>'),
+        video_token_index=encode.token_id('<video>'),
+        vision_feature_layer=-1,
+        image_grid_pinpoints=PINPOINTS,
+    )
+    return _model('LlavaNextVideoForConditionalGeneration', config)
+
+
+def _video_llava(encode: SampleEncoder) -> PreTrainedModel:
+    config = transformers.VideoLlavaConfig(
+        text_config={'model_type': 'llama', **_text(encode)},
+        vision_config={'model_type': 'clip_vision_model', **_vision()},
+        image_token_index=encode.token_id('<image>'),
+        video_token_index=encode.token_id('<video>'),
+        vision_feature_layer=-1,
+    )
+    return _model('VideoLlavaForConditionalGeneration', config)
+
+
+def _mistral3(encode: SampleEncoder) -> PreTrainedModel:
+    config = transformers.Mistral3Config(
+        text_config={'model_type': 'mistral', 'head_dim': 8, **_text(encode)},
+        vision_config={'model_type': 'pixtral', **_vision(image_size=32)},
+        image_token_index=encode.token_id('[IMG]'),
+        spatial_merge_size=2,
+        tie_word_embeddings=False,
+    )
+    return _model('Mistral3ForConditionalGeneration', config)
+
+
+def _llava_pixtral(encode: SampleEncoder) -> PreTrainedModel:
+    config = transformers.LlavaConfig(
+        text_config={'model_type': 'mistral', 'head_dim': 8, **_text(encode)},
+        vision_config={'model_type': 'pixtral', **_vision(image_size=32)},
+        image_token_index=encode.token_id('[IMG]'),
+        vision_feature_layer=-1,
+        vision_feature_select_strategy='full',
+    )
+    return _model('LlavaForConditionalGeneration', config)
+
+
 MODELS: dict[str, Callable[[SampleEncoder], PreTrainedModel]] = {
     'llama': _llama,
     'llava': _llava,
@@ -219,4 +330,11 @@ MODELS: dict[str, Callable[[SampleEncoder], PreTrainedModel]] = {
     'gemma3': _gemma3,
     'mllama': _mllama,
     'internvl': _internvl,
+    'qwen3_vl': _qwen3_vl,
+    'qwen2_5_omni': _qwen2_5_omni,
+    'qwen2_audio': _qwen2_audio,
+    'llava_next_video': _llava_next_video,
+    'video_llava': _video_llava,
+    'mistral3': _mistral3,
+    'llava_pixtral': _llava_pixtral,
 }
