@@ -443,10 +443,10 @@ def _select_units(
 # Memory. These three are all that touch it, so that tests can stand in for a GPU.
 
 
-def _on_the_way_to_a_gpu() -> bool:
+def _on_the_way_to_a_gpu(value: torch.Tensor) -> bool:
     # Composer deep-copies each microbatch after its move to the device, and a deep copy of a view copies all that it is
     # a view of. The move to a GPU makes it a tensor of its own; on the CPU nothing does.
-    return torch.cuda.is_available()
+    return torch.cuda.is_available() and value.device.type == 'cpu'
 
 
 def _is_page_locked(value: torch.Tensor) -> bool:
@@ -460,8 +460,10 @@ def _empty(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
 
 def _take(value: torch.Tensor, dim: int, index: list[int]) -> torch.Tensor:
     """The entries at the indices: a view where that is allowed, otherwise one copy, page-locked if the tensor was."""
-    if _on_the_way_to_a_gpu() and index == list(range(index[0], index[-1] + 1) if index else ()):
-        return value.narrow(dim, index[0] if index else 0, len(index))
+    if index and index == list(range(index[0], index[-1] + 1)) and _on_the_way_to_a_gpu(value):
+        view = value.narrow(dim, index[0], len(index))
+        if view.is_contiguous():
+            return view
     shape = list(value.shape)
     shape[dim] = len(index)
     target = _empty(shape, value)

@@ -15,8 +15,10 @@ import transformers
 
 from composer_tokacc import BatchLayout
 from composer_tokacc.layout import Family, Media
+from tests.support import family_models
 from tests.support.families import FAMILIES, IMAGE_FAMILIES
-from tests.support.family_media import MEDIA
+from tests.support.family_media import MEDIA, TokenIds
+from tests.support.sample_encoder import word_tokenizer
 from tests.support.small_batches import TEXT, text_batch
 
 CASES = [
@@ -78,6 +80,28 @@ def test_blank_row_leaves_the_gradient_of_the_others_alone(name, unit, side):
     norm = sum(value.double().square().sum() for value in expected.values()).sqrt()
     assert norm > 0
     assert distance / norm < 1e-6
+
+
+OTHERS = [(name, 'image') for name in ('vipllava', 'idefics2', 'got_ocr2', 'aya_vision', 'glm4v', 'blip2')]
+
+
+@pytest.mark.parametrize(('name', 'unit'), [*OTHERS, ('glm4v', 'video')])
+def test_blank_row_goes_through_models_that_have_no_processor_here(name, unit):
+    """The models themselves hold placeholders against features, but for BLIP-2."""
+    named = ('<image>', '<video>', '<image_start>', '<image_end>', '<video_start>', '<video_end>')
+    ids = TokenIds(word_tokenizer(*named))
+    model = family_models.MODELS[name](ids)
+    layout = BatchLayout.for_model(model)
+    text = text_batch([5])
+    text['input_ids'] += 10
+    if 'mm_token_type_ids' in layout.blank_row(unit):
+        text['mm_token_type_ids'] = torch.zeros(1, 5).long()
+    batch = layout.concat([text, layout.blank_row(unit, like=text)])
+    assert layout.units_per_row(batch, unit) == [0, 1]
+    model(**batch).loss.backward()
+    without = [key for key, value in model.named_parameters() if value.grad is None]
+    assert all('post_layernorm' in key for key in without)  # which features of the layers before it skip
+    assert all(bool(value.grad.isfinite().all()) for value in model.parameters() if value.grad is not None)
 
 
 @pytest.mark.parametrize(('name', 'unit'), dict.fromkeys(CASES))

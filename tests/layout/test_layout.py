@@ -464,14 +464,17 @@ def test_rows_are_counted_once_for_all_groups(monkeypatch):
     ('to_gpu', 'rows', 'is_view'), [(True, [1, 2], True), (True, [2, 1], False), (False, [1, 2], False)]
 )
 def test_run_of_rows_on_its_way_to_a_gpu_is_a_view(monkeypatch, to_gpu, rows, is_view):
-    monkeypatch.setattr(layout_module, '_on_the_way_to_a_gpu', lambda: to_gpu)
+    monkeypatch.setattr(layout_module, '_on_the_way_to_a_gpu', lambda value: to_gpu)
     layout, batch = BatchLayout(family=LLAVA), image_batch()
+    batch['position_ids'] = torch.arange(36).view(3, 4, 3)
     part = layout.trim(layout.select(batch, rows))
     for key in ('pixel_values', 'input_ids'):
         shares = part[key].untyped_storage().data_ptr() == batch[key].untyped_storage().data_ptr()
         assert shares == is_view, key
         torch.testing.assert_close(part[key], batch[key][rows], rtol=0, atol=0)
         assert part[key].is_contiguous()
+    torch.testing.assert_close(part['position_ids'], batch['position_ids'][:, rows])
+    assert part['position_ids'].is_contiguous()
 
 
 def test_copies_of_page_locked_tensors_are_page_locked(monkeypatch):

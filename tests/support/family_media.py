@@ -27,7 +27,7 @@ from tests.support import family_models
 from tests.support.family_processors import IMAGE_SIZE, MEAN_STD, PATCH_SIZE, PINPOINTS, SQUARE
 from tests.support.sample_encoder import WORDS, word_tokenizer
 
-__all__ = ['MEDIA', 'MediaCase']
+__all__ = ['MEDIA', 'MediaCase', 'TokenIds']
 
 # What stands in each row, in order; a number is so many words. The last words carry the loss.
 VIDEO_ROWS = (
@@ -114,7 +114,7 @@ def _sound(rng: random.Random) -> np.ndarray:
     return np.random.default_rng(rng.randrange(1000)).standard_normal(rng.randrange(2000, 9000)).astype(np.float32)
 
 
-class _Ids:
+class TokenIds:
     """What the text settings of :mod:`family_models` ask of an encoder."""
 
     def __init__(self, tokenizer: Any) -> None:
@@ -153,7 +153,7 @@ def _qwen(name: str) -> MediaCase:
         image_processor=image_processor, tokenizer=tokenizer, video_processor=video_processor
     )
     models = {'Qwen2VL': 'qwen2_vl', 'Qwen2_5_VL': 'qwen2_5_vl', 'Qwen3VL': 'qwen3_vl'}
-    model = family_models.MODELS[models[name]](_Ids(tokenizer))
+    model = family_models.MODELS[models[name]](TokenIds(tokenizer))
     # Qwen3-VL's processor writes the tokens around each frame itself.
     tokens = {**QWEN_TOKENS, 'video': '<|video_pad|>'} if name == 'Qwen3VL' else QWEN_TOKENS
     return _case(tokenizer, processor, model, tokens, VIDEO_ROWS, videos=_frames(2, 4, 6))
@@ -189,7 +189,7 @@ def _omni() -> MediaCase:
         sizes = {'videos_kwargs': {'size': {'shortest_edge': 64, 'longest_edge': 4096}}} if 'videos' in media else {}
         return processor(text=text, **media, **sizes)
 
-    model = family_models.MODELS['qwen2_5_omni'](_Ids(tokenizer))
+    model = family_models.MODELS['qwen2_5_omni'](TokenIds(tokenizer))
     return _case(tokenizer, call, model, tokens, OMNI_ROWS, videos=_frames(2, 4, 6), audios=_sound)
 
 
@@ -198,7 +198,7 @@ def _qwen2_audio() -> MediaCase:
     processor = transformers.Qwen2AudioProcessor(
         feature_extractor=transformers.WhisperFeatureExtractor(feature_size=8, chunk_length=1), tokenizer=tokenizer
     )
-    model = family_models.MODELS['qwen2_audio'](_Ids(tokenizer))
+    model = family_models.MODELS['qwen2_audio'](TokenIds(tokenizer))
     return _case(tokenizer, processor, model, {'audio': '<|AUDIO|>'}, AUDIO_ROWS, audios=_sound)
 
 
@@ -217,7 +217,7 @@ def _llava_onevision() -> MediaCase:
     def call(text: list[str], images: Any = None, **media: Any) -> Any:
         return processor(text=text, **({'images': [images]} if images else {}), **media)
 
-    model = family_models.MODELS['llava_onevision'](_Ids(tokenizer))
+    model = family_models.MODELS['llava_onevision'](TokenIds(tokenizer))
     # All videos of a batch have as many frames, or their tensors would not join.
     tokens = {'image': '<image>', 'video': '<video>'}
     return _case(tokenizer, call, model, tokens, VIDEO_ROWS, videos=_frames(3))
@@ -237,7 +237,7 @@ def _llava_next_video() -> MediaCase:
         vision_feature_select_strategy='default',
         num_additional_image_tokens=1,
     )
-    model = family_models.MODELS['llava_next_video'](_Ids(tokenizer))
+    model = family_models.MODELS['llava_next_video'](TokenIds(tokenizer))
     tokens = {'image': '<image>', 'video': '<video>'}
     return _case(tokenizer, processor, model, tokens, VIDEO_ROWS, videos=_frames(3))
 
@@ -250,7 +250,7 @@ def _video_llava() -> MediaCase:
         tokenizer=tokenizer,
         patch_size=PATCH_SIZE,
     )
-    model = family_models.MODELS['video_llava'](_Ids(tokenizer))
+    model = family_models.MODELS['video_llava'](TokenIds(tokenizer))
     tokens = {'image': '<image>', 'video': '<video>'}
     return _case(tokenizer, processor, model, tokens, VIDEO_ROWS, videos=_frames(2))
 
@@ -267,7 +267,7 @@ def _pixtral(model_name: str) -> MediaCase:
         patch_size=PATCH_SIZE,
         spatial_merge_size=merge,
     )
-    model = family_models.MODELS[model_name](_Ids(tokenizer))
+    model = family_models.MODELS[model_name](TokenIds(tokenizer))
     return _case(tokenizer, processor, model, {'image': '[IMG]'}, IMAGE_ROWS)
 
 
