@@ -100,6 +100,7 @@ class Family:
         media: What it has of ``'image'``, ``'video'`` and ``'audio'``, by these names.
         matches: Whether a batch without any model at hand has this format.
         slots: ``(rows, slots)`` bool, which slots hold an image and which are padding, for families with slots.
+        has_video_tower: Whether videos have an encoder of their own.
         coupling: Why a row without an image has another loss beside one with an image; empty where it has not.
     """
 
@@ -109,7 +110,15 @@ class Family:
     media: Mapping[str, Media] = field(default_factory=dict)
     matches: Callable[[Batch], bool] = _never
     slots: Callable[[Batch], torch.Tensor] | None = None
+    has_video_tower: bool = False
     coupling: str = ''
+
+    @property
+    def towers(self) -> list[tuple[str, ...]]:
+        """Media by the encoder that they share."""
+        pictures = tuple(unit for unit in ('image', 'video') if unit in self.media)
+        shared = [(unit,) for unit in pictures] if self.has_video_tower else [pictures]
+        return [tower for tower in [*shared, *([('audio',)] if 'audio' in self.media else [])] if tower]
 
 
 TEXT_ENTRIES: dict[str, Entry] = {
@@ -326,6 +335,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         name='Video-LLaVA',
         model_types=('video_llava',),
+        has_video_tower=True,
         entries={**_CLIPS, 'pixel_values': _IMAGE, 'pixel_values_images': _IMAGE},
         media={
             'image': Media(sizes=placeholders.equal, blank=blank_rows.video_llava_image),

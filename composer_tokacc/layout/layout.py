@@ -75,6 +75,17 @@ class BatchLayout:
         """A layout that knows further entries, e.g. ``with_entries(ocr_boxes=Entry(unit='image'))``."""
         return replace(self, extra={**self.extra, **entries})
 
+    def with_row_entries(self, batch: Batch) -> BatchLayout:
+        """A layout that takes unknown tensors with one entry per row for just that."""
+        unknown = {}
+        for key, value in batch.items():
+            if isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == self.num_rows(batch):
+                try:
+                    self.entry(key, value)
+                except ValueError:
+                    unknown[key] = Entry()
+        return self.with_entries(**unknown)
+
     @property
     def image_token_id(self) -> int | None:
         """Placeholder id of an image, where the config names one."""
