@@ -332,13 +332,14 @@ class BatchLayout:
                 joined[key] = [item for batch in batches for item in batch[key]]
             else:
                 joined[key] = first
-        if 'num_images' in joined:
-            # A one-row sample tells its tiles; once joined, only the placeholders would.
-            joined['num_images'] = [count for batch in batches for count in self._num_images(batch)]
+        for unit in UNITS:
+            if f'num_{unit}s' in joined:
+                # A one-row sample tells its tiles; once joined, only the placeholders would.
+                joined[f'num_{unit}s'] = [count for batch in batches for count in self._carried_counts(batch, unit)]
         return joined
 
-    def _num_images(self, batch: Batch) -> list[int]:
-        return self.images_per_row(batch) if self.tensors_of(batch, 'image') else list(batch['num_images'])
+    def _carried_counts(self, batch: Batch, unit: str) -> list[int]:
+        return self.units_per_row(batch, unit) if self.tensors_of(batch, unit) else list(batch[f'num_{unit}s'])
 
     def _common_entry(self, batches: Sequence[Batch], key: str) -> Entry:
         """Sequence-shaped only if so in every batch: a decoder's labels may have the encoder's width by chance."""
@@ -372,8 +373,9 @@ class BatchLayout:
 
         Args:
             unit: ``'image'``, ``'video'`` or ``'audio'``.
-            like: A batch without media to join it with: the row gets the entries of that batch that it lacks, and keeps
-                none of the text entries that the batch does without. None: ``attention_mask`` and ``labels``.
+            like: A batch without media to join it with: the row gets the tensors of that batch that it lacks, and keeps
+                none of the text entries that the batch does without. Lists, which are the caller's own facts of each
+                row, are left to the caller. None: ``attention_mask`` and ``labels``.
 
         Returns:
             dict | None: The row; None where the family has no such media, or its config does not tell their size.
@@ -395,10 +397,10 @@ class BatchLayout:
         for key, value in like.items():
             if key in row:
                 completed[key] = row[key]
-            elif isinstance(value, (list, tuple)):
-                completed[key] = [type(value[0])() if isinstance(value[0], (str, bool, int, float)) else None]
-            elif not isinstance(value, torch.Tensor):
+            elif not isinstance(value, (torch.Tensor, list, tuple)):
                 completed[key] = value
+            elif isinstance(value, (list, tuple)):
+                continue  # what a row is to those who wrote the list, they must say
             elif not (entry := self.entry_of(like, key)).is_media:
                 shape = list(value.shape)
                 shape[entry.row_dim] = shape[entry.row_dim] if entry.unit == 'shared' else 1
