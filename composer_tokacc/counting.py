@@ -13,9 +13,9 @@ import torch
 
 __all__ = [
     'CARRIED',
-    'Batch',
     'IGNORE_INDEX',
     'LOSS_RULES',
+    'Batch',
     'TokenCounts',
     'carried',
     'carry',
