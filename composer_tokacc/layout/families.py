@@ -313,13 +313,19 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         name='LLaVA-NeXT',
-        model_types=('llava_next', 'llava_next_video'),
+        model_types=('llava_next',),
+        entries=_TILES,
+        media={'image': Media(sizes=placeholders.anyres, blank=blank_rows.llava_next_image)},
+        matches=_has_tiles,
+    ),
+    Family(
+        name='LLaVA-NeXT-Video',
+        model_types=('llava_next_video',),
         entries=_TILES,
         media={
             'image': Media(sizes=placeholders.anyres, blank=blank_rows.llava_next_image),
             'video': Media(sizes=placeholders.equal, blank=blank_rows.llava_next_video),
         },
-        matches=_has_tiles,
     ),
     Family(
         name='LLaVA-OneVision',

@@ -38,9 +38,10 @@ def case_of(name: str, unit: str):
     case = MEDIA[name]() if name in MEDIA else FAMILIES[name]()
     case.model.requires_grad_(True)
     layout = BatchLayout.for_model(case.model)
-    counts = [{kind: layout.units_per_row(row, kind)[0] for kind in ('image', 'video', 'audio')} for row in case.rows]
-    text = [row for row, count in zip(case.rows, counts, strict=True) if not any(count.values())]
-    media = [row for row, count in zip(case.rows, counts, strict=True) if count[unit] == sum(count.values()) > 0]
+    rows = [{key: value for key, value in row.items() if isinstance(value, torch.Tensor)} for row in case.rows]
+    counts = [{kind: layout.units_per_row(row, kind)[0] for kind in ('image', 'video', 'audio')} for row in rows]
+    text = [row for row, count in zip(rows, counts, strict=True) if not any(count.values())]
+    media = [row for row, count in zip(rows, counts, strict=True) if count[unit] == sum(count.values()) > 0]
     return case, layout, text, media
 
 
@@ -135,6 +136,14 @@ def test_blank_row_takes_on_the_tensors_of_the_others():
     assert joined['num_images'] == [0, 0, 1]
     del like['attention_mask']
     assert 'attention_mask' not in layout.blank_row(like=like)
+
+
+@pytest.mark.parametrize('name', [*IMAGE_FAMILIES, *MEDIA])
+def test_every_family_says_for_every_kind_of_media_whether_it_has_a_row(name):
+    model = (MEDIA if name in MEDIA else FAMILIES)[name]().model
+    layout = BatchLayout.for_model(model)
+    made = {unit for unit in ('image', 'video', 'audio') if layout.blank_row(unit) is not None}
+    assert made == set(layout.family.media)
 
 
 def test_no_blank_row_where_the_family_cannot_say():

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -255,6 +255,33 @@ def _video_llava() -> MediaCase:
     return _case(tokenizer, processor, model, tokens, VIDEO_ROWS, videos=_frames(2))
 
 
+def _internvl() -> MediaCase:
+    """Tiles of images and frames of videos come in one tensor, in their order in the text."""
+    named = {
+        'start_image_token': '<img>',
+        'end_image_token': '</img>',
+        'context_image_token': '<IMG_CONTEXT>',
+        'video_token': '<video>',
+    }
+    # The processor writes "Frame1: " before each frame.
+    words = ('Frame1', 'Frame2', 'Frame3', ':')
+    tokenizer = word_tokenizer(*words, class_name='Qwen2TokenizerFast', **named)
+    name = 'GotOcr2ImageProcessor' + ('Fast' if transformers.__version__.startswith('4.') else '')
+    processor = transformers.InternVLProcessor(
+        image_processor=getattr(transformers, name)(
+            size=SQUARE, crop_to_patches=True, min_patches=1, max_patches=3, **MEAN_STD
+        ),
+        tokenizer=tokenizer,
+        image_seq_length=(IMAGE_SIZE // PATCH_SIZE) ** 2 // 4,
+        video_processor=transformers.InternVLVideoProcessor(size=SQUARE, **MEAN_STD),
+    )
+    model = family_models.MODELS['internvl'](TokenIds(tokenizer))
+    tokens = {'image': '<IMG_CONTEXT>', 'video': '<video>'}
+    case = _case(tokenizer, processor, model, tokens, VIDEO_ROWS, videos=_frames(3))
+    tiles = [{'image': len(row.get('pixel_values', ()))} for row in case.rows]
+    return replace(case, truth=tiles)
+
+
 def _pixtral(model_name: str) -> MediaCase:
     """Mistral3, whose patches are merged, and LLaVA with Pixtral's tower, whose are not."""
     merge = 2 if model_name == 'mistral3' else 1
@@ -280,6 +307,7 @@ MEDIA: dict[str, Callable[[], MediaCase]] = {
     'llava_onevision': _llava_onevision,
     'llava_next_video': _llava_next_video,
     'video_llava': _video_llava,
+    'internvl': _internvl,
     'mistral3': lambda: _pixtral('mistral3'),
     'llava_pixtral': lambda: _pixtral('llava_pixtral'),
 }
