@@ -373,9 +373,9 @@ class BatchLayout:
 
         Args:
             unit: ``'image'``, ``'video'`` or ``'audio'``.
-            like: A batch without media to join it with: the row gets the tensors of that batch that it lacks, and keeps
-                none of the text entries that the batch does without. Lists, which are the caller's own facts of each
-                row, are left to the caller. None: ``attention_mask`` and ``labels``.
+            like: A batch to join it with: the row gets the entries of that batch that it lacks, but for other media, and
+                keeps none of the text entries that the batch does without. In lists it counts 0, says what all rows
+                say, or None. None: ``attention_mask`` and ``labels``.
 
         Returns:
             dict | None: The row; None where the family has no such media, or its config does not tell their size.
@@ -400,7 +400,7 @@ class BatchLayout:
             elif not isinstance(value, (torch.Tensor, list, tuple)):
                 completed[key] = value
             elif isinstance(value, (list, tuple)):
-                continue  # what a row is to those who wrote the list, they must say
+                completed[key] = [_neutral(value)]
             elif not (entry := self.entry_of(like, key)).is_media:
                 shape = list(value.shape)
                 shape[entry.row_dim] = shape[entry.row_dim] if entry.unit == 'shared' else 1
@@ -420,6 +420,13 @@ def _text(batch: Batch) -> torch.Tensor:
         if isinstance(batch.get(key), torch.Tensor):
             return batch[key]
     raise ValueError(f'`batch` must have `input_ids`, or `labels` of shape (rows, width), got: {sorted(batch)}.')
+
+
+def _neutral(values: Sequence[Any]) -> Any:
+    """What a row that is no sample has in a list of per-row facts."""
+    if isinstance(values[0], (int, float)):
+        return type(values[0])()
+    return values[0] if all(value == values[0] for value in values) else None
 
 
 def _match(tokens: list[int], sizes: list[int]) -> list[int] | None:

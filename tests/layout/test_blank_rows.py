@@ -122,20 +122,31 @@ def test_blank_row_is_a_function_of_the_config(name, unit):
     assert first['input_ids'].shape[1] <= min(row['input_ids'].shape[1] for row in media)
 
 
-def test_blank_row_takes_on_the_tensors_of_the_others():
+def test_blank_row_takes_on_what_the_others_carry():
     _, layout, _, _ = case_of('llava', 'image')
-    like = text_batch([3, 5], sample_ids=['a', 'b'], num_images=[0, 0], step=4)
+    like = text_batch([3, 5], sample_ids=['a', 'b'], rule=['causal'] * 2, real=[3, 5], num_images=[0, 0], step=4)
     like |= {'position_ids': torch.arange(5).expand(2, 5), 'loss_mask': torch.ones(2, 5).long()}
     row = layout.blank_row(like=like)
     width = row['input_ids'].shape[1]
-    assert row['step'] == 4
+    assert (row['sample_ids'], row['rule'], row['real'], row['step']) == ([None], ['causal'], [0], 4)
     assert row['position_ids'].tolist() == [list(range(width))]
     assert row['loss_mask'].shape == (1, width)
-    assert not {'sample_ids', 'num_images'} & row.keys()  # lists are the caller's
-    joined = layout.concat([like, {**row, 'sample_ids': [None], 'num_images': [0]}])
-    assert joined['num_images'] == [0, 0, 1]
+    assert layout.concat([like, row])['num_images'] == [0, 0, 1]
     del like['attention_mask']
     assert 'attention_mask' not in layout.blank_row(like=like)
+
+
+@pytest.mark.parametrize('name', ['qwen3_vl', 'llava_onevision', 'qwen2_5_omni'])
+def test_blank_video_beside_images_brings_no_image(name):
+    case, layout = MEDIA[name](), BatchLayout.for_model(MEDIA[name]().model)
+    like = next(
+        row for row, truth in zip(case.rows, case.truth, strict=True) if truth == {**truth, 'image': 2, 'video': 0}
+    )
+    batch = layout.concat([like, layout.blank_row('video', like=like)], pad_token_id=case.pad_token_id)
+    assert layout.images_per_row(batch) == [2, 0]
+    assert layout.units_per_row(batch, 'video') == [0, 1]
+    with torch.no_grad():
+        torch.testing.assert_close(case.loss_sum(batch), case.loss_sum(like), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize('name', [*IMAGE_FAMILIES, *MEDIA])
