@@ -373,8 +373,8 @@ class BatchLayout:
 
         Args:
             unit: ``'image'``, ``'video'`` or ``'audio'``.
-            like: A batch to join it with: the row gets the entries of that batch that it lacks, but for other media, and
-                keeps none of the text entries that the batch does without. In lists it counts 0, says what all rows
+            like: A batch to join it with: the row gets the entries of that batch that it lacks, other media excepted,
+                and keeps none of the text entries that the batch does without. In lists it counts 0, says what all rows
                 say, or None. None: ``attention_mask`` and ``labels``.
 
         Returns:
