@@ -234,8 +234,8 @@ FAMILIES: tuple[Family, ...] = (
         model_types=('qwen2_5_omni_thinker',),
         entries={**_GRIDS, **_SOUNDS, 'audio_feature_lengths': _AUDIO, 'video_second_per_grid': _VIDEO},
         media={
-            'image': Media(sizes=placeholders.image_grid, blank=blank_rows.qwen_image),
-            'video': Media(sizes=placeholders.video_grid, blank=blank_rows.qwen_video),
+            'image': Media(sizes=placeholders.image_grid, blank=blank_rows.omni_image),
+            'video': Media(sizes=placeholders.video_grid, blank=blank_rows.omni_video),
             'audio': Media(sizes=placeholders.audio_frames, blank=blank_rows.omni_audio),
         },
         matches=_has_grid_and_audio,
@@ -313,13 +313,19 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         name='LLaVA-NeXT',
-        model_types=('llava_next', 'llava_next_video'),
+        model_types=('llava_next',),
+        entries=_TILES,
+        media={'image': Media(sizes=placeholders.anyres, blank=blank_rows.llava_next_image)},
+        matches=_has_tiles,
+    ),
+    Family(
+        name='LLaVA-NeXT-Video',
+        model_types=('llava_next_video',),
         entries=_TILES,
         media={
             'image': Media(sizes=placeholders.anyres, blank=blank_rows.llava_next_image),
             'video': Media(sizes=placeholders.equal, blank=blank_rows.llava_next_video),
         },
-        matches=_has_tiles,
     ),
     Family(
         name='LLaVA-OneVision',
