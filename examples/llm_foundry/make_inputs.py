@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Tokenizer, Llama config and finetuning data for the example, so that it needs nothing from a hub.
+"""Tokenizer, Llama and T5 configs and finetuning data for the example, so that it needs nothing from a hub.
 
     python examples/llm_foundry/make_inputs.py [folder]
 
@@ -19,7 +19,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import LlamaConfig, PreTrainedTokenizerFast
+from transformers import LlamaConfig, PreTrainedTokenizerFast, T5Config
 
 LARGEST = 60
 NUM_SAMPLES = 512
@@ -47,7 +47,7 @@ def make_samples(rng: random.Random) -> list[dict[str, str]]:
 
 
 def main() -> None:
-    """Writes ``tokenizer/``, ``llama/`` and ``data/train.jsonl`` below the folder."""
+    """Writes ``tokenizer/``, ``llama/``, ``t5/`` and ``data/train.jsonl`` below the folder."""
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else 'runs/llm_foundry')
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(folder / 'tokenizer')
@@ -62,10 +62,22 @@ def main() -> None:
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
     ).save_pretrained(folder / 'llama')
+    T5Config(
+        vocab_size=len(tokenizer),
+        d_model=64,
+        d_kv=16,
+        d_ff=128,
+        num_layers=2,
+        num_heads=4,
+        dropout_rate=0.0,
+        pad_token_id=tokenizer.pad_token_id,
+        decoder_start_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    ).save_pretrained(folder / 't5')
     data = folder / 'data' / 'train.jsonl'
     data.parent.mkdir(exist_ok=True)
     data.write_text(''.join(json.dumps(sample) + '\n' for sample in make_samples(random.Random(17))))
-    print(f'{NUM_SAMPLES} samples, tokenizer and Llama config in {folder}')
+    print(f'{NUM_SAMPLES} samples, tokenizer and configs in {folder}')
 
 
 if __name__ == '__main__':
