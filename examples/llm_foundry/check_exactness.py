@@ -3,12 +3,12 @@
 
 """Gradient of llm-foundry's first step against one whole forward of the same global batch, by who weights microbatches.
 
-    python examples/llm_foundry/check_exactness.py examples/llm_foundry/mpt.yaml
-    composer -n 2 examples/llm_foundry/check_exactness.py examples/llm_foundry/llama.yaml
+    python examples/llm_foundry/check_exactness.py examples/llm_foundry/tiny.yaml
+    composer -n 2 examples/llm_foundry/check_exactness.py examples/llm_foundry/tiny.yaml variables.model=llama
 
-Each line is a run of llm-foundry's own ``train`` with the YAML, one batch long, one row a microbatch. Ends with an error
-if the algorithm or llm-foundry's flag is off by more than 1e-6, if neither is exact (the check would then see nothing),
-or if both at once are not refused.
+Each line is a run of llm-foundry's own ``train``, one batch long, one row a microbatch. Ends with an error where a run
+with TokenAccumulation is off by more than 1e-6, where neither it nor llm-foundry's flag is exact (the check would see
+nothing), or where both at once are not refused.
 """
 
 from __future__ import annotations
@@ -27,14 +27,21 @@ from omegaconf import DictConfig
 from omegaconf import OmegaConf as om
 
 TOLERANCE = 1e-6
-# Name of the run: its algorithms, llm-foundry's flag, its callbacks.
-RUNS: dict[str, tuple[dict[str, Any], bool, dict[str, Any]]] = {
-    'neither': ({}, False, {}),
-    'accumulate_train_batch_on_tokens': ({}, True, {}),
-    'token_accumulation': ({'token_accumulation': {}}, False, {}),
-    'token_accumulation and token_monitor': ({'token_accumulation': {}}, False, {'token_monitor': {}}),
-    'the flag and token_monitor': ({}, True, {'token_monitor': {}}),
+ALGORITHM = {'algorithms': {'token_accumulation': {}}}
+MONITOR = {'callbacks': {'token_monitor': {}}}
+FLAG = {'accumulate_train_batch_on_tokens': True}
+DATA_SPEC = {'code_paths': ['examples/llm_foundry/token_data_spec.py'], 'device_train_microbatch_size': 2}
+# What is set on top of the YAML, which has no algorithm, no callback and the flag off here. The last stays registered.
+RUNS: dict[str, dict[str, Any]] = {
+    'neither': {},
+    'flag': FLAG,
+    'flag + token_monitor': FLAG | MONITOR,
+    'token_accumulation': ALGORITHM,
+    'token_accumulation + token_monitor': ALGORITHM | MONITOR,
+    'token_accumulation + flag': ALGORITHM | FLAG,
+    'token_accumulation + token_data_spec': ALGORITHM | MONITOR | DATA_SPEC,
 }
+REFUSED = 'token_accumulation + flag'
 
 
 class FirstGradient(Callback):
@@ -67,38 +74,37 @@ class FirstGradient(Callback):
         FirstGradient.error = float((difference / norm).sqrt())
 
 
-def first_step(config: DictConfig, algorithms: dict[str, Any], flag: bool, callbacks: dict[str, Any]) -> float:
+def first_step(config: DictConfig, run: dict[str, Any]) -> float:
     """Relative error of the gradient of one step of llm-foundry's ``train``."""
-    config = om.merge(config, {'max_duration': '1ba', 'device_train_microbatch_size': 1, 'log_to_console': False})
-    config.accumulate_train_batch_on_tokens = flag
-    config.algorithms = algorithms
-    config.callbacks = {'first_gradient': {}, **callbacks}
+    plain = {'device_train_microbatch_size': 1, 'accumulate_train_batch_on_tokens': False, 'log_to_console': False}
+    config = om.merge(config, plain, {'max_duration': '1ba'}, {key: run[key] for key in run if key != 'callbacks'})
+    config.algorithms = run.get('algorithms', {})
+    config.callbacks = {**run.get('callbacks', {}), 'first_gradient': {}}
     FirstGradient.error = float('nan')
     train(config).close()
     return FirstGradient.error
 
 
 def main() -> None:
-    """Prints a line a run; rank 0 speaks for all."""
-    config = om.load(sys.argv[1])
+    """Prints a line a run on rank 0; every rank exits with an error where its own gradients say so."""
+    path, *overrides = sys.argv[1:]
+    config = om.merge(om.load(path), om.from_cli(overrides))
     assert isinstance(config, DictConfig)
     registry.callbacks.register('first_gradient', func=FirstGradient)
-    errors: dict[str, float | str] = {}
+    wrong = []
     for name, run in RUNS.items():
         try:
-            errors[name] = first_step(config, *run)
-        except KeyError as error:  # token_monitor alone, until it has keys of its own in the batch
-            errors[name] = f'{type(error).__name__}: {error}'
+            error = first_step(config, run)
+            outcome, as_it_should = f'{error:.1e}', error <= TOLERANCE or 'algorithms' not in run
+            as_it_should = as_it_should and name != REFUSED and (name != 'neither' or error > TOLERANCE)
+        except RuntimeError as error:
+            outcome, as_it_should = f'refused: {error}', name == REFUSED
+        if not as_it_should:
+            wrong.append(name)
         if dist.get_global_rank() == 0:
-            print(f'{sys.argv[1]}, {dist.get_world_size()} rank(s), {name}: {errors[name]}', flush=True)
-    try:
-        first_step(config, {'token_accumulation': {}}, True, {})
-        refusal = None
-    except RuntimeError as error:
-        refusal = str(error)
-    if dist.get_global_rank() == 0:
-        print(f'{sys.argv[1]}, {dist.get_world_size()} rank(s), both: {refusal or "not refused"}', flush=True)
-    print(errors)
+            print(f'{config.variables.model}, {dist.get_world_size()} rank(s), {name}: {outcome}', flush=True)
+    if wrong:
+        sys.exit(f'Not as expected: {wrong}.')
 
 
 if __name__ == '__main__':

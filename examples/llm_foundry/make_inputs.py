@@ -5,8 +5,8 @@
 
     python examples/llm_foundry/make_inputs.py [folder]
 
-The task: ``count from 7 to 12`` is answered by ``7 8 9 10 11 12``. Answers have 1 to 40 tokens, mostly few, which is what
-makes a mean of microbatch means differ from the mean over tokens.
+The task: ``count from 7 to 12`` is answered by ``7 8 9 10 11 12``. Answers have 1 to 40 tokens, mostly few, which
+is what makes a mean of microbatch means differ from the mean over tokens.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 
 """Has llm-foundry wrap its loaders with token_data_spec: exact counts, and microbatches that are regrouped and trimmed.
 
-    llmfoundry train examples/llm_foundry/tiny.yaml 'code_paths=[examples/llm_foundry/token_data_spec.py]'
+``llmfoundry train examples/llm_foundry/tiny.yaml 'code_paths=[examples/llm_foundry/token_data_spec.py]'``
 """
 
 from collections.abc import Iterable
