@@ -131,6 +131,7 @@ TEXT_ENTRIES: dict[str, Entry] = {
     'mm_token_type_ids': Entry(seq_dims=(1,), absent=0),  # 0 is text
     'special_tokens_mask': Entry(seq_dims=(1,)),
     'loss_mask': Entry(seq_dims=(1,)),
+    'sequence_id': Entry(seq_dims=(1,), fill=-1),  # llm-foundry: which document of a packed row, -1 for padding
     # Encoder-decoder: the decoder has a width of its own, which the encoder's mask says nothing about.
     'decoder_input_ids': Entry(),
     'decoder_attention_mask': Entry(),

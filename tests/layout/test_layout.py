@@ -162,7 +162,9 @@ def test_rotary_positions_keep_the_loss_of_qwen2_vl():
         torch.testing.assert_close(sum(case.loss_sum(row) for row in case.rows), whole, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize('key', ['token_type_ids', 'mm_token_type_ids', 'loss_mask', 'special_tokens_mask'])
+@pytest.mark.parametrize(
+    'key', ['token_type_ids', 'mm_token_type_ids', 'loss_mask', 'sequence_id', 'special_tokens_mask']
+)
 def test_token_wise_entries_go_with_their_rows(key):
     layout, batch = BatchLayout(family=TEXT), text_batch([3, 5, 2], width=6)
     batch[key] = torch.arange(18).view(3, 6)
