@@ -79,7 +79,8 @@ class MicrobatchSplit:
         """
         if microbatch_size <= 0:
             raise ValueError(f'`device_train_microbatch_size` must be positive, got: {microbatch_size}.')
-        layout = self.layout or BatchLayout.infer(batch)
+        # Those with images have the most entries, and tell the layout.
+        layout = self.layout or BatchLayout.infer(max(microbatches_of(batch), key=len))
         if not torch.is_grad_enabled():
             # The trainer drops a sampler's padding with split_batch(batch, n - 1)[0]: exactly n - 1 rows, in order.
             return self._chunks(layout, batch, max(int(microbatch_size), 1))
@@ -88,19 +89,24 @@ class MicrobatchSplit:
                 '`packing=True` needs TokenAccumulation, which checks that the model tells packed documents apart, '
                 'got: no such check. Add it to `algorithms`, or set `packing=False`.'
             )
-        lengths = self._lengths(layout, batch)
-        width = max(lengths) if batch.get('input_ids') is None else batch['input_ids'].shape[1]
-        budget = int(microbatch_size * (self.options.slot_tokens or width))
-        self._check_cap(batch, lengths, budget)
-        groups = self._planned(batch, lengths, budget) or self._cut(lengths, budget, width)
-        batch = {key: value for key, value in batch.items() if key != MICROBATCH_IDS}
+        if isinstance(batch, ReadyBatch) and not self._hands_on(layout, batch):
+            batch = batch.joined(layout)
+        sources = [_Rows(source, self._lengths(layout, source)) for source in microbatches_of(batch)]
+        widths = [max(one.lengths) if one.ids is None else one.ids.shape[1] for one in sources]
+        budget = int(microbatch_size * (self.options.slot_tokens or max(widths)))
+        pieces = []
+        for (source, lengths, _), width in zip(sources, widths, strict=True):
+            self._check_cap(source, lengths, budget)
+            whole = isinstance(batch, ReadyBatch) and len(lengths) * max(lengths) <= budget
+            groups = [list(range(len(lengths)))] if whole else self._cut(lengths, budget, width)
+            pieces += [_Rows(source, lengths, rows) for rows in groups]
         if dist.get_world_size() > 1:
-            return self._in_step(layout, batch, lengths, groups, budget)
+            return self._in_step(layout, batch, pieces, budget)
         spares = []
-        if self.rules.companions and any(layout.media_per_row(batch)):
+        if self.rules.companions:
             spares = [row for row in (smallest_row(layout, batch, unit) for unit in UNITS) if row is not None][:1]
-            groups = self._make_room(layout, batch, groups, lengths, spares, budget)
-        return [self._microbatch(layout, batch, rows, spares, len(groups)) for rows in groups]
+            pieces = self._make_room(layout, pieces, spares, budget)
+        return self._microbatches(layout, pieces, spares)
 
     def assemble(self, layout: BatchLayout, batch: Batch, rows: Sequence[int], rules: CutRules) -> dict[str, Any]:
         """The microbatch of the given rows, cut by the given rules and, where asked, packed."""

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_tokacc.sampler import RegroupingBatchSampler
-from composer_tokacc.sampler.mixture import Mixture, MixtureOrder, num_mixed_batches
+from composer_tokacc.sampling import RegroupingBatchSampler
+from composer_tokacc.sampling.mixture import Mixture, MixtureOrder, num_mixed_batches
 
 sizes_lists = st.lists(st.integers(1, 40), min_size=1, max_size=4)
 

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 
 from composer_tokacc import token_data_spec
 from composer_tokacc.counting import num_samples
-from composer_tokacc.loading.regrouping_loader import RegroupingDataLoader, SkippedBatch
-from composer_tokacc.sampler import RegroupingBatchSampler
+from composer_tokacc.sampling import RegroupingBatchSampler
+from composer_tokacc.sampling.loader import RegroupingDataLoader, SkippedBatch
 from tests.support.launch import launch, launch_json
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
 from tests.support.text import text_model

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from composer_tokacc import token_data_spec
-from composer_tokacc.loading.exchange_loader import ExchangingDataLoader
+from composer_tokacc.sampling import ExchangingDataLoader
 from tests.ranks.exchange import BATCH, EPOCH, READ
 from tests.support.launch import launch_json
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples

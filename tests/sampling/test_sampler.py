@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
 from composer_tokacc.planning import CostModel
-from composer_tokacc.sampler import RegroupingBatchSampler
-from composer_tokacc.sampler.ahead import map_ahead
+from composer_tokacc.sampling import RegroupingBatchSampler
+from composer_tokacc.sampling.sampler import map_ahead
 
 LONGEST = 64
 
