@@ -46,7 +46,7 @@ def use_stock_split(data_spec: DataSpec) -> None:
         rows = layout.num_rows(batch)
         starts = range(0, rows, int(size))
         parts = [layout.select(batch, range(start, min(start + int(size), rows))) for start in starts]
-        return [{**part, 'num_microbatches': len(parts)} for part in parts]
+        return parts
 
     data_spec.split_batch = split
 

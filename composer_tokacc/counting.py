@@ -15,9 +15,9 @@ from composer_tokacc.layout import ReadyBatch
 
 __all__ = [
     'CARRIED',
-    'Batch',
     'IGNORE_INDEX',
     'LOSS_RULES',
+    'Batch',
     'TokenCounts',
     'carried',
     'carry',

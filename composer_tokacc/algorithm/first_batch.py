@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Checks run on the first batch: how the model averages its loss, and which cuts of a batch leave every row's loss alone.
+"""Checks run on the first batch: how the model averages its loss, and which cuts leave the loss of every row alone.
 
 Everything this package does rests on one fact: the loss of a row's tokens does not depend on the rows beside it, nor on
 how the row is padded, trimmed or packed. It is true of most models and false of some, and where it is false nothing
@@ -209,8 +209,13 @@ def _chosen_rows(layout: BatchLayout, batch: Batch) -> dict[str, Any]:
     media = layout.media_per_row(batch)
     labelled = (labels_of(batch)[:, 1:] != IGNORE_INDEX).any(dim=1).tolist()
     indices = range(len(lengths))
+    first = [int(row.int().argmax()) for row in layout.real_positions(batch)]
+    # A label on the first token behind padding is the hardest to keep.
+    hardest = [row for row in indices if first[row] and labels_of(batch).shape[1] > first[row]
+               and int(labels_of(batch)[row, first[row]]) != IGNORE_INDEX][:1]  # fmt: skip
     # Rows with labels first: those without need made-up ones.
     roles = [
+        *hardest,
         min(indices, key=lambda row: (not labelled[row], lengths[row])),
         min(indices, key=lambda row: (not labelled[row], -lengths[row])),
         min(indices, key=lambda row: (not labelled[row], -media[row], lengths[row])),
@@ -313,7 +318,7 @@ class _Rows:
             microbatch = self._on_device(cut(row))
             answer = self._probe.ask(microbatch)
             found = self._row_losses(microbatch, answer, [0])[0]
-            failure = self._difference(f'row {self._name(row)}', self._expected[row], found)
+            failure = self._difference(f'row {self._name(row)}', 'by itself', self._expected[row], found)
             if failure is not None:
                 return failure
             self._owns.append(answer.own)
@@ -335,7 +340,7 @@ class _Rows:
             found.append(torch.tensor([self._probe.ask({**batch, 'labels': only}).own]))
         return found
 
-    def _difference(self, what: str, expected: torch.Tensor, found: torch.Tensor) -> str | None:
+    def _difference(self, what: str, how: str, expected: torch.Tensor, found: torch.Tensor) -> str | None:
         if len(found) != len(expected):
             return f'{what}: {len(found)} loss-generating tokens instead of {len(expected)}'
         if len(expected) == 0:
@@ -346,7 +351,7 @@ class _Rows:
         if float(differences[worst]) <= allowed:
             return None
         return (
-            f'{what}: a token whose loss is {float(found[worst]):.6f} by itself and {float(expected[worst]):.6f} as '
+            f'{what}: a token whose loss is {float(found[worst]):.6f} {how} and {float(expected[worst]):.6f} as '
             f'the loader padded it, beside {self._count - 1} others (round-off is {allowed:.1e})'
         )
 
@@ -381,7 +386,7 @@ class _Rows:
             raise RuntimeError(f'The model must take packed rows, got: {error}. Set `packing=False`.') from error
         if answer.logits is not None:
             found = token_losses(answer.logits, packed, self._rule)
-            failure = self._difference('packed', torch.cat(self._expected), found)
+            failure = self._difference(f'{self._count} rows', 'packed', torch.cat(self._expected), found)
         else:
             failure = self._packed_one_by_one(packed)
         total = sum(self._counted)
@@ -402,7 +407,7 @@ class _Rows:
         for row in range(self._count):
             only = labels.masked_fill(documents != row, IGNORE_INDEX)
             found = torch.tensor([self._probe.ask({**packed, 'labels': only}).own])
-            failure = self._difference(f'row {self._name(row)} packed', self._expected[row], found)
+            failure = self._difference(f'row {self._name(row)}', 'packed', self._expected[row], found)
             if failure is not None:
                 return failure
         return None

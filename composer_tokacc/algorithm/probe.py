@@ -292,7 +292,9 @@ def _rule_from_losses(probe: Probe, row: Batch, numbers: str) -> list[str]:
     with_first = own(p, 0)
     if _is(with_first, alone, allowed):
         rules = ['causal', 'causal_attended']
-    elif _is(with_first, (alone + probe.ask({**row, 'labels': _one_label(row, 0, _token_at(row, p))}).own) / 2, allowed):
+    elif _is(
+        with_first, (alone + probe.ask({**row, 'labels': _one_label(row, 0, _token_at(row, p))}).own) / 2, allowed
+    ):
         return ['unshifted']
     else:
         raise RuntimeError(

@@ -97,8 +97,11 @@ class StepGuard:
         """Notes a microbatch; its labels (and attention mask) on the device are looked at in :meth:`check`."""
         num_positions = labelled['labels'].numel()
         microbatch = MicrobatchWeight(
-            num_tokens=num_tokens, num_samples=num_samples, num_positions=num_positions,
-            num_microbatches=num_microbatches, step=self
+            num_tokens=num_tokens,
+            num_samples=num_samples,
+            num_positions=num_positions,
+            num_microbatches=num_microbatches,
+            step=self,
         )
         self._microbatches.append(microbatch)
         self._labelled.append(labelled)
@@ -117,9 +120,7 @@ class StepGuard:
         """Notes the terms of a microbatch's loss, as the model gave them."""
         self._losses += [loss.detach() for loss in losses]
 
-    def check(
-        self, *, gradients: Sequence[torch.Tensor], gradient_scale: float, by_microbatch: bool = False
-    ) -> None:
+    def check(self, *, gradients: Sequence[torch.Tensor], gradient_scale: float, by_microbatch: bool = False) -> None:
         """Raises RuntimeError unless all samples, tokens and weights of the step are accounted for.
 
         Args:

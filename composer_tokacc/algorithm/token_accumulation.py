@@ -183,9 +183,7 @@ class TokenAccumulation(Algorithm):
             lambda: get_precision_context(state.precision, state.precision_config),
         )
         to_device = state.device.batch_to_device
-        return FirstBatchCheck(
-            probe, self._layout, to_device, loss_tokens=self.loss_tokens, check_loss=self.check_loss
-        )
+        return FirstBatchCheck(probe, self._layout, to_device, loss_tokens=self.loss_tokens, check_loss=self.check_loss)
 
     def _prove(self, state: State, batch: Batch, kinds: Sequence[int], of_ranks: Sequence[Sequence[int]]) -> None:
         """Has the check look at rows of every kind that it has not seen yet; a collective."""
@@ -195,10 +193,15 @@ class TokenAccumulation(Algorithm):
             split.rules = CutRules()
         while True:
             # Of all ranks, so that they agree; the first check looks at the rows of a batch without any kind as well.
-            new = [any(of_rank) and not seen for of_rank, seen in zip(zip(*of_ranks, strict=True), self._proven, strict=True)]
+            new = [
+                any(of_rank) and not seen
+                for of_rank, seen in zip(zip(*of_ranks, strict=True), self._proven, strict=True)
+            ]
             if not any(new) and self._check.was_run:
                 break
-            rules, seen = self._check.run(batch, split, [int(kind and wanted) for kind, wanted in zip(kinds, new, strict=True)])
+            rules, seen = self._check.run(
+                batch, split, [int(kind and wanted) for kind, wanted in zip(kinds, new, strict=True)]
+            )
             if split is not None:
                 split.rules, split.checked = rules, True
             if not any(kind and wanted for kind, wanted in zip(seen, new, strict=True)):

@@ -15,12 +15,12 @@ import torch.distributed
 from composer.utils import dist
 
 from composer_tokacc.algorithm.first_batch import CutRules
-from composer_tokacc.counting import num_rows, with_carried, without_carried
+from composer_tokacc.counting import IGNORE_INDEX, num_rows, with_carried, without_carried
 from composer_tokacc.data_spec.added_rows import UNITS, add_rows, smallest_row, spare_row, zero_weight
 from composer_tokacc.data_spec.packing import pack_lengths, pack_rows
 from composer_tokacc.data_spec.replay import MICROBATCH_IDS, replay_cut
 from composer_tokacc.layout import Batch, BatchLayout, Family
-from composer_tokacc.planning import CostModel, cut, cut_in_order, raise_count
+from composer_tokacc.planning import CostModel, cut, cut_in_order
 
 __all__ = ['MicrobatchSplit', 'SplitOptions']
 
@@ -128,6 +128,8 @@ class MicrobatchSplit:
         way = rules.left if left else rules.right
         if way == 'keep' or batch.get('input_ids') is None:
             return dict(batch)
+        if left and any(_labels_behind_padding(layout, batch)):
+            return dict(batch)
         trimmed = layout.trim(batch, width_multiple=self.options.width_multiple)
         rows, width = trimmed['input_ids'].shape
         start = batch['input_ids'].shape[1] - width
@@ -141,8 +143,19 @@ class MicrobatchSplit:
         lengths = layout.lengths(batch)
         if self.packing or batch.get('input_ids') is None:
             return lengths
-        keep = (self.rules.left if layout.padding_side(batch) == 'left' else self.rules.right) == 'keep'
-        return [batch['input_ids'].shape[1]] * len(lengths) if keep else lengths
+        left, width = layout.padding_side(batch) == 'left', batch['input_ids'].shape[1]
+        if (self.rules.left if left else self.rules.right) == 'keep':
+            return [width] * len(lengths)
+        if left:
+            kept = _labels_behind_padding(layout, batch)
+            lengths = [width if keep else length for keep, length in zip(kept, lengths, strict=True)]
+            if any(kept) and not self._warned:
+                self._warned = True
+                log.warning(
+                    '%d of %d rows have a label on their first token, which padding on the left lets a pad predict. '
+                    'They are computed untrimmed. Mask that label (-100), or pad on the right.', sum(kept), len(kept)
+                )  # fmt: skip
+        return lengths
 
     def _check_cap(self, batch: Batch, lengths: list[int], budget: int) -> None:
         if max(lengths) <= budget:
@@ -204,9 +217,7 @@ class MicrobatchSplit:
         # A text row that must not see an image where no row of the step has one: the tower is used by a microbatch of
         # its own, the last, because DDP looks for unused parameters in that one alone.
         apart = self.rules.companions and not in_use
-        microbatches = [
-            self._microbatch(layout, batch, group, [] if apart else rows, len(groups)) for group in groups
-        ]
+        microbatches = [self._microbatch(layout, batch, group, [] if apart else rows, len(groups)) for group in groups]
         count = (counts[0] if self.options.equal_counts else len(groups)) + apart
         if len(microbatches) < count:
             shortest = min(range(len(lengths)), key=lengths.__getitem__)
@@ -242,6 +253,16 @@ class MicrobatchSplit:
         return fitting
 
 
+def _labels_behind_padding(layout: BatchLayout, batch: Batch) -> list[bool]:
+    """Which left-padded rows have a label on their first token: it is predicted from a pad, which trimming takes."""
+    labels, real = batch.get('labels'), layout.real_positions(batch)
+    if labels is None or labels.shape != real.shape:
+        return [False] * len(real)
+    first = real.int().argmax(dim=1)
+    labelled = labels.gather(1, first[:, None])[:, 0] != IGNORE_INDEX
+    return (labelled & (first > 0)).tolist()
+
+
 def _units_needed(family: Family, in_use: Sequence[str]) -> list[str]:
     """Media that every microbatch must hold: those that the step has, and one for each tower that it would not use."""
     towers = [tower for tower in family.towers if not set(tower) & set(in_use)]
@@ -250,9 +271,7 @@ def _units_needed(family: Family, in_use: Sequence[str]) -> list[str]:
 
 def _has_media_like(layout: BatchLayout, microbatch: Batch, row: Batch) -> bool:
     """Whether the microbatch has media of the row's kinds."""
-    return all(
-        any(layout.units_per_row(microbatch, unit)) for unit in UNITS if any(layout.units_per_row(row, unit))
-    )
+    return all(any(layout.units_per_row(microbatch, unit)) for unit in UNITS if any(layout.units_per_row(row, unit)))
 
 
 def _from_any_rank(row: Batch | None) -> Batch | None:

@@ -53,8 +53,8 @@ def token_data_spec(
     """Wraps a dataloader so that Composer counts its tokens exactly and cuts its batches with almost no padding.
 
     ``device_train_microbatch_size = k`` keeps its meaning as memory: ``k`` rows of ``slot_tokens`` tokens. A microbatch
-    may hold any number of rows as long as ``rows x width <= k x slot_tokens``, a hard cap. In evaluation rows keep their
-    order and ``k`` counts rows.
+    may hold any number of rows as long as ``rows x width <= k x slot_tokens``, a hard cap. In evaluation rows keep
+    their order and ``k`` counts rows.
 
     Layout and counting rule are the model's own: :class:`.TokenAccumulation` finds them on the first batch. Without it,
     ``model`` gives them, and Composer's own ``accumulate_train_batch_on_tokens`` is refused without a model, because a
@@ -152,10 +152,10 @@ class _TokenDataSpec(DataSpec):
 
     def get_num_tokens_in_batch(self, batch: Any, token_type: str = 'total') -> int:
         """As Composer's, which asks for ``'loss_generating'`` only if ``accumulate_train_batch_on_tokens`` is on."""
-        if token_type == 'loss_generating' and not self._split.checked:
+        if token_type == 'loss_generating' and 'microbatches' in carried(batch) and not self._split.checked:
             raise RuntimeError(
                 '`token_data_spec` must know the model to count for `accumulate_train_batch_on_tokens`, got: no '
-                '`model=`. A rule that is not the model\'s own would weight tokens wrongly without a word: pass '
+                "`model=`. A rule that is not the model's own would weight tokens wrongly without a word: pass "
                 '`model=`, or use TokenAccumulation with the flag off.'
             )
         return super().get_num_tokens_in_batch(batch, token_type)

@@ -404,7 +404,9 @@ def test_labels_on_pads_count_where_the_model_counts_them(model):
 
 def test_wrong_rule_is_refused_with_both_means(model):
     batch = collate(text_rows(RAGGED))
-    with pytest.raises(RuntimeError, match=r"'unshifted', but the model averages by 'causal' \(\d+\.\d+ where .* unshifted \d+\.\d+"):
+    with pytest.raises(
+        RuntimeError, match=r"'unshifted', but the model averages by 'causal' \(\d+\.\d+ where .* unshifted \d+\.\d+"
+    ):
         train(model, loader(batch), algorithms=[TokenAccumulation(loss_tokens='unshifted')], microbatch_size=2)
 
 
