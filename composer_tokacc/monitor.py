@@ -157,7 +157,7 @@ class TokenMonitor(Callback):
 
 
 def _positions(batch: Mapping[str, Any]) -> int:
-    """Rows times padded width, which of microbatches is the largest; of the labels, where the main input has no tokens."""
+    """Rows times padded width, of the labels where the main input has no tokens; microbatches as if padded together."""
     shapes = []
     for microbatch in microbatches_of(batch):
         ids = microbatch.get('input_ids')

@@ -25,9 +25,9 @@ class ReadyBatch(Mapping[str, Any]):
     """One rank's share of a global batch, in the microbatches that were planned, each collated by itself.
 
     Its microbatches are what is trained on. For callbacks that look at the whole batch it is a mapping as well:
-    ``batch['input_ids']`` is what collating all rows at once would have given. That is made on the first reading, at the
-    cost of a copy, and is not what the model sees: changing it changes nothing, and items cannot be set. Lists of facts
-    by row are put together without copying a tensor.
+    ``batch['input_ids']`` is what collating all rows at once would have given. That is made on the first reading, at
+    the cost of a copy, and is not what the model sees: changing it changes nothing, and items cannot be set. Lists of
+    facts by row are put together without copying a tensor.
 
     From a worker process it is sent in one piece of shared memory, whatever the number of its microbatches, and is not
     copied on arrival.
@@ -75,7 +75,7 @@ class ReadyBatch(Mapping[str, Any]):
 
     def __len__(self) -> int:
         """Number of keys."""
-        return len(list(self))
+        return sum(1 for _ in self)  # not len(list(self)), which asks for the length itself
 
     def __contains__(self, key: object) -> bool:
         """Whether a microbatch has the key; joins nothing."""
@@ -121,14 +121,14 @@ def microbatches_of(batch: Batch) -> Sequence[Batch]:
 
 def widened(batch: Batch, width_multiple: int) -> Batch:
     """The batch with its text padded to a width that is a multiple, on the side where it is padded already."""
+    if width_multiple == 1 or batch.get('input_ids') is None:
+        return batch
     layout = BatchLayout(family=FAMILIES[-1])
     missing = -layout.width(batch) % width_multiple
-    if not missing or batch.get('input_ids') is None:
-        return batch
     left, pad_token_id = layout.padding_side(batch) == 'left', _pad_token_id([batch])
     wider: dict[str, Any] = dict(batch)
     for key, value in batch.items():
-        if key in TEXT_ENTRIES and isinstance(value, torch.Tensor):
+        if missing and key in TEXT_ENTRIES and isinstance(value, torch.Tensor):
             entry = layout.entry_of(batch, key)
             entry = replace(entry, fill=pad_token_id) if key == 'input_ids' else entry
             for dim in entry.seq_dims:
