@@ -60,9 +60,17 @@ class Split(Protocol):
 
     layout: BatchLayout | None
     rules: CutRules
-    packing: bool
-    regroups: bool
     checked: bool
+
+    @property
+    def packing(self) -> bool:
+        """Whether a microbatch's rows become one packed row."""
+        ...
+
+    @property
+    def regroups(self) -> bool:
+        """Whether rows may change their company."""
+        ...
 
     def assemble(self, layout: BatchLayout, batch: Batch, rows: Sequence[int], rules: CutRules) -> dict[str, Any]:
         """The microbatch of the given rows, under the given rules."""

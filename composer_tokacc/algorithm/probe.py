@@ -292,11 +292,10 @@ def _rule_from_losses(probe: Probe, row: Batch, numbers: str) -> list[str]:
     with_first = own(p, 0)
     if _is(with_first, alone, allowed):
         rules = ['causal', 'causal_attended']
-    elif _is(
-        with_first, (alone + probe.ask({**row, 'labels': _one_label(row, 0, _token_at(row, p))}).own) / 2, allowed
-    ):
-        return ['unshifted']
     else:
+        first = probe.ask({**row, 'labels': _one_label(row, 0, _token_at(row, p))}).own
+        if _is(with_first, (alone + first) / 2, allowed):
+            return ['unshifted']
         raise RuntimeError(
             f"The model's own loss must count a label at position 0 or not, got: {with_first:.6f} with one beside a "
             f'label whose loss is {alone:.6f}. `check_loss=False` with an explicit `loss_tokens` skips this check.'

@@ -193,18 +193,15 @@ class TokenAccumulation(Algorithm):
             split.rules = CutRules()
         while True:
             # Of all ranks, so that they agree; the first check looks at the rows of a batch without any kind as well.
-            new = [
-                any(of_rank) and not seen
-                for of_rank, seen in zip(zip(*of_ranks, strict=True), self._proven, strict=True)
-            ]
+            present = [any(of_kind) for of_kind in zip(*of_ranks, strict=True)]
+            new = [kind and not seen for kind, seen in zip(present, self._proven, strict=True)]
             if not any(new) and self._check.was_run:
                 break
-            rules, seen = self._check.run(
-                batch, split, [int(kind and wanted) for kind, wanted in zip(kinds, new, strict=True)]
-            )
+            wanted = [int(kind and is_new) for kind, is_new in zip(kinds, new, strict=True)]
+            rules, seen = self._check.run(batch, split, wanted)
             if split is not None:
                 split.rules, split.checked = rules, True
-            if not any(kind and wanted for kind, wanted in zip(seen, new, strict=True)):
+            if not any(kind and is_new for kind, is_new in zip(seen, new, strict=True)):
                 break  # a kind that no chosen row shows, such as media that the layout cannot tell apart
             self._proven = [bool(old or kind) for old, kind in zip(self._proven, seen, strict=True)]
 
@@ -243,8 +240,8 @@ class TokenAccumulation(Algorithm):
         assert guard is not None
         if 'loss_tokens' not in carried(batch):
             raise RuntimeError(
-                f'Microbatches must carry the counts that are written at BATCH_START ({CARRIED}...), got: {sorted(batch)}. A '
-                'custom `split_batch` drops them; keep lists with one entry per row, or use token_data_spec().'
+                f'Microbatches must carry the counts that are written at BATCH_START ({CARRIED}...), got: {sorted(batch)}. '
+                'A custom `split_batch` drops them; keep lists with one entry per row, or use token_data_spec().'
             )
         microbatch = guard.add_microbatch(
             num_tokens=num_loss_tokens(batch),

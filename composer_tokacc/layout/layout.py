@@ -465,8 +465,7 @@ def _is_page_locked(value: torch.Tensor) -> bool:
 
 
 def _empty(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    pinned = {'pin_memory': True} if _is_page_locked(like) else {}
-    return torch.empty(tuple(shape), dtype=like.dtype, device=like.device, **pinned)
+    return torch.empty(tuple(shape), dtype=like.dtype, device=like.device, pin_memory=_is_page_locked(like))
 
 
 def _take(value: torch.Tensor, dim: int, index: list[int]) -> torch.Tensor:

@@ -365,5 +365,5 @@ def test_audio_goes_with_its_rows_and_needs_its_counts_or_the_model():
     assert part['input_features'][:, 0, 0].tolist() == [1, 2]
     assert len(part['feature_attention_mask']) == 2
     del batch['num_audios']
-    with pytest.raises(ValueError, match='which of 3 audios .*Carry `num_audios`'):
+    with pytest.raises(ValueError, match=r'which of 3 audios .*Carry `num_audios`'):
         layout.select(batch, [1])

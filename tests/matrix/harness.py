@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import logging
 import random
 import traceback
@@ -28,7 +27,17 @@ from composer_tokacc import TokenAccumulation, token_data_spec
 from tests.matrix.subjects import SUBJECTS
 from tests.support.training import GradientRecorder, Gradients, loader, relative_error
 
-__all__ = ['TOLERANCE', 'Cell', 'Outcome', 'cells', 'measure', 'plain_gradients', 'run_cell']
+__all__ = [
+    'TOLERANCE',
+    'Cell',
+    'Outcome',
+    'cells',
+    'measure',
+    'measure_steps',
+    'plain_gradients',
+    'run_cell',
+    'seeds_of',
+]
 
 TOLERANCE = 1e-6
 PACKAGE = Path(composer_tokacc.__file__).parent
@@ -81,25 +90,21 @@ def cells(families: Iterable[str]) -> list[Cell]:
     ]
 
 
-def layout_options(model: Any) -> dict[str, Any]:
-    """Before token_data_spec took the layout from the model by itself."""
-    if 'model' in inspect.signature(token_data_spec).parameters:
-        return {}
-    from composer_tokacc import BatchLayout
-
-    return {'layout': BatchLayout.for_model(model.config)}
+def seeds_of(cell: Cell) -> range:
+    """The batches of a cell: 20 of each packed family and side, in order or not (which packing does not heed)."""
+    count = 10 if cell.packing else 4
+    return range(count) if cell.regroup else range(count, 2 * count)
 
 
-def run_cell(cell: Cell, batches: Sequence[int]) -> list[Outcome]:
+def run_cell(cell: Cell, seeds: Iterable[int]) -> list[Outcome]:
     """The outcome of each of the random batches, every one the first of its run."""
     outcomes = []
-    for seed in batches:
+    for seed in seeds:
         rng = random.Random(f'{cell} {seed}')
         init, size = INITS[seed % 2], rng.randint(1, 4)
         batch = SUBJECTS[cell.family].batch(seed, side=cell.side)
         options = {'packing': cell.packing, 'regroup': cell.regroup}
         model = _model(cell.family, init)
-        options |= layout_options(model)
         outcomes.append(measure(model, batch, size, where=f'batch {seed}, size {size}, {init} weights', **options))
     return outcomes
 
@@ -109,9 +114,14 @@ def _model(family: str, init: str) -> HuggingFaceModel:
     return SUBJECTS[family].model(init)
 
 
-def measure(
+def measure(model: Any, batch: dict[str, Any], microbatch_size: int, /, **options: Any) -> Outcome:
+    """One step on one batch: see :func:`measure_steps`."""
+    return measure_steps(model, [batch], microbatch_size, **options)[0]
+
+
+def measure_steps(
     model: Any,
-    batch: dict[str, Any],
+    batches: Sequence[dict[str, Any]],
     microbatch_size: int,
     /,
     *,
@@ -119,29 +129,32 @@ def measure(
     algorithms: Sequence[Any] | None = None,
     trainer_options: dict[str, Any] | None = None,
     **options: Any,
-) -> Outcome:
-    """One step on one batch.
+) -> list[Outcome]:
+    """A step on each batch, at learning rate 0, until one is refused.
 
     Args:
         model: A Composer model.
-        batch: As the loader makes it.
+        batches: As the loader makes them.
         microbatch_size: Of the Trainer.
         where: To find the batch again.
         algorithms: Those of the Trainer; None: a fresh TokenAccumulation.
         trainer_options: Further options of the Trainer.
         **options: Those of ``token_data_spec``.
+
+    Returns:
+        The outcome of each step that was taken, and of the one that was not.
     """
-    expected = plain_gradients(model, batch)
     recorder = GradientRecorder()
     optimizer = CountingSGD(model.parameters(), lr=0.0)
+    stopped = []
     try:
         # Collecting the commit of Composer's installation takes half the time of a small step.
         with mock.patch.object(collect_env, 'get_composer_commit_hash', return_value=None), quiet():
             Trainer(
                 model=model,
-                train_dataloader=token_data_spec(loader(batch), **options),
+                train_dataloader=token_data_spec(loader(*batches), **options),
                 optimizers=optimizer,
-                max_duration='1ba',
+                max_duration=f'{len(batches)}ba',
                 device='cpu',
                 algorithms=[TokenAccumulation()] if algorithms is None else algorithms,
                 callbacks=[recorder],
@@ -150,11 +163,16 @@ def measure(
                 **(trainer_options or {}),
             ).fit()
     except Exception as error:
-        return Outcome(kind=_kind_of(error, optimizer), message=f'{type(error).__name__}: {error}', where=where)
+        kind = 'refused' if _is_refusal(error) and optimizer.num_steps == len(recorder.steps) else 'crashed'
+        stopped = [Outcome(kind=kind, message=f'{type(error).__name__}: {error}', where=where)]
     finally:
         model.zero_grad(set_to_none=True)
-    error = relative_error(recorder.gradients, expected)
-    return Outcome(kind='exact' if error < TOLERANCE else 'wrong', error=error, where=where)
+    errors = [
+        relative_error(found, plain_gradients(model, batch))
+        for found, batch in zip(recorder.steps, batches, strict=False)
+    ]
+    taken = [Outcome(kind='exact' if error < TOLERANCE else 'wrong', error=error, where=where) for error in errors]
+    return taken + stopped
 
 
 def plain_gradients(model: Any, batch: dict[str, Any]) -> Gradients:
@@ -179,11 +197,10 @@ class CountingSGD(torch.optim.SGD):
         return loss
 
 
-def _kind_of(error: Exception, optimizer: CountingSGD) -> str:
-    """A refusal is an error that the package itself raises, with what it found, while no optimizer has moved."""
+def _is_refusal(error: Exception) -> bool:
+    """Whether the package itself raised it, with what it found."""
     origin = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-    is_ours = PACKAGE in origin.parents and type(error) in (RuntimeError, ValueError) and 'got:' in str(error)
-    return 'refused' if is_ours and optimizer.num_steps == 0 else 'crashed'
+    return PACKAGE in origin.parents and type(error) in (RuntimeError, ValueError) and 'got:' in str(error)
 
 
 @contextlib.contextmanager

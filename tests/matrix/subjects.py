@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ class Subject:
     Args:
         name: Its name in the table.
         group: ``'text'``, ``'image'``, ``'video'`` or ``'audio'``.
+        packs: Whether it tells the documents of a packed row apart, in transformers 5.
         blank: Makes the model's class and a fresh config.
         row: Draws one row, ``row(rng)``: tensors of shape ``(1, width)`` and media.
         slots: Whether the images of a row lie in slots, a dimension of their own (Idefics3, Mllama).
@@ -42,6 +43,7 @@ class Subject:
     group: str
     blank: Callable[[], tuple[type, Any]]
     row: Callable[[random.Random], Row]
+    packs: bool = False
     slots: bool = False
 
     def model(self, init: str) -> HuggingFaceModel:
@@ -62,6 +64,10 @@ class Subject:
 
     def batch(self, seed: int, *, side: str) -> Row:
         """A random batch, as a loader would make it."""
+        return self.collate(self.rows(seed), seed, side=side)
+
+    def rows(self, seed: int) -> list[Row]:
+        """The rows of a random batch: at least one has a label that counts."""
         rng = random.Random(f'{self.name} {seed}')
         rows = [self.row(rng) for _ in range(rng.randint(5, 8))]
         if seed % 4 != FIRST_LABELLED and self.group == 'text' and self.name not in ('bert', 't5'):
@@ -71,7 +77,11 @@ class Subject:
             rows[0]['labels'][:, -1] = rows[0]['input_ids'][:, -1]
         if seed % 2:  # what the model and the placeholders tell must do
             rows = [{key: value for key, value in row.items() if not key.startswith('num_')} for row in rows]
-        return join(rows, side=side, multiple=rng.choice((1, 1, 8)), slots=self.slots)
+        return rows
+
+    def collate(self, rows: Sequence[Row], seed: int, *, side: str) -> Row:
+        """One batch; one of three as wide as a multiple of 8, so that no row fills it."""
+        return join(rows, side=side, multiple=8 if seed % 3 == 2 else 1, slots=self.slots)
 
 
 def without_dropout(config: Any) -> Any:
@@ -87,12 +97,18 @@ def without_dropout(config: Any) -> Any:
 
 # The families.
 
+PACKS = (
+    *('llama', 'gpt2', 'gpt_neo', 'mistral', 'gemma2', 'mixtral', 'qwen3_moe'),
+    *('llava', 'llava_next', 'idefics3', 'smolvlm', 'internvl', 'mistral3', 'qwen2_audio'),
+)
+
 
 def _text(name: str) -> Subject:
     model_class = text_families.TEXT_CONFIGS[name][0]
     return Subject(
         name=name,
         group='text',
+        packs=name in PACKS,
         blank=lambda: (getattr(transformers, model_class), text_families.text_config(name)),
         row=text_families.ROWS.get(name, text_families.text_row),
     )
@@ -108,6 +124,7 @@ def _processor(name: str, *, source: str = '', has_image: bool | None = None) ->
     return Subject(
         name=name,
         group='image',
+        packs=name in PACKS,
         blank=blank,
         row=lambda rng: media_families.processor_row(source, rng, has_image=has_image),
         slots=source in ('idefics3', 'smolvlm', 'mllama'),
@@ -119,6 +136,7 @@ def _hand_made(name: str) -> Subject:
     return Subject(
         name=name,
         group='audio' if 'audio' in name else 'video' if 'video' in name else 'image',
+        packs=name in PACKS,
         blank=lambda: (getattr(transformers, model_class), media_families.hand_made_config(name)),
         row=lambda rng: media_families.hand_made_row(name, rng),
     )

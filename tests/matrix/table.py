@@ -3,7 +3,7 @@
 
 """The matrix as a table: ``python -m tests.matrix.table > docs/families.md``; a line a cell goes to stderr meanwhile.
 
-Arguments: names of families (default: all), ``--packed N`` and ``--padded N`` batches a cell.
+Arguments: names of families (default: all).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from tests.matrix.harness import Cell, Outcome, cells, run_cell
+from tests.matrix.harness import Cell, Outcome, cells, run_cell, seeds_of
 from tests.matrix.subjects import SUBJECTS
 
 __all__ = ['summary', 'table']
@@ -61,13 +61,11 @@ def table(results: Mapping[Cell, Sequence[Outcome]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('families', nargs='*')
-    parser.add_argument('--packed', type=int, default=20)
-    parser.add_argument('--padded', type=int, default=4)
     arguments = parser.parse_args()
     results = {}
     for cell in cells(arguments.families or SUBJECTS):
         start = time.perf_counter()
-        results[cell] = run_cell(cell, range(arguments.packed if cell.packing else arguments.padded))
+        results[cell] = run_cell(cell, seeds_of(cell))
         line = f'{cell!s:48} {time.perf_counter() - start:5.1f} s  {summary(results[cell], longest=200)}'
         print(line, file=sys.stderr, flush=True)
     kinds = collections.Counter(outcome.kind for outcomes in results.values() for outcome in outcomes)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from composer_tokacc import TokenAccumulation
-from tests.matrix.harness import layout_options, measure, plain_gradients
+from tests.matrix.harness import measure, plain_gradients
 from tests.matrix.native_models import LOSSES, NativeModel
 from tests.matrix.subjects import SUBJECTS, without_dropout
 from tests.support.text import collate, text_rows
@@ -74,7 +74,7 @@ def test_router_loss_inside_a_tensor_loss_is_exact_or_refused(family, weight):
     # The modules keep what they need of their config.
     model.model.router_aux_loss_coef = weight
     for seed in range(3):
-        outcome = measure(model, subject.batch(seed, side='right'), 2, **layout_options(model))
+        outcome = measure(model, subject.batch(seed, side='right'), 2)
         assert outcome.kind == 'refused', outcome
         assert 'router' in outcome.message, outcome
 

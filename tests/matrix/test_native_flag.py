@@ -15,7 +15,7 @@ FLAG = {'accumulate_train_batch_on_tokens': True}
 NUM_BATCHES = 5
 
 
-def run(model, batch, **options):
+def run(model, batch, /, **options):
     return measure(model, batch, 2, algorithms=[], trainer_options=FLAG, **options)
 
 

@@ -48,7 +48,7 @@ class Shares(IterableDataset):
 
 
 def steps(loader: ExchangingDataLoader) -> list[list[dict[str, Any]]]:
-    """For each step, for each rank: names of the rows, whether they hold the samples of these names, and how many count."""
+    """For each step, for each rank: names of the rows, whether they hold the samples of these names, how many count."""
     found = []
     for batch in loader:
         whole = True

@@ -21,7 +21,7 @@ from composer.utils import dist, get_device
 
 from composer_tokacc import TokenAccumulation, token_data_spec
 from tests.matrix.collator import join
-from tests.matrix.harness import layout_options, plain_gradients
+from tests.matrix.harness import plain_gradients
 from tests.matrix.subjects import SUBJECTS, Subject
 from tests.support.training import loader, rank_share, relative_error, train, unwrapped
 
@@ -55,7 +55,7 @@ def run(
     saving = {'save_folder': folder, 'save_interval': '1ba', 'save_filename': 'ba{batch}.pt'} if folder else {}
     recorder, _, trainer = train(
         model,
-        token_data_spec(data, **layout_options(model)),
+        token_data_spec(data),
         algorithms=[TokenAccumulation()],
         microbatch_size=2,
         optimizer=torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0),
