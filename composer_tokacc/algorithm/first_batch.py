@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from composer_tokacc.algorithm.probe import Answer, Probe, find_loss_rule, token_losses, tolerance
 from composer_tokacc.counting import IGNORE_INDEX, Batch, labels_of, loss_mask, without_carried
-from composer_tokacc.layout import BatchLayout
+from composer_tokacc.layout import BatchLayout, ReadyBatch
 
 __all__ = ['KINDS', 'CutRules', 'FirstBatchCheck', 'Split', 'check_sharding', 'kinds_of', 'register_split', 'split_of']
 
@@ -110,6 +110,8 @@ def check_sharding(model: torch.nn.Module) -> None:
 
 def kinds_of(layout: BatchLayout | None, batch: Batch) -> tuple[int, ...]:
     """Which of :data:`KINDS` the batch has, as ones and zeros."""
+    if isinstance(batch, ReadyBatch):
+        return _kinds_of_any([kinds_of(layout, microbatch) for microbatch in batch.microbatches])
     if layout is None or batch.get('input_ids') is None:
         return (0,) * len(KINDS)
     is_padded = not bool(layout.real_positions(batch).all())
@@ -120,6 +122,14 @@ def kinds_of(layout: BatchLayout | None, batch: Batch) -> tuple[int, ...]:
     if any(has_media) and not all(has_media):
         found.add('mixed')
     return tuple(int(kind in found) for kind in KINDS)
+
+
+def _kinds_of_any(of_microbatches: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The kinds of all microbatches; they are mixed as well if some have media and others have none."""
+    kinds = [int(any(of_kind)) for of_kind in zip(*of_microbatches, strict=True)]
+    has_media = [any(kinds[KINDS.index('image') : KINDS.index('mixed')]) for kinds in of_microbatches]
+    kinds[KINDS.index('mixed')] |= int(any(has_media) and not all(has_media))
+    return tuple(kinds)
 
 
 class FirstBatchCheck:

@@ -35,7 +35,7 @@ from composer_tokacc.counting import (
     with_one_label,
     without_carried,
 )
-from composer_tokacc.layout import BatchLayout
+from composer_tokacc.layout import BatchLayout, microbatches_of
 
 __all__ = ['TokenAccumulation']
 
@@ -147,7 +147,8 @@ class TokenAccumulation(Algorithm):
 
     def _count(self, state: State, logger: Logger) -> None:
         """BATCH_START: ``state.batch`` is the whole device batch, still on the CPU, so counting syncs nothing."""
-        labels_of(state.batch)
+        for microbatch in microbatches_of(state.batch):
+            labels_of(microbatch)
         kinds = None
         if self._check is None:
             self._check = self._new_check(state)

@@ -27,7 +27,7 @@ from composer_tokacc.counting import (
     without_carried,
 )
 from composer_tokacc.data_spec.split import MicrobatchSplit, SplitOptions
-from composer_tokacc.layout import BatchLayout
+from composer_tokacc.layout import BatchLayout, ReadyBatch, microbatches_of
 from composer_tokacc.planning import CostModel
 
 __all__ = ['token_data_spec']
@@ -162,12 +162,16 @@ class _TokenDataSpec(DataSpec):
         return super().get_num_tokens_in_batch(batch, token_type)
 
     def _transform(self, batch: Any) -> Any:
-        batch = self._batch_transforms(batch) if self._batch_transforms is not None else batch
+        transforms = self._batch_transforms
+        if transforms is not None:
+            batch = batch.map(transforms) if isinstance(batch, ReadyBatch) else transforms(batch)
         if not isinstance(batch, Mapping):
             raise ValueError(
                 f'The dataloader must yield mappings with `input_ids` and `labels`, got: {type(batch).__name__}.'
             )
-        return mask_document_starts(batch) if 'labels' in batch else batch
+        if 'labels' not in batch:
+            return batch
+        return batch.map(mask_document_starts) if isinstance(batch, ReadyBatch) else mask_document_starts(batch)
 
     def _split_counted(self, batch: Any, microbatch_size: int | float) -> list[dict[str, Any]]:
         if not self._split.checked and self._model is not None and torch.is_grad_enabled():
@@ -218,5 +222,9 @@ class _TokenDataSpec(DataSpec):
         facts = self._carried(batch)
         if 'rule' in facts:
             return {'total': sum(facts['real_tokens']), 'loss_generating': sum(facts['loss_tokens'])}
-        counts = count_tokens(batch, 'causal' if self._rule == 'auto' else self._rule)
-        return {'total': counts.num_real, 'loss_generating': counts.num_loss_generating}
+        rule = 'causal' if self._rule == 'auto' else self._rule
+        counts = [count_tokens(microbatch, rule) for microbatch in microbatches_of(batch)]
+        return {
+            'total': sum(of_one.num_real for of_one in counts),
+            'loss_generating': sum(of_one.num_loss_generating for of_one in counts),
+        }
