@@ -61,8 +61,8 @@ def token_data_spec(
         width_multiple: Round microbatch widths up to a multiple of this, never beyond the batch's own.
         packing: Whether to string a microbatch's rows into one packed row without any padding. The model must tell
             packed documents apart, which :class:`.TokenAccumulation` checks on the first batch. Default: ``False``.
-        cost: What a microbatch costs on your machine, for the cut of least cost (:meth:`.CostModel.fit`). Default: that
-            of a model of hidden size 4096 on a GPU.
+        cost: What a microbatch costs on your machine, for the cut of least cost (:class:`.CostModel`). Default: that of
+            a model of hidden size 4096 on a GPU.
         **data_spec_kwargs: Passed to :class:`composer.core.DataSpec`.
 
     Returns:
