@@ -24,9 +24,10 @@ def compiled(function: Function) -> Function:
         function: A function in the subset of Python that numba understands.
     """
     dispatcher = njit(function)
-    # numba gives up where neither the package folder nor the user's cache folder can be written: no cache then.
+    # As `cache=True` does, with a cache class of our own. numba raises where neither the package folder nor the user's
+    # cache folder can be written: no cache then.
     with contextlib.suppress(RuntimeError):
-        dispatcher._cache = _ForgivingCache(function)  # as `cache=True` does, with a cache class of our own
+        dispatcher._cache = _ForgivingCache(function)  # pyright: ignore[reportAttributeAccessIssue]
     return cast(Function, dispatcher)
 
 

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Cuts of a sequence of rows into microbatches: filled up to a limit, of equal cost, of least padding, or split further.
+"""Cuts of rows into microbatches: of least padding, filled up to a limit, of equal cost, or split further.
 
 A cut is given by its bounds: microbatch ``k`` holds rows ``bounds[k]`` to ``bounds[k + 1] - 1``. What a microbatch may
 hold is given by ``reach``: the one that starts at row ``i`` ends at ``reach[i]`` at the latest, which is never below
@@ -69,9 +69,7 @@ def cut(
     rows = sort_rows(sizes, images, cost, max_tokens, max_image_tokens, width_multiple, max_width)
     bounds = least_padded_cut(rows.row_costs, rows.reach, cost.launch)
     costs = microbatch_costs(rows.row_costs, rows.vision, bounds, cost.launch)
-    return [
-        sorted(rows.order[bounds[k] : bounds[k + 1]].tolist()) for k in np.argsort(-costs, kind='stable').tolist()
-    ]
+    return [sorted(rows.order[bounds[k] : bounds[k + 1]].tolist()) for k in np.argsort(-costs, kind='stable').tolist()]
 
 
 def cut_in_order(
@@ -211,14 +209,15 @@ class LeastPaddedCuts:
     The least cost falls with the number of microbatches K along a convex curve (the cost is Monge; Aggarwal, Schieber
     and Tokuyama 1994). A cut at a price touches the curve where its slope is minus the price, at a corner:
 
-        least
-        cost  *                     * corners, found by a cut at some price each
-          |    \
-          |     \                   The slope between the two corners next to K is the price of the next trial. It
-          |      *                  either finds a corner between them, or says that they share a straight piece of the
-          |        '- .             curve. Then a splice of their two cuts lies on that piece, at K.
-          |            ' *- . _
-          +--------------------*--  K
+        least cost
+          |*
+          | .                    * corners, each found by a cut at some price
+          |  .
+          |   *                  The slope between the corners on either side of K is the price of the next trial. It
+          |     .                either finds a corner between them, or says that they share a straight piece of the
+          |       * .            curve. Then a splice of their two cuts lies on that piece, at K.
+          |           . * . _ *
+          +-------------------- K
 
     Corners are kept, so that asking for many K costs little more than asking for one.
 

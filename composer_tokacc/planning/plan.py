@@ -157,24 +157,30 @@ def plan_microbatches(
     if objective not in ('ddp', 'fsdp'):
         raise ValueError(f"`objective` must be 'ddp' or 'fsdp', got: {objective!r}.")
     cost = CostModel() if cost is None else cost
-    groups: list[np.ndarray | None] = [None]  # of samples that may share a column; None for all
+    # Samples that may run side by side: all of them, or under 'fsdp' those with images and those without.
+    groups: list[np.ndarray | None] = [None]
     with_images = images > 0
     if objective == 'fsdp' and with_images.any() and not with_images.all():
         groups = [np.flatnonzero(with_images), np.flatnonzero(~with_images)]
+    ranks: list[list[Microbatch]] = [[] for _ in range(num_ranks)]
     columns: list[list[Microbatch]] = []
-    ranks: list[list[Microbatch]] = []
     for members in groups:
         rows = sort_rows(sizes, images, cost, max_tokens, max_image_tokens, width_multiple, None, members)
         search = CutSearch(rows, num_ranks, cost, columns=objective == 'fsdp')
-        found = search.best()
-        made = _microbatches(rows, found, search.filler)
-        if objective == 'fsdp':
-            columns.extend([made[k] for k in column] for column in share_columns(found.costs, num_ranks).tolist())
-        else:
-            ranks = _in_ranks(made, found, num_ranks)
-    if objective == 'fsdp':
-        columns.sort(key=lambda column: -max(microbatch.cost for microbatch in column))
-        ranks = [list(rank) for rank in zip(*columns, strict=True)]
+        best = search.best()
+        microbatches = _microbatches(rows, best, search.filler)
+        if best.ranks is None:
+            columns.extend(
+                [microbatches[k] for k in column] for column in share_columns(best.costs, num_ranks).tolist()
+            )
+            continue
+        for k in np.argsort(-best.costs, kind='stable').tolist():
+            ranks[best.ranks[k]].append(microbatches[k])
+    # Columns of both groups in one order, costliest first; none under 'ddp'.
+    columns.sort(key=lambda column: -max(microbatch.cost for microbatch in column))
+    for column in columns:
+        for rank, microbatch in zip(ranks, column, strict=True):
+            rank.append(microbatch)
     task = _Task(
         lengths=sizes,
         images=images,
@@ -222,26 +228,16 @@ def _fewest(sizes: np.ndarray, cap: int) -> int:
     return int(over.sum()) + -(-int(sizes[~over].sum()) // cap)
 
 
-def _microbatches(rows: SortedRows, found: Cut, filler: int) -> list[Microbatch]:
-    """The microbatches of a cut, then its zero-weight copies."""
-    order, costs = rows.order.tolist(), found.costs.tolist()
-    widths = rows.widths[found.bounds[:-1]].tolist()
+def _microbatches(rows: SortedRows, best: Cut, filler: int) -> list[Microbatch]:
+    """The microbatches of a cut, then its zero-weight copies of the row at sorted position ``filler``."""
+    order, costs = rows.order.tolist(), best.costs.tolist()
+    widths = rows.widths[best.bounds[:-1]].tolist()
     microbatches = [
         Microbatch(tuple(sorted(order[start:end])), width, price)
-        for (start, end), width, price in zip(pairwise(found.bounds.tolist()), widths, costs, strict=False)
+        for (start, end), width, price in zip(pairwise(best.bounds.tolist()), widths, costs[: len(widths)], strict=True)
     ]
     copies = len(costs) - len(widths)
     if copies:
         copy = Microbatch((order[filler],), int(rows.widths[filler]), costs[-1], True)
         microbatches.extend([copy] * copies)
     return microbatches
-
-
-def _in_ranks(microbatches: list[Microbatch], found: Cut, num_ranks: int) -> list[list[Microbatch]]:
-    """Microbatches of each rank, costliest first."""
-    assert found.ranks is not None, 'cuts for ddp are shared when they are judged'
-    ranks = found.ranks.tolist()
-    table: list[list[Microbatch]] = [[] for _ in range(num_ranks)]
-    for k in np.argsort(-found.costs, kind='stable').tolist():
-        table[ranks[k]].append(microbatches[k])
-    return table

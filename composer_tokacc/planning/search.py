@@ -37,7 +37,11 @@ class Cut(NamedTuple):
 
 
 class CutSearch:
-    """Search for the best cut of one set of rows.
+    """Search for the best cut of one set of rows: over the number of microbatches, two cuts for each.
+
+    Both are needed. The cut of least padded cost alone is up to 1.7 times slower under ``'ddp'``, where a rank has few
+    rows or images cost much (a microbatch of four long rows, for which all other ranks wait), and 1.3 times under
+    ``'fsdp'``. The cut of most equal cost alone is up to 1.1 times slower, and 1.07 times.
 
     Args:
         rows: The sorted rows.
@@ -64,18 +68,26 @@ class CutSearch:
         cuts: list[Cut] = []
         for count in self._counts():
             cuts.extend(self._at(count))
+            # So far: the best cut of all counts tried. Launches grow with the count, so the bound does, too: once it
+            # reaches the best time, no greater count can win.
             if self._least_time(count) >= min(cut.time for cut in cuts):
                 break
         if self._columns:
+            # The time jumps from column to column, so the counts that were passed over near the best one matter.
             for count in self._near(cuts):
                 cuts.extend(self._at(count))
         cuts.sort(key=_time)
         if not self._columns:
+            # The best cut shared longest first is not always the best one rebalanced, but it is among the first.
             cuts = [self._rebalanced(cut) for cut in cuts[:PROMISING]]
         return min(cuts, key=_time)
 
     def _counts(self) -> Iterator[int]:
-        """Numbers of microbatches to try, rising: the fewest and the next two, then by steps that grow."""
+        """Numbers of microbatches to try, rising: the fewest and the next two, then by steps that grow.
+
+        Close together at first, where one microbatch more or less changes the load of a rank most. Columns are full:
+        there the numbers are multiples of the number of ranks.
+        """
         step = self._num_ranks if self._columns else 1
         fewest = -(-max(self._padded.fewest, self._num_ranks) // step)
         most = max(fewest, -(-len(self._rows) // step))
@@ -97,7 +109,8 @@ class CutSearch:
 
     def _least_time(self, count: int) -> float:
         """Time which no plan of ``count`` or more microbatches beats: no padding, perfect balance."""
-        return (float(self._alone.sum()) + (count - len(self._rows)) * self._launch) / self._num_ranks
+        no_padding = float(self._alone.sum()) - len(self._rows) * self._launch
+        return (no_padding + count * self._launch) / self._num_ranks
 
     def _at(self, count: int) -> list[Cut]:
         """Two cuts into ``count`` microbatches: of least padded cost, and of most equal cost."""
@@ -110,6 +123,7 @@ class CutSearch:
         return [self._judge(self._padded.exactly(count), count), self._judge(equal, count)]
 
     def _judge(self, bounds: np.ndarray, count: int) -> Cut:
+        """The cut with its modelled time; zero-weight copies of the cheapest row make up for what `count` lacks."""
         costs = microbatch_costs(self._rows.row_costs, self._rows.vision, bounds, self._launch)
         copies = count - len(costs)
         if copies > 0:

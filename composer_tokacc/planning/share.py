@@ -135,7 +135,7 @@ def column_time(costs: np.ndarray, num_ranks: int) -> float:
 
 @compiled
 def share_columns(costs: np.ndarray, num_ranks: int) -> np.ndarray:
-    """Deal microbatches of like cost side by side, in snake order (0, 1, 2, 2, 1, 0, ...), so that the sums of the ranks stay close as well.
+    """Deal microbatches of like cost side by side, in snake order, so that the sums of the ranks stay close as well.
 
     Args:
         costs: Cost of each microbatch, float64 (K,), K a multiple of `num_ranks`.
@@ -146,6 +146,7 @@ def share_columns(costs: np.ndarray, num_ranks: int) -> np.ndarray:
     """
     order = np.argsort(-costs, kind='mergesort')
     table = np.zeros((len(costs) // num_ranks, num_ranks), dtype=np.int64)
+    # Ranks 0, 1, 2, 2, 1, 0, 0, ...: who gets the costliest of one column gets the cheapest of the next.
     for k in range(len(costs)):
         column = k // num_ranks
         rank = k % num_ranks

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The same plan on every rank and in every process, whatever becomes of the compiled code's cache; and a light import."""
+"""The same plan on every rank and in every process, whatever becomes of the cache of compiled code; a light import."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_importing_the_planner_loads_neither_torch_nor_composer():
     assert 'numba' in loaded
     assert not {'torch', 'composer', 'transformers'} & set(loaded)
     # And of the package the planner alone.
-    rooms = _run("import sys, composer_tokacc.planning; print(*sys.modules)").split()
+    rooms = _run('import sys, composer_tokacc.planning; print(*sys.modules)').split()
     own = [name for name in rooms if name.startswith('composer_tokacc.')]
     assert all(name.startswith('composer_tokacc.planning') for name in own), own
 
