@@ -17,10 +17,19 @@ from composer_tokacc.planning.share import column_time, rebalance, share_longest
 
 __all__ = ['Cut', 'CutSearch']
 
+# Chosen on 460 plans for each objective: 16 to 2,048 samples of AI2D, ChartQA, DocVQA and of lognormal length, 2 to 64
+# ranks, memory of 1 to 8 rows. What is said of other values is the modelled time of a step against the chosen one.
 STEPS = 8
+"""Numbers of microbatches tried between the fewest and one a sample. 4: 0.05 % slower in the mean, 3.6 % at worst; 12:
+as fast to 0.1 %, for a fifth more trials."""
 NEAR = 4
+"""Numbers tried on each side of the best of those, in columns. 2: 0.6 % slower at worst; none: 1.7 %."""
 TOLERANCE = 0.001
+"""Relative excess of padded cost that is accepted of a cut. 0.01: 0.1 % slower under ``'ddp'``; 0: as fast to 0.02 %,
+for more trials."""
 PROMISING = 8
+"""Cuts that are rebalanced, of those whose ranks were shared longest first. 4: 0.08 % slower; 1: 0.3 %, 4.7 % at worst;
+16: 0.02 % faster, and the time of the plan grows."""
 
 
 class Cut(NamedTuple):
