@@ -157,8 +157,8 @@ def microbatch_costs(row_costs: np.ndarray, vision: np.ndarray, bounds: np.ndarr
 def least_padded_cut(row_costs: np.ndarray, reach: np.ndarray, price: float) -> np.ndarray:
     """Cut rows, sorted or not, so that padded cost plus ``price`` per microbatch is least.
 
-    Plain dynamic programming over the ends of microbatches. It looks at the starts that the caps allow; where rows are
-    sorted, only at those from which the row before was best reached, which are few.
+    Plain dynamic programming over the ends of microbatches, in O(n * rows that a microbatch can hold). (On sorted rows
+    O(n log n) is possible. It is as fast for 256 rows, two to four times for 1,024, and three times the code.)
 
     Args:
         row_costs: Cost of one row at the width of each row, float64 (n,).
@@ -169,26 +169,31 @@ def least_padded_cut(row_costs: np.ndarray, reach: np.ndarray, price: float) -> 
         Bounds of the microbatches, from 0 to n, int64 (K + 1,).
     """
     n = len(row_costs)
-    totals = np.full(n + 1, np.inf)
-    totals[0] = 0.0
+    totals = np.zeros(n + 1)
     last = np.zeros(n + 1, dtype=np.int64)
+    earliest = 0
     is_sorted = True
     for end in range(1, n + 1):
         # So far: for every earlier end, totals[end] is the least total of the rows before it, and last[end] is where
         # the last microbatch of that cut starts.
+        while reach[earliest] < end:
+            earliest += 1
+        # Now `earliest` is the first start that the caps allow. On sorted rows (end - start) * row_costs[start] is a
+        # Monge cost, and so the best last microbatch never starts earlier for a later end (Galil and Park 1992):
+        # nothing before the previous best start needs a look.
         is_sorted = is_sorted and (end == 1 or row_costs[end - 1] <= row_costs[end - 2])
-        # On sorted rows (end - start) * row_costs[start] is a Monge cost, and so the best last microbatch never starts
-        # earlier for a later end (Galil and Park 1992): nothing before the previous best start needs a look.
-        first = last[end - 1] if is_sorted else 0
-        widest = 0.0
-        for start in range(end - 1, first - 1, -1):
-            if end > reach[start]:
-                break  # the caps forbid every earlier start as well
+        first = max(earliest, last[end - 1]) if is_sorted else earliest
+        best = end - 1
+        widest = row_costs[best]
+        least = totals[best] + widest
+        for start in range(end - 2, first - 1, -1):
             widest = max(widest, row_costs[start])
-            total = totals[start] + (end - start) * widest + price
-            if total < totals[end]:
-                totals[end] = total
-                last[end] = start
+            total = totals[start] + (end - start) * widest
+            if total < least:
+                least = total
+                best = start
+        totals[end] = least + price
+        last[end] = best
     # Walk back from the last end: first to count the microbatches, then to write their bounds.
     count = 0
     end = n
