@@ -14,7 +14,7 @@ from composer_tokacc.planning.compiled import compiled
 __all__ = ['column_time', 'rebalance', 'share_columns', 'share_longest_first']
 
 CLOSE_ENOUGH = 1e-3
-"""Excess of the slowest rank over the mean at which it is left alone: a tenth of what measured steps vary by."""
+"""Excess of the slowest rank over the mean at which it is left alone: predicted steps are off by ten times as much."""
 
 
 @compiled
