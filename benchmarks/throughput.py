@@ -35,6 +35,7 @@ from composer.loggers import Logger
 from composer.models import HuggingFaceModel
 from torch.utils.data import DataLoader, IterableDataset
 
+from benchmarks.fitted import fit_cost_model
 from benchmarks.length_sets import lognormal, read_tables
 from benchmarks.machine import machine
 from benchmarks.small_llava import build_model, make_rows
@@ -214,7 +215,7 @@ def fitted_cost(model: Any, lengths: np.ndarray, width: int) -> CostModel:
         for shapes in zip(*repeats, strict=True)
     ]
     counts, widths, seconds = zip(*medians, strict=True)
-    return CostModel.fit(counts, widths, seconds)
+    return fit_cost_model(counts, widths, seconds)
 
 
 def measure(name: str, lengths: np.ndarray, device_batch: int, methods: Sequence[str], steps: int, rounds: int) -> Row:
