@@ -38,8 +38,8 @@ LOSS_RULES = ('causal', 'causal_attended', 'unshifted')
 """Which labels a model's own loss averages over: see :func:`loss_mask`."""
 
 CARRIED = 'composer_tokacc.'
-"""Prefix of the entries of a batch that are ours, so that none can be taken for a collator's own. Each is a list with one
-value per row:
+"""Prefix of the entries of a batch that are ours, so that none can be taken for a collator's own. Each is a list with
+one value per row:
 
 =================== ============= ================================================= ===================================
 Key after prefix    Values        Meaning                                           Written by

@@ -239,7 +239,7 @@ class TokenAccumulation(Algorithm):
         assert guard is not None
         if 'loss_tokens' not in carried(batch):
             raise RuntimeError(
-                f'Microbatches must carry the counts that are written at BATCH_START ({CARRIED}...), got: {sorted(batch)}. '
+                f'Microbatches must carry the counts written at BATCH_START ({CARRIED}...), got: {sorted(batch)}. '
                 'A custom `split_batch` drops them; keep lists with one entry per row, or use token_data_spec().'
             )
         microbatch = guard.add_microbatch(

@@ -84,12 +84,12 @@ def vipllava_image(config: Any) -> Row:
 
 
 def pixtral_image(config: Any) -> Row:
-    """One merged patch."""
+    """Two merged patches: of an image of a single one Mistral3 loses the dimension of tokens."""
     side = config.vision_config.patch_size * getattr(config, 'spatial_merge_size', 1)
     return {
-        'input_ids': _ids(config, 'image', 1),
-        'pixel_values': _grey(config.vision_config, 1, size=(side, side)),
-        'image_sizes': torch.tensor([[side, side]]),
+        'input_ids': _ids(config, 'image', 2),
+        'pixel_values': _grey(config.vision_config, 1, size=(side, 2 * side)),
+        'image_sizes': torch.tensor([[side, 2 * side]]),
     }
 
 
@@ -129,7 +129,7 @@ def got_ocr2_image(config: Any) -> Row:
 
 
 def llava_next_image(config: Any) -> Row:
-    """The image of as few tiles as the config allows, which fills them."""
+    """The image of as few tiles and tokens as the config allows."""
     return _anyres_image(config, placeholders.anyres)
 
 
@@ -139,11 +139,13 @@ def llava_onevision_image(config: Any) -> Row:
 
 
 def _anyres_image(config: Any, sizes: Any) -> Row:
+    """A strip one patch high (or wide), which after the cut of its padding leaves a line or two of the tiles."""
     vision, tile = config.vision_config, config.vision_config.image_size
-    smallest = min(config.image_grid_pinpoints, key=lambda size: (size[0] * size[1], size))
-    row = {'image_sizes': torch.tensor([list(smallest)])}
-    best = placeholders.best_resolution(smallest, config.image_grid_pinpoints)
-    num_tiles = 1 + math.ceil(best[0] / tile) * math.ceil(best[1] / tile)
+    height, width = min(config.image_grid_pinpoints, key=lambda size: (size[0] * size[1], size))
+    strip = (vision.patch_size, width) if width >= height else (height, vision.patch_size)
+    row = {'image_sizes': torch.tensor([strip])}
+    height, width = placeholders.best_resolution(strip, config.image_grid_pinpoints)
+    num_tiles = 1 + math.ceil(height / tile) * math.ceil(width / tile)
     (count,) = sizes(row, config, 1, 0)
     return {**row, 'input_ids': _ids(config, 'image', count), 'pixel_values': _grey(vision, 1, num_tiles)}
 
@@ -278,6 +280,20 @@ def qwen_audio(config: Any) -> Row:
     audio = config.audio_config
     num_frames = 2 * audio.max_source_positions
     return _audio_row(config, num_frames)
+
+
+def omni_image(config: Any) -> Row:
+    """As Qwen-VL, but the model finds its media by their ids."""
+    return _without_types(qwen_image(config))
+
+
+def omni_video(config: Any) -> Row:
+    """As Qwen-VL, with the seconds that the positions of frames need."""
+    return {**_without_types(qwen_video(config)), 'video_second_per_grid': torch.tensor([1.0])}
+
+
+def _without_types(row: Row) -> Row:
+    return {key: value for key, value in row.items() if key != 'mm_token_type_ids'}
 
 
 def omni_audio(config: Any) -> Row:

@@ -131,6 +131,7 @@ TEXT_ENTRIES: dict[str, Entry] = {
     'mm_token_type_ids': Entry(seq_dims=(1,), absent=0),  # 0 is text
     'special_tokens_mask': Entry(seq_dims=(1,)),
     'loss_mask': Entry(seq_dims=(1,)),
+    'sequence_id': Entry(seq_dims=(1,), fill=-1),  # llm-foundry: which document of a packed row, -1 for padding
     # Encoder-decoder: the decoder has a width of its own, which the encoder's mask says nothing about.
     'decoder_input_ids': Entry(),
     'decoder_attention_mask': Entry(),
@@ -234,8 +235,8 @@ FAMILIES: tuple[Family, ...] = (
         model_types=('qwen2_5_omni_thinker',),
         entries={**_GRIDS, **_SOUNDS, 'audio_feature_lengths': _AUDIO, 'video_second_per_grid': _VIDEO},
         media={
-            'image': Media(sizes=placeholders.image_grid, blank=blank_rows.qwen_image),
-            'video': Media(sizes=placeholders.video_grid, blank=blank_rows.qwen_video),
+            'image': Media(sizes=placeholders.image_grid, blank=blank_rows.omni_image),
+            'video': Media(sizes=placeholders.video_grid, blank=blank_rows.omni_video),
             'audio': Media(sizes=placeholders.audio_frames, blank=blank_rows.omni_audio),
         },
         matches=_has_grid_and_audio,
@@ -313,13 +314,19 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         name='LLaVA-NeXT',
-        model_types=('llava_next', 'llava_next_video'),
+        model_types=('llava_next',),
+        entries=_TILES,
+        media={'image': Media(sizes=placeholders.anyres, blank=blank_rows.llava_next_image)},
+        matches=_has_tiles,
+    ),
+    Family(
+        name='LLaVA-NeXT-Video',
+        model_types=('llava_next_video',),
         entries=_TILES,
         media={
             'image': Media(sizes=placeholders.anyres, blank=blank_rows.llava_next_image),
             'video': Media(sizes=placeholders.equal, blank=blank_rows.llava_next_video),
         },
-        matches=_has_tiles,
     ),
     Family(
         name='LLaVA-OneVision',

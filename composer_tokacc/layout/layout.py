@@ -332,13 +332,14 @@ class BatchLayout:
                 joined[key] = [item for batch in batches for item in batch[key]]
             else:
                 joined[key] = first
-        if 'num_images' in joined:
-            # A one-row sample tells its tiles; once joined, only the placeholders would.
-            joined['num_images'] = [count for batch in batches for count in self._num_images(batch)]
+        for unit in UNITS:
+            if f'num_{unit}s' in joined:
+                # A one-row sample tells its tiles; once joined, only the placeholders would.
+                joined[f'num_{unit}s'] = [count for batch in batches for count in self._carried_counts(batch, unit)]
         return joined
 
-    def _num_images(self, batch: Batch) -> list[int]:
-        return self.images_per_row(batch) if self.tensors_of(batch, 'image') else list(batch['num_images'])
+    def _carried_counts(self, batch: Batch, unit: str) -> list[int]:
+        return self.units_per_row(batch, unit) if self.tensors_of(batch, unit) else list(batch[f'num_{unit}s'])
 
     def _common_entry(self, batches: Sequence[Batch], key: str) -> Entry:
         """Sequence-shaped only if so in every batch: a decoder's labels may have the encoder's width by chance."""
@@ -372,8 +373,9 @@ class BatchLayout:
 
         Args:
             unit: ``'image'``, ``'video'`` or ``'audio'``.
-            like: A batch without media to join it with: the row gets the entries of that batch that it lacks, and keeps
-                none of the text entries that the batch does without. None: ``attention_mask`` and ``labels``.
+            like: A batch to join it with: the row gets the entries of that batch that it lacks, other media excepted,
+                and keeps none of the text entries that the batch does without. In lists it counts 0, says what all rows
+                say, or None. None: ``attention_mask`` and ``labels``.
 
         Returns:
             dict | None: The row; None where the family has no such media, or its config does not tell their size.
@@ -395,10 +397,10 @@ class BatchLayout:
         for key, value in like.items():
             if key in row:
                 completed[key] = row[key]
-            elif isinstance(value, (list, tuple)):
-                completed[key] = [type(value[0])() if isinstance(value[0], (str, bool, int, float)) else None]
-            elif not isinstance(value, torch.Tensor):
+            elif not isinstance(value, (torch.Tensor, list, tuple)):
                 completed[key] = value
+            elif isinstance(value, (list, tuple)):
+                completed[key] = [_neutral(value)]
             elif not (entry := self.entry_of(like, key)).is_media:
                 shape = list(value.shape)
                 shape[entry.row_dim] = shape[entry.row_dim] if entry.unit == 'shared' else 1
@@ -418,6 +420,13 @@ def _text(batch: Batch) -> torch.Tensor:
         if isinstance(batch.get(key), torch.Tensor):
             return batch[key]
     raise ValueError(f'`batch` must have `input_ids`, or `labels` of shape (rows, width), got: {sorted(batch)}.')
+
+
+def _neutral(values: Sequence[Any]) -> Any:
+    """What a row that is no sample has in a list of per-row facts."""
+    if isinstance(values[0], (int, float)):
+        return type(values[0])()
+    return values[0] if all(value == values[0] for value in values) else None
 
 
 def _match(tokens: list[int], sizes: list[int]) -> list[int] | None:
@@ -454,10 +463,10 @@ def _select_units(
 # Memory. These three are all that touch it, so that tests can stand in for a GPU.
 
 
-def _on_the_way_to_a_gpu() -> bool:
+def _on_the_way_to_a_gpu(value: torch.Tensor) -> bool:
     # Composer deep-copies each microbatch after its move to the device, and a deep copy of a view copies all that it is
     # a view of. The move to a GPU makes it a tensor of its own; on the CPU nothing does.
-    return torch.cuda.is_available()
+    return torch.cuda.is_available() and value.device.type == 'cpu'
 
 
 def _is_page_locked(value: torch.Tensor) -> bool:
@@ -470,8 +479,10 @@ def _empty(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
 
 def _take(value: torch.Tensor, dim: int, index: list[int]) -> torch.Tensor:
     """The entries at the indices: a view where that is allowed, otherwise one copy, page-locked if the tensor was."""
-    if _on_the_way_to_a_gpu() and index == list(range(index[0], index[-1] + 1) if index else ()):
-        return value.narrow(dim, index[0] if index else 0, len(index))
+    if index and index == list(range(index[0], index[-1] + 1)) and _on_the_way_to_a_gpu(value):
+        view = value.narrow(dim, index[0], len(index))
+        if view.is_contiguous():
+            return view
     shape = list(value.shape)
     shape[dim] = len(index)
     target = _empty(shape, value)

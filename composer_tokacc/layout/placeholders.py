@@ -38,19 +38,21 @@ def equal(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[in
 
 def image_grid(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
     """Qwen-VL: as many tokens as merged patches."""
-    return _merged(batch['image_grid_thw'], num_tokens)
+    return _merged(batch['image_grid_thw'], config, num_tokens)
 
 
 def video_grid(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
     """Qwen-VL: as many tokens as merged patches of all frames, whatever text stands between the frames."""
-    return _merged(batch['video_grid_thw'], num_tokens)
+    return _merged(batch['video_grid_thw'], config, num_tokens)
 
 
-def _merged(grid: torch.Tensor, num_tokens: int) -> list[int]:
-    # The model demands that all tokens be all patches over the merged square, so the square need not be known.
+def _merged(grid: torch.Tensor, config: Any, num_tokens: int) -> list[int]:
     patches = grid.prod(dim=1).tolist()
-    square, rest = divmod(sum(patches), num_tokens) if num_tokens else (0, 1)
-    return [] if rest or any(count % square for count in patches) else [count // square for count in patches]
+    if config is not None and hasattr(config, 'vision_config'):
+        square = config.vision_config.spatial_merge_size**2
+    else:  # the model demands that all tokens be all patches over the merged square
+        square = sum(patches) // num_tokens if num_tokens else 0
+    return [] if not square or any(count % square for count in patches) else [count // square for count in patches]
 
 
 def patch_counts(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:

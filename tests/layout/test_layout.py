@@ -10,9 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 
 from composer_tokacc import BatchLayout
 from composer_tokacc.layout import FAMILIES, Entry, Family
+from composer_tokacc.layout import layout as layout_module
 from tests.support.families import FAMILIES as CASES
 from tests.support.small_batches import LLAVA, QWEN, TEXT, text_batch
 
@@ -160,7 +162,9 @@ def test_rotary_positions_keep_the_loss_of_qwen2_vl():
         torch.testing.assert_close(sum(case.loss_sum(row) for row in case.rows), whole, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize('key', ['token_type_ids', 'mm_token_type_ids', 'loss_mask', 'special_tokens_mask'])
+@pytest.mark.parametrize(
+    'key', ['token_type_ids', 'mm_token_type_ids', 'loss_mask', 'sequence_id', 'special_tokens_mask']
+)
 def test_token_wise_entries_go_with_their_rows(key):
     layout, batch = BatchLayout(family=TEXT), text_batch([3, 5, 2], width=6)
     batch[key] = torch.arange(18).view(3, 6)
@@ -367,3 +371,134 @@ def test_audio_goes_with_its_rows_and_needs_its_counts_or_the_model():
     del batch['num_audios']
     with pytest.raises(ValueError, match=r'which of 3 audios .*Carry `num_audios`'):
         layout.select(batch, [1])
+
+
+def test_list_of_media_is_refused():
+    """Two clips of unequal length cannot be told from one list entry a row."""
+    layout = BatchLayout(family=LLAVA)
+    batch = text_batch([3, 2], pixel_values=[torch.zeros(3, 2, 2), torch.zeros(3, 4, 2)])
+    with pytest.raises(ValueError, match=r"batch\['pixel_values'\].* got: list of media"):
+        layout.select(batch, [1])
+
+
+# Rows without ids.
+
+
+def test_rows_of_whisper_are_those_of_its_labels():
+    model = transformers.WhisperForConditionalGeneration(
+        transformers.WhisperConfig(
+            vocab_size=20,
+            d_model=16,
+            encoder_layers=1,
+            decoder_layers=1,
+            encoder_attention_heads=2,
+            decoder_attention_heads=2,
+            encoder_ffn_dim=16,
+            decoder_ffn_dim=16,
+            num_mel_bins=4,
+            max_source_positions=10,
+            max_target_positions=10,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            decoder_start_token_id=1,
+            suppress_tokens=None,
+            begin_suppress_tokens=None,
+        )
+    ).eval()
+    labels = torch.tensor([[3, 4, 5, 2], [6, 2, -100, -100], [7, 8, 2, -100]])
+    batch = {'input_features': torch.rand(3, 4, 20), 'labels': labels, 'sample_ids': ['a', 'b', 'c']}
+    for layout in (BatchLayout.for_model(model), BatchLayout.infer(batch)):
+        assert (layout.num_rows(batch), layout.width(batch), layout.lengths(batch)) == (3, 4, [4, 4, 4])
+        assert (layout.media_per_row(batch), layout.coupling(batch), layout.padding_side(batch)) == (
+            [0] * 3,
+            None,
+            'right',
+        )
+        assert layout.trim(batch).keys() == batch.keys()
+        parts = [layout.trim(part) for part in layout.split(batch, [[2, 0], [1]])]
+        assert parts[0]['sample_ids'] == ['c', 'a']
+
+        def loss_sum(part):
+            named = {key: value for key, value in part.items() if key != 'sample_ids'}
+            return model(**named).loss * (part['labels'] != -100).sum()
+
+        with torch.no_grad():
+            torch.testing.assert_close(sum(loss_sum(part) for part in parts), loss_sum(batch))
+        joined = layout.concat(
+            [{key: value[:, :2] if key == 'labels' else value for key, value in parts[1].items()}, parts[0]]
+        )
+        assert joined['labels'].tolist() == [[6, 2, -100, -100], labels[2].tolist(), labels[0].tolist()]
+
+
+def test_batch_without_any_text_is_refused_in_one_line():
+    with pytest.raises(ValueError, match=r"must have `input_ids`, or `labels`.*got: \['input_features'\]"):
+        BatchLayout(family=TEXT).num_rows({'input_features': torch.rand(2, 4, 20)})
+
+
+# Memory.
+
+
+def image_batch(num_rows=4):
+    return {**text_batch([3] * num_rows), 'num_images': [1] * num_rows, 'pixel_values': torch.rand(num_rows, 3, 2, 2)}
+
+
+def test_split_is_what_select_gives_for_each_group():
+    layout, batch = BatchLayout(family=LLAVA), image_batch()
+    groups = [[2, 0], [1], [0, 1, 2, 3], [3, 2]]
+    for part, rows in zip(layout.split(batch, groups), groups, strict=True):
+        expected = layout.select(batch, rows)
+        assert part.keys() == expected.keys()
+        assert part['num_images'] == expected['num_images']
+        torch.testing.assert_close(part['pixel_values'], batch['pixel_values'][rows], rtol=0, atol=0)
+        torch.testing.assert_close(part['input_ids'], batch['input_ids'][rows], rtol=0, atol=0)
+
+
+def test_rows_are_counted_once_for_all_groups(monkeypatch):
+    layout, batch, calls = BatchLayout(family=LLAVA), image_batch(), []
+    count = BatchLayout.units_per_row
+    monkeypatch.setattr(BatchLayout, 'units_per_row', lambda self, *args: calls.append(args[1]) or count(self, *args))
+    layout.split(batch, [[0], [1], [3, 2]])
+    assert sorted(calls) == ['image', 'row']
+
+
+@pytest.mark.parametrize(
+    ('to_gpu', 'rows', 'is_view'), [(True, [1, 2], True), (True, [2, 1], False), (False, [1, 2], False)]
+)
+def test_run_of_rows_on_its_way_to_a_gpu_is_a_view(monkeypatch, to_gpu, rows, is_view):
+    monkeypatch.setattr(layout_module, '_on_the_way_to_a_gpu', lambda value: to_gpu)
+    layout, batch = BatchLayout(family=LLAVA), image_batch()
+    batch['position_ids'] = torch.arange(36).view(3, 4, 3)
+    part = layout.trim(layout.select(batch, rows))
+    for key in ('pixel_values', 'input_ids'):
+        shares = part[key].untyped_storage().data_ptr() == batch[key].untyped_storage().data_ptr()
+        assert shares == is_view, key
+        torch.testing.assert_close(part[key], batch[key][rows], rtol=0, atol=0)
+        assert part[key].is_contiguous()
+    torch.testing.assert_close(part['position_ids'], batch['position_ids'][:, rows])
+    assert part['position_ids'].is_contiguous()
+
+
+def test_copies_of_page_locked_tensors_are_page_locked(monkeypatch):
+    """Without a GPU nothing can be page-locked: the test stands in for the three calls that need one."""
+    batch, locked = image_batch(), set()
+    batch |= text_batch([3, 1, 1, 2], width=5)
+    for value in batch.values():
+        if isinstance(value, torch.Tensor):
+            locked.add(value.untyped_storage().data_ptr())
+
+    def empty(shape, like):
+        made = torch.empty(shape, dtype=like.dtype)
+        if layout_module._is_page_locked(like):
+            locked.add(made.untyped_storage().data_ptr())
+        return made
+
+    monkeypatch.setattr(layout_module, '_is_page_locked', lambda value: value.untyped_storage().data_ptr() in locked)
+    monkeypatch.setattr(layout_module, '_empty', empty)
+    layout = BatchLayout(family=LLAVA)
+    part = layout.trim(layout.select(batch, [3, 1]))
+    assert part['input_ids'].shape == (2, 2)
+    for key, value in part.items():
+        assert not isinstance(value, torch.Tensor) or layout_module._is_page_locked(value), key
+    batch['labels'] = batch['labels'].clone()
+    assert not layout_module._is_page_locked(layout.select(batch, [3, 1])['labels'])
