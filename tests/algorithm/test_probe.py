@@ -61,7 +61,7 @@ def test_rule_is_found_from_logits_or_from_losses_alone(loss, rule, with_logits)
 @pytest.mark.parametrize('with_logits', [True, False])
 @pytest.mark.parametrize('loss', [over_all_positions, summed])
 def test_loss_that_is_no_mean_over_its_tokens_is_refused(loss, with_logits):
-    with pytest.raises(RuntimeError, match='must be the mean over its loss-generating tokens, got: .*for two labels'):
+    with pytest.raises(RuntimeError, match=r'must be the mean over its loss-generating tokens, got: .*for two labels'):
         find_loss_rule(probe_of(loss, with_logits=with_logits), text_row(12, 6))
 
 
