@@ -119,13 +119,13 @@ def split_of(method: str, layout: BatchLayout) -> Callable[[Row, int | float], l
 
 def data_of(
     method: str,
-    batches: Sequence[Row],
+    batches: Sequence[Row] | DataLoader,
     layout: BatchLayout,
     cost: CostModel | None = None,
     slot_tokens: int | None = None,
 ) -> DataSpec:
-    """The batches behind a way to cut them."""
-    loader = DataLoader(Batches(batches), batch_size=None)
+    """Ready batches, or a loader of some, behind a way to cut them."""
+    loader = batches if isinstance(batches, DataLoader) else DataLoader(Batches(batches), batch_size=None)
     if method in ('ours', 'packing'):
         return token_data_spec(loader, layout=layout, packing=method == 'packing', cost=cost, slot_tokens=slot_tokens)
     return DataSpec(
@@ -146,6 +146,7 @@ def fit(
     allow_tf32: bool = True,
     algorithms: Sequence[Any] = (),
     callbacks: Sequence[Any] = (),
+    **trainer_arguments: Any,
 ) -> Trainer:
     """Steps of a Trainer at learning rate 0: gradients are computed, weights stay."""
     wrapped = HuggingFaceModel(model, shift_labels=True, use_logits=True)
@@ -160,14 +161,16 @@ def fit(
         algorithms=list(algorithms),
         callbacks=list(callbacks),
         progress_bar=False,
+        **trainer_arguments,
     )
     try:
         trainer.fit()
     finally:
         trainer.close()
-        # Composer keeps every trainer until the process ends, and each keeps its last batch and outputs.
+        # Composer keeps every trainer until the process ends, and each its last batch, outputs and gradients.
         for name in ('batch', 'outputs', 'loss'):
             setattr(trainer.state, name, None)
+        wrapped.zero_grad(set_to_none=True)
     return trainer
 
 
