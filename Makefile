@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 VENV_STREAMING ?= .venv-streaming
 STAMP_STREAMING := $(VENV_STREAMING)/.installed
 
-.PHONY: demo test test-slow test-streaming lint bench
+.PHONY: demo test test-slow test-gpu test-streaming lint bench
 
 # A small LLaVA learns to read scanned digits on two ranks; ends with a summary and a picture.
 demo: $(STAMP)
@@ -21,6 +21,10 @@ test: $(STAMP)
 # Runs of two and four ranks under the real launcher.
 test-slow: $(STAMP)
 	$(VENV)/bin/python -m pytest -m slow
+
+# What only a GPU can show; all of it is skipped where there is none.
+test-gpu: $(STAMP)
+	$(VENV)/bin/python -m pytest -m gpu
 
 # Everything about MDS shards, runs of up to four ranks included (six minutes); MARKED='not slow' leaves those out.
 MARKED ?= slow or not slow

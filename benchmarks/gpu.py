@@ -9,8 +9,8 @@
 
 (a) gradient exactness in fp32, and in bf16 against bf16's own noise; (b) real tokens a second, MFU and memory of four
 ways to cut the same global batches, and the bound, for lognormal lengths and real tables; (c) what the algorithm
-costs a step, its host syncs, the idle gap at its read; (d) host cost between steps with page-locked images; (e) predicted
-against measured peak memory; (f) 'auto' through a real out-of-memory; (g) two ranks on the one GPU.
+costs a step, its host syncs, the idle gap at its read; (d) host cost between steps with page-locked images;
+(e) predicted against measured peak memory; (f) 'auto' through a real out-of-memory; (g) two ranks on the one GPU.
 
 Every part runs in a process of its own and writes each result at once into results/gpu/, with machine and versions. A
 part that fails writes its traceback there, and the others go on. Needs torch 2.7 or newer, transformers 4.57 or newer

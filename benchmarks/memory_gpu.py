@@ -121,23 +121,32 @@ def on_gpu(build: Callable[[], Any]) -> Callable[[], Any]:
     return built
 
 
+def plain_sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """For a GPU that Adam's states alone would fill."""
+    return torch.optim.SGD(parameters, lr=0.0)
+
+
 def study(name: str, config: Any, checkpointing: bool, dry: bool, *, calibrate: bool = False) -> dict[str, Any]:
     """One model, with or without checkpointing; `calibrate` measures the probes as well and compares again."""
+    small_gpu = not dry and torch.cuda.get_device_properties(0).total_memory < 40 * GIB
+    optimizer = plain_sgd if small_gpu else torch.optim.AdamW
     build = builder(config, checkpointing)
     samples = [made_up_sample(config, 30)]
     if config.model_type == 'llava':
         samples.append(made_up_sample(config, 50, num_images=1))
-    traced = calibrate_fake(build, config, samples, width=1800, precision='amp_bf16')
+    first = shape_batch(config, BatchLayout.for_model(config), 2, 700)
+    traced = calibrate_fake(build, config, samples, width=1800, precision='amp_bf16', make_optimizer=optimizer)
     result: dict[str, Any] = {'model': name, 'checkpointing': checkpointing, 'residual': traced.residual}
-    run = None if dry else GpuRun(on_gpu(build), shape_batch(config, BatchLayout.for_model(config), 2, 700))
+    result['optimizer'] = 'SGD' if small_gpu else 'AdamW'
+    run = None if dry else GpuRun(on_gpu(build), first, make_optimizer=optimizer)
     result['traced'] = compare(config, traced, run)
     if run is not None:
         result['largest'] = try_largest(config, traced, run)
         del run
         torch.cuda.empty_cache()
     if calibrate and not dry:
-        measured = calibrate_gpu(traced, on_gpu(build), samples, width=1800)
-        again = GpuRun(on_gpu(build), shape_batch(config, BatchLayout.for_model(config), 2, 700))
+        measured = calibrate_gpu(traced, on_gpu(build), samples, width=1800, make_optimizer=optimizer)
+        again = GpuRun(on_gpu(build), first, make_optimizer=optimizer)
         result['calibrated'] = compare(config, measured, again)
     return result
 

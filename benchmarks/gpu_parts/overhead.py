@@ -10,8 +10,9 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,18 +21,20 @@ from composer.loggers import Logger
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
+import composer_tokacc
 from benchmarks.gpu_parts.scale import Scale, build_llava
 from benchmarks.gpu_parts.store import Store
 from benchmarks.small_llava import make_rows
 from benchmarks.timed_steps import Row, data_of, fit
 from composer_tokacc import BatchLayout, TokenAccumulation
 
-__all__ = ['idle_gap', 'run']
+__all__ = ['idle_gap', 'run', 'syncs_by_line']
+
+PACKAGE = Path(composer_tokacc.__file__).parent
 
 LIMIT = 0.005
 READ = 'tokacc.read'
 MICROBATCHES = (2, 8)
-WIDTH = 1024
 
 
 class TimedAlgorithm(TokenAccumulation):
@@ -86,6 +89,17 @@ class OneStep(Callback):
             self.manager.__exit__(None, None, None)
 
 
+def _line(stack: Sequence[traceback.FrameSummary]) -> str:
+    ours = [frame for frame in stack if Path(frame.filename).is_relative_to(PACKAGE)]
+    others = [
+        frame for frame in stack if '/torch/' not in frame.filename and not frame.filename.endswith('warnings.py')
+    ]
+    frame = (ours or others or stack)[-1]
+    path = Path(frame.filename)
+    name = path.relative_to(PACKAGE.parent) if ours else Path(*path.parts[-2:])
+    return f'{name}:{frame.lineno}'
+
+
 @contextmanager
 def syncs_by_line(found: Counter[str]) -> Iterator[None]:
     """Counts calls that wait for the GPU, by the innermost line of ours that made them, or else of whoever did."""
@@ -94,12 +108,7 @@ def syncs_by_line(found: Counter[str]) -> Iterator[None]:
     def note(message: Any, *args: Any, **kwargs: Any) -> None:
         if 'synchronizing' not in str(message):
             return
-        frames = [frame for frame in traceback.extract_stack() if '/benchmarks/' not in frame.filename]
-        ours = [frame for frame in frames if '/composer_tokacc/' in frame.filename]
-        frame = (ours or [one for one in frames if '/torch/' not in one.filename and '/warnings' not in one.filename])[
-            -1
-        ]
-        found['/'.join([*frame.filename.split('/')[-2:], str(frame.lineno)])] += 1
+        found[_line(traceback.extract_stack()[:-1])] += 1
 
     with warnings.catch_warnings():
         warnings.simplefilter('always')
@@ -131,9 +140,7 @@ def steps(model: Any, batch: Row, microbatches: int, algorithm: Any, scale: Scal
 def idle_gap(events: Any) -> dict[str, float] | None:
     """Milliseconds without any kernel around the read: last end before the host has read to first start after."""
     marks = [one.time_range for one in events if one.name == READ and one.device_type == DeviceType.CPU]
-    kernels = [
-        one.time_range for one in events if one.device_type == DeviceType.CUDA and not one.name.startswith('tokacc')
-    ]
+    kernels = [one.time_range for one in events if one.device_type == DeviceType.CUDA and not _is_annotation(one)]
     if not marks or not kernels:
         return None
     read = marks[-1].end
@@ -145,12 +152,19 @@ def idle_gap(events: Any) -> dict[str, float] | None:
     return {'gap_ms': gap, 'kernels_ms': busy, 'kernels': len(kernels)}
 
 
+def _is_annotation(event: Any) -> bool:
+    """The profiler repeats `record_function` on the device's line, where it spans kernels and the time between them."""
+    return getattr(event, 'is_user_annotation', False) or event.name.startswith(
+        ('tokacc', 'Optimizer.', 'ProfilerStep')
+    )
+
+
 def measure(scale: Scale) -> dict[str, Any]:
     """Both ways in turn, several times; then one step of each under the profiler, and one under the sync watch."""
     config, device = scale.config(), scale.device
     model = build_llava(config, device, checkpointing=scale.checkpointing)
     rows = max(MICROBATCHES)
-    width = min(WIDTH, scale.longest)
+    width = max(scale.microbatch * scale.longest // rows, 1)  # half of them in one microbatch fit
     # Equal rows: both ways make the same microbatches, and what differs is the algorithm.
     batch = BatchLayout.for_model(config).concat(make_rows([width] * rows, 0, config))
     result: dict[str, Any] = {'rows': rows, 'width': width}
@@ -161,7 +175,7 @@ def measure(scale: Scale) -> dict[str, Any]:
             for way in seconds:
                 clock = UnsynchronizedClock()
                 algorithm = _algorithm(way)
-                steps(model, batch, microbatches, algorithm, scale, clock)
+                steps(model, batch, microbatches, algorithm, scale, clock, num_steps=scale.steps_a_round)
                 seconds[way] += clock.seconds[1:]
                 if algorithm is not None:
                     host.append(algorithm.host_seconds)
@@ -191,10 +205,7 @@ def _algorithm(way: str) -> TimedAlgorithm | None:
 
 
 def _ours(syncs: dict[str, int]) -> int:
-    """Those of the package's own files; it has no other folder called like them."""
-    return sum(
-        count for line, count in syncs.items() if line.startswith(('algorithm/', 'data_spec/', 'composer_tokacc/'))
-    )
+    return sum(count for line, count in syncs.items() if line.startswith(f'{PACKAGE.name}/'))
 
 
 def profiled(model: Any, batch: Row, microbatches: int, way: str, scale: Scale) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def section(throughput: Results, results: Results, machine: dict[str, Any]) -> s
     versions = ', '.join(f'{name} {machine[name]}' for name in ('mosaicml', 'torch', 'transformers') if name in machine)
     first = next(iter(throughput.values()))
     lines = [
-        '### On a GPU', '',
+        '### On a GPU' if 'gpu' in machine else '### A rehearsal on a CPU: figures of no meaning', '',
         f'Real tokens a second against stock Composer, the same global batches of {first["device_batch"]} rows and the '
         f'same memory (`python -m benchmarks.gpu`; a LLaVA of {first["parameters"] / 1e9:.1f} B parameters, '
         f'{where}, {versions}):', '',
