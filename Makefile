@@ -9,7 +9,11 @@ export OMP_NUM_THREADS ?= 1
 VENV_STREAMING ?= .venv-streaming
 STAMP_STREAMING := $(VENV_STREAMING)/.installed
 
-.PHONY: demo test test-slow test-gpu test-streaming lint bench
+# llm-foundry pins torch 2.7.0 and transformers 4.51. Large (7 GB), so only its own example uses it.
+VENV_FOUNDRY ?= .venv-llmfoundry
+STAMP_FOUNDRY := $(VENV_FOUNDRY)/.installed
+
+.PHONY: demo test test-slow test-gpu test-streaming lint bench example-llm-foundry
 
 # A small LLaVA learns to read scanned digits on two ranks; ends with a summary and a picture.
 demo: $(STAMP)
@@ -31,6 +35,17 @@ MARKED ?= slow or not slow
 test-streaming: $(STAMP_STREAMING)
 	$(VENV_STREAMING)/bin/python -m pytest tests/streaming -m '$(MARKED)'
 
+# llm-foundry's own `train` with our entry points on one and two ranks, then the gradient of its first step: see the README
+# in examples/llm_foundry.
+example-llm-foundry: $(STAMP_FOUNDRY)
+	$(VENV_FOUNDRY)/bin/python examples/llm_foundry/make_inputs.py
+	$(VENV_FOUNDRY)/bin/llmfoundry train examples/llm_foundry/tiny.yaml
+	$(VENV_FOUNDRY)/bin/composer -n 2 -c $(VENV_FOUNDRY)/bin/llmfoundry train examples/llm_foundry/tiny.yaml variables.model=llama
+	for ranks in 1 2; do for model in mpt llama t5; do \
+		$(VENV_FOUNDRY)/bin/composer -n $$ranks examples/llm_foundry/check_exactness.py examples/llm_foundry/tiny.yaml \
+			variables.model=$$model || exit 1; \
+	done; done
+
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -47,4 +62,9 @@ $(STAMP): setup.cfg pyproject.toml
 $(STAMP_STREAMING): setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV_STREAMING)
 	$(VENV_STREAMING)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[streaming,demo,dev]'
+	@touch $@
+
+$(STAMP_FOUNDRY): setup.cfg pyproject.toml
+	$(PYTHON) -m venv $(VENV_FOUNDRY)
+	$(VENV_FOUNDRY)/bin/python -m pip install --quiet --disable-pip-version-check -e . 'llm-foundry==0.22.0'
 	@touch $@

@@ -45,8 +45,7 @@ def use_stock_split(data_spec: DataSpec) -> None:
     def split(batch: dict[str, Any], size: int | float) -> list[dict[str, Any]]:
         rows = layout.num_rows(batch)
         starts = range(0, rows, int(size))
-        parts = [layout.select(batch, range(start, min(start + int(size), rows))) for start in starts]
-        return [{**part, 'num_microbatches': len(parts)} for part in parts]
+        return [layout.select(batch, range(start, min(start + int(size), rows))) for start in starts]
 
     data_spec.split_batch = split
 

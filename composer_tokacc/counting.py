@@ -5,38 +5,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-__all__ = ['ADDED_ROWS', 'LOSS_RULES', 'LOSS_TOKENS', 'REAL_TOKENS', 'TokenCounts', 'annotate', 'count_tokens']
+__all__ = [
+    'CARRIED',
+    'IGNORE_INDEX',
+    'LOSS_RULES',
+    'Batch',
+    'TokenCounts',
+    'carried',
+    'carry',
+    'check_rule',
+    'count_tokens',
+    'is_counted',
+    'labels_of',
+    'loss_mask',
+    'mask_document_starts',
+    'num_loss_tokens',
+    'num_real_tokens',
+    'num_rows',
+    'num_samples',
+    'with_carried',
+    'with_one_label',
+    'without_carried',
+]
 
 LOSS_RULES = ('causal', 'causal_attended', 'unshifted')
 """Which labels a model's own loss averages over: see :func:`loss_mask`."""
 
-# Per-row python lists in the batch. Composer splits and moves lists of ints unharmed, HuggingFaceModel.forward drops
-# keys that the model does not know, and reading them costs no device sync.
-LOSS_TOKENS = 'loss_generating_tokens'
-REAL_TOKENS = 'real_tokens'
-COUNTED_BY = 'counted_by'
-"""The rule by which the lists were counted, so that nobody counts twice. Only token_data_spec writes it: Composer's own
-sample counter takes nothing but tensors and lists."""
-ADDED_ROWS = 'added_rows'
-"""True for zero-weight rows that a split added; they are not samples."""
+CARRIED = 'composer_tokacc.'
+"""Prefix of the entries of a batch that are ours, so that none can be taken for a collator's own. Each is a list with
+one value per row:
 
-NUM_MICROBATCHES = 'num_microbatches'
-"""How many microbatches with samples this rank makes of the step."""
+=================== ============= ================================================= ===================================
+Key after prefix    Values        Meaning                                           Written by
+=================== ============= ================================================= ===================================
+``loss_tokens``     int           loss-generating tokens, by ``rule``               :func:`carry`
+``real_tokens``     int           attended positions                                :func:`carry`
+``rule``            str           by which ``loss_tokens`` were counted             :func:`carry`
+``samples``         int           samples of the dataset: 1, 0 for a row that was   loaders (rows that fill up a rank),
+                                  added, several for a packed row                   the split (added and packed rows)
+``microbatches``    int           microbatches with samples that this rank makes    the split
+                                  of the step
+=================== ============= ================================================= ===================================
 
-SAMPLES_PER_ROW = 'samples_per_row'
-"""Samples packed into each row."""
-REGROUPED = 'regrouped'
-PACKED = 'packed'
-PACKED_CHECKED = 'checked'
-"""Set on a device batch whose split will sort rows by length, or pack them: what that needs must be checked first."""
+Composer's own split cuts lists with the rows, its own sample counter takes nothing but tensors and lists, and moving a
+batch to a device leaves them alone, so reading them costs no device sync; ``HuggingFaceModel.forward`` drops them.
+"""
 
 IGNORE_INDEX = -100
+
+Batch = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,9 +180,12 @@ def count_tokens(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> Token
     starts = document_starts(batch) if loss_tokens != 'unshifted' else None
     if starts is not None:
         counted &= ~starts
-    mask, ids = batch.get('attention_mask'), batch.get('input_ids', batch['labels'])
+    mask, ids = batch.get('attention_mask'), batch.get('input_ids')
+    ids = ids if isinstance(ids, torch.Tensor) and ids.dim() == 2 else batch['labels']
     width = ids.shape[1]
-    real = (mask != 0).sum(dim=1).tolist() if mask is not None and mask.dim() == 2 else [width] * len(ids)
+    # The mask of another input (Whisper's frames) says nothing about labels.
+    has_mask = mask is not None and mask.shape == ids.shape
+    real = (mask != 0).sum(dim=1).tolist() if has_mask else [width] * len(ids)
     return TokenCounts(
         loss_generating=tuple(counted.sum(dim=1).tolist()),
         real=tuple(real),
@@ -167,20 +193,92 @@ def count_tokens(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> Token
     )
 
 
-def annotate(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> dict[str, Any]:
-    """The batch with its per-row counts as python lists, and packed rows masked as they are counted."""
-    if batch.get(COUNTED_BY) == loss_tokens:
+def carried(batch: Any) -> dict[str, list[Any]]:
+    """What the batch carries of ours, by name without the prefix."""
+    if not isinstance(batch, Mapping):
+        return {}
+    names = (key for key in batch if isinstance(key, str) and key.startswith(CARRIED))
+    return {key.removeprefix(CARRIED): batch[key] for key in names}
+
+
+def with_carried(batch: Mapping[str, Any], **facts: Sequence[Any]) -> dict[str, Any]:
+    """The batch with lists of ours, one value per row each, in place of those of the same names."""
+    return {**batch, **{f'{CARRIED}{name}': list(values) for name, values in facts.items()}}
+
+
+def without_carried(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch as its loader made it."""
+    return {key: value for key, value in batch.items() if not (isinstance(key, str) and key.startswith(CARRIED))}
+
+
+def is_counted(batch: Any, loss_tokens: str | None = None) -> bool:
+    """Whether the batch carries its counts; by the given rule, if one is given."""
+    rules = carried(batch).get('rule')
+    return rules is not None and (loss_tokens is None or set(rules) <= {loss_tokens})
+
+
+def carry(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> dict[str, Any]:
+    """The batch with the counts of its rows (see :data:`CARRIED`), and packed rows masked as they are counted.
+
+    Args:
+        batch: A batch with ``labels``, on the CPU where counting shall sync nothing.
+        loss_tokens: The rule, see :func:`loss_mask`.
+    """
+    if is_counted(batch, loss_tokens):
         return dict(batch)
-    batch = mask_document_starts(batch)
+    samples = carried(batch).get('samples', [1] * num_rows(batch))
+    batch = mask_document_starts(_without_added_labels(batch, samples))
     counts = count_tokens(batch, loss_tokens)
-    counted = {**batch, LOSS_TOKENS: list(counts.loss_generating), REAL_TOKENS: list(counts.real)}
-    if COUNTED_BY in batch:
-        counted[COUNTED_BY] = loss_tokens
-    return counted
+    return with_carried(
+        batch,
+        loss_tokens=counts.loss_generating,
+        real_tokens=counts.real,
+        samples=samples,
+        rule=[loss_tokens] * len(samples),
+    )
+
+
+def _without_added_labels(batch: Mapping[str, Any], samples: Sequence[int]) -> Mapping[str, Any]:
+    """Rows that are no samples weigh nothing, whatever labels their loader left on them."""
+    if all(samples):
+        return batch
+    labels = batch['labels'].clone()
+    labels[[row for row, number in enumerate(samples) if number == 0]] = IGNORE_INDEX
+    return {**batch, 'labels': labels}
+
+
+def with_one_label(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch with one label, at a position that counts by every rule where there is one; no host sync.
+
+    The label is token 0, which every vocabulary has; ids of image placeholders may lie outside it.
+    """
+    labels, mask = labels_of(batch), batch.get('attention_mask')
+    allowed = torch.ones_like(labels, dtype=torch.bool)
+    if isinstance(mask, torch.Tensor) and mask.shape == labels.shape:
+        # Its own position and the one that predicts it are attended.
+        allowed = mask != 0
+        allowed[:, 1:] &= mask[:, :-1] != 0
+    allowed[:, :1] = labels.shape[1] == 1
+    place = torch.arange(labels.numel(), device=labels.device) == allowed.flatten().int().argmax()
+    return {**batch, 'labels': labels.masked_fill(place.view_as(labels), 0)}
+
+
+def num_rows(batch: Mapping[str, Any]) -> int:
+    """Rows of the batch, by ``input_ids`` or, where its main input is another one, by ``labels``."""
+    return len(batch['input_ids'] if batch.get('input_ids') is not None else labels_of(batch))
 
 
 def num_samples(batch: Mapping[str, Any]) -> int:
     """Samples of the dataset in the batch: its rows, but for added ones, and several in a packed row."""
-    if SAMPLES_PER_ROW in batch:
-        return sum(batch[SAMPLES_PER_ROW])
-    return len(batch['input_ids'] if 'input_ids' in batch else batch['labels']) - sum(batch.get(ADDED_ROWS, ()))
+    facts = carried(batch)
+    return sum(facts['samples']) if 'samples' in facts else num_rows(batch)
+
+
+def num_loss_tokens(batch: Mapping[str, Any]) -> int:
+    """Loss-generating tokens that the batch carries."""
+    return sum(carried(batch)['loss_tokens'])
+
+
+def num_real_tokens(batch: Mapping[str, Any]) -> int:
+    """Attended positions that the batch carries."""
+    return sum(carried(batch)['real_tokens'])

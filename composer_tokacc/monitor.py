@@ -15,7 +15,7 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
 
-from composer_tokacc.counting import LOSS_TOKENS, REAL_TOKENS, annotate, num_samples
+from composer_tokacc.counting import carried, count_tokens, is_counted, labels_of, loss_mask, num_samples
 from composer_tokacc.memory import MemoryModel
 from composer_tokacc.memory.out_of_memory import predicted_and_actual
 
@@ -59,23 +59,21 @@ class TokenMonitor(Callback):
         self.memory = MemoryModel.load(memory) if isinstance(memory, str | Path) else memory
         self._tried: float | None = None  # microbatch size of the last attempt at this step
         self._step = _zeros()
-        self._microbatches: list[tuple[int, int]] = []
+        self._microbatches: list[tuple[int, Any]] = []
         self._previous: tuple[list[tuple[int, int]], float, float] | None = None
         self._totals: dict[str, float] = {}
 
     def batch_start(self, state: State, logger: Logger) -> None:
-        """Counts the device batch where nobody has, while it is on the CPU; the lists ride along in it."""
-        if LOSS_TOKENS not in state.batch:
-            state.batch = annotate(state.batch, self.loss_tokens)
-        batch = state.batch
-        rows, width = batch['input_ids'].shape[:2]
+        """Counts the device batch where nobody has, while it is on the CPU."""
+        facts = carried(state.batch)
+        counts = None if is_counted(state.batch) else count_tokens(state.batch, self.loss_tokens)
         self._tried = None
         self._step = _zeros()
         self._step.update(
-            real=sum(batch[REAL_TOKENS]),
-            device_positions=rows * width,
-            tokens=sum(batch[LOSS_TOKENS]),
-            samples=num_samples(batch),
+            real=sum(facts['real_tokens']) if counts is None else counts.num_real,
+            device_positions=_positions(state.batch),
+            tokens=sum(facts['loss_tokens']) if counts is None else counts.num_loss_generating,
+            samples=num_samples(state.batch),
         )
 
     def before_train_batch(self, state: State, logger: Logger) -> None:
@@ -88,20 +86,22 @@ class TokenMonitor(Callback):
             log.warning(failed.message())
             logger.log_metrics({f'token_monitor/{name}': value for name, value in failed.metrics().items()})
         self._microbatches = []
-        self._step.update(positions=0, microbatches=0, empty=0)
+        self._step.update(positions=0, microbatches=0)
 
-    def before_forward(self, state: State, logger: Logger) -> None:
-        """Notes a microbatch by its shape and carried counts."""
+    def before_backward(self, state: State, logger: Logger) -> None:
+        """Notes a microbatch by its shape and counts, which are counted on the device where it carries none."""
         batch: Mapping[str, Any] = state.batch
-        rows, width = batch['input_ids'].shape[:2]
-        num_tokens = sum(batch[LOSS_TOKENS])
+        facts = carried(batch)
+        num_tokens = sum(facts['loss_tokens']) if is_counted(batch) else loss_mask(batch, self.loss_tokens).sum()
         self._microbatches.append((num_samples(batch), num_tokens))
-        self._step['positions'] += rows * width
+        self._step['positions'] += _positions(batch)
         self._step['microbatches'] += 1
-        self._step['empty'] += num_tokens == 0
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Reduces and logs."""
+        # Counts of the device are read here, once a step.
+        self._microbatches = [(samples, int(tokens)) for samples, tokens in self._microbatches]
+        self._step['empty'] = sum(tokens == 0 for _, tokens in self._microbatches)
         self._step['last_variation'] = self._variation()
         mine = torch.tensor([self._step[field] for field in FIELDS], dtype=torch.float64)
         mine = state.device.tensor_to_device(mine)
@@ -153,6 +153,12 @@ class TokenMonitor(Callback):
             'real_tokens_per_second': total['real'] / max(total['seconds'], 1e-9),
             'sample_weighting_error': total['last_variation'] / max(total['steps'] - 1, 1),
         }
+
+
+def _positions(batch: Mapping[str, Any]) -> int:
+    """Rows times padded width; of the labels, where the main input has no tokens."""
+    ids = batch.get('input_ids')
+    return ids.numel() if isinstance(ids, torch.Tensor) else labels_of(batch).numel()
 
 
 def _zeros() -> dict[str, float]:

@@ -9,7 +9,7 @@ from composer.core.data_spec import DataSpec
 from transformers import T5Config, T5ForConditionalGeneration
 
 from composer_tokacc import TokenAccumulation, TokenCounts, count_tokens
-from composer_tokacc.counting import annotate
+from composer_tokacc.counting import CARRIED, carry
 from tests.support.text import VOCABULARY, collate, text_model, text_row, text_rows
 from tests.support.training import loader, logged, reference_gradients, relative_error, train
 
@@ -53,9 +53,10 @@ def test_without_attention_mask_all_positions_are_real():
 
 
 def test_counts_are_python_ints_in_lists_one_a_row():
-    batch = annotate(collate(text_rows([(3, 2), (6, 4)])))
-    assert batch['loss_generating_tokens'] == [2, 4]
-    assert all(type(count) is int for count in batch['loss_generating_tokens'] + batch['real_tokens'])
+    batch = carry(collate(text_rows([(3, 2), (6, 4)])))
+    tokens, real = batch[f'{CARRIED}loss_tokens'], batch[f'{CARRIED}real_tokens']
+    assert tokens == [2, 4]
+    assert all(type(count) is int for count in tokens + real)
 
 
 def test_unknown_rule_is_refused():

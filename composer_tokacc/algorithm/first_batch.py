@@ -1,33 +1,97 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What is asked of a run's own model, on its own first batch, before any step."""
+"""Checks run on the first batch: how the model averages its loss, and which cuts leave the loss of every row alone.
+
+Everything this package does rests on one fact: the loss of a row's tokens does not depend on the rows beside it, nor on
+how the row is padded, trimmed or packed. It is true of most models and false of some, and where it is false nothing
+shows. So a few rows go through the run's own model twice, once as the loader padded them and once as the split would
+cut them, and the losses of all their tokens must agree to round-off.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
-from composer.core import State
-from composer.core.precision import get_precision_context
 from composer.utils import dist
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
-from composer_tokacc.algorithm.loss_terms import LossTerms
-from composer_tokacc.algorithm.probe import check_packing, find_loss_rule
-from composer_tokacc.counting import count_tokens
-from composer_tokacc.data_spec.packing import pack_rows
+from composer_tokacc.algorithm.probe import Answer, Probe, find_loss_rule, token_losses, tolerance
+from composer_tokacc.counting import IGNORE_INDEX, Batch, labels_of, loss_mask, without_carried
 from composer_tokacc.layout import BatchLayout
 
-__all__ = ['check_packed', 'check_sharding', 'find_rule']
+__all__ = ['KINDS', 'CutRules', 'FirstBatchCheck', 'Split', 'check_sharding', 'kinds_of', 'register_split', 'split_of']
 
 log = logging.getLogger(__name__)
 
-Forward = Callable[[Any], Any]
-Loss = Callable[[Any, Any], torch.Tensor]
+KINDS = ('left', 'right', 'image', 'video', 'audio', 'mixed')
+"""What rows of a batch can be like, as far as it matters to a cut: padded on the left or right, with media of a kind,
+or some with media and some without."""
+MAX_ROWS = 5
+"""Rows of a check: the longest, the shortest, the one with most media, one without, one of each medium."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutRules:
+    """How rows may be cut so that their losses stay what they are in the device batch.
+
+    Args:
+        left: For rows padded on the left: ``'trim'``; ``'columns'``: trim, and write the columns that are left as
+            ``position_ids``, for models that count positions from column 0; ``'keep'`` the padding.
+        right: For rows padded on the right: ``'trim'`` or ``'keep'``.
+        companions: Whether a microbatch without media needs a zero-weight row with media beside it, where others of
+            the step have media. (Mllama skips its cross-attention in a batch without images, but lets a text row
+            beside a row with an image attend to padding.)
+    """
+
+    left: str = 'keep'
+    right: str = 'keep'
+    companions: bool = False
+
+
+class Split(Protocol):
+    """What the check needs to know of ``token_data_spec``'s split."""
+
+    layout: BatchLayout | None
+    rules: CutRules
+    checked: bool
+
+    @property
+    def packing(self) -> bool:
+        """Whether a microbatch's rows become one packed row."""
+        ...
+
+    @property
+    def regroups(self) -> bool:
+        """Whether rows may change their company."""
+        ...
+
+    def assemble(self, layout: BatchLayout, batch: Batch, rows: Sequence[int], rules: CutRules) -> dict[str, Any]:
+        """The microbatch of the given rows, under the given rules."""
+        ...
+
+
+_SPLITS: WeakValueDictionary[int, Any] = WeakValueDictionary()
+
+
+def register_split(dataloader: Any, split: Any) -> None:
+    """Lets :func:`split_of` find the split of a loader; the split must hold on to its loader."""
+    _SPLITS[id(dataloader)] = split
+
+
+def split_of(dataloader: Any) -> Split | None:
+    """The split that ``token_data_spec`` made for a loader.
+
+    The trainer shows an algorithm the loader, not the DataSpec, and nothing of ours may lie in a batch before
+    BATCH_START: Composer's own algorithms clone every entry of it.
+    """
+    return _SPLITS.get(id(dataloader))
 
 
 def check_sharding(model: torch.nn.Module) -> None:
@@ -41,58 +105,320 @@ def check_sharding(model: torch.nn.Module) -> None:
         )
 
 
-def find_rule(state: State, terms: LossTerms, loss_tokens: str) -> str:
-    """The rule by which the model averages its loss; with an explicit ``loss_tokens``, that one or an error."""
-    rule = find_loss_rule(
-        *_forward_and_loss(state, terms),
-        state.device.batch_to_device(_probe_rows(state.batch, 1)),
-        loss_tokens=loss_tokens,
-        modules=(state.model,),
-    )
-    if rule is None:
-        rule = 'causal' if loss_tokens == 'auto' else loss_tokens
-        log.warning(
-            'The model gives no logits, so `loss_tokens` could not be checked against its loss; using %r. '
-            'Compare loss/train/total with an evaluation of the same data, or return logits.',
-            rule,
+def kinds_of(layout: BatchLayout | None, batch: Batch) -> tuple[int, ...]:
+    """Which of :data:`KINDS` the batch has, as ones and zeros."""
+    if layout is None or batch.get('input_ids') is None:
+        return (0,) * len(KINDS)
+    is_padded = not bool(layout.real_positions(batch).all())
+    side = layout.padding_side(batch) if is_padded else ''
+    media = {unit: layout.units_per_row(batch, unit) for unit in ('image', 'video', 'audio')}
+    has_media = [any(counts) for counts in zip(*media.values(), strict=True)]
+    found = {side, *(unit for unit, counts in media.items() if any(counts))}
+    if any(has_media) and not all(has_media):
+        found.add('mixed')
+    return tuple(int(kind in found) for kind in KINDS)
+
+
+class FirstBatchCheck:
+    """Asks the model about the rows of a batch, on all ranks alike.
+
+    Args:
+        probe: The model.
+        layout: How tensors belong to rows; None: rows cannot be told apart, so only the rule is found.
+        to_device: Moves a batch to the model's device.
+        loss_tokens: ``'auto'``, or the rule that must be confirmed.
+        check_loss: Whether to hold the rule, and the formula, to the model's own loss.
+    """
+
+    def __init__(
+        self,
+        probe: Probe,
+        layout: BatchLayout | None,
+        to_device: Callable[[Any], Any],
+        *,
+        loss_tokens: str,
+        check_loss: bool,
+    ) -> None:
+        self._probe = probe
+        self._layout = layout
+        self._to_device = to_device
+        self._loss_tokens = loss_tokens
+        self._check_loss = check_loss
+        self.rule: str | None = None if check_loss else loss_tokens
+        self.was_run = False
+
+    def run(self, batch: Batch, split: Split | None, kinds: Sequence[int]) -> tuple[CutRules, tuple[int, ...]]:
+        """Finds the rule, if it is not known yet, and the rules of the cut for rows like those of ``batch``.
+
+        Every rank must call it. All probe the rows of one rank, because FSDP hangs if only some ranks' rows have
+        images: of the rank with the most of the wanted kinds.
+
+        Args:
+            batch: This rank's device batch, on the CPU.
+            split: The split whose cuts are tried; None: whole rows alone.
+            kinds: Which of :data:`KINDS` this rank's batch has that were not looked at before.
+
+        Returns:
+            The rules, and which kinds the probed rows were of.
+
+        Raises:
+            RuntimeError: On all ranks, if no cut leaves the losses of the rows alone.
+        """
+        started = time.perf_counter()
+        rows = self._shared_rows(batch, kinds)
+        if self._layout is None:
+            self.rule = self.rule or find_loss_rule(self._probe, self._on_device(rows), loss_tokens=self._loss_tokens)
+            self.was_run = True
+            log.warning(
+                'Rows of the batch could not be told apart, so it was not checked that they are independent of each '
+                'other. Use token_data_spec(), with a `layout` that knows every entry.'
+            )
+            return CutRules(), kinds_of(None, batch)
+        if self.rule is None:
+            telling = self._layout.select(rows, [_telling_row(rows)])
+            self.rule = find_loss_rule(self._probe, self._on_device(telling), loss_tokens=self._loss_tokens)
+        found = _Rows(self._probe, self._layout, self._on_device, self.rule, rows, self._check_loss).cut_rules(split)
+        self.was_run = True
+        log.info('The first-batch check took %.2f s. %s', time.perf_counter() - started, found)
+        return found, kinds_of(self._layout, rows)
+
+    def _on_device(self, batch: Batch) -> Any:
+        return self._to_device(without_carried(batch))
+
+    def _shared_rows(self, batch: Batch, kinds: Sequence[int]) -> dict[str, Any]:
+        """The rows that all ranks probe with."""
+        offers = dist.all_gather_object((sum(kinds), num_rows_of(batch)))
+        owner = max(range(len(offers)), key=lambda rank: (offers[rank], -rank))
+        shared: list[Any] = [None]
+        if dist.get_global_rank() == owner:
+            shared = [dict(batch) if self._layout is None else _chosen_rows(self._layout, batch)]
+        dist.broadcast_object_list(shared, src=owner)
+        return shared[0]
+
+
+def num_rows_of(batch: Batch) -> int:
+    """Rows of a batch, by its labels."""
+    return len(labels_of(batch))
+
+
+def _chosen_rows(layout: BatchLayout, batch: Batch) -> dict[str, Any]:
+    """A few unlike rows, as the loader padded them: the longest, the shortest, most media, none; each with a label."""
+    lengths = layout.lengths(batch)
+    media = layout.media_per_row(batch)
+    labelled = (labels_of(batch)[:, 1:] != IGNORE_INDEX).any(dim=1).tolist()
+    indices = range(len(lengths))
+    first = [int(row.int().argmax()) for row in layout.real_positions(batch)]
+    # A label on the first token behind padding is the hardest to keep.
+    hardest = [row for row in indices if first[row] and labels_of(batch).shape[1] > first[row]
+               and int(labels_of(batch)[row, first[row]]) != IGNORE_INDEX][:1]  # fmt: skip
+    # Rows with labels first: those without need made-up ones.
+    roles = [
+        *hardest,
+        min(indices, key=lambda row: (not labelled[row], lengths[row])),
+        min(indices, key=lambda row: (not labelled[row], -lengths[row])),
+        min(indices, key=lambda row: (not labelled[row], -media[row], lengths[row])),
+        min(indices, key=lambda row: (not labelled[row], media[row], lengths[row])),
+        *(
+            min(indices, key=lambda row: (not counts[row], not labelled[row], lengths[row]))
+            for counts in (layout.units_per_row(batch, unit) for unit in ('image', 'video', 'audio'))
+            if any(counts)
+        ),
+        *sorted(indices, key=lambda row: (not labelled[row], lengths[row])),
+    ]
+    rows = list(dict.fromkeys(roles))[:MAX_ROWS]
+    return _with_labels(layout, layout.select(without_carried(batch), rows))
+
+
+def _with_labels(layout: BatchLayout, batch: dict[str, Any]) -> dict[str, Any]:
+    """Rows without a label get one on their last real position, where labels are as wide as the tokens."""
+    labels, ids = batch['labels'], batch.get('input_ids')
+    if ids is None or ids.shape != labels.shape:
+        return batch
+    labels = labels.clone()
+    real = layout.real_positions(batch)
+    for row in range(len(labels)):
+        places = real[row].nonzero().flatten().tolist()
+        if not bool((labels[row, 1:] != IGNORE_INDEX).any()) and places and places[-1] > 0:
+            labels[row, places[-1]] = ids[row, places[-1]]
+    return {**batch, 'labels': labels}
+
+
+def _telling_row(rows: Batch) -> int:
+    """A row with enough labels to tell the rules apart."""
+    counts = (labels_of(rows)[:, 1:] != IGNORE_INDEX).sum(dim=1).tolist()
+    return min(range(len(counts)), key=lambda row: (counts[row] < 2, counts[row] < 4))
+
+
+class _Rows:
+    """The probe rows together, as the loader padded them, and every cut of them that is held against that."""
+
+    def __init__(
+        self,
+        probe: Probe,
+        layout: BatchLayout,
+        on_device: Callable[[Batch], Any],
+        rule: str,
+        rows: dict[str, Any],
+        check_loss: bool,
+    ) -> None:
+        self._probe, self._layout, self._on_device, self._rule = probe, layout, on_device, rule
+        self._rows = rows
+        self._check_loss = check_loss
+        self._count = num_rows_of(rows)
+        counted = loss_mask(rows, rule).sum(dim=1).tolist()
+        self._counted = counted
+        moved = on_device(rows)
+        together = probe.ask(moved)
+        self._together = together
+        self._noise = probe.noise(moved, rule, together)
+        self._expected = self._row_losses(moved, together, range(self._count))
+
+    def cut_rules(self, split: Split | None) -> CutRules:
+        """The first rules, cheapest first, under which every row keeps its losses."""
+        if split is not None and split.packing:
+            self._check_packed(split)
+            return split.rules
+        failure = None
+        for rules in self._candidates(split):
+            failure = self._failure(lambda row, rules=rules: self._alone(split, row, rules))
+            if failure is None:
+                self._check_mean(split, rules)
+                return rules
+        raise RuntimeError(self._explained(failure or ''))
+
+    def _candidates(self, split: Split | None) -> Iterator[CutRules]:
+        if split is None:
+            yield CutRules()
+            return
+        side = self._layout.padding_side(self._rows)
+        companions = [False] if all(self._media()) or not any(self._media()) else [False, True]
+        known = replace(split.rules, companions=split.rules.companions or bool(self._layout.family.coupling))
+        ways: tuple[str, ...] = ('trim', 'columns', 'keep') if side == 'left' else ('trim', 'keep')
+        if bool(self._layout.real_positions(self._rows).all()):
+            ways = (getattr(known, side),)  # nothing to trim, so nothing is learnt of trimming
+        for way in ways:
+            for companion in companions:
+                yield replace(known, **{side: way, 'companions': companion or known.companions})
+
+    def _media(self) -> list[int]:
+        return self._layout.media_per_row(self._rows)
+
+    def _alone(self, split: Split | None, row: int, rules: CutRules) -> dict[str, Any]:
+        if split is None:
+            return self._layout.select(self._rows, [row])
+        return split.assemble(self._layout, self._rows, [row], rules)
+
+    def _failure(self, cut: Callable[[int], dict[str, Any]]) -> str | None:
+        """How the first row fails whose losses another cut changes; None: none does."""
+        self._owns: list[float] = []
+        self._router = False
+        for row in range(self._count):
+            microbatch = self._on_device(cut(row))
+            answer = self._probe.ask(microbatch)
+            found = self._row_losses(microbatch, answer, [0])[0]
+            failure = self._difference(f'row {self._name(row)}', 'by itself', self._expected[row], found)
+            if failure is not None:
+                return failure
+            self._owns.append(answer.own)
+            self._router = self._router or answer.has_router_loss
+        return None
+
+    def _row_losses(self, batch: Batch, answer: Answer, rows: Sequence[int]) -> list[torch.Tensor]:
+        """Losses of the tokens of each row; without logits, the one loss of the row that the model gives."""
+        if answer.logits is not None:
+            losses = token_losses(answer.logits, batch, self._rule)
+            counts = loss_mask(batch, self._rule).sum(dim=1).tolist()
+            split = list(losses.split(counts))
+            return [split[row] for row in rows]
+        labels = labels_of(batch)
+        found = []
+        for row in rows:
+            only = torch.full_like(labels, IGNORE_INDEX)
+            only[row] = labels[row]
+            found.append(torch.tensor([self._probe.ask({**batch, 'labels': only}).own]))
+        return found
+
+    def _difference(self, what: str, how: str, expected: torch.Tensor, found: torch.Tensor) -> str | None:
+        if len(found) != len(expected):
+            return f'{what}: {len(found)} loss-generating tokens instead of {len(expected)}'
+        if len(expected) == 0:
+            return None
+        differences = (found - expected).abs().nan_to_num(nan=torch.inf)
+        worst = int(differences.argmax())
+        allowed = tolerance(float(expected[worst].abs()), self._noise)
+        if float(differences[worst]) <= allowed:
+            return None
+        return (
+            f'{what}: a token whose loss is {float(found[worst]):.6f} {how} and {float(expected[worst]):.6f} as '
+            f'the loader padded it, beside {self._count - 1} others (round-off is {allowed:.1e})'
         )
-    return rule
 
+    def _check_mean(self, split: Split | None, rules: CutRules) -> None:
+        """The formula itself: the loss of all rows is the mean of the rows' losses, weighted by their tokens."""
+        total = sum(self._counted)
+        if not self._check_loss or self._count == 1 or total == 0:
+            return
+        weighted = [own * n for own, n in zip(self._owns, self._counted, strict=True) if n]
+        mean, own = sum(weighted) / total, self._together.own
+        if abs(mean - own) <= tolerance(abs(own), self._noise):
+            return
+        hint = (
+            'The model adds the load-balancing loss of its router, a statistic of the microbatch: set '
+            '`output_router_logits=False` in its config, or return a dict of terms from `loss` and declare it: '
+            "`loss_units={'lm': 'tokens', 'router': 'microbatches'}` with `token_data_spec(..., regroup=False)`."
+            if self._router
+            else 'It holds a term that depends on which rows share a microbatch. Return the terms as a dict and name '
+            "the unit of each in `loss_units` ('samples', 'coupled_samples' or 'microbatches'), or leave the term out."
+        )
+        raise RuntimeError(
+            f"The model's own loss must be the mean over its loss-generating tokens, got: {own:.6f} for {self._count} "
+            f'rows together, and {mean:.6f} as the mean of the rows one by one. {hint}'
+        )
 
-def check_packed(state: State, terms: LossTerms) -> None:
-    """Raises RuntimeError if the model's loss of packed rows is not that of the same rows padded."""
-    rows = _probe_rows(state.batch, 3)
-    check_packing(
-        *_forward_and_loss(state, terms),
-        state.device.batch_to_device(rows),
-        state.device.batch_to_device(pack_rows(BatchLayout.infer(rows), rows)),
-        modules=(state.model,),
-    )
+    def _check_packed(self, split: Split) -> None:
+        everything = list(range(self._count))
+        try:
+            packed = self._on_device(split.assemble(self._layout, self._rows, everything, split.rules))
+            answer = self._probe.ask(packed)
+        except (RuntimeError, ValueError, IndexError, TypeError, KeyError) as error:
+            raise RuntimeError(f'The model must take packed rows, got: {error}. Set `packing=False`.') from error
+        if answer.logits is not None:
+            found = token_losses(answer.logits, packed, self._rule)
+            failure = self._difference(f'{self._count} rows', 'packed', torch.cat(self._expected), found)
+        else:
+            failure = self._packed_one_by_one(packed)
+        total = sum(self._counted)
+        if failure is None and self._check_loss and total:
+            own = self._together.own
+            if not abs(answer.own - own) <= tolerance(abs(own), self._noise):
+                failure = f'packed: a mean loss of {answer.own:.6f}, and of {own:.6f} padded'
+        if failure is not None:
+            raise RuntimeError(
+                f'The model must tell packed documents apart, got: {failure}. Attention, positions or states leak from '
+                'one document to the next. Set `packing=False`, which is exact.'
+            )
 
+    def _packed_one_by_one(self, packed: Batch) -> str | None:
+        """Without logits: the loss of each document of the packed row, its labels alone."""
+        labels = labels_of(packed)
+        documents = (packed['position_ids'] == 0).cumsum(dim=1) - 1
+        for row in range(self._count):
+            only = labels.masked_fill(documents != row, IGNORE_INDEX)
+            found = torch.tensor([self._probe.ask({**packed, 'labels': only}).own])
+            failure = self._difference(f'row {self._name(row)}', 'packed', self._expected[row], found)
+            if failure is not None:
+                return failure
+        return None
 
-def _forward_and_loss(
-    state: State, terms: LossTerms
-) -> tuple[Callable[[Any], Any], Callable[[Any, Any], torch.Tensor]]:
-    """The model's forward as the trainer calls it, and the term of its loss that is a mean over tokens."""
-    model: Any = state.model.module if isinstance(state.model, DistributedDataParallel) else state.model
+    def _name(self, row: int) -> str:
+        ids = self._rows.get('sample_ids')
+        return repr(ids[row]) if isinstance(ids, (list, tuple)) and len(ids) == self._count else str(row)
 
-    def forward(batch: Any) -> Any:
-        with get_precision_context(state.precision, state.precision_config):
-            return model(batch)
-
-    return forward, lambda outputs, batch: terms.token_term(model.loss(outputs, batch))
-
-
-def _probe_rows(batch: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """The rows that all ranks probe with: rank 0's, because FSDP hangs if only some ranks' rows have images."""
-    try:
-        layout = BatchLayout.infer(batch)
-        lengths, labelled = layout.lengths(batch), count_tokens(batch).loss_generating
-        # The shortest rows with enough labels to tell the rules apart.
-        order = sorted(range(len(lengths)), key=lambda index: (labelled[index] < 2, lengths[index]))
-        chosen = layout.trim(layout.select(batch, order[:count]))
-    except (KeyError, ValueError):  # a layout that only the user's split knows: the probe masks all rows but one
-        chosen = dict(batch)
-    shared = [chosen]
-    dist.broadcast_object_list(shared, src=0)
-    return shared[0]
+    def _explained(self, failure: str) -> str:
+        return (
+            f"A row's losses must not depend on the rows beside it nor on its padding, got: {failure}. No cut leaves "
+            'them alone: rows see each other in this model (statistics of the batch, attention over padding, a state '
+            'that runs on). Exact is one microbatch a rank that holds the whole device batch, on one rank; else pad '
+            'rows on the other side, freeze the layer, or pass `position_ids` and an `attention_mask` that tell '
+            'padding apart.'
+        )

@@ -65,6 +65,10 @@ class LossTerms:
         self._check_no_units(loss)
         return loss if isinstance(loss, torch.Tensor) else loss[0]
 
+    def terms(self, loss: Any) -> list[torch.Tensor]:
+        """All terms of a loss."""
+        return list(_terms(loss))
+
     def replace_empty(self, loss: Any, zero: torch.Tensor) -> Any:
         """The loss of a microbatch without loss-generating tokens: its token terms are zero, not a mean over none."""
         if not isinstance(loss, Mapping):

@@ -1,18 +1,16 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Finds which labels a model's own loss averages over, by asking the model.
-
-The rule depends on the model class and the transformers version, and a wrong one is silent. So one row is given labels
-that make the rules differ (at position 0 and on an unattended position), and the rule whose mean equals the model's
-own loss is the model's.
-"""
+"""What a run's own model answers to a few rows: the loss of every token, and the loss it would train on."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,13 +18,129 @@ import torch.nn.functional as F
 
 from composer_tokacc.counting import IGNORE_INDEX, LOSS_RULES, labels_of, loss_mask
 
-__all__ = ['check_packing', 'find_loss_rule', 'logits_of', 'probe_batch']
+__all__ = ['Answer', 'Probe', 'find_loss_rule']
 
-# The model computes its mean from the very logits that it returns, so rounding alone separates the two.
-RELATIVE_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
-HALF_TOLERANCE = 1e-2
-# Few labels, so that one of them moves the mean.
-MAX_LABELS = 4
+Batch = Mapping[str, Any]
+
+NOISE_FACTOR = 8
+"""Tolerance over the measured round-off: kernels for other shapes round every sum, the measurement only its result."""
+FLOOR = 64 * torch.finfo(torch.float32).eps
+"""Tolerance of a loss of size 1 where rounding moves nothing. Independent rows of 13 text families differ by at most
+3e-6, the weakest leak (BERT, freshly initialised, packed) by 2e-3."""
+NUM_LABELS = 4
+"""Labels of a row that is asked for the rule: few, so that one of them moves the mean."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What the model says of a batch.
+
+    Args:
+        own: The model's own loss, the term that is a mean over tokens.
+        logits: ``(rows, width, vocabulary)``, or None where the model gives none.
+        has_router_loss: Whether it returns the load-balancing loss of a mixture of experts as well.
+    """
+
+    own: float
+    logits: torch.Tensor | None
+    has_router_loss: bool = False
+
+
+class Probe:
+    """The model's own forward and loss, without gradients, dropout or autocast.
+
+    Args:
+        forward: The model's forward, as the trainer calls it.
+        loss: The term of its loss that is a mean over tokens, of outputs and batch.
+        model: The module, for its mode and its weights' precision.
+        precision: Context in which the trainer runs the forward. Weights in float32 are probed without it, because in
+            float32 a leak of 2e-3 is plain to see and in bfloat16 it is not.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[Any], Any],
+        loss: Callable[[Any, Any], torch.Tensor],
+        model: torch.nn.Module,
+        precision: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
+        self._forward = forward
+        self._loss = loss
+        self._model = model
+        self._precision = precision
+        parameter = next(model.parameters(), None)
+        self._in_full = parameter is not None and parameter.dtype == torch.float32
+        self._device_type = parameter.device.type if parameter is not None else 'cpu'
+
+    @classmethod
+    def of_model(cls, model: Any) -> Probe:
+        """Of a ComposerModel, or of a Hugging Face model that computes its own loss."""
+        if hasattr(model, 'eval_forward'):
+            return cls(model, lambda outputs, batch: model.loss(outputs, batch), model)
+        named = inspect.signature(model.forward).parameters
+
+        def forward(batch: Batch) -> Any:
+            return model(**{key: value for key, value in batch.items() if key in named})
+
+        return cls(forward, lambda outputs, batch: outputs['loss'], model)
+
+    def ask(self, batch: Batch) -> Answer:
+        """The model's answer to a batch on its device; eager, in eval mode, leaving random numbers as they were."""
+        with torch.no_grad(), _undisturbed(self._model), torch.compiler.set_stance('force_eager'):
+            answer = self._in_full_precision(batch) if self._in_full else None
+            if answer is None:
+                answer = self._answer(batch, self._precision())
+        if answer.logits is not None:
+            _check_width(answer.logits, batch)
+        return answer
+
+    def _in_full_precision(self, batch: Batch) -> Answer | None:
+        """None where a kernel knows half precision only, as flash attention does."""
+        try:
+            return self._answer(batch, torch.autocast(self._device_type, enabled=False))
+        except RuntimeError:
+            self._in_full = False
+            return None
+
+    def _answer(self, batch: Batch, precision: contextlib.AbstractContextManager[Any]) -> Answer:
+        with precision:
+            outputs = self._forward(dict(batch))
+            own = self._loss(outputs, dict(batch)).float().mean().item()
+        return Answer(own=own, logits=logits_of(outputs), has_router_loss=_has_router_loss(outputs))
+
+    def noise(self, batch: Batch, rule: str, answer: Answer) -> float:
+        """How far one rounding at every layer moves a token's loss (the whole loss, where the model gives no logits).
+
+        Every layer's output is moved by its last digit, up or down. Running the same rows in another order or number
+        would not do: kernels then make the very same sums, and the difference is 0.
+        """
+        generators: dict[torch.device, torch.Generator] = {}
+
+        def move(module: torch.nn.Module, args: Any, output: Any) -> Any:
+            if not isinstance(output, torch.Tensor) or not output.dtype.is_floating_point:
+                return output
+            if output.device not in generators:
+                generators[output.device] = torch.Generator(output.device).manual_seed(0)
+            up = torch.rand(output.shape, generator=generators[output.device], device=output.device) < 0.5
+            eps = torch.finfo(output.dtype).eps
+            return output * torch.where(up, 1 + eps, 1 - eps).to(output.dtype)
+
+        leaves = [module for module in self._model.modules() if next(module.children(), None) is None]
+        hooks = [module.register_forward_hook(move) for module in leaves]
+        try:
+            moved = self.ask(batch)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if answer.logits is None or moved.logits is None:
+            return abs(moved.own - answer.own)
+        difference = token_losses(moved.logits, batch, rule) - token_losses(answer.logits, batch, rule)
+        return difference.abs().max().item() if len(difference) else 0.0
+
+
+def tolerance(size: float, noise: float) -> float:
+    """By how much two losses of about ``size`` may differ and be the same."""
+    return NOISE_FACTOR * noise + FLOOR * (1 + abs(size))
 
 
 def logits_of(outputs: Any) -> torch.Tensor | None:
@@ -37,133 +151,172 @@ def logits_of(outputs: Any) -> torch.Tensor | None:
     return logits if isinstance(logits, torch.Tensor) and logits.dim() == 3 else None
 
 
-def probe_batch(batch: Mapping[str, Any], logits: torch.Tensor | None = None) -> dict[str, Any]:
-    """A copy of a batch with labels on its first row alone, which make the rules differ.
-
-    Position 0 gets a label, and the row's last labelled position loses its attention but keeps its label. With
-    ``logits`` these two labels are the least likely tokens, so that the rules' means lie far apart.
-    """
-    ids, mask = batch.get('input_ids'), batch.get('attention_mask')
-    old = labels_of(batch)
-    labels = torch.full_like(old, IGNORE_INDEX)
-    probed = {**batch, 'labels': labels}
-    labelled = [p for p in (old[0] != IGNORE_INDEX).nonzero().flatten().tolist() if p > 0][-MAX_LABELS:]
-    labelled = labelled or [old.shape[1] - 1]
-    labels[0, labelled] = old[0, labelled]
-    for position in (0, labelled[0]):
-        if labels[0, position] == IGNORE_INDEX:
-            labels[0, position] = ids[0, position] if ids is not None and ids.shape == labels.shape else 0
-    if mask is not None and mask.shape == labels.shape and len(labelled) > 1:
-        probed['attention_mask'] = mask.clone()
-        probed['attention_mask'][0, labelled[-1]] = 0
-    if logits is not None:
-        labels[0, 0] = logits[0, 0].argmin()
-        labels[0, labelled[-1]] = logits[0, max(labelled[-1] - 1, 0)].argmin()
-    return probed
-
-
-def rule_means(logits: torch.Tensor, batch: Mapping[str, Any]) -> dict[str, float]:
-    """Mean cross-entropy under every rule."""
+def token_losses(logits: torch.Tensor, batch: Batch, rule: str) -> torch.Tensor:
+    """Cross-entropy of every loss-generating token, row by row, float32 (number of tokens,) on the CPU."""
     labels = labels_of(batch).to(logits.device)
-    means = {}
-    for rule in LOSS_RULES:
-        counted = loss_mask({**batch, 'labels': labels}, rule).to(logits.device)
-        predicted = logits if rule == 'unshifted' else logits[:, :-1]
-        if rule != 'unshifted':
-            labels_of_rule, counted = labels[:, 1:], counted[:, 1:]
-        else:
-            labels_of_rule = labels
-        means[rule] = F.cross_entropy(predicted[counted].float(), labels_of_rule[counted]).item()
-    return means
+    counted = loss_mask({**batch, 'labels': labels}, rule).to(logits.device)
+    if rule != 'unshifted':
+        logits, labels, counted = logits[:, :-1], labels[:, 1:], counted[:, 1:]
+    return F.cross_entropy(logits[counted].float(), labels[counted], reduction='none').cpu()
 
 
-def find_loss_rule(
-    forward: Callable[[dict[str, Any]], Any],
-    loss: Callable[[Any, dict[str, Any]], torch.Tensor],
-    batch: Mapping[str, Any],
-    *,
-    loss_tokens: str = 'auto',
-    modules: Sequence[torch.nn.Module] = (),
-) -> str | None:
+def find_loss_rule(probe: Probe, row: Batch, *, loss_tokens: str = 'auto') -> str:
     """Finds, or confirms, the rule by which the model averages its loss.
 
-    Args:
-        forward: The model's forward, as the trainer calls it.
-        loss: The model's own loss of outputs and batch, the token-averaged term.
-        batch: One row, on the model's device.
-        loss_tokens: ``'auto'``, or the rule that must be confirmed.
-        modules: Modules put into eval mode meanwhile, so that no statistics or dropout are touched.
+    The rule depends on the model class and the transformers version, and a wrong one is silent. So one row is given
+    labels that make the rules differ (at position 0 and on an unattended position), and the rule whose mean equals the
+    model's own loss is the model's. Where there are no logits to take a mean of, or the loss of a token is not its
+    plain cross-entropy (label smoothing, z-loss), the rule follows from losses alone: see :func:`_rule_from_losses`.
 
-    Returns:
-        str | None: The rule; None where the model gives no logits, so that nothing could be checked.
+    Args:
+        probe: The model.
+        row: One row, on the model's device.
+        loss_tokens: ``'auto'``, or the rule that must be confirmed.
 
     Raises:
-        RuntimeError: If no rule's mean, or not that of the given rule, equals the model's loss.
+        RuntimeError: If no rule, or not the given one, is the model's.
     """
-    with torch.no_grad(), _undisturbed(modules):
-        # Labels do not change the logits, so the first forward may choose the labels of the second. The mask does.
-        first = probe_batch(batch)
-        logits = logits_of(forward(dict(first)))
-        if logits is None:
-            return None
-        _check_width(logits, first)
-        probed = probe_batch(batch, logits)
-        outputs = forward(dict(probed))
-        own = loss(outputs, probed)
-        model_loss, tolerance = own.float().mean().item(), RELATIVE_TOLERANCE.get(own.dtype, HALF_TOLERANCE)
-        logits = logits_of(outputs)
-        assert logits is not None, 'the same model gave logits a moment ago'
-        means = rule_means(logits, probed)
-    matching = [rule for rule in LOSS_RULES if math.isclose(means[rule], model_loss, rel_tol=tolerance)]
-    matching.sort(key=lambda rule: abs(means[rule] - model_loss))
-    numbers = ', '.join(f'{rule} {mean:.6f}' for rule, mean in means.items())
-    if not matching:
-        raise RuntimeError(
-            f"The model's own loss must be the mean over its loss-generating tokens, got: {model_loss:.6f} where the "
-            f'rules give {numbers}. The model changes labels inside forward, adds a term (name it in `loss_units`), or '
-            'does not average over tokens. `check_loss=False` with an explicit `loss_tokens` skips this check.'
-        )
+    # Labels do not change the logits, so the first forward may choose the labels of the second. The mask does.
+    first = probe.ask(_with_telling_labels(row))
+    numbers = ''
+    matching: list[str] = []
+    if first.logits is not None:
+        probed = _with_telling_labels(row, first.logits)
+        answer = probe.ask(probed)
+        assert answer.logits is not None, 'the same model gave logits a moment ago'
+        means = {rule: token_losses(answer.logits, probed, rule).mean().item() for rule in LOSS_RULES}
+        allowed = 1e-4 * abs(answer.own) if answer.logits.dtype == torch.float32 else 1e-2 * abs(answer.own)
+        matching = [rule for rule in LOSS_RULES if abs(means[rule] - answer.own) <= allowed]
+        matching.sort(key=lambda rule: abs(means[rule] - answer.own))
+        numbers = f'{answer.own:.6f} where the rules give ' + ', '.join(f'{r} {mean:.6f}' for r, mean in means.items())
+    matching = matching or _rule_from_losses(probe, row, numbers)
     if loss_tokens == 'auto':
         # Rules that agree even here (no attention mask) count the same, and the sort is stable.
         return matching[0]
     if loss_tokens not in matching:
         raise RuntimeError(
-            f'`loss_tokens` must be the rule by which the model averages its loss, got: {loss_tokens!r}, whose mean is '
-            f"{means[loss_tokens]:.6f}; the model's own is {model_loss:.6f} ({numbers}). "
-            f'Set `loss_tokens={matching[0]!r}`.'
+            f'`loss_tokens` must be the rule by which the model averages its loss, got: {loss_tokens!r}, but the model '
+            f'averages by {matching[0]!r} ({numbers or "found from its losses"}). Set `loss_tokens={matching[0]!r}`.'
         )
     return loss_tokens
 
 
-def check_packing(
-    forward: Callable[[dict[str, Any]], Any],
-    loss: Callable[[Any, dict[str, Any]], torch.Tensor],
-    padded: dict[str, Any],
-    packed: dict[str, Any],
-    *,
-    modules: Sequence[torch.nn.Module] = (),
-) -> None:
-    """Holds the loss of packed rows to that of the same rows padded: attention that leaks shows nowhere else.
+def _with_telling_labels(row: Batch, logits: torch.Tensor | None = None) -> dict[str, Any]:
+    """The row with labels that make the rules differ.
 
-    Raises:
-        RuntimeError: If they differ, or the model takes no packed rows.
+    Position 0 gets a label, and the row's last labelled position loses its attention but keeps its label. With
+    ``logits`` these two labels are the least likely tokens, so that the rules' means lie far apart.
     """
-    with torch.no_grad(), _undisturbed(modules):
-        own = loss(forward(padded), padded)
-        try:
-            found = loss(forward(packed), packed)
-        except (RuntimeError, ValueError, IndexError) as error:
-            raise RuntimeError(f'The model must take packed rows, got: {error}. Set `packing=False`.') from error
-    tolerance = RELATIVE_TOLERANCE.get(own.dtype, HALF_TOLERANCE)
-    if not math.isclose(own.item(), found.item(), rel_tol=tolerance):
+    old = labels_of(row)
+    labels = torch.full_like(old, IGNORE_INDEX)
+    probed = {**row, 'labels': labels}
+    places = _labelled_places(row)
+    for place in (0, *places):
+        labels[0, place] = _token_at(row, place)
+    mask = row.get('attention_mask')
+    if mask is not None and mask.shape == labels.shape and len(places) > 1:
+        probed['attention_mask'] = mask.clone()
+        probed['attention_mask'][0, places[-1]] = 0
+    if logits is not None:
+        labels[0, 0] = logits[0, 0].argmin()
+        labels[0, places[-1]] = logits[0, max(places[-1] - 1, 0)].argmin()
+    return probed
+
+
+def _labelled_places(row: Batch) -> list[int]:
+    """The row's last few labelled positions, but for position 0; its last attended ones where it has too few."""
+    old = labels_of(row)
+    places = [place for place in (old[0] != IGNORE_INDEX).nonzero().flatten().tolist() if place > 0]
+    if len(places) < 2:
+        mask = row.get('attention_mask')
+        attended = mask[0] if mask is not None and mask.shape == old.shape else torch.ones_like(old[0])
+        places = [place for place in (attended != 0).nonzero().flatten().tolist() if place > 0] or [old.shape[1] - 1]
+    return places[-NUM_LABELS:]
+
+
+def _token_at(row: Batch, place: int) -> int:
+    """A label for the position: its own, else its token."""
+    labels, ids = labels_of(row), row.get('input_ids')
+    if labels[0, place] != IGNORE_INDEX:
+        return int(labels[0, place])
+    return int(ids[0, place]) if isinstance(ids, torch.Tensor) and ids.shape == labels.shape else 0
+
+
+def _rule_from_losses(probe: Probe, row: Batch, numbers: str) -> list[str]:
+    """The rules that agree with the model's own losses of one row under chosen labels; no logits are needed.
+
+    If the loss is a mean over the labels that count, the loss of two labels is the mean of their losses alone, and a
+    label that does not count changes nothing. So three questions are asked, of two labelled positions p < q:
+
+    - is L(p, q) the mean of L(p) and L(q)? A mean over all positions, or a sum, is not;
+    - is L(0, p) equal to L(p) (position 0 does not count), or the mean of L(0) and L(p) (it does)?
+    - with q unattended, is L(p, q) equal to L(p) (it does not count), or the mean of both (it does)?
+    """
+    places = [place for place in _labelled_places(row) if place > 0]
+    mask = row.get('attention_mask')
+    has_mask = isinstance(mask, torch.Tensor) and mask.shape == labels_of(row).shape
+
+    def own(*labelled: int, attended: bool = True) -> float:
+        labels = torch.full_like(labels_of(row), IGNORE_INDEX)
+        for number, place in enumerate(labelled):
+            # Unequal labels, or a mean of two equal losses would look like either of them.
+            labels[0, place] = _token_at(row, place) if number == 0 else _token_at(row, labelled[0])
+        probed = {**row, 'labels': labels}
+        if not attended:
+            assert isinstance(mask, torch.Tensor)
+            probed['attention_mask'] = mask.clone()
+            probed['attention_mask'][0, q] = 0
+        return probe.ask(probed).own
+
+    if len(places) < 2:
         raise RuntimeError(
-            f'The model must tell packed documents apart, got: a loss of {found.item():.6f} packed and '
-            f'{own.item():.6f} padded, so attention leaks from one document to the next. Set `packing=False`, or use '
-            'attn_implementation flash_attention_2 or sdpa with a transformers release that supports packing.'
+            "The model's own loss must be the mean over its loss-generating tokens, got: a batch without a row of two "
+            'labels to find out by. Put longer answers first, or give `loss_tokens` with `check_loss=False`.'
         )
+    p, q = places[-2], places[-1]
+    only_p = {**row, 'labels': _one_label(row, p, _token_at(row, p))}
+    answer = probe.ask(only_p)
+    alone, both = answer.own, own(p, q)
+    last = probe.ask({**row, 'labels': _one_label(row, q, _token_at(row, p))}).own
+    noise = probe.noise(only_p, 'causal', dataclasses.replace(answer, logits=None))
+    allowed = tolerance(max(abs(alone), abs(last)), noise)
+    told_apart = abs(alone - last) > 4 * allowed
+    if not (math.isfinite(both) and told_apart and _is(both, (alone + last) / 2, allowed)):
+        raise RuntimeError(
+            "The model's own loss must be the mean over its loss-generating tokens, got: "
+            f'{numbers + "; and " if numbers else ""}{both:.6f} for two labels whose losses alone are {alone:.6f} and '
+            f'{last:.6f}. The model changes labels inside forward, adds a term, or does not average over tokens. A '
+            'model that returns a dict of terms can name them in `loss_units`; `check_loss=False` with an explicit '
+            '`loss_tokens` skips this check.'
+        )
+    with_first = own(p, 0)
+    if _is(with_first, alone, allowed):
+        rules = ['causal', 'causal_attended']
+    else:
+        first = probe.ask({**row, 'labels': _one_label(row, 0, _token_at(row, p))}).own
+        if _is(with_first, (alone + first) / 2, allowed):
+            return ['unshifted']
+        raise RuntimeError(
+            f"The model's own loss must count a label at position 0 or not, got: {with_first:.6f} with one beside a "
+            f'label whose loss is {alone:.6f}. `check_loss=False` with an explicit `loss_tokens` skips this check.'
+        )
+    if not has_mask:
+        return rules
+    counted = not _is(own(p, q, attended=False), own(p, attended=False), allowed)
+    return ['causal'] if counted else ['causal_attended']
 
 
-def _check_width(logits: torch.Tensor, batch: Mapping[str, Any]) -> None:
+def _one_label(row: Batch, place: int, token: int) -> torch.Tensor:
+    labels = torch.full_like(labels_of(row), IGNORE_INDEX)
+    labels[0, place] = token
+    return labels
+
+
+def _is(found: float, expected: float, allowed: float) -> bool:
+    return math.isfinite(found) and abs(found - expected) <= allowed
+
+
+def _check_width(logits: torch.Tensor, batch: Batch) -> None:
     labels = labels_of(batch)
     if logits.shape[:2] != labels.shape:
         raise RuntimeError(
@@ -173,8 +326,13 @@ def _check_width(logits: torch.Tensor, batch: Mapping[str, Any]) -> None:
         )
 
 
+def _has_router_loss(outputs: Any) -> bool:
+    found = outputs.get('aux_loss') if isinstance(outputs, Mapping) else getattr(outputs, 'aux_loss', None)
+    return isinstance(found, torch.Tensor)
+
+
 @contextlib.contextmanager
-def _undisturbed(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
+def _undisturbed(*modules: torch.nn.Module) -> Iterator[None]:
     """Eval mode and a forked random state: the run is the same with and without the probe."""
     training = [(module, module.training) for top in modules for module in top.modules()]
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,28 +14,28 @@ import torch
 from composer_tokacc.algorithm.rank_sum import RankSum
 from composer_tokacc.counting import loss_mask
 
-__all__ = ['Microbatch', 'StepGuard']
+__all__ = ['MicrobatchWeight', 'StepGuard']
 
 # Composer computes its weight in double and applies it in float32.
 RELATIVE_TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Microbatch:
+class MicrobatchWeight:
     """Counts of one microbatch and of its step.
 
     Args:
         num_tokens: Loss-generating tokens.
         num_samples: Rows that are samples.
         num_positions: Rows times padded width: what Composer's default token counter would say.
-        of: Number of microbatches with samples that this rank makes of the step.
+        num_microbatches: Number of microbatches with samples that this rank makes of the step.
         step: The step that it is part of.
     """
 
     num_tokens: int
     num_samples: int
     num_positions: int
-    of: int
+    num_microbatches: int
     step: StepGuard
 
     @property
@@ -48,7 +48,7 @@ class Microbatch:
         if self.num_samples == 0:
             return dict.fromkeys(('tokens', 'samples', 'coupled_samples', 'microbatches'), 0.0)
         tokens = self.num_tokens / max(self.step.tokens, 1) * self.step.samples / self.num_samples
-        microbatches = 1.0 / (self.of * self.weight)
+        microbatches = 1.0 / (self.num_microbatches * self.weight)
         return {'tokens': tokens, 'samples': 1.0, 'coupled_samples': 1.0, 'microbatches': microbatches}
 
 
@@ -69,9 +69,10 @@ class StepGuard:
     local_tokens: int
     local_samples: int
     world_size: int
-    _microbatches: list[Microbatch] = field(default_factory=list)
+    _microbatches: list[MicrobatchWeight] = field(default_factory=list)
     _labelled: list[Mapping[str, torch.Tensor]] = field(default_factory=list)
     _observed: list[torch.Tensor] = field(default_factory=list)
+    _losses: list[torch.Tensor] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
@@ -88,14 +89,19 @@ class StepGuard:
         self._microbatches.clear()
         self._labelled.clear()
         self._observed.clear()
+        self._losses.clear()
 
     def add_microbatch(
-        self, *, num_tokens: int, num_samples: int, labelled: Mapping[str, torch.Tensor], of: int
-    ) -> Microbatch:
+        self, *, num_tokens: int, num_samples: int, labelled: Mapping[str, torch.Tensor], num_microbatches: int
+    ) -> MicrobatchWeight:
         """Notes a microbatch; its labels (and attention mask) on the device are looked at in :meth:`check`."""
         num_positions = labelled['labels'].numel()
-        microbatch = Microbatch(
-            num_tokens=num_tokens, num_samples=num_samples, num_positions=num_positions, of=of, step=self
+        microbatch = MicrobatchWeight(
+            num_tokens=num_tokens,
+            num_samples=num_samples,
+            num_positions=num_positions,
+            num_microbatches=num_microbatches,
+            step=self,
         )
         self._microbatches.append(microbatch)
         self._labelled.append(labelled)
@@ -110,26 +116,44 @@ class StepGuard:
         """Microbatches of this rank without loss-generating tokens."""
         return sum(microbatch.num_tokens == 0 for microbatch in self._microbatches)
 
-    def check(self, *, gradient_scale: float, by_microbatch: bool = False) -> None:
+    def add_losses(self, losses: Sequence[torch.Tensor]) -> None:
+        """Notes the terms of a microbatch's loss, as the model gave them."""
+        self._losses += [loss.detach() for loss in losses]
+
+    def check(self, *, gradients: Sequence[torch.Tensor], gradient_scale: float, by_microbatch: bool = False) -> None:
         """Raises RuntimeError unless all samples, tokens and weights of the step are accounted for.
 
         Args:
+            gradients: This rank's gradients, to be finite where the losses are; none: not looked at.
             gradient_scale: Loss scale of mixed precision, 1 without.
             by_microbatch: Whether a term was divided by the number of microbatches.
         """
         # The only device sync: once a step, where Composer reads the loss anyway.
         counts = [loss_mask(microbatch, self.rule).sum() for microbatch in self._labelled]
-        labelled = torch.stack(counts).tolist() if counts else []
+        finite = [torch.stack([loss.isfinite().all() for loss in self._losses]).all()] if self._losses else []
+        finite += [torch.nn.utils.get_total_norm(gradients).isfinite()] if gradients else []
+        read = torch.stack([*counts, *(flag.to(torch.int64) for flag in finite)]).tolist() if counts or finite else []
+        labelled = read[: len(counts)]
         observed = torch.stack(self._observed).tolist() if self._observed else []
+        self._check_finite(read[len(counts) :])
         self._check_rows()
         self._check_labels(labelled)
         self._check_weights([weight / gradient_scale for weight in observed])
         found = sum(microbatch.num_samples > 0 for microbatch in self._microbatches)
-        if by_microbatch and any(microbatch.of != found for microbatch in self._microbatches):
+        if by_microbatch and any(microbatch.num_microbatches != found for microbatch in self._microbatches):
             raise RuntimeError(
                 f"A term in units of 'microbatches' needs their number beforehand, got: {found} microbatches where "
-                f'{self._microbatches[0].of} were expected. Split with token_data_spec().'
+                f'{self._microbatches[0].num_microbatches} were expected. Split with token_data_spec().'
             )
+
+    def _check_finite(self, flags: list[int]) -> None:
+        if flags != [1, 0]:  # losses finite, gradients not; where a loss is not, the gradient only follows it
+            return
+        raise RuntimeError(
+            f'Gradients must be finite where every loss is, got: NaN or infinity, with {self.num_empty} microbatches '
+            'without loss-generating tokens. A loss that divides by its number of tokens gives 0 / 0 there; divide by '
+            'at least 1, or keep samples without labels out of the data.'
+        )
 
     def _check_rows(self) -> None:
         samples = sum(microbatch.num_samples for microbatch in self._microbatches)

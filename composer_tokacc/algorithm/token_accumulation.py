@@ -5,29 +5,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from composer.core import Algorithm, Event, State
+from composer.core.precision import get_precision_context
 from composer.loggers import Logger
 from composer.utils import dist
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
-from composer_tokacc.algorithm.first_batch import check_packed, check_sharding, find_rule
+from composer_tokacc.algorithm.first_batch import KINDS, CutRules, FirstBatchCheck, check_sharding, kinds_of, split_of
 from composer_tokacc.algorithm.loss_terms import LossTerms, attached_zero
+from composer_tokacc.algorithm.probe import Probe
 from composer_tokacc.algorithm.rank_sum import RankSum
 from composer_tokacc.algorithm.row_coupling import check_rows_are_independent
 from composer_tokacc.algorithm.step_guard import StepGuard
 from composer_tokacc.counting import (
-    LOSS_TOKENS,
-    NUM_MICROBATCHES,
-    PACKED,
-    PACKED_CHECKED,
-    REGROUPED,
-    annotate,
+    CARRIED,
+    Batch,
+    carried,
+    carry,
     check_rule,
     labels_of,
+    num_loss_tokens,
     num_samples,
+    with_one_label,
+    without_carried,
 )
+from composer_tokacc.layout import BatchLayout
 
 __all__ = ['TokenAccumulation']
 
@@ -87,22 +94,34 @@ class TokenAccumulation(Algorithm):
             )
         self.check_loss = check_loss
         self.loss_terms = LossTerms(loss_units)
-        self.rule: str | None = None if check_loss else loss_tokens
         self.num_empty_steps = 0
-        self._coupling_checked = False
-        self._packing_checked = False
+        self._check: FirstBatchCheck | None = None
+        self._layout: BatchLayout | None = None
+        self._proven = [False] * len(KINDS)
         self._guard: StepGuard | None = None
+        self._device_batch: Batch = {}
+        self._microbatch: Any = None
         self._raw_loss: Any = None
         self._actions = {
-            Event.FIT_START: self._check_model,
+            Event.FIT_START: self._start_fit,
             Event.BATCH_START: self._count,
             Event.BEFORE_TRAIN_BATCH: self._start_attempt,
-            Event.BEFORE_FORWARD: self._read_totals,
+            Event.BEFORE_FORWARD: self._hide_carried,
             Event.AFTER_LOSS: self._replace_empty,
             Event.BEFORE_BACKWARD: self._scale,
             Event.AFTER_BACKWARD: self._restore,
             Event.AFTER_TRAIN_BATCH: self._finish,
         }
+
+    def __repr__(self) -> str:
+        """As it would be written."""
+        units = self.loss_terms.loss_units
+        return f'TokenAccumulation(loss_tokens={self.loss_tokens!r}, loss_units={units}, check_loss={self.check_loss})'
+
+    @property
+    def rule(self) -> str | None:
+        """The counting rule, once it is known."""
+        return self._check.rule if self._check is not None else None
 
     def match(self, event: Event, state: State) -> bool:
         """Runs on the events named above."""
@@ -117,74 +136,122 @@ class TokenAccumulation(Algorithm):
         return {'rule': self.rule, 'num_empty_steps': self.num_empty_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the count of empty steps; the rule is probed afresh, since versions may have changed."""
+        """Restores the count of empty steps; rule and rows are checked afresh, since versions may have changed."""
         self.num_empty_steps = state['num_empty_steps']
 
-    def _check_model(self, state: State, logger: Logger) -> None:
-        """FIT_START: the model is wrapped now."""
+    def _start_fit(self, state: State, logger: Logger) -> None:
+        """FIT_START: the model is wrapped now. A second fit may bring another loader, so rows are checked again."""
         check_sharding(state.model)
+        self._check = None
 
     def _count(self, state: State, logger: Logger) -> None:
         """BATCH_START: ``state.batch`` is the whole device batch, still on the CPU, so counting syncs nothing."""
         labels_of(state.batch)
-        if REGROUPED in state.batch and not self._coupling_checked:
-            check_rows_are_independent(state.model, self.loss_terms.coupled)
-            self._coupling_checked = True
-        if self.rule is None:
-            self.rule = find_rule(state, self.loss_terms, self.loss_tokens)
-        batch = annotate(state.batch, self.rule)
-        if PACKED in batch:
-            if not self._packing_checked:
-                check_packed(state, self.loss_terms)
-                self._packing_checked = True
-            batch[PACKED] = PACKED_CHECKED
-        local_tokens, local_samples = sum(batch[LOSS_TOKENS]), num_samples(batch)
+        kinds = None
+        if self._check is None:
+            self._check = self._new_check(state)
+            kinds = kinds_of(self._layout, state.batch)
+            self._prove(state, state.batch, kinds, dist.all_gather_object(kinds))
+        kinds = kinds or kinds_of(self._layout, state.batch)
+        assert self.rule is not None
         # Carried by the batch, so that split_batch hands each microbatch its own counts.
-        state.batch = batch
+        state.batch = self._device_batch = carry(state.batch, self.rule)
+        local_tokens, local_samples = num_loss_tokens(state.batch), num_samples(state.batch)
         self._guard = StepGuard(
             rule=self.rule,
-            totals=RankSum((local_tokens, local_samples), state.device),
+            totals=RankSum((local_tokens, local_samples, *kinds), state.device),
             local_tokens=local_tokens,
             local_samples=local_samples,
             world_size=dist.get_world_size(),
         )
+
+    def _new_check(self, state: State) -> FirstBatchCheck:
+        """The questions to this model, and the layout that it shares with the split."""
+        split = split_of(state.dataloader)
+        regroups = split is not None and split.regroups
+        check_rows_are_independent(state.model, self.loss_terms.coupled if regroups else [], strict=self.check_loss)
+        self._layout = _layout_of(state, split)
+        if split is not None and split.layout is None:
+            split.layout = self._layout
+        self._proven = [False] * len(KINDS)
+        model: Any = state.model.module if isinstance(state.model, DistributedDataParallel) else state.model
+        probe = Probe(
+            model,
+            lambda outputs, batch: self.loss_terms.token_term(model.loss(outputs, batch)),
+            model,
+            lambda: get_precision_context(state.precision, state.precision_config),
+        )
+        to_device = state.device.batch_to_device
+        return FirstBatchCheck(probe, self._layout, to_device, loss_tokens=self.loss_tokens, check_loss=self.check_loss)
+
+    def _prove(self, state: State, batch: Batch, kinds: Sequence[int], of_ranks: Sequence[Sequence[int]]) -> None:
+        """Has the check look at rows of every kind that it has not seen yet; a collective."""
+        assert self._check is not None
+        split = split_of(state.dataloader)
+        if split is not None and not split.checked:
+            split.rules = CutRules()
+        while True:
+            # Of all ranks, so that they agree; the first check looks at the rows of a batch without any kind as well.
+            present = [any(of_kind) for of_kind in zip(*of_ranks, strict=True)]
+            new = [kind and not seen for kind, seen in zip(present, self._proven, strict=True)]
+            if not any(new) and self._check.was_run:
+                break
+            wanted = [int(kind and is_new) for kind, is_new in zip(kinds, new, strict=True)]
+            rules, seen = self._check.run(batch, split, wanted)
+            if split is not None:
+                split.rules, split.checked = rules, True
+            if not any(kind and is_new for kind, is_new in zip(seen, new, strict=True)):
+                break  # a kind that no chosen row shows, such as media that the layout cannot tell apart
+            self._proven = [bool(old or kind) for old, kind in zip(self._proven, seen, strict=True)]
 
     def _start_attempt(self, state: State, logger: Logger) -> None:
         """BEFORE_TRAIN_BATCH: fires once per attempt (an OOM retry or a closure called again starts afresh)."""
         assert self._guard is not None, 'BATCH_START comes before BEFORE_TRAIN_BATCH'
         self._guard.start_attempt()
 
-    def _read_totals(self, state: State, logger: Logger) -> None:
-        """BEFORE_FORWARD: Composer has just waited for its own all-reduce, and the device has nothing queued yet."""
+    def _hide_carried(self, state: State, logger: Logger) -> None:
+        """BEFORE_FORWARD: the totals are read, as Composer has just waited for its own; the model sees its own batch.
+
+        A compiled forward would be compiled anew for each list that the batch carries. A microbatch without
+        loss-generating tokens gets one label for the forward: a loss that divides by their number, and computes its
+        gradient in the forward as fused ones do, would make NaNs that no weight of zero takes out again.
+        """
         assert self._guard is not None
         self._guard.totals.read()
+        self._microbatch = state.batch
+        assert self.rule is not None
+        state.batch = without_carried(state.batch)
+        if carried(self._microbatch) and self._is_empty(self._microbatch):
+            state.batch = with_one_label(state.batch)
 
     def _replace_empty(self, state: State, logger: Logger) -> None:
-        """AFTER_LOSS: a mean over no tokens is NaN, and NaNMonitor and the loss log read it from here on."""
-        if self._is_empty(state.batch):
+        """AFTER_LOSS: the loss of a microbatch without tokens is zero; callbacks see what the batch carries again."""
+        state.batch, self._microbatch = self._microbatch, None
+        if carried(state.batch) and self._is_empty(state.batch):
             state.loss = self.loss_terms.replace_empty(state.loss, attached_zero(state.outputs, state.loss))
 
-    def _is_empty(self, batch: Mapping[str, Any]) -> bool:
-        return sum(batch[LOSS_TOKENS]) == 0 or num_samples(batch) == 0
+    def _is_empty(self, batch: Batch) -> bool:
+        return num_loss_tokens(batch) == 0 or num_samples(batch) == 0
 
     def _scale(self, state: State, logger: Logger) -> None:
         """BEFORE_BACKWARD: the last point where ``state.loss`` matters, so nothing may rescale it afterwards."""
         guard, batch = self._guard, state.batch
         assert guard is not None
-        assert self.rule is not None
-        if LOSS_TOKENS not in batch:
+        if 'loss_tokens' not in carried(batch):
             raise RuntimeError(
-                f'Microbatches must carry {LOSS_TOKENS!r}, which is written at BATCH_START, got: {sorted(batch)}. A '
-                'custom `split_batch` drops it; keep python lists with one entry per row, or use token_data_spec().'
+                f'Microbatches must carry the counts written at BATCH_START ({CARRIED}...), got: {sorted(batch)}. '
+                'A custom `split_batch` drops them; keep lists with one entry per row, or use token_data_spec().'
             )
         microbatch = guard.add_microbatch(
-            num_tokens=sum(batch[LOSS_TOKENS]),
+            num_tokens=num_loss_tokens(batch),
             num_samples=num_samples(batch),
             labelled={key: batch[key] for key in ('labels', 'attention_mask') if key in batch},
             # Composer's own split makes microbatches of a fixed number of rows; ours says how many it made.
-            of=batch.get(NUM_MICROBATCHES) or -(-guard.local_samples // int(state.device_train_microbatch_size or 1)),
+            num_microbatches=next(iter(carried(batch).get('microbatches', ())), 0)
+            or -(-guard.local_samples // int(state.device_train_microbatch_size or 1)),
         )
         self._raw_loss = state.loss
+        guard.add_losses(self.loss_terms.terms(state.loss))
         state.loss = self.loss_terms.scale(state.loss, microbatch.scales(), observe=guard.observe)
 
     def _restore(self, state: State, logger: Logger) -> None:
@@ -197,8 +264,19 @@ class TokenAccumulation(Algorithm):
         guard = self._guard
         assert guard is not None
         scaler = state.scaler
-        gradient_scale = scaler.get_scale() if scaler is not None and scaler.is_enabled() else 1.0
-        guard.check(gradient_scale=gradient_scale, by_microbatch=self.loss_terms.needs_microbatches)
+        is_scaled = scaler is not None and scaler.is_enabled()
+        guard.check(
+            # Infinities under a loss scale are the scaler's own business: it skips the step.
+            gradients=[] if is_scaled else _gradients(state.model),
+            gradient_scale=scaler.get_scale() if is_scaled and scaler is not None else 1.0,
+            by_microbatch=self.loss_terms.needs_microbatches,
+        )
+        kinds = [int(count > 0) for count in guard.totals.read()[2:]]
+        if any(kind and not seen for kind, seen in zip(kinds, self._proven, strict=True)):
+            own = kinds_of(self._layout, self._device_batch)
+            self._prove(state, self._device_batch, own, [kinds])
+            self._proven = [bool(old or kind) for old, kind in zip(self._proven, kinds, strict=True)]
+        self._device_batch = {}
         if guard.tokens == 0:
             # Zero gradients would still decay weights and move momentum; no gradients move nothing.
             for optimizer in state.optimizers:
@@ -211,3 +289,33 @@ class TokenAccumulation(Algorithm):
                 'token_accumulation/empty_steps': self.num_empty_steps,
             }
         )
+
+
+def _layout_of(state: State, split: Any) -> BatchLayout | None:
+    """The layout that the user gave, else the model's own, else that of the batch; None: rows cannot be told apart."""
+    if split is not None and split.layout is not None:
+        return split.layout
+    try:
+        layout = BatchLayout.for_model(state.model)
+    except (AttributeError, ValueError):  # no config, or a vision model of no known family
+        try:
+            layout = BatchLayout.infer(state.batch)
+        except (KeyError, ValueError):
+            if split is not None:
+                raise
+            return None
+    if split is None:
+        try:
+            layout = layout.with_row_entries(state.batch)
+            layout.select(state.batch, [0])
+            layout.media_per_row(state.batch)
+        except (KeyError, ValueError):  # only the user's own split knows
+            return None
+    return layout
+
+
+def _gradients(model: torch.nn.Module) -> list[torch.Tensor]:
+    """This rank's gradients, of sharded parameters its shards."""
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients]
+    return [grad for grad in local if not grad.is_sparse and grad.numel()]

@@ -44,15 +44,11 @@ class VisionLanguageCollator:
             samples: What a processor returns for one sample each, with ``labels``, ``sample_ids`` and ``num_images``.
 
         Returns:
-            The batch, ``input_ids`` of shape ``(len(samples), width)`` first, with the lists ``sample_ids``,
-            ``num_images``, ``real_tokens`` and ``loss_generating_tokens``.
+            The batch, ``input_ids`` of shape ``(len(samples), width)`` first, with the lists ``sample_ids``
+            and ``num_images``.
         """
         with_images = next((sample for sample in samples if sample['num_images'][0] > 0), samples[0])
         layout = self.layout or BatchLayout.infer(with_images)
         batch = layout.concat(samples, padding_side=self.padding_side, pad_token_id=self.pad_token_id)
         # `input_ids` first: StreamingDataLoader takes the batch size from the first entry.
-        batch = {'input_ids': batch.pop('input_ids'), **batch}
-        batch['real_tokens'] = batch['attention_mask'].sum(dim=1).tolist()
-        # Labels shift by one inside the model, so the first position never carries loss.
-        batch['loss_generating_tokens'] = (batch['labels'][:, 1:] != -100).sum(dim=1).tolist()
-        return batch
+        return {'input_ids': batch.pop('input_ids'), **batch}

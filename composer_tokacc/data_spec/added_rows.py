@@ -5,63 +5,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from composer.utils import dist
 
-from composer_tokacc.counting import ADDED_ROWS, IGNORE_INDEX, LOSS_TOKENS, REAL_TOKENS
-from composer_tokacc.layout import BatchLayout
-from composer_tokacc.layout.entries import Batch
+from composer_tokacc.counting import CARRIED, IGNORE_INDEX, num_rows, with_carried
+from composer_tokacc.layout import Batch, BatchLayout
 
-__all__ = ['SpareImageRow', 'add_row', 'zero_weight']
+__all__ = ['add_rows', 'smallest_row', 'spare_row', 'zero_weight']
+
+UNITS = ('image', 'video', 'audio')
 
 
 def zero_weight(batch: Batch) -> dict[str, Any]:
-    """A copy without labels, whose rows are marked as added: they are no samples."""
-    num_rows = len(batch['input_ids'])
-    emptied = {**batch, 'labels': torch.full_like(batch['labels'], IGNORE_INDEX), ADDED_ROWS: [True] * num_rows}
-    for key in (LOSS_TOKENS, REAL_TOKENS):
-        if key in batch:
-            emptied[key] = [0] * num_rows
-    return emptied
+    """A copy without labels, whose rows are no samples."""
+    none = [0] * num_rows(batch)
+    emptied = {**batch, 'labels': torch.full_like(batch['labels'], IGNORE_INDEX)}
+    return with_carried(emptied, loss_tokens=none, real_tokens=none, samples=none)
 
 
-def add_row(layout: BatchLayout, microbatch: Batch, row: Batch) -> dict[str, Any]:
-    """The microbatch, which has no images, with a zero-weight row behind its own."""
-    marked = {**microbatch, ADDED_ROWS: [False] * layout.num_rows(microbatch)}
-    row = {key: value for key, value in row.items() if key in marked or not isinstance(value, (list, tuple))}
-    # Under the mask any id will do that is no image placeholder, and a microbatch without images has none.
+def smallest_row(layout: BatchLayout, batch: Batch, unit: str) -> dict[str, Any] | None:
+    """The smallest row of the batch with media of the unit, weighing nothing; None where it has none."""
+    media, lengths = layout.units_per_row(batch, unit), layout.lengths(batch)
+    rows = [row for row in range(len(media)) if media[row]]
+    if not rows:
+        return None
+    smallest = min(rows, key=lambda row: (media[row], lengths[row]))
+    return zero_weight(layout.trim(layout.select(batch, [smallest])))
+
+
+def spare_row(layout: BatchLayout, batch: Batch, unit: str) -> dict[str, Any] | None:
+    """A zero-weight row with media of the unit: the batch's own smallest one, else one made from the model's config.
+
+    A function of the batch and the config alone, so that a resumed run adds the row of the unbroken one. None where the
+    batch has none and the layout cannot make one.
+    """
+    own = smallest_row(layout, batch, unit)
+    if own is not None:
+        return own
+    blank = layout.blank_row(unit, like=batch)
+    return None if blank is None else zero_weight(blank)
+
+
+def add_rows(layout: BatchLayout, microbatch: Batch, rows: Sequence[Batch]) -> dict[str, Any]:
+    """The microbatch with zero-weight rows behind its own."""
+    per_row = {key for key, value in microbatch.items() if isinstance(value, (list, tuple))}
+    fitting = [_with_lists(row, microbatch, per_row) for row in rows]
+    # Under the mask any id will do that is no placeholder, and the first id of a text row is none.
     pad_token_id = int(microbatch['input_ids'][0, 0])
-    return layout.concat([marked, row], padding_side=layout.padding_side(microbatch), pad_token_id=pad_token_id)
+    side = layout.padding_side(microbatch)
+    return layout.concat([microbatch, *fitting], padding_side=side, pad_token_id=pad_token_id)
 
 
-class SpareImageRow:
-    """The smallest row with images of the batch; where it has none, one that this or another rank had before."""
-
-    def __init__(self) -> None:
-        self.row: dict[str, Any] | None = None
-
-    def update(self, layout: BatchLayout, batch: Batch) -> None:
-        """Finds the row. A collective until some rank has one, so all ranks must call it at the same step.
-
-        The row comes from the batch itself where it can, so that a resumed run adds the row of the unbroken one.
-        """
-        mine = self._smallest(layout, batch)
-        if self.row is None:
-            found = [row for row in dist.all_gather_object(mine) if row is not None]
-            self.row = min(found, key=_size) if found else None
-        if mine is not None:
-            self.row = mine
-
-    def _smallest(self, layout: BatchLayout, batch: Batch) -> dict[str, Any] | None:
-        images, lengths = layout.media_per_row(batch), layout.lengths(batch)
-        rows = [row for row in range(len(images)) if images[row]]
-        if not rows:
-            return None
-        smallest = min(rows, key=lambda row: (images[row], lengths[row]))
-        return zero_weight(layout.trim(layout.select(batch, [smallest])))
-
-
-def _size(row: Batch) -> int:
-    return sum(value.numel() for value in row.values() if isinstance(value, torch.Tensor))
+def _with_lists(row: Batch, microbatch: Batch, per_row: set[str]) -> dict[str, Any]:
+    """The row with just the lists that the microbatch has; what a blank row cannot know is None, or no media."""
+    kept = {key: value for key, value in row.items() if not isinstance(value, (list, tuple)) or key in per_row}
+    for key in per_row - kept.keys():
+        is_count = key.startswith('num_') or key == f'{CARRIED}microbatches'
+        kept[key] = microbatch[key][:1] if key == f'{CARRIED}rule' else [0 if is_count else None]
+    return kept

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from composer_tokacc.counting import ADDED_ROWS, IGNORE_INDEX, SAMPLES_PER_ROW, num_samples
+from composer_tokacc.counting import CARRIED, IGNORE_INDEX
 from composer_tokacc.layout import BatchLayout
 
 __all__ = ['pack_lengths', 'pack_rows']
@@ -73,18 +73,18 @@ def pack_rows(layout: BatchLayout, batch: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in batch.items():
         if key == 'attention_mask':
             continue
-        if isinstance(value, torch.Tensor):
+        if key == f'{CARRIED}rule':
+            packed[key] = value[:1]
+        elif isinstance(value, torch.Tensor):
             packed[key] = _pack_tensor(layout, key, value, real)
         elif isinstance(value, (list, tuple)) and len(value) == num_rows:
             numbers = all(isinstance(item, int) for item in value)
             packed[key] = [sum(value)] if numbers else [list(value)]
         else:
             packed[key] = value
-    packed.pop(ADDED_ROWS, None)
     packed['labels'] = packed['labels'].masked_fill(positions == 0, IGNORE_INDEX)
     packed['position_ids'] = positions
     packed['use_cache'] = False
-    packed[SAMPLES_PER_ROW] = [num_samples(batch)]
     return packed
 
 

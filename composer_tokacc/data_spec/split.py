@@ -7,64 +7,75 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed
 from composer.utils import dist
 
-from composer_tokacc.counting import NUM_MICROBATCHES, PACKED, PACKED_CHECKED
-from composer_tokacc.data_spec.added_rows import SpareImageRow, add_row, zero_weight
+from composer_tokacc.algorithm.first_batch import CutRules
+from composer_tokacc.counting import IGNORE_INDEX, num_rows, with_carried, without_carried
+from composer_tokacc.data_spec.added_rows import UNITS, add_rows, smallest_row, spare_row, zero_weight
 from composer_tokacc.data_spec.packing import pack_lengths, pack_rows
 from composer_tokacc.data_spec.replay import MICROBATCH_IDS, replay_cut
-from composer_tokacc.layout import BatchLayout
-from composer_tokacc.layout.entries import Batch
-from composer_tokacc.planning import CostModel, cut, cut_in_order, raise_count
+from composer_tokacc.layout import Batch, BatchLayout, Family
+from composer_tokacc.planning import CostModel, cut, cut_in_order
 
-__all__ = ['MicrobatchSplit']
+__all__ = ['MicrobatchSplit', 'SplitOptions']
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitOptions:
+    """Arguments of :func:`.token_data_spec` that the split needs, described there."""
+
+    slot_tokens: int | None
+    regroup: bool
+    equal_counts: bool
+    width_multiple: int
+    packing: bool
+    cost: CostModel | None
+    on_oversize: str
 
 
 class MicrobatchSplit:
     """Composer's ``split_batch``: a microbatch size of ``k`` is a memory of ``k`` rows of ``slot_tokens``.
 
     Args:
-        layout: How tensors belong to rows. None: inferred from each batch.
-        slot_tokens: Width of a slot. None: the width of the device batch.
-        regroup: Whether rows may be sorted by length; otherwise microbatches are contiguous.
-        equal_counts: Whether all ranks make the same number of microbatches.
-        width_multiple: Round widths up to a multiple, never beyond the device batch's own.
-        packing: Whether a microbatch's rows become one packed row.
-        cost: What microbatches cost, for a cut of least cost.
+        dataloader: The loader whose batches it splits; held, because the algorithm finds the split by it.
+        layout: How tensors belong to rows. None: the model's own, once it is known; until then that of each batch.
+        options: What the user asked for.
     """
 
-    def __init__(
-        self,
-        *,
-        layout: BatchLayout | None,
-        slot_tokens: int | None,
-        regroup: bool,
-        equal_counts: bool,
-        width_multiple: int,
-        packing: bool,
-        cost: CostModel | None,
-    ) -> None:
+    def __init__(self, dataloader: Any, layout: BatchLayout | None, options: SplitOptions) -> None:
+        self.dataloader = dataloader
         self.layout = layout
-        self.slot_tokens = slot_tokens
-        self.regroup = regroup
-        self.equal_counts = equal_counts
-        self.width_multiple = width_multiple
-        self.packing = packing
-        self.cost = cost
-        self._spare = SpareImageRow()
+        self.options = options
+        self.rules = CutRules(right='trim')
+        """What may be trimmed. Nothing is known before the first-batch check, but that padding on the right, which no
+        causal model can see, may go; on the left it may move positions."""
+        self.checked = False
+        """Whether the first-batch check has seen the model."""
         self._warned = False
+
+    @property
+    def packing(self) -> bool:
+        """Whether a microbatch's rows become one packed row."""
+        return self.options.packing
+
+    @property
+    def regroups(self) -> bool:
+        """Whether rows may change their company."""
+        return self.options.regroup or self.options.packing
 
     def __call__(self, batch: Batch, microbatch_size: int | float) -> list[dict[str, Any]]:
         """Splits in training; in evaluation (no gradients) rows keep order and ``microbatch_size`` counts rows.
 
         Raises:
-            ValueError: If ``microbatch_size`` is not positive, or the layout does not know an entry.
+            ValueError: If ``microbatch_size`` is not positive, a row is over the cap, or the layout does not know an
+                entry.
         """
         if microbatch_size <= 0:
             raise ValueError(f'`device_train_microbatch_size` must be positive, got: {microbatch_size}.')
@@ -72,109 +83,199 @@ class MicrobatchSplit:
         if not torch.is_grad_enabled():
             # The trainer drops a sampler's padding with split_batch(batch, n - 1)[0]: exactly n - 1 rows, in order.
             return self._chunks(layout, batch, max(int(microbatch_size), 1))
-        if self.packing and batch.get(PACKED) != PACKED_CHECKED:
+        if self.packing and not self.checked:
             raise RuntimeError(
                 '`packing=True` needs TokenAccumulation, which checks that the model tells packed documents apart, '
                 'got: no such check. Add it to `algorithms`, or set `packing=False`.'
             )
-        reason = layout.coupling(batch)
-        if reason and self.regroup:
-            raise RuntimeError(
-                f'Rows must be independent to be regrouped, got: {reason}. Set `token_data_spec(..., regroup=False)`, '
-                'or keep rows with and without images in batches of their own.'
-            )
-        lengths = layout.lengths(batch)
-        budget = int(microbatch_size * (self.slot_tokens or batch['input_ids'].shape[1]))
-        groups = self._planned(batch, lengths, budget) or self._cut(lengths, budget, batch['input_ids'].shape[1])
+        lengths = self._lengths(layout, batch)
+        width = max(lengths) if batch.get('input_ids') is None else batch['input_ids'].shape[1]
+        budget = int(microbatch_size * (self.options.slot_tokens or width))
+        self._check_cap(batch, lengths, budget)
+        groups = self._planned(batch, lengths, budget) or self._cut(lengths, budget, width)
         batch = {key: value for key, value in batch.items() if key != MICROBATCH_IDS}
         if dist.get_world_size() > 1:
-            microbatches = self._in_step(layout, batch, lengths, groups, budget)
-        else:
-            microbatches = self._build(layout, batch, groups)
-        return [pack_rows(layout, microbatch) for microbatch in microbatches] if self.packing else microbatches
+            return self._in_step(layout, batch, lengths, groups, budget)
+        spares = []
+        if self.rules.companions and any(layout.media_per_row(batch)):
+            spares = [row for row in (smallest_row(layout, batch, unit) for unit in UNITS) if row is not None][:1]
+            groups = self._make_room(layout, batch, groups, lengths, spares, budget)
+        return [self._microbatch(layout, batch, rows, spares, len(groups)) for rows in groups]
+
+    def assemble(self, layout: BatchLayout, batch: Batch, rows: Sequence[int], rules: CutRules) -> dict[str, Any]:
+        """The microbatch of the given rows, cut by the given rules and, where asked, packed."""
+        microbatch = self._trimmed(layout, layout.select(batch, rows), rules)
+        if rules.companions and not any(layout.media_per_row(microbatch)):
+            spares = [row for row in (spare_row(layout, batch, unit) for unit in UNITS) if row is not None][:1]
+            microbatch = add_rows(layout, microbatch, spares) if spares else microbatch
+        microbatch = pack_rows(layout, microbatch) if self.packing else microbatch
+        return without_carried(microbatch)
 
     def _chunks(self, layout: BatchLayout, batch: Batch, size: int) -> list[dict[str, Any]]:
         num_rows = layout.num_rows(batch)
         chunks = [range(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
-        return [layout.trim(layout.select(batch, rows), width_multiple=self.width_multiple) for rows in chunks]
+        return [self._trimmed(layout, layout.select(batch, rows), self.rules) for rows in chunks]
+
+    def _trimmed(self, layout: BatchLayout, batch: Batch, rules: CutRules) -> dict[str, Any]:
+        """The batch without the columns that no row needs, as far as the rules allow."""
+        left = layout.padding_side(batch) == 'left'
+        way = rules.left if left else rules.right
+        if way == 'keep' or batch.get('input_ids') is None:
+            return dict(batch)
+        if left and any(_labels_behind_padding(layout, batch)):
+            return dict(batch)
+        trimmed = layout.trim(batch, width_multiple=self.options.width_multiple)
+        rows, width = trimmed['input_ids'].shape
+        start = batch['input_ids'].shape[1] - width
+        if way == 'columns' and left and start and 'position_ids' not in batch:
+            # The model counts positions from column 0 of what it is given: it shall count on from where it would have.
+            trimmed['position_ids'] = torch.arange(start, start + width).expand(rows, width).contiguous()
+        return trimmed
+
+    def _lengths(self, layout: BatchLayout, batch: Batch) -> list[int]:
+        """Columns that each row needs; all of them where its padding stays."""
+        lengths = layout.lengths(batch)
+        if self.packing or batch.get('input_ids') is None:
+            return lengths
+        left, width = layout.padding_side(batch) == 'left', batch['input_ids'].shape[1]
+        if (self.rules.left if left else self.rules.right) == 'keep':
+            return [width] * len(lengths)
+        if left:
+            kept = _labels_behind_padding(layout, batch)
+            lengths = [width if keep else length for keep, length in zip(kept, lengths, strict=True)]
+            if any(kept) and not self._warned:
+                self._warned = True
+                log.warning(
+                    '%d of %d rows have a label on their first token, which padding on the left lets a pad predict. '
+                    'They are computed untrimmed. Mask that label (-100), or pad on the right.', sum(kept), len(kept)
+                )  # fmt: skip
+        return lengths
+
+    def _check_cap(self, batch: Batch, lengths: list[int], budget: int) -> None:
+        if max(lengths) <= budget:
+            return
+        row = max(range(len(lengths)), key=lengths.__getitem__)
+        ids = batch.get('sample_ids')
+        name = f'sample {ids[row]!r}' if isinstance(ids, (list, tuple)) and len(ids) == len(lengths) else f'row {row}'
+        message = (
+            f'A row must fit into a microbatch, got: {name} of {lengths[row]} tokens, over the cap of {budget}'
+            ' (`device_train_microbatch_size` x `slot_tokens`). Raise one of them, shorten the sample, or measure the '
+            'lengths again if a table of lengths promised less'
+        )
+        if self.options.on_oversize == 'raise':
+            raise ValueError(f"{message}; `on_oversize='warn'` computes it alone, over the cap.")
+        log.warning('%s. It is computed alone.', message)
 
     def _cut(self, lengths: list[int], budget: int, width: int) -> list[list[int]]:
-        if max(lengths) > budget and not self._warned:
-            self._warned = True
-            log.warning(
-                'A row of %d tokens is wider than the budget of a microbatch, %d tokens, and goes alone over it. '
-                'Raise `device_train_microbatch_size` or `slot_tokens`, or shorten the sample. This warning is given '
-                'once.',
-                max(lengths),
-                budget,
-            )
         if self.packing:
             return pack_lengths(lengths, budget)
-        cutter = cut if self.regroup else cut_in_order
-        return cutter(lengths, budget, width_multiple=self.width_multiple, max_width=width, cost=self.cost)
+        cutter = cut if self.options.regroup else cut_in_order
+        multiple = self.options.width_multiple
+        return cutter(lengths, budget, width_multiple=multiple, max_width=width, cost=self.options.cost)
 
     def _planned(self, batch: Batch, lengths: list[int], budget: int) -> list[list[int]] | None:
         """The cut that a RegroupingBatchSampler planned for all ranks, if there is one and it keeps the budget."""
-        if not self.regroup or self.packing:
+        if not self.options.regroup or self.packing or batch.get('input_ids') is None:
             return None
         width = batch['input_ids'].shape[1]
-        return replay_cut(batch, lengths, budget, width_multiple=self.width_multiple, max_width=width)
+        return replay_cut(batch, lengths, budget, width_multiple=self.options.width_multiple, max_width=width)
 
-    def _build(self, layout: BatchLayout, batch: Batch, groups: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
-        microbatches = []
-        for rows in groups:
-            microbatch = layout.trim(layout.select(batch, rows), width_multiple=self.width_multiple)
-            microbatches.append({**microbatch, NUM_MICROBATCHES: len(groups)})
-        return microbatches
+    def _microbatch(
+        self, layout: BatchLayout, batch: Batch, rows: Sequence[int], spares: Sequence[Batch], count: int
+    ) -> dict[str, Any]:
+        """The given rows, trimmed; with spare rows of the media that they lack; packed where asked."""
+        microbatch = self._trimmed(layout, layout.select(batch, rows), self.rules)
+        missing = [row for row in spares if not _has_media_like(layout, microbatch, row)]
+        if missing:
+            microbatch = add_rows(layout, microbatch, missing)
+        microbatch = pack_rows(layout, microbatch) if self.packing else microbatch
+        return with_carried(microbatch, microbatches=[count] * num_rows(microbatch))
 
     def _in_step(
         self, layout: BatchLayout, batch: Batch, lengths: list[int], groups: list[list[int]], budget: int
     ) -> list[dict[str, Any]]:
-        """Several ranks: every microbatch uses the vision tower if any does, and counts are equal where they must be.
+        """Several ranks: every microbatch uses the towers that any uses, and counts are equal where they must be.
 
         A tower that one rank leaves unused makes DDP raise or skip its reduction, and FSDP hang.
         """
-        self._spare.update(layout, batch)
-        images = layout.media_per_row(batch)
-        if self._spare.row is not None:
-            groups = self._make_room(groups, lengths, images, budget)
-        count = len(groups)
-        if self.equal_counts:
-            count = _max_over_ranks(count)
-            groups = raise_count(groups, count, lengths)
-        microbatches = self._build(layout, batch, groups)
-        if self._spare.row is not None:
-            microbatches = [
-                microbatch if any(images[row] for row in rows) else add_row(layout, microbatch, self._spare.row)
-                for rows, microbatch in zip(groups, microbatches, strict=True)
-            ]
+        own = {unit: smallest_row(layout, batch, unit) for unit in UNITS}
+        spares = {unit: spare_row(layout, batch, unit) for unit in UNITS}
+        possible = [row for row in spares.values() if row is not None]
+        groups = self._make_room(layout, batch, groups, lengths, possible, budget)
+        counts = _max_over_ranks([len(groups), *(row is not None for row in own.values())])
+        in_use = [unit for unit, used in zip(UNITS, counts[1:], strict=True) if used]
+        needed = _units_needed(layout.family, in_use)
+        if in_use and any(_max_over_ranks([int(spares[unit] is None) for unit in needed])):
+            spares = {unit: _from_any_rank(spares[unit]) for unit in needed}
+        rows = [row for unit in needed if (row := spares.get(unit)) is not None]
+        # A text row that must not see an image where no row of the step has one: the tower is used by a microbatch of
+        # its own, the last, because DDP looks for unused parameters in that one alone.
+        apart = self.rules.companions and not in_use
+        microbatches = [self._microbatch(layout, batch, group, [] if apart else rows, len(groups)) for group in groups]
+        count = (counts[0] if self.options.equal_counts else len(groups)) + apart
         if len(microbatches) < count:
             shortest = min(range(len(lengths)), key=lengths.__getitem__)
-            filler = self._spare.row or zero_weight(layout.trim(layout.select(batch, [shortest])))
-            microbatches += [{**filler, NUM_MICROBATCHES: len(groups)}] * (count - len(microbatches))
+            text = zero_weight(self._trimmed(layout, layout.select(batch, [shortest]), self.rules))
+            filler = layout.concat(rows) if rows and (apart or len(rows) > 1) else (rows[0] if rows else text)
+            filler = with_carried(filler, microbatches=[len(groups)] * num_rows(filler))
+            microbatches += [filler] * (count - len(microbatches))
         return microbatches
 
     def _make_room(
-        self, groups: list[list[int]], lengths: list[int], images: list[int], budget: int
+        self,
+        layout: BatchLayout,
+        batch: Batch,
+        groups: list[list[int]],
+        lengths: list[int],
+        spares: Sequence[Batch],
+        budget: int,
     ) -> list[list[int]]:
-        """Halves microbatches without images until the row with an image fits under the cap as well."""
-        assert self._spare.row is not None
-        spare_width = self._spare.row['input_ids'].shape[1]
+        """Halves microbatches without media until the rows with media fit under the cap as well."""
+        if not spares:
+            return groups
+        media = layout.media_per_row(batch)
+        spare_width = max(row['input_ids'].shape[1] for row in spares)
         fitting: list[list[int]] = []
         pending = list(reversed(groups))
         while pending:
             rows = pending.pop()
             width = max(spare_width, *(lengths[row] for row in rows))
-            if any(images[row] for row in rows) or len(rows) == 1 or (len(rows) + 1) * width <= budget:
+            if all(media[row] for row in rows) or len(rows) == 1 or (len(rows) + len(spares)) * width <= budget:
                 fitting.append(rows)
             else:
                 pending += [rows[len(rows) // 2 :], rows[: len(rows) // 2]]
         return fitting
 
 
-def _max_over_ranks(value: int) -> int:
+def _labels_behind_padding(layout: BatchLayout, batch: Batch) -> list[bool]:
+    """Which left-padded rows have a label on their first token: it is predicted from a pad, which trimming takes."""
+    labels, real = batch.get('labels'), layout.real_positions(batch)
+    if labels is None or labels.shape != real.shape:
+        return [False] * len(real)
+    first = real.int().argmax(dim=1)
+    labelled = labels.gather(1, first[:, None])[:, 0] != IGNORE_INDEX
+    return (labelled & (first > 0)).tolist()
+
+
+def _units_needed(family: Family, in_use: Sequence[str]) -> list[str]:
+    """Media that every microbatch must hold: those that the step has, and one for each tower that it would not use."""
+    towers = [tower for tower in family.towers if not set(tower) & set(in_use)]
+    return [*in_use, *(tower[0] for tower in towers)]
+
+
+def _has_media_like(layout: BatchLayout, microbatch: Batch, row: Batch) -> bool:
+    """Whether the microbatch has media of the row's kinds."""
+    return all(any(layout.units_per_row(microbatch, unit)) for unit in UNITS if any(layout.units_per_row(row, unit)))
+
+
+def _from_any_rank(row: Batch | None) -> Batch | None:
+    """The row of the first rank that has one; a collective."""
+    return next((found for found in dist.all_gather_object(row) if found is not None), None)
+
+
+def _max_over_ranks(values: Sequence[int]) -> list[int]:
     """One integer all-reduce; on the GPU only where the backend knows no other."""
     on_gpu = torch.distributed.get_backend() == 'nccl'
-    tensor = torch.tensor([value], device=torch.cuda.current_device() if on_gpu else 'cpu')
+    tensor = torch.tensor(list(values), device=torch.cuda.current_device() if on_gpu else 'cpu')
     dist.all_reduce(tensor, reduce_operation='MAX')
-    return int(tensor.item())
+    return tensor.tolist()

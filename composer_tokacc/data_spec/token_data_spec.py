@@ -7,22 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+from weakref import ref
 
+import torch
 from composer.core import DataSpec
 from composer.utils import dist
 from torch.utils.data import DataLoader
 
+from composer_tokacc.algorithm.first_batch import FirstBatchCheck, kinds_of, register_split
+from composer_tokacc.algorithm.probe import Probe
 from composer_tokacc.counting import (
-    COUNTED_BY,
-    LOSS_TOKENS,
-    PACKED,
-    REAL_TOKENS,
-    REGROUPED,
-    annotate,
+    carried,
+    carry,
     check_rule,
+    count_tokens,
+    is_counted,
+    mask_document_starts,
     num_samples,
+    without_carried,
 )
-from composer_tokacc.data_spec.split import MicrobatchSplit
+from composer_tokacc.data_spec.split import MicrobatchSplit, SplitOptions
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.planning import CostModel
 
@@ -34,7 +38,8 @@ OWN_KWARGS = ('split_batch', 'get_num_samples_in_batch', 'get_num_tokens_in_batc
 def token_data_spec(
     dataloader: DataLoader | Iterable,
     *,
-    loss_tokens: str = 'causal',
+    model: Any = None,
+    loss_tokens: str = 'auto',
     layout: BatchLayout | None = None,
     slot_tokens: int | None = None,
     regroup: bool = True,
@@ -42,27 +47,37 @@ def token_data_spec(
     width_multiple: int = 1,
     packing: bool = False,
     cost: CostModel | None = None,
+    on_oversize: str = 'raise',
     **data_spec_kwargs: Any,
 ) -> DataSpec:
     """Wraps a dataloader so that Composer counts its tokens exactly and cuts its batches with almost no padding.
 
     ``device_train_microbatch_size = k`` keeps its meaning as memory: ``k`` rows of ``slot_tokens`` tokens. A microbatch
-    may hold any number of rows as long as ``rows x width <= k x slot_tokens``, a hard cap; a row wider than that goes
-    alone, with one warning. In evaluation rows keep their order and ``k`` counts rows.
+    may hold any number of rows as long as ``rows x width <= k x slot_tokens``, a hard cap. In evaluation rows keep
+    their order and ``k`` counts rows.
+
+    Layout and counting rule are the model's own: :class:`.TokenAccumulation` finds them on the first batch. Without it,
+    ``model`` gives them, and Composer's own ``accumulate_train_batch_on_tokens`` is refused without a model, because a
+    wrong rule shows nowhere.
 
     Args:
-        dataloader: Yields mappings with ``input_ids``, ``attention_mask`` and ``labels`` of shape ``(rows, width)``.
-        loss_tokens: Which labels carry loss: ``'causal'``, ``'causal_attended'`` or ``'unshifted'``.
-        layout: How tensors belong to rows; ``BatchLayout.for_model(model)``. Default: inferred from each batch.
+        dataloader: Yields mappings with ``input_ids``, ``attention_mask`` and ``labels`` of shape ``(rows, width)``, as
+            a Hugging Face processor makes them.
+        model: The model that is trained (a ``HuggingFaceModel``, any ``ComposerModel``, or the Hugging Face model
+            itself), where no :class:`.TokenAccumulation` is there to know it.
+        loss_tokens: Which labels carry loss: ``'causal'``, ``'causal_attended'``, ``'unshifted'``, or ``'auto'``: as
+            the model's own loss. An explicit rule is held to the model's.
+        layout: How tensors belong to rows. Default: the model's, else as inferred from each batch.
         slot_tokens: Width of a slot, in tokens. Default: the width of the device batch.
         regroup: Whether to sort rows by real length before cutting. ``False`` keeps their order. Default: ``True``.
         equal_counts: Whether all ranks make the same number of microbatches, as FSDP and DDP's MULTI_AUTO_SYNC need.
-            ``'auto'``: with more than one rank; plain DDP may set ``False`` and save an integer all-reduce a step.
+            ``'auto'``: with more than one rank.
         width_multiple: Round microbatch widths up to a multiple of this, never beyond the batch's own.
         packing: Whether to string a microbatch's rows into one packed row without any padding. The model must tell
-            packed documents apart, which :class:`.TokenAccumulation` checks on the first batch. Default: ``False``.
-        cost: What a microbatch costs on your machine, for the cut of least cost (:meth:`.CostModel.fit`). Default: that
-            of a model of hidden size 4096 on a GPU.
+            packed documents apart, which the first-batch check proves or refuses. Default: ``False``.
+        cost: What a microbatch costs on your machine, for the cut of least cost. Default: that of a model of hidden
+            size 4096 on a GPU.
+        on_oversize: A row wider than the cap: ``'raise'``, naming it, or ``'warn'``: name it and compute it alone.
         **data_spec_kwargs: Passed to :class:`composer.core.DataSpec`.
 
     Returns:
@@ -81,52 +96,123 @@ def token_data_spec(
                 device_train_microbatch_size=4,
             )
     """
-    check_rule(loss_tokens)
+    check_rule(loss_tokens, allow_auto=True)
     for name, value in (('slot_tokens', slot_tokens), ('width_multiple', width_multiple)):
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f'`{name}` must be a positive integer, got: {value!r}.')
     if equal_counts not in (True, False, 'auto'):
         raise ValueError(f"`equal_counts` must be True, False or 'auto', got: {equal_counts!r}.")
+    if on_oversize not in ('raise', 'warn'):
+        raise ValueError(f"`on_oversize` must be 'raise' or 'warn', got: {on_oversize!r}.")
     for name in OWN_KWARGS:
         if name in data_spec_kwargs:
             raise ValueError(f'`{name}` must be left to token_data_spec(), which is exact only with its own. Drop it.')
-    split = MicrobatchSplit(
-        layout=layout,
+    options = SplitOptions(
         slot_tokens=slot_tokens,
         regroup=regroup,
         equal_counts=dist.get_world_size() > 1 if equal_counts == 'auto' else bool(equal_counts),
         width_multiple=width_multiple,
         packing=packing,
         cost=cost,
+        on_oversize=on_oversize,
     )
-    marks = {name: True for name, on in ((REGROUPED, regroup), (PACKED, packing)) if on}
-
-    def count(batch: Any) -> dict[str, int]:
-        if LOSS_TOKENS not in batch:
-            batch = annotate(batch, loss_tokens)
-        return {'total': sum(batch[REAL_TOKENS]), 'loss_generating': sum(batch[LOSS_TOKENS])}
-
-    return DataSpec(
-        dataloader,
-        batch_transforms=_annotating(loss_tokens, marks, data_spec_kwargs.pop('batch_transforms', None)),
-        split_batch=split,
-        get_num_samples_in_batch=num_samples,
-        get_num_tokens_in_batch=count,
-        **data_spec_kwargs,
-    )
+    if layout is None and model is not None:
+        layout = BatchLayout.for_model(model)
+    split = MicrobatchSplit(dataloader, layout, options)
+    register_split(dataloader, split)
+    return _TokenDataSpec(dataloader, split, model, loss_tokens, **data_spec_kwargs)
 
 
-def _annotating(
-    loss_tokens: str, marks: dict[str, bool], transforms: Callable[[Any], Any] | None
-) -> Callable[[Any], Any]:
-    """The user's transforms, then the count: on the CPU, once a batch, so that microbatches sync nothing."""
+class _TokenDataSpec(DataSpec):
+    """Counts of a batch: carried where the algorithm or the split has counted already, else counted here."""
 
-    def transform(batch: Any) -> Any:
-        batch = transforms(batch) if transforms is not None else batch
+    def __init__(
+        self,
+        dataloader: Any,
+        split: MicrobatchSplit,
+        model: Any,
+        loss_tokens: str,
+        *,
+        batch_transforms: Callable[[Any], Any] | None = None,
+        microbatch_transforms: Callable[[Any], Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._split, self._model, self._rule = split, model, loss_tokens
+        self._batch_transforms, self._microbatch_transforms = batch_transforms, microbatch_transforms
+        self._on_device: tuple[Any, Mapping[str, Any]] = (None, {})
+        super().__init__(
+            dataloader,
+            batch_transforms=self._transform,
+            microbatch_transforms=self._transform_microbatch,
+            split_batch=self._split_counted,
+            get_num_samples_in_batch=self._num_samples,
+            get_num_tokens_in_batch=self._num_tokens,
+            **kwargs,
+        )
+
+    def get_num_tokens_in_batch(self, batch: Any, token_type: str = 'total') -> int:
+        """As Composer's, which asks for ``'loss_generating'`` only if ``accumulate_train_batch_on_tokens`` is on."""
+        if token_type == 'loss_generating' and 'microbatches' in carried(batch) and not self._split.checked:
+            raise RuntimeError(
+                '`token_data_spec` must know the model to count for `accumulate_train_batch_on_tokens`, got: no '
+                "`model=`. A rule that is not the model's own would weight tokens wrongly without a word: pass "
+                '`model=`, or use TokenAccumulation with the flag off.'
+            )
+        return super().get_num_tokens_in_batch(batch, token_type)
+
+    def _transform(self, batch: Any) -> Any:
+        batch = self._batch_transforms(batch) if self._batch_transforms is not None else batch
         if not isinstance(batch, Mapping):
             raise ValueError(
                 f'The dataloader must yield mappings with `input_ids` and `labels`, got: {type(batch).__name__}.'
             )
-        return {**annotate(batch, loss_tokens), COUNTED_BY: loss_tokens, **marks}
+        return mask_document_starts(batch) if 'labels' in batch else batch
 
-    return transform
+    def _split_counted(self, batch: Any, microbatch_size: int | float) -> list[dict[str, Any]]:
+        if not self._split.checked and self._model is not None and torch.is_grad_enabled():
+            self._check(batch)
+        if not is_counted(batch) and 'labels' in batch:
+            batch = carry(batch, 'causal' if self._rule == 'auto' else self._rule)
+        return self._split(batch, microbatch_size)
+
+    def _check(self, batch: Any) -> None:
+        """Without the algorithm: the first-batch check of the model that was given."""
+        layout = self._split.layout or BatchLayout.infer(batch)
+        check = FirstBatchCheck(
+            Probe.of_model(self._model), layout, _mover(self._model), loss_tokens=self._rule, check_loss=True
+        )
+        self._split.rules, _ = check.run(batch, self._split, kinds_of(layout, batch))
+        assert check.rule is not None
+        self._rule = check.rule
+        self._split.checked = True
+
+    def _transform_microbatch(self, batch: Any) -> Any:
+        batch = self._microbatch_transforms(batch) if self._microbatch_transforms is not None else batch
+        if self._model is None or not carried(batch):
+            return batch
+        # No algorithm hides what the batch carries from a compiled forward, which would be compiled anew for each list.
+        self._on_device = (ref(batch['labels']), carried(batch))
+        return without_carried(batch)
+
+    def _carried(self, batch: Any) -> Mapping[str, Any]:
+        labels, facts = self._on_device
+        return facts if labels is not None and labels() is batch.get('labels') else carried(batch)
+
+    def _num_samples(self, batch: Any) -> int:
+        facts = self._carried(batch)
+        return sum(facts['samples']) if 'samples' in facts else num_samples(batch)
+
+    def _num_tokens(self, batch: Any) -> dict[str, int]:
+        facts = self._carried(batch)
+        if 'rule' in facts:
+            return {'total': sum(facts['real_tokens']), 'loss_generating': sum(facts['loss_tokens'])}
+        counts = count_tokens(batch, 'causal' if self._rule == 'auto' else self._rule)
+        return {'total': counts.num_real, 'loss_generating': counts.num_loss_generating}
+
+
+def _mover(model: Any) -> Callable[[Any], Any]:
+    """Moves tensors to where the model's parameters are."""
+    device = next(model.parameters()).device
+    return lambda batch: {
+        key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()
+    }

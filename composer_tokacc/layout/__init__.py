@@ -3,6 +3,7 @@
 
 """How the entries of a multimodal batch belong to its rows, family by family."""
 
-from composer_tokacc.layout.batch_layout import BatchLayout
+from composer_tokacc.layout.families import FAMILIES, Batch, Entry, Family, Media
+from composer_tokacc.layout.layout import BatchLayout
 
-__all__ = ['BatchLayout']
+__all__ = ['FAMILIES', 'Batch', 'BatchLayout', 'Entry', 'Family', 'Media']

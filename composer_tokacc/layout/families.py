@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
-__all__ = ['FAMILIES', 'TEXT_ENTRIES', 'Entry', 'Family']
+from composer_tokacc.layout import blank_rows, placeholders
+
+__all__ = ['FAMILIES', 'TEXT_ENTRIES', 'Batch', 'Entry', 'Family', 'Media']
 
 Batch = Mapping[str, Any]
 
@@ -53,6 +55,41 @@ def _never(batch: Batch) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Media:
+    """One kind of media of a family: images, videos or audios.
+
+    Args:
+        sizes: Placeholder tokens of each item, ``(batch, config, num_items, num_tokens) -> list[int]``: see
+            :mod:`composer_tokacc.layout.placeholders`. None: they do not tell the items apart.
+        blank: The smallest row with one item, ``(config) -> dict | None``: ``input_ids`` of shape ``(1, width)``, the
+            media tensors, and whatever else the model wants for it. None: the family cannot say.
+        token_type: What ``mm_token_type_ids`` calls its placeholders; 0: nothing does.
+        frames: Whether its placeholders stand between the tokens that start and end a video; None: they have an id of
+            their own.
+        one_a_row: Whether each row has exactly one.
+    """
+
+    sizes: Callable[[Batch, Any, int, int], list[int]] | None = None
+    blank: Callable[[Any], dict[str, Any] | None] | None = None
+    token_type: int = 0
+    frames: bool | None = None
+    one_a_row: bool = False
+
+    def placeholders(self, batch: Batch, config: Any, unit: str) -> torch.Tensor | None:
+        """Where the placeholders stand, ``(rows, width)`` bool; None where neither config nor batch tells their id."""
+        ids: torch.Tensor = batch['input_ids']
+        types = batch.get('mm_token_type_ids')
+        token_id = blank_rows.token_id(config, unit if self.frames is None else 'image')
+        if token_id is None:
+            return types == self.token_type if self.token_type and types is not None else None
+        found = ids == token_id
+        if self.frames is None:
+            return found
+        starts, ends = ids == config.video_start_token_id, ids == config.video_end_token_id
+        return found & ((starts.cumsum(dim=1) > ends.cumsum(dim=1)) == self.frames)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Family:
     """The batch format of one model family.
 
@@ -60,20 +97,28 @@ class Family:
         name: Name for error messages.
         model_types: ``config.model_type`` values that use it.
         entries: Media tensors by key; text tensors are the same for all (:data:`TEXT_ENTRIES`).
+        media: What it has of ``'image'``, ``'video'`` and ``'audio'``, by these names.
         matches: Whether a batch without any model at hand has this format.
-        image_tokens: Placeholder tokens of each image, ``(batch, merge_size) -> list[int]``, where the batch alone
-            tells; -1 for "each image as many as the others". None, or an empty list: only the processor knows.
         slots: ``(rows, slots)`` bool, which slots hold an image and which are padding, for families with slots.
+        has_video_tower: Whether videos have an encoder of their own.
         coupling: Why a row without an image has another loss beside one with an image; empty where it has not.
     """
 
     name: str
     model_types: tuple[str, ...] = ()
     entries: Mapping[str, Entry] = field(default_factory=dict)
+    media: Mapping[str, Media] = field(default_factory=dict)
     matches: Callable[[Batch], bool] = _never
-    image_tokens: Callable[[Batch, int], list[int]] | None = None
     slots: Callable[[Batch], torch.Tensor] | None = None
+    has_video_tower: bool = False
     coupling: str = ''
+
+    @property
+    def towers(self) -> list[tuple[str, ...]]:
+        """Media by the encoder that they share."""
+        pictures = tuple(unit for unit in ('image', 'video') if unit in self.media)
+        shared = [(unit,) for unit in pictures] if self.has_video_tower else [pictures]
+        return [tower for tower in [*shared, *([('audio',)] if 'audio' in self.media else [])] if tower]
 
 
 TEXT_ENTRIES: dict[str, Entry] = {
@@ -86,12 +131,23 @@ TEXT_ENTRIES: dict[str, Entry] = {
     'mm_token_type_ids': Entry(seq_dims=(1,), absent=0),  # 0 is text
     'special_tokens_mask': Entry(seq_dims=(1,)),
     'loss_mask': Entry(seq_dims=(1,)),
+    'sequence_id': Entry(seq_dims=(1,), fill=-1),  # llm-foundry: which document of a packed row, -1 for padding
     # Encoder-decoder: the decoder has a width of its own, which the encoder's mask says nothing about.
     'decoder_input_ids': Entry(),
     'decoder_attention_mask': Entry(),
 }
 
 _IMAGE, _VIDEO, _AUDIO = Entry(unit='image'), Entry(unit='video'), Entry(unit='audio')
+_GRIDS = {
+    'pixel_values': Entry(unit='patch'),
+    'image_grid_thw': _IMAGE,
+    'pixel_values_videos': Entry(unit='video_patch'),
+    'video_grid_thw': _VIDEO,
+}
+_CLIPS = {'pixel_values_videos': _VIDEO, 'image_sizes_videos': _VIDEO}
+_TILES = {**_CLIPS, 'pixel_values': _IMAGE, 'image_sizes': _IMAGE}
+_SLOTS = {'pixel_values': Entry(slot_dim=1), 'pixel_attention_mask': Entry(slot_dim=1)}
+_SOUNDS = {'input_features': _AUDIO, 'feature_attention_mask': _AUDIO}
 
 
 def _ndim(batch: Batch, key: str) -> int:
@@ -111,8 +167,25 @@ def _has_pixel_mask(batch: Batch) -> bool:
     return 'pixel_attention_mask' in batch
 
 
-def _has_tiled_images(batch: Batch) -> bool:
-    return 'image_sizes' in batch and _ndim(batch, 'pixel_values') == 5
+def _has_no_ids(batch: Batch) -> bool:
+    return 'input_ids' not in batch
+
+
+def _has_grid_and_audio(batch: Batch) -> bool:
+    return _has_grid(batch) and _ndim(batch, 'input_features') > 0
+
+
+def _has_query_ids(batch: Batch) -> bool:
+    return 'qformer_input_ids' in batch and _ndim(batch, 'pixel_values') == 4
+
+
+def _has_tiles(batch: Batch) -> bool:
+    # OneVision's own format has `batch_num_images` besides, and is the only other one with clips.
+    return 'image_sizes' in batch and _ndim(batch, 'pixel_values') == 5 and 'batch_num_images' not in batch
+
+
+def _has_tiles_or_clips(batch: Batch) -> bool:
+    return ('image_sizes' in batch and _ndim(batch, 'pixel_values') == 5) or _ndim(batch, 'pixel_values_videos') == 5
 
 
 def _has_plain_images(batch: Batch) -> bool:
@@ -127,15 +200,6 @@ def _has_no_media(batch: Batch) -> bool:
     return batch.get('pixel_values') is None
 
 
-def _grid_tokens(batch: Batch, merge_size: int) -> list[int]:
-    return (batch['image_grid_thw'].prod(dim=1) // merge_size**2).tolist()
-
-
-def _equal_tokens(batch: Batch, merge_size: int) -> list[int]:
-    # Square images all fill the same number of placeholders; Pixtral's, which bring their sizes, do not.
-    return [] if batch.get('image_sizes') is not None else [-1] * len(batch['pixel_values'])
-
-
 def _masked_slots(batch: Batch) -> torch.Tensor:
     # Images are padded at the right and at the bottom, so a real one has its first pixel.
     mask = batch.get('pixel_attention_mask')
@@ -146,19 +210,56 @@ def _aspect_ratio_slots(batch: Batch) -> torch.Tensor:
     return batch['aspect_ratio_ids'] != 0
 
 
+def _one_size(
+    name: str, model_type: str, blank: Any, *, sizes: Any = placeholders.equal, matches: Any = _never
+) -> Family:
+    """A family whose images, or tiles of images, come one after the other in one tensor."""
+    return Family(
+        name=name,
+        model_types=(model_type,),
+        entries={'pixel_values': _IMAGE, 'image_sizes': _IMAGE},
+        media={'image': Media(sizes=sizes, blank=blank)},
+        matches=matches,
+    )
+
+
 FAMILIES: tuple[Family, ...] = (
     Family(
+        name='encoder-decoder',  # Whisper, TrOCR: one sound or image a row, and the labels are the only text
+        model_types=('whisper', 'speech_to_text', 'speech-encoder-decoder', 'vision-encoder-decoder'),
+        entries={'input_features': Entry(), 'input_values': Entry(), 'pixel_values': Entry()},
+        matches=_has_no_ids,
+    ),
+    Family(
+        name='Qwen-Omni',
+        model_types=('qwen2_5_omni_thinker',),
+        entries={**_GRIDS, **_SOUNDS, 'audio_feature_lengths': _AUDIO, 'video_second_per_grid': _VIDEO},
+        media={
+            'image': Media(sizes=placeholders.image_grid, blank=blank_rows.omni_image),
+            'video': Media(sizes=placeholders.video_grid, blank=blank_rows.omni_video),
+            'audio': Media(sizes=placeholders.audio_frames, blank=blank_rows.omni_audio),
+        },
+        matches=_has_grid_and_audio,
+    ),
+    Family(
         name='Qwen-VL',
-        model_types=('qwen2_vl', 'qwen2_5_vl', 'qwen3_vl', 'qwen3_vl_moe', 'glm4v'),
-        entries={
-            'pixel_values': Entry(unit='patch'),
-            'image_grid_thw': _IMAGE,
-            'pixel_values_videos': Entry(unit='video_patch'),
-            'video_grid_thw': _VIDEO,
-            'second_per_grid_ts': _VIDEO,
+        model_types=('qwen2_vl', 'qwen2_5_vl', 'qwen3_vl', 'qwen3_vl_moe'),
+        entries={**_GRIDS, 'second_per_grid_ts': _VIDEO},
+        media={
+            'image': Media(sizes=placeholders.image_grid, token_type=1, blank=blank_rows.qwen_image),
+            'video': Media(sizes=placeholders.video_grid, token_type=2, blank=blank_rows.qwen_video),
         },
         matches=_has_grid,
-        image_tokens=_grid_tokens,
+    ),
+    Family(
+        name='GLM-4V',
+        model_types=('glm4v', 'glm4v_moe'),
+        entries=_GRIDS,
+        media={
+            # Frames are written as images, between the tokens of a video.
+            'image': Media(sizes=placeholders.image_grid, token_type=1, blank=blank_rows.glm4v_image, frames=False),
+            'video': Media(sizes=placeholders.video_grid, token_type=2, blank=blank_rows.glm4v_video, frames=True),
+        },
     ),
     Family(
         name='Mllama',
@@ -169,6 +270,7 @@ FAMILIES: tuple[Family, ...] = (
             'aspect_ratio_mask': Entry(slot_dim=1),
             'cross_attention_mask': Entry(seq_dims=(1,), slot_dim=2),
         },
+        media={'image': Media(blank=blank_rows.mllama_image)},
         matches=_has_aspect_ratios,
         slots=_aspect_ratio_slots,
         # MllamaCrossAttentionDecoderLayer masks its MLP for such rows, but not its attention.
@@ -177,35 +279,89 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         name='Idefics3/SmolVLM',
-        model_types=('idefics2', 'idefics3', 'smolvlm'),
-        entries={'pixel_values': Entry(slot_dim=1), 'pixel_attention_mask': Entry(slot_dim=1)},
+        model_types=('idefics3', 'smolvlm'),
+        entries=_SLOTS,
+        media={'image': Media(blank=blank_rows.idefics3_image)},
         matches=_has_pixel_mask,
         slots=_masked_slots,
     ),
     Family(
-        name='LLaVA-NeXT/OneVision',
-        model_types=('llava_next', 'llava_next_video', 'llava_onevision'),
-        entries={
-            'pixel_values': _IMAGE,
-            'image_sizes': _IMAGE,
-            # Images by row. OneVision cuts an image into tiles only where it is the row's only one.
-            'batch_num_images': Entry(absent=0),
-            'pixel_values_videos': _VIDEO,
-            'image_sizes_videos': _VIDEO,
-        },
-        matches=_has_tiled_images,
+        name='Idefics2',
+        model_types=('idefics2',),
+        entries=_SLOTS,
+        media={'image': Media(blank=blank_rows.idefics2_image)},
+        slots=_masked_slots,
     ),
     Family(
-        name='LLaVA',
-        model_types=('llava', 'vipllava', 'paligemma', 'gemma3', 'internvl', 'mistral3', 'got_ocr2', 'aya_vision'),
-        entries={'pixel_values': _IMAGE, 'image_sizes': _IMAGE},
-        matches=_has_plain_images,
-        image_tokens=_equal_tokens,
+        name='InstructBLIP',
+        model_types=('instructblip',),
+        entries={'pixel_values': _IMAGE, 'qformer_input_ids': Entry(), 'qformer_attention_mask': Entry()},
+        # The instruction of each row goes through the query transformer with its image.
+        media={'image': Media(one_a_row=True)},
+        matches=_has_query_ids,
     ),
+    Family(
+        name='InstructBLIP-Video',
+        model_types=('instructblipvideo',),
+        entries={'pixel_values': _VIDEO, 'qformer_input_ids': Entry(), 'qformer_attention_mask': Entry()},
+        media={'video': Media(one_a_row=True)},
+    ),
+    Family(
+        name='BLIP-2',
+        model_types=('blip-2',),
+        entries={'pixel_values': _IMAGE},
+        media={'image': Media(sizes=placeholders.queries, blank=blank_rows.blip2_image)},
+    ),
+    Family(
+        name='LLaVA-NeXT',
+        model_types=('llava_next',),
+        entries=_TILES,
+        media={'image': Media(sizes=placeholders.anyres, blank=blank_rows.llava_next_image)},
+        matches=_has_tiles,
+    ),
+    Family(
+        name='LLaVA-NeXT-Video',
+        model_types=('llava_next_video',),
+        entries=_TILES,
+        media={
+            'image': Media(sizes=placeholders.anyres, blank=blank_rows.llava_next_image),
+            'video': Media(sizes=placeholders.equal, blank=blank_rows.llava_next_video),
+        },
+    ),
+    Family(
+        name='LLaVA-OneVision',
+        model_types=('llava_onevision',),
+        # Images by row. OneVision cuts an image into tiles only where it is the row's only one.
+        entries={**_TILES, 'batch_num_images': Entry(absent=0)},
+        media={
+            'image': Media(sizes=placeholders.anyres_capped, blank=blank_rows.llava_onevision_image),
+            'video': Media(sizes=placeholders.equal, blank=blank_rows.llava_onevision_video),
+        },
+        matches=_has_tiles_or_clips,
+    ),
+    Family(
+        name='Video-LLaVA',
+        model_types=('video_llava',),
+        has_video_tower=True,
+        entries={**_CLIPS, 'pixel_values': _IMAGE, 'pixel_values_images': _IMAGE},
+        media={
+            'image': Media(sizes=placeholders.equal, blank=blank_rows.video_llava_image),
+            'video': Media(sizes=placeholders.equal, blank=blank_rows.video_llava_video),
+        },
+    ),
+    _one_size('LLaVA', 'llava', blank_rows.llava_image, sizes=placeholders.patch_counts, matches=_has_plain_images),
+    _one_size('Mistral3', 'mistral3', blank_rows.pixtral_image, sizes=placeholders.patch_counts),
+    _one_size('VipLLaVA', 'vipllava', blank_rows.vipllava_image),
+    _one_size('PaliGemma', 'paligemma', blank_rows.paligemma_image),
+    _one_size('Gemma3', 'gemma3', blank_rows.gemma3_image),
+    _one_size('InternVL', 'internvl', blank_rows.internvl_image),
+    _one_size('GOT-OCR2', 'got_ocr2', blank_rows.got_ocr2_image),
+    _one_size('Aya Vision', 'aya_vision', blank_rows.aya_image),
     Family(
         name='Qwen-Audio',
         model_types=('qwen2_audio',),
-        entries={'input_features': _AUDIO, 'feature_attention_mask': _AUDIO},
+        entries=_SOUNDS,
+        media={'audio': Media(sizes=placeholders.audio_frames, blank=blank_rows.qwen_audio)},
         matches=_has_audio,
     ),
     Family(name='text', matches=_has_no_media),

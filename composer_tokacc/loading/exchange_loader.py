@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count
 from typing import Any, Literal
 
 import torch
@@ -16,8 +17,9 @@ from composer_tokacc.data.records import BadSampleError
 from composer_tokacc.data_spec.added_rows import zero_weight
 from composer_tokacc.data_spec.replay import MICROBATCH_IDS
 from composer_tokacc.loading.exchange import SampleExchange, pack, unpack
-from composer_tokacc.planning import CostModel, Microbatch
-from composer_tokacc.sampler.load_plan import LoadPlanner, RankShare, only_copies
+from composer_tokacc.planning import CostModel
+from composer_tokacc.sampler.load_plan import LoadPlanner, RankShare
+from composer_tokacc.sampler.window import repeated_rows
 
 __all__ = ['ExchangingDataLoader']
 
@@ -28,8 +30,9 @@ class ExchangingDataLoader(DataLoader):
     Every step each rank reads the samples that a plain DataLoader would read, all learn how long those of the others
     are and make the same plan, and samples go to the rank that will compute them. So a global batch holds what it would
     hold without, each sample once; only who computes what with whom changes, which token accumulation makes free.
-    Ranks may get unequal numbers of samples, never none unless there are fewer samples than ranks; then a rank gets a
-    zero-weight copy, which is no sample.
+    What torch's DistributedSampler repeats to fill up the ranks is thrown away. Ranks may get unequal numbers of
+    samples, never none unless there are fewer samples than ranks; then a rank gets a zero-weight copy, which is no
+    sample.
 
     Composer resumes it as it resumes the dataset: it asks the dataset itself for its state, in samples of all ranks,
     and their number stays the same.
@@ -51,6 +54,9 @@ class ExchangingDataLoader(DataLoader):
         ValueError: If an argument is out of range.
         BadSampleError: On iterating, on all ranks, for a sample that one of them cannot read.
     """
+
+    marks_added_rows = True
+    """Rows that only fill up the ranks weigh nothing here: :func:`.filler_rows` finds none."""
 
     def __init__(
         self,
@@ -91,16 +97,16 @@ class ExchangingDataLoader(DataLoader):
         """Yields this rank's share of each global batch, until no rank has samples left."""
         self._num_samples = 0
         reading = super().__iter__()
-        while True:
-            samples, sizes = self._read(reading)
+        for batch in count():
+            samples, sizes = self._read(reading, batch)
             if not any(sizes):
                 return
             lengths, image_tokens = zip(*(size for of_rank in sizes for size in of_rank), strict=True)
             plan = self._planner.plan(lengths, image_tokens).ranks  # of nothing but the sizes: the same on every rank
-            shares = [_samples_of(microbatches) for microbatches in plan]
-            mine = self._exchange.share(samples, [len(of_rank) for of_rank in sizes], shares)
+            shares = [RankShare.of(microbatches) for microbatches in plan]
+            mine = self._exchange.share(samples, [len(of_rank) for of_rank in sizes], [one.indices for one in shares])
             self._num_samples += sum(map(len, sizes))
-            yield self._batch(mine, plan[dist.get_global_rank()])
+            yield self._batch(mine, shares[dist.get_global_rank()])
 
     def state_dict(self) -> dict[str, Any] | None:
         """State of the dataset after the batches that were yielded, as StreamingDataLoader has it."""
@@ -111,7 +117,7 @@ class ExchangingDataLoader(DataLoader):
         """The next iteration goes on where :meth:`state_dict` was taken."""
         self.dataset.load_state_dict(state)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def _read(self, reading: Iterator[Any]) -> tuple[list[Any], list[list[tuple[int, int]]]]:
+    def _read(self, reading: Iterator[Any], batch: int) -> tuple[list[Any], list[list[tuple[int, int]]]]:
         """This rank's samples, and length and image tokens of those of every rank.
 
         A rank that fails tells the others, which would wait for it otherwise.
@@ -121,6 +127,8 @@ class ExchangingDataLoader(DataLoader):
         try:
             samples = next(reading, [])
             samples = unpack(samples) if isinstance(samples, torch.Tensor) else samples
+            assert self.batch_size is not None
+            samples = samples[: len(samples) - repeated_rows(self.sampler, self.batch_size, batch)]
         except Exception as error:
             failure = error
         told = (None, '') if failure is None else (isinstance(failure, BadSampleError), str(failure))
@@ -138,20 +146,12 @@ class ExchangingDataLoader(DataLoader):
         ids = sample['input_ids']
         return ids.shape[-1], int(torch.isin(ids, self._image_token_ids).sum())
 
-    def _batch(self, samples: list[Any], microbatches: tuple[Microbatch, ...]) -> Any:
+    def _batch(self, samples: list[Any], share: RankShare) -> Any:
         batch = self._collate(samples)
         if not isinstance(batch, Mapping):
             return batch
-        if only_copies(microbatches):
-            batch = zero_weight(batch)
-        else:
-            batch = {**batch, MICROBATCH_IDS: RankShare.of(microbatches).microbatch_ids}
+        batch = zero_weight(batch) if share.is_copy else {**batch, MICROBATCH_IDS: share.microbatch_ids}
         if self._pin:
             batch = {key: value.pin_memory() if isinstance(value, torch.Tensor) else value
                      for key, value in batch.items()}  # fmt: skip
         return batch
-
-
-def _samples_of(microbatches: Sequence[Microbatch]) -> list[int]:
-    """Samples of a rank in the order of its microbatches; a rank of copies alone takes one."""
-    return list(microbatches[0].indices) if only_copies(microbatches) else RankShare.of(microbatches).indices

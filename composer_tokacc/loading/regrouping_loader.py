@@ -14,6 +14,7 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from composer_tokacc.data_spec.added_rows import zero_weight
 from composer_tokacc.data_spec.replay import MICROBATCH_IDS
 from composer_tokacc.sampler import PlannedBatch, RegroupingBatchSampler
 
@@ -29,6 +30,7 @@ class RegroupingDataLoader(DataLoader):
 
     - ``batch_size`` is ``global_batch_size / num_replicas``, so that Composer finds its initial microbatch size.
     - Batches carry the plan (``microbatch_ids``), which the split of ``token_data_spec`` replays.
+    - Where a global batch has fewer samples than ranks, ranks without one get a zero-weight row, which is no sample.
     - Seeds of workers depend on seed and epoch alone, and iterating consumes no global random numbers.
     - Batches that will be thrown away are not read, see :meth:`skip_to`.
 
@@ -41,6 +43,9 @@ class RegroupingDataLoader(DataLoader):
     Raises:
         ValueError: If an argument is given that the sampler decides.
     """
+
+    marks_added_rows = True
+    """Rows that only fill up the ranks weigh nothing here: :func:`.filler_rows` finds none."""
 
     def __init__(
         self,
@@ -138,9 +143,9 @@ class SkipReadBatches(Callback):
 
 
 class _PlannedSamples(list[Any]):
-    """Samples read for a :class:`PlannedBatch`; may have been sent from a worker, so the ids go with them."""
+    """Samples read for a :class:`PlannedBatch`, with what it says of them."""
 
-    microbatch_ids: list[int] | None = None
+    planned: PlannedBatch | None = None
 
 
 class _PlannedDataset(Dataset):
@@ -162,7 +167,7 @@ class _PlannedDataset(Dataset):
         read = getattr(self.dataset, '__getitems__', None)
         samples = _PlannedSamples(read(indices) if read is not None else [self.dataset[index] for index in indices])
         if isinstance(indices, PlannedBatch):
-            samples.microbatch_ids = indices.microbatch_ids
+            samples.planned = indices
         return samples
 
 
@@ -174,10 +179,10 @@ class _PlannedCollate:
 
     def __call__(self, samples: list[Any]) -> Any:
         batch = self.collate_fn(list(samples))
-        ids = getattr(samples, 'microbatch_ids', None)
-        if ids is None or not isinstance(batch, Mapping):
+        planned = getattr(samples, 'planned', None)
+        if planned is None or not isinstance(batch, Mapping):
             return batch
-        return {**batch, MICROBATCH_IDS: ids}
+        return zero_weight(batch) if planned.is_copy else {**batch, MICROBATCH_IDS: planned.microbatch_ids}
 
 
 def _seed_of(sampler: RegroupingBatchSampler, first_batch: int) -> int:

@@ -15,20 +15,24 @@ __all__ = ['LoadPlanner', 'RankShare', 'only_copies']
 
 
 class RankShare(NamedTuple):
-    """What one rank loads, without zero-weight copies: the split adds those where they are needed."""
+    """What one rank loads; the split adds zero-weight copies where they are needed, but needs a row to begin with."""
 
     indices: list[int]
-    """Samples, microbatch by microbatch."""
+    """Samples, microbatch by microbatch; for a rank that has none, one that another rank computes."""
     microbatch_ids: list[int]
     """For each, its microbatch; from 0, never falling."""
+    is_copy: bool
+    """Whether it is such a copy, which must weigh nothing."""
 
     @classmethod
     def of(cls, microbatches: Sequence[Microbatch]) -> RankShare:
         """That of a rank with these planned microbatches."""
-        computed = [microbatch for microbatch in microbatches if not microbatch.filled]
+        is_copy = only_copies(microbatches)
+        computed = microbatches[:1] if is_copy else [one for one in microbatches if not one.filled]
         return cls(
             [index for microbatch in computed for index in microbatch.indices],
             [number for number, microbatch in enumerate(computed) for _ in microbatch.indices],
+            is_copy,
         )
 
 

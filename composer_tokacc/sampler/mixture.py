@@ -106,9 +106,8 @@ class MixtureOrder:
     Args:
         mixture: The datasets and their shares.
         global_batch_size: Samples of a global batch.
-        num_replicas: Number of ranks. Without `drop_last` the last global batch of an epoch (with `media`: of each
-            medium) repeats samples of the epoch until it has a multiple of these, as torch's sampler does.
-        drop_last: Whether all global batches are full.
+        drop_last: Whether all global batches are full. Otherwise the last one of an epoch (with `media`: of each
+            medium) holds the samples that are left.
         seed: Seed of the run; None keeps each dataset's own order.
         epoch: Number of the epoch, from 0.
         media: Medium of each sample, int (n,); None: global batches mix them.
@@ -118,14 +117,12 @@ class MixtureOrder:
         self,
         mixture: Mixture,
         global_batch_size: int,
-        num_replicas: int,
         *,
         drop_last: bool,
         seed: int | None,
         epoch: int,
         media: np.ndarray | None = None,
     ) -> None:
-        self.num_replicas = num_replicas
         groups = _streams(mixture, media)
         quotas = _quotas(groups)
         size, num_samples = global_batch_size, mixture.num_samples
@@ -142,7 +139,6 @@ class MixtureOrder:
             _merged(group, begin, end, seed) for group, begin, end in zip(groups, begins, ends, strict=True)
         ]  # fmt: skip
         self.windows = _interleaved_windows(orders, size)
-        self._orders = orders
 
     def __len__(self) -> int:
         """Global batches of the epoch."""
@@ -150,9 +146,7 @@ class MixtureOrder:
 
     def window(self, batch: int) -> np.ndarray:
         """Indices of the samples of global batch `batch`, int64."""
-        group, window = self.windows[batch]
-        missing = -len(window) % self.num_replicas
-        return np.concatenate([window, np.resize(self._orders[group], missing)]) if missing else window
+        return self.windows[batch]
 
 
 def _streams(mixture: Mixture, media: np.ndarray | None) -> list[list[_Stream]]:
@@ -187,10 +181,9 @@ def _merged(group: list[_Stream], begin: int, end: int, seed: int | None) -> np.
     return samples
 
 
-def _interleaved_windows(orders: list[np.ndarray], size: int) -> list[tuple[int, np.ndarray]]:
-    """The global batches of all groups, evenly mixed: number of the group, and its samples."""
-    windows = [[order[start : start + size] for start in range(0, len(order), size)] for order in orders]
-    present = [group for group, own in enumerate(windows) if own]
-    counts = [len(windows[group]) for group in present]
+def _interleaved_windows(orders: list[np.ndarray], size: int) -> list[np.ndarray]:
+    """The global batches of all groups, evenly mixed."""
+    windows = [[order[start : start + size] for start in range(0, len(order), size)] for order in orders if len(order)]
+    counts = [len(own) for own in windows]
     sources, items = interleave([0] * len(counts), counts, [Fraction(count) for count in counts])
-    return [(present[source], windows[present[source]][item]) for source, item in zip(sources, items, strict=True)]
+    return [windows[source][item] for source, item in zip(sources, items, strict=True)]

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, DistributedSampler
 from composer_tokacc.planning import CostModel, MicrobatchPlan
 from composer_tokacc.sampler.ahead import map_ahead
 from composer_tokacc.sampler.checks import check_batch_size, int_table, media_of
-from composer_tokacc.sampler.load_plan import LoadPlanner, RankShare
+from composer_tokacc.sampler.load_plan import LoadPlanner, RankShare, only_copies
 from composer_tokacc.sampler.mixture import Mixture, MixtureOrder, num_mixed_batches
 from composer_tokacc.sampler.window import EpochOrder, num_windows
 
@@ -27,10 +27,15 @@ class PlannedBatch(list[int]):
 
     microbatch_ids: list[int]
     """For each index, which microbatch of the rank it was planned into; from 0, never falling."""
+    is_copy: bool
+    """Whether the rank has no sample, and the index is that of another rank's, to be computed without weight."""
 
-    def __init__(self, indices: Sequence[int] = (), microbatch_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self, indices: Sequence[int] = (), microbatch_ids: Sequence[int] = (), *, is_copy: bool = False
+    ) -> None:
         super().__init__(indices)
         self.microbatch_ids = list(microbatch_ids)
+        self.is_copy = is_copy
 
 
 class RegroupingBatchSampler(DistributedSampler):
@@ -39,8 +44,11 @@ class RegroupingBatchSampler(DistributedSampler):
     Global batch ``b`` holds exactly the samples that torch's ``DistributedSampler`` (same seed, epoch, `shuffle` and
     `drop_last`) with ``global_batch_size / num_replicas`` samples a rank gives to all ranks together, for every ``b``
     and every number of ranks: only who computes what with whom changes. With exact token accumulation that changes no
-    gradient. Ranks may get unequal numbers of samples, never none. For torch's repetition of samples without
-    `drop_last` see :class:`composer_tokacc.sampler.window.EpochOrder`.
+    gradient. The one difference is that no sample is ever repeated: without `drop_last` the last global batch holds the
+    samples that are left, which torch's sampler fills up to a multiple of the ranks.
+
+    Ranks may get unequal numbers of samples. Where there are fewer samples than ranks some get a copy of another rank's
+    sample, which is marked (:attr:`PlannedBatch.is_copy`) and must weigh nothing.
 
     What it yields is a pure function of its arguments, the epoch and the rank; nothing is communicated. Beside the
     order of the epoch and the lengths (16 bytes a sample) it holds a few global batches. The next ones are planned in
@@ -140,7 +148,7 @@ class RegroupingBatchSampler(DistributedSampler):
         """Global batches of an epoch, the same on all ranks."""
         if self.mixture is not None:
             return self._num_mixed
-        return num_windows(len(self.lengths), self.global_batch_size, self.num_replicas, drop_last=self.drop_last)
+        return num_windows(len(self.lengths), self.global_batch_size, drop_last=self.drop_last)
 
     def __iter__(self) -> Iterator[PlannedBatch]:
         """Yields this rank's share of each global batch of the epoch, from the one that was skipped to."""
@@ -163,6 +171,11 @@ class RegroupingBatchSampler(DistributedSampler):
     def plan(self, batch: int) -> MicrobatchPlan:
         """Plan of global batch `batch` of this epoch over all ranks; its indices are places in :meth:`window`."""
         return self._plan(self._order().window(batch))
+
+    def has_only_copies(self, batch: int) -> bool:
+        """Whether this rank has no sample of global batch `batch` of this epoch, but a copy that must weigh nothing."""
+        window = self._order().window(batch)
+        return len(window) < self.num_replicas and only_copies(self._plan(window).ranks[self.rank])
 
     def skip_to(self, batch: int) -> None:
         """Lets the next iteration start at global batch `batch`; what comes before is not even planned."""
@@ -211,24 +224,19 @@ class RegroupingBatchSampler(DistributedSampler):
             return MixtureOrder(
                 self.mixture,
                 self.global_batch_size,
-                self.num_replicas,
                 drop_last=self.drop_last,
                 seed=self.seed if self.shuffle else None,
                 epoch=self.epoch,
                 media=self.media,
             )
         return EpochOrder(
-            len(self.lengths),
-            self.global_batch_size,
-            self.num_replicas,
-            drop_last=self.drop_last,
-            seed=self.seed + self.epoch if self.shuffle else None,
+            len(self.lengths), self.global_batch_size, seed=self.seed + self.epoch if self.shuffle else None
         )
 
     def _share(self, window: np.ndarray) -> PlannedBatch:
         members = window.tolist()
         share = RankShare.of(self._plan(window).ranks[self.rank])
-        return PlannedBatch([members[index] for index in share.indices], share.microbatch_ids)
+        return PlannedBatch([members[index] for index in share.indices], share.microbatch_ids, is_copy=share.is_copy)
 
     def _plan(self, window: np.ndarray) -> MicrobatchPlan:
         images = None if self.image_tokens is None else self.image_tokens[window]

@@ -51,10 +51,23 @@ def test_native_flag_is_exact_with_our_counters(model):
     batch = collate(text_rows(RAGGED))
     expected, loss = reference_gradients(model, batch)
     recorder, memory, _ = train(
-        model, token_data_spec(loader(batch)), microbatch_size=2, accumulate_train_batch_on_tokens=True
+        model, token_data_spec(loader(batch), model=model), microbatch_size=2, accumulate_train_batch_on_tokens=True
     )
     assert relative_error(recorder.gradients, expected) < TOLERANCE
     assert logged(memory, 'loss/train/total') == pytest.approx([loss], rel=TOLERANCE)
+
+
+@pytest.mark.parametrize('rule', ['auto', 'causal', 'unshifted'])
+def test_native_flag_without_a_model_to_count_by_is_refused(model, rule):
+    batch = collate(text_rows(RAGGED))
+    with pytest.raises(RuntimeError, match=r'pass `model=`'):
+        train(model, token_data_spec(loader(batch), loss_tokens=rule), accumulate_train_batch_on_tokens=True)
+
+
+def test_native_flag_with_a_rule_that_is_not_the_models_is_refused(model):
+    data = token_data_spec(loader(collate(text_rows(RAGGED))), model=model, loss_tokens='unshifted')
+    with pytest.raises(RuntimeError, match=r"Set `loss_tokens='causal'`"):
+        train(model, data, accumulate_train_batch_on_tokens=True)
 
 
 def test_native_flag_together_with_the_algorithm_is_refused_before_any_step(model):
@@ -391,7 +404,9 @@ def test_labels_on_pads_count_where_the_model_counts_them(model):
 
 def test_wrong_rule_is_refused_with_both_means(model):
     batch = collate(text_rows(RAGGED))
-    with pytest.raises(RuntimeError, match=r"'unshifted', whose mean is \d+\.\d+; the model's own is \d+\.\d+"):
+    with pytest.raises(
+        RuntimeError, match=r"'unshifted', but the model averages by 'causal' \(\d+\.\d+ where .* unshifted \d+\.\d+"
+    ):
         train(model, loader(batch), algorithms=[TokenAccumulation(loss_tokens='unshifted')], microbatch_size=2)
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from composer_tokacc import BatchLayout, token_data_spec
-from composer_tokacc.counting import ADDED_ROWS, annotate, num_samples
-from composer_tokacc.data_spec.added_rows import SpareImageRow, add_row, zero_weight
+from composer_tokacc.counting import carried, carry, num_samples, with_carried
+from composer_tokacc.data_spec.added_rows import add_rows, spare_row, zero_weight
 from tests.support.families import FAMILIES, IMAGE_FAMILIES, FamilyCase
 from tests.support.training import loader
 
@@ -27,7 +27,7 @@ def case_of(name: str) -> FamilyCase:
 def batch_of(case: FamilyCase, rows, side: str):
     """Rows of the whole batch, trimmed: what a split makes."""
     layout = BatchLayout.for_model(case.model)
-    batch = annotate(layout.concat(case.rows, padding_side=side, pad_token_id=case.pad_token_id))
+    batch = carry(layout.concat(case.rows, padding_side=side, pad_token_id=case.pad_token_id))
     return layout.trim(layout.select(batch, rows))
 
 
@@ -66,7 +66,7 @@ def test_spare_image_row_changes_neither_loss_nor_gradient(name, spare, side):
     layout = BatchLayout.for_model(case.model)
     loss, gradients = loss_and_gradients(case, own_rows(case, side))
     microbatch = batch_of(case, TEXT_ROWS, side)
-    padded = add_row(layout, microbatch, zero_weight(batch_of(case, [spare], side)))
+    padded = add_rows(layout, microbatch, [zero_weight(batch_of(case, [spare], side))])
     padded_loss, padded_gradients = loss_and_gradients(case, padded)
     torch.testing.assert_close(padded_loss, loss, rtol=1e-6, atol=0)
     assert relative_error(padded_gradients, gradients) < 1e-6
@@ -81,8 +81,8 @@ def test_spare_row_with_its_labels_would_change_the_gradient(name, side):
     case = case_of(name)
     layout = BatchLayout.for_model(case.model)
     _, gradients = loss_and_gradients(case, own_rows(case, side))
-    labelled = {**batch_of(case, [1], side), ADDED_ROWS: [True]}
-    padded = add_row(layout, batch_of(case, TEXT_ROWS, side), labelled)
+    labelled = with_carried(batch_of(case, [1], side), samples=[0])
+    padded = add_rows(layout, batch_of(case, TEXT_ROWS, side), [labelled])
     assert relative_error(loss_and_gradients(case, padded)[1], gradients) > 1e-4
 
 
@@ -91,12 +91,11 @@ def test_added_rows_are_no_samples_and_carry_no_tokens(name):
     case = case_of(name)
     layout = BatchLayout.for_model(case.model)
     microbatch = batch_of(case, TEXT_ROWS, 'right')
-    padded = add_row(layout, microbatch, zero_weight(batch_of(case, [1], 'right')))
+    padded = add_rows(layout, microbatch, [zero_weight(batch_of(case, [1], 'right'))])
     assert layout.num_rows(padded) == 3
     assert num_samples(padded) == num_samples(microbatch) == 2
-    assert padded['loss_generating_tokens'] == [*microbatch['loss_generating_tokens'], 0]
-    assert padded['real_tokens'] == [*microbatch['real_tokens'], 0]
-    assert padded[ADDED_ROWS] == [False, False, True]
+    for name in ('loss_tokens', 'real_tokens', 'samples'):
+        assert carried(padded)[name] == [*carried(microbatch)[name], 0]
     spec = token_data_spec(loader(microbatch))
     assert spec.get_num_samples_in_batch(padded) == 2
     assert spec.get_num_tokens_in_batch(padded) == spec.get_num_tokens_in_batch(microbatch)
@@ -109,7 +108,7 @@ def test_pads_are_no_image_placeholders(name):
     layout = BatchLayout.for_model(case.model)
     for side in ('left', 'right'):
         microbatch, spare = batch_of(case, [4], side), zero_weight(batch_of(case, [1], side))
-        padded = add_row(layout, microbatch, spare)
+        padded = add_rows(layout, microbatch, [spare])
         placeholders = spare['input_ids'] == layout.image_token_id
         assert 0 < int(placeholders.sum()) == int((padded['input_ids'] == layout.image_token_id).sum())
 
@@ -118,30 +117,40 @@ def test_row_of_its_own_weighs_nothing():
     case = case_of('llava')
     filler = zero_weight(batch_of(case, [1], 'right'))
     assert num_samples(filler) == 0
-    assert filler['loss_generating_tokens'] == filler['real_tokens'] == [0]
+    assert carried(filler)['loss_tokens'] == carried(filler)['real_tokens'] == [0]
     assert (filler['labels'] == -100).all()
     assert (case.rows[1]['labels'] != -100).any()  # the original keeps its labels
 
 
 @pytest.mark.parametrize('name', IMAGE_FAMILIES)
-def test_smallest_image_row_of_the_batch_is_kept_for_batches_without(name):
+def test_spare_row_is_the_smallest_of_the_batch_or_made_from_the_config_and_of_no_earlier_batch(name):
+    """A resumed run, which has not seen the earlier batches, must add the same row."""
     case = case_of(name)
-    layout, spare = BatchLayout.for_model(case.model), SpareImageRow()
-    spare.update(layout, batch_of(case, TEXT_ROWS, 'right'))
-    assert spare.row is None
-    spare.update(layout, batch_of(case, range(6), 'left'))
-    row = spare.row
-    assert row is not None
+    layout = BatchLayout.for_model(case.model)
+    made = spare_row(layout, batch_of(case, TEXT_ROWS, 'right'), 'image')
+    row = spare_row(layout, batch_of(case, range(6), 'left'), 'image')
+    again = spare_row(layout, batch_of(case, TEXT_ROWS, 'right'), 'image')
     fewest = min(layout.images_per_row(batch_of(case, [row], 'left'))[0] for row in (1, 2, 3, 5))
     assert layout.images_per_row(row) == [fewest]
     assert row['sample_ids'][0] in ('sample-1', 'sample-2')
     assert layout.lengths(row) == [row['input_ids'].shape[1]]
-    assert num_samples(row) == 0
-    spare.update(layout, batch_of(case, TEXT_ROWS, 'left'))
-    assert spare.row is row
-    # Not the smallest ever: a resumed run, which has not seen the earlier batches, must add the same row.
-    spare.update(layout, batch_of(case, [3], 'left'))
-    assert spare.row['sample_ids'] == ['sample-3']
+    assert layout.images_per_row(made)[0] >= 1
+    assert num_samples(row) == num_samples(made) == 0
+    assert all(torch.equal(value, again[key]) for key, value in made.items() if torch.is_tensor(value))
+
+
+@pytest.mark.parametrize('side', ['right', 'left'])
+@pytest.mark.parametrize('name', IMAGE_FAMILIES)
+def test_row_made_from_the_config_changes_neither_loss_nor_gradient(name, side):
+    case = case_of(name)
+    layout = BatchLayout.for_model(case.model)
+    microbatch = batch_of(case, TEXT_ROWS, side)
+    padded = add_rows(layout, microbatch, [spare_row(layout, microbatch, 'image')])
+    padded_loss, padded_gradients = loss_and_gradients(case, padded)
+    loss, gradients = loss_and_gradients(case, own_rows(case, side))
+    torch.testing.assert_close(padded_loss, loss, rtol=1e-6, atol=0)
+    assert relative_error(padded_gradients, gradients) < 1e-6
+    assert all(gradient is not None for gradient in padded_gradients.values())
 
 
 def test_spare_row_of_another_microbatch_brings_no_lists_that_this_one_lacks():
@@ -149,6 +158,6 @@ def test_spare_row_of_another_microbatch_brings_no_lists_that_this_one_lacks():
     layout = BatchLayout.for_model(case.model)
     microbatch = batch_of(case, TEXT_ROWS, 'right')
     del microbatch['sample_ids']
-    padded = add_row(layout, microbatch, zero_weight(batch_of(case, [1], 'right')))
+    padded = add_rows(layout, microbatch, [zero_weight(batch_of(case, [1], 'right'))])
     assert 'sample_ids' not in padded
     assert padded['num_images'] == [0, 0, 1]

@@ -10,6 +10,7 @@ import itertools
 import pytest
 
 from composer_tokacc import token_data_spec
+from composer_tokacc.counting import carried
 from composer_tokacc.data_spec.replay import replay_cut
 from tests.support.text import collate, text_rows
 from tests.support.training import loader
@@ -28,7 +29,7 @@ def split(ids, size, lengths=LENGTHS, **kwargs):
 
 
 def real_tokens(microbatches):
-    return [microbatch['real_tokens'] for microbatch in microbatches]
+    return [carried(microbatch)['real_tokens'] for microbatch in microbatches]
 
 
 def test_planned_microbatches_are_made_as_planned():

@@ -12,6 +12,7 @@ from composer.metrics import LanguageCrossEntropy
 from torch.utils.data import DataLoader, Dataset
 
 from composer_tokacc import TokenAccumulation, token_data_spec
+from composer_tokacc.counting import carried
 from composer_tokacc.planning import CostModel
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import hugging_face, loader, logged, reference_gradients, train
@@ -53,20 +54,25 @@ def test_cap_is_hard_and_every_row_is_there_once(side, regroup):
 def test_order_is_kept_without_regrouping():
     batch = collate(text_rows(SHAPE))
     microbatches = split(batch, 2, regroup=False)
-    longest = [microbatch['real_tokens'] for microbatch in microbatches]
+    longest = [carried(microbatch)['real_tokens'] for microbatch in microbatches]
     assert [count for counts in longest for count in counts] == [length for length, _ in SHAPE]
 
 
-def test_row_wider_than_the_budget_goes_alone_with_one_warning(caplog):
+def test_row_wider_than_the_cap_is_refused_by_name():
+    batch = {**collate(text_rows(SHAPE)), 'sample_ids': [f'sample-{row}' for row in range(len(SHAPE))]}
+    with pytest.raises(ValueError, match=r"got: sample 'sample-3' of 14 tokens, over the cap of 12"):
+        split(batch, 2, slot_tokens=6)
+
+
+def test_row_wider_than_the_cap_is_computed_alone_where_asked_and_named(caplog):
     batch = collate(text_rows(SHAPE))
-    spec = token_data_spec(loader(batch), slot_tokens=6)
+    spec = token_data_spec(loader(batch), slot_tokens=6, on_oversize='warn')
     with caplog.at_level(logging.WARNING, logger='composer_tokacc'):
-        for _ in range(2):
-            microbatches = spec.split_batch(spec.batch_transforms(batch), 1)
+        microbatches = spec.split_batch(spec.batch_transforms(batch), 1)
     assert rows_of(microbatches) == rows_of([batch])
     over = [m for m in microbatches if m['input_ids'].numel() > 6]
     assert sorted(m['input_ids'].shape for m in over) == [(1, 9), (1, 14)]
-    assert len([record for record in caplog.records if '14 tokens' in record.message]) == 1
+    assert len([record for record in caplog.records if 'row 3 of 14 tokens' in record.message]) == 1
 
 
 def test_counters_are_exact_ints():
@@ -104,7 +110,7 @@ def test_evaluation_keeps_order_and_rows_and_gives_the_true_mean():
         chunks = data.split_batch(batch, 4)
         assert [len(chunk['input_ids']) for chunk in chunks] == [4, 2]
         dropped = data.split_batch(chunks[0], 3)[0]  # as the trainer drops a sampler's padding
-        assert dropped['real_tokens'] == [4, 5, 9]
+        assert dropped['attention_mask'].sum(dim=1).tolist() == [4, 5, 9]
 
 
 def test_loss_train_total_equals_composers_token_mean_metric():
@@ -120,7 +126,8 @@ def test_loss_train_total_equals_composers_token_mean_metric():
 @pytest.mark.parametrize(
     ('kwargs', 'message'),
     [
-        ({'loss_tokens': 'auto'}, "must be one of .*got: 'auto'"),
+        ({'loss_tokens': 'shifted'}, "must be one of .*got: 'shifted'"),
+        ({'on_oversize': 'skip'}, "`on_oversize` must be 'raise' or 'warn', got: 'skip'"),
         ({'slot_tokens': 0}, '`slot_tokens` must be a positive integer, got: 0'),
         ({'width_multiple': -8}, '`width_multiple` must be a positive integer, got: -8'),
         ({'equal_counts': 'always'}, "`equal_counts` must be True, False or 'auto'"),

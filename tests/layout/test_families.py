@@ -134,24 +134,27 @@ def test_images_are_found_by_placeholders(name):
     truth = layout.images_per_row(batch)
     assert [count > 0 for count in truth] == [bool(sample.images) for sample in case.samples]
     del batch['num_images']
-    if name in ('llava_next', 'llava_onevision'):
-        # Two images of row 5 touch, and only the processor knows how many placeholders each has.
-        with pytest.raises(ValueError, match=r'placeholders for 7 images, got: .* Carry `num_images`'):
-            layout.images_per_row(batch)
-        batch, truth = layout.select({**batch, 'num_images': truth}, [3, 0, 1, 2, 4]), [2, 0, 1, 1, 0]
-        del batch['num_images']
     assert layout.images_per_row(batch) == truth
     assert layout.images_per_row(layout.select(batch, [3, 1, 0])) == [truth[3], truth[1], truth[0]]
 
 
-@pytest.mark.parametrize('name', ['llava', 'llava_next', 'qwen2_vl', 'paligemma'])
+@pytest.mark.parametrize('name', ['llava', 'llava_next', 'paligemma'])
 def test_without_counts_and_placeholder_id_the_images_are_refused(name):
     case = case_of(name)
     layout = BatchLayout.infer(case.rows[1])
     batch = joined(case, layout, range(6))
     del batch['num_images']
-    with pytest.raises(ValueError, match=r'which of 7 images belong to which of 6 rows.*for_model'):
+    with pytest.raises(ValueError, match=r'which of 7 images belong to which of 6 rows.*Carry `num_images`.*for_model'):
         layout.select(batch, [1])
+
+
+def test_token_types_tell_the_images_of_qwen_without_a_model():
+    case = case_of('qwen2_vl')
+    if 'mm_token_type_ids' not in case.rows[1]:
+        pytest.skip('processors write token types since transformers 5')
+    batch = joined(case, BatchLayout.infer(case.rows[1]), range(6))
+    del batch['num_images']
+    assert BatchLayout.infer(batch).images_per_row(batch) == [0, 1, 1, 2, 0, 3]
 
 
 @pytest.mark.parametrize('name', FAMILIES)
@@ -171,8 +174,9 @@ def test_batch_without_any_image(name):
 @pytest.mark.parametrize('name', FAMILIES)
 def test_layout_of_the_model_is_the_layout_of_its_batches(name):
     case = case_of(name)
-    assert BatchLayout.for_model(case.model).family is BatchLayout.for_model(case.config).family
-    assert BatchLayout.for_model(case.model).family is BatchLayout.infer(case.rows[1]).family
+    family = BatchLayout.for_model(case.model).family
+    assert family is BatchLayout.for_model(case.config).family
+    assert family.entries == BatchLayout.infer(case.rows[1]).family.entries
 
 
 @pytest.mark.parametrize('name', FAMILIES)

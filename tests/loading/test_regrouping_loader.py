@@ -14,6 +14,7 @@ from composer.core import Event
 from torch.utils.data import DataLoader
 
 from composer_tokacc import token_data_spec
+from composer_tokacc.counting import num_samples
 from composer_tokacc.loading.regrouping_loader import RegroupingDataLoader, SkippedBatch
 from composer_tokacc.sampler import RegroupingBatchSampler
 from tests.support.launch import launch, launch_json
@@ -238,3 +239,33 @@ def test_killed_rank_ends_the_run_and_the_last_checkpoint_leads_to_the_same_para
     assert last.name == 'ba5.pt'
     (resumed,) = runs({'load_path': str(last), 'durations': [f'{NUM_STEPS}ba']}, ranks=2)
     assert resumed['steps'] == {step: seen for step, seen in expected['steps'].items() if int(step) >= 5}
+
+
+def test_rank_without_a_sample_gets_a_row_without_weight():
+    # 25 samples in global batches of 8 leave one for two ranks; which of them computes it the plan says.
+    found = []
+    for rank in range(2):
+        loader = build(25, rank=rank)
+        last = list(loader)[-1]
+        copied = num_samples(last) == 0
+        assert samples([last]) == [loader.batch_sampler.window(3)]
+        assert bool((last['labels'] != -100).any()) != copied
+        found.append((copied, token_data_spec([last]).get_num_samples_in_batch(last)))
+    assert sorted(found) == [(False, 1), (True, 0)]
+
+
+@pytest.mark.slow
+def test_every_number_of_ranks_makes_the_same_last_step_of_an_epoch():
+    # With torch's repetition one and two ranks trained other last steps, and 599 samples reported 1,200 in two epochs.
+    by_ranks = {ranks: launch_json('tests/ranks/last_steps.py', ranks=ranks) for ranks in (1, 2)}
+    sizes = {'seven': (7, 4), 'one is left': (9, 4), 'many': (599, 64)}
+    for ranks, results in by_ranks.items():
+        assert len(results) == 4 * len(sizes)
+        for name, run in results.items():
+            num_samples, global_batch = sizes[name.split(', ')[0]]
+            assert run['epochs'] == [num_samples, 2 * num_samples], (ranks, name)
+            counts = [*range(global_batch, num_samples, global_batch), num_samples]
+            assert run['batches'] == counts + [num_samples + count for count in counts], (ranks, name)
+            assert len(run['errors']) == 2
+            assert max(run['errors'] + run['loss_errors']) < 1e-6, (ranks, name)
+            assert run['losses'] == pytest.approx(by_ranks[1][name]['losses'], rel=1e-6), (ranks, name)

@@ -18,6 +18,7 @@ from composer.utils import dist, get_device
 from torch.utils.data import IterableDataset
 
 from composer_tokacc import TokenAccumulation, token_data_spec
+from composer_tokacc.counting import num_samples
 from composer_tokacc.data import BadSampleError
 from composer_tokacc.loading.exchange_loader import ExchangingDataLoader
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
@@ -47,15 +48,15 @@ class Shares(IterableDataset):
 
 
 def steps(loader: ExchangingDataLoader) -> list[list[dict[str, Any]]]:
-    """For each step, for each rank: names of the rows, whether they hold the samples of these names, and the plan."""
+    """For each step, for each rank: names of the rows, whether they hold the samples of these names, how many count."""
     found = []
     for batch in loader:
         whole = True
         for row, name in enumerate(batch['sample_ids']):
             ids = SAMPLES[int(name)]['input_ids'][0]
             whole &= torch.equal(batch['input_ids'][row, : len(ids)], ids)
-        seen = {key: batch.get(key) for key in ('microbatch_ids', 'added_rows')}
-        found.append(dist.all_gather_object({'names': list(map(int, batch['sample_ids'])), 'whole': whole, **seen}))
+        names = list(map(int, batch['sample_ids']))
+        found.append(dist.all_gather_object({'names': names, 'whole': whole, 'num_samples': num_samples(batch)}))
     return found
 
 
@@ -75,7 +76,12 @@ def by_sampler(**kwargs: Any) -> list[Any]:
         sampler.set_epoch(epoch)
         mine = list(iter(sampler))
         chunks = dist.all_gather_object([mine[k : k + BATCH] for k in range(0, len(mine), BATCH)])
-        read = [sorted(chain.from_iterable(step)) for step in zip(*chunks, strict=True)]
+        # What torch repeats at the end to fill up the ranks is read, but neither exchanged nor computed.
+        seen: set[int] = set()
+        read = []
+        for step in zip(*chunks, strict=True):
+            read.append(sorted(set(chain.from_iterable(step)) - seen))
+            seen.update(read[-1])
         found.append({'read': read, 'steps': steps(loader), 'length': len(loader)})
     return found
 
@@ -104,7 +110,7 @@ def gradients(objective: str) -> list[dict[str, float]]:
     )
     found = []
     for step, gradients_of_step, loss in zip(expected, recorder.steps, logged(memory, 'loss/train/total'), strict=True):
-        names = [name for rank in step if not rank['added_rows'] for name in rank['names']]
+        names = [name for rank in step if rank['num_samples'] for name in rank['names']]
         reference, true_loss = reference_gradients(model, collate_samples([SAMPLES[name] for name in sorted(names)]))
         found.append({
             'error': relative_error(gradients_of_step, reference),

@@ -12,17 +12,17 @@ import transformers
 
 from tests.support.sample_encoder import SampleEncoder, word_tokenizer
 
-__all__ = ['ENCODERS', 'IMAGE_SIZE', 'PATCH_SIZE', 'PINPOINTS']
+__all__ = ['ENCODERS', 'IMAGE_SIZE', 'MEAN_STD', 'PATCH_SIZE', 'PINPOINTS', 'SQUARE']
 
 IMAGE_SIZE, PATCH_SIZE = 16, 4
 # LLaVA-NeXT and OneVision tile an image into one of these, besides the whole image.
 PINPOINTS = [[16, 32], [32, 16], [32, 32]]
-_MEAN_STD = {'image_mean': [0.5] * 3, 'image_std': [0.5] * 3}
-_SQUARE = {'height': IMAGE_SIZE, 'width': IMAGE_SIZE}
+MEAN_STD = {'image_mean': [0.5] * 3, 'image_std': [0.5] * 3}
+SQUARE = {'height': IMAGE_SIZE, 'width': IMAGE_SIZE}
 
 
 def _square_processor(name: str) -> Any:
-    return getattr(transformers, name)(size=_SQUARE, crop_size=_SQUARE, do_center_crop=False, **_MEAN_STD)
+    return getattr(transformers, name)(size=SQUARE, crop_size=SQUARE, do_center_crop=False, **MEAN_STD)
 
 
 def _video_processor(name: str) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def _llava() -> SampleEncoder:
 
 def _llava_next() -> SampleEncoder:
     image_processor = transformers.LlavaNextImageProcessor(
-        size={'shortest_edge': IMAGE_SIZE}, crop_size=_SQUARE, image_grid_pinpoints=PINPOINTS, **_MEAN_STD
+        size={'shortest_edge': IMAGE_SIZE}, crop_size=SQUARE, image_grid_pinpoints=PINPOINTS, **MEAN_STD
     )
     processor = transformers.LlavaNextProcessor(
         image_processor=image_processor,
@@ -63,7 +63,7 @@ def _llava_next() -> SampleEncoder:
 def _llava_onevision() -> SampleEncoder:
     processor = transformers.LlavaOnevisionProcessor(
         image_processor=transformers.LlavaOnevisionImageProcessor(
-            size=_SQUARE, image_grid_pinpoints=PINPOINTS, **_MEAN_STD
+            size=SQUARE, image_grid_pinpoints=PINPOINTS, **MEAN_STD
         ),
         tokenizer=word_tokenizer('<image>', '<video>'),
         num_image_tokens=(IMAGE_SIZE // PATCH_SIZE) ** 2,
@@ -75,7 +75,7 @@ def _llava_onevision() -> SampleEncoder:
 
 def _qwen(name: str) -> SampleEncoder:
     image_processor = transformers.Qwen2VLImageProcessor(
-        patch_size=PATCH_SIZE, merge_size=2, temporal_patch_size=2, min_pixels=64, max_pixels=512, **_MEAN_STD
+        patch_size=PATCH_SIZE, merge_size=2, temporal_patch_size=2, min_pixels=64, max_pixels=512, **MEAN_STD
     )
     special = ('<|image_pad|>', '<|video_pad|>', '<|vision_start|>', '<|vision_end|>')
     tokenizer = word_tokenizer(*special, class_name='Qwen2TokenizerFast')
@@ -89,7 +89,7 @@ def _idefics3() -> SampleEncoder:
     # SmolVLM's own processor writes the same, but wants a package for videos that nothing else here needs. Images
     # larger than a tile are cut into tiles, besides the whole image: several tensors for one placeholder.
     image_processor = transformers.Idefics3ImageProcessor(
-        size={'longest_edge': 2 * IMAGE_SIZE}, max_image_size={'longest_edge': IMAGE_SIZE}, **_MEAN_STD
+        size={'longest_edge': 2 * IMAGE_SIZE}, max_image_size={'longest_edge': IMAGE_SIZE}, **MEAN_STD
     )
     tiles = [f'<row_{row}_col_{col}>' for row in range(1, 7) for col in range(1, 7)]
     tokenizer = word_tokenizer('<image>', '<fake_token_around_image>', '<global-img>', '<end_of_utterance>', *tiles)
@@ -100,7 +100,7 @@ def _idefics3() -> SampleEncoder:
 
 
 def _paligemma() -> SampleEncoder:
-    image_processor = transformers.SiglipImageProcessor(size=_SQUARE, **_MEAN_STD)
+    image_processor = transformers.SiglipImageProcessor(size=SQUARE, **MEAN_STD)
     image_processor.image_seq_length = (IMAGE_SIZE // PATCH_SIZE) ** 2
     tokenizer = word_tokenizer('<image>', class_name='GemmaTokenizerFast')
     processor = transformers.PaliGemmaProcessor(image_processor=image_processor, tokenizer=tokenizer)
@@ -115,7 +115,7 @@ def _gemma3() -> SampleEncoder:
         eoi_token='<end_of_image>',
     )
     processor = transformers.Gemma3Processor(
-        image_processor=transformers.Gemma3ImageProcessor(size=_SQUARE, **_MEAN_STD),
+        image_processor=transformers.Gemma3ImageProcessor(size=SQUARE, **MEAN_STD),
         tokenizer=tokenizer,
         image_seq_length=(IMAGE_SIZE // PATCH_SIZE) ** 2 // 4,
     )
@@ -124,7 +124,7 @@ def _gemma3() -> SampleEncoder:
 
 def _mllama() -> SampleEncoder:
     processor = transformers.MllamaProcessor(
-        image_processor=transformers.MllamaImageProcessor(size=_SQUARE, max_image_tiles=4, **_MEAN_STD),
+        image_processor=transformers.MllamaImageProcessor(size=SQUARE, max_image_tiles=4, **MEAN_STD),
         tokenizer=word_tokenizer('<|image|>', '<|python_tag|>'),
     )
     return SampleEncoder(processor, image_text='<|image|>', nested_images=True)
@@ -134,7 +134,7 @@ def _internvl() -> SampleEncoder:
     # Cuts an image into tiles, besides the whole image: several tensors for one image.
     name = 'GotOcr2ImageProcessor' + ('Fast' if transformers.__version__.startswith('4.') else '')
     image_processor = getattr(transformers, name)(
-        size=_SQUARE, crop_to_patches=True, min_patches=1, max_patches=3, **_MEAN_STD
+        size=SQUARE, crop_to_patches=True, min_patches=1, max_patches=3, **MEAN_STD
     )
     tokenizer = word_tokenizer(
         class_name='Qwen2TokenizerFast',

@@ -1,0 +1,149 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""How many placeholder tokens each image, video and audio of a batch fills, computed as the models compute it.
+
+Every function is ``(batch, config, num_items, num_tokens) -> list[int]``: the placeholders of each item, given that the
+batch holds ``num_items`` items and ``num_tokens`` placeholders in all; an empty list where the batch does not tell.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+__all__ = [
+    'anyres',
+    'anyres_capped',
+    'audio_frames',
+    'best_resolution',
+    'equal',
+    'image_grid',
+    'patch_counts',
+    'queries',
+    'queries_by_frame',
+    'video_grid',
+]
+
+Batch = Mapping[str, Any]
+
+
+def equal(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
+    """Items of one tensor with one shape: the model itself demands ``num_items x (tokens of that shape)`` in all."""
+    return [num_tokens // num_items] * num_items if num_tokens % num_items == 0 else []
+
+
+def image_grid(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
+    """Qwen-VL: as many tokens as merged patches."""
+    return _merged(batch['image_grid_thw'], config, num_tokens)
+
+
+def video_grid(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
+    """Qwen-VL: as many tokens as merged patches of all frames, whatever text stands between the frames."""
+    return _merged(batch['video_grid_thw'], config, num_tokens)
+
+
+def _merged(grid: torch.Tensor, config: Any, num_tokens: int) -> list[int]:
+    patches = grid.prod(dim=1).tolist()
+    if config is not None and hasattr(config, 'vision_config'):
+        square = config.vision_config.spatial_merge_size**2
+    else:  # the model demands that all tokens be all patches over the merged square
+        square = sum(patches) // num_tokens if num_tokens else 0
+    return [] if not square or any(count % square for count in patches) else [count // square for count in patches]
+
+
+def patch_counts(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
+    """LLaVA and its kin: equal images, but where they bring their sizes (Pixtral) as many tokens as merged patches."""
+    sizes = batch.get('image_sizes')
+    if sizes is None:
+        return equal(batch, config, num_items, num_tokens)
+    if config is None:
+        return []
+    side = config.vision_config.patch_size * getattr(config, 'spatial_merge_size', 1)
+    return (torch.as_tensor(sizes) // side).prod(dim=-1).tolist()
+
+
+def queries(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
+    """BLIP: a fixed number of query tokens an image; the model does not check that the placeholders are as many."""
+    return [] if config is None else [config.num_query_tokens] * num_items
+
+
+def queries_by_frame(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
+    """InstructBLIP-Video: query tokens for each frame."""
+    return [size * batch['pixel_values'].shape[1] for size in queries(batch, config, num_items, num_tokens)]
+
+
+def audio_frames(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
+    """Qwen-Audio: two strided convolutions and a pooling over the real frames."""
+    if num_tokens == num_items:  # one token each, which the model itself expands (processors up to transformers 4.45)
+        return [1] * num_items
+    mask = batch.get('feature_attention_mask')
+    lengths = [batch['input_features'].shape[-1]] * num_items if mask is None else mask.sum(dim=-1).tolist()
+    return [((int(length) - 1) // 2 + 1 - 2) // 2 + 1 for length in lengths]
+
+
+def anyres(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
+    """LLaVA-NeXT: the whole image, and its tiles without the padding, with a token at the end of each line."""
+    if config is None:
+        return []
+    return [_tiled(size, config) for size in _pairs(batch['image_sizes'])]
+
+
+def anyres_capped(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
+    """LLaVA-OneVision: as LLaVA-NeXT up to a number of tiles; an image beside others in its row is not tiled."""
+    if config is None:
+        return []
+    cap = int(getattr(config, 'vision_aspect_ratio', 'anyres_max_9').removeprefix('anyres_max_'))
+    counts = batch.get('batch_num_images')
+    counts = [1] * num_items if counts is None else torch.as_tensor(counts).tolist()
+    is_alone = [count == 1 for count in counts for _ in range(count)]
+    if len(is_alone) != num_items:
+        return []
+    whole = _side(config) ** 2
+    sizes = _pairs(batch['image_sizes'])
+    return [_tiled(size, config, cap=cap) if alone else whole + 1 for size, alone in zip(sizes, is_alone, strict=True)]
+
+
+def _pairs(sizes: Any) -> list[tuple[int, int]]:
+    return [(int(height), int(width)) for height, width in torch.as_tensor(sizes).tolist()]
+
+
+def _side(config: Any) -> int:
+    """Patches along one side of a tile."""
+    return config.vision_config.image_size // config.vision_config.patch_size
+
+
+def _tiled(size: tuple[int, int], config: Any, *, cap: int | None = None) -> int:
+    """Tokens of one image, as ``pack_image_features`` of the models makes them."""
+    tile, side = config.vision_config.image_size, _side(config)
+    best_height, best_width = best_resolution(size, config.image_grid_pinpoints)
+    height, width = _unpadded(size, best_height // tile * side, best_width // tile * side)
+    if cap is not None:
+        ratio = math.sqrt(height * width / (cap * side**2))
+        if ratio > 1.1:
+            height, width = int(height // ratio), int(width // ratio)
+    return side**2 + height * (width + 1)
+
+
+def best_resolution(size: tuple[int, int], pinpoints: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """Of the resolutions that the config allows, the one that keeps most of the image, then wastes least."""
+
+    def kept_and_wasted(pinpoint: Sequence[int]) -> tuple[int, int]:
+        scale = min(pinpoint[1] / size[1], pinpoint[0] / size[0])
+        kept = min(int(size[1] * scale) * int(size[0] * scale), size[0] * size[1])
+        return kept, kept - pinpoint[0] * pinpoint[1]
+
+    height, width = max(pinpoints, key=kept_and_wasted)
+    return height, width
+
+
+def _unpadded(size: tuple[int, int], height: int, width: int) -> tuple[int, int]:
+    """The part of the patches that is not padding, as ``unpad_image`` of the models cuts it."""
+    if size[1] / size[0] > width / height:
+        new_height = int(round(size[0] * (width / size[1]), 7))
+        return height - (height - new_height) // 2 * 2, width
+    new_width = int(round(size[1] * (height / size[0]), 7))
+    return height, width - (width - new_width) // 2 * 2

@@ -1,0 +1,216 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""One step of a real Trainer for each random batch of a cell, held to plain autograd: exact, refused, or wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import random
+import traceback
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from composer import Trainer
+from composer.models import HuggingFaceModel
+from composer.utils import collect_env
+
+import composer_tokacc
+from composer_tokacc import TokenAccumulation, token_data_spec
+from tests.matrix.subjects import SUBJECTS
+from tests.support.training import GradientRecorder, Gradients, loader, relative_error
+
+__all__ = [
+    'TOLERANCE',
+    'Cell',
+    'Outcome',
+    'cells',
+    'measure',
+    'measure_steps',
+    'plain_gradients',
+    'run_cell',
+    'seeds_of',
+]
+
+TOLERANCE = 1e-6
+PACKAGE = Path(composer_tokacc.__file__).parent
+INITS = ('large', 'fresh')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A cell of the matrix."""
+
+    family: str
+    side: str
+    packing: bool
+    regroup: bool
+
+    def __str__(self) -> str:
+        packed, order = 'packed' if self.packing else 'padded', 'regrouped' if self.regroup else 'in order'
+        return f'{self.family} {self.side} {packed} {order}'
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of one batch.
+
+    Args:
+        kind: ``'exact'``, ``'refused'`` (before any optimizer step, by the package, with a cause), ``'wrong'`` or
+            ``'crashed'``.
+        error: Relative error of the gradient; NaN if there is none.
+        message: The error that was raised.
+        where: Microbatch size and first weights, to find the batch again.
+    """
+
+    kind: str
+    error: float = float('nan')
+    message: str = ''
+    where: str = ''
+
+    def __str__(self) -> str:
+        return f'{self.where}: {self.kind} {self.message or format(self.error, ".1e")}'
+
+
+def cells(families: Iterable[str]) -> list[Cell]:
+    """All cells of the families."""
+    return [
+        Cell(family=family, side=side, packing=packing, regroup=regroup)
+        for family in families
+        for packing in (False, True)
+        for side in ('right', 'left')
+        for regroup in (True, False)
+    ]
+
+
+def seeds_of(cell: Cell) -> range:
+    """The batches of a cell: 20 of each packed family and side, in order or not (which packing does not heed)."""
+    count = 10 if cell.packing else 4
+    return range(count) if cell.regroup else range(count, 2 * count)
+
+
+def run_cell(cell: Cell, seeds: Iterable[int]) -> list[Outcome]:
+    """The outcome of each of the random batches, every one the first of its run."""
+    outcomes = []
+    for seed in seeds:
+        rng = random.Random(f'{cell} {seed}')
+        init, size = INITS[seed % 2], rng.randint(1, 4)
+        batch = SUBJECTS[cell.family].batch(seed, side=cell.side)
+        options = {'packing': cell.packing, 'regroup': cell.regroup}
+        model = _model(cell.family, init)
+        outcomes.append(measure(model, batch, size, where=f'batch {seed}, size {size}, {init} weights', **options))
+    return outcomes
+
+
+@functools.lru_cache(maxsize=2)
+def _model(family: str, init: str) -> HuggingFaceModel:
+    return SUBJECTS[family].model(init)
+
+
+def measure(model: Any, batch: dict[str, Any], microbatch_size: int, /, **options: Any) -> Outcome:
+    """One step on one batch: see :func:`measure_steps`."""
+    return measure_steps(model, [batch], microbatch_size, **options)[0]
+
+
+def measure_steps(
+    model: Any,
+    batches: Sequence[dict[str, Any]],
+    microbatch_size: int,
+    /,
+    *,
+    where: str = '',
+    algorithms: Sequence[Any] | None = None,
+    trainer_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> list[Outcome]:
+    """A step on each batch, at learning rate 0, until one is refused.
+
+    Args:
+        model: A Composer model.
+        batches: As the loader makes them.
+        microbatch_size: Of the Trainer.
+        where: To find the batch again.
+        algorithms: Those of the Trainer; None: a fresh TokenAccumulation.
+        trainer_options: Further options of the Trainer.
+        **options: Those of ``token_data_spec``.
+
+    Returns:
+        The outcome of each step that was taken, and of the one that was not.
+    """
+    recorder = GradientRecorder()
+    optimizer = CountingSGD(model.parameters(), lr=0.0)
+    stopped = []
+    try:
+        # Collecting the commit of Composer's installation takes half the time of a small step.
+        with mock.patch.object(collect_env, 'get_composer_commit_hash', return_value=None), quiet():
+            Trainer(
+                model=model,
+                train_dataloader=token_data_spec(loader(*batches), **options),
+                optimizers=optimizer,
+                max_duration=f'{len(batches)}ba',
+                device='cpu',
+                algorithms=[TokenAccumulation()] if algorithms is None else algorithms,
+                callbacks=[recorder],
+                device_train_microbatch_size=microbatch_size,
+                progress_bar=False,
+                **(trainer_options or {}),
+            ).fit()
+    except Exception as error:
+        kind = 'refused' if _is_refusal(error) and optimizer.num_steps == len(recorder.steps) else 'crashed'
+        stopped = [Outcome(kind=kind, message=f'{type(error).__name__}: {error}', where=where)]
+    finally:
+        model.zero_grad(set_to_none=True)
+    errors = [
+        relative_error(found, plain_gradients(model, batch))
+        for found, batch in zip(recorder.steps, batches, strict=False)
+    ]
+    taken = [Outcome(kind='exact' if error < TOLERANCE else 'wrong', error=error, where=where) for error in errors]
+    return taken + stopped
+
+
+def plain_gradients(model: Any, batch: dict[str, Any]) -> Gradients:
+    """Of one forward over the whole batch, by the model's own loss."""
+    model.zero_grad(set_to_none=True)
+    loss = model.loss(model(batch), batch)
+    torch.stack(list(loss.values())).sum().backward() if isinstance(loss, dict) else loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return gradients
+
+
+class CountingSGD(torch.optim.SGD):
+    """Knows whether it ever moved."""
+
+    num_steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        # The Trainer's closure computes the gradients: what it raises is before the step.
+        loss = super().step(closure)
+        self.num_steps += 1
+        return loss
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether the package itself raised it, with what it found."""
+    origin = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    return PACKAGE in origin.parents and type(error) in (RuntimeError, ValueError) and 'got:' in str(error)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """No log lines and no warnings of hundreds of small runs."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore')
+            yield
+    finally:
+        logging.disable(before)

@@ -1,0 +1,319 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Families with images, videos and sound: tiny configs, and random rows.
+
+Rows of the families in ``tests/support`` come from their own processors; the others are written by hand, because their
+processors want packages for videos and sound that nothing else here needs.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import transformers
+from PIL import Image
+
+from tests.matrix.collator import Row, cat_padded
+from tests.support.families import FAMILIES, FamilyCase
+from tests.support.sample_encoder import WORDS, Sample
+
+__all__ = ['HAND_MADE', 'hand_made_config', 'hand_made_row', 'processor_case', 'processor_row']
+
+# Families whose rows come from their own processors.
+
+
+@functools.cache
+def processor_case(name: str) -> FamilyCase:
+    """Model, processor and samples of a family in ``tests/support``."""
+    return FAMILIES[name]()
+
+
+@functools.cache
+def _processor_pool(name: str, size: int = 24) -> list[Row]:
+    """Rows to draw from: processors are slower than the models."""
+    rng, encode = random.Random(name), processor_case(name).encode
+    samples = [_sample(rng) for _ in range(size)]
+    return [{**_tensors(encode(sample)), 'num_images': [len(sample.images)]} for sample in samples]
+
+
+def _tensors(encoded: Mapping[str, Any]) -> Row:
+    return {key: value for key, value in encoded.items() if torch.is_tensor(value)}
+
+
+def _sample(rng: random.Random) -> Sample:
+    sizes = (16, 24, 32, 40, 48)
+    images = [
+        Image.frombytes('RGB', (width, height), rng.randbytes(3 * width * height))
+        for width, height in [(rng.choice(sizes), rng.choice(sizes)) for _ in range(rng.choice((0, 0, 1, 1, 1, 2)))]
+    ]
+    gaps = [[rng.choice(WORDS) for _ in range(rng.randint(1, 9))]]
+    gaps += [[rng.choice(WORDS) for _ in range(rng.randint(0, 2))] for _ in images]
+    return Sample(gaps=gaps, answer=[rng.choice(WORDS) for _ in range(rng.randint(1, 9))], images=images)
+
+
+def processor_row(name: str, rng: random.Random, *, has_image: bool | None = None) -> Row:
+    """One of the family's rows; with or without an image where asked."""
+    pool = [row for row in _processor_pool(name) if has_image is None or ('pixel_values' in row) == has_image]
+    row = rng.choice(pool)
+    return {**row, 'labels': row['labels'].clone()}
+
+
+# Families written by hand. Ids: 0 pad, 1 image, 2 video, 3 audio, 4 begins and 5 ends a picture, words from 8.
+
+VOCABULARY, PATCH, SIDE = 64, 4, 16
+IMAGE, VIDEO, AUDIO, BEGIN, END = 1, 2, 3, 4, 5
+MEL_BINS, FRAMES = 8, 16
+_TEXT = {
+    'vocab_size': VOCABULARY,
+    'hidden_size': 32,
+    'intermediate_size': 48,
+    'num_hidden_layers': 2,
+    'num_attention_heads': 2,
+    'num_key_value_heads': 1,
+    'max_position_embeddings': 1024,
+    'pad_token_id': 0,
+    'bos_token_id': 6,
+    'eos_token_id': 7,
+    'tie_word_embeddings': False,
+}
+_VISION = {
+    'hidden_size': 32,
+    'intermediate_size': 48,
+    'num_hidden_layers': 2,
+    'num_attention_heads': 2,
+    'image_size': SIDE,
+    'patch_size': PATCH,
+}
+_MROPE = {'rope_scaling': {'rope_type': 'default', 'type': 'mrope', 'mrope_section': [4, 2, 2]}}
+_QWEN_IDS = {
+    'image_token_id': IMAGE,
+    'video_token_id': VIDEO,
+    'vision_start_token_id': BEGIN,
+    'vision_end_token_id': END,
+    'tie_word_embeddings': False,
+}
+_QWEN_VISION = {'depth': 2, 'num_heads': 2, 'patch_size': PATCH, 'spatial_merge_size': 2, 'temporal_patch_size': 2}
+_SIGLIP = {'model_type': 'siglip_vision_model', 'vision_use_head': False, **_VISION}
+_PINPOINTS = [[16, 32], [32, 16], [32, 32]]
+
+_HAND_MADE: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
+    'qwen2_vl_video': (
+        'Qwen2VLForConditionalGeneration',
+        'Qwen2VLConfig',
+        {
+            'text_config': {**_TEXT, **_MROPE},
+            'vision_config': {**_QWEN_VISION, 'embed_dim': 32, 'hidden_size': 32, 'mlp_ratio': 2},
+            **_QWEN_IDS,
+        },
+    ),
+    'qwen3_vl': (
+        'Qwen3VLForConditionalGeneration',
+        'Qwen3VLConfig',
+        {
+            'text_config': {**_TEXT, **_MROPE, 'head_dim': 16},
+            'vision_config': {
+                **_QWEN_VISION,
+                'hidden_size': 32,
+                'intermediate_size': 48,
+                'out_hidden_size': 32,
+                'num_position_embeddings': 16,
+                'deepstack_visual_indexes': [0],
+            },
+            **_QWEN_IDS,
+        },
+    ),
+    'llava_onevision_video': (
+        'LlavaOnevisionForConditionalGeneration',
+        'LlavaOnevisionConfig',
+        {
+            'text_config': {'model_type': 'qwen2', **_TEXT},
+            'vision_config': _SIGLIP,
+            'image_token_index': IMAGE,
+            'video_token_index': VIDEO,
+            'vision_feature_layer': -1,
+            'image_grid_pinpoints': _PINPOINTS,
+        },
+    ),
+    'llava_next_video': (
+        'LlavaNextVideoForConditionalGeneration',
+        'LlavaNextVideoConfig',
+        {
+            'text_config': {'model_type': 'llama', **_TEXT},
+            'vision_config': {'model_type': 'clip_vision_model', **_VISION},
+            'image_token_index': IMAGE,
+            'video_token_index': VIDEO,
+            'vision_feature_layer': -1,
+            'image_grid_pinpoints': _PINPOINTS,
+        },
+    ),
+    'mistral3': (
+        'Mistral3ForConditionalGeneration',
+        'Mistral3Config',
+        {
+            'text_config': {'model_type': 'mistral', 'sliding_window': None, **_TEXT},
+            'vision_config': {'model_type': 'pixtral', **_VISION, 'image_size': 2 * SIDE},
+            'image_token_index': IMAGE,
+            'vision_feature_layer': -1,
+            'spatial_merge_size': 2,
+            'tie_word_embeddings': False,
+        },
+    ),
+    'qwen2_audio': (
+        'Qwen2AudioForConditionalGeneration',
+        'Qwen2AudioConfig',
+        {
+            'text_config': {'model_type': 'qwen2', **_TEXT},
+            'audio_config': {
+                'd_model': 32,
+                'encoder_layers': 2,
+                'encoder_attention_heads': 2,
+                'encoder_ffn_dim': 48,
+                'num_mel_bins': MEL_BINS,
+                'max_source_positions': FRAMES // 2,
+            },
+            'audio_token_index': AUDIO,
+        },
+    ),
+}
+HAND_MADE = {name: classes for name, classes in _HAND_MADE.items() if hasattr(transformers, classes[1])}
+
+
+def hand_made_config(name: str) -> Any:
+    """A fresh config."""
+    _, config_class, settings = HAND_MADE[name]
+    return getattr(transformers, config_class)(**settings)
+
+
+class _Writer:
+    """Ids, token types and media of one row."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.generator = torch.Generator().manual_seed(rng.randrange(2**31))
+        self.ids: list[int] = []
+        self.types: list[int] = []
+        self.media: dict[str, list[torch.Tensor]] = {}
+
+    def words(self, count: int) -> None:
+        self.ids += [self.rng.randrange(8, VOCABULARY) for _ in range(count)]
+        self.types += [0] * count
+
+    def place(self, token: int, count: int, token_type: int) -> None:
+        """Placeholders between the marks of a picture."""
+        self.ids += [BEGIN, *[token] * count, END]
+        self.types += [0, *[token_type] * count, 0]
+
+    def keep(self, **tensors: torch.Tensor) -> None:
+        for key, value in tensors.items():
+            self.media.setdefault(key, []).append(value)
+
+    def random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self.generator)
+
+    def row(self, num_labels: int, *, has_types: bool) -> Row:
+        ids = torch.tensor([self.ids])
+        labels = ids.clone()
+        labels[:, : len(self.ids) - num_labels] = -100
+        row = {'input_ids': ids, 'attention_mask': torch.ones_like(ids), 'labels': labels}
+        if has_types:
+            row['mm_token_type_ids'] = torch.tensor([self.types])
+        counts = {f'num_{unit}s': [len(self.media.get(key, ()))] for unit, key in _ONE_A_UNIT.items()}
+        return {**row, **counts, **{key: cat_padded(values) for key, values in self.media.items()}}
+
+
+_ONE_A_UNIT = {'image': 'pixel_values', 'video': 'pixel_values_videos', 'audio': 'input_features'}
+
+
+def _grid(rng: random.Random) -> tuple[int, int]:
+    """Height and width of a picture, in patches."""
+    return rng.choice((2, 4)), rng.choice((2, 4, 6))
+
+
+def _qwen_image(writer: _Writer) -> None:
+    height, width = _grid(writer.rng)
+    writer.place(IMAGE, height * width // 4, 1)
+    writer.keep(
+        pixel_values=writer.random(height * width, 3 * 2 * PATCH**2),
+        image_grid_thw=torch.tensor([[1, height, width]]),
+    )
+
+
+def _qwen2_video(writer: _Writer) -> None:
+    frames, (height, width) = writer.rng.choice((1, 2, 3)), _grid(writer.rng)
+    writer.place(VIDEO, frames * height * width // 4, 2)
+    writer.keep(
+        pixel_values_videos=writer.random(frames * height * width, 3 * 2 * PATCH**2),
+        video_grid_thw=torch.tensor([[frames, height, width]]),
+    )
+
+
+def _qwen3_video(writer: _Writer) -> None:
+    """Every frame has marks of its own, behind the words of its time."""
+    frames, (height, width) = writer.rng.choice((1, 2, 3)), _grid(writer.rng)
+    for _ in range(frames):
+        writer.words(2)
+        writer.place(VIDEO, height * width // 4, 2)
+    writer.keep(
+        pixel_values_videos=writer.random(frames * height * width, 3 * 2 * PATCH**2),
+        video_grid_thw=torch.tensor([[frames, height, width]]),
+    )
+
+
+def _onevision_video(writer: _Writer) -> None:
+    # Pooled to a quarter of the patches, and one token for a new line.
+    writer.place(VIDEO, 2 * (SIDE // PATCH // 2) ** 2 + 1, 0)
+    writer.keep(pixel_values_videos=writer.random(1, 2, 3, SIDE, SIDE))
+
+
+def _next_video(writer: _Writer) -> None:
+    writer.place(VIDEO, 2 * (SIDE // PATCH // 2) ** 2, 0)
+    writer.keep(pixel_values_videos=writer.random(1, 2, 3, SIDE, SIDE))
+
+
+def _pixtral_image(writer: _Writer) -> None:
+    height, width = _grid(writer.rng)
+    for line in range(height // 2):  # a mark ends each line of tokens
+        writer.ids += [IMAGE] * (width // 2) + [BEGIN if line < height // 2 - 1 else END]
+        writer.types += [0] * (width // 2 + 1)
+    writer.keep(
+        pixel_values=writer.random(1, 3, PATCH * height, PATCH * width),
+        image_sizes=torch.tensor([[PATCH * height, PATCH * width]]),
+    )
+
+
+def _audio(writer: _Writer) -> None:
+    frames = writer.rng.choice(
+        (10, 12, FRAMES)
+    )  # two placeholders or more: Qwen2-Audio takes single ones for old-style
+    writer.place(AUDIO, ((frames - 1) // 2 + 1 - 2) // 2 + 1, 0)
+    writer.keep(
+        input_features=writer.random(1, MEL_BINS, FRAMES),
+        feature_attention_mask=(torch.arange(FRAMES) < frames).long()[None],
+    )
+
+
+_MEDIA: Mapping[str, Sequence[Callable[[_Writer], None]]] = {
+    'qwen2_vl_video': (_qwen_image, _qwen2_video),
+    'qwen3_vl': (_qwen_image, _qwen3_video),
+    'llava_onevision_video': (_onevision_video,),
+    'llava_next_video': (_next_video,),
+    'mistral3': (_pixtral_image,),
+    'qwen2_audio': (_audio,),
+}
+
+
+def hand_made_row(name: str, rng: random.Random) -> Row:
+    """Words, none to two pictures (videos, sounds), words; labels on the last of them."""
+    writer = _Writer(rng)
+    writer.words(rng.randint(1, 6))
+    for _ in range(rng.choice((0, 1, 1, 2))):
+        rng.choice(_MEDIA[name])(writer)
+        writer.words(rng.randint(0, 2))
+    num_words = rng.randint(1, 9)
+    writer.words(num_words)
+    return writer.row(rng.randint(0, num_words), has_types=name.startswith('qwen') and 'vl' in name)

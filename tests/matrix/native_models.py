@@ -1,0 +1,115 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Composer models that compute their loss themselves, with and without logits in their outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from composer.models import ComposerModel
+
+from tests.matrix.subjects import SUBJECTS
+
+__all__ = ['LOSSES', 'NativeModel']
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+SMOOTHING, Z_WEIGHT = 0.1, 0.01
+
+
+class NativeModel(ComposerModel):
+    """A Llama whose loss is its own.
+
+    Args:
+        loss: ``loss(logits, labels)``.
+        logits: ``'always'``, ``'eval'`` (as fused losses that save the memory of the logits in training) or
+            ``'never'``.
+        init: First weights.
+    """
+
+    def __init__(self, loss: str, *, logits: str = 'always', init: str = 'large') -> None:
+        super().__init__()
+        self.model = SUBJECTS['llama'].model(init).model
+        self.loss_of: Loss = LOSSES[loss]
+        self.logits = logits
+
+    def forward(self, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        kept = {key: batch[key] for key in ('input_ids', 'attention_mask', 'position_ids') if key in batch}
+        logits = self.model(**kept).logits.float()
+        outputs = {'loss': self.loss_of(logits, batch['labels'])}
+        if self.logits == 'always' or (self.logits == 'eval' and not self.training):
+            outputs['logits'] = logits
+        return outputs
+
+    def loss(self, outputs: Any, batch: Any) -> torch.Tensor:
+        return outputs['loss']
+
+    def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
+        return outputs if outputs is not None else self(batch)
+
+
+def causal(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def unshifted(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def all_positions(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Divides by all positions, padding too."""
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction='sum') / labels.numel()
+
+
+def per_row(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Mean of the rows' means: a row weighs the same however many labels it has."""
+    losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction='none')
+    counted = (labels[:, 1:] != -100).sum(dim=1)
+    return (losses.sum(dim=1) / counted.clamp(min=1)).mean()
+
+
+def smoothed(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), label_smoothing=SMOOTHING)
+
+
+def with_z_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """A mean over the same tokens, of two terms."""
+    counted = labels[:, 1:] != -100
+    z = logits[:, :-1][counted].logsumexp(dim=-1).square().mean()
+    return causal(logits, labels) + Z_WEIGHT * z
+
+
+def fused(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return _Fused.apply(logits, labels)  # pyright: ignore[reportReturnType]
+
+
+class _Fused(torch.autograd.Function):
+    """Computes gradients in forward, and divides them by the number of its tokens, as fused kernels do."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            leaf = logits.detach().requires_grad_()
+            total = F.cross_entropy(leaf[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction='sum')
+            (gradient,) = torch.autograd.grad(total, leaf)
+        count = (labels[:, 1:] != -100).sum()
+        ctx.save_for_backward(gradient / count)
+        return total.detach() / count
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.saved_tensors[0] * grad_outputs[0], None
+
+
+LOSSES: Mapping[str, Loss] = {
+    'causal': causal,
+    'unshifted': unshifted,
+    'all positions': all_positions,
+    'per row': per_row,
+    'label smoothing': smoothed,
+    'z-loss': with_z_loss,
+    'fused': fused,
+}

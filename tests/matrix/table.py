@@ -1,0 +1,77 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The matrix as a table: ``python -m tests.matrix.table > docs/families.md``; a line a cell goes to stderr meanwhile.
+
+Arguments: names of families (default: all).
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import re
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+from tests.matrix.harness import Cell, Outcome, cells, run_cell, seeds_of
+from tests.matrix.subjects import SUBJECTS
+
+__all__ = ['summary', 'table']
+
+COLUMNS = [
+    (packing, side, regroup) for packing in (False, True) for side in ('right', 'left') for regroup in (True, False)
+]
+
+
+def summary(outcomes: Sequence[Outcome], *, longest: int = 90) -> str:
+    """``exact 3e-07``, ``refused: reason``, or what went wrong; with counts where batches differ."""
+    kinds = collections.Counter(outcome.kind for outcome in outcomes)
+    parts = []
+    for kind, count in sorted(kinds.items()):
+        chosen = [outcome for outcome in outcomes if outcome.kind == kind]
+        share = f' {count} of {len(outcomes)}' if len(kinds) > 1 else ''
+        if chosen[0].message:
+            parts.append(f'{kind}{share}: {_shortened(chosen[0].message, longest)}')
+        else:
+            parts.append(f'{kind}{share} {max(outcome.error for outcome in chosen):.0e}')
+    return '; '.join(parts)
+
+
+def _shortened(message: str, longest: int) -> str:
+    """The requirement and the value of an error, without the remedy and the row's own numbers."""
+    message = re.sub(r'^\w+Error: ', '', message).split('. ')[0].replace('|', '/').replace('\n', ' ')
+    return message if len(message) <= longest else f'{message[: longest - 3]}...'
+
+
+def table(results: Mapping[Cell, Sequence[Outcome]]) -> str:
+    """Markdown: families by cells."""
+    names = [
+        f'{side}, {"packed" if packing else "padded"}, {"regrouped" if regroup else "in order"}'
+        for packing, side, regroup in COLUMNS
+    ]
+    lines = [f'| family | {" | ".join(names)} |', '|---' * (len(names) + 1) + '|']
+    for family in dict.fromkeys(cell.family for cell in results):
+        row = {(c.packing, c.side, c.regroup): summary(o) for c, o in results.items() if c.family == family}
+        lines.append(f'| {family} | {" | ".join(row.get(column, "") for column in COLUMNS)} |')
+    return '\n'.join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument('families', nargs='*')
+    arguments = parser.parse_args()
+    results = {}
+    for cell in cells(arguments.families or SUBJECTS):
+        start = time.perf_counter()
+        results[cell] = run_cell(cell, seeds_of(cell))
+        line = f'{cell!s:48} {time.perf_counter() - start:5.1f} s  {summary(results[cell], longest=200)}'
+        print(line, file=sys.stderr, flush=True)
+    kinds = collections.Counter(outcome.kind for outcomes in results.values() for outcome in outcomes)
+    print(dict(kinds), file=sys.stderr)
+    print(table(results))
+
+
+if __name__ == '__main__':
+    main()

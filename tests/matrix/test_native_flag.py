@@ -1,0 +1,67 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""token_data_spec and Composer's own ``accumulate_train_batch_on_tokens``, without the algorithm."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.matrix.harness import measure
+from tests.matrix.native_models import NativeModel
+from tests.matrix.subjects import SUBJECTS
+
+FLAG = {'accumulate_train_batch_on_tokens': True}
+NUM_BATCHES = 5
+
+
+def run(model, batch, /, **options):
+    return measure(model, batch, 2, algorithms=[], trainer_options=FLAG, **options)
+
+
+def batches(name):
+    for seed in range(NUM_BATCHES):
+        batch = SUBJECTS[name].batch(seed, side='right')
+        if name == 'bert':  # the label in column 0 is what tells the rules apart
+            batch['labels'][:, 0] = batch['input_ids'][:, 0]
+        yield batch
+
+
+@pytest.mark.parametrize('init', ['large', 'fresh'])
+@pytest.mark.parametrize('name', ['llama', 't5', 'bert'])
+def test_flag_is_exact_with_the_model_at_hand(name, init):
+    model = SUBJECTS[name].model(init)
+    for batch in batches(name):
+        outcome = run(model, batch, model=model)
+        assert outcome.kind == 'exact', outcome
+
+
+@pytest.mark.parametrize('rule', ['causal', 'auto'])
+@pytest.mark.parametrize('name', ['t5', 'bert'])
+def test_flag_with_a_wrong_or_unknown_rule_is_refused(name, rule):
+    model = SUBJECTS[name].model('large')
+    for batch in batches(name):
+        outcome = run(model, batch, loss_tokens=rule)
+        assert outcome.kind == 'refused', outcome
+        assert 'model=' in outcome.message, outcome
+
+
+def test_flag_without_a_model_is_refused_by_name():
+    outcome = run(SUBJECTS['llama'].model('large'), SUBJECTS['llama'].batch(0, side='right'))
+    assert outcome.kind == 'refused', outcome
+    assert 'model=' in outcome.message, outcome
+
+
+def test_flag_with_a_wrong_explicit_rule_and_the_model_is_refused():
+    model = SUBJECTS['bert'].model('large')
+    for batch in batches('bert'):
+        outcome = run(model, batch, model=model, loss_tokens='causal')
+        assert outcome.kind == 'refused', outcome
+
+
+def test_flag_with_a_model_that_never_returns_logits():
+    model = NativeModel('unshifted', logits='never')
+    batch = SUBJECTS['llama'].batch(0, side='right')
+    batch['labels'][:, 0] = batch['input_ids'][:, 0]
+    outcome = run(model, batch, model=model)
+    assert outcome.kind == 'exact', outcome

@@ -1,0 +1,101 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Under the composer launcher: two epochs that no number of ranks divides; rank 0 writes losses, errors and counts.
+
+Each step's gradient is held to one forward over the samples that a run on one rank trains in it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from composer.core import Callback
+from composer.utils import dist, get_device
+from torch.utils.data import DataLoader, DistributedSampler
+
+from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, TokenAccumulation, token_data_spec
+from composer_tokacc.loading import ExchangingDataLoader
+from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
+from tests.support.text import text_model
+from tests.support.training import logged, reference_gradients, relative_error, train
+
+SEED = 3
+CASES = {'seven': (7, 4), 'one is left': (9, 4), 'many': (599, 64)}
+"""Samples, and samples of a global batch. On two ranks the last step of the second leaves a rank without a sample."""
+
+
+class CountSamples(Callback):
+    """Samples that Composer has counted at the end of each epoch, and after each batch."""
+
+    def __init__(self) -> None:
+        self.epochs: list[int] = []
+        self.batches: list[int] = []
+
+    def batch_end(self, state: Any, logger: Any) -> None:
+        self.batches.append(int(state.timestamp.sample))
+
+    def epoch_end(self, state: Any, logger: Any) -> None:
+        self.epochs.append(int(state.timestamp.sample))
+
+
+def regrouping(dataset: LengthDataset, global_batch: int, objective: Any) -> DataLoader:
+    sampler = RegroupingBatchSampler(
+        dataset, lengths=dataset.lengths, global_batch_size=global_batch, max_tokens=2 * LONGEST, seed=SEED,
+        objective=objective,
+    )  # fmt: skip
+    return RegroupingDataLoader(dataset, batch_sampler=sampler, collate_fn=collate_samples)
+
+
+def exchanging(dataset: LengthDataset, global_batch: int, objective: Any) -> DataLoader:
+    return ExchangingDataLoader(
+        dataset, batch_size=global_batch // dist.get_world_size(), collate_fn=collate_samples, max_tokens=2 * LONGEST,
+        sampler=dist.get_sampler(dataset, shuffle=True, seed=SEED), objective=objective,
+    )  # fmt: skip
+
+
+def run(loader: DataLoader, dataset: LengthDataset, global_batch: int) -> dict[str, Any]:
+    """Two epochs with the weights standing still."""
+    counted, model = CountSamples(), text_model()
+    recorder, memory, _ = train(
+        model,
+        token_data_spec(loader, slot_tokens=LONGEST),
+        algorithms=[TokenAccumulation()],
+        callbacks=[counted],
+        microbatch_size=2,
+        max_duration='2ep',
+    )
+    expected: list[list[int]] = []
+    for epoch in range(2):
+        alone = DistributedSampler(dataset, 1, 0, seed=SEED)
+        alone.set_epoch(epoch)
+        order = list(alone)
+        expected += [order[start : start + global_batch] for start in range(0, len(order), global_batch)]
+    losses, errors, loss_errors = logged(memory, 'loss/train/total'), [], []
+    for samples, gradients, loss in zip(expected, recorder.steps, losses, strict=True):
+        if len(samples) < global_batch:
+            reference, true_loss = reference_gradients(model, collate_samples([dataset[index] for index in samples]))
+            errors.append(relative_error(gradients, reference))
+            loss_errors.append(abs(loss - true_loss) / true_loss)
+    return {'losses': losses, 'errors': errors, 'loss_errors': loss_errors, 'epochs': counted.epochs,
+            'batches': counted.batches}  # fmt: skip
+
+
+def main() -> None:
+    dist.initialize_dist(get_device('cpu'), timeout=60.0)
+    results = {}
+    for name, (num_samples, global_batch) in CASES.items():
+        dataset = LengthDataset(num_samples)
+        for build in (regrouping, exchanging):
+            for objective in ('ddp', 'fsdp'):
+                loader = build(dataset, global_batch, objective)
+                results[f'{name}, {build.__name__}, {objective}'] = run(loader, dataset, global_batch)
+    if dist.get_global_rank() == 0:
+        Path(sys.argv[-1]).write_text(json.dumps(results))
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,95 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Under the composer launcher: steps without any image, video or sound, before the process has seen one.
+
+Arguments: JSON of the keyword arguments of :func:`run`, result file. Gradients of every step are held to one forward
+over the global batch; rank 0 writes the errors and a hash of the last parameters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from composer.utils import dist, get_device
+
+from composer_tokacc import TokenAccumulation, token_data_spec
+from tests.matrix.collator import join
+from tests.matrix.harness import plain_gradients
+from tests.matrix.subjects import SUBJECTS, Subject
+from tests.support.training import loader, rank_share, relative_error, train, unwrapped
+
+NUM_ROWS = 6
+MEDIA = ('pixel_values', 'pixel_values_videos', 'input_features')
+
+
+def run(
+    *, family: str, steps: str, lr: float = 0.0, folder: str | None = None, load_path: str | None = None
+) -> dict[str, Any]:
+    """One Trainer.
+
+    Args:
+        family: Name of a subject.
+        steps: A letter a step: ``'t'`` text only, ``'m'`` some rows with media, on the first rank alone.
+        lr: Learning rate; with 0 the gradients of all steps are known.
+        folder: Where checkpoints go, one a step.
+        load_path: Checkpoint to resume from.
+    """
+    subject = SUBJECTS[family]
+    batches = [rows_of(subject, kind, seed) for seed, kind in enumerate(steps)]
+    model = subject.model('large')
+    # DDP waits for every parameter that wants a gradient, and some no loss ever reaches (a last norm of a tower).
+    reached = plain_gradients(model, join(rows_of(subject, 'm', 99), side='right', slots=subject.slots))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in reached)
+    expected = [plain_gradients(model, join(rows, side='right', slots=subject.slots)) for rows in batches]
+    size = NUM_ROWS // dist.get_world_size()
+    shares = [rank_share(rows, [size] * dist.get_world_size()) for rows in batches]
+    data = loader(*(join(rows, side='right', slots=subject.slots) for rows in shares))
+    saving = {'save_folder': folder, 'save_interval': '1ba', 'save_filename': 'ba{batch}.pt'} if folder else {}
+    recorder, _, trainer = train(
+        model,
+        token_data_spec(data),
+        algorithms=[TokenAccumulation()],
+        microbatch_size=2,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0),
+        max_duration=f'{len(steps)}ba',
+        load_path=load_path,
+        **saving,
+    )
+    dist.barrier()
+    values = torch.cat([p.detach().flatten() for p in unwrapped(trainer.state.model).parameters()])
+    trainer.close()
+    pairs = zip(recorder.steps, expected[len(expected) - len(recorder.steps) :], strict=True)
+    return {
+        'errors': [relative_error(found, expected) for found, expected in pairs],
+        'parameters': hashlib.sha256(values.numpy().tobytes()).hexdigest(),
+    }
+
+
+def rows_of(subject: Subject, kind: str, seed: int) -> list[dict[str, Any]]:
+    rng = random.Random(f'{subject.name} {kind} {seed}')
+    rows: list[dict[str, Any]] = []
+    while len(rows) < NUM_ROWS:
+        row = subject.row(rng)
+        has_media = any(key in row for key in MEDIA)
+        if has_media == (kind == 'm' and len(rows) < 2) and (row['labels'][:, 1:] != -100).any():
+            rows.append(row)
+    return rows
+
+
+def main() -> None:
+    dist.initialize_dist(get_device('cpu'), timeout=60.0)
+    result = run(**json.loads(sys.argv[1]))
+    if dist.get_global_rank() == 0:
+        Path(sys.argv[2]).write_text(json.dumps(result))
+
+
+if __name__ == '__main__':
+    main()
