@@ -121,20 +121,14 @@ def syncs_by_line(found: Counter[str]) -> Iterator[None]:
             warnings.showwarning = kept
 
 
-def steps(model: Any, batch: Row, microbatches: int, algorithm: Any, scale: Scale, *callbacks: Callback) -> None:
+def steps(
+    model: Any, batch: Row, microbatches: int, algorithm: Any, scale: Scale, *callbacks: Callback, num_steps: int = 3
+) -> None:
     """Steps of the same batch with or without the algorithm; the cut is the same."""
     size = len(batch['input_ids']) // microbatches
-    data = data_of('ours', [batch] * scale.steps_a_round, BatchLayout.for_model(model))
+    data = data_of('ours', [batch] * num_steps, BatchLayout.for_model(model))
     algorithms = [] if algorithm is None else [algorithm]
-    fit(
-        model,
-        data,
-        size,
-        num_steps=scale.steps_a_round,
-        device=scale.device,
-        algorithms=algorithms,
-        callbacks=callbacks,
-    )
+    fit(model, data, size, num_steps=num_steps, device=scale.device, algorithms=algorithms, callbacks=callbacks)
 
 
 def idle_gap(events: Any) -> dict[str, float] | None:
