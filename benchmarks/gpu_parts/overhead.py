@@ -122,7 +122,7 @@ def syncs_by_line(found: Counter[str]) -> Iterator[None]:
 
 
 def steps(
-    model: Any, batch: Row, microbatches: int, algorithm: Any, scale: Scale, *callbacks: Callback, num_steps: int = 3
+    model: Any, batch: Row, microbatches: int, algorithm: Any, scale: Scale, *callbacks: Callback, num_steps: int = 2
 ) -> None:
     """Steps of the same batch with or without the algorithm; the cut is the same."""
     size = len(batch['input_ids']) // microbatches
@@ -170,7 +170,7 @@ def measure(scale: Scale) -> dict[str, Any]:
                 clock = UnsynchronizedClock()
                 algorithm = _algorithm(way)
                 steps(model, batch, microbatches, algorithm, scale, clock, num_steps=scale.steps_a_round)
-                seconds[way] += clock.seconds[1:]
+                seconds[way] += clock.seconds
                 if algorithm is not None:
                     host.append(algorithm.host_seconds)
         found: dict[str, Any] = {f'step_{way}_ms': statistics.median(s) * 1e3 for way, s in seconds.items()}

@@ -100,7 +100,7 @@ REHEARSAL = Scale(
         'patch_size': 8,
     },
     device_batch=8, microbatch=2, mean_length=32, longest=96, table_divisor=32, num_steps=1, num_widths=2, rounds=1,
-    steps_a_round=3, images=8,
+    steps_a_round=2, images=8,
     variations=(1.0,),
 )  # fmt: skip
 
