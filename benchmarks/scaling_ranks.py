@@ -37,9 +37,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.length_sets import lognormal
 from composer_tokacc import TokenAccumulation, token_data_spec
-from composer_tokacc.loading.regrouping_loader import RegroupingDataLoader
 from composer_tokacc.planning import CostModel
-from composer_tokacc.sampler import RegroupingBatchSampler
+from composer_tokacc.sampling import RegroupingBatchSampler, RegroupingDataLoader
 from composer_tokacc.sizing.timing import MicrobatchTimer, fit_cost
 
 GLOBAL_BATCH, MICROBATCH, HIDDEN, VOCABULARY, SEED = 64, 4, 256, 1000, 17

@@ -7,10 +7,9 @@ from composer_tokacc.algorithm import TokenAccumulation
 from composer_tokacc.counting import TokenCounts, count_tokens
 from composer_tokacc.data_spec import token_data_spec
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.loading.regrouping_loader import RegroupingDataLoader, SkipReadBatches
 from composer_tokacc.monitor import TokenMonitor
 from composer_tokacc.planning import MicrobatchPlan, plan_microbatches
-from composer_tokacc.sampler import RegroupingBatchSampler
+from composer_tokacc.sampling import RegroupingBatchSampler, RegroupingDataLoader, SkipReadBatches
 from composer_tokacc.sizing import SizingReport, suggest_microbatching
 
 __version__ = '0.1.0'

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from composer_tokacc.layout import ReadyBatch
+
 __all__ = [
     'CARRIED',
     'IGNORE_INDEX',
@@ -217,13 +219,15 @@ def is_counted(batch: Any, loss_tokens: str | None = None) -> bool:
     return rules is not None and (loss_tokens is None or set(rules) <= {loss_tokens})
 
 
-def carry(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> dict[str, Any]:
+def carry(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> Mapping[str, Any]:
     """The batch with the counts of its rows (see :data:`CARRIED`), and packed rows masked as they are counted.
 
     Args:
         batch: A batch with ``labels``, on the CPU where counting shall sync nothing.
         loss_tokens: The rule, see :func:`loss_mask`.
     """
+    if isinstance(batch, ReadyBatch):
+        return batch.map(lambda microbatch: carry(microbatch, loss_tokens))
     if is_counted(batch, loss_tokens):
         return dict(batch)
     samples = carried(batch).get('samples', [1] * num_rows(batch))
@@ -265,6 +269,8 @@ def with_one_label(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 def num_rows(batch: Mapping[str, Any]) -> int:
     """Rows of the batch, by ``input_ids`` or, where its main input is another one, by ``labels``."""
+    if isinstance(batch, ReadyBatch):
+        return sum(map(num_rows, batch.microbatches))
     return len(batch['input_ids'] if batch.get('input_ids') is not None else labels_of(batch))
 
 

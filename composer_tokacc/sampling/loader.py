@@ -1,24 +1,23 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A DataLoader for RegroupingBatchSampler: carries the planned cut, and resumes without reading what was seen."""
+"""A DataLoader for RegroupingBatchSampler: ready microbatches, and no reading of what was seen before."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from composer.core import Callback, State
-from composer.loggers import Logger
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from composer_tokacc.data_spec.added_rows import zero_weight
-from composer_tokacc.data_spec.replay import MICROBATCH_IDS
-from composer_tokacc.sampler import PlannedBatch, RegroupingBatchSampler
+from composer_tokacc.layout import ReadyBatch
+from composer_tokacc.sampling.sampler import RegroupingBatchSampler
+from composer_tokacc.sampling.share import RankShare, collate_share
 
-__all__ = ['RegroupingDataLoader', 'SkipReadBatches', 'SkippedBatch']
+__all__ = ['RegroupingDataLoader', 'SkippedBatch']
 
 
 class SkippedBatch:
@@ -29,7 +28,8 @@ class RegroupingDataLoader(DataLoader):
     """A DataLoader over a :class:`RegroupingBatchSampler` that Composer takes for one of fixed batch size.
 
     - ``batch_size`` is ``global_batch_size / num_replicas``, so that Composer finds its initial microbatch size.
-    - Batches carry the plan (``microbatch_ids``), which the split of ``token_data_spec`` replays.
+    - Batches are a :class:`.ReadyBatch`: each planned microbatch is collated by itself, in the worker that read it, at
+      its own width, and page-locked where ``pin_memory=True`` asks. The split of ``token_data_spec`` hands them on.
     - Where a global batch has fewer samples than ranks, ranks without one get a zero-weight row, which is no sample.
     - Seeds of workers depend on seed and epoch alone, and iterating consumes no global random numbers.
     - Batches that will be thrown away are not read, see :meth:`skip_to`.
@@ -37,7 +37,7 @@ class RegroupingDataLoader(DataLoader):
     Args:
         dataset: The sampler's map-style dataset.
         batch_sampler: The sampler.
-        collate_fn: As for any DataLoader; should return a mapping.
+        collate_fn: As for any DataLoader, called once a microbatch; must return a mapping.
         **kwargs: Further arguments of :class:`torch.utils.data.DataLoader`.
 
     Raises:
@@ -65,12 +65,14 @@ class RegroupingDataLoader(DataLoader):
                 raise ValueError(f'`{name}` must be left to the batch sampler, got: {kwargs[name]}. Drop it.')
         self._generator = torch.Generator()
         kwargs.setdefault('generator', self._generator)
-        super().__init__(
-            _PlannedDataset(dataset),
-            batch_sampler=batch_sampler,
-            collate_fn=_PlannedCollate(collate_fn or default_collate),
-            **kwargs,
+        planner = batch_sampler.planner
+        collate = partial(
+            collate_share,
+            collate_fn or default_collate,
+            max_tokens=planner.max_tokens,
+            width_multiple=planner.width_multiple,
         )
+        super().__init__(_PlannedDataset(dataset, collate), batch_sampler=batch_sampler, collate_fn=_Parcel, **kwargs)
         self._resume_at = (0, 0)
         self._yielded = (0, 0)
 
@@ -109,10 +111,10 @@ class RegroupingDataLoader(DataLoader):
             return
         first = sampler.first_batch
         self._generator.manual_seed(_seed_of(sampler, first))
-        for batch in super().__iter__():
+        for parcel in super().__iter__():
             first += 1
             self._yielded = (epoch, first)
-            yield batch
+            yield parcel.batch
 
     def state_dict(self) -> dict[str, Any]:
         """State of the sampler after the batch that was yielded last, whatever workers have fetched ahead."""
@@ -126,36 +128,15 @@ class RegroupingDataLoader(DataLoader):
         self._yielded = (state['epoch'], state['batch'])
 
 
-class SkipReadBatches(Callback):
-    """Resumes mid-epoch without reading what was trained on before.
-
-    Composer resumes by iterating the loader from the start of the epoch, discarding batches, and restoring the random
-    number generators at the last of them. That stays as it is, and so does everything in the checkpoint; only
-    the discarded batches are not read. Without this callback, or with another loader, all of them are, with the same
-    result. Not with ``Trainer(spin_dataloaders=False)``, where Composer discards none.
-    """
-
-    def fit_start(self, state: State, logger: Logger) -> None:
-        """Tells the loader what will be discarded."""
-        loader = state.train_dataloader
-        if isinstance(loader, RegroupingDataLoader):
-            loader.skip_to(int(state.timestamp.epoch), int(state.timestamp.batch_in_epoch))
-
-
-class _PlannedSamples(list[Any]):
-    """Samples read for a :class:`PlannedBatch`, with what it says of them."""
-
-    planned: PlannedBatch | None = None
-
-
 class _PlannedDataset(Dataset):
-    """Hands the plan of a batch on from its indices to its samples, which is all that collating sees.
+    """Reads the samples of a share, and makes a batch of them at once: collating sees nothing but samples.
 
     It offers no ``state_dict``: Composer would stop discarding batches on resume, and not restore random numbers.
     """
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, collate: Callable[[list[Any], RankShare], ReadyBatch]) -> None:
         self.dataset = dataset
+        self._collate = collate
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -163,26 +144,20 @@ class _PlannedDataset(Dataset):
     def __getitem__(self, index: int) -> Any:
         return self.dataset[index]
 
-    def __getitems__(self, indices: list[int]) -> _PlannedSamples:
-        read = getattr(self.dataset, '__getitems__', None)
-        samples = _PlannedSamples(read(indices) if read is not None else [self.dataset[index] for index in indices])
-        if isinstance(indices, PlannedBatch):
-            samples.planned = indices
-        return samples
+    def __getitems__(self, share: RankShare) -> ReadyBatch:
+        indices, read = list(share), getattr(self.dataset, '__getitems__', None)
+        samples = read(indices) if read is not None else [self.dataset[index] for index in indices]
+        return self._collate(samples, share)
 
 
-class _PlannedCollate:
-    """Writes the plan into what the user's `collate_fn` makes of the samples."""
+class _Parcel:
+    """A batch on its way to the trainer: what is no mapping by type torch lets page-lock itself."""
 
-    def __init__(self, collate_fn: Callable[[list[Any]], Any]) -> None:
-        self.collate_fn = collate_fn
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
 
-    def __call__(self, samples: list[Any]) -> Any:
-        batch = self.collate_fn(list(samples))
-        planned = getattr(samples, 'planned', None)
-        if planned is None or not isinstance(batch, Mapping):
-            return batch
-        return zero_weight(batch) if planned.is_copy else {**batch, MICROBATCH_IDS: planned.microbatch_ids}
+    def pin_memory(self) -> _Parcel:
+        return _Parcel(self.batch.pin_memory())
 
 
 def _seed_of(sampler: RegroupingBatchSampler, first_batch: int) -> int:

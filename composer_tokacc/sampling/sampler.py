@@ -5,37 +5,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from composer.utils import dist
 from torch.utils.data import Dataset, DistributedSampler
 
 from composer_tokacc.planning import CostModel, MicrobatchPlan
-from composer_tokacc.sampler.ahead import map_ahead
-from composer_tokacc.sampler.checks import check_batch_size, int_table, media_of
-from composer_tokacc.sampler.load_plan import LoadPlanner, RankShare, only_copies
-from composer_tokacc.sampler.mixture import Mixture, MixtureOrder, num_mixed_batches
-from composer_tokacc.sampler.window import EpochOrder, num_windows
+from composer_tokacc.sampling.mixture import Mixture, MixtureOrder, num_mixed_batches
+from composer_tokacc.sampling.share import LoadPlanner, RankShare
+from composer_tokacc.sampling.window import EpochOrder, num_windows
 
-__all__ = ['PlannedBatch', 'RegroupingBatchSampler']
+__all__ = ['RegroupingBatchSampler', 'map_ahead']
 
-
-class PlannedBatch(list[int]):
-    """One rank's sample indices of a global batch, microbatch by microbatch."""
-
-    microbatch_ids: list[int]
-    """For each index, which microbatch of the rank it was planned into; from 0, never falling."""
-    is_copy: bool
-    """Whether the rank has no sample, and the index is that of another rank's, to be computed without weight."""
-
-    def __init__(
-        self, indices: Sequence[int] = (), microbatch_ids: Sequence[int] = (), *, is_copy: bool = False
-    ) -> None:
-        super().__init__(indices)
-        self.microbatch_ids = list(microbatch_ids)
-        self.is_copy = is_copy
+Item = TypeVar('Item')
+Result = TypeVar('Result')
 
 
 class RegroupingBatchSampler(DistributedSampler):
@@ -48,7 +35,7 @@ class RegroupingBatchSampler(DistributedSampler):
     samples that are left, which torch's sampler fills up to a multiple of the ranks.
 
     Ranks may get unequal numbers of samples. Where there are fewer samples than ranks some get a copy of another rank's
-    sample, which is marked (:attr:`PlannedBatch.is_copy`) and must weigh nothing.
+    sample, which is marked (:attr:`.RankShare.is_copy`) and must weigh nothing.
 
     What it yields is a pure function of its arguments, the epoch and the rank; nothing is communicated. Beside the
     order of the epoch and the lengths (16 bytes a sample) it holds a few global batches. The next ones are planned in
@@ -72,7 +59,7 @@ class RegroupingBatchSampler(DistributedSampler):
         objective: ``'ddp'``, or ``'fsdp'`` where ranks must have equal numbers of microbatches.
         width_multiple: As given to ``token_data_spec``.
         mixture: Shares of several datasets, `dataset` being their ``ConcatDataset``. Then
-            :class:`composer_tokacc.sampler.mixture.MixtureOrder` says what a global batch holds.
+            :class:`composer_tokacc.sampling.mixture.MixtureOrder` says what a global batch holds.
         modality: ``'mixed'``, or ``'per_step'`` for global batches of one medium each: with images, or without.
             Likewise.
         media: Medium of each sample for ``'per_step'``, (n,) ints. Default: whether it has `image_tokens`.
@@ -83,8 +70,8 @@ class RegroupingBatchSampler(DistributedSampler):
     Example:
         >>> sampler = RegroupingBatchSampler(range(6), lengths=[7, 2, 8, 2, 2, 7], global_batch_size=6, max_tokens=16,
         ...                                  shuffle=False, num_replicas=2, rank=1)
-        >>> [(batch, batch.microbatch_ids) for batch in sampler]
-        [([2, 1, 3, 4], [0, 1, 1, 1])]
+        >>> [share.microbatches for share in sampler]
+        [[[2], [1, 3, 4]]]
     """
 
     def __init__(
@@ -117,21 +104,21 @@ class RegroupingBatchSampler(DistributedSampler):
                 f'{num_samples} samples. Use torch.utils.data.ConcatDataset.'
             )
         in_epoch = num_samples if mixture is None else mixture.num_samples
-        check_batch_size(global_batch_size, num_replicas, in_epoch, drop_last)
-        self.lengths = int_table('lengths', lengths, num_samples, 1, 'max_tokens', max_tokens)
+        _check_batch_size(global_batch_size, num_replicas, in_epoch, drop_last)
+        self.lengths = _int_table('lengths', lengths, num_samples, 1, 'max_tokens', max_tokens)
         self.image_tokens = None
         if image_tokens is not None:
-            self.image_tokens = int_table(
+            self.image_tokens = _int_table(
                 'image_tokens', image_tokens, num_samples, 0, 'max_image_tokens', max_image_tokens
             )
         self.modality = modality
-        self.media = media_of(modality, media, self.image_tokens, num_samples)
+        self.media = _media_of(modality, media, self.image_tokens, num_samples)
         self.mixture = Mixture([num_samples]) if mixture is None and modality == 'per_step' else mixture
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
         self.global_batch_size = global_batch_size
         if self.mixture is not None:
             self._num_mixed = num_mixed_batches(self.mixture, global_batch_size, drop_last=drop_last, media=self.media)
-        self._planner = LoadPlanner(
+        self.planner = LoadPlanner(
             num_ranks=num_replicas,
             max_tokens=max_tokens,
             max_image_tokens=max_image_tokens,
@@ -143,6 +130,7 @@ class RegroupingBatchSampler(DistributedSampler):
         self.first_batch = 0
         """Where the next iteration starts."""
         self._position = 0
+        self._kept: tuple[int, EpochOrder | MixtureOrder] | None = None
 
     def __len__(self) -> int:
         """Global batches of an epoch, the same on all ranks."""
@@ -150,7 +138,7 @@ class RegroupingBatchSampler(DistributedSampler):
             return self._num_mixed
         return num_windows(len(self.lengths), self.global_batch_size, drop_last=self.drop_last)
 
-    def __iter__(self) -> Iterator[PlannedBatch]:
+    def __iter__(self) -> Iterator[RankShare]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Yields this rank's share of each global batch of the epoch, from the one that was skipped to."""
         first, self.first_batch = self.first_batch, 0
         order = self._order()
@@ -175,7 +163,7 @@ class RegroupingBatchSampler(DistributedSampler):
     def has_only_copies(self, batch: int) -> bool:
         """Whether this rank has no sample of global batch `batch` of this epoch, but a copy that must weigh nothing."""
         window = self._order().window(batch)
-        return len(window) < self.num_replicas and only_copies(self._plan(window).ranks[self.rank])
+        return len(window) < self.num_replicas and self._share(window).is_copy
 
     def skip_to(self, batch: int) -> None:
         """Lets the next iteration start at global batch `batch`; what comes before is not even planned."""
@@ -220,6 +208,12 @@ class RegroupingBatchSampler(DistributedSampler):
         }
 
     def _order(self) -> EpochOrder | MixtureOrder:
+        """The order of the present epoch; kept, because it takes time in proportion to the dataset."""
+        if self._kept is None or self._kept[0] != self.epoch:
+            self._kept = (self.epoch, self._new_order())
+        return self._kept[1]
+
+    def _new_order(self) -> EpochOrder | MixtureOrder:
         if self.mixture is not None:
             return MixtureOrder(
                 self.mixture,
@@ -233,11 +227,92 @@ class RegroupingBatchSampler(DistributedSampler):
             len(self.lengths), self.global_batch_size, seed=self.seed + self.epoch if self.shuffle else None
         )
 
-    def _share(self, window: np.ndarray) -> PlannedBatch:
-        members = window.tolist()
-        share = RankShare.of(self._plan(window).ranks[self.rank])
-        return PlannedBatch([members[index] for index in share.indices], share.microbatch_ids, is_copy=share.is_copy)
+    def _share(self, window: np.ndarray) -> RankShare:
+        return RankShare.from_plan(self._plan(window).ranks[self.rank], window.tolist())
 
     def _plan(self, window: np.ndarray) -> MicrobatchPlan:
         images = None if self.image_tokens is None else self.image_tokens[window]
-        return self._planner.plan(self.lengths[window], images)
+        return self.planner.plan(self.lengths[window], images)
+
+
+def map_ahead(function: Callable[[Item], Result], items: Iterable[Item], *, depth: int = 2) -> Iterator[Result]:
+    """``map(function, items)``, with up to `depth` further results computed in a background thread.
+
+    The thread starts with the first item, and is joined when the iterator ends, is closed or is garbage collected; an
+    error of `function` is raised where its result would have been yielded.
+
+    Args:
+        function: What to compute. It must be safe to call from another thread.
+        items: Its arguments, drawn lazily: at most `depth` more than results were yielded.
+        depth: How many results may wait.
+
+    Yields:
+        The results, in order.
+    """
+    pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix='map_ahead')
+    waiting: deque[Future[Result]] = deque()
+    try:
+        for item in items:
+            waiting.append(pool.submit(function, item))
+            if len(waiting) > depth:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _media_of(
+    modality: str, media: Sequence[int] | np.ndarray | None, image_tokens: np.ndarray | None, num_samples: int
+) -> np.ndarray | None:
+    """Medium of each sample, or None where global batches mix them."""
+    if modality not in ('mixed', 'per_step'):
+        raise ValueError(f"`modality` must be 'mixed' or 'per_step', got: {modality!r}.")
+    if modality == 'mixed':
+        return None
+    if media is not None:
+        return _int_table('media', media, num_samples, 0, 'media', None)
+    if image_tokens is None:
+        raise ValueError("`image_tokens` or `media` must be given with modality='per_step', got: neither.")
+    return (image_tokens > 0).astype(np.int64)
+
+
+def _check_batch_size(global_batch_size: int, num_replicas: int, num_samples: int, drop_last: bool) -> None:
+    """Refuses a global batch that ranks cannot share, or that an epoch cannot fill; `num_samples` an epoch."""
+    if num_samples < 1:
+        raise ValueError('`dataset` must hold at least one sample, got: none.')
+    if global_batch_size < 1 or global_batch_size % num_replicas:
+        above = max(-(-global_batch_size // num_replicas), 1) * num_replicas
+        raise ValueError(
+            f'`global_batch_size` must be a positive multiple of the number of ranks, got: {global_batch_size} on '
+            f'{num_replicas} ranks. Set it to {above}, or launch another number of ranks.'
+        )
+    if drop_last and num_samples < global_batch_size:
+        raise ValueError(
+            f'`global_batch_size` must be at most the dataset with `drop_last`, got: {global_batch_size} > '
+            f'{num_samples} samples. Lower it or set drop_last=False.'
+        )
+
+
+def _int_table(
+    name: str, values: Sequence[int] | np.ndarray, num_samples: int, least: int, cap_name: str, cap: int | None
+) -> np.ndarray:
+    """One non-negative int per sample, int64 (n,), none over the cap."""
+    table = np.asarray(values)
+    if table.shape != (num_samples,):
+        raise ValueError(
+            f'`{name}` must have one entry per sample, got: shape {table.shape} for {num_samples} samples. Was the '
+            'table made for another dataset?'
+        )
+    if table.dtype.kind not in 'iu':
+        raise ValueError(f'`{name}` must be integers, got: {table.dtype}. Pass token counts.')
+    table = table.astype(np.int64)
+    lowest, highest = int(table.argmin()), int(table.argmax())
+    if table[lowest] < least:
+        raise ValueError(f'`{name}` must be at least {least}, got: {table[lowest]} at sample {lowest}. Count it anew.')
+    if cap is not None and table[highest] > cap:
+        raise ValueError(
+            f'`{cap_name}` must be at least the longest sample, got: {cap} < {table[highest]} (sample {highest}). '
+            'Raise it, or leave the sample out.'
+        )
+    return table

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import torch
 
-from composer_tokacc.loading.random_state import RestoreRandomState
+from composer_tokacc.sampling import RestoreRandomState
 
 
 def draw():

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from composer_tokacc import token_data_spec
-from composer_tokacc.loading.exchange_loader import ExchangingDataLoader
+from composer_tokacc.sampling import ExchangingDataLoader
 from tests.ranks.exchange import BATCH, EPOCH, READ
 from tests.support.launch import launch_json
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
@@ -27,18 +27,17 @@ def names(batches):
     return [[int(name) for name in batch['sample_ids']] for batch in batches]
 
 
-def test_one_rank_cuts_what_it_reads_and_the_split_replays_the_cut():
+def test_one_rank_cuts_what_it_reads_and_the_split_hands_the_microbatches_on():
     loader = build(max_tokens=LONGEST)
     spec = token_data_spec(loader, slot_tokens=LONGEST)
     batches = list(loader)
     assert [sorted(batch) for batch in names(batches)] == [list(range(k, min(k + 8, 20))) for k in (0, 8, 16)]
     for batch in batches:
-        ids = batch['microbatch_ids']
-        planned = [
-            [name for name, number in zip(batch['sample_ids'], ids, strict=True) if number == k]
-            for k in range(max(ids) + 1)
-        ]
+        planned = [microbatch['sample_ids'] for microbatch in batch.microbatches]
         assert len(planned) > 1
+        assert [one['input_ids'].shape[1] for one in batch.microbatches] == [
+            max(loader.dataset.lengths[int(name)] for name in names) for names in planned
+        ]
         assert [part['sample_ids'] for part in spec.split_batch(spec.batch_transforms(batch), 1)] == planned
     assert len(loader) == 3
     assert loader.batch_size == 8
@@ -61,10 +60,6 @@ def test_many_samples_from_workers_need_few_files():
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert [sorted(batch) for batch in found] == [list(range(k, k + 100)) for k in range(0, 600, 100)]
-
-
-def test_batches_that_are_no_mappings_go_without_the_plan():
-    assert [len(batch) for batch in build(collate_fn=tuple)] == [8, 8, 4]
 
 
 def test_state_is_that_of_the_dataset_in_samples_of_all_ranks():

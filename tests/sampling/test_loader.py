@@ -14,9 +14,9 @@ from composer.core import Event
 from torch.utils.data import DataLoader
 
 from composer_tokacc import token_data_spec
-from composer_tokacc.counting import num_samples
-from composer_tokacc.loading.regrouping_loader import RegroupingDataLoader, SkippedBatch
-from composer_tokacc.sampler import RegroupingBatchSampler
+from composer_tokacc.counting import carry, num_samples
+from composer_tokacc.sampling import RegroupingBatchSampler
+from composer_tokacc.sampling.loader import RegroupingDataLoader, SkippedBatch
 from tests.support.launch import launch, launch_json
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
 from tests.support.text import text_model
@@ -41,12 +41,19 @@ def samples(batches):
 
 
 @pytest.mark.parametrize('num_workers', [0, 2])
-def test_batches_carry_the_plan_of_the_sampler(num_workers):
+def test_every_planned_microbatch_is_collated_by_itself(num_workers):
     loader = build(num_workers=num_workers)
     planned = list(loader.batch_sampler)
     batches = list(loader)
-    assert samples(batches) == planned
-    assert [batch['microbatch_ids'] for batch in batches] == [share.microbatch_ids for share in planned]
+    assert samples(batches) == list(map(list, planned))
+    for batch, share in zip(batches, planned, strict=True):
+        assert batch.indices == share.microbatches
+        assert [list(map(int, one['sample_ids'])) for one in batch.microbatches] == share.microbatches
+        for microbatch in batch.microbatches:
+            alone = collate_samples([loader.dataset[int(name)] for name in microbatch['sample_ids']])
+            assert microbatch.keys() == alone.keys()
+            for key in ('input_ids', 'attention_mask', 'labels'):
+                assert torch.equal(microbatch[key], alone[key]), 'as wide as its longest row'
     assert len(loader) == len(batches) == 4
     assert loader.batch_size == 4
 
@@ -61,10 +68,8 @@ def test_split_makes_the_microbatches_that_were_planned():
         assert names == [[str(window[index]) for index in microbatch.indices] for microbatch in plan]
 
 
-def test_other_batches_and_plain_loaders_do_without_the_plan():
+def test_plain_loaders_do_without_the_plan():
     loader = build()
-    tuples = RegroupingDataLoader(loader.dataset, batch_sampler=loader.batch_sampler, collate_fn=tuple)
-    assert [len(batch) for batch in tuples] == [len(share) for share in loader.batch_sampler]
     plain = DataLoader(LengthDataset(30), batch_sampler=loader.batch_sampler, collate_fn=collate_samples)
     assert samples(plain) == samples(loader)
 
@@ -80,7 +85,7 @@ def test_dataset_that_reads_many_at_once_is_asked_once_a_batch():
     dataset = Reader(30)
     sampler = build().batch_sampler
     loader = RegroupingDataLoader(dataset, batch_sampler=sampler, collate_fn=collate_samples)
-    assert samples(loader) == list(sampler)
+    assert samples(loader) == list(map(list, sampler))
     assert dataset.calls == 4
 
 
@@ -94,13 +99,13 @@ def test_iterating_takes_no_random_numbers(num_workers):
 def test_worker_seeds_differ_between_ranks_and_epochs_but_not_between_runs():
     class Seeds(LengthDataset):
         def __getitem__(self, index):
-            return torch.initial_seed()
+            return {'seed': str(torch.initial_seed())}
 
     def seeds(rank, epoch):
         sampler = build(rank=rank).batch_sampler
         sampler.set_epoch(epoch)
-        loader = RegroupingDataLoader(Seeds(30), batch_sampler=sampler, collate_fn=set, num_workers=1)
-        return set().union(*loader)
+        loader = RegroupingDataLoader(Seeds(30), batch_sampler=sampler, num_workers=1)
+        return {seed for batch in loader for seed in batch['seed']}
 
     assert seeds(0, 0) == seeds(0, 0)
     assert len(seeds(0, 0) | seeds(1, 0) | seeds(0, 1)) == 3
@@ -143,6 +148,13 @@ def test_state_is_that_of_the_batch_yielded_last(position, num_workers):
     resumed.batch_sampler.set_epoch(1)
     assert resumed.state_dict()['batch'] == 0
     assert len(samples(resumed)) == 4
+
+
+def test_collate_function_must_name_its_entries():
+    loader = build()
+    tuples = RegroupingDataLoader(LengthDataset(30), batch_sampler=loader.batch_sampler, collate_fn=tuple)
+    with pytest.raises(ValueError, match='`collate_fn` must return a mapping, got: tuple'):
+        next(iter(tuples))
 
 
 @pytest.mark.parametrize('name', ['batch_size', 'shuffle', 'sampler', 'drop_last'])
@@ -249,7 +261,8 @@ def test_rank_without_a_sample_gets_a_row_without_weight():
         last = list(loader)[-1]
         copied = num_samples(last) == 0
         assert samples([last]) == [loader.batch_sampler.window(3)]
-        assert bool((last['labels'] != -100).any()) != copied
+        weights = carry(last)['composer_tokacc.loss_tokens']
+        assert (sum(weights) == 0) == copied
         found.append((copied, token_data_spec([last]).get_num_samples_in_batch(last)))
     assert sorted(found) == [(False, 1), (True, 0)]
 

@@ -12,13 +12,14 @@ import tracemalloc
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
 from composer_tokacc.planning import CostModel
-from composer_tokacc.sampler import RegroupingBatchSampler
-from composer_tokacc.sampler.ahead import map_ahead
+from composer_tokacc.sampling import RegroupingBatchSampler
+from composer_tokacc.sampling.sampler import map_ahead
 
 LONGEST = 64
 
@@ -128,12 +129,8 @@ def test_planned_microbatches_keep_both_caps(seed, ranks, with_images):
     caps = {'image_tokens': images, 'max_image_tokens': 40} if with_images else {}
     for batches in all_ranks(64, 32, ranks, lengths=lengths, **caps):
         for share in batches:
-            ids = share.microbatch_ids
-            assert len(ids) == len(share)
-            assert ids == sorted(ids)
-            assert set(ids) == set(range(ids[-1] + 1))
-            for number in range(ids[-1] + 1):
-                rows = [index for index, k in zip(share, ids, strict=True) if k == number]
+            assert [row for rows in share.microbatches for row in rows] == list(share)
+            for rows in share.microbatches:
                 assert len(rows) * lengths[rows].max() <= 3 * LONGEST
                 if images is not None:
                     assert images[rows].sum() <= 40
@@ -153,7 +150,7 @@ def test_ranks_finish_together_where_stock_ranks_do_not():
     ours = all_ranks(4096, 128, 8, lengths=lengths, cost=cost)
     stock = [list(DistributedSampler(range(4096), 8, rank)) for rank in range(8)]
     for b in range(32):
-        loads = [lengths[rank[b]].sum() for rank in ours]
+        loads = [lengths[list(rank[b])].sum() for rank in ours]
         slowest += max(loads), max(lengths[rank[b * 16 : b * 16 + 16]].sum() for rank in stock)
         mean += np.mean(loads)
     assert slowest[0] / mean < 1.05
@@ -169,9 +166,9 @@ def test_pure_function_of_arguments_epoch_and_rank():
     first.set_epoch(4)
     assert list(first) != list(second)
     copy = pickle.loads(pickle.dumps(first))
-    assert [(b, b.microbatch_ids) for b in copy] == [(b, b.microbatch_ids) for b in first]
-    share = pickle.loads(pickle.dumps(next(iter(first))))
-    assert (share, share.microbatch_ids) == (next(iter(first)), next(iter(first)).microbatch_ids)
+    assert list(copy) == list(first)
+    share = next(iter(first))
+    assert pickle.loads(pickle.dumps(share)) == share
 
 
 def test_plan_and_window_say_who_gets_what():
@@ -181,7 +178,25 @@ def test_plan_and_window_say_who_gets_what():
         window = sampler.window(b)
         assert share.is_copy == sampler.has_only_copies(b) == (b == 4), 'two samples are left for three ranks'
         expected = [window[place] for place in sampler.plan(b).samples(2)]
-        assert ([] if share.is_copy else share) == expected
+        assert ([] if share.is_copy else list(share)) == expected
+
+
+def test_order_of_an_epoch_is_made_once(monkeypatch):
+    # Plans and windows were O(dataset) each: the order was made anew for every call.
+    made, randperm = [], torch.randperm
+
+    def counted(*args, **kwargs):
+        made.append(args)
+        return randperm(*args, **kwargs)
+
+    monkeypatch.setattr(torch, 'randperm', counted)
+    sampler = build(500, 12)
+    for epoch in (0, 3):
+        sampler.set_epoch(epoch)
+        expected = [sorted(share) for share in sampler]
+        assert [sorted(sampler.window(b)) for b in range(len(sampler))] == expected
+        assert sum(len(rank) for b in range(len(sampler)) for rank in sampler.plan(b).ranks) > 0
+        assert len(made) == (1 if epoch == 0 else 2)
 
 
 @pytest.mark.parametrize('other_ranks', [3, 4])

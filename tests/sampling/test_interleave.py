@@ -10,7 +10,7 @@ from fractions import Fraction
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_tokacc.sampler.interleave import counts_of_first, interleave
+from composer_tokacc.sampling.mixture import counts_of_first, interleave
 
 quotas_lists = st.lists(st.fractions(Fraction(1, 50), 50, max_denominator=50), min_size=1, max_size=6)
 

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Random numbers of a run resumed mid-epoch from a dataset that resumes by itself."""
+"""Callbacks that resume a run mid-epoch: nothing read twice, and random numbers where the dataset resumes by itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,25 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import reproducibility
 
-__all__ = ['RestoreRandomState']
+from composer_tokacc.sampling.loader import RegroupingDataLoader
+
+__all__ = ['RestoreRandomState', 'SkipReadBatches']
+
+
+class SkipReadBatches(Callback):
+    """Resumes mid-epoch without reading what was trained on before.
+
+    Composer resumes by iterating the loader from the start of the epoch, discarding batches, and restoring the random
+    number generators at the last of them. That stays as it is, and so does everything in the checkpoint; only
+    the discarded batches are not read. Without this callback, or with another loader, all of them are, with the same
+    result. Not with ``Trainer(spin_dataloaders=False)``, where Composer discards none.
+    """
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """Tells the loader what will be discarded."""
+        loader = state.train_dataloader
+        if isinstance(loader, RegroupingDataLoader):
+            loader.skip_to(int(state.timestamp.epoch), int(state.timestamp.batch_in_epoch))
 
 
 class RestoreRandomState(Callback):
