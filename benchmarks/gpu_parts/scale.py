@@ -115,7 +115,7 @@ def for_memory(scale: Scale, total_bytes: int) -> Scale:
         return scale
     if total_bytes > 60 * GIB:
         return replace(scale, microbatch=2)
-    return replace(scale, microbatch=1, checkpointing=True, device_batch=32)
+    return replace(scale, microbatch=1, checkpointing=True)
 
 
 def build_llava(

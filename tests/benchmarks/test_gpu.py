@@ -20,7 +20,7 @@ import torch
 from torch.autograd import DeviceType
 
 from benchmarks.device import CPU
-from benchmarks.gpu_parts import overhead, scale, speed
+from benchmarks.gpu_parts import attainable, overhead, scale, speed
 from benchmarks.gpu_parts.report import write_report
 from benchmarks.gpu_parts.store import Store
 from composer_tokacc import count_tokens
@@ -139,3 +139,8 @@ def test_length_sets_have_the_variation_that_they_are_called_by(variation):
     lengths = speed.lengths_of(variation, scale.FULL)
     assert lengths.std() / lengths.mean() == pytest.approx(variation, rel=0.01)
     assert lengths.max() <= 8192
+
+
+def test_positions_of_each_way_are_those_counted_by_hand():
+    found = attainable.positions(np.array([8, 2, 2, 2]), microbatch=2)
+    assert found == {'stock': 32, 'hugging_face': 20, 'ours': 14, 'none': 14}
