@@ -182,8 +182,10 @@ class TokenAccumulation(Algorithm):
         split = split_of(state.dataloader)
         regroups = split is not None and split.regroups
         check_rows_are_independent(state.model, self.loss_terms.coupled if regroups else [], strict=self.check_loss)
+        if split is not None:  # what another model has left there says nothing of this one
+            split.layout, split.checked = split.given_layout, False
         self._layout = _layout_of(state, split)
-        if split is not None and split.layout is None:
+        if split is not None:
             split.layout = self._layout
         self._proven = [False] * len(KINDS)
         model: Any = state.model.module if isinstance(state.model, DistributedDataParallel) else state.model
@@ -192,6 +194,7 @@ class TokenAccumulation(Algorithm):
             lambda outputs, batch: self.loss_terms.token_term(model.loss(outputs, batch)),
             model,
             lambda: get_precision_context(state.precision, state.precision_config),
+            lambda outputs, batch: self.loss_terms.sample_term(model.loss(outputs, batch)),
         )
         transforms = split.microbatch_transforms if split is not None else None
 
@@ -270,7 +273,8 @@ class TokenAccumulation(Algorithm):
         if 'loss_tokens' not in carried(batch):
             raise RuntimeError(
                 f'Microbatches must carry the counts written at BATCH_START ({CARRIED}...), got: {sorted(batch)}. '
-                'A custom `split_batch` drops them; keep lists with one entry per row, or use token_data_spec().'
+                'A custom `split_batch` or `microbatch_transforms` drops them; keep lists with one entry per row, or '
+                'use token_data_spec().'
             )
         microbatch = guard.add_microbatch(
             num_tokens=num_loss_tokens(batch),
