@@ -162,6 +162,8 @@ class FirstBatchCheck:
         self._check_loss = check_loss
         self.rule: str | None = None if check_loss else loss_tokens
         self.was_run = False
+        self.is_plain = check_loss
+        """Whether the model's own loss is the mean of its tokens' cross-entropies: not so with label smoothing, say."""
 
     def run(self, batch: Batch, split: Split | None, kinds: Sequence[int]) -> tuple[CutRules, tuple[int, ...]]:
         """Finds the rule, if it is not known yet, and the rules of the cut for rows like those of ``batch``.
@@ -193,7 +195,9 @@ class FirstBatchCheck:
         if self.rule is None:
             telling = self._layout.select(rows, [_telling_row(rows)])
             self.rule = find_loss_rule(self._probe, self._on_device(telling), loss_tokens=self._loss_tokens)
-        found = _Rows(self._probe, self._layout, self._on_device, self.rule, rows, self._check_loss).cut_rules(split)
+        probed = _Rows(self._probe, self._layout, self._on_device, self.rule, rows, self._check_loss)
+        found = probed.cut_rules(split)
+        self.is_plain = self.is_plain and probed.is_plain()
         self.was_run = True
         log.info('The first-batch check took %.2f s. %s', time.perf_counter() - started, found)
         return found, kinds_of(self._layout, rows)
@@ -314,6 +318,13 @@ class _Rows:
                 self._check_mean(split, rules)
                 return rules
         raise RuntimeError(self._explained(failure or ''))
+
+    def is_plain(self) -> bool:
+        """Whether the model's own loss of all rows is the mean of their tokens' cross-entropies."""
+        if self._together.logits is None or not sum(self._counted):
+            return False
+        mean = torch.cat(self._expected).mean().item()
+        return abs(self._together.own - mean) <= tolerance(abs(mean), self._noise)
 
     def _candidates(self, split: Split | None) -> Iterator[CutRules]:
         if split is None:

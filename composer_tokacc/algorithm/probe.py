@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from composer_tokacc.counting import IGNORE_INDEX, LOSS_RULES, labels_of, loss_mask
 
-__all__ = ['Answer', 'Probe', 'find_loss_rule']
+__all__ = ['Answer', 'Probe', 'find_loss_rule', 'logits_of', 'mean_token_loss']
 
 Batch = Mapping[str, Any]
 
@@ -163,6 +163,23 @@ def token_losses(logits: torch.Tensor, batch: Batch, rule: str) -> torch.Tensor:
     chunks = zip(logits[counted].split(MAX_TOKENS), labels[counted].split(MAX_TOKENS), strict=True)
     losses = [F.cross_entropy(chunk.float(), targets, reduction='none').cpu() for chunk, targets in chunks]
     return torch.cat(losses)
+
+
+def mean_token_loss(logits: torch.Tensor, batch: Batch, rule: str, num_tokens: int) -> torch.Tensor:
+    """Mean cross-entropy of the loss-generating tokens, float32 () on the device; no host sync.
+
+    Args:
+        logits: ``(rows, width, vocabulary)``.
+        batch: The microbatch, on the same device.
+        rule: Which labels carry loss.
+        num_tokens: How many do.
+    """
+    targets = labels_of(batch).masked_fill(~loss_mask(batch, rule), IGNORE_INDEX)
+    if rule != 'unshifted':
+        logits, targets = logits[:, :-1], targets[:, 1:]
+    chunks = zip(logits.flatten(0, 1).split(MAX_TOKENS), targets.flatten().split(MAX_TOKENS), strict=True)
+    sums = [F.cross_entropy(chunk.float(), labels, reduction='sum') for chunk, labels in chunks]
+    return torch.stack(sums).sum() / num_tokens
 
 
 def find_loss_rule(probe: Probe, row: Batch, *, loss_tokens: str = 'auto') -> str:
