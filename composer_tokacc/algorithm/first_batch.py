@@ -430,8 +430,9 @@ class _Rows:
                 f'{self._count} rows together, and {mean:.6f} as the mean of the rows one by one. Give their own unit.'
             )
         cuts = [self._alone(split, row, rules) for row in range(self._count)]
-        losses = [self._probe.training_loss(self._on_device(batch)) for batch in (self._rows, *cuts)]
-        if None in losses:
+        asked = [self._probe.training_loss(self._on_device(batch)) for batch in (self._rows, *cuts)]
+        losses = [loss for loss in asked if loss is not None]
+        if len(losses) < len(asked):
             log.info('The loss is random in training even without dropout, so it was looked at in evaluation only.')
         else:
             self._compare_mean(losses[0], losses[1:], how=' in training mode')
