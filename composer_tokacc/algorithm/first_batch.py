@@ -195,7 +195,10 @@ class FirstBatchCheck:
             telling = self._layout.select(rows, [_telling_row(rows)])
             self.rule = find_loss_rule(self._probe, self._on_device(telling), loss_tokens=self._loss_tokens)
         rows = _with_unequal_row(self._layout, rows, self.rule)
-        found = _Rows(self._probe, self._layout, self._on_device, self.rule, rows, self._check_loss).cut_rules(split)
+        with self._probe.varied():
+            found = _Rows(self._probe, self._layout, self._on_device, self.rule, rows, self._check_loss).cut_rules(
+                split
+            )
         self.was_run = True
         log.info('The first-batch check took %.2f s. %s', time.perf_counter() - started, found)
         return found, kinds_of(self._layout, rows)
