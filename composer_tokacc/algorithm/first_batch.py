@@ -197,9 +197,10 @@ class FirstBatchCheck:
             telling = self._layout.select(rows, [_telling_row(rows)])
             self.rule = find_loss_rule(self._probe, self._on_device(telling), loss_tokens=self._loss_tokens)
         rows = _with_unequal_row(self._layout, rows, self.rule)
-        probed = _Rows(self._probe, self._layout, self._on_device, self.rule, rows, self._check_loss)
-        found = probed.cut_rules(split)
-        self.is_plain = self.is_plain and probed.is_plain()
+        with self._probe.varied():
+            probed = _Rows(self._probe, self._layout, self._on_device, self.rule, rows, self._check_loss)
+            found = probed.cut_rules(split)
+            self.is_plain = self.is_plain and probed.is_plain()
         self.was_run = True
         log.info('The first-batch check took %.2f s. %s', time.perf_counter() - started, found)
         return found, kinds_of(self._layout, rows)

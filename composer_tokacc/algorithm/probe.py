@@ -133,6 +133,30 @@ class Probe:
             has_router_loss=_has_router_loss(outputs),
         )
 
+    @contextlib.contextmanager
+    def varied(self) -> Iterator[None]:
+        """Answers as of other weights: every channel of a norm is scaled by a factor of its own.
+
+        The weights of fresh norms are all alike, and hide from the loss, not from the gradient, that a norm behind the
+        rotary embedding (HunYuan) makes attention depend on absolute positions, which trimming on the left moves.
+        """
+
+        def scale(module: torch.nn.Module, args: Any, output: Any) -> Any:
+            weight = getattr(module, 'weight', None)
+            is_norm = isinstance(weight, torch.Tensor) and weight.dim() == 1 and isinstance(output, torch.Tensor)
+            if not is_norm or output.shape[-1] != len(weight):
+                return output
+            draws = torch.rand(len(weight), generator=torch.Generator().manual_seed(len(weight)))
+            return output * (0.75 + 0.5 * draws).to(output)
+
+        leaves = [module for module in self._model.modules() if next(module.children(), None) is None]
+        hooks = [module.register_forward_hook(scale) for module in leaves]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
     def noise(self, batch: Batch, rule: str, answer: Answer) -> float:
         """How far one rounding at every layer moves a token's loss (the whole loss, where the model gives no logits).
 

@@ -116,6 +116,18 @@ def test_rotary_embedding_that_depends_on_the_width_of_the_batch(parameters, opt
     assert kinds == (['exact', 'refused'] if options else ['exact'] * 3)
 
 
+@pytest.mark.skipif(transformers.__version__.startswith('4.'), reason='not there yet')
+def test_norm_behind_the_rotary_embedding_hides_positions_while_its_weights_are_alike():
+    config = transformers.HunYuanDenseV1Config(**LLAMA, num_attention_heads=2, num_key_value_heads=2, head_dim=16)
+    torch.manual_seed(0)
+    hunyuan = transformers.HunYuanDenseV1ForCausalLM(config)
+    for parameter in hunyuan.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.15)
+    model = HuggingFaceModel(hunyuan, shift_labels=True, use_logits=True)
+    assert kinds_of_steps(model, [batch_of(UNEQUAL, side='left'), batch_of(UNEQUAL)]) == ['exact', 'exact']
+
+
 def test_flag_with_the_model_heeds_padding_that_comes_later():
     """FNet mixes all positions of a row, padding too."""
     config = transformers.FNetConfig(**LLAMA)

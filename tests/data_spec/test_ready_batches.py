@@ -56,7 +56,7 @@ def names(microbatches):
 def two_ranks(monkeypatch):
     """This process is one of two ranks, which all say what this one says."""
     monkeypatch.setattr('composer_tokacc.data_spec.split.dist.get_world_size', lambda: 2)
-    monkeypatch.setattr('composer_tokacc.data_spec.split._max_over_ranks', list)
+    monkeypatch.setattr('composer_tokacc.data_spec.split.max_over_ranks', list)
 
 
 def is_handed_on(microbatches, batch):
