@@ -23,12 +23,12 @@ import torch
 from composer.core import DataSpec
 
 from benchmarks.machine import machine
-from composer_tokacc.config import TrainConfig, load_config
+from composer_tokacc.programs import TrainConfig, load_config
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.plan import time_shapes, time_steps
-from composer_tokacc.run.config_checks import check_config
-from composer_tokacc.run.datasets import build_dataset, build_processor, measure_dataset
-from composer_tokacc.run.loaders import regroups_ranks
+from composer_tokacc.programs.checks import check_config
+from composer_tokacc.programs.sources import build_dataset, build_processor, measure_dataset
+from composer_tokacc.programs.sources import regroups_ranks
 from composer_tokacc.run.suggest import device_memory_gib, memory_of_run, suggest_for_run
 from composer_tokacc.sizing.profile import SampleSizes
 from composer_tokacc.sizing.simulate import draw_batches, simulate_steps

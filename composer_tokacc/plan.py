@@ -30,13 +30,13 @@ from composer.core import DataSpec
 from composer.loggers import InMemoryLogger
 from composer.utils import reproducibility
 
-from composer_tokacc.config import ConfigError, TrainConfig, load_config
+from composer_tokacc.programs import ConfigError, TrainConfig, load_config
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.planning import CostModel
-from composer_tokacc.run.config_checks import check_config
-from composer_tokacc.run.datasets import build_dataset, build_processor, measure_dataset
-from composer_tokacc.run.parts import build_parts
-from composer_tokacc.run.streaming_parts import by_index
+from composer_tokacc.programs.checks import check_config
+from composer_tokacc.programs.sources import build_dataset, build_processor, measure_dataset
+from composer_tokacc.programs.parts import build_parts
+from composer_tokacc.programs.shards import by_index
 from composer_tokacc.run.suggest import device_memory_gib, memory_of_run, suggest_for_run
 from composer_tokacc.sizing.report import SizingReport
 from composer_tokacc.sizing.table import print_report

@@ -19,15 +19,15 @@ from composer import Trainer
 from composer.loggers import InMemoryLogger
 from composer.utils import dist
 
-from composer_tokacc.config import ConfigError, TrainConfig, load_config
-from composer_tokacc.config.registry import build_by_name
+from composer_tokacc.programs import ConfigError, TrainConfig, load_config
+from composer_tokacc.programs.registry import build_by_name
 from composer_tokacc.data import BadSampleError
 from composer_tokacc.monitor import TokenMonitor
-from composer_tokacc.run.answers import answer_held_out
-from composer_tokacc.run.config_checks import check_config
-from composer_tokacc.run.parts import RunParts, build_parts
-from composer_tokacc.run.report import print_summary, summarize, write_report
-from composer_tokacc.run.streaming_parts import LLAVA_STREAMING
+from examples.digits.answers import answer_held_out
+from composer_tokacc.programs.checks import check_config
+from composer_tokacc.programs.parts import RunParts, build_parts
+from composer_tokacc.programs.report import print_summary, summarize, write_report
+from composer_tokacc.programs.shards import LLAVA_STREAMING
 from composer_tokacc.sampling import RestoreRandomState, SkipReadBatches
 
 __all__ = ['build_trainer', 'main', 'run']
@@ -58,7 +58,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
     """Trains, evaluates and reports.
 
     Returns:
-        The result that rank 0 also writes to ``report.folder``; see :func:`composer_tokacc.run.report.summarize`.
+        The result that rank 0 also writes to ``report.folder``; see :func:`composer_tokacc.programs.report.summarize`.
 
     Raises:
         ConfigError: for a model or data that the config names and that cannot be used.

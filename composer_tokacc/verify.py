@@ -26,11 +26,11 @@ from composer.utils import dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from composer_tokacc.algorithm import TokenAccumulation
-from composer_tokacc.config import ConfigError, TrainConfig, load_config
+from composer_tokacc.programs import ConfigError, TrainConfig, load_config
 from composer_tokacc.data_spec import token_data_spec
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.run.config_checks import check_config
-from composer_tokacc.run.parts import RunParts, build_parts
+from composer_tokacc.programs.checks import check_config
+from composer_tokacc.programs.parts import RunParts, build_parts
 
 __all__ = ['UnusedParameters', 'main', 'verify']
 

@@ -16,8 +16,8 @@ from composer.loggers import InMemoryLogger
 from PIL import Image
 
 from composer_tokacc import TokenMonitor
-from composer_tokacc.config import load_config
-from composer_tokacc.run.parts import build_parts
+from composer_tokacc.programs import load_config
+from composer_tokacc.programs.parts import build_parts
 from composer_tokacc.train import build_trainer, main
 from tests.support.launch import ROOT, launch
 from tests.support.programs import DIGITS, QUIET, TINY_DIGITS, TINY_MODEL

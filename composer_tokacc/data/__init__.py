@@ -5,11 +5,11 @@
 
 from composer_tokacc.data.collator import VisionLanguageCollator
 from composer_tokacc.data.conversation import ConversationEncoder
-from composer_tokacc.data.digits import DigitsDataset, build_digits_processor
-from composer_tokacc.data.digits_model import digits_model_config
+from examples.digits.dataset import DigitsDataset, build_digits_processor
+from examples.digits.model import digits_model_config
 from composer_tokacc.data.llava import LlavaDataset, conversation_texts
 from composer_tokacc.data.processor import build_small_processor
-from composer_tokacc.data.records import BadSampleError
+from composer_tokacc.data.formats import BadSampleError
 
 __all__ = [
     'BadSampleError',

@@ -18,7 +18,7 @@ import torch.distributed
 from torch.utils.data import ConcatDataset, DataLoader, Dataset
 from tqdm.auto import tqdm
 
-from composer_tokacc.lengths.vision_patches import DEFAULT_PATCH_SIZE, count_patches, declared_patch_size
+from composer_tokacc.data.patches import DEFAULT_PATCH_SIZE, count_patches, declared_patch_size
 
 __all__ = ['LengthTable', 'build_length_table', 'fingerprint', 'length_table']
 

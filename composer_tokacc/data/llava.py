@@ -14,9 +14,9 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from composer_tokacc.data.conversation import ConversationEncoder
-from composer_tokacc.data.encode import check_takes_images, encode_record, open_image
-from composer_tokacc.data.records import PLACEHOLDER, BadSampleError, Record, parse_record, read_raw_records
-from composer_tokacc.data.scan import scan_samples
+from composer_tokacc.data.media import check_takes_images, encode_record, open_image
+from composer_tokacc.data.formats import PLACEHOLDER, BadSampleError, Record, parse_record, read_raw_records
+from composer_tokacc.data.lengths import scan_samples
 
 __all__ = ['LlavaDataset', 'conversation_texts']
 

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 from PIL import Image
 
 from composer_tokacc.data.conversation import ConversationEncoder
-from composer_tokacc.data.records import PLACEHOLDER, Record
+from composer_tokacc.data.formats import PLACEHOLDER, Record
 
 __all__ = ['check_takes_images', 'encode_record', 'open_image']
 

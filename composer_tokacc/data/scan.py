@@ -13,7 +13,7 @@ import torch.distributed
 from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 
-from composer_tokacc.data.records import BadSampleError
+from composer_tokacc.data.formats import BadSampleError
 
 __all__ = ['ScannedSample', 'scan_samples']
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from composer_tokacc.models import transformer_blocks
+from composer_tokacc.programs.models import transformer_blocks
 
 __all__ = ['STRATEGIES', 'StaticBytes']
 

@@ -3,6 +3,6 @@
 
 """The YAML file of a run, and the classes that its names stand for."""
 
-from composer_tokacc.config.schema import ConfigError, TrainConfig, load_config
+from composer_tokacc.programs.schema import ConfigError, TrainConfig, load_config
 
 __all__ = ['ConfigError', 'TrainConfig', 'load_config']

@@ -16,12 +16,12 @@ from composer import Trainer
 from composer.core import TimeUnit, ensure_time
 from composer.utils.parallelism import FSDP2Config, FSDPConfig, ParallelismConfig
 
-from composer_tokacc.config import ConfigError, TrainConfig
-from composer_tokacc.config.registry import check_arguments, class_by_name, unknown_name
+from composer_tokacc.programs import ConfigError, TrainConfig
+from composer_tokacc.programs.registry import check_arguments, class_by_name, unknown_name
 from composer_tokacc.planning import CostModel
-from composer_tokacc.run.datasets import check_dataset, needs_regrouping
-from composer_tokacc.run.loaders import regroups_ranks
-from composer_tokacc.run.streaming_parts import LLAVA_STREAMING, check_exchange
+from composer_tokacc.programs.sources import check_dataset, needs_regrouping
+from composer_tokacc.programs.sources import regroups_ranks
+from composer_tokacc.programs.shards import LLAVA_STREAMING, check_exchange
 
 __all__ = ['check_config']
 
@@ -44,7 +44,7 @@ def check_config(config: TrainConfig, *, world_size: int | None = None) -> None:
     """Checks the sense of a config whose types are right.
 
     Args:
-        config: from :func:`composer_tokacc.config.load_config`.
+        config: from :func:`composer_tokacc.programs.load_config`.
         world_size: number of ranks; None takes it from the launcher's environment.
 
     Raises:

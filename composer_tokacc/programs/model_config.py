@@ -10,8 +10,8 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
-from composer_tokacc.config.registry import unknown_name
-from composer_tokacc.lengths.vision_patches import side_of_patch
+from composer_tokacc.programs.registry import unknown_name
+from composer_tokacc.data.patches import side_of_patch
 
 __all__ = ['config_from_dict', 'read_config', 'tokenizer_of', 'vision_patch_size']
 

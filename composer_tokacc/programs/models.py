@@ -21,7 +21,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from composer_tokacc.models.config import read_config, tokenizer_of
+from composer_tokacc.programs.models import read_config, tokenizer_of
 
 __all__ = ['build_model', 'build_transformers_model', 'freeze_parameters', 'transformer_blocks']
 

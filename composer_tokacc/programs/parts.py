@@ -15,13 +15,13 @@ from composer.models import HuggingFaceModel
 from composer.utils import dist, get_device, reproducibility
 from torch.utils.data import ConcatDataset
 
-from composer_tokacc.config import ConfigError, TrainConfig
+from composer_tokacc.programs import ConfigError, TrainConfig
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.memory import MemoryModel
-from composer_tokacc.models import build_model
-from composer_tokacc.run.datasets import build_dataset, build_processor
-from composer_tokacc.run.loaders import build_loader
-from composer_tokacc.run.streaming_parts import by_index
+from composer_tokacc.programs.models import build_model
+from composer_tokacc.programs.sources import build_dataset, build_processor
+from composer_tokacc.programs.sources import build_loader
+from composer_tokacc.programs.shards import by_index
 from composer_tokacc.run.suggest import apply_suggestion, memory_for_monitor
 
 __all__ = ['RunParts', 'build_parts']

@@ -15,7 +15,7 @@ import numpy as np
 from composer.core import State
 from composer.loggers import InMemoryLogger
 
-from composer_tokacc.run.answers import Answer
+from examples.digits.answers import Answer
 
 __all__ = ['print_summary', 'series', 'summarize', 'write_report']
 
@@ -93,7 +93,7 @@ def write_report(
     texts = [{key: value for key, value in asdict(answer).items() if key != 'images'} for answer in answers]
     (folder / 'result.json').write_text(json.dumps({**result, 'answers': texts}, indent=2) + '\n')
     if picture:
-        from composer_tokacc.run.picture import draw_result
+        from examples.digits.picture import draw_result
 
         draw_result(folder / 'result.png', {key: series(history, name) for key, name in _CURVES.items()}, answers)
 

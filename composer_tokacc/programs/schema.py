@@ -15,7 +15,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from composer_tokacc.config.registry import unknown_name
+from composer_tokacc.programs.registry import unknown_name
 
 __all__ = ['ConfigError', 'TrainConfig', 'load_config']
 
@@ -26,7 +26,7 @@ class ConfigError(ValueError):
 
 @dataclass(kw_only=True)
 class ModelConfig:
-    """Arguments of :func:`composer_tokacc.models.build_model`; exactly one of ``pretrained`` and ``config``."""
+    """Arguments of :func:`composer_tokacc.programs.models_model`; exactly one of ``pretrained`` and ``config``."""
 
     pretrained: str | None = None
     """Folder or hub name of a Transformers checkpoint."""
@@ -149,7 +149,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
         overrides: for example ``['trainer.max_duration=10ba', 'model.freeze=[vision_tower]']``.
 
     Returns:
-        The config, its types checked; :func:`composer_tokacc.run.config_checks.check_config` checks its sense.
+        The config, its types checked; :func:`composer_tokacc.programs.checks.check_config` checks its sense.
 
     Raises:
         ConfigError: for an unreadable file, an unknown key or a wrong type; names the key and the nearest valid one.

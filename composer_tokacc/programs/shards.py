@@ -16,9 +16,9 @@ import torch
 from composer.utils import dist
 from torch.utils.data import DataLoader, Dataset
 
-from composer_tokacc.config import ConfigError, TrainConfig
-from composer_tokacc.config.registry import unknown_name
-from composer_tokacc.lengths import image_token_ids
+from composer_tokacc.programs import ConfigError, TrainConfig
+from composer_tokacc.programs.registry import unknown_name
+from composer_tokacc.data.lengths import image_token_ids
 from composer_tokacc.planning import CostModel
 from composer_tokacc.sampling import ExchangingDataLoader
 

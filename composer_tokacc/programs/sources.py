@@ -11,13 +11,13 @@ from typing import Any
 from torch.utils.data import ConcatDataset, Dataset
 from transformers import AutoProcessor
 
-from composer_tokacc.config import ConfigError, TrainConfig
-from composer_tokacc.config.registry import check_arguments, unknown_name
+from composer_tokacc.programs import ConfigError, TrainConfig
+from composer_tokacc.programs.registry import check_arguments, unknown_name
 from composer_tokacc.data import DigitsDataset, LlavaDataset, build_digits_processor
 from composer_tokacc.data.processor import build_small_processor
-from composer_tokacc.lengths import LengthTable, length_table
-from composer_tokacc.models.config import read_config, vision_patch_size
-from composer_tokacc.run.streaming_parts import (
+from composer_tokacc.data.lengths import LengthTable, length_table
+from composer_tokacc.programs.models import read_config, vision_patch_size
+from composer_tokacc.programs.shards import (
     LLAVA_STREAMING,
     build_streaming_dataset,
     check_streaming_dataset,

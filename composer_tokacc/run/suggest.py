@@ -17,13 +17,13 @@ import torch
 from composer.utils import dist
 from torch import nn
 
-from composer_tokacc.config import TrainConfig
-from composer_tokacc.config.registry import build_by_name
-from composer_tokacc.lengths import LengthTable
+from composer_tokacc.programs import TrainConfig
+from composer_tokacc.programs.registry import build_by_name
+from composer_tokacc.data.lengths import LengthTable
 from composer_tokacc.memory import GIB, MemoryModel, calibrate_fake, load_or_calibrate
-from composer_tokacc.models import build_transformers_model
+from composer_tokacc.programs.models import build_transformers_model
 from composer_tokacc.planning import CostModel
-from composer_tokacc.run.datasets import measure_dataset
+from composer_tokacc.programs.sources import measure_dataset
 from composer_tokacc.sizing import suggest_microbatching
 from composer_tokacc.sizing.report import SizingReport
 

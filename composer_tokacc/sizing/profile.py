@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from composer_tokacc.lengths import LengthTable
+from composer_tokacc.data.lengths import LengthTable
 
 __all__ = ['DatasetProfile', 'SampleSizes', 'profile_lengths']
 

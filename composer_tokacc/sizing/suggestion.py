@@ -11,7 +11,7 @@ from typing import Literal, cast
 
 import numpy as np
 
-from composer_tokacc.lengths import LengthTable
+from composer_tokacc.data.lengths import LengthTable
 from composer_tokacc.memory import GIB, MemoryModel
 from composer_tokacc.planning import CostModel
 from composer_tokacc.planning.stats import lower_bound
@@ -47,7 +47,7 @@ def suggest_microbatching(
     """Finds the largest safe microbatch of a run, and what it gains over stock Composer at the same memory.
 
     Args:
-        lengths: Length table of the dataset, from :func:`composer_tokacc.lengths.length_table`, or plain lengths.
+        lengths: Length table of the dataset, from :func:`composer_tokacc.data.lengths.length_table`, or plain lengths.
         num_ranks: Ranks of the run.
         global_batch_size: Samples of an optimizer step over all ranks.
         memory: Memory model of the run, which also says whether it shards with FSDP.

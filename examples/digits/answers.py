@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from composer.models import HuggingFaceModel
 
-from composer_tokacc.models.config import tokenizer_of
+from composer_tokacc.programs.models import tokenizer_of
 
 __all__ = ['Answer', 'answer_held_out']
 

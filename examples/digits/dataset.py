@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from transformers import LlavaProcessor
 
 from composer_tokacc.data.conversation import ConversationEncoder
-from composer_tokacc.data.digits_text import WORDS, draw_question
+from examples.digits.questions import WORDS, draw_question
 from composer_tokacc.data.processor import small_llava_processor, word_tokenizer
 
 __all__ = ['DigitsDataset', 'build_digits_processor', 'load_scans', 'split_scans']

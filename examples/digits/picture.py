@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from composer_tokacc.run.answers import Answer
+from examples.digits.answers import Answer
 
 __all__ = ['Curves', 'draw_result']
 

@@ -10,7 +10,7 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 from composer_tokacc.data import BadSampleError, DigitsDataset
-from composer_tokacc.data.scan import ScannedSample, scan_samples
+from composer_tokacc.data.lengths import ScannedSample, scan_samples
 from tests.support.launch import launch_json
 
 

@@ -9,8 +9,8 @@ import torch
 from sklearn.datasets import load_digits
 
 from composer_tokacc.data import DigitsDataset, VisionLanguageCollator
-from composer_tokacc.data.digits import split_scans
-from composer_tokacc.data.digits_text import DIGIT_WORDS, DigitsQuestion
+from examples.digits.dataset import split_scans
+from examples.digits.questions import DIGIT_WORDS, DigitsQuestion
 
 NUM_SAMPLES = 1600
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from composer_tokacc.config import ConfigError, TrainConfig, load_config
-from composer_tokacc.run.config_checks import check_config
+from composer_tokacc.programs import ConfigError, TrainConfig, load_config
+from composer_tokacc.programs.checks import check_config
 from composer_tokacc.train import main
 from tests.support.launch import ROOT, launch
 

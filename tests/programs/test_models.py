@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForImageTextToText
 
 from composer_tokacc.data import DigitsDataset, VisionLanguageCollator, build_digits_processor
-from composer_tokacc.models import build_model, freeze_parameters, transformer_blocks
+from composer_tokacc.programs.models import build_model, freeze_parameters, transformer_blocks
 from tests.support.text import VOCABULARY, text_model
 
 VISION = {

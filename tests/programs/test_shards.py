@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from composer_tokacc.config import ConfigError, load_config
+from composer_tokacc.programs import ConfigError, load_config
 from composer_tokacc.data.to_mds import main
-from composer_tokacc.run.config_checks import check_config
+from composer_tokacc.programs.checks import check_config
 from tests.support.launch import ROOT
 
 

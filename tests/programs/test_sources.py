@@ -10,11 +10,11 @@ import itertools
 import pytest
 import torch
 
-from composer_tokacc.config import ConfigError, load_config
+from composer_tokacc.programs import ConfigError, load_config
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.run.config_checks import check_config
-from composer_tokacc.run.datasets import build_dataset, build_processor
-from composer_tokacc.run.loaders import build_loader
+from composer_tokacc.programs.checks import check_config
+from composer_tokacc.programs.sources import build_dataset, build_processor
+from composer_tokacc.programs.sources import build_loader
 from composer_tokacc.sampling import RegroupingDataLoader
 from tests.support.launch import ROOT
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from composer_tokacc.lengths import LengthTable
+from composer_tokacc.data.lengths import LengthTable
 from composer_tokacc.memory import GIB, BatchShape, MemoryModel, StaticBytes
 from composer_tokacc.memory.fit import ActivationFit
 from composer_tokacc.planning import CostModel
