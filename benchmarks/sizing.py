@@ -23,12 +23,11 @@ import torch
 from composer.core import DataSpec
 
 from benchmarks.machine import machine
-from composer_tokacc.programs import TrainConfig, load_config
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.plan import time_shapes, time_steps
+from composer_tokacc.programs import TrainConfig, load_config
 from composer_tokacc.programs.checks import check_config
 from composer_tokacc.programs.sources import build_dataset, build_processor, measure_dataset
-from composer_tokacc.programs.sources import regroups_ranks
 from composer_tokacc.run.suggest import device_memory_gib, memory_of_run, suggest_for_run
 from composer_tokacc.sizing.profile import SampleSizes
 from composer_tokacc.sizing.simulate import draw_batches, simulate_steps
@@ -91,7 +90,7 @@ def main() -> None:
     sizes = SampleSizes.of(table)
     batches = draw_batches(len(sizes), config.loader.global_batch_size, num_batches=40)
     predicted = {}
-    ours = 'planned' if regroups_ranks(config) else 'split'
+    ours = 'planned' if config.regroups_ranks else 'split'
     for method in ('stock', ours):
         figures = simulate_steps(
             sizes, batches, method=method, num_ranks=1, microbatch_rows=size, max_tokens=size * slot, cost=cost

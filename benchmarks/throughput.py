@@ -40,8 +40,8 @@ from benchmarks.machine import machine
 from benchmarks.small_llava import build_model, make_rows
 from benchmarks.throughput_report import picture, show
 from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
-from composer_tokacc.data import DigitsDataset, build_digits_processor
 from composer_tokacc.planning import CostModel
+from examples.digits import DigitsDataset, build_digits_processor
 
 RESULTS = Path(__file__).resolve().parent / 'results'
 MICROBATCH = 4

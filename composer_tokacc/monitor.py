@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from composer.core import Callback, State
@@ -17,8 +17,9 @@ from composer.utils import dist
 
 from composer_tokacc.counting import carried, count_tokens, is_counted, labels_of, loss_mask, num_samples
 from composer_tokacc.layout import microbatches_of
-from composer_tokacc.memory import MemoryModel
-from composer_tokacc.memory.out_of_memory import predicted_and_actual
+
+if TYPE_CHECKING:
+    from composer_tokacc.memory import MemoryModel
 
 __all__ = ['TokenMonitor']
 
@@ -57,7 +58,11 @@ class TokenMonitor(Callback):
 
     def __init__(self, *, loss_tokens: str = 'causal', memory: MemoryModel | str | Path | None = None) -> None:
         self.loss_tokens = loss_tokens
-        self.memory = MemoryModel.load(memory) if isinstance(memory, str | Path) else memory
+        if isinstance(memory, str | Path):
+            from composer_tokacc.memory import MemoryModel  # sizing is no part of the plugin
+
+            memory = MemoryModel.load(memory)
+        self.memory = memory
         self._tried: float | None = None  # microbatch size of the last attempt at this step
         self._step = _zeros()
         self._microbatches: list[tuple[int, Any]] = []
@@ -83,6 +88,8 @@ class TokenMonitor(Callback):
         self._tried = size
         # Closures come here several times a step as well, but only a retry has a smaller microbatch.
         if self.memory is not None and tried is not None and size is not None and size < tried:
+            from composer_tokacc.memory.out_of_memory import predicted_and_actual
+
             failed = predicted_and_actual(self.memory, state, tried)
             log.warning(failed.message())
             logger.log_metrics({f'token_monitor/{name}': value for name, value in failed.metrics().items()})

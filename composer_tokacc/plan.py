@@ -30,13 +30,12 @@ from composer.core import DataSpec
 from composer.loggers import InMemoryLogger
 from composer.utils import reproducibility
 
-from composer_tokacc.programs import ConfigError, TrainConfig, load_config
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.planning import CostModel
+from composer_tokacc.programs import ConfigError, TrainConfig, load_config
 from composer_tokacc.programs.checks import check_config
-from composer_tokacc.programs.sources import build_dataset, build_processor, measure_dataset
 from composer_tokacc.programs.parts import build_parts
-from composer_tokacc.programs.shards import by_index
+from composer_tokacc.programs.sources import build_dataset, build_processor, measure_dataset
 from composer_tokacc.run.suggest import device_memory_gib, memory_of_run, suggest_for_run
 from composer_tokacc.sizing.report import SizingReport
 from composer_tokacc.sizing.table import print_report
@@ -107,7 +106,7 @@ def plan(
     """
     reproducibility.seed_all(config.seed)
     processor = build_processor(config)
-    dataset = by_index(build_dataset(config, processor, held_out=False))
+    dataset = build_dataset(config, processor, held_out=False)
     table = measure_dataset(config, dataset, processor)
     memory = memory_of_run(config, dataset, processor, table)
     gib = device_memory_gib or config.microbatching.device_memory_gib or _this_device(config)

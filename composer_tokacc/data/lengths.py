@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""How long every sample of a dataset is: read once with the real processor, kept in a file under its fingerprint."""
+"""One reading of a dataset with the run's processor: how long each sample is, and which are bad; kept in a file."""
 
 from __future__ import annotations
 
@@ -9,23 +9,31 @@ import hashlib
 import json
 import os
 import tempfile
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch.distributed
 from torch.utils.data import ConcatDataset, DataLoader, Dataset
 from tqdm.auto import tqdm
 
+from composer_tokacc.counting import IGNORE_INDEX
+from composer_tokacc.data.formats import BadSampleError
 from composer_tokacc.data.patches import DEFAULT_PATCH_SIZE, count_patches, declared_patch_size
 
-__all__ = ['LengthTable', 'build_length_table', 'fingerprint', 'length_table']
+__all__ = ['LengthTable', 'build_length_table', 'chosen_patch_size', 'fingerprint', 'image_token_ids', 'length_table']
 
 NUM_PROBES = 64
 """Samples whose encoding goes into the fingerprint of a dataset that has none of its own."""
-VERSION = 2
+VERSION = 3
 """Goes up with every change of what a table holds, so that files of older versions are not read."""
+COLUMNS = ('lengths', 'image_tokens', 'loss_tokens', 'vision_patches')
+FEWEST_FOR_WORKERS = 512
+"""Starting processes takes longer than reading fewer samples than these."""
+
+OnError = Literal['raise', 'skip']
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,23 +48,32 @@ class LengthTable:
     """Positions that carry loss under the causal shift."""
     vision_patches: np.ndarray
     """Patches that the vision tower computes, before a resampler or a merge makes image tokens of them."""
+    errors: dict[int, str] = field(default_factory=dict)
+    """Why a sample cannot be used, by index; all its sizes are 0."""
 
     def __len__(self) -> int:
         return len(self.lengths)
 
+    def select(self, indices: Sequence[int]) -> LengthTable:
+        """The table of some of the samples, none of them bad, in the given order."""
+        return LengthTable(**{name: getattr(self, name)[list(indices)] for name in COLUMNS}, errors={})
+
     def save(self, path: Path) -> None:
         """Writes the table; a reader sees the whole file or none, even if several processes write at once."""
         path.parent.mkdir(parents=True, exist_ok=True)
+        columns = {name: getattr(self, name) for name in COLUMNS}
+        bad, reasons = list(self.errors), list(self.errors.values())
         handle, name = tempfile.mkstemp(dir=path.parent, suffix='.npz')
         with os.fdopen(handle, 'wb') as file:
-            np.savez_compressed(file, **{name: getattr(self, name) for name in _columns()})
+            np.savez_compressed(file, **columns, bad=np.array(bad, np.int64), reasons=np.array(reasons, np.str_))
         os.replace(name, path)
 
     @classmethod
     def load(cls, path: Path) -> LengthTable:
         """Reads what :meth:`save` wrote."""
         with np.load(path, allow_pickle=False) as arrays:
-            return cls(**{name: arrays[name] for name in _columns()})
+            errors = dict(zip(arrays['bad'].tolist(), arrays['reasons'].tolist(), strict=True))
+            return cls(**{name: arrays[name] for name in COLUMNS}, errors=errors)
 
 
 def length_table(
@@ -67,15 +84,16 @@ def length_table(
     num_workers: int | None = None,
     progress: bool = True,
     patch_size: int | None = None,
+    on_error: OnError = 'raise',
 ) -> LengthTable:
-    """The length table of a dataset, from its file if the same dataset was scanned before with the same processor.
+    """The length table of a dataset, from its file if the same dataset was read before with the same processor.
 
     Under ``torch.distributed`` every rank must call it; they share the work, and one of each node writes the file.
 
     Args:
         dataset: Map-style, or a ``ConcatDataset`` of such, each with a file of its own; samples hold ``input_ids`` and
-            ``labels`` of shape ``(1, length)``. A `fingerprint` method without arguments is used where there is one;
-            see :func:`fingerprint`.
+            ``labels`` of shape ``(1, length)``. A ``fingerprint`` method without arguments is used where there is one;
+            see :func:`fingerprint`. So is ``measured``, a pair of a patch size and the table that was made with it.
         processor: Its Hugging Face processor or tokenizer.
         folder: Where tables are kept. Default: ``composer_tokacc/lengths`` in the user's cache folder.
         num_workers: Processes on each rank. None: one for each CPU core that the ranks of this node leave it.
@@ -83,12 +101,14 @@ def length_table(
         patch_size: Side of the vision tower's patches in pixels, for ``vision_patches``. None: what the processor
             declares; where it declares nothing (Idefics3, Gemma3, InternVL, ...), 14, the commonest, so that the column
             is then pixels in squares of 14 rather than patches. Nothing else in the table depends on it.
+        on_error: What to do with a sample that raises :class:`.BadSampleError`: ``'raise'``, or ``'skip'``: keep the
+            reason in ``errors``.
 
     Returns:
         The table.
 
     Raises:
-        ValueError: If a sample cannot be read; a bad one is named by its dataset.
+        BadSampleError: For the first bad sample (``'raise'``), on all ranks.
     """
     if isinstance(dataset, ConcatDataset):
         tables = [
@@ -97,13 +117,22 @@ def length_table(
             )
             for part in dataset.datasets
         ]
-        return LengthTable(**{name: np.concatenate([getattr(table, name) for table in tables]) for name in _columns()})
+        columns = {name: np.concatenate([getattr(table, name) for table in tables]) for name in COLUMNS}
+        return LengthTable(**columns, errors={})
+    patch_size = chosen_patch_size(processor, patch_size)
+    measured = getattr(dataset, 'measured', None)
+    if measured is not None and measured[0] == patch_size:
+        return measured[1]
     if folder is None:
         folder = Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'composer_tokacc' / 'lengths'
     path = Path(folder) / f'{fingerprint(dataset, processor, patch_size=patch_size)}.npz'
     if all(_gather(path.exists())):
-        return LengthTable.load(path)
-    table = build_length_table(dataset, processor, num_workers=num_workers, progress=progress, patch_size=patch_size)
+        table = LengthTable.load(path)
+        _raise_first(table.errors, on_error)
+        return table
+    table = build_length_table(
+        dataset, processor, num_workers=num_workers, progress=progress, patch_size=patch_size, on_error=on_error
+    )
     if int(os.environ.get('LOCAL_RANK', '0')) == 0:
         table.save(path)
     return table
@@ -116,23 +145,35 @@ def build_length_table(
     num_workers: int | None = None,
     progress: bool = True,
     patch_size: int | None = None,
+    on_error: OnError = 'raise',
 ) -> LengthTable:
     """Reads every sample of a dataset once, in parallel; see :func:`length_table` for the arguments."""
     rank, num_ranks = _rank(), _num_ranks()
     if num_workers is None:
         num_workers = (os.cpu_count() or 1) // int(os.environ.get('LOCAL_WORLD_SIZE', '1'))
-    patch_size = _patch_size(processor, patch_size)
-    mine = _Sizes(dataset, range(rank, len(dataset), num_ranks), image_token_ids(processor), patch_size)
-    # Starting processes takes longer than reading a few samples.
-    num_workers = num_workers if len(mine) > 512 else 0
+    patch_size = chosen_patch_size(processor, patch_size)
+    share = range(rank, len(dataset), num_ranks)
+    rows = _Sizes(dataset, share, image_token_ids(processor), patch_size)
+    num_workers = num_workers if len(rows) > FEWEST_FOR_WORKERS else 0
     # Own generator: a scan must not move the random numbers of the run.
-    loader = DataLoader(mine, batch_size=None, num_workers=num_workers, generator=torch.Generator())
-    sizes = list(tqdm(loader, desc='measuring samples', disable=not progress or rank != 0, leave=False))
-    columns = _columns()
-    table = np.zeros((len(dataset), len(columns)), dtype=np.int32)
-    for other, part in enumerate(_gather(np.array(sizes, dtype=np.int32).reshape(-1, len(columns)))):
+    loader = DataLoader(rows, batch_size=None, num_workers=num_workers, generator=torch.Generator())
+    sizes, errors = np.zeros((len(share), len(COLUMNS)), dtype=np.int32), {}
+    bar = tqdm(loader, desc='measuring samples', disable=not progress or rank != 0, leave=False)
+    for position, row in enumerate(bar):
+        if isinstance(row, str):
+            errors[share[position]] = row
+            if on_error == 'raise':
+                break  # the other ranks learn of it below, where they wait
+        else:
+            sizes[position] = row
+    table = np.zeros((len(dataset), len(COLUMNS)), dtype=np.int32)
+    every_error: dict[int, str] = {}
+    for other, (part, part_errors) in enumerate(_gather((sizes, errors))):
         table[other::num_ranks] = part
-    return LengthTable(**dict(zip(columns, table.T.copy(), strict=True)))
+        every_error |= part_errors
+    every_error = dict(sorted(every_error.items()))
+    _raise_first(every_error, on_error)
+    return LengthTable(**dict(zip(COLUMNS, table.T.copy(), strict=True)), errors=every_error)
 
 
 def fingerprint(dataset: Any, processor: Any, *, patch_size: int | None = None) -> str:
@@ -146,7 +187,7 @@ def fingerprint(dataset: Any, processor: Any, *, patch_size: int | None = None) 
         'version': VERSION,
         'dataset': _name(dataset),
         'num_samples': len(dataset),
-        'patch_size': _patch_size(processor, patch_size),
+        'patch_size': chosen_patch_size(processor, patch_size),
         **_describe(processor),
     }
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode())
@@ -172,7 +213,7 @@ def image_token_ids(processor: Any) -> tuple[int, ...]:
 
 
 class _Sizes(Dataset):
-    """A row of the table for each of some samples, in the order of its columns."""
+    """For each of some samples a row of the table, in the order of its columns, or why the sample is bad."""
 
     def __init__(self, dataset: Any, indices: range, image_token_ids: tuple[int, ...], patch_size: int) -> None:
         self.dataset = dataset
@@ -183,19 +224,24 @@ class _Sizes(Dataset):
     def __len__(self) -> int:
         return len(self.indices)
 
-    def __getitem__(self, position: int) -> tuple[int, ...]:
-        sample = self.dataset[self.indices[position]]
+    def __getitem__(self, position: int) -> tuple[int, ...] | str:
+        try:
+            sample = self.dataset[self.indices[position]]
+        except BadSampleError as error:
+            return str(error)
         ids = sample['input_ids']
         num_image_tokens = int(torch.isin(ids, self.image_token_ids).sum())
-        num_loss_tokens = int((sample['labels'][:, 1:] != -100).sum())
+        num_loss_tokens = int((sample['labels'][:, 1:] != IGNORE_INDEX).sum())
         return ids.shape[1], num_image_tokens, num_loss_tokens, count_patches(sample, self.patch_size)
 
 
-def _columns() -> list[str]:
-    return [field.name for field in fields(LengthTable)]
+def _raise_first(errors: dict[int, str], on_error: OnError) -> None:
+    if errors and on_error == 'raise':
+        raise BadSampleError(errors[min(errors)])
 
 
-def _patch_size(processor: Any, given: int | None) -> int:
+def chosen_patch_size(processor: Any, given: int | None) -> int:
+    """The given side of a patch, or the one that the processor declares, or the commonest."""
     return given or declared_patch_size(processor) or DEFAULT_PATCH_SIZE
 
 

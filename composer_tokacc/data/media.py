@@ -9,6 +9,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, BinaryIO
 
+from jinja2 import TemplateError
 from PIL import Image
 
 from composer_tokacc.data.conversation import ConversationEncoder
@@ -30,11 +31,14 @@ def encode_record(encoder: ConversationEncoder, record: Record, images: Sequence
 
     Raises:
         BadSampleError: If the encoder, its processor or its template refuses the sample; names it.
+        RuntimeError: If one of them fails in another way, which is a fault of the program; names the sample too.
     """
     try:
         return encoder(_messages(record), images, sample_id=record.sample_id)
-    except Exception as error:  # whatever a processor or a template objects to, the user needs to know the sample
+    except (ValueError, TemplateError) as error:
         raise record.error(str(error)) from error
+    except Exception as error:  # no bad sample that `skip` may drop
+        raise RuntimeError(str(record.error(f'{type(error).__name__}: {error}'))) from error
 
 
 def open_image(record: Record, file: str | os.PathLike[str] | BinaryIO, name: str) -> Image.Image:

@@ -1,12 +1,14 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What can be known to be wrong with a config before any process group, model or data is made."""
+"""Checks of a config before any process group, model or data: what its sections mean for each other.
+
+What an argument may be is said by its owner, whose words :func:`.section` puts into those of the file.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import os
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,12 @@ from composer import Trainer
 from composer.core import TimeUnit, ensure_time
 from composer.utils.parallelism import FSDP2Config, FSDPConfig, ParallelismConfig
 
-from composer_tokacc.programs import ConfigError, TrainConfig
-from composer_tokacc.programs.registry import check_arguments, class_by_name, unknown_name
 from composer_tokacc.planning import CostModel
-from composer_tokacc.programs.sources import check_dataset, needs_regrouping
-from composer_tokacc.programs.sources import regroups_ranks
-from composer_tokacc.programs.shards import LLAVA_STREAMING, check_exchange
+from composer_tokacc.programs.errors import ConfigError, section, unknown_name
+from composer_tokacc.programs.models import check_source
+from composer_tokacc.programs.registry import check_arguments, class_by_name, import_by_name
+from composer_tokacc.programs.schema import TrainConfig
+from composer_tokacc.programs.sources import cost_of, source_of, token_data_spec_of
 
 __all__ = ['check_config']
 
@@ -52,30 +54,27 @@ def check_config(config: TrainConfig, *, world_size: int | None = None) -> None:
     """
     if world_size is None:
         world_size = int(os.environ.get('WORLD_SIZE', '1'))
-    try:
-        _check_model(config)
-        check_dataset(config.dataset)
-        _check_loader(config, world_size)
-        check_exchange(config)
-        _check_microbatching(config)
-        _check_named_parts(config)
-        _check_trainer(config)
-        _check_report(config)
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    _check_model(config)
+    _check_loader(config, world_size)
+    _check_dataset(config)
+    _check_microbatching(config)
+    _check_named_parts(config)
+    _check_trainer(config)
+    _check_report(config.report)
 
 
 def _check_model(config: TrainConfig) -> None:
-    model = config.model
-    if (model.pretrained is None) == (not model.config):
-        raise ConfigError(
-            'exactly one of `model.pretrained` and `model.config` must be given, got: '
-            + ('none. Name a checkpoint or a `model_type`' if not model.config else 'both. Remove one')
-        )
-    if model.dtype not in _DTYPES:
-        raise ConfigError(f'`model.dtype` must be one of {", ".join(_DTYPES)}, got: {model.dtype}')
+    with section('model', ('pretrained', 'config')):
+        check_source(config.model.pretrained, config.model.config)
+    if config.model.dtype not in _DTYPES:
+        raise ConfigError(f'`model.dtype` must be one of {", ".join(_DTYPES)}, got: {config.model.dtype}')
+
+
+def _check_dataset(config: TrainConfig) -> None:
+    for key in ('processor', 'eval'):
+        if not isinstance(config.dataset.get(key), dict | None):
+            raise ConfigError(f'`dataset.{key}` must be a mapping of arguments, got: {config.dataset[key]}')
+    source_of(config).check()
 
 
 def _check_loader(config: TrainConfig, world_size: int) -> None:
@@ -95,13 +94,6 @@ def _check_loader(config: TrainConfig, world_size: int) -> None:
             )
     if loader.modality not in ('mixed', 'per_step'):
         raise ConfigError(f'`loader.modality` must be `mixed` or `per_step`, got: {loader.modality}')
-    if loader.modality == 'per_step' and config.dataset.get('name') == LLAVA_STREAMING:
-        raise ConfigError('`loader.modality` must be `mixed` for streamed data, got: per_step. Use a JSON file')
-    if not regroups_ranks(config) and (needs_regrouping(config.dataset) or loader.modality == 'per_step'):
-        what = '`loader.modality: per_step`' if loader.modality == 'per_step' else 'shares of `dataset.parts`'
-        raise ConfigError(
-            f'`loader.regroup_ranks` and `microbatching.regroup` must be on for {what}, got: off. Switch them on'
-        )
     if loader.num_workers < 0:
         raise ConfigError(f'`loader.num_workers` must be at least 0, got: {loader.num_workers}')
     if loader.prefetch_factor is not None and not (loader.num_workers and loader.prefetch_factor > 0):
@@ -130,22 +122,11 @@ def _check_microbatching(config: TrainConfig) -> None:
         )
     if microbatching.device_memory_gib is not None and not microbatching.device_memory_gib > 0:
         raise ConfigError(f'`microbatching.device_memory_gib` must be positive, got: {microbatching.device_memory_gib}')
-    for name in ('slot_tokens', 'width_multiple'):
-        value = getattr(microbatching, name)
-        if value is not None and value < 1:
-            raise ConfigError(f'`microbatching.{name}` must be at least 1, got: {value}')
-    if microbatching.cost is not None:
-        check_arguments('microbatching.cost', CostModel, microbatching.cost)
-        CostModel(**microbatching.cost)
-    if microbatching.equal_counts not in (True, False, 'auto'):
-        raise ConfigError(
-            f'`microbatching.equal_counts` must be true, false or auto, got: {microbatching.equal_counts}'
-        )
-    if microbatching.loss_tokens not in ('causal', 'causal_attended', 'unshifted'):
-        raise ConfigError(
-            '`microbatching.loss_tokens` must be causal, causal_attended or unshifted, got: '
-            + microbatching.loss_tokens
-        )
+    check_arguments('microbatching.cost', CostModel, microbatching.cost)
+    with section('microbatching.cost', [field.name for field in dataclasses.fields(CostModel)]):
+        cost_of(config)
+    # The run's own, of no data.
+    token_data_spec_of(config, [], slot_tokens=microbatching.slot_tokens)
 
 
 def _check_named_parts(config: TrainConfig) -> None:
@@ -156,11 +137,11 @@ def _check_named_parts(config: TrainConfig) -> None:
             raise ConfigError(f'`trainer.{kind}` must be a mapping of names to arguments, got: {parts}')
         for name, arguments in parts.items():
             check_arguments(f'{kind}.{name}', class_by_name(kind, name), arguments)
-    for kind, section, num_given in (('optimizer', config.optimizer, 1), ('scheduler', config.scheduler, 0)):
-        if 'name' not in section:
-            raise ConfigError(f'`{kind}.name` must be given, got: {section}')
-        arguments = {key: value for key, value in section.items() if key != 'name'}
-        check_arguments(kind, class_by_name(kind, section['name']), arguments, num_given=num_given)
+    for kind, given, num_given in (('optimizer', config.optimizer, 1), ('scheduler', config.scheduler, 0)):
+        if 'name' not in given:
+            raise ConfigError(f'`{kind}.name` must be given, got: {given}')
+        arguments = {key: value for key, value in given.items() if key != 'name'}
+        check_arguments(kind, class_by_name(kind, given['name']), arguments, num_given=num_given)
     if 'token_accumulation' in config.algorithms and config.trainer.get('accumulate_train_batch_on_tokens'):
         raise ConfigError(
             '`trainer.accumulate_train_batch_on_tokens` must be false with `algorithms.token_accumulation`, got: true. '
@@ -170,9 +151,9 @@ def _check_named_parts(config: TrainConfig) -> None:
 
 def _check_trainer(config: TrainConfig) -> None:
     trainer = config.trainer
-    for name, section in _FILLED_ELSEWHERE.items():
+    for name, own in _FILLED_ELSEWHERE.items():
         if name in trainer:
-            raise ConfigError(f'`trainer.{name}` must be set in its own section, got: {trainer[name]}. Use `{section}`')
+            raise ConfigError(f'`trainer.{name}` must be set in its own section, got: {trainer[name]}. Use `{own}`')
     # `model` is the program's own; everything else has a default.
     check_arguments('trainer', Trainer, {**trainer, 'model': None})
     if 'max_duration' not in trainer:
@@ -200,14 +181,14 @@ def _check_parallelism(parallelism: dict[str, Any]) -> None:
             raise ConfigError(unknown_name('`trainer.parallelism_config.fsdp` key', key, known))
 
 
-def _check_report(config: TrainConfig) -> None:
-    if config.report.picture and importlib.util.find_spec('matplotlib') is None:
-        raise ConfigError(
-            '`report.picture` needs matplotlib, got: true without it. pip install matplotlib, or set false'
-        )
-    for name, least in (('num_samples', 0), ('max_new_tokens', 1)):
-        if getattr(config.report, name) < least:
-            raise ConfigError(f'`report.{name}` must be at least {least}, got: {getattr(config.report, name)}')
+def _check_report(report: dict[str, Any]) -> None:
+    if not isinstance(report.get('folder'), str):
+        raise ConfigError(f'`report.folder` must be a path, got: {report.get("folder")}')
+    arguments = {key: value for key, value in report.items() if key not in ('folder', 'name')}
+    if 'name' in report:
+        check_arguments('report', import_by_name('report', str(report['name'])), arguments, num_given=1)
+    elif arguments:
+        raise ConfigError(unknown_name('`report` key', next(iter(arguments)), ('folder', 'name')))
 
 
 def _check_time(name: str, value: Any) -> None:

@@ -9,6 +9,7 @@ and is wrapped in :class:`composer.models.HuggingFaceModel`. Text-only causal mo
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -18,17 +19,37 @@ import transformers
 from composer.metrics import LanguageCrossEntropy, MaskedAccuracy
 from composer.models import HuggingFaceModel
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from composer_tokacc.programs.models import read_config, tokenizer_of
+from composer_tokacc.data.patches import side_of_patch
+from composer_tokacc.programs.errors import unknown_name
 
-__all__ = ['build_model', 'build_transformers_model', 'freeze_parameters', 'transformer_blocks']
+__all__ = [
+    'build_model',
+    'build_transformers_model',
+    'check_source',
+    'config_from_dict',
+    'freeze_parameters',
+    'read_config',
+    'tokenizer_of',
+    'transformer_blocks',
+    'vision_patch_size',
+]
 
 log = logging.getLogger(__name__)
 
 # These read hidden_states[vision_feature_layer] of their vision tower: whatever comes after it gets no gradient.
 _FEATURE_LAYER_FAMILIES = ('llava', 'llava_next', 'llava_next_video', 'llava_onevision', 'video_llava', 'vipllava')
+# Accepted by Transformers without being attributes of every config class.
+_ALWAYS_KNOWN = frozenset({'model_type', 'rope_theta', 'rope_scaling', 'rope_parameters', 'tie_word_embeddings'})
+_SPECIAL_TOKENS = ('pad_token_id', 'bos_token_id', 'eos_token_id')
 
 
 def build_model(
@@ -92,8 +113,7 @@ def build_transformers_model(
 
     ``load_weights=False`` gives a ``pretrained`` model fresh weights: only its config is read.
     """
-    if (pretrained is None) == (not config):
-        raise ValueError(f'exactly one of `pretrained` and `config` must be given, got: {pretrained!r} and {config!r}')
+    check_source(pretrained, config)
     tokenizer = tokenizer_of(processor)
     options = {} if attn_implementation is None else {'attn_implementation': attn_implementation}
     with torch.random.fork_rng():
@@ -118,6 +138,19 @@ def build_transformers_model(
     model.fsdp_wrap_fn = blocks.__contains__
     model.activation_checkpointing_fn = blocks.__contains__
     return model
+
+
+def check_source(pretrained: str | None, config: dict[str, Any] | None) -> None:
+    """Refuses a model that comes from nowhere, or from two places.
+
+    Raises:
+        ValueError: When not exactly one is given.
+    """
+    if (pretrained is None) == (not config):
+        raise ValueError(
+            'exactly one of `pretrained` and `config` must be given, got: '
+            + ('none. Name a checkpoint or a `model_type`' if not config else 'both. Remove one')
+        )
 
 
 def freeze_parameters(model: nn.Module, names: Sequence[str]) -> list[str]:
@@ -156,6 +189,52 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
         else:
             blocks += transformer_blocks(child)
     return blocks
+
+
+def read_config(pretrained: str | None, config: dict[str, Any] | None, processor: Any = None) -> PretrainedConfig:
+    """The config of a checkpoint, or that of a fresh model, without the model; see :func:`.build_model`."""
+    return (
+        AutoConfig.from_pretrained(pretrained) if pretrained is not None else config_from_dict(config or {}, processor)
+    )
+
+
+def vision_patch_size(config: PretrainedConfig) -> int | None:
+    """Side of the vision tower's patches in pixels; None without a tower, or where its config names none (timm's)."""
+    return side_of_patch(getattr(getattr(config, 'vision_config', None), 'patch_size', None))
+
+
+def config_from_dict(settings: dict[str, Any], processor: Any = None) -> PretrainedConfig:
+    """Makes a Transformers config; unlike Transformers itself it refuses names that the config class does not know.
+
+    Args:
+        settings: the config's fields, ``model_type`` among them; nested parts (``text_config``, ``vision_config``) as
+            mappings.
+        processor: processor or tokenizer from which vocabulary size, special tokens and image token are taken where
+            ``settings`` leaves them out.
+
+    Raises:
+        ValueError: for an unknown model type or field, or a vocabulary smaller than the tokenizer's.
+    """
+    model_type = str(settings.get('model_type'))
+    if model_type not in CONFIG_MAPPING:
+        raise ValueError(unknown_name('`model.config.model_type`', model_type, CONFIG_MAPPING.keys()))
+    default = CONFIG_MAPPING[model_type]()
+    _refuse_unknown(settings, default, 'model.config')
+    settings = {key: dict(value) if isinstance(value, dict) else value for key, value in settings.items()}
+    text = settings.setdefault('text_config', {}) if hasattr(default, 'text_config') else settings
+    _complete_text(text, tokenizer_of(processor))
+    for modality in ('image', 'video'):
+        names = [name for name in (f'{modality}_token_index', f'{modality}_token_id') if name in default.to_dict()]
+        token_id = _placeholder_id(processor, modality)
+        if names and token_id is not None and not settings.keys() & {f'{modality}_token_index', f'{modality}_token_id'}:
+            settings[names[0]] = token_id
+    settings.pop('model_type')
+    return CONFIG_MAPPING[model_type](**settings)
+
+
+def tokenizer_of(processor: Any) -> Any:
+    """The tokenizer inside a processor, or the tokenizer itself, or None."""
+    return getattr(processor, 'tokenizer', processor)
 
 
 def _lies_under(parameter_name: str, name: str) -> bool:
@@ -228,3 +307,39 @@ def _wrap(model: Any, tokenizer: Any, train_metrics: bool) -> HuggingFaceModel:
         # Auto-detection says False for most vision-language models, and the metrics then compare unshifted labels.
         shift_labels=True,
     )
+
+
+def _refuse_unknown(settings: dict[str, Any], default: PretrainedConfig, path: str) -> None:
+    known = _ALWAYS_KNOWN | set(default.to_dict()) | set(default.attribute_map)
+    known |= set(inspect.signature(type(default).__init__).parameters) - {'self', 'kwargs'}
+    for key, value in settings.items():
+        if key not in known:
+            raise ValueError(unknown_name(f'`{path}` key', key, known))
+        inner = getattr(default, key, None)
+        if isinstance(value, dict) and isinstance(inner, PretrainedConfig):
+            named = value.get('model_type', inner.model_type)
+            if named in CONFIG_MAPPING:
+                inner = CONFIG_MAPPING[named]()
+            _refuse_unknown(value, inner, f'{path}.{key}')
+
+
+def _complete_text(text: dict[str, Any], tokenizer: Any) -> None:
+    if tokenizer is None:
+        return
+    num_tokens = len(tokenizer)
+    if text.setdefault('vocab_size', num_tokens) < num_tokens:
+        raise ValueError(
+            f"`vocab_size` must be at least the tokenizer's {num_tokens}, got: {text['vocab_size']}. "
+            'Leave it out to take it from the tokenizer'
+        )
+    for name in _SPECIAL_TOKENS:
+        # None too: Llama's default ids belong to another vocabulary.
+        text.setdefault(name, getattr(tokenizer, name, None))
+
+
+def _placeholder_id(processor: Any, modality: str) -> int | None:
+    token_id = getattr(processor, f'{modality}_token_id', None)
+    token = getattr(processor, f'{modality}_token', None)
+    if token_id is None and isinstance(token, str):
+        token_id = tokenizer_of(processor).convert_tokens_to_ids(token)
+    return token_id

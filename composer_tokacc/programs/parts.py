@@ -5,34 +5,27 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import torch
 from composer.core import DataSpec
 from composer.models import HuggingFaceModel
 from composer.utils import dist, get_device, reproducibility
 from torch.utils.data import ConcatDataset
 
-from composer_tokacc.programs import ConfigError, TrainConfig
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.memory import MemoryModel
+from composer_tokacc.programs.errors import section
 from composer_tokacc.programs.models import build_model
-from composer_tokacc.programs.sources import build_dataset, build_processor
-from composer_tokacc.programs.sources import build_loader
-from composer_tokacc.programs.shards import by_index
-from composer_tokacc.run.suggest import apply_suggestion, memory_for_monitor
+from composer_tokacc.programs.schema import TrainConfig
+from composer_tokacc.programs.sources import build_dataset, build_loader, build_processor
+from composer_tokacc.run.suggest import apply_suggestion
 
 __all__ = ['RunParts', 'build_parts']
 
 
 @dataclass(kw_only=True)
 class RunParts:
-    """What a program works with; the held-out parts are None where ``dataset.eval`` is absent.
-
-    `memory` is there where microbatches are sized by ``auto`` and a monitor can tell when that runs out of memory.
-    """
+    """What a program works with; the held-out parts are None where ``dataset.eval`` is absent."""
 
     processor: Any
     model: HuggingFaceModel
@@ -40,7 +33,8 @@ class RunParts:
     eval_dataset: Any
     train_loader: DataSpec
     eval_loader: DataSpec | None
-    memory: MemoryModel | None = None
+    device_train_microbatch_size: int | str | None
+    """As the Trainer gets it: the config's, or the number that was suggested."""
 
     def skip_reports(self) -> list[str]:
         """One line for each dataset that left out bad samples."""
@@ -53,30 +47,26 @@ def build_parts(config: TrainConfig) -> RunParts:
     """Seeds this rank, joins the process group and builds what the config names.
 
     Raises:
-        ConfigError: for a model or data that cannot be used; the chained error keeps its own traceback.
+        ConfigError: For an argument that its owner refuses once it has seen model or data.
+        BadSampleError: For a sample that cannot be read.
     """
-    _share_cores()
     reproducibility.seed_all(config.seed)
-    try:
-        # Before the data: with `on_error: skip` the ranks share the scan for bad samples.
-        dist.initialize_dist(get_device(config.trainer.get('device')), config.trainer.get('dist_timeout', 300.0))
-        processor = build_processor(config)
-        train_dataset, eval_dataset = (
-            build_dataset(config, processor, held_out=held_out) for held_out in (False, True)
-        )
+    # Before the data: the ranks share its reading.
+    dist.initialize_dist(get_device(config.trainer.get('device')), config.trainer.get('dist_timeout', 300.0))
+    processor = build_processor(config)
+    train_dataset, eval_dataset = (build_dataset(config, processor, held_out=held_out) for held_out in (False, True))
+    with section('model', asdict(config.model)):
         model = build_model(processor=processor, seed=config.seed, **asdict(config.model))
-        layout = BatchLayout.for_model(model)
-        if config.microbatching.device_train_microbatch_size == 'suggest':
-            apply_suggestion(config, by_index(train_dataset), processor)
-        memory = None
-        if config.microbatching.device_train_microbatch_size == 'auto' and 'token_monitor' in config.callbacks:
-            memory = memory_for_monitor(config, by_index(train_dataset), processor)
-        train_loader = build_loader(config, train_dataset, processor, layout, held_out=False)
-        eval_loader = None
-        if eval_dataset is not None:
-            eval_loader = build_loader(config, eval_dataset, processor, layout, held_out=True)
-    except (ValueError, OSError, ImportError) as error:
-        raise ConfigError(' '.join(str(error).split())) from error
+    layout = BatchLayout.for_model(model)
+    if config.microbatching.device_train_microbatch_size == 'suggest':
+        with section('microbatching'):
+            size, slot_tokens = apply_suggestion(config, train_dataset, processor)
+        sized = replace(config.microbatching, device_train_microbatch_size=size, slot_tokens=slot_tokens)
+        config = replace(config, microbatching=sized)
+    train_loader = build_loader(config, train_dataset, processor, layout, held_out=False, model=model)
+    eval_loader = None
+    if eval_dataset is not None:
+        eval_loader = build_loader(config, eval_dataset, processor, layout, held_out=True, model=model)
     return RunParts(
         processor=processor,
         model=model,
@@ -84,11 +74,5 @@ def build_parts(config: TrainConfig) -> RunParts:
         eval_dataset=eval_dataset,
         train_loader=train_loader,
         eval_loader=eval_loader,
-        memory=memory,
+        device_train_microbatch_size=config.microbatching.device_train_microbatch_size,
     )
-
-
-def _share_cores() -> None:
-    """Divides the cores among the ranks of this node: by default each rank would start a thread on every core."""
-    if 'OMP_NUM_THREADS' not in os.environ:
-        torch.set_num_threads(max((os.cpu_count() or 1) // dist.get_local_world_size(), 1))

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Composer's and torch's classes by the names that a YAML file uses, and the wording for names that do not exist.
+"""Composer's and torch's classes by the names that a YAML file uses.
 
 ``gradient_clipping`` is Composer's ``GradientClipping``, ``lr_monitor`` its ``LRMonitor``, ``adamw`` torch's ``AdamW``;
 a dotted name such as ``my_package.callbacks.MyCallback`` is imported.
@@ -9,11 +9,10 @@ a dotted name such as ``my_package.callbacks.MyCallback`` is imported.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import composer.algorithms
@@ -23,7 +22,9 @@ import composer.optim
 import torch
 from composer.core import Algorithm, Callback
 
-__all__ = ['build_by_name', 'check_arguments', 'class_by_name', 'unknown_name']
+from composer_tokacc.programs.errors import ConfigError, unknown_name
+
+__all__ = ['build_by_name', 'check_arguments', 'class_by_name', 'import_by_name']
 
 _MODULES: dict[str, tuple[Any, ...]] = {
     'algorithms': (composer.algorithms,),
@@ -54,11 +55,11 @@ def class_by_name(kind: str, name: str) -> type:
     """Finds the class that ``name`` stands for in the YAML section ``kind``.
 
     Raises:
-        ValueError: when there is none; names the nearest that exists.
+        ConfigError: when there is none; names the nearest that exists.
     """
     target = _ALIASES.get((kind, name), name)
     if '.' in target:
-        return _import(kind, target)
+        return import_by_name(kind, target)
     classes = _classes(kind)
     wanted = target.replace('_', '').lower()
     for cls_name, cls in classes.items():
@@ -66,7 +67,7 @@ def class_by_name(kind: str, name: str) -> type:
             return cls
     snake_names = [_snake(kind, cls_name) for cls_name in classes]
     snake_names += [alias for section, alias in _ALIASES if section == kind]
-    raise ValueError(unknown_name(f'`{kind}` name', name, snake_names))
+    raise ConfigError(unknown_name(f'`{kind}` name', name, snake_names))
 
 
 def build_by_name(kind: str, name: str, arguments: Mapping[str, Any] | None, *positional: Any) -> Any:
@@ -74,6 +75,23 @@ def build_by_name(kind: str, name: str, arguments: Mapping[str, Any] | None, *po
     cls = class_by_name(kind, name)
     check_arguments(f'{kind}.{name}', cls, arguments, num_given=len(positional))
     return cls(*positional, **(arguments or {}))
+
+
+def import_by_name(path: str, name: str) -> Any:
+    """Imports what a dotted name such as ``my_package.callbacks.MyCallback`` stands for.
+
+    Args:
+        path: Where the name stands, for the message.
+        name: Module and attribute.
+
+    Raises:
+        ConfigError: When there is no such module or attribute.
+    """
+    module_name, _, attribute = name.rpartition('.')
+    try:
+        return getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f'`{path}` name must be importable, got: {name} ({error})') from error
 
 
 def check_arguments(
@@ -89,29 +107,19 @@ def check_arguments(
         own_keys: keys of the section that are not meant for ``target``.
 
     Raises:
-        ValueError: for an unknown argument, or a required one that is missing.
+        ConfigError: for an unknown argument, or a required one that is missing.
     """
     if arguments is not None and not isinstance(arguments, Mapping):
-        raise ValueError(f'`{path}` must be a mapping of arguments, got: {arguments!r}. Write {{}} for none')
+        raise ConfigError(f'`{path}` must be a mapping of arguments, got: {arguments!r}. Write {{}} for none')
     parameters = list(inspect.signature(target).parameters.values())[num_given:]
     names = [*own_keys] + [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         for key in arguments or {}:
             if key not in names:
-                raise ValueError(unknown_name(f'`{path}` key', key, names))
+                raise ConfigError(unknown_name(f'`{path}` key', key, names))
     for p in parameters:
         if p.default is p.empty and p.name in names and p.name not in (arguments or {}):
-            raise ValueError(f'`{path}.{p.name}` must be given: {target.__name__} has no default for it')
-
-
-def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
-    """One line that refuses ``name`` and suggests the nearest of ``known``."""
-    known = sorted(known)
-    nearest = difflib.get_close_matches(name, known, n=1)
-    listed = ', '.join(known) if len(known) <= 40 else f'{", ".join(known[:40])}, ...'
-    return f'{what} must be a known name, got: {name}. ' + (
-        f'Did you mean {nearest[0]}?' if nearest else f'Known: {listed}'
-    )
+            raise ConfigError(f'`{path}.{p.name}` must be given: {target.__name__} has no default for it')
 
 
 def _classes(kind: str) -> dict[str, type]:
@@ -121,15 +129,6 @@ def _classes(kind: str) -> dict[str, type]:
             if inspect.isclass(value) and issubclass(value, _BASES[kind]) and not inspect.isabstract(value):
                 found.setdefault(name, value)
     return {name: cls for name, cls in found.items() if cls is not _BASES[kind]}
-
-
-def _import(kind: str, name: str) -> type:
-    module_name, _, cls_name = name.rpartition('.')
-    try:
-        cls = getattr(importlib.import_module(module_name), cls_name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f'`{kind}` name must be importable, got: {name} ({error})') from error
-    return cls
 
 
 def _snake(kind: str, cls_name: str) -> str:

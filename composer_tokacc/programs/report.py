@@ -1,33 +1,29 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What a finished run leaves behind: a result as JSON, a summary on the screen, and a picture."""
+"""What a finished run leaves behind: a result as JSON and a summary on the screen."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from composer.core import State
 from composer.loggers import InMemoryLogger
+from composer.models import HuggingFaceModel
 
-from examples.digits.answers import Answer
+__all__ = ['FinishedRun', 'Line', 'print_summary', 'summarize', 'write_report']
 
-__all__ = ['print_summary', 'series', 'summarize', 'write_report']
+Line = tuple[str, str]
+"""A line of the summary: words and figure."""
 
 _LOSS = 'loss/train/total'
 _EVAL = 'metrics/eval/'
 _MONITOR = 'token_monitor/'
-_CURVES = {
-    'loss': _LOSS,
-    'eval_loss': f'{_EVAL}LanguageCrossEntropy',
-    'padding': f'{_MONITOR}padding_ratio',
-    'stock_padding': f'{_MONITOR}device_batch_padding_ratio',
-}
 # Name in TokenMonitor, words, format.
 _MONITOR_LINES = (
     ('device_batch_padding_ratio', 'padding had no microbatch been trimmed', '{:.1%}'),
@@ -39,29 +35,43 @@ _MONITOR_LINES = (
 )
 
 
-def series(history: InMemoryLogger, name: str) -> tuple[list[int], list[float]]:
-    """Steps and finite values of a logged metric; empty where nobody logged it."""
-    points = [(int(time.batch.value), float(value)) for time, value in history.data.get(name, [])]
-    points = [(step, value) for step, value in points if np.isfinite(value)]
-    return [step for step, _ in points], [value for _, value in points]
+@dataclass(kw_only=True)
+class FinishedRun:
+    """What a function under ``report.name`` gets, on rank 0."""
+
+    result: dict[str, Any]
+    """From :func:`summarize`; what is added to it goes to ``result.json``."""
+    history: InMemoryLogger
+    model: HuggingFaceModel
+    eval_dataset: Any
+    """None where ``dataset.eval`` is absent."""
+    processor: Any
+    folder: Path
+    """Where ``result.json`` goes; exists."""
+    is_sharded: bool
+
+    def series(self, name: str) -> tuple[list[int], list[float]]:
+        """Steps and finite values of a logged metric; empty where nothing logged it."""
+        return _series(self.history, name)
 
 
-def summarize(state: State, history: InMemoryLogger, *, seconds: float) -> dict[str, Any]:
+def summarize(state: State, history: InMemoryLogger, *, seconds: float, skipped: list[str]) -> dict[str, Any]:
     """The result of a run.
 
     Args:
         state: the Trainer's state at the end.
         history: everything that was logged in this run; steps before a resume are not in it.
         seconds: wall-clock time of training, evaluations included.
+        skipped: a line for each dataset that left out bad samples.
 
     Returns:
         ``run_name``, ``steps``, ``epochs``, ``samples``, ``tokens``, ``seconds``; ``loss`` (first, last); ``eval``
-        (last value of every metric) and ``token_monitor`` (mean over the steps).
+        (last value of every metric), ``token_monitor`` (mean over the steps) and ``skipped``.
     """
-    _, losses = series(history, _LOSS)
+    _, losses = _series(history, _LOSS)
     names = {prefix: [name for name in history.data if name.startswith(prefix)] for prefix in (_EVAL, _MONITOR)}
-    last = {name.removeprefix(_EVAL): series(history, name)[1][-1:] for name in names[_EVAL]}
-    means = {name.removeprefix(_MONITOR): series(history, name)[1] for name in names[_MONITOR]}
+    last = {name.removeprefix(_EVAL): _series(history, name)[1][-1:] for name in names[_EVAL]}
+    means = {name.removeprefix(_MONITOR): _series(history, name)[1] for name in names[_MONITOR]}
     return {
         'run_name': state.run_name,
         'steps': int(state.timestamp.batch.value),
@@ -72,47 +82,40 @@ def summarize(state: State, history: InMemoryLogger, *, seconds: float) -> dict[
         'loss': {'first': losses[0], 'last': losses[-1]} if losses else {},
         'eval': {name: values[0] for name, values in last.items() if values},
         'token_monitor': {name: float(np.mean(values)) for name, values in means.items() if values},
+        'skipped': skipped,
     }
 
 
-def write_report(
-    folder: str | Path,
-    result: dict[str, Any],
-    history: InMemoryLogger,
-    answers: Sequence[Answer] = (),
-    *,
-    picture: bool = False,
-) -> None:
-    """Writes ``result.json`` and, on request, ``result.png`` into ``folder``.
+def write_report(run: FinishedRun, more: Callable[[FinishedRun], list[Line]] | None) -> list[Line]:
+    """Writes ``result.json``, after a function of the user's that may add to it.
 
-    Raises:
-        ImportError: when a picture is wanted and matplotlib is not installed.
+    Returns:
+        The lines of the summary.
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    texts = [{key: value for key, value in asdict(answer).items() if key != 'images'} for answer in answers]
-    (folder / 'result.json').write_text(json.dumps({**result, 'answers': texts}, indent=2) + '\n')
-    if picture:
-        from examples.digits.picture import draw_result
-
-        draw_result(folder / 'result.png', {key: series(history, name) for key, name in _CURVES.items()}, answers)
+    run.folder.mkdir(parents=True, exist_ok=True)
+    lines = _lines(run.result) + (more(run) if more is not None else [])
+    (run.folder / 'result.json').write_text(json.dumps(run.result, indent=2) + '\n')
+    return [*lines, ('written to', str(run.folder))]
 
 
-def print_summary(result: dict[str, Any], answers: Sequence[Answer], folder: str | Path) -> None:
-    """Prints the result, one figure a line."""
+def print_summary(lines: list[Line]) -> None:
+    """Prints the summary, one figure a line."""
+    width = max(len(text) for text, _ in lines)
+    print('\n' + '\n'.join(f'{text:<{width}}  {value}' for text, value in lines), flush=True)
+
+
+def _lines(result: dict[str, Any]) -> list[Line]:
     monitor, evaluation, loss = result['token_monitor'], result['eval'], result['loss']
-    lines: list[tuple[str, str]] = [
-        ('steps', f'{result["steps"]} ({result["samples"]} samples, {result["seconds"]:.0f} s)'),
-    ]
+    lines = [('steps', f'{result["steps"]} ({result["samples"]} samples, {result["seconds"]:.0f} s)')]
     if loss:
         lines.append(('training loss, first to last step', f'{loss["first"]:.3f} -> {loss["last"]:.3f}'))
     if 'MaskedAccuracy' in evaluation:
         lines.append(('held-out token accuracy', f'{evaluation["MaskedAccuracy"]:.2%}'))
-    if answers:
-        num_right = sum(answer.is_right for answer in answers)
-        lines.append(('held-out answers generated right', f'{num_right} of {len(answers)}'))
     lines += [(text, form.format(monitor[name])) for name, text, form in _MONITOR_LINES if name in monitor]
-    lines += [('bad samples', report) for report in result.get('skipped', [])]
-    lines.append(('written to', str(folder)))
-    width = max(len(text) for text, _ in lines)
-    print('\n' + '\n'.join(f'{text:<{width}}  {value}' for text, value in lines), flush=True)
+    return lines + [('bad samples', report) for report in result['skipped']]
+
+
+def _series(history: InMemoryLogger, name: str) -> tuple[list[int], list[float]]:
+    points = [(int(time.batch.value), float(value)) for time, value in history.data.get(name, [])]
+    points = [(step, value) for step, value in points if np.isfinite(value)]
+    return [step for step, _ in points], [value for _, value in points]

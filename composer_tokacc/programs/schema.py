@@ -15,13 +15,9 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from composer_tokacc.programs.registry import unknown_name
+from composer_tokacc.programs.errors import ConfigError, unknown_name
 
-__all__ = ['ConfigError', 'TrainConfig', 'load_config']
-
-
-class ConfigError(ValueError):
-    """A mistake of the user's, said in one line; the programs print it without a traceback and end with status 2."""
+__all__ = ['LoaderConfig', 'MicrobatchingConfig', 'TrainConfig', 'load_config']
 
 
 @dataclass(kw_only=True)
@@ -95,22 +91,10 @@ class MicrobatchingConfig:
     """String the rows of a microbatch into one without any padding, where the model tells the documents apart."""
     cost: dict[str, float] | None = None
     """``launch``, ``quadratic``, ``vision_per_token``, see :class:`.CostModel`; null: those of a 7B model on a GPU."""
-    loss_tokens: str = 'causal'
-    """Positions that count: ``causal``, ``causal_attended`` or ``unshifted``."""
-
-
-@dataclass(kw_only=True)
-class ReportConfig:
-    """What is left of a run besides checkpoints and logs."""
-
-    folder: str = 'runs/{run_name}'
-    """Where ``result.json`` and ``result.png`` go."""
-    num_samples: int = 0
-    """Held-out samples that the trained model answers by generation at the end."""
-    max_new_tokens: int = 64
-    """Longest such answer."""
-    picture: bool = False
-    """Draw ``result.png``; needs matplotlib."""
+    loss_tokens: str = 'auto'
+    """Positions that count: ``causal``, ``causal_attended``, ``unshifted``, or ``auto``: as the model's own loss."""
+    on_oversize: str = 'raise'
+    """A row over the token budget: ``raise``, naming it, or ``warn``, naming it, and compute it alone."""
 
 
 @dataclass(kw_only=True)
@@ -133,7 +117,17 @@ class TrainConfig:
     """``name`` of a Composer scheduler, and its arguments."""
     trainer: dict[str, Any] = field(default_factory=dict)
     """Arguments of :class:`composer.Trainer`, passed as they are; ``loggers`` maps names to arguments."""
-    report: ReportConfig = field(default_factory=ReportConfig)
+    report: dict[str, Any] = field(default_factory=lambda: {'folder': 'runs/{run_name}'})
+    """``folder`` of ``result.json``; perhaps the dotted ``name`` of a function that adds to it, and its arguments."""
+
+    def batch_size(self, *, held_out: bool) -> int:
+        """Samples of one batch over all ranks, of training or of evaluation."""
+        return (self.loader.global_eval_batch_size if held_out else None) or self.loader.global_batch_size
+
+    @property
+    def regroups_ranks(self) -> bool:
+        """Whether samples may move between ranks; not where rows must keep their order."""
+        return self.loader.regroup_ranks and self.microbatching.regroup
 
     @property
     def is_sharded(self) -> bool:

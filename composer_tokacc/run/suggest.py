@@ -17,12 +17,12 @@ import torch
 from composer.utils import dist
 from torch import nn
 
-from composer_tokacc.programs import TrainConfig
-from composer_tokacc.programs.registry import build_by_name
 from composer_tokacc.data.lengths import LengthTable
 from composer_tokacc.memory import GIB, MemoryModel, calibrate_fake, load_or_calibrate
-from composer_tokacc.programs.models import build_transformers_model
 from composer_tokacc.planning import CostModel
+from composer_tokacc.programs import TrainConfig
+from composer_tokacc.programs.models import build_transformers_model
+from composer_tokacc.programs.registry import build_by_name
 from composer_tokacc.programs.sources import measure_dataset
 from composer_tokacc.sizing import suggest_microbatching
 from composer_tokacc.sizing.report import SizingReport
@@ -39,8 +39,8 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 
-def apply_suggestion(config: TrainConfig, dataset: Any, processor: Any) -> None:
-    """Replaces ``suggest`` in the config by a number and a slot width, the same on all ranks.
+def apply_suggestion(config: TrainConfig, dataset: Any, processor: Any) -> tuple[int, int]:
+    """What ``suggest`` stands for: ``device_train_microbatch_size`` and ``slot_tokens``, the same on all ranks.
 
     Rank 0 decides for the smallest device of all ranks. Every rank must call it: they share the scan of the lengths.
 
@@ -66,7 +66,7 @@ def apply_suggestion(config: TrainConfig, dataset: Any, processor: Any) -> None:
     dist.broadcast_object_list(decided)
     if isinstance(decided[0], str):
         raise ValueError(decided[0])
-    config.microbatching.device_train_microbatch_size, config.microbatching.slot_tokens = decided[0]
+    return decided[0]
 
 
 def memory_for_monitor(config: TrainConfig, dataset: Any, processor: Any) -> MemoryModel | None:

@@ -12,6 +12,8 @@ from typing import Any, cast
 import torch
 from composer.models import HuggingFaceModel
 
+from composer_tokacc.counting import IGNORE_INDEX
+from composer_tokacc.layout import BatchLayout
 from composer_tokacc.programs.models import tokenizer_of
 
 __all__ = ['Answer', 'answer_held_out']
@@ -87,16 +89,15 @@ def _answer(model: HuggingFaceModel, sample: dict[str, Any], processor: Any, max
 
 def _last_answer(labels: Sequence[int]) -> tuple[int, int]:
     """Start and end of the last run of labels; all images of a conversation stand before it."""
-    end = max(position for position, label in enumerate(labels) if label != -100) + 1
+    end = max(position for position, label in enumerate(labels) if label != IGNORE_INDEX) + 1
     start = end
-    while start > 0 and labels[start - 1] != -100:
+    while start > 0 and labels[start - 1] != IGNORE_INDEX:
         start -= 1
     return start, end
 
 
 def _image_token(model: HuggingFaceModel) -> int | None:
-    config = model.config
-    return getattr(config, 'image_token_id', getattr(config, 'image_token_index', None))
+    return BatchLayout.for_model(model).image_token_id
 
 
 def _images(sample: dict[str, Any], processor: Any) -> list[Any]:

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The built-in task: real scanned digits, 0 to 12 images a sample, questions to read, count, spell and add them."""
+"""The task: real scanned digits, 0 to 12 images a sample, questions to read, count, spell and add them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torch.utils.data import Dataset
 from transformers import LlavaProcessor
 
 from composer_tokacc.data.conversation import ConversationEncoder
+from composer_tokacc.data.processor import SPECIAL_TOKENS, small_llava_processor, wrap_tokenizer
 from examples.digits.questions import WORDS, draw_question
-from composer_tokacc.data.processor import small_llava_processor, word_tokenizer
 
 __all__ = ['DigitsDataset', 'build_digits_processor', 'load_scans', 'split_scans']
 
@@ -52,7 +53,11 @@ def split_scans(split: str) -> np.ndarray:
 
 def build_digits_processor(*, image_size: int = 8, patch_size: int = 8) -> LlavaProcessor:
     """The processor of the task: one token a word, ``(image_size / patch_size)**2`` tokens an image."""
-    return small_llava_processor(word_tokenizer(WORDS), image_size=image_size, patch_size=patch_size)
+    vocab = {token: index for index, token in enumerate(dict.fromkeys([*SPECIAL_TOKENS, *WORDS]))}
+    words = Tokenizer(models.WordLevel(vocab, unk_token='<unk>'))
+    words.pre_tokenizer = pre_tokenizers.Split(Regex(r'[a-z]+|\d|[^\sa-z\d]'), behavior='removed', invert=True)
+    tokenizer = wrap_tokenizer(words, model_max_length=2048)
+    return small_llava_processor(tokenizer, image_size=image_size, patch_size=patch_size)
 
 
 class DigitsDataset(Dataset):
@@ -71,6 +76,9 @@ class DigitsDataset(Dataset):
         ValueError: If ``split`` is unknown or ``max_images`` under 1.
     """
 
+    # The training program asks the class for it where the model is fresh and has no processor of its own.
+    build_processor = staticmethod(build_digits_processor)
+
     def __init__(
         self,
         processor: Any = None,
@@ -84,7 +92,7 @@ class DigitsDataset(Dataset):
     ) -> None:
         if max_images < 1:
             raise ValueError(f'`max_images` must be at least 1, got: {max_images}.')
-        self.processor = processor if processor is not None else build_digits_processor()
+        self.processor = processor if processor is not None else self.build_processor()
         self.encoder = ConversationEncoder(self.processor, max_length=max_length)
         self.split = split
         self.scans = split_scans(split)

@@ -14,14 +14,14 @@ import transformers
 from PIL import Image
 from torch.utils.data import ConcatDataset
 
-from composer_tokacc.programs import load_config
-from composer_tokacc.data import DigitsDataset, LlavaDataset, build_digits_processor
-from composer_tokacc.layout import BatchLayout
+from composer_tokacc.data import LlavaDataset, lengths
 from composer_tokacc.data.lengths import build_length_table, fingerprint, image_token_ids, length_table
-from composer_tokacc.data.lengths import table as lengths
 from composer_tokacc.data.patches import count_patches, declared_patch_size, side_of_patch
+from composer_tokacc.layout import BatchLayout
+from composer_tokacc.programs import load_config
 from composer_tokacc.programs.models import vision_patch_size
 from composer_tokacc.programs.sources import build_dataset, build_processor, measure_dataset
+from examples.digits import DigitsDataset, build_digits_processor
 from tests.support.families import FAMILIES, IMAGE_FAMILIES
 from tests.support.family_processors import PATCH_SIZE
 from tests.support.launch import ROOT

@@ -8,7 +8,8 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
-from composer_tokacc.data import DigitsDataset, VisionLanguageCollator
+from composer_tokacc.data import VisionLanguageCollator
+from examples.digits import DigitsDataset
 from examples.digits.dataset import split_scans
 from examples.digits.questions import DIGIT_WORDS, DigitsQuestion
 

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from composer_tokacc.programs import ConfigError, load_config
 from composer_tokacc.data.to_mds import main
+from composer_tokacc.programs import ConfigError, load_config
 from composer_tokacc.programs.checks import check_config
 from tests.support.launch import ROOT
 
@@ -38,4 +38,6 @@ def test_converter_says_the_same(monkeypatch, tmp_path, capsys):
 
 def test_exchange_is_refused_for_samples_read_by_index():
     message = mistake('digits.yaml', 'loader.exchange_ranks=true')
-    assert 'got: true with `dataset.name` digits. `loader.regroup_ranks` does the same' in message
+    assert (
+        'got: true with `dataset.name` examples.digits.DigitsDataset. `loader.regroup_ranks` does the same' in message
+    )

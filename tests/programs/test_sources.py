@@ -10,11 +10,10 @@ import itertools
 import pytest
 import torch
 
-from composer_tokacc.programs import ConfigError, load_config
 from composer_tokacc.layout import BatchLayout
+from composer_tokacc.programs import ConfigError, load_config
 from composer_tokacc.programs.checks import check_config
-from composer_tokacc.programs.sources import build_dataset, build_processor
-from composer_tokacc.programs.sources import build_loader
+from composer_tokacc.programs.sources import build_dataset, build_loader, build_processor, source_of
 from composer_tokacc.sampling import RegroupingDataLoader
 from tests.support.launch import ROOT
 
@@ -29,6 +28,11 @@ def build(tmp_path, *overrides, held_out=False):
     dataset = build_dataset(config, processor, held_out=held_out)
     sample = next(sample for sample in dataset if sample['num_images'][0])
     return build_loader(config, dataset, processor, BatchLayout.infer(sample), held_out=held_out), dataset
+
+
+def test_a_dataset_read_by_index_is_measured_as_it_is(tmp_path):
+    _, dataset = build(tmp_path)
+    assert source_of(load_config(ROOT / 'yamls' / 'digits.yaml')).by_index(dataset) is dataset
 
 
 def names(spec):
@@ -107,7 +111,10 @@ def test_one_medium_a_step(tmp_path):
             ['dataset.parts={a: {epoch: 1}}'],
             r'`dataset.parts.a` key must be a known name, got: epoch. Did you mean epochs',
         ),
-        (['dataset.parts={a: {name: dogits}}'], 'Did you mean digits'),
+        (
+            ['dataset.parts={a: {name: lava}}'],
+            r'`dataset.parts.a.name` must be a known name, got: lava. Did you mean llava',
+        ),
         (['dataset.parts=[1]'], '`dataset.parts` must map names'),
         ([PARTS, 'loader.regroup_ranks=false'], 'must be on for shares of `dataset.parts`, got: off'),
         (['loader.modality=per_step', 'microbatching.regroup=false'], 'must be on for `loader.modality: per_step`'),
@@ -115,7 +122,7 @@ def test_one_medium_a_step(tmp_path):
             ['microbatching.cost={lunch: 3}'],
             '`microbatching.cost` key must be a known name, got: lunch. Did you mean launch',
         ),
-        (['microbatching.cost={launch: -3}'], '`launch` must be finite and not negative, got: -3'),
+        (['microbatching.cost={launch: -3}'], '`microbatching.cost.launch` must be finite and not negative, got: -3'),
         (['loader.modality=video'], '`loader.modality` must be `mixed` or `per_step`, got: video'),
     ],
 )
