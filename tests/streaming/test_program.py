@@ -17,7 +17,7 @@ from composer_tokacc.data.to_mds import write_shards
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.programs import ConfigError, load_config
 from composer_tokacc.programs.checks import check_config
-from composer_tokacc.programs.sources import build_dataset, build_loader, build_processor
+from composer_tokacc.programs.sources import build_dataset, build_loader, build_processor, source_of
 from composer_tokacc.sampling import ExchangingDataLoader
 from tests.support.launch import ROOT, launch
 from tests.support.llava_folder import write_llava_folder
