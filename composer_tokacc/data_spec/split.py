@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -58,6 +58,8 @@ class MicrobatchSplit:
         causal model can see, may go; on the left it may move positions."""
         self.checked = False
         """Whether the first-batch check has seen the model."""
+        self.microbatch_transforms: Callable[[Any], Any] | None = None
+        """What the user does to microbatches on the device; the first-batch check must do it as well."""
         self._warned = False
 
     @property

@@ -139,6 +139,7 @@ class _TokenDataSpec(DataSpec):
     ) -> None:
         self._split, self._model, self._rule = split, model, loss_tokens
         self._batch_transforms, self._microbatch_transforms = batch_transforms, microbatch_transforms
+        split.microbatch_transforms = microbatch_transforms
         self._on_device: tuple[Any, Mapping[str, Any]] = (None, {})
         super().__init__(
             dataloader,
@@ -174,21 +175,32 @@ class _TokenDataSpec(DataSpec):
 
     def _split_counted(self, batch: Any, microbatch_size: int | float) -> list[dict[str, Any]]:
         if not self._split.checked and self._model is not None and torch.is_grad_enabled():
-            self._check(batch)
+            self._check(batch, microbatch_size)
         if not is_counted(batch) and 'labels' in batch:
             batch = carry(batch, 'causal' if self._rule == 'auto' else self._rule)
         return self._split(batch, microbatch_size)
 
-    def _check(self, batch: Any) -> None:
+    def _check(self, batch: Any, microbatch_size: int | float) -> None:
         """Without the algorithm: the first-batch check of the model that was given."""
         layout = self._split.layout or BatchLayout.infer(batch)
         check = FirstBatchCheck(
-            Probe.of_model(self._model), layout, _mover(self._model), loss_tokens=self._rule, check_loss=True
+            Probe.of_model(self._model),
+            layout,
+            self._on_models_device,
+            loss_tokens=self._rule,
+            check_loss=True,
+            microbatch_size=microbatch_size,
         )
         self._split.rules, _ = check.run(batch, self._split, kinds_of(layout, batch))
         assert check.rule is not None
         self._rule = check.rule
         self._split.checked = True
+
+    def _on_models_device(self, batch: Any) -> Any:
+        """As the trainer moves a microbatch to the device and transforms it there."""
+        device = next(self._model.parameters()).device
+        moved = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
+        return moved if self._microbatch_transforms is None else self._microbatch_transforms(moved)
 
     def _transform_microbatch(self, batch: Any) -> Any:
         batch = self._microbatch_transforms(batch) if self._microbatch_transforms is not None else batch
@@ -216,11 +228,3 @@ class _TokenDataSpec(DataSpec):
             'total': sum(of_one.num_real for of_one in counts),
             'loss_generating': sum(of_one.num_loss_generating for of_one in counts),
         }
-
-
-def _mover(model: Any) -> Callable[[Any], Any]:
-    """Moves tensors to where the model's parameters are."""
-    device = next(model.parameters()).device
-    return lambda batch: {
-        key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()
-    }
