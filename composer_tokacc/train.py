@@ -51,6 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = load_config(arguments[0], arguments[1:])
         check_config(config)
+    except ConfigError as error:
+        return refuse(error, on_all_ranks=True)
+    try:
         run(config)
     except (ConfigError, BadSampleError) as error:
         return refuse(error)

@@ -50,6 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = load_config(given.config, overrides)
         check_config(config)
+    except ConfigError as error:
+        return refuse(error, on_all_ranks=True)
+    try:
         with warnings.catch_warnings():
             warnings.simplefilter('ignore')  # of the hosts, over and over: a Trainer for every case
             results = verify(config, max_rows=given.rows)

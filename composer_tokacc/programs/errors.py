@@ -46,17 +46,24 @@ def section(path: str, names: Iterable[str] = ()) -> Iterator[None]:
         raise ConfigError(message) from error
 
 
-def refuse(error: Exception) -> int:
-    """Says a mistake in one line and gives the exit status, 2; the chain of its causes is logged as debug.
+def refuse(error: Exception, *, on_all_ranks: bool = False) -> int:
+    """Says a mistake in one line; the chain of its causes is logged as debug.
 
-    All ranks meet the same mistake in a config, and the launcher shows the output of every rank that fails, so the
-    first of a node says it. A bad sample is said by the rank that reads it.
+    Args:
+        error: The mistake.
+        on_all_ranks: Whether every rank meets it for certain, as in a config before anything is built. The first rank
+            of a node then speaks for the others, which end as if all were well: for every rank that fails, Composer's
+            launcher ends the others, perhaps before they have spoken, and prints all that it wrote.
+
+    Returns:
+        The exit status: 2, or 0 for a rank that another one speaks for.
     """
     log.debug('The mistake was found here:', exc_info=error)
-    if int(os.environ.get('LOCAL_RANK', '0')) == 0 or not isinstance(error, ConfigError):
-        # From a worker process the message comes behind the worker's traceback.
-        message = str(error).rpartition('BadSampleError: ')[2]
-        print(f'error: {" ".join(message.split())}', file=sys.stderr, flush=True)
+    if on_all_ranks and int(os.environ.get('LOCAL_RANK', '0')) > 0:
+        return 0
+    # From a worker process the message comes behind the worker's traceback.
+    message = str(error).rpartition('BadSampleError: ')[2]
+    print(f'error: {" ".join(message.split())}', file=sys.stderr, flush=True)
     return 2
 
 
