@@ -4,7 +4,7 @@
 """How far a step's gradient is off one forward over the whole batch: ``python examples/three_lines.py``, in seconds."""
 
 import torch
-from composer import Callback, Trainer
+from composer import Callback, Logger, State, Trainer
 from composer.models import HuggingFaceModel
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -27,7 +27,8 @@ whole = torch.cat([parameter.grad.flatten() for parameter in llama.parameters()]
 class ShowError(Callback):
     """Prints the relative error of the step's gradient before the optimizer moves."""
 
-    def after_train_batch(self, state, logger):
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        """Runs when the gradients are whole."""
         found = torch.cat([parameter.grad.flatten() for parameter in state.model.parameters()])
         print(f'gradient error {(found - whole).norm() / whole.norm():.1e}')
 

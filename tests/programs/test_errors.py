@@ -17,9 +17,9 @@ from tests.support.programs import DIGITS, TINY_DIGITS
 
 
 def test_an_argument_is_named_as_in_the_file():
-    with pytest.raises(ConfigError, match=r'^`microbatching\.cost\.launch` must be finite and not negative, got: -1'):
-        with section('microbatching.cost', ['launch']):
-            CostModel(launch=-1)
+    said = r'^`microbatching\.cost\.launch` must be finite and not negative, got: -1'
+    with pytest.raises(ConfigError, match=said), section('microbatching.cost', ['launch']):
+        CostModel(launch=-1)
     with pytest.raises(ConfigError, match=r'^`loader`: `launch` must be'), section('loader', ['num_workers']):
         CostModel(launch=-1)
 
