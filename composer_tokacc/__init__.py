@@ -1,14 +1,11 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Exact token accumulation and padding-aware microbatching for MosaicML Composer.
-
-Every name is loaded on first use (PEP 562), so that the planner alone needs neither torch nor Composer.
-"""
+"""Exact token accumulation and padding-aware microbatching for MosaicML Composer."""
 
 from __future__ import annotations
 
-import importlib
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -39,24 +36,29 @@ __all__ = [
     'token_data_spec',
 ]
 
+# Loaded on first use: who takes the planner alone waits neither for torch nor for Composer.
 _ROOMS = {
-    'algorithm': ('TokenAccumulation',),
-    'counting': ('TokenCounts', 'count_tokens'),
-    'data_spec': ('token_data_spec',),
-    'layout': ('BatchLayout',),
-    'monitor': ('TokenMonitor',),
-    'planning': ('MicrobatchPlan', 'plan_microbatches'),
-    'sampling': ('RegroupingBatchSampler', 'RegroupingDataLoader', 'SkipReadBatches'),
-    'sizing': ('SizingReport', 'suggest_microbatching'),
+    'BatchLayout': 'layout',
+    'MicrobatchPlan': 'planning',
+    'RegroupingBatchSampler': 'sampling',
+    'RegroupingDataLoader': 'sampling',
+    'SizingReport': 'sizing',
+    'SkipReadBatches': 'sampling',
+    'TokenAccumulation': 'algorithm',
+    'TokenCounts': 'counting',
+    'TokenMonitor': 'monitor',
+    'count_tokens': 'counting',
+    'plan_microbatches': 'planning',
+    'suggest_microbatching': 'sizing',
+    'token_data_spec': 'data_spec',
 }
-_ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _ROOM_OF:
+    if name not in _ROOMS:
         raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-    value = getattr(importlib.import_module(f'{__name__}.{_ROOM_OF[name]}'), name)
-    globals()[name] = value  # the next access finds it without this function
+    value = getattr(import_module(f'{__name__}.{_ROOMS[name]}'), name)
+    globals()[name] = value  # found without this function from now on
     return value
 
 

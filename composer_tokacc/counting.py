@@ -31,6 +31,7 @@ __all__ = [
     'num_real_tokens',
     'num_rows',
     'num_samples',
+    'real_tokens',
     'with_carried',
     'with_one_label',
     'without_carried',
@@ -182,17 +183,26 @@ def count_tokens(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> Token
     starts = document_starts(batch) if loss_tokens != 'unshifted' else None
     if starts is not None:
         counted &= ~starts
-    mask, ids = batch.get('attention_mask'), batch.get('input_ids')
-    ids = ids if isinstance(ids, torch.Tensor) and ids.dim() == 2 else batch['labels']
-    width = ids.shape[1]
-    # The mask of another input (Whisper's frames) says nothing about labels.
-    has_mask = mask is not None and mask.shape == ids.shape
-    real = (mask != 0).sum(dim=1).tolist() if has_mask else [width] * len(ids)
+    real, width = real_tokens(batch), _main_input(batch).shape[1]
     return TokenCounts(
         loss_generating=tuple(counted.sum(dim=1).tolist()),
         real=tuple(real),
         padded=tuple(width - row for row in real),
     )
+
+
+def real_tokens(batch: Mapping[str, Any]) -> list[int]:
+    """Attended positions, by row."""
+    ids, mask = _main_input(batch), batch.get('attention_mask')
+    # The mask of another input (Whisper's frames) says nothing about labels.
+    has_mask = mask is not None and mask.shape == ids.shape
+    return (mask != 0).sum(dim=1).tolist() if has_mask else [ids.shape[1]] * len(ids)
+
+
+def _main_input(batch: Mapping[str, Any]) -> torch.Tensor:
+    """The tensor whose shape is that of the rows: ``input_ids``, or ``labels`` where the main input is another one."""
+    ids = batch.get('input_ids')
+    return ids if isinstance(ids, torch.Tensor) and ids.dim() == 2 else batch['labels']
 
 
 def carried(batch: Any) -> dict[str, list[Any]]:

@@ -71,5 +71,5 @@ def test_every_public_name_is_found_listed_and_typed():
         if isinstance(node, ast.ImportFrom) and (node.module or '').startswith('composer_tokacc.')
         for alias in node.names
     }
-    assert typed == {name: f'composer_tokacc.{room}' for name, room in composer_tokacc._ROOM_OF.items()}
+    assert typed == {name: f'composer_tokacc.{room}' for name, room in composer_tokacc._ROOMS.items()}
     assert set(typed) == set(composer_tokacc.__all__)

@@ -16,6 +16,7 @@ from composer.utils import dist
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from composer_tokacc.algorithm.filler_rows import filler_rows
 from composer_tokacc.algorithm.first_batch import KINDS, CutRules, FirstBatchCheck, check_sharding, kinds_of, split_of
 from composer_tokacc.algorithm.loss_terms import LossTerms, attached_zero
 from composer_tokacc.algorithm.probe import Probe
@@ -30,6 +31,7 @@ from composer_tokacc.counting import (
     check_rule,
     labels_of,
     num_loss_tokens,
+    num_rows,
     num_samples,
     with_carried,
     with_one_label,
@@ -149,6 +151,10 @@ class TokenAccumulation(Algorithm):
         """BATCH_START: ``state.batch`` is the whole device batch, still on the CPU, so counting syncs nothing."""
         for microbatch in microbatches_of(state.batch):
             labels_of(microbatch)
+        fillers = filler_rows(state.dataloader, int(state.timestamp.batch_in_epoch))
+        if fillers:
+            rows = num_rows(state.batch)
+            state.batch = with_carried(state.batch, samples=[1] * (rows - fillers) + [0] * fillers)
         kinds = None
         if self._check is None:
             self._check = self._new_check(state)

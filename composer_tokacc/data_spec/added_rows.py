@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from composer_tokacc.counting import CARRIED, IGNORE_INDEX, num_rows, with_carried
-from composer_tokacc.layout import Batch, BatchLayout, microbatches_of
+from composer_tokacc.layout import Batch, BatchLayout
 
-__all__ = ['add_rows', 'smallest_row', 'spare_row', 'zero_weight']
+__all__ = ['add_rows', 'blank_row', 'smallest_row', 'spare_row', 'zero_weight']
 
 UNITS = ('image', 'video', 'audio')
 
@@ -27,16 +27,12 @@ def zero_weight(batch: Batch) -> dict[str, Any]:
 
 def smallest_row(layout: BatchLayout, batch: Batch, unit: str) -> dict[str, Any] | None:
     """The smallest row of the batch with media of the unit, weighing nothing; None where it has none."""
-    best: tuple[tuple[int, int], Batch, int] | None = None
-    for part in microbatches_of(batch):
-        media = layout.units_per_row(part, unit)
-        if not any(media):
-            continue
-        lengths = layout.lengths(part)
-        size, row = min(((media[row], lengths[row]), row) for row in range(len(media)) if media[row])
-        if best is None or size < best[0]:
-            best = (size, part, row)
-    return None if best is None else zero_weight(layout.trim(layout.select(best[1], [best[2]])))
+    media, lengths = layout.units_per_row(batch, unit), layout.lengths(batch)
+    rows = [row for row in range(len(media)) if media[row]]
+    if not rows:
+        return None
+    smallest = min(rows, key=lambda row: (media[row], lengths[row]))
+    return zero_weight(layout.trim(layout.select(batch, [smallest])))
 
 
 def spare_row(layout: BatchLayout, batch: Batch, unit: str) -> dict[str, Any] | None:
@@ -48,7 +44,12 @@ def spare_row(layout: BatchLayout, batch: Batch, unit: str) -> dict[str, Any] | 
     own = smallest_row(layout, batch, unit)
     if own is not None:
         return own
-    blank = layout.blank_row(unit, like=microbatches_of(batch)[0])
+    return blank_row(layout, batch, unit)
+
+
+def blank_row(layout: BatchLayout, batch: Batch, unit: str) -> dict[str, Any] | None:
+    """A zero-weight row with media of the unit, made from the model's config to join this batch; None: it cannot be."""
+    blank = layout.blank_row(unit, like=batch)
     return None if blank is None else zero_weight(blank)
 
 

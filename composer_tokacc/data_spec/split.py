@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from composer.utils import dist
 
 from composer_tokacc.algorithm.first_batch import CutRules
 from composer_tokacc.counting import IGNORE_INDEX, num_rows, with_carried, without_carried
-from composer_tokacc.data_spec.added_rows import UNITS, add_rows, smallest_row, spare_row, zero_weight
+from composer_tokacc.data_spec.added_rows import UNITS, add_rows, blank_row, spare_row, zero_weight
 from composer_tokacc.data_spec.packing import pack_lengths, pack_rows
 from composer_tokacc.layout import Batch, BatchLayout, Family, ReadyBatch, microbatches_of
 from composer_tokacc.planning import CostModel, cut, cut_in_order
@@ -105,12 +105,12 @@ class MicrobatchSplit:
             else:
                 pieces += [rows.take(places) for places in self._cut(rows.lengths, budget, _width(rows))]
         if dist.get_world_size() > 1:
-            return self._in_step(layout, batch, pieces, budget)
-        spares = []
-        if self.rules.companions:
-            spares = [row for row in (smallest_row(layout, batch, unit) for unit in UNITS) if row is not None][:1]
-            pieces = self._make_room(layout, pieces, spares, budget)
-        return self._microbatches(layout, pieces, spares)
+            return self._in_step(layout, sources, pieces, budget)
+        if not self.rules.companions:
+            return self._microbatches(layout, pieces, [], {})
+        media = _media_of(layout, sources)
+        spares = [row for row in (_own_row(layout, sources, media, unit) for unit in UNITS) if row is not None][:1]
+        return self._microbatches(layout, self._make_room(pieces, spares, media, budget), spares, media)
 
     def assemble(self, layout: BatchLayout, batch: Batch, rows: Sequence[int], rules: CutRules) -> dict[str, Any]:
         """The microbatch of the given rows, cut by the given rules and, where asked, packed."""
@@ -201,30 +201,39 @@ class MicrobatchSplit:
         return min(-(-max(rows.lengths) // multiple) * multiple, _width(rows))
 
     def _microbatches(
-        self, layout: BatchLayout, pieces: Sequence[_Rows], spares: Sequence[Batch]
+        self, layout: BatchLayout, pieces: Sequence[_Rows], spares: Sequence[Batch], media: Media
     ) -> list[dict[str, Any]]:
         """The pieces, trimmed; with spare rows of the media that they lack; packed where asked."""
+        units = [{unit for unit in UNITS if any(layout.units_per_row(row, unit))} for row in spares]
         microbatches = []
-        for _, of_source in groupby(pieces, key=lambda piece: id(piece.source)):
-            of_source = list(of_source)
-            for selected in layout.split(of_source[0].source, [piece.places for piece in of_source]):
-                microbatch = self._trimmed(layout, selected, self.rules)
-                missing = [row for row in spares if not _has_media_like(layout, microbatch, row)]
-                if missing:
-                    microbatch = add_rows(layout, microbatch, missing)
-                microbatch = pack_rows(layout, microbatch) if self.packing else microbatch
-                microbatches.append(with_carried(microbatch, microbatches=[len(pieces)] * num_rows(microbatch)))
+        for piece, selected in self._selected(layout, pieces):
+            held = _held(piece, media) if spares else set()
+            missing = [row for row, of_row in zip(spares, units, strict=True) if not of_row <= held]
+            microbatch = add_rows(layout, selected, missing) if missing else selected
+            microbatch = pack_rows(layout, microbatch) if self.packing else microbatch
+            microbatches.append(with_carried(microbatch, microbatches=[len(pieces)] * num_rows(microbatch)))
         return microbatches
 
-    def _in_step(self, layout: BatchLayout, batch: Batch, pieces: list[_Rows], budget: int) -> list[dict[str, Any]]:
+    def _selected(self, layout: BatchLayout, pieces: Sequence[_Rows]) -> Iterator[tuple[_Rows, dict[str, Any]]]:
+        """The rows of each piece, trimmed; a whole batch without a column too many as it is."""
+        for _, of_source in groupby(pieces, key=lambda piece: id(piece.source)):
+            same = list(of_source)
+            for piece, selected in zip(same, layout.split(same[0].source, [one.places for one in same]), strict=True):
+                is_trim = self._trimmed_width(piece) == _width(piece) and len(same) == 1
+                yield piece, selected if is_trim else self._trimmed(layout, selected, self.rules)
+
+    def _in_step(
+        self, layout: BatchLayout, sources: Sequence[_Rows], pieces: list[_Rows], budget: int
+    ) -> list[dict[str, Any]]:
         """Several ranks: every microbatch uses the towers that any uses, and counts are equal where they must be.
 
         A tower that one rank leaves unused makes DDP raise or skip its reduction, and FSDP hang.
         """
-        own = {unit: smallest_row(layout, batch, unit) for unit in UNITS}
-        spares = {unit: spare_row(layout, batch, unit) for unit in UNITS}
+        media = _media_of(layout, sources)
+        own = {unit: _own_row(layout, sources, media, unit) for unit in UNITS}
+        spares = {unit: own[unit] or blank_row(layout, sources[0].source, unit) for unit in UNITS}
         possible = [row for row in spares.values() if row is not None]
-        pieces = self._make_room(layout, pieces, possible, budget)
+        pieces = self._make_room(pieces, possible, media, budget)
         counts = _max_over_ranks([len(pieces), *(row is not None for row in own.values())])
         in_use = [unit for unit, used in zip(UNITS, counts[1:], strict=True) if used]
         needed = _units_needed(layout.family, in_use)
@@ -234,7 +243,7 @@ class MicrobatchSplit:
         # A text row that must not see an image where no row of the step has one: the tower is used by a microbatch of
         # its own, the last, because DDP looks for unused parameters in that one alone.
         apart = self.rules.companions and not in_use
-        microbatches = self._microbatches(layout, pieces, [] if apart else rows)
+        microbatches = self._microbatches(layout, pieces, [] if apart else rows, media)
         count = (counts[0] if self.options.equal_counts else len(pieces)) + apart
         if len(microbatches) < count:
             shortest = min(pieces, key=lambda piece: min(piece.lengths))
@@ -245,23 +254,29 @@ class MicrobatchSplit:
             microbatches += [filler] * (count - len(microbatches))
         return microbatches
 
-    def _make_room(self, layout: BatchLayout, pieces: list[_Rows], spares: Sequence[Batch], budget: int) -> list[_Rows]:
-        """Halves microbatches without media until the rows with media fit under the cap as well."""
+    def _make_room(self, pieces: list[_Rows], spares: Sequence[Batch], media: Media, budget: int) -> list[_Rows]:
+        """Halves microbatches until the rows with the media that they lack fit under the cap as well."""
         if not spares:
             return pieces
-        media = {id(piece.source): layout.media_per_row(piece.source) for piece in pieces}
+        in_batch = set().union(*(_held(piece, media) for piece in pieces))
         spare_width = max(row['input_ids'].shape[1] for row in spares)
         fitting: list[_Rows] = []
         pending = list(reversed(pieces))
         while pending:
             piece = pending.pop()
             num, width = len(piece.places), max(spare_width, *piece.lengths)
-            has_media = all(media[id(piece.source)][place] for place in piece.places)
-            if has_media or num == 1 or (num + len(spares)) * width <= budget:
+            held = _held(piece, media)
+            # What other ranks have is not known yet: without any media, all that may be needed are counted.
+            num_lacking = len(in_batch - held) if held else len(spares)
+            if not num_lacking or num == 1 or (num + num_lacking) * width <= budget:
                 fitting.append(piece)
             else:
                 pending += [piece.take(range(num // 2, num)), piece.take(range(num // 2))]
         return fitting
+
+
+Media = Mapping[int, Mapping[str, Sequence[int]]]
+"""By the id of a batch, and by unit: how many each of its rows holds."""
 
 
 class _Rows(NamedTuple):
@@ -306,9 +321,29 @@ def _units_needed(family: Family, in_use: Sequence[str]) -> list[str]:
     return [*in_use, *(tower[0] for tower in towers)]
 
 
-def _has_media_like(layout: BatchLayout, microbatch: Batch, row: Batch) -> bool:
-    """Whether the microbatch has media of the row's kinds."""
-    return all(any(layout.units_per_row(microbatch, unit)) for unit in UNITS if any(layout.units_per_row(row, unit)))
+def _media_of(layout: BatchLayout, sources: Sequence[_Rows]) -> Media:
+    """Counted once, because much is asked of them."""
+    return {id(rows.source): {unit: layout.units_per_row(rows.source, unit) for unit in UNITS} for rows in sources}
+
+
+def _held(piece: _Rows, media: Media) -> set[str]:
+    """Units that some row of the piece has."""
+    of_source = media[id(piece.source)]
+    return {unit for unit in UNITS if any(of_source[unit][place] for place in piece.places)}
+
+
+def _own_row(layout: BatchLayout, sources: Sequence[_Rows], media: Media, unit: str) -> dict[str, Any] | None:
+    """The smallest row with media of the unit, weighing nothing; None where there is none."""
+    sizes = [
+        ((number, length), which, place)
+        for which, rows in enumerate(sources)
+        for place, length, number in zip(rows.places, rows.lengths, media[id(rows.source)][unit], strict=True)
+        if number
+    ]
+    if not sizes:
+        return None
+    _, which, place = min(sizes)
+    return zero_weight(layout.trim(layout.select(sources[which].source, [place])))
 
 
 def _from_any_rank(row: Batch | None) -> Batch | None:

@@ -24,6 +24,7 @@ from composer_tokacc.counting import (
     is_counted,
     mask_document_starts,
     num_samples,
+    real_tokens,
     without_carried,
 )
 from composer_tokacc.data_spec.split import MicrobatchSplit, SplitOptions
@@ -159,6 +160,9 @@ class _TokenDataSpec(DataSpec):
                 "`model=`. A rule that is not the model's own would weight tokens wrongly without a word: pass "
                 '`model=`, or use TokenAccumulation with the flag off.'
             )
+        if token_type == 'total' and 'rule' not in self._carried(batch):
+            # Asked before the algorithm counts, which would count the labels a second time.
+            return sum(sum(real_tokens(one)) for one in microbatches_of(batch) if num_samples(one))
         return super().get_num_tokens_in_batch(batch, token_type)
 
     def _transform(self, batch: Any) -> Any:

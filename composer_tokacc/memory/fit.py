@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 
 import numpy as np
+from scipy.optimize import nnls
 
 from composer_tokacc.memory.shapes import BatchShape
 
@@ -80,32 +80,20 @@ def fit_activations(shapes: Sequence[BatchShape], measured: Sequence[Mapping[str
 
 
 def non_negative_least_squares(columns: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Exact solution of ``min |columns @ x - target|`` with ``x >= 0``, by trying every subset of the few columns.
+    """Solution of ``min |columns @ x - target|`` with ``x >= 0``, by scipy.
 
     Args:
-        columns: (m, n), n at most a handful.
+        columns: (m, n).
         target: (m,).
 
     Returns:
-        (n,); columns that are collinear with others may be left out.
+        (n,).
     """
-    count = columns.shape[1]
     scale = np.abs(columns).max(axis=0)
     scale[scale == 0] = 1.0  # columns differ by many orders of magnitude
-    scaled = columns / scale
-    best, least = np.zeros(count), float(target @ target)
-    for size in range(1, count + 1):
-        for chosen in combinations(range(count), size):
-            part = scaled[:, chosen]
-            if np.linalg.matrix_rank(part) < size:
-                continue
-            solution = np.linalg.lstsq(part, target, rcond=None)[0]
-            error = float(((part @ solution - target) ** 2).sum())
-            # A further column must earn its place: noise of rounding does not.
-            if np.all(solution >= 0) and error < least * (1 - 1e-6) - 1e-18:
-                best, least = np.zeros(count), error
-                best[list(chosen)] = solution / scale[list(chosen)]
-    return best
+    solution = nnls(columns / scale, target)[0]
+    solution[solution < 1e-9 * solution.max()] = 0.0  # noise of rounding is no term
+    return solution / scale
 
 
 def _features(shape: BatchShape, area: str) -> list[float]:

@@ -53,7 +53,9 @@ class GpuRun:
         self._outputs: Any = None
         self._step(first_batch)
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        (make_optimizer or torch.optim.AdamW)(parameters).step()
+        # Kept, because its states go when it does.
+        self._optimizer = (make_optimizer or torch.optim.AdamW)(parameters)
+        self._optimizer.step()
         self._outputs = None
         torch.cuda.synchronize()
         self.static_bytes = torch.cuda.memory_allocated(self.device)

@@ -8,7 +8,6 @@ from composer_tokacc.sampling.loader import RegroupingDataLoader
 from composer_tokacc.sampling.mixture import Mixture
 from composer_tokacc.sampling.resume import RestoreRandomState, SkipReadBatches
 from composer_tokacc.sampling.sampler import RegroupingBatchSampler
-from composer_tokacc.sampling.window import filler_rows
 
 __all__ = [
     'ExchangingDataLoader',
@@ -17,5 +16,4 @@ __all__ = [
     'RegroupingDataLoader',
     'RestoreRandomState',
     'SkipReadBatches',
-    'filler_rows',
 ]

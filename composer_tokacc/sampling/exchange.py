@@ -18,10 +18,10 @@ import torch.distributed
 from composer.utils import dist
 from torch.utils.data import DataLoader, Dataset
 
+from composer_tokacc.algorithm.filler_rows import repeated_rows
 from composer_tokacc.layout import ReadyBatch
 from composer_tokacc.planning import CostModel
 from composer_tokacc.sampling.share import LoadPlanner, RankShare, collate_share
-from composer_tokacc.sampling.window import repeated_rows
 
 __all__ = ['ExchangingDataLoader', 'SampleExchange', 'pack', 'unpack']
 

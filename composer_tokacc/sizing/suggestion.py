@@ -13,8 +13,7 @@ import numpy as np
 
 from composer_tokacc.data.lengths import LengthTable
 from composer_tokacc.memory import GIB, MemoryModel
-from composer_tokacc.planning import CostModel
-from composer_tokacc.planning.stats import lower_bound
+from composer_tokacc.planning import CostModel, lower_bound
 from composer_tokacc.sizing.capacity import Capacity
 from composer_tokacc.sizing.profile import SampleSizes, profile_lengths
 from composer_tokacc.sizing.report import SizeRow, SizingReport, WorldRow
