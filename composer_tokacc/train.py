@@ -24,7 +24,6 @@ from composer_tokacc.config.registry import build_by_name
 from composer_tokacc.data import BadSampleError
 from composer_tokacc.loading.random_state import RestoreRandomState
 from composer_tokacc.loading.regrouping_loader import SkipReadBatches
-from composer_tokacc.monitor import TokenMonitor
 from composer_tokacc.run.answers import answer_held_out
 from composer_tokacc.run.config_checks import check_config
 from composer_tokacc.run.parts import RunParts, build_parts
@@ -102,12 +101,9 @@ def build_trainer(config: TrainConfig, parts: RunParts, history: InMemoryLogger)
     arguments = {key: value for key, value in config.trainer.items() if key != 'loggers'}
     loggers = _build_all('loggers', config.trainer.get('loggers') or {})
     parameters = [parameter for parameter in parts.model.parameters() if parameter.requires_grad]
-    if config.microbatching.device_train_microbatch_size is not None:
-        arguments['device_train_microbatch_size'] = config.microbatching.device_train_microbatch_size
+    if parts.microbatch_size is not None:
+        arguments['device_train_microbatch_size'] = parts.microbatch_size
     callbacks = _build_all('callbacks', config.callbacks)
-    for monitor in callbacks:
-        if isinstance(monitor, TokenMonitor) and monitor.memory is None:
-            monitor.memory = parts.memory
     if config.trainer.get('spin_dataloaders', True):
         callbacks.append(SkipReadBatches())
     if config.dataset.get('name') == LLAVA_STREAMING:

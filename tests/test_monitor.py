@@ -8,10 +8,10 @@ import re
 import pytest
 import torch
 from composer.core import Algorithm, Event
-
-from composer_tokacc import TokenAccumulation, TokenMonitor, token_data_spec
 from composer_tokacc.memory import GIB, MemoryModel, StaticBytes
 from composer_tokacc.memory.fit import ActivationFit
+
+from composer_tokacc import TokenAccumulation, TokenMonitor, token_data_spec
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import loader, logged, train
 

@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from composer_tokacc.models.config import read_config, tokenizer_of
+from composer_tokacc.sizing import transformer_blocks
 
 __all__ = ['build_model', 'build_transformers_model', 'freeze_parameters', 'transformer_blocks']
 
@@ -145,17 +146,6 @@ def freeze_parameters(model: nn.Module, names: Sequence[str]) -> list[str]:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(f'`freeze` must leave something to train, got: {list(names)}, which is the whole model')
     return frozen
-
-
-def transformer_blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of every tower: members of the outermost module lists, experts inside a block excluded."""
-    blocks: list[nn.Module] = []
-    for child in model.children():
-        if isinstance(child, nn.ModuleList):
-            blocks += [block for block in child if any(True for _ in block.parameters())]
-        else:
-            blocks += transformer_blocks(child)
-    return blocks
 
 
 def _lies_under(parameter_name: str, name: str) -> bool:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -17,22 +17,18 @@ from torch.utils.data import ConcatDataset
 
 from composer_tokacc.config import ConfigError, TrainConfig
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.memory import MemoryModel
 from composer_tokacc.models import build_model
 from composer_tokacc.run.datasets import build_dataset, build_processor
 from composer_tokacc.run.loaders import build_loader
 from composer_tokacc.run.streaming_parts import by_index
-from composer_tokacc.run.suggest import apply_suggestion, memory_for_monitor
+from composer_tokacc.run.suggest import apply_suggestion
 
 __all__ = ['RunParts', 'build_parts']
 
 
 @dataclass(kw_only=True)
 class RunParts:
-    """What a program works with; the held-out parts are None where ``dataset.eval`` is absent.
-
-    `memory` is there where microbatches are sized by ``auto`` and a monitor can tell when that runs out of memory.
-    """
+    """What a program works with; the held-out parts are None where ``dataset.eval`` is absent."""
 
     processor: Any
     model: HuggingFaceModel
@@ -40,7 +36,8 @@ class RunParts:
     eval_dataset: Any
     train_loader: DataSpec
     eval_loader: DataSpec | None
-    memory: MemoryModel | None = None
+    microbatch_size: int | str | None
+    """``device_train_microbatch_size`` of the run: what the config says, ``suggest`` answered."""
 
     def skip_reports(self) -> list[str]:
         """One line for each dataset that left out bad samples."""
@@ -67,10 +64,9 @@ def build_parts(config: TrainConfig) -> RunParts:
         model = build_model(processor=processor, seed=config.seed, **asdict(config.model))
         layout = BatchLayout.for_model(model)
         if config.microbatching.device_train_microbatch_size == 'suggest':
-            apply_suggestion(config, by_index(train_dataset), processor)
-        memory = None
-        if config.microbatching.device_train_microbatch_size == 'auto' and 'token_monitor' in config.callbacks:
-            memory = memory_for_monitor(config, by_index(train_dataset), processor)
+            size, slot_tokens = apply_suggestion(config, by_index(train_dataset), processor)
+            answered = replace(config.microbatching, device_train_microbatch_size=size, slot_tokens=slot_tokens)
+            config = replace(config, microbatching=answered)
         train_loader = build_loader(config, train_dataset, processor, layout, held_out=False)
         eval_loader = None
         if eval_dataset is not None:
@@ -84,7 +80,7 @@ def build_parts(config: TrainConfig) -> RunParts:
         eval_dataset=eval_dataset,
         train_loader=train_loader,
         eval_loader=eval_loader,
-        memory=memory,
+        microbatch_size=config.microbatching.device_train_microbatch_size,
     )
 
 

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from composer_tokacc.memory import GIB, BatchShape, MemoryModel, StaticBytes
+from composer_tokacc.memory.fit import ActivationFit
+from composer_tokacc.sizing.table import print_report
 from rich.console import Console
 
 from composer_tokacc.lengths import LengthTable
-from composer_tokacc.memory import GIB, BatchShape, MemoryModel, StaticBytes
-from composer_tokacc.memory.fit import ActivationFit
 from composer_tokacc.planning import CostModel
 from composer_tokacc.sizing import suggest_microbatching
 from composer_tokacc.sizing.picture import draw_report
-from composer_tokacc.sizing.table import print_report
 
 PARAMETERS, PER_TOKEN, PER_LOGIT_ROW, PER_IMAGE_TOKEN = GIB, 1 << 20, 1 << 19, 1 << 18
 

@@ -11,14 +11,14 @@ from itertools import product
 from typing import Any
 
 import pytest
-from transformers import PreTrainedModel
-
-from composer_tokacc.layout import BatchLayout
 from composer_tokacc.memory import BatchShape, MemoryModel, calibrate_fake
 from composer_tokacc.memory.ledger import SavedBytes
 from composer_tokacc.memory.probes import probe_batches
 from composer_tokacc.memory.shapes import batch_of_width
 from composer_tokacc.memory.trace import FakeRun
+from transformers import PreTrainedModel
+
+from composer_tokacc.layout import BatchLayout
 from tests.support.families import FAMILIES, FamilyCase
 
 PROBE_WIDTH = 128

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from composer_tokacc.memory import GIB
 
 from composer_tokacc import plan, train
-from composer_tokacc.memory import GIB
 
 YAML = str(Path(__file__).parents[1] / 'yamls' / 'digits.yaml')
 SMALL = ['dataset.num_samples=256', 'loader.global_batch_size=32']

@@ -10,13 +10,12 @@ import time
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.mem_tracker import MemTracker
-from transformers import CLIPVisionConfig, LlamaConfig, LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration
-
 from composer_tokacc.memory import GIB, BatchShape, MemoryModel, calibrate_fake
 from composer_tokacc.memory.samples import made_up_sample
 from composer_tokacc.memory.trace import FakeRun
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from transformers import CLIPVisionConfig, LlamaConfig, LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration
 
 HIDDEN, INNER, LAYERS, VOCABULARY = 64, 96, 3, 200
 

@@ -6,14 +6,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from composer_tokacc.memory import BatchShape
+from composer_tokacc.memory.fit import fit_activations, non_negative_least_squares
+from composer_tokacc.memory.shapes import batch_of_width
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import nnls
 
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.memory import BatchShape
-from composer_tokacc.memory.fit import fit_activations, non_negative_least_squares
-from composer_tokacc.memory.shapes import batch_of_width
 from tests.support.families import FAMILIES
 from tests.support.text import text_row
 
