@@ -1,40 +1,38 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Bytes predicted from fake probes against what a real forward pass saves, at shapes that no probe had."""
+"""The peak that decides a user's size, predicted from fake probes, against torch's MemTracker on real tensors."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import product
 from typing import Any
 
 import pytest
-from composer_tokacc.memory import BatchShape, MemoryModel, calibrate_fake
-from composer_tokacc.memory.ledger import SavedBytes
-from composer_tokacc.memory.probes import probe_batches
-from composer_tokacc.memory.shapes import batch_of_width
-from composer_tokacc.memory.trace import FakeRun
+import torch
+from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import PreTrainedModel
 
+from composer_tokacc.data_spec.packing import pack_rows
 from composer_tokacc.layout import BatchLayout
+from composer_tokacc.sizing import BatchShape, MemoryModel, calibrate_fake
+from composer_tokacc.sizing.shapes import batch_of_width, probe_batches
 from tests.support.families import FAMILIES, FamilyCase
 
 PROBE_WIDTH = 128
-# Rows of the family's samples (with 0, 1, 1, 2, 0 and 3 images) and widths: 18 shapes.
-ROWS = ((0, 0), (1, 1, 4), (2, 0), (3, 3, 3), (1, 2, 3, 4, 5), (5,) * 7)
-WIDTHS = (96, 131, 200)
+# Rows of the family's samples (with 0, 1, 1, 2, 0 and 3 images) and widths that no probe has.
+ROWS = ((0, 0), (1, 1, 4), (2, 0), (1, 2, 3, 4, 5), (5,) * 7)
+WIDTHS = (96, 200)
+CPU = torch.device('cpu')
 
 
 def builder(case: FamilyCase, attention: str, checkpointing: bool) -> Callable[[], PreTrainedModel]:
-    trains = [parameter.requires_grad for parameter in case.model.parameters()]
-
     def build() -> PreTrainedModel:
         model = type(case.model)(case.config).train()
         model.set_attn_implementation(attention)
-        for parameter, train in zip(model.parameters(), trains, strict=True):
-            parameter.requires_grad_(train)
         if checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})
         return model
@@ -42,62 +40,100 @@ def builder(case: FamilyCase, attention: str, checkpointing: bool) -> Callable[[
     return build
 
 
-def saved_by_a_real_step(model: PreTrainedModel, batch: dict[str, Any]) -> int:
-    named = inspect.signature(model.forward).parameters
-    saved = SavedBytes(model)
-    with saved.counting():
-        loss = model(**{key: value for key, value in batch.items() if key in named}).loss
-    loss.backward()
-    return saved.total
+def adamw(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """With all tensors at once, as on a GPU."""
+    return torch.optim.AdamW(parameters, foreach=True)
 
 
-def errors(case: FamilyCase, attention: str, checkpointing: bool) -> tuple[dict[str, float], MemoryModel]:
+class RealRun:
+    """Steps of a model on real tensors, as the Trainer does them, watched by MemTracker."""
+
+    def __init__(self, model: PreTrainedModel, first_batch: dict[str, Any], precision: str = 'fp32') -> None:
+        self.model, self.precision = model, precision
+        self.named = inspect.signature(model.forward).parameters
+        self.optimizer = adamw(list(model.parameters()))
+        self.train(first_batch)
+        self.optimizer.step()  # gradients and states are there from now on
+
+    def train(self, batch: dict[str, Any]) -> None:
+        copied = {key: value.clone() for key, value in self.tensors(batch).items()}  # as Trainer._train_microbatch
+        with torch.autocast('cpu', torch.bfloat16) if self.precision == 'amp_bf16' else nullcontext():
+            self.outputs = self.model(**copied)  # Composer's state.outputs holds those before until these are there
+        self.outputs.loss.backward()
+
+    def tensors(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+        return {k: value for k, value in batch.items() if k in self.named and isinstance(value, torch.Tensor)}
+
+    def microbatch_peak(self, batch: dict[str, Any]) -> int:
+        """Bytes at the peak of a microbatch that follows one of its shape."""
+        self.train(batch)
+        return self.peak(lambda: self.train(batch), [self.tensors(batch)])
+
+    def optimizer_peak(self) -> int:
+        """Bytes at the peak of the optimizer's step, the last microbatch's logits included."""
+        return self.peak(self.optimizer.step, [])
+
+    def peak(self, work: Callable[[], Any], held: list[Any]) -> int:
+        tracker = MemTracker()
+        gradients = [parameter.grad for parameter in self.model.parameters()]
+        # The logits are named here alone: a further reference would keep them alive through the forward pass.
+        tracker.track_external(self.model, self.optimizer, gradients, held, self.outputs.logits)
+        with tracker:
+            work()
+        return tracker.get_tracker_snapshot('peak')[CPU]['Total']
+
+    def static_bytes(self) -> int:
+        """Parameters, buffers, gradients and states, by hand."""
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        tensors += [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        tensors += [value for state in self.optimizer.state.values() for value in state.values()]
+        return sum(tensor.nbytes for tensor in tensors)
+
+
+def errors(case: FamilyCase, attention: str, checkpointing: bool, precision: str = 'fp32') -> dict[str, float]:
+    """By how much the prediction is off, relative to what the microbatch itself takes: the model is counted by hand."""
     build = builder(case, attention, checkpointing)
-    memory = calibrate_fake(build, case.config, case.rows, width=PROBE_WIDTH)
-    model = build()
-    layout = BatchLayout.for_model(model)
+    memory = calibrate_fake(
+        build,
+        case.config,
+        case.rows,
+        width=PROBE_WIDTH,
+        make_optimizer=adamw,
+        precision=precision,
+        on_gpu=False,
+    )
+    layout = BatchLayout.for_model(case.config)
+    run = RealRun(build(), layout.concat(case.rows), precision)
     probed = {BatchShape.of(batch, layout) for batch in probe_batches(layout, case.rows, PROBE_WIDTH)}
     found = {}
     for rows, width in product(ROWS, WIDTHS):
         batch = batch_of_width(layout, [case.rows[row] for row in rows], width)
-        shape = BatchShape.of(batch, layout)
-        assert shape not in probed
-        assert memory.saved is not None
-        predicted = sum(memory.saved.predict(shape).values())
-        found[f'{rows} x {width}'] = predicted / saved_by_a_real_step(model, batch) - 1
-    return found, memory
+        assert BatchShape.of(batch, layout) not in probed
+        found[f'{rows} x {width}'] = error(memory, run, batch)
+    return found
+
+
+def error(memory: MemoryModel, run: RealRun, batch: dict[str, Any]) -> float:
+    predicted = sum(memory.terms(BatchShape.of(batch, BatchLayout.for_model(run.model))).values())
+    return (predicted - run.static_bytes()) / (run.microbatch_peak(batch) - run.static_bytes()) - 1
 
 
 def assert_within(found: dict[str, float], limit: float) -> None:
-    assert len(found) >= 12
     worst = max(found, key=lambda name: abs(found[name]))
     assert abs(found[worst]) < limit, f'{worst}: {found[worst]:+.2%}'
 
 
-def test_llama_with_sdpa() -> None:
-    found, memory = errors(FAMILIES['llama'](), 'sdpa', checkpointing=False)
-    assert_within(found, 0.03)
-    assert memory.residual < 0.05
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('checkpointing', [False, True])
-@pytest.mark.parametrize('attention', ['sdpa', 'eager'])
 @pytest.mark.parametrize('family', ['llama', 'llava', 'qwen2_5_vl'])
-def test_three_families(family: str, attention: str, checkpointing: bool) -> None:
-    found, _ = errors(FAMILIES[family](), attention, checkpointing)
-    assert_within(found, 0.03)
+def test_peak_of_unseen_microbatches(family: str) -> None:
+    found = errors(FAMILIES[family](), 'sdpa', checkpointing=False)
+    print(found)
+    assert_within(found, 0.05)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('family', FAMILIES)
-def test_a_trace_saves_byte_for_byte_what_a_real_step_saves(family: str) -> None:
-    case = FAMILIES[family]()
-    build = builder(case, 'eager' if family == 'mllama' else 'sdpa', checkpointing=False)
-    model = build()
-    layout = BatchLayout.for_model(model)
-    batch = layout.concat(case.rows[1:4])
-    traced = FakeRun(build, batch).measure(batch)
-    assert sum(traced.saved.values()) == saved_by_a_real_step(model, batch)
-    assert traced.saved['logits'] > 0
-    assert (traced.saved['vision'] > 0) == (family != 'llama')
+@pytest.mark.parametrize(('attention', 'checkpointing'), [('eager', False), ('eager', True), ('sdpa', True)])
+@pytest.mark.parametrize('family', ['llama', 'llava', 'qwen2_5_vl'])
+def test_peak_with_eager_attention_and_with_checkpointing(family: str, attention: str, checkpointing: bool) -> None:
+    found = errors(FAMILIES[family](), attention, checkpointing)
+    print(found)
+    assert_within(found, 0.05)
