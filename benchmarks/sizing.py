@@ -129,7 +129,6 @@ def main() -> None:
         'speedup': ratios,
         'error': error,
     }
-    given.output.mkdir(parents=True, exist_ok=True)
     name = 'sizing.json' if not given.size else f'sizing-{size}.json'
     (given.output / name).write_text(json.dumps(result, indent=2) + '\n')
     print(f'size {size} rows of {slot} tokens (suggested: {report.device_train_microbatch_size})')

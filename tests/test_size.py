@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from composer_tokacc import train
+from composer_tokacc import size, train
 
 YAML = str(Path(__file__).parents[1] / 'yamls' / 'digits.yaml')
 SMALL = ['dataset.num_samples=256', 'loader.global_batch_size=32']

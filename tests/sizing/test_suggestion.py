@@ -13,7 +13,16 @@ import yaml
 
 from composer_tokacc.lengths import LengthTable
 from composer_tokacc.planning import CostModel
-from composer_tokacc.sizing import GIB, BatchShape, MemoryModel, StaticBytes, suggest_microbatching
+from composer_tokacc.sizing import (
+    GIB,
+    BatchShape,
+    CutOptions,
+    MemoryModel,
+    SampleSizes,
+    StaticBytes,
+    simulate_steps,
+    suggest_microbatching,
+)
 from composer_tokacc.sizing.memory_model import ActivationFit
 from composer_tokacc.sizing.picture import draw_report
 
@@ -108,7 +117,7 @@ def test_equal_lengths_gain_nothing() -> None:
 
 
 def test_seconds_are_those_of_a_step_by_hand() -> None:
-    """Four rows of 100 tokens on one rank, one microbatch: 4 x (100 + 100 x 100 / 1000) + 5 launches' worth of units."""
+    """Four rows of 100 tokens on one rank, one microbatch: 4 x (100 + 100 x 100 / 1000) + 5 units."""
     timed = CostModel(quadratic=1000.0, launch=5.0, seconds_per_token=1e-2)
     report = suggest([100] * 4, num_ranks=1, global_batch_size=4, measured_cost=timed, seconds_per_step=0.5)
     assert report.step_seconds('stock') == pytest.approx(445e-2 + 0.5)
@@ -123,11 +132,11 @@ def test_what_a_step_takes_besides_lowers_the_gain() -> None:
 
 
 def test_steps_are_cut_by_the_cost_of_the_run_and_priced_by_the_measured_one() -> None:
-    """Launches that cost nothing make a microbatch of each width; those that cost much make as few as fit."""
+    """Launches that cost little make a microbatch of each width; those that cost much make as few as fit."""
     lengths = [10, 11] * 64
-    free, dear = CostModel(launch=0.0), CostModel(launch=1e6)
+    cheap, dear = CostModel(launch=1.0), CostModel(launch=1e6)
     arguments = {'num_ranks': 1, 'global_batch_size': 128, 'measured_cost': CostModel()}
-    by_cost = [suggest(lengths, cost=cost, **arguments).figures for cost in (free, dear)]
+    by_cost = [suggest(lengths, cost=cost, **arguments).figures for cost in (cheap, dear)]
     assert [figures['split'].microbatches for figures in by_cost] == [2, 1]
     assert [figures['planned'].microbatches for figures in by_cost] == [2, 1]
     assert by_cost[0]['stock'] == by_cost[1]['stock']
@@ -147,12 +156,28 @@ def test_packed_steps_have_no_padding_and_their_rows_pay_for_their_masks() -> No
     assert 5 * GIB + tokens * PER_TOKEN + 4096 * tokens**2 <= 0.92 * 8 * GIB
 
 
-def test_ranks_with_fewer_microbatches_compute_weightless_rows_where_counts_are_equal() -> None:
-    """Rank 0 has rows of 500 and rank 1 rows of 10 tokens; whoever is first in the drawn order has the even places."""
-    lengths = [500, 10, 10, 10]
-    arguments = {'num_ranks': 2, 'global_batch_size': 4, 'slot_tokens': 500, 'cost': CostModel(launch=1.0)}
-    equal, free = (suggest(lengths, equal_counts=counts, **arguments).figures['split'] for counts in (True, False))
-    assert equal.padding_ratio > free.padding_ratio or equal == free
+@pytest.mark.parametrize(('equal_counts', 'images', 'weightless'), [(False, 0, 0), (True, 0, 10), (True, 8, 30)])
+def test_ranks_with_fewer_microbatches_compute_weightless_rows(
+    equal_counts: bool, images: int, weightless: int
+) -> None:
+    """Rank 0 makes two microbatches of 500 tokens and rank 1 one, and where they must be equal repeats a row: the
+    shortest, or the shortest with an image.
+    """
+    sizes = SampleSizes.of(np.array([500, 10, 500, 30]))
+    if images:
+        sizes = replace(sizes, image_tokens=np.array([images, 0, images, images]))
+    figures = simulate_steps(
+        sizes,
+        [np.arange(4)],
+        method='split',
+        num_ranks=2,
+        microbatch_rows=1,
+        max_tokens=500,
+        options=CutOptions(equal_counts=equal_counts),
+        price=CostModel(),
+    )
+    computed = 500 + 500 + 2 * 30 + weightless
+    assert figures.padding_ratio == pytest.approx(1 - 1040 / computed)
 
 
 def test_no_method_beats_the_bound_and_planning_is_best() -> None:
