@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from composer_tokacc.models.config import read_config, tokenizer_of
-from composer_tokacc.sizing import transformer_blocks
+from composer_tokacc.sizing import cast_model, transformer_blocks
 
 __all__ = ['build_model', 'build_transformers_model', 'freeze_parameters', 'transformer_blocks']
 
@@ -104,7 +104,8 @@ def build_transformers_model(
             _make_room_for(tokenizer, model)
         else:
             model_config = read_config(pretrained, config, processor)
-            model = _auto_class(model_config).from_config(model_config, **options).to(getattr(torch, dtype))
+            model = _auto_class(model_config).from_config(model_config, **options)
+            cast_model(model, getattr(torch, dtype))
     for module in model.modules():
         # Before transformers 4.52 each part had a copy of its config.
         if isinstance(getattr(module, 'config', None), PretrainedConfig):

@@ -11,6 +11,7 @@ that size are simulated with the run's own cuts, and reported (``profile``, ``si
 
 from composer_tokacc.sizing.calibrate import calibrate_fake, fit_memory, load_or_calibrate
 from composer_tokacc.sizing.capacity import Capacity, LargestMicrobatch, largest_microbatch
+from composer_tokacc.sizing.fake import cast_model
 from composer_tokacc.sizing.memory_model import GIB, MemoryModel, StaticBytes, transformer_blocks
 from composer_tokacc.sizing.profile import SampleSizes
 from composer_tokacc.sizing.report import SizingReport
@@ -31,6 +32,7 @@ __all__ = [
     'SizingReport',
     'StaticBytes',
     'calibrate_fake',
+    'cast_model',
     'draw_batches',
     'fit_cost',
     'fit_memory',

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-__all__ = ['CudaAutocast', 'RealInputs', 'build_fake', 'cast', 'storage_key']
+__all__ = ['CudaAutocast', 'RealInputs', 'build_fake', 'cast_model', 'storage_key']
 
 aten: Any = torch.ops.aten
 _INDEXING = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
@@ -126,20 +126,21 @@ def build_fake(build: Callable[[], nn.Module]) -> tuple[nn.Module, FakeTensorMod
         return build(), mode
 
 
-def cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Casts a fake model as ``model.to(dtype)`` does, which newer versions of torch refuse for fake parameters.
+def cast_model(model: nn.Module, dtype: torch.dtype) -> None:
+    """Casts a model as ``model.to(dtype)`` does, real or fake.
 
-    They would swap the two tensors of a parameter, and do not where autograd still holds the first.
+    Newer versions of torch swap the tensors of fake parameters in ``nn.Module.to``, and fail where anything else refers
+    to them. Here the module gets new parameters, so call it before an optimizer holds the old ones.
     """
     cast_of: dict[int, torch.Tensor] = {}  # tied weights stay tied
     for module in model.modules():
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            if tensor is None or not tensor.is_floating_point():
+            if tensor is None or not tensor.is_floating_point() or tensor.dtype == dtype:
                 continue
             if id(tensor) not in cast_of:
-                made = tensor.detach().to(dtype)
+                converted = tensor.detach().to(dtype)
                 is_weight = isinstance(tensor, nn.Parameter)
-                cast_of[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if is_weight else made
+                cast_of[id(tensor)] = nn.Parameter(converted, tensor.requires_grad) if is_weight else converted
             setattr(module, name, cast_of[id(tensor)])
 
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.sizing.fake import CudaAutocast, RealInputs, build_fake, cast, storage_key
+from composer_tokacc.sizing.fake import CudaAutocast, RealInputs, build_fake, cast_model, storage_key
 from composer_tokacc.sizing.memory_model import STRATEGIES, StaticBytes
 from composer_tokacc.sizing.shapes import BatchShape
 
@@ -177,7 +177,7 @@ class FakeRun:
         if strategy == 'fsdp' and self._dtype is not None:
             self._ledger.close()
             with self._mode:
-                cast(self.model, self._dtype)
+                cast_model(self.model, self._dtype)
             self._ledger = Ledger(self.model, self.vocab_size)
             self._logits_dtype = self._step(first_batch)
 

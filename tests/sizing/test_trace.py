@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -124,19 +123,16 @@ def test_recomputed_vision_blocks_see_the_types_of_the_first_pass() -> None:
     assert probe.peaks['blocks']['vision'] > 0
 
 
-@pytest.fixture
-def swapped_parameters() -> Iterator[None]:
-    """Conversions as newer versions of torch make them for fake tensors: two tensors are swapped, or it is an error."""
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    yield
-    torch.__future__.set_swap_module_params_on_conversion(False)
-
-
-@pytest.mark.usefixtures('swapped_parameters')
-def test_model_is_cast_where_torch_swaps_parameters() -> None:
+def test_model_is_cast_without_converting_parameters_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Newer versions of torch swap the tensors of fake parameters in ``.to()`` and fail; they are not called here."""
     config = small_config(tie_word_embeddings=True)
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("_apply(): Couldn't swap Embedding.weight")
+
+    monkeypatch.setattr(torch.nn.Module, '_apply', refuse)
     run = FakeRun(
-        lambda: LlamaForCausalLM(config).to(torch.float32).train(),
+        lambda: LlamaForCausalLM(config).train(),
         made_up_sample(config, 10),
         precision='amp_bf16',
         strategy='fsdp',
