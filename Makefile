@@ -13,7 +13,7 @@ STAMP_STREAMING := $(VENV_STREAMING)/.installed
 VENV_FOUNDRY ?= .venv-llmfoundry
 STAMP_FOUNDRY := $(VENV_FOUNDRY)/.installed
 
-.PHONY: demo test test-slow test-streaming lint bench example-llm-foundry
+.PHONY: demo test test-slow test-gpu test-streaming lint bench example-llm-foundry
 
 # A small LLaVA learns to read scanned digits on two ranks; ends with a summary and a picture.
 demo: $(STAMP)
@@ -25,6 +25,10 @@ test: $(STAMP)
 # Runs of two and four ranks under the real launcher.
 test-slow: $(STAMP)
 	$(VENV)/bin/python -m pytest -m slow
+
+# What only a GPU can show; all of it is skipped where there is none.
+test-gpu: $(STAMP)
+	$(VENV)/bin/python -m pytest -m gpu
 
 # Everything about MDS shards, runs of up to four ranks included (six minutes); MARKED='not slow' leaves those out.
 MARKED ?= slow or not slow

@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.length_sets import LengthSet
 from composer_tokacc.planning import CostModel, MicrobatchPlan, cut, plan_microbatches
-from composer_tokacc.planning.greedy import greedy_cut
+from composer_tokacc.planning.cuts import fill
 from composer_tokacc.planning.rows import sort_rows
 
 STOCK = 'stock Composer'
@@ -73,7 +73,8 @@ class Rivals:
 
         def load(lengths: np.ndarray) -> float:
             ordered = sort_rows(lengths, np.zeros_like(lengths), self.cost, budget, None)
-            return self._price(lengths, [ordered.order[a:b] for a, b in pairwise(greedy_cut(ordered.reach).tolist())])
+            bounds = fill(ordered.row_costs, ordered.vision, ordered.reach, np.inf)
+            return self._price(lengths, [ordered.order[a:b] for a, b in pairwise(bounds.tolist())])
 
         return np.array([load(lengths) for lengths in self._dealt(batch.lengths)]) + self._vision(batch)
 

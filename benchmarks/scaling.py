@@ -30,9 +30,8 @@ from benchmarks.length_sets import LengthSet, lognormal, read_tables
 from benchmarks.machine import machine
 from benchmarks.planning import show
 from benchmarks.rivals import STOCK, Rivals
-from composer_tokacc.planning import CostModel
-from composer_tokacc.planning.stats import lower_bound
-from composer_tokacc.sampler import RegroupingBatchSampler
+from composer_tokacc.planning import CostModel, lower_bound
+from composer_tokacc.sampling import RegroupingBatchSampler
 
 RESULTS = Path(__file__).resolve().parent / 'results'
 MICROBATCH = 4

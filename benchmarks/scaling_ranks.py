@@ -35,11 +35,11 @@ from composer.utils import dist, get_device
 from torch.utils.data import DataLoader, Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.fitted import fit_cost_model
 from benchmarks.length_sets import lognormal
 from composer_tokacc import TokenAccumulation, token_data_spec
-from composer_tokacc.loading.regrouping_loader import RegroupingDataLoader
 from composer_tokacc.planning import CostModel
-from composer_tokacc.sampler import RegroupingBatchSampler
+from composer_tokacc.sampling import RegroupingBatchSampler, RegroupingDataLoader
 from composer_tokacc.sizing import MicrobatchTimer, fit_cost
 
 GLOBAL_BATCH, MICROBATCH, HIDDEN, VOCABULARY, SEED = 64, 4, 256, 1000, 17
@@ -87,7 +87,7 @@ def fitted_cost() -> CostModel:
     for method, timer in zip(METHODS[1:], timers, strict=True):
         run(method, 6, CostModel(quadratic=6 * HIDDEN), timer)
     shapes = [[value for timer in timers for value in getattr(timer, name)] for name in ('rows', 'widths', 'seconds')]
-    costs = [fit_cost(timers, quadratic=CostModel.fit(*shapes).quadratic)[0]]
+    costs = [fit_cost(timers, quadratic=fit_cost_model(*shapes).quadratic)[0]]
     dist.broadcast_object_list(costs)
     return costs[0]
 

@@ -35,17 +35,34 @@ def build_model() -> LlavaForConditionalGeneration:
     return LlavaForConditionalGeneration(config)
 
 
-def make_rows(lengths: Sequence[int], seed: int) -> list[Row]:
-    """One-row batches; every other row long enough for one begins with an image."""
+def make_rows(lengths: Sequence[int], seed: int, config: Any = None) -> list[Row]:
+    """One-row batches; every other row long enough for one begins with an image.
+
+    Args:
+        lengths: Tokens of each row, those of its image included.
+        seed: Of all that is drawn.
+        config: Of the LLaVA that the rows are for; the small one's by default.
+    """
+    side, vocabulary, placeholder, image_length = 16, VOCABULARY, IMAGE_TOKEN, IMAGE_LENGTH
+    if config is not None:
+        side, vocabulary = config.vision_config.image_size, config.text_config.vocab_size
+        image_length = (side // config.vision_config.patch_size) ** 2
+        placeholder = next(
+            value
+            for name in ('image_token_id', 'image_token_index')
+            if (value := getattr(config, name, None)) is not None
+        )
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for index, length in enumerate(lengths):
-        ids = torch.randint(4, VOCABULARY, (1, int(length)), generator=generator)
+        ids = torch.randint(4, vocabulary, (1, int(length)), generator=generator)
+        # A drawn placeholder would ask for an image that is not there.
+        ids[ids == placeholder] = 4
         row: Row = {'input_ids': ids, 'attention_mask': torch.ones_like(ids), 'labels': ids.clone(), 'num_images': [0]}
-        if index % 2 == 0 and length > 2 * IMAGE_LENGTH:
-            ids[:, :IMAGE_LENGTH] = IMAGE_TOKEN
+        if index % 2 == 0 and length > 2 * image_length:
+            ids[:, :image_length] = placeholder
             row['labels'][:, : length // 2] = -100
-            row['pixel_values'] = torch.randn(1, 3, 16, 16, generator=generator)
+            row['pixel_values'] = torch.randn(1, 3, side, side, generator=generator)
             row['num_images'] = [1]
         rows.append(row)
     return rows

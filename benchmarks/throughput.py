@@ -20,135 +20,28 @@ import inspect
 import json
 import os
 import statistics
-import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from composer import DataSpec, Trainer
-from composer.core import Callback, State
-from composer.loggers import Logger
-from composer.models import HuggingFaceModel
-from torch.utils.data import DataLoader, IterableDataset
 
+from benchmarks.fitted import fit_cost_model
 from benchmarks.length_sets import lognormal, read_tables
 from benchmarks.machine import machine
 from benchmarks.small_llava import build_model, make_rows
 from benchmarks.throughput_report import picture, show
-from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
+from benchmarks.timed_steps import METHODS, Row, StepClock, bound_seconds, data_of, equal_widths, timed
+from composer_tokacc import BatchLayout
 from composer_tokacc.data import DigitsDataset, build_digits_processor
 from composer_tokacc.planning import CostModel
 
 RESULTS = Path(__file__).resolve().parent / 'results'
 MICROBATCH = 4
 LONG = 'lognormal CV 0.9, mean 500'
-METHODS = {
-    'stock': 'stock Composer',
-    'trim': 'stock + trimming each microbatch',
-    'collate': 'Hugging Face style, padded per microbatch',
-    'greedy': 'sorted, cut greedily',
-    'ours': 'token_data_spec',
-    'packing': 'token_data_spec, packing=True',
-}
-Row = dict[str, Any]
-
-
-class Batches(IterableDataset):
-    def __init__(self, batches: Sequence[Row]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Any:
-        return iter(self.batches)
-
-
-class StepClock(Callback):
-    """Seconds from the batch on the CPU to whole gradients, splitting included, and what was computed."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self.positions = 0
-        self.largest = 0
-
-    def batch_start(self, state: State, logger: Logger) -> None:
-        self.started = time.perf_counter()
-
-    def before_forward(self, state: State, logger: Logger) -> None:
-        size = state.batch['input_ids'].numel()
-        self.positions += size
-        self.largest = max(self.largest, size)
-
-    def after_train_batch(self, state: State, logger: Logger) -> None:
-        self.seconds.append(time.perf_counter() - self.started)
-
-
-def split_of(method: str, layout: BatchLayout, device_batch: int) -> Callable[[Row, int | float], list[Row]]:
-    """The rivals, each from its description; every one keeps image rows with their own."""
-
-    def chunks(order: Sequence[Any], size: int) -> list[Sequence[Any]]:
-        return [order[start : start + size] for start in range(0, len(order), size)]
-
-    def stock(batch: Row, size: int | float) -> list[Row]:
-        return [layout.select(batch, rows) for rows in chunks(range(layout.num_rows(batch)), int(size))]
-
-    def trim(batch: Row, size: int | float) -> list[Row]:
-        return [layout.trim(microbatch) for microbatch in stock(batch, size)]
-
-    def collate(batch: Row, size: int | float) -> list[Row]:
-        """What a loader with batches of `size` hands to gradient accumulation: rows joined afresh."""
-        rows = [layout.trim(layout.select(batch, [row])) for row in range(layout.num_rows(batch))]
-        return [layout.concat(part) for part in chunks(rows, int(size))]
-
-    def greedy(batch: Row, size: int | float) -> list[Row]:
-        lengths = layout.lengths(batch)
-        budget = int(size) * batch['input_ids'].shape[1]
-        groups: list[list[int]] = [[]]
-        for row in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-            # Longest first, so the first row of a group is its width.
-            if groups[-1] and (len(groups[-1]) + 1) * lengths[groups[-1][0]] > budget:
-                groups.append([])
-            groups[-1].append(row)
-        return [layout.trim(layout.select(batch, rows)) for rows in groups]
-
-    return {'stock': stock, 'trim': trim, 'collate': collate, 'greedy': greedy}[method]
-
-
-def data_of(method: str, batches: Sequence[Row], layout: BatchLayout, cost: CostModel | None = None) -> DataSpec:
-    loader = DataLoader(Batches(batches), batch_size=None)
-    if method in ('ours', 'packing'):
-        return token_data_spec(loader, layout=layout, packing=method == 'packing', cost=cost)
-    return DataSpec(
-        loader,
-        split_batch=split_of(method, layout, len(batches[0]['input_ids'])),
-        get_num_samples_in_batch=lambda batch: len(batch['input_ids']),
-    )
-
-
-def timed(method: str, model: Any, batches: Sequence[Row], microbatch: int, cost: CostModel | None = None) -> StepClock:
-    """All steps through a Trainer. The algorithm is on for all methods: only the cut differs."""
-    clock = StepClock()
-    wrapped = HuggingFaceModel(model, shift_labels=True, use_logits=True)
-    trainer = Trainer(
-        model=wrapped,
-        train_dataloader=data_of(method, batches, BatchLayout.for_model(model), cost),
-        optimizers=torch.optim.SGD(wrapped.parameters(), lr=0.0),
-        max_duration=f'{len(batches)}ba',
-        device='cpu',
-        device_train_microbatch_size=microbatch,
-        # The first batch would pay for the probes; packing cannot go without.
-        algorithms=[TokenAccumulation(loss_tokens='causal', check_loss=False)],
-        callbacks=[clock],
-        progress_bar=False,
-    )
-    trainer.fit()
-    # Composer keeps every trainer until the process ends, and each keeps its last batch and outputs.
-    trainer.close()
-    for name in ('batch', 'outputs', 'loss'):
-        setattr(trainer.state, name, None)
-    return clock
 
 
 def saved_bytes(method: str, model: Any, batch: Row, microbatch: int, cost: CostModel | None) -> int:
@@ -179,25 +72,6 @@ def _never_unpacked(nothing: None) -> torch.Tensor:
     raise AssertionError('there is no backward pass')
 
 
-def equal_widths(
-    lengths: np.ndarray, model: Any, microbatch: int, width: int, num_microbatches: int = 1
-) -> list[tuple[int, int, float]]:
-    """Rows, width and seconds of microbatches of equal rows that fill the memory, at widths as the set has them."""
-    found = []
-    for length in np.unique(np.geomspace(max(lengths.min(), 2), lengths.max(), 7).astype(int)).tolist():
-        count = max(microbatch * width // length, 1)
-        batch = BatchLayout.for_model(model).concat(make_rows([length] * count * num_microbatches, seed=1))
-        found.append((count, length, timed('stock', model, [batch], count).seconds[0] / num_microbatches))
-    return found
-
-
-def bound_seconds(lengths: np.ndarray, times: Sequence[tuple[int, int, float]]) -> float:
-    """Seconds for these rows were each computed among rows of its own width, in microbatches of the same memory."""
-    counts, widths, seconds = np.array(times).T
-    # Seconds per token vary little with the width, so interpolate those.
-    return float(np.sum(np.interp(lengths, widths, seconds / counts / widths) * lengths))
-
-
 def fitted_cost(model: Any, lengths: np.ndarray, width: int) -> CostModel:
     """What the planner is told of this machine: the same rows in six small microbatches and in one, at many widths.
 
@@ -214,7 +88,7 @@ def fitted_cost(model: Any, lengths: np.ndarray, width: int) -> CostModel:
         for shapes in zip(*repeats, strict=True)
     ]
     counts, widths, seconds = zip(*medians, strict=True)
-    return CostModel.fit(counts, widths, seconds)
+    return fit_cost_model(counts, widths, seconds)
 
 
 def measure(name: str, lengths: np.ndarray, device_batch: int, methods: Sequence[str], steps: int, rounds: int) -> Row:
@@ -247,7 +121,7 @@ def measure(name: str, lengths: np.ndarray, device_batch: int, methods: Sequence
             'against_stock': against(seconds['stock'], method) if 'stock' in methods else None,
             'against_hugging_face': against(seconds['collate'], method) if 'collate' in methods else None,
             'share_of_bound': against(bounds, method),
-            'padding': 1 - real / clocks[method].positions,
+            'padding': 1 - real / sum(clocks[method].positions),
             'largest_microbatch': clocks[method].largest,
             'saved_mib': saved_bytes(method, model, batches[0], MICROBATCH, cost) / 2**20,
             'seconds': seconds[method],

@@ -3,15 +3,20 @@
 
 """Exact token accumulation and padding-aware microbatching for MosaicML Composer."""
 
-from composer_tokacc.algorithm import TokenAccumulation
-from composer_tokacc.counting import TokenCounts, count_tokens
-from composer_tokacc.data_spec import token_data_spec
-from composer_tokacc.layout import BatchLayout
-from composer_tokacc.loading.regrouping_loader import RegroupingDataLoader, SkipReadBatches
-from composer_tokacc.monitor import TokenMonitor
-from composer_tokacc.planning import MicrobatchPlan, plan_microbatches
-from composer_tokacc.sampler import RegroupingBatchSampler
-from composer_tokacc.sizing import SizingReport, suggest_microbatching
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from composer_tokacc.algorithm import TokenAccumulation
+    from composer_tokacc.counting import TokenCounts, count_tokens
+    from composer_tokacc.data_spec import token_data_spec
+    from composer_tokacc.layout import BatchLayout
+    from composer_tokacc.monitor import TokenMonitor
+    from composer_tokacc.planning import MicrobatchPlan, plan_microbatches
+    from composer_tokacc.sampling import RegroupingBatchSampler, RegroupingDataLoader, SkipReadBatches
+    from composer_tokacc.sizing import SizingReport, suggest_microbatching
 
 __version__ = '0.1.0'
 
@@ -30,3 +35,32 @@ __all__ = [
     'suggest_microbatching',
     'token_data_spec',
 ]
+
+# Loaded on first use: who takes the planner alone waits neither for torch nor for Composer.
+_ROOMS = {
+    'BatchLayout': 'layout',
+    'MicrobatchPlan': 'planning',
+    'RegroupingBatchSampler': 'sampling',
+    'RegroupingDataLoader': 'sampling',
+    'SizingReport': 'sizing',
+    'SkipReadBatches': 'sampling',
+    'TokenAccumulation': 'algorithm',
+    'TokenCounts': 'counting',
+    'TokenMonitor': 'monitor',
+    'count_tokens': 'counting',
+    'plan_microbatches': 'planning',
+    'suggest_microbatching': 'sizing',
+    'token_data_spec': 'data_spec',
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ROOMS:
+        raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+    value = getattr(import_module(f'{__name__}.{_ROOMS[name]}'), name)
+    globals()[name] = value  # found without this function from now on
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

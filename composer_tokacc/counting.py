@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from composer_tokacc.layout import ReadyBatch
+
 __all__ = [
     'CARRIED',
     'IGNORE_INDEX',
@@ -29,6 +31,7 @@ __all__ = [
     'num_real_tokens',
     'num_rows',
     'num_samples',
+    'real_tokens',
     'with_carried',
     'with_one_label',
     'without_carried',
@@ -180,17 +183,26 @@ def count_tokens(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> Token
     starts = document_starts(batch) if loss_tokens != 'unshifted' else None
     if starts is not None:
         counted &= ~starts
-    mask, ids = batch.get('attention_mask'), batch.get('input_ids')
-    ids = ids if isinstance(ids, torch.Tensor) and ids.dim() == 2 else batch['labels']
-    width = ids.shape[1]
-    # The mask of another input (Whisper's frames) says nothing about labels.
-    has_mask = mask is not None and mask.shape == ids.shape
-    real = (mask != 0).sum(dim=1).tolist() if has_mask else [width] * len(ids)
+    real, width = real_tokens(batch), _main_input(batch).shape[1]
     return TokenCounts(
         loss_generating=tuple(counted.sum(dim=1).tolist()),
         real=tuple(real),
         padded=tuple(width - row for row in real),
     )
+
+
+def real_tokens(batch: Mapping[str, Any]) -> list[int]:
+    """Attended positions, by row."""
+    ids, mask = _main_input(batch), batch.get('attention_mask')
+    # The mask of another input (Whisper's frames) says nothing about labels.
+    has_mask = mask is not None and mask.shape == ids.shape
+    return (mask != 0).sum(dim=1).tolist() if has_mask else [ids.shape[1]] * len(ids)
+
+
+def _main_input(batch: Mapping[str, Any]) -> torch.Tensor:
+    """The tensor whose shape is that of the rows: ``input_ids``, or ``labels`` where the main input is another one."""
+    ids = batch.get('input_ids')
+    return ids if isinstance(ids, torch.Tensor) and ids.dim() == 2 else batch['labels']
 
 
 def carried(batch: Any) -> dict[str, list[Any]]:
@@ -217,13 +229,15 @@ def is_counted(batch: Any, loss_tokens: str | None = None) -> bool:
     return rules is not None and (loss_tokens is None or set(rules) <= {loss_tokens})
 
 
-def carry(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> dict[str, Any]:
+def carry(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> Mapping[str, Any]:
     """The batch with the counts of its rows (see :data:`CARRIED`), and packed rows masked as they are counted.
 
     Args:
         batch: A batch with ``labels``, on the CPU where counting shall sync nothing.
         loss_tokens: The rule, see :func:`loss_mask`.
     """
+    if isinstance(batch, ReadyBatch):
+        return batch.map(lambda microbatch: carry(microbatch, loss_tokens))
     if is_counted(batch, loss_tokens):
         return dict(batch)
     samples = carried(batch).get('samples', [1] * num_rows(batch))
@@ -265,6 +279,8 @@ def with_one_label(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 def num_rows(batch: Mapping[str, Any]) -> int:
     """Rows of the batch, by ``input_ids`` or, where its main input is another one, by ``labels``."""
+    if isinstance(batch, ReadyBatch):
+        return sum(map(num_rows, batch.microbatches))
     return len(batch['input_ids'] if batch.get('input_ids') is not None else labels_of(batch))
 
 

@@ -14,6 +14,7 @@ from composer.loggers import Logger
 from composer.utils import dist
 
 from composer_tokacc.counting import carried, count_tokens, is_counted, labels_of, loss_mask, num_samples
+from composer_tokacc.layout import microbatches_of
 
 __all__ = ['TokenMonitor']
 
@@ -114,9 +115,13 @@ class TokenMonitor(Callback):
 
 
 def _positions(batch: Mapping[str, Any]) -> int:
-    """Rows times padded width; of the labels, where the main input has no tokens."""
-    ids = batch.get('input_ids')
-    return ids.numel() if isinstance(ids, torch.Tensor) else labels_of(batch).numel()
+    """Rows times padded width, of the labels where the main input has no tokens; microbatches as if padded together."""
+    shapes = []
+    for microbatch in microbatches_of(batch):
+        ids = microbatch.get('input_ids')
+        shapes.append((ids if isinstance(ids, torch.Tensor) else labels_of(microbatch)).shape[:2])
+    rows, widths = zip(*shapes, strict=True)
+    return sum(rows) * max(widths)
 
 
 def _zeros() -> dict[str, float]:

@@ -22,13 +22,12 @@ from composer.utils import dist
 from composer_tokacc.config import ConfigError, TrainConfig, load_config
 from composer_tokacc.config.registry import build_by_name
 from composer_tokacc.data import BadSampleError
-from composer_tokacc.loading.random_state import RestoreRandomState
-from composer_tokacc.loading.regrouping_loader import SkipReadBatches
 from composer_tokacc.run.answers import answer_held_out
 from composer_tokacc.run.config_checks import check_config
 from composer_tokacc.run.parts import RunParts, build_parts
 from composer_tokacc.run.report import print_summary, summarize, write_report
 from composer_tokacc.run.streaming_parts import LLAVA_STREAMING
+from composer_tokacc.sampling import RestoreRandomState, SkipReadBatches
 
 __all__ = ['build_trainer', 'main', 'run']
 

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from composer_tokacc.algorithm.probe import Answer, Probe, find_loss_rule, token_losses, tolerance
 from composer_tokacc.counting import IGNORE_INDEX, Batch, labels_of, loss_mask, without_carried
-from composer_tokacc.layout import BatchLayout
+from composer_tokacc.layout import BatchLayout, ReadyBatch
 
 __all__ = ['KINDS', 'CutRules', 'FirstBatchCheck', 'Split', 'check_sharding', 'kinds_of', 'register_split', 'split_of']
 
@@ -33,8 +33,10 @@ log = logging.getLogger(__name__)
 KINDS = ('left', 'right', 'image', 'video', 'audio', 'mixed')
 """What rows of a batch can be like, as far as it matters to a cut: padded on the left or right, with media of a kind,
 or some with media and some without."""
-MAX_ROWS = 5
-"""Rows of a check: the longest, the shortest, the one with most media, one without, one of each medium."""
+UNITS = ('image', 'video', 'audio')
+MAX_ROWS = 6
+"""Rows of a check at the most. Without gradients a row takes about half of the memory that it takes in training, so a
+microbatch of k rows leaves room for 2 k; at least four are needed to show the ways in which rows differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +63,7 @@ class Split(Protocol):
     layout: BatchLayout | None
     rules: CutRules
     checked: bool
+    microbatch_transforms: Callable[[Any], Any] | None
 
     @property
     def packing(self) -> bool:
@@ -107,16 +110,26 @@ def check_sharding(model: torch.nn.Module) -> None:
 
 def kinds_of(layout: BatchLayout | None, batch: Batch) -> tuple[int, ...]:
     """Which of :data:`KINDS` the batch has, as ones and zeros."""
+    if isinstance(batch, ReadyBatch):
+        return _kinds_of_any([kinds_of(layout, microbatch) for microbatch in batch.microbatches])
     if layout is None or batch.get('input_ids') is None:
         return (0,) * len(KINDS)
     is_padded = not bool(layout.real_positions(batch).all())
     side = layout.padding_side(batch) if is_padded else ''
-    media = {unit: layout.units_per_row(batch, unit) for unit in ('image', 'video', 'audio')}
+    media = {unit: layout.units_per_row(batch, unit) for unit in UNITS}
     has_media = [any(counts) for counts in zip(*media.values(), strict=True)]
     found = {side, *(unit for unit, counts in media.items() if any(counts))}
     if any(has_media) and not all(has_media):
         found.add('mixed')
     return tuple(int(kind in found) for kind in KINDS)
+
+
+def _kinds_of_any(of_microbatches: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The kinds of all microbatches; they are mixed as well if some have media and others have none."""
+    kinds = [int(any(of_kind)) for of_kind in zip(*of_microbatches, strict=True)]
+    has_media = [any(kinds[KINDS.index('image') : KINDS.index('mixed')]) for kinds in of_microbatches]
+    kinds[KINDS.index('mixed')] |= int(any(has_media) and not all(has_media))
+    return tuple(kinds)
 
 
 class FirstBatchCheck:
@@ -128,6 +141,7 @@ class FirstBatchCheck:
         to_device: Moves a batch to the model's device.
         loss_tokens: ``'auto'``, or the rule that must be confirmed.
         check_loss: Whether to hold the rule, and the formula, to the model's own loss.
+        microbatch_size: Rows of a microbatch, by which the memory of the check is kept.
     """
 
     def __init__(
@@ -138,7 +152,9 @@ class FirstBatchCheck:
         *,
         loss_tokens: str,
         check_loss: bool,
+        microbatch_size: float,
     ) -> None:
+        self._max_rows = min(max(int(2 * microbatch_size), 4), MAX_ROWS)
         self._probe = probe
         self._layout = layout
         self._to_device = to_device
@@ -191,7 +207,9 @@ class FirstBatchCheck:
         owner = max(range(len(offers)), key=lambda rank: (offers[rank], -rank))
         shared: list[Any] = [None]
         if dist.get_global_rank() == owner:
-            shared = [dict(batch) if self._layout is None else _chosen_rows(self._layout, batch)]
+            shared = [dict(batch)]
+            if self._layout is not None:
+                shared = [_chosen_rows(self._layout, batch, kinds, self._max_rows)]
         dist.broadcast_object_list(shared, src=owner)
         return shared[0]
 
@@ -201,31 +219,42 @@ def num_rows_of(batch: Batch) -> int:
     return len(labels_of(batch))
 
 
-def _chosen_rows(layout: BatchLayout, batch: Batch) -> dict[str, Any]:
-    """A few unlike rows, as the loader padded them: the longest, the shortest, most media, none; each with a label."""
-    lengths = layout.lengths(batch)
-    media = layout.media_per_row(batch)
-    labelled = (labels_of(batch)[:, 1:] != IGNORE_INDEX).any(dim=1).tolist()
+def _chosen_rows(layout: BatchLayout, batch: Batch, wanted: Sequence[int], max_rows: int) -> dict[str, Any]:
+    """A few unlike rows, as the loader padded them: first those that show the wanted kinds; each with a label.
+
+    Args:
+        layout: How tensors belong to rows.
+        batch: The device batch.
+        wanted: Which of :data:`KINDS` must be shown.
+        max_rows: Rows at the most.
+    """
+    lengths, media = layout.lengths(batch), layout.media_per_row(batch)
+    labels = labels_of(batch)
     indices = range(len(lengths))
-    first = [int(row.int().argmax()) for row in layout.real_positions(batch)]
+    # Rows with labels before those that need made-up ones.
+    labelled = (labels[:, 1:] != IGNORE_INDEX).any(dim=1).tolist()
+
+    def best(key: Callable[[int], Any]) -> int:
+        return min(indices, key=lambda row: (not labelled[row], key(row), lengths[row]))
+
+    units = [unit for unit, is_wanted in zip(KINDS, wanted, strict=True) if is_wanted and unit in UNITS]
+    counts = {unit: layout.units_per_row(batch, unit) for unit in units}
+    first = layout.real_positions(batch).int().argmax(dim=1).tolist()
     # A label on the first token behind padding is the hardest to keep.
-    hardest = [row for row in indices if first[row] and labels_of(batch).shape[1] > first[row]
-               and int(labels_of(batch)[row, first[row]]) != IGNORE_INDEX][:1]  # fmt: skip
-    # Rows with labels first: those without need made-up ones.
+    hardest = [
+        row for row in indices
+        if 0 < first[row] < labels.shape[1] and int(labels[row, first[row]]) != IGNORE_INDEX
+    ]  # fmt: skip
     roles = [
-        *hardest,
-        min(indices, key=lambda row: (not labelled[row], lengths[row])),
-        min(indices, key=lambda row: (not labelled[row], -lengths[row])),
-        min(indices, key=lambda row: (not labelled[row], -media[row], lengths[row])),
-        min(indices, key=lambda row: (not labelled[row], media[row], lengths[row])),
-        *(
-            min(indices, key=lambda row: (not counts[row], not labelled[row], lengths[row]))
-            for counts in (layout.units_per_row(batch, unit) for unit in ('image', 'video', 'audio'))
-            if any(counts)
-        ),
+        best(lambda row: -lengths[row]),
+        best(lambda row: lengths[row]),
+        *(best(lambda row, unit=unit: not counts[unit][row]) for unit in units),
+        *([best(lambda row: media[row] > 0)] if any(media) else []),
+        *hardest[:1],
+        best(lambda row: -media[row]),
         *sorted(indices, key=lambda row: (not labelled[row], lengths[row])),
     ]
-    rows = list(dict.fromkeys(roles))[:MAX_ROWS]
+    rows = list(dict.fromkeys(roles))[: max(max_rows, 2 + len(units))]
     return _with_labels(layout, layout.select(without_carried(batch), rows))
 
 

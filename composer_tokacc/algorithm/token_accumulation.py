@@ -16,6 +16,7 @@ from composer.utils import dist
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from composer_tokacc.algorithm.filler_rows import filler_rows
 from composer_tokacc.algorithm.first_batch import KINDS, CutRules, FirstBatchCheck, check_sharding, kinds_of, split_of
 from composer_tokacc.algorithm.loss_terms import LossTerms, attached_zero
 from composer_tokacc.algorithm.probe import Probe
@@ -30,11 +31,13 @@ from composer_tokacc.counting import (
     check_rule,
     labels_of,
     num_loss_tokens,
+    num_rows,
     num_samples,
+    with_carried,
     with_one_label,
     without_carried,
 )
-from composer_tokacc.layout import BatchLayout
+from composer_tokacc.layout import BatchLayout, microbatches_of
 
 __all__ = ['TokenAccumulation']
 
@@ -100,7 +103,7 @@ class TokenAccumulation(Algorithm):
         self._proven = [False] * len(KINDS)
         self._guard: StepGuard | None = None
         self._device_batch: Batch = {}
-        self._microbatch: Any = None
+        self._hidden: tuple[dict[str, Any], tuple[Any, Any] | None] = ({}, None)
         self._raw_loss: Any = None
         self._actions = {
             Event.FIT_START: self._start_fit,
@@ -146,7 +149,12 @@ class TokenAccumulation(Algorithm):
 
     def _count(self, state: State, logger: Logger) -> None:
         """BATCH_START: ``state.batch`` is the whole device batch, still on the CPU, so counting syncs nothing."""
-        labels_of(state.batch)
+        for microbatch in microbatches_of(state.batch):
+            labels_of(microbatch)
+        fillers = filler_rows(state.dataloader, int(state.timestamp.batch_in_epoch))
+        if fillers:
+            rows = num_rows(state.batch)
+            state.batch = with_carried(state.batch, samples=[1] * (rows - fillers) + [0] * fillers)
         kinds = None
         if self._check is None:
             self._check = self._new_check(state)
@@ -181,8 +189,20 @@ class TokenAccumulation(Algorithm):
             model,
             lambda: get_precision_context(state.precision, state.precision_config),
         )
-        to_device = state.device.batch_to_device
-        return FirstBatchCheck(probe, self._layout, to_device, loss_tokens=self.loss_tokens, check_loss=self.check_loss)
+        transforms = split.microbatch_transforms if split is not None else None
+
+        def to_device(batch: Batch) -> Any:
+            moved = state.device.batch_to_device(batch)
+            return moved if transforms is None else transforms(moved)
+
+        return FirstBatchCheck(
+            probe,
+            self._layout,
+            to_device,
+            loss_tokens=self.loss_tokens,
+            check_loss=self.check_loss,
+            microbatch_size=state.device_train_microbatch_size or 1,
+        )
 
     def _prove(self, state: State, batch: Batch, kinds: Sequence[int], of_ranks: Sequence[Sequence[int]]) -> None:
         """Has the check look at rows of every kind that it has not seen yet; a collective."""
@@ -218,16 +238,22 @@ class TokenAccumulation(Algorithm):
         """
         assert self._guard is not None
         self._guard.totals.read()
-        self._microbatch = state.batch
-        assert self.rule is not None
+        facts, labels = carried(state.batch), state.batch.get('labels')
+        is_empty = bool(facts) and self._is_empty(state.batch)
         state.batch = without_carried(state.batch)
-        if carried(self._microbatch) and self._is_empty(self._microbatch):
+        self._hidden = (facts, None)
+        if is_empty:
             state.batch = with_one_label(state.batch)
+            self._hidden = (facts, (state.batch['labels'], labels))
 
     def _replace_empty(self, state: State, logger: Logger) -> None:
         """AFTER_LOSS: the loss of a microbatch without tokens is zero; callbacks see what the batch carries again."""
-        state.batch, self._microbatch = self._microbatch, None
-        if carried(state.batch) and self._is_empty(state.batch):
+        # What other algorithms have changed meanwhile stays changed, for the guard to see.
+        facts, made_up = self._hidden
+        state.batch = with_carried(state.batch, **facts)
+        if made_up is not None and state.batch.get('labels') is made_up[0]:
+            state.batch['labels'] = made_up[1]
+        if facts and self._is_empty(state.batch):
             state.loss = self.loss_terms.replace_empty(state.loss, attached_zero(state.outputs, state.loss))
 
     def _is_empty(self, batch: Batch) -> bool:

@@ -13,7 +13,7 @@ import torch
 from composer_tokacc.counting import CARRIED, IGNORE_INDEX, num_rows, with_carried
 from composer_tokacc.layout import Batch, BatchLayout
 
-__all__ = ['add_rows', 'smallest_row', 'spare_row', 'zero_weight']
+__all__ = ['add_rows', 'blank_row', 'smallest_row', 'spare_row', 'zero_weight']
 
 UNITS = ('image', 'video', 'audio')
 
@@ -44,6 +44,11 @@ def spare_row(layout: BatchLayout, batch: Batch, unit: str) -> dict[str, Any] | 
     own = smallest_row(layout, batch, unit)
     if own is not None:
         return own
+    return blank_row(layout, batch, unit)
+
+
+def blank_row(layout: BatchLayout, batch: Batch, unit: str) -> dict[str, Any] | None:
+    """A zero-weight row with media of the unit, made from the model's config to join this batch; None: it cannot be."""
     blank = layout.blank_row(unit, like=batch)
     return None if blank is None else zero_weight(blank)
 

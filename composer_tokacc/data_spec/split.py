@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed
@@ -16,10 +17,9 @@ from composer.utils import dist
 
 from composer_tokacc.algorithm.first_batch import CutRules
 from composer_tokacc.counting import IGNORE_INDEX, num_rows, with_carried, without_carried
-from composer_tokacc.data_spec.added_rows import UNITS, add_rows, smallest_row, spare_row, zero_weight
+from composer_tokacc.data_spec.added_rows import UNITS, add_rows, blank_row, spare_row, zero_weight
 from composer_tokacc.data_spec.packing import pack_lengths, pack_rows
-from composer_tokacc.data_spec.replay import MICROBATCH_IDS, replay_cut
-from composer_tokacc.layout import Batch, BatchLayout, Family
+from composer_tokacc.layout import Batch, BatchLayout, Family, ReadyBatch, microbatches_of
 from composer_tokacc.planning import CostModel, cut, cut_in_order
 
 __all__ = ['MicrobatchSplit', 'SplitOptions']
@@ -58,6 +58,8 @@ class MicrobatchSplit:
         causal model can see, may go; on the left it may move positions."""
         self.checked = False
         """Whether the first-batch check has seen the model."""
+        self.microbatch_transforms: Callable[[Any], Any] | None = None
+        """What the user does to microbatches on the device; the first-batch check must do it as well."""
         self._warned = False
 
     @property
@@ -79,7 +81,8 @@ class MicrobatchSplit:
         """
         if microbatch_size <= 0:
             raise ValueError(f'`device_train_microbatch_size` must be positive, got: {microbatch_size}.')
-        layout = self.layout or BatchLayout.infer(batch)
+        # Those with images have the most entries, and tell the layout.
+        layout = self.layout or BatchLayout.infer(max(microbatches_of(batch), key=len))
         if not torch.is_grad_enabled():
             # The trainer drops a sampler's padding with split_batch(batch, n - 1)[0]: exactly n - 1 rows, in order.
             return self._chunks(layout, batch, max(int(microbatch_size), 1))
@@ -88,19 +91,26 @@ class MicrobatchSplit:
                 '`packing=True` needs TokenAccumulation, which checks that the model tells packed documents apart, '
                 'got: no such check. Add it to `algorithms`, or set `packing=False`.'
             )
-        lengths = self._lengths(layout, batch)
-        width = max(lengths) if batch.get('input_ids') is None else batch['input_ids'].shape[1]
-        budget = int(microbatch_size * (self.options.slot_tokens or width))
-        self._check_cap(batch, lengths, budget)
-        groups = self._planned(batch, lengths, budget) or self._cut(lengths, budget, width)
-        batch = {key: value for key, value in batch.items() if key != MICROBATCH_IDS}
+        if isinstance(batch, ReadyBatch) and not self._hands_on(layout, batch):
+            batch = batch.joined(layout)
+        sources = [_Rows.of(source, self._lengths(layout, source)) for source in microbatches_of(batch)]
+        budget = int(microbatch_size * (self.options.slot_tokens or max(map(_width, sources))))
+        pieces = []
+        for number, rows in enumerate(sources):
+            is_ready = isinstance(batch, ReadyBatch)
+            indices = batch.indices[number] if isinstance(batch, ReadyBatch) and batch.indices else None
+            self._check_cap(rows.source, rows.lengths, budget, indices)
+            if is_ready and len(rows.lengths) * self._trimmed_width(rows) <= budget:
+                pieces.append(rows)
+            else:
+                pieces += [rows.take(places) for places in self._cut(rows.lengths, budget, _width(rows))]
         if dist.get_world_size() > 1:
-            return self._in_step(layout, batch, lengths, groups, budget)
-        spares = []
-        if self.rules.companions and any(layout.media_per_row(batch)):
-            spares = [row for row in (smallest_row(layout, batch, unit) for unit in UNITS) if row is not None][:1]
-            groups = self._make_room(layout, batch, groups, lengths, spares, budget)
-        return [self._microbatch(layout, batch, rows, spares, len(groups)) for rows in groups]
+            return self._in_step(layout, sources, pieces, budget)
+        if not self.rules.companions:
+            return self._microbatches(layout, pieces, [], {})
+        media = _media_of(layout, sources)
+        spares = [row for row in (_own_row(layout, sources, media, unit) for unit in UNITS) if row is not None][:1]
+        return self._microbatches(layout, self._make_room(pieces, spares, media, budget), spares, media)
 
     def assemble(self, layout: BatchLayout, batch: Batch, rows: Sequence[int], rules: CutRules) -> dict[str, Any]:
         """The microbatch of the given rows, cut by the given rules and, where asked, packed."""
@@ -151,12 +161,14 @@ class MicrobatchSplit:
                 )  # fmt: skip
         return lengths
 
-    def _check_cap(self, batch: Batch, lengths: list[int], budget: int) -> None:
+    def _check_cap(self, batch: Batch, lengths: list[int], budget: int, indices: Sequence[int] | None) -> None:
         if max(lengths) <= budget:
             return
         row = max(range(len(lengths)), key=lengths.__getitem__)
         ids = batch.get('sample_ids')
-        name = f'sample {ids[row]!r}' if isinstance(ids, (list, tuple)) and len(ids) == len(lengths) else f'row {row}'
+        name = f'row {row}' if indices is None else f'sample number {indices[row]} of the dataset'
+        if isinstance(ids, (list, tuple)) and len(ids) == len(lengths):
+            name = f'sample {ids[row]!r}'
         message = (
             f'A row must fit into a microbatch, got: {name} of {lengths[row]} tokens, over the cap of {budget}'
             ' (`device_train_microbatch_size` x `slot_tokens`). Raise one of them, shorten the sample, or measure the '
@@ -173,36 +185,56 @@ class MicrobatchSplit:
         multiple = self.options.width_multiple
         return cutter(lengths, budget, width_multiple=multiple, max_width=width, cost=self.options.cost)
 
-    def _planned(self, batch: Batch, lengths: list[int], budget: int) -> list[list[int]] | None:
-        """The cut that a RegroupingBatchSampler planned for all ranks, if there is one and it keeps the budget."""
-        if not self.options.regroup or self.packing or batch.get('input_ids') is None:
-            return None
-        width = batch['input_ids'].shape[1]
-        return replay_cut(batch, lengths, budget, width_multiple=self.options.width_multiple, max_width=width)
+    def _hands_on(self, layout: BatchLayout, batch: ReadyBatch) -> bool:
+        """Whether microbatches that a loader has collated are good as they are, or at least each for itself.
 
-    def _microbatch(
-        self, layout: BatchLayout, batch: Batch, rows: Sequence[int], spares: Sequence[Batch], count: int
-    ) -> dict[str, Any]:
-        """The given rows, trimmed; with spare rows of the media that they lack; packed where asked."""
-        microbatch = self._trimmed(layout, layout.select(batch, rows), self.rules)
-        missing = [row for row in spares if not _has_media_like(layout, microbatch, row)]
-        if missing:
-            microbatch = add_rows(layout, microbatch, missing)
-        microbatch = pack_rows(layout, microbatch) if self.packing else microbatch
-        return with_carried(microbatch, microbatches=[count] * num_rows(microbatch))
+        Where padding on the left decides positions, or what a first label is predicted from, each of them would mean
+        what it means only beside the others.
+        """
+        left = [one for one in batch.microbatches if layout.padding_side(one) == 'left']
+        if left and (self.rules.left != 'trim' or any(any(_labels_behind_padding(layout, one)) for one in left)):
+            return False
+        return self.options.regroup and not self.packing and self.rules.right == 'trim'
+
+    def _trimmed_width(self, rows: _Rows) -> int:
+        multiple = self.options.width_multiple
+        return min(-(-max(rows.lengths) // multiple) * multiple, _width(rows))
+
+    def _microbatches(
+        self, layout: BatchLayout, pieces: Sequence[_Rows], spares: Sequence[Batch], media: Media
+    ) -> list[dict[str, Any]]:
+        """The pieces, trimmed; with spare rows of the media that they lack; packed where asked."""
+        units = [{unit for unit in UNITS if any(layout.units_per_row(row, unit))} for row in spares]
+        microbatches = []
+        for piece, selected in self._selected(layout, pieces):
+            held = _held(piece, media) if spares else set()
+            missing = [row for row, of_row in zip(spares, units, strict=True) if not of_row <= held]
+            microbatch = add_rows(layout, selected, missing) if missing else selected
+            microbatch = pack_rows(layout, microbatch) if self.packing else microbatch
+            microbatches.append(with_carried(microbatch, microbatches=[len(pieces)] * num_rows(microbatch)))
+        return microbatches
+
+    def _selected(self, layout: BatchLayout, pieces: Sequence[_Rows]) -> Iterator[tuple[_Rows, dict[str, Any]]]:
+        """The rows of each piece, trimmed; a whole batch without a column too many as it is."""
+        for _, of_source in groupby(pieces, key=lambda piece: id(piece.source)):
+            same = list(of_source)
+            for piece, selected in zip(same, layout.split(same[0].source, [one.places for one in same]), strict=True):
+                is_trim = self._trimmed_width(piece) == _width(piece) and len(same) == 1
+                yield piece, selected if is_trim else self._trimmed(layout, selected, self.rules)
 
     def _in_step(
-        self, layout: BatchLayout, batch: Batch, lengths: list[int], groups: list[list[int]], budget: int
+        self, layout: BatchLayout, sources: Sequence[_Rows], pieces: list[_Rows], budget: int
     ) -> list[dict[str, Any]]:
         """Several ranks: every microbatch uses the towers that any uses, and counts are equal where they must be.
 
         A tower that one rank leaves unused makes DDP raise or skip its reduction, and FSDP hang.
         """
-        own = {unit: smallest_row(layout, batch, unit) for unit in UNITS}
-        spares = {unit: spare_row(layout, batch, unit) for unit in UNITS}
+        media = _media_of(layout, sources)
+        own = {unit: _own_row(layout, sources, media, unit) for unit in UNITS}
+        spares = {unit: own[unit] or blank_row(layout, sources[0].source, unit) for unit in UNITS}
         possible = [row for row in spares.values() if row is not None]
-        groups = self._make_room(layout, batch, groups, lengths, possible, budget)
-        counts = _max_over_ranks([len(groups), *(row is not None for row in own.values())])
+        pieces = self._make_room(pieces, possible, media, budget)
+        counts = _max_over_ranks([len(pieces), *(row is not None for row in own.values())])
         in_use = [unit for unit, used in zip(UNITS, counts[1:], strict=True) if used]
         needed = _units_needed(layout.family, in_use)
         if in_use and any(_max_over_ranks([int(spares[unit] is None) for unit in needed])):
@@ -211,40 +243,66 @@ class MicrobatchSplit:
         # A text row that must not see an image where no row of the step has one: the tower is used by a microbatch of
         # its own, the last, because DDP looks for unused parameters in that one alone.
         apart = self.rules.companions and not in_use
-        microbatches = [self._microbatch(layout, batch, group, [] if apart else rows, len(groups)) for group in groups]
-        count = (counts[0] if self.options.equal_counts else len(groups)) + apart
+        microbatches = self._microbatches(layout, pieces, [] if apart else rows, media)
+        count = (counts[0] if self.options.equal_counts else len(pieces)) + apart
         if len(microbatches) < count:
-            shortest = min(range(len(lengths)), key=lengths.__getitem__)
-            text = zero_weight(self._trimmed(layout, layout.select(batch, [shortest]), self.rules))
+            shortest = min(pieces, key=lambda piece: min(piece.lengths))
+            place = shortest.places[shortest.lengths.index(min(shortest.lengths))]
+            text = zero_weight(self._trimmed(layout, layout.select(shortest.source, [place]), self.rules))
             filler = layout.concat(rows) if rows and (apart or len(rows) > 1) else (rows[0] if rows else text)
-            filler = with_carried(filler, microbatches=[len(groups)] * num_rows(filler))
+            filler = with_carried(filler, microbatches=[len(pieces)] * num_rows(filler))
             microbatches += [filler] * (count - len(microbatches))
         return microbatches
 
-    def _make_room(
-        self,
-        layout: BatchLayout,
-        batch: Batch,
-        groups: list[list[int]],
-        lengths: list[int],
-        spares: Sequence[Batch],
-        budget: int,
-    ) -> list[list[int]]:
-        """Halves microbatches without media until the rows with media fit under the cap as well."""
+    def _make_room(self, pieces: list[_Rows], spares: Sequence[Batch], media: Media, budget: int) -> list[_Rows]:
+        """Halves microbatches until the rows with the media that they lack fit under the cap as well."""
         if not spares:
-            return groups
-        media = layout.media_per_row(batch)
+            return pieces
+        in_batch = set().union(*(_held(piece, media) for piece in pieces))
         spare_width = max(row['input_ids'].shape[1] for row in spares)
-        fitting: list[list[int]] = []
-        pending = list(reversed(groups))
+        fitting: list[_Rows] = []
+        pending = list(reversed(pieces))
         while pending:
-            rows = pending.pop()
-            width = max(spare_width, *(lengths[row] for row in rows))
-            if all(media[row] for row in rows) or len(rows) == 1 or (len(rows) + len(spares)) * width <= budget:
-                fitting.append(rows)
+            piece = pending.pop()
+            num, width = len(piece.places), max(spare_width, *piece.lengths)
+            held = _held(piece, media)
+            # What other ranks have is not known yet: without any media, all that may be needed are counted.
+            num_lacking = len(in_batch - held) if held else len(spares)
+            if not num_lacking or num == 1 or (num + num_lacking) * width <= budget:
+                fitting.append(piece)
             else:
-                pending += [rows[len(rows) // 2 :], rows[: len(rows) // 2]]
+                pending += [piece.take(range(num // 2, num)), piece.take(range(num // 2))]
         return fitting
+
+
+Media = Mapping[int, Mapping[str, Sequence[int]]]
+"""By the id of a batch, and by unit: how many each of its rows holds."""
+
+
+class _Rows(NamedTuple):
+    """Some rows of a batch, not selected yet."""
+
+    source: Batch
+    places: list[int]
+    """Where they are in it."""
+    lengths: list[int]
+    """Columns that each of them needs."""
+
+    @classmethod
+    def of(cls, source: Batch, lengths: list[int]) -> _Rows:
+        """All rows of a batch."""
+        return cls(source, list(range(len(lengths))), lengths)
+
+    def take(self, which: Iterable[int]) -> _Rows:
+        """Some of these rows."""
+        which = list(which)
+        return _Rows(self.source, [self.places[k] for k in which], [self.lengths[k] for k in which])
+
+
+def _width(rows: _Rows) -> int:
+    """Columns of the batch that the rows are in."""
+    ids = rows.source.get('input_ids')
+    return max(rows.lengths) if ids is None else ids.shape[1]
 
 
 def _labels_behind_padding(layout: BatchLayout, batch: Batch) -> list[bool]:
@@ -263,9 +321,29 @@ def _units_needed(family: Family, in_use: Sequence[str]) -> list[str]:
     return [*in_use, *(tower[0] for tower in towers)]
 
 
-def _has_media_like(layout: BatchLayout, microbatch: Batch, row: Batch) -> bool:
-    """Whether the microbatch has media of the row's kinds."""
-    return all(any(layout.units_per_row(microbatch, unit)) for unit in UNITS if any(layout.units_per_row(row, unit)))
+def _media_of(layout: BatchLayout, sources: Sequence[_Rows]) -> Media:
+    """Counted once, because much is asked of them."""
+    return {id(rows.source): {unit: layout.units_per_row(rows.source, unit) for unit in UNITS} for rows in sources}
+
+
+def _held(piece: _Rows, media: Media) -> set[str]:
+    """Units that some row of the piece has."""
+    of_source = media[id(piece.source)]
+    return {unit for unit in UNITS if any(of_source[unit][place] for place in piece.places)}
+
+
+def _own_row(layout: BatchLayout, sources: Sequence[_Rows], media: Media, unit: str) -> dict[str, Any] | None:
+    """The smallest row with media of the unit, weighing nothing; None where there is none."""
+    sizes = [
+        ((number, length), which, place)
+        for which, rows in enumerate(sources)
+        for place, length, number in zip(rows.places, rows.lengths, media[id(rows.source)][unit], strict=True)
+        if number
+    ]
+    if not sizes:
+        return None
+    _, which, place = min(sizes)
+    return zero_weight(layout.trim(layout.select(sources[which].source, [place])))
 
 
 def _from_any_rank(row: Batch | None) -> Batch | None:

@@ -24,10 +24,11 @@ from composer_tokacc.counting import (
     is_counted,
     mask_document_starts,
     num_samples,
+    real_tokens,
     without_carried,
 )
 from composer_tokacc.data_spec.split import MicrobatchSplit, SplitOptions
-from composer_tokacc.layout import BatchLayout
+from composer_tokacc.layout import BatchLayout, ReadyBatch, microbatches_of
 from composer_tokacc.planning import CostModel
 
 __all__ = ['token_data_spec']
@@ -139,6 +140,7 @@ class _TokenDataSpec(DataSpec):
     ) -> None:
         self._split, self._model, self._rule = split, model, loss_tokens
         self._batch_transforms, self._microbatch_transforms = batch_transforms, microbatch_transforms
+        split.microbatch_transforms = microbatch_transforms
         self._on_device: tuple[Any, Mapping[str, Any]] = (None, {})
         super().__init__(
             dataloader,
@@ -158,33 +160,51 @@ class _TokenDataSpec(DataSpec):
                 "`model=`. A rule that is not the model's own would weight tokens wrongly without a word: pass "
                 '`model=`, or use TokenAccumulation with the flag off.'
             )
+        if token_type == 'total' and 'rule' not in self._carried(batch):
+            # Asked before the algorithm counts, which would count the labels a second time.
+            return sum(sum(real_tokens(one)) for one in microbatches_of(batch) if num_samples(one))
         return super().get_num_tokens_in_batch(batch, token_type)
 
     def _transform(self, batch: Any) -> Any:
-        batch = self._batch_transforms(batch) if self._batch_transforms is not None else batch
+        transforms = self._batch_transforms
+        if transforms is not None:
+            batch = batch.map(transforms) if isinstance(batch, ReadyBatch) else transforms(batch)
         if not isinstance(batch, Mapping):
             raise ValueError(
                 f'The dataloader must yield mappings with `input_ids` and `labels`, got: {type(batch).__name__}.'
             )
-        return mask_document_starts(batch) if 'labels' in batch else batch
+        if 'labels' not in batch:
+            return batch
+        return batch.map(mask_document_starts) if isinstance(batch, ReadyBatch) else mask_document_starts(batch)
 
     def _split_counted(self, batch: Any, microbatch_size: int | float) -> list[dict[str, Any]]:
         if not self._split.checked and self._model is not None and torch.is_grad_enabled():
-            self._check(batch)
+            self._check(batch, microbatch_size)
         if not is_counted(batch) and 'labels' in batch:
             batch = carry(batch, 'causal' if self._rule == 'auto' else self._rule)
         return self._split(batch, microbatch_size)
 
-    def _check(self, batch: Any) -> None:
+    def _check(self, batch: Any, microbatch_size: int | float) -> None:
         """Without the algorithm: the first-batch check of the model that was given."""
         layout = self._split.layout or BatchLayout.infer(batch)
         check = FirstBatchCheck(
-            Probe.of_model(self._model), layout, _mover(self._model), loss_tokens=self._rule, check_loss=True
+            Probe.of_model(self._model),
+            layout,
+            self._on_models_device,
+            loss_tokens=self._rule,
+            check_loss=True,
+            microbatch_size=microbatch_size,
         )
         self._split.rules, _ = check.run(batch, self._split, kinds_of(layout, batch))
         assert check.rule is not None
         self._rule = check.rule
         self._split.checked = True
+
+    def _on_models_device(self, batch: Any) -> Any:
+        """As the trainer moves a microbatch to the device and transforms it there."""
+        device = next(self._model.parameters()).device
+        moved = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
+        return moved if self._microbatch_transforms is None else self._microbatch_transforms(moved)
 
     def _transform_microbatch(self, batch: Any) -> Any:
         batch = self._microbatch_transforms(batch) if self._microbatch_transforms is not None else batch
@@ -206,13 +226,9 @@ class _TokenDataSpec(DataSpec):
         facts = self._carried(batch)
         if 'rule' in facts:
             return {'total': sum(facts['real_tokens']), 'loss_generating': sum(facts['loss_tokens'])}
-        counts = count_tokens(batch, 'causal' if self._rule == 'auto' else self._rule)
-        return {'total': counts.num_real, 'loss_generating': counts.num_loss_generating}
-
-
-def _mover(model: Any) -> Callable[[Any], Any]:
-    """Moves tensors to where the model's parameters are."""
-    device = next(model.parameters()).device
-    return lambda batch: {
-        key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()
-    }
+        rule = 'causal' if self._rule == 'auto' else self._rule
+        counts = [count_tokens(microbatch, rule) for microbatch in microbatches_of(batch)]
+        return {
+            'total': sum(of_one.num_real for of_one in counts),
+            'loss_generating': sum(of_one.num_loss_generating for of_one in counts),
+        }

@@ -5,5 +5,6 @@
 
 from composer_tokacc.layout.families import FAMILIES, Batch, Entry, Family, Media
 from composer_tokacc.layout.layout import BatchLayout
+from composer_tokacc.layout.ready import ReadyBatch, microbatches_of
 
-__all__ = ['FAMILIES', 'Batch', 'BatchLayout', 'Entry', 'Family', 'Media']
+__all__ = ['FAMILIES', 'Batch', 'BatchLayout', 'Entry', 'Family', 'Media', 'ReadyBatch', 'microbatches_of']

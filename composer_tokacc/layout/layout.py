@@ -226,15 +226,14 @@ class BatchLayout:
 
     def padding_side(self, batch: Batch) -> str:
         """``'left'`` if every row ends at the last column and some do not start at the first, else ``'right'``."""
-        real = self.real_positions(batch)
-        return 'left' if bool(real[:, -1].all()) and not bool(real[:, 0].all()) else 'right'
+        return _padding_side(self.real_positions(batch))
 
     def lengths(self, batch: Batch) -> list[int]:
         """Width that each row needs by itself, once trimmed; at least 1."""
         real = self.real_positions(batch)
         width = real.shape[1]
         positions = torch.arange(1, width + 1, device=real.device)
-        distance = positions.flip(0) if self.padding_side(batch) == 'left' else positions
+        distance = positions.flip(0) if _padding_side(real) == 'left' else positions
         return (real * distance).amax(dim=1).clamp(min=1).tolist()
 
     # New batches out of old ones.
@@ -412,6 +411,10 @@ class BatchLayout:
         if 'position_ids' in completed:
             completed['position_ids'] = torch.arange(width).expand_as(completed['position_ids']).clone()
         return {**completed, **needs}
+
+
+def _padding_side(real: torch.Tensor) -> str:
+    return 'left' if bool(real[:, -1].all()) and not bool(real[:, 0].all()) else 'right'
 
 
 def _text(batch: Batch) -> torch.Tensor:

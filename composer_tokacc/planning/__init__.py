@@ -4,10 +4,8 @@
 """Token-budget microbatches: pure functions that cut and share a global batch. No Composer and no torch here."""
 
 from composer_tokacc.planning.cost import CostModel
-from composer_tokacc.planning.counts import raise_count
-from composer_tokacc.planning.cut import cut, cut_in_order
-from composer_tokacc.planning.microbatch import Microbatch, MicrobatchPlan, PlanStats
-from composer_tokacc.planning.plan import plan_microbatches
+from composer_tokacc.planning.cuts import cut, cut_in_order, raise_count
+from composer_tokacc.planning.plan import Microbatch, MicrobatchPlan, PlanStats, lower_bound, plan_microbatches
 
 __all__ = [
     'CostModel',
@@ -16,6 +14,7 @@ __all__ = [
     'PlanStats',
     'cut',
     'cut_in_order',
+    'lower_bound',
     'plan_microbatches',
     'raise_count',
 ]

@@ -1,42 +1,49 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Compilation of the planner's inner loops with numba, where it is installed.
-
-numba is optional: without it the very same Python functions run on the same arrays, in the same order of floating
-point operations, so the plans are identical; only the latency differs.
-"""
+"""Compilation of the planner's inner loops with numba, whose cache on disk may fail without harm."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-try:
-    from numba import njit
-except ImportError:  # numba also raises ImportError when it does not support the installed numpy
-    njit = None
+from numba import njit
+from numba.core.caching import FunctionCache
 
-__all__ = ['HAS_NUMBA', 'compiled']
-
-HAS_NUMBA = njit is not None
-"""Whether the inner loops run as machine code."""
+__all__ = ['compiled']
 
 Function = TypeVar('Function', bound=Callable[..., Any])
 
 
 def compiled(function: Function) -> Function:
-    """Compile a function of numpy arrays on its first call, and keep the machine code on disk.
+    """Compile a function of numpy arrays on its first call, and keep the machine code on disk where that is possible.
 
     Args:
         function: A function in the subset of Python that numba understands.
-
-    Returns:
-        The compiled function, or `function` itself without numba.
     """
-    if njit is None:
-        return function
-    try:
-        return cast(Function, njit(cache=True)(function))
-    except RuntimeError:  # neither the package folder nor the user's cache folder can be written
-        return cast(Function, njit(function))
+    dispatcher = njit(function)
+    # As `cache=True` does, with a cache class of our own. numba raises where neither the package folder nor the user's
+    # cache folder can be written: no cache then.
+    with contextlib.suppress(RuntimeError):
+        dispatcher._cache = _ForgivingCache(function)  # pyright: ignore[reportAttributeAccessIssue]
+    return cast(Function, dispatcher)
+
+
+class _ForgivingCache(FunctionCache):
+    """A cache that is only ever a help: a full disk or a damaged file costs a compilation, not the run."""
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """The machine code on disk, or None; files that cannot be read are emptied, to be written anew."""
+        try:
+            return super().load_overload(sig, target_context)
+        except Exception:  # whatever unpickling a damaged file may raise
+            with contextlib.suppress(OSError):
+                self.flush()
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Writes the machine code, unless the disk refuses."""
+        with contextlib.suppress(OSError):
+            super().save_overload(sig, data)

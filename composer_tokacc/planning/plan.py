@@ -1,27 +1,113 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""One global batch: which rank computes which samples in which microbatch."""
+"""The plan of one global batch: which rank computes which samples in which microbatch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from composer_tokacc.planning.cost import CostModel
-from composer_tokacc.planning.cut import check_count
-from composer_tokacc.planning.microbatch import Microbatch, MicrobatchPlan
 from composer_tokacc.planning.rows import SortedRows, check_rows, sort_rows
 from composer_tokacc.planning.search import Cut, CutSearch
 from composer_tokacc.planning.share import share_columns
-from composer_tokacc.planning.stats import measure
 
-__all__ = ['plan_microbatches']
+__all__ = ['Microbatch', 'MicrobatchPlan', 'PlanStats', 'lower_bound', 'plan_microbatches']
 
-Table = list[list[Microbatch]]
+
+class Microbatch(NamedTuple):
+    """Rows that go through the model together (a tuple, because a plan makes hundreds of them a step)."""
+
+    indices: tuple[int, ...]
+    """Which samples of ``lengths``, ascending."""
+    width: int
+    """Padded width in tokens."""
+    cost: float
+    """Modelled cost, launch included."""
+    filled: bool = False
+    """True for a zero-weight copy of a sample, added where a rank would have too few microbatches."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Positions computed, padding included."""
+        return len(self.indices) * self.width
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanStats:
+    """How good a plan is. Ratios of padding are shares of all computed positions."""
+
+    padding_before: float
+    """Padding ratio with all samples padded to the longest."""
+    padding_after: float
+    """Padding ratio of the plan, zero-weight copies counted as padding."""
+    rank_imbalance: float
+    """Cost of the slowest rank over the mean, 1.0 at best."""
+    cost: float
+    """Modelled time of the step under the objective."""
+    bound: float
+    """Time that no plan can beat: no padding, perfect balance, the fewest launches."""
+    oversize: tuple[int, ...]
+    """Samples that break a cap by themselves, and are therefore placed alone."""
+    filled: int
+    """Zero-weight copies that were added."""
+
+    @property
+    def share_of_bound(self) -> float:
+        """Reached share of the bound: 1.0 is as good as can be."""
+        return self.bound / self.cost
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Task:
+    """What was planned: the checked arguments of :func:`plan_microbatches`."""
+
+    lengths: np.ndarray
+    images: np.ndarray
+    max_tokens: int
+    max_image_tokens: int | None
+    objective: str
+    cost: CostModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicrobatchPlan:
+    """Who computes what in one global batch."""
+
+    ranks: tuple[tuple[Microbatch, ...], ...]
+    """Microbatches of each rank, costliest first; for ``'fsdp'`` the k-th of all ranks run side by side."""
+    _task: _Task = field(repr=False, compare=False)
+
+    @cached_property
+    def stats(self) -> PlanStats:
+        """How good the plan is; computed when it is first asked for."""
+        task = self._task
+        loads = np.array([sum(microbatch.cost for microbatch in rank) for rank in self.ranks])
+        slowest = float(loads.max())
+        if task.objective == 'fsdp':  # as many microbatches on every rank
+            slowest = sum(max(microbatch.cost for microbatch in column) for column in zip(*self.ranks, strict=True))
+        num_tokens = int(task.lengths.sum())
+        computed = sum(microbatch.num_tokens for rank in self.ranks for microbatch in rank)
+        over = task.lengths > task.max_tokens
+        if task.max_image_tokens is not None:
+            over |= task.images > task.max_image_tokens
+        return PlanStats(
+            padding_before=1.0 - num_tokens / (len(task.lengths) * int(task.lengths.max())),
+            padding_after=1.0 - num_tokens / computed,
+            rank_imbalance=float(loads.max() / loads.mean()),
+            cost=slowest,
+            bound=lower_bound(
+                task.lengths, task.images, len(self.ranks), task.cost, task.max_tokens, task.max_image_tokens
+            ),
+            oversize=tuple(np.flatnonzero(over).tolist()),
+            filled=sum(microbatch.filled for rank in self.ranks for microbatch in rank),
+        )
 
 
 def plan_microbatches(
@@ -33,34 +119,32 @@ def plan_microbatches(
     max_image_tokens: int | None = None,
     objective: Literal['ddp', 'fsdp'] = 'ddp',
     cost: CostModel | None = None,
-    num_microbatches: int | None = None,
     width_multiple: int = 1,
 ) -> MicrobatchPlan:
     """Cut a global batch into microbatches and share them among ranks, for the shortest modelled step.
 
-    Every sample is in exactly one microbatch. Rows times width of a microbatch never exceeds `max_tokens`, nor do its
-    image tokens exceed `max_image_tokens`; a sample that breaks a cap by itself goes alone and is listed in
-    `stats.oversize`. Every rank has at least one microbatch: where samples run out, it is a zero-weight copy marked
-    `filled`. The plan depends on nothing but the arguments.
+    Every sample is in exactly one microbatch. Rows times width of a microbatch never exceeds ``max_tokens``, nor do its
+    image tokens exceed ``max_image_tokens``; a sample that breaks a cap by itself is placed alone and listed in
+    ``stats.oversize``. Every rank has at least one microbatch: where samples run out, it is a zero-weight copy marked
+    ``filled``. The plan depends on nothing but the arguments.
 
     Args:
         lengths: Real length of each sample in tokens, image placeholders included, (n,).
         num_ranks: Number of ranks.
         max_tokens: Token budget of a microbatch, padding included.
-        image_tokens: Image tokens of each sample, (n,). With 'fsdp' samples with and without images then never run
+        image_tokens: Image tokens of each sample, (n,). With ``'fsdp'`` samples with and without images then never run
             side by side, because a rank that leaves the vision tower unused hangs the others.
         max_image_tokens: Image budget of a microbatch.
-        objective: 'ddp': ranks wait for each other once a step, and may have unequal numbers of microbatches.
-            'fsdp': they wait at every microbatch, and have equal numbers.
+        objective: ``'ddp'``: ranks wait for each other once a step, and may have unequal numbers of microbatches.
+            ``'fsdp'``: they wait at every microbatch, and have equal numbers.
         cost: Cost model of a microbatch.
-        num_microbatches: Number of microbatches on every rank; by default what costs least.
         width_multiple: Round widths up to a multiple of this.
 
     Returns:
         The plan.
 
     Raises:
-        ValueError: An argument is out of range, or the caps do not allow `num_microbatches`.
+        ValueError: An argument is out of range.
 
     Example:
         >>> plan = plan_microbatches([7, 2, 8, 2, 2, 7], num_ranks=2, max_tokens=16, cost=CostModel(launch=1.0))
@@ -73,68 +157,87 @@ def plan_microbatches(
     if objective not in ('ddp', 'fsdp'):
         raise ValueError(f"`objective` must be 'ddp' or 'fsdp', got: {objective!r}.")
     cost = CostModel() if cost is None else cost
-
-    def search(members: np.ndarray | None) -> tuple[SortedRows, CutSearch]:
-        rows = sort_rows(sizes, images, cost, max_tokens, max_image_tokens, width_multiple, None, members)
-        return rows, CutSearch(rows, num_ranks, cost, columns=objective == 'fsdp')
-
-    groups = [search(None)]
-    if num_microbatches is not None:
-        check_count(num_microbatches, groups[0][1].min_per_rank)
+    # Samples that may run side by side: all of them, or under 'fsdp' those with images and those without.
+    groups: list[np.ndarray | None] = [None]
     with_images = images > 0
     if objective == 'fsdp' and with_images.any() and not with_images.all():
-        apart = [search(np.flatnonzero(mask)) for mask in (with_images, ~with_images)]
-        # Where the number of microbatches is given and too small for columns of both kinds, they stay mixed.
-        if num_microbatches is None or sum(group.min_per_rank for _, group in apart) <= num_microbatches:
-            groups = apart
-    cuts = _best_cuts([group for _, group in groups], num_microbatches)
-    pieces = [_microbatches(rows, group, cut) for (rows, group), cut in zip(groups, cuts, strict=True)]
-    table = _in_columns(pieces, cuts, num_ranks) if objective == 'fsdp' else _in_ranks(pieces[0], cuts[0], num_ranks)
-    stats = measure(table, cuts, objective, sizes, images, cost, max_tokens, max_image_tokens)
-    return MicrobatchPlan(ranks=tuple(tuple(rank) for rank in table), stats=stats)
-
-
-def _best_cuts(groups: list[CutSearch], num_microbatches: int | None) -> list[Cut]:
-    """The best cut of each group, whose numbers of microbatches add up to the one asked for, if any."""
-    if len(groups) == 1 or num_microbatches is None:
-        return [group.best(num_microbatches) for group in groups]
-    first, second = groups
-    lowest, highest = first.min_per_rank, num_microbatches - second.min_per_rank
-    # Sixteen ways to divide the columns are plenty: the optimum is flat.
-    ways = sorted({lowest + (highest - lowest) * k // 15 for k in range(16)})
-    pairs = [[first.best(count), second.best(num_microbatches - count)] for count in ways]
-    return min(pairs, key=lambda pair: pair[0].time + pair[1].time)
-
-
-def _microbatches(rows: SortedRows, group: CutSearch, cut: Cut) -> list[Microbatch]:
-    """The microbatches of a cut, then its zero-weight copies."""
-    order, edges, costs = rows.order.tolist(), cut.bounds.tolist(), cut.costs.tolist()
-    widths = rows.widths[cut.bounds[:-1]].tolist()
-    made = [
-        Microbatch(tuple(sorted(order[start:end])), width, price)
-        for (start, end), width, price in zip(pairwise(edges), widths, costs[: len(widths)], strict=True)
-    ]
-    if cut.num_filled:
-        copied = group.filler
-        copy = Microbatch((order[copied],), int(rows.widths[copied]), costs[-1], True)
-        made.extend([copy] * cut.num_filled)
-    return made
-
-
-def _in_ranks(made: list[Microbatch], cut: Cut, num_ranks: int) -> Table:
-    """Microbatches of each rank, dearest first."""
-    assert cut.ranks is not None, 'cuts for ddp are shared when they are judged'
-    ranks = cut.ranks.tolist()
-    table: Table = [[] for _ in range(num_ranks)]
-    for k in np.argsort(-cut.costs, kind='stable').tolist():
-        table[ranks[k]].append(made[k])
-    return table
-
-
-def _in_columns(pieces: list[list[Microbatch]], cuts: list[Cut], num_ranks: int) -> Table:
-    """Microbatches of each rank, column by column, dearest column first."""
-    columns: Table = []
-    for made, cut in zip(pieces, cuts, strict=True):
-        columns.extend([made[k] for k in column] for column in share_columns(cut.costs, num_ranks).tolist())
+        groups = [np.flatnonzero(with_images), np.flatnonzero(~with_images)]
+    ranks: list[list[Microbatch]] = [[] for _ in range(num_ranks)]
+    columns: list[list[Microbatch]] = []
+    for members in groups:
+        rows = sort_rows(sizes, images, cost, max_tokens, max_image_tokens, width_multiple, None, members)
+        search = CutSearch(rows, num_ranks, cost, columns=objective == 'fsdp')
+        best = search.best()
+        microbatches = _microbatches(rows, best, search.filler)
+        if best.ranks is None:
+            columns.extend(
+                [microbatches[k] for k in column] for column in share_columns(best.costs, num_ranks).tolist()
+            )
+            continue
+        for k in np.argsort(-best.costs, kind='stable').tolist():
+            ranks[best.ranks[k]].append(microbatches[k])
+    # Columns of both groups in one order, costliest first; none under 'ddp'.
     columns.sort(key=lambda column: -max(microbatch.cost for microbatch in column))
-    return [list(rank) for rank in zip(*columns, strict=True)]
+    for column in columns:
+        for rank, microbatch in zip(ranks, column, strict=True):
+            rank.append(microbatch)
+    task = _Task(
+        lengths=sizes,
+        images=images,
+        max_tokens=max_tokens,
+        max_image_tokens=max_image_tokens,
+        objective=objective,
+        cost=cost,
+    )
+    return MicrobatchPlan(ranks=tuple(tuple(rank) for rank in ranks), _task=task)
+
+
+def lower_bound(
+    lengths: np.ndarray,
+    images: np.ndarray,
+    num_ranks: int,
+    cost: CostModel,
+    max_tokens: int,
+    max_image_tokens: int | None,
+) -> float:
+    """Time that no plan can beat: ``max(sum cost / num_ranks, max cost)`` with zero padding.
+
+    Launches are counted as often as any plan needs them: once a rank, and as often as the budgets must be filled.
+
+    Args:
+        lengths: Real lengths in tokens, (n,).
+        images: Image tokens, (n,).
+        num_ranks: Number of ranks.
+        cost: The cost model.
+        max_tokens: Token budget of a microbatch.
+        max_image_tokens: Image budget of a microbatch, if any.
+
+    Returns:
+        The bound, in units of the cost model.
+    """
+    rows = cost.rows(lengths) + cost.vision_per_token * images
+    launches = max(num_ranks, _fewest(lengths, max_tokens))
+    if max_image_tokens is not None:
+        launches = max(launches, _fewest(images, max_image_tokens))
+    return max((float(rows.sum()) + launches * cost.launch) / num_ranks, float(rows.max()) + cost.launch)
+
+
+def _fewest(sizes: np.ndarray, cap: int) -> int:
+    """Fewest microbatches that hold all sizes: those over the cap alone, the others filled without a gap."""
+    over = sizes > cap
+    return int(over.sum()) + -(-int(sizes[~over].sum()) // cap)
+
+
+def _microbatches(rows: SortedRows, best: Cut, filler: int) -> list[Microbatch]:
+    """The microbatches of a cut, then its zero-weight copies of the row at sorted position ``filler``."""
+    order, costs = rows.order.tolist(), best.costs.tolist()
+    widths = rows.widths[best.bounds[:-1]].tolist()
+    microbatches = [
+        Microbatch(tuple(sorted(order[start:end])), width, price)
+        for (start, end), width, price in zip(pairwise(best.bounds.tolist()), widths, costs[: len(widths)], strict=True)
+    ]
+    copies = len(costs) - len(widths)
+    if copies:
+        copy = Microbatch((order[filler],), int(rows.widths[filler]), costs[-1], True)
+        microbatches.extend([copy] * copies)
+    return microbatches

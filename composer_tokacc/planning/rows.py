@@ -25,14 +25,12 @@ class SortedRows:
 
     order: np.ndarray
     """Index of each row in the caller's list, int64 (n,)."""
-    lengths: np.ndarray
-    """Real lengths in tokens, int64 (n,)."""
     widths: np.ndarray
-    """Width of a microbatch that starts at the row, int64 (n,)."""
-    images: np.ndarray
-    """Image tokens before each row, cumulative, int64 (n + 1,)."""
+    """Width of a microbatch that starts at the row, int64 (n,). Never increases."""
     row_costs: np.ndarray
-    """Cost of one row of that width, float64 (n,)."""
+    """Cost of one row of that width, without vision, float64 (n,). Never increases."""
+    vision: np.ndarray
+    """Cost in the vision tower of all rows before each row, float64 (n + 1,). Never decreases."""
     reach: np.ndarray
     """Where a microbatch that starts at the row must end at the latest, int64 (n,). Never decreases."""
 
@@ -109,13 +107,18 @@ def sort_rows(
     lengths = lengths[order]
     widths = round_widths(lengths, max_tokens, width_multiple, max_width)
     num_rows = len(order)
-    cumulative = np.zeros(num_rows + 1, dtype=np.int64)
-    np.cumsum(images[order], out=cumulative[1:])
+    image_sums = np.zeros(num_rows + 1, dtype=np.int64)
+    np.cumsum(images[order], out=image_sums[1:])
     start = np.arange(num_rows, dtype=np.int64)
+    # The first row is the widest, so it alone says how many rows fit under the token cap.
     reach = start + max_tokens // widths
     if max_image_tokens is not None:
-        reach = np.minimum(reach, np.searchsorted(cumulative, cumulative[:-1] + max_image_tokens, side='right') - 1)
-    reach = np.clip(reach, start + 1, num_rows)  # a row over a cap goes alone
+        reach = np.minimum(reach, np.searchsorted(image_sums, image_sums[:-1] + max_image_tokens, side='right') - 1)
+    reach = np.clip(reach, start + 1, num_rows)  # a row over a cap is placed alone
     return SortedRows(
-        order=order, lengths=lengths, widths=widths, images=cumulative, row_costs=cost.rows(widths), reach=reach
+        order=order,
+        widths=widths,
+        row_costs=cost.rows(widths),
+        vision=image_sums * cost.vision_per_token,
+        reach=reach,
     )

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Sharing microbatches among ranks: longest processing time first, or columns of like cost."""
+"""Sharing microbatches among ranks: longest processing time first and rebalanced, or columns of like cost."""
 
 from __future__ import annotations
 
@@ -11,43 +11,112 @@ import numpy as np
 
 from composer_tokacc.planning.compiled import compiled
 
-__all__ = ['column_time', 'share_columns', 'share_longest_first']
+__all__ = ['column_time', 'rebalance', 'share_columns', 'share_longest_first']
+
+CLOSE_ENOUGH = 1e-3
+"""Excess of the slowest rank over the mean at which it is left alone: predicted steps are off by ten times as much."""
 
 
 @compiled
-def share_longest_first(costs: np.ndarray, num_ranks: int, max_per_rank: int) -> tuple[np.ndarray, float]:
-    """Give the dearest remaining microbatch to the least loaded rank (Graham 1969), in O(K log K).
+def share_longest_first(costs: np.ndarray, num_ranks: int) -> tuple[np.ndarray, float]:
+    """Give the costliest remaining microbatch to the least loaded rank (Graham 1969), in O(K log K).
 
     Args:
         costs: Cost of each microbatch, float64 (K,).
         num_ranks: Number of ranks.
-        max_per_rank: Microbatches that no rank may exceed; K <= num_ranks * max_per_rank.
 
     Returns:
         The rank of each microbatch, int64 (K,), and the load of the slowest rank.
     """
     ranks = np.zeros(len(costs), dtype=np.int64)
-    held = np.zeros(num_ranks, dtype=np.int64)
     heap = [(0.0, rank) for rank in range(num_ranks)]  # ties go to the lower rank
     slowest = 0.0
     for k in np.argsort(-costs, kind='mergesort'):
         load = heap[0][0] + float(costs[k])
-        rank = heap[0][1]
-        ranks[k] = rank
-        held[rank] += 1
+        ranks[k] = heap[0][1]
         slowest = max(slowest, load)
-        if held[rank] < max_per_rank:
-            heapq.heapreplace(heap, (load, rank))
-        else:
-            heapq.heappop(heap)
+        heapq.heapreplace(heap, (load, heap[0][1]))
     return ranks, slowest
+
+
+@compiled
+def rebalance(costs: np.ndarray, ranks: np.ndarray, num_ranks: int) -> tuple[np.ndarray, float]:
+    """Swap a microbatch of the slowest rank for a cheaper one elsewhere, or give it away, as long as that helps.
+
+    Every round takes the exchange after which the slower of the two ranks is fastest, so the slowest rank never becomes
+    slower. Rounds are limited to four a rank.
+
+    Args:
+        costs: Cost of each microbatch, float64 (K,).
+        ranks: Rank of each microbatch, int64 (K,), every rank at least once.
+        num_ranks: Number of ranks.
+
+    Returns:
+        The rank of each microbatch, int64 (K,), and the load of the slowest rank.
+    """
+    ranks = ranks.copy()
+    loads = np.zeros(num_ranks)
+    held = np.zeros(num_ranks, dtype=np.int64)
+    total = 0.0
+    for k in range(len(costs)):
+        loads[ranks[k]] += costs[k]
+        held[ranks[k]] += 1
+        total += costs[k]
+    enough = total / num_ranks * (1.0 + CLOSE_ENOUGH)
+    for _ in range(4 * num_ranks):
+        # So far: loads and held agree with ranks, and no rank is slower than the slowest one was at the start.
+        slowest = np.argmax(loads)
+        if loads[slowest] <= enough:
+            break
+        given, taken, target = _best_exchange(costs, ranks, loads, slowest, held[slowest] > 1)
+        if given < 0:
+            break
+        ranks[given] = target
+        if taken < 0:
+            held[slowest] -= 1
+            held[target] += 1
+        else:
+            ranks[taken] = slowest
+        saving = costs[given] - (costs[taken] if taken >= 0 else 0.0)
+        loads[slowest] -= saving
+        loads[target] += saving
+    return ranks, loads.max()
+
+
+@compiled
+def _best_exchange(costs, ranks, loads, slowest, may_move):  # noqa: ANN001, ANN202 - typed by numba
+    """The microbatch to give, the one to take (-1: none) and the other rank; (-1, -1, -1) where nothing helps."""
+    best = loads[slowest] * (1.0 - 1e-9)
+    given = -1
+    taken = -1
+    target = -1
+    idlest = np.argmin(loads)
+    for k in range(len(costs)):
+        if ranks[k] != slowest:
+            continue
+        for other in range(len(costs)):
+            rank = ranks[other]
+            saving = costs[k] - costs[other]
+            if rank == slowest or saving <= 0.0:
+                continue
+            # Whichever of the two is slower after the swap; every other rank stays as it is.
+            slower = max(loads[slowest] - saving, loads[rank] + saving)
+            if slower < best:
+                best = slower
+                given, taken, target = k, other, rank
+        # Given away without return, to the rank that has most room for it.
+        slower = max(loads[slowest] - costs[k], loads[idlest] + costs[k])
+        if may_move and slower < best:
+            best = slower
+            given, taken, target = k, -1, idlest
+    return given, taken, target
 
 
 @compiled
 def column_time(costs: np.ndarray, num_ranks: int) -> float:
     """Sum over columns of the slowest microbatch, when microbatches of like cost run side by side.
 
-    Sorting by cost is optimal: whatever the columns, the k-th dearest of their slowest microbatches is at least the
+    Sorting by cost is optimal: whatever the columns, the k-th costliest of their slowest microbatches is at least the
     one in place k * num_ranks of all microbatches sorted by cost.
 
     Args:
@@ -57,26 +126,27 @@ def column_time(costs: np.ndarray, num_ranks: int) -> float:
     Returns:
         The time of the step in which ranks wait for each other after every microbatch.
     """
-    dearest_first = -np.sort(-costs)
+    costliest_first = -np.sort(-costs)
     total = 0.0
     for k in range(0, len(costs), num_ranks):
-        total += dearest_first[k]
+        total += costliest_first[k]
     return total
 
 
 @compiled
 def share_columns(costs: np.ndarray, num_ranks: int) -> np.ndarray:
-    """Deal microbatches of like cost side by side, to and fro, so that the sums of the ranks stay close as well.
+    """Deal microbatches of like cost side by side, in snake order, so that the sums of the ranks stay close as well.
 
     Args:
         costs: Cost of each microbatch, float64 (K,), K a multiple of `num_ranks`.
         num_ranks: Number of ranks.
 
     Returns:
-        Index of the microbatch of each column and rank, int64 (K / num_ranks, num_ranks); dearest column first.
+        Index of the microbatch of each column and rank, int64 (K / num_ranks, num_ranks); costliest column first.
     """
     order = np.argsort(-costs, kind='mergesort')
     table = np.zeros((len(costs) // num_ranks, num_ranks), dtype=np.int64)
+    # Ranks 0, 1, 2, 2, 1, 0, 0, ...: who gets the costliest of one column gets the cheapest of the next.
     for k in range(len(costs)):
         column = k // num_ranks
         rank = k % num_ranks

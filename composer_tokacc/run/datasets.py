@@ -23,7 +23,7 @@ from composer_tokacc.run.streaming_parts import (
     check_streaming_dataset,
     streaming_texts,
 )
-from composer_tokacc.sampler.mixture import Mixture
+from composer_tokacc.sampling.mixture import Mixture
 
 __all__ = ['build_dataset', 'build_processor', 'check_dataset', 'measure_dataset', 'mixture_of', 'needs_regrouping']
 

@@ -15,12 +15,11 @@ from composer_tokacc.config import ConfigError, TrainConfig
 from composer_tokacc.data import VisionLanguageCollator
 from composer_tokacc.data_spec import token_data_spec
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.loading.regrouping_loader import RegroupingDataLoader
 from composer_tokacc.planning import CostModel
 from composer_tokacc.run.datasets import measure_dataset, mixture_of
 from composer_tokacc.run.streaming_parts import LLAVA_STREAMING, build_streaming_loader, exchange_slot_tokens
-from composer_tokacc.sampler import RegroupingBatchSampler
-from composer_tokacc.sampler.mixture import Mixture
+from composer_tokacc.sampling import RegroupingBatchSampler, RegroupingDataLoader
+from composer_tokacc.sampling.mixture import Mixture
 
 __all__ = ['build_loader', 'regroups_ranks']
 

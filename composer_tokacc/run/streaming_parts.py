@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, Dataset
 from composer_tokacc.config import ConfigError, TrainConfig
 from composer_tokacc.config.registry import unknown_name
 from composer_tokacc.lengths import image_token_ids
-from composer_tokacc.loading.exchange_loader import ExchangingDataLoader
 from composer_tokacc.planning import CostModel
+from composer_tokacc.sampling import ExchangingDataLoader
 
 __all__ = [
     'LLAVA_STREAMING',

@@ -193,7 +193,9 @@ def non_negative_fit(columns: np.ndarray, target: np.ndarray) -> np.ndarray:
     """
     scale = np.abs(columns).max(axis=0)
     scale[scale == 0] = 1.0  # columns differ by many orders of magnitude
-    return nnls(columns / scale, target)[0] / scale
+    solution = nnls(columns / scale, target)[0]
+    solution[solution < 1e-9 * solution.max()] = 0.0  # noise of rounding is no term
+    return solution / scale
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 
-from composer_tokacc.planning import CostModel
-from composer_tokacc.planning.stats import lower_bound
+from composer_tokacc.planning import CostModel, lower_bound
 from composer_tokacc.sizing.capacity import Capacity, LargestMicrobatch, largest_microbatch
 from composer_tokacc.sizing.memory_model import GIB, MemoryModel
 from composer_tokacc.sizing.profile import SampleSizes, profile_lengths

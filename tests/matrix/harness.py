@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import logging
 import random
@@ -40,6 +41,9 @@ __all__ = [
 ]
 
 TOLERANCE = 1e-6
+LARGEST_ROUND_OFF = 3e-6
+"""Up to here an error may be twice what rounding alone does to the whole forward: Mllama's gradients with large weights
+are 1.4e-6 off those in double precision."""
 PACKAGE = Path(composer_tokacc.__file__).parent
 INITS = ('large', 'fresh')
 
@@ -167,12 +171,22 @@ def measure_steps(
         stopped = [Outcome(kind=kind, message=f'{type(error).__name__}: {error}', where=where)]
     finally:
         model.zero_grad(set_to_none=True)
-    errors = [
-        relative_error(found, plain_gradients(model, batch))
-        for found, batch in zip(recorder.steps, batches, strict=False)
-    ]
-    taken = [Outcome(kind='exact' if error < TOLERANCE else 'wrong', error=error, where=where) for error in errors]
+    taken = []
+    for found, batch in zip(recorder.steps, batches, strict=False):
+        expected = plain_gradients(model, batch)
+        error = relative_error(found, expected)
+        is_exact = error < TOLERANCE or (error < LARGEST_ROUND_OFF and error < 2 * round_off(model, batch, expected))
+        taken.append(Outcome(kind='exact' if is_exact else 'wrong', error=error, where=where))
     return taken + stopped
+
+
+def round_off(model: Any, batch: dict[str, Any], gradients: Gradients) -> float:
+    """How far the gradients in float32 are from those in double precision, over one whole forward."""
+    in_double = {
+        key: value.double() if torch.is_tensor(value) and value.is_floating_point() else value
+        for key, value in batch.items()
+    }
+    return relative_error(gradients, plain_gradients(copy.deepcopy(model).double(), in_double))
 
 
 def plain_gradients(model: Any, batch: dict[str, Any]) -> Gradients:

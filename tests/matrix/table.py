@@ -13,7 +13,7 @@ import collections
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tests.matrix.harness import Cell, Outcome, cells, run_cell, seeds_of
 from tests.matrix.subjects import SUBJECTS
@@ -25,37 +25,49 @@ COLUMNS = [
 ]
 
 
-def summary(outcomes: Sequence[Outcome], *, longest: int = 90) -> str:
-    """``exact 3e-07``, ``refused: reason``, or what went wrong; with counts where batches differ."""
+def summary(outcomes: Sequence[Outcome], name: Callable[[str], str]) -> str:
+    """``exact 3e-07``, ``refused (name of the reason)``, or what went wrong; with counts where batches differ."""
     kinds = collections.Counter(outcome.kind for outcome in outcomes)
     parts = []
     for kind, count in sorted(kinds.items()):
         chosen = [outcome for outcome in outcomes if outcome.kind == kind]
         share = f' {count} of {len(outcomes)}' if len(kinds) > 1 else ''
         if chosen[0].message:
-            parts.append(f'{kind}{share}: {_shortened(chosen[0].message, longest)}')
+            parts.append(f'{kind}{share} ({name(chosen[0].message)})')
         else:
             parts.append(f'{kind}{share} {max(outcome.error for outcome in chosen):.0e}')
-    return '; '.join(parts)
+    return ', '.join(parts)
 
 
-def _shortened(message: str, longest: int) -> str:
-    """The requirement and the value of an error, without the remedy and the row's own numbers."""
-    message = re.sub(r'^\w+Error: ', '', message).split('. ')[0].replace('|', '/').replace('\n', ' ')
-    return message if len(message) <= longest else f'{message[: longest - 3]}...'
+class Reasons:
+    """A letter for each requirement that a refusal names, and its first message."""
+
+    def __init__(self) -> None:
+        self.messages: dict[str, str] = {}
+
+    def __call__(self, message: str) -> str:
+        message = re.sub(r'^\w+Error: ', '', message).replace('|', '/').replace('\n', ' ')
+        requirement = message.split(', got:')[0]
+        self.messages.setdefault(requirement, message)
+        return chr(ord('a') + list(self.messages).index(requirement))
+
+    def legend(self) -> list[str]:
+        """A line a letter."""
+        return [f'- ({chr(ord("a") + index)}) {message}' for index, message in enumerate(self.messages.values())]
 
 
 def table(results: Mapping[Cell, Sequence[Outcome]]) -> str:
-    """Markdown: families by cells."""
+    """Markdown: families by cells, and what the refusals say."""
     names = [
-        f'{side}, {"packed" if packing else "padded"}, {"regrouped" if regroup else "in order"}'
+        f'{"packed" if packing else "padded"} {side}, {"regrouped" if regroup else "in order"}'
         for packing, side, regroup in COLUMNS
     ]
+    reasons = Reasons()
     lines = [f'| family | {" | ".join(names)} |', '|---' * (len(names) + 1) + '|']
     for family in dict.fromkeys(cell.family for cell in results):
-        row = {(c.packing, c.side, c.regroup): summary(o) for c, o in results.items() if c.family == family}
+        row = {(c.packing, c.side, c.regroup): summary(o, reasons) for c, o in results.items() if c.family == family}
         lines.append(f'| {family} | {" | ".join(row.get(column, "") for column in COLUMNS)} |')
-    return '\n'.join(lines)
+    return '\n'.join([*lines, '', 'Reasons of refusal, with the numbers of one batch:', '', *reasons.legend()])
 
 
 def main() -> None:
@@ -66,7 +78,9 @@ def main() -> None:
     for cell in cells(arguments.families or SUBJECTS):
         start = time.perf_counter()
         results[cell] = run_cell(cell, seeds_of(cell))
-        line = f'{cell!s:48} {time.perf_counter() - start:5.1f} s  {summary(results[cell], longest=200)}'
+        line = (
+            f'{cell!s:48} {time.perf_counter() - start:5.1f} s  {summary(results[cell], lambda message: message[:200])}'
+        )
         print(line, file=sys.stderr, flush=True)
     kinds = collections.Counter(outcome.kind for outcomes in results.values() for outcome in outcomes)
     print(dict(kinds), file=sys.stderr)

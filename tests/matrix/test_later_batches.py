@@ -10,6 +10,8 @@ import pytest
 from tests.matrix.harness import measure_steps
 from tests.matrix.subjects import SUBJECTS
 
+pytestmark = pytest.mark.slow
+
 MEDIA = ('pixel_values', 'pixel_values_videos', 'input_features')
 TEXT = ['llama', 'gpt2', 'gpt_neo', 'opt', 'bloom', 'falcon_alibi', 'mamba', 'gemma2', 'bert']
 WITH_MEDIA = ['llava', 'qwen2_vl', 'qwen3_vl', 'paligemma', 'gemma3', 'idefics3', 'mllama_mixed', 'qwen2_audio']

@@ -79,3 +79,9 @@ def check_plan(plan: MicrobatchPlan, lengths, num_ranks, max_tokens, images=None
     }
     assert plan.stats.filled == sum(microbatch.filled for rank in plan.ranks for microbatch in rank)
     assert 0.0 < plan.stats.share_of_bound <= 1.0 + 1e-9
+
+
+def check_columns(plan: MicrobatchPlan, images) -> None:
+    """What holds for 'fsdp' as well: as many microbatches on every rank, a column all with images or all without."""
+    for column in zip(*plan.ranks, strict=True):
+        assert len({any(images[row] for row in microbatch.indices) for microbatch in column}) == 1, column

@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset
 from composer_tokacc import TokenAccumulation, token_data_spec
 from composer_tokacc.counting import num_samples
 from composer_tokacc.data import BadSampleError
-from composer_tokacc.loading.exchange_loader import ExchangingDataLoader
+from composer_tokacc.sampling import ExchangingDataLoader
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
 from tests.support.text import text_model
 from tests.support.training import logged, reference_gradients, relative_error, train

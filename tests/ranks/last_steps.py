@@ -18,7 +18,7 @@ from composer.utils import dist, get_device
 from torch.utils.data import DataLoader, DistributedSampler
 
 from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, TokenAccumulation, token_data_spec
-from composer_tokacc.loading import ExchangingDataLoader
+from composer_tokacc.sampling import ExchangingDataLoader
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
 from tests.support.text import text_model
 from tests.support.training import logged, reference_gradients, relative_error, train

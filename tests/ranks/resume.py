@@ -20,8 +20,7 @@ from composer.utils import dist, get_device
 from torch.utils.data import DataLoader
 
 from composer_tokacc import TokenAccumulation, token_data_spec
-from composer_tokacc.loading.regrouping_loader import RegroupingDataLoader, SkipReadBatches
-from composer_tokacc.sampler import RegroupingBatchSampler
+from composer_tokacc.sampling import RegroupingBatchSampler, RegroupingDataLoader, SkipReadBatches
 from tests.support.killer import KillRank
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
 from tests.support.text import text_model

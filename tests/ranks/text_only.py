@@ -3,8 +3,9 @@
 
 """Under the composer launcher: steps without any image, video or sound, before the process has seen one.
 
-Arguments: JSON of the keyword arguments of :func:`run`, result file. Gradients of every step are held to one forward
-over the global batch; rank 0 writes the errors and a hash of the last parameters.
+Arguments: a JSON list of runs (the keyword arguments of :func:`run`), result file. Each has a loader of its own: none
+has seen the media of those before. Gradients of every step are held to one forward over the global batch; rank 0 writes
+the errors and a hash of the last parameters.
 """
 
 from __future__ import annotations
@@ -86,9 +87,11 @@ def rows_of(subject: Subject, kind: str, seed: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     dist.initialize_dist(get_device('cpu'), timeout=60.0)
-    result = run(**json.loads(sys.argv[1]))
-    if dist.get_global_rank() == 0:
-        Path(sys.argv[2]).write_text(json.dumps(result))
+    results = []
+    for arguments in json.loads(sys.argv[1]):
+        results.append(run(**arguments))
+        if dist.get_global_rank() == 0:  # after each, because a later one may crash
+            Path(sys.argv[2]).write_text(json.dumps(results))
 
 
 if __name__ == '__main__':

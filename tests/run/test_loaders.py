@@ -12,10 +12,10 @@ import torch
 
 from composer_tokacc.config import ConfigError, load_config
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.loading.regrouping_loader import RegroupingDataLoader
 from composer_tokacc.run.config_checks import check_config
 from composer_tokacc.run.datasets import build_dataset, build_processor
 from composer_tokacc.run.loaders import build_loader
+from composer_tokacc.sampling import RegroupingDataLoader
 from tests.support.launch import ROOT
 
 
@@ -67,7 +67,7 @@ def test_workers_give_the_same_batches(tmp_path):
     alone, workers = (build(tmp_path, f'loader.num_workers={number}')[0].dataloader for number in (0, 2))
     for first, second in itertools.zip_longest(alone, workers):
         assert first['sample_ids'] == second['sample_ids']
-        assert first['microbatch_ids'] == second['microbatch_ids']
+        assert first.indices == second.indices
         torch.testing.assert_close(first['input_ids'], second['input_ids'])
 
 

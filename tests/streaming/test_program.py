@@ -16,11 +16,11 @@ from composer_tokacc.data import LlavaDataset
 from composer_tokacc.data.to_mds import write_shards
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.lengths import length_table
-from composer_tokacc.loading.exchange_loader import ExchangingDataLoader
 from composer_tokacc.run.config_checks import check_config
 from composer_tokacc.run.datasets import build_dataset, build_processor
 from composer_tokacc.run.loaders import build_loader
 from composer_tokacc.run.streaming_parts import by_index
+from composer_tokacc.sampling import ExchangingDataLoader
 from tests.support.launch import ROOT, launch
 from tests.support.llava_folder import write_llava_folder
 

@@ -49,7 +49,7 @@ class GradientRecorder(Callback):
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
         if event == Event.AFTER_TRAIN_BATCH:
             parameters = unwrapped(state.model).named_parameters()
-            self.steps.append({name: full(p.grad).clone() for name, p in parameters if p.grad is not None})
+            self.steps.append({name: full(p.grad).cpu().clone() for name, p in parameters if p.grad is not None})
         elif event == Event.BATCH_END:
             self.losses.append(state.loss)
 
@@ -77,6 +77,7 @@ def train(
     microbatch_size: int = 1,
     optimizer: torch.optim.Optimizer | None = None,
     max_duration: str = '1ba',
+    device: Any = 'cpu',
     **kwargs: Any,
 ) -> tuple[GradientRecorder, InMemoryLogger, Trainer]:
     """Runs the Trainer, at learning rate 0 unless an optimizer is given."""
@@ -90,7 +91,7 @@ def train(
             train_dataloader=data,
             optimizers=optimizer,
             max_duration=max_duration,
-            device='cpu',
+            device=device,
             algorithms=list(algorithms),
             callbacks=[*callbacks, recorder],
             loggers=[memory],

@@ -1,0 +1,61 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Results, each written the moment it is measured, so that a run that is cut off goes on where it was."""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.device import ComputeDevice
+
+__all__ = ['Store']
+
+
+@dataclass(frozen=True)
+class Store:
+    """A folder with one JSON file a result.
+
+    Args:
+        folder: Where.
+        device: What all of it is measured on; written into every file.
+    """
+
+    folder: Path
+    device: ComputeDevice
+
+    def measure(self, name: str, function: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The result of this name: read if it is there, else measured. One that failed is measured again.
+
+        A failure is a result too: its traceback is written in its place, and the rest goes on.
+        """
+        path = self.folder / f'{name}.json'
+        if path.exists():
+            known = json.loads(path.read_text())
+            if 'error' not in known['result']:
+                print(f'{name}: kept from before', flush=True)
+                return known['result']
+        started = time.perf_counter()
+        try:
+            result = function()
+        except Exception as error:
+            result = {'error': f'{type(error).__name__}: {error}'[:2000], 'traceback': traceback.format_exc()[-6000:]}
+        seconds = round(time.perf_counter() - started, 2)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        written = {'machine': self.device.report(), 'seconds': seconds, 'result': result}
+        path.write_text(json.dumps(written, indent=1) + '\n')
+        print(f'{name}: {seconds} s{", FAILED: " + result["error"][:300] if "error" in result else ""}', flush=True)
+        # A traceback, or Composer, may hold the last model.
+        gc.collect()
+        if self.device.is_gpu:
+            torch.cuda.empty_cache()
+        return result

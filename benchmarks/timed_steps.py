@@ -1,0 +1,238 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Steps of the real Trainer with the rivals' ways to cut a batch, timed; and the bound that none of them passes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from composer import DataSpec, Trainer
+from composer.core import Callback, State
+from composer.loggers import Logger
+from composer.models import HuggingFaceModel
+from torch.utils.data import DataLoader, IterableDataset
+
+from benchmarks.device import CPU, ComputeDevice
+from benchmarks.small_llava import make_rows
+from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
+from composer_tokacc.planning import CostModel
+
+__all__ = ['METHODS', 'Batches', 'Row', 'StepClock', 'bound_seconds', 'data_of', 'equal_widths', 'fit', 'timed']
+
+METHODS = {
+    'stock': 'stock Composer',
+    'trim': 'stock + trimming each microbatch',
+    'collate': 'Hugging Face style, padded per microbatch',
+    'greedy': 'sorted, cut greedily',
+    'ours': 'token_data_spec',
+    'packing': 'token_data_spec, packing=True',
+}
+Row = dict[str, Any]
+
+
+class Batches(IterableDataset):
+    """Ready batches, as they are."""
+
+    def __init__(self, batches: Sequence[Row]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+
+class StepClock(Callback):
+    """Seconds of each step, and what was computed.
+
+    ``seconds`` go from the batch on the CPU to whole gradients, splitting included; ``whole`` from the end of one step
+    to the end of the next, with counting, optimizer, logging and all that the host does between them.
+    """
+
+    def __init__(self, device: ComputeDevice = CPU) -> None:
+        self.device = device
+        self.seconds: list[float] = []
+        self.whole: list[float] = []
+        self.microbatches: list[int] = []
+        self.positions: list[int] = []
+        self.largest = 0
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        self.ended = time.perf_counter()
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        self.device.synchronize()
+        self.positions.append(0)
+        self.microbatches.append(0)
+        self.started = time.perf_counter()
+
+    def before_forward(self, state: State, logger: Logger) -> None:
+        size = state.batch['input_ids'].numel()
+        self.positions[-1] += size
+        self.microbatches[-1] += 1
+        self.largest = max(self.largest, size)
+
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        self.device.synchronize()
+        self.seconds.append(time.perf_counter() - self.started)
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        self.device.synchronize()
+        ended = time.perf_counter()
+        self.whole.append(ended - self.ended)
+        self.ended = ended
+
+
+def split_of(method: str, layout: BatchLayout) -> Callable[[Row, int | float], list[Row]]:
+    """The rivals, each from its description; every one keeps image rows with their own."""
+
+    def chunks(order: Sequence[Any], size: int) -> list[Sequence[Any]]:
+        return [order[start : start + size] for start in range(0, len(order), size)]
+
+    def stock(batch: Row, size: int | float) -> list[Row]:
+        return [layout.select(batch, rows) for rows in chunks(range(layout.num_rows(batch)), int(size))]
+
+    def trim(batch: Row, size: int | float) -> list[Row]:
+        return [layout.trim(microbatch) for microbatch in stock(batch, size)]
+
+    def collate(batch: Row, size: int | float) -> list[Row]:
+        """What a loader with batches of `size` hands to gradient accumulation: rows joined afresh."""
+        rows = [layout.trim(layout.select(batch, [row])) for row in range(layout.num_rows(batch))]
+        return [layout.concat(part) for part in chunks(rows, int(size))]
+
+    def greedy(batch: Row, size: int | float) -> list[Row]:
+        lengths = layout.lengths(batch)
+        budget = int(size) * batch['input_ids'].shape[1]
+        groups: list[list[int]] = [[]]
+        for row in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+            # Longest first, so the first row of a group is its width.
+            if groups[-1] and (len(groups[-1]) + 1) * lengths[groups[-1][0]] > budget:
+                groups.append([])
+            groups[-1].append(row)
+        return [layout.trim(layout.select(batch, rows)) for rows in groups]
+
+    return {'stock': stock, 'trim': trim, 'collate': collate, 'greedy': greedy}[method]
+
+
+def data_of(
+    method: str,
+    batches: Sequence[Row] | DataLoader,
+    layout: BatchLayout,
+    cost: CostModel | None = None,
+    slot_tokens: int | None = None,
+) -> DataSpec:
+    """Ready batches, or a loader of some, behind a way to cut them."""
+    loader = batches if isinstance(batches, DataLoader) else DataLoader(Batches(batches), batch_size=None)
+    if method in ('ours', 'packing'):
+        return token_data_spec(loader, layout=layout, packing=method == 'packing', cost=cost, slot_tokens=slot_tokens)
+    return DataSpec(
+        loader,
+        split_batch=split_of(method, layout),
+        get_num_samples_in_batch=lambda batch: len(batch['input_ids']),
+    )
+
+
+def fit(
+    model: Any,
+    data: DataSpec,
+    microbatch: int | str,
+    *,
+    num_steps: int,
+    device: ComputeDevice = CPU,
+    precision: str | None = None,
+    allow_tf32: bool = True,
+    algorithms: Sequence[Any] = (),
+    callbacks: Sequence[Any] = (),
+    **trainer_arguments: Any,
+) -> Trainer:
+    """Steps of a Trainer at learning rate 0: gradients are computed, weights stay."""
+    wrapped = HuggingFaceModel(model, shift_labels=True, use_logits=True)
+    trainer = Trainer(
+        model=wrapped,
+        train_dataloader=data,
+        optimizers=torch.optim.SGD(wrapped.parameters(), lr=0.0),
+        max_duration=f'{num_steps}ba',
+        device=device.composer(allow_tf32=allow_tf32),
+        precision=precision or device.precision,
+        device_train_microbatch_size=microbatch,
+        algorithms=list(algorithms),
+        callbacks=list(callbacks),
+        progress_bar=False,
+        **trainer_arguments,
+    )
+    try:
+        trainer.fit()
+    finally:
+        trainer.close()
+        # Composer keeps every trainer until the process ends, and each its last batch, outputs and gradients.
+        for name in ('batch', 'outputs', 'loss'):
+            setattr(trainer.state, name, None)
+        wrapped.zero_grad(set_to_none=True)
+    return trainer
+
+
+def timed(
+    method: str,
+    model: Any,
+    batches: Sequence[Row],
+    microbatch: int,
+    cost: CostModel | None = None,
+    *,
+    device: ComputeDevice = CPU,
+    slot_tokens: int | None = None,
+    exact: bool = True,
+) -> StepClock:
+    """All steps through a Trainer.
+
+    Args:
+        method: One of :data:`METHODS`.
+        model: Transformers model.
+        batches: Device batches, one a step.
+        microbatch: Rows that a microbatch may hold at the width of the device batch.
+        cost: Prices of the planner.
+        device: Where.
+        slot_tokens: See :func:`.token_data_spec`.
+        exact: Whether the algorithm is on; where it is on for all methods, only the cut differs.
+    """
+    clock = StepClock(device)
+    # The first batch would pay for the probes; packing cannot go without.
+    algorithms = [TokenAccumulation(loss_tokens='causal', check_loss=False)] if exact else []
+    data = data_of(method, batches, BatchLayout.for_model(model), cost, slot_tokens)
+    fit(
+        model, data, microbatch, num_steps=len(batches), device=device, algorithms=algorithms, callbacks=[clock]
+    )  # fmt: skip
+    return clock
+
+
+def equal_widths(
+    lengths: np.ndarray,
+    model: Any,
+    microbatch: int,
+    width: int,
+    num_microbatches: int = 1,
+    *,
+    device: ComputeDevice = CPU,
+    num_widths: int = 7,
+) -> list[tuple[int, int, float]]:
+    """Rows, width and seconds of microbatches of equal rows that fill the memory, at widths as the set has them."""
+    layout, found = BatchLayout.for_model(model), []
+    widths = np.geomspace(max(lengths.min(), 2), lengths.max(), num_widths).astype(int)
+    for length in np.unique(widths).tolist():
+        count = max(microbatch * width // length, 1)
+        batch = layout.concat(make_rows([length] * count * num_microbatches, seed=1, config=model.config))
+        # On a GPU the first step of a shape pays for its memory.
+        batches = [batch] * (2 if device.is_gpu else 1)
+        clock = timed('stock', model, batches, count, device=device, exact=not device.is_gpu)
+        seconds = clock.whole if device.is_gpu else clock.seconds
+        found.append((count, length, seconds[-1] / num_microbatches))
+    return found
+
+
+def bound_seconds(lengths: np.ndarray, times: Sequence[tuple[int, int, float]]) -> float:
+    """Seconds for these rows were each computed among rows of its own width, in microbatches of the same memory."""
+    counts, widths, seconds = np.array(times).T
+    # Seconds per token vary little with the width, so interpolate those.
+    return float(np.sum(np.interp(lengths, widths, seconds / counts / widths) * lengths))

@@ -1,0 +1,407 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Cuts of rows into microbatches: of least padding, filled up to a limit, of equal cost, or split further.
+
+A cut is given by its bounds: microbatch ``k`` holds rows ``bounds[k]`` to ``bounds[k + 1] - 1``. What a microbatch may
+hold is given by ``reach``: the one that starts at row ``i`` ends at ``reach[i]`` at the latest, which is never below
+``i + 1``, so that a row over a cap is placed alone, and never falls from one row to the next. A microbatch costs its
+number of rows times the cost of its widest row, plus the vision cost of its rows, ``vision[end] - vision[start]``.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from composer_tokacc.planning.compiled import compiled
+from composer_tokacc.planning.cost import CostModel
+from composer_tokacc.planning.rows import SortedRows, check_rows, round_widths, sort_rows
+
+__all__ = ['LeastPaddedCuts', 'cut', 'cut_in_order', 'equal_cost_cut', 'fill', 'least_padded_cut', 'microbatch_costs',
+           'raise_count', 'split_largest']  # fmt: skip
+
+PRECISION = 1e-4
+"""Relative width at which the bisection of :func:`equal_cost_cut` stops: far below what one row more or less in a
+microbatch changes."""
+
+
+def cut(
+    lengths: Sequence[int] | np.ndarray,
+    max_tokens: int,
+    *,
+    image_tokens: Sequence[int] | np.ndarray | None = None,
+    max_image_tokens: int | None = None,
+    width_multiple: int = 1,
+    max_width: int | None = None,
+    cost: CostModel | None = None,
+) -> list[list[int]]:
+    """Cut the rows of one rank into microbatches of least cost under hard caps, regrouping them by length.
+
+    A microbatch is as wide as its longest row, rounded up to ``width_multiple`` but not past ``max_width``. Rows times
+    width never exceeds ``max_tokens``, the image tokens of its rows never exceed ``max_image_tokens``. A row which
+    breaks a cap by itself is placed alone.
+
+    Args:
+        lengths: Real length of each row in tokens, (n,).
+        max_tokens: Token budget of a microbatch, padding included.
+        image_tokens: Image tokens of each row, (n,).
+        max_image_tokens: Image budget of a microbatch.
+        width_multiple: Round widths up to a multiple of this.
+        max_width: Width of the collated batch, which rounding does not exceed.
+        cost: Cost model of a microbatch.
+
+    Returns:
+        Row indices of each microbatch, ascending; the costliest microbatch first.
+
+    Raises:
+        ValueError: An argument is out of range.
+
+    Example:
+        >>> cut([7, 2, 8, 2, 2], 16)
+        [[0, 2], [1, 3, 4]]
+    """
+    cost = CostModel() if cost is None else cost
+    sizes, images = check_rows(lengths, max_tokens, image_tokens, max_image_tokens, width_multiple, max_width)
+    rows = sort_rows(sizes, images, cost, max_tokens, max_image_tokens, width_multiple, max_width)
+    bounds = least_padded_cut(rows.row_costs, rows.reach, cost.launch)
+    costs = microbatch_costs(rows.row_costs, rows.vision, bounds, cost.launch)
+    return [sorted(rows.order[bounds[k] : bounds[k + 1]].tolist()) for k in np.argsort(-costs, kind='stable').tolist()]
+
+
+def cut_in_order(
+    lengths: Sequence[int] | np.ndarray,
+    max_tokens: int,
+    *,
+    image_tokens: Sequence[int] | np.ndarray | None = None,
+    max_image_tokens: int | None = None,
+    width_multiple: int = 1,
+    max_width: int | None = None,
+    cost: CostModel | None = None,
+) -> list[list[int]]:
+    """Cut rows into microbatches of least cost under hard caps, without changing their order.
+
+    Args:
+        lengths: Real length of each row in tokens, (n,).
+        max_tokens: Token budget of a microbatch, padding included.
+        image_tokens: Image tokens of each row, (n,).
+        max_image_tokens: Image budget of a microbatch.
+        width_multiple: As in :func:`cut`.
+        max_width: As in :func:`cut`.
+        cost: Cost model of a microbatch.
+
+    Returns:
+        Row indices of each microbatch; one after the other they are 0 to n - 1.
+
+    Raises:
+        ValueError: An argument is out of range.
+
+    Example:
+        >>> cut_in_order([7, 2, 8, 2, 2], 16)
+        [[0, 1], [2], [3, 4]]
+    """
+    cost = CostModel() if cost is None else cost
+    sizes, images = check_rows(lengths, max_tokens, image_tokens, max_image_tokens, width_multiple, max_width)
+    widths = round_widths(sizes, max_tokens, width_multiple, max_width)
+    image_sums = np.concatenate([[0], np.cumsum(images)])
+    image_cap = int(image_sums[-1]) if max_image_tokens is None else max_image_tokens
+    reach = _reach_in_order(widths, image_sums, max_tokens, image_cap)
+    bounds = least_padded_cut(cost.rows(widths), reach, cost.launch)
+    return [list(range(start, end)) for start, end in pairwise(bounds.tolist())]
+
+
+def raise_count(microbatches: Sequence[Sequence[int]], count: int, lengths: Sequence[int]) -> list[list[int]]:
+    """Split the largest microbatch, halfway down its rows, until there are ``count`` microbatches.
+
+    Rows keep their order: the concatenation of the result is the concatenation of what came in. Where there are fewer
+    rows than ``count``, one microbatch a row comes back, and the caller adds ``count - len(result)`` zero-weight
+    copies.
+
+    Args:
+        microbatches: Row indices of each microbatch.
+        count: Number of microbatches to reach.
+        lengths: Length in tokens of every row that the indices point to.
+
+    Returns:
+        ``count`` microbatches, fewer where rows run out, or all that came in where they are more already.
+
+    Raises:
+        ValueError: A microbatch is empty.
+
+    Example:
+        >>> raise_count([[0, 1, 2, 3], [4]], 3, [5, 5, 3, 3, 9])
+        [[0, 1], [2, 3], [4]]
+    """
+    if any(len(rows) == 0 for rows in microbatches):
+        raise ValueError('`microbatches` must not be empty lists, got: one without rows. Leave it out.')
+    joined = [row for rows in microbatches for row in rows]
+    sizes = np.array([lengths[row] for row in joined], dtype=np.float64)
+    bounds = np.cumsum([0] + [len(rows) for rows in microbatches])
+    return [joined[start:end] for start, end in pairwise(split_largest(sizes, bounds, count).tolist())]
+
+
+@compiled
+def microbatch_costs(row_costs: np.ndarray, vision: np.ndarray, bounds: np.ndarray, launch: float) -> np.ndarray:
+    """Cost of each microbatch of a cut of sorted rows, float64 (K,)."""
+    costs = np.zeros(len(bounds) - 1)
+    for k in range(len(costs)):
+        start, end = bounds[k], bounds[k + 1]
+        costs[k] = (end - start) * row_costs[start] + (vision[end] - vision[start]) + launch
+    return costs
+
+
+@compiled
+def least_padded_cut(row_costs: np.ndarray, reach: np.ndarray, price: float) -> np.ndarray:
+    """Cut rows, sorted or not, so that padded cost plus ``price`` per microbatch is least.
+
+    Plain dynamic programming over the ends of microbatches, in O(n * rows that a microbatch can hold). (On sorted rows
+    O(n log n) is possible, with three times the code; measured, a whole plan of up to 1,024 rows took as long.)
+
+    Args:
+        row_costs: Cost of one row at the width of each row, float64 (n,).
+        reach: Latest end of a microbatch from each row, int64 (n,).
+        price: Price of a microbatch. The higher, the fewer there are.
+
+    Returns:
+        Bounds of the microbatches, from 0 to n, int64 (K + 1,).
+    """
+    n = len(row_costs)
+    totals = np.zeros(n + 1)
+    last = np.zeros(n + 1, dtype=np.int64)
+    earliest = 0
+    is_sorted = True
+    for end in range(1, n + 1):
+        # So far: for every earlier end, totals[end] is the least total of the rows before it, and last[end] is where
+        # the last microbatch of that cut starts.
+        while reach[earliest] < end:
+            earliest += 1
+        # Now `earliest` is the first start that the caps allow. On sorted rows (end - start) * row_costs[start] is a
+        # Monge cost, and so the best last microbatch never starts earlier for a later end (Galil and Park 1992):
+        # nothing before the previous best start needs a look.
+        is_sorted = is_sorted and (end == 1 or row_costs[end - 1] <= row_costs[end - 2])
+        first = max(earliest, last[end - 1]) if is_sorted else earliest
+        best = end - 1
+        widest = row_costs[best]
+        least = totals[best] + widest
+        for start in range(end - 2, first - 1, -1):
+            widest = max(widest, row_costs[start])
+            total = totals[start] + (end - start) * widest
+            if total < least:
+                least = total
+                best = start
+        totals[end] = least + price
+        last[end] = best
+    # Walk back from the last end: first to count the microbatches, then to write their bounds.
+    count = 0
+    end = n
+    while end > 0:
+        end = last[end]
+        count += 1
+    bounds = np.zeros(count + 1, dtype=np.int64)
+    end = n
+    for k in range(count, 0, -1):
+        bounds[k] = end
+        end = last[end]
+    return bounds
+
+
+class LeastPaddedCuts:
+    """Cuts of one set of sorted rows of least padded cost, for any number of microbatches.
+
+    The least cost falls with the number of microbatches K along a convex curve (the cost is Monge; Aggarwal, Schieber
+    and Tokuyama 1994). A cut at a price touches the curve where its slope is minus the price, at a corner:
+
+        least cost
+          |*
+          | .                    * corners, each found by a cut at some price
+          |  .
+          |   *                  The slope between the corners on either side of K is the price of the next trial. It
+          |     .                either finds a corner between them, or says that they share a straight piece of the
+          |       * .            curve. Then a splice of their two cuts lies on that piece, at K.
+          |           . * . _ *
+          +-------------------- K
+
+    Corners are kept, so that asking for many K costs little more than asking for one.
+
+    Args:
+        rows: The sorted rows.
+        tolerance: Relative excess of cost that is accepted for fewer trials.
+    """
+
+    def __init__(self, rows: SortedRows, tolerance: float = 0.0) -> None:
+        self._rows = rows
+        self._tolerance = tolerance
+        self._corners: dict[int, tuple[float, np.ndarray]] = {}
+        # The two ends of the curve. No saving is worth the price of the first: all rows at the greatest width and more.
+        self.fewest = self._try(2.0 * len(rows) * float(rows.row_costs[0]) + 1.0)
+        self._corners[len(rows)] = (float(rows.row_costs.sum()), np.arange(len(rows) + 1, dtype=np.int64))
+
+    def _try(self, price: float) -> int:
+        """Find the corner of a price, and return its number of microbatches."""
+        bounds = least_padded_cut(self._rows.row_costs, self._rows.reach, price)
+        padded = float(np.dot(np.diff(bounds), self._rows.row_costs[bounds[:-1]]))
+        count = len(bounds) - 1
+        if count not in self._corners or padded < self._corners[count][0]:
+            self._corners[count] = (padded, bounds)
+        return count
+
+    def exactly(self, count: int) -> np.ndarray:
+        """Bounds of the cut of least padded cost with ``count`` microbatches, ``fewest <= count <= n``.
+
+        With a tolerance the cost is at most so much above the least one: it lies between the costs of the corners on
+        either side, and a splice of the two costs no more than the costlier of them.
+        """
+        while count not in self._corners:
+            below = max(k for k in self._corners if k < count)
+            above = min(k for k in self._corners if k > count)
+            saving = self._corners[below][0] - self._corners[above][0]
+            between = below
+            if saving > self._tolerance * self._corners[above][0]:
+                between = self._try(saving / (above - below))
+            if not below < between < above:  # a straight piece of the curve, or near enough
+                return _splice(self._corners[below][1], self._corners[above][1], count)
+        return self._corners[count][1]
+
+
+@compiled
+def _splice(few: np.ndarray, many: np.ndarray, count: int) -> np.ndarray:
+    """Follow `few`, then change over to `many` inside one microbatch of `few`, for `count` microbatches in all.
+
+    Where both cuts are best at the same price, so is the result: it and the splice the other way round cost together no
+    more than the two (exchange argument on a Monge cost). The microbatch of the change lies inside one of `few`, so it
+    keeps the caps.
+    """
+    # With t microbatches of `few` first, `many` still has to make count - t, which start at place t + shift.
+    shift = len(many) - 1 - count
+    t = 0
+    while few[t + 1] < many[t + 1 + shift]:
+        t += 1
+    # Now few[t] <= many[t + shift] < many[t + 1 + shift] <= few[t + 1]: change over in microbatch t.
+    bounds = np.zeros(count + 1, dtype=np.int64)
+    bounds[: t + 1] = few[: t + 1]
+    bounds[t + 1 :] = many[t + 1 + shift :]
+    return bounds
+
+
+@compiled
+def fill(row_costs: np.ndarray, vision: np.ndarray, reach: np.ndarray, limit: float) -> np.ndarray:
+    """Fill one microbatch of sorted rows after the other, up to caps and limit: no cut under both has fewer.
+
+    Args:
+        row_costs: Cost of one row at the width of each row, not increasing, float64 (n,).
+        vision: Vision cost of all rows before each row, float64 (n + 1,).
+        reach: Latest end of a microbatch from each row, int64 (n,).
+        limit: What no microbatch of two rows and more may cost, without launch.
+
+    Returns:
+        Bounds of the microbatches, from 0 to n, int64 (K + 1,).
+    """
+    n = len(row_costs)
+    bounds = np.zeros(n + 1, dtype=np.int64)
+    count = 0
+    start = 0
+    while start < n:
+        # The last end that keeps the limit, by bisection: the cost grows with every row.
+        low = start + 1
+        high = reach[start]
+        while low < high:
+            middle = (low + high + 1) // 2
+            if (middle - start) * row_costs[start] + (vision[middle] - vision[start]) <= limit:
+                low = middle
+            else:
+                high = middle - 1
+        start = low
+        count += 1
+        bounds[count] = start
+    return bounds[: count + 1].copy()
+
+
+@compiled
+def equal_cost_cut(row_costs: np.ndarray, vision: np.ndarray, reach: np.ndarray, count: int) -> np.ndarray:
+    """Cut sorted rows into at most ``count`` microbatches whose costliest one is as cheap as possible.
+
+    Args:
+        row_costs: Cost of one row at the width of each row, not increasing, float64 (n,).
+        vision: Vision cost of all rows before each row, float64 (n + 1,).
+        reach: Latest end of a microbatch from each row, int64 (n,).
+        count: Number of microbatches, at least those of ``fill`` without a limit.
+
+    Returns:
+        Bounds of the microbatches, int64 (K + 1,) with K <= ``count``.
+    """
+    low = 0.0
+    high = 0.0
+    for start in range(len(row_costs)):
+        # Added up as in `fill`: rounded otherwise, the costliest microbatch could be over a limit that is its own.
+        low = max(low, row_costs[start] + (vision[start + 1] - vision[start]))
+        high = max(high, (reach[start] - start) * row_costs[start] + (vision[reach[start]] - vision[start]))
+    # No limit below the costliest row does better than that row's own cost.
+    bounds = fill(row_costs, vision, reach, low)
+    if len(bounds) - 1 <= count:
+        return bounds
+    # Now `low` is too low, and `high`, the costliest microbatch that the caps allow, is high enough.
+    while high - low > PRECISION * high:
+        middle = 0.5 * (low + high)
+        if len(fill(row_costs, vision, reach, middle)) - 1 <= count:
+            high = middle
+        else:
+            low = middle
+    return fill(row_costs, vision, reach, high)
+
+
+@compiled
+def split_largest(row_costs: np.ndarray, bounds: np.ndarray, count: int) -> np.ndarray:
+    """Split the largest microbatch, halfway down its rows, until there are ``count``, or one row each.
+
+    Args:
+        row_costs: Cost (or length) of each row, float64 (n,); a microbatch is as large as its rows times the greatest.
+        bounds: Bounds of the microbatches, from 0 to n, int64 (K + 1,).
+        count: Number of microbatches to reach.
+
+    Returns:
+        Bounds of ``min(count, n)`` microbatches, or of K if that is more; those that came in are among them.
+    """
+    heap = [(0.0, 0, 0)]  # negative size, start and end; numba takes the types from the first entry
+    heap.pop()
+    for k in range(len(bounds) - 1):
+        heapq.heappush(heap, _by_size(row_costs, bounds[k], bounds[k + 1]))
+    # The largest is at the top. A microbatch of one row is above zero: at the top there is nothing left to split.
+    while len(heap) < count and heap[0][0] < 0.0:
+        start, end = heap[0][1], heap[0][2]
+        middle = (start + end) // 2  # on sorted rows the shorter half holds the longer rows
+        heapq.heapreplace(heap, _by_size(row_costs, start, middle))
+        heapq.heappush(heap, _by_size(row_costs, middle, end))
+    raised = np.zeros(len(heap) + 1, dtype=np.int64)
+    for k in range(len(heap)):
+        raised[k + 1] = heap[k][2]
+    raised.sort()
+    return raised
+
+
+@compiled
+def _by_size(row_costs, start, end):  # noqa: ANN001, ANN202 - typed by numba
+    """Entry of a heap whose top is the largest microbatch that can be split."""
+    if end - start == 1:
+        return (1.0, start, end)
+    return (-(end - start) * row_costs[start:end].max(), start, end)
+
+
+@compiled
+def _reach_in_order(widths, image_sums, max_tokens, max_image_tokens):  # noqa: ANN001, ANN202 - typed by numba
+    """Latest end of a microbatch from each row under the caps, rows in any order, int64 (n,)."""
+    n = len(widths)
+    reach = np.zeros(n, dtype=np.int64)
+    for start in range(n):
+        end = start + 1  # a row over a cap is placed alone
+        width = widths[start]
+        while end < n:
+            width = max(width, widths[end])
+            over = (end + 1 - start) * width > max_tokens or image_sums[end + 1] - image_sums[start] > max_image_tokens
+            if over:
+                break
+            end += 1
+        reach[start] = end
+    return reach

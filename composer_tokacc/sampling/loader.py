@@ -1,0 +1,166 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""A DataLoader for RegroupingBatchSampler: ready microbatches, and no reading of what was seen before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from composer_tokacc.layout import ReadyBatch
+from composer_tokacc.sampling.sampler import RegroupingBatchSampler
+from composer_tokacc.sampling.share import RankShare, collate_share
+
+__all__ = ['RegroupingDataLoader', 'SkippedBatch']
+
+
+class SkippedBatch:
+    """Stands for a batch that was trained on before the run was interrupted; nothing was read for it."""
+
+
+class RegroupingDataLoader(DataLoader):
+    """A DataLoader over a :class:`RegroupingBatchSampler` that Composer takes for one of fixed batch size.
+
+    - ``batch_size`` is ``global_batch_size / num_replicas``, so that Composer finds its initial microbatch size.
+    - Batches are a :class:`.ReadyBatch`: each planned microbatch is collated by itself, in the worker that read it, at
+      its own width, and page-locked where ``pin_memory=True`` asks. The split of ``token_data_spec`` hands them on.
+    - Where a global batch has fewer samples than ranks, ranks without one get a zero-weight row, which is no sample.
+    - Seeds of workers depend on seed and epoch alone, and iterating consumes no global random numbers.
+    - Batches that will be thrown away are not read, see :meth:`skip_to`.
+
+    Args:
+        dataset: The sampler's map-style dataset.
+        batch_sampler: The sampler.
+        collate_fn: As for any DataLoader, called once a microbatch; must return a mapping.
+        **kwargs: Further arguments of :class:`torch.utils.data.DataLoader`.
+
+    Raises:
+        ValueError: If an argument is given that the sampler decides.
+    """
+
+    marks_added_rows = True
+    """Rows that only fill up the ranks weigh nothing here: :func:`.filler_rows` finds none."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        batch_sampler: RegroupingBatchSampler,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not isinstance(batch_sampler, RegroupingBatchSampler):
+            raise ValueError(
+                f'`batch_sampler` must be a RegroupingBatchSampler, got: {type(batch_sampler).__name__}. Use a plain '
+                'DataLoader for others.'
+            )
+        for name in ('batch_size', 'shuffle', 'sampler', 'drop_last'):
+            if name in kwargs:
+                raise ValueError(f'`{name}` must be left to the batch sampler, got: {kwargs[name]}. Drop it.')
+        self._generator = torch.Generator()
+        kwargs.setdefault('generator', self._generator)
+        planner = batch_sampler.planner
+        collate = partial(
+            collate_share,
+            collate_fn or default_collate,
+            max_tokens=planner.max_tokens,
+            width_multiple=planner.width_multiple,
+        )
+        super().__init__(_PlannedDataset(dataset, collate), batch_sampler=batch_sampler, collate_fn=_Parcel, **kwargs)
+        self._resume_at = (0, 0)
+        self._yielded = (0, 0)
+
+    @property
+    def batch_size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Samples of a rank and step, on average."""
+        return self._sampler.global_batch_size // self._sampler.num_replicas
+
+    @batch_size.setter
+    def batch_size(self, value: int | None) -> None:
+        """DataLoader itself sets None, as it does with any batch sampler."""
+
+    @property
+    def _sampler(self) -> RegroupingBatchSampler:
+        assert isinstance(self.batch_sampler, RegroupingBatchSampler), 'checked in __init__; torch forbids a change'
+        return self.batch_sampler
+
+    def skip_to(self, epoch: int, batch: int) -> None:
+        """Yields what comes before batch `batch` of epoch `epoch` as :class:`SkippedBatch`, once."""
+        self._resume_at = (epoch, batch)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yields the batches of the sampler's epoch."""
+        sampler, (resume_epoch, resume_batch) = self._sampler, self._resume_at
+        epoch, num_skipped = sampler.epoch, 0
+        if epoch < resume_epoch:
+            num_skipped = len(self)
+        elif epoch == resume_epoch:
+            num_skipped = min(resume_batch, len(self))
+            self._resume_at = (0, 0)
+        if num_skipped:
+            sampler.skip_to(num_skipped)
+        for _ in range(num_skipped):
+            yield SkippedBatch()
+        if num_skipped == len(self):
+            return
+        first = sampler.first_batch
+        self._generator.manual_seed(_seed_of(sampler, first))
+        for parcel in super().__iter__():
+            first += 1
+            self._yielded = (epoch, first)
+            yield parcel.batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the sampler after the batch that was yielded last, whatever workers have fetched ahead."""
+        epoch, batch = self._yielded
+        state = self._sampler.state_dict()
+        return {**state, 'batch': batch if epoch == state['epoch'] else 0}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The next iteration starts where :meth:`state_dict` was taken. Composer needs `SkipReadBatches` instead."""
+        self._sampler.load_state_dict(state)
+        self._yielded = (state['epoch'], state['batch'])
+
+
+class _PlannedDataset(Dataset):
+    """Reads the samples of a share, and makes a batch of them at once: collating sees nothing but samples.
+
+    It offers no ``state_dict``: Composer would stop discarding batches on resume, and not restore random numbers.
+    """
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any], RankShare], ReadyBatch]) -> None:
+        self.dataset = dataset
+        self._collate = collate
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+    def __getitems__(self, share: RankShare) -> ReadyBatch:
+        indices, read = list(share), getattr(self.dataset, '__getitems__', None)
+        samples = read(indices) if read is not None else [self.dataset[index] for index in indices]
+        return self._collate(samples, share)
+
+
+class _Parcel:
+    """A batch on its way to the trainer: what is no mapping by type torch lets page-lock itself."""
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+
+    def pin_memory(self) -> _Parcel:
+        return _Parcel(self.batch.pin_memory())
+
+
+def _seed_of(sampler: RegroupingBatchSampler, first_batch: int) -> int:
+    """Seed of worker processes: another one for each rank, epoch, and place of resumption."""
+    entropy = [sampler.seed % 2**32, sampler.epoch, sampler.rank, first_batch]
+    return int(np.random.SeedSequence(entropy).generate_state(1)[0])

@@ -1,0 +1,239 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Which samples the global batches of an epoch hold when a run has several datasets, or one medium a step."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+import torch
+
+__all__ = ['Mixture', 'MixtureOrder', 'counts_of_first', 'interleave', 'num_mixed_batches']
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Shares of several datasets, which follow one another in a ``torch.utils.data.ConcatDataset``.
+
+    Args:
+        sizes: Samples of each dataset.
+        epochs: How often each is passed in one epoch of the run; 0.5 gives one half in one epoch and the other half in
+            the next. Default: once each.
+        weights: Instead, the relative share of each in every global batch; an epoch then has ``sum(sizes)`` samples.
+
+    Raises:
+        ValueError: If an argument is out of range.
+    """
+
+    sizes: Sequence[int]
+    epochs: Sequence[float] | None = None
+    weights: Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.sizes or min(self.sizes) < 1:
+            raise ValueError(f'`sizes` must be positive, got: {list(self.sizes)}. Leave out datasets without samples.')
+        if self.epochs is not None and self.weights is not None:
+            raise ValueError('Only one of `epochs` and `weights` must be given, got: both. Drop one.')
+        for name in ('epochs', 'weights'):
+            values = getattr(self, name)
+            if values is not None and (len(values) != len(self.sizes) or not all(0 < value < 1e9 for value in values)):
+                raise ValueError(
+                    f'`{name}` must be one positive number for each of {len(self.sizes)} datasets, got: {list(values)}.'
+                )
+
+    @property
+    def quotas(self) -> list[Fraction]:
+        """Samples of each dataset in an epoch, on average over many."""
+        if self.weights is not None:
+            weights = [Fraction(weight) for weight in self.weights]
+            return [sum(self.sizes) * weight / sum(weights) for weight in weights]
+        passes = self.epochs if self.epochs is not None else [1] * len(self.sizes)
+        return [size * Fraction(number) for size, number in zip(self.sizes, passes, strict=True)]
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of an epoch."""
+        return max(round(sum(self.quotas)), 1)
+
+
+def num_mixed_batches(
+    mixture: Mixture, global_batch_size: int, *, drop_last: bool, media: np.ndarray | None = None
+) -> int:
+    """Global batches of an epoch of :class:`MixtureOrder`, the same for every epoch."""
+    if drop_last:
+        return mixture.num_samples // global_batch_size
+    counts = counts_of_first(mixture.num_samples, _quotas(_streams(mixture, media)))
+    return sum(-(-count // global_batch_size) for count in counts)
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """The samples of one dataset (and one medium), pass after pass without end, each in another order."""
+
+    samples: np.ndarray
+    quota: Fraction
+
+    def read(self, items: np.ndarray, entropy: Sequence[int] | None) -> np.ndarray:
+        """Samples at these places of the endless sequence; None keeps them in order."""
+        if entropy is None:
+            return self.samples[items % len(self.samples)]
+        found = np.empty_like(items)
+        passes = items // len(self.samples)
+        for number in np.unique(passes).tolist():
+            seed = int(np.random.SeedSequence([*entropy, number]).generate_state(1)[0])
+            order = torch.randperm(len(self.samples), generator=torch.Generator().manual_seed(seed)).numpy()
+            here = passes == number
+            found[here] = self.samples[order[items[here] % len(self.samples)]]
+        return found
+
+
+class MixtureOrder:
+    """The order of one epoch, cut into global batches.
+
+    Each dataset is a sequence without end, and so is the run: the datasets' sequences, merged evenly, so that every
+    global batch has each dataset's share to within one sample or two. Epochs are stretches of it. Nothing is lost at
+    their borders: with `drop_last` the next epoch begins with what did not fill a global batch of the last, so even a
+    dataset smaller than that is passed as often as any other.
+
+    With `media`, every global batch holds samples of one medium only; the batches of the media are merged evenly.
+
+    Args:
+        mixture: The datasets and their shares.
+        global_batch_size: Samples of a global batch.
+        drop_last: Whether all global batches are full. Otherwise the last one of an epoch (with `media`: of each
+            medium) holds the samples that are left.
+        seed: Seed of the run; None keeps each dataset's own order.
+        epoch: Number of the epoch, from 0.
+        media: Medium of each sample, int (n,); None: global batches mix them.
+    """
+
+    def __init__(
+        self,
+        mixture: Mixture,
+        global_batch_size: int,
+        *,
+        drop_last: bool,
+        seed: int | None,
+        epoch: int,
+        media: np.ndarray | None = None,
+    ) -> None:
+        groups = _streams(mixture, media)
+        quotas = _quotas(groups)
+        size, num_samples = global_batch_size, mixture.num_samples
+        if drop_last:
+            num_batches = num_samples // size
+            begins, ends = (
+                [count * size for count in counts_of_first((epoch + which) * num_batches, quotas)] for which in (0, 1)
+            )
+        else:
+            counts = counts_of_first(num_samples, quotas)
+            begins = [epoch * count for count in counts]
+            ends = [begin + count for begin, count in zip(begins, counts, strict=True)]
+        orders = [
+            _merged(group, begin, end, seed) for group, begin, end in zip(groups, begins, ends, strict=True)
+        ]  # fmt: skip
+        self.windows = _interleaved_windows(orders, size)
+
+    def __len__(self) -> int:
+        """Global batches of the epoch."""
+        return len(self.windows)
+
+    def window(self, batch: int) -> np.ndarray:
+        """Indices of the samples of global batch `batch`, int64."""
+        return self.windows[batch]
+
+
+def _streams(mixture: Mixture, media: np.ndarray | None) -> list[list[_Stream]]:
+    """Sequences to merge into each kind of global batch: one kind, or one for each medium."""
+    ends = np.cumsum(mixture.sizes)
+    datasets = [np.arange(end - size, end) for size, end in zip(mixture.sizes, ends, strict=True)]
+    media = np.zeros(ends[-1], dtype=np.int64) if media is None else media
+    groups = []
+    for medium in np.unique(media).tolist():
+        group = []
+        for samples, quota in zip(datasets, mixture.quotas, strict=True):
+            chosen = samples[media[samples] == medium]
+            if len(chosen):
+                group.append(_Stream(chosen, quota * len(chosen) / len(samples)))
+        groups.append(group)
+    return groups
+
+
+def _quotas(groups: list[list[_Stream]]) -> list[Fraction]:
+    return [sum((stream.quota for stream in group), Fraction(0)) for group in groups]
+
+
+def _merged(group: list[_Stream], begin: int, end: int, seed: int | None) -> np.ndarray:
+    """Samples from place `begin` to `end` of the evenly merged sequences of a group."""
+    quotas = [stream.quota for stream in group]
+    sources, items = interleave(counts_of_first(begin, quotas), counts_of_first(end, quotas), quotas)
+    samples = np.empty_like(items)
+    for number, stream in enumerate(group):
+        here = sources == number
+        entropy = None if seed is None else (seed % 2**32, int(stream.samples[0]))
+        samples[here] = stream.read(items[here], entropy)
+    return samples
+
+
+def _interleaved_windows(orders: list[np.ndarray], size: int) -> list[np.ndarray]:
+    """The global batches of all groups, evenly mixed."""
+    windows = [[order[start : start + size] for start in range(0, len(order), size)] for order in orders if len(order)]
+    counts = [len(own) for own in windows]
+    sources, items = interleave([0] * len(counts), counts, [Fraction(count) for count in counts])
+    return [windows[source][item] for source, item in zip(sources, items, strict=True)]
+
+
+# Endless sequences merged evenly: after any number of items each has had its share, to within one.
+
+
+def counts_of_first(num_items: int, quotas: Sequence[Fraction]) -> list[int]:
+    """How many of the first items of the merged sequence each sequence has given.
+
+    Item ``j`` of a sequence with quota ``q`` stands at ``(j + 1/2) / q`` (Sainte-Laguë's divisor method), so counts
+    never fall when `num_items` grows. ``sum(quotas)`` items hold exactly ``quotas``, where these are integers.
+
+    Args:
+        num_items: Length of the merged sequence.
+        quotas: Positive relative rates.
+
+    Returns:
+        Counts that add up to `num_items`; ties go to the earlier sequence.
+    """
+    # All items up to this place, which are at most `num_items`; the few that are missing come one by one.
+    place = Fraction(max(num_items - len(quotas), 0)) / sum(quotas)
+    counts = [int(place * quota + Fraction(1, 2)) for quota in quotas]
+    nearest = [
+        ((count + Fraction(1, 2)) / quota, index)
+        for index, (count, quota) in enumerate(zip(counts, quotas, strict=True))
+    ]
+    heapq.heapify(nearest)
+    for _ in range(num_items - sum(counts)):
+        _, index = nearest[0]
+        counts[index] += 1
+        heapq.heapreplace(nearest, ((counts[index] + Fraction(1, 2)) / quotas[index], index))
+    return counts
+
+
+def interleave(begins: Sequence[int], ends: Sequence[int], quotas: Sequence[Fraction]) -> tuple[np.ndarray, np.ndarray]:
+    """A stretch of the merged sequence.
+
+    Args:
+        begins: First item of each sequence in it.
+        ends: One past the last.
+        quotas: As for :func:`counts_of_first`.
+
+    Returns:
+        For each place of the stretch: which sequence, and which of its items. Both int64.
+    """
+    places = [
+        (np.arange(begin, end) + 0.5) / float(quota) for begin, end, quota in zip(begins, ends, quotas, strict=True)
+    ]
+    order = np.argsort(np.concatenate(places), kind='stable')
+    sources = np.repeat(np.arange(len(quotas)), [len(part) for part in places])[order]
+    items = np.concatenate([np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)])[order]
+    return sources, items

@@ -1,0 +1,48 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""How far a step's gradient is off one forward over the whole batch: ``python examples/three_lines.py``, in seconds."""
+
+import torch
+from composer import Callback, Logger, State, Trainer
+from composer.models import HuggingFaceModel
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from composer_tokacc import TokenAccumulation, token_data_spec
+
+torch.manual_seed(0)
+config = LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2)
+llama = LlamaForCausalLM(config)
+# Eight rows of 4 to 60 tokens, the rest is padding; the first quarter of each is the prompt.
+lengths = torch.tensor([4, 7, 9, 12, 16, 25, 40, 60])
+columns = torch.arange(60)
+ids, real = torch.randint(3, 64, (8, 60)), columns < lengths[:, None]
+labels = ids.masked_fill(~real | (columns < lengths[:, None] // 4), -100)
+batch = {'input_ids': ids, 'attention_mask': real.long(), 'labels': labels}
+
+llama(**batch).loss.backward()
+whole = torch.cat([parameter.grad.flatten() for parameter in llama.parameters()])
+
+
+class ShowError(Callback):
+    """Prints the relative error of the step's gradient before the optimizer moves."""
+
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        """Runs when the gradients are whole."""
+        found = torch.cat([parameter.grad.flatten() for parameter in state.model.parameters()])
+        print(f'gradient error {(found - whole).norm() / whole.norm():.1e}')
+
+
+for data, algorithms in ([batch], None), (token_data_spec([batch]), [TokenAccumulation()]):
+    print('stock Composer' if algorithms is None else 'with TokenAccumulation and token_data_spec', end=': ')
+    Trainer(
+        model=HuggingFaceModel(llama, shift_labels=True),
+        train_dataloader=data,
+        algorithms=algorithms,
+        device_train_microbatch_size=2,
+        max_duration='1ba',
+        callbacks=[ShowError()],
+        optimizers=torch.optim.SGD(llama.parameters(), lr=0.0),
+        device='cpu',
+        progress_bar=False,
+    ).fit()

@@ -1,0 +1,140 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The first-batch check proves rows independent of their company, chooses a cut that keeps their losses, or refuses."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from composer_tokacc import TokenAccumulation, token_data_spec
+from composer_tokacc.algorithm.first_batch import CutRules
+from tests.support.text import VOCABULARY, collate, text_model, text_rows
+from tests.support.training import hugging_face, loader, reference_gradients, relative_error, train
+
+SHAPE = [(4, 2), (5, 3), (9, 7), (14, 11), (6, 1), (3, 2)]
+EVEN = [(9, 4), (9, 7), (9, 2), (9, 8)]
+
+
+def gpt2():
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=2, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    )
+    return GPT2LMHeadModel(config)
+
+
+class Deaf(GPT2LMHeadModel):
+    """Takes no ``position_ids``, as models of other makers may not."""
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, use_cache=None):
+        return super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels, use_cache=False)
+
+
+def rules_after(model, batch, **kwargs):
+    data = token_data_spec(loader(batch), **kwargs)
+    recorder, _, _ = train(model, data, algorithms=[TokenAccumulation()], microbatch_size=2)
+    expected, _ = reference_gradients(model, batch)
+    assert relative_error(recorder.gradients, expected) < 1e-6
+    return data.split_batch.__self__._split.rules
+
+
+def test_padding_on_the_right_is_trimmed():
+    assert rules_after(text_model(), collate(text_rows(SHAPE))) == CutRules(right='trim')
+
+
+def test_padding_on_the_left_is_trimmed_where_positions_follow_the_mask_or_are_relative():
+    assert rules_after(text_model(), collate(text_rows(SHAPE), side='left')) == CutRules(left='trim')
+
+
+def test_positions_from_column_zero_are_written_where_the_model_takes_them():
+    assert rules_after(gpt2(), collate(text_rows(SHAPE), side='left')) == CutRules(left='columns')
+
+
+def test_padding_that_moves_positions_stays_where_the_model_takes_none():
+    model = Deaf(gpt2().config)
+    assert rules_after(model, collate(text_rows(SHAPE), side='left')) == CutRules(left='keep')
+
+
+@pytest.mark.parametrize('side', ['left', 'right'])
+def test_padding_that_comes_after_the_first_batch_is_proven_before_the_optimizer_moves(side):
+    model = gpt2()
+    batches = [collate(text_rows(EVEN)), collate(text_rows(SHAPE), side=side), collate(text_rows(SHAPE[1:]), side=side)]
+    data = token_data_spec(loader(*batches))
+    recorder, _, _ = train(model, data, algorithms=[TokenAccumulation()], microbatch_size=2, max_duration='3ba')
+    for batch, gradients in zip(batches, recorder.steps, strict=True):
+        assert relative_error(gradients, reference_gradients(model, batch)[0]) < 1e-6
+    known = {'left': CutRules(left='columns'), 'right': CutRules(right='trim')}
+    assert data.split_batch.__self__._split.rules == known[side]
+
+
+class Meddling(torch.nn.Module):
+    """Lets every row see the mean of the rows beside it."""
+
+    def forward(self, hidden):
+        return hidden + hidden.mean(dim=0, keepdim=True)
+
+
+@pytest.mark.parametrize('make', [lambda batch: loader(batch), lambda batch: token_data_spec(loader(batch))])
+def test_rows_that_see_each_other_are_refused_by_name_and_nothing_moves(make):
+    model = text_model()
+    model.model.embed_tokens = torch.nn.Sequential(model.model.embed_tokens, Meddling())
+    before = copy.deepcopy(model.state_dict())
+    ids = [f'sample-{row}' for row in range(len(SHAPE))]
+    batch = {**collate(text_rows(SHAPE)), 'sample_ids': ids}
+    with pytest.raises(RuntimeError, match=r"must not depend on the rows beside it.* row 'sample-\d': a token whose"):
+        train(
+            model, make(batch), algorithms=[TokenAccumulation()], microbatch_size=2,
+            optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        )  # fmt: skip
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize('logits', [True, False])
+def test_rows_that_see_each_other_are_refused_with_and_without_logits(logits):
+    model = text_model()
+    model.model.embed_tokens = torch.nn.Sequential(model.model.embed_tokens, Meddling())
+    wrapped = hugging_face(model)
+    if not logits:
+        forward = wrapped.forward
+        wrapped.forward = lambda batch: {'loss': forward(batch)['loss']}
+    with pytest.raises(RuntimeError, match='must not depend on the rows beside it'):
+        train(wrapped, loader(collate(text_rows(SHAPE))), algorithms=[TokenAccumulation()], microbatch_size=2)
+
+
+def test_term_that_depends_on_the_company_is_refused_though_every_token_agrees():
+    wrapped = hugging_face(text_model())
+    own = type(wrapped).loss
+    wrapped.loss = lambda outputs, batch: (
+        own(wrapped, outputs, batch) + 0.1 * outputs['logits'].std(dim=0, unbiased=False).mean()
+    )
+    with pytest.raises(RuntimeError, match=r'rows together, and \d+\.\d+ as the mean of the rows one by one'):
+        train(wrapped, loader(collate(text_rows(SHAPE))), algorithms=[TokenAccumulation()], microbatch_size=2)
+
+
+@pytest.mark.parametrize('side', ['left', 'right'])
+def test_healthy_model_with_bfloat16_weights_is_not_refused(side):
+    model = text_model().to(torch.bfloat16)
+    data = token_data_spec(loader(collate(text_rows(SHAPE), side=side)))
+    recorder, _, _ = train(model, data, algorithms=[TokenAccumulation()], microbatch_size=2)
+    assert recorder.gradients
+
+
+def test_label_on_a_first_token_behind_padding_keeps_its_padding_and_is_named_once(caplog):
+    batch = collate(text_rows([(4, 4), (5, 3), (9, 7), (14, 11)]), side='left')
+    model = text_model()
+    with caplog.at_level(logging.WARNING, logger='composer_tokacc'):
+        rules = rules_after(model, batch)
+    assert rules == CutRules(left='trim')
+    assert sum('have a label on their first token' in record.message for record in caplog.records) == 1
+
+
+def test_the_check_is_logged_with_its_cost(caplog):
+    with caplog.at_level(logging.INFO, logger='composer_tokacc'):
+        rules_after(text_model(), collate(text_rows(SHAPE)))
+    assert any('The first-batch check took' in record.message for record in caplog.records)

@@ -1,0 +1,209 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Microbatches that a loader has collated: handed on as they are, cut again only where they must be."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, TokenAccumulation, token_data_spec
+from composer_tokacc.algorithm.first_batch import CutRules, split_of
+from composer_tokacc.counting import carried, num_samples
+from composer_tokacc.layout import BatchLayout, ReadyBatch
+from tests.support.families import FAMILIES
+from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
+from tests.support.small_batches import LLAVA, TEXT, text_batch
+from tests.support.text import text_model
+from tests.support.training import hugging_face, logged, reference_gradients, relative_error, train
+
+SHAPES = [[9, 8], [5, 4, 4, 3], [10]]
+CAP = 20
+
+
+def ready(shapes=SHAPES, *, side='right', images=False):
+    """Microbatches of rows of these lengths; with a picture in the first row of all but the last."""
+    microbatches = []
+    for number, lengths in enumerate(shapes):
+        batch = text_batch(lengths, side=side, names=[f'{number}.{row}' for row in range(len(lengths))])
+        if images and number < len(shapes) - 1:
+            batch['num_images'] = [1, *[0] * (len(lengths) - 1)]
+            batch['pixel_values'] = torch.full((1, 3, 4, 4), float(number))
+        elif images:
+            batch['num_images'] = [0] * len(lengths)
+        microbatches.append(batch)
+    places = iter(range(100))
+    return ReadyBatch(microbatches, max_tokens=CAP, indices=[[next(places) for _ in lengths] for lengths in shapes])
+
+
+def spec_for(*, images=False, checked=True, left='trim', right='trim', companions=False, **kwargs):
+    source = []
+    spec = token_data_spec(source, layout=BatchLayout(family=LLAVA if images else TEXT), slot_tokens=10, **kwargs)
+    split = spec.split_batch.__self__._split
+    split.rules, split.checked = CutRules(left=left, right=right, companions=companions), checked
+    return spec
+
+
+def names(microbatches):
+    return [microbatch['names'] for microbatch in microbatches]
+
+
+@pytest.fixture
+def two_ranks(monkeypatch):
+    """This process is one of two ranks, which all say what this one says."""
+    monkeypatch.setattr('composer_tokacc.data_spec.split.dist.get_world_size', lambda: 2)
+    monkeypatch.setattr('composer_tokacc.data_spec.split._max_over_ranks', list)
+
+
+def is_handed_on(microbatches, batch):
+    """The very tensors that the loader made, none copied."""
+    assert len(microbatches) == len(batch.microbatches)
+    for microbatch, source in zip(microbatches, batch.microbatches, strict=True):
+        for key, value in source.items():
+            assert microbatch[key] is value if isinstance(value, torch.Tensor) else microbatch[key] == value, key
+        assert carried(microbatch)['microbatches'] == [len(microbatches)] * len(microbatch['names'])
+
+
+@pytest.mark.parametrize('side', ['right', 'left'])
+def test_microbatches_are_handed_on_without_a_copy(side):
+    batch, spec = ready(side=side), spec_for()
+    if side == 'left':  # a first label is predicted from what stands before it, so it must not be one
+        batch = batch.map(lambda one: {**one, 'labels': one['labels'].masked_fill(one['labels'] == 1, -100)})
+    is_handed_on(spec.split_batch(spec.batch_transforms(batch), 2), batch)
+
+
+def test_ranks_in_step_copy_no_picture_either(two_ranks):
+    batch, spec = ready([[9, 8], [5, 4, 4]], images=True), spec_for(images=True)
+    batch.microbatches[-1].update(num_images=[1, 0, 0], pixel_values=torch.ones(1, 3, 4, 4))
+    is_handed_on(spec.split_batch(batch, 2), batch)
+
+
+def test_ranks_in_step_add_a_picture_where_none_is(two_ranks):
+    batch, spec = ready([[9, 8], [5, 4], [10]], images=True), spec_for(images=True)
+    first, second, last = spec.split_batch(batch, 4)
+    assert (len(first['input_ids']), len(second['input_ids']), len(last['input_ids'])) == (2, 2, 2)
+    assert first['pixel_values'] is batch.microbatches[0]['pixel_values']
+    assert last['pixel_values'].shape == (1, 3, 4, 4)
+    assert [num_samples(one) for one in (first, second, last)] == [2, 2, 1]
+
+
+@pytest.mark.parametrize('size', [1, 1.5])
+def test_smaller_microbatches_are_cut_from_those_that_are_too_large(size):
+    batch = ready([[9, 8], [5, 4, 4, 3], [10]])
+    found = spec_for().split_batch(batch, size)
+    for microbatch in found:
+        assert microbatch['input_ids'].numel() <= 10 * size
+    assert sorted(name for of_one in names(found) for name in of_one) == sorted(batch['names'])
+    whole = next(one for one in found if one['names'] == ['2.0'])
+    assert whole['input_ids'] is batch.microbatches[2]['input_ids'], 'it was small enough'
+
+
+def test_lengths_that_turn_out_longer_than_planned_never_break_the_cap():
+    spec = spec_for()
+    assert sorted(len(one['names']) for one in spec.split_batch(ready([[9, 9, 9], [4, 4]]), 2)) == [1, 2, 2]
+    with pytest.raises(ValueError, match='got: sample number 2 of the dataset of 21 tokens, over the cap of 20'):
+        spec.split_batch(ready([[9, 8], [21]]), 2)
+
+
+def test_columns_that_no_row_needs_are_cut_off():
+    batch = ReadyBatch([text_batch([4, 3], width=9, names=['a', 'b'])], max_tokens=CAP)
+    (microbatch,) = spec_for().split_batch(batch, 2)
+    assert microbatch['input_ids'].shape == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ('kwargs', 'side'),
+    [
+        ({'regroup': False}, 'right'),
+        ({'packing': True}, 'right'),
+        ({'right': 'keep'}, 'right'),
+        ({'left': 'keep'}, 'left'),
+        ({'left': 'columns'}, 'left'),
+    ],
+)
+def test_where_rows_mean_something_only_side_by_side_they_are_joined_first(kwargs, side):
+    batch, spec = ready(side=side), spec_for(**kwargs)
+    plain = batch.joined(BatchLayout(family=TEXT))
+    found, expected = spec.split_batch(batch, 5), spec.split_batch(plain, 5)
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[key], other[key]) for key in one if isinstance(one[key], torch.Tensor))
+
+
+def test_label_on_a_first_token_behind_padding_is_left_to_the_whole_batch():
+    spec, batch = spec_for(), ready(side='left')
+    plain = batch.joined(BatchLayout(family=TEXT))
+    assert names(spec.split_batch(batch, 20)) == names(spec.split_batch(plain, 20))
+
+
+def test_evaluation_keeps_rows_in_order():
+    batch, spec = ready(), spec_for()
+    with torch.no_grad():
+        found = spec.split_batch(batch, 3)
+    assert names(found) == [batch['names'][start : start + 3] for start in (0, 3, 6)]
+
+
+def test_users_transforms_see_plain_mappings():
+    def drop_names(batch):
+        assert type(batch) is dict
+        return {key: value for key, value in batch.items() if key != 'names'}
+
+    spec = token_data_spec([], batch_transforms=drop_names)
+    changed = spec.batch_transforms(ready())
+    assert isinstance(changed, ReadyBatch)
+    assert 'names' not in changed
+    assert spec.get_num_samples_in_batch(changed) == 7
+    assert spec.get_num_tokens_in_batch(changed) == sum(map(sum, SHAPES))
+
+
+@pytest.mark.parametrize('width_multiple', [1, 8])
+def test_every_step_has_the_gradient_of_its_global_batch(width_multiple):
+    dataset, model = LengthDataset(20), text_model()
+    sampler = RegroupingBatchSampler(
+        dataset, lengths=dataset.lengths, global_batch_size=8, max_tokens=2 * LONGEST, num_replicas=1, rank=0,
+        width_multiple=width_multiple,
+    )  # fmt: skip
+    loader = RegroupingDataLoader(dataset, batch_sampler=sampler, collate_fn=collate_samples)
+    widths = {one['input_ids'].shape[1] % width_multiple for batch in loader for one in batch.microbatches}
+    assert widths == {0}
+    spec = token_data_spec(loader, slot_tokens=LONGEST, width_multiple=width_multiple)
+    recorder, memory, trainer = train(
+        model, spec, algorithms=[TokenAccumulation()], microbatch_size=2, max_duration='1ep'
+    )
+    assert int(trainer.state.timestamp.sample) == 20
+    for step, (found, loss) in enumerate(zip(recorder.steps, logged(memory, 'loss/train/total'), strict=True)):
+        whole = collate_samples([dataset[index] for index in sampler.window(step)])
+        expected, true_loss = reference_gradients(model, whole)
+        assert relative_error(found, expected) < 1e-6
+        assert loss == pytest.approx(true_loss, rel=1e-6)
+
+
+@pytest.mark.parametrize('name', ['llava', 'qwen2_5_vl'])
+def test_pictures_go_with_their_rows(name):
+    case = FAMILIES[name]()
+    layout = BatchLayout.for_model(case.model)
+    rows, collate = case.rows, partial(layout.concat, pad_token_id=case.pad_token_id)
+
+    class Rows(Dataset):
+        def __len__(self):
+            return len(rows)
+
+        def __getitem__(self, index):
+            return rows[index]
+
+    lengths = [row['input_ids'].shape[1] for row in rows]
+    sampler = RegroupingBatchSampler(
+        Rows(), lengths=lengths, global_batch_size=len(rows), max_tokens=2 * max(lengths), num_replicas=1, rank=0
+    )
+    loader = RegroupingDataLoader(Rows(), batch_sampler=sampler, collate_fn=collate)
+    assert len(next(iter(loader)).microbatches) > 1
+    spec = token_data_spec(loader, slot_tokens=max(lengths))
+    recorder, _, _ = train(hugging_face(case.model), spec, algorithms=[TokenAccumulation()], microbatch_size=2)
+    assert split_of(loader).checked
+    expected, _ = reference_gradients(case.model, collate(rows))
+    assert relative_error(recorder.gradients, expected) < 1e-6

@@ -1,0 +1,210 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""What only a GPU can show: exact in fp32 and with a GradScaler, no host sync, page-locked memory, compiled models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from composer.core import Callback, Event
+from composer.devices import DeviceGPU
+from torch.utils.data import DataLoader
+
+from benchmarks.device import GPU
+from benchmarks.gpu_parts.scale import REHEARSAL, build_llava
+from benchmarks.gpu_peaks import GpuRun
+from benchmarks.small_llava import make_rows
+from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
+from composer_tokacc.data_spec.added_rows import add_rows, spare_row
+from tests.support.families import FAMILIES
+from tests.support.text import collate, text_model, text_rows
+from tests.support.training import GivenBatches, loader, reference_gradients, relative_error, train
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')]
+
+RAGGED = [(4, 2), (5, 3), (9, 7), (14, 11), (6, 1), (3, 2), (40, 38), (21, 0)]
+# The reference is a CPU's: kernels sum in another order.
+TOLERANCE = 1e-5
+MIB = 2**20
+
+
+def exact_device() -> DeviceGPU:
+    """Composer turns TF32 on, which has a mantissa of 10 bits."""
+    return DeviceGPU(allow_tf32=False)
+
+
+@pytest.mark.parametrize('microbatch_size', [1, 2, 3, 8])
+@pytest.mark.parametrize('split', ['stock', 'ordered', 'regrouped', 'packed'])
+def test_text_gradient_is_that_of_one_forward(split, microbatch_size):
+    model, batch = text_model(), collate(text_rows(RAGGED))
+    expected, _ = reference_gradients(model, batch)
+    data: Any = loader(batch)
+    if split != 'stock':
+        data = token_data_spec(data, regroup=split != 'ordered', packing=split == 'packed')
+    recorder, _, _ = train(
+        model, data, algorithms=[TokenAccumulation()], microbatch_size=microbatch_size, device=exact_device()
+    )
+    assert relative_error(recorder.gradients, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize('microbatch_size', [1, 2, 6])
+@pytest.mark.parametrize('family', ['llava', 'qwen2_5_vl', 'idefics3', 'gemma3'])
+def test_image_gradient_is_that_of_one_forward(family, microbatch_size):
+    case = FAMILIES[family]()
+    layout = BatchLayout.for_model(case.config)
+    batch = layout.concat(case.rows, pad_token_id=case.pad_token_id)
+    expected, _ = reference_gradients(case.model, batch)
+    recorder, _, _ = train(
+        case.model, token_data_spec(loader(batch), layout=layout), algorithms=[TokenAccumulation()],
+        microbatch_size=microbatch_size, device=exact_device(),
+    )  # fmt: skip
+    assert relative_error(recorder.gradients, expected) < TOLERANCE
+
+
+def test_stock_composer_is_wrong_here_so_the_tests_can_fail():
+    model, batch = text_model(), collate(text_rows(RAGGED))
+    expected, _ = reference_gradients(model, batch)
+    recorder, _, _ = train(model, loader(batch), microbatch_size=1, device=exact_device())
+    assert relative_error(recorder.gradients, expected) > 0.1
+
+
+@pytest.mark.parametrize('precision', ['amp_fp16', 'amp_bf16'])
+def test_half_precision_is_as_near_as_one_forward_in_it(precision):
+    """AMP_FP16 goes through a GradScaler, whose scale must not be taken for a wrong weight."""
+    model, batch = text_model(), collate(text_rows(RAGGED))
+    expected, _ = reference_gradients(model, batch)
+    errors = []
+    for microbatch_size in (1, len(RAGGED)):
+        recorder, _, trainer = train(
+            text_model(), token_data_spec(loader(batch)), algorithms=[TokenAccumulation()], precision=precision,
+            microbatch_size=microbatch_size, device='gpu',
+        )  # fmt: skip
+        assert trainer.state.scaler.is_enabled() == (precision == 'amp_fp16')
+        errors.append(relative_error(recorder.gradients, expected))
+    accumulated, whole = errors
+    assert 0 < whole < 0.05
+    assert accumulated < 2 * whole
+
+
+MICROBATCH_EVENTS = (Event.BEFORE_FORWARD, Event.AFTER_LOSS, Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD)
+
+
+class NeverWaits(TokenAccumulation):
+    """Torch raises at anything that waits for the GPU, from the second microbatch on."""
+
+    microbatches = 0
+
+    def apply(self, event, state, logger):
+        self.microbatches += event == Event.BEFORE_FORWARD
+        if event not in MICROBATCH_EVENTS or self.microbatches < 2:
+            super().apply(event, state, logger)
+            return
+        torch.cuda.set_sync_debug_mode('error')
+        try:
+            super().apply(event, state, logger)
+        finally:
+            torch.cuda.set_sync_debug_mode('default')
+
+
+def test_no_host_sync_a_microbatch():
+    torch.cuda.init()
+    torch.cuda.set_sync_debug_mode('error')
+    try:
+        with pytest.raises(RuntimeError, match='synchronizing'):
+            torch.ones(1, device='cuda').item()  # so the mode is at work here
+    finally:
+        torch.cuda.set_sync_debug_mode('default')
+    algorithm = NeverWaits()
+    train(text_model(), token_data_spec(loader(collate(text_rows(RAGGED)))), algorithms=[algorithm], device='gpu')
+    assert algorithm.microbatches >= 4
+
+
+class SeesPixels(Callback):
+    """Which device batches came page-locked, and what kind of memory the split's microbatches are in."""
+
+    def __init__(self):
+        self.device_batches, self.microbatches = [], []
+
+    def watch(self, spec):
+        split = spec.split_batch
+
+        def watched(batch, size):
+            parts = split(batch, size)
+            self.microbatches += [part['pixel_values'].is_pinned() for part in parts if 'pixel_values' in part]
+            return parts
+
+        spec.split_batch = watched
+        return spec
+
+    def batch_start(self, state, logger):
+        self.device_batches.append(state.batch['pixel_values'].is_pinned())
+
+
+def test_page_locked_images_stay_page_locked():
+    case = FAMILIES['llava']()
+    layout = BatchLayout.for_model(case.config)
+    batch = layout.concat(case.rows, pad_token_id=case.pad_token_id)
+    expected, _ = reference_gradients(case.model, batch)
+    seen = SeesPixels()
+    pinning = DataLoader(GivenBatches([batch]), batch_size=None, pin_memory=True)
+    recorder, _, _ = train(
+        case.model, seen.watch(token_data_spec(pinning, layout=layout)), algorithms=[TokenAccumulation()],
+        callbacks=[seen], microbatch_size=2, device=exact_device(),
+    )  # fmt: skip
+    assert relative_error(recorder.gradients, expected) < TOLERANCE
+    assert seen.device_batches == [True]
+    assert seen.microbatches
+    assert all(seen.microbatches)
+
+
+@pytest.mark.parametrize('mode', ['default', 'reduce-overhead'])
+def test_compiled_model_has_the_same_gradient_and_few_graphs(mode):
+    """`reduce-overhead` replays CUDA graphs, whose outputs the next microbatch overwrites."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    # Widths of 16 and 32 where graphs may be for any width, one width where they are replayed as they are.
+    lengths = [12, 14, 16, 9, 30, 28, 32, 25] if mode == 'default' else [32] * 8
+    model, batch = text_model(), collate(text_rows([(length, length - 2) for length in lengths]))
+    expected, _ = reference_gradients(model, batch)
+    recorder, _, _ = train(
+        model, token_data_spec(loader(*[batch] * 3), width_multiple=16), algorithms=[TokenAccumulation()],
+        microbatch_size=2, max_duration='3ba', device=exact_device(), compile_config={'mode': mode},
+    )  # fmt: skip
+    for gradients in recorder.steps:
+        found = {name.replace('_orig_mod.', ''): gradient for name, gradient in gradients.items()}
+        assert relative_error(found, expected) < TOLERANCE
+    # The probe's, the first width's, one for any: a number of ours that is guarded on would make one a microbatch.
+    assert 0 < torch._dynamo.utils.counters['stats']['unique_graphs'] <= 4
+
+
+def peak_mib(model: torch.nn.Module, batch: dict[str, Any]) -> float:
+    """Most memory held in forward and backward, beyond what is there before."""
+    moved = {key: value.cuda() for key, value in batch.items() if isinstance(value, torch.Tensor)}
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        model(**moved).loss.backward()
+    return (torch.cuda.max_memory_allocated() - before) / MIB
+
+
+def test_zero_weight_row_takes_no_more_memory_than_the_cap():
+    """A text-only microbatch with an image row added, against a full one of the same rows x width."""
+    config = REHEARSAL.config()
+    model, layout = build_llava(config, GPU), BatchLayout.for_model(config)
+    width = 2048
+    full = layout.concat(make_rows([width] * 8, 0, config))
+    text = layout.select(layout.concat(make_rows([width] * 16, 0, config)), range(1, 15, 2))
+    spare = spare_row(layout, make_rows([16], 0, config)[0], 'image')
+    assert layout.num_rows(text) == 7
+    assert peak_mib(model, add_rows(layout, text, [spare])) <= 1.02 * peak_mib(model, full)
+
+
+def test_measured_memory_holds_the_states_of_the_optimizer():
+    model = text_model()
+    run = GpuRun(lambda: model, collate(text_rows(RAGGED)), precision='fp32')
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    # Weights, gradients and two moments, four bytes each.
+    assert run.static_bytes >= 16 * parameters

@@ -1,0 +1,294 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+import functools
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from composer_tokacc.planning import CostModel, cut, cut_in_order, raise_count
+from composer_tokacc.planning.cuts import (
+    LeastPaddedCuts,
+    equal_cost_cut,
+    fill,
+    least_padded_cut,
+    microbatch_costs,
+    split_largest,
+)
+from tests.planning.reference import check_cut, fits, least_padded, sorted_rows
+
+LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=12)
+SAMPLES = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 9)), min_size=1, max_size=14)
+COST = CostModel(vision_per_token=0.7, launch=5.0)
+
+
+def _price(width: int) -> float:
+    return float(COST.rows(np.array([width]))[0])
+
+
+def _padded(microbatches, lengths) -> float:
+    return sum(len(rows) * _price(max(lengths[row] for row in rows)) for rows in microbatches)
+
+
+def _padded_bounds(rows, bounds) -> float:
+    return sum((end - start) * rows.row_costs[start] for start, end in pairwise(bounds))
+
+
+def _caps_hold(rows, bounds) -> bool:
+    return bool(np.all(np.diff(bounds) > 0) and np.all(bounds[1:] <= rows.reach[bounds[:-1]]))
+
+
+# Least padded cuts of sorted rows
+
+
+@settings(max_examples=80, deadline=None)
+@given(LENGTHS, st.integers(1, 90), st.randoms(use_true_random=False))
+def test_every_count_costs_what_exhaustive_search_finds(lengths, max_tokens, random):
+    rows = sorted_rows(lengths, max_tokens)
+    truth = least_padded(sorted(lengths, reverse=True), max_tokens, _price)
+    cuts = LeastPaddedCuts(rows)
+    assert cuts.fewest == min(truth)
+    counts = list(truth)
+    random.shuffle(counts)  # corners found for one count must not spoil another
+    for count in counts:
+        bounds = cuts.exactly(count)
+        assert len(bounds) == count + 1
+        assert _caps_hold(rows, bounds)
+        assert _padded_bounds(rows, bounds) == pytest.approx(truth[count])
+
+
+@settings(max_examples=80, deadline=None)
+@given(LENGTHS, st.integers(1, 90), st.floats(0.001, 0.5))
+def test_tolerance_is_kept(lengths, max_tokens, tolerance):
+    rows = sorted_rows(lengths, max_tokens)
+    cuts = LeastPaddedCuts(rows, tolerance)
+    for count, cost in least_padded(sorted(lengths, reverse=True), max_tokens, _price).items():
+        bounds = cuts.exactly(count)
+        assert len(bounds) == count + 1
+        assert _caps_hold(rows, bounds)
+        assert _padded_bounds(rows, bounds) <= cost * (1 + tolerance) + 1e-9
+
+
+@settings(max_examples=80, deadline=None)
+@given(LENGTHS, st.integers(1, 90), st.floats(0.0, 50.0))
+def test_priced_cut_is_the_least_of_all_counts(lengths, max_tokens, price):
+    rows = sorted_rows(lengths, max_tokens)
+    truth = least_padded(sorted(lengths, reverse=True), max_tokens, _price)
+    bounds = least_padded_cut(rows.row_costs, rows.reach, price)
+    total = _padded_bounds(rows, bounds) + price * (len(bounds) - 1)
+    assert total == pytest.approx(min(cost + price * count for count, cost in truth.items()))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 30), st.integers(0, 9)), min_size=1, max_size=10), st.integers(1, 20))
+def test_image_cap_in_the_sorted_order(samples, max_images):
+    lengths, images = map(list, zip(*samples, strict=True))
+    rows = sorted_rows(lengths, 60, images, max_images)
+    truth = least_padded(lengths, 60, _price, order=rows.order.tolist(), images=images, max_images=max_images)
+    cuts = LeastPaddedCuts(rows)
+    assert cuts.fewest == min(truth)
+    for count, cost in truth.items():
+        assert _padded_bounds(rows, cuts.exactly(count)) == pytest.approx(cost)
+
+
+def test_sorted_contiguous_cuts_beat_all_partitions():
+    """The claim on which the planner rests, by trying every partition of five rows."""
+    lengths, max_tokens = [9, 4, 7, 2, 5], 18
+
+    def partitions(rows):
+        if not rows:
+            yield []
+            return
+        first, rest = rows[0], rows[1:]
+        for partition in partitions(rest):
+            yield [[first], *partition]
+            for k, block in enumerate(partition):
+                yield [*partition[:k], [first, *block], *partition[k + 1 :]]
+
+    best: dict[int, float] = {}
+    for partition in partitions(list(range(5))):
+        if all(fits(lengths, [0] * 5, block, max_tokens, None) for block in partition):
+            best[len(partition)] = min(best.get(len(partition), np.inf), _padded(partition, lengths))
+    rows = sorted_rows(lengths, max_tokens)
+    cuts = LeastPaddedCuts(rows)
+    assert min(best) == cuts.fewest
+    for count, cost in best.items():
+        assert _padded_bounds(rows, cuts.exactly(count)) == pytest.approx(cost)
+
+
+# Cuts filled up to a limit, and of equal cost
+
+
+def test_filled_microbatches_are_the_fewest():
+    rows = sorted_rows([7, 7, 7, 7, 2, 2, 2], 14)
+    assert fill(rows.row_costs, rows.vision, rows.reach, np.inf).tolist() == [0, 2, 4, 7]
+    assert fill(rows.row_costs, rows.vision, rows.reach, 5.0).tolist() == [0, 1, 2, 3, 4, 6, 7]
+
+
+def _least_costliest(rows, count) -> float:
+    """By exhaustive search."""
+
+    @functools.cache
+    def best(start: int, left: int) -> float:
+        if start == len(rows):
+            return 0.0
+        if left == 0:
+            return float('inf')
+        ends = range(start + 1, int(rows.reach[start]) + 1)
+        return min(max(_cost(rows, start, end), best(end, left - 1)) for end in ends)
+
+    return best(0, count)
+
+
+def _cost(rows, start, end) -> float:
+    return (end - start) * rows.row_costs[start] + rows.vision[end] - rows.vision[start]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.integers(0, 9)), min_size=1, max_size=10),
+    st.integers(1, 90),
+    st.integers(0, 9),
+)
+@example([(1, 0), (4, 7), (5, 9)], 8, 0)  # the two rows that fill the cap are the limit itself, but for rounding
+def test_costliest_microbatch_is_as_cheap_as_exhaustive_search_makes_it(samples, max_tokens, more):
+    lengths, images = map(list, zip(*samples, strict=True))
+    rows = sorted_rows(lengths, max_tokens, images, 25, cost=COST)
+    count = len(fill(rows.row_costs, rows.vision, rows.reach, np.inf)) - 1 + more
+    bounds = equal_cost_cut(rows.row_costs, rows.vision, rows.reach, count)
+    assert len(bounds) - 1 <= count
+    assert _caps_hold(rows, bounds)
+    costliest = max(_cost(rows, start, end) for start, end in pairwise(bounds))
+    assert costliest == pytest.approx(_least_costliest(rows, count), rel=2e-4)
+
+
+def test_costs_by_hand():
+    rows = sorted_rows([10, 4, 4], 100, [2, 0, 4], cost=CostModel(quadratic=100.0, vision_per_token=0.5))
+    costs = microbatch_costs(rows.row_costs, rows.vision, np.array([0, 1, 3]), 7.0)
+    np.testing.assert_allclose(costs, [11 + 1 + 7, 2 * 4.16 + 2 + 7])
+
+
+# Splitting microbatches further
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=25), st.integers(1, 120), st.integers(1, 30))
+def test_count_is_reached_and_nothing_lost(lengths, max_tokens, count):
+    before = cut(lengths, max_tokens)
+    after = raise_count(before, count, lengths)
+    assert len(after) == max(len(before), min(count, len(lengths)))
+    assert [row for rows in after for row in rows] == [row for rows in before for row in rows]
+    check_cut(after, lengths, max_tokens)
+    assert _padded(after, lengths) <= _padded(before, lengths) * (1 + 1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=25), st.integers(1, 30))
+def test_largest_microbatch_is_split_first(lengths, count):
+    start = [0, len(lengths) // 2, len(lengths)] if len(lengths) > 1 else [0, 1]
+    expected = list(start)
+    while len(expected) - 1 < min(count, len(lengths)):
+        pieces = [(a, b) for a, b in pairwise(expected) if b - a > 1]
+        a, b = max(pieces, key=lambda piece: ((piece[1] - piece[0]) * max(lengths[slice(*piece)]), -piece[0]))
+        expected = sorted([*expected, (a + b) // 2])
+    assert split_largest(np.array(lengths, dtype=float), np.array(start), count).tolist() == expected
+
+
+def test_order_is_kept():
+    assert raise_count([[0, 1], [2, 3, 4], [5]], 4, [6, 1, 5, 5, 5, 100]) == [[0, 1], [2], [3, 4], [5]]
+
+
+def test_what_came_in_is_left_alone():
+    given_in = [[0, 1, 2]]
+    raise_count(given_in, 3, [1, 1, 1])
+    assert given_in == [[0, 1, 2]]
+
+
+def test_empty_microbatch_is_refused():
+    with pytest.raises(ValueError, match='must not be empty'):
+        raise_count([[0], []], 2, [1])
+
+
+# The rows of one rank
+
+
+@pytest.mark.parametrize('function', [cut, cut_in_order])
+def test_cap_is_hard(function):
+    """8 samples of 7 under a cap of 8: no microbatch of 14 (verl issue 3035)."""
+    assert sorted(function([7] * 8, 8)) == [[row] for row in range(8)]
+
+
+@pytest.mark.parametrize('function', [cut, cut_in_order])
+@settings(max_examples=100, deadline=None)
+@given(SAMPLES, st.integers(1, 120), st.integers(1, 20))
+def test_caps_hold_and_every_row_is_there_once(function, samples, max_tokens, max_images):
+    lengths, images = map(list, zip(*samples, strict=True))
+    microbatches = function(lengths, max_tokens, image_tokens=images, max_image_tokens=max_images, cost=COST)
+    check_cut(microbatches, lengths, max_tokens, images, max_images)
+    if function is cut_in_order:
+        assert [row for rows in microbatches for row in rows] == list(range(len(lengths)))
+    else:
+        costs = [
+            COST.microbatch(len(rows), max(lengths[row] for row in rows), sum(images[row] for row in rows))
+            for rows in microbatches
+        ]
+        assert costs == sorted(costs, reverse=True), 'costliest microbatch first'
+
+
+@pytest.mark.parametrize('function', [cut, cut_in_order])
+@settings(max_examples=100, deadline=None)
+@given(SAMPLES, st.integers(1, 120), st.integers(1, 20))
+def test_cost_is_what_exhaustive_search_finds(function, samples, max_tokens, max_images):
+    lengths, images = map(list, zip(*samples, strict=True))
+    order = None if function is cut_in_order else sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    truth = least_padded(lengths, max_tokens, _price, order=order, images=images, max_images=max_images)
+    microbatches = function(lengths, max_tokens, image_tokens=images, max_image_tokens=max_images, cost=COST)
+    total = _padded(microbatches, lengths) + COST.launch * len(microbatches)
+    assert total == pytest.approx(min(cost + COST.launch * count for count, cost in truth.items()))
+
+
+def test_width_multiple_counts_against_the_cap():
+    assert sorted(cut([9, 9], 20)) == [[0, 1]]
+    assert sorted(cut([9, 9], 20, width_multiple=8)) == [[0], [1]]
+
+
+def test_rounding_stops_at_the_collated_width():
+    assert sorted(cut([9, 9], 20, width_multiple=8, max_width=10)) == [[0, 1]]
+
+
+def test_rounding_alone_does_not_make_a_row_oversize():
+    assert cut([9], 10, width_multiple=8) == [[0]]
+
+
+@pytest.mark.parametrize('function', [cut, cut_in_order])
+def test_row_over_a_cap_is_placed_alone(function):
+    assert [1] in function([3, 50, 3], 20)
+    assert [1] in function([3, 3, 3], 20, image_tokens=[1, 9, 1], max_image_tokens=4)
+
+
+@pytest.mark.parametrize('function', [cut, cut_in_order])
+@pytest.mark.parametrize(
+    ('lengths', 'max_tokens', 'options', 'message'),
+    [
+        ([], 8, {}, '`lengths` must hold at least one'),
+        ([3, 0], 8, {}, 'must be positive, got: 0 at sample 1'),
+        ([3, -2], 8, {}, 'must be positive, got: -2 at sample 1'),
+        ([3.5], 8, {}, 'must be integers'),
+        ([3], 0, {}, '`max_tokens` must be at least 1, got: 0'),
+        ([3], 8, {'width_multiple': 0}, '`width_multiple` must be at least 1'),
+        ([3], 8, {'max_width': 2}, '`max_width` must be at least the longest'),
+        ([3, 4], 8, {'image_tokens': [1]}, 'one entry per sample, got: 1 for 2'),
+        ([3], 8, {'image_tokens': [-1]}, 'must not be negative'),
+        ([3], 8, {'max_image_tokens': 4}, '`image_tokens` must be given'),
+        ([3], 8, {'image_tokens': [1], 'max_image_tokens': 0}, '`max_image_tokens` must be at least 1'),
+    ],
+)
+def test_bad_input_is_one_clear_line(function, lengths, max_tokens, options, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        function(lengths, max_tokens, **options)
+    assert '\n' not in str(caught.value)

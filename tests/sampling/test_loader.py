@@ -1,0 +1,284 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The loader by itself, and resumption of real runs at every batch: bitwise equal, and nothing read twice."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from composer import Trainer
+from composer.core import Event
+from torch.utils.data import DataLoader
+
+from composer_tokacc import token_data_spec
+from composer_tokacc.counting import carry, num_samples
+from composer_tokacc.sampling import RegroupingBatchSampler
+from composer_tokacc.sampling.loader import RegroupingDataLoader, SkippedBatch
+from tests.support.launch import launch, launch_json
+from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
+from tests.support.text import text_model
+from tests.support.training import hugging_face
+
+SCRIPT = 'tests/ranks/resume.py'
+NUM_STEPS, STEPS_PER_EPOCH = 11, 6
+
+
+def build(num_samples=30, *, ranks=2, rank=1, num_workers=0, **kwargs):
+    dataset = LengthDataset(num_samples)
+    sampler = RegroupingBatchSampler(
+        dataset, lengths=dataset.lengths, global_batch_size=8, max_tokens=2 * LONGEST, num_replicas=ranks, rank=rank
+    )
+    return RegroupingDataLoader(
+        dataset, batch_sampler=sampler, collate_fn=collate_samples, num_workers=num_workers, **kwargs
+    )
+
+
+def samples(batches):
+    return [[int(name) for name in batch['sample_ids']] for batch in batches]
+
+
+@pytest.mark.parametrize('num_workers', [0, 2])
+def test_every_planned_microbatch_is_collated_by_itself(num_workers):
+    loader = build(num_workers=num_workers)
+    planned = list(loader.batch_sampler)
+    batches = list(loader)
+    assert samples(batches) == list(map(list, planned))
+    for batch, share in zip(batches, planned, strict=True):
+        assert batch.indices == share.microbatches
+        assert [list(map(int, one['sample_ids'])) for one in batch.microbatches] == share.microbatches
+        for microbatch in batch.microbatches:
+            alone = collate_samples([loader.dataset[int(name)] for name in microbatch['sample_ids']])
+            assert microbatch.keys() == alone.keys()
+            for key in ('input_ids', 'attention_mask', 'labels'):
+                assert torch.equal(microbatch[key], alone[key]), 'as wide as its longest row'
+    assert len(loader) == len(batches) == 4
+    assert loader.batch_size == 4
+
+
+def test_split_makes_the_microbatches_that_were_planned():
+    loader = build(ranks=1, rank=0)
+    spec = token_data_spec(loader, slot_tokens=LONGEST)
+    for step, batch in enumerate(loader):
+        names = [microbatch['sample_ids'] for microbatch in spec.split_batch(spec.batch_transforms(batch), 2)]
+        window = loader.batch_sampler.window(step)
+        plan = loader.batch_sampler.plan(step).ranks[0]
+        assert names == [[str(window[index]) for index in microbatch.indices] for microbatch in plan]
+
+
+def test_plain_loaders_do_without_the_plan():
+    loader = build()
+    plain = DataLoader(LengthDataset(30), batch_sampler=loader.batch_sampler, collate_fn=collate_samples)
+    assert samples(plain) == samples(loader)
+
+
+def test_dataset_that_reads_many_at_once_is_asked_once_a_batch():
+    class Reader(LengthDataset):
+        calls = 0
+
+        def __getitems__(self, indices):
+            self.calls += 1
+            return [self[index] for index in indices]
+
+    dataset = Reader(30)
+    sampler = build().batch_sampler
+    loader = RegroupingDataLoader(dataset, batch_sampler=sampler, collate_fn=collate_samples)
+    assert samples(loader) == list(map(list, sampler))
+    assert dataset.calls == 4
+
+
+@pytest.mark.parametrize('num_workers', [0, 2])
+def test_iterating_takes_no_random_numbers(num_workers):
+    before = torch.get_rng_state()
+    list(build(num_workers=num_workers))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_worker_seeds_differ_between_ranks_and_epochs_but_not_between_runs():
+    class Seeds(LengthDataset):
+        def __getitem__(self, index):
+            return {'seed': str(torch.initial_seed())}
+
+    def seeds(rank, epoch):
+        sampler = build(rank=rank).batch_sampler
+        sampler.set_epoch(epoch)
+        loader = RegroupingDataLoader(Seeds(30), batch_sampler=sampler, num_workers=1)
+        return {seed for batch in loader for seed in batch['seed']}
+
+    assert seeds(0, 0) == seeds(0, 0)
+    assert len(seeds(0, 0) | seeds(1, 0) | seeds(0, 1)) == 3
+
+
+@pytest.mark.parametrize('num_workers', [0, 2])
+def test_skipped_batches_are_counted_but_not_read(num_workers):
+    loader = build(num_workers=num_workers, persistent_workers=num_workers > 0)
+    whole = {}
+    for epoch in range(3):
+        loader.batch_sampler.set_epoch(epoch)
+        whole[epoch] = samples(loader)
+    dataset = loader.dataset.dataset
+    dataset.read.clear()
+    loader.skip_to(1, 2)
+    for epoch, num_skipped in ((0, 4), (1, 2), (1, 0), (2, 0)):
+        loader.batch_sampler.set_epoch(epoch)
+        batches = list(loader)
+        assert [isinstance(batch, SkippedBatch) for batch in batches] == [k < num_skipped for k in range(4)]
+        assert samples(batches[num_skipped:]) == whole[epoch][num_skipped:]
+    if num_workers == 0:
+        expected = whole[1][2:] + whole[1] + whole[2]
+        assert dataset.read == [index for batch in expected for index in batch]
+
+
+@pytest.mark.parametrize('num_workers', [0, 2])
+@pytest.mark.parametrize('position', range(5))
+def test_state_is_that_of_the_batch_yielded_last(position, num_workers):
+    whole = samples(build())
+    loader = build(num_workers=num_workers)
+    iterator = iter(loader)
+    for _ in range(position):
+        next(iterator)
+    state = loader.state_dict()
+    assert state['batch'] == position
+    resumed = build()
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state
+    assert samples(resumed) == whole[position:]
+    resumed.batch_sampler.set_epoch(1)
+    assert resumed.state_dict()['batch'] == 0
+    assert len(samples(resumed)) == 4
+
+
+def test_collate_function_must_name_its_entries():
+    loader = build()
+    tuples = RegroupingDataLoader(LengthDataset(30), batch_sampler=loader.batch_sampler, collate_fn=tuple)
+    with pytest.raises(ValueError, match='`collate_fn` must return a mapping, got: tuple'):
+        next(iter(tuples))
+
+
+@pytest.mark.parametrize('name', ['batch_size', 'shuffle', 'sampler', 'drop_last'])
+def test_what_the_sampler_decides_is_refused(name):
+    with pytest.raises(ValueError, match=f'`{name}` must be left to the batch sampler, got: 1'):
+        build(**{name: 1})
+
+
+def test_other_samplers_are_refused():
+    with pytest.raises(ValueError, match='must be a RegroupingBatchSampler, got: list'):
+        RegroupingDataLoader(LengthDataset(4), batch_sampler=[[0, 1]])
+
+
+def test_composer_takes_the_batch_size_for_the_microbatch_size():
+    trainer = Trainer(
+        model=hugging_face(text_model()), train_dataloader=token_data_spec(build(ranks=1, rank=0)), device='cpu',
+        max_duration='1ba', progress_bar=False,
+    )  # fmt: skip
+    assert trainer.state.device_train_microbatch_size == 8
+    trainer.fit()
+    assert trainer.state.timestamp.sample == 8
+    trainer.engine.run_event(Event.FIT_END)
+
+
+def runs(*arguments, ranks):
+    return launch_json(SCRIPT, json.dumps(arguments), ranks=ranks)
+
+
+def num_reads(first, last=NUM_STEPS):
+    """Samples of the steps from `first` on: 44 an epoch, the last step of each has four."""
+    return sum(4 if step % STEPS_PER_EPOCH == STEPS_PER_EPOCH - 1 else 8 for step in range(first, last))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('ranks', [1, 2])
+def test_resumed_at_every_batch_runs_are_bitwise_equal_and_read_what_remains(ranks, tmp_path):
+    unbroken = {'folder': str(tmp_path), 'durations': [f'{NUM_STEPS}ba']}
+    # Everywhere on two ranks; else in the first epoch, at its end, and in the second one.
+    points = range(1, NUM_STEPS) if ranks == 2 else (1, STEPS_PER_EPOCH, 8)
+    resumed = [{'load_path': f'{tmp_path}/ba{step}.pt', 'durations': [f'{NUM_STEPS}ba']} for step in points]
+    reading = {'load_path': f'{tmp_path}/ba8.pt', 'durations': [f'{NUM_STEPS}ba'], 'skip': False}
+    first, *others = runs(unbroken, *resumed, reading, ranks=ranks)
+    assert first['reads'] == num_reads(0)
+    assert len({step['parameters'] for step in first['steps'].values()}) == NUM_STEPS, 'nothing was learnt'
+    for step, other in zip(points, others[:-1], strict=True):
+        assert other['steps'] == {str(k): first['steps'][str(k)] for k in range(step, NUM_STEPS)}, step
+        assert other['reads'] == num_reads(step), step
+    # Composer's own way, to see what is saved: one batch of epoch 0, and all batches of epoch 1.
+    assert others[-1]['steps'] == others[list(points).index(8)]['steps']
+    assert others[-1]['reads'] == 8 + num_reads(STEPS_PER_EPOCH)
+
+
+@pytest.mark.slow
+def test_a_second_fit_goes_on_where_the_first_one_stopped(tmp_path):
+    first, resumed, workers = runs(
+        {'folder': str(tmp_path), 'durations': ['2ba', '2ba', '5ba']},
+        {'load_path': f'{tmp_path}/ba3.pt', 'durations': ['4ba', '3ba', '2ba']},
+        {'durations': ['2ba', '7ba'], 'num_workers': 2},
+        ranks=1,
+    )
+    assert [len(run['steps']) for run in (first, resumed, workers)] == [9, 6, 9]
+    for run in (resumed, workers):
+        for step, seen in run['steps'].items():
+            assert seen['samples'] == first['steps'][step]['samples']
+    assert first['reads'] == num_reads(0, 9)
+    assert resumed['reads'] == num_reads(3, 9)
+
+
+@pytest.mark.slow
+def test_other_numbers_of_ranks_and_the_stock_sampler_go_on_with_the_same_steps(tmp_path):
+    run = {'durations': ['8ba'], 'random': False}
+    from_4 = {**run, 'load_path': f'{tmp_path}/ba4.pt'}
+    unbroken, stock = runs({**run, 'folder': str(tmp_path)}, {**from_4, 'stock': True}, ranks=2)
+    resumed = {'stock': stock, **{str(ranks): runs(from_4, ranks=ranks)[0] for ranks in (1, 4)}}
+    for name, other in resumed.items():
+        assert sorted(map(int, other['steps'])) == list(range(4, 8))
+        for step, seen in other['steps'].items():
+            expected = unbroken['steps'][step]
+            assert seen['samples'] == expected['samples'], (name, step)
+            assert seen['norm'] == pytest.approx(expected['norm'], rel=1e-4), (name, step)
+        assert other['reads'] == num_reads(0 if name == 'stock' else 4, 8)
+
+
+@pytest.mark.slow
+def test_killed_rank_ends_the_run_and_the_last_checkpoint_leads_to_the_same_parameters(tmp_path):
+    unbroken = {'folder': str(tmp_path / 'unbroken'), 'durations': [f'{NUM_STEPS}ba']}
+    killed = {'folder': str(tmp_path / 'killed'), 'durations': [f'{NUM_STEPS}ba'], 'kill_at': 5}
+    result = tmp_path / 'result.json'
+    done = launch([SCRIPT, json.dumps([unbroken, killed]), str(result)], ranks=2)
+    assert done.returncode != 0
+    assert 'Rank 1 crashed with exit code -9' in done.stderr
+    (expected,) = json.loads(result.read_text())
+    last = max((tmp_path / 'killed').glob('ba*.pt'), key=lambda path: int(path.stem[2:]))
+    assert last.name == 'ba5.pt'
+    (resumed,) = runs({'load_path': str(last), 'durations': [f'{NUM_STEPS}ba']}, ranks=2)
+    assert resumed['steps'] == {step: seen for step, seen in expected['steps'].items() if int(step) >= 5}
+
+
+def test_rank_without_a_sample_gets_a_row_without_weight():
+    # 25 samples in global batches of 8 leave one for two ranks; which of them computes it the plan says.
+    found = []
+    for rank in range(2):
+        loader = build(25, rank=rank)
+        last = list(loader)[-1]
+        copied = num_samples(last) == 0
+        assert samples([last]) == [loader.batch_sampler.window(3)]
+        weights = carry(last)['composer_tokacc.loss_tokens']
+        assert (sum(weights) == 0) == copied
+        found.append((copied, token_data_spec([last]).get_num_samples_in_batch(last)))
+    assert sorted(found) == [(False, 1), (True, 0)]
+
+
+@pytest.mark.slow
+def test_every_number_of_ranks_makes_the_same_last_step_of_an_epoch():
+    # With torch's repetition one and two ranks trained other last steps, and 599 samples reported 1,200 in two epochs.
+    by_ranks = {ranks: launch_json('tests/ranks/last_steps.py', ranks=ranks) for ranks in (1, 2)}
+    sizes = {'seven': (7, 4), 'one is left': (9, 4), 'many': (599, 64)}
+    for ranks, results in by_ranks.items():
+        assert len(results) == 4 * len(sizes)
+        for name, run in results.items():
+            num_samples, global_batch = sizes[name.split(', ')[0]]
+            assert run['epochs'] == [num_samples, 2 * num_samples], (ranks, name)
+            counts = [*range(global_batch, num_samples, global_batch), num_samples]
+            assert run['batches'] == counts + [num_samples + count for count in counts], (ranks, name)
+            assert len(run['errors']) == 2
+            assert max(run['errors'] + run['loss_errors']) < 1e-6, (ranks, name)
+            assert run['losses'] == pytest.approx(by_ranks[1][name]['losses'], rel=1e-6), (ranks, name)

@@ -1,0 +1,220 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Several datasets in one run: shares, evenness, nothing lost over epochs; one medium a step."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from composer_tokacc.sampling import RegroupingBatchSampler
+from composer_tokacc.sampling.mixture import Mixture, MixtureOrder, num_mixed_batches
+
+sizes_lists = st.lists(st.integers(1, 40), min_size=1, max_size=4)
+
+
+def batches(mixture, global_batch_size, epoch, *, drop_last=False, seed=3, media=None):
+    order = MixtureOrder(mixture, global_batch_size, drop_last=drop_last, seed=seed, epoch=epoch, media=media)
+    assert len(order) == num_mixed_batches(mixture, global_batch_size, drop_last=drop_last, media=media)
+    return [order.window(batch).tolist() for batch in range(len(order))]
+
+
+def samples(found):
+    return [sample for batch in found for sample in batch]
+
+
+@settings(deadline=None, max_examples=80)
+@given(sizes=sizes_lists, global_batch_size=st.integers(1, 30), seed=st.none() | st.integers(0, 5))
+def test_every_sample_once_an_epoch(sizes, global_batch_size, seed):
+    for epoch in range(3):
+        found = samples(batches(Mixture(sizes), global_batch_size, epoch, seed=seed))
+        assert sorted(found) == list(range(sum(sizes)))
+
+
+@settings(deadline=None, max_examples=15)
+@given(sizes=sizes_lists, multiple=st.integers(1, 2), per_step=st.booleans(), epoch=st.integers(0, 2))
+def test_every_number_of_ranks_makes_the_same_steps_without_repeating_a_sample(sizes, multiple, per_step, epoch):
+    # Until the last batch of a medium was filled up to a multiple of the ranks, as torch's sampler does, one and
+    # two ranks trained other last steps.
+    media = np.arange(sum(sizes)) % 3 if per_step else None
+    expected = [sorted(batch) for batch in batches(Mixture(sizes), 24 * multiple, epoch, seed=0, media=media)]
+    assert Counter(samples(expected)) == Counter(range(sum(sizes)))
+    for ranks in (1, 2, 3, 4, 8):
+        shares = []
+        for rank in range(ranks):
+            sampler = RegroupingBatchSampler(
+                range(sum(sizes)), lengths=np.arange(sum(sizes)) % 9 + 1, global_batch_size=24 * multiple,
+                num_replicas=ranks, rank=rank, max_tokens=30, mixture=Mixture(sizes),
+                modality='per_step' if per_step else 'mixed', media=media,
+            )  # fmt: skip
+            sampler.set_epoch(epoch)
+            shares.append([[] if share.is_copy else share for share in sampler])
+        assert [sorted(samples(step)) for step in zip(*shares, strict=True)] == expected
+
+
+@settings(deadline=None, max_examples=50)
+@given(sizes=st.lists(st.integers(5, 40), min_size=1, max_size=4), global_batch_size=st.integers(1, 20))
+def test_without_the_last_batch_nothing_is_lost_over_epochs(sizes, global_batch_size):
+    if sum(sizes) < global_batch_size:
+        return
+    counts = Counter()
+    for epoch in range(40):
+        found = batches(Mixture(sizes), global_batch_size, epoch, drop_last=True)
+        assert {len(batch) for batch in found} == {global_batch_size}
+        counts.update(samples(found))
+    assert len(counts) == sum(sizes)
+    for end, size in zip(np.cumsum(sizes), sizes, strict=True):
+        passes = [counts[sample] for sample in range(end - size, end)]
+        assert max(passes) - min(passes) <= 1, 'passes over a dataset are complete before the next begins'
+    per_sample = np.array([counts[sample] for sample in range(sum(sizes))])
+    assert np.abs(per_sample - per_sample.mean()).max() <= 1 + len(sizes) / min(sizes)
+
+
+def test_a_dataset_smaller_than_the_global_batch_is_in_its_share_of_batches():
+    # VILA's sampler gives such a dataset no sample at all.
+    mixture = Mixture([1000, 3])
+    found = samples(batch for epoch in range(20) for batch in batches(mixture, 64, epoch, drop_last=True))
+    small = [sample for sample in found if sample >= 1000]
+    assert len(small) == pytest.approx(len(found) * 3 / 1003, abs=1)
+    assert max(Counter(small).values()) - min(Counter(small).values()) <= 1
+
+
+@pytest.mark.parametrize('media', [None, 'two'])
+def test_every_global_batch_holds_each_datasets_share(media):
+    sizes, weights = [500, 80, 900], [1.0, 2.0, 1.0]
+    kinds = None if media is None else np.repeat([0, 1, 0], sizes)
+    mixture = Mixture(sizes, weights=weights)
+    for epoch in range(3):
+        for batch in batches(mixture, 40, epoch, drop_last=True, media=kinds):
+            origin = np.searchsorted(np.cumsum(sizes), batch, side='right')
+            found = np.bincount(origin, minlength=3)
+            if kinds is None:
+                assert np.abs(found - [10, 20, 10]).max() <= 1
+            else:
+                assert found.tolist() == [0, 40, 0] or np.abs(found - [20, 0, 20]).max() <= 1
+
+
+def test_fractions_of_a_pass_go_on_where_the_last_epoch_ended():
+    mixture = Mixture([10, 8], epochs=[0.5, 2])
+    epochs = [Counter(samples(batches(mixture, 7, epoch))) for epoch in range(4)]
+    for first, second in ((0, 1), (2, 3)):
+        assert {epochs[first][sample] + epochs[second][sample] for sample in range(10)} == {1}
+    assert all(epoch[sample] == 2 for epoch in epochs for sample in range(10, 18))
+
+
+def test_epochs_and_seeds_give_other_orders_and_the_same_ones_again():
+    mixture = Mixture([30, 20])
+    first = batches(mixture, 10, 0)
+    assert first == batches(mixture, 10, 0)
+    assert first != batches(mixture, 10, 1)
+    assert first != batches(mixture, 10, 0, seed=4)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    sizes=sizes_lists,
+    global_batch_size=st.integers(1, 12),
+    drop_last=st.booleans(),
+    kinds=st.integers(1, 3),
+    seed=st.integers(0, 99),
+)
+def test_one_medium_a_step_and_nothing_lost(sizes, global_batch_size, drop_last, kinds, seed):
+    media = np.random.default_rng(seed).integers(0, kinds, sum(sizes))
+    if drop_last and sum(sizes) < global_batch_size:
+        return
+    counts = Counter()
+    num_epochs = 60 if drop_last else 2
+    for epoch in range(num_epochs):
+        found = batches(Mixture(sizes), global_batch_size, epoch, drop_last=drop_last, media=media)
+        assert all(len(set(media[batch].tolist())) == 1 for batch in found)
+        counts.update(samples(found))
+    if drop_last:
+        # A rare medium waits until it fills a batch; it is not passed over for ever.
+        floor = num_epochs * (sum(sizes) // global_batch_size) * global_batch_size / sum(sizes)
+        for medium in np.unique(media):
+            members = np.flatnonzero(media == medium)
+            mean = np.mean([counts[sample] for sample in members])
+            assert mean == pytest.approx(floor, abs=global_batch_size / len(members) + 1)
+    else:
+        assert set(counts.values()) == {num_epochs}
+        assert len(counts) == sum(sizes)
+
+
+@pytest.mark.parametrize('modality', ['mixed', 'per_step'])
+def test_ranks_together_train_on_the_mixtures_batches_whatever_their_number(modality):
+    rng = np.random.default_rng(0)
+    sizes = [40, 7]
+    lengths = rng.integers(5, 60, 47)
+    images = np.where(rng.random(47) < 0.4, 4, 0)
+    mixture = Mixture(sizes, epochs=[1, 3])
+    per_world = []
+    for ranks in (1, 2, 4):
+        shares = []
+        for rank in range(ranks):
+            sampler = RegroupingBatchSampler(
+                range(47), lengths=lengths, global_batch_size=8, num_replicas=ranks, rank=rank, max_tokens=120,
+                mixture=mixture, modality=modality, image_tokens=images, drop_last=True,
+            )  # fmt: skip
+            sampler.set_epoch(2)
+            shares.append(list(sampler))
+            assert len(shares[-1]) == len(sampler) == 7
+            assert all(map(len, shares[-1]))
+        per_world.append([sorted(samples(step)) for step in zip(*shares, strict=True)])
+    media = (images > 0).astype(int) if modality == 'per_step' else None
+    expected = [sorted(batch) for batch in batches(mixture, 8, 2, drop_last=True, seed=0, media=media)]
+    assert per_world == [expected] * 3
+
+
+def test_resumes_in_the_middle_of_a_mixture():
+    def build(**kwargs):
+        return RegroupingBatchSampler(
+            range(50), lengths=np.arange(50) % 17 + 1, global_batch_size=8, num_replicas=2, rank=1, max_tokens=60,
+            mixture=Mixture([20, 30], **kwargs),
+        )  # fmt: skip
+
+    whole = build()
+    whole.set_epoch(1)
+    iterator = iter(whole)
+    seen = [next(iterator) for _ in range(3)]
+    state = whole.state_dict()
+    again = build()
+    again.load_state_dict(state)
+    assert [*seen, *again] == [*seen, *iterator]
+    with pytest.raises(ValueError, match='`quotas` must be that of the saved run'):
+        build(weights=[1, 1]).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'message'),
+    [
+        ({'sizes': [3, 0]}, '`sizes` must be positive'),
+        ({'sizes': []}, '`sizes` must be positive'),
+        ({'sizes': [3], 'epochs': [1], 'weights': [1]}, 'got: both'),
+        ({'sizes': [3, 4], 'epochs': [1]}, 'one positive number for each of 2 datasets'),
+        ({'sizes': [3, 4], 'weights': [1, -1]}, 'one positive number for each of 2 datasets'),
+        ({'sizes': [3, 4], 'weights': [1, float('nan')]}, 'one positive number for each of 2 datasets'),
+    ],
+)
+def test_bad_shares_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Mixture(**arguments)
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'message'),
+    [
+        ({'mixture': Mixture([3, 4])}, 'must have the sizes of the datasets'),
+        ({'modality': 'video'}, "must be 'mixed' or 'per_step'"),
+        ({'modality': 'per_step'}, '`image_tokens` or `media` must be given'),
+        ({'modality': 'per_step', 'media': [0] * 7}, '`media` must have one entry per sample'),
+    ],
+)
+def test_bad_sampler_arguments_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        RegroupingBatchSampler(range(8), lengths=[5] * 8, global_batch_size=4, num_replicas=1, rank=0,
+                               max_tokens=20, **arguments)  # fmt: skip

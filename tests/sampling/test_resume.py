@@ -1,0 +1,34 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+
+from composer_tokacc.sampling import RestoreRandomState
+
+
+def draw():
+    return random.random(), random.gauss(0, 1), np.random.rand(), np.random.normal(), torch.rand(3).tolist()
+
+
+def test_all_generators_go_on_where_they_were_and_are_restored_once():
+    draw()  # the odd half of a pair of normal numbers is part of the state
+    saved = RestoreRandomState().state_dict()
+    assert all(isinstance(value, str) for value in saved.values())
+    expected = draw()
+    callback = RestoreRandomState()
+    callback.load_state_dict(saved)
+    callback.before_dataloader(None, None)
+    assert draw() == expected
+    callback.before_dataloader(None, None)
+    assert draw() != expected
+
+
+def test_nothing_is_touched_without_a_checkpoint():
+    before = torch.get_rng_state()
+    RestoreRandomState().before_dataloader(None, None)
+    assert torch.equal(before, torch.get_rng_state())

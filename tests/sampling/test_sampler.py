@@ -1,0 +1,331 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Global batches against torch's own DistributedSampler; shares, plans, state and refusals of the sampler."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import threading
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, DistributedSampler
+
+from composer_tokacc.planning import CostModel
+from composer_tokacc.sampling import RegroupingBatchSampler
+from composer_tokacc.sampling.sampler import map_ahead
+
+LONGEST = 64
+
+
+def table(num_samples, seed=0):
+    rng = np.random.default_rng(seed)
+    return np.minimum(rng.lognormal(2.5, 0.8, num_samples).astype(int) + 1, LONGEST)
+
+
+def build(num_samples, global_batch_size, *, ranks=1, rank=0, **kwargs):
+    lengths = kwargs.pop('lengths', table(num_samples))
+    return RegroupingBatchSampler(
+        range(num_samples), lengths=lengths, global_batch_size=global_batch_size, num_replicas=ranks, rank=rank,
+        max_tokens=kwargs.pop('max_tokens', 3 * LONGEST), **kwargs,
+    )  # fmt: skip
+
+
+def all_ranks(num_samples, global_batch_size, ranks, *, epoch=0, **kwargs):
+    """Batches of every rank: [rank][batch]."""
+    batches = []
+    for rank in range(ranks):
+        sampler = build(num_samples, global_batch_size, ranks=ranks, rank=rank, **kwargs)
+        sampler.set_epoch(epoch)
+        batches.append(list(sampler))
+        assert len(batches[-1]) == len(sampler)
+    return batches
+
+
+def stock_batches(num_samples, global_batch_size, ranks, *, epoch=0, seed=0, shuffle=True, drop_last=False):
+    """Samples of every global batch, as DataLoaders on torch's sampler deal them, each sorted."""
+    loaders = []
+    for rank in range(ranks):
+        sampler = DistributedSampler(range(num_samples), ranks, rank, shuffle, seed, drop_last)
+        sampler.set_epoch(epoch)
+        loaders.append(
+            DataLoader(
+                range(num_samples), batch_size=global_batch_size // ranks, sampler=sampler, drop_last=drop_last,
+                collate_fn=list,
+            )
+        )  # fmt: skip
+    return steps(loaders)
+
+
+def steps(batches):
+    """Samples of every global batch over all ranks, sorted, without marked copies."""
+    return [
+        sorted(index for share in shares if not getattr(share, 'is_copy', False) for index in share)
+        for shares in zip(*batches, strict=True)
+    ]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    num_samples=st.integers(1, 90),
+    ranks=st.sampled_from([1, 2, 3, 4, 6, 12]),
+    multiple=st.integers(1, 3),
+    epoch=st.integers(0, 5),
+    seed=st.integers(0, 3),
+    shuffle=st.booleans(),
+    drop_last=st.booleans(),
+    objective=st.sampled_from(['ddp', 'fsdp']),
+)
+def test_every_global_batch_is_that_of_torchs_sampler(
+    num_samples, ranks, multiple, epoch, seed, shuffle, drop_last, objective
+):
+    global_batch_size = 12 * multiple
+    order = {'epoch': epoch, 'seed': seed, 'shuffle': shuffle, 'drop_last': drop_last}
+    expected = stock_batches(num_samples, global_batch_size, ranks, **order)
+    if not drop_last:
+        # Torch fills up the ranks with fewer samples than there are ranks: every sample is in an epoch once, here.
+        seen = set(itertools.chain(*expected[:-1]))
+        repeated = expected[-1]
+        expected[-1] = sorted(set(range(num_samples)) - seen)
+        assert set(expected[-1]) <= set(repeated)
+        assert len(repeated) - len(expected[-1]) == -num_samples % ranks
+    if not expected:
+        with pytest.raises(ValueError, match='drop_last'):
+            build(num_samples, global_batch_size, ranks=ranks, drop_last=True)
+        return
+    batches = all_ranks(num_samples, global_batch_size, ranks, objective=objective, **order)
+    assert steps(batches) == expected
+    assert all(share for rank in batches for share in rank), 'a rank without a row to compute'
+
+
+@pytest.mark.parametrize('objective', ['ddp', 'fsdp'])
+@pytest.mark.parametrize('num_samples', [1, 7, 24, 91, 97, 599])
+def test_every_number_of_ranks_makes_the_same_steps_and_counts_every_sample_once(num_samples, objective):
+    # The last step of an epoch was another one for each number of ranks when torch's repetition was taken over.
+    order = DistributedSampler(range(num_samples), 1, 0, seed=0)
+    order.set_epoch(1)
+    indices = list(order)
+    expected = [sorted(indices[start : start + 24]) for start in range(0, num_samples, 24)]
+    for ranks in (1, 2, 3, 4, 8):
+        batches = all_ranks(num_samples, 24, ranks, epoch=1, objective=objective)
+        assert steps(batches) == expected
+        for share in itertools.chain(*batches):
+            assert len(share) == 1 if share.is_copy else share
+        copies = [sum(share.is_copy for share in step) for step in zip(*batches, strict=True)]
+        assert copies == [max(ranks - len(step), 0) for step in expected]
+
+
+@settings(deadline=None, max_examples=25)
+@given(seed=st.integers(0, 1000), ranks=st.sampled_from([1, 2, 4]), with_images=st.booleans())
+def test_planned_microbatches_keep_both_caps(seed, ranks, with_images):
+    lengths = table(64, seed)
+    images = np.where(np.arange(64) % 3 == 0, 0, lengths // 2) if with_images else None
+    caps = {'image_tokens': images, 'max_image_tokens': 40} if with_images else {}
+    for batches in all_ranks(64, 32, ranks, lengths=lengths, **caps):
+        for share in batches:
+            assert [row for rows in share.microbatches for row in rows] == list(share)
+            for rows in share.microbatches:
+                assert len(rows) * lengths[rows].max() <= 3 * LONGEST
+                if images is not None:
+                    assert images[rows].sum() <= 40
+
+
+def test_ranks_without_images_of_their_own_still_get_samples():
+    lengths, images = [8, 8, 8, 8], [4, 0, 0, 0]
+    batches = all_ranks(4, 4, 2, lengths=lengths, image_tokens=images, objective='fsdp', max_tokens=64)
+    assert sorted(itertools.chain(*(share for rank in batches for share in rank))) == [0, 1, 2, 3]
+    assert all(share for rank in batches for share in rank)
+
+
+def test_ranks_finish_together_where_stock_ranks_do_not():
+    lengths = table(4096, seed=3)
+    cost = CostModel(launch=0.0)
+    slowest, mean = np.zeros(2), 0.0
+    ours = all_ranks(4096, 128, 8, lengths=lengths, cost=cost)
+    stock = [list(DistributedSampler(range(4096), 8, rank)) for rank in range(8)]
+    for b in range(32):
+        loads = [lengths[list(rank[b])].sum() for rank in ours]
+        slowest += max(loads), max(lengths[rank[b * 16 : b * 16 + 16]].sum() for rank in stock)
+        mean += np.mean(loads)
+    assert slowest[0] / mean < 1.05
+    assert slowest[1] / mean > 1.2
+
+
+def test_pure_function_of_arguments_epoch_and_rank():
+    first, second = build(50, 12, ranks=3, rank=1), build(50, 12, ranks=3, rank=1)
+    second.set_epoch(4)
+    list(second)
+    second.set_epoch(0)
+    assert list(first) == list(second) == list(first)
+    first.set_epoch(4)
+    assert list(first) != list(second)
+    copy = pickle.loads(pickle.dumps(first))
+    assert list(copy) == list(first)
+    share = next(iter(first))
+    assert pickle.loads(pickle.dumps(share)) == share
+
+
+def test_plan_and_window_say_who_gets_what():
+    sampler = build(50, 12, ranks=3, rank=2)
+    sampler.set_epoch(1)
+    for b, share in enumerate(sampler):
+        window = sampler.window(b)
+        assert share.is_copy == sampler.has_only_copies(b) == (b == 4), 'two samples are left for three ranks'
+        planned = [place for microbatch in sampler.plan(b).ranks[2] for place in microbatch.indices]
+        expected = [window[place] for place in planned]
+        assert ([] if share.is_copy else list(share)) == expected
+
+
+def test_order_of_an_epoch_is_made_once(monkeypatch):
+    # Plans and windows were O(dataset) each: the order was made anew for every call.
+    made, randperm = [], torch.randperm
+
+    def counted(*args, **kwargs):
+        made.append(args)
+        return randperm(*args, **kwargs)
+
+    monkeypatch.setattr(torch, 'randperm', counted)
+    sampler = build(500, 12)
+    for epoch in (0, 3):
+        sampler.set_epoch(epoch)
+        expected = [sorted(share) for share in sampler]
+        assert [sorted(sampler.window(b)) for b in range(len(sampler))] == expected
+        assert sum(len(rank) for b in range(len(sampler)) for rank in sampler.plan(b).ranks) > 0
+        assert len(made) == (1 if epoch == 0 else 2)
+
+
+@pytest.mark.parametrize('other_ranks', [3, 4])
+def test_state_continues_at_every_batch_on_any_number_of_ranks(other_ranks):
+    whole = steps(all_ranks(96, 12, 3, epoch=2))
+    for position in range(9):
+        sampler = build(96, 12, ranks=3)
+        sampler.set_epoch(2)
+        iterator = iter(sampler)
+        for _ in range(position):
+            next(iterator)
+        state = sampler.state_dict()
+        assert all(isinstance(value, int) for value in state.values())
+        rest = []
+        for rank in range(other_ranks):
+            resumed = build(96, 12, ranks=other_ranks, rank=rank)
+            resumed.load_state_dict(state)
+            resumed.set_epoch(2)
+            rest.append(list(resumed))
+            assert len(list(resumed)) == len(resumed), 'only the first iteration starts in the middle'
+        assert steps(rest) == whole[position:]
+
+
+def test_state_of_other_global_batches_is_refused():
+    state = build(96, 12).state_dict()
+    for kwargs, name in (({'seed': 1}, 'seed'), ({'shuffle': False}, 'shuffle'), ({'drop_last': True}, 'drop_last')):
+        with pytest.raises(ValueError, match=f'`{name}` must be that of the saved run'):
+            build(96, 12, **kwargs).load_state_dict(state)
+    with pytest.raises(ValueError, match=r'`global_batch_size` .*, got: 24, saved: 12'):
+        build(96, 24).load_state_dict(state)
+    with pytest.raises(ValueError, match='must have the keys'):
+        build(96, 12).load_state_dict({**state, 'more': 1})
+    with pytest.raises(ValueError, match=r'`batch` must be in \[0, 8\], got: 9'):
+        build(96, 12).skip_to(9)
+
+
+@pytest.mark.parametrize(
+    ('kwargs', 'message'),
+    [
+        ({'global_batch_size': 10, 'ranks': 4}, r'multiple of the number of ranks, got: 10 on 4 ranks\. Set it to 12'),
+        ({'global_batch_size': 2, 'ranks': 4}, 'got: 2 on 4 ranks. Set it to 4'),
+        ({'global_batch_size': 0}, '`global_batch_size` must be a positive multiple'),
+        ({'lengths': [3, 4]}, r'one entry per sample, got: shape \(2,\) for 4 samples'),
+        ({'lengths': [3, 4, -1, 5]}, '`lengths` must be at least 1, got: -1 at sample 2'),
+        ({'lengths': [3, 0, 1, 5]}, '`lengths` must be at least 1, got: 0 at sample 1'),
+        ({'lengths': [3.0, 1, 1, 5]}, '`lengths` must be integers, got: float64'),
+        ({'lengths': [3, 9, 1, 5], 'max_tokens': 8}, r'`max_tokens` must be at least .* got: 8 < 9 \(sample 1\)'),
+        ({'image_tokens': [0, 1, 7, 0], 'max_image_tokens': 6}, r'`max_image_tokens` .* got: 6 < 7 \(sample 2\)'),
+        ({'max_image_tokens': 6}, '`image_tokens` must be given'),
+        ({'image_tokens': [0, -2, 7, 0]}, '`image_tokens` must be at least 0, got: -2 at sample 1'),
+        ({'global_batch_size': 8, 'drop_last': True}, 'at most the dataset with `drop_last`, got: 8 > 4 samples'),
+        ({'objective': 'zero'}, "`objective` must be 'ddp' or 'fsdp', got: 'zero'"),
+        ({'width_multiple': 0}, '`width_multiple` must be at least 1, got: 0'),
+    ],
+)
+def test_bad_arguments_are_refused_in_one_line(kwargs, message):
+    kwargs = {'lengths': [3, 4, 1, 5], 'global_batch_size': 4, **kwargs}
+    with pytest.raises(ValueError, match=message) as caught:
+        build(4, kwargs.pop('global_batch_size'), **kwargs)
+    assert '\n' not in str(caught.value)
+
+
+def test_empty_dataset_is_refused():
+    with pytest.raises(ValueError, match='`dataset` must hold at least one sample'):
+        build(0, 4, lengths=[])
+
+
+@settings(deadline=None, max_examples=15)
+@given(num_samples=st.integers(1, 5), ranks=st.sampled_from([1, 2, 4, 8]))
+def test_datasets_smaller_than_a_global_batch_are_trained_on_whole(num_samples, ranks):
+    assert steps(all_ranks(num_samples, 8, ranks)) == [list(range(num_samples))]
+
+
+def test_memory_grows_with_the_order_alone():
+    num_samples = 400_000
+    lengths = table(num_samples)
+    tracemalloc.start()
+    sampler = build(num_samples, 256, ranks=8, lengths=lengths)
+    for _ in itertools.islice(sampler, 20):
+        pass
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    # torch's own permutation, 8 bytes a sample, is not traced.
+    assert peak / num_samples < 40
+
+
+def planning_threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith('map_ahead')]
+
+
+def test_planning_thread_ends_with_the_iterator():
+    sampler = build(600, 12)
+    iterator = iter(sampler)
+    next(iterator)
+    assert planning_threads()
+    iterator.close()
+    assert not planning_threads()
+    for _ in sampler:
+        pass
+    assert not planning_threads()
+
+
+def test_results_come_in_order_from_another_thread_and_never_too_many_ahead():
+    drawn, threads = [], set()
+
+    def square(item):
+        threads.add(threading.current_thread())
+        return item * item
+
+    def items():
+        for item in range(10):
+            drawn.append(item)
+            yield item
+
+    results = map_ahead(square, items(), depth=3)
+    for expected in range(10):
+        assert next(results) == expected**2
+        assert len(drawn) <= expected + 4
+    assert next(results, None) is None
+    assert threading.current_thread() not in threads
+
+
+def test_planning_errors_reach_the_loader_where_they_belong():
+    def divide(item):
+        return 6 // item
+
+    results = map_ahead(divide, [3, 2, 0, 1])
+    assert [next(results), next(results)] == [2, 3]
+    with pytest.raises(ZeroDivisionError):
+        next(results)
+    assert not planning_threads()
