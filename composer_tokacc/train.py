@@ -94,8 +94,8 @@ def build_trainer(config: TrainConfig, parts: RunParts, history: InMemoryLogger)
     arguments = {key: value for key, value in config.trainer.items() if key != 'loggers'}
     loggers = _build_all('loggers', config.trainer.get('loggers') or {})
     parameters = [parameter for parameter in parts.model.parameters() if parameter.requires_grad]
-    if parts.device_train_microbatch_size is not None:
-        arguments['device_train_microbatch_size'] = parts.device_train_microbatch_size
+    if parts.microbatch_size is not None:
+        arguments['device_train_microbatch_size'] = parts.microbatch_size
     callbacks = _build_all('callbacks', config.callbacks)
     if config.trainer.get('spin_dataloaders', True):
         callbacks.append(SkipReadBatches())

@@ -30,6 +30,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from composer_tokacc.data.patches import side_of_patch
 from composer_tokacc.programs.errors import unknown_name
+from composer_tokacc.sizing import cast_model, transformer_blocks
 
 __all__ = [
     'build_model',
@@ -123,7 +124,8 @@ def build_transformers_model(
             _make_room_for(tokenizer, model)
         else:
             model_config = read_config(pretrained, config, processor)
-            model = _auto_class(model_config).from_config(model_config, **options).to(getattr(torch, dtype))
+            model = _auto_class(model_config).from_config(model_config, **options)
+            cast_model(model, getattr(torch, dtype))
     for module in model.modules():
         # Before transformers 4.52 each part had a copy of its config.
         if isinstance(getattr(module, 'config', None), PretrainedConfig):
@@ -178,17 +180,6 @@ def freeze_parameters(model: nn.Module, names: Sequence[str]) -> list[str]:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(f'`freeze` must leave something to train, got: {list(names)}, which is the whole model')
     return frozen
-
-
-def transformer_blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of every tower: members of the outermost module lists, experts inside a block excluded."""
-    blocks: list[nn.Module] = []
-    for child in model.children():
-        if isinstance(child, nn.ModuleList):
-            blocks += [block for block in child if any(True for _ in block.parameters())]
-        else:
-            blocks += transformer_blocks(child)
-    return blocks
 
 
 def read_config(pretrained: str | None, config: dict[str, Any] | None, processor: Any = None) -> PretrainedConfig:

@@ -18,7 +18,7 @@ from composer_tokacc.programs.errors import section
 from composer_tokacc.programs.models import build_model
 from composer_tokacc.programs.schema import TrainConfig
 from composer_tokacc.programs.sources import build_dataset, build_loader, build_processor
-from composer_tokacc.run.suggest import apply_suggestion
+from composer_tokacc.programs.suggest import apply_suggestion
 
 __all__ = ['RunParts', 'build_parts']
 
@@ -33,8 +33,8 @@ class RunParts:
     eval_dataset: Any
     train_loader: DataSpec
     eval_loader: DataSpec | None
-    device_train_microbatch_size: int | str | None
-    """As the Trainer gets it: the config's, or the number that was suggested."""
+    microbatch_size: int | str | None
+    """``device_train_microbatch_size`` of the run: what the config says, ``suggest`` answered."""
 
     def skip_reports(self) -> list[str]:
         """One line for each dataset that left out bad samples."""
@@ -74,5 +74,5 @@ def build_parts(config: TrainConfig) -> RunParts:
         eval_dataset=eval_dataset,
         train_loader=train_loader,
         eval_loader=eval_loader,
-        device_train_microbatch_size=config.microbatching.device_train_microbatch_size,
+        microbatch_size=config.microbatching.device_train_microbatch_size,
     )

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What the memory of a microbatch depends on."""
+"""What the memory of a microbatch depends on, and the microbatches that tell its terms apart."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import torch
 
 from composer_tokacc.layout import BatchLayout
 
-__all__ = ['BatchShape', 'batch_of_width']
+__all__ = ['BatchShape', 'batch_of_width', 'probe_batches']
+
+Sample = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,16 +77,13 @@ class BatchShape:
         )
 
 
-def batch_of_width(
-    layout: BatchLayout, samples: Sequence[Mapping[str, Any]], width: int, *, is_padded: bool = True
-) -> dict[str, Any]:
-    """A batch of the samples at exactly this width.
+def batch_of_width(layout: BatchLayout, samples: Sequence[Sample], width: int) -> dict[str, Any]:
+    """A batch of the samples at exactly this width, the added positions masked.
 
     Args:
         layout: Of the model.
         samples: Samples of one row; one may stand for several rows.
         width: At least the longest sample.
-        is_padded: Leave the added positions masked; otherwise they count as text.
 
     Raises:
         ValueError: A sample is longer than `width`.
@@ -99,10 +98,54 @@ def batch_of_width(
             shape = list(batch[key].shape)
             shape[dim] = missing
             batch[key] = torch.cat([batch[key], batch[key].new_full(shape, entry.fill)], dim=dim)
-    if not is_padded:
-        batch['attention_mask'] = torch.ones_like(batch['attention_mask'])
-    elif bool((batch['attention_mask'] != 0).all()) and batch['input_ids'].shape[0] > 1:
+    if bool((batch['attention_mask'] != 0).all()) and batch['input_ids'].shape[0] > 1:
         # Samples of equal length: the last column of the last row stands for the padding that real batches have.
         batch['attention_mask'] = batch['attention_mask'].clone()
         batch['attention_mask'][-1, -1] = 0
     return batch
+
+
+def probe_batches(layout: BatchLayout, samples: Sequence[Sample], width: int) -> list[dict[str, Any]]:
+    """Batches of real samples, widened with padding; the first is small and has an image where any sample has one.
+
+    Rows, width and images vary independently: tokens, ``rows x width^2`` and image tokens are then no multiples of each
+    other. Every probe of several rows has padding, as real microbatches have.
+
+    Args:
+        layout: Of the model.
+        samples: Samples as the processor returns them, with and without images as the dataset has them, and with
+            images of different sizes where they differ.
+        width: Width of the widest probe; raised to the longest sample in use.
+
+    Returns:
+        Four batches for a text run, six where there are images.
+    """
+    if not samples:
+        raise ValueError('`samples` must hold at least one sample, got: none.')
+    images = [sum(layout.images_per_row(sample)) for sample in samples]
+    plain = [sample for sample, count in zip(samples, images, strict=True) if count == 0]
+    seeing = sorted(
+        (sample for sample, count in zip(samples, images, strict=True) if count), key=lambda sample: _length(sample)
+    )
+    text = min(plain, key=_length) if plain else None
+    if not seeing:
+        assert text is not None, 'samples without images are text'
+        wide = max(width, 4 * _length(text))
+        sizes = ((2, wide // 4), (2, wide), (4, wide // 2), (3, wide // 4))
+        return [batch_of_width(layout, [text] * rows, columns) for rows, columns in sizes]
+    small, large = seeing[0], seeing[-1]
+    wide = max(width, 2 * _length(small), _length(large) + 1)
+    batches = [
+        batch_of_width(layout, [small] * 2, max(wide // 2, _length(small))),
+        batch_of_width(layout, [small] * 4, wide // 2),
+        batch_of_width(layout, [small] * 2, wide),
+        batch_of_width(layout, [large] * 2, wide),
+        batch_of_width(layout, [large] * 3, max(wide * 3 // 4, _length(large))),
+    ]
+    if text is not None:
+        batches.append(batch_of_width(layout, [text] * 2, max(wide // 2, _length(text))))
+    return batches
+
+
+def _length(sample: Sample) -> int:
+    return sample['input_ids'].shape[1]

@@ -18,23 +18,21 @@ from composer.utils import dist
 from torch import nn
 
 from composer_tokacc.data.lengths import LengthTable
-from composer_tokacc.memory import GIB, MemoryModel, calibrate_fake, load_or_calibrate
 from composer_tokacc.planning import CostModel
 from composer_tokacc.programs import TrainConfig
 from composer_tokacc.programs.models import build_transformers_model
 from composer_tokacc.programs.registry import build_by_name
 from composer_tokacc.programs.sources import measure_dataset
-from composer_tokacc.sizing import suggest_microbatching
-from composer_tokacc.sizing.report import SizingReport
+from composer_tokacc.sizing import (
+    GIB,
+    MemoryModel,
+    SizingReport,
+    calibrate_fake,
+    load_or_calibrate,
+    suggest_microbatching,
+)
 
-__all__ = [
-    'apply_suggestion',
-    'cache_folder',
-    'device_memory_gib',
-    'memory_for_monitor',
-    'memory_of_run',
-    'suggest_for_run',
-]
+__all__ = ['apply_suggestion', 'device_memory_gib', 'memory_of_run', 'suggest_for_run']
 
 log = logging.getLogger(__name__)
 
@@ -69,22 +67,6 @@ def apply_suggestion(config: TrainConfig, dataset: Any, processor: Any) -> tuple
     return decided[0]
 
 
-def memory_for_monitor(config: TrainConfig, dataset: Any, processor: Any) -> MemoryModel | None:
-    """The run's memory model on all ranks, traced by rank 0; None, with a warning, where it cannot be traced.
-
-    Every rank must call it: they share the scan of the lengths.
-    """
-    table = measure_dataset(config, dataset, processor)
-    made: list[Any] = [None]
-    if dist.get_global_rank() == 0:
-        try:
-            made = [memory_of_run(config, dataset, processor, table)]
-        except Exception as error:  # the run does not need it, and neither may the others wait for it in vain
-            log.warning('Memory cannot be predicted, so an out-of-memory will be logged without: %s', error)
-    dist.broadcast_object_list(made)
-    return made[0]
-
-
 def suggest_for_run(
     config: TrainConfig,
     memory: MemoryModel,
@@ -93,22 +75,26 @@ def suggest_for_run(
     num_ranks: int,
     gib: float,
     safety: float = 0.92,
-    cost: CostModel | None = None,
+    measured_cost: CostModel | None = None,
     seconds_per_step: float = 0.0,
 ) -> SizingReport:
     """:func:`.suggest_microbatching` with what the config says; see there for the arguments."""
+    microbatching = config.microbatching
     return suggest_microbatching(
         table,
         num_ranks=num_ranks,
         global_batch_size=config.loader.global_batch_size,
         memory=memory,
         device_memory_gib=gib,
-        cost=cost,
+        cost=None if microbatching.cost is None else CostModel(**microbatching.cost),
+        measured_cost=measured_cost,
         seconds_per_step=seconds_per_step,
         safety=safety,
-        slot_tokens=config.microbatching.slot_tokens,
-        regroup=config.microbatching.regroup,
-        width_multiple=config.microbatching.width_multiple,
+        slot_tokens=microbatching.slot_tokens,
+        regroup=microbatching.regroup,
+        equal_counts=microbatching.equal_counts,
+        width_multiple=microbatching.width_multiple,
+        packing=microbatching.packing,
         seed=config.seed,
     )
 
@@ -150,7 +136,7 @@ def memory_of_run(config: TrainConfig, dataset: Any, processor: Any, table: Leng
             key=key,
         )
 
-    return load_or_calibrate(cache_folder() / 'memory', _key(config, table), calibrate)
+    return load_or_calibrate(_cache_folder(), _key(config, table), calibrate)
 
 
 def device_memory_gib(config: TrainConfig) -> float:
@@ -160,9 +146,9 @@ def device_memory_gib(config: TrainConfig) -> float:
     return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / GIB / dist.get_local_world_size()
 
 
-def cache_folder() -> Path:
+def _cache_folder() -> Path:
     """Where calibrations are kept, beside the length tables."""
-    return Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'composer_tokacc'
+    return Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'composer_tokacc' / 'memory'
 
 
 def _empty_model(build: Any) -> Any:

@@ -1,11 +1,12 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A step of the run's own model without its memory: what it holds at its peak and what it saves, by part."""
+"""A step of the run's own model without its memory: what it holds at its peak, by part."""
 
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -14,17 +15,108 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.memory.fake import CudaAutocast, RealInputs, build_fake
-from composer_tokacc.memory.ledger import Ledger, SavedBytes
-from composer_tokacc.memory.shapes import BatchShape
-from composer_tokacc.memory.static import STRATEGIES, StaticBytes
+from composer_tokacc.sizing.fake import CudaAutocast, RealInputs, build_fake, cast_model, storage_key
+from composer_tokacc.sizing.memory_model import STRATEGIES, StaticBytes
+from composer_tokacc.sizing.shapes import BatchShape
 
-__all__ = ['AUTOCAST', 'FakeRun', 'Probe']
+__all__ = ['AUTOCAST', 'FakeRun', 'Ledger', 'Probe']
 
 AUTOCAST = {'fp32': None, 'amp_bf16': torch.bfloat16, 'amp_fp16': torch.float16}
 """What Composer's precisions compute in."""
+PARTS = ('text', 'logits', 'vision', 'weights')
+"""``weights`` are copies that autocast makes of parameters."""
+# Transformers' names of what turns pixels into embeddings of the language model.
+_VISION_MODULES = frozenset(
+    ('vision_tower', 'visual', 'vision_model', 'image_tower', 'audio_tower', 'multi_modal_projector', 'connector')
+)
+_TO_COPY: Any = torch.ops.aten._to_copy.default  # type: ignore[attr-defined]
+
+
+class Ledger(TorchDispatchMode):
+    """Counts the bytes of every tensor made while it is active, by part, until the tensor dies.
+
+    torch's own ``MemTracker`` tells activations from gradients, but not the text from the logits and the vision tower;
+    the tests hold the two against each other.
+
+    Args:
+        model: The model that runs.
+        vocab_size: Tensors whose last dimension has this size are logits.
+    """
+
+    def __init__(self, model: nn.Module, vocab_size: int) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.current: dict[str, int] = dict.fromkeys(PARTS, 0)
+        self.peak = dict(self.current)
+        self.part_of: dict[int, str] = {}
+        self._total = self._peak_total = 0
+        self._depth = 0
+        self._finalizers: dict[int, weakref.finalize] = {}
+        self._parameters = {storage_key(parameter) for parameter in model.parameters()}
+        self._parameters |= {storage_key(buffer) for buffer in model.buffers()}
+        self._handles = [
+            handle
+            for name, module in model.named_modules()
+            if name.rpartition('.')[2] in _VISION_MODULES
+            for handle in self._watch(module)
+        ]
+
+    def close(self) -> None:
+        """Takes the hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
+
+    def restart_peak(self) -> None:
+        """Forgets the peak: it is what is held now."""
+        self.peak, self._peak_total = dict(self.current), self._total
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(result):
+            is_dense = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided
+            if is_dense and storage_key(tensor) not in self.part_of:
+                self.enter(tensor, self._part(tensor, func, args))
+        if self._total > self._peak_total:
+            self.peak, self._peak_total = dict(self.current), self._total
+        return result
+
+    def enter(self, tensor: torch.Tensor, part: str) -> None:
+        """Counts a tensor under a part, unless its memory is counted already or a parameter's."""
+        storage, key = tensor.untyped_storage(), storage_key(tensor)
+        if key in self.part_of or key in self._parameters:
+            return
+        num_bytes = storage.nbytes()
+        self.part_of[key] = part
+        self.current[part] += num_bytes
+        self._total += num_bytes
+        self._finalizers[key] = weakref.finalize(storage, self._leave, key, part, num_bytes)
+
+    def _leave(self, key: int, part: str, num_bytes: int) -> None:
+        self.part_of.pop(key, None)
+        self._finalizers.pop(key, None)
+        self.current[part] -= num_bytes
+        self._total -= num_bytes
+
+    def _part(self, tensor: torch.Tensor, func: Any, args: Any) -> str:
+        if func is _TO_COPY and storage_key(args[0]) in self._parameters:
+            return 'weights'
+        if self._depth:
+            return 'vision'
+        # Attention over as many positions has four dimensions.
+        return 'logits' if tensor.dim() in (2, 3) and tensor.shape[-1] == self.vocab_size else 'text'
+
+    def _watch(self, module: nn.Module) -> list[Any]:
+        def enter(*_: Any) -> None:
+            self._depth += 1
+
+        def leave(*_: Any) -> None:
+            self._depth -= 1
+
+        return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
 
 
 @dataclass(frozen=True)
@@ -32,8 +124,6 @@ class Probe:
     """What one microbatch took, in bytes by part (``text``, ``logits``, ``vision``, ``weights``)."""
 
     shape: BatchShape
-    saved: Mapping[str, int]
-    """What the forward pass saved for the backward pass; empty where it was not watched."""
     peaks: Mapping[str, Mapping[str, int]]
     """What was held beyond parameters, gradients, optimizer states and inputs, at the peak of each phase.
 
@@ -82,14 +172,14 @@ class FakeRun:
         self.vocab_size = self.model.config.get_text_config().vocab_size
         self._ledger = Ledger(self.model, self.vocab_size)
         self._logits_dtype: torch.dtype | None = None
-        self._logits_dtype = self._step(first_batch, None)
+        self._logits_dtype = self._step(first_batch)
         self.static = self._count_static(make_optimizer or torch.optim.AdamW)
         if strategy == 'fsdp' and self._dtype is not None:
             self._ledger.close()
             with self._mode:
-                self.model.to(self._dtype)
+                cast_model(self.model, self._dtype)
             self._ledger = Ledger(self.model, self.vocab_size)
-            self._logits_dtype = self._step(first_batch, None)
+            self._logits_dtype = self._step(first_batch)
 
     def measure(self, batch: Mapping[str, Any]) -> Probe:
         """Runs one microbatch of a step that has gradients from an earlier one.
@@ -97,7 +187,6 @@ class FakeRun:
         Raises:
             ValueError: The model cannot run on the batch.
         """
-        saved = SavedBytes(self.model, self._ledger)
         before = dict(self._ledger.current)
         self._ledger.restart_peak()
         peaks: dict[str, dict[str, int]] = {}
@@ -107,12 +196,12 @@ class FakeRun:
             self._ledger.restart_peak()
 
         handle = self.model.get_output_embeddings().register_full_backward_hook(lambda *_: end_phase('head'))
-        self._step(batch, saved)
+        self._step(batch)
         handle.remove()
         end_phase('blocks')
-        return Probe(BatchShape.of(batch, self.layout), saved.by_part, peaks)
+        return Probe(BatchShape.of(batch, self.layout), peaks)
 
-    def _step(self, batch: Mapping[str, Any], saved: SavedBytes | None) -> torch.dtype | None:
+    def _step(self, batch: Mapping[str, Any]) -> torch.dtype | None:
         """Forward and backward, as the Trainer does them; returns the type of the logits."""
         inputs = {key: value for key, value in batch.items() if key in self._named}
         # Around the backward pass too: checkpointing recomputes there, under the autocast of the forward pass.
@@ -124,7 +213,7 @@ class FakeRun:
                 with self._mode:
                     previous = torch.empty(size, dtype=self._logits_dtype)
                 self._ledger.enter(previous, 'logits')
-            with self._autocast(), saved.counting() if saved is not None else nullcontext():
+            with self._autocast():
                 outputs = self.model(**inputs)
             del previous
             # Not loss.backward(): a function mode is off inside the methods that pass through it.

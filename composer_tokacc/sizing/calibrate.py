@@ -17,14 +17,16 @@ import transformers
 from torch import nn
 
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.memory.fit import fit_activations
-from composer_tokacc.memory.model import MemoryModel
-from composer_tokacc.memory.probes import probe_batches
-from composer_tokacc.memory.trace import FakeRun, Probe
+from composer_tokacc.sizing.memory_model import MemoryModel, fit_activations
+from composer_tokacc.sizing.shapes import probe_batches
+from composer_tokacc.sizing.trace import FakeRun, Probe
 
 __all__ = ['calibrate_fake', 'calibration_path', 'fit_memory', 'load_or_calibrate']
 
 log = logging.getLogger(__name__)
+
+VERSION = 2
+"""Goes up with every change of what a calibration holds, so that files of older versions are not read."""
 
 
 def calibrate_fake(
@@ -81,7 +83,6 @@ def fit_memory(
     return MemoryModel(
         static=run.static,
         phases={name: fit_activations(shapes, [probe.peaks[name] for probe in probes], area=area) for name in phases},
-        saved=fit_activations(shapes, [probe.saved for probe in probes], area=area),
         vocab_size=run.vocab_size,
         strategy=run.strategy,
         pixel_bytes_per_image_token=max(shape.pixel_bytes / max(shape.image_tokens, 1) for shape in shapes),
@@ -96,20 +97,26 @@ def calibration_path(folder: str | Path, key: Mapping[str, Any]) -> Path:
 
 
 def load_or_calibrate(
-    folder: str | Path | None, key: Mapping[str, Any], calibrate: Callable[[dict[str, Any]], MemoryModel]
+    folder: str | Path, key: Mapping[str, Any], calibrate: Callable[[dict[str, Any]], MemoryModel]
 ) -> MemoryModel:
     """The stored calibration of `key`, or a new one, which is stored.
 
     Args:
-        folder: Where calibrations are kept; None keeps none.
+        folder: Where calibrations are kept; one that cannot be written keeps none.
         key: Model, dtype, precision, attention, checkpointing, frozen parts, optimizer, device; versions are added.
         calibrate: Makes a new one and is given the whole key.
     """
-    full = {**key, 'torch': torch.__version__, 'transformers': transformers.__version__}
-    path = None if folder is None else calibration_path(folder, full)
-    if path is not None and path.exists():
+    full = {**key, 'torch': torch.__version__, 'transformers': transformers.__version__, 'version': VERSION}
+    path = calibration_path(folder, full)
+    try:
         return MemoryModel.load(path)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        log.warning('Calibrating anew, because %s cannot be read: %s', path, error)
     memory = calibrate(full)
-    if path is not None:
+    try:
         memory.save(path)
+    except OSError as error:
+        log.warning('The calibration is not kept for the next time: %s', error)
     return memory

@@ -16,11 +16,10 @@ import torch
 from torch import nn
 
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.memory.fit import fit_activations
-from composer_tokacc.memory.model import MemoryModel
-from composer_tokacc.memory.probes import probe_batches
-from composer_tokacc.memory.shapes import BatchShape
-from composer_tokacc.memory.trace import AUTOCAST
+from composer_tokacc.sizing import BatchShape, MemoryModel
+from composer_tokacc.sizing.memory_model import fit_activations
+from composer_tokacc.sizing.shapes import probe_batches
+from composer_tokacc.sizing.trace import AUTOCAST
 
 __all__ = ['GpuRun', 'calibrate_gpu']
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from composer_tokacc import plan, train
-from composer_tokacc.memory import GIB
+from composer_tokacc import size, train
 
 YAML = str(Path(__file__).parents[1] / 'yamls' / 'digits.yaml')
 SMALL = ['dataset.num_samples=256', 'loader.global_batch_size=32']
@@ -23,24 +22,24 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
 
 
-def run_plan(tmp_path: Path, *arguments: str) -> dict[str, Any]:
-    assert plan.main([YAML, *SMALL, f'folder={tmp_path}/plan', *arguments]) == 0
-    assert (tmp_path / 'plan' / 'plan.png').exists()
-    return json.loads((tmp_path / 'plan' / 'plan.json').read_text())
+def run_size(tmp_path: Path, *arguments: str) -> dict[str, Any]:
+    assert size.main([YAML, *SMALL, f'folder={tmp_path}/size', *arguments]) == 0
+    assert (tmp_path / 'size' / 'size.png').exists()
+    return json.loads((tmp_path / 'size' / 'size.json').read_text())
 
 
-def test_digits_are_planned_and_a_smaller_device_gets_less(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    roomy = run_plan(tmp_path, 'num_ranks=2', 'device_memory_gib=8')
+def test_digits_are_sized_and_a_smaller_device_gets_less(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    roomy = run_size(tmp_path, 'num_ranks=2', 'device_memory_gib=8')
     printed = capsys.readouterr().out
     assert roomy['device_train_microbatch_size'] == 16
     assert roomy['yaml'].splitlines()[1] in printed
-    assert 'plan.json' in printed
+    assert 'size.json' in printed
     assert roomy['speedup']['split'] > 1
-    # The second plan finds length table and calibration in the cache.
+    # The second run finds length table and calibration in the cache.
     assert len(list((tmp_path / 'cache' / 'composer_tokacc' / 'memory').iterdir())) == 1
     held = sum(roomy['terms'].values())
     activations = held - roomy['terms']['parameters'] * 5  # gradients, two moments, DDP's buckets
-    tight = run_plan(tmp_path, 'num_ranks=2', f'device_memory_gib={(held - activations / 2) / 0.92}')
+    tight = run_size(tmp_path, 'num_ranks=2', f'device_memory_gib={(held - activations / 2) / 0.92}')
     assert len(list((tmp_path / 'cache' / 'composer_tokacc' / 'memory').iterdir())) == 1
     assert 1 <= tight['device_train_microbatch_size'] < 16
     assert tight['binds'] == 'text'
@@ -49,9 +48,10 @@ def test_digits_are_planned_and_a_smaller_device_gets_less(tmp_path: Path, capsy
 @pytest.mark.parametrize(
     ('arguments', 'message'),
     [
-        (['num_ranks=0'], '`num_ranks` must be positive, got: 0'),
+        (['num_ranks=0'], '`num_ranks` must be at least 1, got: 0'),
         (['num_ranks=two'], '`num_ranks` must be a whole number, got: two'),
         (['num_ranks=3'], 'must be divisible by the number of ranks, got: 32 on 3 ranks'),
+        (['device_memory_gib=-1'], '`microbatching.device_memory_gib` must be positive, got: -1'),
         (['device_memory_gib=0.01'], 'What would help: sharding with FSDP'),
         (['nonsense=1'], 'nonsense'),
     ],
@@ -59,7 +59,7 @@ def test_digits_are_planned_and_a_smaller_device_gets_less(tmp_path: Path, capsy
 def test_mistakes_are_said_in_one_line(
     arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert plan.main([YAML, *SMALL, *arguments]) == 2
+    assert size.main([YAML, *SMALL, *arguments]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith('error: ')
     assert message in error
@@ -78,5 +78,5 @@ def test_training_at_the_suggested_size(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_timed_steps_give_seconds(tmp_path: Path) -> None:
-    timed = run_plan(tmp_path, 'time_steps=true', 'num_ranks=1', f'device_memory_gib={8 * GIB / GIB}')
+    timed = run_size(tmp_path, 'time_steps=true', 'num_ranks=1', 'device_memory_gib=8')
     assert timed['step_seconds']['stock'] > timed['step_seconds']['split'] > 0

@@ -3,16 +3,16 @@
 
 """Says how large a run's microbatches may be and what is gained, without a GPU if need be.
 
-    python -m composer_tokacc.plan yamls/digits.yaml [num_ranks=8] [device_memory_gib=80] [key=value ...]
+    python -m composer_tokacc.size yamls/digits.yaml [num_ranks=8] [device_memory_gib=80] [key=value ...]
 
 Reads every sample once with the run's own processor (kept for the next time), traces the run's own model without its
-memory, and prints a table, YAML lines to paste, and the paths of `plan.json` and `plan.png`. Besides the config's keys:
+memory, and prints a table, YAML lines to paste, and the paths of `size.json` and `size.png`. Besides the config's keys:
 
     num_ranks=8             ranks of the run; 1
     device_memory_gib=80    memory of a device; what this machine has
     safety=0.92             share of it that may be planned for
-    time_steps=true         time a few real steps here, so that the plan speaks of seconds; false
-    folder=runs/plan        where the files go
+    time_steps=true         time a few real steps here, so that the report speaks of seconds; false
+    folder=runs/size        where the files go
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,27 +37,24 @@ from composer_tokacc.programs import ConfigError, TrainConfig, load_config
 from composer_tokacc.programs.checks import check_config
 from composer_tokacc.programs.parts import build_parts
 from composer_tokacc.programs.sources import build_dataset, build_processor, measure_dataset
-from composer_tokacc.run.suggest import device_memory_gib, memory_of_run, suggest_for_run
-from composer_tokacc.sizing.report import SizingReport
-from composer_tokacc.sizing.table import print_report
-from composer_tokacc.sizing.timing import MicrobatchTimer, fit_cost
+from composer_tokacc.programs.suggest import device_memory_gib, memory_of_run, suggest_for_run
+from composer_tokacc.sizing import MicrobatchTimer, SizingReport, fit_cost
 from composer_tokacc.train import build_trainer
 
-__all__ = ['main', 'plan', 'time_shapes', 'time_steps']
+__all__ = ['main', 'size', 'time_shapes', 'time_steps']
 
 _OWN: dict[str, Any] = {
     'num_ranks': 1,
-    'device_memory_gib': None,
     'safety': 0.92,
     'time_steps': False,
-    'folder': 'runs/plan',
+    'folder': 'runs/size',
 }
 _TYPES: dict[str, Any] = {
     'num_ranks': (int, 'a whole number'),
     'time_steps': (bool, 'true or false'),
     'folder': (str, 'a path'),
 }
-_USAGE = 'usage: python -m composer_tokacc.plan FILE.yaml [num_ranks=8] [device_memory_gib=80] [key=value ...]'
+_USAGE = 'usage: python -m composer_tokacc.size FILE.yaml [num_ranks=8] [device_memory_gib=80] [key=value ...]'
 TIMED_STEPS = 6
 
 
@@ -66,36 +64,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not arguments or arguments[0] in ('-h', '--help'):
         print(__doc__ if arguments else _USAGE, file=sys.stdout if arguments else sys.stderr)
         return 0 if arguments else 2
-    warnings.simplefilter('ignore')
+    started = time.monotonic()
     try:
         options, overrides = _take_options(arguments[1:])
+        folder = Path(options.pop('folder'))
         config = load_config(arguments[0], overrides)
         check_config(config, world_size=options['num_ranks'])
-        started = time.monotonic()
-        report = plan(config, **{key: value for key, value in options.items() if key != 'folder'})
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore')  # of torch and transformers, between the lines of the report
+            report = size(config, **options)
     except (ConfigError, ValueError, OSError) as error:
         print(f'error: {" ".join(str(error).split())}', file=sys.stderr, flush=True)
         return 2
-    print_report(report)
-    folder = Path(options['folder'])
-    report.save(folder / 'plan.json')
-    written = str(folder / 'plan.json')
-    try:
-        from composer_tokacc.sizing.picture import draw_report
-
-        draw_report(folder / 'plan.png', report)
-        written += f' and {folder / "plan.png"}'
-    except ImportError:
-        written += ' (no picture: matplotlib is not installed)'
-    print(f'\nplanned in {time.monotonic() - started:.0f} s; written to {written}', flush=True)
+    print(report.text())
+    written = _write(report, folder)
+    print(f'\nsized in {time.monotonic() - started:.0f} s; written to {written}', flush=True)
     return 0
 
 
-def plan(
+def size(
     config: TrainConfig,
     *,
     num_ranks: int = 1,
-    device_memory_gib: float | None = None,
     safety: float = 0.92,
     time_steps: bool = False,
 ) -> SizingReport:
@@ -109,21 +99,13 @@ def plan(
     dataset = build_dataset(config, processor, held_out=False)
     table = measure_dataset(config, dataset, processor)
     memory = memory_of_run(config, dataset, processor, table)
-    gib = device_memory_gib or config.microbatching.device_memory_gib or _this_device(config)
-    cost, outside = (None, 0.0)
-    if time_steps:
-        first = suggest_for_run(config, memory, table, num_ranks=num_ranks, gib=gib, safety=safety)
-        cost, outside = time_shapes(config, size=first.device_train_microbatch_size, slot_tokens=first.slot_tokens)
-    return suggest_for_run(
-        config,
-        memory,
-        table,
-        num_ranks=num_ranks,
-        gib=gib,
-        safety=safety,
-        cost=cost,
-        seconds_per_step=outside,
-    )
+    gib = config.microbatching.device_memory_gib or _this_device(config)
+    suggest = partial(suggest_for_run, config, memory, table, num_ranks=num_ranks, gib=gib, safety=safety)
+    report = suggest()
+    if not time_steps:
+        return report
+    cost, outside = time_shapes(config, size=report.device_train_microbatch_size, slot_tokens=report.slot_tokens)
+    return suggest(measured_cost=cost, seconds_per_step=outside)
 
 
 def time_steps(
@@ -194,11 +176,26 @@ def _this_device(config: TrainConfig) -> float:
     return device_memory_gib(config)
 
 
+def _write(report: SizingReport, folder: Path) -> str:
+    """Writes `size.json`, and `size.png` where matplotlib is installed; returns what was written, in words."""
+    report.save(folder / 'size.json')
+    try:
+        from composer_tokacc.sizing.picture import draw_report
+
+        draw_report(folder / 'size.png', report)
+    except ImportError:
+        return f'{folder / "size.json"} (no picture: matplotlib is not installed)'
+    return f'{folder / "size.json"} and {folder / "size.png"}'
+
+
 def _take_options(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """The program's own keys, and the config's overrides."""
     options, overrides = dict(_OWN), []
     for argument in arguments:
         key, _, text = argument.partition('=')
+        if key == 'device_memory_gib':
+            overrides.append(f'microbatching.{argument}')
+            continue
         if key not in _OWN:
             overrides.append(argument)
             continue
@@ -206,9 +203,9 @@ def _take_options(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         expected, words = _TYPES.get(key, ((int, float), 'a number'))
         if not isinstance(value, expected) or (expected is not bool and isinstance(value, bool)):
             raise ConfigError(f'`{key}` must be {words}, got: {text}')
-        if key in ('num_ranks', 'device_memory_gib') and value <= 0:
-            raise ConfigError(f'`{key}` must be positive, got: {value}')
         options[key] = value
+    if options['num_ranks'] < 1:  # before the config's batch sizes are divided by it
+        raise ConfigError(f'`num_ranks` must be at least 1, got: {options["num_ranks"]}')
     return options, overrides
 
 

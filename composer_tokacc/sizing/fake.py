@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-__all__ = ['CudaAutocast', 'RealInputs', 'build_fake']
+__all__ = ['CudaAutocast', 'RealInputs', 'build_fake', 'cast_model', 'storage_key']
 
 aten: Any = torch.ops.aten
 _INDEXING = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
@@ -42,7 +42,7 @@ class RealInputs(TorchDispatchMode):
         flat, spec = tree_flatten((args, kwargs or {}))
         tensors = [value for value in flat if isinstance(value, torch.Tensor)]
         if not any(isinstance(value, FakeTensor) for value in tensors):
-            own = {tensor.untyped_storage()._cdata for tensor in tensors}
+            own = {storage_key(tensor) for tensor in tensors}
             return tree_map_only(torch.Tensor, lambda made: self._thin(made, own), func(*args, **(kwargs or {})))
         if func in _INDEXING:
             args = (args[0], _by_position(args[1]), *args[2:])
@@ -59,7 +59,7 @@ class RealInputs(TorchDispatchMode):
         return tensor if isinstance(tensor, FakeTensor) else self.fake_mode.from_tensor(tensor, static_shapes=True)
 
     def _thin(self, tensor: torch.Tensor, inputs: set[int]) -> torch.Tensor:
-        is_new = tensor.untyped_storage()._cdata not in inputs
+        is_new = storage_key(tensor) not in inputs
         large = tensor.is_floating_point() and tensor.numel() > _LARGEST_REAL
         return self._fake(tensor) if large and is_new else tensor
 
@@ -124,3 +124,26 @@ def build_fake(build: Callable[[], nn.Module]) -> tuple[nn.Module, FakeTensorMod
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         return build(), mode
+
+
+def cast_model(model: nn.Module, dtype: torch.dtype) -> None:
+    """Casts a model as ``model.to(dtype)`` does, real or fake.
+
+    Newer versions of torch swap the tensors of fake parameters in ``nn.Module.to``, and fail where anything else refers
+    to them. Here the module gets new parameters, so call it before an optimizer holds the old ones.
+    """
+    cast_of: dict[int, torch.Tensor] = {}  # tied weights stay tied
+    for module in model.modules():
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is None or not tensor.is_floating_point() or tensor.dtype == dtype:
+                continue
+            if id(tensor) not in cast_of:
+                converted = tensor.detach().to(dtype)
+                is_weight = isinstance(tensor, nn.Parameter)
+                cast_of[id(tensor)] = nn.Parameter(converted, tensor.requires_grad) if is_weight else converted
+            setattr(module, name, cast_of[id(tensor)])
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Identity of the memory behind a tensor, the same for all its views; valid while one of them lives."""
+    return tensor.untyped_storage()._cdata
