@@ -31,10 +31,12 @@ from composer.core import DataSpec
 from composer.loggers import InMemoryLogger
 from composer.utils import reproducibility
 
+from composer_tokacc.data import BadSampleError
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.planning import CostModel
 from composer_tokacc.programs import ConfigError, TrainConfig, load_config
 from composer_tokacc.programs.checks import check_config
+from composer_tokacc.programs.errors import refuse, section
 from composer_tokacc.programs.parts import build_parts
 from composer_tokacc.programs.sources import build_dataset, build_processor, measure_dataset
 from composer_tokacc.programs.suggest import device_memory_gib, memory_of_run, suggest_for_run
@@ -73,9 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with warnings.catch_warnings():
             warnings.simplefilter('ignore')  # of torch and transformers, between the lines of the report
             report = size(config, **options)
-    except (ConfigError, ValueError, OSError) as error:
-        print(f'error: {" ".join(str(error).split())}', file=sys.stderr, flush=True)
-        return 2
+    except (ConfigError, BadSampleError) as error:
+        return refuse(error)
     print(report.text())
     written = _write(report, folder)
     print(f'\nsized in {time.monotonic() - started:.0f} s; written to {written}', flush=True)
@@ -92,7 +93,7 @@ def size(
     """The sizing report of a run; see the module's docstring for the arguments.
 
     Raises:
-        ValueError: An argument is out of range, or nothing fits.
+        ConfigError: An argument is out of range, or nothing fits.
     """
     reproducibility.seed_all(config.seed)
     processor = build_processor(config)
@@ -101,7 +102,8 @@ def size(
     memory = memory_of_run(config, dataset, processor, table)
     gib = config.microbatching.device_memory_gib or _this_device(config)
     suggest = partial(suggest_for_run, config, memory, table, num_ranks=num_ranks, gib=gib, safety=safety)
-    report = suggest()
+    with section('microbatching'):
+        report = suggest()
     if not time_steps:
         return report
     cost, outside = time_shapes(config, size=report.device_train_microbatch_size, slot_tokens=report.slot_tokens)
