@@ -37,8 +37,9 @@ from transformers import AutoModelForImageTextToText
 
 from benchmarks.machine import machine
 from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
-from composer_tokacc.data import DigitsDataset, VisionLanguageCollator, build_digits_processor, digits_model_config
+from composer_tokacc.data import VisionLanguageCollator
 from composer_tokacc.verify import UnusedParameters
+from examples.digits import DigitsDataset, build_digits_processor, digits_model_config
 
 RESULTS = Path(__file__).resolve().parent / 'results'
 GLOBAL_BATCH = 128

@@ -23,12 +23,12 @@ from typing import Any
 import torch
 from transformers import CLIPVisionConfig, LlamaConfig, LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration
 
+from benchmarks.gpu_peaks import GpuRun, calibrate_gpu
 from benchmarks.machine import machine
+from benchmarks.made_up import made_up_sample
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.memory import GIB, BatchShape, MemoryModel, calibrate_fake
-from composer_tokacc.memory.gpu import GpuRun, calibrate_gpu
-from composer_tokacc.memory.samples import made_up_sample
-from composer_tokacc.memory.shapes import batch_of_width
+from composer_tokacc.sizing import GIB, BatchShape, MemoryModel, calibrate_fake
+from composer_tokacc.sizing.shapes import batch_of_width
 
 RESULTS = Path(__file__).resolve().parent / 'results'
 SHAPES = ((1, 1536), (2, 900), (2, 1700), (3, 1100), (4, 1300), (5, 700), (6, 1000), (8, 800))

@@ -29,9 +29,9 @@ from benchmarks.machine import machine
 from composer_tokacc import TokenAccumulation
 from composer_tokacc.algorithm.rank_sum import RankSum
 from composer_tokacc.algorithm.step_guard import StepGuard
-from composer_tokacc.config import load_config
-from composer_tokacc.run.config_checks import check_config
-from composer_tokacc.run.parts import build_parts
+from composer_tokacc.programs import load_config
+from composer_tokacc.programs.checks import check_config
+from composer_tokacc.programs.parts import build_parts
 from composer_tokacc.train import build_trainer
 
 RESULTS = Path(__file__).resolve().parent / 'results'

@@ -40,7 +40,7 @@ from benchmarks.length_sets import lognormal
 from composer_tokacc import TokenAccumulation, token_data_spec
 from composer_tokacc.planning import CostModel
 from composer_tokacc.sampling import RegroupingBatchSampler, RegroupingDataLoader
-from composer_tokacc.sizing.timing import MicrobatchTimer, fit_cost
+from composer_tokacc.sizing import MicrobatchTimer, fit_cost
 
 GLOBAL_BATCH, MICROBATCH, HIDDEN, VOCABULARY, SEED = 64, 4, 256, 1000, 17
 SHORTEST, LONGEST, MEAN, VARIATION = 12, 1024, 165, 1.31

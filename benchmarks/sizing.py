@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The speed-up that `plan` predicts for the digits run, against the measured one; and whether its size trains.
+"""The speed-up that `size` predicts for the digits run, against the measured one; and whether its size trains.
 
     python -m benchmarks.sizing [--size 8] [--steps 30]
 
@@ -23,16 +23,14 @@ import torch
 from composer.core import DataSpec
 
 from benchmarks.machine import machine
-from composer_tokacc.config import TrainConfig, load_config
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.plan import time_shapes, time_steps
-from composer_tokacc.run.config_checks import check_config
-from composer_tokacc.run.datasets import build_dataset, build_processor, measure_dataset
-from composer_tokacc.run.loaders import regroups_ranks
-from composer_tokacc.run.suggest import device_memory_gib, memory_of_run, suggest_for_run
-from composer_tokacc.sizing.profile import SampleSizes
-from composer_tokacc.sizing.simulate import draw_batches, simulate_steps
-from composer_tokacc.sizing.timing import MicrobatchTimer
+from composer_tokacc.planning import CostModel
+from composer_tokacc.programs import TrainConfig, load_config
+from composer_tokacc.programs.checks import check_config
+from composer_tokacc.programs.sources import build_dataset, build_processor, measure_dataset
+from composer_tokacc.programs.suggest import device_memory_gib, memory_of_run, suggest_for_run
+from composer_tokacc.size import time_shapes, time_steps
+from composer_tokacc.sizing import CutOptions, MicrobatchTimer, SampleSizes, draw_batches, simulate_steps
 
 ROOT = Path(__file__).resolve().parent
 LIMIT = 0.15
@@ -90,11 +88,25 @@ def main() -> None:
     cost, outside = time_shapes(config, size=size, slot_tokens=slot)
     sizes = SampleSizes.of(table)
     batches = draw_batches(len(sizes), config.loader.global_batch_size, num_batches=40)
+    own = config.microbatching
+    options = CutOptions(
+        regroup=own.regroup,
+        width_multiple=own.width_multiple,
+        packing=own.packing,
+        cost=None if own.cost is None else CostModel(**own.cost),
+    )
     predicted = {}
-    ours = 'planned' if regroups_ranks(config) else 'split'
+    ours = 'planned' if config.regroups_ranks else 'split'
     for method in ('stock', ours):
         figures = simulate_steps(
-            sizes, batches, method=method, num_ranks=1, microbatch_rows=size, max_tokens=size * slot, cost=cost
+            sizes,
+            batches,
+            method=method,
+            num_ranks=1,
+            microbatch_rows=size,
+            max_tokens=size * slot,
+            options=options,
+            price=cost,
         )
         assert cost.seconds_per_token is not None
         predicted[method] = figures.cost * cost.seconds_per_token + outside
@@ -116,7 +128,6 @@ def main() -> None:
         'speedup': ratios,
         'error': error,
     }
-    given.output.mkdir(parents=True, exist_ok=True)
     name = 'sizing.json' if not given.size else f'sizing-{size}.json'
     (given.output / name).write_text(json.dumps(result, indent=2) + '\n')
     print(f'size {size} rows of {slot} tokens (suggested: {report.device_train_microbatch_size})')

@@ -36,8 +36,8 @@ from benchmarks.small_llava import build_model, make_rows
 from benchmarks.throughput_report import picture, show
 from benchmarks.timed_steps import METHODS, Row, StepClock, bound_seconds, data_of, equal_widths, timed
 from composer_tokacc import BatchLayout
-from composer_tokacc.data import DigitsDataset, build_digits_processor
 from composer_tokacc.planning import CostModel
+from examples.digits import DigitsDataset, build_digits_processor
 
 RESULTS = Path(__file__).resolve().parent / 'results'
 MICROBATCH = 4

@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,12 +15,8 @@ from composer.utils import dist
 
 from composer_tokacc.counting import carried, count_tokens, is_counted, labels_of, loss_mask, num_samples
 from composer_tokacc.layout import microbatches_of
-from composer_tokacc.memory import MemoryModel
-from composer_tokacc.memory.out_of_memory import predicted_and_actual
 
 __all__ = ['TokenMonitor']
-
-log = logging.getLogger(__name__)
 
 # What each rank contributes to a step's one reduction, in this order.
 FIELDS = ('real', 'device_positions', 'positions', 'tokens', 'samples', 'microbatches', 'empty', 'last_variation')
@@ -45,30 +39,21 @@ class TokenMonitor(Callback):
                                                  *previous* step's microbatches (0: sample weighting is exact)
     ============================================ ====================================================================
 
-    With a memory model, every attempt of Composer's ``'auto'`` that runs out of memory is told with what was predicted
-    for it and what the device held: a warning, ``token_monitor/oom_predicted_gib``, ``token_monitor/oom_actual_gib``.
-
     Args:
         loss_tokens (str): The counting rule where no :class:`.TokenAccumulation` has counted already.
             Default: ``'causal'``.
-        memory (MemoryModel | str | Path | None): The run's memory model, or the file it was saved in. The training
-            program gives its own where it sizes microbatches by ``'auto'``. Default: ``None``.
     """
 
-    def __init__(self, *, loss_tokens: str = 'causal', memory: MemoryModel | str | Path | None = None) -> None:
+    def __init__(self, *, loss_tokens: str = 'causal') -> None:
         self.loss_tokens = loss_tokens
-        self.memory = MemoryModel.load(memory) if isinstance(memory, str | Path) else memory
-        self._tried: float | None = None  # microbatch size of the last attempt at this step
         self._step = _zeros()
         self._microbatches: list[tuple[int, Any]] = []
         self._previous: tuple[list[tuple[int, int]], float, float] | None = None
-        self._totals: dict[str, float] = {}
 
     def batch_start(self, state: State, logger: Logger) -> None:
         """Counts the device batch where nobody has, while it is on the CPU."""
         facts = carried(state.batch)
         counts = None if is_counted(state.batch) else count_tokens(state.batch, self.loss_tokens)
-        self._tried = None
         self._step = _zeros()
         self._step.update(
             real=sum(facts['real_tokens']) if counts is None else counts.num_real,
@@ -78,14 +63,7 @@ class TokenMonitor(Callback):
         )
 
     def before_train_batch(self, state: State, logger: Logger) -> None:
-        """Forgets an attempt that ran out of memory, once it is told."""
-        size, tried = state.device_train_microbatch_size, self._tried
-        self._tried = size
-        # Closures come here several times a step as well, but only a retry has a smaller microbatch.
-        if self.memory is not None and tried is not None and size is not None and size < tried:
-            failed = predicted_and_actual(self.memory, state, tried)
-            log.warning(failed.message())
-            logger.log_metrics({f'token_monitor/{name}': value for name, value in failed.metrics().items()})
+        """Forgets an attempt that ran out of memory."""
         self._microbatches = []
         self._step.update(positions=0, microbatches=0)
 
@@ -125,7 +103,6 @@ class TokenMonitor(Callback):
             metrics['sample_weighting_error'] = totals['last_variation']
         self._previous = (self._microbatches, totals['samples'], totals['tokens'])
         logger.log_metrics({f'token_monitor/{name}': value for name, value in metrics.items()})
-        self._add(totals, seconds)
 
     def _variation(self) -> float:
         """This rank's part of the previous step's distance: its totals over ranks are known only by now."""
@@ -135,25 +112,6 @@ class TokenMonitor(Callback):
         if samples == 0 or tokens == 0:
             return 0.0
         return sum(abs(n / samples - t / tokens) for n, t in microbatches) / 2
-
-    def _add(self, totals: dict[str, float], seconds: float) -> None:
-        for name, value in {**totals, 'seconds': seconds, 'steps': 1}.items():
-            self._totals[name] = self._totals.get(name, 0) + value
-
-    def summary(self) -> dict[str, float]:
-        """The whole run so far: padding ratios, real tokens per second, and the mean weighting error."""
-        total = self._totals
-        if not total:
-            return {}
-        return {
-            'steps': total['steps'],
-            'padding_ratio': 1 - total['real'] / max(total['positions'], 1),
-            'device_batch_padding_ratio': 1 - total['real'] / max(total['device_positions'], 1),
-            'loss_generating_share': total['tokens'] / max(total['real'], 1),
-            'empty_microbatches': total['empty'],
-            'real_tokens_per_second': total['real'] / max(total['seconds'], 1e-9),
-            'sample_weighting_error': total['last_variation'] / max(total['steps'] - 1, 1),
-        }
 
 
 def _positions(batch: Mapping[str, Any]) -> int:

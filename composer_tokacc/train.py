@@ -9,26 +9,26 @@ composer -n 2 -m composer_tokacc.train yamls/digits.yaml [key=value ...]
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
 from composer import Trainer
 from composer.loggers import InMemoryLogger
 from composer.utils import dist
 
-from composer_tokacc.config import ConfigError, TrainConfig, load_config
-from composer_tokacc.config.registry import build_by_name
 from composer_tokacc.data import BadSampleError
-from composer_tokacc.monitor import TokenMonitor
-from composer_tokacc.run.answers import answer_held_out
-from composer_tokacc.run.config_checks import check_config
-from composer_tokacc.run.parts import RunParts, build_parts
-from composer_tokacc.run.report import print_summary, summarize, write_report
-from composer_tokacc.run.streaming_parts import LLAVA_STREAMING
-from composer_tokacc.sampling import RestoreRandomState, SkipReadBatches
+from composer_tokacc.programs import ConfigError, TrainConfig, load_config
+from composer_tokacc.programs.checks import check_config
+from composer_tokacc.programs.errors import refuse
+from composer_tokacc.programs.parts import RunParts, build_parts
+from composer_tokacc.programs.registry import build_by_name, import_by_name
+from composer_tokacc.programs.report import FinishedRun, Line, print_summary, summarize, write_report
+from composer_tokacc.programs.sources import source_of
+from composer_tokacc.sampling import SkipReadBatches
 
 __all__ = ['build_trainer', 'main', 'run']
 
@@ -45,12 +45,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not arguments or arguments[0] in ('-h', '--help'):
         print(__doc__ if arguments else _USAGE, file=sys.stdout if arguments else sys.stderr)
         return 0 if arguments else 2
+    # By default each rank would start a thread on every core of its node.
+    if 'OMP_NUM_THREADS' not in os.environ:
+        torch.set_num_threads(max((os.cpu_count() or 1) // dist.get_local_world_size(), 1))
     try:
         config = load_config(arguments[0], arguments[1:])
         check_config(config)
+    except ConfigError as error:
+        return refuse(error, on_all_ranks=True)
+    try:
         run(config)
     except (ConfigError, BadSampleError) as error:
-        return _refuse(error)
+        return refuse(error)
     return 0
 
 
@@ -58,7 +64,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
     """Trains, evaluates and reports.
 
     Returns:
-        The result that rank 0 also writes to ``report.folder``; see :func:`composer_tokacc.run.report.summarize`.
+        The result that rank 0 also writes to ``report.folder``; see :func:`.summarize`.
 
     Raises:
         ConfigError: for a model or data that the config names and that cannot be used.
@@ -73,26 +79,13 @@ def run(config: TrainConfig) -> dict[str, Any]:
     seconds = time.monotonic() - started
     if parts.eval_loader is not None and not any(name.startswith('metrics/eval/') for name in history.data):
         trainer.eval()
-    result = summarize(trainer.state, history, seconds=seconds)
-    result['skipped'] = parts.skip_reports()
-    folder = config.report.folder.format(run_name=trainer.state.run_name)
-    is_first, answers = dist.get_global_rank() == 0, []
-    if is_first:
-        # A sharded model cannot generate on one rank alone.
-        if parts.eval_dataset is not None and not config.trainer.get('parallelism_config'):
-            answers = answer_held_out(
-                parts.model,
-                parts.eval_dataset,
-                parts.processor,
-                num_samples=config.report.num_samples,
-                max_new_tokens=config.report.max_new_tokens,
-            )
-        write_report(folder, result, history, answers, picture=config.report.picture)
+    result = summarize(trainer.state, history, seconds=seconds, skipped=parts.skip_reports())
+    lines = _write_report(config, parts, result, history) if dist.get_global_rank() == 0 else []
     # The other ranks wait for the one that writes: NCCL takes an early end for a crash.
     dist.barrier()
     trainer.close()  # before the summary: it ends the progress bar's line
-    if is_first:
-        print_summary(result, answers, folder)
+    if lines:
+        print_summary(lines)
     return result
 
 
@@ -101,16 +94,12 @@ def build_trainer(config: TrainConfig, parts: RunParts, history: InMemoryLogger)
     arguments = {key: value for key, value in config.trainer.items() if key != 'loggers'}
     loggers = _build_all('loggers', config.trainer.get('loggers') or {})
     parameters = [parameter for parameter in parts.model.parameters() if parameter.requires_grad]
-    if config.microbatching.device_train_microbatch_size is not None:
-        arguments['device_train_microbatch_size'] = config.microbatching.device_train_microbatch_size
+    if parts.microbatch_size is not None:
+        arguments['device_train_microbatch_size'] = parts.microbatch_size
     callbacks = _build_all('callbacks', config.callbacks)
-    for monitor in callbacks:
-        if isinstance(monitor, TokenMonitor) and monitor.memory is None:
-            monitor.memory = parts.memory
     if config.trainer.get('spin_dataloaders', True):
         callbacks.append(SkipReadBatches())
-    if config.dataset.get('name') == LLAVA_STREAMING:
-        callbacks.append(RestoreRandomState())
+    callbacks += source_of(config).callbacks()
     return Trainer(
         model=parts.model,
         train_dataloader=parts.train_loader,
@@ -125,6 +114,22 @@ def build_trainer(config: TrainConfig, parts: RunParts, history: InMemoryLogger)
     )
 
 
+def _write_report(config: TrainConfig, parts: RunParts, result: dict[str, Any], history: InMemoryLogger) -> list[Line]:
+    """Writes what the ``report`` section asks for; gives the lines of the summary."""
+    arguments = {key: value for key, value in config.report.items() if key not in ('folder', 'name')}
+    finished = FinishedRun(
+        result=result,
+        history=history,
+        model=parts.model,
+        eval_dataset=parts.eval_dataset,
+        processor=parts.processor,
+        folder=Path(config.report['folder'].format(run_name=result['run_name'])),
+        is_sharded=bool(config.trainer.get('parallelism_config')),
+    )
+    more = import_by_name('report', config.report['name']) if 'name' in config.report else None
+    return write_report(finished, None if more is None else lambda run: more(run, **arguments))
+
+
 def _build_all(kind: str, parts: dict[str, Any]) -> list[Any]:
     return [build_by_name(kind, name, arguments) for name, arguments in parts.items()]
 
@@ -132,16 +137,6 @@ def _build_all(kind: str, parts: dict[str, Any]) -> list[Any]:
 def _build_section(kind: str, section: dict[str, Any], *positional: Any) -> Any:
     arguments = {key: value for key, value in section.items() if key != 'name'}
     return build_by_name(kind, section['name'], arguments, *positional)
-
-
-def _refuse(error: Exception) -> int:
-    if int(os.environ.get('LOCAL_RANK', '0')) > 0:
-        # All ranks stumble over the same mistake. The launcher prints the whole output of each rank that fails by
-        # itself, so the others wait for it to end them, and rank 0 says it once. Composer turns SIGTERM into a failure.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(10)
-    print(f'error: {error}', file=sys.stderr, flush=True)
-    return 2
 
 
 if __name__ == '__main__':

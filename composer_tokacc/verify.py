@@ -26,11 +26,13 @@ from composer.utils import dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from composer_tokacc.algorithm import TokenAccumulation
-from composer_tokacc.config import ConfigError, TrainConfig, load_config
+from composer_tokacc.data import BadSampleError
 from composer_tokacc.data_spec import token_data_spec
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.run.config_checks import check_config
-from composer_tokacc.run.parts import RunParts, build_parts
+from composer_tokacc.programs import ConfigError, TrainConfig, load_config
+from composer_tokacc.programs.checks import check_config
+from composer_tokacc.programs.errors import refuse
+from composer_tokacc.programs.parts import RunParts, build_parts
 
 __all__ = ['UnusedParameters', 'main', 'verify']
 
@@ -45,14 +47,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument('--rows', type=int, default=8, help='rows of each rank, at most')
     parser.add_argument('--tolerance', type=float, default=1e-6)
     given, overrides = parser.parse_known_args(arguments)
-    warnings.simplefilter('ignore')
     try:
         config = load_config(given.config, overrides)
         check_config(config)
-        results = verify(config, max_rows=given.rows)
     except ConfigError as error:
-        print(f'error: {error}', file=sys.stderr, flush=True)
-        return 2
+        return refuse(error, on_all_ranks=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore')  # of the hosts, over and over: a Trainer for every case
+            results = verify(config, max_rows=given.rows)
+    except (ConfigError, BadSampleError) as error:
+        return refuse(error)
     except RuntimeError as error:  # TokenAccumulation says why the run cannot be exact
         print(f'NOT exact: {error}', file=sys.stderr, flush=True)
         return 1

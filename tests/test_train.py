@@ -12,13 +12,9 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from composer.loggers import InMemoryLogger
 from PIL import Image
 
-from composer_tokacc import TokenMonitor
-from composer_tokacc.config import load_config
-from composer_tokacc.run.parts import build_parts
-from composer_tokacc.train import build_trainer, main
+from composer_tokacc.train import main
 from tests.support.launch import ROOT, launch
 from tests.support.programs import DIGITS, QUIET, TINY_DIGITS, TINY_MODEL
 
@@ -219,7 +215,10 @@ def test_missing_data_is_said_in_one_line(tmp_path, capsys):
 
 def test_a_training_set_smaller_than_a_batch_is_refused(capsys):
     assert main([DIGITS, *TINY_DIGITS, 'dataset.num_samples=7']) == 2
-    assert 'got: 8 > 7 samples. Lower it or set drop_last=false' in capsys.readouterr().err
+    assert (
+        '`loader.global_batch_size` must be at most the dataset with `drop_last`, got: 8 > 7 samples. Lower it'
+        in capsys.readouterr().err
+    )
 
 
 def test_stock_accumulation_of_the_same_data_is_one_mapping_away(tmp_path):
@@ -268,18 +267,3 @@ def test_a_run_whose_rank_was_killed_resumes_to_the_same_weights(tmp_path):
     # To rounding, not bitwise: which image row a rank keeps for text-only microbatches depends on the batches it has
     # seen. One step more or less would move weights by the learning rate, 1e-3.
     torch.testing.assert_close(resumed, expected, rtol=0, atol=1e-6)
-
-
-def test_sizing_by_auto_gives_the_monitor_a_memory_model_of_the_run(tmp_path, monkeypatch):
-    """As on a GPU: Composer has no `auto` on a CPU, so the trainer itself gets a number here."""
-    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
-    config = load_config(DIGITS, [*TINY_DIGITS, 'dataset.eval=null'])
-    config.microbatching.device_train_microbatch_size = 'auto'
-    parts = build_parts(config)
-    config.microbatching.device_train_microbatch_size = 2
-    trainer = build_trainer(config, parts, InMemoryLogger())
-    (monitor,) = [callback for callback in trainer.state.callbacks if isinstance(callback, TokenMonitor)]
-    weights = sum(parameter.nbytes for parameter in parts.model.parameters())
-    assert monitor.memory is not None
-    assert monitor.memory.static.parameters == weights
-    trainer.close()

@@ -1,24 +1,23 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Datasets, collators and small processors."""
+"""The user's files: formats, conversations, images, lengths, collator, shards."""
 
 from composer_tokacc.data.collator import VisionLanguageCollator
 from composer_tokacc.data.conversation import ConversationEncoder
-from composer_tokacc.data.digits import DigitsDataset, build_digits_processor
-from composer_tokacc.data.digits_model import digits_model_config
+from composer_tokacc.data.formats import BadSampleError
+from composer_tokacc.data.lengths import LengthTable, image_token_ids, length_table
 from composer_tokacc.data.llava import LlavaDataset, conversation_texts
 from composer_tokacc.data.processor import build_small_processor
-from composer_tokacc.data.records import BadSampleError
 
 __all__ = [
     'BadSampleError',
     'ConversationEncoder',
-    'DigitsDataset',
+    'LengthTable',
     'LlavaDataset',
     'VisionLanguageCollator',
-    'build_digits_processor',
     'build_small_processor',
     'conversation_texts',
-    'digits_model_config',
+    'image_token_ids',
+    'length_table',
 ]

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Samples of a Hugging Face processor -> one padded batch that carries its own counts."""
+"""Samples of a Hugging Face processor -> one padded batch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ __all__ = ['VisionLanguageCollator']
 
 
 class VisionLanguageCollator:
-    """Pads text, strings images one after the other, and writes the counts of every row as Python ints.
-
-    Counts travel with the batch so that nobody has to ask the device for them (see ``count_tokens``).
+    """Pads text and strings images one after the other.
 
     Args:
         tokenizer: The tokenizer, or the processor that holds it; says with what and on which side to pad.

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-__all__ = ['ConversationEncoder', 'RenderedConversation']
+from composer_tokacc.counting import IGNORE_INDEX
 
-IGNORE_INDEX = -100
+__all__ = ['ConversationEncoder', 'RenderedConversation']
 
 Message = Mapping[str, Any]
 

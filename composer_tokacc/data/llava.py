@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -14,9 +15,9 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from composer_tokacc.data.conversation import ConversationEncoder
-from composer_tokacc.data.encode import check_takes_images, encode_record, open_image
-from composer_tokacc.data.records import PLACEHOLDER, BadSampleError, Record, parse_record, read_raw_records
-from composer_tokacc.data.scan import scan_samples
+from composer_tokacc.data.formats import PLACEHOLDER, BadSampleError, Record, parse_record, read_raw_records
+from composer_tokacc.data.lengths import LengthTable, chosen_patch_size, length_table
+from composer_tokacc.data.media import check_takes_images, encode_record, open_image
 
 __all__ = ['LlavaDataset', 'conversation_texts']
 
@@ -37,8 +38,9 @@ class LlavaDataset(Dataset):
 
     - ``on_error='raise'``: a bad line, a missing image file, or images that do not match their placeholders raise at
       the start; an unreadable image or a sample over ``max_length`` raises when it is read.
-    - ``on_error='skip'``: every sample is read once at the start, in parallel, the ranks sharing the work; bad ones are
-      left out and counted (:attr:`skipped`, :meth:`skip_report`). A file that breaks after that still raises.
+    - ``on_error='skip'``: every sample is read once, in parallel, the ranks sharing the work; bad ones are left out and
+      counted (:attr:`skipped`, :meth:`skip_report`). What was found is kept with the lengths, so that later runs on the
+      same files read nothing twice. A file that breaks after that still raises.
 
     Args:
         path: JSON or JSONL file, or several.
@@ -46,8 +48,10 @@ class LlavaDataset(Dataset):
         image_dir: Folder that image names start from. ``None``: the folder of the file.
         max_length: Longest sample allowed, in tokens, image tokens included. Nothing is ever truncated.
         on_error: ``'raise'`` or ``'skip'``.
-        num_workers: Processes that read the samples at the start (``skip`` only). ``None``: all cores.
+        num_workers: Processes that read the samples (``skip`` only). ``None``: all cores.
         progress: Show a progress bar meanwhile.
+        lengths_folder: Where what was found is kept (``skip`` only), see :func:`.length_table`.
+        patch_size: Of the vision tower, for the lengths that are kept with it; see there.
 
     Raises:
         BadSampleError: For the first bad sample (``raise``), or when no sample is good (``skip``).
@@ -64,10 +68,13 @@ class LlavaDataset(Dataset):
         on_error: str = 'raise',
         num_workers: int | None = None,
         progress: bool = True,
+        lengths_folder: PathLike | None = None,
+        patch_size: int | None = None,
     ) -> None:
         if on_error not in ('raise', 'skip'):
             raise ValueError(f"`on_error` must be 'raise' or 'skip', got: {on_error!r}.")
         self.encoder = ConversationEncoder(processor, max_length=max_length)
+        self.measured: tuple[int, LengthTable] | None = None
         self.records: list[Record] = []
         self.folders: list[Path] = []
         self.skipped: list[str] = []
@@ -86,7 +93,9 @@ class LlavaDataset(Dataset):
                     self.records.append(record)
                     self.folders.append(folder)
         if on_error == 'skip':
-            self._skip_unreadable(num_workers, progress)
+            self._skip_unreadable(
+                folder=lengths_folder, num_workers=num_workers, progress=progress, patch_size=patch_size
+            )
         if not self.records:
             reason = f' First: {self.skipped[0]}' if self.skipped else ''
             raise ValueError(f'`path` must hold at least one good sample, got: {path} with none.{reason}')
@@ -104,6 +113,14 @@ class LlavaDataset(Dataset):
         files = [self.folders[index] / name for name in record.images]
         return encode_record(self.encoder, record, [open_image(record, file, str(file)) for file in files])
 
+    def fingerprint(self) -> str:
+        """Changes with the conversations, with the size of any image file, and with ``max_length``."""
+        digest = hashlib.sha256(repr(self.encoder.max_length).encode())
+        for record, folder in zip(self.records, self.folders, strict=True):
+            sizes = [os.stat(folder / name).st_size for name in record.images]
+            digest.update(repr((record.sample_id, record.source, record.turns, record.images, sizes)).encode())
+        return digest.hexdigest()
+
     def skip_report(self) -> str:
         """One line for the end of a run: how many samples were left out, and why the first was."""
         total = len(self.records) + len(self.skipped)
@@ -119,12 +136,16 @@ class LlavaDataset(Dataset):
             if file.name not in listings[file.parent]:
                 raise record.error(f'image file {file} does not exist; is `image_dir` right?')
 
-    def _skip_unreadable(self, num_workers: int | None, progress: bool) -> None:
-        scanned = scan_samples(self, num_workers=num_workers, progress=progress)
-        good = [sample.index for sample in scanned if sample.error is None]
-        self.skipped += [sample.error for sample in scanned if sample.error is not None]
+    def _skip_unreadable(self, *, patch_size: int | None, **options: Any) -> None:
+        if not self.records:
+            return
+        patch_size = chosen_patch_size(self.encoder.processor, patch_size)
+        table = length_table(self, self.encoder.processor, patch_size=patch_size, on_error='skip', **options)
+        good = [index for index in range(len(self.records)) if index not in table.errors]
+        self.skipped += table.errors.values()
         self.records = [self.records[index] for index in good]
         self.folders = [self.folders[index] for index in good]
+        self.measured = patch_size, table.select(good)
         if self.skipped:
             log.warning(self.skip_report())
 

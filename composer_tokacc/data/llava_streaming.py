@@ -16,8 +16,8 @@ from streaming import Stream, StreamingDataset  # pyright: ignore[reportMissingI
 from streaming.base.format import reader_from_json  # pyright: ignore[reportMissingImports]
 
 from composer_tokacc.data.conversation import ConversationEncoder
-from composer_tokacc.data.encode import check_takes_images, encode_record, open_image
-from composer_tokacc.data.records import PLACEHOLDER
+from composer_tokacc.data.formats import PLACEHOLDER
+from composer_tokacc.data.media import check_takes_images, encode_record, open_image
 from composer_tokacc.data.shard_row import from_row
 
 __all__ = ['LlavaStreamingDataset']

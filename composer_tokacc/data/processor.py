@@ -7,10 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
 
-__all__ = ['CHAT_TEMPLATE', 'SPECIAL_TOKENS', 'build_small_processor', 'small_llava_processor', 'train_tokenizer']
+__all__ = [
+    'CHAT_TEMPLATE',
+    'SPECIAL_TOKENS',
+    'build_small_processor',
+    'small_llava_processor',
+    'train_tokenizer',
+    'wrap_tokenizer',
+]
 
 SPECIAL_TOKENS = ('<pad>', '<unk>', '<image>', '<|system|>', '<|user|>', '<|assistant|>', '<|end|>')
 
@@ -55,14 +62,6 @@ def train_tokenizer(
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return wrap_tokenizer(tokenizer, model_max_length=model_max_length)
-
-
-def word_tokenizer(words: Iterable[str], *, model_max_length: int = 2048) -> PreTrainedTokenizerFast:
-    """A tokenizer with one token for every given word and every single digit or mark."""
-    vocab = {token: index for index, token in enumerate(dict.fromkeys([*SPECIAL_TOKENS, *words]))}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token='<unk>'))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r'[a-z]+|\d|[^\sa-z\d]'), behavior='removed', invert=True)
     return wrap_tokenizer(tokenizer, model_max_length=model_max_length)
 
 

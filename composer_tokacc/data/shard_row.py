@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
-from composer_tokacc.data.records import Record
+from composer_tokacc.data.formats import Record
 
 __all__ = ['COLUMNS', 'from_row', 'to_row']
 

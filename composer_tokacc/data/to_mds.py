@@ -22,8 +22,8 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from composer_tokacc.data.encode import open_image
-from composer_tokacc.data.records import BadSampleError, parse_record, read_raw_records
+from composer_tokacc.data.formats import BadSampleError, parse_record, read_raw_records
+from composer_tokacc.data.media import open_image
 from composer_tokacc.data.shard_row import COLUMNS, to_row
 
 __all__ = ['Written', 'main', 'write_shards']

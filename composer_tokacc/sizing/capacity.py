@@ -5,15 +5,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-from composer_tokacc.memory import GIB, BatchShape, MemoryModel
+from composer_tokacc.sizing.memory_model import GIB, MemoryModel
 from composer_tokacc.sizing.profile import SampleSizes
+from composer_tokacc.sizing.shapes import BatchShape
 
-__all__ = ['Capacity']
+__all__ = ['Capacity', 'LargestMicrobatch', 'largest_microbatch']
 
 # Far beyond any device; bisection starts here.
 _MOST_TOKENS = 1 << 30
+# Terms of the memory model that a smaller microbatch would lower.
+_KINDS = {'text': 'text activations', 'logits': 'logits', 'vision': 'vision activations'}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,15 +29,17 @@ class Capacity:
         table: Sizes of the samples.
         num_ranks: Ranks.
         limit: Bytes that may be used: device memory times the safety factor.
+        packing: Whether a microbatch is one packed row.
     """
 
     memory: MemoryModel
     table: SampleSizes
     num_ranks: int
     limit: float
+    packing: bool = False
 
     def worst_shape(self, tokens: int, image_tokens: int | None = None) -> BatchShape:
-        """The dearest microbatch of this many positions: the widest rows, and as many image tokens as rows can have.
+        """The costliest microbatch of this many positions: the widest rows, and as many image tokens as they can have.
 
         Args:
             tokens: Positions, padding included.
@@ -41,7 +47,8 @@ class Capacity:
         """
         vision = self.table.vision
         most = tokens * float((vision / self.table.tokens).max()) if image_tokens is None else image_tokens
-        width = min(int(self.table.tokens.max()), tokens)
+        # The mask of a packed row is as wide as all its documents together.
+        width = tokens if self.packing else min(int(self.table.tokens.max()), tokens)
         return BatchShape(
             rows=max(round(tokens / width), 1),
             width=width,
@@ -51,7 +58,7 @@ class Capacity:
         )
 
     def peak(self, tokens: int, image_tokens: int | None = None) -> float:
-        """Bytes at the peak of the dearest microbatch of this many positions."""
+        """Bytes at the peak of the costliest microbatch of this many positions."""
         return self.memory.peak(self.worst_shape(tokens, image_tokens), num_ranks=self.num_ranks)
 
     def terms(self, tokens: int) -> dict[str, float]:
@@ -68,8 +75,7 @@ class Capacity:
 
     def why_nothing_fits(self) -> str:
         """One line for a model that leaves no room: what is held, and what would help."""
-        shortest = int(self.table.tokens.min())
-        terms = self.terms(shortest)
+        terms = self.terms(int(self.table.tokens.min()))
         largest = sorted(terms, key=lambda name: -terms[name])[:3]
         held = ', '.join(f'{name} {terms[name] / GIB:.2f}' for name in largest)
         remedies = ['sharding with FSDP over more ranks' if self.memory.strategy == 'fsdp' else 'sharding with FSDP']
@@ -80,8 +86,59 @@ class Capacity:
         )
 
 
-def _largest(fits) -> int:  # noqa: ANN001 - a predicate that is true up to some number
-    """The largest number for which a monotonic predicate holds; 0 where it never does."""
+@dataclass(frozen=True, kw_only=True)
+class LargestMicrobatch:
+    """The largest safe microbatch of a run.
+
+    Args:
+        size: ``device_train_microbatch_size``, in rows of `slot_tokens`.
+        slot_tokens: Width of a slot.
+        stock_rows: Rows that stock Composer computes at once in the same memory, each as wide as the longest sample.
+        fitting_tokens: Most positions that fit, whole slots or not.
+        binds: What keeps it from being larger: ``'text'``, ``'logits'``, ``'vision'`` or ``'global batch'``.
+    """
+
+    size: int
+    slot_tokens: int
+    stock_rows: int
+    fitting_tokens: int
+    binds: str
+
+    @property
+    def max_tokens(self) -> int:
+        """Token budget of a microbatch."""
+        return self.size * self.slot_tokens
+
+
+def largest_microbatch(capacity: Capacity, *, rows_per_rank: int, slot_tokens: int) -> LargestMicrobatch:
+    """The most slots that fit, at most one for each row of a device batch.
+
+    Args:
+        capacity: What fits.
+        rows_per_rank: Rows of a device batch.
+        slot_tokens: Width of a slot; one wider than memory is narrowed to what fits.
+
+    Raises:
+        ValueError: Not even the shortest sample fits.
+    """
+    fitting = capacity.max_tokens()
+    if fitting < int(capacity.table.tokens.min()):
+        raise ValueError(capacity.why_nothing_fits())
+    slot = min(slot_tokens, fitting)
+    size = min(fitting // slot, rows_per_rank)
+    terms = capacity.terms(size * slot)
+    unpacked = replace(capacity, packing=False).max_tokens() if capacity.packing else fitting
+    return LargestMicrobatch(
+        size=size,
+        slot_tokens=slot,
+        stock_rows=max(min(unpacked // int(capacity.table.tokens.max()), rows_per_rank), 1),
+        fitting_tokens=fitting,
+        binds='global batch' if size == rows_per_rank else max(_KINDS, key=lambda kind: terms[_KINDS[kind]]),
+    )
+
+
+def _largest(fits: Callable[[int], bool]) -> int:
+    """The largest number for which a predicate holds that is true up to some number; 0 where it never does."""
     if not fits(1):
         return 0
     low, high = 1, 2

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from composer_tokacc.lengths import LengthTable
+if TYPE_CHECKING:
+    from composer_tokacc.data.lengths import LengthTable
 
 __all__ = ['DatasetProfile', 'SampleSizes', 'profile_lengths']
 
@@ -78,15 +80,25 @@ class SampleSizes:
         """Id of a sample, quoted, or its index."""
         return f'"{self.sample_ids[index]}"' if self.sample_ids is not None else str(index)
 
+    def names(self, chosen: np.ndarray) -> list[str]:
+        """Ids and lengths of some samples, the longest first.
+
+        Args:
+            chosen: Which, (n,) bools.
+        """
+        indices = np.flatnonzero(chosen)
+        order = indices[np.argsort(-self.tokens[indices], kind='stable')]
+        return [f'{self.name_of(index)}: {self.tokens[index]} tokens' for index in order.tolist()]
+
     @classmethod
     def of(
         cls, lengths: LengthTable | Sequence[int] | np.ndarray, sample_ids: Sequence[str] | None = None
     ) -> SampleSizes:
         """Checked sizes of a scanned table, or of plain lengths."""
-        if isinstance(lengths, LengthTable):
-            columns = (lengths.lengths, lengths.loss_tokens, lengths.image_tokens, lengths.vision_patches)
-            return cls(*columns, sample_ids)
-        return cls(np.asarray(lengths), sample_ids=sample_ids)
+        if isinstance(lengths, Sequence | np.ndarray):
+            return cls(np.asarray(lengths), sample_ids=sample_ids)
+        columns = (lengths.lengths, lengths.loss_tokens, lengths.image_tokens, lengths.vision_patches)
+        return cls(*columns, sample_ids)
 
 
 @dataclass(frozen=True, kw_only=True)

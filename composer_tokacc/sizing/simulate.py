@@ -11,21 +11,29 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from composer_tokacc.planning import CostModel, cut, cut_in_order, plan_microbatches, raise_count
+from composer_tokacc.data_spec.packing import pack_lengths
+from composer_tokacc.planning import CostModel, cut, cut_in_order, plan_microbatches
 from composer_tokacc.sizing.profile import SampleSizes
 
-__all__ = ['METHODS', 'StepFigures', 'draw_batches', 'simulate_steps']
+__all__ = ['METHODS', 'CutOptions', 'StepFigures', 'draw_batches', 'simulate_steps']
 
 METHODS = ('stock', 'split', 'planned')
 """Composer's own split of padded device batches; :func:`.token_data_spec`; :class:`.RegroupingBatchSampler` as well."""
 
 
-class _Piece(NamedTuple):
-    """A microbatch, as far as its cost goes."""
+@dataclass(frozen=True, kw_only=True)
+class CutOptions:
+    """How a run cuts its batches; all but the last two are arguments of :func:`.token_data_spec`, described there."""
 
-    rows: int
-    width: int
-    image_tokens: int
+    regroup: bool = True
+    equal_counts: bool = True
+    width_multiple: int = 1
+    packing: bool = False
+    cost: CostModel | None = None
+    objective: Literal['ddp', 'fsdp'] = 'ddp'
+    """``'ddp'``: ranks wait for each other once a step; ``'fsdp'``: at every microbatch."""
+    across_documents: bool = True
+    """Whether attention computes a packed row's documents against each other and masks them, as SDPA does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +48,13 @@ class StepFigures:
     """Microbatches of the rank that has most."""
     imbalance: float
     """Cost of the slowest rank over the mean of the ranks."""
+
+
+class _Piece(NamedTuple):
+    """A microbatch, as far as its cost goes: sizes of the rows that are computed, and its image tokens."""
+
+    widths: list[int]
+    image_tokens: int
 
 
 def draw_batches(num_samples: int, global_batch_size: int, *, num_batches: int, seed: int = 0) -> list[np.ndarray]:
@@ -59,10 +74,8 @@ def simulate_steps(
     num_ranks: int,
     microbatch_rows: int,
     max_tokens: int,
-    cost: CostModel,
-    strategy: Literal['ddp', 'fsdp'] = 'ddp',
-    regroup: bool = True,
-    width_multiple: int = 1,
+    options: CutOptions,
+    price: CostModel,
 ) -> StepFigures:
     """Simulates the steps of some global batches.
 
@@ -73,88 +86,108 @@ def simulate_steps(
         num_ranks: Ranks; rank r has the samples r, r + num_ranks, ... of a batch, except where batches are planned.
         microbatch_rows: Rows of a stock microbatch.
         max_tokens: Token budget of ours.
-        cost: Cost model.
-        strategy: ``'ddp'``: ranks wait for each other once a step; ``'fsdp'``: at every microbatch.
-        regroup: Whether the split may sort rows.
-        width_multiple: Widths are rounded up to it.
+        options: How the run cuts.
+        price: What a microbatch costs on the machine; the run cuts by ``options.cost``, whatever it costs.
     """
-    costs, loads, computed, real, counts = [], [], 0, 0, []
+    costs, imbalances, counts, computed, real = [], [], [], 0, 0
     for batch in batches:
-        if method == 'planned':
-            ranks = _planned(table, batch, num_ranks, max_tokens, strategy, width_multiple)
+        shares = [batch[rank::num_ranks] for rank in range(num_ranks)]
+        shares = [share for share in shares if len(share)]
+        if method == 'stock':
+            ranks = [_stock(table, share, microbatch_rows) for share in shares]
+        elif method == 'split':
+            ranks = _in_step(table, shares, [_split(table, share, max_tokens, options) for share in shares], options)
         else:
-            shares = [batch[rank::num_ranks] for rank in range(num_ranks)]
-            shares = [share for share in shares if len(share)]
-            ranks = [
-                _stock(table, share, microbatch_rows)
-                if method == 'stock'
-                else _split(table, share, max_tokens, regroup, width_multiple)
-                for share in shares
-            ]
-            if method == 'split' and strategy == 'fsdp':
-                most = max(len(pieces) for pieces in ranks)
-                ranks = [_split(table, share, max_tokens, regroup, width_multiple, most) for share in shares]
-        priced = [[cost.microbatch(*piece) for piece in pieces] for pieces in ranks]
-        load = [sum(prices) for prices in priced]
-        if strategy == 'fsdp':
-            columns = max(len(prices) for prices in priced)
-            costs.append(sum(max(p[k] for p in priced if k < len(p)) for k in range(columns)))
+            ranks = _planned(table, batch, num_ranks, max_tokens, options)
+        priced = [[_price(piece, price) for piece in pieces] for pieces in ranks]
+        loads = [sum(prices) for prices in priced]
+        longest = max(len(prices) for prices in priced)
+        if options.objective == 'fsdp':
+            costs.append(sum(max(prices[k] for prices in priced if k < len(prices)) for k in range(longest)))
         else:
-            costs.append(max(load))
-        loads.append(costs[-1] * num_ranks / sum(load))
-        computed += sum(piece.rows * piece.width for pieces in ranks for piece in pieces)
+            costs.append(max(loads))
+        imbalances.append(costs[-1] * num_ranks / sum(loads))
+        counts.append(longest)
+        computed += sum(sum(piece.widths) for pieces in ranks for piece in pieces)
         real += int(table.tokens[batch].sum())
-        counts.append(max(len(pieces) for pieces in ranks))
     return StepFigures(
         cost=float(np.mean(costs)),
         padding_ratio=1 - real / computed,
         microbatches=float(np.mean(counts)),
-        imbalance=float(np.mean(loads)),
+        imbalance=float(np.mean(imbalances)),
     )
+
+
+def _price(piece: _Piece, price: CostModel) -> float:
+    rows = float(price.rows(np.array(piece.widths)).sum())
+    return rows + price.vision_per_token * piece.image_tokens + price.launch
 
 
 def _stock(table: SampleSizes, share: np.ndarray, rows: int) -> list[_Piece]:
     """Every microbatch is as wide as the device batch: Composer's split slices rows and trims nothing."""
     width = int(table.tokens[share].max())
     chunks = [share[start : start + rows] for start in range(0, len(share), rows)]
-    return [_Piece(len(chunk), width, int(table.vision[chunk].sum())) for chunk in chunks]
+    return [_Piece([width] * len(chunk), int(table.vision[chunk].sum())) for chunk in chunks]
 
 
-def _split(
-    table: SampleSizes, share: np.ndarray, max_tokens: int, regroup: bool, width_multiple: int, count: int = 0
-) -> list[_Piece]:
+def _split(table: SampleSizes, share: np.ndarray, max_tokens: int, options: CutOptions) -> list[_Piece]:
     """As :class:`composer_tokacc.data_spec.split.MicrobatchSplit` cuts a device batch."""
     lengths = table.tokens[share]
-    widest = int(lengths.max())
-    groups = (cut if regroup else cut_in_order)(lengths, max_tokens, width_multiple=width_multiple, max_width=widest)
-    if count:
-        groups = raise_count(groups, count, lengths.tolist())
-    pieces = []
-    for rows in groups:
-        width = min(-(-int(lengths[rows].max()) // width_multiple) * width_multiple, widest)
-        pieces.append(_Piece(len(rows), width, int(table.vision[share[rows]].sum())))
-    return pieces
+    if options.packing:
+        groups = pack_lengths(lengths.tolist(), max_tokens)
+        documents = [lengths[rows].tolist() for rows in groups]
+        widths = [[sum(group)] for group in documents] if options.across_documents else documents
+        return [_Piece(*piece) for piece in zip(widths, _images(table, share, groups), strict=True)]
+    widest, multiple = int(lengths.max()), options.width_multiple
+    cutter = cut if options.regroup else cut_in_order
+    groups = cutter(lengths, max_tokens, width_multiple=multiple, max_width=widest, cost=options.cost)
+    widths = [[min(-(-int(lengths[rows].max()) // multiple) * multiple, widest)] * len(rows) for rows in groups]
+    return [_Piece(*piece) for piece in zip(widths, _images(table, share, groups), strict=True)]
+
+
+def _images(table: SampleSizes, share: np.ndarray, groups: list[list[int]]) -> list[int]:
+    """Image tokens of each group of a share's rows."""
+    return [int(table.vision[share[rows]].sum()) for rows in groups]
 
 
 def _planned(
-    table: SampleSizes,
-    batch: np.ndarray,
-    num_ranks: int,
-    max_tokens: int,
-    strategy: Literal['ddp', 'fsdp'],
-    width_multiple: int,
+    table: SampleSizes, batch: np.ndarray, num_ranks: int, max_tokens: int, options: CutOptions
 ) -> list[list[_Piece]]:
-    """As the training program plans: with the default cost model, whatever the steps are priced with."""
+    """As :class:`.RegroupingBatchSampler` plans a global batch."""
+    vision = table.vision[batch]
     plan = plan_microbatches(
         table.tokens[batch],
         num_ranks=num_ranks,
         max_tokens=max_tokens,
-        image_tokens=table.vision[batch],
-        objective=strategy,
-        width_multiple=width_multiple,
+        image_tokens=vision if table.vision.any() else None,
+        objective=options.objective,
+        width_multiple=options.width_multiple,
+        cost=options.cost,
     )
-    vision = table.vision[batch]
-    return [
-        [_Piece(len(m.indices), m.width, int(vision[list(m.indices)].sum())) for m in microbatches]
-        for microbatches in plan.ranks
+    shares = [batch[[index for one in rank for index in one.indices]] for rank in plan.ranks]
+    if options.packing:
+        # The plan says which rank reads which samples, and the split packs those anew.
+        return _in_step(table, shares, [_split(table, share, max_tokens, options) for share in shares], options)
+    ranks = [
+        [_Piece([one.width] * len(one.indices), int(vision[list(one.indices)].sum())) for one in rank]
+        for rank in plan.ranks
     ]
+    return _in_step(table, shares, ranks, options)
+
+
+def _in_step(
+    table: SampleSizes, shares: list[np.ndarray], ranks: list[list[_Piece]], options: CutOptions
+) -> list[list[_Piece]]:
+    """Ranks with fewer microbatches repeat their smallest row without weight, where counts must be equal.
+
+    Where the step has images the row has one, or a rank would leave the vision tower unused.
+    """
+    most = max(len(pieces) for pieces in ranks)
+    if not options.equal_counts or all(len(pieces) == most for pieces in ranks):
+        return ranks
+    samples = np.concatenate(shares)
+    seeing = samples[table.vision[samples] > 0]
+    candidates = seeing if len(seeing) else samples
+    smallest = candidates[np.argmin(table.tokens[candidates])]
+    filler = _Piece([int(table.tokens[smallest])], int(table.vision[smallest]))
+    return [pieces + [filler] * (most - len(pieces)) for pieces in ranks]

@@ -14,8 +14,8 @@ import torch
 from composer.core import Callback, State
 from composer.loggers import Logger
 
-from composer_tokacc.memory.fit import non_negative_least_squares
 from composer_tokacc.planning import CostModel
+from composer_tokacc.sizing.memory_model import non_negative_fit
 
 __all__ = ['MicrobatchTimer', 'fit_cost']
 
@@ -100,7 +100,7 @@ def fit_cost(timers: Sequence[MicrobatchTimer], *, quadratic: float) -> tuple[Co
     solution = np.zeros(3)
     kept = np.ones(len(seconds), dtype=bool)
     for _ in range(3):
-        solution = non_negative_least_squares(columns[kept] / seconds[kept, None], np.ones(int(kept.sum())))
+        solution = non_negative_fit(columns[kept] / seconds[kept, None], np.ones(int(kept.sum())))
         kept = seconds <= LATE * np.maximum(columns @ solution, 1e-12)
         if not kept.any():
             break

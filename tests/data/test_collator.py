@@ -8,8 +8,9 @@ import torch
 from transformers import LlavaForConditionalGeneration
 
 from composer_tokacc import count_tokens
-from composer_tokacc.data import DigitsDataset, VisionLanguageCollator, digits_model_config
+from composer_tokacc.data import VisionLanguageCollator
 from composer_tokacc.data.processor import train_tokenizer
+from examples.digits import DigitsDataset, digits_model_config
 
 
 def sample(ids, labels, num_images=0, sample_id='s'):

@@ -31,6 +31,11 @@ def one_image(sample_id, image='red.png', answer='Red.'):
     return {'id': sample_id, 'image': image, 'conversations': turns('<image>\nWhich colour?', answer)}
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
+
+
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / 'images' / 'sub').mkdir(parents=True)

@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader
 
 from benchmarks.device import GPU
 from benchmarks.gpu_parts.scale import REHEARSAL, build_llava
+from benchmarks.gpu_peaks import GpuRun
 from benchmarks.small_llava import make_rows
 from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
 from composer_tokacc.data_spec.added_rows import add_rows, spare_row
-from composer_tokacc.memory.gpu import GpuRun
 from tests.support.families import FAMILIES
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import GivenBatches, loader, reference_gradients, relative_error, train

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from composer.utils import dist
+from torch.utils.data import Dataset
 
-from composer_tokacc.data import LlavaDataset
+from composer_tokacc.data import BadSampleError, LlavaDataset
+from composer_tokacc.data.lengths import build_length_table
 from tests.data.chat_processors import small
 
 
@@ -27,14 +29,35 @@ class CountingDataset(LlavaDataset):
         return super().__getitem__(index)
 
 
-def main(path: str, result: str) -> None:
-    """Gathers what each rank kept, skipped and read."""
+class _Everything(Dataset):
+    """Good samples for rank 0, a bad one among those of rank 1."""
+
+    def __init__(self, path: str, folder: str) -> None:
+        self.good = LlavaDataset(path, small(), on_error='skip', progress=False, lengths_folder=folder)
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index == 1:
+            raise BadSampleError('sample "1" is bad')
+        return self.good[index]
+
+
+def main(path: str, folder: str, result: str) -> None:
+    """Gathers what each rank kept, skipped, read, and what it raises where nothing is skipped."""
     dist.initialize_dist('cpu')
-    dataset = CountingDataset(path, small(), on_error='skip', progress=False)
+    dataset = CountingDataset(path, small(), on_error='skip', progress=False, lengths_folder=folder)
+    raised = ''
+    try:
+        build_length_table(_Everything(path, folder), small(), progress=False)
+    except BadSampleError as error:
+        raised = str(error)
     found = {
         'kept': [record.sample_id for record in dataset.records],
         'skipped': dataset.skipped,
         'read': dataset.read,
+        'raised': raised,
     }
     gathered = dist.all_gather_object(found)
     if dist.get_global_rank() == 0:
@@ -42,4 +65,4 @@ def main(path: str, result: str) -> None:
 
 
 if __name__ == '__main__':
-    main(sys.argv[1], sys.argv[2])
+    main(*sys.argv[1:])

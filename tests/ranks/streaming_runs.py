@@ -23,9 +23,9 @@ from torch.utils.data import DataLoader
 
 from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
 from composer_tokacc.data import VisionLanguageCollator, build_small_processor
+from composer_tokacc.data.lengths import image_token_ids
 from composer_tokacc.data.llava_streaming import LlavaStreamingDataset
-from composer_tokacc.lengths import image_token_ids
-from composer_tokacc.models import build_model
+from composer_tokacc.programs.models import build_model
 from composer_tokacc.sampling import ExchangingDataLoader, RestoreRandomState
 from tests.support.killer import KillRank
 from tests.support.training import GradientRecorder, logged, reference_gradients, relative_error, train, unwrapped

@@ -5,21 +5,26 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from io import StringIO
 from typing import Any
 
 import numpy as np
 import pytest
 import yaml
-from rich.console import Console
 
-from composer_tokacc.lengths import LengthTable
-from composer_tokacc.memory import GIB, BatchShape, MemoryModel, StaticBytes
-from composer_tokacc.memory.fit import ActivationFit
+from composer_tokacc.data.lengths import LengthTable
 from composer_tokacc.planning import CostModel
-from composer_tokacc.sizing import suggest_microbatching
+from composer_tokacc.sizing import (
+    GIB,
+    BatchShape,
+    CutOptions,
+    MemoryModel,
+    SampleSizes,
+    StaticBytes,
+    simulate_steps,
+    suggest_microbatching,
+)
+from composer_tokacc.sizing.memory_model import ActivationFit
 from composer_tokacc.sizing.picture import draw_report
-from composer_tokacc.sizing.table import print_report
 
 PARAMETERS, PER_TOKEN, PER_LOGIT_ROW, PER_IMAGE_TOKEN = GIB, 1 << 20, 1 << 19, 1 << 18
 
@@ -98,14 +103,10 @@ def test_profile_and_padding_against_a_plain_count() -> None:
     assert report.profile.patches_per_image_token == pytest.approx(4)
     assert suggest(sizes.lengths).profile.patches_per_sample is None
     assert report.profile.loss_share == pytest.approx(sizes.loss_tokens.sum() / sizes.lengths.sum())
-    order = np.random.default_rng(0).permutation(512)
-    real = computed = 0
-    for start in range(0, 512, 64):
-        for rank in range(2):
-            lengths = sizes.lengths[order[start : start + 64]][rank::2]
-            real += lengths.sum()
-            computed += len(lengths) * lengths.max()
-    assert report.figures['stock'].padding_ratio == pytest.approx(1 - real / computed)
+    # One global batch of all samples: whatever their order, a single rank computes each as wide as the longest.
+    whole = suggest(sizes, num_ranks=1, global_batch_size=512, device_memory_gib=16.0)
+    padding = 1 - sizes.lengths.sum() / (512 * sizes.lengths.max())
+    assert whole.figures['stock'].padding_ratio == pytest.approx(padding)
     assert report.figures['split'].padding_ratio < report.figures['stock'].padding_ratio
 
 
@@ -115,12 +116,68 @@ def test_equal_lengths_gain_nothing() -> None:
     assert report.speedup('split') == pytest.approx(1, rel=0.02)
 
 
-def test_speed_up_counts_what_a_step_takes_besides() -> None:
-    cost = CostModel(seconds_per_token=1e-4)
-    alone, delayed = suggest(cost=cost), suggest(cost=cost, seconds_per_step=0.5)
-    assert alone.speedup() > delayed.speedup() > 1
-    assert delayed.step_seconds('stock') == pytest.approx(alone.step_seconds('stock') + 0.5)
+def test_seconds_are_those_of_a_step_by_hand() -> None:
+    """Four rows of 100 tokens on one rank, one microbatch: 4 x (100 + 100 x 100 / 1000) + 5 units."""
+    timed = CostModel(quadratic=1000.0, launch=5.0, seconds_per_token=1e-2)
+    report = suggest([100] * 4, num_ranks=1, global_batch_size=4, measured_cost=timed, seconds_per_step=0.5)
+    assert report.step_seconds('stock') == pytest.approx(445e-2 + 0.5)
+    assert report.step_seconds('split') == pytest.approx(445e-2 + 0.5)
     assert suggest().step_seconds('stock') is None
+
+
+def test_what_a_step_takes_besides_lowers_the_gain() -> None:
+    cost = CostModel(seconds_per_token=1e-4)
+    alone, delayed = suggest(measured_cost=cost), suggest(measured_cost=cost, seconds_per_step=0.5)
+    assert alone.speedup() > delayed.speedup() > 1
+
+
+def test_steps_are_cut_by_the_cost_of_the_run_and_priced_by_the_measured_one() -> None:
+    """Launches that cost little make a microbatch of each width; those that cost much make as few as fit."""
+    lengths = [10, 11] * 64
+    cheap, dear = CostModel(launch=1.0), CostModel(launch=1e6)
+    arguments = {'num_ranks': 1, 'global_batch_size': 128, 'measured_cost': CostModel()}
+    by_cost = [suggest(lengths, cost=cost, **arguments).figures for cost in (cheap, dear)]
+    assert [figures['split'].microbatches for figures in by_cost] == [2, 1]
+    assert [figures['planned'].microbatches for figures in by_cost] == [2, 1]
+    assert by_cost[0]['stock'] == by_cost[1]['stock']
+
+
+def test_packed_steps_have_no_padding_and_their_rows_pay_for_their_masks() -> None:
+    packed, plain = suggest(packing=True), suggest()
+    assert packed.figures['split'].padding_ratio == packed.figures['planned'].padding_ratio == 0
+    assert packed.figures['stock'] == plain.figures['stock']
+    assert yaml.safe_load(packed.yaml())['microbatching']['packing'] is True
+    mask = {'text': {'tokens': PER_TOKEN, 'area': 1 << 12}, 'logits': {}, 'vision': {}, 'weights': {}}
+    memory = memory_model(phases={'head': ActivationFit(coefficients=mask, area='padded', residual=0.0)})
+    narrow, wide = (suggest([100] * 128, memory=memory, device_memory_gib=8, packing=packing) for packing in (1, 0))
+    assert narrow.max_tokens < wide.max_tokens
+    # 4 GiB of model and DDP's buckets: t tokens in one row take t MiB and 4 KiB x t^2.
+    tokens = narrow.max_tokens
+    assert 5 * GIB + tokens * PER_TOKEN + 4096 * tokens**2 <= 0.92 * 8 * GIB
+
+
+@pytest.mark.parametrize(('equal_counts', 'images', 'weightless'), [(False, 0, 0), (True, 0, 10), (True, 8, 30)])
+def test_ranks_with_fewer_microbatches_compute_weightless_rows(
+    equal_counts: bool, images: int, weightless: int
+) -> None:
+    """Rank 0 makes two microbatches of 500 tokens and rank 1 one, and where they must be equal repeats a row: the
+    shortest, or the shortest with an image.
+    """
+    sizes = SampleSizes.of(np.array([500, 10, 500, 30]))
+    if images:
+        sizes = replace(sizes, image_tokens=np.array([images, 0, images, images]))
+    figures = simulate_steps(
+        sizes,
+        [np.arange(4)],
+        method='split',
+        num_ranks=2,
+        microbatch_rows=1,
+        max_tokens=500,
+        options=CutOptions(equal_counts=equal_counts),
+        price=CostModel(),
+    )
+    computed = 500 + 500 + 2 * 30 + weightless
+    assert figures.padding_ratio == pytest.approx(1 - 1040 / computed)
 
 
 def test_no_method_beats_the_bound_and_planning_is_best() -> None:
@@ -129,13 +186,14 @@ def test_no_method_beats_the_bound_and_planning_is_best() -> None:
     assert report.speedup('planned') >= report.speedup('split') >= 1
 
 
-def test_world_sizes_keep_the_global_batch() -> None:
-    report = suggest()
-    assert [row.num_ranks for row in report.worlds] == [1, 2, 4, 8, 64]
-    for row in report.worlds:
-        assert row.num_ranks * row.samples_per_rank == 128
-        assert row.device_train_microbatch_size <= row.samples_per_rank
-    assert suggest(global_batch_size=24, num_ranks=3).identity().endswith('= 24 samples a step, as asked')
+def test_global_batch_in_microbatches_of_stock_composer() -> None:
+    report = suggest([100] * 64, num_ranks=4, global_batch_size=48, device_memory_gib=8.0)
+    assert report.stock_microbatch_size == 12
+    assert report.identity() == '(12 x 1) rows x 4 ranks = 48 samples a step'
+    tight = suggest([100] * 64, num_ranks=4, global_batch_size=48, device_memory_gib=6.3)
+    rows = int((0.92 * 6.3 - 5) * GIB / (PER_TOKEN + PER_LOGIT_ROW + 48)) // 100
+    assert rows == 5
+    assert tight.identity() == '(5 x 2 + 2) rows x 4 ranks = 48 samples a step'
 
 
 def test_sharding_makes_room() -> None:
@@ -163,22 +221,22 @@ def test_a_rough_memory_model_says_so() -> None:
     assert suggest().warnings() == []
 
 
-def test_report_as_table_json_yaml_and_picture(tmp_path: Any) -> None:
+def test_report_as_text_json_yaml_and_picture(tmp_path: Any) -> None:
     report = suggest(table(600))
-    page = StringIO()
-    print_report(report, Console(file=page, width=140))
-    assert '256 patches a sample with images, 4 for each image token' in page.getvalue()
-    for words in ('largest safe size', 'DDP buckets', 'stock Composer', 'World sizes', 'device_train_microbatch_size'):
-        assert words in page.getvalue()
-    report.save(tmp_path / 'plan.json')
-    stored = json.loads((tmp_path / 'plan.json').read_text())
+    text = report.text()
+    for words in ('largest safe size', 'DDP buckets', 'stock Composer', '256 patches a sample with images, 4 for each'):
+        assert words in text
+    assert report.yaml() in text
+    report.save(tmp_path / 'size.json')
+    stored = json.loads((tmp_path / 'size.json').read_text())
     assert stored['profile']['patches_per_sample'] == 256
-    assert stored['max_tokens'] == report.max_tokens
-    assert stored['speedup']['planned'] == report.speedup('planned')
+    assert stored['device_train_microbatch_size'] * stored['slot_tokens'] == stored['max_tokens']
     pasted = yaml.safe_load(report.yaml())['microbatching']
-    assert pasted['device_train_microbatch_size'] * pasted['slot_tokens'] == report.max_tokens
-    draw_report(tmp_path / 'plan.png', report)
-    assert (tmp_path / 'plan.png').read_bytes().startswith(b'\x89PNG')
+    assert pasted['device_train_microbatch_size'] * pasted['slot_tokens'] == stored['max_tokens']
+    draw_report(tmp_path / 'size.svg', report)
+    drawn = (tmp_path / 'size.svg').read_text()
+    for words in ('Computed positions that are padding', 'planned over all ranks', 'Peak memory of a rank', 'logits'):
+        assert f'<!-- {words}' in drawn
 
 
 @pytest.mark.parametrize(

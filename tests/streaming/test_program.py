@@ -11,15 +11,13 @@ import pytest
 
 streaming = pytest.importorskip('streaming')
 
-from composer_tokacc.config import ConfigError, load_config
 from composer_tokacc.data import LlavaDataset
+from composer_tokacc.data.lengths import length_table
 from composer_tokacc.data.to_mds import write_shards
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.lengths import length_table
-from composer_tokacc.run.config_checks import check_config
-from composer_tokacc.run.datasets import build_dataset, build_processor
-from composer_tokacc.run.loaders import build_loader
-from composer_tokacc.run.streaming_parts import by_index
+from composer_tokacc.programs import ConfigError, load_config
+from composer_tokacc.programs.checks import check_config
+from composer_tokacc.programs.sources import build_dataset, build_loader, build_processor, source_of
 from composer_tokacc.sampling import ExchangingDataLoader
 from tests.support.launch import ROOT, launch
 from tests.support.llava_folder import write_llava_folder
@@ -94,10 +92,10 @@ def test_measuring_sees_every_sample_whatever_the_epoch_and_the_ranks(shards, tm
     dataset = build_dataset(config, processor, held_out=False)
     assert len(dataset) == 10
     expected = LlavaDataset(tmp_path / 'train' / 'data.json', processor, image_dir=tmp_path / 'train' / 'images')
-    tables = [length_table(each, processor, folder=tmp_path / 'lengths') for each in (by_index(dataset), expected)]
+    everything = source_of(config).by_index(dataset)
+    tables = [length_table(each, processor, folder=tmp_path / 'lengths') for each in (everything, expected)]
     assert tables[0].lengths.tolist() == tables[1].lengths.tolist()
     assert len(tables[0]) == 20
-    assert by_index(expected) is expected
 
 
 def test_run_after_a_killed_one_takes_its_folder_over(shards, tmp_path):

@@ -16,7 +16,7 @@ TINY_MODEL = [
     'model.config.vision_config.hidden_size=16',
     'model.config.vision_config.intermediate_size=32',
 ]
-QUIET = ['trainer.progress_bar=false', 'trainer.load_progress_bar=false', 'report.picture=false']
+QUIET = ['trainer.progress_bar=false', 'trainer.load_progress_bar=false']
 # 40 samples, 8 a step: five steps an epoch, so 12 steps end in the middle of the third.
 TINY_DIGITS = [
     *TINY_MODEL,
@@ -30,4 +30,5 @@ TINY_DIGITS = [
     'scheduler.t_warmup=2ba',
     'report.num_samples=2',
     'report.max_new_tokens=4',
+    'report.picture=false',
 ]

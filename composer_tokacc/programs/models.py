@@ -1,0 +1,336 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Hugging Face vision-language models, ready for the Composer Trainer.
+
+A model comes from a checkpoint (``pretrained``) or, with seeded random weights, from a small config (``config``),
+and is wrapped in :class:`composer.models.HuggingFaceModel`. Text-only causal models are built the same way.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import transformers
+from composer.metrics import LanguageCrossEntropy, MaskedAccuracy
+from composer.models import HuggingFaceModel
+from torch import nn
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+from composer_tokacc.data.patches import side_of_patch
+from composer_tokacc.programs.errors import unknown_name
+from composer_tokacc.sizing import cast_model, transformer_blocks
+
+__all__ = [
+    'build_model',
+    'build_transformers_model',
+    'check_source',
+    'config_from_dict',
+    'freeze_parameters',
+    'read_config',
+    'tokenizer_of',
+    'transformer_blocks',
+    'vision_patch_size',
+]
+
+log = logging.getLogger(__name__)
+
+# These read hidden_states[vision_feature_layer] of their vision tower: whatever comes after it gets no gradient.
+_FEATURE_LAYER_FAMILIES = ('llava', 'llava_next', 'llava_next_video', 'llava_onevision', 'video_llava', 'vipllava')
+# Accepted by Transformers without being attributes of every config class.
+_ALWAYS_KNOWN = frozenset({'model_type', 'rope_theta', 'rope_scaling', 'rope_parameters', 'tie_word_embeddings'})
+_SPECIAL_TOKENS = ('pad_token_id', 'bos_token_id', 'eos_token_id')
+
+
+def build_model(
+    *,
+    pretrained: str | None = None,
+    config: dict[str, Any] | None = None,
+    processor: Any = None,
+    freeze: Sequence[str] = (),
+    dtype: str = 'float32',
+    attn_implementation: str | None = None,
+    activation_checkpointing: bool = False,
+    train_metrics: bool = False,
+    seed: int = 0,
+) -> HuggingFaceModel:
+    """Builds a vision-language (or text) model for the Composer Trainer.
+
+    Args:
+        pretrained: folder or hub name of a Transformers checkpoint.
+        config: instead of ``pretrained``, the settings of a fresh model, ``model_type`` among them. Vocabulary size and
+            special token ids that are left out come from ``processor``.
+        processor: processor or tokenizer of the run; saved with every checkpoint.
+        freeze: names of modules or parameters to keep as they are, for example ``['vision_tower']``.
+        dtype: type of the stored weights. Keep float32 where Composer's mixed precision (``amp_bf16``) is used.
+        attn_implementation: ``'sdpa'``, ``'flash_attention_2'``, ``'eager'``, or None for Transformers' choice.
+        activation_checkpointing: recompute the blocks' activations in the backward pass instead of keeping them.
+        train_metrics: also run the metrics on every training microbatch. Composer then copies each device batch.
+        seed: seed of fresh weights and of embedding rows added for new tokens; global generators stay untouched.
+
+    Returns:
+        The model; ``.model`` is the Transformers model.
+
+    Raises:
+        ValueError: when not exactly one of ``pretrained`` and ``config`` is given, or ``freeze`` matches nothing.
+    """
+    model = build_transformers_model(
+        pretrained=pretrained,
+        config=config,
+        processor=processor,
+        freeze=freeze,
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+        activation_checkpointing=activation_checkpointing,
+        seed=seed,
+    )
+    return _wrap(model, tokenizer_of(processor), train_metrics)
+
+
+def build_transformers_model(
+    *,
+    pretrained: str | None = None,
+    config: dict[str, Any] | None = None,
+    processor: Any = None,
+    freeze: Sequence[str] = (),
+    dtype: str = 'float32',
+    attn_implementation: str | None = None,
+    activation_checkpointing: bool = False,
+    seed: int = 0,
+    load_weights: bool = True,
+) -> Any:
+    """What :func:`build_model` wraps; arguments as there.
+
+    ``load_weights=False`` gives a ``pretrained`` model fresh weights: only its config is read.
+    """
+    check_source(pretrained, config)
+    tokenizer = tokenizer_of(processor)
+    options = {} if attn_implementation is None else {'attn_implementation': attn_implementation}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        if pretrained is not None and load_weights:
+            model = _from_checkpoint(pretrained, getattr(torch, dtype), options)
+            _make_room_for(tokenizer, model)
+        else:
+            model_config = read_config(pretrained, config, processor)
+            model = _auto_class(model_config).from_config(model_config, **options)
+            cast_model(model, getattr(torch, dtype))
+    for module in model.modules():
+        # Before transformers 4.52 each part had a copy of its config.
+        if isinstance(getattr(module, 'config', None), PretrainedConfig):
+            _disable_cache(module.config)
+    _freeze_unreached_vision_layers(model)
+    freeze_parameters(model, freeze)
+    if activation_checkpointing:
+        # Non-reentrant: the reentrant kind breaks DDP's hooks and needs inputs with gradients.
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})
+    # Composer's FSDP asks this of every module; the rest stays in the root unit.
+    blocks = set(transformer_blocks(model))
+    model.fsdp_wrap_fn = blocks.__contains__
+    model.activation_checkpointing_fn = blocks.__contains__
+    return model
+
+
+def check_source(pretrained: str | None, config: dict[str, Any] | None) -> None:
+    """Refuses a model that comes from nowhere, or from two places.
+
+    Raises:
+        ValueError: When not exactly one is given.
+    """
+    if (pretrained is None) == (not config):
+        raise ValueError(
+            'exactly one of `pretrained` and `config` must be given, got: '
+            + ('none. Name a checkpoint or a `model_type`' if not config else 'both. Remove one')
+        )
+
+
+def freeze_parameters(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """Switches off the gradient of every parameter that lies under one of ``names``.
+
+    A name is a dotted prefix such as ``vision_tower`` or ``language_model.layers.0``; a leading ``model.``, which newer
+    Transformers put before all parts, counts for nothing.
+
+    Returns:
+        The names of the frozen parameters.
+
+    Raises:
+        ValueError: when a name matches no parameter, or when nothing is left to train.
+    """
+    frozen: list[str] = []
+    for name in names:
+        matches = [(full, p) for full, p in model.named_parameters() if _lies_under(full, name)]
+        if not matches:
+            parts = [part for part, _ in model.named_children()]
+            parts += [f'{outer}.{inner}' for outer in parts for inner, _ in model.get_submodule(outer).named_children()]
+            raise ValueError(f'`freeze` must name parts of the model, got: {name!r}. Parts: {", ".join(parts)}')
+        for full, parameter in matches:
+            parameter.requires_grad_(False)
+            frozen.append(full)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(f'`freeze` must leave something to train, got: {list(names)}, which is the whole model')
+    return frozen
+
+
+def read_config(pretrained: str | None, config: dict[str, Any] | None, processor: Any = None) -> PretrainedConfig:
+    """The config of a checkpoint, or that of a fresh model, without the model; see :func:`.build_model`."""
+    return (
+        AutoConfig.from_pretrained(pretrained) if pretrained is not None else config_from_dict(config or {}, processor)
+    )
+
+
+def vision_patch_size(config: PretrainedConfig) -> int | None:
+    """Side of the vision tower's patches in pixels; None without a tower, or where its config names none (timm's)."""
+    return side_of_patch(getattr(getattr(config, 'vision_config', None), 'patch_size', None))
+
+
+def config_from_dict(settings: dict[str, Any], processor: Any = None) -> PretrainedConfig:
+    """Makes a Transformers config; unlike Transformers itself it refuses names that the config class does not know.
+
+    Args:
+        settings: the config's fields, ``model_type`` among them; nested parts (``text_config``, ``vision_config``) as
+            mappings.
+        processor: processor or tokenizer from which vocabulary size, special tokens and image token are taken where
+            ``settings`` leaves them out.
+
+    Raises:
+        ValueError: for an unknown model type or field, or a vocabulary smaller than the tokenizer's.
+    """
+    model_type = str(settings.get('model_type'))
+    if model_type not in CONFIG_MAPPING:
+        raise ValueError(unknown_name('`model.config.model_type`', model_type, CONFIG_MAPPING.keys()))
+    default = CONFIG_MAPPING[model_type]()
+    _refuse_unknown(settings, default, 'model.config')
+    settings = {key: dict(value) if isinstance(value, dict) else value for key, value in settings.items()}
+    text = settings.setdefault('text_config', {}) if hasattr(default, 'text_config') else settings
+    _complete_text(text, tokenizer_of(processor))
+    for modality in ('image', 'video'):
+        names = [name for name in (f'{modality}_token_index', f'{modality}_token_id') if name in default.to_dict()]
+        token_id = _placeholder_id(processor, modality)
+        if names and token_id is not None and not settings.keys() & {f'{modality}_token_index', f'{modality}_token_id'}:
+            settings[names[0]] = token_id
+    settings.pop('model_type')
+    return CONFIG_MAPPING[model_type](**settings)
+
+
+def tokenizer_of(processor: Any) -> Any:
+    """The tokenizer inside a processor, or the tokenizer itself, or None."""
+    return getattr(processor, 'tokenizer', processor)
+
+
+def _lies_under(parameter_name: str, name: str) -> bool:
+    pairs = ((parameter_name, name), (parameter_name.removeprefix('model.'), name.removeprefix('model.')))
+    return any(f'{inner}.'.startswith(f'{outer}.') for inner, outer in pairs)
+
+
+def _auto_class(config: PretrainedConfig) -> Any:
+    return AutoModelForImageTextToText if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING else AutoModelForCausalLM
+
+
+def _from_checkpoint(path: str, dtype: torch.dtype, options: dict[str, Any]) -> Any:
+    # 4.56 renamed the option; the old name warns in 5.x, the new one is silently ignored before.
+    version = tuple(int(part) for part in transformers.__version__.split('.')[:2])
+    options = {**options, 'dtype' if version >= (4, 56) else 'torch_dtype': dtype}
+    return _auto_class(AutoConfig.from_pretrained(path)).from_pretrained(path, **options)
+
+
+def _make_room_for(tokenizer: Any, model: Any) -> None:
+    num_rows = model.get_input_embeddings().num_embeddings
+    if tokenizer is not None and len(tokenizer) > num_rows:
+        log.warning('Enlarging the embeddings from %d to %d tokens, as the tokenizer has.', num_rows, len(tokenizer))
+        model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64)
+
+
+def _disable_cache(config: PretrainedConfig) -> None:
+    """Training never reads the key-value cache, and packed rows leak attention with it; generate() has its own flag."""
+    config.use_cache = False
+    for value in vars(config).values():
+        if isinstance(value, PretrainedConfig):
+            _disable_cache(value)
+
+
+def _freeze_unreached_vision_layers(model: Any) -> None:
+    """Freezes what lies behind the vision feature layer, final norm included: DDP would wait for its gradient."""
+    if getattr(model.config, 'model_type', None) not in _FEATURE_LAYER_FAMILIES:
+        return
+    tower = next(module for name, module in model.named_modules() if name.endswith(('vision_tower', 'image_tower')))
+    chosen = getattr(model.config, 'vision_feature_layer', None)
+    if chosen is None:
+        chosen = model.config.vision_feature_layers
+    blocks = transformer_blocks(tower)
+    # hidden_states[0] is the embedding, hidden_states[i] what block i - 1 returns.
+    layers = chosen if isinstance(chosen, list | tuple) else [chosen]
+    num_reached = max(layer if layer >= 0 else len(blocks) + 1 + layer for layer in layers)
+    # Registration order is execution order in these towers: behind the blocks stand final norm and pooling head.
+    parameters = list(tower.parameters())
+    unreached = {id(p) for block in blocks[num_reached:] for p in block.parameters()}
+    last_of_blocks = max(i for i, p in enumerate(parameters) if any(p is q for q in blocks[-1].parameters()))
+    unreached |= {id(p) for p in parameters[last_of_blocks + 1 :]}
+    for parameter in parameters:
+        if id(parameter) in unreached:
+            parameter.requires_grad_(False)
+
+
+class _NestedConfigModel(HuggingFaceModel):
+    """HuggingFaceModel for configs that keep ``vocab_size`` in their text part, where its own check cannot find it."""
+
+    def _check_tokenizer_and_maybe_resize_embeddings(self, allow_embedding_resizing: bool) -> None:
+        """Nothing to do: build_model has fitted the embeddings to the tokenizer."""
+
+
+def _wrap(model: Any, tokenizer: Any, train_metrics: bool) -> HuggingFaceModel:
+    return _NestedConfigModel(
+        model,
+        tokenizer=tokenizer,
+        use_logits=True,
+        metrics=[LanguageCrossEntropy()] if train_metrics else None,
+        eval_metrics=[LanguageCrossEntropy(), MaskedAccuracy()],
+        # Auto-detection says False for most vision-language models, and the metrics then compare unshifted labels.
+        shift_labels=True,
+    )
+
+
+def _refuse_unknown(settings: dict[str, Any], default: PretrainedConfig, path: str) -> None:
+    known = _ALWAYS_KNOWN | set(default.to_dict()) | set(default.attribute_map)
+    known |= set(inspect.signature(type(default).__init__).parameters) - {'self', 'kwargs'}
+    for key, value in settings.items():
+        if key not in known:
+            raise ValueError(unknown_name(f'`{path}` key', key, known))
+        inner = getattr(default, key, None)
+        if isinstance(value, dict) and isinstance(inner, PretrainedConfig):
+            named = value.get('model_type', inner.model_type)
+            if named in CONFIG_MAPPING:
+                inner = CONFIG_MAPPING[named]()
+            _refuse_unknown(value, inner, f'{path}.{key}')
+
+
+def _complete_text(text: dict[str, Any], tokenizer: Any) -> None:
+    if tokenizer is None:
+        return
+    num_tokens = len(tokenizer)
+    if text.setdefault('vocab_size', num_tokens) < num_tokens:
+        raise ValueError(
+            f"`vocab_size` must be at least the tokenizer's {num_tokens}, got: {text['vocab_size']}. "
+            'Leave it out to take it from the tokenizer'
+        )
+    for name in _SPECIAL_TOKENS:
+        # None too: Llama's default ids belong to another vocabulary.
+        text.setdefault(name, getattr(tokenizer, name, None))
+
+
+def _placeholder_id(processor: Any, modality: str) -> int | None:
+    token_id = getattr(processor, f'{modality}_token_id', None)
+    token = getattr(processor, f'{modality}_token', None)
+    if token_id is None and isinstance(token, str):
+        token_id = tokenizer_of(processor).convert_tokens_to_ids(token)
+    return token_id

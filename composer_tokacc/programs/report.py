@@ -1,0 +1,121 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""What a finished run leaves behind: a result as JSON and a summary on the screen."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from composer.core import State
+from composer.loggers import InMemoryLogger
+from composer.models import HuggingFaceModel
+
+__all__ = ['FinishedRun', 'Line', 'print_summary', 'summarize', 'write_report']
+
+Line = tuple[str, str]
+"""A line of the summary: words and figure."""
+
+_LOSS = 'loss/train/total'
+_EVAL = 'metrics/eval/'
+_MONITOR = 'token_monitor/'
+# Name in TokenMonitor, words, format.
+_MONITOR_LINES = (
+    ('device_batch_padding_ratio', 'padding had no microbatch been trimmed', '{:.1%}'),
+    ('padding_ratio', 'padding really computed', '{:.1%}'),
+    ('sample_weighting_error', 'weight that sample weighting would have misplaced', '{:.1%}'),
+    ('rank_imbalance', 'slowest rank over the mean, in computed positions', '{:.3f}'),
+    ('microbatches', 'microbatches a step, over all ranks', '{:.1f}'),
+    ('real_tokens_per_second', 'real tokens a second', '{:,.0f}'),
+)
+
+
+@dataclass(kw_only=True)
+class FinishedRun:
+    """What a function under ``report.name`` gets, on rank 0."""
+
+    result: dict[str, Any]
+    """From :func:`summarize`; what is added to it goes to ``result.json``."""
+    history: InMemoryLogger
+    model: HuggingFaceModel
+    eval_dataset: Any
+    """None where ``dataset.eval`` is absent."""
+    processor: Any
+    folder: Path
+    """Where ``result.json`` goes; exists."""
+    is_sharded: bool
+
+    def series(self, name: str) -> tuple[list[int], list[float]]:
+        """Steps and finite values of a logged metric; empty where nothing logged it."""
+        return _series(self.history, name)
+
+
+def summarize(state: State, history: InMemoryLogger, *, seconds: float, skipped: list[str]) -> dict[str, Any]:
+    """The result of a run.
+
+    Args:
+        state: the Trainer's state at the end.
+        history: everything that was logged in this run; steps before a resume are not in it.
+        seconds: wall-clock time of training, evaluations included.
+        skipped: a line for each dataset that left out bad samples.
+
+    Returns:
+        ``run_name``, ``steps``, ``epochs``, ``samples``, ``tokens``, ``seconds``; ``loss`` (first, last); ``eval``
+        (last value of every metric), ``token_monitor`` (mean over the steps) and ``skipped``.
+    """
+    _, losses = _series(history, _LOSS)
+    names = {prefix: [name for name in history.data if name.startswith(prefix)] for prefix in (_EVAL, _MONITOR)}
+    last = {name.removeprefix(_EVAL): _series(history, name)[1][-1:] for name in names[_EVAL]}
+    means = {name.removeprefix(_MONITOR): _series(history, name)[1] for name in names[_MONITOR]}
+    return {
+        'run_name': state.run_name,
+        'steps': int(state.timestamp.batch.value),
+        'epochs': int(state.timestamp.epoch.value),
+        'samples': int(state.timestamp.sample.value),
+        'tokens': int(state.timestamp.token.value),
+        'seconds': round(seconds, 3),
+        'loss': {'first': losses[0], 'last': losses[-1]} if losses else {},
+        'eval': {name: values[0] for name, values in last.items() if values},
+        'token_monitor': {name: float(np.mean(values)) for name, values in means.items() if values},
+        'skipped': skipped,
+    }
+
+
+def write_report(run: FinishedRun, more: Callable[[FinishedRun], list[Line]] | None) -> list[Line]:
+    """Writes ``result.json``, after a function of the user's that may add to it.
+
+    Returns:
+        The lines of the summary.
+    """
+    run.folder.mkdir(parents=True, exist_ok=True)
+    lines = _lines(run.result) + (more(run) if more is not None else [])
+    (run.folder / 'result.json').write_text(json.dumps(run.result, indent=2) + '\n')
+    return [*lines, ('written to', str(run.folder))]
+
+
+def print_summary(lines: list[Line]) -> None:
+    """Prints the summary, one figure a line."""
+    width = max(len(text) for text, _ in lines)
+    print('\n' + '\n'.join(f'{text:<{width}}  {value}' for text, value in lines), flush=True)
+
+
+def _lines(result: dict[str, Any]) -> list[Line]:
+    monitor, evaluation, loss = result['token_monitor'], result['eval'], result['loss']
+    lines = [('steps', f'{result["steps"]} ({result["samples"]} samples, {result["seconds"]:.0f} s)')]
+    if loss:
+        lines.append(('training loss, first to last step', f'{loss["first"]:.3f} -> {loss["last"]:.3f}'))
+    if 'MaskedAccuracy' in evaluation:
+        lines.append(('held-out token accuracy', f'{evaluation["MaskedAccuracy"]:.2%}'))
+    lines += [(text, form.format(monitor[name])) for name, text, form in _MONITOR_LINES if name in monitor]
+    return lines + [('bad samples', report) for report in result['skipped']]
+
+
+def _series(history: InMemoryLogger, name: str) -> tuple[list[int], list[float]]:
+    points = [(int(time.batch.value), float(value)) for time, value in history.data.get(name, [])]
+    points = [(step, value) for step, value in points if np.isfinite(value)]
+    return [step for step, _ in points], [value for _, value in points]

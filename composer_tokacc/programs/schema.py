@@ -1,0 +1,198 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The YAML file of a run: its sections, and how file and command line become one checked config."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+
+from composer_tokacc.programs.errors import ConfigError, unknown_name
+
+__all__ = ['LoaderConfig', 'MicrobatchingConfig', 'TrainConfig', 'load_config']
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    """Arguments of :func:`composer_tokacc.programs.models_model`; exactly one of ``pretrained`` and ``config``."""
+
+    pretrained: str | None = None
+    """Folder or hub name of a Transformers checkpoint."""
+    config: dict[str, Any] | None = None
+    """Fresh model: ``model_type`` and the fields of its Transformers config."""
+    freeze: list[str] = field(default_factory=list)
+    """Parts that keep their weights, e.g. ``[vision_tower]``."""
+    dtype: str = 'float32'
+    """Type of the stored weights; ``trainer.precision`` says what is computed in."""
+    attn_implementation: str | None = None
+    """``sdpa``, ``flash_attention_2``, ``eager``; null leaves it to Transformers."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    train_metrics: bool = False
+    """Also run the metrics on training batches; Composer then copies each device batch."""
+
+
+@dataclass(kw_only=True)
+class LoaderConfig:
+    """How samples become batches, before anything is cut into microbatches."""
+
+    global_batch_size: int = 32
+    """Samples of one optimizer step over all ranks."""
+    global_eval_batch_size: int | None = None
+    """Samples of one evaluation batch over all ranks; null means ``global_batch_size``."""
+    shuffle: bool = True
+    """Another order every epoch, the same for a given ``seed``."""
+    drop_last: bool = True
+    """Leave out the last, smaller batch of an epoch."""
+    num_workers: int = 0
+    """Loader processes for each rank; 0 loads in the training process."""
+    prefetch_factor: int | None = None
+    """Batches that each worker holds ready; null means torch's default."""
+    pin_memory: bool = False
+    """Page-locked host memory, for faster copies to a GPU."""
+    regroup_ranks: bool = True
+    """Share each global batch among the ranks by length, so that all finish together; which samples it holds stays the
+    same. Reads the dataset once before the first run. Needs ``microbatching.regroup``."""
+    exchange_ranks: bool = False
+    """The same for a streamed dataset, where each rank reads its own samples: they are exchanged after reading. Needs
+    ``microbatching.slot_tokens`` or ``dataset.max_length``."""
+    modality: str = 'mixed'
+    """``mixed``, or ``per_step``: every global batch is of samples with images, or of samples without."""
+    lengths_folder: str | None = None
+    """Where lengths of samples are kept between runs; null means the user's cache folder."""
+
+
+@dataclass(kw_only=True)
+class MicrobatchingConfig:
+    """How a device batch is cut; the arguments of :func:`composer_tokacc.token_data_spec`."""
+
+    device_train_microbatch_size: int | str | None = None
+    """Rows of ``slot_tokens`` that fit into memory at once, or ``auto`` (GPU only: halves it after each out-of-memory),
+    or ``suggest`` (the largest that a memory model of the run allows); null: the device batch. Short: ``size``."""
+    device_memory_gib: float | None = None
+    """Memory of one device for ``suggest``; null: what the device has, on CPU the host's shared among its ranks."""
+    slot_tokens: int | None = None
+    """Width of such a row in tokens; null means the width of the device batch."""
+    regroup: bool = True
+    """Sort rows by length, fill each microbatch up to the token budget, trim it to its own longest row."""
+    equal_counts: bool | str = 'auto'
+    """Same number of microbatches on every rank, which FSDP needs."""
+    width_multiple: int = 1
+    """Round the width of a microbatch up to a multiple, e.g. 64 for tensor cores."""
+    packing: bool = False
+    """String the rows of a microbatch into one without any padding, where the model tells the documents apart."""
+    cost: dict[str, float] | None = None
+    """``launch``, ``quadratic``, ``vision_per_token``, see :class:`.CostModel`; null: those of a 7B model on a GPU."""
+    loss_tokens: str = 'auto'
+    """Positions that count: ``causal``, ``causal_attended``, ``unshifted``, or ``auto``: as the model's own loss."""
+    on_oversize: str = 'raise'
+    """A row over the token budget: ``raise``, naming it, or ``warn``, naming it, and compute it alone."""
+
+
+@dataclass(kw_only=True)
+class TrainConfig:
+    """One run. ``algorithms`` and ``callbacks`` map names to arguments, in order, as llm-foundry has them."""
+
+    seed: int = 17
+    """Seed of weights, order of samples and everything Composer seeds."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    dataset: dict[str, Any] = field(default_factory=dict)
+    """``name``, arguments of the dataset, ``processor`` arguments, and in ``eval`` what differs held-out. Or
+    ``parts``: what differs, by name, for each of several datasets, each perhaps with ``epochs`` or ``weight``."""
+    loader: LoaderConfig = field(default_factory=LoaderConfig)
+    microbatching: MicrobatchingConfig = field(default_factory=MicrobatchingConfig)
+    algorithms: dict[str, Any] = field(default_factory=dict)
+    callbacks: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=lambda: {'name': 'decoupled_adamw'})
+    """``name`` of a Composer or torch class, and its arguments."""
+    scheduler: dict[str, Any] = field(default_factory=lambda: {'name': 'constant'})
+    """``name`` of a Composer scheduler, and its arguments."""
+    trainer: dict[str, Any] = field(default_factory=dict)
+    """Arguments of :class:`composer.Trainer`, passed as they are; ``loggers`` maps names to arguments."""
+    report: dict[str, Any] = field(default_factory=lambda: {'folder': 'runs/{run_name}'})
+    """``folder`` of ``result.json``; perhaps the dotted ``name`` of a function that adds to it, and its arguments."""
+
+    def batch_size(self, *, held_out: bool) -> int:
+        """Samples of one batch over all ranks, of training or of evaluation."""
+        return (self.loader.global_eval_batch_size if held_out else None) or self.loader.global_batch_size
+
+    @property
+    def regroups_ranks(self) -> bool:
+        """Whether samples may move between ranks; not where rows must keep their order."""
+        return self.loader.regroup_ranks and self.microbatching.regroup
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the model is divided among the ranks by FSDP."""
+        return bool((self.trainer.get('parallelism_config') or {}).get('fsdp'))
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """Reads a YAML file and lays ``key=value`` overrides over it.
+
+    Args:
+        path: the file.
+        overrides: for example ``['trainer.max_duration=10ba', 'model.freeze=[vision_tower]']``.
+
+    Returns:
+        The config, its types checked; :func:`composer_tokacc.programs.checks.check_config` checks its sense.
+
+    Raises:
+        ConfigError: for an unreadable file, an unknown key or a wrong type; names the key and the nearest valid one.
+    """
+    for override in overrides:
+        if '=' not in override or override.startswith(('-', '=')):
+            raise ConfigError(f'arguments after the file must be key=value, got: {override}')
+    try:
+        layers = [OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides))]
+        for layer in layers:
+            _check_shape(layer, path)
+            _spell_out_size(layer)
+        config = OmegaConf.merge(OmegaConf.structured(TrainConfig), *layers)
+        return OmegaConf.to_object(config)  # type: ignore[return-value]  # an instance of TrainConfig
+    except OSError as error:
+        raise ConfigError(f'config file must be readable, got: {path} ({error.strerror})') from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f'`{path}` must be valid YAML, got: {" ".join(str(error).split())}') from error
+    except OmegaConfBaseException as error:
+        raise ConfigError(_one_line(error)) from error
+
+
+def _check_shape(layer: Any, path: str | Path) -> None:
+    """Omegaconf merges scalars and lists into sections with messages that name no key."""
+    if not OmegaConf.is_dict(layer):
+        raise ConfigError(f'`{path}` must hold sections (`model:`, `loader:`, ...), got: no mapping')
+    for section in dataclasses.fields(TrainConfig):
+        value = layer._get_node(section.name)
+        if value is not None and section.name != 'seed' and not OmegaConf.is_dict(value):
+            raise ConfigError(f'`{section.name}` must be a mapping, got: {value}. Leave it out for its defaults')
+
+
+def _spell_out_size(layer: Any) -> None:
+    """``microbatching.size`` is short for the name that Composer's users know; the later layer wins under either."""
+    section = layer.get('microbatching')
+    if section is None or 'size' not in section:
+        return
+    if 'device_train_microbatch_size' in section:
+        raise ConfigError('only one of `microbatching.size` and its long name must be given, got: both. Remove one')
+    section.device_train_microbatch_size = section.pop('size')
+
+
+def _one_line(error: OmegaConfBaseException) -> str:
+    """Omegaconf's errors run over several lines and suggest nothing."""
+    key = str(error.full_key or error.key)
+    if isinstance(error, ConfigKeyError | ConfigAttributeError) and dataclasses.is_dataclass(error.object_type):
+        section = key.rpartition('.')[0]
+        known = [known_field.name for known_field in dataclasses.fields(error.object_type)]
+        return unknown_name(f'`{section}` key' if section else 'section', key.rpartition('.')[2], known)
+    if isinstance(error, MissingMandatoryValue):
+        return f'`{key}` must be given, got: nothing. Write {key}=... behind the file on the command line'
+    return f'`{key}` must be valid, got: {str(error).splitlines()[0]}'

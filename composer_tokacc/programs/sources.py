@@ -1,0 +1,360 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The ``dataset`` and ``loader`` sections: processor, datasets, lengths, and the loaders that the Trainer gets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import fields
+from itertools import chain
+from typing import Any, Protocol
+
+from composer.core import DataSpec
+from composer.utils import dist
+from torch.utils.data import ConcatDataset, DataLoader, Dataset
+from transformers import AutoProcessor
+
+from composer_tokacc.data import LengthTable, LlavaDataset, VisionLanguageCollator, build_small_processor, length_table
+from composer_tokacc.data_spec import token_data_spec
+from composer_tokacc.layout import BatchLayout
+from composer_tokacc.planning import CostModel
+from composer_tokacc.programs.errors import ConfigError, section, unknown_name
+from composer_tokacc.programs.models import read_config, vision_patch_size
+from composer_tokacc.programs.registry import check_arguments, import_by_name
+from composer_tokacc.programs.schema import LoaderConfig, MicrobatchingConfig, TrainConfig
+from composer_tokacc.programs.shards import LLAVA_STREAMING, ShardSource
+from composer_tokacc.sampling import Mixture, RegroupingBatchSampler, RegroupingDataLoader
+
+__all__ = [
+    'DatasetSource',
+    'FileSource',
+    'build_dataset',
+    'build_loader',
+    'build_processor',
+    'measure_dataset',
+    'source_of',
+    'token_data_spec_of',
+]
+
+# Keys of the dataset section, and of one of its parts, that are not arguments of the dataset class.
+_OWN_KEYS = ('name', 'processor', 'eval')
+_PART_KEYS = ('name', 'epochs', 'weight')
+
+
+class DatasetSource(Protocol):
+    """Where the samples of a run come from: files read by index, or shards that are streamed."""
+
+    def check(self) -> None:
+        """Refuses, with a ConfigError or ValueError, what can be known to be wrong before anything is read."""
+        ...
+
+    def small_processor(self, arguments: dict[str, Any]) -> Any:
+        """A processor made for the dataset, for a fresh model."""
+        ...
+
+    def build_dataset(self, processor: Any, *, held_out: bool) -> Any:
+        """The training set, or the held-out set."""
+        ...
+
+    def build_loader(
+        self, dataset: Any, processor: Any, reading: dict[str, Any], *, held_out: bool
+    ) -> tuple[DataLoader, int | None]:
+        """A loader of this rank's share, and the slot width that it plans with; None: the device batch's."""
+        ...
+
+    def by_index(self, dataset: Any) -> Any:
+        """The dataset as one of all its samples, for what measures each of them."""
+        ...
+
+    def callbacks(self) -> list[Any]:
+        """What a run from this source needs in order to resume exactly."""
+        ...
+
+
+def source_of(config: TrainConfig) -> DatasetSource:
+    """The source that ``dataset.name`` stands for."""
+    return ShardSource(config) if config.dataset.get('name') == LLAVA_STREAMING else FileSource(config)
+
+
+def build_processor(config: TrainConfig) -> Any:
+    """The checkpoint's own processor, or a small one made for the dataset where the model is fresh.
+
+    A small processor's image and patch size are those of ``model.config.vision_config``.
+    """
+    arguments = dict(config.dataset.get('processor') or {})
+    if config.model.pretrained is not None:
+        return AutoProcessor.from_pretrained(config.model.pretrained, **arguments)
+    vision = (config.model.config or {}).get('vision_config', {})
+    arguments = {**{key: vision[key] for key in ('image_size', 'patch_size') if key in vision}, **arguments}
+    with section('dataset', config.dataset):
+        return source_of(config).small_processor(arguments)
+
+
+def build_dataset(config: TrainConfig, processor: Any, *, held_out: bool) -> Any:
+    """The training set, or the held-out set (None where ``dataset.eval`` is absent)."""
+    if held_out and not config.dataset.get('eval'):
+        return None
+    with section('dataset.eval' if held_out else 'dataset', config.dataset):
+        return source_of(config).build_dataset(processor, held_out=held_out)
+
+
+def measure_dataset(config: TrainConfig, dataset: Any, processor: Any) -> LengthTable:
+    """The length table of a run's dataset, with patches of the run's own vision tower; see :func:`.length_table`."""
+    return length_table(
+        source_of(config).by_index(dataset),
+        processor,
+        folder=config.loader.lengths_folder,
+        patch_size=_patch_size(config, processor),
+    )
+
+
+def build_loader(
+    config: TrainConfig, dataset: Any, processor: Any, layout: BatchLayout, *, held_out: bool, model: Any = None
+) -> DataSpec:
+    """A loader of this rank's share, wrapped so that Composer counts, splits and trims as the config says.
+
+    Args:
+        config: A checked config.
+        dataset: From :func:`build_dataset`.
+        processor: Its processor.
+        layout: How tensors belong to rows.
+        held_out: Whether it is for evaluation, where rows keep their order.
+        model: The model, for Composer's own token weights, which nothing else holds to the model's loss.
+
+    Raises:
+        ConfigError: When the training set is smaller than one global batch and ``drop_last`` would leave nothing, or
+            the token budget has no room for the longest sample.
+    """
+    reading = {
+        'collate_fn': VisionLanguageCollator(processor, layout=layout),
+        'num_workers': config.loader.num_workers,
+        'prefetch_factor': config.loader.prefetch_factor,
+        'persistent_workers': config.loader.num_workers > 0,
+        'pin_memory': config.loader.pin_memory,
+    }
+    with section('loader', [field.name for field in fields(LoaderConfig)]):
+        dataloader, slot_tokens = source_of(config).build_loader(dataset, processor, reading, held_out=held_out)
+    uses_flag = config.trainer.get('accumulate_train_batch_on_tokens')
+    return token_data_spec_of(
+        config, dataloader, slot_tokens=slot_tokens, layout=layout, model=model if uses_flag else None
+    )
+
+
+def token_data_spec_of(config: TrainConfig, dataloader: Any, *, slot_tokens: int | None, **others: Any) -> DataSpec:
+    """:func:`.token_data_spec` with the ``microbatching`` section."""
+    microbatching = config.microbatching
+    with section('microbatching', [field.name for field in fields(MicrobatchingConfig)]):
+        return token_data_spec(
+            dataloader,
+            loss_tokens=microbatching.loss_tokens,
+            slot_tokens=slot_tokens,
+            regroup=microbatching.regroup,
+            equal_counts=microbatching.equal_counts,
+            width_multiple=microbatching.width_multiple,
+            packing=microbatching.packing,
+            cost=cost_of(config),
+            on_oversize=microbatching.on_oversize,
+            **others,
+        )
+
+
+def cost_of(config: TrainConfig) -> CostModel | None:
+    """The cost model of the run; None: that of the package."""
+    given = config.microbatching.cost
+    return None if given is None else CostModel(**given)
+
+
+class FileSource:
+    """Datasets read by index: a LLaVA JSON, or a class of the user's; one, or several parts.
+
+    A class named in full takes ``processor`` and the section's other keys. For a fresh model it also has
+    ``build_processor(**arguments)``, a static method, or ``texts(path)``, on which a tokenizer is trained.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
+        self.section = config.dataset
+
+    def check(self) -> None:
+        """Refuses unknown datasets and arguments, for training and, where there is one, for the held-out set."""
+        if self.config.loader.exchange_ranks:
+            raise ConfigError(
+                f'`loader.exchange_ranks` must be false for samples read by index, got: true with `dataset.name` '
+                f'{self.section.get("name")}. `loader.regroup_ranks` does the same without an exchange'
+            )
+        if 'parts' in self.section:
+            self._check_parts()
+        else:
+            _check_arguments('dataset', self.section, own_keys=_OWN_KEYS)
+        if self.section.get('eval') is not None:
+            _check_arguments('dataset.eval', self._held_out(), own_keys=('name',))
+        per_step = self.config.loader.modality == 'per_step'
+        if not self.config.regroups_ranks and (per_step or self._has_shares):
+            what = '`loader.modality: per_step`' if per_step else 'shares of `dataset.parts`'
+            raise ConfigError(
+                f'`loader.regroup_ranks` and `microbatching.regroup` must be on for {what}, got: off. Switch them on'
+            )
+
+    def small_processor(self, arguments: dict[str, Any]) -> Any:
+        """The dataset's own, or one around a tokenizer that is trained on the files."""
+        parts = [(_dataset_class('dataset', part['name']), part) for part in self._parts()]
+        own = next((cls.build_processor for cls, _ in parts if hasattr(cls, 'build_processor')), None)
+        if own is not None:
+            check_arguments('dataset.processor', own, arguments)
+            return own(**arguments)
+        for cls, part in parts:
+            if not hasattr(cls, 'texts'):
+                raise ConfigError(
+                    f'`model.pretrained` must be given for `dataset.name` {part["name"]}, which has neither '
+                    '`build_processor` nor `texts`, got: none. Name a checkpoint, or give the class one of them'
+                )
+        check_arguments('dataset.processor', build_small_processor, arguments, num_given=1)
+        return build_small_processor(chain.from_iterable(cls.texts(part['path']) for cls, part in parts), **arguments)
+
+    def build_dataset(self, processor: Any, *, held_out: bool) -> Dataset:
+        """One dataset, or the parts one behind the other."""
+        if held_out:
+            return self._build(self._held_out(), processor)
+        datasets = [self._build(part, processor) for part in self._parts()]
+        return ConcatDataset(datasets) if 'parts' in self.section else datasets[0]
+
+    def build_loader(
+        self, dataset: Any, processor: Any, reading: dict[str, Any], *, held_out: bool
+    ) -> tuple[DataLoader, int | None]:
+        """The regrouping loader, or torch's where rows must keep their order."""
+        loader = self.config.loader
+        mixture = None if held_out else self._mixture(dataset)
+        if not held_out and self.config.regroups_ranks:
+            return self._regrouping_loader(dataset, processor, mixture, reading)
+        drop_last = loader.drop_last and not held_out
+        if drop_last and len(dataset) < loader.global_batch_size:
+            raise ConfigError(
+                '`loader.global_batch_size` must be at most the dataset with `loader.drop_last`, got: '
+                f'{loader.global_batch_size} > {len(dataset)} samples. Lower it or set drop_last=false'
+            )
+        shuffle = loader.shuffle and not held_out
+        sampler = dist.get_sampler(dataset, shuffle=shuffle, drop_last=drop_last, seed=self.config.seed)
+        size = self.config.batch_size(held_out=held_out) // dist.get_world_size()
+        dataloader = DataLoader(dataset, batch_size=size, sampler=sampler, drop_last=drop_last, **reading)
+        return dataloader, self.config.microbatching.slot_tokens
+
+    def by_index(self, dataset: Any) -> Any:
+        """The dataset itself."""
+        return dataset
+
+    def callbacks(self) -> list[Any]:
+        """None: a sampler that counts batches resumes by itself."""
+        return []
+
+    def _regrouping_loader(
+        self, dataset: Any, processor: Any, mixture: Mixture | None, reading: dict[str, Any]
+    ) -> tuple[RegroupingDataLoader, int]:
+        """A loader that shares each global batch by length, and the slot width that it planned with.
+
+        The width of a device batch says little here, because a rank may get short samples only: without
+        ``slot_tokens`` a slot is as wide as the longest sample of the dataset.
+        """
+        config = self.config
+        table = measure_dataset(config, dataset, processor)
+        longest = int(table.lengths.max())
+        slot_tokens = config.microbatching.slot_tokens or longest
+        size = config.microbatching.device_train_microbatch_size
+        if not isinstance(size, int):
+            size = config.loader.global_batch_size // dist.get_world_size()
+        if size * slot_tokens < longest:
+            raise ConfigError(
+                '`microbatching.device_train_microbatch_size` times `slot_tokens` must be at least the longest sample, '
+                f'got: {size} x {slot_tokens} < {longest} (sample {int(table.lengths.argmax())}). Raise one of them, '
+                'set `dataset.max_length`, or let it go alone over the budget with `loader.regroup_ranks=false` and '
+                '`microbatching.on_oversize=warn`'
+            )
+        has_images = table.image_tokens.any() or config.loader.modality == 'per_step'
+        sampler = RegroupingBatchSampler(
+            dataset,
+            lengths=table.lengths,
+            image_tokens=table.image_tokens if has_images else None,
+            global_batch_size=config.loader.global_batch_size,
+            max_tokens=size * slot_tokens,
+            seed=config.seed,
+            shuffle=config.loader.shuffle,
+            drop_last=config.loader.drop_last,
+            objective='fsdp' if config.is_sharded else 'ddp',
+            width_multiple=config.microbatching.width_multiple,
+            cost=cost_of(config),
+            mixture=mixture,
+            modality=config.loader.modality,  # pyright: ignore[reportArgumentType]  # refused by the sampler
+        )
+        return RegroupingDataLoader(dataset, batch_sampler=sampler, **reading), slot_tokens
+
+    @property
+    def _has_shares(self) -> bool:
+        """Whether only a RegroupingBatchSampler gives the parts the shares that are asked for."""
+        return 'parts' in self.section and any(key in part for part in self._parts() for key in ('epochs', 'weight'))
+
+    def _mixture(self, dataset: Any) -> Mixture | None:
+        """Shares of the parts; None without parts."""
+        if 'parts' not in self.section:
+            return None
+        parts = self._parts()
+        weights = [part['weight'] for part in parts if 'weight' in part]
+        return Mixture(
+            [len(one) for one in dataset.datasets],
+            epochs=None if weights else [part.get('epochs', 1) for part in parts],
+            weights=weights or None,
+        )
+
+    def _check_parts(self) -> None:
+        parts = self.section['parts']
+        if not isinstance(parts, dict) or not parts or not all(isinstance(part, dict) for part in parts.values()):
+            raise ConfigError(f'`dataset.parts` must map names to dataset sections, got: {parts}')
+        for name, part in zip(parts, self._parts(), strict=True):
+            _check_arguments(f'dataset.parts.{name}', part, own_keys=_PART_KEYS)
+            for key in ('epochs', 'weight'):
+                value = part.get(key, 1)
+                if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
+                    raise ConfigError(f'`dataset.parts.{name}.{key}` must be a positive number, got: {value}')
+        weighted = [name for name, part in parts.items() if 'weight' in part]
+        timed = [name for name, part in parts.items() if 'epochs' in part]
+        if weighted and (len(weighted) < len(parts) or timed):
+            raise ConfigError(
+                f'`dataset.parts` must all have a `weight`, or none and perhaps `epochs`, got: `weight` in {weighted}, '
+                f'`epochs` in {timed}, of {list(parts)}'
+            )
+
+    def _parts(self) -> list[dict[str, Any]]:
+        """Sections of the training sets; what stands beside ``parts`` holds for each."""
+        return [{**self._shared(), **part} for part in self.section.get('parts', {'only': {}}).values()]
+
+    def _held_out(self) -> dict[str, Any]:
+        return {**self._shared(), **self.section['eval']}
+
+    def _shared(self) -> dict[str, Any]:
+        return {key: value for key, value in self.section.items() if key not in ('processor', 'eval', 'parts')}
+
+    def _build(self, part: dict[str, Any], processor: Any) -> Dataset:
+        cls = _dataset_class('dataset', part['name'])
+        arguments = {key: value for key, value in part.items() if key not in _PART_KEYS}
+        if issubclass(cls, LlavaDataset) and arguments.get('on_error') == 'skip':
+            # It reads all samples to know the bad ones, and so measures them for the sampler too.
+            patch_size = _patch_size(self.config, processor)
+            arguments = {'lengths_folder': self.config.loader.lengths_folder, 'patch_size': patch_size, **arguments}
+        return cls(processor=processor, **arguments)
+
+
+def _dataset_class(path: str, name: Any) -> Any:
+    if name == 'llava':
+        return LlavaDataset
+    if '.' in str(name):
+        return import_by_name(path, name)
+    known = ['llava', LLAVA_STREAMING]
+    raise ConfigError(f'{unknown_name(f"`{path}.name`", str(name), known)}, or the dotted name of a dataset class')
+
+
+def _check_arguments(path: str, part: dict[str, Any], *, own_keys: Iterable[str]) -> None:
+    cls = _dataset_class(path, part.get('name'))
+    check_arguments(path, cls, {**part, 'processor': None}, own_keys=tuple(own_keys))
+
+
+def _patch_size(config: TrainConfig, processor: Any) -> int | None:
+    return vision_patch_size(read_config(config.model.pretrained, config.model.config, processor))

@@ -1,0 +1,185 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The sizing helper for a run's config: its own model, optimizer, precision, processor and data."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from composer.utils import dist
+from torch import nn
+
+from composer_tokacc.data.lengths import LengthTable
+from composer_tokacc.planning import CostModel
+from composer_tokacc.programs import TrainConfig
+from composer_tokacc.programs.models import build_transformers_model
+from composer_tokacc.programs.registry import build_by_name
+from composer_tokacc.programs.sources import measure_dataset
+from composer_tokacc.sizing import (
+    GIB,
+    MemoryModel,
+    SizingReport,
+    calibrate_fake,
+    load_or_calibrate,
+    suggest_microbatching,
+)
+
+__all__ = ['apply_suggestion', 'device_memory_gib', 'memory_of_run', 'suggest_for_run']
+
+log = logging.getLogger(__name__)
+
+
+def apply_suggestion(config: TrainConfig, dataset: Any, processor: Any) -> tuple[int, int]:
+    """What ``suggest`` stands for: ``device_train_microbatch_size`` and ``slot_tokens``, the same on all ranks.
+
+    Rank 0 decides for the smallest device of all ranks. Every rank must call it: they share the scan of the lengths.
+
+    Raises:
+        ValueError: Nothing fits; raised on all ranks.
+    """
+    table = measure_dataset(config, dataset, processor)
+    smallest = torch.tensor([config.microbatching.device_memory_gib or device_memory_gib(config)])
+    if torch.distributed.is_initialized() and torch.distributed.get_backend() == 'nccl':
+        smallest = smallest.to(torch.cuda.current_device())
+    dist.all_reduce(smallest, reduce_operation='MIN')
+    decided: list[Any] = [None]
+    if dist.get_global_rank() == 0:
+        try:
+            memory = memory_of_run(config, dataset, processor, table)
+            report = suggest_for_run(config, memory, table, num_ranks=dist.get_world_size(), gib=smallest.item())
+            if report.too_large:
+                raise ValueError(report.warnings()[-1])
+            decided = [(report.device_train_microbatch_size, report.slot_tokens)]
+            log.info('Suggested microbatch size: %s', report.yaml())
+        except ValueError as error:
+            decided = [str(error)]
+    dist.broadcast_object_list(decided)
+    if isinstance(decided[0], str):
+        raise ValueError(decided[0])
+    return decided[0]
+
+
+def suggest_for_run(
+    config: TrainConfig,
+    memory: MemoryModel,
+    table: LengthTable,
+    *,
+    num_ranks: int,
+    gib: float,
+    safety: float = 0.92,
+    measured_cost: CostModel | None = None,
+    seconds_per_step: float = 0.0,
+) -> SizingReport:
+    """:func:`.suggest_microbatching` with what the config says; see there for the arguments."""
+    microbatching = config.microbatching
+    return suggest_microbatching(
+        table,
+        num_ranks=num_ranks,
+        global_batch_size=config.loader.global_batch_size,
+        memory=memory,
+        device_memory_gib=gib,
+        cost=None if microbatching.cost is None else CostModel(**microbatching.cost),
+        measured_cost=measured_cost,
+        seconds_per_step=seconds_per_step,
+        safety=safety,
+        slot_tokens=microbatching.slot_tokens,
+        regroup=microbatching.regroup,
+        equal_counts=microbatching.equal_counts,
+        width_multiple=microbatching.width_multiple,
+        packing=microbatching.packing,
+        seed=config.seed,
+    )
+
+
+def memory_of_run(config: TrainConfig, dataset: Any, processor: Any, table: LengthTable) -> MemoryModel:
+    """The memory model of a config's run, traced without a GPU; kept in the user's cache folder.
+
+    Args:
+        config: The run.
+        dataset: Its training set.
+        processor: Its processor.
+        table: Length table of the dataset.
+    """
+    settings = asdict(config.model)
+    settings.pop('train_metrics')
+    # Flash attention is not for CPUs; SDPA keeps the same, but for a mask where there is padding.
+    is_flash = str(settings['attn_implementation']).startswith('flash')
+    settings['attn_implementation'] = 'sdpa' if is_flash else settings['attn_implementation']
+
+    def build() -> nn.Module:
+        return build_transformers_model(processor=processor, load_weights=False, **settings)
+
+    def make_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        arguments = {key: value for key, value in config.optimizer.items() if key != 'name'}
+        return build_by_name('optimizer', config.optimizer['name'], arguments, parameters)
+
+    def calibrate(key: Mapping[str, Any]) -> MemoryModel:
+        model_config = _empty_model(build).config
+        return calibrate_fake(
+            build,
+            model_config,
+            [dataset[index] for index in _telling_samples(table)],
+            width=int(table.lengths.max()),
+            make_optimizer=make_optimizer,
+            precision=key['precision'],
+            strategy=key['strategy'],
+            on_gpu=key['device'] == 'gpu',
+            has_mask=not is_flash,
+            key=key,
+        )
+
+    return load_or_calibrate(_cache_folder(), _key(config, table), calibrate)
+
+
+def device_memory_gib(config: TrainConfig) -> float:
+    """Memory of this rank's device; on CPU its share of the host's."""
+    if _on_gpu(config) and torch.cuda.is_available():
+        return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / GIB
+    return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / GIB / dist.get_local_world_size()
+
+
+def _cache_folder() -> Path:
+    """Where calibrations are kept, beside the length tables."""
+    return Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'composer_tokacc' / 'memory'
+
+
+def _empty_model(build: Any) -> Any:
+    with torch.device('meta'):
+        return build()
+
+
+def _on_gpu(config: TrainConfig) -> bool:
+    return config.trainer.get('device') != 'cpu'
+
+
+def _key(config: TrainConfig, table: LengthTable) -> dict[str, Any]:
+    """What the memory of a run depends on, its microbatches aside."""
+    on_gpu = _on_gpu(config)
+    precision = str(config.trainer.get('precision') or ('amp_fp16' if on_gpu else 'fp32'))
+    return {
+        'model': asdict(config.model),
+        'optimizer': config.optimizer,
+        'precision': precision if precision != 'amp_fp8' else 'amp_bf16',
+        'strategy': 'fsdp' if config.is_sharded else 'ddp',
+        'device': 'gpu' if on_gpu else 'cpu',
+        'width': int(table.lengths.max()),
+        'has_images': bool(table.image_tokens.any()),
+    }
+
+
+def _telling_samples(table: LengthTable) -> list[int]:
+    """The shortest sample without an image, and those with the fewest and the most image tokens."""
+    plain, seeing = np.flatnonzero(table.image_tokens == 0), np.flatnonzero(table.image_tokens)
+    chosen = [int(plain[np.argmin(table.lengths[plain])])] if len(plain) else []
+    if len(seeing):
+        order = seeing[np.argsort(table.image_tokens[seeing], kind='stable')]
+        chosen += [int(order[0]), int(order[-1])]
+    return chosen

@@ -1,0 +1,151 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""What the memory of a microbatch depends on, and the microbatches that tell its terms apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from composer_tokacc.layout import BatchLayout
+
+__all__ = ['BatchShape', 'batch_of_width', 'probe_batches']
+
+Sample = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchShape:
+    """The sizes of a microbatch that its memory follows.
+
+    Args:
+        rows: Rows.
+        width: Padded width in tokens, image placeholders included.
+        image_tokens: Image placeholders of all rows.
+        image_area: Sum over the images of squared image tokens: eager attention inside the vision tower.
+        pixel_bytes: Bytes of pixels and sounds, as the processor returns them.
+        is_padded: Whether some position is padding. Without any, SDPA needs no mask.
+    """
+
+    rows: int
+    width: int
+    image_tokens: int = 0
+    image_area: float = 0.0
+    pixel_bytes: int = 0
+    is_padded: bool = True
+
+    @property
+    def tokens(self) -> int:
+        """Positions computed, padding included."""
+        return self.rows * self.width
+
+    @property
+    def area(self) -> int:
+        """Entries of an attention mask: ``rows x width^2``."""
+        return self.rows * self.width * self.width
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of ids, mask and labels, 8 each a position."""
+        return 3 * 8 * self.tokens
+
+    @classmethod
+    def of(cls, batch: Mapping[str, Any], layout: BatchLayout) -> BatchShape:
+        """The shape of a batch."""
+        rows, width = batch['input_ids'].shape
+        image_tokens = 0
+        if layout.image_token_id is not None:
+            image_tokens = int((batch['input_ids'] == layout.image_token_id).sum())
+        if 'image_grid_thw' in batch:
+            sizes = (batch['image_grid_thw'].prod(dim=1) // layout.merge_size**2).double()
+        else:
+            images = max(sum(layout.images_per_row(batch)), 1)
+            sizes = torch.full((images,), image_tokens / images, dtype=torch.float64)
+        mask = batch.get('attention_mask')  # packed rows have none
+        media = [value for value in batch.values() if isinstance(value, torch.Tensor) and value.is_floating_point()]
+        return cls(
+            rows=rows,
+            width=width,
+            image_tokens=image_tokens,
+            image_area=float(sizes.square().sum()),
+            pixel_bytes=sum(value.nbytes for value in media),
+            is_padded=mask is not None and not bool((mask != 0).all()),
+        )
+
+
+def batch_of_width(layout: BatchLayout, samples: Sequence[Sample], width: int) -> dict[str, Any]:
+    """A batch of the samples at exactly this width, the added positions masked.
+
+    Args:
+        layout: Of the model.
+        samples: Samples of one row; one may stand for several rows.
+        width: At least the longest sample.
+
+    Raises:
+        ValueError: A sample is longer than `width`.
+    """
+    batch = dict(layout.concat(samples))
+    missing = width - batch['input_ids'].shape[1]
+    if missing < 0:
+        raise ValueError(f'`width` must be at least the longest sample, got: {width} < {width - missing}.')
+    entries = {key: layout.entry_of(batch, key) for key, value in batch.items() if isinstance(value, torch.Tensor)}
+    for key, entry in entries.items():
+        for dim in entry.seq_dims if missing else ():
+            shape = list(batch[key].shape)
+            shape[dim] = missing
+            batch[key] = torch.cat([batch[key], batch[key].new_full(shape, entry.fill)], dim=dim)
+    if bool((batch['attention_mask'] != 0).all()) and batch['input_ids'].shape[0] > 1:
+        # Samples of equal length: the last column of the last row stands for the padding that real batches have.
+        batch['attention_mask'] = batch['attention_mask'].clone()
+        batch['attention_mask'][-1, -1] = 0
+    return batch
+
+
+def probe_batches(layout: BatchLayout, samples: Sequence[Sample], width: int) -> list[dict[str, Any]]:
+    """Batches of real samples, widened with padding; the first is small and has an image where any sample has one.
+
+    Rows, width and images vary independently: tokens, ``rows x width^2`` and image tokens are then no multiples of each
+    other. Every probe of several rows has padding, as real microbatches have.
+
+    Args:
+        layout: Of the model.
+        samples: Samples as the processor returns them, with and without images as the dataset has them, and with
+            images of different sizes where they differ.
+        width: Width of the widest probe; raised to the longest sample in use.
+
+    Returns:
+        Four batches for a text run, six where there are images.
+    """
+    if not samples:
+        raise ValueError('`samples` must hold at least one sample, got: none.')
+    images = [sum(layout.images_per_row(sample)) for sample in samples]
+    plain = [sample for sample, count in zip(samples, images, strict=True) if count == 0]
+    seeing = sorted(
+        (sample for sample, count in zip(samples, images, strict=True) if count), key=lambda sample: _length(sample)
+    )
+    text = min(plain, key=_length) if plain else None
+    if not seeing:
+        assert text is not None, 'samples without images are text'
+        wide = max(width, 4 * _length(text))
+        sizes = ((2, wide // 4), (2, wide), (4, wide // 2), (3, wide // 4))
+        return [batch_of_width(layout, [text] * rows, columns) for rows, columns in sizes]
+    small, large = seeing[0], seeing[-1]
+    wide = max(width, 2 * _length(small), _length(large) + 1)
+    batches = [
+        batch_of_width(layout, [small] * 2, max(wide // 2, _length(small))),
+        batch_of_width(layout, [small] * 4, wide // 2),
+        batch_of_width(layout, [small] * 2, wide),
+        batch_of_width(layout, [large] * 2, wide),
+        batch_of_width(layout, [large] * 3, max(wide * 3 // 4, _length(large))),
+    ]
+    if text is not None:
+        batches.append(batch_of_width(layout, [text] * 2, max(wide // 2, _length(text))))
+    return batches
+
+
+def _length(sample: Sample) -> int:
+    return sample['input_ids'].shape[1]

@@ -1,0 +1,129 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The task: real scanned digits, 0 to 12 images a sample, questions to read, count, spell and add them."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from torch.utils.data import Dataset
+from transformers import LlavaProcessor
+
+from composer_tokacc.data.conversation import ConversationEncoder
+from composer_tokacc.data.processor import SPECIAL_TOKENS, small_llava_processor, wrap_tokenizer
+from examples.digits.questions import WORDS, draw_question
+
+__all__ = ['DigitsDataset', 'build_digits_processor', 'load_scans', 'split_scans']
+
+SPLITS = ('train', 'eval')
+HELD_OUT_SHARE = 0.2
+
+
+@cache
+def load_scans() -> tuple[np.ndarray, np.ndarray]:
+    """The 1,797 scans that come with scikit-learn (UCI optical recognition of handwritten digits).
+
+    Returns:
+        Pixels, uint8 of shape ``(1797, 8, 8)``, and the digit each one shows, of shape ``(1797,)``.
+    """
+    from sklearn.datasets import load_digits
+
+    pixels, digits = load_digits(return_X_y=True)
+    return (pixels.reshape(-1, 8, 8) * (255 / 16)).round().astype(np.uint8), digits
+
+
+@cache
+def split_scans(split: str) -> np.ndarray:
+    """Indices of the scans that a split may show; those of ``train`` and ``eval`` are disjoint.
+
+    Raises:
+        ValueError: If ``split`` is neither.
+    """
+    if split not in SPLITS:
+        raise ValueError(f'`split` must be one of {SPLITS}, got: {split!r}.')
+    order = np.random.default_rng(0).permutation(len(load_scans()[1]))
+    num_held_out = round(len(order) * HELD_OUT_SHARE)
+    return order[:num_held_out] if split == 'eval' else order[num_held_out:]
+
+
+def build_digits_processor(*, image_size: int = 8, patch_size: int = 8) -> LlavaProcessor:
+    """The processor of the task: one token a word, ``(image_size / patch_size)**2`` tokens an image."""
+    vocab = {token: index for index, token in enumerate(dict.fromkeys([*SPECIAL_TOKENS, *WORDS]))}
+    words = Tokenizer(models.WordLevel(vocab, unk_token='<unk>'))
+    words.pre_tokenizer = pre_tokenizers.Split(Regex(r'[a-z]+|\d|[^\sa-z\d]'), behavior='removed', invert=True)
+    tokenizer = wrap_tokenizer(words, model_max_length=2048)
+    return small_llava_processor(tokenizer, image_size=image_size, patch_size=patch_size)
+
+
+class DigitsDataset(Dataset):
+    """Map-style dataset; sample ``i`` is a pure function of ``(seed, split, i)``.
+
+    Args:
+        processor: From :func:`build_digits_processor`, or any Hugging Face vision-language processor.
+        split: ``'train'`` or ``'eval'``.
+        num_samples: Length of the dataset.
+        seed: Of the samples; the split of the scans never changes.
+        max_images: Most images, or digits of a text-only question, in one sample.
+        max_length: Longest sample allowed, in tokens.
+        cache: Keep each sample once it is made (about 8 KB); later epochs then cost nothing.
+
+    Raises:
+        ValueError: If ``split`` is unknown or ``max_images`` under 1.
+    """
+
+    # The training program asks the class for it where the model is fresh and has no processor of its own.
+    build_processor = staticmethod(build_digits_processor)
+
+    def __init__(
+        self,
+        processor: Any = None,
+        *,
+        split: str = 'train',
+        num_samples: int = 16384,
+        seed: int = 0,
+        max_images: int = 12,
+        max_length: int | None = None,
+        cache: bool = True,
+    ) -> None:
+        if max_images < 1:
+            raise ValueError(f'`max_images` must be at least 1, got: {max_images}.')
+        self.processor = processor if processor is not None else self.build_processor()
+        self.encoder = ConversationEncoder(self.processor, max_length=max_length)
+        self.split = split
+        self.scans = split_scans(split)
+        self.num_samples = num_samples
+        self.seed = seed
+        self.max_images = max_images
+        self.cached: dict[int, dict[str, Any]] | None = {} if cache else None
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def conversation(self, index: int) -> tuple[list[dict[str, Any]], list[Image.Image], np.ndarray]:
+        """Messages, images, and the scans the images show, of one sample."""
+        if not 0 <= index < self.num_samples:
+            raise IndexError(f'`index` must be in [0, {self.num_samples}), got: {index}.')
+        rng = np.random.default_rng([self.seed, SPLITS.index(self.split), index])
+        question = draw_question(rng, max_images=self.max_images)
+        chosen = rng.choice(self.scans, question.num_digits)
+        pixels, labels = load_scans()
+        digits = labels[chosen].tolist()
+        images = [Image.fromarray(pixels[scan]).convert('RGB') for scan in chosen] if question.has_images else []
+        user = [*({'type': 'image'} for _ in images), {'type': 'text', 'text': question.prompt(digits)}]
+        answer = {'type': 'text', 'text': question.answer(digits)}
+        messages = [{'role': 'user', 'content': user}, {'role': 'assistant', 'content': [answer]}]
+        return messages, images, chosen if images else chosen[:0]
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if self.cached is not None and index in self.cached:
+            return dict(self.cached[index])
+        messages, images, _ = self.conversation(index)
+        sample = self.encoder(messages, images, sample_id=f'digits-{self.split}-{index}')
+        if self.cached is not None:
+            self.cached[index] = sample
+        return dict(sample)

@@ -1,0 +1,127 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The picture of a run: loss, padding with and without trimming, and held-out samples with the model's answers."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from examples.digits.answers import Answer
+
+__all__ = ['Curves', 'draw_result']
+
+Curves = Mapping[str, tuple[Sequence[int], Sequence[float]]]
+
+_INK, _OURS, _STOCK, _WRONG = '#333333', '#1f6f8b', '#c9a15a', '#b23a48'
+_COLUMNS, _ROWS = 4, 2
+
+
+def draw_result(path: str | Path, curves: Curves, answers: Sequence[Answer] = ()) -> None:
+    """Draws the picture of a run.
+
+    Args:
+        path: file to write, ``.png`` or another kind that matplotlib knows.
+        curves: steps and values of ``loss``, ``eval_loss``, ``padding``, ``stock_padding``; any may be missing.
+        answers: held-out samples; those with images come first, as many as there is room for.
+
+    Raises:
+        ImportError: without matplotlib; says what to install.
+    """
+    try:
+        # The object interface: no display is touched, no global state is left behind.
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError('a picture needs matplotlib: pip install "composer_tokacc[plots]"') from error
+    shown = _choose(answers)
+    num_rows = -(-len(shown) // _COLUMNS)
+    figure = Figure(figsize=(12, 3.6 + 2.1 * num_rows), layout='constrained')
+    FigureCanvasAgg(figure)
+    heights = [3.6, 2.1 * num_rows] if shown else [3.6]
+    top, *bottom = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False).flat
+    left, right = top.subplots(1, 2)
+    _draw_loss(left, curves)
+    _draw_padding(right, curves)
+    if bottom:
+        bottom[0].suptitle('Held-out samples, answered by generation', fontsize=10, color=_INK)
+        cells = bottom[0].subplots(num_rows, _COLUMNS, squeeze=False).flat
+        for cell, answer in zip(cells, [*shown, *[None] * (num_rows * _COLUMNS - len(shown))], strict=True):
+            _draw_answer(cell, answer)
+    figure.savefig(str(path), dpi=120)
+
+
+def _choose(answers: Sequence[Answer]) -> list[Answer]:
+    """As different samples as there is room for, from few images to many, one without images at the end."""
+    room = _COLUMNS * _ROWS
+    kinds = {(len(answer.images), answer.question): answer for answer in reversed(answers) if answer.images}
+    with_images = [kinds[kind] for kind in sorted(kinds)]
+    num_shown = min(room - 1, len(with_images))
+    positions = np.linspace(0, len(with_images) - 1, num_shown).round().astype(int) if num_shown else []
+    text_only = [answer for answer in answers if not answer.images]
+    return [with_images[position] for position in positions] + text_only[: room - num_shown]
+
+
+def _draw_loss(axes: Any, curves: Curves) -> None:
+    _plot(axes, curves, 'loss', label='training', color=_OURS, linewidth=1)
+    _plot(axes, curves, 'eval_loss', label='held-out', color=_INK, marker='o', linewidth=1)
+    axes.set(title='Loss per token', xlabel='step', yscale='log')
+    _finish(axes)
+
+
+def _draw_padding(axes: Any, curves: Curves) -> None:
+    _plot(axes, curves, 'stock_padding', label='had no microbatch been trimmed', color=_STOCK, linewidth=1)
+    _plot(axes, curves, 'padding', label='microbatches of this run', color=_OURS, linewidth=1)
+    axes.set(title='Share of computed positions that is padding', xlabel='step', ylim=(0, 1))
+    _finish(axes)
+
+
+def _plot(axes: Any, curves: Curves, name: str, **style: Any) -> None:
+    steps, values = curves.get(name, ((), ()))
+    if len(steps):
+        axes.plot(steps, values, **style)
+
+
+def _finish(axes: Any) -> None:
+    axes.spines[['top', 'right']].set_visible(False)
+    axes.title.set_fontsize(10)
+    if axes.has_data():
+        axes.legend(frameon=False, fontsize=8)
+
+
+def _draw_answer(axes: Any, answer: Answer | None) -> None:
+    axes.set(xticks=[], yticks=[])
+    axes.spines[:].set_visible(False)
+    if answer is None:
+        return
+    if answer.images:
+        axes.imshow(_strip(answer.images), interpolation='nearest')
+    else:
+        axes.text(0.5, 0.5, 'text only', ha='center', va='center', color=_INK, fontsize=8, style='italic')
+    axes.set_title(_fold(answer.question, 84), fontsize=8, color=_INK)
+    said = _fold(answer.generated or '(nothing)', 126)
+    if not answer.is_right:
+        said += '\n' + _fold(f'expected: {answer.expected}', 126)
+    axes.set_xlabel(said, fontsize=8, color=_OURS if answer.is_right else _WRONG)
+
+
+def _fold(text: str, num_characters: int) -> str:
+    return '\n'.join(textwrap.wrap(textwrap.shorten(text, num_characters, placeholder=' ...'), 42))
+
+
+def _strip(images: Sequence[np.ndarray]) -> np.ndarray:
+    """Images side by side, at most six a row, white between them."""
+    height = max(image.shape[0] for image in images)
+    width = max(image.shape[1] for image in images)
+    num_columns = min(len(images), 6)
+    num_rows = -(-len(images) // num_columns)
+    canvas = np.ones((num_rows * (height + 1), num_columns * (width + 1), 3))
+    for i, image in enumerate(images):
+        top, left = i // num_columns * (height + 1), i % num_columns * (width + 1)
+        canvas[top : top + image.shape[0], left : left + image.shape[1]] = image
+    return canvas

@@ -1,0 +1,219 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Length tables against the samples themselves, and when a kept one is used again."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from PIL import Image
+from torch.utils.data import ConcatDataset
+
+from composer_tokacc.data import LlavaDataset, lengths
+from composer_tokacc.data.lengths import build_length_table, fingerprint, image_token_ids, length_table
+from composer_tokacc.data.patches import count_patches, declared_patch_size, side_of_patch
+from composer_tokacc.layout import BatchLayout
+from composer_tokacc.programs import load_config
+from composer_tokacc.programs.models import vision_patch_size
+from composer_tokacc.programs.sources import build_dataset, build_processor, measure_dataset
+from examples.digits import DigitsDataset, build_digits_processor
+from tests.support.families import FAMILIES, IMAGE_FAMILIES
+from tests.support.family_processors import PATCH_SIZE
+from tests.support.launch import ROOT
+
+COLUMNS = ('lengths', 'image_tokens', 'loss_tokens', 'vision_patches')
+
+
+def computed_patches(model, batch):
+    """Positions that come out of the patch embedding of the model's own vision tower."""
+    counts = []
+    embeddings = [
+        module
+        for module in model.modules()
+        if isinstance(module, torch.nn.Conv2d | torch.nn.Conv3d) and module.kernel_size[-1] == PATCH_SIZE
+    ]
+    assert len(embeddings) == 1
+    # (images, features, height, width), or (patches, features, 1, 1, 1).
+    hook = embeddings[0].register_forward_hook(lambda _, __, out: counts.append(out.numel() // out.shape[1]))
+    with torch.no_grad():
+        model(**{key: value for key, value in batch.items() if isinstance(value, torch.Tensor)})
+    hook.remove()
+    return sum(counts)
+
+
+class CountReads(DigitsDataset):
+    reads = 0
+
+    def __getitem__(self, index):
+        CountReads.reads += 1
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize('num_samples', [40, 600])
+def test_table_says_what_the_samples_say(num_samples):
+    dataset = DigitsDataset(num_samples=num_samples)
+    before = torch.get_rng_state()
+    table = build_length_table(dataset, dataset.processor, num_workers=2, progress=False)
+    assert torch.equal(before, torch.get_rng_state())
+    samples = [dataset[index] for index in range(num_samples)]
+    assert table.lengths.tolist() == [sample['input_ids'].shape[1] for sample in samples]
+    # One token an image.
+    assert table.image_tokens.tolist() == [sample['num_images'][0] for sample in samples]
+    assert table.loss_tokens.tolist() == [int((sample['labels'][0, 1:] != -100).sum()) for sample in samples]
+    assert (table.image_tokens == 0).any()
+    assert len(table) == num_samples
+
+
+def test_image_tokens_are_counted_by_patches_of_the_processor():
+    processor = build_digits_processor(image_size=16, patch_size=8)
+    dataset = DigitsDataset(processor, num_samples=20)
+    table = build_length_table(dataset, processor, progress=False)
+    assert table.image_tokens.tolist() == [4 * dataset[index]['num_images'][0] for index in range(20)]
+
+
+@pytest.mark.parametrize('name', IMAGE_FAMILIES)
+def test_vision_patches_are_those_that_the_real_tower_computes(name):
+    # Six samples with 0, 1, 1, 2, 0 and 3 images of unequal sizes.
+    case = FAMILIES[name]()
+    patch_size = vision_patch_size(case.config)
+    table = build_length_table(case.rows, case.encode.processor, patch_size=patch_size, progress=False)
+    assert table.vision_patches.dtype == np.int32
+    assert table.vision_patches.tolist() == [computed_patches(case.model, row) for row in case.rows]
+    assert [bool(count) for count in table.vision_patches] == [bool(sample.images) for sample in case.samples]
+
+
+@pytest.mark.parametrize('name', ['idefics3', 'smolvlm', 'llava_next', 'mllama'])
+def test_tiles_that_only_fill_up_a_batch_are_counted_where_the_tower_computes_them(name):
+    case = FAMILIES[name]()
+    layout = BatchLayout.for_model(case.model)
+    batch = layout.concat([case.rows[row] for row in (1, 5, 3)], pad_token_id=case.pad_token_id)
+    num_patches = count_patches(batch, PATCH_SIZE)
+    assert num_patches == computed_patches(case.model, batch)
+    alone = sum(count_patches(case.rows[row], PATCH_SIZE) for row in (1, 5, 3))
+    # Mllama runs the empty tiles of an image and the empty images of a row through its tower.
+    assert (num_patches > alone) == (name == 'mllama')
+
+
+def test_margins_of_an_image_that_pixtral_crops_are_not_counted():
+    vision = {'hidden_size': 16, 'intermediate_size': 32, 'num_hidden_layers': 1, 'num_attention_heads': 2}
+    config = transformers.PixtralVisionConfig(**vision, image_size=32, patch_size=PATCH_SIZE)
+    batch = {'pixel_values': torch.ones(2, 3, 32, 24), 'image_sizes': torch.tensor([[32, 16], [8, 24]])}
+    tower = transformers.PixtralVisionModel(config)
+    with torch.no_grad():
+        num_positions = tower(**batch).last_hidden_state.shape[1]
+    assert count_patches(batch, PATCH_SIZE) == num_positions == 8 * 4 + 2 * 6
+
+
+def test_patch_size_is_the_given_one_or_the_processors_or_the_commonest():
+    case = FAMILIES['idefics3']()
+    processor = case.encode.processor
+    assert declared_patch_size(processor) is None
+    # Images of 16 x 16 pixels hold one square of 14; a run whose processor declares nothing still gets a table.
+    guessed = build_length_table(case.rows, processor, progress=False).vision_patches
+    given = build_length_table(case.rows, processor, patch_size=8, progress=False).vision_patches
+    assert (given == 4 * guessed).all()
+    llava = FAMILIES['llava']()
+    declared = build_length_table(llava.rows, llava.encode.processor, progress=False).vision_patches
+    given = build_length_table(llava.rows, llava.encode.processor, patch_size=8, progress=False).vision_patches
+    assert (declared == 4 * given).all()
+    sides = [side_of_patch(value) for value in (14, {'height': 14, 'width': 14}, (14, 14), None, {}, ())]
+    assert sides == [14, 14, 14, None, None, None]
+
+
+def test_a_run_counts_the_patches_of_its_own_model(tmp_path):
+    overrides = ['dataset.num_samples=20', f'loader.lengths_folder={tmp_path}', 'dataset.processor.patch_size=4']
+    config = load_config(ROOT / 'yamls' / 'digits.yaml', overrides)
+    processor = build_processor(config)
+    table = measure_dataset(config, build_dataset(config, processor, held_out=False), processor)
+    # The model's patches are as large as an image of 8 x 8; the processor was told otherwise.
+    assert table.image_tokens.any()
+    assert (4 * table.vision_patches == table.image_tokens).all()
+
+
+def test_parts_are_measured_one_by_one_and_read_again(tmp_path):
+    case = FAMILIES['qwen2_5_vl']()
+    parts = ConcatDataset([case.rows[:4], case.rows[4:]])
+    first, again = (length_table(parts, case.encode.processor, folder=tmp_path, progress=False) for _ in range(2))
+    whole = build_length_table(case.rows, case.encode.processor, progress=False)
+    assert len(list(tmp_path.iterdir())) == 2
+    for name in COLUMNS:
+        np.testing.assert_array_equal(getattr(first, name), getattr(whole, name))
+        np.testing.assert_array_equal(getattr(again, name), getattr(whole, name))
+
+
+def test_second_run_reads_only_what_the_fingerprint_needs(tmp_path):
+    dataset = CountReads(num_samples=200)
+    CountReads.reads = 0
+    first = length_table(dataset, dataset.processor, folder=tmp_path, num_workers=0, progress=False)
+    assert CountReads.reads == 200 + 64
+    again = CountReads(num_samples=200)
+    second = length_table(again, build_digits_processor(), folder=tmp_path, num_workers=0, progress=False)
+    assert CountReads.reads == 200 + 2 * 64
+    for name in COLUMNS:
+        np.testing.assert_array_equal(getattr(first, name), getattr(second, name))
+    assert [path.suffix for path in tmp_path.iterdir()] == ['.npz']
+
+
+def test_fingerprint_changes_with_data_processor_vocabulary_and_template():
+    dataset, processor = DigitsDataset(num_samples=20), build_digits_processor()
+    found = {fingerprint(dataset, processor), fingerprint(DigitsDataset(num_samples=20), build_digits_processor())}
+    assert len(found) == 1
+    found.add(fingerprint(DigitsDataset(num_samples=21), processor))
+    found.add(fingerprint(DigitsDataset(num_samples=20, seed=1), processor))
+    found.add(fingerprint(dataset, build_digits_processor(image_size=16, patch_size=8)))
+    other = build_digits_processor()
+    other.chat_template += ' '
+    found.add(fingerprint(dataset, other))
+    other = build_digits_processor()
+    other.tokenizer.add_tokens(['new'])
+    found.add(fingerprint(dataset, other))
+    found.add(fingerprint(dataset, processor, patch_size=4))
+    assert len(found) == 7
+    assert fingerprint(dataset, processor, patch_size=8) in found  # what the processor declares
+
+
+def test_files_of_an_older_version_are_not_read(tmp_path, monkeypatch):
+    dataset = DigitsDataset(num_samples=8)
+    with monkeypatch.context() as older:
+        older.setattr(lengths, 'VERSION', lengths.VERSION - 1)
+        older_file = tmp_path / f'{fingerprint(dataset, dataset.processor)}.npz'
+    np.savez(older_file, lengths=[1] * 8, image_tokens=[0] * 8, loss_tokens=[1] * 8)
+    table = length_table(dataset, dataset.processor, folder=tmp_path, progress=False)
+    assert len(list(tmp_path.iterdir())) == 2
+    assert table.vision_patches.tolist() == table.image_tokens.tolist()
+
+
+def test_own_fingerprint_of_a_dataset_goes_before_probes():
+    class Named(CountReads):
+        name = 'first'
+
+        def fingerprint(self):
+            return self.name
+
+    dataset, processor = Named(num_samples=20), build_digits_processor()
+    CountReads.reads = 0
+    first = fingerprint(dataset, processor)
+    dataset.name = 'second'
+    assert fingerprint(dataset, processor) != first
+    assert CountReads.reads == 0
+
+
+def test_bad_samples_are_named(tmp_path):
+    Image.new('RGB', (8, 8)).save(tmp_path / 'good.png')
+    (tmp_path / 'bad.png').write_bytes(b'no image')
+    turns = [{'from': 'human', 'value': '<image>\nhow many digits'}, {'from': 'gpt', 'value': 'one'}]
+    records = [{'id': name, 'image': f'{name}.png', 'conversations': turns} for name in ('good', 'bad')]
+    (tmp_path / 'data.json').write_text(json.dumps(records))
+    processor = build_digits_processor()
+    with pytest.raises(ValueError, match=r'bad.*cannot be read'):
+        build_length_table(LlavaDataset(tmp_path / 'data.json', processor), processor, progress=False)
+
+
+def test_processors_without_images_have_no_image_tokens():
+    tokenizer = build_digits_processor().tokenizer
+    assert image_token_ids(tokenizer) == ()

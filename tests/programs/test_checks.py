@@ -1,0 +1,220 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from composer_tokacc.programs import ConfigError, TrainConfig, load_config
+from composer_tokacc.programs.checks import check_config
+from composer_tokacc.train import main
+from tests.support.launch import ROOT, launch
+
+DIGITS = ROOT / 'yamls' / 'digits.yaml'
+LLAVA = ROOT / 'yamls' / 'llava_json.yaml'
+
+
+def mistake(path: Path, *overrides: str, world_size: int = 2) -> str:
+    """The one line that refuses the config."""
+    with pytest.raises(ConfigError) as caught:
+        check_config(load_config(path, overrides), world_size=world_size)
+    message = str(caught.value)
+    assert '\n' not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ('name', 'world_size', 'overrides'),
+    [
+        ('digits.yaml', 2, []),
+        ('llava_json.yaml', 2, ['dataset.path=data.json']),
+        ('llava_mixture.yaml', 2, ['dataset.parts.captions.path=a.json', 'dataset.parts.documents.path=b.json']),
+        ('llava15_7b.yaml', 8, ['dataset.path=data.json']),
+        ('llava15_7b.yaml', 16, ['dataset.path=[a.json,b.json]', 'dataset.image_dir=images']),
+    ],
+)
+def test_every_yaml_of_the_repository_passes(name, world_size, overrides):
+    check_config(load_config(ROOT / 'yamls' / name, overrides), world_size=world_size)
+
+
+def test_overrides_win_and_keep_their_types():
+    config = load_config(DIGITS, ['trainer.max_duration=5ba', 'model.freeze=[vision_tower]', 'optimizer.lr=3e-4'])
+    assert isinstance(config, TrainConfig)
+    assert config.trainer['max_duration'] == '5ba'
+    assert config.model.freeze == ['vision_tower']
+    assert config.optimizer['lr'] == 3e-4
+    assert config.optimizer['name'] == 'adamw'
+
+
+def test_order_of_algorithms_is_the_order_in_the_file(tmp_path):
+    file = tmp_path / 'a.yaml'
+    file.write_text('algorithms: {token_accumulation: {}, gradient_clipping: {clipping_threshold: 1.0}, ema: {}}')
+    assert list(load_config(file).algorithms) == ['token_accumulation', 'gradient_clipping', 'ema']
+
+
+@pytest.mark.parametrize(
+    ('override', 'expected'),
+    [
+        ('loadr.num_workers=1', 'loadr. Did you mean loader?'),
+        ('loader.global_batch_sise=8', 'global_batch_sise. Did you mean global_batch_size?'),
+        ('model.freez=[a]', 'freez. Did you mean freeze?'),
+        ('dataset.evl.split=eval', 'evl. Did you mean eval?'),
+        ('dataset.eval.num_smples=3', 'num_smples. Did you mean num_samples?'),
+        ('algorithms.token_accumulaton={}', 'token_accumulaton. Did you mean token_accumulation?'),
+        ('algorithms.token_accumulation.loss_token=auto', 'loss_token. Did you mean loss_tokens?'),
+        ('callbacks.speed_monitr={}', 'speed_monitr. Did you mean speed_monitor?'),
+        ('trainer.loggers.tensorbord={}', 'tensorbord. Did you mean tensorboard?'),
+        ('optimizer.name=adam_v', 'adam_v. Did you mean adam?'),
+        ('optimizer.lrr=1', 'lrr. Did you mean lr?'),
+        ('scheduler.alpha=0.1', 'alpha. Did you mean alpha_f?'),
+        ('report.num_smples=2', 'num_smples. Did you mean num_samples?'),
+        ('dataset.num_smples=2', 'num_smples. Did you mean num_samples?'),
+        ('trainer.max_durration=2ep', 'max_durration. Did you mean max_duration?'),
+        ('trainer.parallelism_config.fsdp.sharding_strateg=X', 'Did you mean sharding_strategy?'),
+    ],
+)
+def test_unknown_names_are_refused_with_the_nearest_valid_one(override, expected):
+    message = mistake(DIGITS, override)
+    assert expected in message
+    # The message also says in which section to look.
+    section = override.split('=')[0].rpartition('.')[0].split('.')[-1]
+    assert section in message or 'section' in message
+
+
+@pytest.mark.parametrize(
+    ('override', 'expected'),
+    [
+        ('loader.global_batch_size=many', '`loader.global_batch_size`'),
+        ('loader.global_batch_size=2.5', '`loader.global_batch_size`'),
+        ('loader=3', '`loader` must be a mapping'),
+        ('algorithms=[token_accumulation]', '`algorithms` must be a mapping'),
+        ('callbacks.lr_monitor=3', '`callbacks.lr_monitor` must be a mapping'),
+        ('dataset.eval=3', '`dataset.eval` must be a mapping'),
+        ('model.freeze=vision_tower', '`model.freeze`'),
+        ('seed=null', '`seed`'),
+        ('trainer.max_duration=3xx', '`trainer.max_duration` must be a time such as 2ep or 500ba, got: 3xx'),
+        ('model.dtype=fp16', '`model.dtype` must be one of'),
+    ],
+)
+def test_wrong_types_are_refused_by_key(override, expected):
+    assert expected in mistake(DIGITS, override)
+
+
+@pytest.mark.parametrize(
+    ('override', 'world_size', 'expected'),
+    [
+        ('loader.global_batch_size=63', 2, 'got: 63 on 2 ranks. Set it to 62 or 64'),
+        ('loader.global_batch_size=2', 4, 'got: 2 on 4 ranks. Set it to 4,'),
+        ('loader.global_eval_batch_size=5', 2, '`loader.global_eval_batch_size` must be divisible'),
+        ('loader.global_batch_size=0', 1, 'must be at least 1, got: 0'),
+        ('microbatching.device_train_microbatch_size=0', 1, 'must be at least 1, got: 0. Use 1'),
+        ('microbatching.device_train_microbatch_size=-4', 1, 'must be at least 1, got: -4'),
+        ('microbatching.device_train_microbatch_size=automatic', 1, '`auto` or `suggest`, got: automatic'),
+        ('microbatching.device_train_microbatch_size=auto', 1, 'must be a number on CPU, got: auto'),
+        ('microbatching.slot_tokens=0', 1, '`microbatching.slot_tokens` must be a positive integer, got: 0'),
+        ('microbatching.width_multiple=0', 1, '`microbatching.width_multiple` must be a positive integer, got: 0'),
+        ('microbatching.loss_tokens=all', 1, "`microbatching.loss_tokens` must be one of ('auto', 'causal',"),
+        (
+            'microbatching.equal_counts=maybe',
+            1,
+            "`microbatching.equal_counts` must be True, False or 'auto', got: 'maybe'",
+        ),
+        ('microbatching.on_oversize=ignore', 1, "`microbatching.on_oversize` must be 'raise' or 'warn', got: 'ignore'"),
+        ('report.name=examples.digits.nothing', 1, '`report` name must be importable, got: examples.digits.nothing'),
+        ('dataset.name=no.such.Dataset', 1, '`dataset` name must be importable, got: no.such.Dataset'),
+        ('loader.prefetch_factor=2', 1, 'got: 2 with 0 workers'),
+        ('trainer.max_duration=0ba', 1, 'must be longer than nothing'),
+        ('trainer.seed=1', 1, 'Use `seed`'),
+        ('trainer.device_train_microbatch_size=4', 1, 'Use `microbatching.device_train_microbatch_size`'),
+        ('trainer.accumulate_train_batch_on_tokens=true', 1, 'Both weigh by tokens'),
+        ('trainer.autoresume=true', 1, 'must come with `trainer.save_folder`'),
+        ('trainer.load_path=no/such.pt', 1, 'must be an existing checkpoint, got: no/such.pt'),
+        (
+            'model.pretrained=folder',
+            1,
+            '`model`: exactly one of `pretrained` and `config` must be given, got: both. Remove one',
+        ),
+        ('model.config=null', 1, 'got: none. Name a checkpoint'),
+    ],
+)
+def test_values_that_cannot_work_are_refused_with_the_remedy(override, world_size, expected):
+    assert expected in mistake(DIGITS, override, world_size=world_size)
+
+
+def test_missing_values_are_named():
+    assert '`dataset.path` must be given' in mistake(LLAVA)
+
+
+@pytest.mark.parametrize(
+    ('text', 'expected'),
+    [
+        ('- a\n- b\n', 'must hold sections'),
+        ('model: [a\n', 'must be valid YAML'),
+        ('seed: 1\nseed: 2\n', 'duplicate key'),
+        ('seed: ${nothing}\n', 'nothing'),
+        (
+            'trainer: {}\nmodel: {config: {model_type: llama}}\ndataset: {name: examples.digits.DigitsDataset}\n',
+            '`trainer.max_duration`',
+        ),
+        ('model: {config: {model_type: llama}}\n', '`dataset.name`'),
+        ('model: {config: {model_type: llama}}\ndataset: {name: lava}\n', 'Did you mean llava?'),
+    ],
+)
+def test_files_that_are_no_config_are_refused_in_one_line(tmp_path, text, expected):
+    file = tmp_path / 'bad.yaml'
+    file.write_text(text)
+    assert expected in mistake(file)
+
+
+def test_missing_file_and_bad_arguments_are_refused():
+    assert 'must be readable, got: no/such.yaml' in mistake(Path('no/such.yaml'))
+    assert 'must be key=value, got: --lr' in mistake(DIGITS, '--lr')
+
+
+def test_number_of_ranks_comes_from_the_launcher(monkeypatch):
+    monkeypatch.setenv('WORLD_SIZE', '3')
+    with pytest.raises(ConfigError, match=r'64 on 3 ranks\. Set it to 63 or 66'):
+        check_config(load_config(DIGITS))
+
+
+def test_program_says_it_in_one_line_before_any_process_group(monkeypatch, capsys):
+    def too_late(*_, **__):
+        raise AssertionError('a process group was started')
+
+    monkeypatch.setattr('composer.utils.dist.initialize_dist', too_late)
+    status = main([str(DIGITS), 'loader.global_batch_sise=8'])
+    printed = capsys.readouterr()
+    assert status == 2
+    assert printed.out == ''
+    assert printed.err.splitlines() == [
+        'error: `loader` key must be a known name, got: global_batch_sise. Did you mean global_batch_size?'
+    ]
+
+
+def test_program_without_file_says_how_to_call_it(capsys):
+    assert main([]) == 2
+    assert 'composer -n RANKS -m composer_tokacc.train FILE.yaml' in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_launcher_shows_the_line_once_and_no_traceback():
+    done = launch(['-m', 'composer_tokacc.train', str(DIGITS), 'microbatching.device_train_microbatch_size=0'], ranks=2)
+    said = [line for line in done.stderr.splitlines() if line.startswith('error:')]
+    assert done.returncode == 2
+    assert len(said) == 1, done.stderr
+    assert 'must be at least 1, got: 0' in said[0]
+    assert 'Traceback' not in done.stdout + done.stderr
+
+
+def test_size_is_short_for_the_long_name_and_the_later_layer_wins(tmp_path):
+    file = tmp_path / 'a.yaml'
+    file.write_text('microbatching: {size: 4}')
+    assert load_config(file).microbatching.device_train_microbatch_size == 4
+    assert load_config(DIGITS, ['microbatching.size=suggest']).microbatching.device_train_microbatch_size == 'suggest'
+    assert (
+        load_config(file, ['microbatching.device_train_microbatch_size=2']).microbatching.device_train_microbatch_size
+        == 2
+    )
+    assert 'got: both' in mistake(DIGITS, 'microbatching.size=2', 'microbatching.device_train_microbatch_size=2')

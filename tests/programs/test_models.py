@@ -1,0 +1,231 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import AutoModelForImageTextToText
+
+from composer_tokacc.data import VisionLanguageCollator
+from composer_tokacc.programs.models import build_model, freeze_parameters, transformer_blocks
+from examples.digits import DigitsDataset, build_digits_processor
+from tests.support.text import VOCABULARY, text_model
+
+VISION = {
+    'model_type': 'clip_vision_model', 'hidden_size': 16, 'intermediate_size': 32, 'num_hidden_layers': 3,
+    'num_attention_heads': 2, 'image_size': 8, 'patch_size': 8,
+}  # fmt: skip
+TEXT = {
+    'model_type': 'llama', 'hidden_size': 16, 'intermediate_size': 32, 'num_hidden_layers': 2,
+    'num_attention_heads': 2, 'num_key_value_heads': 2, 'max_position_embeddings': 128,
+}  # fmt: skip
+LLAVA = {'model_type': 'llava', 'vision_config': VISION, 'text_config': TEXT, 'vision_feature_layer': -1}
+
+
+@pytest.fixture(scope='module')
+def processor():
+    return build_digits_processor()
+
+
+@pytest.fixture(scope='module')
+def batch(processor):
+    dataset = DigitsDataset(processor, num_samples=12, max_images=3)
+    return VisionLanguageCollator(processor)([dataset[index] for index in range(12)])
+
+
+def llava(processor, **changes):
+    return {**copy.deepcopy(LLAVA), **changes}
+
+
+def test_vocabulary_and_special_tokens_come_from_the_processor(processor):
+    config = build_model(config=llava(processor), processor=processor).model.config
+    tokenizer = processor.tokenizer
+    assert config.text_config.vocab_size == len(tokenizer)
+    assert config.text_config.pad_token_id == tokenizer.pad_token_id
+    assert config.text_config.eos_token_id == tokenizer.eos_token_id
+    assert config.text_config.bos_token_id is None
+    assert config.image_token_index == tokenizer.convert_tokens_to_ids('<image>')
+
+
+def test_given_settings_win_over_the_processor(processor):
+    settings = llava(processor, text_config={**TEXT, 'vocab_size': 300, 'eos_token_id': 7})
+    config = build_model(config=settings, processor=processor).model.config
+    assert config.text_config.vocab_size == 300
+    assert config.text_config.eos_token_id == 7
+
+
+def test_settings_are_not_changed_in_place(processor):
+    settings = llava(processor)
+    build_model(config=settings, processor=processor)
+    assert settings == LLAVA
+
+
+@pytest.mark.parametrize(
+    ('changes', 'expected'),
+    [
+        ({'model_type': 'lava'}, 'lava. Did you mean llava?'),
+        ({'vision_confg': {}}, 'vision_confg. Did you mean vision_config?'),
+        ({'text_config': {'hiden_size': 8}}, r'model.config.text_config` key .* hiden_size. Did you mean hidden_size?'),
+        ({'text_config': {**TEXT, 'vocab_size': 5}}, "`vocab_size` must be at least the tokenizer's .* got: 5"),
+    ],
+)
+def test_config_mistakes_are_refused_by_name(processor, changes, expected):
+    with pytest.raises(ValueError, match=expected.replace('?', r'\?')):
+        build_model(config=llava(processor, **changes), processor=processor)
+
+
+def test_exactly_one_source_of_weights(processor):
+    with pytest.raises(ValueError, match='exactly one of `pretrained` and `config`'):
+        build_model(processor=processor)
+    with pytest.raises(ValueError, match='exactly one of `pretrained` and `config`'):
+        build_model(pretrained='folder', config=llava(processor), processor=processor)
+
+
+def test_same_seed_same_weights_and_global_generator_untouched(processor):
+    torch.manual_seed(5)
+    expected_draw = torch.rand(3)
+    torch.manual_seed(5)
+    first, again, other = (build_model(config=llava(processor), processor=processor, seed=s) for s in (3, 3, 4))
+    torch.testing.assert_close(torch.rand(3), expected_draw, rtol=0, atol=0)
+    for a, b in zip(first.parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    assert any(not torch.equal(a, b) for a, b in zip(first.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize('tower', ['clip_vision_model', 'siglip_vision_model'])
+@pytest.mark.parametrize('feature_layer', [-1, -2, -3, 1, 2, [-3, -2]])
+def test_what_never_gets_a_gradient_is_frozen_and_nothing_else(tower, feature_layer):
+    # Siglip has no class token to leave out, and no CLIP token count is needed with 'full'.
+    settings = {
+        'model_type': 'llava', 'vision_feature_layer': feature_layer, 'vision_feature_select_strategy': 'full',
+        'image_token_index': 5, 'text_config': {**TEXT, 'vocab_size': 40},
+        'vision_config': {**VISION, 'model_type': tower, 'image_size': 16},
+    }  # fmt: skip
+    model = build_model(config=settings)
+    num_features = 4 + (tower == 'clip_vision_model')
+    ids = torch.randint(6, 40, (2, 12), generator=torch.Generator().manual_seed(0))
+    ids[:, 1 : 1 + num_features] = 5
+    pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    model.requires_grad_(True)
+    inputs = {'input_ids': ids, 'attention_mask': torch.ones_like(ids), 'pixel_values': pixels, 'labels': ids}
+    model(inputs).loss.backward()
+    reached = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert trainable == reached
+
+
+@pytest.mark.parametrize('name', ['vision_tower', 'model.vision_tower', 'model.multi_modal_projector'])
+def test_frozen_parts_keep_their_weights_and_the_rest_learns(processor, batch, name):
+    model = build_model(config=llava(processor), processor=processor, freeze=[name])
+    before = {key: value.clone() for key, value in model.model.state_dict().items()}
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    model(batch).loss.backward()
+    optimizer.step()
+    changed = {key for key, value in model.model.state_dict().items() if not torch.equal(value, before[key])}
+    inside = {key for key in before if key.removeprefix('model.').startswith(f'{name.removeprefix("model.")}.')}
+    assert inside
+    assert not changed & inside
+    assert any('language_model' in key for key in changed)
+
+
+def test_a_name_that_freezes_nothing_lists_the_parts(processor):
+    with pytest.raises(ValueError, match=r"got: 'vision'. Parts: .*vision_tower, (model\.)?multi_modal_projector"):
+        build_model(config=llava(processor), processor=processor, freeze=['vision'])
+
+
+def test_freezing_everything_is_refused():
+    with pytest.raises(ValueError, match='must leave something to train'):
+        freeze_parameters(text_model(), ['model', 'lm_head'])
+
+
+@pytest.mark.parametrize('saved_dtype', [torch.float32, torch.bfloat16])
+def test_checkpoint_on_disk_gives_the_same_model_in_the_wanted_dtype(tmp_path, processor, batch, saved_dtype):
+    original = build_model(config=llava(processor), processor=processor, seed=9).model.to(saved_dtype)
+    original.save_pretrained(tmp_path)
+    loaded = build_model(pretrained=str(tmp_path), processor=processor)
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
+    assert isinstance(loaded.model, type(AutoModelForImageTextToText.from_pretrained(tmp_path)))
+    for (name, a), b in zip(original.named_parameters(), loaded.model.parameters(), strict=True):
+        torch.testing.assert_close(a.float(), b, rtol=0, atol=0, msg=name)
+
+
+def test_embeddings_grow_to_the_tokenizer(tmp_path, processor):
+    small = {**TEXT, 'vocab_size': 10, 'pad_token_id': 0, 'eos_token_id': 1, 'bos_token_id': None}
+    build_model(config=small).model.save_pretrained(tmp_path)
+    model = build_model(pretrained=str(tmp_path), processor=processor.tokenizer)
+    assert model.model.get_input_embeddings().num_embeddings >= len(processor.tokenizer)
+
+
+def test_metrics_count_shifted_labelled_tokens_only(processor, batch):
+    model = build_model(config=llava(processor), processor=processor).eval()
+    with torch.no_grad():
+        logits = model({**batch, 'labels': batch['labels'].clone()}).logits
+        outputs = model.eval_forward({**batch, 'labels': batch['labels'].clone()})
+    metrics = model.get_metrics(is_train=False)
+    for metric in metrics.values():
+        model.update_metric(batch, outputs, metric)
+    predicted, wanted = logits[:, :-1].flatten(0, 1), batch['labels'][:, 1:].flatten()
+    is_labelled = wanted != -100
+    right = (predicted.argmax(-1) == wanted)[is_labelled]
+    assert metrics['MaskedAccuracy'].compute().item() == pytest.approx(right.float().mean().item())
+    expected = F.cross_entropy(predicted[is_labelled], wanted[is_labelled]).item()
+    assert metrics['LanguageCrossEntropy'].compute().item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_training_metrics_are_off_unless_asked_for(processor):
+    assert build_model(config=llava(processor), processor=processor).get_metrics(is_train=True) == {}
+    asked = build_model(config=llava(processor), processor=processor, train_metrics=True)
+    assert list(asked.get_metrics(is_train=True)) == ['LanguageCrossEntropy']
+
+
+def test_training_keeps_no_cache_but_generation_does(processor, batch):
+    model = build_model(config=llava(processor), processor=processor)
+    assert model(batch).past_key_values is None
+    assert model.model.generation_config.use_cache
+
+
+def test_activation_checkpointing_changes_no_gradient(processor, batch):
+    gradients = []
+    for activation_checkpointing in (False, True):
+        model = build_model(
+            config=llava(processor), processor=processor, activation_checkpointing=activation_checkpointing
+        ).train()
+        model(batch).loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient)
+    assert any(getattr(module, 'gradient_checkpointing', False) for module in model.modules())
+
+
+def test_blocks_of_every_tower_are_what_fsdp_wraps(processor):
+    model = build_model(config=llava(processor), processor=processor)
+    blocks = transformer_blocks(model.model)
+    assert [type(block).__name__ for block in blocks] == ['CLIPEncoderLayer'] * 3 + ['LlamaDecoderLayer'] * 2
+    wrapped = [module for module in model.model.modules() if model.model.fsdp_wrap_fn(module)]
+    assert {id(module) for module in wrapped} == {id(block) for block in blocks}
+
+
+def test_experts_inside_a_block_are_no_blocks_of_their_own():
+    settings = {**TEXT, 'model_type': 'mixtral', 'vocab_size': 32, 'num_local_experts': 4}
+    assert [type(b).__name__ for b in transformer_blocks(build_model(config=settings).model)] == [
+        'MixtralDecoderLayer'
+    ] * 2
+
+
+def test_text_model_from_a_config():
+    settings = {**TEXT, 'vocab_size': VOCABULARY}
+    model = build_model(config=settings)
+    assert type(model.model).__name__ == 'LlamaForCausalLM'
+    ids = torch.arange(12).view(2, 6)
+    assert model({'input_ids': ids, 'labels': ids}).loss.isfinite()
+
+
+def test_tokenizer_travels_in_the_checkpoint(processor):
+    metadata = build_model(config=llava(processor), processor=processor).get_metadata()
+    assert 'tokenizer.json' in metadata['tokenizer']
+    assert metadata['model']['config']['content']['model_type'] == 'llava'

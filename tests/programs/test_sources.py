@@ -1,0 +1,132 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Loaders of a config: the regrouping one by default, the stock one where rows must keep their order."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from composer_tokacc.layout import BatchLayout
+from composer_tokacc.programs import ConfigError, load_config
+from composer_tokacc.programs.checks import check_config
+from composer_tokacc.programs.sources import build_dataset, build_loader, build_processor, source_of
+from composer_tokacc.sampling import RegroupingDataLoader
+from tests.support.launch import ROOT
+
+
+def build(tmp_path, *overrides, held_out=False):
+    config = load_config(
+        ROOT / 'yamls' / 'digits.yaml',
+        ['dataset.num_samples=60', 'dataset.eval.num_samples=20', 'loader.global_batch_size=16',
+         f'loader.lengths_folder={tmp_path}', *overrides],
+    )  # fmt: skip
+    processor = build_processor(config)
+    dataset = build_dataset(config, processor, held_out=held_out)
+    sample = next(sample for sample in dataset if sample['num_images'][0])
+    return build_loader(config, dataset, processor, BatchLayout.infer(sample), held_out=held_out), dataset
+
+
+def test_a_dataset_read_by_index_is_measured_as_it_is(tmp_path):
+    _, dataset = build(tmp_path)
+    assert source_of(load_config(ROOT / 'yamls' / 'digits.yaml')).by_index(dataset) is dataset
+
+
+def names(spec):
+    return [sorted(batch['sample_ids']) for batch in spec.dataloader]
+
+
+def test_regrouping_is_the_default_and_changes_no_global_batch(tmp_path):
+    ours, _ = build(tmp_path)
+    stock, _ = build(tmp_path, 'loader.regroup_ranks=false')
+    assert isinstance(ours.dataloader, RegroupingDataLoader)
+    assert not isinstance(stock.dataloader, RegroupingDataLoader)
+    assert names(ours) == names(stock)
+    assert len(ours.dataloader) == len(stock.dataloader) == 3
+    assert ours.dataloader.batch_size == 16
+
+
+def test_budget_is_that_of_rows_as_wide_as_the_longest_sample(tmp_path):
+    spec, dataset = build(tmp_path, 'microbatching.device_train_microbatch_size=2')
+    longest = max(sample['input_ids'].shape[1] for sample in dataset)
+    widths = []
+    for step, batch in enumerate(spec.dataloader):
+        plan = spec.dataloader.batch_sampler.plan(step)
+        microbatches = spec.split_batch(spec.batch_transforms(batch), 2)
+        assert [len(microbatch['input_ids']) for microbatch in microbatches] == [len(m.indices) for m in plan.ranks[0]]
+        widths += [microbatch['input_ids'].numel() for microbatch in microbatches]
+    assert longest < max(widths) <= 2 * longest
+
+
+def test_held_out_set_and_ordered_rows_use_the_stock_sampler(tmp_path):
+    for spec in (build(tmp_path, held_out=True)[0], build(tmp_path, 'microbatching.regroup=false')[0]):
+        assert not isinstance(spec.dataloader, RegroupingDataLoader)
+    assert not list(tmp_path.iterdir()), 'lengths were measured for nothing'
+
+
+def test_workers_give_the_same_batches(tmp_path):
+    alone, workers = (build(tmp_path, f'loader.num_workers={number}')[0].dataloader for number in (0, 2))
+    for first, second in itertools.zip_longest(alone, workers):
+        assert first['sample_ids'] == second['sample_ids']
+        assert first.indices == second.indices
+        torch.testing.assert_close(first['input_ids'], second['input_ids'])
+
+
+def test_budget_under_the_longest_sample_is_refused_in_the_words_of_the_config(tmp_path):
+    with pytest.raises(ConfigError, match=r'must be at least the longest sample, got: 1 x 12 < \d+ \(sample \d+\)'):
+        build(tmp_path, 'microbatching.device_train_microbatch_size=1', 'microbatching.slot_tokens=12')
+
+
+PARTS = 'dataset.parts={scans: {num_samples: 40}, more: {num_samples: 6, seed: 5, epochs: 3}}'
+
+
+def test_parts_are_mixed_by_their_epochs_and_measured_one_by_one(tmp_path):
+    spec, dataset = build(tmp_path, PARTS)
+    assert [len(part) for part in dataset.datasets] == [40, 6]
+    assert len(list(tmp_path.glob('*.npz'))) == 2
+    assert len(spec.dataloader) == (40 + 3 * 6) // 16
+    sampler, counts = spec.dataloader.batch_sampler, []
+    for step in range(3):
+        counts.append(sum(index >= 40 for index in sampler.window(step)))
+    assert all(4 <= count <= 6 for count in counts), 'each step has its share of 18 in 58'
+
+
+def test_one_medium_a_step(tmp_path):
+    spec, _ = build(tmp_path, 'loader.modality=per_step', 'loader.drop_last=false', 'loader.global_batch_size=8')
+    kinds = [{count > 0 for count in batch['num_images']} for batch in spec.dataloader]
+    assert {frozenset(kind) for kind in kinds} == {frozenset([True]), frozenset([False])}
+
+
+@pytest.mark.parametrize(
+    ('overrides', 'message'),
+    [
+        (['dataset.parts={a: {weight: 1}, b: {}}'], r"must all have a `weight`.*got: `weight` in \['a'\]"),
+        (['dataset.parts={a: {weight: 1}, b: {weight: 2, epochs: 1}}'], r"`epochs` in \['b'\]"),
+        (['dataset.parts={a: {epochs: 0}}'], '`dataset.parts.a.epochs` must be a positive number, got: 0'),
+        (['dataset.parts={a: {epochs: often}}'], '`dataset.parts.a.epochs` must be a positive number, got: often'),
+        (
+            ['dataset.parts={a: {epoch: 1}}'],
+            r'`dataset.parts.a` key must be a known name, got: epoch. Did you mean epochs',
+        ),
+        (
+            ['dataset.parts={a: {name: lava}}'],
+            r'`dataset.parts.a.name` must be a known name, got: lava. Did you mean llava',
+        ),
+        (['dataset.parts=[1]'], '`dataset.parts` must map names'),
+        ([PARTS, 'loader.regroup_ranks=false'], 'must be on for shares of `dataset.parts`, got: off'),
+        (['loader.modality=per_step', 'microbatching.regroup=false'], 'must be on for `loader.modality: per_step`'),
+        (
+            ['microbatching.cost={lunch: 3}'],
+            '`microbatching.cost` key must be a known name, got: lunch. Did you mean launch',
+        ),
+        (['microbatching.cost={launch: -3}'], '`microbatching.cost.launch` must be finite and not negative, got: -3'),
+        (['loader.modality=video'], '`loader.modality` must be `mixed` or `per_step`, got: video'),
+    ],
+)
+def test_bad_mixtures_are_refused_in_the_words_of_the_config(overrides, message):
+    config = load_config(ROOT / 'yamls' / 'digits.yaml', overrides)
+    with pytest.raises(ConfigError, match=message):
+        check_config(config, world_size=1)

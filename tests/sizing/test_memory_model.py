@@ -1,0 +1,125 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from composer_tokacc.layout import BatchLayout
+from composer_tokacc.sizing import BatchShape, MemoryModel, StaticBytes, load_or_calibrate
+from composer_tokacc.sizing.memory_model import fit_activations, non_negative_fit
+from composer_tokacc.sizing.shapes import batch_of_width
+from tests.support.families import FAMILIES
+from tests.support.text import text_row
+
+SHAPES = [
+    BatchShape(rows=2, width=100, image_tokens=50, pixel_bytes=500),
+    BatchShape(rows=4, width=100, image_tokens=120, pixel_bytes=1200),
+    BatchShape(rows=2, width=250, image_tokens=50, pixel_bytes=500),
+    BatchShape(rows=3, width=180, image_tokens=0),
+    BatchShape(rows=2, width=300, image_tokens=400, pixel_bytes=4000),
+]
+
+
+def test_columns_of_very_different_size() -> None:
+    columns = np.random.default_rng(0).random((7, 4)) * [1e-6, 1.0, 1e6, 1e12]
+    expected = np.array([3e6, 0.0, 2e-6, 1e-12])
+    np.testing.assert_allclose(non_negative_fit(columns, columns @ expected), expected, rtol=1e-6)
+
+
+def test_no_coefficient_is_negative() -> None:
+    """The best of all is (1, -1); with both at least 0 it is (1/2, 0)."""
+    columns, target = np.array([[1.0, 0.0], [1.0, 1.0]]), np.array([1.0, 0.0])
+    np.testing.assert_allclose(non_negative_fit(columns, target), [0.5, 0.0])
+
+
+def test_coefficients_come_back_from_exact_measurements() -> None:
+    measured = [
+        {
+            'text': 1000 + 40 * shape.tokens + 3 * shape.area,
+            'logits': 16 * shape.tokens,
+            'vision': 70 * shape.image_tokens,
+            'weights': 5000,
+        }
+        for shape in SHAPES
+    ]
+    fit = fit_activations(SHAPES, measured, area='padded')
+    assert fit.residual < 1e-9
+    unseen = BatchShape(rows=7, width=64, image_tokens=10, pixel_bytes=100)
+    expected = {'text': 1000 + 40 * 448 + 3 * 7 * 64 * 64, 'logits': 16 * 448, 'vision': 700, 'weights': 5000}
+    assert fit.predict(unseen) == pytest.approx(expected)
+
+
+def test_residual_tells_that_no_sum_of_terms_fits() -> None:
+    measured = [
+        {'text': shape.tokens**3, 'logits': 0, 'vision': 0, 'weights': 0} for shape in SHAPES
+    ]  # no term grows like this
+    assert fit_activations(SHAPES, measured, area='never').residual > 0.05
+
+
+def test_area_counts_only_where_attention_holds_one() -> None:
+    measured = [{'text': shape.area, 'logits': 0, 'vision': 0, 'weights': 0} for shape in SHAPES]
+    fit = fit_activations(SHAPES, measured, area='padded')
+    padded = BatchShape(rows=2, width=50)
+    assert fit.predict(padded)['text'] == pytest.approx(5000)
+    assert fit.predict(BatchShape(rows=2, width=50, is_padded=False))['text'] == pytest.approx(0, abs=1e-6)
+
+
+def test_widened_batch_keeps_its_images_and_is_padded() -> None:
+    case = FAMILIES['qwen2_5_vl']()
+    layout = BatchLayout.for_model(case.model)
+    batch = batch_of_width(layout, [case.rows[3], case.rows[5]], 150)
+    shape = BatchShape.of(batch, layout)
+    tokens = [int(row['image_grid_thw'].prod(dim=1).sum()) // 4 for row in (case.rows[3], case.rows[5])]
+    assert (shape.rows, shape.width, shape.image_tokens) == (2, 150, sum(tokens))
+    assert shape.is_padded
+    torch.testing.assert_close(
+        batch['input_ids'][0, : case.rows[3]['input_ids'].shape[1]], case.rows[3]['input_ids'][0]
+    )
+    assert all(value.shape[1] == 150 for key, value in batch.items() if key in ('labels', 'attention_mask'))
+
+
+def test_rows_of_equal_length_are_padded_too_and_those_that_do_not_fit_are_refused() -> None:
+    layout = BatchLayout.infer(text_row(5, 2))
+    assert BatchShape.of(batch_of_width(layout, [text_row(5, 2)] * 2, 5), layout).is_padded
+    with pytest.raises(ValueError, match='`width` must be at least the longest sample, got: 4 < 5'):
+        batch_of_width(layout, [text_row(5, 2)], 4)
+
+
+MEMORY = MemoryModel(
+    static=StaticBytes(
+        parameters=10, buffers=0, gradients=10, optimizer=20, optimizer_step=0, block=1, outside=2, trained_outside=2,
+        compute_bytes=4,
+    ),
+    phases={'head': fit_activations(SHAPES, [{'text': shape.tokens} for shape in SHAPES], area='never')},
+    vocab_size=10,
+)  # fmt: skip
+
+
+def test_calibration_is_kept_for_its_key_and_made_anew_where_its_file_is_damaged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = []
+
+    def calibrate(key: dict[str, object]) -> MemoryModel:
+        made.append(key)
+        return MEMORY
+
+    assert load_or_calibrate(tmp_path, {'model': 'a'}, calibrate) == MEMORY
+    assert load_or_calibrate(tmp_path, {'model': 'a'}, calibrate) == MEMORY
+    assert len(made) == 1
+    load_or_calibrate(tmp_path, {'model': 'b'}, calibrate)
+    assert len(made) == 2
+    for path in tmp_path.iterdir():
+        path.write_text(path.read_text()[:40])
+    with caplog.at_level(logging.WARNING):
+        assert load_or_calibrate(tmp_path, {'model': 'a'}, calibrate) == MEMORY
+    assert 'cannot be read' in caplog.text
+    (tmp_path / 'file').write_text('')
+    assert load_or_calibrate(tmp_path / 'file', {'model': 'a'}, calibrate) == MEMORY  # no folder can be there
+    assert 'not kept' in caplog.text

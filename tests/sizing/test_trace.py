@@ -1,0 +1,186 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Parameters, gradients, optimizer states and what a trace holds, counted by hand."""
+
+from __future__ import annotations
+
+import resource
+
+import pytest
+import torch
+from transformers import CLIPVisionConfig, LlamaConfig, LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration
+
+from benchmarks.made_up import made_up_sample
+from composer_tokacc.sizing import GIB, BatchShape, calibrate_fake
+from composer_tokacc.sizing.trace import FakeRun
+
+HIDDEN, INNER, LAYERS, VOCABULARY = 64, 96, 3, 200
+
+
+def small_config(**changes: object) -> LlamaConfig:
+    sizes = {
+        'hidden_size': HIDDEN,
+        'intermediate_size': INNER,
+        'num_hidden_layers': LAYERS,
+        'num_attention_heads': 4,
+        'vocab_size': VOCABULARY,
+        'use_cache': False,
+    }
+    return LlamaConfig(**{**sizes, **changes})
+
+
+def test_parameters_gradients_and_states_by_hand() -> None:
+    config = small_config()
+    run = FakeRun(lambda: LlamaForCausalLM(config).train(), made_up_sample(config, 10))
+    block = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER + 2 * HIDDEN
+    outside = 2 * VOCABULARY * HIDDEN + HIDDEN
+    numbers = LAYERS * block + outside
+    assert run.static.parameters == 4 * numbers
+    assert run.static.gradients == 4 * numbers
+    # Two moments, and a step counter of four bytes for each of 9 tensors a block and 3 outside.
+    assert run.static.optimizer == 8 * numbers + 4 * (9 * LAYERS + 3)
+    assert (run.static.block, run.static.outside, run.static.trained_outside) == (block, outside, outside)
+
+
+def test_frozen_parts_have_neither_gradient_nor_state() -> None:
+    config = small_config()
+
+    def build() -> LlamaForCausalLM:
+        model = LlamaForCausalLM(config).train()
+        model.model.embed_tokens.requires_grad_(False)
+        return model
+
+    static = FakeRun(build, made_up_sample(config, 10)).static
+    frozen = VOCABULARY * HIDDEN
+    assert static.gradients == static.parameters - 4 * frozen
+    assert static.optimizer < 2 * static.parameters - 8 * frozen + 200
+    assert static.trained_outside == static.outside - frozen
+
+
+def test_ranks_share_what_fsdp_shards_and_gather_the_rest() -> None:
+    config = small_config()
+    static = FakeRun(lambda: LlamaForCausalLM(config).train(), made_up_sample(config, 10), strategy='fsdp').static
+    block = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER + 2 * HIDDEN
+    outside = 2 * VOCABULARY * HIDDEN + HIDDEN
+    shared = static.terms('fsdp', 8)
+    assert shared['parameters'] == shared['gradients'] == 4 * (LAYERS * block + outside) / 8
+    # All outside the blocks with its gradients, two blocks, one block's gradients, and these again to be reduced.
+    assert shared['gathered by FSDP'] == 4 * (2 * outside + 2 * block + block + block)
+    assert 'DDP buckets' not in static.terms('ddp', 1)
+    assert static.terms('ddp', 2)['DDP buckets'] == 4 * (LAYERS * block + outside)
+    with pytest.raises(ValueError, match='`num_ranks` must be at least 1, got: 0'):
+        static.terms('ddp', 0)
+    with pytest.raises(ValueError, match=r"`strategy` must be one of .*, got: 'tp'"):
+        FakeRun(lambda: LlamaForCausalLM(config), made_up_sample(config, 10), strategy='tp')
+
+
+def test_autocast_copies_every_weight_once() -> None:
+    config = small_config()
+    sample = made_up_sample(config, 40)
+    run = FakeRun(lambda: LlamaForCausalLM(config).train(), sample, precision='amp_bf16')
+    held = run.measure(sample).peaks['head']
+    matrices = LAYERS * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER) + VOCABULARY * HIDDEN
+    assert held['weights'] == 2 * matrices  # the embedding is looked up, not multiplied
+
+
+def test_residual_stream_is_float32_under_autocast_alone_and_not_under_fsdp() -> None:
+    config = small_config()
+    sample = made_up_sample(config, 40)
+
+    def build() -> LlamaForCausalLM:
+        model = LlamaForCausalLM(config).train()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})
+        return model
+
+    held = {}
+    for strategy in ('ddp', 'fsdp'):
+        run = FakeRun(build, sample, precision='amp_bf16', strategy=strategy)
+        assert run.static.parameters == 4 * sum(parameter.numel() for parameter in run.model.parameters())
+        held[strategy] = run.measure(sample).peaks['head']
+    # Checkpointing keeps each block's input; the rest is the last norm's.
+    assert held['ddp']['text'] - held['fsdp']['text'] >= LAYERS * 40 * HIDDEN * 2
+    assert held['ddp']['weights'] > 0
+    assert held['fsdp']['weights'] == 0
+
+
+def test_recomputed_vision_blocks_see_the_types_of_the_first_pass() -> None:
+    vision = {'hidden_size': 32, 'intermediate_size': 64, 'num_hidden_layers': 2, 'num_attention_heads': 2}
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(**vision, image_size=28, patch_size=14),
+        text_config=small_config(),
+        image_token_index=VOCABULARY - 1,
+    )
+    sample = made_up_sample(config, 20, num_images=1)
+
+    def build() -> LlavaForConditionalGeneration:
+        model = LlavaForConditionalGeneration(config).train()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})
+        return model
+
+    # Layer norms are float32 under a GPU's autocast, and under FSDP their inputs are not.
+    probe = FakeRun(build, sample, precision='amp_bf16', strategy='fsdp').measure(sample)
+    assert probe.peaks['blocks']['vision'] > 0
+
+
+def test_model_is_cast_without_converting_parameters_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Newer versions of torch swap the tensors of fake parameters in ``.to()`` and fail; they are not called here."""
+    config = small_config(tie_word_embeddings=True)
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("_apply(): Couldn't swap Embedding.weight")
+
+    monkeypatch.setattr(torch.nn.Module, '_apply', refuse)
+    run = FakeRun(
+        lambda: LlamaForCausalLM(config).train(),
+        made_up_sample(config, 10),
+        precision='amp_bf16',
+        strategy='fsdp',
+    )
+    assert {parameter.dtype for parameter in run.model.parameters()} == {torch.bfloat16}
+    assert run.model.lm_head.weight is run.model.model.embed_tokens.weight
+    assert run.measure(made_up_sample(config, 10)).peaks['head']['weights'] == 0
+
+
+def llava_7b() -> LlavaConfig:
+    vision = {'hidden_size': 1024, 'intermediate_size': 4096, 'num_hidden_layers': 24, 'num_attention_heads': 16}
+    text = {'hidden_size': 4096, 'intermediate_size': 11008, 'num_hidden_layers': 32, 'num_attention_heads': 32}
+    return LlavaConfig(
+        vision_config=CLIPVisionConfig(**vision, image_size=336, patch_size=14, projection_dim=768),
+        text_config=LlamaConfig(**text, vocab_size=32064, use_cache=False),
+        image_token_index=32000,
+    )
+
+
+@pytest.mark.slow
+def test_llava_of_seven_billion_weights_without_a_gpu() -> None:
+    config = llava_7b()
+    samples = [made_up_sample(config, 60), made_up_sample(config, 90, num_images=1)]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    def build() -> LlavaForConditionalGeneration:
+        model = LlavaForConditionalGeneration(config).train()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})
+        return model
+
+    memory = calibrate_fake(build, config, samples, width=2048, precision='amp_bf16', strategy='fsdp')
+    shape = BatchShape(rows=4, width=1024, image_tokens=4 * 576, pixel_bytes=4 * 3 * 336 * 336 * 4)
+    terms = memory.terms(shape, num_ranks=8)
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    assert grown < 4 * GIB, 'the weights alone would be 26 GiB'
+    assert memory.warning() is None
+    # 32 blocks, embeddings and head of Llama 7B; CLIP ViT-L/14 at 336 pixels; two layers between them.
+    block = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096
+    llama = 32 * block + 2 * 32064 * 4096 + 4096
+    clip_block = 4 * (1024**2 + 1024) + 2 * 1024 * 4096 + 4096 + 1024 + 4 * 1024
+    clip = 24 * clip_block + 3 * 14 * 14 * 1024 + 1024 + 577 * 1024 + 4 * 1024
+    between = 1024 * 4096 + 4096 + 4096 * 4096 + 4096
+    numbers = llama + clip + between
+    assert memory.static.parameters == 4 * numbers
+    # No loss reaches the tower's last block and its last norm: features are taken one block earlier.
+    unreached = clip_block + 2 * 1024
+    assert memory.static.gradients == 4 * (numbers - unreached)
+    assert memory.static.optimizer == pytest.approx(8 * (numbers - unreached), rel=1e-4)
+    assert terms['parameters'] == pytest.approx(4 * numbers / 8)
+    # Every block keeps its input, 4096 numbers a token, in the type that FSDP casts to; the rest is one block's own.
+    assert terms['text activations'] == pytest.approx(32 * 4096 * 2 * shape.tokens, rel=0.5)

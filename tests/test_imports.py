@@ -1,0 +1,75 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Which import loads what, each in a fresh process with the packages as they are installed."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+import composer_tokacc
+from tests.support.launch import ROOT
+
+BELOW = {'data', 'sizing', 'programs', 'train', 'size', 'verify', 'export'}
+"""Rooms and programs under the line of the plugin."""
+PLUGIN = sorted(set(composer_tokacc.__all__) - {'SizingReport', 'suggest_microbatching', 'verify_invariance'})
+
+
+def loaded(statement: str) -> set[str]:
+    """Modules that a fresh interpreter holds after a statement, beyond those of a bare one."""
+    done = subprocess.run(
+        [sys.executable, '-c', f'import json, sys\n{statement}\nprint(json.dumps(sorted(sys.modules)))'],
+        cwd=ROOT,
+        env={**os.environ, 'PYTHONPATH': str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def rooms(modules: set[str]) -> set[str]:
+    return {name.split('.')[1] for name in modules if name.startswith('composer_tokacc.')}
+
+
+def test_the_package_alone_loads_nothing_of_the_hosts():
+    modules = loaded('import composer_tokacc')
+    assert not rooms(modules)
+    assert not modules & {'torch', 'composer', 'transformers', 'numpy'}
+
+
+def test_the_planner_loads_neither_torch_nor_composer():
+    modules = loaded('from composer_tokacc import plan_microbatches\nimport composer_tokacc.planning')
+    assert rooms(modules) == {'planning'}
+    assert not modules & {'torch', 'composer', 'transformers'}
+
+
+def test_the_plugin_loads_no_data_no_sizing_and_no_program():
+    found = rooms(loaded(f'from composer_tokacc import {", ".join(PLUGIN)}'))
+    assert {'algorithm', 'data_spec', 'sampling', 'monitor'} <= found
+    assert not found & BELOW
+
+
+def test_every_public_name_is_found_listed_and_typed():
+    for name in composer_tokacc.__all__:
+        assert getattr(composer_tokacc, name).__name__ == name
+    assert set(composer_tokacc.__all__) <= set(dir(composer_tokacc))
+    with pytest.raises(AttributeError, match="no attribute 'token_dataspec'"):
+        _ = composer_tokacc.token_dataspec
+    # What editors and pyright read must be what is loaded.
+    tree = ast.parse((ROOT / 'composer_tokacc' / '__init__.py').read_text())
+    typed = {
+        alias.name: node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or '').startswith('composer_tokacc.')
+        for alias in node.names
+    }
+    assert typed == {name: f'composer_tokacc.{room}' for name, room in composer_tokacc._ROOMS.items()}
+    assert set(typed) == set(composer_tokacc.__all__)
