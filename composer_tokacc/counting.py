@@ -241,7 +241,8 @@ def carry(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> Mapping[str,
     if is_counted(batch, loss_tokens):
         return dict(batch)
     samples = carried(batch).get('samples', [1] * num_rows(batch))
-    batch = mask_document_starts(_without_added_labels(batch, samples))
+    batch = _without_added_labels(batch, samples)
+    batch = batch if loss_tokens == 'unshifted' else mask_document_starts(batch)
     counts = count_tokens(batch, loss_tokens)
     return with_carried(
         batch,

@@ -61,6 +61,7 @@ class Split(Protocol):
     """What the check needs to know of ``token_data_spec``'s split."""
 
     layout: BatchLayout | None
+    given_layout: BatchLayout | None
     rules: CutRules
     checked: bool
     microbatch_transforms: Callable[[Any], Any] | None
@@ -162,6 +163,8 @@ class FirstBatchCheck:
         self._check_loss = check_loss
         self.rule: str | None = None if check_loss else loss_tokens
         self.was_run = False
+        self.is_plain = check_loss
+        """Whether the model's own loss is the mean of its tokens' cross-entropies: not so with label smoothing, say."""
 
     def run(self, batch: Batch, split: Split | None, kinds: Sequence[int]) -> tuple[CutRules, tuple[int, ...]]:
         """Finds the rule, if it is not known yet, and the rules of the cut for rows like those of ``batch``.
@@ -193,7 +196,10 @@ class FirstBatchCheck:
         if self.rule is None:
             telling = self._layout.select(rows, [_telling_row(rows)])
             self.rule = find_loss_rule(self._probe, self._on_device(telling), loss_tokens=self._loss_tokens)
-        found = _Rows(self._probe, self._layout, self._on_device, self.rule, rows, self._check_loss).cut_rules(split)
+        rows = _with_unequal_row(self._layout, rows, self.rule)
+        probed = _Rows(self._probe, self._layout, self._on_device, self.rule, rows, self._check_loss)
+        found = probed.cut_rules(split)
+        self.is_plain = self.is_plain and probed.is_plain()
         self.was_run = True
         log.info('The first-batch check took %.2f s. %s', time.perf_counter() - started, found)
         return found, kinds_of(self._layout, rows)
@@ -272,6 +278,27 @@ def _with_labels(layout: BatchLayout, batch: dict[str, Any]) -> dict[str, Any]:
     return {**batch, 'labels': labels}
 
 
+def _with_unequal_row(layout: BatchLayout, rows: dict[str, Any], rule: str) -> dict[str, Any]:
+    """Rows of equally many labels get one of fewer or more beside them.
+
+    Among rows of equally many tokens a mean of the rows' means is a mean over tokens, and the formula proves nothing.
+    """
+    counts = loss_mask(rows, rule).sum(dim=1).tolist()
+    if len(set(counts)) > 1:
+        return rows
+    lengths = layout.lengths(rows)
+    copied = layout.select(rows, [*range(len(counts)), min(range(len(counts)), key=lambda row: lengths[row] < 4)])
+    labels = copied['labels'] = copied['labels'].clone()
+    counted = loss_mask(copied, rule)[-1].nonzero().flatten().tolist()
+    if len(counted) > 1:
+        labels[-1, counted[:-1]] = IGNORE_INDEX
+    elif counted and (ids := copied.get('input_ids')) is not None and ids.shape == labels.shape:
+        # Behind its first token, as a label there may be predicted from padding; ids of placeholders are no labels.
+        places = layout.real_positions(copied)[-1].nonzero().flatten().tolist()[1:]
+        labels[-1, places] = int(labels[-1, counted[0]])
+    return copied
+
+
 def _telling_row(rows: Batch) -> int:
     """A row with enough labels to tell the rules apart."""
     counts = (labels_of(rows)[:, 1:] != IGNORE_INDEX).sum(dim=1).tolist()
@@ -315,6 +342,13 @@ class _Rows:
                 return rules
         raise RuntimeError(self._explained(failure or ''))
 
+    def is_plain(self) -> bool:
+        """Whether the model's own loss of all rows is the mean of their tokens' cross-entropies."""
+        if self._together.logits is None or not sum(self._counted):
+            return False
+        mean = torch.cat(self._expected).mean().item()
+        return abs(self._together.own - mean) <= tolerance(abs(mean), self._noise)
+
     def _candidates(self, split: Split | None) -> Iterator[CutRules]:
         if split is None:
             yield CutRules()
@@ -340,6 +374,7 @@ class _Rows:
     def _failure(self, cut: Callable[[int], dict[str, Any]]) -> str | None:
         """How the first row fails whose losses another cut changes; None: none does."""
         self._owns: list[float] = []
+        self._by_sample: list[float] = []
         self._router = False
         for row in range(self._count):
             microbatch = self._on_device(cut(row))
@@ -349,6 +384,7 @@ class _Rows:
             if failure is not None:
                 return failure
             self._owns.append(answer.own)
+            self._by_sample.append(answer.by_sample or 0.0)
             self._router = self._router or answer.has_router_loss
         return None
 
@@ -384,11 +420,26 @@ class _Rows:
 
     def _check_mean(self, split: Split | None, rules: CutRules) -> None:
         """The formula itself: the loss of all rows is the mean of the rows' losses, weighted by their tokens."""
-        total = sum(self._counted)
-        if not self._check_loss or self._count == 1 or total == 0:
+        if not self._check_loss or sum(self._counted) == 0:
             return
-        weighted = [own * n for own, n in zip(self._owns, self._counted, strict=True) if n]
-        mean, own = sum(weighted) / total, self._together.own
+        self._compare_mean(self._together.own, self._owns)
+        by_sample, mean = self._together.by_sample, sum(self._by_sample) / self._count
+        if by_sample is not None and not abs(by_sample - mean) <= tolerance(abs(mean), self._noise):
+            raise RuntimeError(
+                f"The terms that `loss_units` calls 'samples' must be means over samples, got: {by_sample:.6f} for "
+                f'{self._count} rows together, and {mean:.6f} as the mean of the rows one by one. Give their own unit.'
+            )
+        cuts = [self._alone(split, row, rules) for row in range(self._count)]
+        asked = [self._probe.training_loss(self._on_device(batch)) for batch in (self._rows, *cuts)]
+        losses = [loss for loss in asked if loss is not None]
+        if len(losses) < len(asked):
+            log.info('The loss is random in training even without dropout, so it was looked at in evaluation only.')
+        else:
+            self._compare_mean(losses[0], losses[1:], how=' in training mode')
+
+    def _compare_mean(self, own: float, owns: Sequence[float], how: str = '') -> None:
+        weighted = [loss * n for loss, n in zip(owns, self._counted, strict=True) if n]
+        mean = sum(weighted) / sum(self._counted)
         if abs(mean - own) <= tolerance(abs(own), self._noise):
             return
         hint = (
@@ -401,7 +452,7 @@ class _Rows:
         )
         raise RuntimeError(
             f"The model's own loss must be the mean over its loss-generating tokens, got: {own:.6f} for {self._count} "
-            f'rows together, and {mean:.6f} as the mean of the rows one by one. {hint}'
+            f'rows together{how}, and {mean:.6f} as the mean of the rows one by one. {hint}'
         )
 
     def _check_packed(self, split: Split) -> None:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,18 +52,31 @@ class LossTerms:
         return self.loss_units[name]
 
     def token_term(self, loss: Any) -> torch.Tensor:
-        """The term that is a mean over tokens: what the probe compares."""
-        if isinstance(loss, Mapping):
-            terms = [value for name, value in loss.items() if name != 'total' and self.unit(name) == 'tokens']
-            terms = terms or [loss['total']]
-            if len(terms) > 1:
+        """The sum of all terms that are means over tokens: what the probe compares."""
+        if not isinstance(loss, Mapping):
+            self._check_no_units(loss)
+            return _sum(_terms(loss))
+        named = {name: value for name, value in loss.items() if name != 'total'}
+        if self.loss_units is None:
+            if len(named) > 1:
                 raise RuntimeError(
-                    f'One term of the loss must be the mean over tokens, got: {sorted(loss)}. Name the others in '
+                    f'One term of the loss must be the mean over tokens, got: {sorted(loss)}. Name the unit of each in '
                     '`loss_units`, or set `check_loss=False` with an explicit `loss_tokens`.'
                 )
-            return terms[0]
-        self._check_no_units(loss)
-        return loss if isinstance(loss, torch.Tensor) else loss[0]
+            return loss['total'] if 'total' in loss else _sum(named.values())
+        if named and 'total' in loss and not torch.isclose(loss['total'].float(), _sum(named.values()), rtol=1e-4):
+            raise RuntimeError(
+                f"`loss['total']` must be the sum of the other terms, got: {loss['total'].item():.6f} where they sum "
+                f'to {_sum(named.values()).item():.6f}. Return each term with its weight, and all that the total holds.'
+            )
+        return _sum([value for name, value in named.items() if self.unit(name) == 'tokens'] or [loss['total']])
+
+    def sample_term(self, loss: Any) -> torch.Tensor | None:
+        """The sum of all terms that are declared as means over samples; None: there are none."""
+        if self.loss_units is None or not isinstance(loss, Mapping):
+            return None
+        terms = [value for name, value in loss.items() if name != 'total' and self.unit(name) == 'samples']
+        return _sum(terms) if terms else None
 
     def terms(self, loss: Any) -> list[torch.Tensor]:
         """All terms of a loss."""
@@ -155,6 +168,11 @@ def _terms(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, Sequence) and not isinstance(value, str):
         for item in value:
             yield from _terms(item)
+
+
+def _sum(terms: Iterable[torch.Tensor]) -> torch.Tensor:
+    """As Composer adds the terms of a loss up."""
+    return torch.stack([term.float().mean() for term in terms]).sum()
 
 
 def _product(term: torch.Tensor, scale: float) -> torch.Tensor:

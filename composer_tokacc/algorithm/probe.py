@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
 from composer_tokacc.counting import IGNORE_INDEX, LOSS_RULES, labels_of, loss_mask
 
-__all__ = ['Answer', 'Probe', 'find_loss_rule']
+__all__ = ['Answer', 'Probe', 'find_loss_rule', 'logits_of', 'mean_token_loss']
 
 Batch = Mapping[str, Any]
 
@@ -40,11 +42,13 @@ class Answer:
     Args:
         own: The model's own loss, the term that is a mean over tokens.
         logits: ``(rows, width, vocabulary)``, or None where the model gives none.
+        by_sample: The terms of its loss that are declared as means over samples.
         has_router_loss: Whether it returns the load-balancing loss of a mixture of experts as well.
     """
 
     own: float
     logits: torch.Tensor | None
+    by_sample: float | None = None
     has_router_loss: bool = False
 
 
@@ -57,6 +61,7 @@ class Probe:
         model: The module, for its mode and its weights' precision.
         precision: Context in which the trainer runs the forward. Weights in float32 are probed without it, because in
             float32 a leak of 2e-3 is plain to see and in bfloat16 it is not.
+        sample_loss: The term of its loss that is a mean over samples, if there is one.
     """
 
     def __init__(
@@ -65,9 +70,11 @@ class Probe:
         loss: Callable[[Any, Any], torch.Tensor],
         model: torch.nn.Module,
         precision: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        sample_loss: Callable[[Any, Any], torch.Tensor | None] = lambda outputs, batch: None,
     ) -> None:
         self._forward = forward
         self._loss = loss
+        self._sample_loss = sample_loss
         self._model = model
         self._precision = precision
         parameter = next(model.parameters(), None)
@@ -96,6 +103,16 @@ class Probe:
             _check_width(answer.logits, batch)
         return answer
 
+    def training_loss(self, batch: Batch) -> float | None:
+        """The model's own loss in training mode, but for dropout; None where it is random even so."""
+        full = torch.autocast(self._device_type, enabled=False)
+        losses = []
+        with torch.no_grad(), _undisturbed(self._model, training=True), torch.compiler.set_stance('force_eager'):
+            for seed in range(2):
+                torch.manual_seed(seed)
+                losses.append(self._answer(batch, full if self._in_full else self._precision()).own)
+        return losses[0] if losses[0] == losses[1] else None
+
     def _in_full_precision(self, batch: Batch) -> Answer | None:
         """None where a kernel knows half precision only, as flash attention does."""
         try:
@@ -108,7 +125,13 @@ class Probe:
         with precision:
             outputs = self._forward(dict(batch))
             own = self._loss(outputs, dict(batch)).float().mean().item()
-        return Answer(own=own, logits=logits_of(outputs), has_router_loss=_has_router_loss(outputs))
+            by_sample = self._sample_loss(outputs, dict(batch))
+        return Answer(
+            own=own,
+            logits=logits_of(outputs),
+            by_sample=None if by_sample is None else by_sample.item(),
+            has_router_loss=_has_router_loss(outputs),
+        )
 
     def noise(self, batch: Batch, rule: str, answer: Answer) -> float:
         """How far one rounding at every layer moves a token's loss (the whole loss, where the model gives no logits).
@@ -163,6 +186,23 @@ def token_losses(logits: torch.Tensor, batch: Batch, rule: str) -> torch.Tensor:
     chunks = zip(logits[counted].split(MAX_TOKENS), labels[counted].split(MAX_TOKENS), strict=True)
     losses = [F.cross_entropy(chunk.float(), targets, reduction='none').cpu() for chunk, targets in chunks]
     return torch.cat(losses)
+
+
+def mean_token_loss(logits: torch.Tensor, batch: Batch, rule: str, num_tokens: int) -> torch.Tensor:
+    """Mean cross-entropy of the loss-generating tokens, float32 () on the device; no host sync.
+
+    Args:
+        logits: ``(rows, width, vocabulary)``.
+        batch: The microbatch, on the same device.
+        rule: Which labels carry loss.
+        num_tokens: How many do.
+    """
+    targets = labels_of(batch).masked_fill(~loss_mask(batch, rule), IGNORE_INDEX)
+    if rule != 'unshifted':
+        logits, targets = logits[:, :-1], targets[:, 1:]
+    chunks = zip(logits.flatten(0, 1).split(MAX_TOKENS), targets.flatten().split(MAX_TOKENS), strict=True)
+    sums = [F.cross_entropy(chunk.float(), labels, reduction='sum') for chunk, labels in chunks]
+    return torch.stack(sums).sum() / num_tokens
 
 
 def find_loss_rule(probe: Probe, row: Batch, *, loss_tokens: str = 'auto') -> str:
@@ -337,15 +377,22 @@ def _has_router_loss(outputs: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _undisturbed(*modules: torch.nn.Module) -> Iterator[None]:
-    """Eval mode and a forked random state: the run is the same with and without the probe."""
-    training = [(module, module.training) for top in modules for module in top.modules()]
+def _undisturbed(model: torch.nn.Module, *, training: bool = False) -> Iterator[None]:
+    """Eval mode and a forked random state: the run is the same with and without the probe.
+
+    With ``training`` modules stay in the mode they are in, but for dropout and BatchNorm, and buffers are put back.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()] if training else []
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     try:
         with torch.random.fork_rng(devices=devices):
-            for module, _ in training:
-                module.training = False
+            for module, was_training in modes:
+                is_noise = isinstance(module, (_DropoutNd, _BatchNorm))
+                module.training = training and was_training and not is_noise
             yield
     finally:
-        for module, was_training in training:
+        for module, was_training in modes:
             module.training = was_training
+        for buffer, kept in buffers:
+            buffer.copy_(kept)

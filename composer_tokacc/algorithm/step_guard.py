@@ -18,6 +18,8 @@ __all__ = ['MicrobatchWeight', 'StepGuard']
 
 # Composer computes its weight in double and applies it in float32.
 RELATIVE_TOLERANCE = 1e-5
+MEAN_TOLERANCE = 1e-3
+"""The two means are of the very same logits; a loss in half precision has three digits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +75,7 @@ class StepGuard:
     _labelled: list[Mapping[str, torch.Tensor]] = field(default_factory=list)
     _observed: list[torch.Tensor] = field(default_factory=list)
     _losses: list[torch.Tensor] = field(default_factory=list)
+    _means: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
@@ -90,6 +93,7 @@ class StepGuard:
         self._labelled.clear()
         self._observed.clear()
         self._losses.clear()
+        self._means.clear()
 
     def add_microbatch(
         self, *, num_tokens: int, num_samples: int, labelled: Mapping[str, torch.Tensor], num_microbatches: int
@@ -116,9 +120,23 @@ class StepGuard:
         """Microbatches of this rank without loss-generating tokens."""
         return sum(microbatch.num_tokens == 0 for microbatch in self._microbatches)
 
+    @property
+    def latest(self) -> MicrobatchWeight:
+        """The microbatch that was added last."""
+        return self._microbatches[-1]
+
+    @property
+    def num_added(self) -> int:
+        """Microbatches that were added since the attempt began."""
+        return len(self._microbatches)
+
     def add_losses(self, losses: Sequence[torch.Tensor]) -> None:
         """Notes the terms of a microbatch's loss, as the model gave them."""
         self._losses += [loss.detach() for loss in losses]
+
+    def add_mean(self, own: torch.Tensor, mean: torch.Tensor) -> None:
+        """Notes the model's own loss of a microbatch beside the mean of its tokens' losses, for :meth:`check`."""
+        self._means.append((own.detach().float().mean(), mean))
 
     def check(self, *, gradients: Sequence[torch.Tensor], gradient_scale: float, by_microbatch: bool = False) -> None:
         """Raises RuntimeError unless all samples, tokens and weights of the step are accounted for.
@@ -134,8 +152,12 @@ class StepGuard:
         finite += [torch.nn.utils.get_total_norm(gradients).isfinite()] if gradients else []
         read = torch.stack([*counts, *(flag.to(torch.int64) for flag in finite)]).tolist() if counts or finite else []
         labelled = read[: len(counts)]
-        observed = torch.stack(self._observed).tolist() if self._observed else []
         self._check_finite(read[len(counts) :])
+        # The weights are on the device of the loss, which is that of the logits.
+        rest = [*self._observed, *(value for pair in self._means for value in pair)]
+        values = torch.stack(rest).tolist() if rest else []
+        observed = values[: len(self._observed)]
+        self._check_means(values[len(self._observed) :])
         self._check_rows()
         self._check_labels(labelled)
         self._check_weights([weight / gradient_scale for weight in observed])
@@ -154,6 +176,16 @@ class StepGuard:
             'without loss-generating tokens. A loss that divides by its number of tokens gives 0 / 0 there; divide by '
             'at least 1, or keep samples without labels out of the data.'
         )
+
+    def _check_means(self, values: list[float]) -> None:
+        for own, mean in zip(values[::2], values[1::2], strict=True):
+            if math.isfinite(own) and not math.isclose(own, mean, rel_tol=MEAN_TOLERANCE, abs_tol=MEAN_TOLERANCE):
+                raise RuntimeError(
+                    "The model's own loss must stay the mean over its loss-generating tokens, as it was in the first "
+                    f'batch, got: {own:.6f} for a microbatch whose tokens give {mean:.6f}. Its loss leaves out or '
+                    'weights some labels, treats rows alike that have unequally many tokens, is another one in '
+                    'training mode, or an algorithm changes labels around the forward.'
+                )
 
     def _check_rows(self) -> None:
         samples = sum(microbatch.num_samples for microbatch in self._microbatches)

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from composer_tokacc.algorithm.filler_rows import filler_rows
 from composer_tokacc.algorithm.first_batch import KINDS, CutRules, FirstBatchCheck, check_sharding, kinds_of, split_of
 from composer_tokacc.algorithm.loss_terms import LossTerms, attached_zero
-from composer_tokacc.algorithm.probe import Probe
+from composer_tokacc.algorithm.probe import Probe, logits_of, mean_token_loss
 from composer_tokacc.algorithm.rank_sum import RankSum
 from composer_tokacc.algorithm.row_coupling import check_rows_are_independent
 from composer_tokacc.algorithm.step_guard import StepGuard
@@ -40,6 +40,9 @@ from composer_tokacc.counting import (
 from composer_tokacc.layout import BatchLayout, microbatches_of
 
 __all__ = ['TokenAccumulation']
+
+NUM_FIRST_STEPS, LOOK_EVERY = 10, 16
+"""In which steps the loss of a microbatch is held to the losses of its tokens."""
 
 
 class TokenAccumulation(Algorithm):
@@ -98,6 +101,7 @@ class TokenAccumulation(Algorithm):
         self.check_loss = check_loss
         self.loss_terms = LossTerms(loss_units)
         self.num_empty_steps = 0
+        self._num_steps = 0
         self._check: FirstBatchCheck | None = None
         self._layout: BatchLayout | None = None
         self._proven = [False] * len(KINDS)
@@ -178,8 +182,10 @@ class TokenAccumulation(Algorithm):
         split = split_of(state.dataloader)
         regroups = split is not None and split.regroups
         check_rows_are_independent(state.model, self.loss_terms.coupled if regroups else [], strict=self.check_loss)
+        if split is not None:  # what another model has left there says nothing of this one
+            split.layout, split.checked = split.given_layout, False
         self._layout = _layout_of(state, split)
-        if split is not None and split.layout is None:
+        if split is not None:
             split.layout = self._layout
         self._proven = [False] * len(KINDS)
         model: Any = state.model.module if isinstance(state.model, DistributedDataParallel) else state.model
@@ -188,6 +194,7 @@ class TokenAccumulation(Algorithm):
             lambda outputs, batch: self.loss_terms.token_term(model.loss(outputs, batch)),
             model,
             lambda: get_precision_context(state.precision, state.precision_config),
+            lambda outputs, batch: self.loss_terms.sample_term(model.loss(outputs, batch)),
         )
         transforms = split.microbatch_transforms if split is not None else None
 
@@ -266,7 +273,8 @@ class TokenAccumulation(Algorithm):
         if 'loss_tokens' not in carried(batch):
             raise RuntimeError(
                 f'Microbatches must carry the counts written at BATCH_START ({CARRIED}...), got: {sorted(batch)}. '
-                'A custom `split_batch` drops them; keep lists with one entry per row, or use token_data_spec().'
+                'A custom `split_batch` or `microbatch_transforms` drops them; keep lists with one entry per row, or '
+                'use token_data_spec().'
             )
         microbatch = guard.add_microbatch(
             num_tokens=num_loss_tokens(batch),
@@ -276,9 +284,31 @@ class TokenAccumulation(Algorithm):
             num_microbatches=next(iter(carried(batch).get('microbatches', ())), 0)
             or -(-guard.local_samples // int(state.device_train_microbatch_size or 1)),
         )
+        self._look_at_loss(state, guard)
         self._raw_loss = state.loss
         guard.add_losses(self.loss_terms.terms(state.loss))
         state.loss = self.loss_terms.scale(state.loss, microbatch.scales(), observe=guard.observe)
+
+    def _look_at_loss(self, state: State, guard: StepGuard) -> None:
+        """Now and then holds a microbatch's loss to the losses of its tokens: later batches may have what none had yet.
+
+        In the first steps and in one of sixteen, one microbatch each, another one every time: for a small model with a
+        large vocabulary reading the logits once more costs a tenth of a microbatch.
+        """
+        assert self._check is not None
+        assert self.rule is not None
+        step, microbatch = self._num_steps, guard.latest
+        is_due = step < NUM_FIRST_STEPS or step % LOOK_EVERY == 0
+        if not (is_due and self._check.is_plain and microbatch.num_tokens):
+            return
+        turn = step if step < NUM_FIRST_STEPS else step // LOOK_EVERY
+        if guard.num_added - 1 != turn % max(microbatch.num_microbatches, 1):
+            return
+        logits = logits_of(state.outputs)
+        if logits is not None and logits.shape[:2] == state.batch['labels'].shape:
+            with torch.no_grad():
+                mean = mean_token_loss(logits.detach(), state.batch, self.rule, microbatch.num_tokens)
+            guard.add_mean(self.loss_terms.token_term(state.loss), mean)
 
     def _restore(self, state: State, logger: Logger) -> None:
         """AFTER_BACKWARD: callbacks read ``state.loss`` at the end of the batch and expect the model's own."""
@@ -303,6 +333,7 @@ class TokenAccumulation(Algorithm):
             self._prove(state, self._device_batch, own, [kinds])
             self._proven = [bool(old or kind) for old, kind in zip(self._proven, kinds, strict=True)]
         self._device_batch = {}
+        self._num_steps += 1
         if guard.tokens == 0:
             # Zero gradients would still decay weights and move momentum; no gradients move nothing.
             for optimizer in state.optimizers:

@@ -22,7 +22,7 @@ from composer_tokacc.data_spec.packing import pack_lengths, pack_rows
 from composer_tokacc.layout import Batch, BatchLayout, Family, ReadyBatch, microbatches_of
 from composer_tokacc.planning import CostModel, cut, cut_in_order
 
-__all__ = ['MicrobatchSplit', 'SplitOptions']
+__all__ = ['MicrobatchSplit', 'SplitOptions', 'max_over_ranks']
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class MicrobatchSplit:
 
     def __init__(self, dataloader: Any, layout: BatchLayout | None, options: SplitOptions) -> None:
         self.dataloader = dataloader
-        self.layout = layout
+        self.layout = self.given_layout = layout
         self.options = options
         self.rules = CutRules(right='trim')
         """What may be trimmed. Nothing is known before the first-batch check, but that padding on the right, which no
@@ -90,6 +90,12 @@ class MicrobatchSplit:
             raise RuntimeError(
                 '`packing=True` needs TokenAccumulation, which checks that the model tells packed documents apart, '
                 'got: no such check. Add it to `algorithms`, or set `packing=False`.'
+            )
+        if self.packing and any(map(layout.width_matters, microbatches_of(batch))):
+            raise RuntimeError(
+                f'Rows must not be wider than {layout.width_limit} tokens for `packing=True`, got: '
+                f'{max(map(layout.width, microbatches_of(batch)))}. Beyond, the rotary embedding of this model changes '
+                'with the width, which packing changes. Set `packing=False`, which keeps it.'
             )
         if isinstance(batch, ReadyBatch) and not self._hands_on(layout, batch):
             batch = batch.joined(layout)
@@ -130,7 +136,7 @@ class MicrobatchSplit:
         """The batch without the columns that no row needs, as far as the rules allow."""
         left = layout.padding_side(batch) == 'left'
         way = rules.left if left else rules.right
-        if way == 'keep' or batch.get('input_ids') is None:
+        if way == 'keep' or batch.get('input_ids') is None or layout.width_matters(batch):
             return dict(batch)
         if left and any(_labels_behind_padding(layout, batch)):
             return dict(batch)
@@ -148,7 +154,7 @@ class MicrobatchSplit:
         if self.packing or batch.get('input_ids') is None:
             return lengths
         left, width = layout.padding_side(batch) == 'left', batch['input_ids'].shape[1]
-        if (self.rules.left if left else self.rules.right) == 'keep':
+        if (self.rules.left if left else self.rules.right) == 'keep' or layout.width_matters(batch):
             return [width] * len(lengths)
         if left:
             kept = _labels_behind_padding(layout, batch)
@@ -191,6 +197,8 @@ class MicrobatchSplit:
         Where padding on the left decides positions, or what a first label is predicted from, each of them would mean
         what it means only beside the others.
         """
+        if any(map(layout.width_matters, batch.microbatches)):
+            return False
         left = [one for one in batch.microbatches if layout.padding_side(one) == 'left']
         if left and (self.rules.left != 'trim' or any(any(_labels_behind_padding(layout, one)) for one in left)):
             return False
@@ -234,10 +242,10 @@ class MicrobatchSplit:
         spares = {unit: own[unit] or blank_row(layout, sources[0].source, unit) for unit in UNITS}
         possible = [row for row in spares.values() if row is not None]
         pieces = self._make_room(pieces, possible, media, budget)
-        counts = _max_over_ranks([len(pieces), *(row is not None for row in own.values())])
+        counts = max_over_ranks([len(pieces), *(row is not None for row in own.values())])
         in_use = [unit for unit, used in zip(UNITS, counts[1:], strict=True) if used]
         needed = _units_needed(layout.family, in_use)
-        if in_use and any(_max_over_ranks([int(spares[unit] is None) for unit in needed])):
+        if in_use and any(max_over_ranks([int(spares[unit] is None) for unit in needed])):
             spares = {unit: _from_any_rank(spares[unit]) for unit in needed}
         rows = [row for unit in needed if (row := spares.get(unit)) is not None]
         # A text row that must not see an image where no row of the step has one: the tower is used by a microbatch of
@@ -351,7 +359,7 @@ def _from_any_rank(row: Batch | None) -> Batch | None:
     return next((found for found in dist.all_gather_object(row) if found is not None), None)
 
 
-def _max_over_ranks(values: Sequence[int]) -> list[int]:
+def max_over_ranks(values: Sequence[int]) -> list[int]:
     """One integer all-reduce; on the GPU only where the backend knows no other."""
     on_gpu = torch.distributed.get_backend() == 'nccl'
     tensor = torch.tensor(list(values), device=torch.cuda.current_device() if on_gpu else 'cpu')

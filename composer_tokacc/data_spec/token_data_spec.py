@@ -14,7 +14,7 @@ from composer.core import DataSpec
 from composer.utils import dist
 from torch.utils.data import DataLoader
 
-from composer_tokacc.algorithm.first_batch import FirstBatchCheck, kinds_of, register_split
+from composer_tokacc.algorithm.first_batch import KINDS, CutRules, FirstBatchCheck, kinds_of, register_split
 from composer_tokacc.algorithm.probe import Probe
 from composer_tokacc.counting import (
     carried,
@@ -27,7 +27,7 @@ from composer_tokacc.counting import (
     real_tokens,
     without_carried,
 )
-from composer_tokacc.data_spec.split import MicrobatchSplit, SplitOptions
+from composer_tokacc.data_spec.split import MicrobatchSplit, SplitOptions, max_over_ranks
 from composer_tokacc.layout import BatchLayout, ReadyBatch, microbatches_of
 from composer_tokacc.planning import CostModel
 
@@ -142,6 +142,7 @@ class _TokenDataSpec(DataSpec):
         self._batch_transforms, self._microbatch_transforms = batch_transforms, microbatch_transforms
         split.microbatch_transforms = microbatch_transforms
         self._on_device: tuple[Any, Mapping[str, Any]] = (None, {})
+        self._proven = [False] * len(KINDS)
         super().__init__(
             dataloader,
             batch_transforms=self._transform,
@@ -173,32 +174,46 @@ class _TokenDataSpec(DataSpec):
             raise ValueError(
                 f'The dataloader must yield mappings with `input_ids` and `labels`, got: {type(batch).__name__}.'
             )
-        if 'labels' not in batch:
-            return batch
+        # Two specs may share a loader; the algorithm asks for the one that the trainer uses.
+        register_split(self.dataloader, self._split)
+        if 'labels' not in batch or torch.is_grad_enabled():
+            return batch  # in training carry() masks, which knows the rule
         return batch.map(mask_document_starts) if isinstance(batch, ReadyBatch) else mask_document_starts(batch)
 
     def _split_counted(self, batch: Any, microbatch_size: int | float) -> list[dict[str, Any]]:
-        if not self._split.checked and self._model is not None and torch.is_grad_enabled():
+        if self._model is not None and torch.is_grad_enabled() and not is_counted(batch):
             self._check(batch, microbatch_size)
         if not is_counted(batch) and 'labels' in batch:
             batch = carry(batch, 'causal' if self._rule == 'auto' else self._rule)
         return self._split(batch, microbatch_size)
 
     def _check(self, batch: Any, microbatch_size: int | float) -> None:
-        """Without the algorithm: the first-batch check of the model that was given."""
+        """Without the algorithm: has the check look at rows of every kind that the model was not asked about yet."""
         layout = self._split.layout or BatchLayout.infer(batch)
-        check = FirstBatchCheck(
-            Probe.of_model(self._model),
-            layout,
-            self._on_models_device,
-            loss_tokens=self._rule,
-            check_loss=True,
-            microbatch_size=microbatch_size,
-        )
-        self._split.rules, _ = check.run(batch, self._split, kinds_of(layout, batch))
-        assert check.rule is not None
-        self._rule = check.rule
-        self._split.checked = True
+        kinds = kinds_of(layout, batch)
+        while True:
+            present = max_over_ranks(kinds) if dist.get_world_size() > 1 else kinds
+            new = [kind and not seen for kind, seen in zip(present, self._proven, strict=True)]
+            if self._split.checked and not any(new):
+                return
+            check = FirstBatchCheck(
+                Probe.of_model(self._model),
+                layout,
+                self._on_models_device,
+                loss_tokens=self._rule,
+                check_loss=True,
+                microbatch_size=microbatch_size,
+            )
+            wanted = [int(kind and is_new) for kind, is_new in zip(kinds, new, strict=True)]
+            self._split.rules = self._split.rules if self._split.checked else CutRules()
+            self._split.rules, seen = check.run(batch, self._split, wanted)
+            assert check.rule is not None
+            self._rule = check.rule
+            self._split.checked = True
+            self._proven = [bool(old or kind) for old, kind in zip(self._proven, seen, strict=True)]
+            if not any(kind and is_new for kind, is_new in zip(seen, new, strict=True)):
+                self._proven = [bool(old or kind) for old, kind in zip(self._proven, present, strict=True)]
+                return  # a kind that no chosen row shows
 
     def _on_models_device(self, batch: Any) -> Any:
         """As the trainer moves a microbatch to the device and transforms it there."""

@@ -96,6 +96,23 @@ class BatchLayout:
         """Side of the patch square that becomes one token (Qwen-VL)."""
         return getattr(getattr(self.config, 'vision_config', None), 'spatial_merge_size', 2)
 
+    @property
+    def width_limit(self) -> int | None:
+        """Width beyond which the rotary embedding depends on the width of the batch; None: it never does."""
+        config = self.config.get_text_config() if hasattr(self.config, 'get_text_config') else self.config
+        rope = getattr(config, 'rope_parameters', None) or getattr(config, 'rope_scaling', None) or {}
+        nested = [value for value in rope.values() if isinstance(value, Mapping)]  # by the type of a layer
+        scalings = [one for one in (rope, *nested) if one.get('rope_type', one.get('type')) in ('dynamic', 'longrope')]
+        name = 'original_max_position_embeddings'
+        limits = [scaling.get(name) or getattr(config, name, None) for scaling in scalings]
+        return min((limit or config.max_position_embeddings for limit in limits), default=None)
+
+    def width_matters(self, batch: Batch) -> bool:
+        """Whether no column of the batch may be trimmed, as the model's positions depend on the batch's width."""
+        return (
+            self.width_limit is not None and batch.get('input_ids') is not None and self.width(batch) > self.width_limit
+        )
+
     # Which entry is what.
 
     def num_rows(self, batch: Batch) -> int:

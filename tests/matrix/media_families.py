@@ -276,7 +276,8 @@ def _next_video(writer: _Writer) -> None:
 
 
 def _pixtral_image(writer: _Writer) -> None:
-    height, width = _grid(writer.rng)
+    # Two tokens or more: Mistral3 squeezes the dimension of a microbatch's only token away.
+    height, width = writer.rng.choice((2, 4)), writer.rng.choice((4, 6))
     for line in range(height // 2):  # a mark ends each line of tokens
         writer.ids += [IMAGE] * (width // 2) + [BEGIN if line < height // 2 - 1 else END]
         writer.types += [0] * (width // 2 + 1)

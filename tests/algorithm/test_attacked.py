@@ -1,0 +1,248 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Runs that were wrong without a word: what the first batch hides, losses that differ in training, shared loaders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from composer.models import ComposerModel, HuggingFaceModel
+
+from composer_tokacc import TokenAccumulation, token_data_spec
+from tests.matrix.harness import measure_steps, plain_gradients
+from tests.matrix.native_models import NativeModel
+from tests.matrix.subjects import SUBJECTS
+from tests.support.text import collate, text_rows
+from tests.support.training import loader, relative_error, train
+
+UNEQUAL = [(4, 2), (12, 9), (7, 1), (3, 2), (9, 7)]
+EQUAL = [(4, 2), (12, 2), (7, 2), (3, 2), (9, 2)]
+LLAMA = {'vocab_size': 64, 'hidden_size': 32, 'intermediate_size': 48, 'num_hidden_layers': 2, 'pad_token_id': 0}
+
+
+def batch_of(shape, **options):
+    return collate(text_rows(shape), **options)
+
+
+class Terms(ComposerModel):
+    """A Llama with the loss ``of(its per-token losses, which of them count, training)``."""
+
+    def __init__(self, of: Callable[..., Any]) -> None:
+        super().__init__()
+        self.model, self.of = SUBJECTS['llama'].model('large').model, of
+
+    def forward(self, batch: Mapping[str, Any]) -> Any:
+        return self.model(**{key: batch[key] for key in ('input_ids', 'attention_mask')}).logits
+
+    def loss(self, outputs: Any, batch: Mapping[str, Any]) -> Any:
+        labels = batch['labels'][:, 1:]
+        losses = F.cross_entropy(outputs[:, :-1].transpose(1, 2), labels, reduction='none')
+        return self.of(losses, labels != -100, self.training)
+
+    def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
+        return self(batch) if outputs is None else outputs
+
+
+def by_token(losses, counted, *_):
+    return losses.sum() / counted.sum().clamp(min=1)
+
+
+def by_row(losses, counted, *_):
+    return (losses.sum(dim=1) / counted.sum(dim=1).clamp(min=1)).mean()
+
+
+def squares(losses, counted, *_):
+    return losses.square().sum() / counted.sum().clamp(min=1)
+
+
+def kinds_of_steps(model, batches, /, **options):
+    outcomes = measure_steps(model, batches, 2, **options)
+    assert all(outcome.kind in ('exact', 'refused') for outcome in outcomes), [str(outcome) for outcome in outcomes]
+    return [outcome.kind for outcome in outcomes]
+
+
+# What the first batch hides.
+
+
+@pytest.mark.parametrize('first', [EQUAL, [(6, 4)], [(4, 1), (12, 1), (7, 1)]], ids=['equal', 'one row', 'one label'])
+@pytest.mark.parametrize('logits', ['always', 'never'])
+def test_mean_of_row_means_is_refused_where_rows_have_equally_many_labels(first, logits):
+    batches = [batch_of(first), batch_of(UNEQUAL)]
+    assert kinds_of_steps(NativeModel('per row', logits=logits), batches) == ['refused']
+    assert kinds_of_steps(NativeModel('causal', logits=logits), batches) == ['exact', 'exact']
+
+
+def rope(**parameters):
+    config = {**LLAMA, 'num_attention_heads': 2, 'num_key_value_heads': 2}
+    if parameters['rope_type'] == 'dynamic':
+        model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(**config, max_position_embeddings=10, rope_parameters=parameters)
+        )
+    else:
+        config |= {'original_max_position_embeddings': 10, 'max_position_embeddings': 64}
+        model = transformers.Phi3ForCausalLM(transformers.Phi3Config(**config, rope_parameters=parameters))
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.15)
+    return HuggingFaceModel(model, shift_labels=True, use_logits=True)
+
+
+@pytest.mark.skipif(transformers.__version__.startswith('4.'), reason='names its parameters otherwise')
+@pytest.mark.parametrize('options', [{}, {'packing': True}], ids=['padded', 'packed'])
+@pytest.mark.parametrize(
+    'parameters',
+    [
+        {'rope_type': 'dynamic', 'factor': 4.0, 'rope_theta': 100.0},
+        {
+            'rope_type': 'longrope',
+            'rope_theta': 100.0,
+            'short_factor': [1.0] * 8,
+            'long_factor': [4.0] * 8,
+            'original_max_position_embeddings': 10,
+        },
+    ],
+    ids=['dynamic', 'longrope'],
+)
+def test_rotary_embedding_that_depends_on_the_width_of_the_batch(parameters, options):
+    torch.manual_seed(0)
+    short, long = batch_of([(4, 2), (8, 5), (7, 3)]), batch_of([(4, 2), (30, 9), (7, 3), (3, 2)])
+    kinds = kinds_of_steps(rope(**parameters), [short, long, short], **options)
+    assert kinds == (['exact', 'refused'] if options else ['exact'] * 3)
+
+
+def test_flag_with_the_model_heeds_padding_that_comes_later():
+    """FNet mixes all positions of a row, padding too."""
+    config = transformers.FNetConfig(**LLAMA)
+    config.hidden_dropout_prob = 0.0
+    torch.manual_seed(0)
+    model = HuggingFaceModel(transformers.FNetForMaskedLM(config).train(), shift_labels=False, use_logits=True)
+    batches = [batch_of([(9, 3), (9, 5), (9, 2)]), batch_of(UNEQUAL), batch_of(UNEQUAL, side='left')]
+    flag = {'accumulate_train_batch_on_tokens': True}
+    assert kinds_of_steps(model, batches, model=model, algorithms=[], trainer_options=flag) == ['exact'] * 3
+
+
+# Losses.
+
+
+@pytest.mark.parametrize(
+    'of',
+    [
+        lambda losses, counted, training: losses.sum() if training else by_token(losses, counted),
+        lambda losses, counted, training: (by_row if training else by_token)(losses, counted),
+        lambda losses, counted, training: by_token(losses, counted) + training * losses.mean(dim=1).var(unbiased=False),
+    ],
+    ids=['sum', 'mean of rows', 'variance over rows'],
+)
+def test_loss_of_another_kind_in_training_is_refused(of):
+    assert kinds_of_steps(Terms(of), [batch_of(UNEQUAL)]) == ['refused']
+
+
+def test_dropout_does_not_hide_what_differs_in_training():
+    def of(losses, counted, training):
+        dropped = F.dropout(losses, 0.0, training)
+        return by_row(dropped, counted) if training else by_token(losses, counted)
+
+    model = Terms(of)
+    model.model.lm_head = torch.nn.Sequential(torch.nn.Dropout(0.1), model.model.lm_head)
+    assert kinds_of_steps(model, [batch_of(UNEQUAL)]) == ['refused']
+
+
+def test_probe_in_training_mode_leaves_buffers_alone():
+    model = SUBJECTS['llama'].model('large')
+    norm = model.model.model.norm
+
+    class Counting(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = norm
+            self.register_buffer('calls', torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.training:
+                self.calls += 1
+            return self.norm(x)
+
+    model.model.model.norm = counting = Counting()
+    train(model, token_data_spec(loader(batch_of(UNEQUAL))), algorithms=[TokenAccumulation()], microbatch_size=5)
+    assert counting.calls == 1
+
+
+def summed(loss):
+    if isinstance(loss, dict):
+        return loss['total'] if 'total' in loss else sum(loss.values())
+    return sum(loss)
+
+
+@pytest.mark.parametrize(
+    ('of', 'units', 'is_exact'),
+    [
+        (lambda *a: (by_token(*a), squares(*a)), None, True),
+        (lambda *a: (by_token(*a), by_row(*a)), None, False),
+        (lambda *a: {'lm': by_token(*a), 'total': by_token(*a) + by_row(*a)}, None, False),
+        (lambda *a: {'lm': by_token(*a), 'total': by_token(*a) + by_row(*a)}, {'lm': 'tokens'}, False),
+        (lambda *a: {'lm': by_token(*a), 'squares': squares(*a)}, {'lm': 'tokens', 'squares': 'tokens'}, True),
+        (lambda *a: {'lm': by_token(*a), 'rows': by_row(*a)}, {'lm': 'tokens', 'rows': 'tokens'}, False),
+        (lambda *a: {'lm': by_token(*a), 'rows': by_row(*a)}, {'lm': 'tokens', 'rows': 'samples'}, True),
+        (lambda *a: {'lm': by_token(*a), 'squares': squares(*a)}, {'lm': 'tokens', 'squares': 'samples'}, False),
+    ],
+)
+def test_every_term_of_a_loss_is_what_it_is_said_to_be(of, units, is_exact):
+    model, batch = Terms(of), batch_of(UNEQUAL)
+    summed(model.loss(model(batch), batch)).backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+
+    def run():
+        return train(
+            model, token_data_spec(loader(batch)), algorithms=[TokenAccumulation(loss_units=units)], microbatch_size=2
+        )
+
+    if is_exact:
+        assert relative_error(run()[0].gradients, expected) < 1e-6
+    else:
+        with pytest.raises(RuntimeError, match='got:'):
+            run()
+
+
+# Packed documents and shared loaders.
+
+
+@pytest.mark.parametrize('has_spec', [True, False])
+def test_first_labels_of_packed_documents_count_where_the_loss_does_not_shift(has_spec):
+    batch = batch_of([(12, 12)] * 3)
+    batch['labels'] = batch['input_ids'].roll(-1, dims=1)
+    batch['labels'][:, [4, 11]] = -100  # last tokens of the two documents of each row
+    batch['position_ids'] = torch.tensor([[*range(5), *range(7)]] * 3)
+    model = NativeModel('unshifted')
+    data = loader(batch)
+    recorder, *_ = train(
+        model, token_data_spec(data) if has_spec else data, algorithms=[TokenAccumulation()], microbatch_size=1
+    )
+    assert relative_error(recorder.gradients, plain_gradients(model, batch)) < 1e-6
+
+
+def test_second_model_is_asked_afresh_of_the_same_data_spec():
+    """What may be trimmed for a Llama moves the positions of GPT-2."""
+    full, left = batch_of([(9, 3)] * 4), batch_of(UNEQUAL, side='left')
+    batches = loader(left, full)
+    spec = token_data_spec(batches)
+    train(SUBJECTS['llama'].model('large'), spec, algorithms=[TokenAccumulation()], max_duration='2ba')
+    batches.dataset.batches = [full, left]
+    model = SUBJECTS['gpt2'].model('large')
+    recorder, *_ = train(model, spec, algorithms=[TokenAccumulation()], max_duration='2ba')
+    for found, batch in zip(recorder.steps, (full, left), strict=True):
+        assert relative_error(found, plain_gradients(model, batch)) < 1e-6
+
+
+def test_spec_in_use_is_the_one_that_is_checked():
+    data = loader(batch_of(UNEQUAL))
+    used, _ = token_data_spec(data), token_data_spec(data, packing=True)
+    model = SUBJECTS['bloom'].model('large')  # refuses to be packed
+    recorder, *_ = train(model, used, algorithms=[TokenAccumulation()])
+    assert relative_error(recorder.gradients, plain_gradients(model, batch_of(UNEQUAL))) < 1e-6

@@ -1,0 +1,106 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""What only a later step shows: the model's own loss stops being the mean over the tokens that were counted."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from composer.core import Algorithm, Event
+
+from composer_tokacc import TokenAccumulation, token_data_spec
+from tests.support.text import collate, text_model, text_rows
+from tests.support.training import hugging_face, loader, reference_gradients, relative_error, train
+
+EVEN = [(9, 4), (12, 4), (7, 4), (9, 4)]
+UNEVEN = [(4, 2), (14, 11), (9, 7), (5, 1)]
+
+
+def with_loss(function):
+    """A Llama whose loss is ``function(logits, labels, is_training)``; its logits are in the outputs."""
+    model = hugging_face(text_model())
+    forward = model.model.forward
+
+    def own(input_ids=None, attention_mask=None, position_ids=None, labels=None):
+        outputs = forward(
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
+        )
+        outputs['loss'] = function(outputs.logits, labels, model.training)
+        return outputs
+
+    model.model.forward = own
+    return model
+
+
+def mean_of_rows(logits, labels, is_training):
+    losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction='none')
+    counted = (labels[:, 1:] != -100).sum(dim=1)
+    return (losses.sum(dim=1) / counted.clamp(min=1)).mean()
+
+
+def without_padding_id(logits, labels, is_training):
+    labels = labels.masked_fill(labels == 0, -100)
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def sum_in_training(logits, labels, is_training):
+    reduction = 'sum' if is_training else 'mean'
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction=reduction)
+
+
+class MaskAroundForward(Algorithm):
+    """Hides half of the labels from the model alone: neither before nor after the forward is anything to be seen."""
+
+    def match(self, event, state):
+        return event in (Event.BEFORE_FORWARD, Event.AFTER_FORWARD)
+
+    def apply(self, event, state, logger):
+        if event == Event.BEFORE_FORWARD:
+            self.labels = state.batch['labels']
+            masked = self.labels.clone()
+            masked[:, ::2] = -100
+            state.batch = {**state.batch, 'labels': masked}
+        else:
+            state.batch = {**state.batch, 'labels': self.labels}
+
+
+@pytest.mark.parametrize('microbatch_size', [1, 2])
+@pytest.mark.parametrize(
+    ('loss', 'labels_on_pads'), [(mean_of_rows, -100), (without_padding_id, 0), (sum_in_training, -100)]
+)
+def test_loss_that_shows_its_rule_only_later_is_refused_before_the_optimizer_moves(
+    loss, labels_on_pads, microbatch_size
+):
+    model = with_loss(loss)
+    before = copy.deepcopy(model.state_dict())
+    first = collate(text_rows([(9, 4)] * 4)) if loss is without_padding_id else collate(text_rows(EVEN))
+    later = collate(text_rows(UNEVEN), labels_on_pads=labels_on_pads)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with pytest.raises(RuntimeError, match=r'must (stay|be) the mean over its loss-generating tokens'):
+        train(
+            model, token_data_spec(loader(first, later, later)), algorithms=[TokenAccumulation()],
+            microbatch_size=microbatch_size, max_duration='3ba', optimizer=optimizer,
+        )  # fmt: skip
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_labels_that_are_changed_around_the_forward_are_noticed():
+    batch = collate(text_rows(UNEVEN))
+    for algorithms in ([MaskAroundForward(), TokenAccumulation()], [TokenAccumulation(), MaskAroundForward()]):
+        with pytest.raises(RuntimeError, match='an algorithm changes labels around the forward'):
+            train(text_model(), loader(batch), algorithms=algorithms, microbatch_size=2)
+
+
+def test_healthy_steps_are_looked_at_and_not_refused():
+    batches = [collate(text_rows(UNEVEN)), collate(text_rows(EVEN), side='left')] * 10
+    model = text_model()
+    recorder, _, _ = train(
+        model, token_data_spec(loader(*batches)), algorithms=[TokenAccumulation()], microbatch_size=2,
+        max_duration='20ba',
+    )  # fmt: skip
+    for batch, gradients in zip(batches, recorder.steps, strict=True):
+        assert relative_error(gradients, reference_gradients(model, batch)[0]) < 1e-6
