@@ -39,6 +39,12 @@ MAX_ROWS = 6
 microbatch of k rows leaves room for 2 k; at least four are needed to show the ways in which rows differ."""
 
 
+ROUTER_REMEDY = (
+    'Set `output_router_logits=False` in its config, or return a dict of terms from `loss` and declare it: '
+    "`loss_units={'lm': 'tokens', 'router': 'microbatches'}` with `token_data_spec(..., regroup=False)`."
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class CutRules:
     """How rows may be cut so that their losses stay what they are in the device batch.
@@ -203,7 +209,10 @@ class FirstBatchCheck:
             self.is_plain = self.is_plain and probed.is_plain()
         self.was_run = True
         log.info('The first-batch check took %.2f s. %s', time.perf_counter() - started, found)
-        return found, kinds_of(self._layout, rows)
+        shown = kinds_of(self._layout, rows)
+        if not probed.has_shown_trimming:
+            shown = tuple(int(seen and kind not in ('left', 'right')) for kind, seen in zip(KINDS, shown, strict=True))
+        return found, shown
 
     def _on_device(self, batch: Batch) -> Any:
         return self._to_device(without_carried(batch))
@@ -219,6 +228,11 @@ class FirstBatchCheck:
                 shared = [_chosen_rows(self._layout, batch, kinds, self._max_rows)]
         dist.broadcast_object_list(shared, src=owner)
         return shared[0]
+
+
+def num_columns(batch: Batch) -> int:
+    """Padded width of the rows, by the labels."""
+    return labels_of(batch).shape[1]
 
 
 def num_rows_of(batch: Batch) -> int:
@@ -321,6 +335,7 @@ class _Rows:
         self._probe, self._layout, self._on_device, self._rule = probe, layout, on_device, rule
         self._rows = rows
         self._check_loss = check_loss
+        self.has_shown_trimming = True
         self._count = num_rows_of(rows)
         counted = loss_mask(rows, rule).sum(dim=1).tolist()
         self._counted = counted
@@ -332,16 +347,27 @@ class _Rows:
 
     def cut_rules(self, split: Split | None) -> CutRules:
         """The first rules, cheapest first, under which every row keeps its losses."""
+        self._refuse_router_loss()
         if split is not None and split.packing:
-            self._check_packed(split)
+            # A leak runs from one document into the next, so every document must have been behind the others.
+            for order in (range(self._count), range(self._count - 1, -1, -1)):
+                self._check_packed(split, list(order))
             return split.rules
         failure = None
         for rules in self._candidates(split):
             failure = self._failure(lambda row, rules=rules: self._alone(split, row, rules))
             if failure is None:
                 self._check_mean(split, rules)
-                return rules
+                return self._as_shown(split, rules)
         raise RuntimeError(self._explained(failure or ''))
+
+    def _as_shown(self, split: Split | None, rules: CutRules) -> CutRules:
+        """The rules, but for a trimming that no row has shown: a label behind padding keeps a row as wide as it is."""
+        self.has_shown_trimming = self._narrowest < num_columns(self._rows)
+        if split is None or self.has_shown_trimming:
+            return rules
+        side = self._layout.padding_side(self._rows)
+        return replace(rules, **{side: getattr(split.rules, side)})
 
     def is_plain(self) -> bool:
         """Whether the model's own loss of all rows is the mean of their tokens' cross-entropies."""
@@ -349,6 +375,15 @@ class _Rows:
             return False
         mean = torch.cat(self._expected).mean().item()
         return abs(self._together.own - mean) <= tolerance(abs(mean), self._noise)
+
+    def _refuse_router_loss(self) -> None:
+        """A statistic of the microbatch, however small its weight: below every tolerance it is still not exact."""
+        if not (self._check_loss and self._together.has_router_loss) or self.is_plain():
+            return
+        raise RuntimeError(
+            "The model's own loss must be the mean over its loss-generating tokens, got: one that holds the "
+            f'load-balancing loss of its router as well, a statistic of the microbatch. {ROUTER_REMEDY}'
+        )
 
     def _candidates(self, split: Split | None) -> Iterator[CutRules]:
         if split is None:
@@ -377,8 +412,11 @@ class _Rows:
         self._owns: list[float] = []
         self._by_sample: list[float] = []
         self._router = False
+        self._narrowest = num_columns(self._rows)
         for row in range(self._count):
-            microbatch = self._on_device(cut(row))
+            part = cut(row)
+            self._narrowest = min(self._narrowest, num_columns(part))
+            microbatch = self._on_device(part)
             answer = self._probe.ask(microbatch)
             found = self._row_losses(microbatch, answer, [0])[0]
             failure = self._difference(f'row {self._name(row)}', 'by itself', self._expected[row], found)
@@ -444,9 +482,7 @@ class _Rows:
         if abs(mean - own) <= tolerance(abs(own), self._noise):
             return
         hint = (
-            'The model adds the load-balancing loss of its router, a statistic of the microbatch: set '
-            '`output_router_logits=False` in its config, or return a dict of terms from `loss` and declare it: '
-            "`loss_units={'lm': 'tokens', 'router': 'microbatches'}` with `token_data_spec(..., regroup=False)`."
+            f'The model adds the load-balancing loss of its router, a statistic of the microbatch. {ROUTER_REMEDY}'
             if self._router
             else 'It holds a term that depends on which rows share a microbatch. Return the terms as a dict and name '
             "the unit of each in `loss_units` ('samples', 'coupled_samples' or 'microbatches'), or leave the term out."
@@ -456,18 +492,24 @@ class _Rows:
             f'rows together{how}, and {mean:.6f} as the mean of the rows one by one. {hint}'
         )
 
-    def _check_packed(self, split: Split) -> None:
-        everything = list(range(self._count))
+    def _check_packed(self, split: Split, order: list[int]) -> None:
+        if self._layout.family.coupling:
+            raise RuntimeError(
+                f'Rows must be independent to be packed, got: {self._layout.family.coupling}. Set `packing=False`, '
+                'which is exact.'
+            )
         try:
-            packed = self._on_device(split.assemble(self._layout, self._rows, everything, split.rules))
+            packed = self._on_device(split.assemble(self._layout, self._rows, order, split.rules))
             answer = self._probe.ask(packed)
         except (RuntimeError, ValueError, IndexError, TypeError, KeyError) as error:
             raise RuntimeError(f'The model must take packed rows, got: {error}. Set `packing=False`.') from error
         if answer.logits is not None:
             found = token_losses(answer.logits, packed, self._rule)
-            failure = self._difference(f'{self._count} rows', 'packed', torch.cat(self._expected), found)
+            failure = self._difference(
+                f'{self._count} rows', 'packed', torch.cat([self._expected[row] for row in order]), found
+            )
         else:
-            failure = self._packed_one_by_one(packed)
+            failure = self._packed_one_by_one(packed, order)
         total = sum(self._counted)
         if failure is None and self._check_loss and total:
             own = self._together.own
@@ -479,12 +521,12 @@ class _Rows:
                 'one document to the next. Set `packing=False`, which is exact.'
             )
 
-    def _packed_one_by_one(self, packed: Batch) -> str | None:
+    def _packed_one_by_one(self, packed: Batch, order: list[int]) -> str | None:
         """Without logits: the loss of each document of the packed row, its labels alone."""
         labels = labels_of(packed)
         documents = (packed['position_ids'] == 0).cumsum(dim=1) - 1
-        for row in range(self._count):
-            only = labels.masked_fill(documents != row, IGNORE_INDEX)
+        for place, row in enumerate(order):
+            only = labels.masked_fill(documents != place, IGNORE_INDEX)
             found = torch.tensor([self._probe.ask({**packed, 'labels': only}).own])
             failure = self._difference(f'row {self._name(row)}', 'packed', self._expected[row], found)
             if failure is not None:

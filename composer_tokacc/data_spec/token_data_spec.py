@@ -118,7 +118,7 @@ def token_data_spec(
         on_oversize=on_oversize,
     )
     if layout is None and model is not None:
-        layout = BatchLayout.for_model(model)
+        layout = BatchLayout.for_model(model) if hasattr(getattr(model, 'module', model), 'config') else None
     split = MicrobatchSplit(dataloader, layout, options)
     register_split(dataloader, split)
     return _TokenDataSpec(dataloader, split, model, loss_tokens, **data_spec_kwargs)
