@@ -323,6 +323,12 @@ class _Rows:
         counted = loss_mask(rows, rule).sum(dim=1).tolist()
         self._counted = counted
         moved = on_device(rows)
+        found = loss_mask(moved, rule).sum(dim=1).tolist()
+        if found != counted:
+            raise RuntimeError(
+                f'`microbatch_transforms` must leave labels alone, got: {sum(found)} loss-generating tokens where '
+                f'{sum(counted)} were counted. Change labels in `batch_transforms`, which runs before the count.'
+            )
         together = probe.ask(moved)
         self._together = together
         self._noise = probe.noise(moved, rule, together)
@@ -366,7 +372,7 @@ class _Rows:
     def _failure(self, cut: Callable[[int], dict[str, Any]]) -> str | None:
         """How the first row fails whose losses another cut changes; None: none does."""
         self._owns: list[float] = []
-        self._by_sample: list[float] = []
+        self._by_sample: list[float | None] = []
         self._router = False
         for row in range(self._count):
             microbatch = self._on_device(cut(row))
@@ -376,7 +382,7 @@ class _Rows:
             if failure is not None:
                 return failure
             self._owns.append(answer.own)
-            self._by_sample.append(answer.by_sample or 0.0)
+            self._by_sample.append(answer.by_sample)
             self._router = self._router or answer.has_router_loss
         return None
 
@@ -415,8 +421,11 @@ class _Rows:
         if not self._check_loss or sum(self._counted) == 0:
             return
         self._compare_mean(self._together.own, self._owns)
-        by_sample, mean = self._together.by_sample, sum(self._by_sample) / self._count
-        if by_sample is not None and not abs(by_sample - mean) <= tolerance(abs(mean), self._noise):
+        by_sample, of_rows = self._together.by_sample, [term for term in self._by_sample if term is not None]
+        mean = sum(of_rows) / self._count
+        # A term that is absent for one row alone says nothing of the others.
+        is_told = by_sample is not None and len(of_rows) == self._count
+        if is_told and not abs(by_sample - mean) <= tolerance(abs(mean), self._noise):
             raise RuntimeError(
                 f"The terms that `loss_units` calls 'samples' must be means over samples, got: {by_sample:.6f} for "
                 f'{self._count} rows together, and {mean:.6f} as the mean of the rows one by one. Give their own unit.'
