@@ -424,18 +424,19 @@ class _Rows:
         by_sample, of_rows = self._together.by_sample, [term for term in self._by_sample if term is not None]
         mean = sum(of_rows) / self._count
         # A term that is absent for one row alone says nothing of the others.
-        is_told = by_sample is not None and len(of_rows) == self._count
-        if is_told and not abs(by_sample - mean) <= tolerance(abs(mean), self._noise):
+        is_told = len(of_rows) == self._count
+        if by_sample is not None and is_told and not abs(by_sample - mean) <= tolerance(abs(mean), self._noise):
             raise RuntimeError(
                 f"The terms that `loss_units` calls 'samples' must be means over samples, got: {by_sample:.6f} for "
                 f'{self._count} rows together, and {mean:.6f} as the mean of the rows one by one. Give their own unit.'
             )
         cuts = [self._alone(split, row, rules) for row in range(self._count)]
         losses = [self._probe.training_loss(self._on_device(batch)) for batch in (self._rows, *cuts)]
-        if None in losses:
+        known = [loss for loss in losses if loss is not None]
+        if len(known) < len(losses):
             log.info('The loss is random in training even without dropout, so it was looked at in evaluation only.')
         else:
-            self._compare_mean(losses[0], losses[1:], how=' in training mode')
+            self._compare_mean(known[0], known[1:], how=' in training mode')
 
     def _compare_mean(self, own: float, owns: Sequence[float], how: str = '') -> None:
         weighted = [loss * n for loss, n in zip(owns, self._counted, strict=True) if n]

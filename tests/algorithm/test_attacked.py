@@ -23,7 +23,13 @@ from tests.support.training import loader, relative_error, train
 
 UNEQUAL = [(4, 2), (12, 9), (7, 1), (3, 2), (9, 7)]
 EQUAL = [(4, 2), (12, 2), (7, 2), (3, 2), (9, 2)]
-LLAMA: dict[str, Any] = {'vocab_size': 64, 'hidden_size': 32, 'intermediate_size': 48, 'num_hidden_layers': 2, 'pad_token_id': 0}
+LLAMA: dict[str, Any] = {
+    'vocab_size': 64,
+    'hidden_size': 32,
+    'intermediate_size': 48,
+    'num_hidden_layers': 2,
+    'pad_token_id': 0,
+}
 
 
 def batch_of(shape, **options):
