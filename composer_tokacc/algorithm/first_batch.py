@@ -340,6 +340,12 @@ class _Rows:
         counted = loss_mask(rows, rule).sum(dim=1).tolist()
         self._counted = counted
         moved = on_device(rows)
+        found = loss_mask(moved, rule).sum(dim=1).tolist()
+        if found != counted:
+            raise RuntimeError(
+                f'`microbatch_transforms` must leave labels alone, got: {sum(found)} loss-generating tokens where '
+                f'{sum(counted)} were counted. Change labels in `batch_transforms`, which runs before the count.'
+            )
         together = probe.ask(moved)
         self._together = together
         self._noise = probe.noise(moved, rule, together)
@@ -410,7 +416,7 @@ class _Rows:
     def _failure(self, cut: Callable[[int], dict[str, Any]]) -> str | None:
         """How the first row fails whose losses another cut changes; None: none does."""
         self._owns: list[float] = []
-        self._by_sample: list[float] = []
+        self._by_sample: list[float | None] = []
         self._router = False
         self._narrowest = num_columns(self._rows)
         for row in range(self._count):
@@ -423,7 +429,7 @@ class _Rows:
             if failure is not None:
                 return failure
             self._owns.append(answer.own)
-            self._by_sample.append(answer.by_sample or 0.0)
+            self._by_sample.append(answer.by_sample)
             self._router = self._router or answer.has_router_loss
         return None
 
@@ -462,19 +468,22 @@ class _Rows:
         if not self._check_loss or sum(self._counted) == 0:
             return
         self._compare_mean(self._together.own, self._owns)
-        by_sample, mean = self._together.by_sample, sum(self._by_sample) / self._count
-        if by_sample is not None and not abs(by_sample - mean) <= tolerance(abs(mean), self._noise):
+        by_sample, of_rows = self._together.by_sample, [term for term in self._by_sample if term is not None]
+        mean = sum(of_rows) / self._count
+        # A term that is absent for one row alone says nothing of the others.
+        is_told = len(of_rows) == self._count
+        if by_sample is not None and is_told and not abs(by_sample - mean) <= tolerance(abs(mean), self._noise):
             raise RuntimeError(
                 f"The terms that `loss_units` calls 'samples' must be means over samples, got: {by_sample:.6f} for "
                 f'{self._count} rows together, and {mean:.6f} as the mean of the rows one by one. Give their own unit.'
             )
         cuts = [self._alone(split, row, rules) for row in range(self._count)]
-        asked = [self._probe.training_loss(self._on_device(batch)) for batch in (self._rows, *cuts)]
-        losses = [loss for loss in asked if loss is not None]
-        if len(losses) < len(asked):
+        losses = [self._probe.training_loss(self._on_device(batch)) for batch in (self._rows, *cuts)]
+        known = [loss for loss in losses if loss is not None]
+        if len(known) < len(losses):
             log.info('The loss is random in training even without dropout, so it was looked at in evaluation only.')
         else:
-            self._compare_mean(losses[0], losses[1:], how=' in training mode')
+            self._compare_mean(known[0], known[1:], how=' in training mode')
 
     def _compare_mean(self, own: float, owns: Sequence[float], how: str = '') -> None:
         weighted = [loss * n for loss, n in zip(owns, self._counted, strict=True) if n]

@@ -143,9 +143,9 @@ class Probe:
 
         def scale(module: torch.nn.Module, args: Any, output: Any) -> Any:
             weight = getattr(module, 'weight', None)
-            if not isinstance(weight, torch.Tensor) or weight.dim() != 1 or not isinstance(output, torch.Tensor):
+            if not isinstance(weight, torch.Tensor) or not isinstance(output, torch.Tensor):
                 return output
-            if output.shape[-1] != len(weight):
+            if weight.dim() != 1 or output.dim() == 0 or output.shape[-1] != len(weight):
                 return output
             draws = torch.rand(len(weight), generator=torch.Generator().manual_seed(len(weight)))
             return output * (0.75 + 0.5 * draws).to(output)

@@ -329,8 +329,16 @@ class TokenAccumulation(Algorithm):
         )
         kinds = [int(count > 0) for count in guard.totals.read()[2:]]
         if any(kind and not seen for kind, seen in zip(kinds, self._proven, strict=True)):
+            split = split_of(state.dataloader)
+            had_companions = split is None or split.rules.companions
             own = kinds_of(self._layout, self._device_batch)
             self._prove(state, self._device_batch, own, [kinds])
+            if split is not None and split.rules.companions and not had_companions:
+                raise RuntimeError(
+                    'Rows without media must have the same loss beside rows with media and without, got: another one, '
+                    'seen first in this step, which was cut without regard to it. Start again with such rows in the '
+                    'first batch; then every microbatch gets a row with media.'
+                )
             self._proven = [bool(old or kind) for old, kind in zip(self._proven, kinds, strict=True)]
         self._device_batch = {}
         self._num_steps += 1

@@ -23,7 +23,13 @@ from tests.support.training import loader, relative_error, train
 
 UNEQUAL = [(4, 2), (12, 9), (7, 1), (3, 2), (9, 7)]
 EQUAL = [(4, 2), (12, 2), (7, 2), (3, 2), (9, 2)]
-LLAMA = {'vocab_size': 64, 'hidden_size': 32, 'intermediate_size': 48, 'num_hidden_layers': 2, 'pad_token_id': 0}
+LLAMA: dict[str, Any] = {
+    'vocab_size': 64,
+    'hidden_size': 32,
+    'intermediate_size': 48,
+    'num_hidden_layers': 2,
+    'pad_token_id': 0,
+}
 
 
 def batch_of(shape, **options):
@@ -187,8 +193,8 @@ def test_probe_in_training_mode_leaves_buffers_alone():
 
 def summed(loss):
     if isinstance(loss, dict):
-        return loss['total'] if 'total' in loss else sum(loss.values())
-    return sum(loss)
+        return loss['total'] if 'total' in loss else torch.stack(list(loss.values())).sum()
+    return torch.stack(list(loss)).sum()
 
 
 @pytest.mark.parametrize(
@@ -245,7 +251,7 @@ def test_second_model_is_asked_afresh_of_the_same_data_spec():
     batches = loader(left, full)
     spec = token_data_spec(batches)
     train(SUBJECTS['llama'].model('large'), spec, algorithms=[TokenAccumulation()], max_duration='2ba')
-    batches.dataset.batches = [full, left]
+    batches.dataset.batches = [full, left]  # pyright: ignore[reportAttributeAccessIssue]
     model = SUBJECTS['gpt2'].model('large')
     recorder, *_ = train(model, spec, algorithms=[TokenAccumulation()], max_duration='2ba')
     for found, batch in zip(recorder.steps, (full, left), strict=True):
