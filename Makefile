@@ -20,7 +20,7 @@ demo: $(STAMP)
 	$(VENV)/bin/composer -n 2 -m composer_tokacc.train yamls/digits.yaml
 
 test: $(STAMP)
-	$(VENV)/bin/python -m pytest -m 'not slow'
+	$(VENV)/bin/python -m pytest -n 2 -m 'not slow'
 
 # Runs of two and four ranks under the real launcher.
 test-slow: $(STAMP)
