@@ -361,7 +361,7 @@ class _Rows:
             return split.rules
         failure = None
         for rules in self._candidates(split):
-            failure = self._failure(lambda row, rules=rules: self._alone(split, row, rules))
+            failure = self._failure(lambda row, rules=rules: self._cut(split, [row], rules))
             if failure is None:
                 self._check_mean(split, rules)
                 return self._as_shown(split, rules)
@@ -408,10 +408,10 @@ class _Rows:
     def _media(self) -> list[int]:
         return self._layout.media_per_row(self._rows)
 
-    def _alone(self, split: Split | None, row: int, rules: CutRules) -> dict[str, Any]:
+    def _cut(self, split: Split | None, rows: Sequence[int], rules: CutRules) -> dict[str, Any]:
         if split is None:
-            return self._layout.select(self._rows, [row])
-        return split.assemble(self._layout, self._rows, [row], rules)
+            return self._layout.select(self._rows, rows)
+        return split.assemble(self._layout, self._rows, rows, rules)
 
     def _failure(self, cut: Callable[[int], dict[str, Any]]) -> str | None:
         """How the first row fails whose losses another cut changes; None: none does."""
@@ -467,7 +467,7 @@ class _Rows:
         """The formula itself: the loss of all rows is the mean of the rows' losses, weighted by their tokens."""
         if not self._check_loss or sum(self._counted) == 0:
             return
-        self._compare_mean(self._together.own, self._owns)
+        self._compare_mean(self._together.own, self._owns, self._counted)
         by_sample, of_rows = self._together.by_sample, [term for term in self._by_sample if term is not None]
         mean = sum(of_rows) / self._count
         # A term that is absent for one row alone says nothing of the others.
@@ -477,16 +477,24 @@ class _Rows:
                 f"The terms that `loss_units` calls 'samples' must be means over samples, got: {by_sample:.6f} for "
                 f'{self._count} rows together, and {mean:.6f} as the mean of the rows one by one. Give their own unit.'
             )
-        cuts = [self._alone(split, row, rules) for row in range(self._count)]
-        losses = [self._probe.training_loss(self._on_device(batch)) for batch in (self._rows, *cuts)]
-        known = [loss for loss in losses if loss is not None]
-        if len(known) < len(losses):
-            log.info('The loss is random in training even without dropout, so it was looked at in evaluation only.')
-        else:
-            self._compare_mean(known[0], known[1:], how=' in training mode')
+        self._check_training_mode(split, rules)
 
-    def _compare_mean(self, own: float, owns: Sequence[float], how: str = '') -> None:
-        weighted = [loss * n for loss, n in zip(owns, self._counted, strict=True) if n]
+    def _check_training_mode(self, split: Split | None, rules: CutRules) -> None:
+        """The same in training mode: the row of most tokens and all others, so that rows and tokens weigh unlike."""
+        together = self._probe.training_loss(self._on_device(self._rows))
+        if together is None:
+            log.info('The loss is random in training even without dropout, so it was looked at in evaluation only.')
+            return
+        first = max(range(self._count), key=self._counted.__getitem__)
+        groups = [[first], [row for row in range(self._count) if row != first]]
+        groups = [group for group in groups if group]
+        cuts = [self._cut(split, group, rules) for group in groups]
+        losses = [self._probe.training_loss(self._on_device(cut), twice=False) for cut in cuts]
+        counts = [sum(self._counted[row] for row in group) for group in groups]
+        self._compare_mean(together, [loss or 0.0 for loss in losses], counts, how=' in training mode')
+
+    def _compare_mean(self, own: float, owns: Sequence[float], counts: Sequence[int], how: str = '') -> None:
+        weighted = [loss * n for loss, n in zip(owns, counts, strict=True) if n]
         mean = sum(weighted) / sum(self._counted)
         if abs(mean - own) <= tolerance(abs(own), self._noise):
             return

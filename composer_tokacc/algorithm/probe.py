@@ -103,15 +103,15 @@ class Probe:
             _check_width(answer.logits, batch)
         return answer
 
-    def training_loss(self, batch: Batch) -> float | None:
-        """The model's own loss in training mode, but for dropout; None where it is random even so."""
+    def training_loss(self, batch: Batch, *, twice: bool = True) -> float | None:
+        """The model's own loss in training mode, but for dropout; None where, asked twice, it is random even so."""
         full = torch.autocast(self._device_type, enabled=False)
         losses = []
         with torch.no_grad(), _undisturbed(self._model, training=True), torch.compiler.set_stance('force_eager'):
-            for seed in range(2):
+            for seed in range(1 + twice):
                 torch.manual_seed(seed)
                 losses.append(self._answer(batch, full if self._in_full else self._precision()).own)
-        return losses[0] if losses[0] == losses[1] else None
+        return losses[0] if losses[0] == losses[-1] else None
 
     def _in_full_precision(self, batch: Batch) -> Answer | None:
         """None where a kernel knows half precision only, as flash attention does."""

@@ -100,7 +100,7 @@ def text_cases() -> Iterator[Case]:
     yield 'text rank without loss tokens', empty_rank
 
     def exact_flag() -> dict[str, Any]:
-        data = token_data_spec(loader(collate(rank_share(rows, shares))))
+        data = token_data_spec(loader(collate(rank_share(rows, shares))), model=model)
         expected, _ = reference_gradients(model, collate(rows))
         recorder, _, _ = train(model, data, microbatch_size=2, accumulate_train_batch_on_tokens=True)
         return {'error': relative_error(recorder.gradients, expected), 'loss_error': 0.0}
