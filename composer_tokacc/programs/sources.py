@@ -178,6 +178,8 @@ class FileSource:
 
     def check(self) -> None:
         """Refuses unknown datasets and arguments, for training and, where there is one, for the held-out set."""
+        if 'parts' not in self.section:
+            _dataset_class('dataset', self.section.get('name'))
         if self.config.loader.exchange_ranks:
             raise ConfigError(
                 f'`loader.exchange_ranks` must be false for samples read by index, got: true with `dataset.name` '
