@@ -28,7 +28,6 @@ __all__ = [
     'loss_mask',
     'mask_document_starts',
     'num_loss_tokens',
-    'num_real_tokens',
     'num_rows',
     'num_samples',
     'real_tokens',
@@ -294,8 +293,3 @@ def num_samples(batch: Mapping[str, Any]) -> int:
 def num_loss_tokens(batch: Mapping[str, Any]) -> int:
     """Loss-generating tokens that the batch carries."""
     return sum(carried(batch)['loss_tokens'])
-
-
-def num_real_tokens(batch: Mapping[str, Any]) -> int:
-    """Attended positions that the batch carries."""
-    return sum(carried(batch)['real_tokens'])

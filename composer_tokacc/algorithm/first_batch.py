@@ -23,7 +23,7 @@ from composer.utils import dist
 from torch.distributed.tensor import DTensor
 
 from composer_tokacc.algorithm.probe import Answer, Probe, find_loss_rule, token_losses, tolerance
-from composer_tokacc.counting import IGNORE_INDEX, Batch, labels_of, loss_mask, without_carried
+from composer_tokacc.counting import IGNORE_INDEX, Batch, labels_of, loss_mask, num_rows, without_carried
 from composer_tokacc.layout import BatchLayout, ReadyBatch
 
 __all__ = ['KINDS', 'CutRules', 'FirstBatchCheck', 'Split', 'check_sharding', 'kinds_of', 'register_split', 'split_of']
@@ -219,7 +219,7 @@ class FirstBatchCheck:
 
     def _shared_rows(self, batch: Batch, kinds: Sequence[int]) -> dict[str, Any]:
         """The rows that all ranks probe with."""
-        offers = dist.all_gather_object((sum(kinds), num_rows_of(batch)))
+        offers = dist.all_gather_object((sum(kinds), num_rows(batch)))
         owner = max(range(len(offers)), key=lambda rank: (offers[rank], -rank))
         shared: list[Any] = [None]
         if dist.get_global_rank() == owner:
@@ -233,11 +233,6 @@ class FirstBatchCheck:
 def num_columns(batch: Batch) -> int:
     """Padded width of the rows, by the labels."""
     return labels_of(batch).shape[1]
-
-
-def num_rows_of(batch: Batch) -> int:
-    """Rows of a batch, by its labels."""
-    return len(labels_of(batch))
 
 
 def _chosen_rows(layout: BatchLayout, batch: Batch, wanted: Sequence[int], max_rows: int) -> dict[str, Any]:
@@ -336,7 +331,7 @@ class _Rows:
         self._rows = rows
         self._check_loss = check_loss
         self.has_shown_trimming = True
-        self._count = num_rows_of(rows)
+        self._count = num_rows(rows)
         counted = loss_mask(rows, rule).sum(dim=1).tolist()
         self._counted = counted
         moved = on_device(rows)
