@@ -112,8 +112,8 @@ def reference_gradients(
 ) -> tuple[Gradients, float]:
     """Gradient and loss of one plain forward over the whole global batch, by the model's own mean.
 
-    In float64, so that only the round-off of what is tested counts: a float32 reference is 7e-7 off by itself. (Not for
-    eager attention with left padding: transformers casts float64's lowest mask value to float32 there, which gives NaN.)
+    In float64, so that only the round-off of what is tested counts: a float32 reference is 7e-7 off by itself. Not for
+    eager attention with left padding: transformers casts float64's lowest mask value to float32 there, which gives NaN.
     """
     model = copy.deepcopy(model).to(dtype)
     model.zero_grad(set_to_none=True)
