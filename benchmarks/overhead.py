@@ -27,7 +27,7 @@ from composer.utils import dist
 
 from benchmarks.machine import machine
 from composer_tokacc import TokenAccumulation
-from composer_tokacc.algorithm.rank_sum import RankSum
+from composer_tokacc.algorithm.functional import RankSum
 from composer_tokacc.algorithm.step_guard import StepGuard
 from composer_tokacc.programs import load_config
 from composer_tokacc.programs.checks import check_config

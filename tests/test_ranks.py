@@ -27,7 +27,7 @@ def check(results):
 def test_text_gradients_do_not_depend_on_ranks_or_cut(ranks):
     results = launch_json(SCRIPT, 'text', ranks=ranks)
     refused = results.pop('refused')
-    assert len(results) == 22
+    assert len(results) == 23
     check(results)
     assert 'accumulate_train_batch_on_tokens' in refused['exact counter']
     if ranks > 1:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from composer_tokacc.algorithm.rank_sum import RankSum
+from composer_tokacc.algorithm.functional import RankSum, sample_weight, token_weight
 from composer_tokacc.counting import loss_mask
 
 __all__ = ['MicrobatchWeight', 'StepGuard']
@@ -42,14 +42,14 @@ class MicrobatchWeight:
 
     @property
     def weight(self) -> float:
-        """Composer's sample weight, ``n / (sum n / W)``."""
-        return self.num_samples * self.step.world_size / max(self.step.samples, 1)
+        """What Composer multiplies the loss by, whatever it is."""
+        return sample_weight(self.num_samples, self.step.samples, world_size=self.step.world_size)
 
     def scales(self) -> dict[str, float]:
         """What the loss is multiplied by, for each unit of a term, so that Composer's weight makes it exact."""
         if self.num_samples == 0:
             return dict.fromkeys(('tokens', 'samples', 'coupled_samples', 'microbatches'), 0.0)
-        tokens = self.num_tokens / max(self.step.tokens, 1) * self.step.samples / self.num_samples
+        tokens = token_weight(self.num_tokens, self.step.tokens, world_size=self.step.world_size) / self.weight
         microbatches = 1.0 / (self.num_microbatches * self.weight)
         return {'tokens': tokens, 'samples': 1.0, 'coupled_samples': 1.0, 'microbatches': microbatches}
 

@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from composer_tokacc.algorithm.filler_rows import filler_rows
 from composer_tokacc.algorithm.first_batch import KINDS, CutRules, FirstBatchCheck, check_sharding, kinds_of, split_of
+from composer_tokacc.algorithm.functional import RankSum
 from composer_tokacc.algorithm.loss_terms import LossTerms, attached_zero
 from composer_tokacc.algorithm.probe import Probe, logits_of, mean_token_loss
-from composer_tokacc.algorithm.rank_sum import RankSum
 from composer_tokacc.algorithm.row_coupling import check_rows_are_independent
 from composer_tokacc.algorithm.step_guard import StepGuard
 from composer_tokacc.counting import (
@@ -171,7 +171,7 @@ class TokenAccumulation(Algorithm):
         local_tokens, local_samples = num_loss_tokens(state.batch), num_samples(state.batch)
         self._guard = StepGuard(
             rule=self.rule,
-            totals=RankSum((local_tokens, local_samples, *kinds), state.device),
+            totals=RankSum(state.device.tensor_to_device(torch.tensor([local_tokens, local_samples, *kinds]))),
             local_tokens=local_tokens,
             local_samples=local_samples,
             world_size=dist.get_world_size(),

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import sys
@@ -17,6 +18,7 @@ from composer.callbacks import NaNMonitor
 from composer.utils import dist
 
 from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
+from composer_tokacc.algorithm import step_loss_weights
 from tests.support.families import FAMILIES
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import (
@@ -98,6 +100,21 @@ def text_cases() -> Iterator[Case]:
         return measure(model, collate(rows), data, 2)
 
     yield 'text rank without loss tokens', empty_rank
+
+    def plain_loop() -> dict[str, Any]:
+        """Without a Trainer: DistributedDataParallel and the functional form alone."""
+        expected, _ = reference_gradients(model, collate(rows))
+        parallel: Any = copy.deepcopy(model)
+        if dist.get_world_size() > 1:
+            parallel = torch.nn.parallel.DistributedDataParallel(parallel)
+        microbatches = [collate([row]) for row in rank_share(rows, shares) if bool((row['labels'] != -100).any())]
+        for index, weight in enumerate(step_loss_weights(microbatches)):
+            parallel.require_backward_grad_sync = index == len(microbatches) - 1
+            (parallel(**microbatches[index]).loss * weight).backward()
+        own = {name.removeprefix('module.'): p.grad for name, p in parallel.named_parameters() if p.grad is not None}
+        return {'error': relative_error({f'model.{n}': g for n, g in own.items()}, expected), 'loss_error': 0.0}
+
+    yield 'text plain loop', plain_loop
 
     def exact_flag() -> dict[str, Any]:
         data = token_data_spec(loader(collate(rank_share(rows, shares))), model=model)
