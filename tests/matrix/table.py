@@ -24,6 +24,13 @@ COLUMNS = [
     (packing, side, regroup) for packing in (False, True) for side in ('right', 'left') for regroup in (True, False)
 ]
 
+HEAD = """# Families
+
+Tiny models from configs, ragged batches with and without media, microbatches of one to all rows: the largest relative error of the
+gradient against one forward over the whole batch as the loader made it, or the refusal before the first step.
+Made by `python -m tests.matrix.table > docs/families.md`.
+"""
+
 
 def summary(outcomes: Sequence[Outcome], name: Callable[[str], str]) -> str:
     """``exact 3e-07``, ``refused (name of the reason)``, or what went wrong; with counts where batches differ."""
@@ -84,6 +91,7 @@ def main() -> None:
         print(line, file=sys.stderr, flush=True)
     kinds = collections.Counter(outcome.kind for outcomes in results.values() for outcome in outcomes)
     print(dict(kinds), file=sys.stderr)
+    print(HEAD)
     print(table(results))
 
 
