@@ -1,0 +1,129 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The export program, from checkpoints as the Trainer writes them to folders that know nothing of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from composer_tokacc.data import VisionLanguageCollator
+from composer_tokacc.export import main
+from composer_tokacc.train import main as train
+from examples.digits import DigitsDataset, build_digits_processor
+from tests.support.launch import ROOT, launch
+from tests.support.programs import DIGITS, QUIET, TINY_DIGITS, TINY_MODEL
+
+LOAD_ALONE = """
+import sys, torch
+from transformers import AutoModelForImageTextToText, AutoProcessor
+model = AutoModelForImageTextToText.from_pretrained(sys.argv[1])
+if len(sys.argv) > 4:
+    from peft import PeftModel
+    model = PeftModel.from_pretrained(model, sys.argv[4])
+processor = AutoProcessor.from_pretrained(sys.argv[4] if len(sys.argv) > 4 else sys.argv[1])
+batch = torch.load(sys.argv[2])
+assert type(processor).__name__ == 'LlavaProcessor', type(processor)
+ids = processor.apply_chat_template(
+    [{'role': 'user', 'content': [{'type': 'text', 'text': 'Hi'}]}], tokenize=True, return_dict=True
+)['input_ids']
+assert len(ids), 'the chat template came along'
+with torch.no_grad():
+    torch.save(model.eval()(**batch).logits, sys.argv[3])
+assert not {'composer', 'composer_tokacc'} & set(sys.modules), 'loaded by transformers alone'
+"""
+
+
+def run(folder, *arguments, ranks=1):
+    arguments = [
+        *TINY_DIGITS, *TINY_MODEL, *QUIET, 'trainer.max_duration=2ba', f'trainer.save_folder={folder}/checkpoints',
+        f'report.folder={folder}/report', *arguments,
+    ]  # fmt: skip
+    if ranks == 1:
+        assert train([DIGITS, *arguments]) == 0
+    else:
+        done = launch(['-m', 'composer_tokacc.train', DIGITS, *arguments], ranks=ranks)
+        assert done.returncode == 0, done.stderr[-4000:]
+
+
+def a_batch():
+    processor = build_digits_processor()
+    dataset = DigitsDataset(processor, num_samples=4, max_images=3)
+    batch = VisionLanguageCollator(processor)([dataset[index] for index in range(4)])
+    return {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
+
+
+def logits_of_export(folder, *adapter):
+    """Logits in a process that imports neither Composer nor this package."""
+    torch.save(a_batch(), folder.parent / 'batch.pt')
+    target = folder.parent / 'logits.pt'
+    done = subprocess.run(
+        [sys.executable, '-c', LOAD_ALONE, str(folder), str(folder.parent / 'batch.pt'), str(target), *adapter],
+        capture_output=True, text=True, cwd=folder.parent,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return torch.load(target)
+
+
+def logits_of_checkpoint(path):
+    """Logits of the weights in a Composer checkpoint, put into a model by hand."""
+    from composer_tokacc.programs.models import build_transformers_model
+    from composer_tokacc.programs.schema import load_config
+
+    config = load_config(DIGITS, [*TINY_DIGITS, *TINY_MODEL])
+    model = build_transformers_model(config=config.model.config, processor=build_digits_processor(), seed=99)
+    weights = torch.load(path, weights_only=False)['state']['model']
+    model.load_state_dict({name.removeprefix('model.'): value for name, value in weights.items()})
+    with torch.no_grad():
+        return model.eval()(**a_batch()).logits
+
+
+@pytest.mark.slow
+def test_a_checkpoint_becomes_a_folder_that_transformers_loads_alone(tmp_path):
+    run(tmp_path)
+    checkpoint = tmp_path / 'checkpoints' / 'latest-rank0.pt'
+    assert main([str(checkpoint), str(tmp_path / 'exported')]) == 0
+    found, expected = logits_of_export(tmp_path / 'exported'), logits_of_checkpoint(checkpoint)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_training_exports_at_its_end_where_asked(tmp_path):
+    run(tmp_path, 'report.export=true')
+    found = logits_of_export(tmp_path / 'report' / 'exported')
+    expected = logits_of_checkpoint(tmp_path / 'checkpoints' / 'latest-rank0.pt')
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ('make', 'message'),
+    [
+        (lambda path: None, 'which is not there'),
+        (lambda path: path.write_bytes(b'no checkpoint'), 'must be whole and written by Composer'),
+        (lambda path: path.mkdir(), r'must hold `.metadata`'),
+        (lambda path: torch.save({'state': {'model': {}}}, path), 'must be one of a HuggingFaceModel'),
+    ],
+)  # fmt: skip
+def test_what_is_no_checkpoint_is_one_line(tmp_path, capsys, make, message):
+    path = tmp_path / 'latest-rank0.pt'
+    make(path)
+    assert main([str(path), str(tmp_path / 'exported')]) == 2
+    error = capsys.readouterr().err
+    assert message.strip('r`') in error.replace('`', '') or message in error
+    assert 'Traceback' not in error
+
+
+def test_a_folder_that_holds_something_is_left_alone(tmp_path, capsys):
+    (tmp_path / 'mine.txt').write_text('keep')
+    assert main([str(tmp_path / 'x.pt'), str(tmp_path)]) == 2
+    assert 'must be absent or empty' in capsys.readouterr().err
+    assert (tmp_path / 'mine.txt').read_text() == 'keep'
+
+
+def test_a_mistyped_command_says_how(capsys):
+    assert main(['only-one']) == 2
+    assert 'usage' in capsys.readouterr().err
