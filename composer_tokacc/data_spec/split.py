@@ -20,7 +20,7 @@ from composer_tokacc.counting import IGNORE_INDEX, num_rows, with_carried, witho
 from composer_tokacc.data_spec.added_rows import UNITS, add_rows, blank_row, spare_row, zero_weight
 from composer_tokacc.data_spec.packing import pack_lengths, pack_rows
 from composer_tokacc.layout import Batch, BatchLayout, Family, ReadyBatch, microbatches_of
-from composer_tokacc.planning import CostModel, cut, cut_in_order
+from composer_tokacc.planning import CostModel, cut
 
 __all__ = ['MicrobatchSplit', 'SplitOptions', 'max_over_ranks']
 
@@ -187,9 +187,15 @@ class MicrobatchSplit:
     def _cut(self, lengths: list[int], budget: int, width: int) -> list[list[int]]:
         if self.packing:
             return pack_lengths(lengths, budget)
-        cutter = cut if self.options.regroup else cut_in_order
-        multiple = self.options.width_multiple
-        return cutter(lengths, budget, width_multiple=multiple, max_width=width, cost=self.options.cost)
+        options = self.options
+        return cut(
+            lengths,
+            budget,
+            regroup=options.regroup,
+            width_multiple=options.width_multiple,
+            max_width=width,
+            cost=options.cost,
+        )
 
     def _hands_on(self, layout: BatchLayout, batch: ReadyBatch) -> bool:
         """Whether microbatches that a loader has collated are good as they are, or at least each for itself.

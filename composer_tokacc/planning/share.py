@@ -126,14 +126,9 @@ def column_time(costs: np.ndarray, num_ranks: int) -> float:
     Returns:
         The time of the step in which ranks wait for each other after every microbatch.
     """
-    costliest_first = -np.sort(-costs)
-    total = 0.0
-    for k in range(0, len(costs), num_ranks):
-        total += costliest_first[k]
-    return total
+    return np.sort(costs)[::-1][::num_ranks].sum()
 
 
-@compiled
 def share_columns(costs: np.ndarray, num_ranks: int) -> np.ndarray:
     """Deal microbatches of like cost side by side, in snake order, so that the sums of the ranks stay close as well.
 
@@ -142,13 +137,10 @@ def share_columns(costs: np.ndarray, num_ranks: int) -> np.ndarray:
         num_ranks: Number of ranks.
 
     Returns:
-        Index of the microbatch of each column and rank, int64 (K / num_ranks, num_ranks); costliest column first.
+        The rank of each microbatch, int64 (K,); the k-th costliest of all ranks are a column.
     """
-    order = np.argsort(-costs, kind='mergesort')
-    table = np.zeros((len(costs) // num_ranks, num_ranks), dtype=np.int64)
     # Ranks 0, 1, 2, 2, 1, 0, 0, ...: who gets the costliest of one column gets the cheapest of the next.
-    for k in range(len(costs)):
-        column = k // num_ranks
-        rank = k % num_ranks
-        table[column, rank if column % 2 == 0 else num_ranks - 1 - rank] = order[k]
-    return table
+    column, place = np.divmod(np.arange(len(costs)), num_ranks)
+    ranks = np.empty(len(costs), dtype=np.int64)
+    ranks[np.argsort(-costs, kind='stable')] = np.where(column % 2 == 0, place, num_ranks - 1 - place)
+    return ranks

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from composer_tokacc.data_spec.packing import pack_lengths
-from composer_tokacc.planning import CostModel, cut, cut_in_order, plan_microbatches
+from composer_tokacc.planning import CostModel, cut, plan_microbatches
 from composer_tokacc.sizing.profile import SampleSizes
 
 __all__ = ['METHODS', 'CutOptions', 'StepFigures', 'draw_batches', 'simulate_steps']
@@ -139,8 +139,14 @@ def _split(table: SampleSizes, share: np.ndarray, max_tokens: int, options: CutO
         widths = [[sum(group)] for group in documents] if options.across_documents else documents
         return [_Piece(*piece) for piece in zip(widths, _images(table, share, groups), strict=True)]
     widest, multiple = int(lengths.max()), options.width_multiple
-    cutter = cut if options.regroup else cut_in_order
-    groups = cutter(lengths, max_tokens, width_multiple=multiple, max_width=widest, cost=options.cost)
+    groups = cut(
+        lengths,
+        max_tokens,
+        regroup=options.regroup,
+        width_multiple=multiple,
+        max_width=widest,
+        cost=options.cost,
+    )
     widths = [[min(-(-int(lengths[rows].max()) // multiple) * multiple, widest)] * len(rows) for rows in groups]
     return [_Piece(*piece) for piece in zip(widths, _images(table, share, groups), strict=True)]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 
-from composer_tokacc.planning import CostModel, lower_bound
+from composer_tokacc.planning import CostModel, Rows, lower_bound
 from composer_tokacc.sizing.capacity import Capacity, LargestMicrobatch, largest_microbatch
 from composer_tokacc.sizing.memory_model import GIB, MemoryModel
 from composer_tokacc.sizing.profile import SampleSizes, profile_lengths
@@ -103,7 +103,9 @@ def suggest_microbatching(
         price=price,
     )
     bounds = [
-        lower_bound(table.tokens[batch], table.vision[batch], num_ranks, price, chosen.max_tokens, None)
+        lower_bound(
+            Rows(table.tokens[batch], chosen.max_tokens, image_tokens=table.vision[batch], cost=price), num_ranks
+        )
         for batch in batches
     ]
 
