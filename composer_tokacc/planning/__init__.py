@@ -8,13 +8,4 @@ from composer_tokacc.planning.cuts import cut
 from composer_tokacc.planning.plan import Microbatch, MicrobatchPlan, PlanStats, lower_bound, plan_microbatches
 from composer_tokacc.planning.rows import Rows
 
-__all__ = [
-    'CostModel',
-    'Microbatch',
-    'MicrobatchPlan',
-    'PlanStats',
-    'Rows',
-    'cut',
-    'lower_bound',
-    'plan_microbatches',
-]
+__all__ = ['CostModel', 'Microbatch', 'MicrobatchPlan', 'PlanStats', 'Rows', 'cut', 'lower_bound', 'plan_microbatches']

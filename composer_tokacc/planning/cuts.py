@@ -162,11 +162,8 @@ class LeastPaddedCuts:
           |           . * . _ *
           +-------------------- K
 
-    Corners are kept, so that asking for many K costs little more than asking for one.
-
-    Args:
-        rows: The sorted rows.
-        tolerance: Relative excess of cost that is accepted for fewer trials.
+    Corners are kept, so that asking for many K costs little more than asking for one. A relative excess of cost of
+    `tolerance` is accepted for fewer trials.
     """
 
     def __init__(self, rows: OrderedRows, tolerance: float = 0.0) -> None:

@@ -168,17 +168,13 @@ def plan_microbatches(
     with_images = checked.image_tokens > 0
     if objective == 'fsdp' and with_images.any() and not with_images.all():
         groups = [np.flatnonzero(with_images), np.flatnonzero(~with_images)]
-    searches = [
-        _CutSearch(checked.by_length(members), num_ranks, checked.cost, columns=objective == 'fsdp')
-        for members in groups
-    ]
-    shared = [search.shared() for search in searches]
+    columns = objective == 'fsdp'
+    shared = [_CutSearch(checked.by_length(one), num_ranks, checked.cost, columns).shared() for one in groups]
     ranks = shared[0]
     if len(shared) > 1:
         # The columns of both groups in one order, costliest first.
-        columns = [column for of_group in shared for column in zip(*of_group, strict=True)]
-        columns.sort(key=lambda column: -max(microbatch.cost for microbatch in column))
-        ranks = zip(*columns, strict=True)
+        both = [column for of_group in shared for column in zip(*of_group, strict=True)]
+        ranks = zip(*sorted(both, key=lambda column: -max(microbatch.cost for microbatch in column)), strict=True)
     return MicrobatchPlan(ranks=tuple(map(tuple, ranks)), _rows=checked, _objective=objective)
 
 
@@ -221,11 +217,7 @@ class _CutSearch:
     rows or images cost much (a microbatch of four long rows, for which all other ranks wait), and 1.3 times under
     ``'fsdp'``. The cut of most equal cost alone is up to 1.1 times slower, and 1.07 times.
 
-    Args:
-        rows: The sorted rows.
-        num_ranks: Number of ranks that share them.
-        cost: The cost model.
-        columns: Whether ranks wait for each other after every microbatch (``'fsdp'``) or after the last (``'ddp'``).
+    Ranks run in columns where they wait for each other after every microbatch (``'fsdp'``), not after the last.
     """
 
     def __init__(self, rows: OrderedRows, num_ranks: int, cost: CostModel, columns: bool) -> None:

@@ -71,13 +71,7 @@ class ActivationFit:
 
 
 def fit_activations(shapes: Sequence[BatchShape], measured: Sequence[Mapping[str, int]], *, area: str) -> ActivationFit:
-    """Fits the parts of several probes.
-
-    Args:
-        shapes: Shapes of the probes.
-        measured: Bytes by part of each.
-        area: See :class:`ActivationFit`.
-    """
+    """Fits the measured bytes by part of several probes; for `area` see :class:`ActivationFit`."""
     table = np.array([_features(shape, area) for shape in shapes], dtype=np.float64)
     totals = np.array([sum(parts.values()) - parts.get('weights', 0) for parts in measured], dtype=np.float64)
     coefficients: dict[str, dict[str, float]] = {}
@@ -100,15 +94,7 @@ def fit_activations(shapes: Sequence[BatchShape], measured: Sequence[Mapping[str
 
 
 def non_negative_fit(columns: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Solution of ``min |columns @ x - target|`` with ``x >= 0``.
-
-    Args:
-        columns: (m, n).
-        target: (m,).
-
-    Returns:
-        (n,).
-    """
+    """Solution (n,) of ``min |columns @ x - target|`` with ``x >= 0``, columns (m, n) and target (m,)."""
     scale = np.abs(columns).max(axis=0)
     scale[scale == 0] = 1.0  # columns differ by many orders of magnitude
     solution = nnls(columns / scale, target)[0]

@@ -349,9 +349,6 @@ class RealInputs(TorchDispatchMode):
     Vision-language models look at their inputs: how many image tokens there are, how large each image's grid is, which
     images are padding, whether any row is padded. ``FakeTensorMode`` alone stops there. A batch is small, so it stays
     real, and so does what follows from it alone; only large floats that do (masks, cast pixels) are made fake.
-
-    Args:
-        fake_mode: The mode that made the weights.
     """
 
     def __init__(self, fake_mode: FakeTensorMode) -> None:
