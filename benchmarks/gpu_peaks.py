@@ -105,11 +105,10 @@ def calibrate_gpu(
     measured = []
     for shape, batch in zip(shapes, batches, strict=True):
         inputs = memory.terms(shape)['inputs']
-        parts = memory.activation_parts(shape)
+        parts = max((phase.predict(shape) for phase in memory.phases.values()), key=lambda held: sum(held.values()))
         copies = parts['weights']
         activations = max(run.peak(batch) - run.static_bytes - inputs - copies, 1.0)
         scale = activations / max(sum(parts.values()) - copies, 1.0)
         measured.append({part: int(copies if part == 'weights' else held * scale) for part, held in parts.items()})
     area = next(iter(memory.phases.values())).area
-    key = {**memory.key, 'device': torch.cuda.get_device_name(run.device), 'method': 'measured'}
-    return replace(memory, phases={'measured': fit_activations(shapes, measured, area=area)}, key=key)
+    return replace(memory, phases={'measured': fit_activations(shapes, measured, area=area)})

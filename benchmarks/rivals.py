@@ -17,9 +17,8 @@ from typing import Literal
 import numpy as np
 
 from benchmarks.length_sets import LengthSet
-from composer_tokacc.planning import CostModel, MicrobatchPlan, cut, plan_microbatches
+from composer_tokacc.planning import CostModel, MicrobatchPlan, Rows, cut, plan_microbatches
 from composer_tokacc.planning.cuts import fill
-from composer_tokacc.planning.rows import sort_rows
 
 STOCK = 'stock Composer'
 MEGA_BATCHES = 50
@@ -72,7 +71,7 @@ class Rivals:
         budget = self._max_tokens(batch)
 
         def load(lengths: np.ndarray) -> float:
-            ordered = sort_rows(lengths, np.zeros_like(lengths), self.cost, budget, None)
+            ordered = Rows(lengths, budget, cost=self.cost).by_length()
             bounds = fill(ordered.row_costs, ordered.vision, ordered.reach, np.inf)
             return self._price(lengths, [ordered.order[a:b] for a, b in pairwise(bounds.tolist())])
 
@@ -139,7 +138,8 @@ class Rivals:
         return [self.trimmed(epoch.take(batch)) for batch in order.reshape(-1, global_batch)]
 
     def _price(self, lengths: np.ndarray, microbatches: list[np.ndarray] | list[list[int]]) -> float:
-        return sum(self.cost.microbatch(len(rows), int(lengths[rows].max())) for rows in microbatches)
+        widths = np.array([int(lengths[rows].max()) for rows in microbatches])
+        return float(([len(rows) for rows in microbatches] * self.cost.rows(widths) + self.cost.launch).sum())
 
     def _dealt(self, values: np.ndarray) -> np.ndarray:
         """Values of the rows of each rank, (W, G / W)."""

@@ -30,7 +30,7 @@ from benchmarks.length_sets import LengthSet, lognormal, read_tables
 from benchmarks.machine import machine
 from benchmarks.planning import show
 from benchmarks.rivals import STOCK, Rivals
-from composer_tokacc.planning import CostModel, lower_bound
+from composer_tokacc.planning import CostModel, Rows, lower_bound
 from composer_tokacc.sampling import RegroupingBatchSampler
 
 RESULTS = Path(__file__).resolve().parent / 'results'
@@ -51,7 +51,10 @@ def simulate(length_set: LengthSet, num_ranks: int, per_rank: int, steps: int) -
     epoch = length_set.draw(global_batch * max(8, steps), seed=num_ranks)
     found[HF_GROUPED] = rivals.length_grouped(epoch, global_batch)
     bounds = [
-        lower_bound(batch.lengths, batch.image_tokens, num_ranks, cost, MICROBATCH * int(batch.lengths.max()), None)
+        lower_bound(
+            Rows(batch.lengths, MICROBATCH * int(batch.lengths.max()), image_tokens=batch.image_tokens, cost=cost),
+            num_ranks,
+        )
         for batch in batches
     ]
     stock = sum(load.max() for load in found[STOCK]) / steps

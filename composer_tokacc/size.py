@@ -40,7 +40,7 @@ from composer_tokacc.programs.errors import refuse, section
 from composer_tokacc.programs.parts import build_parts
 from composer_tokacc.programs.sources import build_dataset, build_processor, measure_dataset
 from composer_tokacc.programs.suggest import device_memory_gib, memory_of_run, suggest_for_run
-from composer_tokacc.sizing import MicrobatchTimer, SizingReport, fit_cost
+from composer_tokacc.sizing import MicrobatchTimer, SizingReport, draw_report, fit_cost
 from composer_tokacc.train import build_trainer
 
 __all__ = ['main', 'size', 'time_shapes', 'time_steps']
@@ -182,8 +182,6 @@ def _write(report: SizingReport, folder: Path) -> str:
     """Writes `size.json`, and `size.png` where matplotlib is installed; returns what was written, in words."""
     report.save(folder / 'size.json')
     try:
-        from composer_tokacc.sizing.picture import draw_report
-
         draw_report(folder / 'size.png', report)
     except ImportError:
         return f'{folder / "size.json"} (no picture: matplotlib is not installed)'

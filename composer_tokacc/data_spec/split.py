@@ -20,7 +20,7 @@ from composer_tokacc.counting import IGNORE_INDEX, num_rows, with_carried, witho
 from composer_tokacc.data_spec.added_rows import UNITS, add_rows, blank_row, spare_row, zero_weight
 from composer_tokacc.data_spec.packing import pack_lengths, pack_rows
 from composer_tokacc.layout import Batch, BatchLayout, Family, ReadyBatch, microbatches_of
-from composer_tokacc.planning import CostModel, cut, cut_in_order
+from composer_tokacc.planning import CostModel, cut
 
 __all__ = ['MicrobatchSplit', 'SplitOptions', 'max_over_ranks']
 
@@ -37,6 +37,7 @@ class SplitOptions:
     width_multiple: int
     packing: bool
     cost: CostModel | None
+    max_image_tokens: int | None
     on_oversize: str
 
 
@@ -99,24 +100,24 @@ class MicrobatchSplit:
             )
         if isinstance(batch, ReadyBatch) and not self._hands_on(layout, batch):
             batch = batch.joined(layout)
-        sources = [_Rows.of(source, self._lengths(layout, source)) for source in microbatches_of(batch)]
+        sources = [self._rows_of(layout, source) for source in microbatches_of(batch)]
         budget = int(microbatch_size * (self.options.slot_tokens or max(map(_width, sources))))
         pieces = []
         for number, rows in enumerate(sources):
             is_ready = isinstance(batch, ReadyBatch)
             indices = batch.indices[number] if isinstance(batch, ReadyBatch) and batch.indices else None
-            self._check_cap(rows.source, rows.lengths, budget, indices)
-            if is_ready and len(rows.lengths) * self._trimmed_width(rows) <= budget:
+            self._check_caps(rows, budget, indices)
+            if is_ready and len(rows.lengths) * self._trimmed_width(rows) <= budget and self._fits_images(rows):
                 pieces.append(rows)
             else:
-                pieces += [rows.take(places) for places in self._cut(rows.lengths, budget, _width(rows))]
+                pieces += [rows.take(places) for places in self._cut(rows, budget)]
         if dist.get_world_size() > 1:
             return self._in_step(layout, sources, pieces, budget)
         if not self.rules.companions:
             return self._microbatches(layout, pieces, [], {})
         media = _media_of(layout, sources)
         spares = [row for row in (_own_row(layout, sources, media, unit) for unit in UNITS) if row is not None][:1]
-        return self._microbatches(layout, self._make_room(pieces, spares, media, budget), spares, media)
+        return self._microbatches(layout, self._make_room(layout, pieces, spares, media, budget), spares, media)
 
     def assemble(self, layout: BatchLayout, batch: Batch, rows: Sequence[int], rules: CutRules) -> dict[str, Any]:
         """The microbatch of the given rows, cut by the given rules and, where asked, packed."""
@@ -167,29 +168,54 @@ class MicrobatchSplit:
                 )  # fmt: skip
         return lengths
 
-    def _check_cap(self, batch: Batch, lengths: list[int], budget: int, indices: Sequence[int] | None) -> None:
-        if max(lengths) <= budget:
-            return
-        row = max(range(len(lengths)), key=lengths.__getitem__)
-        ids = batch.get('sample_ids')
-        name = f'row {row}' if indices is None else f'sample number {indices[row]} of the dataset'
-        if isinstance(ids, (list, tuple)) and len(ids) == len(lengths):
-            name = f'sample {ids[row]!r}'
-        message = (
-            f'A row must fit into a microbatch, got: {name} of {lengths[row]} tokens, over the cap of {budget}'
-            ' (`device_train_microbatch_size` x `slot_tokens`). Raise one of them, shorten the sample, or measure the '
-            'lengths again if a table of lengths promised less'
-        )
-        if self.options.on_oversize == 'raise':
-            raise ValueError(f"{message}; `on_oversize='warn'` computes it alone, over the cap.")
-        log.warning('%s. It is computed alone.', message)
+    def _rows_of(self, layout: BatchLayout, source: Batch) -> _Rows:
+        """All rows of a batch."""
+        lengths = self._lengths(layout, source)
+        is_capped = self.options.max_image_tokens is not None
+        images = layout.image_tokens_per_row(source) if is_capped else [0] * len(lengths)
+        return _Rows(source, list(range(len(lengths))), lengths, images)
 
-    def _cut(self, lengths: list[int], budget: int, width: int) -> list[list[int]]:
+    def _fits_images(self, rows: _Rows, more: int = 0) -> bool:
+        """Whether a microbatch may hold the image tokens of the rows, and so many more."""
+        cap = self.options.max_image_tokens
+        return cap is None or sum(rows.image_tokens) + more <= cap
+
+    def _check_caps(self, rows: _Rows, budget: int, indices: Sequence[int] | None) -> None:
+        """Refuses, or names, the row that is furthest over a cap by itself."""
+        for sizes, cap, unit, setting in (
+            (rows.lengths, budget, 'tokens', '`device_train_microbatch_size` x `slot_tokens`'),
+            (rows.image_tokens, self.options.max_image_tokens, 'image tokens', '`max_image_tokens`'),
+        ):
+            if cap is None or max(sizes) <= cap:
+                continue
+            row = max(range(len(sizes)), key=sizes.__getitem__)
+            ids = rows.source.get('sample_ids')
+            name = f'row {row}' if indices is None else f'sample number {indices[row]} of the dataset'
+            if isinstance(ids, (list, tuple)) and len(ids) == len(sizes):
+                name = f'sample {ids[row]!r}'
+            message = (
+                f'A row must fit into a microbatch, got: {name} of {sizes[row]} {unit}, over the cap of {cap} '
+                f'({setting}). Raise it, shorten the sample, or measure the lengths again if a table of lengths '
+                'promised less'
+            )
+            if self.options.on_oversize == 'raise':
+                raise ValueError(f"{message}; `on_oversize='warn'` computes it alone, over the cap.")
+            log.warning('%s. It is computed alone.', message)
+
+    def _cut(self, rows: _Rows, budget: int) -> list[list[int]]:
+        options = self.options
         if self.packing:
-            return pack_lengths(lengths, budget)
-        cutter = cut if self.options.regroup else cut_in_order
-        multiple = self.options.width_multiple
-        return cutter(lengths, budget, width_multiple=multiple, max_width=width, cost=self.options.cost)
+            return pack_lengths(rows.lengths, budget, rows.image_tokens, options.max_image_tokens)
+        return cut(
+            rows.lengths,
+            budget,
+            regroup=options.regroup,
+            image_tokens=rows.image_tokens,
+            max_image_tokens=options.max_image_tokens,
+            width_multiple=options.width_multiple,
+            max_width=_width(rows),
+            cost=options.cost,
+        )
 
     def _hands_on(self, layout: BatchLayout, batch: ReadyBatch) -> bool:
         """Whether microbatches that a loader has collated are good as they are, or at least each for itself.
@@ -241,7 +267,7 @@ class MicrobatchSplit:
         own = {unit: _own_row(layout, sources, media, unit) for unit in UNITS}
         spares = {unit: own[unit] or blank_row(layout, sources[0].source, unit) for unit in UNITS}
         possible = [row for row in spares.values() if row is not None]
-        pieces = self._make_room(pieces, possible, media, budget)
+        pieces = self._make_room(layout, pieces, possible, media, budget)
         counts = max_over_ranks([len(pieces), *(row is not None for row in own.values())])
         in_use = [unit for unit, used in zip(UNITS, counts[1:], strict=True) if used]
         needed = _units_needed(layout.family, in_use)
@@ -262,12 +288,16 @@ class MicrobatchSplit:
             microbatches += [filler] * (count - len(microbatches))
         return microbatches
 
-    def _make_room(self, pieces: list[_Rows], spares: Sequence[Batch], media: Media, budget: int) -> list[_Rows]:
+    def _make_room(
+        self, layout: BatchLayout, pieces: list[_Rows], spares: Sequence[Batch], media: Media, budget: int
+    ) -> list[_Rows]:
         """Halves microbatches until the rows with the media that they lack fit under the cap as well."""
         if not spares:
             return pieces
         in_batch = set().union(*(_held(piece, media) for piece in pieces))
         spare_width = max(row['input_ids'].shape[1] for row in spares)
+        is_capped = self.options.max_image_tokens is not None
+        spare_images = sum(sum(layout.image_tokens_per_row(row)) for row in spares) if is_capped else 0
         fitting: list[_Rows] = []
         pending = list(reversed(pieces))
         while pending:
@@ -276,7 +306,8 @@ class MicrobatchSplit:
             held = _held(piece, media)
             # What other ranks have is not known yet: without any media, all that may be needed are counted.
             num_lacking = len(in_batch - held) if held else len(spares)
-            if not num_lacking or num == 1 or (num + num_lacking) * width <= budget:
+            fits = (num + num_lacking) * width <= budget and (not held or self._fits_images(piece, spare_images))
+            if not num_lacking or num == 1 or fits:
                 fitting.append(piece)
             else:
                 pending += [piece.take(range(num // 2, num)), piece.take(range(num // 2))]
@@ -295,16 +326,14 @@ class _Rows(NamedTuple):
     """Where they are in it."""
     lengths: list[int]
     """Columns that each of them needs."""
-
-    @classmethod
-    def of(cls, source: Batch, lengths: list[int]) -> _Rows:
-        """All rows of a batch."""
-        return cls(source, list(range(len(lengths))), lengths)
+    image_tokens: list[int]
+    """Image tokens of each of them; zeros without a cap of them."""
 
     def take(self, which: Iterable[int]) -> _Rows:
         """Some of these rows."""
         which = list(which)
-        return _Rows(self.source, [self.places[k] for k in which], [self.lengths[k] for k in which])
+        columns = (self.places, self.lengths, self.image_tokens)
+        return _Rows(self.source, *([column[k] for k in which] for column in columns))
 
 
 def _width(rows: _Rows) -> int:

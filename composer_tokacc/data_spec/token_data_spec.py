@@ -43,6 +43,7 @@ def token_data_spec(
     loss_tokens: str = 'auto',
     layout: BatchLayout | None = None,
     slot_tokens: int | None = None,
+    max_image_tokens: int | None = None,
     regroup: bool = True,
     equal_counts: bool | str = 'auto',
     width_multiple: int = 1,
@@ -70,6 +71,8 @@ def token_data_spec(
             the model's own loss. An explicit rule is held to the model's.
         layout: How tensors belong to rows. Default: the model's, else as inferred from each batch.
         slot_tokens: Width of a slot, in tokens. Default: the width of the device batch.
+        max_image_tokens: Most placeholders of images and videos in a microbatch, a second hard cap: where the vision
+            tower needs the memory. Default: no cap.
         regroup: Whether to sort rows by real length before cutting. ``False`` keeps their order. Default: ``True``.
         equal_counts: Whether all ranks make the same number of microbatches, as FSDP and DDP's MULTI_AUTO_SYNC need.
             ``'auto'``: with more than one rank.
@@ -78,7 +81,7 @@ def token_data_spec(
             packed documents apart, which the first-batch check proves or refuses. Default: ``False``.
         cost: What a microbatch costs on your machine, for the cut of least cost. Default: that of a model of hidden
             size 4096 on a GPU.
-        on_oversize: A row wider than the cap: ``'raise'``, naming it, or ``'warn'``: name it and compute it alone.
+        on_oversize: A row over a cap by itself: ``'raise'``, naming it, or ``'warn'``: name it and compute it alone.
         **data_spec_kwargs: Passed to :class:`composer.core.DataSpec`.
 
     Returns:
@@ -98,7 +101,11 @@ def token_data_spec(
             )
     """
     check_rule(loss_tokens, allow_auto=True)
-    for name, value in (('slot_tokens', slot_tokens), ('width_multiple', width_multiple)):
+    for name, value in (
+        ('slot_tokens', slot_tokens),
+        ('max_image_tokens', max_image_tokens),
+        ('width_multiple', width_multiple),
+    ):
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f'`{name}` must be a positive integer, got: {value!r}.')
     if equal_counts not in (True, False, 'auto'):
@@ -115,6 +122,7 @@ def token_data_spec(
         width_multiple=width_multiple,
         packing=packing,
         cost=cost,
+        max_image_tokens=max_image_tokens,
         on_oversize=on_oversize,
     )
     if layout is None and model is not None:

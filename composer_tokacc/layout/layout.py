@@ -91,6 +91,21 @@ class BatchLayout:
         """Placeholder id of an image, where the config names one."""
         return blank_rows.token_id(self.config, 'image')
 
+    def image_tokens_per_row(self, batch: Batch) -> list[int]:
+        """Placeholders of images and videos in each row.
+
+        Raises:
+            ValueError: If the layout knows no config, which names them.
+        """
+        if self.config is None:
+            raise ValueError(
+                'Image tokens must be known to count them, got: a layout without the model. Pass `model=`, or use '
+                'TokenAccumulation.'
+            )
+        found = (blank_rows.token_id(self.config, unit) for unit in ('image', 'video'))
+        ids = torch.tensor([token_id for token_id in found if token_id is not None], dtype=torch.long)
+        return torch.isin(_text(batch), ids.to(_text(batch).device)).sum(dim=1).tolist()
+
     @property
     def merge_size(self) -> int:
         """Side of the patch square that becomes one token (Qwen-VL)."""

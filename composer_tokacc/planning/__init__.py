@@ -4,17 +4,8 @@
 """Token-budget microbatches: pure functions that cut and share a global batch. No Composer and no torch here."""
 
 from composer_tokacc.planning.cost import CostModel
-from composer_tokacc.planning.cuts import cut, cut_in_order, raise_count
+from composer_tokacc.planning.cuts import cut
 from composer_tokacc.planning.plan import Microbatch, MicrobatchPlan, PlanStats, lower_bound, plan_microbatches
+from composer_tokacc.planning.rows import Rows
 
-__all__ = [
-    'CostModel',
-    'Microbatch',
-    'MicrobatchPlan',
-    'PlanStats',
-    'cut',
-    'cut_in_order',
-    'lower_bound',
-    'plan_microbatches',
-    'raise_count',
-]
+__all__ = ['CostModel', 'Microbatch', 'MicrobatchPlan', 'PlanStats', 'Rows', 'cut', 'lower_bound', 'plan_microbatches']

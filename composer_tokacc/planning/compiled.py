@@ -18,11 +18,7 @@ Function = TypeVar('Function', bound=Callable[..., Any])
 
 
 def compiled(function: Function) -> Function:
-    """Compile a function of numpy arrays on its first call, and keep the machine code on disk where that is possible.
-
-    Args:
-        function: A function in the subset of Python that numba understands.
-    """
+    """Compile a function of numpy arrays on its first call; keep the machine code on disk where that is possible."""
     dispatcher = njit(function)
     # As `cache=True` does, with a cache class of our own. numba raises where neither the package folder nor the user's
     # cache folder can be written: no cache then.

@@ -26,8 +26,8 @@ class CostModel:
         seconds_per_token: Seconds of one unit where the model was fitted to measured times. Plans do not use it.
 
     Example:
-        >>> CostModel(quadratic=1000.0, launch=0.0).microbatch(2, 100)
-        220.0
+        >>> CostModel(quadratic=1000.0).rows(np.array([100, 200]))
+        array([110., 240.])
     """
 
     quadratic: float = 6 * 4096.0
@@ -44,17 +44,6 @@ class CostModel:
                 raise ValueError(f'`{name}` must be finite and not negative, got: {value}.')
 
     def rows(self, widths: np.ndarray) -> np.ndarray:
-        """Cost of one row at each width, without vision and launch.
-
-        Args:
-            widths: Padded widths in tokens, any shape.
-
-        Returns:
-            Costs, float64, of the same shape.
-        """
+        """Cost of one row at each width, without vision and launch, float64 of the same shape."""
         widths = np.asarray(widths, dtype=np.float64)
         return widths + widths * widths / self.quadratic
-
-    def microbatch(self, num_rows: int, width: int, image_tokens: int = 0) -> float:
-        """Cost of a microbatch of ``num_rows`` rows padded to ``width``, with ``image_tokens`` in all."""
-        return num_rows * (width + width * width / self.quadratic) + self.vision_per_token * image_tokens + self.launch

@@ -3,10 +3,11 @@
 
 """Cuts of rows into microbatches: of least padding, filled up to a limit, of equal cost, or split further.
 
-A cut is given by its bounds: microbatch ``k`` holds rows ``bounds[k]`` to ``bounds[k + 1] - 1``. What a microbatch may
-hold is given by ``reach``: the one that starts at row ``i`` ends at ``reach[i]`` at the latest, which is never below
-``i + 1``, so that a row over a cap is placed alone, and never falls from one row to the next. A microbatch costs its
-number of rows times the cost of its widest row, plus the vision cost of its rows, ``vision[end] - vision[start]``.
+A cut is given by its bounds: microbatch ``k`` holds rows ``bounds[k]`` to ``bounds[k + 1] - 1``, int64 (K + 1,). What a
+microbatch may hold is given by ``reach``, int64 (n,): the one that starts at row ``i`` ends at ``reach[i]`` at the
+latest, which is never below ``i + 1``, so that a row over a cap is placed alone, and never falls from one row to the
+next. A microbatch costs its number of rows times ``row_costs`` of its widest row, float64 (n,), plus the vision cost of
+its rows, ``vision[end] - vision[start]``, float64 (n + 1,), plus the launch.
 """
 
 from __future__ import annotations
@@ -19,10 +20,9 @@ import numpy as np
 
 from composer_tokacc.planning.compiled import compiled
 from composer_tokacc.planning.cost import CostModel
-from composer_tokacc.planning.rows import SortedRows, check_rows, round_widths, sort_rows
+from composer_tokacc.planning.rows import OrderedRows, Rows
 
-__all__ = ['LeastPaddedCuts', 'cut', 'cut_in_order', 'equal_cost_cut', 'fill', 'least_padded_cut', 'microbatch_costs',
-           'raise_count', 'split_largest']  # fmt: skip
+__all__ = ['LeastPaddedCuts', 'cut', 'equal_cost_cut', 'fill', 'least_padded_cut', 'microbatch_costs', 'split_largest']
 
 PRECISION = 1e-4
 """Relative width at which the bisection of :func:`equal_cost_cut` stops: far below what one row more or less in a
@@ -33,13 +33,14 @@ def cut(
     lengths: Sequence[int] | np.ndarray,
     max_tokens: int,
     *,
+    regroup: bool = True,
     image_tokens: Sequence[int] | np.ndarray | None = None,
     max_image_tokens: int | None = None,
     width_multiple: int = 1,
     max_width: int | None = None,
     cost: CostModel | None = None,
 ) -> list[list[int]]:
-    """Cut the rows of one rank into microbatches of least cost under hard caps, regrouping them by length.
+    """Cut the rows of one rank into microbatches of least cost under hard caps.
 
     A microbatch is as wide as its longest row, rounded up to ``width_multiple`` but not past ``max_width``. Rows times
     width never exceeds ``max_tokens``, the image tokens of its rows never exceed ``max_image_tokens``. A row which
@@ -48,6 +49,7 @@ def cut(
     Args:
         lengths: Real length of each row in tokens, (n,).
         max_tokens: Token budget of a microbatch, padding included.
+        regroup: Whether to regroup the rows by length, or to keep their order.
         image_tokens: Image tokens of each row, (n,).
         max_image_tokens: Image budget of a microbatch.
         width_multiple: Round widths up to a multiple of this.
@@ -55,7 +57,7 @@ def cut(
         cost: Cost model of a microbatch.
 
     Returns:
-        Row indices of each microbatch, ascending; the costliest microbatch first.
+        Row indices of each microbatch, ascending; the costliest microbatch first, or in the order of the rows.
 
     Raises:
         ValueError: An argument is out of range.
@@ -63,84 +65,26 @@ def cut(
     Example:
         >>> cut([7, 2, 8, 2, 2], 16)
         [[0, 2], [1, 3, 4]]
-    """
-    cost = CostModel() if cost is None else cost
-    sizes, images = check_rows(lengths, max_tokens, image_tokens, max_image_tokens, width_multiple, max_width)
-    rows = sort_rows(sizes, images, cost, max_tokens, max_image_tokens, width_multiple, max_width)
-    bounds = least_padded_cut(rows.row_costs, rows.reach, cost.launch)
-    costs = microbatch_costs(rows.row_costs, rows.vision, bounds, cost.launch)
-    return [sorted(rows.order[bounds[k] : bounds[k + 1]].tolist()) for k in np.argsort(-costs, kind='stable').tolist()]
-
-
-def cut_in_order(
-    lengths: Sequence[int] | np.ndarray,
-    max_tokens: int,
-    *,
-    image_tokens: Sequence[int] | np.ndarray | None = None,
-    max_image_tokens: int | None = None,
-    width_multiple: int = 1,
-    max_width: int | None = None,
-    cost: CostModel | None = None,
-) -> list[list[int]]:
-    """Cut rows into microbatches of least cost under hard caps, without changing their order.
-
-    Args:
-        lengths: Real length of each row in tokens, (n,).
-        max_tokens: Token budget of a microbatch, padding included.
-        image_tokens: Image tokens of each row, (n,).
-        max_image_tokens: Image budget of a microbatch.
-        width_multiple: As in :func:`cut`.
-        max_width: As in :func:`cut`.
-        cost: Cost model of a microbatch.
-
-    Returns:
-        Row indices of each microbatch; one after the other they are 0 to n - 1.
-
-    Raises:
-        ValueError: An argument is out of range.
-
-    Example:
-        >>> cut_in_order([7, 2, 8, 2, 2], 16)
+        >>> cut([7, 2, 8, 2, 2], 16, regroup=False)
         [[0, 1], [2], [3, 4]]
     """
-    cost = CostModel() if cost is None else cost
-    sizes, images = check_rows(lengths, max_tokens, image_tokens, max_image_tokens, width_multiple, max_width)
-    widths = round_widths(sizes, max_tokens, width_multiple, max_width)
-    image_sums = np.concatenate([[0], np.cumsum(images)])
-    image_cap = int(image_sums[-1]) if max_image_tokens is None else max_image_tokens
-    reach = _reach_in_order(widths, image_sums, max_tokens, image_cap)
-    bounds = least_padded_cut(cost.rows(widths), reach, cost.launch)
-    return [list(range(start, end)) for start, end in pairwise(bounds.tolist())]
-
-
-def raise_count(microbatches: Sequence[Sequence[int]], count: int, lengths: Sequence[int]) -> list[list[int]]:
-    """Split the largest microbatch, halfway down its rows, until there are ``count`` microbatches.
-
-    Rows keep their order: the concatenation of the result is the concatenation of what came in. Where there are fewer
-    rows than ``count``, one microbatch a row comes back, and the caller adds ``count - len(result)`` zero-weight
-    copies.
-
-    Args:
-        microbatches: Row indices of each microbatch.
-        count: Number of microbatches to reach.
-        lengths: Length in tokens of every row that the indices point to.
-
-    Returns:
-        ``count`` microbatches, fewer where rows run out, or all that came in where they are more already.
-
-    Raises:
-        ValueError: A microbatch is empty.
-
-    Example:
-        >>> raise_count([[0, 1, 2, 3], [4]], 3, [5, 5, 3, 3, 9])
-        [[0, 1], [2, 3], [4]]
-    """
-    if any(len(rows) == 0 for rows in microbatches):
-        raise ValueError('`microbatches` must not be empty lists, got: one without rows. Leave it out.')
-    joined = [row for rows in microbatches for row in rows]
-    sizes = np.array([lengths[row] for row in joined], dtype=np.float64)
-    bounds = np.cumsum([0] + [len(rows) for rows in microbatches])
-    return [joined[start:end] for start, end in pairwise(split_largest(sizes, bounds, count).tolist())]
+    checked = Rows(
+        lengths,
+        max_tokens,
+        image_tokens=image_tokens,
+        max_image_tokens=max_image_tokens,
+        width_multiple=width_multiple,
+        max_width=max_width,
+        cost=cost,
+    )
+    rows = checked.by_length() if regroup else checked.in_order(np.arange(len(checked.lengths)))
+    launch = checked.cost.launch
+    bounds = least_padded_cut(rows.row_costs, rows.reach, launch)
+    microbatches = [sorted(rows.order[start:end].tolist()) for start, end in pairwise(bounds.tolist())]
+    if not regroup:
+        return microbatches
+    costs = microbatch_costs(rows.row_costs, rows.vision, bounds, launch)
+    return [microbatches[k] for k in np.argsort(-costs, kind='stable').tolist()]
 
 
 @compiled
@@ -160,13 +104,7 @@ def least_padded_cut(row_costs: np.ndarray, reach: np.ndarray, price: float) -> 
     Plain dynamic programming over the ends of microbatches, in O(n * rows that a microbatch can hold). (On sorted rows
     O(n log n) is possible, with three times the code; measured, a whole plan of up to 1,024 rows took as long.)
 
-    Args:
-        row_costs: Cost of one row at the width of each row, float64 (n,).
-        reach: Latest end of a microbatch from each row, int64 (n,).
-        price: Price of a microbatch. The higher, the fewer there are.
-
-    Returns:
-        Bounds of the microbatches, from 0 to n, int64 (K + 1,).
+    The higher the price, the fewer microbatches there are.
     """
     n = len(row_costs)
     totals = np.zeros(n + 1)
@@ -224,14 +162,11 @@ class LeastPaddedCuts:
           |           . * . _ *
           +-------------------- K
 
-    Corners are kept, so that asking for many K costs little more than asking for one.
-
-    Args:
-        rows: The sorted rows.
-        tolerance: Relative excess of cost that is accepted for fewer trials.
+    Corners are kept, so that asking for many K costs little more than asking for one. A relative excess of cost of
+    `tolerance` is accepted for fewer trials.
     """
 
-    def __init__(self, rows: SortedRows, tolerance: float = 0.0) -> None:
+    def __init__(self, rows: OrderedRows, tolerance: float = 0.0) -> None:
         self._rows = rows
         self._tolerance = tolerance
         self._corners: dict[int, tuple[float, np.ndarray]] = {}
@@ -290,14 +225,7 @@ def _splice(few: np.ndarray, many: np.ndarray, count: int) -> np.ndarray:
 def fill(row_costs: np.ndarray, vision: np.ndarray, reach: np.ndarray, limit: float) -> np.ndarray:
     """Fill one microbatch of sorted rows after the other, up to caps and limit: no cut under both has fewer.
 
-    Args:
-        row_costs: Cost of one row at the width of each row, not increasing, float64 (n,).
-        vision: Vision cost of all rows before each row, float64 (n + 1,).
-        reach: Latest end of a microbatch from each row, int64 (n,).
-        limit: What no microbatch of two rows and more may cost, without launch.
-
-    Returns:
-        Bounds of the microbatches, from 0 to n, int64 (K + 1,).
+    The limit is what no microbatch of two rows and more may cost, without launch.
     """
     n = len(row_costs)
     bounds = np.zeros(n + 1, dtype=np.int64)
@@ -323,14 +251,7 @@ def fill(row_costs: np.ndarray, vision: np.ndarray, reach: np.ndarray, limit: fl
 def equal_cost_cut(row_costs: np.ndarray, vision: np.ndarray, reach: np.ndarray, count: int) -> np.ndarray:
     """Cut sorted rows into at most ``count`` microbatches whose costliest one is as cheap as possible.
 
-    Args:
-        row_costs: Cost of one row at the width of each row, not increasing, float64 (n,).
-        vision: Vision cost of all rows before each row, float64 (n + 1,).
-        reach: Latest end of a microbatch from each row, int64 (n,).
-        count: Number of microbatches, at least those of ``fill`` without a limit.
-
-    Returns:
-        Bounds of the microbatches, int64 (K + 1,) with K <= ``count``.
+    ``count`` is at least the number of :func:`fill` without a limit.
     """
     low = 0.0
     high = 0.0
@@ -354,12 +275,7 @@ def equal_cost_cut(row_costs: np.ndarray, vision: np.ndarray, reach: np.ndarray,
 
 @compiled
 def split_largest(row_costs: np.ndarray, bounds: np.ndarray, count: int) -> np.ndarray:
-    """Split the largest microbatch, halfway down its rows, until there are ``count``, or one row each.
-
-    Args:
-        row_costs: Cost (or length) of each row, float64 (n,); a microbatch is as large as its rows times the greatest.
-        bounds: Bounds of the microbatches, from 0 to n, int64 (K + 1,).
-        count: Number of microbatches to reach.
+    """Split the largest microbatch of sorted rows, halfway down its rows, until there are ``count``, or one row each.
 
     Returns:
         Bounds of ``min(count, n)`` microbatches, or of K if that is more; those that came in are among them.
@@ -371,37 +287,13 @@ def split_largest(row_costs: np.ndarray, bounds: np.ndarray, count: int) -> np.n
     # The largest is at the top. A microbatch of one row is above zero: at the top there is nothing left to split.
     while len(heap) < count and heap[0][0] < 0.0:
         start, end = heap[0][1], heap[0][2]
-        middle = (start + end) // 2  # on sorted rows the shorter half holds the longer rows
+        middle = (start + end) // 2  # the shorter half holds the longer rows
         heapq.heapreplace(heap, _by_size(row_costs, start, middle))
         heapq.heappush(heap, _by_size(row_costs, middle, end))
-    raised = np.zeros(len(heap) + 1, dtype=np.int64)
-    for k in range(len(heap)):
-        raised[k + 1] = heap[k][2]
-    raised.sort()
-    return raised
+    return np.array(sorted([0] + [end for _, _, end in heap]))
 
 
 @compiled
 def _by_size(row_costs, start, end):  # noqa: ANN001, ANN202 - typed by numba
     """Entry of a heap whose top is the largest microbatch that can be split."""
-    if end - start == 1:
-        return (1.0, start, end)
-    return (-(end - start) * row_costs[start:end].max(), start, end)
-
-
-@compiled
-def _reach_in_order(widths, image_sums, max_tokens, max_image_tokens):  # noqa: ANN001, ANN202 - typed by numba
-    """Latest end of a microbatch from each row under the caps, rows in any order, int64 (n,)."""
-    n = len(widths)
-    reach = np.zeros(n, dtype=np.int64)
-    for start in range(n):
-        end = start + 1  # a row over a cap is placed alone
-        width = widths[start]
-        while end < n:
-            width = max(width, widths[end])
-            over = (end + 1 - start) * width > max_tokens or image_sums[end + 1] - image_sums[start] > max_image_tokens
-            if over:
-                break
-            end += 1
-        reach[start] = end
-    return reach
+    return (1.0 if end - start == 1 else -(end - start) * row_costs[start], start, end)

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The rows of one plan, checked, widened and sorted; how far a microbatch may reach from each of them."""
+"""The rows of one plan: checked, with their caps and cost; in an order, with the reach of a microbatch from each."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from composer_tokacc.planning.compiled import compiled
 from composer_tokacc.planning.cost import CostModel
 
-__all__ = ['SortedRows', 'check_rows', 'sort_rows']
+__all__ = ['OrderedRows', 'Rows']
 
 
 @dataclass(frozen=True, kw_only=True)
-class SortedRows:
-    """Rows from the longest to the shortest, ties by index.
+class OrderedRows:
+    """Rows in the order in which they are cut.
 
-    Cutting this order contiguously is optimal for padded rectangles: swapping two rows of different length between two
-    microbatches never narrows either of them.
+    From the longest to the shortest, a contiguous cut is optimal for padded rectangles: swapping two rows of different
+    length between two microbatches never narrows either of them. Widths and costs then never increase.
     """
 
     order: np.ndarray
     """Index of each row in the caller's list, int64 (n,)."""
     widths: np.ndarray
-    """Width of a microbatch that starts at the row, int64 (n,). Never increases."""
+    """Width of a microbatch whose widest row it is, int64 (n,)."""
     row_costs: np.ndarray
-    """Cost of one row of that width, without vision, float64 (n,). Never increases."""
+    """Cost of one row of that width, without vision, float64 (n,)."""
     vision: np.ndarray
     """Cost in the vision tower of all rows before each row, float64 (n + 1,). Never decreases."""
     reach: np.ndarray
@@ -38,87 +39,107 @@ class SortedRows:
         return len(self.order)
 
 
-def check_rows(
-    lengths: Sequence[int] | np.ndarray,
-    max_tokens: int,
-    image_tokens: Sequence[int] | np.ndarray | None,
-    max_image_tokens: int | None,
-    width_multiple: int,
-    max_width: int | None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Check what every cut takes, and return lengths and image tokens as int64 arrays.
+class Rows:
+    """Checked rows, what a microbatch of them may hold, and what it costs; see :func:`.cut` for the arguments.
 
     Raises:
         ValueError: One of them is out of range; the message says which and how to mend it.
     """
+
+    def __init__(
+        self,
+        lengths: Sequence[int] | np.ndarray,
+        max_tokens: int,
+        *,
+        image_tokens: Sequence[int] | np.ndarray | None = None,
+        max_image_tokens: int | None = None,
+        width_multiple: int = 1,
+        max_width: int | None = None,
+        cost: CostModel | None = None,
+    ) -> None:
+        for name, value in (('max_tokens', max_tokens), ('width_multiple', width_multiple)):
+            if value < 1:
+                raise ValueError(f'`{name}` must be at least 1, got: {value}.')
+        if max_image_tokens is not None and max_image_tokens < 1:
+            raise ValueError(f'`max_image_tokens` must be at least 1, got: {max_image_tokens}. Use None for no cap.')
+        if max_image_tokens is not None and image_tokens is None:
+            raise ValueError('`image_tokens` must be given with `max_image_tokens`, got: None.')
+        self.lengths = _checked_lengths(lengths)
+        longest = int(self.lengths.max())
+        if max_width is not None and max_width < longest:
+            raise ValueError(f'`max_width` must be at least the longest sample, got: {max_width} < {longest}.')
+        self.image_tokens = _checked_image_tokens(image_tokens, len(self.lengths))
+        self.max_tokens, self.max_image_tokens = max_tokens, max_image_tokens
+        self.cost = CostModel() if cost is None else cost
+        self._width_multiple, self._max_width = width_multiple, max_width
+
+    @property
+    def is_over(self) -> np.ndarray:
+        """Which rows break a cap by themselves, and are therefore placed alone, bool (n,)."""
+        over = self.lengths > self.max_tokens
+        return over if self.max_image_tokens is None else over | (self.image_tokens > self.max_image_tokens)
+
+    def by_length(self, members: np.ndarray | None = None) -> OrderedRows:
+        """The rows (or the `members` among them) from the longest to the shortest, ties by index."""
+        members = np.arange(len(self.lengths)) if members is None else members
+        return self.in_order(members[np.argsort(-self.lengths[members], kind='stable')])
+
+    def in_order(self, order: np.ndarray) -> OrderedRows:
+        """The rows in the given order."""
+        lengths = widths = self.lengths[order]
+        if self._width_multiple > 1:
+            # Rounding stops at the collated width, and breaks no cap that the row itself keeps.
+            limit = min(self.max_tokens, self._max_width or self.max_tokens)
+            rounded = -(-lengths // self._width_multiple) * self._width_multiple
+            widths = np.maximum(lengths, np.minimum(rounded, limit))
+        image_sums = np.concatenate([[0], np.cumsum(self.image_tokens[order])])
+        image_cap = int(image_sums[-1]) if self.max_image_tokens is None else self.max_image_tokens
+        return OrderedRows(
+            order=order,
+            widths=widths,
+            row_costs=self.cost.rows(widths),
+            vision=image_sums * self.cost.vision_per_token,
+            reach=_reach(widths, image_sums, self.max_tokens, image_cap),
+        )
+
+
+def _checked_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
     sizes = np.asarray(lengths)
     if sizes.ndim != 1 or len(sizes) == 0:
         raise ValueError(f'`lengths` must hold at least one sample, got: shape {sizes.shape}.')
     if sizes.dtype.kind not in 'iu':
         raise ValueError(f'`lengths` must be integers, got: {sizes.dtype}. Pass token counts.')
-    sizes = sizes.astype(np.int64)
     if int(sizes.min()) < 1:
         at = int(np.argmin(sizes))
         raise ValueError(f'`lengths` must be positive, got: {sizes[at]} at sample {at}. Leave empty samples out.')
-    for name, value in (('max_tokens', max_tokens), ('width_multiple', width_multiple)):
-        if value < 1:
-            raise ValueError(f'`{name}` must be at least 1, got: {value}.')
-    if max_width is not None and max_width < int(sizes.max()):
-        raise ValueError(f'`max_width` must be at least the longest sample, got: {max_width} < {sizes.max()}.')
-    if max_image_tokens is not None and max_image_tokens < 1:
-        raise ValueError(f'`max_image_tokens` must be at least 1, got: {max_image_tokens}. Use None for no cap.')
+    return sizes.astype(np.int64)
+
+
+def _checked_image_tokens(image_tokens: Sequence[int] | np.ndarray | None, num_rows: int) -> np.ndarray:
     if image_tokens is None:
-        if max_image_tokens is not None:
-            raise ValueError('`image_tokens` must be given with `max_image_tokens`, got: None.')
-        return sizes, np.zeros(len(sizes), dtype=np.int64)
+        return np.zeros(num_rows, dtype=np.int64)
     images = np.asarray(image_tokens)
-    if images.shape != sizes.shape:
-        raise ValueError(f'`image_tokens` must have one entry per sample, got: {len(images)} for {len(sizes)}.')
-    images = images.astype(np.int64)
+    if images.shape != (num_rows,):
+        raise ValueError(f'`image_tokens` must have one entry per sample, got: {len(images)} for {num_rows}.')
     if int(images.min()) < 0:
         at = int(np.argmin(images))
         raise ValueError(f'`image_tokens` must not be negative, got: {images[at]} at sample {at}.')
-    return sizes, images
+    return images.astype(np.int64)
 
 
-def round_widths(lengths: np.ndarray, max_tokens: int, width_multiple: int, max_width: int | None) -> np.ndarray:
-    """Round lengths up to the multiple, but never past the collated width or past the cap by rounding alone."""
-    if width_multiple == 1:
-        return lengths
-    rounded = -(-lengths // width_multiple) * width_multiple
-    limit = max_tokens if max_width is None else min(max_tokens, max_width)
-    return np.maximum(lengths, np.minimum(rounded, limit))
-
-
-def sort_rows(
-    lengths: np.ndarray,
-    images: np.ndarray,
-    cost: CostModel,
-    max_tokens: int,
-    max_image_tokens: int | None,
-    width_multiple: int = 1,
-    max_width: int | None = None,
-    members: np.ndarray | None = None,
-) -> SortedRows:
-    """Sort checked rows (or the `members` among them) by length and find what each microbatch can hold at most."""
-    order = np.argsort(-lengths if members is None else -lengths[members], kind='stable')
-    if members is not None:
-        order = members[order]
-    lengths = lengths[order]
-    widths = round_widths(lengths, max_tokens, width_multiple, max_width)
-    num_rows = len(order)
-    image_sums = np.zeros(num_rows + 1, dtype=np.int64)
-    np.cumsum(images[order], out=image_sums[1:])
-    start = np.arange(num_rows, dtype=np.int64)
-    # The first row is the widest, so it alone says how many rows fit under the token cap.
-    reach = start + max_tokens // widths
-    if max_image_tokens is not None:
-        reach = np.minimum(reach, np.searchsorted(image_sums, image_sums[:-1] + max_image_tokens, side='right') - 1)
-    reach = np.clip(reach, start + 1, num_rows)  # a row over a cap is placed alone
-    return SortedRows(
-        order=order,
-        widths=widths,
-        row_costs=cost.rows(widths),
-        vision=image_sums * cost.vision_per_token,
-        reach=reach,
-    )
+@compiled
+def _reach(widths, image_sums, max_tokens, max_image_tokens):  # noqa: ANN001, ANN202 - typed by numba
+    """Latest end of a microbatch from each row under the caps, rows in any order, int64 (n,)."""
+    n = len(widths)
+    reach = np.zeros(n, dtype=np.int64)
+    for start in range(n):
+        end = start + 1  # a row over a cap is placed alone
+        width = widths[start]
+        while end < n:
+            width = max(width, widths[end])
+            over = (end + 1 - start) * width > max_tokens or image_sums[end + 1] - image_sums[start] > max_image_tokens
+            if over:
+                break
+            end += 1
+        reach[start] = end
+    return reach

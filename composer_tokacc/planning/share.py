@@ -1,7 +1,10 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Sharing microbatches among ranks: longest processing time first and rebalanced, or columns of like cost."""
+"""Sharing microbatches among ranks: longest processing time first and rebalanced, or columns of like cost.
+
+Everywhere ``costs`` is the cost of each microbatch, float64 (K,), and ``ranks`` the rank of each, int64 (K,).
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,8 @@ CLOSE_ENOUGH = 1e-3
 def share_longest_first(costs: np.ndarray, num_ranks: int) -> tuple[np.ndarray, float]:
     """Give the costliest remaining microbatch to the least loaded rank (Graham 1969), in O(K log K).
 
-    Args:
-        costs: Cost of each microbatch, float64 (K,).
-        num_ranks: Number of ranks.
-
     Returns:
-        The rank of each microbatch, int64 (K,), and the load of the slowest rank.
+        The ranks, and the load of the slowest of them.
     """
     ranks = np.zeros(len(costs), dtype=np.int64)
     heap = [(0.0, rank) for rank in range(num_ranks)]  # ties go to the lower rank
@@ -44,15 +43,10 @@ def rebalance(costs: np.ndarray, ranks: np.ndarray, num_ranks: int) -> tuple[np.
     """Swap a microbatch of the slowest rank for a cheaper one elsewhere, or give it away, as long as that helps.
 
     Every round takes the exchange after which the slower of the two ranks is fastest, so the slowest rank never becomes
-    slower. Rounds are limited to four a rank.
-
-    Args:
-        costs: Cost of each microbatch, float64 (K,).
-        ranks: Rank of each microbatch, int64 (K,), every rank at least once.
-        num_ranks: Number of ranks.
+    slower. Rounds are limited to four a rank. Every rank has at least one microbatch, before and after.
 
     Returns:
-        The rank of each microbatch, int64 (K,), and the load of the slowest rank.
+        The ranks, and the load of the slowest of them.
     """
     ranks = ranks.copy()
     loads = np.zeros(num_ranks)
@@ -118,37 +112,17 @@ def column_time(costs: np.ndarray, num_ranks: int) -> float:
 
     Sorting by cost is optimal: whatever the columns, the k-th costliest of their slowest microbatches is at least the
     one in place k * num_ranks of all microbatches sorted by cost.
-
-    Args:
-        costs: Cost of each microbatch, float64 (K,).
-        num_ranks: Number of ranks, microbatches in a column.
-
-    Returns:
-        The time of the step in which ranks wait for each other after every microbatch.
     """
-    costliest_first = -np.sort(-costs)
-    total = 0.0
-    for k in range(0, len(costs), num_ranks):
-        total += costliest_first[k]
-    return total
+    return np.sort(costs)[::-1][::num_ranks].sum()
 
 
-@compiled
 def share_columns(costs: np.ndarray, num_ranks: int) -> np.ndarray:
     """Deal microbatches of like cost side by side, in snake order, so that the sums of the ranks stay close as well.
 
-    Args:
-        costs: Cost of each microbatch, float64 (K,), K a multiple of `num_ranks`.
-        num_ranks: Number of ranks.
-
-    Returns:
-        Index of the microbatch of each column and rank, int64 (K / num_ranks, num_ranks); costliest column first.
+    K is a multiple of `num_ranks`; the k-th costliest microbatches of all ranks are a column.
     """
-    order = np.argsort(-costs, kind='mergesort')
-    table = np.zeros((len(costs) // num_ranks, num_ranks), dtype=np.int64)
     # Ranks 0, 1, 2, 2, 1, 0, 0, ...: who gets the costliest of one column gets the cheapest of the next.
-    for k in range(len(costs)):
-        column = k // num_ranks
-        rank = k % num_ranks
-        table[column, rank if column % 2 == 0 else num_ranks - 1 - rank] = order[k]
-    return table
+    column, place = np.divmod(np.arange(len(costs)), num_ranks)
+    ranks = np.empty(len(costs), dtype=np.int64)
+    ranks[np.argsort(-costs, kind='stable')] = np.where(column % 2 == 0, place, num_ranks - 1 - place)
+    return ranks

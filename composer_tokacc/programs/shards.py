@@ -120,6 +120,7 @@ class ShardSource:
             drop_last=drop_last,
             max_tokens=(rows if isinstance(rows, int) else size) * self._slot_tokens(),
             image_token_ids=image_token_ids(processor),
+            max_image_tokens=config.microbatching.max_image_tokens,
             objective='fsdp' if config.is_sharded else 'ddp',
             width_multiple=config.microbatching.width_multiple,
             cost=None if cost is None else CostModel(**cost),

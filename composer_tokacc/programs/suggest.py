@@ -91,6 +91,7 @@ def suggest_for_run(
         seconds_per_step=seconds_per_step,
         safety=safety,
         slot_tokens=microbatching.slot_tokens,
+        max_image_tokens=microbatching.max_image_tokens,
         regroup=microbatching.regroup,
         equal_counts=microbatching.equal_counts,
         width_multiple=microbatching.width_multiple,
@@ -133,7 +134,6 @@ def memory_of_run(config: TrainConfig, dataset: Any, processor: Any, table: Leng
             strategy=key['strategy'],
             on_gpu=key['device'] == 'gpu',
             has_mask=not is_flash,
-            key=key,
         )
 
     return load_or_calibrate(_cache_folder(), _key(config, table), calibrate)

@@ -3,29 +3,25 @@
 
 """The sizing helper: how large may a microbatch be, and what is gained?
 
-Three parts. A run's own model is traced without its memory, which gives a memory model (``shapes``, ``fake``,
-``trace``, ``memory_model``, ``calibrate``). The memory model says the largest safe microbatch (``capacity``). Steps of
-that size are simulated with the run's own cuts, and reported (``profile``, ``simulate``, ``suggestion``, ``report``,
-``picture``).
+Three parts. A run's own model is traced without its memory, which gives a memory model (``shapes``,
+``trace``, ``memory_model``). The memory model says the largest safe microbatch (``suggestion``). Steps of that size are
+simulated with the run's own cuts, and reported (``profile``, ``simulate``, ``report``); ``timing`` speaks of seconds.
 """
 
-from composer_tokacc.sizing.calibrate import calibrate_fake, fit_memory, load_or_calibrate
-from composer_tokacc.sizing.capacity import Capacity, LargestMicrobatch, largest_microbatch
-from composer_tokacc.sizing.fake import cast_model
-from composer_tokacc.sizing.memory_model import GIB, MemoryModel, StaticBytes, transformer_blocks
+from composer_tokacc.sizing.memory_model import GIB, MemoryModel, calibrate_fake, load_or_calibrate
 from composer_tokacc.sizing.profile import SampleSizes
-from composer_tokacc.sizing.report import SizingReport
+from composer_tokacc.sizing.report import SizingReport, draw_report
 from composer_tokacc.sizing.shapes import BatchShape
 from composer_tokacc.sizing.simulate import CutOptions, draw_batches, simulate_steps
-from composer_tokacc.sizing.suggestion import suggest_microbatching
+from composer_tokacc.sizing.suggestion import Capacity, suggest_microbatching
 from composer_tokacc.sizing.timing import MicrobatchTimer, fit_cost
+from composer_tokacc.sizing.trace import StaticBytes, cast_model, transformer_blocks
 
 __all__ = [
     'GIB',
     'BatchShape',
     'Capacity',
     'CutOptions',
-    'LargestMicrobatch',
     'MemoryModel',
     'MicrobatchTimer',
     'SampleSizes',
@@ -34,9 +30,8 @@ __all__ = [
     'calibrate_fake',
     'cast_model',
     'draw_batches',
+    'draw_report',
     'fit_cost',
-    'fit_memory',
-    'largest_microbatch',
     'load_or_calibrate',
     'simulate_steps',
     'suggest_microbatching',

@@ -5,37 +5,35 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from scipy.optimize import nnls
 from torch import nn
 
-from composer_tokacc.sizing.fake import storage_key
-from composer_tokacc.sizing.shapes import BatchShape
+from composer_tokacc.layout import BatchLayout
+from composer_tokacc.sizing.shapes import BatchShape, probe_batches
+from composer_tokacc.sizing.trace import FakeRun, StaticBytes
 
-__all__ = [
-    'GIB',
-    'LARGE_RESIDUAL',
-    'STRATEGIES',
-    'ActivationFit',
-    'MemoryModel',
-    'StaticBytes',
-    'fit_activations',
-    'non_negative_fit',
-    'transformer_blocks',
-]
+__all__ = ['GIB', 'ActivationFit', 'MemoryModel', 'calibrate_fake', 'fit_activations', 'load_or_calibrate',
+           'non_negative_fit', 'residual_warning']  # fmt: skip
+
+log = logging.getLogger(__name__)
 
 GIB = 1 << 30
 LARGE_RESIDUAL = 0.05
 """Residual from which a calibration says so: its figures are then rough."""
 
-STRATEGIES = ('ddp', 'fsdp')
+VERSION = 3
+"""Goes up with every change of what a calibration holds, so that files of older versions are not read."""
 
 FEATURES = ('constant', 'tokens', 'area', 'image_tokens', 'pixel_bytes', 'image_area')
 # What the bytes of each part can depend on. Tokens and tokens x vocabulary are one column for one model, so text and
@@ -46,86 +44,6 @@ _FEATURES_OF = {
     'vision': ('image_tokens', 'pixel_bytes', 'image_area'),
     'weights': ('constant',),
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class StaticBytes:
-    """Bytes of the whole model on one rank, before anything is sharded.
-
-    Args:
-        parameters: All parameters, frozen ones too.
-        buffers: Buffers.
-        gradients: Gradients of the parameters that train.
-        optimizer: States of the optimizer.
-        optimizer_step: Temporary tensors of the optimizer's step, when no activation is held.
-        block: Numbers of the largest transformer block, which FSDP gathers whole.
-        outside: Numbers outside all blocks (embeddings, head), which FSDP gathers whole and keeps for the step.
-        trained_outside: Those of them that train.
-        compute_bytes: Bytes of a number in the precision of the forward pass.
-    """
-
-    parameters: int
-    buffers: int
-    gradients: int
-    optimizer: int
-    optimizer_step: int
-    block: int
-    outside: int
-    trained_outside: int
-    compute_bytes: int
-
-    @classmethod
-    def of(cls, model: nn.Module, *, optimizer: int, optimizer_step: int, compute_bytes: int) -> StaticBytes:
-        """Counts a model after a backward pass; parameters that no loss reaches have no gradient."""
-        blocks = transformer_blocks(model)
-        inside = {id(parameter) for block in blocks for parameter in block.parameters()}
-        parameters = list(model.parameters())
-        outside = [parameter for parameter in parameters if id(parameter) not in inside]
-        return cls(
-            parameters=_nbytes(parameters),
-            buffers=_nbytes(model.buffers()),
-            gradients=_nbytes(p.grad for p in parameters if p.grad is not None),
-            optimizer=optimizer,
-            optimizer_step=optimizer_step,
-            block=max((sum(p.numel() for p in block.parameters()) for block in blocks), default=0),
-            outside=sum(p.numel() for p in outside),
-            trained_outside=sum(p.numel() for p in outside if p.grad is not None),
-            compute_bytes=compute_bytes,
-        )
-
-    def terms(self, strategy: str, num_ranks: int) -> dict[str, float]:
-        """Bytes by name on one of `num_ranks` ranks.
-
-        DDP copies every gradient into its buckets, because Composer leaves ``gradient_as_bucket_view`` off. FSDP holds
-        a share of everything, and in the precision of the forward pass the parameters outside the blocks, two blocks
-        (the one that runs and the one fetched ahead), and the gradients of what it holds; a block's gradients are
-        copied to float32 to be reduced.
-
-        Raises:
-            ValueError: `num_ranks` is out of range.
-        """
-        if num_ranks < 1:
-            raise ValueError(f'`num_ranks` must be at least 1, got: {num_ranks}.')
-        share = num_ranks if strategy == 'fsdp' else 1
-        terms = {
-            'parameters': self.parameters / share,
-            'gradients': self.gradients / share,
-            'optimizer states': self.optimizer / share,
-        }
-        if self.buffers:
-            terms['buffers'] = float(self.buffers)
-        if strategy == 'fsdp':
-            gathered = self.outside + 2 * self.block + self.trained_outside + self.block
-            terms['gathered by FSDP'] = float(gathered * self.compute_bytes + self.block * 4)
-        elif num_ranks > 1:
-            terms['DDP buckets'] = float(self.gradients)
-        return terms
-
-    def optimizer_peak(self, strategy: str, num_ranks: int) -> float:
-        """Bytes in the optimizer's step, when activations are gone and its temporary tensors are there."""
-        terms = self.terms(strategy, num_ranks)
-        terms.pop('gathered by FSDP', None)
-        return sum(terms.values()) + self.optimizer_step / (num_ranks if strategy == 'fsdp' else 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,13 +71,7 @@ class ActivationFit:
 
 
 def fit_activations(shapes: Sequence[BatchShape], measured: Sequence[Mapping[str, int]], *, area: str) -> ActivationFit:
-    """Fits the parts of several probes.
-
-    Args:
-        shapes: Shapes of the probes.
-        measured: Bytes by part of each.
-        area: See :class:`ActivationFit`.
-    """
+    """Fits the measured bytes by part of several probes; for `area` see :class:`ActivationFit`."""
     table = np.array([_features(shape, area) for shape in shapes], dtype=np.float64)
     totals = np.array([sum(parts.values()) - parts.get('weights', 0) for parts in measured], dtype=np.float64)
     coefficients: dict[str, dict[str, float]] = {}
@@ -182,15 +94,7 @@ def fit_activations(shapes: Sequence[BatchShape], measured: Sequence[Mapping[str
 
 
 def non_negative_fit(columns: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Solution of ``min |columns @ x - target|`` with ``x >= 0``.
-
-    Args:
-        columns: (m, n).
-        target: (m,).
-
-    Returns:
-        (n,).
-    """
+    """Solution (n,) of ``min |columns @ x - target|`` with ``x >= 0``, columns (m, n) and target (m,)."""
     scale = np.abs(columns).max(axis=0)
     scale[scale == 0] = 1.0  # columns differ by many orders of magnitude
     solution = nnls(columns / scale, target)[0]
@@ -207,29 +111,22 @@ class MemoryModel:
     Args:
         static: What does not depend on the microbatch.
         phases: Fits of what is held beyond it at the peak of each phase of a step; the highest counts.
-        vocab_size: Entries of a row of logits.
         strategy: ``'ddp'`` or ``'fsdp'``: the activations differ too, because FSDP casts the residual stream as well.
         pixel_bytes_per_image_token: As the probes had it, at most.
-        key: What was calibrated: model, dtype, precision, attention, checkpointing, device.
     """
 
     static: StaticBytes
     phases: Mapping[str, ActivationFit]
-    vocab_size: int
     strategy: str = 'ddp'
     pixel_bytes_per_image_token: float = 0.0
-    key: dict[str, Any] = field(default_factory=dict)
-
-    def activation_parts(self, shape: BatchShape) -> dict[str, float]:
-        """Bytes of ``text``, ``logits``, ``vision`` and ``weights`` in the phase that holds most."""
-        return max((phase.predict(shape) for phase in self.phases.values()), key=_total)
 
     def terms(self, shape: BatchShape, *, num_ranks: int = 1) -> dict[str, float]:
         """Bytes by term at the peak of a microbatch of this shape.
 
         Pixels and ids count twice: Composer copies each microbatch on the device.
         """
-        parts = self.activation_parts(shape)
+        # The phase that holds most.
+        parts = max((phase.predict(shape) for phase in self.phases.values()), key=lambda parts: sum(parts.values()))
         terms = self.static.terms(self.strategy, num_ranks)
         copies = parts.pop('weights', 0.0)
         if self.strategy == 'ddp' and copies:
@@ -256,15 +153,6 @@ class MemoryModel:
         """Whether attention holds ``rows x width^2`` entries, as all but flash attention does."""
         return any(phase.area != 'never' for phase in self.phases.values())
 
-    def warning(self) -> str | None:
-        """One line where the fit is rough, else None."""
-        if self.residual <= LARGE_RESIDUAL:
-            return None
-        return (
-            f'The memory model misses its own probes by up to {self.residual:.1%} of the activations '
-            f'(more than {LARGE_RESIDUAL:.0%}): take its figures as rough, and leave room.'
-        )
-
     def save(self, path: str | Path) -> None:
         """Writes the calibration as JSON."""
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -281,20 +169,94 @@ class MemoryModel:
         )
 
 
-def transformer_blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of every tower: members of the outermost module lists, experts inside a block excluded."""
-    blocks: list[nn.Module] = []
-    for child in model.children():
-        if isinstance(child, nn.ModuleList):
-            blocks += [block for block in child if any(True for _ in block.parameters())]
-        else:
-            blocks += transformer_blocks(child)
-    return blocks
+def residual_warning(residual: float) -> str | None:
+    """One line where a fit is rough, else None."""
+    if residual <= LARGE_RESIDUAL:
+        return None
+    return (
+        f'The memory model misses its own probes by up to {residual:.1%} of the activations '
+        f'(more than {LARGE_RESIDUAL:.0%}): take its figures as rough, and leave room.'
+    )
 
 
-def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
-    storages = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
+def calibrate_fake(
+    build: Callable[[], nn.Module],
+    config: Any,
+    samples: Sequence[Mapping[str, Any]],
+    *,
+    width: int,
+    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    precision: str = 'fp32',
+    strategy: str = 'ddp',
+    on_gpu: bool = True,
+    has_mask: bool = True,
+) -> MemoryModel:
+    """Runs four to six probes of the model under fake tensors and fits the terms to them.
+
+    Args:
+        build: Makes the model on the CPU, as for training.
+        config: Its Transformers config.
+        samples: Samples as the processor returns them; see :func:`.probe_batches`.
+        width: Width of the widest probe: about the longest sample of the dataset.
+        make_optimizer: See :class:`.FakeRun`.
+        precision: As in ``Trainer(precision=...)``.
+        strategy: ``'ddp'`` or ``'fsdp'``.
+        on_gpu: Whether the run will be on GPUs.
+        has_mask: Whether attention holds a mask where there is padding, as SDPA does; flash attention has none.
+
+    Raises:
+        ValueError: See :class:`.FakeRun` and :func:`.probe_batches`.
+    """
+    batches = probe_batches(BatchLayout.for_model(config), samples, width)
+    run = FakeRun(
+        build, batches[0], make_optimizer=make_optimizer, precision=precision, strategy=strategy, on_gpu=on_gpu
+    )
+    if not has_mask:
+        for batch in batches:
+            batch['attention_mask'] = torch.ones_like(batch['attention_mask'])
+    probes = [run.measure(batch) for batch in batches]
+    shapes = [probe.shape for probe in probes]
+    area = 'always' if run.model.config._attn_implementation == 'eager' else 'padded' if has_mask else 'never'
+    memory = MemoryModel(
+        static=run.static,
+        phases={
+            name: fit_activations(shapes, [probe.peaks[name] for probe in probes], area=area)
+            for name in probes[0].peaks
+        },
+        strategy=run.strategy,
+        pixel_bytes_per_image_token=max(shape.pixel_bytes / max(shape.image_tokens, 1) for shape in shapes),
+    )
+    line = residual_warning(memory.residual)
+    if line:
+        log.warning(line)
+    return memory
+
+
+def load_or_calibrate(
+    folder: str | Path, key: Mapping[str, Any], calibrate: Callable[[dict[str, Any]], MemoryModel]
+) -> MemoryModel:
+    """The stored calibration of `key`, or a new one, which is stored.
+
+    Args:
+        folder: Where calibrations are kept; one that cannot be written keeps none.
+        key: Model, dtype, precision, attention, checkpointing, frozen parts, optimizer, device; versions are added.
+        calibrate: Makes a new one and is given the whole key.
+    """
+    full = {**key, 'torch': torch.__version__, 'transformers': transformers.__version__, 'version': VERSION}
+    digest = hashlib.sha256(json.dumps(full, sort_keys=True, default=str).encode()).hexdigest()
+    path = Path(folder) / f'memory-{digest[:16]}.json'
+    try:
+        return MemoryModel.load(path)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        log.warning('Calibrating anew, because %s cannot be read: %s', path, error)
+    memory = calibrate(full)
+    try:
+        memory.save(path)
+    except OSError as error:
+        log.warning('The calibration is not kept for the next time: %s', error)
+    return memory
 
 
 def _features(shape: BatchShape, area: str) -> list[float]:
@@ -307,7 +269,3 @@ def _features(shape: BatchShape, area: str) -> list[float]:
         float(shape.pixel_bytes),
         shape.image_area,
     ]
-
-
-def _total(parts: Mapping[str, float]) -> float:
-    return sum(parts.values())

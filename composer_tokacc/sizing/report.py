@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What the sizing helper found: as text, as JSON, as YAML lines to paste."""
+"""What the sizing helper found: as text, as JSON, as YAML lines to paste, as a picture."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from composer_tokacc.sizing.memory_model import LARGE_RESIDUAL
+from composer_tokacc.sizing.memory_model import residual_warning
 from composer_tokacc.sizing.profile import DatasetProfile
 from composer_tokacc.sizing.simulate import StepFigures
 
-__all__ = ['SizeRow', 'SizingReport']
+__all__ = ['SizeRow', 'SizingReport', 'draw_report']
 
 METHOD_NAMES = {'stock': 'stock Composer', 'split': 'split and trimmed', 'planned': 'planned over ranks'}
+STOCK, SPLIT, PLANNED, LIMIT = '#8a8f98', '#2a78b5', '#1f9d6b', '#c0392b'
+PARTS = {'model': '#8a8f98', 'text': '#2a78b5', 'logits': '#e0a030', 'vision': '#7d5ba6', 'inputs': '#333333'}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +49,8 @@ class SizingReport:
     """Largest safe size, in rows of ``slot_tokens``."""
     slot_tokens: int
     max_image_tokens: int | None
+    """Image budget of a microbatch, where the run has one."""
+    fitting_image_tokens: int | None
     """Image tokens that fit into a microbatch of the suggested size; None without images."""
     stock_microbatch_size: int
     """Rows of stock Composer at the same memory."""
@@ -66,7 +70,7 @@ class SizingReport:
     seconds_per_step: float
     sizes: list[SizeRow]
     oversize: list[str]
-    """Samples longer than a microbatch; each goes alone."""
+    """Samples over a cap of a microbatch; each goes alone."""
     too_large: list[str]
     """Those of them that do not fit into memory even alone."""
 
@@ -74,11 +78,6 @@ class SizingReport:
     def max_tokens(self) -> int:
         """Token budget of a microbatch."""
         return self.device_train_microbatch_size * self.slot_tokens
-
-    @property
-    def samples_per_rank(self) -> int:
-        """Rows of a device batch."""
-        return self.global_batch_size // self.num_ranks
 
     @property
     def limit_gib(self) -> float:
@@ -104,7 +103,7 @@ class SizingReport:
 
     def identity(self) -> str:
         """The global batch as ``rows x microbatches x ranks`` of stock Composer."""
-        accumulation, rest = divmod(self.samples_per_rank, self.stock_microbatch_size)
+        accumulation, rest = divmod(self.global_batch_size // self.num_ranks, self.stock_microbatch_size)
         cut = f'{self.stock_microbatch_size} x {accumulation}' + (f' + {rest}' if rest else '')
         return f'({cut}) rows x {self.num_ranks} ranks = {self.global_batch_size} samples a step'
 
@@ -118,22 +117,25 @@ class SizingReport:
         ]
         if self.width_multiple > 1:
             lines.append(f'  width_multiple: {self.width_multiple}')
+        if self.max_image_tokens is not None:
+            lines.append(f'  max_image_tokens: {self.max_image_tokens}')
         if self.packing:
             lines.append('  packing: true')
         return '\n'.join(lines)
 
     def warnings(self) -> list[str]:
         """What a reader must know before trusting the figures."""
-        found = []
-        if self.memory_residual > LARGE_RESIDUAL:
-            found.append(f'The memory model misses its own probes by up to {self.memory_residual:.1%}: leave room.')
+        rough = residual_warning(self.memory_residual)
+        found = [rough] if rough else []
         if self.too_large:
             found.append(
                 f'{len(self.too_large)} samples do not fit even alone ({self.too_large[0]}): lower the context '
                 '(`dataset.max_length`), or switch on checkpointing or sharding.'
             )
         elif self.oversize:
-            found.append(f'{len(self.oversize)} samples are longer than a microbatch and go alone: {self.oversize[0]}.')
+            found.append(
+                f'{len(self.oversize)} samples are over a cap of a microbatch and go alone: {self.oversize[0]}.'
+            )
         return found
 
     def as_dict(self) -> dict[str, Any]:
@@ -174,7 +176,7 @@ def _answer(report: SizingReport) -> str:
         ('global batch', report.identity()),
         ('largest safe size', f'{report.device_train_microbatch_size} rows of {report.slot_tokens} tokens'),
         ('token budget', f'{report.max_tokens:,} tokens a microbatch'),
-        ('image tokens that fit', '-' if report.max_image_tokens is None else f'{report.max_image_tokens:,}'),
+        ('image tokens that fit', '-' if report.fitting_image_tokens is None else f'{report.fitting_image_tokens:,}'),
         ('peak memory', f'{report.peak_gib:.2f} of {report.limit_gib:.2f} GiB ({report.safety:.0%} of the device)'),
         ('kept from more by', report.binds),
     ]
@@ -237,3 +239,72 @@ def _table(title: str, header: Sequence[str] | None, rows: Sequence[Sequence[str
         return '  '.join(cells).rstrip()
 
     return '\n'.join([title, '-' * len(title), *map(text, lines)])
+
+
+def draw_report(path: str | Path, report: SizingReport) -> None:
+    """Draws padding and memory by microbatch size.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    # Not pyplot, which would choose a backend for the whole process.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.6), layout='constrained')
+    padding, memory = figure.subplots(1, 2)
+    size, slot = report.device_train_microbatch_size, report.slot_tokens
+    figure.suptitle(
+        f'Suggested: microbatches of at most {report.max_tokens:,} tokens ({size} rows of {slot})\n'
+        f'{report.num_ranks} ranks ({report.strategy}), {report.global_batch_size} samples a step, '
+        f'{report.device_memory_gib:g} GiB a device: {report.speedup("split"):.2f}x as fast as stock Composer, '
+        f'{report.speedup("planned"):.2f}x with planned batches',
+        fontsize=12,
+    )
+    _draw_padding(padding, report)
+    _draw_memory(memory, report)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+
+
+def _draw_padding(axis: Any, report: SizingReport) -> None:
+    for method, style, color, label in (
+        ('stock', 'o-', STOCK, 'stock Composer: every microbatch as wide as its device batch'),
+        ('split', 'o-', SPLIT, 'sorted, cut and trimmed on each rank'),
+        ('planned', 's--', PLANNED, 'planned over all ranks'),
+    ):
+        axis.plot([100 * row.padding[method] for row in report.sizes], style, color=color, label=label)
+    _name_sizes(axis, report)
+    axis.margins(y=0.35)
+    axis.set_ylim(bottom=0)
+    axis.set(title='Computed positions that are padding', ylabel='%')
+    axis.legend(fontsize=8, loc='upper left')
+
+
+def _draw_memory(axis: Any, report: SizingReport) -> None:
+    places = range(len(report.sizes))
+    below = [0.0] * len(report.sizes)
+    for part, color in PARTS.items():
+        heights = [row.parts_gib.get(part, 0.0) for row in report.sizes]
+        if any(heights):
+            axis.bar(places, heights, bottom=below, color=color, label=part)
+        below = [low + height for low, height in zip(below, heights, strict=True)]
+    for place, row in zip(places, report.sizes, strict=True):
+        note = f'{row.peak_gib:.3g}' + ('' if row.fits else '\ntoo large')
+        axis.annotate(note, (place, row.peak_gib), ha='center', va='bottom', fontsize=8)
+    limit = f'limit: {report.safety:.0%} of {report.device_memory_gib:g} GiB'
+    top = 1.45 * max(row.peak_gib for row in report.sizes)
+    if report.limit_gib < top:
+        axis.axhline(report.limit_gib, color=LIMIT, label=limit)
+    else:
+        axis.plot([], [], ' ', label=f'{limit}, above this picture')
+    axis.set_ylim(0, top)
+    _name_sizes(axis, report)
+    axis.set(title=f'Peak memory of a rank (no larger because of: {report.binds})', ylabel='GiB')
+    axis.legend(fontsize=8, loc='upper left', ncols=2)
+
+
+def _name_sizes(axis: Any, report: SizingReport) -> None:
+    chosen = report.device_train_microbatch_size
+    names = [f'{row.size} *' if row.size == chosen else str(row.size) for row in report.sizes]
+    axis.set_xticks(range(len(names)), names)
+    axis.set_xlabel(f'device_train_microbatch_size, in rows of {report.slot_tokens} tokens (* suggested)')

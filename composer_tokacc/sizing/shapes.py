@@ -122,29 +122,28 @@ def probe_batches(layout: BatchLayout, samples: Sequence[Sample], width: int) ->
     """
     if not samples:
         raise ValueError('`samples` must hold at least one sample, got: none.')
-    images = [sum(layout.images_per_row(sample)) for sample in samples]
-    plain = [sample for sample, count in zip(samples, images, strict=True) if count == 0]
-    seeing = sorted(
-        (sample for sample, count in zip(samples, images, strict=True) if count), key=lambda sample: _length(sample)
+    by_length = sorted(samples, key=_length)
+    plain, seeing = (
+        [sample for sample in by_length if any(layout.images_per_row(sample)) == has_images]
+        for has_images in (False, True)
     )
-    text = min(plain, key=_length) if plain else None
     if not seeing:
-        assert text is not None, 'samples without images are text'
-        wide = max(width, 4 * _length(text))
-        sizes = ((2, wide // 4), (2, wide), (4, wide // 2), (3, wide // 4))
-        return [batch_of_width(layout, [text] * rows, columns) for rows, columns in sizes]
-    small, large = seeing[0], seeing[-1]
-    wide = max(width, 2 * _length(small), _length(large) + 1)
-    batches = [
-        batch_of_width(layout, [small] * 2, max(wide // 2, _length(small))),
-        batch_of_width(layout, [small] * 4, wide // 2),
-        batch_of_width(layout, [small] * 2, wide),
-        batch_of_width(layout, [large] * 2, wide),
-        batch_of_width(layout, [large] * 3, max(wide * 3 // 4, _length(large))),
-    ]
-    if text is not None:
-        batches.append(batch_of_width(layout, [text] * 2, max(wide // 2, _length(text))))
-    return batches
+        wide = max(width, 4 * _length(plain[0]))
+        probes = [
+            (plain[0], rows, columns) for rows, columns in ((2, wide // 4), (2, wide), (4, wide // 2), (3, wide // 4))
+        ]
+    else:
+        small, large = seeing[0], seeing[-1]
+        wide = max(width, 2 * _length(small), _length(large) + 1)
+        probes = [
+            (small, 2, wide // 2),
+            (small, 4, wide // 2),
+            (small, 2, wide),
+            (large, 2, wide),
+            (large, 3, wide * 3 // 4),
+        ]
+        probes += [(text, 2, wide // 2) for text in plain[:1]]
+    return [batch_of_width(layout, [sample] * rows, max(columns, _length(sample))) for sample, rows, columns in probes]
 
 
 def _length(sample: Sample) -> int:

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from composer_tokacc.data_spec.packing import pack_lengths
-from composer_tokacc.planning import CostModel, cut, cut_in_order, plan_microbatches
+from composer_tokacc.planning import CostModel, cut, plan_microbatches
 from composer_tokacc.sizing.profile import SampleSizes
 
 __all__ = ['METHODS', 'CutOptions', 'StepFigures', 'draw_batches', 'simulate_steps']
@@ -29,6 +29,7 @@ class CutOptions:
     equal_counts: bool = True
     width_multiple: int = 1
     packing: bool = False
+    max_image_tokens: int | None = None
     cost: CostModel | None = None
     objective: Literal['ddp', 'fsdp'] = 'ddp'
     """``'ddp'``: ranks wait for each other once a step; ``'fsdp'``: at every microbatch."""
@@ -127,39 +128,43 @@ def _stock(table: SampleSizes, share: np.ndarray, rows: int) -> list[_Piece]:
     """Every microbatch is as wide as the device batch: Composer's split slices rows and trims nothing."""
     width = int(table.tokens[share].max())
     chunks = [share[start : start + rows] for start in range(0, len(share), rows)]
-    return [_Piece([width] * len(chunk), int(table.vision[chunk].sum())) for chunk in chunks]
+    return [_Piece([width] * len(chunk), int(table.image_tokens[chunk].sum())) for chunk in chunks]
 
 
 def _split(table: SampleSizes, share: np.ndarray, max_tokens: int, options: CutOptions) -> list[_Piece]:
     """As :class:`composer_tokacc.data_spec.split.MicrobatchSplit` cuts a device batch."""
-    lengths = table.tokens[share]
+    lengths, images = table.tokens[share], table.image_tokens[share]
     if options.packing:
-        groups = pack_lengths(lengths.tolist(), max_tokens)
+        groups = pack_lengths(lengths.tolist(), max_tokens, images.tolist(), options.max_image_tokens)
         documents = [lengths[rows].tolist() for rows in groups]
         widths = [[sum(group)] for group in documents] if options.across_documents else documents
-        return [_Piece(*piece) for piece in zip(widths, _images(table, share, groups), strict=True)]
-    widest, multiple = int(lengths.max()), options.width_multiple
-    cutter = cut if options.regroup else cut_in_order
-    groups = cutter(lengths, max_tokens, width_multiple=multiple, max_width=widest, cost=options.cost)
-    widths = [[min(-(-int(lengths[rows].max()) // multiple) * multiple, widest)] * len(rows) for rows in groups]
-    return [_Piece(*piece) for piece in zip(widths, _images(table, share, groups), strict=True)]
-
-
-def _images(table: SampleSizes, share: np.ndarray, groups: list[list[int]]) -> list[int]:
-    """Image tokens of each group of a share's rows."""
-    return [int(table.vision[share[rows]].sum()) for rows in groups]
+    else:
+        widest, multiple = int(lengths.max()), options.width_multiple
+        groups = cut(
+            lengths,
+            max_tokens,
+            regroup=options.regroup,
+            image_tokens=images,
+            max_image_tokens=options.max_image_tokens,
+            width_multiple=multiple,
+            max_width=widest,
+            cost=options.cost,
+        )
+        widths = [[min(-(-int(lengths[rows].max()) // multiple) * multiple, widest)] * len(rows) for rows in groups]
+    return [_Piece(width, int(images[rows].sum())) for width, rows in zip(widths, groups, strict=True)]
 
 
 def _planned(
     table: SampleSizes, batch: np.ndarray, num_ranks: int, max_tokens: int, options: CutOptions
 ) -> list[list[_Piece]]:
     """As :class:`.RegroupingBatchSampler` plans a global batch."""
-    vision = table.vision[batch]
+    vision = table.image_tokens[batch]
     plan = plan_microbatches(
         table.tokens[batch],
         num_ranks=num_ranks,
         max_tokens=max_tokens,
-        image_tokens=vision if table.vision.any() else None,
+        image_tokens=vision,
+        max_image_tokens=options.max_image_tokens,
         objective=options.objective,
         width_multiple=options.width_multiple,
         cost=options.cost,
@@ -186,8 +191,8 @@ def _in_step(
     if not options.equal_counts or all(len(pieces) == most for pieces in ranks):
         return ranks
     samples = np.concatenate(shares)
-    seeing = samples[table.vision[samples] > 0]
+    seeing = samples[table.image_tokens[samples] > 0]
     candidates = seeing if len(seeing) else samples
     smallest = candidates[np.argmin(table.tokens[candidates])]
-    filler = _Piece([int(table.tokens[smallest])], int(table.vision[smallest]))
+    filler = _Piece([int(table.tokens[smallest])], int(table.image_tokens[smallest]))
     return [pieces + [filler] * (most - len(pieces)) for pieces in ranks]

@@ -5,26 +5,103 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 
-from composer_tokacc.planning import CostModel, lower_bound
-from composer_tokacc.sizing.capacity import Capacity, LargestMicrobatch, largest_microbatch
+from composer_tokacc.planning import CostModel, Rows, lower_bound
 from composer_tokacc.sizing.memory_model import GIB, MemoryModel
-from composer_tokacc.sizing.profile import SampleSizes, profile_lengths
+from composer_tokacc.sizing.profile import SampleSizes
 from composer_tokacc.sizing.report import SizeRow, SizingReport
+from composer_tokacc.sizing.shapes import BatchShape
 from composer_tokacc.sizing.simulate import METHODS, CutOptions, StepFigures, draw_batches, simulate_steps
 
 if TYPE_CHECKING:
     from composer_tokacc.data.lengths import LengthTable
 
-__all__ = ['suggest_microbatching']
+__all__ = ['Capacity', 'suggest_microbatching']
 
 NUM_BATCHES = 24
 """Global batches that are simulated for each figure."""
+
+
+# Far beyond any device; bisection starts here.
+_MOST_TOKENS = 1 << 30
+# Terms of the memory model that a smaller microbatch would lower.
+_KINDS = {'text': 'text activations', 'logits': 'logits', 'vision': 'vision activations'}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capacity:
+    """What fits on one rank.
+
+    Args:
+        memory: Memory model.
+        table: Sizes of the samples.
+        num_ranks: Ranks.
+        limit: Bytes that may be used: device memory times the safety factor.
+        packing: Whether a microbatch is one packed row.
+        max_image_tokens: Image budget of a microbatch.
+    """
+
+    memory: MemoryModel
+    table: SampleSizes
+    num_ranks: int
+    limit: float
+    packing: bool = False
+    max_image_tokens: int | None = None
+
+    def worst_shape(self, tokens: int, image_tokens: int | None = None) -> BatchShape:
+        """The costliest microbatch of this many positions: the widest rows, and as many image tokens as they can have.
+
+        Args:
+            tokens: Positions, padding included.
+            image_tokens: Image tokens; by default the share of the sample that has the largest.
+        """
+        vision = self.table.image_tokens
+        most: float = tokens * (vision / self.table.tokens).max() if image_tokens is None else image_tokens
+        if image_tokens is None and self.max_image_tokens is not None:
+            most = min(most, self.max_image_tokens)
+        # The mask of a packed row is as wide as all its documents together.
+        width = tokens if self.packing else min(int(self.table.tokens.max()), tokens)
+        return BatchShape(
+            rows=max(round(tokens / width), 1),
+            width=width,
+            image_tokens=int(most),
+            image_area=float(most * vision.max()),
+            pixel_bytes=int(most * self.memory.pixel_bytes_per_image_token),
+        )
+
+    def peak(self, tokens: int, image_tokens: int | None = None) -> float:
+        """Bytes at the peak of the costliest microbatch of this many positions."""
+        return self.memory.peak(self.worst_shape(tokens, image_tokens), num_ranks=self.num_ranks)
+
+    def terms(self, tokens: int) -> dict[str, float]:
+        """The same by term."""
+        return self.memory.terms(self.worst_shape(tokens), num_ranks=self.num_ranks)
+
+    def max_tokens(self) -> int:
+        """Most positions of a microbatch that fits; 0 where not even one does."""
+        return _largest(lambda tokens: self.peak(tokens) <= self.limit)
+
+    def fitting_image_tokens(self, tokens: int) -> int:
+        """Most image tokens that fit beside this many positions, at most all of them."""
+        return min(_largest(lambda images: self.peak(tokens, images) <= self.limit), tokens)
+
+    def why_nothing_fits(self) -> str:
+        """One line for a model that leaves no room: what is held, and what would help."""
+        terms = self.terms(int(self.table.tokens.min()))
+        largest = sorted(terms, key=lambda name: -terms[name])[:3]
+        held = ', '.join(f'{name} {terms[name] / GIB:.2f}' for name in largest)
+        remedies = ['sharding with FSDP over more ranks' if self.memory.strategy == 'fsdp' else 'sharding with FSDP']
+        remedies += ['freezing parts', 'activation checkpointing', 'a shorter context']
+        return (
+            f'`device_memory_gib` must hold the model and its shortest sample, got: {self.limit / GIB:.2f} GiB usable '
+            f'for {sum(terms.values()) / GIB:.2f} ({held}). What would help: {", ".join(remedies)}.'
+        )
 
 
 def suggest_microbatching(
@@ -39,6 +116,7 @@ def suggest_microbatching(
     seconds_per_step: float = 0.0,
     safety: float = 0.92,
     slot_tokens: int | None = None,
+    max_image_tokens: int | None = None,
     regroup: bool = True,
     equal_counts: bool | str = 'auto',
     width_multiple: int = 1,
@@ -48,8 +126,8 @@ def suggest_microbatching(
 ) -> SizingReport:
     """Finds the largest safe microbatch of a run, and what it gains over stock Composer at the same memory.
 
-    Steps are simulated with the functions, the cost and the options by which the run will cut: `cost`, `regroup`,
-    `equal_counts`, `width_multiple` and `packing` are those of :func:`.token_data_spec`.
+    Steps are simulated with the functions, the cost and the options by which the run will cut: `cost`,
+    `max_image_tokens`, `regroup`, `equal_counts`, `width_multiple` and `packing` are those of :func:`.token_data_spec`.
 
     Args:
         lengths: Length table of the dataset, from :func:`.length_table`, or plain lengths.
@@ -64,6 +142,7 @@ def suggest_microbatching(
         safety: Share of the device memory that may be planned for. The rest is the driver's, the communication
             buffers' and lost to fragmentation.
         slot_tokens: Width of a slot; by default the longest sample.
+        max_image_tokens: Image budget of a microbatch; by default whatever the rows in it have.
         regroup: Whether microbatches may sort rows.
         equal_counts: Whether all ranks make the same number of microbatches.
         width_multiple: Widths are rounded up to it.
@@ -78,12 +157,26 @@ def suggest_microbatching(
         ValueError: An argument is out of range, or not even the shortest sample fits.
     """
     table = SampleSizes.of(lengths, sample_ids)
-    _check(num_ranks, global_batch_size, device_memory_gib, safety, slot_tokens, width_multiple)
-    limit = safety * device_memory_gib * GIB
-    capacity = Capacity(memory=memory, table=table, num_ranks=num_ranks, limit=limit, packing=packing)
+    positive = {'slot_tokens': slot_tokens, 'max_image_tokens': max_image_tokens, 'width_multiple': width_multiple}
+    _check(num_ranks, global_batch_size, device_memory_gib, safety, positive)
+    capacity = Capacity(
+        memory=memory,
+        table=table,
+        num_ranks=num_ranks,
+        limit=safety * device_memory_gib * GIB,
+        packing=packing,
+        max_image_tokens=max_image_tokens,
+    )
     slot = slot_tokens or -(-int(table.tokens.max()) // width_multiple) * width_multiple
     rows_per_rank = global_batch_size // num_ranks
-    chosen = largest_microbatch(capacity, rows_per_rank=rows_per_rank, slot_tokens=slot)
+    fitting = capacity.max_tokens()
+    if fitting < int(table.tokens.min()):
+        raise ValueError(capacity.why_nothing_fits())
+    slot = min(slot, fitting)  # one wider than memory is narrowed to what fits
+    size = min(fitting // slot, rows_per_rank)
+    max_tokens, terms = size * slot, capacity.terms(size * slot)
+    plain = replace(capacity, packing=False, max_image_tokens=None).max_tokens()
+    stock_rows = max(min(plain // int(table.tokens.max()), rows_per_rank), 1)
     price = measured_cost or cost or CostModel()
     batches = draw_batches(len(table), global_batch_size, num_batches=NUM_BATCHES, seed=seed)
     simulate = partial(
@@ -96,6 +189,7 @@ def suggest_microbatching(
             equal_counts=num_ranks > 1 if equal_counts == 'auto' else bool(equal_counts),
             width_multiple=width_multiple,
             packing=packing,
+            max_image_tokens=max_image_tokens,
             cost=cost,
             objective=cast(Literal['ddp', 'fsdp'], memory.strategy),
             across_documents=memory.holds_mask,
@@ -103,42 +197,53 @@ def suggest_microbatching(
         price=price,
     )
     bounds = [
-        lower_bound(table.tokens[batch], table.vision[batch], num_ranks, price, chosen.max_tokens, None)
+        lower_bound(
+            Rows(
+                table.tokens[batch],
+                max_tokens,
+                image_tokens=table.image_tokens[batch],
+                max_image_tokens=max_image_tokens,
+                cost=price,
+            ),
+            num_ranks,
+        )
         for batch in batches
     ]
 
     def figures(size: int, stock_rows: int) -> dict[str, StepFigures]:
-        budget = size * chosen.slot_tokens
-        return {method: simulate(method=method, microbatch_rows=stock_rows, max_tokens=budget) for method in METHODS}
+        return {
+            method: simulate(method=method, microbatch_rows=stock_rows, max_tokens=size * slot) for method in METHODS
+        }
 
     return SizingReport(
-        profile=profile_lengths(table),
+        profile=table.profile(),
         num_ranks=num_ranks,
         global_batch_size=global_batch_size,
         strategy=memory.strategy,
         device_memory_gib=device_memory_gib,
         safety=safety,
-        device_train_microbatch_size=chosen.size,
-        slot_tokens=chosen.slot_tokens,
-        max_image_tokens=capacity.max_image_tokens(chosen.max_tokens) if table.vision.any() else None,
-        stock_microbatch_size=chosen.stock_rows,
+        device_train_microbatch_size=size,
+        slot_tokens=slot,
+        max_image_tokens=max_image_tokens,
+        fitting_image_tokens=capacity.fitting_image_tokens(max_tokens) if table.image_tokens.any() else None,
+        stock_microbatch_size=stock_rows,
         regroup=regroup,
         width_multiple=width_multiple,
         packing=packing,
-        binds=chosen.binds,
-        terms={name: value / GIB for name, value in capacity.terms(chosen.max_tokens).items()},
-        peak_gib=capacity.peak(chosen.max_tokens) / GIB,
+        binds='global batch' if size == rows_per_rank else max(_KINDS, key=lambda kind: terms[_KINDS[kind]]),
+        terms={name: value / GIB for name, value in terms.items()},
+        peak_gib=capacity.peak(max_tokens) / GIB,
         memory_residual=memory.residual,
-        figures=figures(chosen.size, chosen.stock_rows),
+        figures=figures(size, stock_rows),
         bound=float(np.mean(bounds)),
         seconds_per_unit=price.seconds_per_token,
         seconds_per_step=seconds_per_step,
         sizes=[
-            _size_row(capacity, chosen, size, {method: of.padding_ratio for method, of in figures(size, size).items()})
-            for size in _compared_sizes(chosen.size, rows_per_rank)
+            _size_row(capacity, one, slot, {method: of.padding_ratio for method, of in figures(one, one).items()})
+            for one in _compared_sizes(size, rows_per_rank)
         ],
-        oversize=table.names(table.tokens > chosen.max_tokens),
-        too_large=table.names(table.tokens > chosen.fitting_tokens),
+        oversize=table.names((table.tokens > max_tokens) | (table.image_tokens > (max_image_tokens or max_tokens))),
+        too_large=table.names(table.tokens > fitting),
     )
 
 
@@ -148,12 +253,11 @@ def _compared_sizes(chosen: int, most: int) -> list[int]:
     return sorted(size for size in sizes if size <= most)
 
 
-def _size_row(capacity: Capacity, chosen: LargestMicrobatch, size: int, padding: dict[str, float]) -> SizeRow:
+def _size_row(capacity: Capacity, size: int, slot_tokens: int, padding: dict[str, float]) -> SizeRow:
     """Padding and memory of one size."""
-    tokens = size * chosen.slot_tokens
+    tokens = size * slot_tokens
     peak, terms = capacity.peak(tokens), capacity.terms(tokens)
-    names = {'text activations': 'text', 'logits': 'logits', 'vision activations': 'vision', 'inputs': 'inputs'}
-    parts = {short: terms[name] / GIB for name, short in names.items()}
+    parts = {short: terms[name] / GIB for short, name in {**_KINDS, 'inputs': 'inputs'}.items()}
     return SizeRow(
         size=size,
         padding=padding,
@@ -168,8 +272,7 @@ def _check(
     global_batch_size: int,
     device_memory_gib: float,
     safety: float,
-    slot_tokens: int | None,
-    width_multiple: int,
+    positive: dict[str, int | None],
 ) -> None:
     if num_ranks < 1:
         raise ValueError(f'`num_ranks` must be at least 1, got: {num_ranks}.')
@@ -182,6 +285,19 @@ def _check(
         raise ValueError(f'`device_memory_gib` must be positive, got: {device_memory_gib}.')
     if not 0 < safety <= 1:
         raise ValueError(f'`safety` must be over 0 and at most 1, got: {safety}.')
-    for name, value in (('slot_tokens', slot_tokens), ('width_multiple', width_multiple)):
+    for name, value in positive.items():
         if value is not None and value < 1:
             raise ValueError(f'`{name}` must be at least 1, got: {value}.')
+
+
+def _largest(fits: Callable[[int], bool]) -> int:
+    """The largest number for which a predicate holds that is true up to some number; 0 where it never does."""
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while high <= _MOST_TOKENS and fits(high):
+        low, high = high, high * 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

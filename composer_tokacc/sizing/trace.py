@@ -1,30 +1,34 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A step of the run's own model without its memory: what it holds at its peak, by part."""
+"""A step of the run's own model without its memory: weights and activations are fake, what comes from the data is real.
+
+It tells what the model takes as a whole, and what a microbatch holds at its peak, by part.
+"""
 
 from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only, tree_unflatten
 
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.sizing.fake import CudaAutocast, RealInputs, build_fake, cast_model, storage_key
-from composer_tokacc.sizing.memory_model import STRATEGIES, StaticBytes
 from composer_tokacc.sizing.shapes import BatchShape
 
-__all__ = ['AUTOCAST', 'FakeRun', 'Ledger', 'Probe']
+__all__ = ['AUTOCAST', 'FakeRun', 'Ledger', 'Probe', 'StaticBytes', 'cast_model', 'transformer_blocks']
 
+aten: Any = torch.ops.aten
+STRATEGIES = ('ddp', 'fsdp')
 AUTOCAST = {'fp32': None, 'amp_bf16': torch.bfloat16, 'amp_fp16': torch.float16}
 """What Composer's precisions compute in."""
 PARTS = ('text', 'logits', 'vision', 'weights')
@@ -33,7 +37,86 @@ PARTS = ('text', 'logits', 'vision', 'weights')
 _VISION_MODULES = frozenset(
     ('vision_tower', 'visual', 'vision_model', 'image_tower', 'audio_tower', 'multi_modal_projector', 'connector')
 )
-_TO_COPY: Any = torch.ops.aten._to_copy.default  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StaticBytes:
+    """Bytes of the whole model on one rank, before anything is sharded.
+
+    Args:
+        parameters: All parameters, frozen ones too.
+        buffers: Buffers.
+        gradients: Gradients of the parameters that train.
+        optimizer: States of the optimizer.
+        optimizer_step: Temporary tensors of the optimizer's step, when no activation is held.
+        block: Numbers of the largest transformer block, which FSDP gathers whole.
+        outside: Numbers outside all blocks (embeddings, head), which FSDP gathers whole and keeps for the step.
+        trained_outside: Those of them that train.
+        compute_bytes: Bytes of a number in the precision of the forward pass.
+    """
+
+    parameters: int
+    buffers: int
+    gradients: int
+    optimizer: int
+    optimizer_step: int
+    block: int
+    outside: int
+    trained_outside: int
+    compute_bytes: int
+
+    @classmethod
+    def of(cls, model: nn.Module, *, optimizer: int, optimizer_step: int, compute_bytes: int) -> StaticBytes:
+        """Counts a model after a backward pass; parameters that no loss reaches have no gradient."""
+        blocks = transformer_blocks(model)
+        inside = {id(parameter) for block in blocks for parameter in block.parameters()}
+        parameters = list(model.parameters())
+        outside = [parameter for parameter in parameters if id(parameter) not in inside]
+        return cls(
+            parameters=_nbytes(parameters),
+            buffers=_nbytes(model.buffers()),
+            gradients=_nbytes(p.grad for p in parameters if p.grad is not None),
+            optimizer=optimizer,
+            optimizer_step=optimizer_step,
+            block=max((sum(p.numel() for p in block.parameters()) for block in blocks), default=0),
+            outside=sum(p.numel() for p in outside),
+            trained_outside=sum(p.numel() for p in outside if p.grad is not None),
+            compute_bytes=compute_bytes,
+        )
+
+    def terms(self, strategy: str, num_ranks: int) -> dict[str, float]:
+        """Bytes by name on one of `num_ranks` ranks.
+
+        DDP copies every gradient into its buckets, because Composer leaves ``gradient_as_bucket_view`` off. FSDP holds
+        a share of everything, and in the precision of the forward pass the parameters outside the blocks, two blocks
+        (the one that runs and the one fetched ahead), and the gradients of what it holds; a block's gradients are
+        copied to float32 to be reduced.
+
+        Raises:
+            ValueError: `num_ranks` is out of range.
+        """
+        if num_ranks < 1:
+            raise ValueError(f'`num_ranks` must be at least 1, got: {num_ranks}.')
+        share = num_ranks if strategy == 'fsdp' else 1
+        terms = {
+            'parameters': self.parameters / share,
+            'gradients': self.gradients / share,
+            'optimizer states': self.optimizer / share,
+        }
+        if self.buffers:
+            terms['buffers'] = float(self.buffers)
+        if strategy == 'fsdp':
+            gathered = self.outside + 2 * self.block + self.trained_outside + self.block
+            terms['gathered by FSDP'] = float(gathered * self.compute_bytes + self.block * 4)
+        elif num_ranks > 1:
+            terms['DDP buckets'] = float(self.gradients)
+        return terms
+
+    def optimizer_peak(self, strategy: str, num_ranks: int) -> float:
+        """Bytes in the optimizer's step, when activations are gone and its temporary tensors are there."""
+        terms = self.terms(strategy, num_ranks)
+        terms.pop('gathered by FSDP', None)
+        return sum(terms.values()) + self.optimizer_step / (num_ranks if strategy == 'fsdp' else 1)
 
 
 class Ledger(TorchDispatchMode):
@@ -102,7 +185,7 @@ class Ledger(TorchDispatchMode):
         self._total -= num_bytes
 
     def _part(self, tensor: torch.Tensor, func: Any, args: Any) -> str:
-        if func is _TO_COPY and storage_key(args[0]) in self._parameters:
+        if func is aten._to_copy.default and storage_key(args[0]) in self._parameters:
             return 'weights'
         if self._depth:
             return 'vision'
@@ -110,13 +193,13 @@ class Ledger(TorchDispatchMode):
         return 'logits' if tensor.dim() in (2, 3) and tensor.shape[-1] == self.vocab_size else 'text'
 
     def _watch(self, module: nn.Module) -> list[Any]:
-        def enter(*_: Any) -> None:
-            self._depth += 1
+        def move(by: int) -> None:
+            self._depth += by
 
-        def leave(*_: Any) -> None:
-            self._depth -= 1
-
-        return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+        return [
+            module.register_forward_pre_hook(lambda *_: move(1)),
+            module.register_forward_hook(lambda *_: move(-1)),
+        ]
 
 
 @dataclass(frozen=True)
@@ -163,7 +246,9 @@ class FakeRun:
             raise ValueError(f'`precision` must be one of {", ".join(AUTOCAST)}, got: {precision!r}.')
         if strategy not in STRATEGIES:
             raise ValueError(f'`strategy` must be one of {STRATEGIES}, got: {strategy!r}.')
-        model, self._mode = build_fake(build)
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with self._mode:
+            model = build()
         self.model: Any = model.model if hasattr(model, 'shift_labels') else model
         self.layout = BatchLayout.for_model(self.model)
         self.strategy = strategy
@@ -171,7 +256,7 @@ class FakeRun:
         self._named = inspect.signature(self.model.forward).parameters
         self.vocab_size = self.model.config.get_text_config().vocab_size
         self._ledger = Ledger(self.model, self.vocab_size)
-        self._logits_dtype: torch.dtype | None = None
+        self._logits_dtype: torch.dtype | None = None  # of the step before: none yet
         self._logits_dtype = self._step(first_batch)
         self.static = self._count_static(make_optimizer or torch.optim.AdamW)
         if strategy == 'fsdp' and self._dtype is not None:
@@ -213,7 +298,8 @@ class FakeRun:
                 with self._mode:
                     previous = torch.empty(size, dtype=self._logits_dtype)
                 self._ledger.enter(previous, 'logits')
-            with self._autocast():
+            # Fake tensors of a GPU need its driver; those of the CPU do not, and their sizes are the same.
+            with torch.autocast('cpu', self._dtype, enabled=self._dtype is not None):
                 outputs = self.model(**inputs)
             del previous
             # Not loss.backward(): a function mode is off inside the methods that pass through it.
@@ -233,15 +319,6 @@ class FakeRun:
                 'Calibrate on a GPU.'
             ) from error
 
-    @contextmanager
-    def _autocast(self) -> Iterator[None]:
-        if self._dtype is None:
-            yield
-            return
-        # Fake tensors of a GPU need its driver; those of the CPU do not, and their sizes are the same.
-        with torch.autocast('cpu', self._dtype):
-            yield
-
     def _count_static(self, make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> StaticBytes:
         optimizer = make_optimizer([parameter for parameter in self.model.parameters() if parameter.requires_grad])
         for group in optimizer.param_groups:
@@ -259,3 +336,135 @@ class FakeRun:
             optimizer_step=max(sum(self._ledger.peak.values()) - before - states, 0),
             compute_bytes=(self._dtype or next(self.model.parameters()).dtype).itemsize,
         )
+
+
+_INDEXING = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
+# A mask in floats is rows x width^2 values, and SDPA makes one a layer.
+_LARGEST_REAL = 1 << 16
+
+
+class RealInputs(TorchDispatchMode):
+    """Computes for real what no weight enters; everything else is a fake tensor.
+
+    Vision-language models look at their inputs: how many image tokens there are, how large each image's grid is, which
+    images are padding, whether any row is padded. ``FakeTensorMode`` alone stops there. A batch is small, so it stays
+    real, and so does what follows from it alone; only large floats that do (masks, cast pixels) are made fake.
+    """
+
+    def __init__(self, fake_mode: FakeTensorMode) -> None:
+        super().__init__()
+        self.fake_mode = fake_mode
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        flat, spec = tree_flatten((args, kwargs or {}))
+        tensors = [value for value in flat if isinstance(value, torch.Tensor)]
+        if not any(isinstance(value, FakeTensor) for value in tensors):
+            own = {storage_key(tensor) for tensor in tensors}
+            return tree_map_only(torch.Tensor, lambda made: self._thin(made, own), func(*args, **(kwargs or {})))
+        if func in _INDEXING:
+            args = (args[0], _by_position(args[1]), *args[2:])
+            flat, spec = tree_flatten((args, kwargs or {}))
+        elif func is aten.masked_select.default and not isinstance(args[1], FakeTensor):
+            mask = args[1].expand(args[0].shape)
+            return self.__torch_dispatch__(aten.index.Tensor, types, (args[0], [mask]))
+        with self.fake_mode:
+            flat = [self._fake(value) if isinstance(value, torch.Tensor) else value for value in flat]
+            args, kwargs = tree_unflatten(flat, spec)
+            return func(*args, **kwargs)
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else self.fake_mode.from_tensor(tensor, static_shapes=True)
+
+    def _thin(self, tensor: torch.Tensor, inputs: set[int]) -> torch.Tensor:
+        is_new = storage_key(tensor) not in inputs
+        large = tensor.is_floating_point() and tensor.numel() > _LARGEST_REAL
+        return self._fake(tensor) if large and is_new else tensor
+
+
+def _by_position(indices: Any) -> list[Any]:
+    """Real boolean indices as positions: the size of the result is then known."""
+    positions: list[Any] = []
+    for index in indices:
+        if isinstance(index, torch.Tensor) and index.dtype == torch.bool and not isinstance(index, FakeTensor):
+            positions.extend(index.nonzero().unbind(dim=1))
+        else:
+            positions.append(index)
+    return positions
+
+
+class CudaAutocast(TorchFunctionMode):
+    """Makes autocast on the CPU compute in float32 what autocast on a GPU does, since its outputs are larger then.
+
+    The list is that of ``torch/amp`` ("CUDA ops that autocast to float32"), as far as transformers use it.
+    """
+
+    FLOAT32 = (
+        nn.functional.layer_norm,
+        nn.functional.group_norm,
+        nn.functional.softmax,
+        nn.functional.log_softmax,
+        nn.functional.cross_entropy,
+        nn.functional.nll_loss,
+        torch.softmax,
+        torch.log_softmax,
+        torch.layer_norm,
+        torch.pow,
+        torch.Tensor.pow,
+        torch.rsqrt,
+        torch.exp,
+        torch.log,
+        torch.cumsum,
+        torch.Tensor.cumsum,
+        torch.sum,
+        torch.Tensor.sum,
+    )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in self.FLOAT32 and torch.is_autocast_enabled('cpu'):
+            args, kwargs = tree_map_only(torch.Tensor, _upcast, (args, kwargs))
+            with torch.autocast('cpu', enabled=False):
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _upcast(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
+def cast_model(model: nn.Module, dtype: torch.dtype) -> None:
+    """Casts a model as ``model.to(dtype)`` does, real or fake.
+
+    Newer versions of torch swap the tensors of fake parameters in ``nn.Module.to``, and fail where anything else refers
+    to them. Here the module gets new parameters, so call it before an optimizer holds the old ones.
+    """
+    cast_of: dict[int, torch.Tensor] = {}  # tied weights stay tied
+    for module in model.modules():
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is None or not tensor.is_floating_point() or tensor.dtype == dtype:
+                continue
+            if id(tensor) not in cast_of:
+                converted = tensor.detach().to(dtype)
+                is_weight = isinstance(tensor, nn.Parameter)
+                cast_of[id(tensor)] = nn.Parameter(converted, tensor.requires_grad) if is_weight else converted
+            setattr(module, name, cast_of[id(tensor)])
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Identity of the memory behind a tensor, the same for all its views; valid while one of them lives."""
+    return tensor.untyped_storage()._cdata
+
+
+def transformer_blocks(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of every tower: members of the outermost module lists, experts inside a block excluded."""
+    blocks: list[nn.Module] = []
+    for child in model.children():
+        if isinstance(child, nn.ModuleList):
+            blocks += [block for block in child if any(True for _ in block.parameters())]
+        else:
+            blocks += transformer_blocks(child)
+    return blocks
+
+
+def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum({storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())

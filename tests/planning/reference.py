@@ -10,13 +10,17 @@ from collections import Counter
 
 import numpy as np
 
-from composer_tokacc.planning import CostModel, MicrobatchPlan
-from composer_tokacc.planning.rows import SortedRows, check_rows, sort_rows
+from composer_tokacc.planning import CostModel, MicrobatchPlan, Rows
+from composer_tokacc.planning.rows import OrderedRows
 
 
-def sorted_rows(lengths, max_tokens, images=None, max_images=None, cost=None) -> SortedRows:
-    sizes, pictures = check_rows(lengths, max_tokens, images, max_images, 1, None)
-    return sort_rows(sizes, pictures, cost or CostModel(), max_tokens, max_images)
+def sorted_rows(lengths, max_tokens, images=None, max_images=None, cost=None) -> OrderedRows:
+    return Rows(lengths, max_tokens, image_tokens=images, max_image_tokens=max_images, cost=cost).by_length()
+
+
+def price_of(cost: CostModel, num_rows: int, width: int, image_tokens: int = 0) -> float:
+    """Cost of a microbatch, by the formula in words."""
+    return num_rows * (width + width**2 / cost.quadratic) + cost.vision_per_token * image_tokens + cost.launch
 
 
 def fits(lengths, images, rows, max_tokens, max_images) -> bool:

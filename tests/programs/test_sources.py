@@ -61,6 +61,19 @@ def test_budget_is_that_of_rows_as_wide_as_the_longest_sample(tmp_path):
     assert longest < max(widths) <= 2 * longest
 
 
+def test_image_cap_of_the_config_is_that_of_the_plans_and_of_the_split(tmp_path):
+    free, dataset = build(tmp_path)
+    token_id = build_processor(load_config(ROOT / 'yamls' / 'digits.yaml')).image_token_id
+    cap = max(int((sample['input_ids'] == token_id).sum()) for sample in dataset)
+    capped, _ = build(tmp_path, f'microbatching.max_image_tokens={cap}')
+    most = [
+        max(int((one['input_ids'] == token_id).sum()) for batch in spec.dataloader for one in batch.microbatches)
+        for spec in (free, capped)
+    ]
+    assert most[0] > cap >= most[1] > 0
+    assert capped.split_batch.__self__._split.options.max_image_tokens == cap
+
+
 def test_held_out_set_and_ordered_rows_use_the_stock_sampler(tmp_path):
     for spec in (build(tmp_path, held_out=True)[0], build(tmp_path, 'microbatching.regroup=false')[0]):
         assert not isinstance(spec.dataloader, RegroupingDataLoader)

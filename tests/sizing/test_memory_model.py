@@ -97,7 +97,6 @@ MEMORY = MemoryModel(
         compute_bytes=4,
     ),
     phases={'head': fit_activations(SHAPES, [{'text': shape.tokens} for shape in SHAPES], area='never')},
-    vocab_size=10,
 )  # fmt: skip
 
 

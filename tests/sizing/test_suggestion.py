@@ -20,11 +20,11 @@ from composer_tokacc.sizing import (
     MemoryModel,
     SampleSizes,
     StaticBytes,
+    draw_report,
     simulate_steps,
     suggest_microbatching,
 )
 from composer_tokacc.sizing.memory_model import ActivationFit
-from composer_tokacc.sizing.picture import draw_report
 
 PARAMETERS, PER_TOKEN, PER_LOGIT_ROW, PER_IMAGE_TOKEN = GIB, 1 << 20, 1 << 19, 1 << 18
 
@@ -49,7 +49,7 @@ def memory_model(**changes: Any) -> MemoryModel:
         'weights': {},
     }
     fit = ActivationFit(coefficients=coefficients, area='never', residual=0.01)
-    return replace(MemoryModel(static=static, phases={'head': fit}, vocab_size=1000), **changes)
+    return replace(MemoryModel(static=static, phases={'head': fit}), **changes)
 
 
 def table(num_samples: int = 4000, seed: int = 0) -> LengthTable:
@@ -239,11 +239,30 @@ def test_report_as_text_json_yaml_and_picture(tmp_path: Any) -> None:
         assert f'<!-- {words}' in drawn
 
 
+def test_image_cap_of_the_run_is_kept_in_memory_steps_and_yaml() -> None:
+    """Eight rows of 100 tokens, 60 of them of images, fit at once: under a cap of 120 image tokens go two and two."""
+    columns = {'lengths': 100, 'image_tokens': 60, 'loss_tokens': 1, 'vision_patches': 60}
+    sizes = LengthTable(**{name: np.full(8, value) for name, value in columns.items()})
+    free, capped = (
+        suggest(sizes, num_ranks=1, global_batch_size=8, max_image_tokens=cap, width_multiple=2) for cap in (None, 120)
+    )
+    for method in ('split', 'planned'):
+        assert (free.figures[method].microbatches, capped.figures[method].microbatches) == (1, 4)
+    assert free.figures['stock'] == capped.figures['stock']
+    packed = suggest(sizes, num_ranks=1, global_batch_size=8, max_image_tokens=120, packing=True)
+    assert packed.figures['split'].microbatches == 4
+    assert yaml.safe_load(capped.yaml())['microbatching']['max_image_tokens'] == 120
+    # 4 GiB of model, a microbatch of 800 positions, and a quarter MiB for each of 480 or 120 image tokens.
+    assert (free.peak_gib - capped.peak_gib) * GIB == pytest.approx(360 * PER_IMAGE_TOKEN)
+    tight = suggest(sizes, num_ranks=1, global_batch_size=8, max_image_tokens=59)
+    assert len(tight.oversize) == 8
+
+
 @pytest.mark.parametrize(
     ('arguments', 'message'),
     [
         ({'lengths': []}, '`lengths` must hold at least one sample'),
-        ({'lengths': [5, -3, 4]}, r'`tokens` must be at least 1, got: -3 \(sample 1\)'),
+        ({'lengths': [5, -3, 4]}, r'`lengths` must be at least 1, got: -3 \(sample 1\)'),
         ({'num_ranks': 0}, '`num_ranks` must be at least 1, got: 0'),
         ({'global_batch_size': 30}, 'multiple of the number of ranks, got: 30 on 4 ranks. Set it to 32'),
         ({'device_memory_gib': 2.0}, r'must hold the model and its shortest sample.*sharding with FSDP, freezing'),
