@@ -15,11 +15,10 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from composer_tokacc.data.conversation import ConversationEncoder
-from composer_tokacc.data.formats import PLACEHOLDER, BadSampleError, Record, parse_record, read_raw_records
+from composer_tokacc.data.formats import BadSampleError, Record, parse_record, read_raw_records
 from composer_tokacc.data.lengths import LengthTable, chosen_patch_size, length_table
-from composer_tokacc.data.media import check_takes_images, encode_record, open_image
 
-__all__ = ['LlavaDataset', 'conversation_texts']
+__all__ = ['LlavaDataset']
 
 log = logging.getLogger(__name__)
 
@@ -102,16 +101,20 @@ class LlavaDataset(Dataset):
 
     @staticmethod
     def texts(path: PathLike | Sequence[PathLike]) -> Iterator[str]:
-        """See :func:`conversation_texts`."""
-        return conversation_texts(path)
+        """Yields the text of every turn, without image placeholders: what a tokenizer can be trained on."""
+        for file in _paths(path):
+            for line, raw in read_raw_records(file):
+                try:
+                    yield from parse_record(raw, path=file, line=line).texts
+                except BadSampleError:
+                    continue  # the dataset reports it
 
     def __len__(self) -> int:
         return len(self.records)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         record = self.records[index]
-        files = [self.folders[index] / name for name in record.images]
-        return encode_record(self.encoder, record, [open_image(record, file, str(file)) for file in files])
+        return self.encoder.encode_record(record, [self.folders[index] / name for name in record.images])
 
     def fingerprint(self) -> str:
         """Changes with the conversations, with the size of any image file, and with ``max_length``."""
@@ -128,7 +131,7 @@ class LlavaDataset(Dataset):
         return f'skipped {len(self.skipped)} of {total} samples{first}'
 
     def _check_images(self, record: Record, folder: Path, listings: dict[Path, set[str]]) -> None:
-        check_takes_images(self.encoder, record)
+        self.encoder.check_takes_images(record)
         for name in record.images:
             file = folder / name
             if file.parent not in listings:  # one listing of a folder instead of one question a file
@@ -148,18 +151,6 @@ class LlavaDataset(Dataset):
         self.measured = patch_size, table.select(good)
         if self.skipped:
             log.warning(self.skip_report())
-
-
-def conversation_texts(path: PathLike | Sequence[PathLike]) -> Iterator[str]:
-    """Yields the text of every turn, without image placeholders: what a tokenizer can be trained on."""
-    for file in _paths(path):
-        for line, raw in read_raw_records(file):
-            try:
-                record = parse_record(raw, path=file, line=line)
-            except BadSampleError:
-                continue  # the dataset reports it
-            for _, text in record.turns:
-                yield text.replace(PLACEHOLDER, '')
 
 
 def _paths(path: PathLike | Sequence[PathLike]) -> list[PathLike]:

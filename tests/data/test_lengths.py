@@ -16,7 +16,7 @@ from torch.utils.data import ConcatDataset
 
 from composer_tokacc.data import LlavaDataset, lengths
 from composer_tokacc.data.lengths import build_length_table, fingerprint, image_token_ids, length_table
-from composer_tokacc.data.patches import count_patches, declared_patch_size, side_of_patch
+from composer_tokacc.data.media import count_patches, declared_patch_size, side_of_patch
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.programs import load_config
 from composer_tokacc.programs.models import vision_patch_size
