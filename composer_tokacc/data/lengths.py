@@ -83,8 +83,8 @@ def length_table(
     *,
     folder: str | os.PathLike[str] | None = None,
     patch_size: int | None = None,
+    num_workers: int | None = None,
     on_error: OnError = 'raise',
-    **reading: Any,
 ) -> LengthTable:
     """The length table of a dataset, from its file if the same dataset was read before with the same processor.
 
@@ -97,15 +97,17 @@ def length_table(
         processor: Its Hugging Face processor or tokenizer.
         folder: Where tables are kept. Default: ``composer_tokacc/lengths`` in the user's cache folder.
         patch_size: As for :func:`build_length_table`.
+        num_workers: Likewise.
         on_error: Likewise.
-        **reading: Likewise.
 
     Raises:
         BadSampleError: For the first bad sample (``'raise'``), on all ranks.
     """
     if isinstance(dataset, ConcatDataset):
-        options: dict[str, Any] = {'folder': folder, 'patch_size': patch_size, **reading}
-        tables = [length_table(part, processor, **options) for part in dataset.datasets]
+        tables = [
+            length_table(part, processor, folder=folder, patch_size=patch_size, num_workers=num_workers)
+            for part in dataset.datasets
+        ]
         columns = {name: np.concatenate([getattr(table, name) for table in tables]) for name in COLUMNS}
         return LengthTable(**columns, errors={})
     patch_size = chosen_patch_size(processor, patch_size)
@@ -119,7 +121,7 @@ def length_table(
         table = LengthTable.load(path)
         _raise_first(table.errors, on_error)
         return table
-    table = build_length_table(dataset, processor, patch_size=patch_size, on_error=on_error, **reading)
+    table = build_length_table(dataset, processor, num_workers=num_workers, patch_size=patch_size, on_error=on_error)
     if dist.get_local_rank() == 0:
         table.save(path)
     return table
@@ -130,7 +132,6 @@ def build_length_table(
     processor: Any,
     *,
     num_workers: int | None = None,
-    progress: bool = True,
     patch_size: int | None = None,
     on_error: OnError = 'raise',
 ) -> LengthTable:
@@ -140,7 +141,6 @@ def build_length_table(
         dataset: Map-style; samples hold ``input_ids`` and ``labels`` of shape ``(1, length)``.
         processor: Its Hugging Face processor or tokenizer.
         num_workers: Processes on each rank. None: one for each CPU core that the ranks of this node leave it.
-        progress: Show a bar on rank 0.
         patch_size: Side of the vision tower's patches in pixels, for ``vision_patches``. None: what the processor
             declares; where it declares nothing (Idefics3, Gemma3, InternVL, ...), 14, the commonest, so that the column
             is then pixels in squares of 14 rather than patches. Nothing else in the table depends on it.
@@ -160,7 +160,7 @@ def build_length_table(
     # Own generator: a scan must not move the random numbers of the run.
     loader = DataLoader(rows, batch_size=None, num_workers=num_workers, generator=torch.Generator())
     sizes, errors = np.zeros((len(share), len(COLUMNS)), dtype=np.int32), {}
-    bar = tqdm(loader, desc='measuring samples', disable=not progress or rank != 0, leave=False)
+    bar = tqdm(loader, desc='measuring samples', disable=True if rank else None, leave=False)
     for position, row in enumerate(bar):
         if isinstance(row, str):
             errors[share[position]] = row
@@ -173,8 +173,8 @@ def build_length_table(
     for other, (part, part_errors) in enumerate(_gather((sizes, errors))):
         table[other::num_ranks] = part
         every_error |= part_errors
-    every_error = dict(sorted(every_error.items()))
     _raise_first(every_error, on_error)
+    every_error = dict(sorted(every_error.items()))
     return LengthTable(**dict(zip(COLUMNS, table.T.copy(), strict=True)), errors=every_error)
 
 

@@ -48,7 +48,6 @@ class LlavaDataset(Dataset):
         max_length: Longest sample allowed, in tokens, image tokens included. Nothing is ever truncated.
         on_error: ``'raise'`` or ``'skip'``.
         num_workers: Processes that read the samples (``skip`` only). ``None``: all cores.
-        progress: Show a progress bar meanwhile.
         lengths_folder: Where what was found is kept (``skip`` only), see :func:`.length_table`.
         patch_size: Of the vision tower, for the lengths that are kept with it; see there.
 
@@ -66,7 +65,6 @@ class LlavaDataset(Dataset):
         max_length: int | None = None,
         on_error: str = 'raise',
         num_workers: int | None = None,
-        progress: bool = True,
         lengths_folder: PathLike | None = None,
         patch_size: int | None = None,
     ) -> None:
@@ -92,9 +90,7 @@ class LlavaDataset(Dataset):
                     self.records.append(record)
                     self.folders.append(folder)
         if on_error == 'skip':
-            self._skip_unreadable(
-                folder=lengths_folder, num_workers=num_workers, progress=progress, patch_size=patch_size
-            )
+            self._skip_unreadable(patch_size, folder=lengths_folder, num_workers=num_workers)
         if not self.records:
             reason = f' First: {self.skipped[0]}' if self.skipped else ''
             raise ValueError(f'`path` must hold at least one good sample, got: {path} with none.{reason}')
@@ -139,7 +135,7 @@ class LlavaDataset(Dataset):
             if file.name not in listings[file.parent]:
                 raise record.error(f'image file {file} does not exist; is `image_dir` right?')
 
-    def _skip_unreadable(self, *, patch_size: int | None, **options: Any) -> None:
+    def _skip_unreadable(self, patch_size: int | None, **options: Any) -> None:
         if not self.records:
             return
         patch_size = chosen_patch_size(self.encoder.processor, patch_size)

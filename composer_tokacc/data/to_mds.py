@@ -52,7 +52,6 @@ def write_shards(
     *,
     size_limit: int | str = '64mb',
     on_error: str = 'raise',
-    progress: bool = True,
 ) -> Written:
     """Writes every record of a file with the bytes of its images, in the order of the file.
 
@@ -65,7 +64,6 @@ def write_shards(
         out: Folder for the shards; empty or absent. If anything raises, nothing is left there.
         size_limit: Largest shard, in bytes or as ``'64mb'``; a sample that is larger has a shard of its own.
         on_error: ``'raise'`` at the first bad sample, or ``'skip'`` it, print why and count it.
-        progress: Show a progress bar.
 
     Raises:
         BadSampleError: For the first bad sample (``raise``).
@@ -83,7 +81,7 @@ def write_shards(
     writer = _open_writer(out, size_limit)
     skipped: list[str] = []
     try:
-        with tqdm(total=len(raw_records), desc='writing samples', disable=not progress, leave=False) as bar:
+        with tqdm(total=len(raw_records), desc='writing samples', disable=None, leave=False) as bar:
             for row in _read_rows(raw_records, path, Path(image_dir)):
                 if not isinstance(row, BadSampleError):
                     writer.write(row)

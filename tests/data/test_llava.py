@@ -52,7 +52,7 @@ def write(folder, records, name='data.json'):
 
 def open_dataset(folder, records, *, name='data.json', processor=None, **kwargs):
     path = write(folder, records, name)
-    return LlavaDataset(path, processor or small(), image_dir=folder / 'images', progress=False, **kwargs)
+    return LlavaDataset(path, processor or small(), image_dir=folder / 'images', **kwargs)
 
 
 def spoken(dataset, index):
