@@ -7,7 +7,7 @@ from composer_tokacc.data.collator import VisionLanguageCollator
 from composer_tokacc.data.conversation import ConversationEncoder
 from composer_tokacc.data.formats import BadSampleError
 from composer_tokacc.data.lengths import LengthTable, image_token_ids, length_table
-from composer_tokacc.data.llava import LlavaDataset, conversation_texts
+from composer_tokacc.data.llava import LlavaDataset
 from composer_tokacc.data.processor import build_small_processor
 
 __all__ = [
@@ -17,7 +17,6 @@ __all__ = [
     'LlavaDataset',
     'VisionLanguageCollator',
     'build_small_processor',
-    'conversation_texts',
     'image_token_ids',
     'length_table',
 ]

@@ -6,31 +6,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from os import PathLike
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
+from jinja2 import TemplateError
 
 from composer_tokacc.counting import IGNORE_INDEX
+from composer_tokacc.data.formats import Record
+from composer_tokacc.data.media import open_images
 
-__all__ = ['ConversationEncoder', 'RenderedConversation']
+__all__ = ['ConversationEncoder']
 
 Message = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class RenderedConversation:
-    """Text of a conversation as the chat template writes it, image placeholders not expanded yet.
+class AnswerSpan(NamedTuple):
+    """Characters ``[start, end)`` that carry loss: an answer with its ending token."""
 
-    Args:
-        text: What the processor gets.
-        spans: Character ranges ``[start, end)`` that carry loss: each answer with its ending token.
-        images_before: For each span, how many images stand before it.
-    """
-
-    text: str
-    spans: tuple[tuple[int, int], ...]
-    images_before: tuple[int, ...]
+    start: int
+    end: int
+    images_before: int
+    """How many images stand before it."""
 
 
 class ConversationEncoder:
@@ -85,11 +83,11 @@ class ConversationEncoder:
         Raises:
             ValueError: If the sample is longer than ``max_length``.
         """
-        rendered = self.render(messages)
+        text, answers = self.render(messages)
         # A template that writes the first token itself must not get it a second time from the tokenizer.
         bos = self.tokenizer.bos_token
-        add_special_tokens = not (bos and rendered.text.startswith(bos))
-        encoded = self._encode(rendered.text, images, add_special_tokens)
+        add_special_tokens = not (bos and text.startswith(bos))
+        encoded = self._encode(text, images, add_special_tokens)
         length = encoded['input_ids'].shape[1]
         if self.max_length is not None and length > self.max_length:
             raise ValueError(
@@ -97,12 +95,40 @@ class ConversationEncoder:
                 f'{len(images)} images. Raise it, or drop the sample (on_error=skip).'
             )
         labels = torch.full_like(encoded['input_ids'], IGNORE_INDEX)
-        for start, end in self._token_spans(rendered, encoded['input_ids'][0], images, add_special_tokens):
+        for start, end in self._token_spans(text, answers, encoded['input_ids'][0], images, add_special_tokens):
             labels[0, start:end] = encoded['input_ids'][0, start:end]
         return {**encoded, 'labels': labels, 'sample_ids': [sample_id], 'num_images': [len(images)]}
 
-    def render(self, messages: Sequence[Message]) -> RenderedConversation:
-        """Writes the conversation out and finds the answers in it.
+    def encode_record(self, record: Record, files: Sequence[PathLike[str] | BinaryIO]) -> dict[str, Any]:
+        """The sample of a record, the same wherever record and files come from.
+
+        Args:
+            record: The conversation.
+            files: One path or open file for each of ``record.images``.
+
+        Returns:
+            As for messages and images.
+
+        Raises:
+            BadSampleError: If a file cannot be decoded, or the processor or its template refuses the sample; names it.
+            RuntimeError: If one of them fails in another way, which is a fault of the program; names the sample too.
+        """
+        self.check_takes_images(record)
+        images = open_images(record, files)
+        try:
+            return self(record.messages(), images, sample_id=record.sample_id)
+        except (ValueError, TemplateError) as error:
+            raise record.error(str(error)) from error
+        except Exception as error:  # no bad sample that `skip` may drop
+            raise RuntimeError(str(record.error(f'{type(error).__name__}: {error}'))) from error
+
+    def check_takes_images(self, record: Record) -> None:
+        """Refuses a record with images for a processor without, which would drop them."""
+        if record.images and not self.has_images:
+            raise record.error('has images, but the processor takes none; use a vision-language processor')
+
+    def render(self, messages: Sequence[Message]) -> tuple[str, list[AnswerSpan]]:
+        """Writes the conversation out, image placeholders not expanded yet, and finds the answers in it.
 
         Raises:
             ValueError: If the template rewrites the text of an answer, so that it cannot be found again.
@@ -110,22 +136,28 @@ class ConversationEncoder:
         messages = [_stripped(message) for message in messages]
         answers = [_text(message) for message in messages if message['role'] == 'assistant']
         pieces = self._text_around_answers(messages)
-        if _joined(pieces, answers) != self._apply_template(messages):
+        joined = ''.join(chain.from_iterable(zip(pieces, [*answers, ''], strict=True)))
+        if joined != self._apply_template(messages):
             raise ValueError(
                 '`chat_template` must write the assistant turns as they are, got: a template that changes them or what '
                 'stands around them, so the tokens that carry loss cannot be found. Use a training template.'
             )
-        text, spans = pieces[0], []
-        for answer, after in zip(answers, pieces[1:], strict=True):
-            start = len(text)
+        text, *following = pieces
+        spans: list[AnswerSpan] = []
+        num_images = 0
+        for message in messages:
+            num_images += sum(part['type'] == 'image' for part in message['content'])
+            if message['role'] != 'assistant':
+                continue
+            start, after = len(text), following[len(spans)]
+            text += _text(message)
             ending = after[: len(after) - len(after.lstrip())] + self.end_token
-            if not after.startswith(ending):
+            if not after.startswith(ending):  # the template ends no answer: LLaVA-1.5's writes a space there
                 ending = self.end_token
                 after = ending + after.lstrip(' ')
-            text += answer
-            spans.append((start, len(text) + len(ending)))
+            spans.append(AnswerSpan(start, len(text) + len(ending), num_images))
             text += after
-        return RenderedConversation(text, tuple(spans), _images_before_answers(messages))
+        return text, spans
 
     def _apply_template(self, messages: Sequence[Message]) -> str:
         if not self.has_images:  # templates of text models take plain strings
@@ -170,10 +202,20 @@ class ConversationEncoder:
         return dict(self.processor(text=[text], return_tensors='pt', add_special_tokens=add_special_tokens, **media))
 
     def _token_spans(
-        self, rendered: RenderedConversation, input_ids: torch.Tensor, images: Sequence[Any], add_special_tokens: bool
+        self,
+        text: str,
+        answers: Sequence[AnswerSpan],
+        input_ids: torch.Tensor,
+        images: Sequence[Any],
+        add_special_tokens: bool,
     ) -> list[tuple[int, int]]:
-        """Positions ``[start, end)`` of each answer in ``input_ids``, whose image placeholders are expanded."""
-        plain = self.tokenizer(rendered.text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
+        """Positions ``[start, end)`` of each answer in ``input_ids``, whose image placeholders are expanded.
+
+        Found in the plain tokens of the text, where the tokenizer knows characters, and shifted by what the images
+        before the answer have grown by: ``U <image> A Red.`` is plain ``[U, I, A, Red.]`` and expanded, with three
+        tokens an image, ``[U, I, I, I, A, Red.]``, so that ``Red.`` moves from 3 to 5.
+        """
+        plain = self.tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
         plain_ids = torch.tensor(plain['input_ids'])
         begins, ends = torch.tensor(plain['offset_mapping']).unbind(dim=1)
         # Behind the last image nothing was expanded: there the two sequences agree, counted from the end.
@@ -181,16 +223,16 @@ class ConversationEncoder:
         differs = (plain_ids.flip(0)[:size] != input_ids.flip(0)[:size]).nonzero()
         agree_from = len(plain_ids) - (int(differs[0]) if len(differs) else size)
         spans = []
-        for (start, end), num_images in zip(rendered.spans, rendered.images_before, strict=True):
+        for start, end, images_before in answers:
             inside = ((begins < end) & (ends > start) & (begins < ends)).nonzero().flatten()
             first, last = int(inside[0]), int(inside[-1]) + 1
             shift = len(input_ids) - len(plain_ids)
             if first < agree_from:  # an image comes later
-                shift = self._tokens_added(rendered.text[:start], images[:num_images], add_special_tokens)
+                shift = self._tokens_added(text[:start], images[:images_before], add_special_tokens)
             if not torch.equal(input_ids[first + shift : last + shift], plain_ids[first:last]):
                 raise ValueError(
                     f'`processor` must leave the text of answers as it is, got: {type(self.processor).__name__}, which '
-                    f'writes other tokens for {rendered.text[start:end]!r}. Only image placeholders may be expanded.'
+                    f'writes other tokens for {text[start:end]!r}. Only image placeholders may be expanded.'
                 )
             spans.append((first + shift, last + shift))
         return spans
@@ -212,16 +254,3 @@ def _stripped(message: Message) -> Message:
     if message['role'] != 'assistant':
         return message
     return {**message, 'content': [{'type': 'text', 'text': _text(message).strip()}]}
-
-
-def _joined(pieces: Sequence[str], answers: Sequence[str]) -> str:
-    return ''.join(piece + answer for piece, answer in zip(pieces, [*answers, ''], strict=True))
-
-
-def _images_before_answers(messages: Sequence[Message]) -> tuple[int, ...]:
-    num_images, before = 0, []
-    for message in messages:
-        if message['role'] == 'assistant':
-            before.append(num_images)
-        num_images += sum(part['type'] == 'image' for part in message['content'])
-    return tuple(before)

@@ -48,9 +48,27 @@ class Record:
     turns: tuple[tuple[str, str], ...]
     images: tuple[str, ...]
 
+    @property
+    def texts(self) -> list[str]:
+        """Text of every turn, without placeholders."""
+        return [text.replace(PLACEHOLDER, '') for _, text in self.turns]
+
     def error(self, reason: str) -> BadSampleError:
         """The error that says what is wrong with this sample."""
         return BadSampleError(f'sample "{self.sample_id}" ({self.source}): {reason}')
+
+    def messages(self) -> list[dict[str, Any]]:
+        """Turns as chat templates want them; the line breaks around a placeholder belong to the template."""
+        messages = []
+        for role, text in self.turns:
+            content: list[dict[str, str]] = []
+            for position, piece in enumerate(text.split(PLACEHOLDER)):
+                if position > 0:
+                    content.append({'type': 'image'})
+                if piece := piece.strip('\n'):
+                    content.append({'type': 'text', 'text': piece})
+            messages.append({'role': role, 'content': content})
+        return messages
 
 
 def read_raw_records(path: str | os.PathLike[str]) -> Iterator[tuple[int, Any]]:
@@ -106,11 +124,12 @@ def parse_record(raw: Any, *, path: str | os.PathLike[str], line: int) -> Record
             raise ValueError(f'must be a JSON object, got: {type(raw).__name__}')
         sample_id = str(raw.get('id', sample_id))
         turns, images = _turns(raw), _image_names(raw)
-        turns, inline = _without_inline_images(turns)
-        _check_turns(turns, images + inline)
+        images += [name.strip() for _, text in turns for name in INLINE_IMAGE.findall(text)]
+        turns = [(role, INLINE_IMAGE.sub(PLACEHOLDER, text)) for role, text in turns]
+        _check_turns(turns, images)
     except ValueError as error:
         raise BadSampleError(f'sample "{sample_id}" ({source}): {error}') from None
-    return Record(sample_id=sample_id, source=source, turns=tuple(turns), images=tuple(images + inline))
+    return Record(sample_id=sample_id, source=source, turns=tuple(turns), images=tuple(images))
 
 
 def _turns(raw: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -138,12 +157,7 @@ def _image_names(raw: Mapping[str, Any]) -> list[str]:
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError('`image` must be a file name or a list of file names')
-    return names
-
-
-def _without_inline_images(turns: list[tuple[str, str]]) -> tuple[list[tuple[str, str]], list[str]]:
-    names = [name.strip() for _, text in turns for name in INLINE_IMAGE.findall(text)]
-    return [(role, INLINE_IMAGE.sub(PLACEHOLDER, text)) for role, text in turns], names
+    return list(names)
 
 
 def _check_turns(turns: list[tuple[str, str]], images: list[str]) -> None:

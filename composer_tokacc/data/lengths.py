@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch.distributed
+import torch
+from composer.utils import dist
 from torch.utils.data import ConcatDataset, DataLoader, Dataset
 from tqdm.auto import tqdm
 
 from composer_tokacc.counting import IGNORE_INDEX
 from composer_tokacc.data.formats import BadSampleError
-from composer_tokacc.data.patches import DEFAULT_PATCH_SIZE, count_patches, declared_patch_size
+from composer_tokacc.data.media import DEFAULT_PATCH_SIZE, count_patches, declared_patch_size
 
 __all__ = ['LengthTable', 'build_length_table', 'chosen_patch_size', 'fingerprint', 'image_token_ids', 'length_table']
 
@@ -81,9 +82,8 @@ def length_table(
     processor: Any,
     *,
     folder: str | os.PathLike[str] | None = None,
-    num_workers: int | None = None,
-    progress: bool = True,
     patch_size: int | None = None,
+    num_workers: int | None = None,
     on_error: OnError = 'raise',
 ) -> LengthTable:
     """The length table of a dataset, from its file if the same dataset was read before with the same processor.
@@ -91,30 +91,21 @@ def length_table(
     Under ``torch.distributed`` every rank must call it; they share the work, and one of each node writes the file.
 
     Args:
-        dataset: Map-style, or a ``ConcatDataset`` of such, each with a file of its own; samples hold ``input_ids`` and
-            ``labels`` of shape ``(1, length)``. A ``fingerprint`` method without arguments is used where there is one;
-            see :func:`fingerprint`. So is ``measured``, a pair of a patch size and the table that was made with it.
+        dataset: Map-style, or a ``ConcatDataset`` of such, each with a file of its own. A ``fingerprint`` method
+            without arguments is used where there is one; see :func:`fingerprint`. So is ``measured``, a pair of a patch
+            size and the table that was made with it.
         processor: Its Hugging Face processor or tokenizer.
         folder: Where tables are kept. Default: ``composer_tokacc/lengths`` in the user's cache folder.
-        num_workers: Processes on each rank. None: one for each CPU core that the ranks of this node leave it.
-        progress: Show a bar on rank 0.
-        patch_size: Side of the vision tower's patches in pixels, for ``vision_patches``. None: what the processor
-            declares; where it declares nothing (Idefics3, Gemma3, InternVL, ...), 14, the commonest, so that the column
-            is then pixels in squares of 14 rather than patches. Nothing else in the table depends on it.
-        on_error: What to do with a sample that raises :class:`.BadSampleError`: ``'raise'``, or ``'skip'``: keep the
-            reason in ``errors``.
-
-    Returns:
-        The table.
+        patch_size: As for :func:`build_length_table`.
+        num_workers: Likewise.
+        on_error: Likewise.
 
     Raises:
         BadSampleError: For the first bad sample (``'raise'``), on all ranks.
     """
     if isinstance(dataset, ConcatDataset):
         tables = [
-            length_table(
-                part, processor, folder=folder, num_workers=num_workers, progress=progress, patch_size=patch_size
-            )
+            length_table(part, processor, folder=folder, patch_size=patch_size, num_workers=num_workers)
             for part in dataset.datasets
         ]
         columns = {name: np.concatenate([getattr(table, name) for table in tables]) for name in COLUMNS}
@@ -130,10 +121,8 @@ def length_table(
         table = LengthTable.load(path)
         _raise_first(table.errors, on_error)
         return table
-    table = build_length_table(
-        dataset, processor, num_workers=num_workers, progress=progress, patch_size=patch_size, on_error=on_error
-    )
-    if int(os.environ.get('LOCAL_RANK', '0')) == 0:
+    table = build_length_table(dataset, processor, num_workers=num_workers, patch_size=patch_size, on_error=on_error)
+    if dist.get_local_rank() == 0:
         table.save(path)
     return table
 
@@ -143,22 +132,35 @@ def build_length_table(
     processor: Any,
     *,
     num_workers: int | None = None,
-    progress: bool = True,
     patch_size: int | None = None,
     on_error: OnError = 'raise',
 ) -> LengthTable:
-    """Reads every sample of a dataset once, in parallel; see :func:`length_table` for the arguments."""
-    rank, num_ranks = _rank(), _num_ranks()
+    """Reads every sample of a dataset once, in parallel.
+
+    Args:
+        dataset: Map-style; samples hold ``input_ids`` and ``labels`` of shape ``(1, length)``.
+        processor: Its Hugging Face processor or tokenizer.
+        num_workers: Processes on each rank. None: one for each CPU core that the ranks of this node leave it.
+        patch_size: Side of the vision tower's patches in pixels, for ``vision_patches``. None: what the processor
+            declares; where it declares nothing (Idefics3, Gemma3, InternVL, ...), 14, the commonest, so that the column
+            is then pixels in squares of 14 rather than patches. Nothing else in the table depends on it.
+        on_error: What to do with a sample that raises :class:`.BadSampleError`: ``'raise'``, or ``'skip'``: keep the
+            reason in ``errors``.
+
+    Raises:
+        BadSampleError: For the first bad sample (``'raise'``), on all ranks.
+    """
+    # A script of the user's may come here under the launcher, before there is a process group: each reads all, then.
+    rank, num_ranks = (dist.get_global_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if num_workers is None:
-        num_workers = (os.cpu_count() or 1) // int(os.environ.get('LOCAL_WORLD_SIZE', '1'))
-    patch_size = chosen_patch_size(processor, patch_size)
+        num_workers = (os.cpu_count() or 1) // dist.get_local_world_size()
     share = range(rank, len(dataset), num_ranks)
-    rows = _Sizes(dataset, share, image_token_ids(processor), patch_size)
+    rows = _Sizes(dataset, share, image_token_ids(processor), chosen_patch_size(processor, patch_size))
     num_workers = num_workers if len(rows) > FEWEST_FOR_WORKERS else 0
     # Own generator: a scan must not move the random numbers of the run.
     loader = DataLoader(rows, batch_size=None, num_workers=num_workers, generator=torch.Generator())
     sizes, errors = np.zeros((len(share), len(COLUMNS)), dtype=np.int32), {}
-    bar = tqdm(loader, desc='measuring samples', disable=not progress or rank != 0, leave=False)
+    bar = tqdm(loader, desc='measuring samples', disable=True if rank else None, leave=False)
     for position, row in enumerate(bar):
         if isinstance(row, str):
             errors[share[position]] = row
@@ -171,8 +173,8 @@ def build_length_table(
     for other, (part, part_errors) in enumerate(_gather((sizes, errors))):
         table[other::num_ranks] = part
         every_error |= part_errors
-    every_error = dict(sorted(every_error.items()))
     _raise_first(every_error, on_error)
+    every_error = dict(sorted(every_error.items()))
     return LengthTable(**dict(zip(COLUMNS, table.T.copy(), strict=True)), errors=every_error)
 
 
@@ -212,6 +214,11 @@ def image_token_ids(processor: Any) -> tuple[int, ...]:
     return tuple(sorted(token_id for token_id in found if isinstance(token_id, int)))
 
 
+def chosen_patch_size(processor: Any, given: int | None) -> int:
+    """The given side of a patch, or the one that the processor declares, or the commonest."""
+    return given or declared_patch_size(processor) or DEFAULT_PATCH_SIZE
+
+
 class _Sizes(Dataset):
     """For each of some samples a row of the table, in the order of its columns, or why the sample is bad."""
 
@@ -240,11 +247,6 @@ def _raise_first(errors: dict[int, str], on_error: OnError) -> None:
         raise BadSampleError(errors[min(errors)])
 
 
-def chosen_patch_size(processor: Any, given: int | None) -> int:
-    """The given side of a patch, or the one that the processor declares, or the commonest."""
-    return given or declared_patch_size(processor) or DEFAULT_PATCH_SIZE
-
-
 def _describe(processor: Any) -> dict[str, Any]:
     """What of a processor decides how many tokens a sample has."""
     tokenizer = getattr(processor, 'tokenizer', processor)
@@ -262,19 +264,6 @@ def _name(thing: Any) -> str:
     return f'{type(thing).__module__}.{type(thing).__qualname__}'
 
 
-def _num_ranks() -> int:
-    is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size() if is_distributed else 1
-
-
-def _rank() -> int:
-    return torch.distributed.get_rank() if _num_ranks() > 1 else 0
-
-
 def _gather(value: Any) -> list[Any]:
     """The values of all ranks."""
-    if _num_ranks() == 1:
-        return [value]
-    values: list[Any] = [None] * _num_ranks()
-    torch.distributed.all_gather_object(values, value)
-    return values
+    return dist.all_gather_object(value) if dist.is_initialized() else [value]

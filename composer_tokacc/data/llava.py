@@ -15,11 +15,10 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from composer_tokacc.data.conversation import ConversationEncoder
-from composer_tokacc.data.formats import PLACEHOLDER, BadSampleError, Record, parse_record, read_raw_records
+from composer_tokacc.data.formats import BadSampleError, Record, parse_record, read_raw_records
 from composer_tokacc.data.lengths import LengthTable, chosen_patch_size, length_table
-from composer_tokacc.data.media import check_takes_images, encode_record, open_image
 
-__all__ = ['LlavaDataset', 'conversation_texts']
+__all__ = ['LlavaDataset']
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +48,6 @@ class LlavaDataset(Dataset):
         max_length: Longest sample allowed, in tokens, image tokens included. Nothing is ever truncated.
         on_error: ``'raise'`` or ``'skip'``.
         num_workers: Processes that read the samples (``skip`` only). ``None``: all cores.
-        progress: Show a progress bar meanwhile.
         lengths_folder: Where what was found is kept (``skip`` only), see :func:`.length_table`.
         patch_size: Of the vision tower, for the lengths that are kept with it; see there.
 
@@ -67,7 +65,6 @@ class LlavaDataset(Dataset):
         max_length: int | None = None,
         on_error: str = 'raise',
         num_workers: int | None = None,
-        progress: bool = True,
         lengths_folder: PathLike | None = None,
         patch_size: int | None = None,
     ) -> None:
@@ -93,25 +90,27 @@ class LlavaDataset(Dataset):
                     self.records.append(record)
                     self.folders.append(folder)
         if on_error == 'skip':
-            self._skip_unreadable(
-                folder=lengths_folder, num_workers=num_workers, progress=progress, patch_size=patch_size
-            )
+            self._skip_unreadable(patch_size, folder=lengths_folder, num_workers=num_workers)
         if not self.records:
             reason = f' First: {self.skipped[0]}' if self.skipped else ''
             raise ValueError(f'`path` must hold at least one good sample, got: {path} with none.{reason}')
 
     @staticmethod
     def texts(path: PathLike | Sequence[PathLike]) -> Iterator[str]:
-        """See :func:`conversation_texts`."""
-        return conversation_texts(path)
+        """Yields the text of every turn, without image placeholders: what a tokenizer can be trained on."""
+        for file in _paths(path):
+            for line, raw in read_raw_records(file):
+                try:
+                    yield from parse_record(raw, path=file, line=line).texts
+                except BadSampleError:
+                    continue  # the dataset reports it
 
     def __len__(self) -> int:
         return len(self.records)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         record = self.records[index]
-        files = [self.folders[index] / name for name in record.images]
-        return encode_record(self.encoder, record, [open_image(record, file, str(file)) for file in files])
+        return self.encoder.encode_record(record, [self.folders[index] / name for name in record.images])
 
     def fingerprint(self) -> str:
         """Changes with the conversations, with the size of any image file, and with ``max_length``."""
@@ -128,7 +127,7 @@ class LlavaDataset(Dataset):
         return f'skipped {len(self.skipped)} of {total} samples{first}'
 
     def _check_images(self, record: Record, folder: Path, listings: dict[Path, set[str]]) -> None:
-        check_takes_images(self.encoder, record)
+        self.encoder.check_takes_images(record)
         for name in record.images:
             file = folder / name
             if file.parent not in listings:  # one listing of a folder instead of one question a file
@@ -136,7 +135,7 @@ class LlavaDataset(Dataset):
             if file.name not in listings[file.parent]:
                 raise record.error(f'image file {file} does not exist; is `image_dir` right?')
 
-    def _skip_unreadable(self, *, patch_size: int | None, **options: Any) -> None:
+    def _skip_unreadable(self, patch_size: int | None, **options: Any) -> None:
         if not self.records:
             return
         patch_size = chosen_patch_size(self.encoder.processor, patch_size)
@@ -148,18 +147,6 @@ class LlavaDataset(Dataset):
         self.measured = patch_size, table.select(good)
         if self.skipped:
             log.warning(self.skip_report())
-
-
-def conversation_texts(path: PathLike | Sequence[PathLike]) -> Iterator[str]:
-    """Yields the text of every turn, without image placeholders: what a tokenizer can be trained on."""
-    for file in _paths(path):
-        for line, raw in read_raw_records(file):
-            try:
-                record = parse_record(raw, path=file, line=line)
-            except BadSampleError:
-                continue  # the dataset reports it
-            for _, text in record.turns:
-                yield text.replace(PLACEHOLDER, '')
 
 
 def _paths(path: PathLike | Sequence[PathLike]) -> list[PathLike]:

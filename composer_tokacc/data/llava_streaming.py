@@ -16,9 +16,7 @@ from streaming import Stream, StreamingDataset  # pyright: ignore[reportMissingI
 from streaming.base.format import reader_from_json  # pyright: ignore[reportMissingImports]
 
 from composer_tokacc.data.conversation import ConversationEncoder
-from composer_tokacc.data.formats import PLACEHOLDER
-from composer_tokacc.data.media import check_takes_images, encode_record, open_image
-from composer_tokacc.data.shard_row import from_row
+from composer_tokacc.data.to_mds import from_row
 
 __all__ = ['LlavaStreamingDataset']
 
@@ -58,11 +56,7 @@ class LlavaStreamingDataset(StreamingDataset):
     def get_item(self, sample_id: int, retry: int = 7) -> dict[str, Any]:
         """Sample by its number in the shards; downloads its shard where it is not there yet."""
         record, files = from_row(super().get_item(sample_id, retry))
-        check_takes_images(self.encoder, record)
-        images = [
-            open_image(record, BytesIO(file), name) for file, name in zip(files, record.images, strict=True)
-        ]  # fmt: skip
-        return encode_record(self.encoder, record, images)
+        return self.encoder.encode_record(record, list(map(BytesIO, files)))
 
     @staticmethod
     def texts(*folders: str | os.PathLike[str]) -> Iterator[str]:
@@ -83,8 +77,7 @@ class LlavaStreamingDataset(StreamingDataset):
         for shard in json.loads((folder / 'index.json').read_text())['shards']:
             reader = reader_from_json(str(folder), None, shard)
             for row in map(reader.get_item, range(len(reader))):
-                for _, text in from_row(row)[0].turns:
-                    yield text.replace(PLACEHOLDER, '')
+                yield from from_row(row)[0].texts
 
     def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
         """As StreamingDataset's, but right between two epochs.

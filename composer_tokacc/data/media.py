@@ -1,86 +1,92 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""One record with its image files -> one training sample, the same wherever record and files came from."""
+"""Media of a sample: opening their files, and how many patches the vision tower computes for them."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from os import PathLike
 from typing import Any, BinaryIO
 
-from jinja2 import TemplateError
+import torch
 from PIL import Image
 
-from composer_tokacc.data.conversation import ConversationEncoder
-from composer_tokacc.data.formats import PLACEHOLDER, Record
+from composer_tokacc.data.formats import Record
 
-__all__ = ['check_takes_images', 'encode_record', 'open_image']
+__all__ = ['DEFAULT_PATCH_SIZE', 'count_patches', 'declared_patch_size', 'open_images', 'side_of_patch']
 
-
-def encode_record(encoder: ConversationEncoder, record: Record, images: Sequence[Image.Image]) -> dict[str, Any]:
-    """Encodes a record.
-
-    Args:
-        encoder: Its processor must take images if the record has any, see :func:`check_takes_images`.
-        record: The conversation.
-        images: One per entry of ``record.images``, in order.
-
-    Returns:
-        As :class:`ConversationEncoder` gives it.
-
-    Raises:
-        BadSampleError: If the encoder, its processor or its template refuses the sample; names it.
-        RuntimeError: If one of them fails in another way, which is a fault of the program; names the sample too.
-    """
-    try:
-        return encoder(_messages(record), images, sample_id=record.sample_id)
-    except (ValueError, TemplateError) as error:
-        raise record.error(str(error)) from error
-    except Exception as error:  # no bad sample that `skip` may drop
-        raise RuntimeError(str(record.error(f'{type(error).__name__}: {error}'))) from error
+DEFAULT_PATCH_SIZE = 14
+"""The commonest side of a patch, in pixels, for where neither model nor processor names one."""
 
 
-def open_image(record: Record, file: str | os.PathLike[str] | BinaryIO, name: str) -> Image.Image:
-    """Decodes an image file in full.
+def open_images(record: Record, files: Sequence[PathLike[str] | BinaryIO]) -> list[Image.Image]:
+    """Decodes the image files of a record in full.
 
     Args:
-        record: Whose image it is.
-        file: Path or open file.
-        name: What messages call it.
+        record: Whose images they are.
+        files: One path or open file for each of ``record.images``.
 
     Returns:
-        The image in RGB.
+        The images in RGB.
 
     Raises:
-        BadSampleError: If it cannot be decoded; names sample and file.
+        BadSampleError: If one cannot be decoded; names sample and file.
     """
-    try:
-        with Image.open(file) as image:
-            return image.convert('RGB')
-    except Exception as error:  # PIL raises OSError, SyntaxError, ValueError, struct.error, ... on broken files
-        raise record.error(f'image file {name} cannot be read: {error}') from error
+    images = []
+    for file, name in zip(files, record.images, strict=True):
+        try:
+            with Image.open(file) as image:
+                images.append(image.convert('RGB'))
+        except Exception as error:  # PIL raises OSError, SyntaxError, ValueError, struct.error, ... on broken files
+            path = file if isinstance(file, PathLike) else name
+            raise record.error(f'image file {path} cannot be read: {error}') from error
+    return images
 
 
-def check_takes_images(encoder: ConversationEncoder, record: Record) -> None:
-    """Refuses a record with images for a processor without, which would drop them.
+def count_patches(sample: Mapping[str, Any], patch_size: int) -> int:
+    """Patches that the vision tower computes for one sample; a class token is none.
 
-    Raises:
-        BadSampleError: Names the sample.
+    What the tower is given but drops before its first block does not count: tiles that only fill up an image's row,
+    and what surrounds an image smaller than its batch (Pixtral). Padding that the tower computes does: Mllama's unused
+    tiles, and the margins of a tile.
+
+    Args:
+        sample: What the processor returns for it.
+        patch_size: Side of a patch in pixels. Of no importance where the processor cuts the patches (Qwen-VL).
     """
-    if record.images and not encoder.has_images:
-        raise record.error('has images, but the processor takes none; use a vision-language processor')
+    images, videos = sample.get('pixel_values'), sample.get('pixel_values_videos')
+    num_patches = 0 if images is None else _patches_of(images, patch_size, sample.get('image_sizes'))
+    return num_patches + (0 if videos is None else _patches_of(videos, patch_size, None))
 
 
-def _messages(record: Record) -> list[dict[str, Any]]:
-    """Turns as chat templates want them; the line breaks around a placeholder belong to the template."""
-    messages = []
-    for role, text in record.turns:
-        content: list[dict[str, str]] = []
-        for position, piece in enumerate(text.split(PLACEHOLDER)):
-            if position > 0:
-                content.append({'type': 'image'})
-            if piece := piece.strip('\n'):
-                content.append({'type': 'text', 'text': piece})
-        messages.append({'role': role, 'content': content})
-    return messages
+def declared_patch_size(processor: Any) -> int | None:
+    """Side of a patch in pixels, as the processor declares it: LLaVA's does, Idefics3's does not."""
+    owners = (processor, getattr(processor, 'image_processor', None))
+    sides = (side_of_patch(getattr(owner, 'patch_size', None)) for owner in owners)
+    return next((side for side in sides if side is not None), None)
+
+
+def side_of_patch(value: Any) -> int | None:
+    """The height in what configs and processors call `patch_size`: a number, a pair, or a mapping."""
+    if isinstance(value, Mapping):
+        value = value.get('height')
+    elif isinstance(value, list | tuple):
+        value = value[0] if value else None
+    value = getattr(value, 'height', value)  # SizeDict of transformers 5
+    return value if isinstance(value, int) and value > 0 else None
+
+
+def _patches_of(pixels: torch.Tensor, patch_size: int, image_sizes: Any) -> int:
+    """Patches of ``(..., channels, height, width)``, or of ``(..., values)`` where each entry is one already."""
+    if pixels.dim() < 4:
+        return pixels.shape[:-1].numel()
+    if pixels.dim() == 4 and image_sizes is not None:
+        return int((torch.as_tensor(image_sizes) // patch_size).prod(dim=1).sum())
+    num_tiles = pixels.shape[:-3].numel()
+    if pixels.dim() == 5:
+        # Idefics3 takes out tiles of nothing but zeros; LLaVA-NeXT and OneVision those that their processors add, which
+        # are the same. Mllama (6 dimensions) computes all.
+        num_tiles = int(pixels.flatten(2).any(dim=2).sum())
+    height, width = pixels.shape[-2:]
+    return num_tiles * (height // patch_size) * (width // patch_size)

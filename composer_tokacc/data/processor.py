@@ -36,18 +36,10 @@ CHAT_TEMPLATE = (
 def train_tokenizer(
     texts: Iterable[str], *, vocab_size: int = 2048, model_max_length: int = 2048
 ) -> PreTrainedTokenizerFast:
-    """Trains a byte-level BPE tokenizer, which can write any text, on the given ones.
-
-    Args:
-        texts: Training texts.
-        vocab_size: Largest number of tokens, :data:`SPECIAL_TOKENS` and the 256 bytes included.
-        model_max_length: Longest input that goes without a warning.
-
-    Returns:
-        A tokenizer with :data:`CHAT_TEMPLATE`, padding on the right.
+    """Trains a byte-level BPE tokenizer, which can write any text, on the given ones; it pads on the right.
 
     Raises:
-        ValueError: If ``vocab_size`` has no room for the special tokens and the bytes.
+        ValueError: If ``vocab_size`` has no room for :data:`SPECIAL_TOKENS` and the 256 bytes, which it includes.
     """
     smallest = len(SPECIAL_TOKENS) + len(pre_tokenizers.ByteLevel.alphabet())
     if vocab_size < smallest:
@@ -115,7 +107,7 @@ def build_small_processor(
     patch_size: int = 8,
     model_max_length: int = 2048,
 ) -> LlavaProcessor:
-    """A LLaVA processor for the given texts that needs no download.
+    """A LLaVA processor that needs no download; see :func:`train_tokenizer` and :func:`small_llava_processor`.
 
     Args:
         texts: What the tokenizer is trained on, e.g. ``LlavaDataset.texts(path)``.
@@ -123,10 +115,6 @@ def build_small_processor(
         image_size: Side of the square that every image is resized to, in pixels.
         patch_size: Side of the patch that becomes one token, in pixels.
         model_max_length: Longest input that goes without a warning.
-
-    Returns:
-        A processor for ``LlavaForConditionalGeneration`` with a CLIP tower of the same ``image_size`` and
-        ``patch_size``.
     """
     tokenizer = train_tokenizer(texts, vocab_size=vocab_size, model_max_length=model_max_length)
     return small_llava_processor(tokenizer, image_size=image_size, patch_size=patch_size)

@@ -16,18 +16,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import BytesIO
-from itertools import islice
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from typing import Any
 
 from tqdm.auto import tqdm
 
-from composer_tokacc.data.formats import BadSampleError, parse_record, read_raw_records
-from composer_tokacc.data.media import open_image
-from composer_tokacc.data.shard_row import COLUMNS, to_row
+from composer_tokacc.data.formats import BadSampleError, Record, parse_record, read_raw_records
+from composer_tokacc.data.media import open_images
 
-__all__ = ['Written', 'main', 'write_shards']
+__all__ = ['Written', 'from_row', 'main', 'write_shards']
 
+COLUMNS = {'images': 'bytes', 'record': 'json'}
+"""Columns of a shard and their MDS encodings: image files byte for byte, one behind the other, and all else."""
 CHUNK = 256
 """Samples that are read at once, and so held in memory."""
 
@@ -51,7 +52,6 @@ def write_shards(
     *,
     size_limit: int | str = '64mb',
     on_error: str = 'raise',
-    progress: bool = True,
 ) -> Written:
     """Writes every record of a file with the bytes of its images, in the order of the file.
 
@@ -64,7 +64,6 @@ def write_shards(
         out: Folder for the shards; empty or absent. If anything raises, nothing is left there.
         size_limit: Largest shard, in bytes or as ``'64mb'``; a sample that is larger has a shard of its own.
         on_error: ``'raise'`` at the first bad sample, or ``'skip'`` it, print why and count it.
-        progress: Show a progress bar.
 
     Raises:
         BadSampleError: For the first bad sample (``raise``).
@@ -82,7 +81,7 @@ def write_shards(
     writer = _open_writer(out, size_limit)
     skipped: list[str] = []
     try:
-        with tqdm(total=len(raw_records), desc='writing samples', disable=not progress, leave=False) as bar:
+        with tqdm(total=len(raw_records), desc='writing samples', disable=None, leave=False) as bar:
             for row in _read_rows(raw_records, path, Path(image_dir)):
                 if not isinstance(row, BadSampleError):
                     writer.write(row)
@@ -155,15 +154,12 @@ def _read_rows(
         line, raw = item
         try:
             record = parse_record(raw, path=path, line=line)
-            files = []
-            for name in record.images:
-                file = image_dir / name
-                try:
-                    files.append(file.read_bytes())
-                except OSError as error:
-                    raise record.error(f'image file {file} cannot be read: {error.strerror}') from error
-                open_image(record, BytesIO(files[-1]), str(file))
-            return to_row(record, files)
+            try:
+                files = [(image_dir / name).read_bytes() for name in record.images]
+            except OSError as error:
+                raise record.error(f'image file {error.filename} cannot be read: {error.strerror}') from error
+            open_images(record, [BytesIO(file) for file in files])
+            return _to_row(record, files)
         except BadSampleError as error:
             return error
 
@@ -171,6 +167,42 @@ def _read_rows(
     with ThreadPoolExecutor() as pool:
         while chunk := list(islice(items, CHUNK)):
             yield from pool.map(read, chunk)
+
+
+def _to_row(record: Record, files: Sequence[bytes]) -> dict[str, Any]:
+    """The row of a record and the content of its image files, in their order."""
+    return {
+        'record': {
+            'id': record.sample_id,
+            'source': record.source,
+            'conversations': [{'from': role, 'value': text} for role, text in record.turns],
+            'image': list(record.images),
+            'image_bytes': [len(file) for file in files],
+        },
+        'images': b''.join(files),
+    }
+
+
+def from_row(row: dict[str, Any]) -> tuple[Record, list[bytes]]:
+    """The record and the content of its image files that a row of a shard was made of.
+
+    Raises:
+        ValueError: If the row is of other columns, so not written by this program.
+    """
+    if row.keys() != COLUMNS.keys():
+        raise ValueError(
+            f'shards must have the columns {sorted(COLUMNS)}, got: {sorted(row)}. Write them with '
+            '`python -m composer_tokacc.data.to_mds`.'
+        )
+    raw = row['record']
+    record = Record(
+        sample_id=raw['id'],
+        source=raw['source'],
+        turns=tuple((turn['from'], turn['value']) for turn in raw['conversations']),
+        images=tuple(raw['image']),
+    )
+    ends = accumulate(raw['image_bytes'], initial=0)
+    return record, [row['images'][start:end] for start, end in pairwise(ends)]
 
 
 if __name__ == '__main__':

@@ -28,7 +28,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from composer_tokacc.data.patches import side_of_patch
+from composer_tokacc.data.media import side_of_patch
 from composer_tokacc.programs.errors import unknown_name
 from composer_tokacc.sizing import cast_model, transformer_blocks
 

@@ -19,9 +19,8 @@ from composer.utils import dist
 from torch.utils.data import DataLoader, Dataset
 
 from composer_tokacc.algorithm.filler_rows import repeated_rows
-from composer_tokacc.layout import ReadyBatch
 from composer_tokacc.planning import CostModel
-from composer_tokacc.sampling.share import LoadPlanner, RankShare, collate_share
+from composer_tokacc.sampling.share import LoadPlanner, RankShare
 
 __all__ = ['ExchangingDataLoader', 'SampleExchange', 'pack', 'unpack']
 
@@ -98,17 +97,19 @@ class ExchangingDataLoader(DataLoader):
     def __iter__(self) -> Iterator[Any]:
         """Yields this rank's share of each global batch, until no rank has samples left."""
         self._num_samples = 0
-        reading = super().__iter__()
+        planner, reading = self._planner, super().__iter__()
         for batch in count():
             samples, sizes = self._read(reading, batch)
             if not any(sizes):
                 return
             lengths, image_tokens = zip(*(size for of_rank in sizes for size in of_rank), strict=True)
-            plan = self._planner.plan(lengths, image_tokens).ranks  # of nothing but the sizes: the same on every rank
-            shares = [RankShare.from_plan(microbatches) for microbatches in plan]
-            mine = self._exchange.share(samples, [len(of_rank) for of_rank in sizes], [list(one) for one in shares])
-            self._num_samples += sum(map(len, sizes))
-            yield self._batch(mine, shares[dist.get_global_rank()])
+            plan = planner.plan(lengths, image_tokens).ranks  # of nothing but the sizes: the same on every rank
+            shares = [RankShare.from_plan(microbatches, range(len(lengths))) for microbatches in plan]
+            to_compute = self._exchange.share(samples, list(map(len, sizes)), [list(share) for share in shares])
+            self._num_samples += len(lengths)
+            ready = planner.collate(self._collate, to_compute, shares[dist.get_global_rank()])
+            ready.indices = None  # they count the samples of this step, and say nothing to a user
+            yield ready.pin_memory() if self._pin else ready
 
     def state_dict(self) -> dict[str, Any] | None:
         """State of the dataset after the batches that were yielded, as StreamingDataLoader has it."""
@@ -149,14 +150,6 @@ class ExchangingDataLoader(DataLoader):
         ids = sample['input_ids']
         return ids.shape[-1], int(torch.isin(ids, self._image_token_ids).sum())
 
-    def _batch(self, samples: list[Any], share: RankShare) -> ReadyBatch:
-        planner = self._planner
-        batch = collate_share(
-            self._collate, samples, share, max_tokens=planner.max_tokens, width_multiple=planner.width_multiple
-        )
-        batch.indices = None  # they count the samples of this step, and say nothing to a user
-        return batch.pin_memory() if self._pin else batch
-
 
 class SampleExchange:
     """A process group on the CPU beside that of the training, and the two steps of an exchange.
@@ -190,34 +183,24 @@ class SampleExchange:
         owners = [owner for owner, number in enumerate(num_samples) for _ in range(number)]
         first = sum(num_samples[:rank])
         wanted = [[samples[index - first] for index in share if owners[index] == rank] for share in shares]
-        sending = {to: pack(wanted[to]) for to in range(len(shares)) if wanted[to] and to != rank}
-        senders = {owners[index] for index in shares[rank]} - {rank}
-        arrived = {owner: iter(unpack(packed)) for owner, packed in self._swap(sending, senders).items()}
+        nothing = torch.empty(0, dtype=torch.uint8)
+        sending = [pack(chosen) if chosen and to != rank else nothing for to, chosen in enumerate(wanted)]
+        arrived = [iter(unpack(packed)) if len(packed) else iter(()) for packed in self._swap(sending)]
         return [
             samples[index - first] if owners[index] == rank else next(arrived[owners[index]]) for index in shares[rank]
         ]
 
-    def _swap(self, sending: Mapping[int, torch.Tensor], senders: set[int]) -> dict[int, torch.Tensor]:
-        """Sends bytes to ranks, receives from `senders`; the number of bytes goes ahead of them."""
-        sizes = {owner: torch.zeros(1, dtype=torch.int64) for owner in senders}
-        waiting = [self._receive(size, owner, tag=0) for owner, size in sizes.items()]
-        sent = []  # with what is sent, which must live until then
-        for to, packed in sending.items():
-            size = torch.tensor([len(packed)])
-            sent += [(size, self._send(size, to, tag=0)), (packed, self._send(packed, to, tag=1))]
-        for work in waiting:
-            work.wait()
-        received = {owner: torch.empty(int(size), dtype=torch.uint8) for owner, size in sizes.items()}
-        waiting = [self._receive(packed, owner, tag=1) for owner, packed in received.items()]
-        for work in [*waiting, *(work for _, work in sent)]:
-            work.wait()
-        return received
-
-    def _send(self, tensor: torch.Tensor, to: int, *, tag: int) -> Any:
-        return torch.distributed.isend(tensor, dst=to, group=self._gloo(), tag=tag)
-
-    def _receive(self, tensor: torch.Tensor, owner: int, *, tag: int) -> Any:
-        return torch.distributed.irecv(tensor, src=owner, group=self._gloo(), tag=tag)
+    def _swap(self, sending: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Bytes from every rank for bytes to every rank; the numbers of bytes go ahead of them."""
+        if len(sending) == 1:
+            return sending
+        num_sent = torch.tensor([len(packed) for packed in sending])
+        num_received = torch.empty_like(num_sent)
+        torch.distributed.all_to_all_single(num_received, num_sent, group=self._gloo())
+        received = torch.empty(int(num_received.sum()), dtype=torch.uint8)
+        sizes = num_received.tolist(), num_sent.tolist()
+        torch.distributed.all_to_all_single(received, torch.cat(list(sending)), *sizes, group=self._gloo())
+        return received.split(sizes[0])
 
     def _gloo(self) -> Any:
         if self._group is None:

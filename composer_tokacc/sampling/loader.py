@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from composer_tokacc.layout import ReadyBatch
 from composer_tokacc.sampling.sampler import RegroupingBatchSampler
-from composer_tokacc.sampling.share import RankShare, collate_share
+from composer_tokacc.sampling.share import RankShare
 
 __all__ = ['RegroupingDataLoader', 'SkippedBatch']
 
@@ -65,13 +65,7 @@ class RegroupingDataLoader(DataLoader):
                 raise ValueError(f'`{name}` must be left to the batch sampler, got: {kwargs[name]}. Drop it.')
         self._generator = torch.Generator()
         kwargs.setdefault('generator', self._generator)
-        planner = batch_sampler.planner
-        collate = partial(
-            collate_share,
-            collate_fn or default_collate,
-            max_tokens=planner.max_tokens,
-            width_multiple=planner.width_multiple,
-        )
+        collate = partial(batch_sampler.planner.collate, collate_fn or default_collate)
         super().__init__(_PlannedDataset(dataset, collate), batch_sampler=batch_sampler, collate_fn=_Parcel, **kwargs)
         self._resume_at = (0, 0)
         self._yielded = (0, 0)
@@ -110,7 +104,9 @@ class RegroupingDataLoader(DataLoader):
         if num_skipped == len(self):
             return
         first = sampler.first_batch
-        self._generator.manual_seed(_seed_of(sampler, first))
+        # Of worker processes: another one for each rank, epoch, and place of resumption.
+        entropy = [sampler.seed % 2**32, epoch, sampler.rank, first]
+        self._generator.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1)[0]))
         for parcel in super().__iter__():
             first += 1
             self._yielded = (epoch, first)
@@ -158,9 +154,3 @@ class _Parcel:
 
     def pin_memory(self) -> _Parcel:
         return _Parcel(self.batch.pin_memory())
-
-
-def _seed_of(sampler: RegroupingBatchSampler, first_batch: int) -> int:
-    """Seed of worker processes: another one for each rank, epoch, and place of resumption."""
-    entropy = [sampler.seed % 2**32, sampler.epoch, sampler.rank, first_batch]
-    return int(np.random.SeedSequence(entropy).generate_state(1)[0])

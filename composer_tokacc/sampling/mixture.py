@@ -13,7 +13,7 @@ from fractions import Fraction
 import numpy as np
 import torch
 
-__all__ = ['Mixture', 'MixtureOrder', 'counts_of_first', 'interleave', 'num_mixed_batches']
+__all__ = ['Mixture', 'counts_of_first', 'interleave', 'mixed_batches']
 
 
 @dataclass(frozen=True)
@@ -61,16 +61,6 @@ class Mixture:
         return max(round(sum(self.quotas)), 1)
 
 
-def num_mixed_batches(
-    mixture: Mixture, global_batch_size: int, *, drop_last: bool, media: np.ndarray | None = None
-) -> int:
-    """Global batches of an epoch of :class:`MixtureOrder`, the same for every epoch."""
-    if drop_last:
-        return mixture.num_samples // global_batch_size
-    counts = counts_of_first(mixture.num_samples, _quotas(_streams(mixture, media)))
-    return sum(-(-count // global_batch_size) for count in counts)
-
-
 @dataclass(frozen=True)
 class _Stream:
     """The samples of one dataset (and one medium), pass after pass without end, each in another order."""
@@ -92,8 +82,16 @@ class _Stream:
         return found
 
 
-class MixtureOrder:
-    """The order of one epoch, cut into global batches.
+def mixed_batches(
+    mixture: Mixture,
+    global_batch_size: int,
+    *,
+    drop_last: bool,
+    seed: int | None,
+    epoch: int,
+    media: np.ndarray | None = None,
+) -> list[np.ndarray]:
+    """The global batches of one epoch; every epoch has equally many.
 
     Each dataset is a sequence without end, and so is the run: the datasets' sequences, merged evenly, so that every
     global batch has each dataset's share to within one sample or two. Epochs are stretches of it. Nothing is lost at
@@ -110,42 +108,27 @@ class MixtureOrder:
         seed: Seed of the run; None keeps each dataset's own order.
         epoch: Number of the epoch, from 0.
         media: Medium of each sample, int (n,); None: global batches mix them.
+
+    Returns:
+        Indices of the samples of each global batch, int64.
     """
-
-    def __init__(
-        self,
-        mixture: Mixture,
-        global_batch_size: int,
-        *,
-        drop_last: bool,
-        seed: int | None,
-        epoch: int,
-        media: np.ndarray | None = None,
-    ) -> None:
-        groups = _streams(mixture, media)
-        quotas = _quotas(groups)
-        size, num_samples = global_batch_size, mixture.num_samples
-        if drop_last:
-            num_batches = num_samples // size
-            begins, ends = (
-                [count * size for count in counts_of_first((epoch + which) * num_batches, quotas)] for which in (0, 1)
-            )
-        else:
-            counts = counts_of_first(num_samples, quotas)
-            begins = [epoch * count for count in counts]
-            ends = [begin + count for begin, count in zip(begins, counts, strict=True)]
-        orders = [
-            _merged(group, begin, end, seed) for group, begin, end in zip(groups, begins, ends, strict=True)
-        ]  # fmt: skip
-        self.windows = _interleaved_windows(orders, size)
-
-    def __len__(self) -> int:
-        """Global batches of the epoch."""
-        return len(self.windows)
-
-    def window(self, batch: int) -> np.ndarray:
-        """Indices of the samples of global batch `batch`, int64."""
-        return self.windows[batch]
+    groups, size = _streams(mixture, media), global_batch_size
+    quotas = [sum((stream.quota for stream in group), Fraction(0)) for group in groups]
+    # Where the epoch begins and ends in the endless sequence of each medium.
+    if drop_last:
+        # Full batches alone are counted, so the end of an epoch is the beginning of the next, samples left included.
+        num_batches = mixture.num_samples // size
+        begins = [count * size for count in counts_of_first(epoch * num_batches, quotas)]
+        ends = [count * size for count in counts_of_first((epoch + 1) * num_batches, quotas)]
+    else:
+        counts = counts_of_first(mixture.num_samples, quotas)
+        begins = [epoch * count for count in counts]
+        ends = [(epoch + 1) * count for count in counts]
+    orders = [_merged(group, begin, end, seed) for group, begin, end in zip(groups, begins, ends, strict=True)]
+    batches = [[order[start : start + size] for start in range(0, len(order), size)] for order in orders if len(order)]
+    counts = [len(of_medium) for of_medium in batches]
+    media_of_batches, places = interleave([0] * len(counts), counts, [Fraction(count) for count in counts])
+    return [batches[medium][place] for medium, place in zip(media_of_batches, places, strict=True)]
 
 
 def _streams(mixture: Mixture, media: np.ndarray | None) -> list[list[_Stream]]:
@@ -164,10 +147,6 @@ def _streams(mixture: Mixture, media: np.ndarray | None) -> list[list[_Stream]]:
     return groups
 
 
-def _quotas(groups: list[list[_Stream]]) -> list[Fraction]:
-    return [sum((stream.quota for stream in group), Fraction(0)) for group in groups]
-
-
 def _merged(group: list[_Stream], begin: int, end: int, seed: int | None) -> np.ndarray:
     """Samples from place `begin` to `end` of the evenly merged sequences of a group."""
     quotas = [stream.quota for stream in group]
@@ -178,14 +157,6 @@ def _merged(group: list[_Stream], begin: int, end: int, seed: int | None) -> np.
         entropy = None if seed is None else (seed % 2**32, int(stream.samples[0]))
         samples[here] = stream.read(items[here], entropy)
     return samples
-
-
-def _interleaved_windows(orders: list[np.ndarray], size: int) -> list[np.ndarray]:
-    """The global batches of all groups, evenly mixed."""
-    windows = [[order[start : start + size] for start in range(0, len(order), size)] for order in orders if len(order)]
-    counts = [len(own) for own in windows]
-    sources, items = interleave([0] * len(counts), counts, [Fraction(count) for count in counts])
-    return [windows[source][item] for source, item in zip(sources, items, strict=True)]
 
 
 # Endless sequences merged evenly: after any number of items each has had its share, to within one.

@@ -11,13 +11,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, TypeVar
 
 import numpy as np
+import torch
 from composer.utils import dist
 from torch.utils.data import Dataset, DistributedSampler
 
 from composer_tokacc.planning import CostModel, MicrobatchPlan
-from composer_tokacc.sampling.mixture import Mixture, MixtureOrder, num_mixed_batches
+from composer_tokacc.sampling.mixture import Mixture, mixed_batches
 from composer_tokacc.sampling.share import LoadPlanner, RankShare
-from composer_tokacc.sampling.window import EpochOrder, num_windows
 
 __all__ = ['RegroupingBatchSampler', 'map_ahead']
 
@@ -59,7 +59,7 @@ class RegroupingBatchSampler(DistributedSampler):
         objective: ``'ddp'``, or ``'fsdp'`` where ranks must have equal numbers of microbatches.
         width_multiple: As given to ``token_data_spec``.
         mixture: Shares of several datasets, `dataset` being their ``ConcatDataset``. Then
-            :class:`composer_tokacc.sampling.mixture.MixtureOrder` says what a global batch holds.
+            :func:`composer_tokacc.sampling.mixture.mixed_batches` says what a global batch holds.
         modality: ``'mixed'``, or ``'per_step'`` for global batches of one medium each: with images, or without.
             Likewise.
         media: Medium of each sample for ``'per_step'``, (n,) ints. Default: whether it has `image_tokens`.
@@ -116,8 +116,6 @@ class RegroupingBatchSampler(DistributedSampler):
         self.mixture = Mixture([num_samples]) if mixture is None and modality == 'per_step' else mixture
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
         self.global_batch_size = global_batch_size
-        if self.mixture is not None:
-            self._num_mixed = num_mixed_batches(self.mixture, global_batch_size, drop_last=drop_last, media=self.media)
         self.planner = LoadPlanner(
             num_ranks=num_replicas,
             max_tokens=max_tokens,
@@ -130,19 +128,17 @@ class RegroupingBatchSampler(DistributedSampler):
         self.first_batch = 0
         """Where the next iteration starts."""
         self._position = 0
-        self._kept: tuple[int, EpochOrder | MixtureOrder] | None = None
+        self._kept = (self.epoch, self._batches_of_epoch())
+        self._num_batches = len(self._kept[1])
 
     def __len__(self) -> int:
-        """Global batches of an epoch, the same on all ranks."""
-        if self.mixture is not None:
-            return self._num_mixed
-        return num_windows(len(self.lengths), self.global_batch_size, drop_last=self.drop_last)
+        """Global batches of an epoch, the same in every epoch and on all ranks."""
+        return self._num_batches
 
     def __iter__(self) -> Iterator[RankShare]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Yields this rank's share of each global batch of the epoch, from the one that was skipped to."""
         first, self.first_batch = self.first_batch, 0
-        order = self._order()
-        shares = map_ahead(lambda batch: self._share(order.window(batch)), range(first, len(self)))
+        shares = map_ahead(self._share, self._batches()[first:])
         for self._position, share in enumerate(shares, start=first + 1):
             yield share
 
@@ -154,15 +150,15 @@ class RegroupingBatchSampler(DistributedSampler):
 
     def window(self, batch: int) -> list[int]:
         """Samples of global batch `batch` of this epoch over all ranks, in the order of torch's sampler."""
-        return self._order().window(batch).tolist()
+        return self._batches()[batch].tolist()
 
     def plan(self, batch: int) -> MicrobatchPlan:
         """Plan of global batch `batch` of this epoch over all ranks; its indices are places in :meth:`window`."""
-        return self._plan(self._order().window(batch))
+        return self._plan(self._batches()[batch])
 
     def has_only_copies(self, batch: int) -> bool:
         """Whether this rank has no sample of global batch `batch` of this epoch, but a copy that must weigh nothing."""
-        window = self._order().window(batch)
+        window = self._batches()[batch]
         return len(window) < self.num_replicas and self._share(window).is_copy
 
     def skip_to(self, batch: int) -> None:
@@ -207,25 +203,21 @@ class RegroupingBatchSampler(DistributedSampler):
             'drop_last': self.drop_last,
         }
 
-    def _order(self) -> EpochOrder | MixtureOrder:
-        """The order of the present epoch; kept, because it takes time in proportion to the dataset."""
-        if self._kept is None or self._kept[0] != self.epoch:
-            self._kept = (self.epoch, self._new_order())
+    def _batches(self) -> list[np.ndarray]:
+        """Samples of each global batch of the present epoch; kept, because it takes time in proportion to the dataset.
+
+        Plain arrays: each is a view of the one order of the epoch.
+        """
+        if self._kept[0] != self.epoch:
+            self._kept = (self.epoch, self._batches_of_epoch())
         return self._kept[1]
 
-    def _new_order(self) -> EpochOrder | MixtureOrder:
+    def _batches_of_epoch(self) -> list[np.ndarray]:
+        seed = self.seed if self.shuffle else None
+        options: dict[str, Any] = {'drop_last': self.drop_last, 'seed': seed, 'epoch': self.epoch}
         if self.mixture is not None:
-            return MixtureOrder(
-                self.mixture,
-                self.global_batch_size,
-                drop_last=self.drop_last,
-                seed=self.seed if self.shuffle else None,
-                epoch=self.epoch,
-                media=self.media,
-            )
-        return EpochOrder(
-            len(self.lengths), self.global_batch_size, seed=self.seed + self.epoch if self.shuffle else None
-        )
+            return mixed_batches(self.mixture, self.global_batch_size, media=self.media, **options)
+        return torchs_batches(len(self.lengths), self.global_batch_size, **options)
 
     def _share(self, window: np.ndarray) -> RankShare:
         return RankShare.from_plan(self._plan(window).ranks[self.rank], window.tolist())
@@ -233,6 +225,34 @@ class RegroupingBatchSampler(DistributedSampler):
     def _plan(self, window: np.ndarray) -> MicrobatchPlan:
         images = None if self.image_tokens is None else self.image_tokens[window]
         return self.planner.plan(self.lengths[window], images)
+
+
+def torchs_batches(
+    num_samples: int, global_batch_size: int, *, drop_last: bool, seed: int | None, epoch: int
+) -> list[np.ndarray]:
+    """The global batches of one epoch: those of torch's DistributedSampler, each sample once.
+
+    Rank ``r`` of ``W`` gets positions ``r, r + W, ...`` of torch's order, ``G / W`` of them in a batch; so the ranks
+    together get positions ``b * G`` to ``(b + 1) * G``, whatever ``W`` is. Without `drop_last` torch moreover repeats
+    the start of the order until every rank has equally many samples, which makes the last step of an epoch another one
+    for each ``W``. That is left out here: the last global batch holds the samples that are left, and no other.
+
+    Args:
+        num_samples: Samples of the dataset.
+        global_batch_size: Samples of a global batch, ``G``.
+        drop_last: Whether the last, smaller global batch is left out.
+        seed: Seed of the run; None keeps the dataset's own order.
+        epoch: Number of the epoch.
+
+    Returns:
+        Indices of the samples of each global batch, int64, in torch's order.
+    """
+    if seed is None:
+        order = np.arange(num_samples)
+    else:
+        order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed + epoch)).numpy()
+    end = num_samples - num_samples % global_batch_size if drop_last else num_samples
+    return [order[start : start + global_batch_size] for start in range(0, end, global_batch_size)]
 
 
 def map_ahead(function: Callable[[Item], Result], items: Iterable[Item], *, depth: int = 2) -> Iterator[Result]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from typing import Any, Literal
 
@@ -16,7 +15,7 @@ from composer_tokacc.layout import Batch, ReadyBatch
 from composer_tokacc.layout.ready import widened
 from composer_tokacc.planning import CostModel, Microbatch, MicrobatchPlan, plan_microbatches
 
-__all__ = ['LoadPlanner', 'RankShare', 'collate_share']
+__all__ = ['LoadPlanner', 'RankShare']
 
 
 @dataclass(frozen=True)
@@ -37,85 +36,26 @@ class RankShare:
         return sum(map(len, self.microbatches))
 
     @classmethod
-    def from_plan(cls, planned: Sequence[Microbatch], members: Sequence[int] | None = None) -> RankShare:
+    def from_plan(cls, planned: Sequence[Microbatch], members: Sequence[int]) -> RankShare:
         """That of a rank with these planned microbatches, whose indices are places in `members`."""
-        is_copy = all(microbatch.filled for microbatch in planned)
-        computed = planned[:1] if is_copy else [microbatch for microbatch in planned if not microbatch.filled]
-        places = [list(microbatch.indices) for microbatch in computed]
-        if members is not None:
-            places = [[members[place] for place in microbatch] for microbatch in places]
-        return cls(places, is_copy)
+        computed = [microbatch for microbatch in planned if not microbatch.filled]
+        microbatches = [[members[place] for place in microbatch.indices] for microbatch in computed or planned[:1]]
+        return cls(microbatches, is_copy=not computed)
 
 
-def collate_share(
-    collate_fn: Callable[[list[Any]], Any],
-    samples: Sequence[Any],
-    share: RankShare,
-    *,
-    max_tokens: int,
-    width_multiple: int,
-) -> ReadyBatch:
-    """Collates each microbatch of a share by itself.
-
-    Args:
-        collate_fn: Makes a mapping of the samples of a microbatch.
-        samples: Those of the share, microbatch by microbatch.
-        share: The share.
-        max_tokens: Token budget that it was planned for.
-        width_multiple: What widths are rounded up to.
-
-    Raises:
-        ValueError: If `collate_fn` makes something else.
-    """
-    left = iter(samples)
-    microbatches: list[Batch] = []
-    for indices in share.microbatches:
-        batch = collate_fn([next(left) for _ in indices])
-        # A tokenizer's BatchEncoding is no Mapping by type, but reads like one.
-        if not hasattr(batch, 'keys'):
-            raise ValueError(f'`collate_fn` must return a mapping, got: {type(batch).__name__}. Name its entries.')
-        microbatches.append(widened({key: batch[key] for key in batch.keys()}, width_multiple))  # noqa: SIM118
-    if share.is_copy:
-        microbatches = [with_carried(batch, samples=[0]) for batch in microbatches]
-    return ReadyBatch(microbatches, max_tokens=max_tokens, indices=share.microbatches)
-
-
+@dataclass(frozen=True, kw_only=True)
 class LoadPlanner:
-    """:func:`.plan_microbatches` with the options of a run, and with a sample for every rank where there are enough.
+    """How a run cuts, shares and collates its global batches: the options of :func:`.plan_microbatches`."""
 
-    Args:
-        num_ranks: Ranks.
-        max_tokens: As for :func:`.plan_microbatches`.
-        max_image_tokens: Likewise.
-        objective: Likewise.
-        cost: Likewise.
-        width_multiple: Likewise.
-    """
-
-    def __init__(
-        self,
-        *,
-        num_ranks: int,
-        max_tokens: int,
-        max_image_tokens: int | None,
-        objective: Literal['ddp', 'fsdp'],
-        cost: CostModel | None,
-        width_multiple: int,
-    ) -> None:
-        self.max_tokens, self.width_multiple = max_tokens, width_multiple
-        self._num_ranks = num_ranks
-        self._objective: Literal['ddp', 'fsdp'] = objective
-        self._plan: Callable[..., MicrobatchPlan] = partial(
-            plan_microbatches,
-            num_ranks=num_ranks,
-            max_tokens=max_tokens,
-            max_image_tokens=max_image_tokens,
-            cost=cost,
-            width_multiple=width_multiple,
-        )
+    num_ranks: int
+    max_tokens: int
+    max_image_tokens: int | None = None
+    objective: Literal['ddp', 'fsdp'] = 'ddp'
+    cost: CostModel | None = None
+    width_multiple: int = 1
 
     def plan(self, lengths: Any, image_tokens: Any) -> MicrobatchPlan:
-        """The plan of a global batch.
+        """The plan of a global batch, with a sample for every rank where there are enough.
 
         Args:
             lengths: Of its samples, (n,) ints.
@@ -124,9 +64,31 @@ class LoadPlanner:
         Raises:
             ValueError: If an option is out of range.
         """
-        plan = self._plan(lengths, image_tokens=image_tokens, objective=self._objective)
-        has_enough = len(lengths) >= self._num_ranks
-        if self._objective == 'fsdp' and has_enough and any(RankShare.from_plan(rank).is_copy for rank in plan.ranks):
-            # Columns by modality can leave a rank without samples, and an empty batch cannot be collated.
-            plan = self._plan(lengths, image_tokens=image_tokens, objective='ddp')
+        options = {**vars(self), 'image_tokens': image_tokens}
+        plan = plan_microbatches(lengths, **options)
+        if len(lengths) >= self.num_ranks and any(all(one.filled for one in rank) for rank in plan.ranks):
+            # Under 'fsdp' columns by modality can leave a rank without samples, and an empty batch cannot be collated.
+            plan = plan_microbatches(lengths, **{**options, 'objective': 'ddp'})
         return plan
+
+    def collate(self, collate_fn: Callable[[list[Any]], Any], samples: Sequence[Any], share: RankShare) -> ReadyBatch:
+        """Collates each microbatch of a share by itself.
+
+        Args:
+            collate_fn: Makes a mapping of the samples of a microbatch.
+            samples: Those of the share, microbatch by microbatch.
+            share: The share.
+
+        Raises:
+            ValueError: If `collate_fn` makes something else.
+        """
+        remaining = iter(samples)
+        microbatches: list[Batch] = []
+        for indices in share.microbatches:
+            batch = collate_fn([next(remaining) for _ in indices])
+            # A tokenizer's BatchEncoding is no Mapping by type, but reads like one.
+            if not hasattr(batch, 'keys'):
+                raise ValueError(f'`collate_fn` must return a mapping, got: {type(batch).__name__}. Name its entries.')
+            batch = widened({key: batch[key] for key in batch.keys()}, self.width_multiple)  # noqa: SIM118
+            microbatches.append(with_carried(batch, samples=[0]) if share.is_copy else batch)
+        return ReadyBatch(microbatches, max_tokens=self.max_tokens, indices=share.microbatches)

@@ -42,7 +42,7 @@ class CountingDataset(LlavaDataset):
 
 
 def build(dataset, **options):
-    return build_length_table(dataset, build_digits_processor(), progress=False, **options)
+    return build_length_table(dataset, build_digits_processor(), **options)
 
 
 def test_lengths_and_errors_by_index():
@@ -89,8 +89,8 @@ def test_a_sample_is_read_once_in_the_life_of_a_run(tmp_path):
     CountingDataset.reads = []
 
     def start():
-        dataset = CountingDataset(path, small(), on_error='skip', progress=False, lengths_folder=tmp_path / 'lengths')
-        table = length_table(dataset, dataset.encoder.processor, folder=tmp_path / 'lengths', progress=False)
+        dataset = CountingDataset(path, small(), on_error='skip', lengths_folder=tmp_path / 'lengths')
+        table = length_table(dataset, dataset.encoder.processor, folder=tmp_path / 'lengths')
         return dataset, table
 
     (first, first_table), (second, second_table) = start(), start()
@@ -106,7 +106,7 @@ def test_a_sample_is_read_once_in_the_life_of_a_run(tmp_path):
 
 def test_a_mended_image_is_read_again(tmp_path):
     path = write_records(tmp_path, ['good.png', 'bad.png'])
-    options = {'on_error': 'skip', 'progress': False, 'lengths_folder': tmp_path / 'lengths'}
+    options = {'on_error': 'skip', 'lengths_folder': tmp_path / 'lengths'}
     assert len(LlavaDataset(path, small(), **options)) == 1
     Image.new('RGB', (8, 8)).save(tmp_path / 'bad.png')
     assert len(LlavaDataset(path, small(), **options)) == 2
@@ -114,10 +114,10 @@ def test_a_mended_image_is_read_again(tmp_path):
 
 def test_a_kept_table_with_bad_samples_does_not_hide_them_from_a_run_that_raises(tmp_path):
     path = write_records(tmp_path, ['good.png', 'bad.png'])
-    LlavaDataset(path, small(), on_error='skip', progress=False, lengths_folder=tmp_path / 'lengths')
+    LlavaDataset(path, small(), on_error='skip', lengths_folder=tmp_path / 'lengths')
     strict = LlavaDataset(path, small())
     with pytest.raises(BadSampleError, match=r'sample "1".*bad\.png'):
-        length_table(strict, strict.encoder.processor, folder=tmp_path / 'lengths', progress=False)
+        length_table(strict, strict.encoder.processor, folder=tmp_path / 'lengths')
 
 
 def test_a_fault_of_the_program_is_no_bad_sample(tmp_path, monkeypatch):

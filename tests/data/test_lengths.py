@@ -16,7 +16,7 @@ from torch.utils.data import ConcatDataset
 
 from composer_tokacc.data import LlavaDataset, lengths
 from composer_tokacc.data.lengths import build_length_table, fingerprint, image_token_ids, length_table
-from composer_tokacc.data.patches import count_patches, declared_patch_size, side_of_patch
+from composer_tokacc.data.media import count_patches, declared_patch_size, side_of_patch
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.programs import load_config
 from composer_tokacc.programs.models import vision_patch_size
@@ -58,7 +58,7 @@ class CountReads(DigitsDataset):
 def test_table_says_what_the_samples_say(num_samples):
     dataset = DigitsDataset(num_samples=num_samples)
     before = torch.get_rng_state()
-    table = build_length_table(dataset, dataset.processor, num_workers=2, progress=False)
+    table = build_length_table(dataset, dataset.processor, num_workers=2)
     assert torch.equal(before, torch.get_rng_state())
     samples = [dataset[index] for index in range(num_samples)]
     assert table.lengths.tolist() == [sample['input_ids'].shape[1] for sample in samples]
@@ -72,7 +72,7 @@ def test_table_says_what_the_samples_say(num_samples):
 def test_image_tokens_are_counted_by_patches_of_the_processor():
     processor = build_digits_processor(image_size=16, patch_size=8)
     dataset = DigitsDataset(processor, num_samples=20)
-    table = build_length_table(dataset, processor, progress=False)
+    table = build_length_table(dataset, processor)
     assert table.image_tokens.tolist() == [4 * dataset[index]['num_images'][0] for index in range(20)]
 
 
@@ -81,7 +81,7 @@ def test_vision_patches_are_those_that_the_real_tower_computes(name):
     # Six samples with 0, 1, 1, 2, 0 and 3 images of unequal sizes.
     case = FAMILIES[name]()
     patch_size = vision_patch_size(case.config)
-    table = build_length_table(case.rows, case.encode.processor, patch_size=patch_size, progress=False)
+    table = build_length_table(case.rows, case.encode.processor, patch_size=patch_size)
     assert table.vision_patches.dtype == np.int32
     assert table.vision_patches.tolist() == [computed_patches(case.model, row) for row in case.rows]
     assert [bool(count) for count in table.vision_patches] == [bool(sample.images) for sample in case.samples]
@@ -114,12 +114,12 @@ def test_patch_size_is_the_given_one_or_the_processors_or_the_commonest():
     processor = case.encode.processor
     assert declared_patch_size(processor) is None
     # Images of 16 x 16 pixels hold one square of 14; a run whose processor declares nothing still gets a table.
-    guessed = build_length_table(case.rows, processor, progress=False).vision_patches
-    given = build_length_table(case.rows, processor, patch_size=8, progress=False).vision_patches
+    guessed = build_length_table(case.rows, processor).vision_patches
+    given = build_length_table(case.rows, processor, patch_size=8).vision_patches
     assert (given == 4 * guessed).all()
     llava = FAMILIES['llava']()
-    declared = build_length_table(llava.rows, llava.encode.processor, progress=False).vision_patches
-    given = build_length_table(llava.rows, llava.encode.processor, patch_size=8, progress=False).vision_patches
+    declared = build_length_table(llava.rows, llava.encode.processor).vision_patches
+    given = build_length_table(llava.rows, llava.encode.processor, patch_size=8).vision_patches
     assert (declared == 4 * given).all()
     sides = [side_of_patch(value) for value in (14, {'height': 14, 'width': 14}, (14, 14), None, {}, ())]
     assert sides == [14, 14, 14, None, None, None]
@@ -138,8 +138,8 @@ def test_a_run_counts_the_patches_of_its_own_model(tmp_path):
 def test_parts_are_measured_one_by_one_and_read_again(tmp_path):
     case = FAMILIES['qwen2_5_vl']()
     parts = ConcatDataset([case.rows[:4], case.rows[4:]])
-    first, again = (length_table(parts, case.encode.processor, folder=tmp_path, progress=False) for _ in range(2))
-    whole = build_length_table(case.rows, case.encode.processor, progress=False)
+    first, again = (length_table(parts, case.encode.processor, folder=tmp_path) for _ in range(2))
+    whole = build_length_table(case.rows, case.encode.processor)
     assert len(list(tmp_path.iterdir())) == 2
     for name in COLUMNS:
         np.testing.assert_array_equal(getattr(first, name), getattr(whole, name))
@@ -149,10 +149,10 @@ def test_parts_are_measured_one_by_one_and_read_again(tmp_path):
 def test_second_run_reads_only_what_the_fingerprint_needs(tmp_path):
     dataset = CountReads(num_samples=200)
     CountReads.reads = 0
-    first = length_table(dataset, dataset.processor, folder=tmp_path, num_workers=0, progress=False)
+    first = length_table(dataset, dataset.processor, folder=tmp_path, num_workers=0)
     assert CountReads.reads == 200 + 64
     again = CountReads(num_samples=200)
-    second = length_table(again, build_digits_processor(), folder=tmp_path, num_workers=0, progress=False)
+    second = length_table(again, build_digits_processor(), folder=tmp_path, num_workers=0)
     assert CountReads.reads == 200 + 2 * 64
     for name in COLUMNS:
         np.testing.assert_array_equal(getattr(first, name), getattr(second, name))
@@ -183,7 +183,7 @@ def test_files_of_an_older_version_are_not_read(tmp_path, monkeypatch):
         older.setattr(lengths, 'VERSION', lengths.VERSION - 1)
         older_file = tmp_path / f'{fingerprint(dataset, dataset.processor)}.npz'
     np.savez(older_file, lengths=[1] * 8, image_tokens=[0] * 8, loss_tokens=[1] * 8)
-    table = length_table(dataset, dataset.processor, folder=tmp_path, progress=False)
+    table = length_table(dataset, dataset.processor, folder=tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
     assert table.vision_patches.tolist() == table.image_tokens.tolist()
 
@@ -211,7 +211,7 @@ def test_bad_samples_are_named(tmp_path):
     (tmp_path / 'data.json').write_text(json.dumps(records))
     processor = build_digits_processor()
     with pytest.raises(ValueError, match=r'bad.*cannot be read'):
-        build_length_table(LlavaDataset(tmp_path / 'data.json', processor), processor, progress=False)
+        build_length_table(LlavaDataset(tmp_path / 'data.json', processor), processor)
 
 
 def test_processors_without_images_have_no_image_tokens():

@@ -15,7 +15,6 @@ from composer_tokacc.data import (
     LlavaDataset,
     VisionLanguageCollator,
     build_small_processor,
-    conversation_texts,
 )
 from composer_tokacc.data.processor import train_tokenizer
 from tests.data.chat_processors import PROCESSORS, TEXTS, small
@@ -53,7 +52,7 @@ def write(folder, records, name='data.json'):
 
 def open_dataset(folder, records, *, name='data.json', processor=None, **kwargs):
     path = write(folder, records, name)
-    return LlavaDataset(path, processor or small(), image_dir=folder / 'images', progress=False, **kwargs)
+    return LlavaDataset(path, processor or small(), image_dir=folder / 'images', **kwargs)
 
 
 def spoken(dataset, index):
@@ -250,7 +249,7 @@ def test_file_without_a_good_sample_is_refused(folder):
 
 def test_small_processor_of_the_files_own_texts(folder):
     path = write(folder, [one_image('a', answer='Carmine, says the painter.'), '{}'])
-    texts = list(conversation_texts(path))
+    texts = list(LlavaDataset.texts(path))
     assert texts == ['\nWhich colour?', 'Carmine, says the painter.']
     processor = build_small_processor(texts * 20, vocab_size=400, image_size=32, patch_size=16)
     sample = open_dataset(folder, [one_image('b', answer='Never seen: ß 三!')], processor=processor)[0]

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset
@@ -181,6 +183,51 @@ def test_every_step_has_the_gradient_of_its_global_batch(width_multiple):
         expected, true_loss = reference_gradients(model, whole)
         assert relative_error(found, expected) < 1e-6
         assert loss == pytest.approx(true_loss, rel=1e-6)
+
+
+def loader_with_a_stale_table(dataset):
+    """The longest sample was far shorter when lengths were measured, all others had half their tokens."""
+    changed, cap = int(dataset.lengths.argmax()), int(np.sort(dataset.lengths)[-2])
+    assert dataset.lengths[changed] > cap
+    lengths = dataset.lengths // 2
+    lengths[changed] = 2
+    sampler = RegroupingBatchSampler(
+        dataset, lengths=lengths, global_batch_size=8, max_tokens=cap, num_replicas=1, rank=0
+    )
+    return RegroupingDataLoader(dataset, batch_sampler=sampler, collate_fn=collate_samples), changed, cap
+
+
+def test_stale_table_of_lengths_stops_the_run_with_the_samples_id():
+    dataset = LengthDataset(20)
+    loader, changed, cap = loader_with_a_stale_table(dataset)
+    spec = token_data_spec(loader, slot_tokens=cap)
+    message = (
+        f"got: sample '{changed}' of {dataset.lengths[changed]} tokens, over the cap of {cap} .* measure the lengths"
+    )
+    with pytest.raises(ValueError, match=message):
+        train(text_model(), spec, algorithms=[TokenAccumulation()], microbatch_size=1, max_duration='1ep')
+
+
+def test_stale_table_of_lengths_costs_neither_the_cap_nor_the_gradient_where_asked_to_warn(caplog):
+    dataset, model = LengthDataset(20), text_model()
+    loader, changed, cap = loader_with_a_stale_table(dataset)
+    spec = token_data_spec(loader, slot_tokens=cap, on_oversize='warn')
+    batches = list(loader)
+    planned, cut = (
+        [one['sample_ids'] for batch in microbatches for one in batch if one['input_ids'].numel() > cap]
+        for microbatches in (
+            [batch.microbatches for batch in batches],
+            [spec.split_batch(batch, 1) for batch in batches],
+        )
+    )
+    assert len(planned) > 1, 'the planned microbatches should be too large'
+    assert cut == [[str(changed)]], 'alone, and nothing else is over the cap'
+    with caplog.at_level(logging.WARNING, logger='composer_tokacc'):
+        recorder, _, _ = train(model, spec, algorithms=[TokenAccumulation()], microbatch_size=1, max_duration='1ep')
+    assert f"sample '{changed}' of {dataset.lengths[changed]} tokens" in caplog.text
+    for step, found in enumerate(recorder.steps):
+        whole = collate_samples([dataset[index] for index in loader.batch_sampler.window(step)])
+        assert relative_error(found, reference_gradients(model, whole)[0]) < 1e-6
 
 
 @pytest.mark.parametrize('name', ['llava', 'qwen2_5_vl'])

@@ -33,7 +33,7 @@ class _Everything(Dataset):
     """Good samples for rank 0, a bad one among those of rank 1."""
 
     def __init__(self, path: str, folder: str) -> None:
-        self.good = LlavaDataset(path, small(), on_error='skip', progress=False, lengths_folder=folder)
+        self.good = LlavaDataset(path, small(), on_error='skip', lengths_folder=folder)
 
     def __len__(self) -> int:
         return 4
@@ -47,10 +47,10 @@ class _Everything(Dataset):
 def main(path: str, folder: str, result: str) -> None:
     """Gathers what each rank kept, skipped, read, and what it raises where nothing is skipped."""
     dist.initialize_dist('cpu')
-    dataset = CountingDataset(path, small(), on_error='skip', progress=False, lengths_folder=folder)
+    dataset = CountingDataset(path, small(), on_error='skip', lengths_folder=folder)
     raised = ''
     try:
-        build_length_table(_Everything(path, folder), small(), progress=False)
+        build_length_table(_Everything(path, folder), small())
     except BadSampleError as error:
         raised = str(error)
     found = {

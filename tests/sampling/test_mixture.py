@@ -13,15 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_tokacc.sampling import RegroupingBatchSampler
-from composer_tokacc.sampling.mixture import Mixture, MixtureOrder, num_mixed_batches
+from composer_tokacc.sampling.mixture import Mixture, mixed_batches
 
 sizes_lists = st.lists(st.integers(1, 40), min_size=1, max_size=4)
 
 
 def batches(mixture, global_batch_size, epoch, *, drop_last=False, seed=3, media=None):
-    order = MixtureOrder(mixture, global_batch_size, drop_last=drop_last, seed=seed, epoch=epoch, media=media)
-    assert len(order) == num_mixed_batches(mixture, global_batch_size, drop_last=drop_last, media=media)
-    return [order.window(batch).tolist() for batch in range(len(order))]
+    options = {'drop_last': drop_last, 'seed': seed, 'media': media}
+    found, first = (mixed_batches(mixture, global_batch_size, epoch=number, **options) for number in (epoch, 0))
+    assert len(found) == len(first)
+    return [batch.tolist() for batch in found]
 
 
 def samples(found):

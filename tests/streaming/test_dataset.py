@@ -22,7 +22,7 @@ from tests.support.llava_folder import write_llava_folder
 
 def shards(folder, num_samples=12, **kwargs):
     path = write_llava_folder(folder / 'in', num_samples, **kwargs)
-    write_shards(path, folder / 'in' / 'images', folder / 'out', size_limit='8kb', progress=False)
+    write_shards(path, folder / 'in' / 'images', folder / 'out', size_limit='8kb')
     return path, str(folder / 'out')
 
 
@@ -38,7 +38,7 @@ def names(samples):
 def test_every_tensor_of_every_sample_equals_that_of_the_map_style_dataset(tmp_path, family):
     path, local = shards(tmp_path)
     processor = PROCESSORS[family][0]()
-    expected = LlavaDataset(path, processor, image_dir=tmp_path / 'in' / 'images', progress=False)
+    expected = LlavaDataset(path, processor, image_dir=tmp_path / 'in' / 'images')
     dataset = stream(local, processor)
     found = list(dataset)
     assert len(found) == dataset.size == len(expected) == 12
@@ -87,7 +87,7 @@ def test_streams_are_mixed_by_their_proportions(tmp_path):
 
 def test_bad_samples_are_named(tmp_path):
     path, local = shards(tmp_path)
-    expected = LlavaDataset(path, small(), image_dir=tmp_path / 'in' / 'images', progress=False)
+    expected = LlavaDataset(path, small(), image_dir=tmp_path / 'in' / 'images')
     lengths = [sample['input_ids'].shape[1] for sample in expected]
     longest = max(range(12), key=lengths.__getitem__)
     dataset = stream(local, max_length=lengths[longest] - 1)

@@ -37,7 +37,7 @@ SMALL = [
 def shards(tmp_path):
     for name, seed in (('train', 0), ('held_out', 1)):
         path = write_llava_folder(tmp_path / name, 20, seed=seed)
-        write_shards(path, path.parent / 'images', tmp_path / 'shards' / name, size_limit='16kb', progress=False)
+        write_shards(path, path.parent / 'images', tmp_path / 'shards' / name, size_limit='16kb')
     return tmp_path / 'shards'
 
 

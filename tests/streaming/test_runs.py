@@ -25,7 +25,7 @@ NUM_SAMPLES, GLOBAL_BATCH, STEPS_PER_EPOCH, NUM_STEPS = 44, 8, 6, 11
 def shards(tmp_path_factory):
     folder = tmp_path_factory.mktemp('shards')
     path = write_llava_folder(folder / 'in', NUM_SAMPLES)
-    write_shards(path, folder / 'in' / 'images', folder / 'out', size_limit='16kb', progress=False)
+    write_shards(path, folder / 'in' / 'images', folder / 'out', size_limit='16kb')
     return str(folder / 'out')
 
 

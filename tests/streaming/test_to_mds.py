@@ -26,7 +26,7 @@ def rows(out):
 
 
 def convert(path, out, **kwargs):
-    return write_shards(path, path.parent / 'images', out, progress=False, **kwargs)
+    return write_shards(path, path.parent / 'images', out, **kwargs)
 
 
 def test_every_record_comes_back_with_the_bytes_of_its_files(tmp_path):
