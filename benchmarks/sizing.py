@@ -24,9 +24,8 @@ from composer.core import DataSpec
 
 from benchmarks.machine import machine
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.planning import CostModel
 from composer_tokacc.programs import TrainConfig, load_config
-from composer_tokacc.programs.checks import check_config
+from composer_tokacc.programs.run import check_config
 from composer_tokacc.programs.sources import build_dataset, build_processor, measure_dataset
 from composer_tokacc.programs.suggest import device_memory_gib, memory_of_run, suggest_for_run
 from composer_tokacc.size import time_shapes, time_steps
@@ -77,7 +76,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     config = load_config(given.yaml)
-    check_config(config, world_size=1)
+    check_config(config, num_ranks=1)
     processor = build_processor(config)
     dataset = build_dataset(config, processor, held_out=False)
     table = measure_dataset(config, dataset, processor)
@@ -93,7 +92,7 @@ def main() -> None:
         regroup=own.regroup,
         width_multiple=own.width_multiple,
         packing=own.packing,
-        cost=None if own.cost is None else CostModel(**own.cost),
+        cost=own.cost,
     )
     predicted = {}
     ours = 'planned' if config.regroups_ranks else 'split'

@@ -19,9 +19,9 @@ from torch import nn
 
 from composer_tokacc.data.lengths import LengthTable
 from composer_tokacc.planning import CostModel
-from composer_tokacc.programs import TrainConfig
 from composer_tokacc.programs.models import build_transformers_model
-from composer_tokacc.programs.registry import build_by_name
+from composer_tokacc.programs.registry import build_section
+from composer_tokacc.programs.schema import TrainConfig
 from composer_tokacc.programs.sources import measure_dataset
 from composer_tokacc.sizing import (
     GIB,
@@ -86,7 +86,7 @@ def suggest_for_run(
         global_batch_size=config.loader.global_batch_size,
         memory=memory,
         device_memory_gib=gib,
-        cost=None if microbatching.cost is None else CostModel(**microbatching.cost),
+        cost=microbatching.cost,
         measured_cost=measured_cost,
         seconds_per_step=seconds_per_step,
         safety=safety,
@@ -118,11 +118,11 @@ def memory_of_run(config: TrainConfig, dataset: Any, processor: Any, table: Leng
         return build_transformers_model(processor=processor, load_weights=False, **settings)
 
     def make_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        arguments = {key: value for key, value in config.optimizer.items() if key != 'name'}
-        return build_by_name('optimizer', config.optimizer['name'], arguments, parameters)
+        return build_section('optimizer', config.optimizer, parameters)
 
     def calibrate(key: Mapping[str, Any]) -> MemoryModel:
-        model_config = _empty_model(build).config
+        with torch.device('meta'):
+            model_config: Any = build().config
         return calibrate_fake(
             build,
             model_config,
@@ -136,33 +136,20 @@ def memory_of_run(config: TrainConfig, dataset: Any, processor: Any, table: Leng
             key=key,
         )
 
-    return load_or_calibrate(_cache_folder(), _key(config, table), calibrate)
+    folder = Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'composer_tokacc' / 'memory'
+    return load_or_calibrate(folder, _key(config, table), calibrate)
 
 
 def device_memory_gib(config: TrainConfig) -> float:
     """Memory of this rank's device; on CPU its share of the host's."""
-    if _on_gpu(config) and torch.cuda.is_available():
+    if config.trainer.get('device') != 'cpu' and torch.cuda.is_available():
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / GIB
     return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / GIB / dist.get_local_world_size()
 
 
-def _cache_folder() -> Path:
-    """Where calibrations are kept, beside the length tables."""
-    return Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'composer_tokacc' / 'memory'
-
-
-def _empty_model(build: Any) -> Any:
-    with torch.device('meta'):
-        return build()
-
-
-def _on_gpu(config: TrainConfig) -> bool:
-    return config.trainer.get('device') != 'cpu'
-
-
 def _key(config: TrainConfig, table: LengthTable) -> dict[str, Any]:
     """What the memory of a run depends on, its microbatches aside."""
-    on_gpu = _on_gpu(config)
+    on_gpu = config.trainer.get('device') != 'cpu'
     precision = str(config.trainer.get('precision') or ('amp_fp16' if on_gpu else 'fp32'))
     return {
         'model': asdict(config.model),
