@@ -18,14 +18,16 @@ import json
 import statistics
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from composer.core import DataSpec
 
 from benchmarks.machine import machine
+from composer_tokacc import size as size_program
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.programs import TrainConfig, load_config
-from composer_tokacc.programs.run import check_config
+from composer_tokacc.programs.run import RunParts, build_parts, check_config
 from composer_tokacc.programs.sources import build_dataset, build_processor, measure_dataset
 from composer_tokacc.programs.suggest import device_memory_gib, memory_of_run, suggest_for_run
 from composer_tokacc.size import time_shapes, time_steps
@@ -47,6 +49,13 @@ def use_stock_split(data_spec: DataSpec) -> None:
     data_spec.split_batch = split
 
 
+def build_stock_parts(config: TrainConfig) -> RunParts:
+    """The run's parts, its batches cut as Composer does."""
+    parts = build_parts(config)
+    use_stock_split(parts.train_loader)
+    return parts
+
+
 def seconds_per_step(timer: MicrobatchTimer) -> float:
     """Mean over the timed steps."""
     return (sum(timer.seconds) + sum(timer.outside)) / max(len(timer.outside), 1)
@@ -54,14 +63,8 @@ def seconds_per_step(timer: MicrobatchTimer) -> float:
 
 def measure(config: TrainConfig, size: int, slot: int, *, stock: bool, steps: int) -> float:
     """Mean seconds of a step."""
-    timer = time_steps(
-        config,
-        size=size,
-        slot_tokens=slot,
-        regroup=True,
-        num_steps=steps,
-        change_loader=use_stock_split if stock else None,
-    )
+    with mock.patch.object(size_program, 'build_parts', build_stock_parts if stock else build_parts):
+        timer = time_steps(config, size=size, slot_tokens=slot, num_steps=steps)
     return seconds_per_step(timer)
 
 

@@ -21,14 +21,13 @@ import copy
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from composer.core import DataSpec
 from composer.loggers import InMemoryLogger
 from composer.utils import reproducibility
 from omegaconf import OmegaConf
@@ -134,10 +133,8 @@ def time_steps(
     *,
     size: int,
     slot_tokens: int,
-    regroup: bool,
     num_steps: int,
     width_multiple: int | None = None,
-    change_loader: Callable[[DataSpec], None] | None = None,
 ) -> MicrobatchTimer:
     """Trains a few steps of a run on this machine and times its microbatches; the weights are thrown away.
 
@@ -145,23 +142,19 @@ def time_steps(
         config: The run; it stays as it is. Evaluation, checkpoints and loggers are left out.
         size: ``device_train_microbatch_size``.
         slot_tokens: Width of a slot.
-        regroup: Whether microbatches may sort rows.
         num_steps: Steps; the first two are not timed.
         width_multiple: Instead of the config's; a slot's width leaves microbatches as wide as their device batch.
-        change_loader: Applied to the loader before the run.
     """
     config = copy.deepcopy(config)
     config.microbatching.device_train_microbatch_size = size
     config.microbatching.slot_tokens = slot_tokens
-    config.microbatching.regroup = regroup
+    config.microbatching.regroup = True
     config.microbatching.width_multiple = width_multiple or config.microbatching.width_multiple
     config.dataset.pop('eval', None)
     kept = ('precision', 'device', 'parallelism_config', 'dist_timeout')
-    config.trainer = {key: value for key, value in config.trainer.items() if key in kept}
+    config.trainer = {key: config.trainer[key] for key in kept if key in config.trainer}
     config.trainer.update(max_duration=f'{num_steps}ba', progress_bar=False)
     parts = build_parts(config)
-    if change_loader is not None:
-        change_loader(parts.train_loader)
     hidden_size = parts.model.model.config.get_text_config().hidden_size
     timer = MicrobatchTimer(BatchLayout.for_model(parts.model).image_token_id, hidden_size)
     trainer = build_trainer(config, parts, InMemoryLogger())
@@ -178,7 +171,7 @@ def time_shapes(config: TrainConfig, *, size: int, slot_tokens: int) -> tuple[Co
         The fitted cost model, and the seconds of a step outside its microbatches.
     """
     sizes = sorted({max(size // divisor, 1) for divisor in (1, 4, 12)})
-    shared: dict[str, Any] = {'slot_tokens': slot_tokens, 'regroup': True, 'num_steps': TIMED_STEPS}
+    shared: dict[str, Any] = {'slot_tokens': slot_tokens, 'num_steps': TIMED_STEPS}
     timers = [
         time_steps(config, size=other, width_multiple=wide, **shared) for other in sizes for wide in (None, slot_tokens)
     ]

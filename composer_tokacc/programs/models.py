@@ -88,17 +88,9 @@ def build_transformers_model(
 ) -> Any:
     """Builds the Transformers model of a run, frozen and marked for FSDP.
 
-    Args:
-        pretrained: Folder or hub name of a Transformers checkpoint.
-        config: Instead of ``pretrained``, the settings of a fresh model, ``model_type`` among them. Vocabulary size and
-            special token ids that are left out come from ``processor``.
-        processor: Processor or tokenizer of the run.
-        freeze: Names of modules or parameters to keep as they are, for example ``['vision_tower']``.
-        dtype: Type of the stored weights. Keep float32 where Composer's mixed precision (``amp_bf16``) is used.
-        attn_implementation: ``'sdpa'``, ``'flash_attention_2'``, ``'eager'``, or None for Transformers' choice.
-        activation_checkpointing: Recompute the blocks' activations in the backward pass instead of keeping them.
-        seed: Seed of fresh weights and of embedding rows added for new tokens; global generators stay untouched.
-        load_weights: False gives a ``pretrained`` model fresh weights: only its config is read.
+    What :class:`.ModelConfig` has too means what it says there. Vocabulary size and special token ids that a ``config``
+    leaves out come from ``processor``. ``seed`` is that of fresh weights and of embedding rows added for new tokens;
+    global generators stay untouched. Without ``load_weights`` a ``pretrained`` model is fresh: only its config is read.
 
     Raises:
         ValueError: For an unknown setting, or where ``freeze`` matches nothing; see also :func:`check_model`.

@@ -103,15 +103,7 @@ def check_sections(config: TrainConfig) -> None:
 
 
 def import_by_name(path: str, name: str) -> Any:
-    """Imports what a dotted name such as ``my_package.callbacks.MyCallback`` stands for.
-
-    Args:
-        path: Where the name stands, for the message.
-        name: Module and attribute.
-
-    Raises:
-        ConfigError: When there is no such module or attribute.
-    """
+    """What a dotted name such as ``my_package.callbacks.MyCallback`` stands for; ``path`` is where it was given."""
     module_name, _, attribute = name.rpartition('.')
     try:
         return getattr(importlib.import_module(module_name), attribute)
@@ -122,7 +114,7 @@ def import_by_name(path: str, name: str) -> Any:
 def check_arguments(
     path: str, target: Any, arguments: Mapping[str, Any] | None, *, num_given: int = 0, own_keys: Sequence[str] = ()
 ) -> None:
-    """Holds the keyword arguments of a YAML section to the signature of what they are meant for.
+    """Refuses what is unknown or missing among the arguments that the section ``path`` has for ``target``.
 
     Args:
         path: The section, for the message.
@@ -130,9 +122,6 @@ def check_arguments(
         arguments: Keyword arguments; None means none.
         num_given: How many leading parameters the program supplies itself.
         own_keys: Keys of the section that are not meant for ``target``.
-
-    Raises:
-        ConfigError: For an unknown argument, or a required one that is missing.
     """
     if arguments is not None and not isinstance(arguments, Mapping):
         raise ConfigError(f'`{path}` must be a mapping of arguments, got: {arguments!r}. Write {{}} for none')

@@ -56,13 +56,7 @@ class FinishedRun:
 
 
 def summarize(state: State, history: InMemoryLogger, *, seconds: float, skipped: list[str]) -> dict[str, Any]:
-    """The result of a run.
-
-    Args:
-        state: The Trainer's state at the end.
-        history: Everything that was logged in this run; steps before a resume are not in it.
-        seconds: Wall-clock time of training, evaluations included.
-        skipped: A line for each dataset that left out bad samples.
+    """The result of a run; what was logged before a resume is not in it.
 
     Returns:
         ``run_name``, ``steps``, ``epochs``, ``samples``, ``tokens``, ``seconds``; ``loss`` (first, last); ``eval``

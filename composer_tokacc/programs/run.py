@@ -48,17 +48,7 @@ def command_line(usage: str, description: str | None) -> argparse.ArgumentParser
 def run_program(
     program: Callable[[TrainConfig], int | None], path: str, overrides: Sequence[str], *, num_ranks: int | None = None
 ) -> int:
-    """Runs a program on a YAML file; a mistake of the user's ends it with one line and status 2.
-
-    Args:
-        program: Takes the checked config; returns the exit status, None for 0.
-        path: The file.
-        overrides: See :func:`.load_config`.
-        num_ranks: See :func:`check_config`.
-
-    Returns:
-        The exit status.
-    """
+    """Runs a program on a YAML file and returns its exit status, 2 with one line for a mistake of the user's."""
     try:
         config = load_config(path, overrides)
         check_config(config, num_ranks=num_ranks)
@@ -72,10 +62,6 @@ def run_program(
 
 def check_config(config: TrainConfig, *, num_ranks: int | None = None) -> None:
     """Checks the sense of a config whose types are right, before any process group, model or data.
-
-    Args:
-        config: From :func:`.load_config`.
-        num_ranks: Ranks of the run. Default: as launched.
 
     Raises:
         ConfigError: For the first mistake, in one line that says what it is and how to mend it.

@@ -201,14 +201,7 @@ _SECTIONS = {
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """Reads a YAML file and lays ``key=value`` overrides over it.
-
-    Args:
-        path: The file.
-        overrides: For example ``['trainer.max_duration=10ba', 'model.freeze=[vision_tower]']``.
-
-    Returns:
-        The config, its types checked; :func:`.check_config` checks its sense.
+    """Reads a YAML file and lays ``key=value`` overrides over it; :func:`.check_config` checks more than types.
 
     Raises:
         ConfigError: For an unreadable file, an unknown key or a wrong type; names the key and the nearest valid one.

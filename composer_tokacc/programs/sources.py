@@ -103,13 +103,8 @@ def build_loader(
 ) -> DataSpec:
     """A loader of this rank's share, wrapped so that Composer counts, splits and trims as the config says.
 
-    Args:
-        config: A checked config.
-        dataset: From :func:`build_dataset`.
-        processor: Its processor.
-        layout: How tensors belong to rows.
-        held_out: Whether it is for evaluation, where rows keep their order.
-        model: The model, for Composer's own token weights, which nothing else holds to the model's loss.
+    Evaluation keeps its rows in order. The model is for Composer's own token weights, which nothing else holds to the
+    model's loss.
 
     Raises:
         ConfigError: When the training set is smaller than one global batch and ``drop_last`` would leave nothing, or
@@ -131,20 +126,9 @@ def build_loader(
 
 def token_data_spec_of(config: TrainConfig, dataloader: Any, *, slot_tokens: int | None, **others: Any) -> DataSpec:
     """:func:`.token_data_spec` with the ``microbatching`` section."""
-    microbatching = config.microbatching
+    given = without(vars(config.microbatching), 'device_train_microbatch_size', 'device_memory_gib', 'slot_tokens')
     with section('microbatching'):
-        return token_data_spec(
-            dataloader,
-            loss_tokens=microbatching.loss_tokens,
-            slot_tokens=slot_tokens,
-            regroup=microbatching.regroup,
-            equal_counts=microbatching.equal_counts,
-            width_multiple=microbatching.width_multiple,
-            packing=microbatching.packing,
-            cost=microbatching.cost,
-            on_oversize=microbatching.on_oversize,
-            **others,
-        )
+        return token_data_spec(dataloader, slot_tokens=slot_tokens, **given, **others)
 
 
 class FileSource:
@@ -160,21 +144,21 @@ class FileSource:
 
     def check(self) -> None:
         """Refuses unknown datasets and arguments, for training and, where there is one, for the held-out set."""
-        if 'parts' not in self.section:
-            _dataset_class('dataset', self.section.get('name'))
-        if self.config.loader.exchange_ranks:
-            raise ConfigError(
-                f'`loader.exchange_ranks` must be false for samples read by index, got: true with `dataset.name` '
-                f'{self.section.get("name")}. `loader.regroup_ranks` does the same without an exchange'
-            )
         if 'parts' in self.section:
             self._check_parts()
         else:
             _check_arguments('dataset', self.section, own_keys=_OWN_KEYS)
         if self.section.get('eval') is not None:
             _check_arguments('dataset.eval', self._held_out(), own_keys=('name',))
+        if self.config.loader.exchange_ranks:
+            raise ConfigError(
+                f'`loader.exchange_ranks` must be false for samples read by index, got: true with `dataset.name` '
+                f'{self.section.get("name")}. `loader.regroup_ranks` does the same without an exchange'
+            )
         per_step = self.config.loader.modality == 'per_step'
-        if not self.config.regroups_ranks and (per_step or self._has_shares):
+        # Only a RegroupingBatchSampler gives the parts the shares that are asked for.
+        has_shares = 'parts' in self.section and any(part.keys() & {'epochs', 'weight'} for part in self._parts())
+        if not self.config.regroups_ranks and (per_step or has_shares):
             what = '`loader.modality: per_step`' if per_step else 'shares of `dataset.parts`'
             raise ConfigError(
                 f'`loader.regroup_ranks` and `microbatching.regroup` must be on for {what}, got: off. Switch them on'
@@ -208,9 +192,8 @@ class FileSource:
     ) -> tuple[DataLoader, int | None]:
         """The regrouping loader, or torch's where rows must keep their order."""
         loader = self.config.loader
-        mixture = None if held_out else self._mixture(dataset)
         if not held_out and self.config.regroups_ranks:
-            return self._regrouping_loader(dataset, processor, mixture, reading)
+            return self._regrouping_loader(dataset, processor, reading)
         drop_last = loader.drop_last and not held_out
         _refuse_too_few(self.config, len(dataset), drop_last)
         shuffle = loader.shuffle and not held_out
@@ -223,9 +206,7 @@ class FileSource:
         """The dataset itself."""
         return dataset
 
-    def _regrouping_loader(
-        self, dataset: Any, processor: Any, mixture: Mixture | None, reading: dict[str, Any]
-    ) -> tuple[RegroupingDataLoader, int]:
+    def _regrouping_loader(self, dataset: Any, processor: Any, reading: Any) -> tuple[RegroupingDataLoader, int]:
         """A loader that shares each global batch by length, and the slot width that it planned with.
 
         The width of a device batch says little here, because a rank may get short samples only: without
@@ -258,20 +239,13 @@ class FileSource:
             objective='fsdp' if config.is_sharded else 'ddp',
             width_multiple=config.microbatching.width_multiple,
             cost=config.microbatching.cost,
-            mixture=mixture,
+            mixture=self._mixture(dataset) if 'parts' in self.section else None,
             modality=config.loader.modality,  # pyright: ignore[reportArgumentType]  # refused by the sampler
         )
         return RegroupingDataLoader(dataset, batch_sampler=sampler, **reading), slot_tokens
 
-    @property
-    def _has_shares(self) -> bool:
-        """Whether only a RegroupingBatchSampler gives the parts the shares that are asked for."""
-        return 'parts' in self.section and any(key in part for part in self._parts() for key in ('epochs', 'weight'))
-
-    def _mixture(self, dataset: Any) -> Mixture | None:
-        """Shares of the parts; None without parts."""
-        if 'parts' not in self.section:
-            return None
+    def _mixture(self, dataset: Any) -> Mixture:
+        """Shares of the parts."""
         parts = self._parts()
         weights = [part['weight'] for part in parts if 'weight' in part]
         return Mixture(
@@ -300,13 +274,11 @@ class FileSource:
 
     def _parts(self) -> list[dict[str, Any]]:
         """Sections of the training sets; what stands beside ``parts`` holds for each."""
-        return [{**self._shared(), **part} for part in self.section.get('parts', {'only': {}}).values()]
+        shared = without(self.section, 'processor', 'eval', 'parts')
+        return [{**shared, **part} for part in self.section.get('parts', {'only': {}}).values()]
 
     def _held_out(self) -> dict[str, Any]:
-        return {**self._shared(), **self.section['eval']}
-
-    def _shared(self) -> dict[str, Any]:
-        return without(self.section, 'processor', 'eval', 'parts')
+        return {**without(self.section, 'processor', 'eval', 'parts'), **self.section['eval']}
 
     def _build(self, part: dict[str, Any], processor: Any) -> Dataset:
         cls = _dataset_class('dataset', part['name'])

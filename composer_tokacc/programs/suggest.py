@@ -9,13 +9,13 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from composer.utils import dist
-from torch import nn
 
 from composer_tokacc.data.lengths import LengthTable
 from composer_tokacc.planning import CostModel
@@ -46,15 +46,12 @@ def apply_suggestion(config: TrainConfig, dataset: Any, processor: Any) -> tuple
         ValueError: Nothing fits; raised on all ranks.
     """
     table = measure_dataset(config, dataset, processor)
-    smallest = torch.tensor([config.microbatching.device_memory_gib or device_memory_gib(config)])
-    if torch.distributed.is_initialized() and torch.distributed.get_backend() == 'nccl':
-        smallest = smallest.to(torch.cuda.current_device())
-    dist.all_reduce(smallest, reduce_operation='MIN')
+    smallest = min(dist.all_gather_object(config.microbatching.device_memory_gib or device_memory_gib(config)))
     decided: list[Any] = [None]
     if dist.get_global_rank() == 0:
         try:
             memory = memory_of_run(config, dataset, processor, table)
-            report = suggest_for_run(config, memory, table, num_ranks=dist.get_world_size(), gib=smallest.item())
+            report = suggest_for_run(config, memory, table, num_ranks=dist.get_world_size(), gib=smallest)
             if report.too_large:
                 raise ValueError(report.warnings()[-1])
             decided = [(report.device_train_microbatch_size, report.slot_tokens)]
@@ -100,35 +97,24 @@ def suggest_for_run(
 
 
 def memory_of_run(config: TrainConfig, dataset: Any, processor: Any, table: LengthTable) -> MemoryModel:
-    """The memory model of a config's run, traced without a GPU; kept in the user's cache folder.
-
-    Args:
-        config: The run.
-        dataset: Its training set.
-        processor: Its processor.
-        table: Length table of the dataset.
-    """
+    """The memory model of a config's run, traced without a GPU; kept in the user's cache folder."""
     settings = asdict(config.model)
     settings.pop('train_metrics')
     # Flash attention is not for CPUs; SDPA keeps the same, but for a mask where there is padding.
     is_flash = str(settings['attn_implementation']).startswith('flash')
-    settings['attn_implementation'] = 'sdpa' if is_flash else settings['attn_implementation']
-
-    def build() -> nn.Module:
-        return build_transformers_model(processor=processor, load_weights=False, **settings)
-
-    def make_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return build_section('optimizer', config.optimizer, parameters)
+    if is_flash:
+        settings['attn_implementation'] = 'sdpa'
+    build = partial(build_transformers_model, processor=processor, load_weights=False, **settings)
 
     def calibrate(key: Mapping[str, Any]) -> MemoryModel:
         with torch.device('meta'):
-            model_config: Any = build().config
+            model_config = build().config
         return calibrate_fake(
             build,
             model_config,
             [dataset[index] for index in _telling_samples(table)],
             width=int(table.lengths.max()),
-            make_optimizer=make_optimizer,
+            make_optimizer=partial(build_section, 'optimizer', config.optimizer),
             precision=key['precision'],
             strategy=key['strategy'],
             on_gpu=key['device'] == 'gpu',
