@@ -30,9 +30,7 @@ from composer_tokacc import TokenAccumulation
 from composer_tokacc.algorithm.functional import RankSum
 from composer_tokacc.algorithm.step_guard import StepGuard
 from composer_tokacc.programs import load_config
-from composer_tokacc.programs.checks import check_config
-from composer_tokacc.programs.parts import build_parts
-from composer_tokacc.train import build_trainer
+from composer_tokacc.programs.run import build_parts, build_trainer, check_config
 
 RESULTS = Path(__file__).resolve().parent / 'results'
 DEMO = Path(__file__).resolve().parents[1] / 'yamls' / 'digits.yaml'

@@ -18,15 +18,16 @@ import json
 import statistics
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from composer.core import DataSpec
 
 from benchmarks.machine import machine
+from composer_tokacc import size as size_program
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.planning import CostModel
 from composer_tokacc.programs import TrainConfig, load_config
-from composer_tokacc.programs.checks import check_config
+from composer_tokacc.programs.run import RunParts, build_parts, check_config
 from composer_tokacc.programs.sources import build_dataset, build_processor, measure_dataset
 from composer_tokacc.programs.suggest import device_memory_gib, memory_of_run, suggest_for_run
 from composer_tokacc.size import time_shapes, time_steps
@@ -48,6 +49,13 @@ def use_stock_split(data_spec: DataSpec) -> None:
     data_spec.split_batch = split
 
 
+def build_stock_parts(config: TrainConfig) -> RunParts:
+    """The run's parts, its batches cut as Composer does."""
+    parts = build_parts(config)
+    use_stock_split(parts.train_loader)
+    return parts
+
+
 def seconds_per_step(timer: MicrobatchTimer) -> float:
     """Mean over the timed steps."""
     return (sum(timer.seconds) + sum(timer.outside)) / max(len(timer.outside), 1)
@@ -55,14 +63,8 @@ def seconds_per_step(timer: MicrobatchTimer) -> float:
 
 def measure(config: TrainConfig, size: int, slot: int, *, stock: bool, steps: int) -> float:
     """Mean seconds of a step."""
-    timer = time_steps(
-        config,
-        size=size,
-        slot_tokens=slot,
-        regroup=True,
-        num_steps=steps,
-        change_loader=use_stock_split if stock else None,
-    )
+    with mock.patch.object(size_program, 'build_parts', build_stock_parts if stock else build_parts):
+        timer = time_steps(config, size=size, slot_tokens=slot, num_steps=steps)
     return seconds_per_step(timer)
 
 
@@ -77,7 +79,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     config = load_config(given.yaml)
-    check_config(config, world_size=1)
+    check_config(config, num_ranks=1)
     processor = build_processor(config)
     dataset = build_dataset(config, processor, held_out=False)
     table = measure_dataset(config, dataset, processor)
@@ -93,7 +95,7 @@ def main() -> None:
         regroup=own.regroup,
         width_multiple=own.width_multiple,
         packing=own.packing,
-        cost=None if own.cost is None else CostModel(**own.cost),
+        cost=own.cost,
     )
     predicted = {}
     ours = 'planned' if config.regroups_ranks else 'split'

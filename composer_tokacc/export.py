@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from composer.models.huggingface import get_hf_config_from_composer_state_dict
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import GenerationConfig, PretrainedConfig
 
-from composer_tokacc.programs.errors import ConfigError, refuse
 from composer_tokacc.programs.models import auto_class
+from composer_tokacc.programs.schema import ConfigError, refuse
 
 __all__ = ['export_checkpoint', 'export_model', 'main']
 
@@ -98,7 +97,9 @@ def _read(checkpoint: Path) -> dict[str, Any]:
     """The ``state`` of a checkpoint."""
     path = checkpoint.resolve()  # `latest-rank0.pt` is a link
     if not path.exists():
-        raise ConfigError(f'the checkpoint must be a file, or the folder of a sharded one, got: {checkpoint}, which is not there')
+        raise ConfigError(
+            f'the checkpoint must be a file, or the folder of a sharded one, got: {checkpoint}, which is not there'
+        )
     with tempfile.TemporaryDirectory() as temporary:
         if path.is_dir():
             if not (path / '.metadata').exists():
@@ -114,7 +115,9 @@ def _read(checkpoint: Path) -> dict[str, Any]:
             loaded = torch.load(path, map_location='cpu', weights_only=False)
             return loaded['state']
         except (RuntimeError, EOFError, KeyError, TypeError, ValueError, OSError) as error:
-            raise ConfigError(f'the checkpoint must be whole and written by Composer, got: {checkpoint} ({error})') from error
+            raise ConfigError(
+                f'the checkpoint must be whole and written by Composer, got: {checkpoint} ({error})'
+            ) from error
 
 
 def _empty_model(config: PretrainedConfig) -> Any:
@@ -140,7 +143,10 @@ def _save_model(model: Any, metadata: Mapping[str, Any], folder: Path) -> None:
     generation = metadata['model'].get('generation_config')
     if generation is not None:
         model.generation_config = GenerationConfig.from_dict(generation['content'])
-    for part in (model.config, *(value for value in vars(model.config).values() if isinstance(value, PretrainedConfig))):
+    for part in (
+        model.config,
+        *(value for value in vars(model.config).values() if isinstance(value, PretrainedConfig)),
+    ):
         part.use_cache = True  # switched off for training
     model.save_pretrained(folder)
 

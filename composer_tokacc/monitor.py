@@ -46,7 +46,7 @@ class TokenMonitor(Callback):
 
     def __init__(self, *, loss_tokens: str = 'causal') -> None:
         self.loss_tokens = loss_tokens
-        self._step = _zeros()
+        self._step: dict[str, float] = {}
         self._microbatches: list[tuple[int, Any]] = []
         self._previous: tuple[list[tuple[int, int]], float, float] | None = None
 
@@ -54,13 +54,12 @@ class TokenMonitor(Callback):
         """Counts the device batch where nobody has, while it is on the CPU."""
         facts = carried(state.batch)
         counts = None if is_counted(state.batch) else count_tokens(state.batch, self.loss_tokens)
-        self._step = _zeros()
-        self._step.update(
-            real=sum(facts['real_tokens']) if counts is None else counts.num_real,
-            device_positions=_positions(state.batch),
-            tokens=sum(facts['loss_tokens']) if counts is None else counts.num_loss_generating,
-            samples=num_samples(state.batch),
-        )
+        self._step = {
+            'real': sum(facts['real_tokens']) if counts is None else counts.num_real,
+            'device_positions': _positions(state.batch),
+            'tokens': sum(facts['loss_tokens']) if counts is None else counts.num_loss_generating,
+            'samples': num_samples(state.batch),
+        }
 
     def before_train_batch(self, state: State, logger: Logger) -> None:
         """Forgets an attempt that ran out of memory."""
@@ -122,7 +121,3 @@ def _positions(batch: Mapping[str, Any]) -> int:
         shapes.append((ids if isinstance(ids, torch.Tensor) else labels_of(microbatch)).shape[:2])
     rows, widths = zip(*shapes, strict=True)
     return sum(rows) * max(widths)
-
-
-def _zeros() -> dict[str, float]:
-    return dict.fromkeys(FIELDS, 0.0)

@@ -12,10 +12,10 @@ the tolerance, 2 if the config is wrong. Dropout is off, and FSDP is left out: D
 
 from __future__ import annotations
 
-import argparse
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,15 +26,14 @@ from composer.utils import dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from composer_tokacc.algorithm import TokenAccumulation
-from composer_tokacc.data import BadSampleError
 from composer_tokacc.data_spec import token_data_spec
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.programs import ConfigError, TrainConfig, load_config
-from composer_tokacc.programs.checks import check_config
-from composer_tokacc.programs.errors import refuse
-from composer_tokacc.programs.parts import RunParts, build_parts
+from composer_tokacc.programs import TrainConfig
+from composer_tokacc.programs.run import RunParts, build_parts, command_line, run_program
 
 __all__ = ['UnusedParameters', 'main', 'verify']
+
+_USAGE = 'composer -n RANKS -m composer_tokacc.verify FILE.yaml [--rows 8] [--tolerance 1e-6] [key=value ...]'
 
 Gradients = dict[str, torch.Tensor]
 Row = dict[str, Any]
@@ -42,31 +41,31 @@ Row = dict[str, Any]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the program; see the module's docstring."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('config')
+    parser = command_line(_USAGE, __doc__)
     parser.add_argument('--rows', type=int, default=8, help='rows of each rank, at most')
     parser.add_argument('--tolerance', type=float, default=1e-6)
     given, overrides = parser.parse_known_args(arguments)
-    try:
-        config = load_config(given.config, overrides)
-        check_config(config)
-    except ConfigError as error:
-        return refuse(error, on_all_ranks=True)
+    return run_program(partial(_report, given.rows, given.tolerance), given.config, overrides)
+
+
+def _report(max_rows: int, tolerance: float, config: TrainConfig) -> int:
+    """Prints the table and the verdict; gives 1 where the run is not exact."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter('ignore')  # of the hosts, over and over: a Trainer for every case
-            results = verify(config, max_rows=given.rows)
-    except (ConfigError, BadSampleError) as error:
-        return refuse(error)
+            results = verify(config, max_rows=max_rows)
     except RuntimeError as error:  # TokenAccumulation says why the run cannot be exact
         print(f'NOT exact: {error}', file=sys.stderr, flush=True)
         return 1
     worst = max(row['error'] for row in results if row['ours'])
     if dist.get_global_rank() == 0:
-        _show(results, given.tolerance)
-        verdict = 'exact' if worst <= given.tolerance else 'NOT exact'
-        print(f'{verdict}: largest relative gradient error {worst:.1e}, tolerance {given.tolerance:.0e}', flush=True)
-    return 0 if worst <= given.tolerance else 1
+        print(f'\n{"split":<16}{"padding":<10}{"microbatch":>10}{"gradient error":>16}')
+        for row in results:
+            mark = f'  over tolerance; {row["reason"]}' if row['ours'] and row['error'] > tolerance else ''
+            print(f'{row["split"]:<16}{row["padding"]:<10}{row["microbatch_size"]:>10}{row["error"]:>16.1e}{mark}')
+        verdict = 'exact' if worst <= tolerance else 'NOT exact'
+        print(f'{verdict}: largest relative gradient error {worst:.1e}, tolerance {tolerance:.0e}', flush=True)
+    return 0 if worst <= tolerance else 1
 
 
 def verify(config: TrainConfig, *, max_rows: int = 8) -> list[dict[str, Any]]:
@@ -210,13 +209,6 @@ def _switch_off_dropout(model: torch.nn.Module) -> None:
         for name in ('attention_dropout', 'dropout'):
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
-
-
-def _show(results: Sequence[dict[str, Any]], tolerance: float) -> None:
-    print(f'\n{"split":<16}{"padding":<10}{"microbatch":>10}{"gradient error":>16}')
-    for row in results:
-        mark = f'  over tolerance; {row["reason"]}' if row['ours'] and row['error'] > tolerance else ''
-        print(f'{row["split"]:<16}{row["padding"]:<10}{row["microbatch_size"]:>10}{row["error"]:>16.1e}{mark}')
 
 
 if __name__ == '__main__':

@@ -15,7 +15,7 @@ from composer_tokacc.data import VisionLanguageCollator
 from composer_tokacc.export import main
 from composer_tokacc.train import main as train
 from examples.digits import DigitsDataset, build_digits_processor
-from tests.support.launch import ROOT, launch
+from tests.support.launch import launch
 from tests.support.programs import DIGITS, QUIET, TINY_DIGITS, TINY_MODEL
 
 LOAD_ALONE = """

@@ -1,9 +1,8 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What the programs share: the YAML file of a run, its checks, and the parts that it names."""
+"""What the programs share: the YAML file of a run, its checks, and what it names."""
 
-from composer_tokacc.programs.errors import ConfigError
-from composer_tokacc.programs.schema import TrainConfig, load_config
+from composer_tokacc.programs.schema import ConfigError, TrainConfig, load_config
 
 __all__ = ['ConfigError', 'TrainConfig', 'load_config']

@@ -29,18 +29,16 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from composer_tokacc.data.media import side_of_patch
-from composer_tokacc.programs.errors import unknown_name
+from composer_tokacc.programs.schema import unknown_name
 from composer_tokacc.sizing import cast_model, transformer_blocks
 
 __all__ = [
     'build_model',
     'build_transformers_model',
-    'check_source',
-    'config_from_dict',
+    'check_model',
     'freeze_parameters',
     'read_config',
     'tokenizer_of',
-    'transformer_blocks',
     'vision_patch_size',
 ]
 
@@ -51,51 +49,29 @@ _FEATURE_LAYER_FAMILIES = ('llava', 'llava_next', 'llava_next_video', 'llava_one
 # Accepted by Transformers without being attributes of every config class.
 _ALWAYS_KNOWN = frozenset({'model_type', 'rope_theta', 'rope_scaling', 'rope_parameters', 'tie_word_embeddings'})
 _SPECIAL_TOKENS = ('pad_token_id', 'bos_token_id', 'eos_token_id')
+_DTYPES = ('float32', 'bfloat16', 'float16')
 
 
-def build_model(
-    *,
-    pretrained: str | None = None,
-    config: dict[str, Any] | None = None,
-    processor: Any = None,
-    freeze: Sequence[str] = (),
-    dtype: str = 'float32',
-    attn_implementation: str | None = None,
-    activation_checkpointing: bool = False,
-    train_metrics: bool = False,
-    seed: int = 0,
-) -> HuggingFaceModel:
+def build_model(*, processor: Any = None, train_metrics: bool = False, **settings: Any) -> HuggingFaceModel:
     """Builds a vision-language (or text) model for the Composer Trainer.
 
     Args:
-        pretrained: folder or hub name of a Transformers checkpoint.
-        config: instead of ``pretrained``, the settings of a fresh model, ``model_type`` among them. Vocabulary size and
-            special token ids that are left out come from ``processor``.
-        processor: processor or tokenizer of the run; saved with every checkpoint.
-        freeze: names of modules or parameters to keep as they are, for example ``['vision_tower']``.
-        dtype: type of the stored weights. Keep float32 where Composer's mixed precision (``amp_bf16``) is used.
-        attn_implementation: ``'sdpa'``, ``'flash_attention_2'``, ``'eager'``, or None for Transformers' choice.
-        activation_checkpointing: recompute the blocks' activations in the backward pass instead of keeping them.
-        train_metrics: also run the metrics on every training microbatch. Composer then copies each device batch.
-        seed: seed of fresh weights and of embedding rows added for new tokens; global generators stay untouched.
+        processor: Processor or tokenizer of the run; saved with every checkpoint.
+        train_metrics: Also run the metrics on every training microbatch. Composer then copies each device batch.
+        **settings: As for :func:`build_transformers_model`.
 
     Returns:
         The model; ``.model`` is the Transformers model.
-
-    Raises:
-        ValueError: when not exactly one of ``pretrained`` and ``config`` is given, or ``freeze`` matches nothing.
     """
-    model = build_transformers_model(
-        pretrained=pretrained,
-        config=config,
-        processor=processor,
-        freeze=freeze,
-        dtype=dtype,
-        attn_implementation=attn_implementation,
-        activation_checkpointing=activation_checkpointing,
-        seed=seed,
+    return _NestedConfigModel(
+        build_transformers_model(processor=processor, **settings),
+        tokenizer=tokenizer_of(processor),
+        use_logits=True,
+        metrics=[LanguageCrossEntropy()] if train_metrics else None,
+        eval_metrics=[LanguageCrossEntropy(), MaskedAccuracy()],
+        # Auto-detection says False for most vision-language models, and the metrics then compare unshifted labels.
+        shift_labels=True,
     )
-    return _wrap(model, tokenizer_of(processor), train_metrics)
 
 
 def build_transformers_model(
@@ -110,11 +86,16 @@ def build_transformers_model(
     seed: int = 0,
     load_weights: bool = True,
 ) -> Any:
-    """What :func:`build_model` wraps; arguments as there.
+    """Builds the Transformers model of a run, frozen and marked for FSDP.
 
-    ``load_weights=False`` gives a ``pretrained`` model fresh weights: only its config is read.
+    What :class:`.ModelConfig` has too means what it says there. Vocabulary size and special token ids that a ``config``
+    leaves out come from ``processor``. ``seed`` is that of fresh weights and of embedding rows added for new tokens;
+    global generators stay untouched. Without ``load_weights`` a ``pretrained`` model is fresh: only its config is read.
+
+    Raises:
+        ValueError: For an unknown setting, or where ``freeze`` matches nothing; see also :func:`check_model`.
     """
-    check_source(pretrained, config)
+    check_model(pretrained, config, dtype)
     tokenizer = tokenizer_of(processor)
     options = {} if attn_implementation is None else {'attn_implementation': attn_implementation}
     with torch.random.fork_rng():
@@ -142,76 +123,67 @@ def build_transformers_model(
     return model
 
 
-def check_source(pretrained: str | None, config: dict[str, Any] | None) -> None:
-    """Refuses a model that comes from nowhere, or from two places.
+def check_model(pretrained: str | None, config: dict[str, Any] | None, dtype: str) -> None:
+    """Refuses a model that comes from nowhere, or from two places, and a type that weights are not stored in.
 
     Raises:
-        ValueError: When not exactly one is given.
+        ValueError: As said.
     """
     if (pretrained is None) == (not config):
         raise ValueError(
             'exactly one of `pretrained` and `config` must be given, got: '
             + ('none. Name a checkpoint or a `model_type`' if not config else 'both. Remove one')
         )
+    if dtype not in _DTYPES:
+        raise ValueError(f'`dtype` must be one of {", ".join(_DTYPES)}, got: {dtype}')
 
 
-def freeze_parameters(model: nn.Module, names: Sequence[str]) -> list[str]:
+def freeze_parameters(model: nn.Module, names: Sequence[str]) -> None:
     """Switches off the gradient of every parameter that lies under one of ``names``.
 
     A name is a dotted prefix such as ``vision_tower`` or ``language_model.layers.0``; a leading ``model.``, which newer
     Transformers put before all parts, counts for nothing.
 
-    Returns:
-        The names of the frozen parameters.
-
     Raises:
-        ValueError: when a name matches no parameter, or when nothing is left to train.
+        ValueError: When a name matches no parameter, or when nothing is left to train.
     """
-    frozen: list[str] = []
     for name in names:
-        matches = [(full, p) for full, p in model.named_parameters() if _lies_under(full, name)]
+        matches = [parameter for full, parameter in model.named_parameters() if _lies_under(full, name)]
         if not matches:
             parts = [part for part, _ in model.named_children()]
             parts += [f'{outer}.{inner}' for outer in parts for inner, _ in model.get_submodule(outer).named_children()]
             raise ValueError(f'`freeze` must name parts of the model, got: {name!r}. Parts: {", ".join(parts)}')
-        for full, parameter in matches:
+        for parameter in matches:
             parameter.requires_grad_(False)
-            frozen.append(full)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(f'`freeze` must leave something to train, got: {list(names)}, which is the whole model')
-    return frozen
 
 
 def read_config(pretrained: str | None, config: dict[str, Any] | None, processor: Any = None) -> PretrainedConfig:
-    """The config of a checkpoint, or that of a fresh model, without the model; see :func:`.build_model`."""
-    return (
-        AutoConfig.from_pretrained(pretrained) if pretrained is not None else config_from_dict(config or {}, processor)
-    )
+    """The config of a checkpoint, or that of a fresh model, without the model.
 
-
-def vision_patch_size(config: PretrainedConfig) -> int | None:
-    """Side of the vision tower's patches in pixels; None without a tower, or where its config names none (timm's)."""
-    return side_of_patch(getattr(getattr(config, 'vision_config', None), 'patch_size', None))
-
-
-def config_from_dict(settings: dict[str, Any], processor: Any = None) -> PretrainedConfig:
-    """Makes a Transformers config; unlike Transformers itself it refuses names that the config class does not know.
+    Unlike Transformers itself it refuses names that the config class does not know.
 
     Args:
-        settings: the config's fields, ``model_type`` among them; nested parts (``text_config``, ``vision_config``) as
-            mappings.
-        processor: processor or tokenizer from which vocabulary size, special tokens and image token are taken where
-            ``settings`` leaves them out.
+        pretrained: The checkpoint.
+        config: Instead, the config's fields, ``model_type`` among them; nested parts (``text_config``,
+            ``vision_config``) as mappings.
+        processor: Processor or tokenizer from which vocabulary size, special tokens and image token are taken where
+            ``config`` leaves them out.
 
     Raises:
-        ValueError: for an unknown model type or field, or a vocabulary smaller than the tokenizer's.
+        ValueError: For an unknown model type or field, or a vocabulary smaller than the tokenizer's.
     """
+    if pretrained is not None:
+        return AutoConfig.from_pretrained(pretrained)
+    settings: dict[str, Any] = {
+        key: dict(value) if isinstance(value, dict) else value for key, value in (config or {}).items()
+    }
     model_type = str(settings.get('model_type'))
     if model_type not in CONFIG_MAPPING:
         raise ValueError(unknown_name('`model.config.model_type`', model_type, CONFIG_MAPPING.keys()))
     default = CONFIG_MAPPING[model_type]()
     _refuse_unknown(settings, default, 'model.config')
-    settings = {key: dict(value) if isinstance(value, dict) else value for key, value in settings.items()}
     text = settings.setdefault('text_config', {}) if hasattr(default, 'text_config') else settings
     _complete_text(text, tokenizer_of(processor))
     for modality in ('image', 'video'):
@@ -221,6 +193,11 @@ def config_from_dict(settings: dict[str, Any], processor: Any = None) -> Pretrai
             settings[names[0]] = token_id
     settings.pop('model_type')
     return CONFIG_MAPPING[model_type](**settings)
+
+
+def vision_patch_size(config: PretrainedConfig) -> int | None:
+    """Side of the vision tower's patches in pixels; None without a tower, or where its config names none (timm's)."""
+    return side_of_patch(getattr(getattr(config, 'vision_config', None), 'patch_size', None))
 
 
 def tokenizer_of(processor: Any) -> Any:
@@ -286,18 +263,6 @@ class _NestedConfigModel(HuggingFaceModel):
 
     def _check_tokenizer_and_maybe_resize_embeddings(self, allow_embedding_resizing: bool) -> None:
         """Nothing to do: build_model has fitted the embeddings to the tokenizer."""
-
-
-def _wrap(model: Any, tokenizer: Any, train_metrics: bool) -> HuggingFaceModel:
-    return _NestedConfigModel(
-        model,
-        tokenizer=tokenizer,
-        use_logits=True,
-        metrics=[LanguageCrossEntropy()] if train_metrics else None,
-        eval_metrics=[LanguageCrossEntropy(), MaskedAccuracy()],
-        # Auto-detection says False for most vision-language models, and the metrics then compare unshifted labels.
-        shift_labels=True,
-    )
 
 
 def _refuse_unknown(settings: dict[str, Any], default: PretrainedConfig, path: str) -> None:

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Composer's and torch's classes by the names that a YAML file uses.
+"""Classes by the names that a YAML file uses, and whether they take the arguments beside the name.
 
 ``gradient_clipping`` is Composer's ``GradientClipping``, ``lr_monitor`` its ``LRMonitor``, ``adamw`` torch's ``AdamW``;
 a dotted name such as ``my_package.callbacks.MyCallback`` is imported.
@@ -9,10 +9,12 @@ a dotted name such as ``my_package.callbacks.MyCallback`` is imported.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import composer.algorithms
@@ -20,28 +22,30 @@ import composer.callbacks
 import composer.loggers
 import composer.optim
 import torch
-from composer.core import Algorithm, Callback
+from composer import Trainer
+from composer.core import Algorithm, Callback, TimeUnit, ensure_time
+from composer.utils.parallelism import FSDP2Config, FSDPConfig, ParallelismConfig
 
-from composer_tokacc.programs.errors import ConfigError, unknown_name
+from composer_tokacc.programs.schema import ConfigError, TrainConfig, unknown_name
 
-__all__ = ['build_by_name', 'check_arguments', 'class_by_name', 'import_by_name']
+__all__ = [
+    'build_all',
+    'build_section',
+    'check_arguments',
+    'check_names',
+    'check_sections',
+    'import_by_name',
+    'without',
+]
 
-_MODULES: dict[str, tuple[Any, ...]] = {
-    'algorithms': (composer.algorithms,),
-    'callbacks': (composer.callbacks,),
-    'loggers': (composer.loggers,),
-    'optimizer': (composer.optim, torch.optim),
-    'scheduler': (composer.optim,),
+# Base class, a word that a YAML name may leave out (`tensorboard` for TensorboardLogger), and where the classes are.
+_KINDS: dict[str, tuple[type, str, tuple[Any, ...]]] = {
+    'algorithms': (Algorithm, '', (composer.algorithms,)),
+    'callbacks': (Callback, '', (composer.callbacks,)),
+    'loggers': (composer.loggers.LoggerDestination, 'logger', (composer.loggers,)),
+    'optimizer': (torch.optim.Optimizer, '', (composer.optim, torch.optim)),
+    'scheduler': (composer.optim.ComposerScheduler, 'scheduler', (composer.optim,)),
 }
-_BASES: dict[str, type] = {
-    'algorithms': Algorithm,
-    'callbacks': Callback,
-    'loggers': composer.loggers.LoggerDestination,
-    'optimizer': torch.optim.Optimizer,
-    'scheduler': composer.optim.ComposerScheduler,
-}
-# Words that a YAML name may leave out: `tensorboard` for TensorboardLogger, `linear_with_warmup` for the scheduler.
-_SUFFIXES = {'loggers': 'logger', 'scheduler': 'scheduler'}
 # Our own classes, as their llm-foundry entry points are called, and names that llm-foundry's users know.
 _ALIASES = {
     ('algorithms', 'token_accumulation'): 'composer_tokacc.TokenAccumulation',
@@ -49,44 +53,57 @@ _ALIASES = {
     ('scheduler', 'cosine_with_warmup'): 'CosineAnnealingWithWarmupScheduler',
     ('scheduler', 'linear_decay_with_warmup'): 'LinearWithWarmupScheduler',
 }
+# Arguments of the Trainer that other sections fill.
+_FILLED_ELSEWHERE = {
+    'model': 'model',
+    'train_dataloader': 'dataset` and `loader',
+    'eval_dataloader': 'dataset.eval',
+    'algorithms': 'algorithms',
+    'callbacks': 'callbacks',
+    'optimizers': 'optimizer',
+    'schedulers': 'scheduler',
+    'device_train_microbatch_size': 'microbatching.device_train_microbatch_size',
+    'seed': 'seed',
+}
 
 
-def class_by_name(kind: str, name: str) -> type:
-    """Finds the class that ``name`` stands for in the YAML section ``kind``.
+def build_all(kind: str, parts: Mapping[str, Any] | None) -> list[Any]:
+    """Builds each part of a checked section that maps names to arguments, in order."""
+    return [_class_by_name(kind, name)(**(arguments or {})) for name, arguments in (parts or {}).items()]
+
+
+def build_section(kind: str, section: Mapping[str, Any], *positional: Any) -> Any:
+    """Builds what a checked section with a ``name`` and arguments stands for."""
+    return _class_by_name(kind, section['name'])(*positional, **without(section, 'name'))
+
+
+def check_sections(config: TrainConfig) -> None:
+    """Holds the sections that name classes, the Trainer's and the report's to what they are meant for.
 
     Raises:
-        ConfigError: when there is none; names the nearest that exists.
+        ConfigError: For an unknown name or argument, a missing one, or one that means nothing beside another.
     """
-    target = _ALIASES.get((kind, name), name)
-    if '.' in target:
-        return import_by_name(kind, target)
-    classes = _classes(kind)
-    wanted = target.replace('_', '').lower()
-    for cls_name, cls in classes.items():
-        if wanted in (cls_name.lower(), cls_name.lower().removesuffix(_SUFFIXES.get(kind, ' '))):
-            return cls
-    snake_names = [_snake(kind, cls_name) for cls_name in classes]
-    snake_names += [alias for section, alias in _ALIASES if section == kind]
-    raise ConfigError(unknown_name(f'`{kind}` name', name, snake_names))
-
-
-def build_by_name(kind: str, name: str, arguments: Mapping[str, Any] | None, *positional: Any) -> Any:
-    """Builds ``name`` with ``arguments`` from the YAML file; see :func:`check_arguments` for what is refused."""
-    cls = class_by_name(kind, name)
-    check_arguments(f'{kind}.{name}', cls, arguments, num_given=len(positional))
-    return cls(*positional, **(arguments or {}))
+    loggers = config.trainer.get('loggers') or {}
+    if not isinstance(loggers, dict):
+        raise ConfigError(f'`trainer.loggers` must be a mapping of names to arguments, got: {loggers}')
+    for kind, parts in (('algorithms', config.algorithms), ('callbacks', config.callbacks), ('loggers', loggers)):
+        for name, arguments in parts.items():
+            check_arguments(f'{kind}.{name}', _class_by_name(kind, name), arguments)
+    for kind, section, num_given in (('optimizer', config.optimizer, 1), ('scheduler', config.scheduler, 0)):
+        if 'name' not in section:
+            raise ConfigError(f'`{kind}.name` must be given, got: {section}')
+        check_arguments(kind, _class_by_name(kind, section['name']), without(section, 'name'), num_given=num_given)
+    if 'token_accumulation' in config.algorithms and config.trainer.get('accumulate_train_batch_on_tokens'):
+        raise ConfigError(
+            '`trainer.accumulate_train_batch_on_tokens` must be false with `algorithms.token_accumulation`, got: true. '
+            'Both weigh by tokens, and together the gradient is wrong; remove one'
+        )
+    _check_trainer(config.trainer)
+    _check_report(config.report)
 
 
 def import_by_name(path: str, name: str) -> Any:
-    """Imports what a dotted name such as ``my_package.callbacks.MyCallback`` stands for.
-
-    Args:
-        path: Where the name stands, for the message.
-        name: Module and attribute.
-
-    Raises:
-        ConfigError: When there is no such module or attribute.
-    """
+    """What a dotted name such as ``my_package.callbacks.MyCallback`` stands for; ``path`` is where it was given."""
     module_name, _, attribute = name.rpartition('.')
     try:
         return getattr(importlib.import_module(module_name), attribute)
@@ -97,41 +114,98 @@ def import_by_name(path: str, name: str) -> Any:
 def check_arguments(
     path: str, target: Any, arguments: Mapping[str, Any] | None, *, num_given: int = 0, own_keys: Sequence[str] = ()
 ) -> None:
-    """Holds the keyword arguments of a YAML section to the signature of what they are meant for.
+    """Refuses what is unknown or missing among the arguments that the section ``path`` has for ``target``.
 
     Args:
-        path: the section, for the message.
-        target: class or function.
-        arguments: keyword arguments; None means none.
-        num_given: how many leading parameters the program supplies itself.
-        own_keys: keys of the section that are not meant for ``target``.
-
-    Raises:
-        ConfigError: for an unknown argument, or a required one that is missing.
+        path: The section, for the message.
+        target: Class or function.
+        arguments: Keyword arguments; None means none.
+        num_given: How many leading parameters the program supplies itself.
+        own_keys: Keys of the section that are not meant for ``target``.
     """
     if arguments is not None and not isinstance(arguments, Mapping):
         raise ConfigError(f'`{path}` must be a mapping of arguments, got: {arguments!r}. Write {{}} for none')
     parameters = list(inspect.signature(target).parameters.values())[num_given:]
     names = [*own_keys] + [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        for key in arguments or {}:
-            if key not in names:
-                raise ConfigError(unknown_name(f'`{path}` key', key, names))
+        check_names(path, arguments or {}, names)
     for p in parameters:
         if p.default is p.empty and p.name in names and p.name not in (arguments or {}):
             raise ConfigError(f'`{path}.{p.name}` must be given: {target.__name__} has no default for it')
 
 
-def _classes(kind: str) -> dict[str, type]:
-    found: dict[str, type] = {}
-    for module in _MODULES[kind]:
-        for name, value in vars(module).items():
-            if inspect.isclass(value) and issubclass(value, _BASES[kind]) and not inspect.isabstract(value):
-                found.setdefault(name, value)
-    return {name: cls for name, cls in found.items() if cls is not _BASES[kind]}
+def check_names(path: str, arguments: Iterable[str], known: Iterable[str]) -> None:
+    """Refuses the first of ``arguments`` that is not ``known``; ``path`` is the section that they stand in."""
+    for key in arguments:
+        if key not in known:
+            raise ConfigError(unknown_name(f'`{path}` key', key, known))
 
 
-def _snake(kind: str, cls_name: str) -> str:
-    """``LRMonitor`` -> ``lr_monitor``, ``DecoupledAdamW`` -> ``decoupled_adamw``."""
-    snake = re.sub(r'(?<=[A-Za-z])(?=[A-Z][a-z])', '_', cls_name).lower()
-    return snake.removesuffix('_' + _SUFFIXES.get(kind, ' '))
+def _check_trainer(trainer: dict[str, Any]) -> None:
+    for name, own in _FILLED_ELSEWHERE.items():
+        if name in trainer:
+            raise ConfigError(f'`trainer.{name}` must be set in its own section, got: {trainer[name]}. Use `{own}`')
+    # `model` is the program's own; everything else has a default.
+    check_arguments('trainer', Trainer, {**trainer, 'model': None})
+    if 'max_duration' not in trainer:
+        raise ConfigError('`trainer.max_duration` must be given, got: nothing. For example 2ep or 500ba')
+    for name in ('max_duration', 'eval_interval', 'save_interval'):
+        if name in trainer:
+            _check_time(name, trainer[name])
+    if trainer.get('autoresume') and not (trainer.get('save_folder') and trainer.get('run_name')):
+        raise ConfigError(
+            '`trainer.autoresume` must come with `trainer.save_folder` and `trainer.run_name`, which say '
+            'where the checkpoints are, got: neither or one of them'
+        )
+    load_path = trainer.get('load_path')
+    if load_path and '://' not in load_path and '{' not in load_path and not Path(load_path).exists():
+        raise ConfigError(f'`trainer.load_path` must be an existing checkpoint, got: {load_path}')
+    parallelism = trainer.get('parallelism_config') or {}
+    check_arguments('trainer.parallelism_config', ParallelismConfig, parallelism)
+    # The Trainer reads FSDP2's settings (FSDP_VERSION=2) from the same mapping; the classes themselves take any name.
+    known = {known.name for config in (FSDPConfig, FSDP2Config) for known in dataclasses.fields(config)}
+    check_names('trainer.parallelism_config.fsdp', parallelism.get('fsdp') or {}, known)
+
+
+def _check_time(name: str, value: Any) -> None:
+    try:
+        positive = ensure_time(value, TimeUnit.EPOCH).value > 0
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f'`trainer.{name}` must be a time such as 2ep or 500ba, got: {value}') from error
+    if not positive:
+        raise ConfigError(f'`trainer.{name}` must be longer than nothing, got: {value}')
+
+
+def _check_report(report: dict[str, Any]) -> None:
+    if not isinstance(report.get('folder'), str):
+        raise ConfigError(f'`report.folder` must be a path, got: {report.get("folder")}')
+    if 'name' not in report:
+        return check_names('report', report, ('folder', 'name'))
+    function = import_by_name('report', str(report['name']))
+    return check_arguments('report', function, without(report, 'folder', 'name'), num_given=1)
+
+
+def _class_by_name(kind: str, name: str) -> Any:
+    """The class that ``name`` stands for in the YAML section ``kind``; a ConfigError names the nearest that exists."""
+    target = _ALIASES.get((kind, name), name)
+    if '.' in target:
+        return import_by_name(kind, target)
+    base, suffix, modules = _KINDS[kind]
+    found = {}
+    for value in (value for module in reversed(modules) for value in vars(module).values()):
+        if inspect.isclass(value) and issubclass(value, base) and value is not base and not inspect.isabstract(value):
+            # LRMonitor -> lr_monitor, DecoupledAdamW -> decoupled_adamw
+            snake = re.sub(r'(?<=[A-Za-z])(?=[A-Z][a-z])', '_', value.__name__).lower()
+            found[snake.removesuffix(suffix).removesuffix('_')] = value
+    wanted = target.replace('_', '').lower().removesuffix(suffix)
+    for snake, cls in found.items():
+        if snake.replace('_', '') == wanted:
+            return cls
+    raise ConfigError(
+        unknown_name(f'`{kind}` name', name, [*found, *(alias for own, alias in _ALIASES if own == kind)])
+    )
+
+
+def without(section: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+    """A section without some of its keys: the arguments of what it stands for."""
+    return {key: value for key, value in section.items() if key not in keys}

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,11 @@ from composer.core import State
 from composer.loggers import InMemoryLogger
 from composer.models import HuggingFaceModel
 
-__all__ = ['FinishedRun', 'Line', 'print_summary', 'summarize', 'write_report']
+from composer_tokacc.programs.registry import import_by_name, without
+from composer_tokacc.programs.run import RunParts
+from composer_tokacc.programs.schema import TrainConfig
 
-Line = tuple[str, str]
-"""A line of the summary: words and figure."""
+__all__ = ['FinishedRun', 'summarize', 'write_report']
 
 _LOSS = 'loss/train/total'
 _EVAL = 'metrics/eval/'
@@ -37,7 +37,7 @@ _MONITOR_LINES = (
 
 @dataclass(kw_only=True)
 class FinishedRun:
-    """What a function under ``report.name`` gets, on rank 0."""
+    """What a function under ``report.name`` gets, on rank 0; it returns lines of the summary, words and figure."""
 
     result: dict[str, Any]
     """From :func:`summarize`; what is added to it goes to ``result.json``."""
@@ -56,13 +56,7 @@ class FinishedRun:
 
 
 def summarize(state: State, history: InMemoryLogger, *, seconds: float, skipped: list[str]) -> dict[str, Any]:
-    """The result of a run.
-
-    Args:
-        state: the Trainer's state at the end.
-        history: everything that was logged in this run; steps before a resume are not in it.
-        seconds: wall-clock time of training, evaluations included.
-        skipped: a line for each dataset that left out bad samples.
+    """The result of a run; what was logged before a resume is not in it.
 
     Returns:
         ``run_name``, ``steps``, ``epochs``, ``samples``, ``tokens``, ``seconds``; ``loss`` (first, last); ``eval``
@@ -86,25 +80,33 @@ def summarize(state: State, history: InMemoryLogger, *, seconds: float, skipped:
     }
 
 
-def write_report(run: FinishedRun, more: Callable[[FinishedRun], list[Line]] | None) -> list[Line]:
-    """Writes ``result.json``, after a function of the user's that may add to it.
+def write_report(config: TrainConfig, parts: RunParts, result: dict[str, Any], history: InMemoryLogger) -> str:
+    """Writes ``result.json``, after the function under ``report.name`` that may add to it.
 
     Returns:
-        The lines of the summary.
+        The summary, one figure a line.
     """
-    run.folder.mkdir(parents=True, exist_ok=True)
-    lines = _lines(run.result) + (more(run) if more is not None else [])
-    (run.folder / 'result.json').write_text(json.dumps(run.result, indent=2) + '\n')
-    return [*lines, ('written to', str(run.folder))]
-
-
-def print_summary(lines: list[Line]) -> None:
-    """Prints the summary, one figure a line."""
+    folder = Path(config.report['folder'].format(run_name=result['run_name']))
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = _lines(result)
+    if 'name' in config.report:
+        run = FinishedRun(
+            result=result,
+            history=history,
+            model=parts.model,
+            eval_dataset=parts.eval_dataset,
+            processor=parts.processor,
+            folder=folder,
+            is_sharded=config.is_sharded,
+        )
+        lines += import_by_name('report', config.report['name'])(run, **without(config.report, 'folder', 'name'))
+    (folder / 'result.json').write_text(json.dumps(result, indent=2) + '\n')
+    lines.append(('written to', str(folder)))
     width = max(len(text) for text, _ in lines)
-    print('\n' + '\n'.join(f'{text:<{width}}  {value}' for text, value in lines), flush=True)
+    return '\n'.join(f'{text:<{width}}  {value}' for text, value in lines)
 
 
-def _lines(result: dict[str, Any]) -> list[Line]:
+def _lines(result: dict[str, Any]) -> list[tuple[str, str]]:
     monitor, evaluation, loss = result['token_monitor'], result['eval'], result['loss']
     lines = [('steps', f'{result["steps"]} ({result["samples"]} samples, {result["seconds"]:.0f} s)')]
     if loss:

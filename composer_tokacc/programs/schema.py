@@ -1,28 +1,46 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The YAML file of a run: its sections, and how file and command line become one checked config."""
+"""The YAML file of a run: its sections, how file and command line become one config, and mistakes in its words.
+
+What an argument may be is said by its owner; :func:`section` puts that into the words of the file.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import difflib
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from composer_tokacc.programs.errors import ConfigError, unknown_name
+from composer_tokacc.planning import CostModel
 
-__all__ = ['LoaderConfig', 'MicrobatchingConfig', 'TrainConfig', 'load_config']
+__all__ = ['ConfigError', 'TrainConfig', 'load_config', 'merge', 'refuse', 'section', 'unknown_name']
+
+log = logging.getLogger(__name__)
+
+Options = TypeVar('Options')
+
+
+class ConfigError(ValueError):
+    """A mistake of the user's, said in one line; the programs print it without a traceback and end with status 2."""
 
 
 @dataclass(kw_only=True)
 class ModelConfig:
-    """Arguments of :func:`composer_tokacc.programs.models_model`; exactly one of ``pretrained`` and ``config``."""
+    """Arguments of :func:`.build_model`; exactly one of ``pretrained`` and ``config``."""
 
     pretrained: str | None = None
     """Folder or hub name of a Transformers checkpoint."""
@@ -69,6 +87,30 @@ class LoaderConfig:
     lengths_folder: str | None = None
     """Where lengths of samples are kept between runs; null means the user's cache folder."""
 
+    def check(self, num_ranks: int) -> None:
+        """Refuses batches that the ranks cannot share evenly, and what torch would refuse once the data is read."""
+        for name in ('global_batch_size', 'global_eval_batch_size'):
+            size = getattr(self, name)
+            if size is None:
+                continue
+            if size < 1:
+                raise ConfigError(f'`loader.{name}` must be at least 1, got: {size}')
+            if size % num_ranks:
+                below, above = size // num_ranks * num_ranks, (size // num_ranks + 1) * num_ranks
+                raise ConfigError(
+                    f'`loader.{name}` must be divisible by the number of ranks, got: {size} on {num_ranks} ranks. '
+                    f'Set it to {f"{below} or " if below else ""}{above}, or launch another number of ranks'
+                )
+        if self.modality not in ('mixed', 'per_step'):
+            raise ConfigError(f'`loader.modality` must be `mixed` or `per_step`, got: {self.modality}')
+        if self.num_workers < 0:
+            raise ConfigError(f'`loader.num_workers` must be at least 0, got: {self.num_workers}')
+        if self.prefetch_factor is not None and not (self.num_workers and self.prefetch_factor > 0):
+            raise ConfigError(
+                f'`loader.prefetch_factor` must be positive and needs workers, got: {self.prefetch_factor} with '
+                f'{self.num_workers} workers. Set `loader.num_workers`, or leave it out'
+            )
+
 
 @dataclass(kw_only=True)
 class MicrobatchingConfig:
@@ -91,12 +133,27 @@ class MicrobatchingConfig:
     """Round the width of a microbatch up to a multiple, e.g. 64 for tensor cores."""
     packing: bool = False
     """String the rows of a microbatch into one without any padding, where the model tells the documents apart."""
-    cost: dict[str, float] | None = None
+    cost: CostModel | None = None
     """``launch``, ``quadratic``, ``vision_per_token``, see :class:`.CostModel`; null: those of a 7B model on a GPU."""
     loss_tokens: str = 'auto'
     """Positions that count: ``causal``, ``causal_attended``, ``unshifted``, or ``auto``: as the model's own loss."""
     on_oversize: str = 'raise'
     """A row over the token budget: ``raise``, naming it, or ``warn``, naming it, and compute it alone."""
+
+    def check(self, *, on_cpu: bool) -> None:
+        """Refuses a size that the Trainer cannot take; the rest is refused by :func:`.token_data_spec`."""
+        size, name = self.device_train_microbatch_size, '`microbatching.device_train_microbatch_size`'
+        if isinstance(size, str) and size not in ('auto', 'suggest'):
+            raise ConfigError(f'{name} must be a number, `auto` or `suggest`, got: {size}')
+        if isinstance(size, int) and size < 1:
+            raise ConfigError(
+                f'{name} must be at least 1, got: {size}. Use 1 for the least memory, or leave it out for one '
+                'microbatch a step'
+            )
+        if size == 'auto' and (on_cpu or not torch.cuda.is_available()):
+            raise ConfigError(f'{name} must be a number on CPU, got: auto. Composer can find it on GPUs only')
+        if self.device_memory_gib is not None and not self.device_memory_gib > 0:
+            raise ConfigError(f'`microbatching.device_memory_gib` must be positive, got: {self.device_memory_gib}')
 
 
 @dataclass(kw_only=True)
@@ -137,18 +194,19 @@ class TrainConfig:
         return bool((self.trainer.get('parallelism_config') or {}).get('fsdp'))
 
 
+_SECTIONS = {
+    'model': ModelConfig,
+    'loader': LoaderConfig,
+    'microbatching': MicrobatchingConfig,
+    'microbatching.cost': CostModel,
+}
+
+
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """Reads a YAML file and lays ``key=value`` overrides over it.
-
-    Args:
-        path: the file.
-        overrides: for example ``['trainer.max_duration=10ba', 'model.freeze=[vision_tower]']``.
-
-    Returns:
-        The config, its types checked; :func:`composer_tokacc.programs.checks.check_config` checks its sense.
+    """Reads a YAML file and lays ``key=value`` overrides over it; :func:`.check_config` checks more than types.
 
     Raises:
-        ConfigError: for an unreadable file, an unknown key or a wrong type; names the key and the nearest valid one.
+        ConfigError: For an unreadable file, an unknown key or a wrong type; names the key and the nearest valid one.
     """
     for override in overrides:
         if '=' not in override or override.startswith(('-', '=')):
@@ -158,14 +216,83 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
         for layer in layers:
             _check_shape(layer, path)
             _spell_out_size(layer)
-        config = OmegaConf.merge(OmegaConf.structured(TrainConfig), *layers)
-        return OmegaConf.to_object(config)  # type: ignore[return-value]  # an instance of TrainConfig
     except OSError as error:
         raise ConfigError(f'config file must be readable, got: {path} ({error.strerror})') from error
     except yaml.YAMLError as error:
         raise ConfigError(f'`{path}` must be valid YAML, got: {" ".join(str(error).split())}') from error
     except OmegaConfBaseException as error:
         raise ConfigError(_one_line(error)) from error
+    # The one section that refuses values while it is being made.
+    with section('microbatching.cost'):
+        return merge(TrainConfig, *layers)
+
+
+def merge(options: type[Options], *layers: Any) -> Options:
+    """An instance of a dataclass with the values of the last layer that names them.
+
+    Raises:
+        ConfigError: For an unknown key or a value of the wrong type.
+    """
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(options), *layers))  # type: ignore[return-value]
+    except OmegaConfBaseException as error:
+        raise ConfigError(_one_line(error)) from error
+
+
+@contextmanager
+def section(path: str, names: Iterable[str] | None = None) -> Iterator[None]:
+    """Makes a :class:`ConfigError` of what the owner of an argument says against its value.
+
+    Only of a plain ValueError that this package raises: those of torch, Transformers or Streaming, and faults of the
+    program, keep their type and their traceback.
+
+    Args:
+        path: Section of the YAML file, put before the argument's name: ``dataset`` makes ``path`` ``dataset.path``.
+        names: Arguments that are keys of the section under the same name. Default: the section's fields.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if type(error) is not ValueError or not _raised_here(error):
+            raise
+        message = ' '.join(str(error).split())
+        named = re.match(r'`(\w+)`', message)
+        if named and named[1] in (_field_names(_SECTIONS[path]) if names is None else names):
+            message = f'`{path}.{message[1:]}'
+        elif not message.startswith((f'`{path}`', f'`{path}.')):
+            message = f'`{path}`: {message}'
+        raise ConfigError(message) from error
+
+
+def refuse(error: Exception, *, on_all_ranks: bool = False) -> int:
+    """Says a mistake in one line; the chain of its causes is logged as debug.
+
+    Args:
+        error: The mistake.
+        on_all_ranks: Whether every rank meets it for certain, as in a config before anything is built. The first rank
+            of a node then speaks for the others, which end as if all were well: for every rank that fails, Composer's
+            launcher ends the others, perhaps before they have spoken, and prints all that it wrote.
+
+    Returns:
+        The exit status: 2, or 0 for a rank that another one speaks for.
+    """
+    log.debug('The mistake was found here:', exc_info=error)
+    if on_all_ranks and int(os.environ.get('LOCAL_RANK', '0')) > 0:
+        return 0
+    # From a worker process the message comes behind the worker's traceback.
+    message = str(error).rpartition('BadSampleError: ')[2]
+    print(f'error: {" ".join(message.split())}', file=sys.stderr, flush=True)
+    return 2
+
+
+def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
+    """One line that refuses ``name`` and suggests the nearest of ``known``."""
+    known = sorted(known)
+    nearest = difflib.get_close_matches(name, known, n=1)
+    listed = ', '.join(known[:40]) + (', ...' if len(known) > 40 else '')
+    return f'{what} must be a known name, got: {name}. ' + (
+        f'Did you mean {nearest[0]}?' if nearest else f'Known: {listed}'
+    )
 
 
 def _check_shape(layer: Any, path: str | Path) -> None:
@@ -193,8 +320,19 @@ def _one_line(error: OmegaConfBaseException) -> str:
     key = str(error.full_key or error.key)
     if isinstance(error, ConfigKeyError | ConfigAttributeError) and dataclasses.is_dataclass(error.object_type):
         section = key.rpartition('.')[0]
-        known = [known_field.name for known_field in dataclasses.fields(error.object_type)]
+        known = _field_names(error.object_type)
         return unknown_name(f'`{section}` key' if section else 'section', key.rpartition('.')[2], known)
     if isinstance(error, MissingMandatoryValue):
         return f'`{key}` must be given, got: nothing. Write {key}=... behind the file on the command line'
     return f'`{key}` must be valid, got: {str(error).splitlines()[0]}'
+
+
+def _raised_here(error: BaseException) -> bool:
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    return last is not None and str(last.tb_frame.f_globals.get('__name__')).startswith('composer_tokacc.')
+
+
+def _field_names(options: Any) -> list[str]:
+    return [known.name for known in dataclasses.fields(options)]

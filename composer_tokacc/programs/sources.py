@@ -1,34 +1,46 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The ``dataset`` and ``loader`` sections: processor, datasets, lengths, and the loaders that the Trainer gets."""
+"""The ``dataset`` and ``loader`` sections: processor, datasets, lengths, and the loaders that the Trainer gets.
+
+Samples come from files that are read by index (:class:`FileSource`), or from shards that are streamed
+(:class:`ShardSource`, where mosaicml-streaming is imported when used).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import fields
+import importlib.util
+import inspect
+import logging
+from collections.abc import Iterator
 from itertools import chain
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
+import torch
 from composer.core import DataSpec
 from composer.utils import dist
-from torch.utils.data import ConcatDataset, DataLoader, Dataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 from transformers import AutoProcessor
 
-from composer_tokacc.data import LengthTable, LlavaDataset, VisionLanguageCollator, build_small_processor, length_table
+from composer_tokacc.data import (
+    LengthTable,
+    LlavaDataset,
+    VisionLanguageCollator,
+    build_small_processor,
+    image_token_ids,
+    length_table,
+)
 from composer_tokacc.data_spec import token_data_spec
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.planning import CostModel
-from composer_tokacc.programs.errors import ConfigError, section, unknown_name
 from composer_tokacc.programs.models import read_config, vision_patch_size
-from composer_tokacc.programs.registry import check_arguments, import_by_name
-from composer_tokacc.programs.schema import LoaderConfig, MicrobatchingConfig, TrainConfig
-from composer_tokacc.programs.shards import LLAVA_STREAMING, ShardSource
-from composer_tokacc.sampling import Mixture, RegroupingBatchSampler, RegroupingDataLoader
+from composer_tokacc.programs.registry import check_arguments, check_names, import_by_name, without
+from composer_tokacc.programs.schema import ConfigError, TrainConfig, section, unknown_name
+from composer_tokacc.sampling import ExchangingDataLoader, Mixture, RegroupingBatchSampler, RegroupingDataLoader
 
 __all__ = [
-    'DatasetSource',
     'FileSource',
+    'ShardSource',
     'build_dataset',
     'build_loader',
     'build_processor',
@@ -37,42 +49,19 @@ __all__ = [
     'token_data_spec_of',
 ]
 
+log = logging.getLogger(__name__)
+
+LLAVA_STREAMING = 'llava_streaming'
+"""The ``dataset.name`` of shards."""
 # Keys of the dataset section, and of one of its parts, that are not arguments of the dataset class.
 _OWN_KEYS = ('name', 'processor', 'eval')
 _PART_KEYS = ('name', 'epochs', 'weight')
+# Arguments of StreamingDataset that come from the loader section, and those that say where shards are.
+_FROM_LOADER = {'batch_size': 'loader.global_batch_size', 'shuffle': 'loader.shuffle'}
+_PLACES = ('local', 'remote', 'streams')
 
 
-class DatasetSource(Protocol):
-    """Where the samples of a run come from: files read by index, or shards that are streamed."""
-
-    def check(self) -> None:
-        """Refuses, with a ConfigError or ValueError, what can be known to be wrong before anything is read."""
-        ...
-
-    def small_processor(self, arguments: dict[str, Any]) -> Any:
-        """A processor made for the dataset, for a fresh model."""
-        ...
-
-    def build_dataset(self, processor: Any, *, held_out: bool) -> Any:
-        """The training set, or the held-out set."""
-        ...
-
-    def build_loader(
-        self, dataset: Any, processor: Any, reading: dict[str, Any], *, held_out: bool
-    ) -> tuple[DataLoader, int | None]:
-        """A loader of this rank's share, and the slot width that it plans with; None: the device batch's."""
-        ...
-
-    def by_index(self, dataset: Any) -> Any:
-        """The dataset as one of all its samples, for what measures each of them."""
-        ...
-
-    def callbacks(self) -> list[Any]:
-        """What a run from this source needs in order to resume exactly."""
-        ...
-
-
-def source_of(config: TrainConfig) -> DatasetSource:
+def source_of(config: TrainConfig) -> FileSource | ShardSource:
     """The source that ``dataset.name`` stands for."""
     return ShardSource(config) if config.dataset.get('name') == LLAVA_STREAMING else FileSource(config)
 
@@ -114,13 +103,8 @@ def build_loader(
 ) -> DataSpec:
     """A loader of this rank's share, wrapped so that Composer counts, splits and trims as the config says.
 
-    Args:
-        config: A checked config.
-        dataset: From :func:`build_dataset`.
-        processor: Its processor.
-        layout: How tensors belong to rows.
-        held_out: Whether it is for evaluation, where rows keep their order.
-        model: The model, for Composer's own token weights, which nothing else holds to the model's loss.
+    Evaluation keeps its rows in order. The model is for Composer's own token weights, which nothing else holds to the
+    model's loss.
 
     Raises:
         ConfigError: When the training set is smaller than one global batch and ``drop_last`` would leave nothing, or
@@ -133,37 +117,18 @@ def build_loader(
         'persistent_workers': config.loader.num_workers > 0,
         'pin_memory': config.loader.pin_memory,
     }
-    with section('loader', [field.name for field in fields(LoaderConfig)]):
+    with section('loader'):
         dataloader, slot_tokens = source_of(config).build_loader(dataset, processor, reading, held_out=held_out)
-    uses_flag = config.trainer.get('accumulate_train_batch_on_tokens')
-    return token_data_spec_of(
-        config, dataloader, slot_tokens=slot_tokens, layout=layout, model=model if uses_flag else None
-    )
+    if not config.trainer.get('accumulate_train_batch_on_tokens'):
+        model = None
+    return token_data_spec_of(config, dataloader, slot_tokens=slot_tokens, layout=layout, model=model)
 
 
 def token_data_spec_of(config: TrainConfig, dataloader: Any, *, slot_tokens: int | None, **others: Any) -> DataSpec:
     """:func:`.token_data_spec` with the ``microbatching`` section."""
-    microbatching = config.microbatching
-    with section('microbatching', [field.name for field in fields(MicrobatchingConfig)]):
-        return token_data_spec(
-            dataloader,
-            loss_tokens=microbatching.loss_tokens,
-            slot_tokens=slot_tokens,
-            max_image_tokens=microbatching.max_image_tokens,
-            regroup=microbatching.regroup,
-            equal_counts=microbatching.equal_counts,
-            width_multiple=microbatching.width_multiple,
-            packing=microbatching.packing,
-            cost=cost_of(config),
-            on_oversize=microbatching.on_oversize,
-            **others,
-        )
-
-
-def cost_of(config: TrainConfig) -> CostModel | None:
-    """The cost model of the run; None: that of the package."""
-    given = config.microbatching.cost
-    return None if given is None else CostModel(**given)
+    given = without(vars(config.microbatching), 'device_train_microbatch_size', 'device_memory_gib', 'slot_tokens')
+    with section('microbatching'):
+        return token_data_spec(dataloader, slot_tokens=slot_tokens, **given, **others)
 
 
 class FileSource:
@@ -179,21 +144,21 @@ class FileSource:
 
     def check(self) -> None:
         """Refuses unknown datasets and arguments, for training and, where there is one, for the held-out set."""
-        if 'parts' not in self.section:
-            _dataset_class('dataset', self.section.get('name'))
-        if self.config.loader.exchange_ranks:
-            raise ConfigError(
-                f'`loader.exchange_ranks` must be false for samples read by index, got: true with `dataset.name` '
-                f'{self.section.get("name")}. `loader.regroup_ranks` does the same without an exchange'
-            )
         if 'parts' in self.section:
             self._check_parts()
         else:
             _check_arguments('dataset', self.section, own_keys=_OWN_KEYS)
         if self.section.get('eval') is not None:
             _check_arguments('dataset.eval', self._held_out(), own_keys=('name',))
+        if self.config.loader.exchange_ranks:
+            raise ConfigError(
+                f'`loader.exchange_ranks` must be false for samples read by index, got: true with `dataset.name` '
+                f'{self.section.get("name")}. `loader.regroup_ranks` does the same without an exchange'
+            )
         per_step = self.config.loader.modality == 'per_step'
-        if not self.config.regroups_ranks and (per_step or self._has_shares):
+        # Only a RegroupingBatchSampler gives the parts the shares that are asked for.
+        has_shares = 'parts' in self.section and any(part.keys() & {'epochs', 'weight'} for part in self._parts())
+        if not self.config.regroups_ranks and (per_step or has_shares):
             what = '`loader.modality: per_step`' if per_step else 'shares of `dataset.parts`'
             raise ConfigError(
                 f'`loader.regroup_ranks` and `microbatching.regroup` must be on for {what}, got: off. Switch them on'
@@ -227,18 +192,13 @@ class FileSource:
     ) -> tuple[DataLoader, int | None]:
         """The regrouping loader, or torch's where rows must keep their order."""
         loader = self.config.loader
-        mixture = None if held_out else self._mixture(dataset)
         if not held_out and self.config.regroups_ranks:
-            return self._regrouping_loader(dataset, processor, mixture, reading)
+            return self._regrouping_loader(dataset, processor, reading)
         drop_last = loader.drop_last and not held_out
-        if drop_last and len(dataset) < loader.global_batch_size:
-            raise ConfigError(
-                '`loader.global_batch_size` must be at most the dataset with `loader.drop_last`, got: '
-                f'{loader.global_batch_size} > {len(dataset)} samples. Lower it or set drop_last=false'
-            )
+        _refuse_too_few(self.config, len(dataset), drop_last)
         shuffle = loader.shuffle and not held_out
         sampler = dist.get_sampler(dataset, shuffle=shuffle, drop_last=drop_last, seed=self.config.seed)
-        size = self.config.batch_size(held_out=held_out) // dist.get_world_size()
+        size = _rank_batch_size(self.config, held_out)
         dataloader = DataLoader(dataset, batch_size=size, sampler=sampler, drop_last=drop_last, **reading)
         return dataloader, self.config.microbatching.slot_tokens
 
@@ -246,13 +206,7 @@ class FileSource:
         """The dataset itself."""
         return dataset
 
-    def callbacks(self) -> list[Any]:
-        """None: a sampler that counts batches resumes by itself."""
-        return []
-
-    def _regrouping_loader(
-        self, dataset: Any, processor: Any, mixture: Mixture | None, reading: dict[str, Any]
-    ) -> tuple[RegroupingDataLoader, int]:
+    def _regrouping_loader(self, dataset: Any, processor: Any, reading: Any) -> tuple[RegroupingDataLoader, int]:
         """A loader that shares each global batch by length, and the slot width that it planned with.
 
         The width of a device batch says little here, because a rank may get short samples only: without
@@ -264,7 +218,7 @@ class FileSource:
         slot_tokens = config.microbatching.slot_tokens or longest
         size = config.microbatching.device_train_microbatch_size
         if not isinstance(size, int):
-            size = config.loader.global_batch_size // dist.get_world_size()
+            size = _rank_batch_size(config, held_out=False)
         if size * slot_tokens < longest:
             raise ConfigError(
                 '`microbatching.device_train_microbatch_size` times `slot_tokens` must be at least the longest sample, '
@@ -285,21 +239,14 @@ class FileSource:
             drop_last=config.loader.drop_last,
             objective='fsdp' if config.is_sharded else 'ddp',
             width_multiple=config.microbatching.width_multiple,
-            cost=cost_of(config),
-            mixture=mixture,
+            cost=config.microbatching.cost,
+            mixture=self._mixture(dataset) if 'parts' in self.section else None,
             modality=config.loader.modality,  # pyright: ignore[reportArgumentType]  # refused by the sampler
         )
         return RegroupingDataLoader(dataset, batch_sampler=sampler, **reading), slot_tokens
 
-    @property
-    def _has_shares(self) -> bool:
-        """Whether only a RegroupingBatchSampler gives the parts the shares that are asked for."""
-        return 'parts' in self.section and any(key in part for part in self._parts() for key in ('epochs', 'weight'))
-
-    def _mixture(self, dataset: Any) -> Mixture | None:
-        """Shares of the parts; None without parts."""
-        if 'parts' not in self.section:
-            return None
+    def _mixture(self, dataset: Any) -> Mixture:
+        """Shares of the parts."""
         parts = self._parts()
         weights = [part['weight'] for part in parts if 'weight' in part]
         return Mixture(
@@ -328,22 +275,171 @@ class FileSource:
 
     def _parts(self) -> list[dict[str, Any]]:
         """Sections of the training sets; what stands beside ``parts`` holds for each."""
-        return [{**self._shared(), **part} for part in self.section.get('parts', {'only': {}}).values()]
+        shared = without(self.section, 'processor', 'eval', 'parts')
+        return [{**shared, **part} for part in self.section.get('parts', {'only': {}}).values()]
 
     def _held_out(self) -> dict[str, Any]:
-        return {**self._shared(), **self.section['eval']}
-
-    def _shared(self) -> dict[str, Any]:
-        return {key: value for key, value in self.section.items() if key not in ('processor', 'eval', 'parts')}
+        return {**without(self.section, 'processor', 'eval', 'parts'), **self.section['eval']}
 
     def _build(self, part: dict[str, Any], processor: Any) -> Dataset:
         cls = _dataset_class('dataset', part['name'])
-        arguments = {key: value for key, value in part.items() if key not in _PART_KEYS}
+        arguments = without(part, *_PART_KEYS)
         if issubclass(cls, LlavaDataset) and arguments.get('on_error') == 'skip':
             # It reads all samples to know the bad ones, and so measures them for the sampler too.
             patch_size = _patch_size(self.config, processor)
             arguments = {'lengths_folder': self.config.loader.lengths_folder, 'patch_size': patch_size, **arguments}
         return cls(processor=processor, **arguments)
+
+
+class ShardSource:
+    """MDS shards that each rank streams its own samples from."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
+        self.section = config.dataset
+
+    def check(self) -> None:
+        """Refuses what LlavaStreamingDataset cannot take, mosaicml-streaming missing included."""
+        if 'parts' in self.section:
+            raise ConfigError('`dataset.parts` must be left out for streamed data, got: some. Use `dataset.streams`')
+        if importlib.util.find_spec('streaming') is None:
+            raise ConfigError(
+                f"`dataset.name` {LLAVA_STREAMING} needs mosaicml-streaming, got: none. pip install "
+                "'composer_tokacc[streaming]'"
+            )  # fmt: skip
+        own = self.section.get('eval') or {}
+        if own and not any(key in own for key in (*_PLACES, 'split')):
+            raise ConfigError(
+                '`dataset.eval` must name shards of its own, got: none. Give `dataset.eval.local` or split'
+            )
+        self._check_arguments('dataset', held_out=False)
+        self._check_arguments('dataset.eval', held_out=True)
+        if self.config.loader.modality == 'per_step':
+            raise ConfigError('`loader.modality` must be `mixed` for streamed data, got: per_step. Use a JSON file')
+        if not self.config.loader.exchange_ranks:
+            return
+        if not self.config.microbatching.regroup:
+            raise ConfigError(
+                '`loader.exchange_ranks` needs `microbatching.regroup`, got: true with regroup=false. Set one of them'
+            )
+        if (self.section.get('replication') or 1) > 1:
+            raise ConfigError(
+                '`loader.exchange_ranks` must be false with `dataset.replication`, got: true. Set one of them'
+            )
+        if self.config.microbatching.device_train_microbatch_size != 'suggest':  # which sets the width as well
+            self._slot_tokens()
+
+    def small_processor(self, arguments: dict[str, Any]) -> Any:
+        """One around a tokenizer that is trained on the shards, which must lie in a folder of this machine."""
+        check_arguments('dataset.processor', build_small_processor, arguments, num_given=1)
+        return build_small_processor(self._texts(), **arguments)
+
+    def build_dataset(self, processor: Any, *, held_out: bool) -> Any:
+        """The dataset, shared among the ranks as StreamingDataset does it.
+
+        The shared memory of a killed run says that its folder is in use. It cannot be told from that of a living one,
+        but no two runs may download to the same folder anyway, so it is removed and the dataset is tried once more.
+        """
+        from streaming.base.util import clean_stale_shared_memory  # pyright: ignore[reportMissingImports]
+
+        from composer_tokacc.data.llava_streaming import LlavaStreamingDataset
+
+        arguments = {
+            'shuffle_seed': self.config.seed,
+            **self._arguments(held_out=held_out),
+            'shuffle': self.config.loader.shuffle and not held_out,
+            'batch_size': _rank_batch_size(self.config, held_out),
+        }
+        try:
+            return LlavaStreamingDataset(processor=processor, **arguments)
+        except ValueError as error:
+            # Beside a held-out set there is the training set, which is alive.
+            if held_out or 'Reused local directory' not in str(error):
+                raise
+        log.warning('Removing the shared memory that an earlier run of mosaicml-streaming has left behind.')
+        clean_stale_shared_memory()
+        return LlavaStreamingDataset(processor=processor, **arguments)
+
+    def build_loader(
+        self, dataset: Any, processor: Any, reading: dict[str, Any], *, held_out: bool
+    ) -> tuple[DataLoader, int | None]:
+        """StreamingDataLoader, or with ``loader.exchange_ranks`` the one that exchanges samples between ranks."""
+        from streaming import StreamingDataLoader  # pyright: ignore[reportMissingImports]
+
+        config, size = self.config, _rank_batch_size(self.config, held_out)
+        drop_last = config.loader.drop_last and not held_out
+        _refuse_too_few(config, len(dataset) * dist.get_world_size(), drop_last)
+        if held_out or not config.loader.exchange_ranks:
+            # An own generator: seeding workers must not move the random numbers of the run.
+            generator = torch.Generator().manual_seed(config.seed + dist.get_global_rank())
+            loader = StreamingDataLoader(dataset, batch_size=size, drop_last=drop_last, generator=generator, **reading)
+            return loader, config.microbatching.slot_tokens
+        rows, slot_tokens = config.microbatching.device_train_microbatch_size, self._slot_tokens()
+        exchanging = ExchangingDataLoader(
+            dataset,
+            batch_size=size,
+            drop_last=drop_last,
+            max_tokens=(rows if isinstance(rows, int) else size) * slot_tokens,
+            image_token_ids=image_token_ids(processor),
+            max_image_tokens=config.microbatching.max_image_tokens,
+            objective='fsdp' if config.is_sharded else 'ddp',
+            width_multiple=config.microbatching.width_multiple,
+            cost=config.microbatching.cost,
+            **reading,
+        )
+        return exchanging, slot_tokens
+
+    def by_index(self, dataset: Any) -> Any:
+        """All samples: the length of the dataset itself is that of this rank's share."""
+        return Subset(dataset, range(dataset.size))
+
+    def _arguments(self, *, held_out: bool) -> dict[str, Any]:
+        """Arguments of the training set, or of the held-out set; that has sources of its own where it names any."""
+        arguments = without(self.section, *_OWN_KEYS)
+        if not held_out:
+            return arguments
+        own = self.section.get('eval') or {}
+        if any(key in own for key in _PLACES):
+            arguments = without(arguments, *_PLACES, 'split')
+        return {**arguments, **own}
+
+    def _slot_tokens(self) -> int:
+        """Width of a slot, which all ranks must know before a batch is read."""
+        slot_tokens = self.config.microbatching.slot_tokens or self.section.get('max_length')
+        if slot_tokens is None:
+            raise ConfigError(
+                '`loader.exchange_ranks` needs the width of a slot before a batch is read, got: neither '
+                '`microbatching.slot_tokens` nor `dataset.max_length`. Set one to the tokens of a long sample'
+            )
+        return slot_tokens
+
+    def _texts(self) -> Iterator[str]:
+        """Text of every turn in the shards."""
+        from composer_tokacc.data.llava_streaming import LlavaStreamingDataset
+
+        for stream in (self.section.get('streams') or {'': self.section}).values():
+            folders = [Path(stream[key], stream.get('split') or '') for key in ('local', 'remote') if stream.get(key)]
+            yield from LlavaStreamingDataset.texts(*folders)
+
+    def _check_arguments(self, path: str, *, held_out: bool) -> None:
+        from streaming import Stream, StreamingDataset  # pyright: ignore[reportMissingImports]
+
+        arguments = self._arguments(held_out=held_out)
+        for key, source in _FROM_LOADER.items():
+            if key in arguments:
+                raise ConfigError(f'`{path}.{key}` must be left out, got: {arguments[key]}. Set `{source}`')
+        known = {'max_length', *inspect.signature(StreamingDataset).parameters} - _FROM_LOADER.keys()
+        check_names(path, arguments, known)
+        streams = arguments.get('streams')
+        if not any(arguments.get(source) for source in _PLACES):
+            raise ConfigError(
+                f'`{path}` must name its shards, got: neither of {", ".join(_PLACES)}. Give `{path}.local`'
+            )
+        if streams is not None:
+            if not isinstance(streams, dict) or not all(isinstance(stream, dict) for stream in streams.values()):
+                raise ConfigError(f'`{path}.streams` must be a mapping of names to arguments, got: {streams}')
+            for name, stream in streams.items():
+                check_names(f'{path}.streams.{name}', stream, set(inspect.signature(Stream).parameters))
 
 
 def _dataset_class(path: str, name: Any) -> Any:
@@ -355,10 +451,21 @@ def _dataset_class(path: str, name: Any) -> Any:
     raise ConfigError(f'{unknown_name(f"`{path}.name`", str(name), known)}, or the dotted name of a dataset class')
 
 
-def _check_arguments(path: str, part: dict[str, Any], *, own_keys: Iterable[str]) -> None:
-    cls = _dataset_class(path, part.get('name'))
-    check_arguments(path, cls, {**part, 'processor': None}, own_keys=tuple(own_keys))
+def _check_arguments(path: str, part: dict[str, Any], *, own_keys: tuple[str, ...]) -> None:
+    check_arguments(path, _dataset_class(path, part.get('name')), {**part, 'processor': None}, own_keys=own_keys)
 
 
 def _patch_size(config: TrainConfig, processor: Any) -> int | None:
     return vision_patch_size(read_config(config.model.pretrained, config.model.config, processor))
+
+
+def _rank_batch_size(config: TrainConfig, held_out: bool) -> int:
+    return config.batch_size(held_out=held_out) // dist.get_world_size()
+
+
+def _refuse_too_few(config: TrainConfig, num_samples: int, drop_last: bool) -> None:
+    if drop_last and num_samples < config.loader.global_batch_size:
+        raise ConfigError(
+            '`loader.global_batch_size` must be at most the dataset with `loader.drop_last`, got: '
+            f'{config.loader.global_batch_size} > {num_samples} samples. Lower it or set drop_last=false'
+        )

@@ -9,19 +9,19 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from composer.utils import dist
-from torch import nn
 
 from composer_tokacc.data.lengths import LengthTable
 from composer_tokacc.planning import CostModel
-from composer_tokacc.programs import TrainConfig
 from composer_tokacc.programs.models import build_transformers_model
-from composer_tokacc.programs.registry import build_by_name
+from composer_tokacc.programs.registry import build_section
+from composer_tokacc.programs.schema import TrainConfig
 from composer_tokacc.programs.sources import measure_dataset
 from composer_tokacc.sizing import (
     GIB,
@@ -46,15 +46,12 @@ def apply_suggestion(config: TrainConfig, dataset: Any, processor: Any) -> tuple
         ValueError: Nothing fits; raised on all ranks.
     """
     table = measure_dataset(config, dataset, processor)
-    smallest = torch.tensor([config.microbatching.device_memory_gib or device_memory_gib(config)])
-    if torch.distributed.is_initialized() and torch.distributed.get_backend() == 'nccl':
-        smallest = smallest.to(torch.cuda.current_device())
-    dist.all_reduce(smallest, reduce_operation='MIN')
+    smallest = min(dist.all_gather_object(config.microbatching.device_memory_gib or device_memory_gib(config)))
     decided: list[Any] = [None]
     if dist.get_global_rank() == 0:
         try:
             memory = memory_of_run(config, dataset, processor, table)
-            report = suggest_for_run(config, memory, table, num_ranks=dist.get_world_size(), gib=smallest.item())
+            report = suggest_for_run(config, memory, table, num_ranks=dist.get_world_size(), gib=smallest)
             if report.too_large:
                 raise ValueError(report.warnings()[-1])
             decided = [(report.device_train_microbatch_size, report.slot_tokens)]
@@ -86,7 +83,7 @@ def suggest_for_run(
         global_batch_size=config.loader.global_batch_size,
         memory=memory,
         device_memory_gib=gib,
-        cost=None if microbatching.cost is None else CostModel(**microbatching.cost),
+        cost=microbatching.cost,
         measured_cost=measured_cost,
         seconds_per_step=seconds_per_step,
         safety=safety,
@@ -101,68 +98,44 @@ def suggest_for_run(
 
 
 def memory_of_run(config: TrainConfig, dataset: Any, processor: Any, table: LengthTable) -> MemoryModel:
-    """The memory model of a config's run, traced without a GPU; kept in the user's cache folder.
-
-    Args:
-        config: The run.
-        dataset: Its training set.
-        processor: Its processor.
-        table: Length table of the dataset.
-    """
+    """The memory model of a config's run, traced without a GPU; kept in the user's cache folder."""
     settings = asdict(config.model)
     settings.pop('train_metrics')
     # Flash attention is not for CPUs; SDPA keeps the same, but for a mask where there is padding.
     is_flash = str(settings['attn_implementation']).startswith('flash')
-    settings['attn_implementation'] = 'sdpa' if is_flash else settings['attn_implementation']
-
-    def build() -> nn.Module:
-        return build_transformers_model(processor=processor, load_weights=False, **settings)
-
-    def make_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        arguments = {key: value for key, value in config.optimizer.items() if key != 'name'}
-        return build_by_name('optimizer', config.optimizer['name'], arguments, parameters)
+    if is_flash:
+        settings['attn_implementation'] = 'sdpa'
+    build = partial(build_transformers_model, processor=processor, load_weights=False, **settings)
 
     def calibrate(key: Mapping[str, Any]) -> MemoryModel:
-        model_config = _empty_model(build).config
+        with torch.device('meta'):
+            model_config = build().config
         return calibrate_fake(
             build,
             model_config,
             [dataset[index] for index in _telling_samples(table)],
             width=int(table.lengths.max()),
-            make_optimizer=make_optimizer,
+            make_optimizer=partial(build_section, 'optimizer', config.optimizer),
             precision=key['precision'],
             strategy=key['strategy'],
             on_gpu=key['device'] == 'gpu',
             has_mask=not is_flash,
         )
 
-    return load_or_calibrate(_cache_folder(), _key(config, table), calibrate)
+    folder = Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'composer_tokacc' / 'memory'
+    return load_or_calibrate(folder, _key(config, table), calibrate)
 
 
 def device_memory_gib(config: TrainConfig) -> float:
     """Memory of this rank's device; on CPU its share of the host's."""
-    if _on_gpu(config) and torch.cuda.is_available():
+    if config.trainer.get('device') != 'cpu' and torch.cuda.is_available():
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / GIB
     return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / GIB / dist.get_local_world_size()
 
 
-def _cache_folder() -> Path:
-    """Where calibrations are kept, beside the length tables."""
-    return Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'composer_tokacc' / 'memory'
-
-
-def _empty_model(build: Any) -> Any:
-    with torch.device('meta'):
-        return build()
-
-
-def _on_gpu(config: TrainConfig) -> bool:
-    return config.trainer.get('device') != 'cpu'
-
-
 def _key(config: TrainConfig, table: LengthTable) -> dict[str, Any]:
     """What the memory of a run depends on, its microbatches aside."""
-    on_gpu = _on_gpu(config)
+    on_gpu = config.trainer.get('device') != 'cpu'
     precision = str(config.trainer.get('precision') or ('amp_fp16' if on_gpu else 'fp32'))
     return {
         'model': asdict(config.model),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from composer_tokacc.programs import ConfigError, TrainConfig, load_config
-from composer_tokacc.programs.checks import check_config
+from composer_tokacc.programs.run import check_config
 from composer_tokacc.train import main
 from tests.support.launch import ROOT, launch
 
@@ -16,17 +16,17 @@ DIGITS = ROOT / 'yamls' / 'digits.yaml'
 LLAVA = ROOT / 'yamls' / 'llava_json.yaml'
 
 
-def mistake(path: Path, *overrides: str, world_size: int = 2) -> str:
+def mistake(path: Path, *overrides: str, num_ranks: int = 2) -> str:
     """The one line that refuses the config."""
     with pytest.raises(ConfigError) as caught:
-        check_config(load_config(path, overrides), world_size=world_size)
+        check_config(load_config(path, overrides), num_ranks=num_ranks)
     message = str(caught.value)
     assert '\n' not in message
     return message
 
 
 @pytest.mark.parametrize(
-    ('name', 'world_size', 'overrides'),
+    ('name', 'num_ranks', 'overrides'),
     [
         ('digits.yaml', 2, []),
         ('llava_json.yaml', 2, ['dataset.path=data.json']),
@@ -35,8 +35,8 @@ def mistake(path: Path, *overrides: str, world_size: int = 2) -> str:
         ('llava15_7b.yaml', 16, ['dataset.path=[a.json,b.json]', 'dataset.image_dir=images']),
     ],
 )
-def test_every_yaml_of_the_repository_passes(name, world_size, overrides):
-    check_config(load_config(ROOT / 'yamls' / name, overrides), world_size=world_size)
+def test_every_yaml_of_the_repository_passes(name, num_ranks, overrides):
+    check_config(load_config(ROOT / 'yamls' / name, overrides), num_ranks=num_ranks)
 
 
 def test_overrides_win_and_keep_their_types():
@@ -103,7 +103,7 @@ def test_wrong_types_are_refused_by_key(override, expected):
 
 
 @pytest.mark.parametrize(
-    ('override', 'world_size', 'expected'),
+    ('override', 'num_ranks', 'expected'),
     [
         ('loader.global_batch_size=63', 2, 'got: 63 on 2 ranks. Set it to 62 or 64'),
         ('loader.global_batch_size=2', 4, 'got: 2 on 4 ranks. Set it to 4,'),
@@ -139,8 +139,8 @@ def test_wrong_types_are_refused_by_key(override, expected):
         ('model.config=null', 1, 'got: none. Name a checkpoint'),
     ],
 )
-def test_values_that_cannot_work_are_refused_with_the_remedy(override, world_size, expected):
-    assert expected in mistake(DIGITS, override, world_size=world_size)
+def test_values_that_cannot_work_are_refused_with_the_remedy(override, num_ranks, expected):
+    assert expected in mistake(DIGITS, override, num_ranks=num_ranks)
 
 
 def test_missing_values_are_named():
@@ -194,7 +194,9 @@ def test_program_says_it_in_one_line_before_any_process_group(monkeypatch, capsy
 
 
 def test_program_without_file_says_how_to_call_it(capsys):
-    assert main([]) == 2
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 2
     assert 'composer -n RANKS -m composer_tokacc.train FILE.yaml' in capsys.readouterr().err
 
 

@@ -69,8 +69,8 @@ def test_modules_to_save_are_trained_whole(processor):
 def test_the_adapters_gradient_is_that_of_the_whole_batch(processor, batch, size):
     model = with_lora(processor, modules_to_save=['multi_modal_projector'])
     stir(model)
-    expected, loss = reference_gradients(model.model, batch)
-    recorder, memory, _ = train(
+    expected, _loss = reference_gradients(model.model, batch)
+    recorder, _memory, _ = train(
         model, token_data_spec(loader(batch)), algorithms=[TokenAccumulation()], microbatch_size=size
     )
     assert recorder.gradients.keys() == trained(model)
@@ -106,7 +106,7 @@ def test_a_checkpoint_without_its_base_is_loaded_strictly(processor, pretrained)
     ('lora', 'message'),
     [
         ({'rank': 4}, r"must have keys of .* got: \['rank'\]"),
-        ({'modules_to_save': ['projektor']}, "fits none"),
+        ({'modules_to_save': ['projektor']}, 'fits none'),
         ({'target_modules': ['q_projection']}, 'q_projection'),
     ],
 )  # fmt: skip

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 from transformers import AutoModelForImageTextToText
 
 from composer_tokacc.data import VisionLanguageCollator
-from composer_tokacc.programs.models import build_model, freeze_parameters, transformer_blocks
+from composer_tokacc.programs.models import build_model, freeze_parameters
+from composer_tokacc.sizing import transformer_blocks
 from examples.digits import DigitsDataset, build_digits_processor
 from tests.support.text import VOCABULARY, text_model
 

@@ -11,13 +11,13 @@ import pytest
 
 from composer_tokacc.data.to_mds import main
 from composer_tokacc.programs import ConfigError, load_config
-from composer_tokacc.programs.checks import check_config
+from composer_tokacc.programs.run import check_config
 from tests.support.launch import ROOT
 
 
 def mistake(file, *overrides):
     with pytest.raises(ConfigError) as caught:
-        check_config(load_config(ROOT / 'yamls' / file, overrides), world_size=2)
+        check_config(load_config(ROOT / 'yamls' / file, overrides), num_ranks=2)
     assert '\n' not in str(caught.value)
     return str(caught.value)
 

@@ -12,7 +12,7 @@ import torch
 
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.programs import ConfigError, load_config
-from composer_tokacc.programs.checks import check_config
+from composer_tokacc.programs.run import check_config
 from composer_tokacc.programs.sources import build_dataset, build_loader, build_processor, source_of
 from composer_tokacc.sampling import RegroupingDataLoader
 from tests.support.launch import ROOT
@@ -140,6 +140,5 @@ def test_one_medium_a_step(tmp_path):
     ],
 )
 def test_bad_mixtures_are_refused_in_the_words_of_the_config(overrides, message):
-    config = load_config(ROOT / 'yamls' / 'digits.yaml', overrides)
     with pytest.raises(ConfigError, match=message):
-        check_config(config, world_size=1)
+        check_config(load_config(ROOT / 'yamls' / 'digits.yaml', overrides), num_ranks=1)

@@ -16,7 +16,7 @@ from composer_tokacc.data.lengths import length_table
 from composer_tokacc.data.to_mds import write_shards
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.programs import ConfigError, load_config
-from composer_tokacc.programs.checks import check_config
+from composer_tokacc.programs.run import check_config
 from composer_tokacc.programs.sources import build_dataset, build_loader, build_processor, source_of
 from composer_tokacc.sampling import ExchangingDataLoader
 from tests.support.launch import ROOT, launch
@@ -46,7 +46,7 @@ def config_of(shards, *overrides):
 
 
 def build(config, *, held_out=False):
-    check_config(config, world_size=1)
+    check_config(config, num_ranks=1)
     processor = build_processor(config)
     dataset = build_dataset(config, processor, held_out=held_out)
     sample = next(dataset[k] for k in range(dataset.size) if dataset[k]['num_images'][0])
@@ -127,7 +127,7 @@ MISTAKES = {
 @pytest.mark.parametrize('override', MISTAKES)
 def test_mistakes_are_said_in_one_line(shards, override):
     with pytest.raises(ConfigError) as caught:
-        check_config(config_of(shards, override), world_size=2)
+        check_config(config_of(shards, override), num_ranks=2)
     assert MISTAKES[override] in str(caught.value)
     assert '\n' not in str(caught.value)
 
@@ -135,9 +135,9 @@ def test_mistakes_are_said_in_one_line(shards, override):
 def test_exchange_needs_the_width_of_a_slot(shards):
     config = config_of(shards, 'microbatching.slot_tokens=null', 'dataset.max_length=null')
     with pytest.raises(ConfigError, match='needs the width of a slot before a batch is read, got: neither'):
-        check_config(config, world_size=2)
+        check_config(config, num_ranks=2)
     config.microbatching.device_train_microbatch_size = 'suggest'
-    check_config(config, world_size=2)
+    check_config(config, num_ranks=2)
 
 
 def test_dataset_smaller_than_a_batch_is_refused_with_drop_last(shards):

@@ -12,7 +12,7 @@ from composer_tokacc import train
 from composer_tokacc.data import BadSampleError
 from composer_tokacc.planning import CostModel
 from composer_tokacc.programs import ConfigError
-from composer_tokacc.programs.errors import refuse, section
+from composer_tokacc.programs.schema import refuse, section
 from tests.support.programs import DIGITS, TINY_DIGITS
 
 

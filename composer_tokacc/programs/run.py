@@ -1,0 +1,159 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""A run from its YAML file: the config checked, then everything that it names built, the Trainer last."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from composer import Trainer
+from composer.core import DataSpec
+from composer.loggers import InMemoryLogger
+from composer.models import HuggingFaceModel
+from composer.utils import dist, get_device, reproducibility
+from torch.utils.data import ConcatDataset
+
+from composer_tokacc.data import BadSampleError
+from composer_tokacc.layout import BatchLayout
+from composer_tokacc.programs.models import build_model, check_model
+from composer_tokacc.programs.registry import build_all, build_section, check_sections, without
+from composer_tokacc.programs.schema import ConfigError, TrainConfig, load_config, refuse, section
+from composer_tokacc.programs.sources import (
+    build_dataset,
+    build_loader,
+    build_processor,
+    source_of,
+    token_data_spec_of,
+)
+from composer_tokacc.programs.suggest import apply_suggestion
+from composer_tokacc.sampling import RestoreRandomState, SkipReadBatches
+
+__all__ = ['RunParts', 'build_parts', 'build_trainer', 'check_config', 'command_line', 'run_program']
+
+
+def command_line(usage: str, description: str | None) -> argparse.ArgumentParser:
+    """A parser of a program's command line: the YAML file as ``config``; what it does not know are overrides."""
+    parser = argparse.ArgumentParser(
+        usage=usage, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument('config', metavar='FILE.yaml')
+    return parser
+
+
+def run_program(
+    program: Callable[[TrainConfig], int | None], path: str, overrides: Sequence[str], *, num_ranks: int | None = None
+) -> int:
+    """Runs a program on a YAML file and returns its exit status, 2 with one line for a mistake of the user's."""
+    try:
+        config = load_config(path, overrides)
+        check_config(config, num_ranks=num_ranks)
+    except ConfigError as error:
+        return refuse(error, on_all_ranks=True)
+    try:
+        return program(config) or 0
+    except (ConfigError, BadSampleError) as error:
+        return refuse(error)
+
+
+def check_config(config: TrainConfig, *, num_ranks: int | None = None) -> None:
+    """Checks the sense of a config whose types are right, before any process group, model or data.
+
+    Raises:
+        ConfigError: For the first mistake, in one line that says what it is and how to mend it.
+    """
+    with section('model'):
+        check_model(config.model.pretrained, config.model.config, config.model.dtype)
+    config.loader.check(num_ranks or int(os.environ.get('WORLD_SIZE', '1')))
+    for key in ('processor', 'eval'):
+        if not isinstance(config.dataset.get(key), dict | None):
+            raise ConfigError(f'`dataset.{key}` must be a mapping of arguments, got: {config.dataset[key]}')
+    source_of(config).check()
+    config.microbatching.check(on_cpu=config.trainer.get('device') == 'cpu')
+    # The run's own, of no data.
+    token_data_spec_of(config, [], slot_tokens=config.microbatching.slot_tokens)
+    check_sections(config)
+
+
+@dataclass(kw_only=True)
+class RunParts:
+    """What a program works with; the held-out parts are None where ``dataset.eval`` is absent."""
+
+    processor: Any
+    model: HuggingFaceModel
+    train_dataset: Any
+    eval_dataset: Any
+    train_loader: DataSpec
+    eval_loader: DataSpec | None
+    microbatch_size: int | str | None
+    """``device_train_microbatch_size`` of the run: what the config says, ``suggest`` answered."""
+
+    def skip_reports(self) -> list[str]:
+        """One line for each dataset that left out bad samples."""
+        train: Any = self.train_dataset
+        datasets: list[Any] = [*(train.datasets if isinstance(train, ConcatDataset) else [train]), self.eval_dataset]
+        return [dataset.skip_report() for dataset in datasets if getattr(dataset, 'skipped', None)]
+
+
+def build_parts(config: TrainConfig) -> RunParts:
+    """Seeds this rank, joins the process group and builds what the config names besides the Trainer.
+
+    Raises:
+        ConfigError: For an argument that its owner refuses once it has seen model or data.
+        BadSampleError: For a sample that cannot be read.
+    """
+    reproducibility.seed_all(config.seed)
+    # Before the data: the ranks share its reading.
+    dist.initialize_dist(get_device(config.trainer.get('device')), config.trainer.get('dist_timeout', 300.0))
+    processor = build_processor(config)
+    train_dataset, eval_dataset = (build_dataset(config, processor, held_out=held_out) for held_out in (False, True))
+    with section('model'):
+        model = build_model(processor=processor, seed=config.seed, **asdict(config.model))
+    layout = BatchLayout.for_model(model)
+    if config.microbatching.device_train_microbatch_size == 'suggest':
+        with section('microbatching'):
+            size, slot_tokens = apply_suggestion(config, train_dataset, processor)
+        sized = replace(config.microbatching, device_train_microbatch_size=size, slot_tokens=slot_tokens)
+        config = replace(config, microbatching=sized)
+
+    def loader_of(dataset: Any, *, held_out: bool) -> DataSpec:
+        return build_loader(config, dataset, processor, layout, held_out=held_out, model=model)
+
+    return RunParts(
+        processor=processor,
+        model=model,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        train_loader=loader_of(train_dataset, held_out=False),
+        eval_loader=None if eval_dataset is None else loader_of(eval_dataset, held_out=True),
+        microbatch_size=config.microbatching.device_train_microbatch_size,
+    )
+
+
+def build_trainer(config: TrainConfig, parts: RunParts, history: InMemoryLogger) -> Trainer:
+    """The Composer Trainer of a config; ``history`` is logged to besides the loggers that the config names."""
+    arguments = without(config.trainer, 'loggers')
+    if parts.microbatch_size is not None:
+        arguments['device_train_microbatch_size'] = parts.microbatch_size
+    callbacks = build_all('callbacks', config.callbacks)
+    if config.trainer.get('spin_dataloaders', True):
+        callbacks.append(SkipReadBatches())
+    if hasattr(parts.train_dataset, 'load_state_dict'):  # as StreamingDataset
+        callbacks.append(RestoreRandomState())
+    trainable = [parameter for parameter in parts.model.parameters() if parameter.requires_grad]
+    return Trainer(
+        model=parts.model,
+        train_dataloader=parts.train_loader,
+        eval_dataloader=parts.eval_loader,
+        optimizers=build_section('optimizer', config.optimizer, trainable),
+        schedulers=build_section('scheduler', config.scheduler),
+        algorithms=build_all('algorithms', config.algorithms),
+        callbacks=callbacks,
+        loggers=[*build_all('loggers', config.trainer.get('loggers')), history],
+        seed=config.seed,
+        **arguments,
+    )
