@@ -217,6 +217,7 @@ class MicrobatchSplit:
         for piece, selected in self._selected(layout, pieces):
             held = _held(piece, media) if spares else set()
             missing = [row for row, of_row in zip(spares, units, strict=True) if not of_row <= held]
+            missing = [] if layout.family.one_kind and held else missing
             microbatch = add_rows(layout, selected, missing) if missing else selected
             microbatch = pack_rows(layout, microbatch) if self.packing else microbatch
             microbatches.append(with_carried(microbatch, microbatches=[len(pieces)] * num_rows(microbatch)))
@@ -326,7 +327,8 @@ def _labels_behind_padding(layout: BatchLayout, batch: Batch) -> list[bool]:
 def _units_needed(family: Family, in_use: Sequence[str]) -> list[str]:
     """Media that every microbatch must hold: those that the step has, and one for each tower that it would not use."""
     towers = [tower for tower in family.towers if not set(tower) & set(in_use)]
-    return [*in_use, *(tower[0] for tower in towers)]
+    needed = [*in_use, *(tower[0] for tower in towers)]
+    return needed[:1] if family.one_kind else needed
 
 
 def _media_of(layout: BatchLayout, sources: Sequence[_Rows]) -> Media:

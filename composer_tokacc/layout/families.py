@@ -101,6 +101,7 @@ class Family:
         matches: Whether a batch without any model at hand has this format.
         slots: ``(rows, slots)`` bool, which slots hold an image and which are padding, for families with slots.
         has_video_tower: Whether videos have an encoder of their own.
+        one_kind: Whether a forward takes images or videos, never both.
         coupling: Why a row without an image has another loss beside one with an image; empty where it has not.
     """
 
@@ -111,6 +112,7 @@ class Family:
     matches: Callable[[Batch], bool] = _never
     slots: Callable[[Batch], torch.Tensor] | None = None
     has_video_tower: bool = False
+    one_kind: bool = False
     coupling: str = ''
 
     @property
@@ -255,6 +257,7 @@ FAMILIES: tuple[Family, ...] = (
         name='GLM-4V',
         model_types=('glm4v', 'glm4v_moe'),
         entries=_GRIDS,
+        one_kind=True,
         media={
             # Frames are written as images, between the tokens of a video.
             'image': Media(sizes=placeholders.image_grid, token_type=1, blank=blank_rows.glm4v_image, frames=False),

@@ -13,7 +13,11 @@ import torch
 from composer_tokacc import BatchLayout, token_data_spec
 from composer_tokacc.counting import carried, carry, num_samples, with_carried
 from composer_tokacc.data_spec.added_rows import add_rows, spare_row, zero_weight
+from tests.support import family_models
 from tests.support.families import FAMILIES, IMAGE_FAMILIES, FamilyCase
+from tests.support.family_media import TokenIds
+from tests.support.sample_encoder import word_tokenizer
+from tests.support.small_batches import text_batch
 from tests.support.training import loader
 
 TEXT_ROWS = [0, 4]
@@ -161,3 +165,23 @@ def test_spare_row_of_another_microbatch_brings_no_lists_that_this_one_lacks():
     padded = add_rows(layout, microbatch, [zero_weight(batch_of(case, [1], 'right'))])
     assert 'sample_ids' not in padded
     assert padded['num_images'] == [0, 0, 1]
+
+
+@pytest.mark.parametrize('unit', ['image', 'video'])
+def test_glm_gets_no_video_beside_an_image_where_another_rank_has_the_other_kind(unit, monkeypatch):
+    """Its forward takes one kind of placeholders for both, and refuses a batch with both."""
+    special = ('<image>', '<video>', '<image_start>', '<image_end>', '<video_start>', '<video_end>')
+    model = family_models.MODELS['glm4v'](TokenIds(word_tokenizer(*special)))
+    layout = BatchLayout.for_model(model)
+    text = {**text_batch([5, 3]), 'mm_token_type_ids': torch.zeros(2, 5).long()}
+    text['input_ids'] += 10
+    batch = layout.concat([text, layout.blank_row(unit, like=text)])
+    monkeypatch.setattr('composer_tokacc.data_spec.split.dist.get_world_size', lambda: 2)
+    # What ranks agree on is the number of microbatches and whether there are images, videos and audios.
+    agreed = lambda values: [values[0], 1, 1, 0] if len(values) == 4 else list(values)  # noqa: E731
+    monkeypatch.setattr('composer_tokacc.data_spec.split.max_over_ranks', agreed)
+    microbatches = token_data_spec(loader(batch), layout=layout).split_batch(batch, 1)
+    assert len(microbatches) == 3
+    for microbatch in microbatches:
+        model(**{key: value for key, value in microbatch.items() if torch.is_tensor(value)}).loss.backward()
+        assert ('pixel_values' in microbatch) != ('pixel_values_videos' in microbatch)
