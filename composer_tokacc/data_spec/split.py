@@ -17,7 +17,7 @@ from composer.utils import dist
 
 from composer_tokacc.algorithm.first_batch import CutRules
 from composer_tokacc.counting import IGNORE_INDEX, num_rows, with_carried, without_carried
-from composer_tokacc.data_spec.added_rows import UNITS, add_rows, blank_row, spare_row, zero_weight
+from composer_tokacc.data_spec.added_rows import UNITS, add_rows, blank_row, smallest_row, zero_weight
 from composer_tokacc.data_spec.packing import pack_lengths, pack_rows
 from composer_tokacc.layout import Batch, BatchLayout, Family, ReadyBatch, microbatches_of
 from composer_tokacc.planning import CostModel, cut, cut_in_order
@@ -122,7 +122,7 @@ class MicrobatchSplit:
         """The microbatch of the given rows, cut by the given rules and, where asked, packed."""
         microbatch = self._trimmed(layout, layout.select(batch, rows), rules)
         if rules.companions and not any(layout.media_per_row(microbatch)):
-            spares = [row for row in (spare_row(layout, batch, unit) for unit in UNITS) if row is not None][:1]
+            spares = [row for row in (smallest_row(layout, batch, unit) for unit in UNITS) if row is not None][:1]
             microbatch = add_rows(layout, microbatch, spares) if spares else microbatch
         microbatch = pack_rows(layout, microbatch) if self.packing else microbatch
         return without_carried(microbatch)

@@ -166,7 +166,7 @@ def _has_aspect_ratios(batch: Batch) -> bool:
 
 
 def _has_pixel_mask(batch: Batch) -> bool:
-    return 'pixel_attention_mask' in batch
+    return 'pixel_attention_mask' in batch and _ndim(batch, 'pixel_values') == 5  # LFM2-VL's has no slots
 
 
 def _has_no_ids(batch: Batch) -> bool:
