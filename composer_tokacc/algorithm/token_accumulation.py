@@ -370,8 +370,8 @@ def _layout_of(state: State, split: Any) -> BatchLayout | None:
         except (KeyError, ValueError):
             if split is not None:
                 raise
-        inferred = dist.all_gather_object(found)
-        if None in inferred:
+        inferred = [one for one in dist.all_gather_object(found) if one is not None]
+        if len(inferred) < dist.get_world_size():
             return None
         layout = max(inferred, key=lambda one: len(one.family.entries))  # a rank without media sees a text model
     if split is None:
