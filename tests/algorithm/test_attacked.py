@@ -291,7 +291,9 @@ def test_image_model_that_takes_no_text_alone_gets_an_image_beside_it():
     layout = BatchLayout.for_model(case)
     text = text_batch([7, 4, 3])
     text['input_ids'] += 10
-    image = layout.blank_row('image', like=text)
-    image['labels'][:, -1] = image['input_ids'][:, -1]
+    blank = layout.blank_row('image')
+    ids = torch.cat([blank['input_ids'], text['input_ids'][:1]], dim=1)
+    labels = torch.cat([blank['labels'], text['input_ids'][:1]], dim=1)
+    image = {**blank, 'input_ids': ids, 'attention_mask': torch.ones_like(ids), 'labels': labels}
     model = HuggingFaceModel(case, shift_labels=True, use_logits=True)
     assert kinds_of_steps(model, [layout.concat([image, text])]) == ['exact']

@@ -226,7 +226,7 @@ def test_format_that_no_family_has_is_refused():
         BatchLayout.infer(batch)
     # LFM2-VL: a mask of patches, not of slots of images.
     flat = {'pixel_values': torch.zeros(2, 16, 3), 'pixel_attention_mask': torch.ones(2, 16)}
-    with pytest.raises(ValueError, match='pixel_attention_mask.*for_model'):
+    with pytest.raises(ValueError, match=r'pixel_attention_mask.*for_model'):
         BatchLayout.infer({**text_batch([3]), **flat})
 
 
