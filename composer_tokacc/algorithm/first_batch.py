@@ -200,7 +200,7 @@ class FirstBatchCheck:
             )
             return CutRules(), kinds_of(None, batch)
         if self.rule is None:
-            telling = self._layout.select(rows, [_telling_row(rows)])
+            telling = self._layout.select(rows, [_telling_row(rows, self._layout.media_per_row(rows))])
             self.rule = find_loss_rule(self._probe, self._on_device(telling), loss_tokens=self._loss_tokens)
         rows = _with_unequal_row(self._layout, rows, self.rule)
         with self._probe.varied():
@@ -309,10 +309,10 @@ def _with_unequal_row(layout: BatchLayout, rows: dict[str, Any], rule: str) -> d
     return copied
 
 
-def _telling_row(rows: Batch) -> int:
-    """A row with enough labels to tell the rules apart."""
+def _telling_row(rows: Batch, media: Sequence[int]) -> int:
+    """A row with enough labels to tell the rules apart; with media if it can be, as some models take no other."""
     counts = (labels_of(rows)[:, 1:] != IGNORE_INDEX).sum(dim=1).tolist()
-    return min(range(len(counts)), key=lambda row: (counts[row] < 2, counts[row] < 4))
+    return min(range(len(counts)), key=lambda row: (counts[row] < 2, counts[row] < 4, not media[row]))
 
 
 class _Rows:
@@ -418,7 +418,10 @@ class _Rows:
             part = cut(row)
             self._narrowest = min(self._narrowest, num_columns(part))
             microbatch = self._on_device(part)
-            answer = self._probe.ask(microbatch)
+            try:
+                answer = self._probe.ask(microbatch)
+            except (AttributeError, IndexError, TypeError, ValueError) as error:  # BLIP-2 takes no batch without images
+                return f'row {self._name(row)}: {type(error).__name__} by itself, and none beside others ({error})'
             found = self._row_losses(microbatch, answer, [0])[0]
             failure = self._difference(f'row {self._name(row)}', 'by itself', self._expected[row], found)
             if failure is not None:

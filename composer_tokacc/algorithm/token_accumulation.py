@@ -319,6 +319,7 @@ class TokenAccumulation(Algorithm):
         """AFTER_TRAIN_BATCH: gradients are whole, the optimizer has not moved yet."""
         guard = self._guard
         assert guard is not None
+        _check_reduced(state.model)
         scaler = state.scaler
         is_scaled = scaler is not None and scaler.is_enabled()
         guard.check(
@@ -363,12 +364,16 @@ def _layout_of(state: State, split: Any) -> BatchLayout | None:
     try:
         layout = BatchLayout.for_model(state.model)
     except (AttributeError, ValueError):  # no config, or a vision model of no known family
+        found = None
         try:
-            layout = BatchLayout.infer(state.batch)
+            found = BatchLayout.infer(state.batch)
         except (KeyError, ValueError):
             if split is not None:
                 raise
+        inferred = [one for one in dist.all_gather_object(found) if one is not None]
+        if len(inferred) < dist.get_world_size():
             return None
+        layout = max(inferred, key=lambda one: len(one.family.entries))  # a rank without media sees a text model
     if split is None:
         try:
             layout = layout.with_row_entries(state.batch)
@@ -377,6 +382,22 @@ def _layout_of(state: State, split: Any) -> BatchLayout | None:
         except (KeyError, ValueError):  # only the user's own split knows
             return None
     return layout
+
+
+def _check_reduced(model: torch.nn.Module) -> None:
+    """Raises RuntimeError if DDP left gradients unreduced, which it says itself only at the next forward."""
+    if not isinstance(model, DistributedDataParallel):
+        return
+    try:
+        model._check_reducer_finalized()
+    except RuntimeError as error:
+        without = [name for name, p in model.module.named_parameters() if p.requires_grad and p.grad is None]
+        raise RuntimeError(
+            'Every trained parameter must be reached by the last microbatch of each rank, or DDP does not reduce the '
+            f'gradients, got: {len(without)} that no microbatch of this rank reaches, such as {without[:3]}. Freeze '
+            'what no loss reaches, and let token_data_spec() with a `layout` that knows the media of the model give '
+            'every microbatch a row with media.'
+        ) from error
 
 
 def _gradients(model: torch.nn.Module) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ import torch
 from composer_tokacc.counting import CARRIED, IGNORE_INDEX, num_rows, with_carried
 from composer_tokacc.layout import Batch, BatchLayout
 
-__all__ = ['add_rows', 'blank_row', 'smallest_row', 'spare_row', 'zero_weight']
+__all__ = ['add_rows', 'blank_row', 'smallest_row', 'zero_weight']
 
 UNITS = ('image', 'video', 'audio')
 
@@ -35,18 +35,6 @@ def smallest_row(layout: BatchLayout, batch: Batch, unit: str) -> dict[str, Any]
     return zero_weight(layout.trim(layout.select(batch, [smallest])))
 
 
-def spare_row(layout: BatchLayout, batch: Batch, unit: str) -> dict[str, Any] | None:
-    """A zero-weight row with media of the unit: the batch's own smallest one, else one made from the model's config.
-
-    A function of the batch and the config alone, so that a resumed run adds the row of the unbroken one. None where the
-    batch has none and the layout cannot make one.
-    """
-    own = smallest_row(layout, batch, unit)
-    if own is not None:
-        return own
-    return blank_row(layout, batch, unit)
-
-
 def blank_row(layout: BatchLayout, batch: Batch, unit: str) -> dict[str, Any] | None:
     """A zero-weight row with media of the unit, made from the model's config to join this batch; None: it cannot be."""
     blank = layout.blank_row(unit, like=batch)
@@ -57,10 +45,14 @@ def add_rows(layout: BatchLayout, microbatch: Batch, rows: Sequence[Batch]) -> d
     """The microbatch with zero-weight rows behind its own."""
     per_row = {key for key, value in microbatch.items() if isinstance(value, (list, tuple))}
     fitting = [_with_lists(row, microbatch, per_row) for row in rows]
-    # Under the mask any id will do that is no placeholder, and the first id of a text row is none.
-    pad_token_id = int(microbatch['input_ids'][0, 0])
+    # Under the mask any id will do that is no placeholder. A row may begin with one.
+    ids = microbatch['input_ids']
+    plain = torch.ones_like(ids, dtype=torch.bool)
+    for unit, media in layout.family.media.items():
+        found = media.placeholders(microbatch, layout.config, unit)
+        plain &= ~found if found is not None else True
     side = layout.padding_side(microbatch)
-    return layout.concat([microbatch, *fitting], padding_side=side, pad_token_id=pad_token_id)
+    return layout.concat([microbatch, *fitting], padding_side=side, pad_token_id=int(ids[plain][-1]))
 
 
 def _with_lists(row: Batch, microbatch: Batch, per_row: set[str]) -> dict[str, Any]:

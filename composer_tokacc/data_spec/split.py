@@ -17,7 +17,7 @@ from composer.utils import dist
 
 from composer_tokacc.algorithm.first_batch import CutRules
 from composer_tokacc.counting import IGNORE_INDEX, num_rows, with_carried, without_carried
-from composer_tokacc.data_spec.added_rows import UNITS, add_rows, blank_row, spare_row, zero_weight
+from composer_tokacc.data_spec.added_rows import UNITS, add_rows, blank_row, smallest_row, zero_weight
 from composer_tokacc.data_spec.packing import pack_lengths, pack_rows
 from composer_tokacc.layout import Batch, BatchLayout, Family, ReadyBatch, microbatches_of
 from composer_tokacc.planning import CostModel, cut
@@ -123,7 +123,7 @@ class MicrobatchSplit:
         """The microbatch of the given rows, cut by the given rules and, where asked, packed."""
         microbatch = self._trimmed(layout, layout.select(batch, rows), rules)
         if rules.companions and not any(layout.media_per_row(microbatch)):
-            spares = [row for row in (spare_row(layout, batch, unit) for unit in UNITS) if row is not None][:1]
+            spares = [row for row in (smallest_row(layout, batch, unit) for unit in UNITS) if row is not None][:1]
             microbatch = add_rows(layout, microbatch, spares) if spares else microbatch
         microbatch = pack_rows(layout, microbatch) if self.packing else microbatch
         return without_carried(microbatch)
@@ -243,6 +243,7 @@ class MicrobatchSplit:
         for piece, selected in self._selected(layout, pieces):
             held = _held(piece, media) if spares else set()
             missing = [row for row, of_row in zip(spares, units, strict=True) if not of_row <= held]
+            missing = [] if layout.family.one_kind and held else missing
             microbatch = add_rows(layout, selected, missing) if missing else selected
             microbatch = pack_rows(layout, microbatch) if self.packing else microbatch
             microbatches.append(with_carried(microbatch, microbatches=[len(pieces)] * num_rows(microbatch)))
@@ -355,7 +356,8 @@ def _labels_behind_padding(layout: BatchLayout, batch: Batch) -> list[bool]:
 def _units_needed(family: Family, in_use: Sequence[str]) -> list[str]:
     """Media that every microbatch must hold: those that the step has, and one for each tower that it would not use."""
     towers = [tower for tower in family.towers if not set(tower) & set(in_use)]
-    return [*in_use, *(tower[0] for tower in towers)]
+    needed = [*in_use, *(tower[0] for tower in towers)]
+    return needed[:1] if family.one_kind else needed
 
 
 def _media_of(layout: BatchLayout, sources: Sequence[_Rows]) -> Media:

@@ -101,6 +101,7 @@ class Family:
         matches: Whether a batch without any model at hand has this format.
         slots: ``(rows, slots)`` bool, which slots hold an image and which are padding, for families with slots.
         has_video_tower: Whether videos have an encoder of their own.
+        one_kind: Whether a forward takes images or videos, never both.
         coupling: Why a row without an image has another loss beside one with an image; empty where it has not.
     """
 
@@ -111,6 +112,7 @@ class Family:
     matches: Callable[[Batch], bool] = _never
     slots: Callable[[Batch], torch.Tensor] | None = None
     has_video_tower: bool = False
+    one_kind: bool = False
     coupling: str = ''
 
     @property
@@ -164,7 +166,7 @@ def _has_aspect_ratios(batch: Batch) -> bool:
 
 
 def _has_pixel_mask(batch: Batch) -> bool:
-    return 'pixel_attention_mask' in batch
+    return 'pixel_attention_mask' in batch and _ndim(batch, 'pixel_values') == 5  # LFM2-VL's has no slots
 
 
 def _has_no_ids(batch: Batch) -> bool:
@@ -255,6 +257,7 @@ FAMILIES: tuple[Family, ...] = (
         name='GLM-4V',
         model_types=('glm4v', 'glm4v_moe'),
         entries=_GRIDS,
+        one_kind=True,
         media={
             # Frames are written as images, between the tokens of a video.
             'image': Media(sizes=placeholders.image_grid, token_type=1, blank=blank_rows.glm4v_image, frames=False),

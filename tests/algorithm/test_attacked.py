@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,10 +15,14 @@ import torch.nn.functional as F
 import transformers
 from composer.models import ComposerModel, HuggingFaceModel
 
-from composer_tokacc import TokenAccumulation, token_data_spec
+from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
 from tests.matrix.harness import measure_steps, plain_gradients
 from tests.matrix.native_models import NativeModel
 from tests.matrix.subjects import SUBJECTS
+from tests.support import family_models
+from tests.support.family_media import TokenIds
+from tests.support.sample_encoder import word_tokenizer
+from tests.support.small_batches import text_batch
 from tests.support.text import collate, text_rows
 from tests.support.training import loader, relative_error, train
 
@@ -264,3 +269,31 @@ def test_spec_in_use_is_the_one_that_is_checked():
     model = SUBJECTS['bloom'].model('large')  # refuses to be packed
     recorder, *_ = train(model, used, algorithms=[TokenAccumulation()])
     assert relative_error(recorder.gradients, plain_gradients(model, batch_of(UNEQUAL))) < 1e-6
+
+
+# Media.
+
+
+def test_text_before_the_first_image_is_not_refused():
+    """Mllama: a text row must not see an image where no row of its step has one."""
+    subject = SUBJECTS['mllama_mixed']
+    rows = [subject.row(random.Random(seed)) for seed in range(12)]
+    text, media = [[row for row in rows if ('pixel_values' in row) == has_media][:3] for has_media in (False, True)]
+    for row in text + media:
+        row['labels'][:, -2:] = row['input_ids'][:, -2:]
+    batches = [subject.collate(batch, 0, side='right') for batch in (text, [*text[:2], *media[:2]])]
+    assert kinds_of_steps(subject.model('large'), batches) == ['exact', 'exact']
+
+
+def test_image_model_that_takes_no_text_alone_gets_an_image_beside_it():
+    """BLIP-2's forward insists on images, so a row without one is no batch by itself."""
+    case = family_models.MODELS['blip2'](TokenIds(word_tokenizer('<image>')))
+    layout = BatchLayout.for_model(case)
+    text = text_batch([7, 4, 3])
+    text['input_ids'] += 10
+    blank = layout.blank_row('image')
+    ids = torch.cat([blank['input_ids'], text['input_ids'][:1]], dim=1)
+    labels = torch.cat([blank['labels'], text['input_ids'][:1]], dim=1)
+    image = {**blank, 'input_ids': ids, 'attention_mask': torch.ones_like(ids), 'labels': labels}
+    model = HuggingFaceModel(case, shift_labels=True, use_logits=True)
+    assert kinds_of_steps(model, [layout.concat([image, text])]) == ['exact']

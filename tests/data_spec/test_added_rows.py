@@ -12,8 +12,12 @@ import torch
 
 from composer_tokacc import BatchLayout, token_data_spec
 from composer_tokacc.counting import carried, carry, num_samples, with_carried
-from composer_tokacc.data_spec.added_rows import add_rows, spare_row, zero_weight
+from composer_tokacc.data_spec.added_rows import add_rows, blank_row, smallest_row, zero_weight
+from tests.support import family_models
 from tests.support.families import FAMILIES, IMAGE_FAMILIES, FamilyCase
+from tests.support.family_media import MEDIA, TokenIds
+from tests.support.sample_encoder import word_tokenizer
+from tests.support.small_batches import text_batch
 from tests.support.training import loader
 
 TEXT_ROWS = [0, 4]
@@ -127,9 +131,9 @@ def test_spare_row_is_the_smallest_of_the_batch_or_made_from_the_config_and_of_n
     """A resumed run, which has not seen the earlier batches, must add the same row."""
     case = case_of(name)
     layout = BatchLayout.for_model(case.model)
-    made = spare_row(layout, batch_of(case, TEXT_ROWS, 'right'), 'image')
-    row = spare_row(layout, batch_of(case, range(6), 'left'), 'image')
-    again = spare_row(layout, batch_of(case, TEXT_ROWS, 'right'), 'image')
+    made = blank_row(layout, batch_of(case, TEXT_ROWS, 'right'), 'image')
+    row = smallest_row(layout, batch_of(case, range(6), 'left'), 'image')
+    again = blank_row(layout, batch_of(case, TEXT_ROWS, 'right'), 'image')
     fewest = min(layout.images_per_row(batch_of(case, [row], 'left'))[0] for row in (1, 2, 3, 5))
     assert layout.images_per_row(row) == [fewest]
     assert row['sample_ids'][0] in ('sample-1', 'sample-2')
@@ -145,7 +149,7 @@ def test_row_made_from_the_config_changes_neither_loss_nor_gradient(name, side):
     case = case_of(name)
     layout = BatchLayout.for_model(case.model)
     microbatch = batch_of(case, TEXT_ROWS, side)
-    padded = add_rows(layout, microbatch, [spare_row(layout, microbatch, 'image')])
+    padded = add_rows(layout, microbatch, [blank_row(layout, microbatch, 'image')])
     padded_loss, padded_gradients = loss_and_gradients(case, padded)
     loss, gradients = loss_and_gradients(case, own_rows(case, side))
     torch.testing.assert_close(padded_loss, loss, rtol=1e-6, atol=0)
@@ -161,3 +165,33 @@ def test_spare_row_of_another_microbatch_brings_no_lists_that_this_one_lacks():
     padded = add_rows(layout, microbatch, [zero_weight(batch_of(case, [1], 'right'))])
     assert 'sample_ids' not in padded
     assert padded['num_images'] == [0, 0, 1]
+
+
+def test_padding_is_no_placeholder_where_a_row_begins_with_one():
+    case = MEDIA['video_llava']()
+    layout = BatchLayout.for_model(case.model)
+    row = next(row for row, truth in zip(case.rows, case.truth, strict=True) if truth == {'image': 2, 'video': 0})
+    assert row['input_ids'][0, 0] == case.model.config.image_token_id
+    batch = add_rows(layout, row, [zero_weight(layout.blank_row('video', like=row))])
+    assert layout.images_per_row(batch) == [2, 0]
+    torch.testing.assert_close(case.loss_sum(batch), case.loss_sum(row), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize('unit', ['image', 'video'])
+def test_glm_gets_no_video_beside_an_image_where_another_rank_has_the_other_kind(unit, monkeypatch):
+    """Its forward takes one kind of placeholders for both, and refuses a batch with both."""
+    special = ('<image>', '<video>', '<image_start>', '<image_end>', '<video_start>', '<video_end>')
+    model = family_models.MODELS['glm4v'](TokenIds(word_tokenizer(*special)))
+    layout = BatchLayout.for_model(model)
+    text = {**text_batch([5, 3]), 'mm_token_type_ids': torch.zeros(2, 5).long()}
+    text['input_ids'] += 10
+    batch = layout.concat([text, layout.blank_row(unit, like=text)])
+    monkeypatch.setattr('composer_tokacc.data_spec.split.dist.get_world_size', lambda: 2)
+    # What ranks agree on is the number of microbatches and whether there are images, videos and audios.
+    agreed = lambda values: [values[0], 1, 1, 0] if len(values) == 4 else list(values)  # noqa: E731
+    monkeypatch.setattr('composer_tokacc.data_spec.split.max_over_ranks', agreed)
+    microbatches = token_data_spec(loader(batch), layout=layout).split_batch(batch, 1)
+    assert len(microbatches) == 3
+    for microbatch in microbatches:
+        model(**{key: value for key, value in microbatch.items() if torch.is_tensor(value)}).loss.backward()
+        assert ('pixel_values' in microbatch) != ('pixel_values_videos' in microbatch)

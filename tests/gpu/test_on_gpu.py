@@ -18,7 +18,7 @@ from benchmarks.gpu_parts.scale import REHEARSAL, build_llava
 from benchmarks.gpu_peaks import GpuRun
 from benchmarks.small_llava import make_rows
 from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
-from composer_tokacc.data_spec.added_rows import add_rows, spare_row
+from composer_tokacc.data_spec.added_rows import add_rows, blank_row
 from tests.support.families import FAMILIES
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import GivenBatches, loader, reference_gradients, relative_error, train
@@ -197,7 +197,7 @@ def test_zero_weight_row_takes_no_more_memory_than_the_cap():
     width = 2048
     full = layout.concat(make_rows([width] * 8, 0, config))
     text = layout.select(layout.concat(make_rows([width] * 16, 0, config)), range(1, 15, 2))
-    spare = spare_row(layout, make_rows([16], 0, config)[0], 'image')
+    spare = blank_row(layout, make_rows([16], 0, config)[0], 'image')
     assert layout.num_rows(text) == 7
     assert peak_mib(model, add_rows(layout, text, [spare])) <= 1.02 * peak_mib(model, full)
 

@@ -78,6 +78,17 @@ def family_cases(name: str) -> Iterator[Case]:
 
         yield f'{name} {side} {order} microbatch {size}{" packed" if packing else ""}', run
 
+    def unknown() -> dict[str, Any]:
+        """The layout is inferred from the batch, of which the first rank sees only text."""
+        model, ordered = copy.deepcopy(case.model), [rows[index] for index in ORDERS['text_rank']]
+        model.config.model_type = 'known_to_nobody'
+        share = layout.concat(rank_share(ordered, TEXT_RANK_SHARES[world]), pad_token_id=case.pad_token_id)
+        whole = layout.concat(ordered, pad_token_id=case.pad_token_id)
+        return measure(model, whole, token_data_spec(loader(share)), 2)
+
+    if name == 'llava':
+        yield 'llava of a family that is not known', unknown
+
 
 def text_cases() -> Iterator[Case]:
     shape = [(4, 2), (14, 11), (9, 9), (3, 0), (6, 1), (7, 2)]  # 22 loss tokens against 3 on two ranks
@@ -139,6 +150,13 @@ def refusals() -> dict[str, str]:
             found[name] = ''
         except RuntimeError as error:
             found[name] = str(error)
+    model = text_model()
+    model.unreached = torch.nn.Linear(2, 2)  # a tower that this step has no media for
+    try:
+        train(model, token_data_spec(loader(share)), algorithms=[TokenAccumulation()], microbatch_size=2)
+        found['unreached'] = ''
+    except RuntimeError as error:
+        found['unreached'] = str(error)
     return found
 
 
