@@ -53,7 +53,7 @@ def with_adapter(model: Any, lora: Mapping[str, Any], *, base: str | None) -> An
 
 
 def keep_trained_only(composer_model: nn.Module) -> None:
-    """Leaves the frozen weights of a base that can be loaded again out of checkpoints, and takes them as they are there.
+    """Leaves the frozen weights of a base out of checkpoints, where it can be loaded again.
 
     Composer's own ``should_save_peft_only`` leaves out ``modules_to_save`` as well, and under DDP leaves out nothing.
     Hooks of torch's state dict see every way in which a checkpoint is written and read.

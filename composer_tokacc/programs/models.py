@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,10 +31,12 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from composer_tokacc.data.media import side_of_patch
+from composer_tokacc.programs.lora import keep_trained_only, with_adapter
 from composer_tokacc.programs.schema import unknown_name
 from composer_tokacc.sizing import cast_model, transformer_blocks
 
 __all__ = [
+    'auto_class',
     'build_model',
     'build_transformers_model',
     'check_model',
@@ -63,15 +67,18 @@ def build_model(*, processor: Any = None, train_metrics: bool = False, **setting
     Returns:
         The model; ``.model`` is the Transformers model.
     """
-    return _NestedConfigModel(
+    model = _RunModel(
         build_transformers_model(processor=processor, **settings),
-        tokenizer=tokenizer_of(processor),
+        processor,
         use_logits=True,
         metrics=[LanguageCrossEntropy()] if train_metrics else None,
         eval_metrics=[LanguageCrossEntropy(), MaskedAccuracy()],
         # Auto-detection says False for most vision-language models, and the metrics then compare unshifted labels.
         shift_labels=True,
     )
+    if settings.get('lora') and settings.get('pretrained'):
+        keep_trained_only(model)
+    return model
 
 
 def build_transformers_model(
@@ -80,6 +87,7 @@ def build_transformers_model(
     config: dict[str, Any] | None = None,
     processor: Any = None,
     freeze: Sequence[str] = (),
+    lora: Mapping[str, Any] | None = None,
     dtype: str = 'float32',
     attn_implementation: str | None = None,
     activation_checkpointing: bool = False,
@@ -105,7 +113,7 @@ def build_transformers_model(
             _make_room_for(tokenizer, model)
         else:
             model_config = read_config(pretrained, config, processor)
-            model = _auto_class(model_config).from_config(model_config, **options)
+            model = auto_class(model_config).from_config(model_config, **options)
             cast_model(model, getattr(torch, dtype))
     for module in model.modules():
         # Before transformers 4.52 each part had a copy of its config.
@@ -113,6 +121,10 @@ def build_transformers_model(
             _disable_cache(module.config)
     _freeze_unreached_vision_layers(model)
     freeze_parameters(model, freeze)
+    if lora:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            model = with_adapter(model, lora, base=pretrained)
     if activation_checkpointing:
         # Non-reentrant: the reentrant kind breaks DDP's hooks and needs inputs with gradients.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})
@@ -210,7 +222,8 @@ def _lies_under(parameter_name: str, name: str) -> bool:
     return any(f'{inner}.'.startswith(f'{outer}.') for inner, outer in pairs)
 
 
-def _auto_class(config: PretrainedConfig) -> Any:
+def auto_class(config: PretrainedConfig) -> Any:
+    """The class of Transformers that builds a model of this config with its language head."""
     return AutoModelForImageTextToText if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING else AutoModelForCausalLM
 
 
@@ -218,7 +231,7 @@ def _from_checkpoint(path: str, dtype: torch.dtype, options: dict[str, Any]) -> 
     # 4.56 renamed the option; the old name warns in 5.x, the new one is silently ignored before.
     version = tuple(int(part) for part in transformers.__version__.split('.')[:2])
     options = {**options, 'dtype' if version >= (4, 56) else 'torch_dtype': dtype}
-    return _auto_class(AutoConfig.from_pretrained(path)).from_pretrained(path, **options)
+    return auto_class(AutoConfig.from_pretrained(path)).from_pretrained(path, **options)
 
 
 def _make_room_for(tokenizer: Any, model: Any) -> None:
@@ -258,11 +271,32 @@ def _freeze_unreached_vision_layers(model: Any) -> None:
             parameter.requires_grad_(False)
 
 
-class _NestedConfigModel(HuggingFaceModel):
-    """HuggingFaceModel for configs that keep ``vocab_size`` in their text part, where its own check cannot find it."""
+class _RunModel(HuggingFaceModel):
+    """HuggingFaceModel whose checkpoints hold all that :mod:`composer_tokacc.export` needs, the image processor too."""
+
+    def __init__(self, model: Any, processor: Any, **options: Any) -> None:
+        # Peft's own filter would leave out `modules_to_save`; see keep_trained_only().
+        super().__init__(model, tokenizer=tokenizer_of(processor), should_save_peft_only=False, **options)
+        self.processor = processor
 
     def _check_tokenizer_and_maybe_resize_embeddings(self, allow_embedding_resizing: bool) -> None:
-        """Nothing to do: build_model has fitted the embeddings to the tokenizer."""
+        """Nothing to do: the embeddings fit, and configs that keep ``vocab_size`` in their text part would not pass."""
+
+    def get_metadata(self) -> dict[str, Any]:
+        """As Composer's, with every file of the processor and the generation config."""
+        metadata = super().get_metadata()
+        generation = getattr(self.model, 'generation_config', None)
+        if generation is not None:
+            metadata['model']['generation_config'] = {'file_extension': '.json', 'content': generation.to_dict()}
+        if self.processor is not None:
+            with tempfile.TemporaryDirectory() as folder:
+                self.processor.save_pretrained(folder)
+                metadata['processor'] = {
+                    str(file.relative_to(folder)): {'file_extension': file.suffix, 'content': file.read_bytes()}
+                    for file in sorted(Path(folder).rglob('*'))
+                    if file.is_file()
+                }
+        return metadata
 
 
 def _refuse_unknown(settings: dict[str, Any], default: PretrainedConfig, path: str) -> None:

@@ -100,6 +100,11 @@ def check_sections(config: TrainConfig) -> None:
         )
     _check_trainer(config.trainer)
     _check_report(config.report)
+    if config.report.get('export') and config.is_sharded:
+        raise ConfigError(
+            '`report.export` must be false with FSDP, whose weights are on no rank whole, got: true. Export the '
+            'checkpoint afterwards: python -m composer_tokacc.export CHECKPOINT FOLDER'
+        )
 
 
 def import_by_name(path: str, name: str) -> Any:
@@ -180,9 +185,9 @@ def _check_report(report: dict[str, Any]) -> None:
     if not isinstance(report.get('folder'), str):
         raise ConfigError(f'`report.folder` must be a path, got: {report.get("folder")}')
     if 'name' not in report:
-        return check_names('report', report, ('folder', 'name'))
+        return check_names('report', report, ('folder', 'name', 'export'))
     function = import_by_name('report', str(report['name']))
-    return check_arguments('report', function, without(report, 'folder', 'name'), num_given=1)
+    return check_arguments('report', function, without(report, 'folder', 'name', 'export'), num_given=1)
 
 
 def _class_by_name(kind: str, name: str) -> Any:

@@ -15,6 +15,7 @@ from composer.core import State
 from composer.loggers import InMemoryLogger
 from composer.models import HuggingFaceModel
 
+from composer_tokacc.programs.folder import export_model
 from composer_tokacc.programs.registry import import_by_name, without
 from composer_tokacc.programs.run import RunParts
 from composer_tokacc.programs.schema import TrainConfig
@@ -99,7 +100,12 @@ def write_report(config: TrainConfig, parts: RunParts, result: dict[str, Any], h
             folder=folder,
             is_sharded=config.is_sharded,
         )
-        lines += import_by_name('report', config.report['name'])(run, **without(config.report, 'folder', 'name'))
+        lines += import_by_name('report', config.report['name'])(
+            run, **without(config.report, 'folder', 'name', 'export')
+        )
+    if config.report.get('export'):
+        export_model(parts.model, folder / 'exported')
+        lines.append(('model for transformers', str(folder / 'exported')))
     (folder / 'result.json').write_text(json.dumps(result, indent=2) + '\n')
     lines.append(('written to', str(folder)))
     width = max(len(text) for text, _ in lines)

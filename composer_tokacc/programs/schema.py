@@ -48,6 +48,8 @@ class ModelConfig:
     """Fresh model: ``model_type`` and the fields of its Transformers config."""
     freeze: list[str] = field(default_factory=list)
     """Parts that keep their weights, e.g. ``[vision_tower]``."""
+    lora: dict[str, Any] | None = None
+    """Train an adapter (peft): ``r``, ``alpha``, ``dropout``, ``target_modules``, ``modules_to_save``."""
     dtype: str = 'float32'
     """Type of the stored weights; ``trainer.precision`` says what is computed in."""
     attn_implementation: str | None = None
@@ -177,7 +179,8 @@ class TrainConfig:
     trainer: dict[str, Any] = field(default_factory=dict)
     """Arguments of :class:`composer.Trainer`, passed as they are; ``loggers`` maps names to arguments."""
     report: dict[str, Any] = field(default_factory=lambda: {'folder': 'runs/{run_name}'})
-    """``folder`` of ``result.json``; perhaps the dotted ``name`` of a function that adds to it, and its arguments."""
+    """``folder`` of ``result.json``; ``export: true`` writes the model there, as :mod:`composer_tokacc.export` does;
+    perhaps the dotted ``name`` of a function that adds to the result, and its arguments."""
 
     def batch_size(self, *, held_out: bool) -> int:
         """Samples of one batch over all ranks, of training or of evaluation."""
