@@ -262,6 +262,7 @@ class _CutSearch:
         if not self._columns:
             # The best cut shared longest first is not always the best one rebalanced, but it is among the first.
             for k, cut in enumerate(cuts[:PROMISING]):
+                assert cut.ranks is not None, 'columns alone are shared afterwards'
                 ranks, time = rebalance(cut.costs, cut.ranks, self._num_ranks)
                 cuts[k] = cut._replace(ranks=ranks, time=time)
         return min(cuts[:PROMISING], key=_TIME)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -90,7 +91,7 @@ def _read(checkpoint: Path) -> dict[str, Any]:
             # A Composer checkpoint holds more than tensors: random states, timestamps, plain objects.
             loaded = torch.load(path, map_location='cpu', weights_only=False)
             return loaded['state']
-        except (RuntimeError, EOFError, KeyError, TypeError, ValueError, OSError) as error:
+        except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError, ValueError, OSError) as error:
             raise ConfigError(
                 f'the checkpoint must be whole and written by Composer, got: {checkpoint} ({error})'
             ) from error

@@ -32,6 +32,7 @@ def mistake(path: Path, *overrides: str, num_ranks: int = 2) -> str:
         ('llava_json.yaml', 2, ['dataset.path=data.json']),
         ('llava_mixture.yaml', 2, ['dataset.parts.captions.path=a.json', 'dataset.parts.documents.path=b.json']),
         ('llava15_7b.yaml', 8, ['dataset.path=data.json']),
+        ('llava15_7b_lora.yaml', 1, ['dataset.path=data.json']),
         ('llava15_7b.yaml', 16, ['dataset.path=[a.json,b.json]', 'dataset.image_dir=images']),
     ],
 )
