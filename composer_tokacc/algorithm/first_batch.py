@@ -163,14 +163,46 @@ class FirstBatchCheck:
     ) -> None:
         self._max_rows = min(max(int(2 * microbatch_size), 4), MAX_ROWS)
         self._probe = probe
-        self._layout = layout
+        self.layout = layout
         self._to_device = to_device
         self._loss_tokens = loss_tokens
         self._check_loss = check_loss
         self.rule: str | None = None if check_loss else loss_tokens
+        self._proven = [False] * len(KINDS)
         self.was_run = False
         self.is_plain = check_loss
         """Whether the model's own loss is the mean of its tokens' cross-entropies: not so with label smoothing, say."""
+
+    def is_new(self, kinds: Sequence[int]) -> bool:
+        """Whether any of the kinds was not looked at yet."""
+        return any(kind and not seen for kind, seen in zip(kinds, self._proven, strict=True))
+
+    def prove(self, batch: Batch, split: Split | None, kinds: Sequence[int], of_ranks: Sequence[Sequence[int]]) -> None:
+        """Looks at rows of every kind that was not looked at yet, and gives the split its rules; a collective.
+
+        Args:
+            batch: This rank's device batch, on the CPU.
+            split: The split whose cuts are tried; None: whole rows alone.
+            kinds: Which of :data:`KINDS` this rank's batch has.
+            of_ranks: Those of the ranks' batches, so that all ranks agree on what is new.
+
+        Raises:
+            RuntimeError: See :meth:`run`.
+        """
+        if split is not None and not split.checked:
+            split.rules = CutRules()
+        present = [any(of_kind) for of_kind in zip(*of_ranks, strict=True)]
+        # The first check looks at the rows of a batch without any kind as well.
+        while self.is_new(present) or not self.was_run:
+            new = [bool(kind and not seen) for kind, seen in zip(present, self._proven, strict=True)]
+            wanted = [int(kind and is_new) for kind, is_new in zip(kinds, new, strict=True)]
+            rules, shown = self.run(batch, split, wanted)
+            if split is not None:
+                split.rules, split.checked = rules, True
+            self._proven = [bool(old or kind) for old, kind in zip(self._proven, shown, strict=True)]
+            if not any(kind and is_new for kind, is_new in zip(shown, new, strict=True)):
+                # A kind that no chosen row shows, such as media that the layout cannot tell apart.
+                self._proven = [bool(old or kind) for old, kind in zip(self._proven, present, strict=True)]
 
     def run(self, batch: Batch, split: Split | None, kinds: Sequence[int]) -> tuple[CutRules, tuple[int, ...]]:
         """Finds the rule, if it is not known yet, and the rules of the cut for rows like those of ``batch``.
@@ -191,7 +223,7 @@ class FirstBatchCheck:
         """
         started = time.perf_counter()
         rows = self._shared_rows(batch, kinds)
-        if self._layout is None:
+        if self.layout is None:
             self.rule = self.rule or find_loss_rule(self._probe, self._on_device(rows), loss_tokens=self._loss_tokens)
             self.was_run = True
             log.warning(
@@ -200,16 +232,16 @@ class FirstBatchCheck:
             )
             return CutRules(), kinds_of(None, batch)
         if self.rule is None:
-            telling = self._layout.select(rows, [_telling_row(rows, self._layout.media_per_row(rows))])
+            telling = self.layout.select(rows, [_telling_row(rows, self.layout.media_per_row(rows))])
             self.rule = find_loss_rule(self._probe, self._on_device(telling), loss_tokens=self._loss_tokens)
-        rows = _with_unequal_row(self._layout, rows, self.rule)
+        rows = _with_unequal_row(self.layout, rows, self.rule)
         with self._probe.varied():
-            probed = _Rows(self._probe, self._layout, self._on_device, self.rule, rows, self._check_loss)
+            probed = _Rows(self._probe, self.layout, self._on_device, self.rule, rows, self._check_loss)
             found = probed.cut_rules(split)
             self.is_plain = self.is_plain and probed.is_plain()
         self.was_run = True
         log.info('The first-batch check took %.2f s. %s', time.perf_counter() - started, found)
-        shown = kinds_of(self._layout, rows)
+        shown = kinds_of(self.layout, rows)
         if not probed.has_shown_trimming:
             shown = tuple(int(seen and kind not in ('left', 'right')) for kind, seen in zip(KINDS, shown, strict=True))
         return found, shown
@@ -224,8 +256,8 @@ class FirstBatchCheck:
         shared: list[Any] = [None]
         if dist.get_global_rank() == owner:
             shared = [dict(batch)]
-            if self._layout is not None:
-                shared = [_chosen_rows(self._layout, batch, kinds, self._max_rows)]
+            if self.layout is not None:
+                shared = [_chosen_rows(self.layout, batch, kinds, self._max_rows)]
         dist.broadcast_object_list(shared, src=owner)
         return shared[0]
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from composer_tokacc.algorithm.filler_rows import filler_rows
-from composer_tokacc.algorithm.first_batch import KINDS, CutRules, FirstBatchCheck, check_sharding, kinds_of, split_of
+from composer_tokacc.algorithm.first_batch import FirstBatchCheck, check_sharding, kinds_of, split_of
 from composer_tokacc.algorithm.functional import RankSum
 from composer_tokacc.algorithm.loss_terms import LossTerms, attached_zero
 from composer_tokacc.algorithm.probe import Probe, logits_of, mean_token_loss
@@ -104,7 +103,6 @@ class TokenAccumulation(Algorithm):
         self._num_steps = 0
         self._check: FirstBatchCheck | None = None
         self._layout: BatchLayout | None = None
-        self._proven = [False] * len(KINDS)
         self._guard: StepGuard | None = None
         self._device_batch: Batch = {}
         self._hidden: tuple[dict[str, Any], tuple[Any, Any] | None] = ({}, None)
@@ -163,7 +161,7 @@ class TokenAccumulation(Algorithm):
         if self._check is None:
             self._check = self._new_check(state)
             kinds = kinds_of(self._layout, state.batch)
-            self._prove(state, state.batch, kinds, dist.all_gather_object(kinds))
+            self._check.prove(state.batch, split_of(state.dataloader), kinds, dist.all_gather_object(kinds))
         kinds = kinds or kinds_of(self._layout, state.batch)
         assert self.rule is not None
         # Carried by the batch, so that split_batch hands each microbatch its own counts.
@@ -187,7 +185,6 @@ class TokenAccumulation(Algorithm):
         self._layout = _layout_of(state, split)
         if split is not None:
             split.layout = self._layout
-        self._proven = [False] * len(KINDS)
         model: Any = state.model.module if isinstance(state.model, DistributedDataParallel) else state.model
         probe = Probe(
             model,
@@ -210,26 +207,6 @@ class TokenAccumulation(Algorithm):
             check_loss=self.check_loss,
             microbatch_size=state.device_train_microbatch_size or 1,
         )
-
-    def _prove(self, state: State, batch: Batch, kinds: Sequence[int], of_ranks: Sequence[Sequence[int]]) -> None:
-        """Has the check look at rows of every kind that it has not seen yet; a collective."""
-        assert self._check is not None
-        split = split_of(state.dataloader)
-        if split is not None and not split.checked:
-            split.rules = CutRules()
-        while True:
-            # Of all ranks, so that they agree; the first check looks at the rows of a batch without any kind as well.
-            present = [any(of_kind) for of_kind in zip(*of_ranks, strict=True)]
-            new = [kind and not seen for kind, seen in zip(present, self._proven, strict=True)]
-            if not any(new) and self._check.was_run:
-                break
-            wanted = [int(kind and is_new) for kind, is_new in zip(kinds, new, strict=True)]
-            rules, seen = self._check.run(batch, split, wanted)
-            if split is not None:
-                split.rules, split.checked = rules, True
-            if not any(kind and is_new for kind, is_new in zip(seen, new, strict=True)):
-                break  # a kind that no chosen row shows, such as media that the layout cannot tell apart
-            self._proven = [bool(old or kind) for old, kind in zip(self._proven, seen, strict=True)]
 
     def _start_attempt(self, state: State, logger: Logger) -> None:
         """BEFORE_TRAIN_BATCH: fires once per attempt (an OOM retry or a closure called again starts afresh)."""
@@ -328,19 +305,19 @@ class TokenAccumulation(Algorithm):
             gradient_scale=scaler.get_scale() if is_scaled and scaler is not None else 1.0,
             by_microbatch=self.loss_terms.needs_microbatches,
         )
+        assert self._check is not None
         kinds = [int(count > 0) for count in guard.totals.read()[2:]]
-        if any(kind and not seen for kind, seen in zip(kinds, self._proven, strict=True)):
+        if self._check.is_new(kinds):
             split = split_of(state.dataloader)
             had_companions = split is None or split.rules.companions
             own = kinds_of(self._layout, self._device_batch)
-            self._prove(state, self._device_batch, own, [kinds])
+            self._check.prove(self._device_batch, split, own, [kinds])
             if split is not None and split.rules.companions and not had_companions:
                 raise RuntimeError(
                     'Rows without media must have the same loss beside rows with media and without, got: another one, '
                     'seen first in this step, which was cut without regard to it. Start again with such rows in the '
                     'first batch; then every microbatch gets a row with media.'
                 )
-            self._proven = [bool(old or kind) for old, kind in zip(self._proven, kinds, strict=True)]
         self._device_batch = {}
         self._num_steps += 1
         if guard.tokens == 0:
@@ -389,7 +366,7 @@ def _check_reduced(model: torch.nn.Module) -> None:
     if not isinstance(model, DistributedDataParallel):
         return
     try:
-        model._check_reducer_finalized()
+        model._check_reducer_finalized()  # private: DDP asks itself this at the start of its next forward
     except RuntimeError as error:
         without = [name for name, p in model.module.named_parameters() if p.requires_grad and p.grad is None]
         raise RuntimeError(

@@ -14,7 +14,7 @@ from composer.core import DataSpec
 from composer.utils import dist
 from torch.utils.data import DataLoader
 
-from composer_tokacc.algorithm.first_batch import KINDS, CutRules, FirstBatchCheck, kinds_of, register_split
+from composer_tokacc.algorithm.first_batch import FirstBatchCheck, kinds_of, register_split
 from composer_tokacc.algorithm.probe import Probe
 from composer_tokacc.counting import (
     carried,
@@ -150,7 +150,7 @@ class _TokenDataSpec(DataSpec):
         self._batch_transforms, self._microbatch_transforms = batch_transforms, microbatch_transforms
         split.microbatch_transforms = microbatch_transforms
         self._on_device: tuple[Any, Mapping[str, Any]] = (None, {})
-        self._proven = [False] * len(KINDS)
+        self._first_batch: FirstBatchCheck | None = None
         super().__init__(
             dataloader,
             batch_transforms=self._transform,
@@ -198,13 +198,8 @@ class _TokenDataSpec(DataSpec):
     def _check(self, batch: Any, microbatch_size: int | float) -> None:
         """Without the algorithm: has the check look at rows of every kind that the model was not asked about yet."""
         layout = self._split.layout or BatchLayout.infer(batch)
-        kinds = kinds_of(layout, batch)
-        while True:
-            present = max_over_ranks(kinds) if dist.get_world_size() > 1 else kinds
-            new = [kind and not seen for kind, seen in zip(present, self._proven, strict=True)]
-            if self._split.checked and not any(new):
-                return
-            check = FirstBatchCheck(
+        if self._first_batch is None:
+            self._first_batch = FirstBatchCheck(
                 Probe.of_model(self._model),
                 layout,
                 self._on_models_device,
@@ -212,16 +207,12 @@ class _TokenDataSpec(DataSpec):
                 check_loss=True,
                 microbatch_size=microbatch_size,
             )
-            wanted = [int(kind and is_new) for kind, is_new in zip(kinds, new, strict=True)]
-            self._split.rules = self._split.rules if self._split.checked else CutRules()
-            self._split.rules, seen = check.run(batch, self._split, wanted)
-            assert check.rule is not None
-            self._rule = check.rule
-            self._split.checked = True
-            self._proven = [bool(old or kind) for old, kind in zip(self._proven, seen, strict=True)]
-            if not any(kind and is_new for kind, is_new in zip(seen, new, strict=True)):
-                self._proven = [bool(old or kind) for old, kind in zip(self._proven, present, strict=True)]
-                return  # a kind that no chosen row shows
+        self._first_batch.layout = layout  # of this batch, where the model does not tell
+        kinds = kinds_of(layout, batch)
+        present = max_over_ranks(kinds) if dist.get_world_size() > 1 else kinds
+        self._first_batch.prove(batch, self._split, kinds, [present])
+        assert self._first_batch.rule is not None
+        self._rule = self._first_batch.rule
 
     def _on_models_device(self, batch: Any) -> Any:
         """As the trainer moves a microbatch to the device and transforms it there."""
