@@ -24,7 +24,7 @@ test: $(STAMP)
 
 # Runs of two and four ranks under the real launcher.
 test-slow: $(STAMP)
-	$(VENV)/bin/python -m pytest -m slow
+	$(VENV)/bin/python -m pytest -n 2 -m slow
 
 # What only a GPU can show; all of it is skipped where there is none.
 test-gpu: $(STAMP)
