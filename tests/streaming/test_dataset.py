@@ -91,7 +91,8 @@ def test_bad_samples_are_named(tmp_path):
     lengths = [sample['input_ids'].shape[1] for sample in expected]
     longest = max(range(12), key=lengths.__getitem__)
     dataset = stream(local, max_length=lengths[longest] - 1)
-    with pytest.raises(BadSampleError, match=rf'sample "s{longest}" \(.*data\.json, line 1\): `max_length` must be'):
+    where = rf'data\.json, entry {longest + 1}'
+    with pytest.raises(BadSampleError, match=rf'sample "s{longest}" \(.*{where}\): `max_length` must be'):
         list(dataset)
     with pytest.raises(BadSampleError, match=r'sample "s0" .*has images, but the processor takes none'):
         stream(local, train_tokenizer(TEXTS, vocab_size=512))[0]
@@ -100,7 +101,7 @@ def test_bad_samples_are_named(tmp_path):
     content = shard.read_bytes()
     start = content.index(b'\x89PNG')
     shard.write_bytes(content[: start + 30] + bytes(40) + content[start + 70 :])
-    with pytest.raises(BadSampleError, match=r'sample "s0" \(.*data\.json, line 1\): image file 0_0\.png cannot be'):
+    with pytest.raises(BadSampleError, match=r'sample "s0" \(.*data\.json, entry 1\): image file 0_0\.png cannot be'):
         stream(local)[0]
 
 
