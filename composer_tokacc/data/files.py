@@ -269,7 +269,8 @@ def _open_table(path: str, split: str | None) -> Any:
         else:
             found = datasets.Dataset.from_parquet(path)
     except Exception as error:  # of pyarrow, of `datasets`, of the network
-        raise ValueError(f'`path` must be a table that `datasets` reads, got: {path}: {error}.') from error
+        reason = ' '.join(str(error).split()) or type(error).__name__
+        raise ValueError(f'`path` must be a table that `datasets` reads, got: {path}: {reason}.') from error
     if isinstance(found, datasets.Dataset):
         if split is None:
             return found

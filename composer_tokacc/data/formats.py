@@ -13,7 +13,7 @@ import binascii
 import os
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
@@ -49,9 +49,10 @@ IMAGE_PARTS = {
     'image_url': ('image_url',),
     'input_image': ('image_url',),
 }
+PARTS = {**TEXT_PARTS, **IMAGE_PARTS}
 # Of these an API of OpenAI's or a table makes use, and no training does: `index` is held to the order of the images.
 PART_NOTES = ('type', 'detail', 'index')
-TURN_NOTES = ('id', 'index', 'timestamp')
+TURN_KEYS = {'role', 'from', 'content', 'value', 'weight', 'loss', 'id', 'index', 'timestamp'}
 
 _NO_MEDIA = 'only images are'
 _NO_TOOLS = "write what the model's own template makes of it into the text of the turns"
@@ -172,13 +173,13 @@ def parse_record(raw: RawRecord) -> Record:
     try:
         if isinstance(data, Exception):
             raise ValueError(f'not valid JSON: {data}')
-        if not isinstance(data, Mapping):
+        if not isinstance(data, dict):
             raise ValueError(f'must be a JSON object, got: {type(data).__name__}')
         if data.get('id') is not None:  # printable, whatever it holds
             sample_id = ' '.join(str(data['id']).encode('utf-8', 'backslashreplace').decode().split())
-        for key, reason in REFUSED_KEYS.items():
-            if _is_given(data.get(key)):
-                raise ValueError(f'`{key}` is not supported, {reason}')
+        for key, value in data.items():
+            if key in REFUSED_KEYS and _is_given(value):
+                raise ValueError(f'`{key}` is not supported, {REFUSED_KEYS[key]}')
         slots: list[Any] = []
         turns = [_turn(turn, slots) for turn in _raw_turns(data)]
         images = _fill(slots, _listed_images(data))
@@ -210,7 +211,7 @@ def _prompt_and_completion(data: Mapping[str, Any]) -> list[Any]:
     """TRL's: loss on the completion only; images without placeholders stand before the first question."""
     prompt, completion = data['prompt'], data['completion']
     if not all(
-        isinstance(part, list) and all(isinstance(turn, Mapping) for turn in part) for part in (prompt, completion)
+        isinstance(part, list) and all(isinstance(turn, dict) for turn in part) for part in (prompt, completion)
     ):
         raise ValueError(
             '`prompt` and `completion` must be lists of turns (a plain string says nobody speaks), got others'
@@ -241,7 +242,7 @@ def _raw_turns(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         names = sorted(map(str, data)) if not found else [key for keys in found for key in keys]
         raise ValueError(f'must hold one conversation: {known}, got the keys: {_short(names, 200)}')
     turns = FORMATS[found[0]](data)
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, Mapping) for turn in turns):
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
         raise ValueError(f'{_quoted(found[0])} must be a non-empty list of turns')
     system = data.get('system')
     return [{'role': 'system', 'content': system}, *turns] if _is_given(system) else turns
@@ -251,10 +252,9 @@ def _turn(turn: Mapping[str, Any], slots: list[Any]) -> Turn:
     """A turn; each image in it adds one to the slots: itself, or None where only a placeholder stands."""
     turn = {key: value for key, value in turn.items() if _is_given(value) or key in ('content', 'value')}
     name, content = _only(turn, 'role', 'from'), _only(turn, 'content', 'value')
-    for key in turn:
-        if key not in ('role', 'from', 'content', 'value', 'weight', 'loss', *TURN_NOTES):
-            reason = REFUSED_KEYS.get(key, 'no model would see it; take it out or write it into the text')
-            raise ValueError(f'`{key}` of a turn is not supported, {reason}')
+    if others := turn.keys() - TURN_KEYS:
+        reason = REFUSED_KEYS.get(min(others), 'no model would see it; take it out or write it into the text')
+        raise ValueError(f'`{min(others)}` of a turn is not supported, {reason}')
     if name == 'function_call':
         raise ValueError(f'the role of a turn must not be function_call, {_NO_TOOLS}')
     if not isinstance(name, str) or name not in ROLES:
@@ -274,6 +274,8 @@ def _turn(turn: Mapping[str, Any], slots: list[Any]) -> Turn:
 def _carries_loss(turn: Mapping[str, Any], role: str) -> bool:
     """OpenAI's and ShareGPT's `weight`, ms-swift's `loss`."""
     given = {key: turn[key] for key in ('weight', 'loss') if key in turn}
+    if not given:
+        return True
     wrong = [value for value in given.values() if value not in (0, 1)]
     if wrong or len(set(given.values())) > 1 or (role != 'assistant' and 1 in given.values()):
         raise ValueError(
@@ -285,14 +287,15 @@ def _carries_loss(turn: Mapping[str, Any], role: str) -> bool:
 
 def _part(part: Any, slots: list[Any]) -> str:
     """The text of one part of a content list, a placeholder where it is an image."""
-    if not isinstance(part, Mapping):
+    if not isinstance(part, dict):
         raise ValueError(f'a part of `content` must be an object, got: {_short(part)}')
     given = {key: value for key, value in part.items() if value is not None}
     kind = given.get('type', next(iter(given)) if len(given) == 1 else None)  # Qwen-VL's parts are {'text': ...}
-    keys = {**TEXT_PARTS, **IMAGE_PARTS}.get(kind) if isinstance(kind, str) else None
+    keys = PARTS.get(kind) if isinstance(kind, str) else None
     if keys is None:
-        known = sorted([*TEXT_PARTS, *IMAGE_PARTS])
-        raise ValueError(f'a part of `content` must be of type {known}, got: {_short(kind)}, which is not supported')
+        raise ValueError(
+            f'a part of `content` must be of type {sorted(PARTS)}, got: {_short(kind)}, which is not supported'
+        )
     if others := given.keys() - {*keys, *PART_NOTES}:
         raise ValueError(f'`{min(others)}` of a part of type {kind} is not supported; take it out')
     if kind in TEXT_PARTS:
@@ -312,6 +315,8 @@ def _part(part: Any, slots: list[Any]) -> str:
 
 def _text(text: str, slots: list[Any]) -> str:
     """The text with one placeholder for each image."""
+    if '<' not in text:
+        return text
     slots += [_image(match[1].strip()) if match[1] is not None else None for match in IMAGE_IN_TEXT.finditer(text)]
     text = IMAGE_IN_TEXT.sub(PLACEHOLDER, text)
     if marker := OTHER_MEDIA.search(text):
@@ -351,7 +356,7 @@ def _image(value: Any) -> str | EmbeddedImage:
     """An image as a file name or embedded; from a name, a URL, or a mapping of ``path``, ``url`` and ``bytes``."""
     if isinstance(value, EmbeddedImage):
         return value
-    if isinstance(value, Mapping):  # of ms-swift, of `datasets`, of OpenAI's `image_url`
+    if isinstance(value, dict):  # of ms-swift, of `datasets`, of OpenAI's `image_url`
         given = {key: item for key, item in value.items() if _is_given(item) and key != 'detail'}
         if others := given.keys() - {'path', 'url', 'bytes'}:
             raise ValueError(f'`{min(others)}` of an image is not supported; take it out')
@@ -425,7 +430,7 @@ def _quoted(keys: tuple[str, ...]) -> str:
 
 def _is_given(value: Any) -> bool:
     """False for what tables and files write where there is nothing."""
-    return value is not None and (not isinstance(value, Sized) or len(value) > 0)
+    return value is not None and not (isinstance(value, str | bytes | list | dict) and not value)
 
 
 def _short(value: Any, limit: int = 60) -> str:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 
 import pytest
@@ -52,6 +53,23 @@ def test_every_tensor_of_every_sample_equals_that_of_the_map_style_dataset(tmp_p
                 assert sample[key] == value
     batch = VisionLanguageCollator(processor)(found)
     assert next(iter(batch)) == 'input_ids'
+
+
+def test_embedded_images_and_weights_of_turns_go_with_the_record(tmp_path):
+    path, _ = shards(tmp_path)
+    record = next(record for record in json.loads(path.read_text()) if isinstance(record.get('image'), str))
+    content = (tmp_path / 'in' / 'images' / record['image']).read_bytes()
+    record['image'] = f'data:image/png;base64,{base64.b64encode(content).decode()}'
+    again = [{'from': 'human', 'value': 'Sure?'}, {'from': 'gpt', 'value': 'Yes.'}]
+    record['conversations'] = [*record['conversations'][:2], *again]
+    record['conversations'][1]['weight'] = 0
+    path.write_text(json.dumps([record]))
+    write_shards(path, tmp_path / 'nowhere', tmp_path / 'own')
+    expected = LlavaDataset(path, small())[0]
+    (found,) = list(stream(str(tmp_path / 'own'), batch_size=1))
+    assert torch.equal(found['pixel_values'], expected['pixel_values'])
+    assert torch.equal(found['labels'], expected['labels'])
+    assert small().tokenizer.decode(found['labels'][found['labels'] != -100]) == 'Yes.<|end|>'
 
 
 def test_samples_are_those_of_the_file_whatever_the_order(tmp_path):
