@@ -64,8 +64,8 @@ def read_raw_records(path: PathLike) -> Iterator[RawRecord]:
 
     Raises:
         ValueError: If it is missing or in no known format, holds a JSON array with a syntax error (what follows one
-            cannot be read) or with something behind it, or names no dataset or split where there are several.
-        ImportError: If it is a table and ``datasets`` is not installed.
+            cannot be read) or with something behind it, names no dataset or split where there are several, or is a
+            table and ``datasets`` is not installed.
     """
     file, name = _split_name(path)
     if file.startswith(HUB) or Path(file).is_dir() or _is_parquet(file):
@@ -257,7 +257,10 @@ def _read_table(path: str, split: str | None) -> Iterator[RawRecord]:
 
 def _open_table(path: str, split: str | None) -> Any:
     if importlib.util.find_spec('datasets') is None:
-        raise ImportError(f"tables need `datasets`, got: none, for {path}. pip install 'composer_tokacc[datasets]'")
+        raise ValueError(
+            f"`path` must be a JSON or JSONL file where `datasets` is not installed, got: {path}. pip install "
+            "'composer_tokacc[datasets]'"
+        )  # fmt: skip
     import datasets
 
     try:

@@ -182,7 +182,10 @@ def test_hub_is_asked_for_what_the_path_says(monkeypatch, path, arguments):
 def test_without_datasets_one_line_says_what_to_install(tmp_path, monkeypatch):
     path = to_parquet(table('names'), tmp_path)
     monkeypatch.setattr(files_module.importlib.util, 'find_spec', partial(dict.get, {}))
-    with pytest.raises(ImportError, match=r"pip install 'composer_tokacc\[datasets\]'"):
+    with pytest.raises(
+        ValueError,
+        match=r"`datasets` is not installed, got: .*table\.parquet\. pip install 'composer_tokacc\[datasets\]'",
+    ):
         list(read_raw_records(path))
 
 
