@@ -72,7 +72,8 @@ class ConversationEncoder:
 
         Args:
             messages: ``{'role': 'system' | 'user' | 'assistant', 'content': [{'type': 'image'} |
-                {'type': 'text', 'text': ...}, ...]}``; the text of an assistant turn carries the loss.
+                {'type': 'text', 'text': ...}, ...]}``, or the role ``tool``; the text of an assistant turn carries the
+                loss, unless the turn has ``'weight': 0``.
             images: One per ``{'type': 'image'}``, in order, as PIL images.
             sample_id: Goes with the sample as ``sample_ids``.
 
@@ -131,7 +132,8 @@ class ConversationEncoder:
         """Writes the conversation out, image placeholders not expanded yet, and finds the answers in it.
 
         Raises:
-            ValueError: If the template rewrites the text of an answer, so that it cannot be found again.
+            ValueError: If the template rewrites the text of an answer, so that it cannot be found again, or leaves out
+                what another role says.
         """
         messages = [_stripped(message) for message in messages]
         answers = [_text(message) for message in messages if message['role'] == 'assistant']
@@ -142,26 +144,41 @@ class ConversationEncoder:
                 '`chat_template` must write the assistant turns as they are, got: a template that changes them or what '
                 'stands around them, so the tokens that carry loss cannot be found. Use a training template.'
             )
+        self._check_all_written(messages, joined)
         text, *following = pieces
         spans: list[AnswerSpan] = []
-        num_images = 0
+        num_images, num_answers = 0, 0
         for message in messages:
             num_images += sum(part['type'] == 'image' for part in message['content'])
             if message['role'] != 'assistant':
                 continue
-            start, after = len(text), following[len(spans)]
+            start, after = len(text), following[num_answers]
+            num_answers += 1
             text += _text(message)
             ending = after[: len(after) - len(after.lstrip())] + self.end_token
             if not after.startswith(ending):  # the template ends no answer: LLaVA-1.5's writes a space there
                 ending = self.end_token
                 after = ending + after.lstrip(' ')
-            spans.append(AnswerSpan(start, len(text) + len(ending), num_images))
+            if message.get('weight', 1):
+                spans.append(AnswerSpan(start, len(text) + len(ending), num_images))
             text += after
         return text, spans
 
+    def _check_all_written(self, messages: Sequence[Message], written: str) -> None:
+        """Templates leave out a role that they do not know, without a word."""
+        for message in messages:
+            if any(part['type'] == 'text' and part['text'].strip() not in written for part in message['content']):
+                raise ValueError(
+                    f'`chat_template` must write what the {message["role"]} says, got: a template that leaves it out. '
+                    'Set one that knows the role, or write the text into the turn of another.'
+                )
+
     def _apply_template(self, messages: Sequence[Message]) -> str:
-        if not self.has_images:  # templates of text models take plain strings
-            messages = [{**message, 'content': _text(message)} for message in messages]
+        # Templates of text models take plain strings.
+        messages = [
+            {'role': message['role'], 'content': message['content'] if self.has_images else _text(message)}
+            for message in messages
+        ]
         return self.processor.apply_chat_template(messages, tokenize=False)
 
     def _text_around_answers(self, messages: Sequence[Message]) -> list[str]:

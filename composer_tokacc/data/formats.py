@@ -1,35 +1,114 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Conversation files as LLaVA, VILA, LLaMA-Factory and Monkey write them -> records, or the reason why not."""
+"""Conversations as LLaVA, VILA, LLaMA-Factory, TRL, OpenAI, ms-swift and Monkey write them -> records.
+
+What a record holds is used as its own project means it, or refused by name: nothing is dropped without a word.
+"""
 
 from __future__ import annotations
 
-import json
+import base64
+import binascii
 import os
 import re
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
-__all__ = ['BadSampleError', 'Record', 'parse_record', 'read_raw_records']
+__all__ = ['BadSampleError', 'EmbeddedImage', 'RawRecord', 'Record', 'Turn', 'parse_record']
 
 PLACEHOLDER = '<image>'
+# The placeholder, or what Qwen-VL and Monkey write: the file's name inside the text.
+IMAGE_IN_TEXT = re.compile(r'<img>(.*?)</img>|<image>', re.DOTALL)
+OTHER_MEDIA = re.compile(r'<(?:video|audio|sound|vila/video|img)>')
 ROLES = {
     'system': 'system',
+    'developer': 'system',
     'human': 'user',
     'user': 'user',
     'gpt': 'assistant',
     'assistant': 'assistant',
     'model': 'assistant',
+    'tool': 'tool',
+    'observation': 'tool',
 }
-# Qwen-VL and Monkey name the file inside the text instead.
-INLINE_IMAGE = re.compile(r'<img>(.*?)</img>', re.DOTALL)
+FOLLOWS = {'': ('user',), 'user': ('assistant',), 'assistant': ('user', 'tool'), 'tool': ('assistant', 'tool')}
+"""Who may speak after whom; a tool's result stands in the place of a question. System turns may stand anywhere."""
+
+# Kinds of content parts, and the keys that may hold what they show or say.
+TEXT_PARTS = dict.fromkeys(('text', 'input_text', 'output_text'), ('text',))
+IMAGE_PARTS = {
+    'image': ('image', 'url', 'path', 'base64'),
+    'image_url': ('image_url',),
+    'input_image': ('image_url',),
+}
+PARTS = {**TEXT_PARTS, **IMAGE_PARTS}
+# Of these an API of OpenAI's or a table makes use, and no training does: `index` is held to the order of the images.
+PART_NOTES = ('type', 'detail', 'index')
+TURN_KEYS = {'role', 'from', 'content', 'value', 'weight', 'loss', 'id', 'index', 'timestamp'}
+
+_NO_MEDIA = 'only images are'
+_NO_TOOLS = "write what the model's own template makes of it into the text of the turns"
+_NO_PAIRS = 'this is training on answers, not on preferences'
+REFUSED_KEYS = {
+    **dict.fromkeys(('video', 'videos', 'audio', 'audios'), _NO_MEDIA),
+    **dict.fromkeys(('tools', 'functions', 'tool_calls', 'function_call'), _NO_TOOLS),
+    **dict.fromkeys(('chosen', 'rejected', 'rejected_response', 'kto_tag'), _NO_PAIRS),
+    **dict.fromkeys(('weight', 'loss_weight'), 'only turns may have a `weight`'),
+}
+"""Keys of a record that would change the training, and why they are not taken or what to do."""
 
 
 class BadSampleError(ValueError):
     """A sample that cannot be used; the message names its id, its file and its line."""
+
+
+class RawRecord(NamedTuple):
+    """What a file holds for one sample, nothing checked yet."""
+
+    path: str
+    where: str
+    """``line 3``, ``entry 3`` or ``row 3`` of the file."""
+    data: Any
+    """The object, or the error that reading it raised."""
+
+
+class Turn(NamedTuple):
+    """What one side says."""
+
+    role: str
+    """``system``, ``user``, ``assistant`` or ``tool``."""
+    text: str
+    """``<image>`` stands where an image goes."""
+    carries_loss: bool = True
+    """False for an answer that the model reads and does not learn."""
+
+
+@dataclass(frozen=True)
+class EmbeddedImage:
+    """An image that is no file of its own: its record holds the content of the image file.
+
+    Args:
+        name: For messages.
+        checksum: Of the content.
+        read: Returns the content, so that a record of a table on disk need not hold it.
+    """
+
+    name: str
+    checksum: int
+    read: Callable[[], bytes]
+
+    @classmethod
+    def of(cls, name: str, content: bytes) -> EmbeddedImage:
+        """The image with the given content, which stays in memory."""
+        return cls(name, zlib.crc32(content), partial(bytes, content))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,136 +118,321 @@ class Record:
     Args:
         sample_id: The record's own ``id``, or ``line <n>``.
         source: File and line, for messages.
-        turns: ``(role, text)`` with role ``system``, ``user`` or ``assistant``; ``<image>`` stands where an image goes.
-        images: File names, in the order of the placeholders, relative to the image folder.
+        turns: The turns in their order.
+        images: In the order of the placeholders: file names, relative to the image folder, and embedded images.
     """
 
     sample_id: str
     source: str
-    turns: tuple[tuple[str, str], ...]
-    images: tuple[str, ...]
+    turns: tuple[Turn, ...]
+    images: tuple[str | EmbeddedImage, ...]
 
     @property
     def texts(self) -> list[str]:
         """Text of every turn, without placeholders."""
-        return [text.replace(PLACEHOLDER, '') for _, text in self.turns]
+        return [turn.text.replace(PLACEHOLDER, '') for turn in self.turns]
+
+    @property
+    def image_names(self) -> list[str]:
+        """What messages call the images."""
+        return [image if isinstance(image, str) else image.name for image in self.images]
+
+    def files(self, folder: Path) -> list[Path | BinaryIO]:
+        """The image files, in their order: paths, and embedded ones as open files."""
+        return [folder / image if isinstance(image, str) else BytesIO(image.read()) for image in self.images]
 
     def error(self, reason: str) -> BadSampleError:
         """The error that says what is wrong with this sample."""
         return BadSampleError(f'sample "{self.sample_id}" ({self.source}): {reason}')
 
     def messages(self) -> list[dict[str, Any]]:
-        """Turns as chat templates want them; the line breaks around a placeholder belong to the template."""
+        """Turns as chat templates want them, plus ``weight`` 0 for an answer without loss.
+
+        The line breaks around a placeholder belong to the template.
+        """
         messages = []
-        for role, text in self.turns:
+        for role, text, carries_loss in self.turns:
             content: list[dict[str, str]] = []
             for position, piece in enumerate(text.split(PLACEHOLDER)):
                 if position > 0:
                     content.append({'type': 'image'})
                 if piece := piece.strip('\n'):
                     content.append({'type': 'text', 'text': piece})
-            messages.append({'role': role, 'content': content})
+            messages.append({'role': role, 'content': content, **({} if carries_loss else {'weight': 0})})
         return messages
 
 
-def read_raw_records(path: str | os.PathLike[str]) -> Iterator[tuple[int, Any]]:
-    """Yields ``(line, object)`` of a JSON array or of JSON lines; a bad line yields its ``JSONDecodeError``.
+def parse_record(raw: RawRecord) -> Record:
+    """Makes a record of what a file holds and checks all that needs no other file.
 
     Raises:
-        ValueError: If the file is missing, or is a JSON array with a syntax error: what follows one cannot be read.
+        BadSampleError: If it is no conversation, its images do not match its placeholders, or it holds what would be
+            dropped.
     """
-    if not Path(path).is_file():
-        raise ValueError(f'`path` must be a JSON or JSONL file, got: {path}, which does not exist.')
-    text = Path(path).read_text(encoding='utf-8')
-    if text.lstrip().startswith('['):
-        yield from _read_array(text, path)
-        return
-    for line, content in enumerate(text.split('\n'), start=1):
-        if content.strip():
-            try:
-                yield line, json.loads(content)
-            except json.JSONDecodeError as error:
-                yield line, error
-
-
-def _read_array(text: str, path: str | os.PathLike[str]) -> Iterator[tuple[int, Any]]:
-    """One object after the other, because ``json.loads`` would not tell on which line each begins."""
-    decoder, separator = json.JSONDecoder(), re.compile(r'[\s,]*')
-    position, line, counted = text.index('[') + 1, 1, 0
-    while True:
-        position = separator.match(text, position).end()  # type: ignore[union-attr]
-        line, counted = line + text.count('\n', counted, position), position
-        if text.startswith(']', position):
-            return
-        try:
-            record, position = decoder.raw_decode(text, position)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f'`path` must be a valid JSON file, got: {path} with a syntax error at line {error.lineno}, column '
-                f'{error.colno} ({error.msg}). Mend it, or write JSON lines: there one bad line costs one sample.'
-            ) from error
-        yield line, record
-
-
-def parse_record(raw: Any, *, path: str | os.PathLike[str], line: int) -> Record:
-    """Makes a record of one JSON object and checks all that needs no other file.
-
-    Raises:
-        BadSampleError: If the object is no conversation, or its images do not match its placeholders.
-    """
-    source, sample_id = f'{path}, line {line}', f'line {line}'
+    source, sample_id, data = f'{raw.path}, {raw.where}', raw.where, raw.data
     try:
-        if isinstance(raw, json.JSONDecodeError):
-            raise ValueError(f'not valid JSON: {raw.msg} at column {raw.colno}')
-        if not isinstance(raw, Mapping):
-            raise ValueError(f'must be a JSON object, got: {type(raw).__name__}')
-        sample_id = str(raw.get('id', sample_id))
-        turns, images = _turns(raw), _image_names(raw)
-        images += [name.strip() for _, text in turns for name in INLINE_IMAGE.findall(text)]
-        turns = [(role, INLINE_IMAGE.sub(PLACEHOLDER, text)) for role, text in turns]
-        _check_turns(turns, images)
+        if isinstance(data, Exception):
+            raise ValueError(f'not valid JSON: {data}')
+        if not isinstance(data, dict):
+            raise ValueError(f'must be a JSON object, got: {type(data).__name__}')
+        if data.get('id') is not None:  # printable, whatever it holds
+            sample_id = ' '.join(str(data['id']).encode('utf-8', 'backslashreplace').decode().split())
+        for key, value in data.items():
+            if key in REFUSED_KEYS and _is_given(value):
+                raise ValueError(f'`{key}` is not supported, {REFUSED_KEYS[key]}')
+        slots: list[Any] = []
+        turns = [_turn(turn, slots) for turn in _raw_turns(data)]
+        images = _fill(slots, _listed_images(data))
+        _check_turns(turns)
+        for text in (*(turn.text for turn in turns), *(name for name in images if isinstance(name, str))):
+            _check_characters(text)
     except ValueError as error:
         raise BadSampleError(f'sample "{sample_id}" ({source}): {error}') from None
     return Record(sample_id=sample_id, source=source, turns=tuple(turns), images=tuple(images))
 
 
-def _turns(raw: Mapping[str, Any]) -> list[tuple[str, str]]:
-    listed = raw.get('conversations') or raw.get('messages')
-    if not isinstance(listed, list) or not all(isinstance(turn, Mapping) for turn in listed):
-        raise ValueError('`conversations` (or `messages`) must be a non-empty list of turns')
-    turns = [('system', str(raw['system']))] if raw.get('system') else []
-    for turn in listed:
-        name, text = turn.get('from', turn.get('role')), turn.get('value', turn.get('content'))
-        if name not in ROLES:
-            raise ValueError(f'the role of a turn must be one of {sorted(ROLES)}, got: {name!r}')
-        if isinstance(text, list):  # [{'type': 'image'}, {'type': 'text', 'text': ...}]
-            text = ''.join(PLACEHOLDER if part.get('type') == 'image' else part.get('text', '') for part in text)
-        if not isinstance(text, str):
-            raise ValueError(f'the text of a turn must be a string, got: {type(text).__name__}')
-        turns.append((ROLES[name], text))
-    return turns
+def _alpaca(
+    data: Mapping[str, Any], *, question: str = 'instruction', detail: str = 'input', answer: str = 'output'
+) -> list[Any]:
+    """Question and answer behind a history of such pairs; the detail stands on a line of its own."""
+    pairs = data.get('history') or []
+    if not isinstance(pairs, list | tuple) or not all(
+        isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs
+    ):
+        raise ValueError(f'`history` must be a list of pairs of question and answer, got: {_short(pairs)}')
+    asked = [data[question], *([data[detail]] if _is_given(data.get(detail)) else [])]
+    if not all(isinstance(text, str) for text in asked):
+        raise ValueError(f'`{question}` and `{detail}` must be strings, got: {_short(asked)}')
+    pairs = [*pairs, ['\n'.join(filter(None, asked)), data[answer]]]
+    return [{'role': ('user', 'assistant')[i], 'content': pair[i]} for pair in pairs for i in range(2)]
 
 
-def _image_names(raw: Mapping[str, Any]) -> list[str]:
-    for key in ('video', 'videos', 'audio', 'audios'):
-        if raw.get(key):
-            raise ValueError(f'`{key}` is not supported, only images are')
-    names = raw.get('image') or raw.get('images') or []
-    names = [names] if isinstance(names, str) else names
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError('`image` must be a file name or a list of file names')
-    return list(names)
-
-
-def _check_turns(turns: list[tuple[str, str]], images: list[str]) -> None:
-    num_placeholders = sum(text.count(PLACEHOLDER) for _, text in turns)
-    if num_placeholders != len(images):
+def _prompt_and_completion(data: Mapping[str, Any]) -> list[Any]:
+    """TRL's: loss on the completion only; images without placeholders stand before the first question."""
+    prompt, completion = data['prompt'], data['completion']
+    if not all(
+        isinstance(part, list) and all(isinstance(turn, dict) for turn in part) for part in (prompt, completion)
+    ):
         raise ValueError(
-            f'the number of images must match the `{PLACEHOLDER}` placeholders, got: {len(images)} images '
-            f'and {num_placeholders} placeholders'
+            '`prompt` and `completion` must be lists of turns (a plain string says nobody speaks), got others'
         )
-    if any(PLACEHOLDER in text for role, text in turns if role != 'user'):
+    answers = [turn.get('role', turn.get('from')) in ('assistant', 'gpt', 'model') for turn in prompt]
+    prompt = [{**turn, 'weight': 0} if answer else turn for turn, answer in zip(prompt, answers, strict=True)]
+    if all(isinstance(turn.get('content'), str) and PLACEHOLDER not in turn['content'] for turn in prompt):
+        first = next((i for i, turn in enumerate(prompt) if turn.get('role') == 'user'), 0)
+        placeholders = PLACEHOLDER * len(_listed_images(data))
+        prompt[first] = {**prompt[first], 'content': placeholders + prompt[first]['content']}
+    return [*prompt, *completion]
+
+
+FORMATS: dict[tuple[str, ...], Callable[[Mapping[str, Any]], Any]] = {
+    ('conversations',): lambda data: data['conversations'],
+    ('messages',): lambda data: data['messages'],
+    ('prompt', 'completion'): _prompt_and_completion,
+    ('instruction', 'output'): _alpaca,
+    ('query', 'response'): partial(_alpaca, question='query', detail='', answer='response'),
+}
+"""Keys that mark a format -> what makes a list of turns of its record. All may have a `system` text and images."""
+
+
+def _raw_turns(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    found = [keys for keys in FORMATS if all(data.get(key) is not None and data[key] != [] for key in keys)]
+    if len(found) != 1:
+        known = ', or '.join(map(_quoted, FORMATS))
+        names = sorted(map(str, data)) if not found else [key for keys in found for key in keys]
+        raise ValueError(f'must hold one conversation: {known}, got the keys: {_short(names, 200)}')
+    turns = FORMATS[found[0]](data)
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
+        raise ValueError(f'{_quoted(found[0])} must be a non-empty list of turns')
+    system = data.get('system')
+    return [{'role': 'system', 'content': system}, *turns] if _is_given(system) else turns
+
+
+def _turn(turn: Mapping[str, Any], slots: list[Any]) -> Turn:
+    """A turn; each image in it adds one to the slots: itself, or None where only a placeholder stands."""
+    turn = {key: value for key, value in turn.items() if _is_given(value) or key in ('content', 'value')}
+    name, content = _only(turn, 'role', 'from'), _only(turn, 'content', 'value')
+    if others := turn.keys() - TURN_KEYS:
+        reason = REFUSED_KEYS.get(min(others), 'no model would see it; take it out or write it into the text')
+        raise ValueError(f'`{min(others)}` of a turn is not supported, {reason}')
+    if name == 'function_call':
+        raise ValueError(f'the role of a turn must not be function_call, {_NO_TOOLS}')
+    if not isinstance(name, str) or name not in ROLES:
+        raise ValueError(f'the role of a turn must be one of {sorted(ROLES)}, got: {_short(name)}')
+    if isinstance(content, list):
+        text = ''.join(_part(part, slots) for part in content)
+    elif isinstance(content, str):
+        text = _text(content, slots)
+    else:
+        raise ValueError(f'the text of a turn must be a string, got: {type(content).__name__}')
+    role = ROLES[name]
+    if PLACEHOLDER in text and role != 'user':
         raise ValueError(f'`{PLACEHOLDER}` may stand in user turns only')
-    spoken = [role for role, _ in turns if role != 'system']
-    if len(spoken) < 2 or any(role != ('user', 'assistant')[i % 2] for i, role in enumerate(spoken)):
-        raise ValueError(f'turns must alternate between user and assistant, user first, got: {spoken}')
+    return Turn(role, text, _carries_loss(turn, role))
+
+
+def _carries_loss(turn: Mapping[str, Any], role: str) -> bool:
+    """OpenAI's and ShareGPT's `weight`, ms-swift's `loss`."""
+    given = {key: turn[key] for key in ('weight', 'loss') if key in turn}
+    if not given:
+        return True
+    wrong = [value for value in given.values() if value not in (0, 1)]
+    if wrong or len(set(given.values())) > 1 or (role != 'assistant' and 1 in given.values()):
+        raise ValueError(
+            f'`weight` (or `loss`) of a turn must be 0 or 1, and 1 only for an answer, got: {_short(given)} for a turn '
+            f'of the {role}; whole samples may be weighted by `algorithms.token_accumulation.token_weights`'
+        )
+    return role != 'assistant' or 0 not in given.values()
+
+
+def _part(part: Any, slots: list[Any]) -> str:
+    """The text of one part of a content list, a placeholder where it is an image."""
+    if not isinstance(part, dict):
+        raise ValueError(f'a part of `content` must be an object, got: {_short(part)}')
+    given = {key: value for key, value in part.items() if value is not None}
+    kind = given.get('type', next(iter(given)) if len(given) == 1 else None)  # Qwen-VL's parts are {'text': ...}
+    keys = PARTS.get(kind) if isinstance(kind, str) else None
+    if keys is None:
+        raise ValueError(
+            f'a part of `content` must be of type {sorted(PARTS)}, got: {_short(kind)}, which is not supported'
+        )
+    if others := given.keys() - {*keys, *PART_NOTES}:
+        raise ValueError(f'`{min(others)}` of a part of type {kind} is not supported; take it out')
+    if kind in TEXT_PARTS:
+        if not isinstance(given.get('text'), str):
+            raise ValueError(f'`text` of a part of `content` must be a string, got: {_short(given.get("text"))}')
+        return _text(given['text'], slots)
+    if given.get('index', len(slots)) != len(slots):
+        raise ValueError(f'`index` of an image part must count up from 0, got: {given["index"]} for image {len(slots)}')
+    if not any(key in given for key in keys) and kind != 'image':
+        raise ValueError(f'a part of type {kind} must have `{keys[0]}`, got: none (files by id cannot be read)')
+    value = _only(given, *keys)
+    if 'base64' in given:
+        value = f'data:image;base64,{value}'
+    slots.append(None if value is None else _image(value))
+    return PLACEHOLDER
+
+
+def _text(text: str, slots: list[Any]) -> str:
+    """The text with one placeholder for each image."""
+    if '<' not in text:
+        return text
+    slots += [_image(match[1].strip()) if match[1] is not None else None for match in IMAGE_IN_TEXT.finditer(text)]
+    text = IMAGE_IN_TEXT.sub(PLACEHOLDER, text)
+    if marker := OTHER_MEDIA.search(text):
+        raise ValueError(
+            f'`{marker[0]}` in a text stands for a video, a sound or a file, of which none is supported here; take the '
+            'sample out, or write the word in another way if it is meant as text'
+        )
+    return text
+
+
+def _listed_images(data: Mapping[str, Any]) -> list[Any]:
+    """What ``image`` or ``images`` names."""
+    listed = [
+        data[key] if isinstance(data[key], list) else [data[key]]
+        for key in ('image', 'images')
+        if _is_given(data.get(key))
+    ]
+    images = [[_image(value) for value in values] for values in listed]
+    if len(images) == 2 and listed[0] != listed[1]:
+        raise ValueError('`image` and `images` must name the same, got: two lists that differ. Keep one of them')
+    return images[0] if images else []
+
+
+def _fill(slots: list[Any], listed: list[Any]) -> list[str | EmbeddedImage]:
+    """The images in the order of their placeholders; those of the list go where no other stands."""
+    num_images = len(listed) + sum(slot is not None for slot in slots)
+    if num_images != len(slots):
+        raise ValueError(
+            f'the number of images must match the `{PLACEHOLDER}` placeholders, got: {num_images} images '
+            f'and {len(slots)} placeholders'
+        )
+    rest = iter(listed)
+    return [next(rest) if slot is None else slot for slot in slots]
+
+
+def _image(value: Any) -> str | EmbeddedImage:
+    """An image as a file name or embedded; from a name, a URL, or a mapping of ``path``, ``url`` and ``bytes``."""
+    if isinstance(value, EmbeddedImage):
+        return value
+    if isinstance(value, dict):  # of ms-swift, of `datasets`, of OpenAI's `image_url`
+        given = {key: item for key, item in value.items() if _is_given(item) and key != 'detail'}
+        if others := given.keys() - {'path', 'url', 'bytes'}:
+            raise ValueError(f'`{min(others)}` of an image is not supported; take it out')
+        if isinstance(given.get('bytes'), str):
+            return _from_data_uri(f'data:image;base64,{given["bytes"]}')
+        return _image(given.get('bytes', given.get('path', given.get('url'))))
+    if isinstance(value, bytes):
+        return EmbeddedImage.of('in the record', value)
+    if not isinstance(value, str) or not value:
+        raise ValueError(f'`image` must be a file name or a list of file names, got: {_short(value)}')
+    if value.startswith('data:'):
+        return _from_data_uri(value)
+    if value.startswith('file://'):
+        return url2pathname(urlsplit(value).path)
+    if re.match(r'[A-Za-z][A-Za-z0-9+.-]*://', value):
+        raise ValueError(
+            f'`image` must be a file, got: {_short(value)}, which is on a network. Download it and name the file'
+        )
+    if max(map(len, value.split(os.sep))) > 255:  # longer than file systems allow
+        raise ValueError(
+            f'`image` must be a file name, got: {_short(value)}. Write bytes as `data:image/png;base64,...`'
+        )
+    return value
+
+
+def _from_data_uri(uri: str) -> EmbeddedImage:
+    header, _, payload = uri.partition(',')
+    if not payload:  # made of `base64` or `bytes`, which holds no header, or cut short
+        raise ValueError(f'a data: URI of an image must hold base64, got: {_short(uri)}')
+    if not header.endswith(';base64'):
+        raise ValueError(f'a data: URI of an image must be base64, got: {_short(header)}')
+    try:
+        content = base64.b64decode(''.join(payload.split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ValueError(f'a data: URI of an image must be base64, got: {_short(uri)}: {error}') from error
+    return EmbeddedImage.of(header.removesuffix(';base64'), content)
+
+
+def _check_turns(turns: list[Turn]) -> None:
+    spoken = [turn.role for turn in turns if turn.role != 'system']
+    if len(spoken) < 2 or any(role not in FOLLOWS[last] for last, role in zip(['', *spoken], spoken, strict=False)):
+        raise ValueError(f'turns must alternate between user (or tool) and assistant, user first, got: {spoken}')
+    if not any(turn.carries_loss for turn in turns if turn.role == 'assistant'):
+        raise ValueError('at least one answer must carry loss, got: `weight` 0 for all. Take the sample out')
+
+
+def _check_characters(text: str) -> None:
+    """Refuses what no tokenizer takes; bytes that could not be decoded come as surrogates too."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        if 0xDC80 <= code <= 0xDCFF:
+            found = f'the byte 0x{code - 0xDC00:02x}, which is no UTF-8. Save the file as UTF-8'
+        else:
+            found = f'the lone surrogate \\u{code:04x}, half a character. Take it out'
+        raise ValueError(f'text must be valid Unicode, got: {found}') from error
+
+
+def _only(values: Mapping[str, Any], *keys: str) -> Any:
+    """The value of the one key that is given."""
+    given = [key for key in keys if values.get(key) is not None]
+    if len(given) > 1:
+        raise ValueError(f'only one of {", ".join(f"`{key}`" for key in given)} may be given, got: all of them')
+    return values[given[0]] if given else None
+
+
+def _quoted(keys: tuple[str, ...]) -> str:
+    return ' and '.join(f'`{key}`' for key in keys)
+
+
+def _is_given(value: Any) -> bool:
+    """False for what tables and files write where there is nothing."""
+    return value is not None and not (isinstance(value, str | bytes | list | dict) and not value)
+
+
+def _short(value: Any, limit: int = 60) -> str:
+    text = ' '.join(ascii(value).split())
+    return text if len(text) <= limit else f'{text[:limit]}...'

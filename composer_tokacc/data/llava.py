@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""LLaVA conversation JSON or JSONL with any Hugging Face processor that has a chat template."""
+"""Conversations in the files that people have, with any Hugging Face processor that has a chat template."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from composer_tokacc.data.conversation import ConversationEncoder
-from composer_tokacc.data.formats import BadSampleError, Record, parse_record, read_raw_records
+from composer_tokacc.data.files import image_folder, read_raw_records
+from composer_tokacc.data.formats import BadSampleError, Record, parse_record
 from composer_tokacc.data.lengths import LengthTable, chosen_patch_size, length_table
 
 __all__ = ['LlavaDataset']
@@ -29,8 +30,8 @@ class LlavaDataset(Dataset):
     r"""Conversations about images, loss on the assistant's turns only, ending tokens included.
 
     A record is ``{"id": ..., "image": "a.jpg" | ["a.jpg", ...], "conversations": [{"from": "human", "value":
-    "<image>\nWhat is this?"}, {"from": "gpt", "value": "A cat."}, ...]}``. Also understood: ``images``, ``messages``
-    with ``role`` and ``content``, a ``system`` entry or turn, ``<img>file</img>`` inside the text, no image at all.
+    "<image>\nWhat is this?"}, {"from": "gpt", "value": "A cat."}, ...]}``, or one of the other formats in
+    :data:`.formats.FORMATS`; ``docs/data.md`` has a table of them.
 
     Bad samples are never replaced and never dropped in passing, so that every rank has the same samples at the same
     indices:
@@ -42,7 +43,8 @@ class LlavaDataset(Dataset):
       same files read nothing twice. A file that breaks after that still raises.
 
     Args:
-        path: JSON or JSONL file, or several.
+        path: JSON, JSONL or parquet file, ``dataset_info.json#name``, folder saved by ``datasets``, or
+            ``hf://datasets/owner/name#split``; or several.
         processor: Hugging Face processor; for text alone a tokenizer will do.
         image_dir: Folder that image names start from. ``None``: the folder of the file.
         max_length: Longest sample allowed, in tokens, image tokens included. Nothing is ever truncated.
@@ -53,7 +55,7 @@ class LlavaDataset(Dataset):
 
     Raises:
         BadSampleError: For the first bad sample (``raise``), or when no sample is good (``skip``).
-        ValueError: If a file is missing, empty, or a JSON array with a syntax error.
+        ValueError: If a file is missing, empty, in no known format, or a JSON array with a syntax error.
     """
 
     def __init__(
@@ -77,10 +79,10 @@ class LlavaDataset(Dataset):
         self.skipped: list[str] = []
         folder_listings: dict[Path, set[str]] = {}
         for file in _paths(path):
-            folder = Path(file).parent if image_dir is None else Path(image_dir)
-            for line, raw in read_raw_records(file):
+            folder = image_folder(file) if image_dir is None else Path(image_dir)
+            for raw in read_raw_records(file):
                 try:
-                    record = parse_record(raw, path=file, line=line)
+                    record = parse_record(raw)
                     self._check_images(record, folder, folder_listings)
                 except BadSampleError as error:
                     if on_error == 'raise':
@@ -99,9 +101,9 @@ class LlavaDataset(Dataset):
     def texts(path: PathLike | Sequence[PathLike]) -> Iterator[str]:
         """Yields the text of every turn, without image placeholders: what a tokenizer can be trained on."""
         for file in _paths(path):
-            for line, raw in read_raw_records(file):
+            for raw in read_raw_records(file):
                 try:
-                    yield from parse_record(raw, path=file, line=line).texts
+                    yield from parse_record(raw).texts
                 except BadSampleError:
                     continue  # the dataset reports it
 
@@ -110,14 +112,16 @@ class LlavaDataset(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         record = self.records[index]
-        return self.encoder.encode_record(record, [self.folders[index] / name for name in record.images])
+        return self.encoder.encode_record(record, record.files(self.folders[index]))
 
     def fingerprint(self) -> str:
-        """Changes with the conversations, with the size of any image file, and with ``max_length``."""
+        """Changes with the conversations, the size of image files, the content of embedded ones, and ``max_length``."""
         digest = hashlib.sha256(repr(self.encoder.max_length).encode())
         for record, folder in zip(self.records, self.folders, strict=True):
-            sizes = [os.stat(folder / name).st_size for name in record.images]
-            digest.update(repr((record.sample_id, record.source, record.turns, record.images, sizes)).encode())
+            sizes = [
+                os.stat(folder / image).st_size if isinstance(image, str) else image.checksum for image in record.images
+            ]
+            digest.update(repr((record.sample_id, record.source, record.turns, record.image_names, sizes)).encode())
         return digest.hexdigest()
 
     def skip_report(self) -> str:
@@ -128,8 +132,10 @@ class LlavaDataset(Dataset):
 
     def _check_images(self, record: Record, folder: Path, listings: dict[Path, set[str]]) -> None:
         self.encoder.check_takes_images(record)
-        for name in record.images:
-            file = folder / name
+        for image in record.images:
+            if not isinstance(image, str):
+                continue
+            file = folder / image
             if file.parent not in listings:  # one listing of a folder instead of one question a file
                 listings[file.parent] = set(os.listdir(file.parent)) if file.parent.is_dir() else set()
             if file.name not in listings[file.parent]:

@@ -9,13 +9,15 @@ from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
 from composer_tokacc.data.formats import Record
 
 __all__ = ['DEFAULT_PATCH_SIZE', 'count_patches', 'declared_patch_size', 'open_images', 'side_of_patch']
 
+MAX_16_BIT = 65535
 DEFAULT_PATCH_SIZE = 14
 """The commonest side of a patch, in pixels, for where neither model nor processor names one."""
 
@@ -28,20 +30,30 @@ def open_images(record: Record, files: Sequence[PathLike[str] | BinaryIO]) -> li
         files: One path or open file for each of ``record.images``.
 
     Returns:
-        The images in RGB.
+        The images in RGB, turned as a camera's EXIF entry says, 16 bits a channel scaled to 8.
 
     Raises:
         BadSampleError: If one cannot be decoded; names sample and file.
     """
     images = []
-    for file, name in zip(files, record.images, strict=True):
+    for file, name in zip(files, record.image_names, strict=True):
         try:
             with Image.open(file) as image:
-                images.append(image.convert('RGB'))
+                images.append(_to_rgb(ImageOps.exif_transpose(image)))
         except Exception as error:  # PIL raises OSError, SyntaxError, ValueError, struct.error, ... on broken files
             path = file if isinstance(file, PathLike) else name
             raise record.error(f'image file {path} cannot be read: {error}') from error
     return images
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    """PIL itself clips what is above 255 to white."""
+    if image.mode == 'F' or image.mode.startswith('I'):
+        values = np.asarray(image)
+        if image.mode == 'F' or values.min(initial=0) < 0 or values.max(initial=0) > MAX_16_BIT:
+            raise ValueError(f'a picture of mode {image.mode} has no known white; save it with 8 or 16 bits a channel')
+        image = Image.fromarray((values // (MAX_16_BIT // 255)).astype(np.uint8))
+    return image.convert('RGB')
 
 
 def count_patches(sample: Mapping[str, Any], patch_size: int) -> int:

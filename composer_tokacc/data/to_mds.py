@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Writes LLaVA conversation JSON or JSONL and its images as MDS shards, which mosaicml-streaming reads.
+"""Writes conversations and their images as MDS shards, which mosaicml-streaming reads.
 
 python -m composer_tokacc.data.to_mds data.json images out_folder [--size-limit 64mb] [--on-error raise|skip]
 """
@@ -22,7 +22,8 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from composer_tokacc.data.formats import BadSampleError, Record, parse_record, read_raw_records
+from composer_tokacc.data.files import read_raw_records
+from composer_tokacc.data.formats import BadSampleError, RawRecord, Record, Turn, parse_record
 from composer_tokacc.data.media import open_images
 
 __all__ = ['Written', 'from_row', 'main', 'write_shards']
@@ -59,7 +60,7 @@ def write_shards(
     sample is in tokens is not known here.
 
     Args:
-        path: JSON or JSONL file.
+        path: As for :class:`.LlavaDataset`.
         image_dir: Folder that image names start from.
         out: Folder for the shards; empty or absent. If anything raises, nothing is left there.
         size_limit: Largest shard, in bytes or as ``'64mb'``; a sample that is larger has a shard of its own.
@@ -82,7 +83,7 @@ def write_shards(
     skipped: list[str] = []
     try:
         with tqdm(total=len(raw_records), desc='writing samples', disable=None, leave=False) as bar:
-            for row in _read_rows(raw_records, path, Path(image_dir)):
+            for row in _read_rows(raw_records, Path(image_dir)):
                 if not isinstance(row, BadSampleError):
                     writer.write(row)
                 elif on_error == 'raise':
@@ -109,7 +110,7 @@ def write_shards(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the program; a bad sample or a mistake of the user's ends it with one line and status 2."""
     parser = argparse.ArgumentParser(prog='python -m composer_tokacc.data.to_mds', description=__doc__)
-    parser.add_argument('path', metavar='data.json', help='LLaVA conversation JSON or JSONL')
+    parser.add_argument('path', metavar='data.json', help='conversations, as `dataset.path` of a run')
     parser.add_argument('image_dir', metavar='images', help='folder that image names start from')
     parser.add_argument('out', metavar='out_folder', help='folder for the shards, empty or absent')
     parser.add_argument('--size-limit', default='64mb', help='largest shard (default: 64mb)')
@@ -145,17 +146,17 @@ def _open_writer(out: Path, size_limit: int | str) -> Any:
     return Writer(columns=COLUMNS, out=str(out), size_limit=limit)
 
 
-def _read_rows(
-    raw_records: Iterable[tuple[int, Any]], path: str | Path, image_dir: Path
-) -> Iterator[dict[str, Any] | BadSampleError]:
+def _read_rows(raw_records: Iterable[RawRecord], image_dir: Path) -> Iterator[dict[str, Any] | BadSampleError]:
     """Rows in order, read by several threads: file systems and image decoders do without Python's lock."""
 
-    def read(item: tuple[int, Any]) -> dict[str, Any] | BadSampleError:
-        line, raw = item
+    def read(raw: RawRecord) -> dict[str, Any] | BadSampleError:
         try:
-            record = parse_record(raw, path=path, line=line)
+            record = parse_record(raw)
             try:
-                files = [(image_dir / name).read_bytes() for name in record.images]
+                files = [
+                    (image_dir / image).read_bytes() if isinstance(image, str) else image.read()
+                    for image in record.images
+                ]
             except OSError as error:
                 raise record.error(f'image file {error.filename} cannot be read: {error.strerror}') from error
             open_images(record, [BytesIO(file) for file in files])
@@ -175,8 +176,11 @@ def _to_row(record: Record, files: Sequence[bytes]) -> dict[str, Any]:
         'record': {
             'id': record.sample_id,
             'source': record.source,
-            'conversations': [{'from': role, 'value': text} for role, text in record.turns],
-            'image': list(record.images),
+            'conversations': [
+                {'from': turn.role, 'value': turn.text, **({} if turn.carries_loss else {'weight': 0})}
+                for turn in record.turns
+            ],
+            'image': record.image_names,
             'image_bytes': [len(file) for file in files],
         },
         'images': b''.join(files),
@@ -198,7 +202,7 @@ def from_row(row: dict[str, Any]) -> tuple[Record, list[bytes]]:
     record = Record(
         sample_id=raw['id'],
         source=raw['source'],
-        turns=tuple((turn['from'], turn['value']) for turn in raw['conversations']),
+        turns=tuple(Turn(turn['from'], turn['value'], turn.get('weight') != 0) for turn in raw['conversations']),
         images=tuple(raw['image']),
     )
     ends = accumulate(raw['image_bytes'], initial=0)

@@ -129,7 +129,7 @@ def test_a_fault_of_the_program_is_no_bad_sample(tmp_path, monkeypatch):
         raise TypeError('a programming error')
 
     monkeypatch.setattr(dataset.encoder, '_encode', broken)
-    with pytest.raises(RuntimeError, match=r'sample "0" \(.*data\.json, line 1\): TypeError: a programming error'):
+    with pytest.raises(RuntimeError, match=r'sample "0" \(.*data\.json, entry 1\): TypeError: a programming error'):
         dataset[0]
 
 

@@ -172,7 +172,7 @@ STRUCTURAL = {
         'in user turns only',
     ),
     'no answer': ({'id': 'bad', 'conversations': turns('Hello?')}, 'must alternate'),
-    'unknown role': ({'id': 'bad', 'conversations': [{'from': 'tool', 'value': ''}]}, "got: 'tool'"),
+    'unknown role': ({'id': 'bad', 'conversations': [{'from': 'narrator', 'value': ''}]}, "got: 'narrator'"),
     'video': ({'id': 'bad', 'video': 'a.mp4', 'conversations': turns('a', 'b')}, '`video` is not supported'),
     'no turns': ({'id': 'bad'}, '`conversations`'),
     'number as text': ({'id': 'bad', 'conversations': turns(1, 2)}, 'must be a string, got: int'),

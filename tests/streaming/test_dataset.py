@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 
 import pytest
@@ -54,6 +55,23 @@ def test_every_tensor_of_every_sample_equals_that_of_the_map_style_dataset(tmp_p
     assert next(iter(batch)) == 'input_ids'
 
 
+def test_embedded_images_and_weights_of_turns_go_with_the_record(tmp_path):
+    path, _ = shards(tmp_path)
+    record = next(record for record in json.loads(path.read_text()) if isinstance(record.get('image'), str))
+    content = (tmp_path / 'in' / 'images' / record['image']).read_bytes()
+    record['image'] = f'data:image/png;base64,{base64.b64encode(content).decode()}'
+    again = [{'from': 'human', 'value': 'Sure?'}, {'from': 'gpt', 'value': 'Yes.'}]
+    record['conversations'] = [*record['conversations'][:2], *again]
+    record['conversations'][1]['weight'] = 0
+    path.write_text(json.dumps([record]))
+    write_shards(path, tmp_path / 'nowhere', tmp_path / 'own')
+    expected = LlavaDataset(path, small())[0]
+    (found,) = list(stream(str(tmp_path / 'own'), batch_size=1))
+    assert torch.equal(found['pixel_values'], expected['pixel_values'])
+    assert torch.equal(found['labels'], expected['labels'])
+    assert small().tokenizer.decode(found['labels'][found['labels'] != -100]) == 'Yes.<|end|>'
+
+
 def test_samples_are_those_of_the_file_whatever_the_order(tmp_path):
     _, local = shards(tmp_path)
     in_order = [f's{k}' for k in range(12)]
@@ -91,7 +109,8 @@ def test_bad_samples_are_named(tmp_path):
     lengths = [sample['input_ids'].shape[1] for sample in expected]
     longest = max(range(12), key=lengths.__getitem__)
     dataset = stream(local, max_length=lengths[longest] - 1)
-    with pytest.raises(BadSampleError, match=rf'sample "s{longest}" \(.*data\.json, line 1\): `max_length` must be'):
+    where = rf'data\.json, entry {longest + 1}'
+    with pytest.raises(BadSampleError, match=rf'sample "s{longest}" \(.*{where}\): `max_length` must be'):
         list(dataset)
     with pytest.raises(BadSampleError, match=r'sample "s0" .*has images, but the processor takes none'):
         stream(local, train_tokenizer(TEXTS, vocab_size=512))[0]
@@ -100,7 +119,7 @@ def test_bad_samples_are_named(tmp_path):
     content = shard.read_bytes()
     start = content.index(b'\x89PNG')
     shard.write_bytes(content[: start + 30] + bytes(40) + content[start + 70 :])
-    with pytest.raises(BadSampleError, match=r'sample "s0" \(.*data\.json, line 1\): image file 0_0\.png cannot be'):
+    with pytest.raises(BadSampleError, match=r'sample "s0" \(.*data\.json, entry 1\): image file 0_0\.png cannot be'):
         stream(local)[0]
 
 

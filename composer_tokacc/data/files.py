@@ -1,0 +1,321 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Files and tables of samples -> raw records: JSON, JSON lines, LLaMA-Factory's list of datasets, parquet, the hub.
+
+A path may end in ``#name``: the dataset of a ``dataset_info.json``, or the split of a table.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from composer_tokacc.data.formats import EmbeddedImage, RawRecord
+
+__all__ = ['HUB', 'image_folder', 'read_raw_records']
+
+PathLike = str | os.PathLike[str]
+
+HUB = 'hf://datasets/'
+"""How a dataset of the hub is named: ``hf://datasets/owner/name``, perhaps ``/subset`` behind it."""
+
+# LLaMA-Factory's names of columns -> the keys of a record, and its names of roles -> those of a turn.
+COLUMNS = {
+    'prompt': 'instruction',
+    'query': 'input',
+    'response': 'output',
+    'messages': 'conversations',
+    **{
+        key: key
+        for key in ('history', 'system', 'tools', 'images', 'videos', 'audios', 'chosen', 'rejected', 'kto_tag')
+    },
+}
+DEFAULT_COLUMNS = {
+    'alpaca': {'prompt': 'instruction', 'query': 'input', 'response': 'output'},
+    'sharegpt': {'messages': 'conversations'},
+    'openai': {'messages': 'messages'},
+}
+TAGS = {
+    'role_tag': 'from',
+    'content_tag': 'value',
+    'user_tag': 'human',
+    'assistant_tag': 'gpt',
+    'observation_tag': 'observation',
+    'function_tag': 'function_call',
+    'system_tag': 'system',
+}
+ENTRY_KEYS = ('file_name', 'hf_hub_url', 'subset', 'split', 'formatting', 'columns', 'tags')
+
+
+def read_raw_records(path: PathLike) -> Iterator[RawRecord]:
+    """Yields what a file, a table or a dataset of the hub holds, in its order.
+
+    A line that is no JSON is yielded as the error that it raised.
+
+    Raises:
+        ValueError: If it is missing or in no known format, holds a JSON array with a syntax error (what follows one
+            cannot be read) or with something behind it, names no dataset or split where there are several, or is a
+            table and ``datasets`` is not installed.
+    """
+    file, name = _split_name(path)
+    if file.startswith(HUB) or Path(file).is_dir() or _is_parquet(file):
+        yield from _read_table(file, name)
+    elif not Path(file).is_file():
+        raise ValueError(
+            f'`path` must be a JSON, JSONL or parquet file, a folder that `datasets` saved, or {HUB}owner/name, got: '
+            f'{file}, which does not exist.'
+        )
+    elif name is not None:
+        yield from _read_described(file, name)
+    else:
+        yield from _read_json(file)
+
+
+def image_folder(path: PathLike) -> Path:
+    """The folder that image names start from where none is given: that of the file."""
+    file, _ = _split_name(path)
+    return Path() if file.startswith(HUB) else Path(file).parent
+
+
+def _split_name(path: PathLike) -> tuple[str, str | None]:
+    file, mark, name = os.fspath(path).rpartition('#')
+    return (file, name) if mark and not Path(path).exists() else (os.fspath(path), None)
+
+
+def _is_parquet(file: str) -> bool:
+    if not Path(file).is_file():
+        return False
+    with open(file, 'rb') as opened:
+        return opened.read(4) == b'PAR1'
+
+
+def _read_text(file: str) -> str:
+    """The text of a file, unpacked, without byte-order mark.
+
+    Bytes that are no UTF-8 become surrogates, for which the record that holds them is refused later, by name.
+    """
+    try:
+        data = Path(file).read_bytes()
+        if data.startswith(b'\x1f\x8b'):
+            data = gzip.decompress(data)
+        encoding = json.detect_encoding(data)
+        return data.decode(encoding, 'surrogateescape' if encoding.startswith('utf-8') else 'strict')
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b'\n') + 1
+        raise ValueError(
+            f'`path` must be UTF-8, or UTF-16 throughout, got: {file} with a wrong byte at line {line}.'
+        ) from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f'`path` must be a file that can be read, got: {file}: {error}.') from error
+
+
+def _read_json(file: str) -> Iterator[RawRecord]:
+    text = _read_text(file)
+    start = text.lstrip()[:1]
+    if start == '[':
+        yield from _read_array(text, file)
+        return
+    if start == '{' and (keys := _keys_of_object(text)) is not None:
+        raise ValueError(
+            f'`path` must be a JSON array or JSON lines, got: {file} with one object of the keys '
+            f'{", ".join(keys)[:200]}. For a dataset_info.json add the name of a dataset: {file}#name.'
+        )
+    for number, line in enumerate(text.split('\n'), start=1):
+        if line.strip():
+            yield RawRecord(file, f'line {number}', _loaded(line))
+
+
+def _loaded(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        return ValueError(f'{error.msg} at column {error.colno}')
+    except RecursionError:
+        return ValueError('brackets within brackets, too deep')
+
+
+def _keys_of_object(text: str) -> list[str] | None:
+    """Keys, where the text is one object over several lines rather than JSON lines."""
+    if not isinstance(_loaded(text.lstrip().partition('\n')[0]), ValueError):
+        return None
+    whole = _loaded(text)
+    return list(whole) if isinstance(whole, dict) else None
+
+
+def _read_array(text: str, file: str) -> Iterator[RawRecord]:
+    """One object after the other, because ``json.loads`` would not tell on which line each begins.
+
+    Entries of the same line are told apart by their number.
+    """
+    decoder, separator = json.JSONDecoder(), re.compile(r'[\s,]*')
+    has_lines = '\n' in text.strip()
+    position, line, counted, number, last_line = text.index('[') + 1, 1, 0, 0, 0
+    while True:
+        position = separator.match(text, position).end()  # type: ignore[union-attr]
+        line, counted = line + text.count('\n', counted, position), position
+        if text.startswith(']', position):
+            break
+        number += 1
+        try:
+            record, position = decoder.raw_decode(text, position)
+        except (json.JSONDecodeError, RecursionError) as error:
+            at = (error.lineno, error.colno, error.msg) if isinstance(error, json.JSONDecodeError) else (line, 1, error)
+            raise ValueError(
+                f'`path` must be a valid JSON file, got: {file} with a syntax error at line {at[0]}, column '
+                f'{at[1]} (entry {number}: {at[2]}). Mend it, or write JSON lines: there one bad line costs one sample.'
+            ) from error
+        yield RawRecord(file, f'line {line}' if has_lines and line != last_line else f'entry {number}', record)
+        last_line = line
+    rest = text[position + 1 :]
+    if rest.strip():
+        line += rest[: len(rest) - len(rest.lstrip())].count('\n')
+        raise ValueError(
+            f'`path` must hold one JSON array, got: {file} with {rest.strip()[:20]!r} behind its end, at line {line}. '
+            'Join the arrays (`jq -s add`), or name each file by itself.'
+        )
+
+
+def _read_described(file: str, name: str) -> Iterator[RawRecord]:
+    """The records of one entry of LLaMA-Factory's ``dataset_info.json``, with the keys that this package knows.
+
+    As there, a column that the entry does not name is not read.
+    """
+    described = _loaded(_read_text(file))
+    if not isinstance(described, dict) or not isinstance(described.get(name), dict):
+        names = ', '.join(described) if isinstance(described, dict) else 'no JSON object'
+        raise ValueError(f'`path` must name a dataset of {file} behind the #, got: {name!r}, of: {names}.')
+    entry = described[name]
+    try:
+        path, columns, tags = _check_entry(entry, Path(file).parent)
+    except ValueError as error:
+        raise ValueError(f'`path` must name a dataset that can be read, got: {file}#{name}: {error}.') from error
+    for raw in read_raw_records(path):
+        yield raw._replace(data=_renamed(raw.data, columns, tags)) if isinstance(raw.data, Mapping) else raw
+
+
+def _check_entry(entry: Mapping[str, Any], folder: Path) -> tuple[str, dict[str, str], dict[str, str]]:
+    """Path, columns and tags of a dataset."""
+    formatting = entry.get('formatting', 'alpaca')
+    if formatting not in DEFAULT_COLUMNS:
+        raise ValueError(f'`formatting` must be one of {list(DEFAULT_COLUMNS)}, got: {formatting!r}')
+    columns = {**DEFAULT_COLUMNS[formatting], **(entry.get('columns') or {})}
+    tags = {**TAGS, **(entry.get('tags') or {})}
+    unknown = [key for key, value in entry.items() if key not in ENTRY_KEYS and value]  # `ranking: false` says nothing
+    unknown += [*(columns.keys() - COLUMNS.keys()), *(tags.keys() - TAGS.keys())]
+    if unknown:
+        raise ValueError(f'`{unknown[0]}` is not supported')
+    if 'hf_hub_url' in entry:
+        path = HUB + '/'.join(filter(None, (entry['hf_hub_url'], entry.get('subset'))))
+        return f'{path}#{entry.get("split", "train")}', columns, tags
+    if 'file_name' not in entry:
+        raise ValueError('`file_name` or `hf_hub_url` must be given')
+    return str(folder / entry['file_name']), columns, tags
+
+
+def _renamed(data: Mapping[str, Any], columns: Mapping[str, str], tags: Mapping[str, str]) -> dict[str, Any]:
+    record = {COLUMNS[ours]: data[theirs] for ours, theirs in columns.items() if theirs in data}
+    record |= {'id': data.get('id')}
+    turns = record.get('conversations')
+    if isinstance(turns, list) and all(isinstance(turn, Mapping) for turn in turns):
+        role, content = tags['role_tag'], tags['content_tag']
+        roles = {
+            tags['user_tag']: 'user',
+            tags['assistant_tag']: 'assistant',
+            tags['observation_tag']: 'tool',
+            tags['function_tag']: 'function_call',
+            tags['system_tag']: 'system',
+        }
+        keys = {role: 'role', content: 'content'}
+        record['conversations'] = [
+            {keys.get(key, key): value for key, value in turn.items()}
+            | ({'role': roles[turn[role]]} if isinstance(turn.get(role), str) and turn[role] in roles else {})
+            for turn in turns
+        ]
+    return record
+
+
+def _read_table(path: str, split: str | None) -> Iterator[RawRecord]:
+    """Rows of a table, whose images stay where they are until they are decoded."""
+    table = _open_table(path, split)
+    features = type(table.features)(_undecoded(dict(table.features)))
+    # Arrow's own values: `datasets` would decode every image.
+    arrow = table.with_format('arrow')
+    cell = partial(_cell, arrow, features)
+    for index in range(len(arrow)):
+        yield RawRecord(path, f'row {index}', _embed(cell(index), partial(cell, index), ()))
+
+
+def _open_table(path: str, split: str | None) -> Any:
+    if importlib.util.find_spec('datasets') is None:
+        raise ValueError(
+            f"`path` must be a JSON or JSONL file where `datasets` is not installed, got: {path}. pip install "
+            "'composer_tokacc[datasets]'"
+        )  # fmt: skip
+    import datasets
+
+    try:
+        if path.startswith(HUB):
+            parts = path.removeprefix(HUB).split('/')
+            found: Any = datasets.load_dataset('/'.join(parts[:2]), '/'.join(parts[2:]) or None)
+        elif Path(path).is_dir():
+            found = datasets.load_from_disk(path)
+        else:
+            found = datasets.Dataset.from_parquet(path)
+    except Exception as error:  # of pyarrow, of `datasets`, of the network
+        reason = ' '.join(str(error).split()) or type(error).__name__
+        raise ValueError(f'`path` must be a table that `datasets` reads, got: {path}: {reason}.') from error
+    if isinstance(found, datasets.Dataset):
+        if split is None:
+            return found
+        raise ValueError(f'`path` must not name a split of a table without, got: {path}#{split}.')
+    if split is None and len(found) == 1:
+        return next(iter(found.values()))
+    if split not in found:
+        raise ValueError(f'`path` must name a split, {path}#one of {list(found)}, got: {split or "none"}.')
+    return found[split]
+
+
+def _undecoded(feature: Any) -> Any:
+    """The same feature with images, videos and sounds as bytes and paths."""
+    if isinstance(feature, dict):
+        return {name: _undecoded(inner) for name, inner in feature.items()}
+    if isinstance(feature, list):
+        return [_undecoded(inner) for inner in feature]
+    if hasattr(feature, 'feature'):
+        return replace(feature, feature=_undecoded(feature.feature))
+    if hasattr(feature, 'decode') and type(feature).__name__ != 'Json':
+        return replace(feature, decode=False)
+    return feature
+
+
+def _cell(arrow: Any, features: Any, index: int, keys: tuple[str | int, ...] = ()) -> Any:
+    """What stands in a row of a table behind the given keys."""
+    value = features.decode_example(arrow[index].to_pylist()[0])
+    for key in keys:
+        value = value[key]
+    return value
+
+
+def _embed(value: Any, read: Any, keys: tuple[str | int, ...]) -> Any:
+    """The value with every piece of bytes replaced by an image that is read when it is needed."""
+    if isinstance(value, bytes):
+        return EmbeddedImage(_name(keys), zlib.crc32(value), partial(read, keys)) if value else None
+    if isinstance(value, Mapping):
+        return {key: _embed(inner, read, (*keys, key)) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_embed(inner, read, (*keys, index)) for index, inner in enumerate(value)]
+    return value
+
+
+def _name(keys: tuple[str | int, ...]) -> str:
+    return '.'.join(map(str, keys))

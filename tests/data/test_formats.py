@@ -1,0 +1,492 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Files as other projects document them: each is used as meant, or refused by name; nothing is dropped."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import io
+import json
+
+import pytest
+from PIL import Image
+
+from composer_tokacc.data import BadSampleError, LlavaDataset
+from composer_tokacc.data.files import read_raw_records
+from composer_tokacc.data.formats import RawRecord, parse_record
+from composer_tokacc.data.media import open_images
+from tests.data.chat_processors import small
+
+
+def png(colour, mode='RGB'):
+    stream = io.BytesIO()
+    Image.new(mode, (8, 8), colour).save(stream, 'PNG')
+    return stream.getvalue()
+
+
+RED, BLUE = png((255, 0, 0)), png((0, 0, 255))
+RED_TEXT = base64.b64encode(RED).decode()
+RED_URI = f'data:image/png;base64,{RED_TEXT}'
+QUESTION, ANSWER = {'role': 'user', 'content': '<image>Which colour?'}, {'role': 'assistant', 'content': 'Red.'}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name, content in (('red.png', RED), ('blue.png', BLUE)):
+        (tmp_path / name).write_bytes(content)
+    return tmp_path
+
+
+def parse(data):
+    return parse_record(RawRecord('data.json', 'line 3', data))
+
+
+def said(record):
+    return [(turn.role, turn.text) for turn in record.turns]
+
+
+def seen(record, folder):
+    """Colour of each image."""
+    names = {(255, 0, 0): 'red', (0, 0, 255): 'blue'}
+    return [names[image.getpixel((0, 0))] for image in open_images(record, record.files(folder))]
+
+
+def asked_with(*parts):
+    return {'messages': [{'role': 'user', 'content': list(parts)}, ANSWER]}
+
+
+TEXT = {'type': 'text', 'text': 'Which colour?'}
+PLAIN = [('user', '<image>Which colour?'), ('assistant', 'Red.')]
+
+# Name -> record, what is said, images. The names of keys are those of each project's own documentation.
+FORMATS = {
+    'VILA': (
+        {
+            'id': '1',
+            'image': 'red.png',
+            'conversations': [
+                {'from': 'human', 'value': '<image>Which colour?'},
+                {'from': 'gpt', 'value': 'Red.'},
+            ],
+        },
+        PLAIN,
+        ['red'],
+    ),
+    'LLaMA-Factory alpaca': (
+        {
+            'instruction': 'Which colour?',
+            'input': '<image>',
+            'output': 'Red.',
+            'system': 'Be brief.',
+            'history': [['Hello?', 'Hi.'], ['Ready?', 'Yes.']],
+            'images': ['red.png'],
+        },
+        [
+            ('system', 'Be brief.'),
+            ('user', 'Hello?'),
+            ('assistant', 'Hi.'),
+            ('user', 'Ready?'),
+            ('assistant', 'Yes.'),
+            ('user', 'Which colour?\n<image>'),
+            ('assistant', 'Red.'),
+        ],
+        ['red'],
+    ),
+    'alpaca without input': (
+        {'instruction': 'Which colour has blood?', 'input': '', 'output': 'Red.'},
+        [('user', 'Which colour has blood?'), ('assistant', 'Red.')],
+        [],
+    ),
+    'LLaMA-Factory ShareGPT with an observation': (
+        {
+            'conversations': [
+                {'from': 'human', 'value': 'Weather?'},
+                {'from': 'gpt', 'value': 'Let me look.'},
+                {'from': 'observation', 'value': 'sunny'},
+                {'from': 'gpt', 'value': 'Sunny.'},
+            ],
+            'system': '',
+        },
+        [('user', 'Weather?'), ('assistant', 'Let me look.'), ('tool', 'sunny'), ('assistant', 'Sunny.')],
+        [],
+    ),
+    'OpenAI image_url': (
+        {
+            'messages': [
+                {'role': 'developer', 'content': 'Be brief.'},
+                {
+                    'role': 'user',
+                    'content': [TEXT, {'type': 'image_url', 'image_url': {'url': RED_URI, 'detail': 'low'}}],
+                },
+                ANSWER,
+            ]
+        },
+        [('system', 'Be brief.'), ('user', 'Which colour?<image>'), ('assistant', 'Red.')],
+        ['red'],
+    ),
+    'OpenAI input_image': (
+        asked_with({'type': 'input_image', 'image_url': RED_URI}, {'type': 'input_text', 'text': 'Which colour?'}),
+        PLAIN,
+        ['red'],
+    ),
+    'Qwen2-VL': (asked_with({'type': 'image', 'image': 'red.png'}, TEXT), PLAIN, ['red']),
+    'Qwen2-VL base64': (asked_with({'type': 'image', 'image': f'data:image;base64,{RED_TEXT}'}, TEXT), PLAIN, ['red']),
+    'transformers': (asked_with({'type': 'image', 'base64': RED_TEXT}, TEXT), PLAIN, ['red']),
+    'TRL messages': ({'images': ['red.png'], **asked_with({'type': 'image'}, TEXT)}, PLAIN, ['red']),
+    'TRL messages of a table': (
+        {
+            'images': [{'bytes': RED, 'path': None}],
+            **asked_with({'type': 'image', 'text': None, 'index': 0}, {**TEXT, 'index': None}),
+        },
+        PLAIN,
+        ['red'],
+    ),
+    'TRL prompt and completion': (
+        {
+            'images': ['red.png', 'blue.png'],
+            'prompt': [
+                {'role': 'user', 'content': 'Which colour?'},
+                {'role': 'assistant', 'content': 'Red?'},
+                {'role': 'user', 'content': 'And?'},
+            ],
+            'completion': [{'role': 'assistant', 'content': 'Blue.'}],
+        },
+        [('user', '<image><image>Which colour?'), ('assistant', 'Red?'), ('user', 'And?'), ('assistant', 'Blue.')],
+        ['red', 'blue'],
+    ),
+    'ms-swift': ({'messages': [QUESTION, ANSWER], 'images': [{'bytes': None, 'path': 'red.png'}]}, PLAIN, ['red']),
+    'ms-swift bytes': (
+        {'messages': [QUESTION, ANSWER], 'images': [{'bytes': RED_TEXT, 'path': 'x.png'}]},
+        PLAIN,
+        ['red'],
+    ),
+    'ms-swift query': (
+        {'query': '<image>Which colour?', 'response': 'Red.', 'images': ['red.png'], 'history': []},
+        PLAIN,
+        ['red'],
+    ),
+    'Monkey beside a list': (
+        {
+            'image': 'blue.png',
+            'conversations': [
+                {'from': 'user', 'value': '<img>red.png</img><image>Which colours?'},
+                {'from': 'assistant', 'value': 'Red, blue.'},
+            ],
+        },
+        [('user', '<image><image>Which colours?'), ('assistant', 'Red, blue.')],
+        ['red', 'blue'],
+    ),
+    'image and images the same': (
+        {'image': 'red.png', 'images': ['red.png'], 'messages': [QUESTION, ANSWER]},
+        PLAIN,
+        ['red'],
+    ),
+}
+
+
+@pytest.mark.parametrize(('data', 'turns', 'images'), FORMATS.values(), ids=FORMATS.keys())
+def test_record_is_what_its_project_means(folder, data, turns, images):
+    record = parse(data)
+    assert said(record) == turns
+    assert seen(record, folder) == images
+
+
+def test_file_url(folder):
+    (folder / 'a b.png').write_bytes(BLUE)
+    part = {'type': 'image_url', 'image_url': {'url': f'{folder.as_uri()}/a%20b.png'}}
+    assert seen(parse(asked_with(part, TEXT)), folder / 'elsewhere') == ['blue']
+
+
+def turn(**entries):
+    return {'messages': [QUESTION, {**ANSWER, **entries}], 'image': 'red.png'}
+
+
+def text_of(text):
+    return {'messages': [{'role': 'user', 'content': text}, ANSWER]}
+
+
+REFUSED = {
+    'image on a network': (asked_with({'type': 'image_url', 'image_url': {'url': 'https://x/a.png'}}), 'Download it'),
+    'listed image on a network': ({**turn(), 'image': 's3://bucket/a.png'}, 'Download it'),
+    'image by id': (asked_with({'type': 'input_image', 'file_id': 'file-1'}), '`file_id` of a part'),
+    'input_audio': (asked_with({'type': 'input_audio', 'input_audio': {'data': 'AA=='}}), "got: 'input_audio'"),
+    'audio': (asked_with({'type': 'audio', 'audio': 'a.wav'}, TEXT), "got: 'audio'"),
+    'video': (asked_with({'type': 'video', 'video': 'a.mp4'}, TEXT), "got: 'video'"),
+    'unknown part': (asked_with({'type': 'point', 'xy': [1, 2]}), "got: 'point'"),
+    'part without type': (asked_with({'image': 'red.png', 'text': 'x'}), 'got: None'),
+    'sizes of an image': (asked_with({'type': 'image', 'image': 'red.png', 'max_pixels': 9}), '`max_pixels` of a part'),
+    'images in another order': (
+        {'images': ['red.png', 'blue.png'], **asked_with({'type': 'image', 'index': 1}, {'type': 'image', 'index': 0})},
+        '`index` of an image part',
+    ),
+    'no part': (asked_with(None), 'must be an object, got: None'),
+    'text null': (asked_with({'type': 'text', 'text': None}), 'must be a string, got: None'),
+    'content null': (turn(content=None), 'must be a string, got: NoneType'),
+    'list as role': (turn(role=['assistant']), r"got: \['assistant'\]"),
+    'two roles': (turn(**{'from': 'gpt'}), 'only one of `role`, `from`'),
+    'broken base64': ({**turn(), 'image': 'data:image/png;base64,???'}, 'must be base64'),
+    'data URI of text': ({**turn(), 'image': 'data:image/svg+xml,<svg/>'}, 'must be base64'),
+    'bare base64': ({**turn(), 'image': 'iVBORw0KGgo' * 100}, 'Write bytes as `data:image/png;base64'),
+    'images beside image': ({**turn(), 'images': ['blue.png']}, '`image` and `images` must name the same'),
+    'more images than parts': (
+        {**asked_with({'type': 'image', 'image': 'red.png'}), 'image': 'red.png'},
+        'got: 2 images',
+    ),
+    'tool_calls': (turn(tool_calls=[{'type': 'function'}]), '`tool_calls` of a turn is not supported'),
+    'function_call role': ({'conversations': [{'from': 'function_call', 'value': '{}'}]}, 'must not be function_call'),
+    'tools': ({**turn(), 'tools': '[{}]'}, '`tools` is not supported'),
+    'preferences': ({**turn(), 'chosen': {'from': 'gpt', 'value': 'x'}}, '`chosen` is not supported'),
+    'thinking': (turn(reasoning_content='Hm.'), '`reasoning_content` of a turn is not supported'),
+    'weight 0.5': (turn(weight=0.5), 'must be 0 or 1'),
+    'weight as text': (turn(weight='0'), 'must be 0 or 1'),
+    'loss against weight': (turn(weight=1, loss=False), 'must be 0 or 1'),
+    'loss on a question': ({'messages': [{**QUESTION, 'weight': 1}, ANSWER], 'image': 'red.png'}, 'only for an answer'),
+    'no answer with loss': (turn(weight=0), 'at least one answer must carry loss'),
+    'video in a text': (text_of('<video>What happens?'), '`<video>` in a text'),
+    'VILA video in a text': (text_of('<vila/video>What happens?'), '`<vila/video>` in a text'),
+    'audio in a text': (text_of('<audio>What is said?'), '`<audio>` in a text'),
+    'video in an answer': ({'messages': [QUESTION, {**ANSWER, 'content': '<video>'}]}, '`<video>` in a text'),
+    'img without end': (text_of('<img>red.png What is this?'), '`<img>` in a text'),
+    'two conversations': ({**turn(), 'conversations': [{'from': 'human', 'value': 'x'}]}, 'must hold one conversation'),
+    'no conversation': ({'text': 'x', 'label': 3}, r"got the keys: \['id', 'label', 'text'\]"),
+    'prompt as text': ({'prompt': 'Hello?', 'completion': 'Hi.'}, 'must be lists of turns'),
+    'history': ({'instruction': 'a', 'output': 'b', 'history': [['a']]}, '`history` must be a list of pairs'),
+    'two answers': ({'messages': [QUESTION, ANSWER, ANSWER], 'image': 'red.png'}, 'must alternate'),
+    'tool before an answer': (
+        {'messages': [QUESTION, {'role': 'tool', 'content': '4'}], 'image': 'red.png'},
+        'alternate',
+    ),
+    'number as image': ({**turn(), 'image': 3}, 'must be a file name or a list of file names, got: 3'),
+    'lone surrogate': (text_of('half \ud83d'), r'lone surrogate \\ud83d'),
+    'lone surrogate in a name': ({**turn(), 'image': 'a\udc00.png'}, r'lone surrogate \\udc00'),
+}
+
+
+@pytest.mark.parametrize(('data', 'message'), REFUSED.values(), ids=REFUSED.keys())
+def test_what_would_be_dropped_is_refused_in_one_line(data, message):
+    with pytest.raises(BadSampleError, match=message) as raised:
+        parse({'id': 'a\n\ud800', **data})
+    assert str(raised.value).startswith('sample "a \\ud800" (data.json, line 3): ')
+    assert '\n' not in str(raised.value)
+    assert len(str(raised.value)) < 500
+    str(raised.value).encode()
+
+
+def test_weight_0_takes_the_loss_from_that_answer_alone(folder):
+    messages = [
+        QUESTION,
+        {**ANSWER, 'weight': 0},
+        {'role': 'user', 'content': 'Sure?'},
+        {'role': 'assistant', 'content': 'Yes.', 'weight': 1},
+        {'role': 'user', 'content': 'Really?'},
+        {'role': 'assistant', 'content': 'Red, yes.', 'loss': True},
+    ]
+    without = [{key: value for key, value in message.items() if key not in ('weight', 'loss')} for message in messages]
+    path = folder / 'data.json'
+    path.write_text(json.dumps([{'image': 'red.png', 'messages': messages}, {'image': 'red.png', 'messages': without}]))
+    dataset = LlavaDataset(path, small())
+    weighted, plain = dataset[0], dataset[1]
+    assert weighted['input_ids'].tolist() == plain['input_ids'].tolist()
+    decode = dataset.encoder.tokenizer.decode
+    spoken = [decode(sample['labels'][sample['labels'] != -100]) for sample in (weighted, plain)]
+    assert spoken == ['Yes.<|end|>Red, yes.<|end|>', 'Red.<|end|>Yes.<|end|>Red, yes.<|end|>']
+
+
+def test_trl_learns_the_completion_only():
+    record = parse(FORMATS['TRL prompt and completion'][0])
+    assert [turn.carries_loss for turn in record.turns if turn.role == 'assistant'] == [False, True]
+
+
+def test_template_that_drops_a_role_is_refused(folder):
+    processor = small()
+    messages = [QUESTION, ANSWER, {'role': 'tool', 'content': 'sunny'}, {'role': 'assistant', 'content': 'Sunny.'}]
+    path = folder / 'data.json'
+    path.write_text(json.dumps([{'id': 'a', 'image': 'red.png', 'messages': messages}]))
+    assert 'sunny' in processor.tokenizer.decode(LlavaDataset(path, processor)[0]['input_ids'][0])
+    silent = "{%- for message in messages if message['role'] != 'tool' -%}"
+    processor.chat_template = processor.chat_template.replace('{%- for message in messages -%}', silent)
+    with pytest.raises(BadSampleError, match=r'sample "a" .*`chat_template` must write what the tool says'):
+        LlavaDataset(path, processor)[0]
+
+
+RECORDS = [{'id': f'r{i}', 'image': 'red.png', 'messages': [QUESTION, {**ANSWER, 'content': 'Rød.'}]} for i in range(3)]
+LINES = '\n'.join(json.dumps(record, ensure_ascii=False) for record in RECORDS)
+ENCODED = {
+    'BOM': LINES.encode('utf-8-sig'),
+    'UTF-16': LINES.encode('utf-16'),
+    'UTF-16 without BOM': LINES.encode('utf-16-le'),
+    'gzip': gzip.compress(LINES.encode()),
+    'array with BOM': json.dumps(RECORDS).encode('utf-8-sig'),
+    'Windows line ends': LINES.replace('\n', '\r\n').encode(),
+}
+
+
+@pytest.mark.parametrize('content', ENCODED.values(), ids=ENCODED.keys())
+def test_encodings(folder, content):
+    (folder / 'data.jsonl').write_bytes(content)
+    records = [parse_record(raw) for raw in read_raw_records(folder / 'data.jsonl')]
+    assert [record.sample_id for record in records] == ['r0', 'r1', 'r2']
+    assert {record.turns[1].text for record in records} == {'Rød.'}
+
+
+BROKEN_FILES = {
+    'two arrays': (b'[{}]\n\n[{}]', r"one JSON array, got: .*data\.json with '\[\{\}\]' behind its end, at line 3"),
+    'text behind': (b'[{}] and more', "'and more' behind its end, at line 1"),
+    'cut gzip': (gzip.compress(b'[{}]')[:-9], r'a file that can be read, got: .*data\.json'),
+    'cut UTF-16': ('[{}]\n'.encode('utf-16')[:-1], r'UTF-8, or UTF-16 throughout, got: .*data\.json'),
+    'one object': (b'{\n"a": 1,\n"b": 2}', r'one object of the keys a, b\. .* name of a dataset: .*data\.json#name'),
+    'entry of one line': (b'[{"id": 1}, {"id": ]', r'syntax error at line 1, column 20 \(entry 2: Expecting value'),
+    'nested': (b'[' * 100_000, r'syntax error at line 1, column 1 \(entry 1: '),
+}
+
+
+@pytest.mark.parametrize(('content', 'message'), BROKEN_FILES.values(), ids=BROKEN_FILES.keys())
+def test_broken_file_is_refused_as_a_whole(folder, content, message):
+    (folder / 'data.json').write_bytes(content)
+    with pytest.raises(ValueError, match=message) as raised:
+        list(read_raw_records(folder / 'data.json'))
+    assert '\n' not in str(raised.value)
+
+
+def test_bad_bytes_and_deep_lines_cost_one_sample_each(folder):
+    deep = '{"id": ' + '[' * 100_000
+    (folder / 'data.jsonl').write_bytes(b'\n'.join([LINES.encode(), LINES.encode('latin-1'), deep.encode()]))
+    dataset = LlavaDataset(folder / 'data.jsonl', small(), on_error='skip', lengths_folder=folder / 'lengths')
+    assert [dataset[i]['sample_ids'] for i in range(len(dataset))] == [['r0'], ['r1'], ['r2']]
+    assert len(dataset.skipped) == 4
+    assert 'sample "r1" ' in dataset.skipped[1]
+    assert dataset.skipped[1].endswith('got: the byte 0xf8, which is no UTF-8. Save the file as UTF-8')
+    assert 'data.jsonl, line 5' in dataset.skipped[1]
+    assert dataset.skipped[3].endswith('line 7): not valid JSON: brackets within brackets, too deep')
+
+
+def test_entries_of_one_line_are_told_apart(folder):
+    record = {key: value for key, value in RECORDS[0].items() if key != 'id'}
+    names = {}
+    for name, text in (
+        ('one', json.dumps([record] * 3)),
+        ('lines', f'[{json.dumps(record)},\n{json.dumps(record)}, 7]'),
+    ):
+        (folder / 'data.json').write_text(text)
+        names[name] = [raw.where for raw in read_raw_records(folder / 'data.json')]
+    assert names == {'one': ['entry 1', 'entry 2', 'entry 3'], 'lines': ['line 1', 'line 2', 'entry 3']}
+    with pytest.raises(BadSampleError, match=r'sample "entry 3" \(.*data\.json, entry 3\): must be a JSON object'):
+        LlavaDataset(folder / 'data.json', small())
+
+
+def describe(folder, entry, records, name='own.json'):
+    (folder / name).write_text(json.dumps(records))
+    (folder / 'dataset_info.json').write_text(json.dumps({'other': {}, 'mine': entry}, indent=2))
+    return f'{folder}/dataset_info.json#mine'
+
+
+DESCRIBED = {
+    'alpaca': (
+        {'file_name': 'own.json', 'columns': {'prompt': 'q', 'query': 'more', 'response': 'a', 'images': 'pics'}},
+        {'q': '<image>Which colour?', 'more': '', 'a': 'Red.', 'pics': ['red.png'], 'system': 'not named, so not read'},
+    ),
+    'sharegpt': (
+        {
+            'file_name': 'own.json',
+            'formatting': 'sharegpt',
+            'ranking': False,
+            'columns': {'messages': 'dialogue', 'images': 'pics'},
+            'tags': {'role_tag': 'who', 'content_tag': 'what', 'user_tag': 'I', 'assistant_tag': 'bot'},
+        },
+        {
+            'dialogue': [{'who': 'I', 'what': '<image>Which colour?'}, {'who': 'bot', 'what': 'Red.'}],
+            'pics': ['red.png'],
+        },
+    ),
+    'openai': (
+        {
+            'file_name': 'own.json',
+            'formatting': 'sharegpt',
+            'columns': {'messages': 'messages', 'images': 'images'},
+            'tags': {'role_tag': 'role', 'content_tag': 'content', 'user_tag': 'user', 'assistant_tag': 'assistant'},
+        },
+        {'messages': [QUESTION, ANSWER], 'images': ['red.png']},
+    ),
+}
+
+
+@pytest.mark.parametrize(('entry', 'record'), DESCRIBED.values(), ids=DESCRIBED.keys())
+def test_dataset_info_of_llama_factory(folder, entry, record):
+    dataset = LlavaDataset(describe(folder, entry, [record]), small())
+    assert said(dataset.records[0]) == PLAIN
+    assert seen(dataset.records[0], dataset.folders[0]) == ['red']
+    assert dataset.records[0].source == f'{folder}/own.json, entry 1'
+
+
+@pytest.mark.parametrize(
+    ('entry', 'message'),
+    [
+        ({'file_name': 'own.json', 'ranking': True}, '`ranking` is not supported'),
+        ({'file_name': 'own.json', 'num_samples': 5}, '`num_samples` is not supported'),
+        ({'file_name': 'own.json', 'columns': {'videos': 'v', 'masks': 'm'}}, '`masks` is not supported'),
+        ({'formatting': 'chatml', 'file_name': 'own.json'}, "`formatting` must be one of .* got: 'chatml'"),
+        ({'ms_hub_url': 'x/y'}, '`ms_hub_url` is not supported'),
+        ({}, '`file_name` or `hf_hub_url` must be given'),
+    ],
+)
+def test_what_an_entry_says_and_nothing_here_does_is_refused(folder, entry, message):
+    with pytest.raises(ValueError, match=rf'dataset_info\.json#mine: {message}'):
+        LlavaDataset(describe(folder, entry, [{}]), small())
+
+
+def test_name_that_is_not_there_is_answered_with_those_that_are(folder):
+    path = describe(folder, {}, [])
+    with pytest.raises(ValueError, match=r"got: 'yours', of: other, mine"):
+        LlavaDataset(path.replace('#mine', '#yours'), small())
+    with pytest.raises(ValueError, match=r'one object of the keys other, mine'):
+        LlavaDataset(path.replace('#mine', ''), small())
+
+
+def decoded(path):
+    record = parse(asked_with({'type': 'image', 'image': path.name}))
+    return open_images(record, record.files(path.parent))[0]
+
+
+def test_16_bits_are_scaled_not_clipped(tmp_path):
+    for mode in ('I;16', 'I'):
+        image = Image.new(mode, (2, 1))
+        image.putpixel((0, 0), 257 * 100)
+        image.putpixel((1, 0), 65535)
+        image.save(tmp_path / 'deep.png')
+        found = decoded(tmp_path / 'deep.png')
+        assert [found.getpixel((x, 0)) for x in (0, 1)] == [(100,) * 3, (255,) * 3]
+
+
+def test_floats_without_a_white_are_refused(tmp_path):
+    Image.new('F', (2, 1), 0.5).save(tmp_path / 'float.tiff')
+    with pytest.raises(BadSampleError, match='mode F has no known white'):
+        decoded(tmp_path / 'float.tiff')
+
+
+def test_picture_is_turned_as_the_camera_says(tmp_path):
+    image = Image.new('RGB', (16, 8), (255, 0, 0))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was turned by 90 degrees
+    image.save(tmp_path / 'turned.jpg', exif=exif)
+    assert decoded(tmp_path / 'turned.jpg').size == (8, 16)
+
+
+def test_embedded_images_change_the_fingerprint(folder):
+    prints = set()
+    for content in (RED, BLUE, RED):
+        uri = f'data:image/png;base64,{base64.b64encode(content).decode()}'
+        (folder / 'data.json').write_text(json.dumps([{'id': 'a', 'image': uri, 'messages': [QUESTION, ANSWER]}]))
+        dataset = LlavaDataset(folder / 'data.json', small())
+        assert seen(dataset.records[0], folder) == ['red' if content == RED else 'blue']
+        prints.add(dataset.fingerprint())
+    assert len(prints) == 2
+
+
+@pytest.mark.parametrize('content', [b'nonsense', RED[:40]])
+def test_broken_embedded_image_is_named(folder, content):
+    image = {'bytes': base64.b64encode(content).decode()}
+    (folder / 'data.json').write_text(json.dumps([{'id': 'a', 'image': image, 'messages': [QUESTION, ANSWER]}]))
+    with pytest.raises(BadSampleError, match=r'sample "a" \(.*entry 1\): image file data:image cannot be read'):
+        LlavaDataset(folder / 'data.json', small())[0]
