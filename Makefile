@@ -56,7 +56,7 @@ bench: $(STAMP)
 
 $(STAMP): setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[demo,bench,dev]'
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[demo,bench,datasets,lora,dev]'
 	@touch $@
 
 $(STAMP_STREAMING): setup.cfg pyproject.toml
