@@ -99,6 +99,38 @@ def test_training_exports_at_its_end_where_asked(tmp_path):
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
+def test_an_adapter_is_trained_kept_alone_exported_and_merged(tmp_path):
+    pytest.importorskip('peft')
+    from composer_tokacc.programs.models import build_model
+
+    run(tmp_path / 'whole')
+    assert main([str(tmp_path / 'whole' / 'checkpoints' / 'latest-rank0.pt'), str(tmp_path / 'base')]) == 0
+    arguments = [argument for argument in TINY_DIGITS if not argument.startswith('model.')]
+    lora = {'r': 4, 'modules_to_save': ['multi_modal_projector']}
+    arguments += [
+        f'model.pretrained={tmp_path / "base"}', 'model.config=null', f'model.lora={lora}', 'optimizer.lr=0.01',
+        'trainer.max_duration=3ba', f'trainer.save_folder={tmp_path / "checkpoints"}', 'scheduler.t_warmup=0ba',
+        f'report.folder={tmp_path / "report"}',
+    ]  # fmt: skip
+    assert train([DIGITS, *arguments]) == 0
+    checkpoint = tmp_path / 'checkpoints' / 'latest-rank0.pt'
+    weights = torch.load(checkpoint, weights_only=False)['state']['model']
+    assert all('lora_' in name or 'modules_to_save' in name for name in weights)
+
+    model = build_model(pretrained=str(tmp_path / 'base'), processor=build_digits_processor(), lora=lora)
+    before = model.model.eval()(**a_batch()).logits.detach()
+    model.load_state_dict(weights, strict=True)
+    expected = model.model.eval()(**a_batch()).logits.detach()
+    assert (expected - before).abs().max() > 1e-3, 'three steps have moved the adapter'
+
+    assert main([str(checkpoint), str(tmp_path / 'adapter')]) == 0
+    found = logits_of_export(tmp_path / 'base', str(tmp_path / 'adapter'))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert main([str(checkpoint), str(tmp_path / 'merged'), 'merge=true']) == 0
+    torch.testing.assert_close(logits_of_export(tmp_path / 'merged'), expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ('make', 'message'),
     [
