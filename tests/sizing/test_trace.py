@@ -154,6 +154,7 @@ def llava_7b() -> LlavaConfig:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)  # minutes of one core, more beside other tests
 def test_llava_of_seven_billion_weights_without_a_gpu() -> None:
     config = llava_7b()
     samples = [made_up_sample(config, 60), made_up_sample(config, 90, num_images=1)]
