@@ -100,7 +100,7 @@ def _place(tensor: torch.Tensor) -> int:
 def ranks(count: int) -> Iterator[None]:
     """Makes the split take itself for one rank of several, which all answer as this one."""
     split = 'composer_tokacc.data_spec.split'
-    with mock.patch(f'{split}.dist.get_world_size', return_value=count), mock.patch(f'{split}._max_over_ranks', list):
+    with mock.patch(f'{split}.dist.get_world_size', return_value=count), mock.patch(f'{split}.max_over_ranks', list):
         yield
 
 
