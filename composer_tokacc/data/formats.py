@@ -280,7 +280,7 @@ def _carries_loss(turn: Mapping[str, Any], role: str) -> bool:
     if wrong or len(set(given.values())) > 1 or (role != 'assistant' and 1 in given.values()):
         raise ValueError(
             f'`weight` (or `loss`) of a turn must be 0 or 1, and 1 only for an answer, got: {_short(given)} for a turn '
-            f'of the {role}; whole samples may be weighted by `algorithms.token_accumulation.token_weights`'
+            f'of the {role}. Weights between are not supported; write 0 or 1, or take them out'
         )
     return role != 'assistant' or 0 not in given.values()
 

@@ -24,7 +24,6 @@ __all__ = [
     'image_grid',
     'patch_counts',
     'queries',
-    'queries_by_frame',
     'video_grid',
 ]
 
@@ -69,11 +68,6 @@ def patch_counts(batch: Batch, config: Any, num_items: int, num_tokens: int) -> 
 def queries(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
     """BLIP: a fixed number of query tokens an image; the model does not check that the placeholders are as many."""
     return [] if config is None else [config.num_query_tokens] * num_items
-
-
-def queries_by_frame(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
-    """InstructBLIP-Video: query tokens for each frame."""
-    return [size * batch['pixel_values'].shape[1] for size in queries(batch, config, num_items, num_tokens)]
 
 
 def audio_frames(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:

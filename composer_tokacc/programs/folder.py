@@ -19,7 +19,7 @@ from composer.models.huggingface import get_hf_config_from_composer_state_dict
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import GenerationConfig, PretrainedConfig
 
-from composer_tokacc.programs.models import auto_class
+from composer_tokacc.programs.models import auto_class, set_cache
 from composer_tokacc.programs.schema import ConfigError
 
 __all__ = ['export_checkpoint', 'export_model']
@@ -60,7 +60,7 @@ def export_checkpoint(checkpoint: Path, folder: Path, *, merge: bool = False) ->
 def export_model(model: HuggingFaceModel, folder: Path) -> None:
     """As :func:`export_checkpoint`, of a model in memory whose weights are whole on this rank; overwrites."""
     inner: Any = model.model
-    _with_cache(inner.config)
+    set_cache(inner.config, on=True)
     inner.save_pretrained(folder)
     _write_processor(model.get_metadata(), folder)
 
@@ -97,12 +97,6 @@ def _read(checkpoint: Path) -> dict[str, Any]:
             ) from error
 
 
-def _with_cache(config: PretrainedConfig) -> None:
-    """Generation wants the cache that training switched off."""
-    for part in (config, *(value for value in vars(config).values() if isinstance(value, PretrainedConfig))):
-        part.use_cache = True
-
-
 def _empty_model(config: PretrainedConfig) -> Any:
     """The model without memory for its weights."""
     with torch.device('meta'):
@@ -126,11 +120,7 @@ def _save_model(model: Any, metadata: Mapping[str, Any], folder: Path) -> None:
     generation = metadata['model'].get('generation_config')
     if generation is not None:
         model.generation_config = GenerationConfig.from_dict(generation['content'])
-    for part in (
-        model.config,
-        *(value for value in vars(model.config).values() if isinstance(value, PretrainedConfig)),
-    ):
-        part.use_cache = True  # switched off for training
+    set_cache(model.config, on=True)
     model.save_pretrained(folder)
 
 

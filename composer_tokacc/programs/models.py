@@ -42,6 +42,7 @@ __all__ = [
     'check_model',
     'freeze_parameters',
     'read_config',
+    'set_cache',
     'tokenizer_of',
     'vision_patch_size',
 ]
@@ -118,7 +119,7 @@ def build_transformers_model(
     for module in model.modules():
         # Before transformers 4.52 each part had a copy of its config.
         if isinstance(getattr(module, 'config', None), PretrainedConfig):
-            _disable_cache(module.config)
+            set_cache(module.config, on=False)
     _freeze_unreached_vision_layers(model)
     freeze_parameters(model, freeze)
     if lora:
@@ -241,12 +242,15 @@ def _make_room_for(tokenizer: Any, model: Any) -> None:
         model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64)
 
 
-def _disable_cache(config: PretrainedConfig) -> None:
-    """Training never reads the key-value cache, and packed rows leak attention with it; generate() has its own flag."""
-    config.use_cache = False
+def set_cache(config: PretrainedConfig, on: bool) -> None:
+    """Switches the key-value cache of all parts of a model, which generation alone reads.
+
+    Training keeps it off: packed rows leak attention with it.
+    """
+    config.use_cache = on
     for value in vars(config).values():
         if isinstance(value, PretrainedConfig):
-            _disable_cache(value)
+            set_cache(value, on)
 
 
 def _freeze_unreached_vision_layers(model: Any) -> None:

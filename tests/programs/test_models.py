@@ -10,10 +10,8 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForImageTextToText
 
-from composer_tokacc.data import VisionLanguageCollator
 from composer_tokacc.programs.models import build_model, freeze_parameters
 from composer_tokacc.sizing import transformer_blocks
-from examples.digits import DigitsDataset, build_digits_processor
 from tests.support.text import VOCABULARY, text_model
 
 VISION = {
@@ -25,17 +23,6 @@ TEXT = {
     'num_attention_heads': 2, 'num_key_value_heads': 2, 'max_position_embeddings': 128,
 }  # fmt: skip
 LLAVA = {'model_type': 'llava', 'vision_config': VISION, 'text_config': TEXT, 'vision_feature_layer': -1}
-
-
-@pytest.fixture(scope='module')
-def processor():
-    return build_digits_processor()
-
-
-@pytest.fixture(scope='module')
-def batch(processor):
-    dataset = DigitsDataset(processor, num_samples=12, max_images=3)
-    return VisionLanguageCollator(processor)([dataset[index] for index in range(12)])
 
 
 def llava(processor, **changes):
