@@ -5,8 +5,8 @@
 
 The launcher shows rank 0 of a node as it goes and the others only when they have ended; by then rank 0 has died of the
 broken connection, with a traceback that says nothing. So each rank tells its end to the store that torch's rendezvous
-has opened on rank 0, a thread of each node's first rank reads it there, says it and ends its process; then the
-launcher ends the rest.
+has opened on rank 0, where a thread of every rank reads it: the first rank of a node says it and ends with its status,
+the others end in silence.
 """
 
 from __future__ import annotations
@@ -66,8 +66,9 @@ class RankWatch:
             return False
         if self._is_first and told == text:
             self._stop.set()
+            time.sleep(2 * _EVERY)  # the others end first: the launcher would show what they say to a closed connection
             return False
-        time.sleep(6 * _EVERY)  # the launcher ends this process as soon as the first rank has said it
+        time.sleep(6 * _EVERY)  # the thread ends this process
         return True
 
     def _watch(self) -> None:
@@ -79,16 +80,17 @@ class RankWatch:
             while not self._stop.wait(_EVERY):
                 beat += 1
                 store.set(_ALIVE.format(rank), str(beat))
+                if store.check([_TOLD]):
+                    status, _, message = store.get(_TOLD).decode().partition(' ')
+                    self._end(message, int(status))
                 if self._is_first:
-                    self._look(store, seen)
+                    self._miss(store, seen)
             store.set(_ALIVE.format(rank), _DONE)
         except RuntimeError:  # rank 0 has gone, which the launcher sees as well
             return
 
-    def _look(self, store: TCPStore, seen: dict[int, tuple[str, float]]) -> None:
-        if store.check([_TOLD]):
-            status, _, message = store.get(_TOLD).decode().partition(' ')
-            self._end(message, int(status))
+    def _miss(self, store: TCPStore, seen: dict[int, tuple[str, float]]) -> None:
+        """Ends the run if a rank, last seen with the given beat at the given time, has not been heard of for long."""
         for other, (last, since) in seen.items():
             key = _ALIVE.format(other)
             found = store.get(key).decode() if store.check([key]) else ''
@@ -102,10 +104,15 @@ class RankWatch:
                 )
 
     def _end(self, message: str, status: int) -> None:
-        if not self._stop.is_set():
-            sys.stdout.flush()
-            print(f'\n{message}', file=sys.stderr, flush=True)
-            os._exit(status)  # the main thread may wait in a collective
+        """Ends this process, whose main thread may wait in a collective."""
+        if self._stop.is_set():
+            return
+        if not self._is_first:
+            os._exit(0)
+        sys.stdout.flush()
+        print(f'\n{message}', file=sys.stderr, flush=True)
+        time.sleep(2 * _EVERY)  # as above
+        os._exit(status)
 
 
 def _connect(timeout: float) -> TCPStore:

@@ -84,9 +84,8 @@ def test_a_part_of_a_sharded_checkpoint_that_was_cut_off_is_named(tmp_path):
 
 
 def test_a_folder_belongs_to_one_run_at_a_time(tmp_path):
-    with lock_folder(tmp_path):
-        with pytest.raises(ConfigError, match='another run is writing'), lock_folder(tmp_path):
-            pass
+    with lock_folder(tmp_path), pytest.raises(ConfigError, match='another run is writing'), lock_folder(tmp_path):
+        pass
     with lock_folder(tmp_path):
         pass
     with lock_folder(None), lock_folder(None):
