@@ -302,8 +302,9 @@ class FakeRun:
             with torch.autocast('cpu', self._dtype, enabled=self._dtype is not None):
                 outputs = self.model(**inputs)
             del previous
-            # Not loss.backward(): a function mode is off inside the methods that pass through it.
-            torch.autograd.backward(outputs.loss)
+            # Not from the loss itself: a function mode is off inside what it sees, and it sees what takes a tensor.
+            root = torch.autograd.graph.get_gradient_edge(outputs.loss)
+            torch.autograd.backward([root], grad_tensors=[torch.ones_like(outputs.loss)])
         logits = outputs.get('logits')
         return None if logits is None else logits.dtype
 
