@@ -82,6 +82,7 @@ def verify(config: TrainConfig, *, max_rows: int = 8) -> list[dict[str, Any]]:
     """
     parts = build_parts(config)
     _switch_off_dropout(parts.model)
+    _leave_zero(parts.model)
     layout = BatchLayout.for_model(parts.model)
     batch = next(iter(parts.train_loader.dataloader))
     num_rows = layout.num_rows(batch)
@@ -199,6 +200,14 @@ def _relative_error(found: Gradients, expected: Gradients) -> tuple[float, str]:
     worst = max(squares, key=squares.__getitem__)
     reason = 'has no gradient' if worst not in found else 'has none expected' if worst not in expected else 'is off'
     return (sum(squares.values()) / norm) ** 0.5, f'most of all, {worst} {reason}'
+
+
+def _leave_zero(model: torch.nn.Module) -> None:
+    """Moves what is trained and all zero: a fresh adapter's B, without which A has no gradient that could be wrong."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.requires_grad and not parameter.any():
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
 
 
 def _switch_off_dropout(model: torch.nn.Module) -> None:

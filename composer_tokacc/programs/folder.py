@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import sys
 import tempfile
@@ -16,10 +17,12 @@ from typing import Any
 import torch
 from composer.models import HuggingFaceModel
 from composer.models.huggingface import get_hf_config_from_composer_state_dict
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import GenerationConfig, PretrainedConfig
 
-from composer_tokacc.programs.models import auto_class, set_cache
+from composer_tokacc.programs.models import auto_class, empty_model, set_cache
 from composer_tokacc.programs.schema import ConfigError
 
 __all__ = ['export_checkpoint', 'export_model']
@@ -36,8 +39,21 @@ def export_checkpoint(checkpoint: Path, folder: Path, *, merge: bool = False) ->
     Raises:
         ConfigError: If the checkpoint cannot be read or is of another kind of model, or the folder is not empty.
     """
+    folder = folder.resolve()
     _check_folder(folder)
-    state = _read(checkpoint)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        # Under another name until it is whole, beside the folder because it may be large.
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f'{folder.name}-') as unfinished:
+            written = Path(unfinished) / 'folder'
+            written.mkdir()
+            _export(_read(checkpoint, Path(unfinished)), checkpoint, written, merge=merge)
+            os.replace(written, folder)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f'the folder to export to must be writable, got: {folder} ({error})') from error
+
+
+def _export(state: Mapping[str, Any], checkpoint: Path, folder: Path, *, merge: bool) -> None:
     try:
         metadata = state['integrations']['huggingface']
     except KeyError:
@@ -46,10 +62,9 @@ def export_checkpoint(checkpoint: Path, folder: Path, *, merge: bool = False) ->
         ) from None
     weights = {name.removeprefix('model.'): value for name, value in state['model'].items()}
     config = get_hf_config_from_composer_state_dict({'state': state})
-    folder.mkdir(parents=True, exist_ok=True)
     adapter = metadata['model'].get('peft_config')
     if adapter is None:
-        _save_model(_with_weights(_empty_model(config), weights), metadata, folder)
+        _save_model(_with_weights(empty_model(config), weights), metadata, folder)
     elif merge:
         _save_model(_merged(config, adapter['content'], weights), metadata, folder)
     else:
@@ -70,37 +85,30 @@ def _check_folder(folder: Path) -> None:
         raise ConfigError(f'the folder to export to must be absent or empty, got: {folder}. Give another one')
 
 
-def _read(checkpoint: Path) -> dict[str, Any]:
-    """The ``state`` of a checkpoint."""
+def _read(checkpoint: Path, scratch: Path) -> dict[str, Any]:
+    """The ``state`` of a checkpoint; one that is sharded is put together in ``scratch``."""
     path = checkpoint.resolve()  # `latest-rank0.pt` is a link
     if not path.exists():
         raise ConfigError(
             f'the checkpoint must be a file, or the folder of a sharded one, got: {checkpoint}, which is not there'
         )
-    with tempfile.TemporaryDirectory() as temporary:
+    if path.is_dir() and not (path / '.metadata').exists():
+        raise ConfigError(
+            f'the folder of a sharded checkpoint must hold `.metadata`, got: {checkpoint} without it. Name the '
+            'folder of one step, such as checkpoints/ep1-ba100'
+        )
+    whole = scratch / 'whole.pt'
+    try:
         if path.is_dir():
-            if not (path / '.metadata').exists():
-                raise ConfigError(
-                    f'the folder of a sharded checkpoint must hold `.metadata`, got: {checkpoint} without it. Name the '
-                    'folder of one step, such as checkpoints/ep1-ba100'
-                )
-            whole = Path(temporary) / 'whole.pt'
             dcp_to_torch_save(path, whole)
-            path = whole
-        try:
-            # A Composer checkpoint holds more than tensors: random states, timestamps, plain objects.
-            loaded = torch.load(path, map_location='cpu', weights_only=False)
-            return loaded['state']
-        except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError, ValueError, OSError) as error:
-            raise ConfigError(
-                f'the checkpoint must be whole and written by Composer, got: {checkpoint} ({error})'
-            ) from error
-
-
-def _empty_model(config: PretrainedConfig) -> Any:
-    """The model without memory for its weights."""
-    with torch.device('meta'):
-        return auto_class(config).from_config(config)
+        # A Composer checkpoint holds more than tensors: random states, timestamps, plain objects.
+        loaded = torch.load(whole if path.is_dir() else path, map_location='cpu', weights_only=False)
+        whole.unlink(missing_ok=True)
+        return loaded['state']
+    except (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, TypeError, ValueError, CheckpointException) as error:
+        raise ConfigError(
+            f'the checkpoint must be whole and written by Composer, got: {checkpoint} ({error})'
+        ) from error
 
 
 def _with_weights(model: Any, weights: Mapping[str, torch.Tensor]) -> Any:
@@ -157,15 +165,17 @@ def _merged(config: PretrainedConfig, content: Mapping[str, Any], weights: Mappi
 
 def _write_processor(metadata: Mapping[str, Any], folder: Path) -> None:
     """Every file of the processor (tokenizer, image processor, chat template), as it was saved with the run."""
-    files = metadata.get('processor') or metadata.get('tokenizer') or {}
+    # Of the processor's files, those that are the tokenizer's too are kept once.
+    files = {**metadata.get('tokenizer', {}), **metadata.get('processor', {})}
     if not files:
         print('The checkpoint holds no processor; save the one of the run beside the weights.', file=sys.stderr)
     for name, file in files.items():
-        content = file['content']
+        content, path = file['content'], folder / name
+        path.parent.mkdir(exist_ok=True)  # a Q-Former's tokenizer has a folder of its own
         if isinstance(content, bytes):
-            (folder / name).write_bytes(content)
+            path.write_bytes(content)
         elif isinstance(content, str):
-            (folder / name).write_text(content, encoding='utf-8')
+            path.write_text(content, encoding='utf-8')
         else:  # Composer keeps a vocabulary as its lines, JSON as what it says
             text = '\n'.join(content) if file['file_extension'] == '.txt' else json.dumps(content, ensure_ascii=False)
-            (folder / name).write_text(text, encoding='utf-8')
+            path.write_text(text, encoding='utf-8')

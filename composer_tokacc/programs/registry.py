@@ -14,6 +14,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,15 @@ _ALIASES = {
     ('scheduler', 'cosine_with_warmup'): 'CosineAnnealingWithWarmupScheduler',
     ('scheduler', 'linear_decay_with_warmup'): 'LinearWithWarmupScheduler',
 }
+# What Composer's loggers import only when they are made, which is after the data has been read and the model loaded.
+_PACKAGES = {
+    'CometMLLogger': 'comet_ml',
+    'MLFlowLogger': 'mlflow',
+    'NeptuneLogger': 'neptune',
+    'SlackLogger': 'slack_sdk',
+    'TensorboardLogger': 'tensorboard',
+    'WandBLogger': 'wandb',
+}
 # Arguments of the Trainer that other sections fill.
 _FILLED_ELSEWHERE = {
     'model': 'model',
@@ -88,7 +98,13 @@ def check_sections(config: TrainConfig) -> None:
         raise ConfigError(f'`trainer.loggers` must be a mapping of names to arguments, got: {loggers}')
     for kind, parts in (('algorithms', config.algorithms), ('callbacks', config.callbacks), ('loggers', loggers)):
         for name, arguments in parts.items():
-            check_arguments(f'{kind}.{name}', _class_by_name(kind, name), arguments)
+            cls = _class_by_name(kind, name)
+            check_arguments(f'{kind}.{name}', cls, arguments)
+            package = _PACKAGES.get(cls.__name__)
+            if package is not None and find_spec(package) is None:
+                raise ConfigError(
+                    f'`trainer.loggers.{name}` needs the package {package}, got: none. pip install {package}'
+                )
     for kind, section, num_given in (('optimizer', config.optimizer, 1), ('scheduler', config.scheduler, 0)):
         if 'name' not in section:
             raise ConfigError(f'`{kind}.name` must be given, got: {section}')

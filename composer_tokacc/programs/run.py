@@ -67,16 +67,28 @@ def check_config(config: TrainConfig, *, num_ranks: int | None = None) -> None:
         ConfigError: For the first mistake, in one line that says what it is and how to mend it.
     """
     with section('model'):
-        check_model(config.model.pretrained, config.model.config, config.model.dtype)
+        check_model(config.model.pretrained, config.model.config, config.model.dtype, config.model.lora)
     config.loader.check(num_ranks or int(os.environ.get('WORLD_SIZE', '1')))
     for key in ('processor', 'eval'):
         if not isinstance(config.dataset.get(key), dict | None):
             raise ConfigError(f'`dataset.{key}` must be a mapping of arguments, got: {config.dataset[key]}')
     source_of(config).check()
     config.microbatching.check(on_cpu=config.trainer.get('device') == 'cpu')
+    if config.is_sharded and config.model.lora is not None:
+        _check_sharded_lora(config)
     # The run's own, of no data.
     token_data_spec_of(config, [], slot_tokens=config.microbatching.slot_tokens)
     check_sections(config)
+
+
+def _check_sharded_lora(config: TrainConfig) -> None:
+    if config.model.lora and config.model.lora.get('bits') is not None:
+        raise ConfigError('`model.lora.bits` must be left out with FSDP, which cannot shard 4-bit weights, got: 4. Use DDP')
+    if config.model.dtype != 'float32':
+        raise ConfigError(
+            '`model.dtype` must be float32 with `model.lora` and FSDP, which shards weights of one type together, got: '
+            f'{config.model.dtype} beside an adapter in float32. Set it, or use DDP'
+        )
 
 
 @dataclass(kw_only=True)
