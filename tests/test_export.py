@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -129,6 +130,50 @@ def test_an_adapter_is_trained_kept_alone_exported_and_merged(tmp_path):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     assert main([str(checkpoint), str(tmp_path / 'merged'), 'merge=true']) == 0
     torch.testing.assert_close(logits_of_export(tmp_path / 'merged'), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_sharded_checkpoints_become_folders_with_the_logits_of_the_sharded_model(tmp_path):
+    pytest.importorskip('peft')
+    base = tmp_path / 'base'
+    run(tmp_path / 'first', f'report.folder={tmp_path}/first', 'report.export=true')
+    (tmp_path / 'first' / 'exported').rename(base)
+    runs = {
+        'weights': [],
+        'adapter': [
+            'model.config=null', f'model.pretrained={base}',
+            'model.lora={r: 4, modules_to_save: [multi_modal_projector]}', 'optimizer.lr=0.01',
+        ],
+    }  # fmt: skip
+    every = []
+    for name, own in runs.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        torch.save(a_batch(), folder / 'batch.pt')
+        common = [each for each in TINY_DIGITS if not (own and each.startswith('model.'))]
+        every.append([
+            *common, *own, 'dataset.eval=null', 'trainer.max_duration=2ba', f'report.folder={folder}',
+            'scheduler.t_warmup=0ba',
+            'trainer.parallelism_config.fsdp={state_dict_type: sharded}', f'trainer.save_folder={folder}/checkpoints',
+        ])  # fmt: skip
+    done = launch(['tests/ranks/sharded_export.py', json.dumps(every), DIGITS], ranks=2)
+    assert done.returncode == 0, done.stderr[-6000:]
+
+    expected = {name: torch.load(tmp_path / name / 'logits.pt') for name in runs}
+    sharded = {name: tmp_path / name / 'checkpoints' / 'ep0-ba2' for name in runs}
+    assert main([str(sharded['weights']), str(tmp_path / 'exported')]) == 0
+    found = logits_of_export(tmp_path / 'exported')
+    torch.testing.assert_close(found, expected['weights'], rtol=1e-6, atol=1e-6)
+    assert main([str(sharded['adapter']), str(tmp_path / 'adapter_folder')]) == 0
+    found = logits_of_export(base, str(tmp_path / 'adapter_folder'))
+    torch.testing.assert_close(found, expected['adapter'], rtol=1e-6, atol=1e-6)
+    assert main([str(sharded['adapter']), str(tmp_path / 'merged'), 'merge=true']) == 0
+    torch.testing.assert_close(logits_of_export(tmp_path / 'merged'), expected['adapter'], rtol=1e-5, atol=1e-5)
+
+    # A shard that is gone.
+    next(sharded['weights'].glob('__1_*.distcp')).unlink()
+    assert main([str(sharded['weights']), str(tmp_path / 'damaged')]) == 2
+    assert not (tmp_path / 'damaged').exists()
 
 
 @pytest.mark.parametrize(

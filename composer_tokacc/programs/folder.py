@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from pickle import PickleError
 from typing import Any
 
 import torch
@@ -105,10 +105,8 @@ def _read(checkpoint: Path, scratch: Path) -> dict[str, Any]:
         loaded = torch.load(whole if path.is_dir() else path, map_location='cpu', weights_only=False)
         whole.unlink(missing_ok=True)
         return loaded['state']
-    except (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, TypeError, ValueError, CheckpointException) as error:
-        raise ConfigError(
-            f'the checkpoint must be whole and written by Composer, got: {checkpoint} ({error})'
-        ) from error
+    except (OSError, RuntimeError, EOFError, LookupError, TypeError, ValueError, PickleError, CheckpointException) as e:
+        raise ConfigError(f'the checkpoint must be whole and written by Composer, got: {checkpoint} ({e})') from e
 
 
 def _with_weights(model: Any, weights: Mapping[str, torch.Tensor]) -> Any:
@@ -165,8 +163,7 @@ def _merged(config: PretrainedConfig, content: Mapping[str, Any], weights: Mappi
 
 def _write_processor(metadata: Mapping[str, Any], folder: Path) -> None:
     """Every file of the processor (tokenizer, image processor, chat template), as it was saved with the run."""
-    # Of the processor's files, those that are the tokenizer's too are kept once.
-    files = {**metadata.get('tokenizer', {}), **metadata.get('processor', {})}
+    files = metadata.get('processor') or metadata.get('tokenizer') or {}
     if not files:
         print('The checkpoint holds no processor; save the one of the run beside the weights.', file=sys.stderr)
     for name, file in files.items():

@@ -110,7 +110,7 @@ def build_transformers_model(
     options: dict[str, Any] = {} if attn_implementation is None else {'attn_implementation': attn_implementation}
     if lora is not None and lora.get('bits') is not None:
         if not load_weights:
-            raise ValueError('`lora.bits` must be left out where memory is sized, which counts no 4-bit weights, got: 4')
+            raise ValueError('`lora.bits` must be left out where memory is sized: no 4-bit weights are counted, got: 4')
         options |= four_bit_options(lora, empty_model(read_config(pretrained, config)), getattr(torch, dtype))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -144,7 +144,7 @@ def build_transformers_model(
 def check_model(
     pretrained: str | None, config: dict[str, Any] | None, dtype: str, lora: Mapping[str, Any] | None = None
 ) -> None:
-    """Refuses a model that comes from nowhere, or from two places, a type that weights are not stored in, a bad adapter.
+    """Refuses a model from nowhere or from two places, a type that weights are not stored in, and a bad adapter.
 
     Raises:
         ValueError: As said.
@@ -318,8 +318,8 @@ class _RunModel(HuggingFaceModel):
                 metadata['processor'] = {
                     str(file.relative_to(folder)): {'file_extension': file.suffix, 'content': file.read_bytes()}
                     for file in sorted(Path(folder).rglob('*'))
-                    # Composer keeps the tokenizer's; `tokenizer.json` is the large one.
-                    if file.is_file() and str(file.relative_to(folder)) != 'tokenizer.json'
+                    # The tokenizer too: Composer keeps it as parsed JSON, and sharded checkpoints lose empty mappings.
+                    if file.is_file()
                 }
         return metadata
 

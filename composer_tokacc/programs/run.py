@@ -83,7 +83,7 @@ def check_config(config: TrainConfig, *, num_ranks: int | None = None) -> None:
 
 def _check_sharded_lora(config: TrainConfig) -> None:
     if config.model.lora and config.model.lora.get('bits') is not None:
-        raise ConfigError('`model.lora.bits` must be left out with FSDP, which cannot shard 4-bit weights, got: 4. Use DDP')
+        raise ConfigError('`model.lora.bits` must be left out with FSDP, got: 4. Use DDP, or float32 weights')
     if config.model.dtype != 'float32':
         raise ConfigError(
             '`model.dtype` must be float32 with `model.lora` and FSDP, which shards weights of one type together, got: '

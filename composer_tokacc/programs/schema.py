@@ -49,7 +49,7 @@ class ModelConfig:
     freeze: list[str] = field(default_factory=list)
     """Parts that keep their weights, e.g. ``[vision_tower]``."""
     lora: dict[str, Any] | None = None
-    """Train an adapter (peft): ``r``, ``alpha``, ``dropout``, ``target_modules``, ``modules_to_save``; ``bits: 4`` keeps
+    """Train an adapter (peft): ``r``, ``alpha``, ``dropout``, ``target_modules``, ``modules_to_save``; ``bits: 4``:
     the base in 4 bits (bitsandbytes, GPU only)."""
     dtype: str = 'float32'
     """Type of the stored weights; ``trainer.precision`` says what is computed in."""

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Under the composer launcher: adapters under DDP and FSDP2, and rank 0 writes the relative errors of their gradients."""
+"""Under the composer launcher: adapters under DDP and FSDP2; rank 0 writes the relative errors of their gradients."""
 
 from __future__ import annotations
 
