@@ -102,8 +102,10 @@ def check_sections(config: TrainConfig) -> None:
             check_arguments(f'{kind}.{name}', cls, arguments)
             package = _PACKAGES.get(cls.__name__)
             if package is not None and find_spec(package) is None:
+                extra = package.removesuffix('_sdk')
                 raise ConfigError(
-                    f'`trainer.loggers.{name}` needs the package {package}, got: none. pip install {package}'
+                    f'`trainer.loggers.{name}` needs the package {package}, got: none. '
+                    f"pip install 'mosaicml[{extra}]' for a version that Composer works with"
                 )
     for kind, section, num_given in (('optimizer', config.optimizer, 1), ('scheduler', config.scheduler, 0)):
         if 'name' not in section:

@@ -12,7 +12,7 @@ from composer_tokacc import TokenAccumulation, token_data_spec
 from composer_tokacc import size as size_program
 from composer_tokacc import train as train_program
 from composer_tokacc import verify as verify_program
-from composer_tokacc.programs.lora import four_bit_options
+from composer_tokacc.programs.lora import four_bit_options, keep_trained_only
 from composer_tokacc.programs.models import build_model
 from examples.digits import build_digits_processor
 from tests.programs.test_models import LLAVA
@@ -181,6 +181,37 @@ def test_what_no_loss_reaches_is_not_trained_by_an_adapter_either(processor):
 def test_an_empty_section_means_its_defaults(processor):
     model = build_model(config=LLAVA, processor=processor, lora={})
     assert all('lora_' in name for name in trained(model))
+
+
+@pytest.mark.slow
+def test_an_adapters_checkpoint_is_a_twentieth_of_a_model_of_a_billion_weights(tmp_path):
+    # TinyLlama 1.1B behind CLIP's large tower and LLaVA's projector, which is trained whole; 1.4 billion weights in all.
+    text = {
+        'model_type': 'llama', 'hidden_size': 2048, 'intermediate_size': 5632, 'num_hidden_layers': 22,
+        'num_attention_heads': 32, 'num_key_value_heads': 4, 'vocab_size': 32064,
+    }  # fmt: skip
+    vision = {
+        'model_type': 'clip_vision_model', 'hidden_size': 1024, 'intermediate_size': 4096, 'num_hidden_layers': 24,
+        'num_attention_heads': 16, 'image_size': 336, 'patch_size': 14,
+    }  # fmt: skip
+    config = {'model_type': 'llava', 'text_config': text, 'vision_config': vision, 'image_token_index': 32000}
+    with torch.device('meta'):
+        model = build_model(
+            config=config, dtype='bfloat16', lora={'r': 16, 'modules_to_save': ['multi_modal_projector']}
+        )
+    assert 1.4e9 < sum(parameter.numel() for parameter in model.parameters()) < 1.5e9
+    model.to_empty(device='cpu')  # sizes do not depend on values
+    sizes = {}
+    for name in ('full', 'adapter'):
+        path = tmp_path / f'{name}.pt'
+        torch.save(model.state_dict(), path)
+        sizes[name] = path.stat().st_size
+        path.unlink()
+        keep_trained_only(model)
+    print(sizes)
+    assert sizes['adapter'] < 0.05 * sizes['full']
+    # With AdamW's two moments of all that is trained, against the weights alone.
+    assert 3 * sizes['adapter'] < 0.1 * sizes['full']
 
 
 @pytest.mark.slow
