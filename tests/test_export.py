@@ -38,6 +38,25 @@ with torch.no_grad():
 assert not {'composer', 'composer_tokacc'} & set(sys.modules), 'loaded by transformers alone'
 """
 
+ANSWER_ALONE = """
+import json, sys
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+folder, questions = sys.argv[1], json.load(open(sys.argv[2]))
+processor, model = AutoProcessor.from_pretrained(folder), AutoModelForImageTextToText.from_pretrained(folder).eval()
+answers = []
+for question in questions:
+    text = processor.apply_chat_template(question['messages'], add_generation_prompt=True)
+    images = [Image.open(path) for path in question['images']] or None
+    inputs = processor(text=text, images=images, return_tensors='pt', add_special_tokens=False)
+    generated = model.generate(**inputs, max_new_tokens=32, do_sample=False)
+    answer = processor.decode(generated[0, inputs['input_ids'].shape[1]:], skip_special_tokens=True)
+    answers.append(answer.strip())
+json.dump(answers, open(sys.argv[3], 'w'))
+assert not {'composer', 'composer_tokacc', 'examples'} & set(sys.modules), 'loaded by transformers alone'
+"""
+
 
 def run(folder, *arguments, ranks=1):
     arguments = [
@@ -98,6 +117,33 @@ def test_training_exports_at_its_end_where_asked(tmp_path):
     found = logits_of_export(tmp_path / 'report' / 'exported')
     expected = logits_of_checkpoint(tmp_path / 'checkpoints' / 'latest-rank0.pt')
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_the_demos_model_gives_the_answers_that_the_run_reported(tmp_path):
+    quick = [
+        'trainer.max_duration=150ba', 'trainer.eval_interval=150ba', 'report.num_samples=48', 'report.picture=false',
+        'report.export=true', f'report.folder={tmp_path}', 'dataset.num_samples=2048', 'dataset.eval.num_samples=96',
+    ]  # fmt: skip
+    assert train([DIGITS, *quick, *QUIET]) == 0
+    reported = json.loads((tmp_path / 'result.json').read_text())['answers']
+    dataset, questions = DigitsDataset(split='eval', num_samples=96), []
+    for answer in reported:
+        index = int(answer['sample_id'].rpartition('-')[2])
+        messages, images, _ = dataset.conversation(index)
+        paths = [str(tmp_path / f'{index}-{number}.png') for number in range(len(images))]
+        for image, path in zip(images, paths, strict=True):
+            image.save(path)
+        questions.append({'messages': messages[:-1], 'images': paths})
+    (tmp_path / 'questions.json').write_text(json.dumps(questions))
+    done = subprocess.run(
+        [sys.executable, '-c', ANSWER_ALONE, 'exported', 'questions.json', 'answers.json'],
+        capture_output=True, text=True, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads((tmp_path / 'answers.json').read_text()) == [answer['generated'] for answer in reported]
+    num_right = sum(answer['generated'] == answer['expected'] for answer in reported)
+    assert num_right >= 6, 'it has learnt something, so that answers differ'
 
 
 @pytest.mark.slow
