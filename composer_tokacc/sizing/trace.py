@@ -246,14 +246,15 @@ class FakeRun:
             raise ValueError(f'`precision` must be one of {", ".join(AUTOCAST)}, got: {precision!r}.')
         if strategy not in STRATEGIES:
             raise ValueError(f'`strategy` must be one of {STRATEGIES}, got: {strategy!r}.')
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._mode = _SharedMode(allow_non_fake_inputs=True)
         with self._mode:
             model = build()
         self.model: Any = model.model if hasattr(model, 'shift_labels') else model
         self.layout = BatchLayout.for_model(self.model)
         self.strategy = strategy
         self._dtype, self._on_gpu = AUTOCAST[precision], on_gpu
-        self._named = inspect.signature(self.model.forward).parameters
+        inner = self.model.get_base_model() if hasattr(self.model, 'get_base_model') else self.model  # peft takes any name
+        self._named = inspect.signature(inner.forward).parameters
         self.vocab_size = self.model.config.get_text_config().vocab_size
         self._ledger = Ledger(self.model, self.vocab_size)
         self._logits_dtype: torch.dtype | None = None  # of the step before: none yet
@@ -336,6 +337,12 @@ class FakeRun:
             optimizer_step=max(sum(self._ledger.peak.values()) - before - states, 0),
             compute_bytes=(self._dtype or next(self.model.parameters()).dtype).itemsize,
         )
+
+
+class _SharedMode(FakeTensorMode):
+    def __deepcopy__(self, memo: dict[int, Any]) -> _SharedMode:
+        """Itself: peft copies modules with their tensors, and with these their mode, whose memory would be freed twice."""
+        return self
 
 
 _INDEXING = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)

@@ -185,7 +185,7 @@ def test_an_empty_section_means_its_defaults(processor):
 
 @pytest.mark.slow
 def test_an_adapters_checkpoint_is_a_twentieth_of_a_model_of_a_billion_weights(tmp_path):
-    # TinyLlama 1.1B behind CLIP's large tower and LLaVA's projector, which is trained whole; 1.4 billion weights in all.
+    # TinyLlama 1.1B behind CLIP's large tower and LLaVA's projector, which is trained whole; 1.4 billion in all.
     text = {
         'model_type': 'llama', 'hidden_size': 2048, 'intermediate_size': 5632, 'num_hidden_layers': 22,
         'num_attention_heads': 32, 'num_key_value_heads': 4, 'vocab_size': 32064,
