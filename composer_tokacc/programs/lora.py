@@ -15,6 +15,7 @@ from torch import nn
 from transformers import BitsAndBytesConfig
 
 from composer_tokacc.programs.schema import unknown_name
+from composer_tokacc.sizing import cast_model
 
 __all__ = ['check_lora', 'four_bit_options', 'keep_trained_only', 'with_adapter']
 
@@ -64,7 +65,7 @@ def check_lora(lora: Mapping[str, Any], *, pretrained: str | None) -> None:
 
 
 def with_adapter(model: Any, lora: Mapping[str, Any], *, base: str | None, never_trained: Collection[str] = ()) -> Any:
-    """The model with a LoRA adapter; all but the adapter and ``modules_to_save`` is frozen.
+    """The model with a LoRA adapter; only that and ``modules_to_save`` are trained, and kept in float32.
 
     Args:
         model: A Transformers model.
@@ -91,6 +92,10 @@ def with_adapter(model: Any, lora: Mapping[str, Any], *, base: str | None, never
         model = peft.get_peft_model(model, config)
     except (ValueError, TypeError, NotImplementedError, re.error) as error:
         raise ValueError(f'`lora` must be what peft can add to this model, got: {dict(lora)} ({error})') from error
+    for module in model.modules():
+        if isinstance(module, peft.utils.ModulesToSaveWrapper):
+            # As peft does with its adapters: steps of AdamW are lost in the eight bits of a bfloat16.
+            cast_model(module.modules_to_save, torch.float32)
     for name, parameter in model.named_parameters():
         if _name_in_base(name) in never_trained:
             parameter.requires_grad_(False)

@@ -158,6 +158,16 @@ def test_in_four_bits_are_the_language_models_layers_and_no_others(processor, mo
     assert {'lm_head', 'model.multi_modal_projector.linear_1'} <= kept
 
 
+def test_what_is_trained_is_kept_in_float32(processor, capsys):
+    lora = {'r': 4, 'modules_to_save': ['multi_modal_projector', 'lm_head']}
+    model = build_model(config=LLAVA, processor=processor, lora=lora, dtype='bfloat16')
+    types = {parameter.requires_grad: parameter.dtype for parameter in model.parameters()}
+    assert types == {True: torch.float32, False: torch.bfloat16}
+    status = train_program.main([DIGITS, 'model.lora={r: 4}', 'model.dtype=bfloat16', 'trainer.device=cpu'])
+    assert status == 2
+    assert '`trainer.precision` must be amp_bf16 or amp_fp16 with `model.lora`' in capsys.readouterr().err
+
+
 def test_fsdp_is_refused_where_it_cannot_shard(capsys):
     lora = ['model.lora={r: 4}', 'trainer.parallelism_config.fsdp={state_dict_type: full}']
     assert train_program.main([DIGITS, *lora, 'model.dtype=bfloat16']) == 2
