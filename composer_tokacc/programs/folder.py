@@ -18,6 +18,7 @@ import torch
 from composer.models import HuggingFaceModel
 from composer.models.huggingface import get_hf_config_from_composer_state_dict
 from safetensors import SafetensorError
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import GenerationConfig, PretrainedConfig
@@ -68,7 +69,7 @@ def _export(state: Mapping[str, Any], checkpoint: Path, folder: Path, *, merge: 
     elif merge:
         _save_model(_merged(config, adapter['content'], weights), metadata, folder)
     else:
-        _save_adapter(adapter['content'], weights, folder)
+        _save_adapter(config, adapter['content'], weights, folder)
     _write_processor(metadata, folder)
 
 
@@ -110,7 +111,7 @@ def _read(checkpoint: Path, scratch: Path) -> dict[str, Any]:
 
 
 def _with_weights(model: Any, weights: Mapping[str, torch.Tensor]) -> Any:
-    found = model.load_state_dict(dict(weights), strict=False, assign=True)
+    found = _load(model, weights, assign=True)
     # A head that is tied to the embeddings may be stored once.
     model.tie_weights()
     missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
@@ -130,35 +131,68 @@ def _save_model(model: Any, metadata: Mapping[str, Any], folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def _save_adapter(content: Mapping[str, Any], weights: Mapping[str, torch.Tensor], folder: Path) -> None:
+def _save_adapter(
+    config: PretrainedConfig, content: Mapping[str, Any], weights: Mapping[str, torch.Tensor], folder: Path
+) -> None:
     """``adapter_model.safetensors`` and its config, as peft itself writes them."""
     import peft  # only those who train adapters need it
     from safetensors.torch import save_file
 
-    config = peft.get_peft_config(dict(content))
-    # Of the base only what was trained beside the adapter (`modules_to_save`) belongs to it.
-    trained = {
-        name.replace('.modules_to_save.default.', '.').replace('.default.', '.'): value.contiguous()
-        for name, value in weights.items()
-        if 'lora_' in name or '.modules_to_save.default.' in name
-    }
+    if not content.get('base_model_name_or_path'):
+        raise ConfigError('an adapter beside a base that is nowhere else must be merged, got: no merge=true. Add it')
+    model = _with_adapter(empty_model(config), content, weights, assign=True)
+    trained = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    # With `bias: all` those are named too that no loss reaches, which are the base's.
+    trained = {name: value.contiguous() for name, value in trained.items() if not value.is_meta}
     save_file(trained, folder / 'adapter_model.safetensors', metadata={'format': 'pt'})
-    config.save_pretrained(str(folder))
+    peft.get_peft_config(dict(content)).save_pretrained(str(folder))
 
 
 def _merged(config: PretrainedConfig, content: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> Any:
+    base = content.get('base_model_name_or_path')
+    if any('.base_layer.' in name for name in weights):
+        model = auto_class(config).from_config(config)
+    else:
+        try:
+            model = auto_class(config).from_pretrained(base)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"the adapter's base must be there to merge into, got: {base} ({error})") from error
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    was_tied = head is not None and head.weight is embeddings.weight
+    if was_tied:  # only one of them may have been trained
+        head.weight = nn.Parameter(head.weight.detach().clone())
+    with_adapter = _with_adapter(model, content, weights)
+    model = with_adapter.merge_and_unload()
+    if was_tied:
+        is_tied = torch.equal(model.get_output_embeddings().weight, model.get_input_embeddings().weight)
+        model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = is_tied
+        model.tie_weights()
+    return model
+
+
+def _with_adapter(
+    model: Any, content: Mapping[str, Any], weights: Mapping[str, torch.Tensor], *, assign: bool = False
+) -> Any:
     import peft
 
-    base = content.get('base_model_name_or_path')
+    model.name_or_path = content.get('base_model_name_or_path')  # peft warns where it differs
+    model = peft.get_peft_model(model, peft.get_peft_config(dict(content)))
+    found = _load(model, weights, assign=assign)
     is_whole = any('.base_layer.' in name for name in weights)
-    if not is_whole and not base:
-        raise ConfigError('a checkpoint without its base needs `base_model_name_or_path`, got: none')
-    model = auto_class(config).from_config(config) if is_whole else auto_class(config).from_pretrained(base)
-    with_adapter: Any = peft.get_peft_model(model, peft.get_peft_config(dict(content)))
-    found = with_adapter.load_state_dict(dict(weights), strict=False)
-    if found.unexpected_keys:
-        raise ConfigError(f'the adapter must fit its base {base!r}, got: unknown {found.unexpected_keys[:3]}')
-    return with_adapter.merge_and_unload()
+    lacking = [name for name in found.missing_keys if is_whole or '.lora_' in name or '.modules_to_save.' in name]
+    if found.unexpected_keys or lacking:
+        raise ConfigError(
+            f'the checkpoint must hold a whole adapter of its base, got: {len(lacking)} missing {lacking[:3]}, '
+            f'{len(found.unexpected_keys)} unknown {found.unexpected_keys[:3]}'
+        )
+    return model
+
+
+def _load(model: Any, weights: Mapping[str, torch.Tensor], *, assign: bool) -> Any:
+    try:
+        return model.load_state_dict(dict(weights), strict=False, assign=assign)
+    except RuntimeError as error:
+        raise ConfigError(f'the checkpoint must fit its model, got: {error}') from error
 
 
 def _write_processor(metadata: Mapping[str, Any], folder: Path) -> None:

@@ -143,7 +143,10 @@ def keep_trained_only(composer_model: nn.Module) -> None:
             state_dict.setdefault(prefix + name, value)
 
     def frozen(module: nn.Module) -> dict[str, Any]:
-        return {name: p.data for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+        named = module.named_parameters(remove_duplicate=False)
+        # An adapter is kept whole, what no loss reaches too: peft misses it otherwise.
+        is_base = re.compile(r'(?!.*\.(lora_|modules_to_save\.))').match
+        return {name: p.data for name, p in named if not p.requires_grad and is_base(name)}
 
     composer_model.register_state_dict_post_hook(leave_out)
     composer_model.register_load_state_dict_pre_hook(fill_in)

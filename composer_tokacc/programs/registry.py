@@ -123,6 +123,11 @@ def check_sections(config: TrainConfig) -> None:
             '`report.export` must be false with FSDP, whose weights are on no rank whole, got: true. Export the '
             'checkpoint afterwards: python -m composer_tokacc.export CHECKPOINT FOLDER'
         )
+    if config.report.get('export') and config.model.lora is not None and config.model.pretrained is None:
+        raise ConfigError(
+            '`report.export` must be false with `model.lora` on a base that is nowhere else, got: true. Export the '
+            'checkpoint afterwards: python -m composer_tokacc.export CHECKPOINT FOLDER merge=true'
+        )
 
 
 def import_by_name(path: str, name: str) -> Any:
