@@ -31,7 +31,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from composer_tokacc.data.media import side_of_patch
-from composer_tokacc.programs.lora import keep_trained_only, with_adapter
+from composer_tokacc.programs.lora import check_lora, four_bit_options, keep_trained_only, with_adapter
 from composer_tokacc.programs.schema import unknown_name
 from composer_tokacc.sizing import cast_model, transformer_blocks
 
@@ -40,6 +40,7 @@ __all__ = [
     'build_model',
     'build_transformers_model',
     'check_model',
+    'empty_model',
     'freeze_parameters',
     'read_config',
     'set_cache',
@@ -77,7 +78,7 @@ def build_model(*, processor: Any = None, train_metrics: bool = False, **setting
         # Auto-detection says False for most vision-language models, and the metrics then compare unshifted labels.
         shift_labels=True,
     )
-    if settings.get('lora') and settings.get('pretrained'):
+    if settings.get('lora') is not None and settings.get('pretrained') is not None:
         keep_trained_only(model)
     return model
 
@@ -104,9 +105,13 @@ def build_transformers_model(
     Raises:
         ValueError: For an unknown setting, or where ``freeze`` matches nothing; see also :func:`check_model`.
     """
-    check_model(pretrained, config, dtype)
+    check_model(pretrained, config, dtype, lora)
     tokenizer = tokenizer_of(processor)
-    options = {} if attn_implementation is None else {'attn_implementation': attn_implementation}
+    options: dict[str, Any] = {} if attn_implementation is None else {'attn_implementation': attn_implementation}
+    if lora is not None and lora.get('bits') is not None:
+        if not load_weights:
+            raise ValueError('`lora.bits` must be left out where memory is sized: no 4-bit weights are counted, got: 4')
+        options |= four_bit_options(lora, empty_model(read_config(pretrained, config)), getattr(torch, dtype))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         if pretrained is not None and load_weights:
@@ -120,12 +125,12 @@ def build_transformers_model(
         # Before transformers 4.52 each part had a copy of its config.
         if isinstance(getattr(module, 'config', None), PretrainedConfig):
             set_cache(module.config, on=False)
-    _freeze_unreached_vision_layers(model)
+    unreached = _freeze_unreached_vision_layers(model)
     freeze_parameters(model, freeze)
-    if lora:
+    if lora is not None:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            model = with_adapter(model, lora, base=pretrained)
+            model = with_adapter(model, lora, base=pretrained, never_trained=unreached)
     if activation_checkpointing:
         # Non-reentrant: the reentrant kind breaks DDP's hooks and needs inputs with gradients.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})
@@ -136,8 +141,10 @@ def build_transformers_model(
     return model
 
 
-def check_model(pretrained: str | None, config: dict[str, Any] | None, dtype: str) -> None:
-    """Refuses a model that comes from nowhere, or from two places, and a type that weights are not stored in.
+def check_model(
+    pretrained: str | None, config: dict[str, Any] | None, dtype: str, lora: Mapping[str, Any] | None = None
+) -> None:
+    """Refuses a model from nowhere or from two places, a type that weights are not stored in, and a bad adapter.
 
     Raises:
         ValueError: As said.
@@ -149,6 +156,8 @@ def check_model(pretrained: str | None, config: dict[str, Any] | None, dtype: st
         )
     if dtype not in _DTYPES:
         raise ValueError(f'`dtype` must be one of {", ".join(_DTYPES)}, got: {dtype}')
+    if lora is not None:
+        check_lora(lora, pretrained=pretrained)
 
 
 def freeze_parameters(model: nn.Module, names: Sequence[str]) -> None:
@@ -228,6 +237,12 @@ def auto_class(config: PretrainedConfig) -> Any:
     return AutoModelForImageTextToText if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING else AutoModelForCausalLM
 
 
+def empty_model(config: PretrainedConfig) -> Any:
+    """The model without memory for its weights."""
+    with torch.device('meta'):
+        return auto_class(config).from_config(config)
+
+
 def _from_checkpoint(path: str, dtype: torch.dtype, options: dict[str, Any]) -> Any:
     # 4.56 renamed the option; the old name warns in 5.x, the new one is silently ignored before.
     version = tuple(int(part) for part in transformers.__version__.split('.')[:2])
@@ -253,10 +268,14 @@ def set_cache(config: PretrainedConfig, on: bool) -> None:
             set_cache(value, on)
 
 
-def _freeze_unreached_vision_layers(model: Any) -> None:
-    """Freezes what lies behind the vision feature layer, final norm included: DDP would wait for its gradient."""
+def _freeze_unreached_vision_layers(model: Any) -> set[str]:
+    """Freezes what lies behind the vision feature layer, final norm included: DDP would wait for its gradient.
+
+    Returns:
+        The names of those parameters.
+    """
     if getattr(model.config, 'model_type', None) not in _FEATURE_LAYER_FAMILIES:
-        return
+        return set()
     tower = next(module for name, module in model.named_modules() if name.endswith(('vision_tower', 'image_tower')))
     chosen = getattr(model.config, 'vision_feature_layer', None)
     if chosen is None:
@@ -270,9 +289,10 @@ def _freeze_unreached_vision_layers(model: Any) -> None:
     unreached = {id(p) for block in blocks[num_reached:] for p in block.parameters()}
     last_of_blocks = max(i for i, p in enumerate(parameters) if any(p is q for q in blocks[-1].parameters()))
     unreached |= {id(p) for p in parameters[last_of_blocks + 1 :]}
-    for parameter in parameters:
-        if id(parameter) in unreached:
-            parameter.requires_grad_(False)
+    names = {name for name, parameter in model.named_parameters() if id(parameter) in unreached}
+    for name in names:
+        model.get_parameter(name).requires_grad_(False)
+    return names
 
 
 class _RunModel(HuggingFaceModel):
@@ -298,6 +318,7 @@ class _RunModel(HuggingFaceModel):
                 metadata['processor'] = {
                     str(file.relative_to(folder)): {'file_extension': file.suffix, 'content': file.read_bytes()}
                     for file in sorted(Path(folder).rglob('*'))
+                    # The tokenizer too: Composer keeps it as parsed JSON, and sharded checkpoints lose empty mappings.
                     if file.is_file()
                 }
         return metadata

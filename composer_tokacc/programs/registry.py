@@ -16,6 +16,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -59,6 +60,15 @@ _ALIASES = {
     ('scheduler', 'cosine_with_warmup'): 'CosineAnnealingWithWarmupScheduler',
     ('scheduler', 'linear_decay_with_warmup'): 'LinearWithWarmupScheduler',
 }
+# What Composer's loggers import only when they are made, which is after the data has been read and the model loaded.
+_PACKAGES = {
+    'CometMLLogger': 'comet_ml',
+    'MLFlowLogger': 'mlflow',
+    'NeptuneLogger': 'neptune',
+    'SlackLogger': 'slack_sdk',
+    'TensorboardLogger': 'tensorboard',
+    'WandBLogger': 'wandb',
+}
 # Arguments of the Trainer that other sections fill.
 _FILLED_ELSEWHERE = {
     'model': 'model',
@@ -96,9 +106,17 @@ def check_sections(config: TrainConfig) -> None:
         raise ConfigError(f'`trainer.loggers` must be a mapping of names to arguments, got: {loggers}')
     for kind, parts in (('algorithms', config.algorithms), ('callbacks', config.callbacks), ('loggers', loggers)):
         for name, arguments in parts.items():
-            check_arguments(f'{kind}.{name}', _class_by_name(kind, name), arguments)
+            cls = _class_by_name(kind, name)
+            check_arguments(f'{kind}.{name}', cls, arguments)
+            package = _PACKAGES.get(cls.__name__)
+            if package is not None and find_spec(package) is None:
+                extra = package.removesuffix('_sdk')
+                raise ConfigError(
+                    f'`trainer.loggers.{name}` needs the package {package}, got: none. '
+                    f"pip install 'mosaicml[{extra}]' for a version that Composer works with"
+                )
             if kind != 'loggers':  # some of which connect to somewhere when they are made
-                _try(f'{kind}.{name}', _class_by_name(kind, name), arguments or {})
+                _try(f'{kind}.{name}', cls, arguments or {})
     weight = torch.nn.Parameter(torch.zeros(1))
     for kind, section, given in (('optimizer', config.optimizer, [[weight]]), ('scheduler', config.scheduler, [])):
         if 'name' not in section:
@@ -117,6 +135,11 @@ def check_sections(config: TrainConfig) -> None:
         raise ConfigError(
             '`report.export` must be false with FSDP, whose weights are on no rank whole, got: true. Export the '
             'checkpoint afterwards: python -m composer_tokacc.export CHECKPOINT FOLDER'
+        )
+    if config.report.get('export') and config.model.lora is not None and config.model.pretrained is None:
+        raise ConfigError(
+            '`report.export` must be false with `model.lora` on a base that is nowhere else, got: true. Export the '
+            'checkpoint afterwards: python -m composer_tokacc.export CHECKPOINT FOLDER merge=true'
         )
 
 

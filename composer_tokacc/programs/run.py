@@ -100,16 +100,37 @@ def check_config(config: TrainConfig, *, num_ranks: int | None = None) -> None:
     if not 0 <= config.seed < 2**32:
         raise ConfigError(f'`seed` must be from 0 to {2**32 - 1}, got: {config.seed}')
     with section('model'):
-        check_model(config.model.pretrained, config.model.config, config.model.dtype)
+        check_model(config.model.pretrained, config.model.config, config.model.dtype, config.model.lora)
     config.loader.check(num_ranks or int(os.environ.get('WORLD_SIZE', '1')))
     for key in ('processor', 'eval'):
         if not isinstance(config.dataset.get(key), dict | None):
             raise ConfigError(f'`dataset.{key}` must be a mapping of arguments, got: {config.dataset[key]}')
     source_of(config).check()
     config.microbatching.check(on_cpu=config.trainer.get('device') == 'cpu')
+    if config.model.lora is not None:
+        _check_lora(config, config.model.lora)
     # The run's own, of no data.
     token_data_spec_of(config, [], slot_tokens=config.microbatching.slot_tokens)
     check_sections(config)
+
+
+def _check_lora(config: TrainConfig, lora: dict[str, Any]) -> None:
+    """What is trained is in float32, whatever the type of the base: that must fit parallelism and precision."""
+    if config.is_sharded and lora.get('bits') is not None:
+        raise ConfigError('`model.lora.bits` must be left out with FSDP, got: 4. Use DDP, or a base in float32')
+    if config.model.dtype == 'float32':
+        return
+    if config.is_sharded:
+        raise ConfigError(
+            '`model.dtype` must be float32 with `model.lora` and FSDP, which shards weights of one type together, got: '
+            f'{config.model.dtype} beside an adapter in float32. Set it, or use DDP'
+        )
+    precision = config.trainer.get('precision') or ('fp32' if config.trainer.get('device') == 'cpu' else 'amp_fp16')
+    if not str(precision).startswith('amp'):
+        raise ConfigError(
+            '`trainer.precision` must be amp_bf16 or amp_fp16 with `model.lora` on a base in half precision, got: '
+            f'{precision}. Set it, or `model.dtype` to float32'
+        )
 
 
 @dataclass(kw_only=True)

@@ -49,7 +49,8 @@ class ModelConfig:
     freeze: list[str] = field(default_factory=list)
     """Parts that keep their weights, e.g. ``[vision_tower]``."""
     lora: dict[str, Any] | None = None
-    """Train an adapter (peft): ``r``, ``alpha``, ``dropout``, ``target_modules``, ``modules_to_save``."""
+    """Train an adapter (peft): ``r``, ``alpha``, ``dropout``, ``target_modules``, ``modules_to_save``; ``bits: 4``:
+    the base in 4 bits (bitsandbytes, GPU only)."""
     dtype: str = 'float32'
     """Type of the stored weights; ``trainer.precision`` says what is computed in."""
     attn_implementation: str | None = None
@@ -259,7 +260,7 @@ def section(path: str, names: Iterable[str] | None = None) -> Iterator[None]:
         if type(error) is not ValueError or not _raised_here(error):
             raise
         message = ' '.join(str(error).split())
-        named = re.match(r'`(\w+)`', message)
+        named = re.match(r'`(\w+)[`.]', message)
         if named and named[1] in (_field_names(_SECTIONS[path]) if names is None else names):
             message = f'`{path}.{message[1:]}'
         elif not message.startswith((f'`{path}`', f'`{path}.')):

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from composer_tokacc.programs import ConfigError, TrainConfig, load_config
+from composer_tokacc.programs import ConfigError, TrainConfig, load_config, registry
+from composer_tokacc.programs.registry import check_sections
 from composer_tokacc.programs.run import check_config
 from composer_tokacc.train import main
 from tests.support.launch import ROOT, launch
@@ -142,6 +143,22 @@ def test_wrong_types_are_refused_by_key(override, expected):
 )
 def test_values_that_cannot_work_are_refused_with_the_remedy(override, num_ranks, expected):
     assert expected in mistake(DIGITS, override, num_ranks=num_ranks)
+
+
+def test_a_logger_whose_package_is_missing_is_refused(monkeypatch):
+    monkeypatch.setattr(registry, 'find_spec', lambda name: None)
+    message = mistake(DIGITS, 'trainer.loggers.wandb={project: p}')
+    assert "`trainer.loggers.wandb` needs the package wandb, got: none. pip install 'mosaicml[wandb]'" in message
+
+
+def test_the_loggers_that_a_yaml_file_shows_are_known(monkeypatch, tmp_path):
+    monkeypatch.setattr(registry, 'find_spec', lambda name: name)
+    before, shown = (ROOT / 'yamls' / 'llava15_7b_lora.yaml').read_text().split('  # loggers:')
+    file = tmp_path / 'shown.yaml'
+    file.write_text(f'{before}  loggers:{shown}'.replace('\n  #   ', '\n    '))
+    config = load_config(file, ['dataset.path=data.json'])
+    assert set(config.trainer['loggers']) == {'tensorboard', 'wandb', 'mlflow'}
+    check_sections(config)
 
 
 def test_missing_values_are_named():
