@@ -12,7 +12,8 @@ from __future__ import annotations
 import inspect
 import logging
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 import transformers
 from composer.metrics import LanguageCrossEntropy, MaskedAccuracy
 from composer.models import HuggingFaceModel
+from huggingface_hub import errors
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
@@ -49,6 +51,9 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
+
+# What configs of transformers 5 raise against a value; huggingface_hub of 4.51's time has no such thing.
+_STRICT_ERROR: type[Exception] = getattr(errors, 'StrictDataclassError', ValueError)
 
 # These read hidden_states[vision_feature_layer] of their vision tower: whatever comes after it gets no gradient.
 _FEATURE_LAYER_FAMILIES = ('llava', 'llava_next', 'llava_next_video', 'llava_onevision', 'video_llava', 'vipllava')
@@ -119,7 +124,8 @@ def build_transformers_model(
             _make_room_for(tokenizer, model)
         else:
             model_config = read_config(pretrained, config, processor)
-            model = auto_class(model_config).from_config(model_config, **options)
+            with _said_by_transformers('attn_implementation' if options else 'config'):
+                model = auto_class(model_config).from_config(model_config, **options)
             cast_model(model, getattr(torch, dtype))
     for module in model.modules():
         # Before transformers 4.52 each part had a copy of its config.
@@ -214,7 +220,32 @@ def read_config(pretrained: str | None, config: dict[str, Any] | None, processor
         if names and token_id is not None and not settings.keys() & {f'{modality}_token_index', f'{modality}_token_id'}:
             settings[names[0]] = token_id
     settings.pop('model_type')
-    return CONFIG_MAPPING[model_type](**settings)
+    with _said_by_transformers('config'):
+        built = CONFIG_MAPPING[model_type](**settings)
+    _check_heads(built)
+    return built
+
+
+@contextmanager
+def _said_by_transformers(name: str) -> Iterator[None]:
+    """A model that its config's values, or its kernels, do not let be made is a mistake of the user's."""
+    try:
+        yield
+    except (ValueError, TypeError, RuntimeError, AssertionError, ImportError, _STRICT_ERROR) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise ValueError(f'`{name}` must make a model, got: {" ".join(str(error).split())}') from error
+
+
+def _check_heads(config: PretrainedConfig) -> None:
+    """Refuses numbers of heads that do not divide, which shows in the first forward alone."""
+    for part in (config, *(value for value in vars(config).values() if isinstance(value, PretrainedConfig))):
+        heads, groups = (getattr(part, f'num_{kind}_heads', None) for kind in ('attention', 'key_value'))
+        if isinstance(heads, int) and isinstance(groups, int) and groups > 0 and heads % groups:
+            raise ValueError(
+                f'`num_attention_heads` of {part.model_type} must be a multiple of `num_key_value_heads`, got: {heads} '
+                f'and {groups}'
+            )
 
 
 def vision_patch_size(config: PretrainedConfig) -> int | None:
