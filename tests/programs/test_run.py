@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from composer_tokacc.programs import ConfigError, TrainConfig, load_config, registry
-from composer_tokacc.programs.registry import check_sections
-from composer_tokacc.programs.registry import check_host
+from composer_tokacc.programs.registry import check_host, check_sections
 from composer_tokacc.programs.run import check_config
 from composer_tokacc.train import main
 from tests.support.launch import ROOT, launch
