@@ -13,18 +13,14 @@ STAMP_STREAMING := $(VENV_STREAMING)/.installed
 VENV_NEWEST ?= .venv-newest
 STAMP_NEWEST := $(VENV_NEWEST)/.installed
 
-# The lower bounds of setup.cfg.
-VENV_OLDEST ?= .venv-oldest
-STAMP_OLDEST := $(VENV_OLDEST)/.installed
-
 # llm-foundry pins torch 2.7.0 and transformers 4.51. Large (7 GB), so only its own example uses it.
 VENV_FOUNDRY ?= .venv-llmfoundry
 STAMP_FOUNDRY := $(VENV_FOUNDRY)/.installed
 
-# What newer and older packages broke before: SLICE= for all tests.
+# What newer packages broke before; SLICE= for all tests.
 SLICE ?= tests/sizing tests/algorithm tests/data_spec tests/layout
 
-.PHONY: demo test test-slow test-gpu test-streaming test-newest test-oldest lint bench example-llm-foundry
+.PHONY: demo test test-slow test-gpu test-streaming test-newest lint bench example-llm-foundry
 
 # A small LLaVA learns to read scanned digits on two ranks; ends with a summary and a picture.
 demo: $(STAMP)
@@ -48,9 +44,6 @@ test-streaming: $(STAMP_STREAMING)
 
 test-newest: $(STAMP_NEWEST)
 	$(VENV_NEWEST)/bin/python -m pytest -n 2 -m 'not slow' $(SLICE)
-
-test-oldest: $(STAMP_OLDEST)
-	$(VENV_OLDEST)/bin/python -m pytest -n 2 -m 'not slow' $(SLICE)
 
 # llm-foundry's own `train` with our entry points on one and two ranks, then the gradient of its first step: see the README
 # in examples/llm_foundry.
@@ -86,13 +79,6 @@ $(STAMP_NEWEST): setup.cfg pyproject.toml
 	$(VENV_NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check uv
 	printf 'torch\ntorchvision\nnumpy\ntransformers\n' > $(VENV_NEWEST)/overrides.txt
 	$(VENV_NEWEST)/bin/uv pip install --quiet --python $(VENV_NEWEST)/bin/python --overrides $(VENV_NEWEST)/overrides.txt \
-		-e '.[demo,bench,datasets,lora,dev]'
-	@touch $@
-
-$(STAMP_OLDEST): setup.cfg pyproject.toml
-	$(PYTHON) -m venv $(VENV_OLDEST)
-	$(VENV_OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check uv
-	$(VENV_OLDEST)/bin/uv pip install --quiet --python $(VENV_OLDEST)/bin/python --resolution lowest-direct \
 		-e '.[demo,bench,datasets,lora,dev]'
 	@touch $@
 
