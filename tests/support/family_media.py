@@ -55,6 +55,8 @@ class MediaCase:
     rows: list[dict[str, Any]]
     truth: list[dict[str, int]]
     pad_token_id: int
+    processor: Any
+    """With a chat template of its family's tokens."""
 
     def loss(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """The model's own mean loss."""
@@ -126,11 +128,22 @@ class TokenIds:
 
 
 def _case(
-    tokenizer: Any, processor: Any, model: PreTrainedModel, tokens: Mapping[str, str], plan: Any, **media: Any
+    processor: Any,
+    model: PreTrainedModel,
+    tokens: Mapping[str, str],
+    plan: Any,
+    *,
+    call: Callable[..., Any] | None = None,
+    **media: Any,
 ) -> MediaCase:
-    rows, truth = _rows(processor, tokens, plan, **media)
-    pad = tokenizer.convert_tokens_to_ids('<pad>')
-    return MediaCase(model=model, rows=rows, truth=truth, pad_token_id=pad)
+    rows, truth = _rows(call or processor, tokens, plan, **media)
+    pad = processor.tokenizer.convert_tokens_to_ids('<pad>')
+    written = ''.join(f"{{% elif part['type'] == '{kind}' %}}{token} " for kind, token in tokens.items())
+    processor.chat_template = (
+        "{% for message in messages %}{% for part in message['content'] %}{% if part['type'] == 'text' %}"
+        f"{{{{ part['text'] }}}} {written}{{% endif %}}{{% endfor %}}</s> {{% endfor %}}"
+    )
+    return MediaCase(model=model, rows=rows, truth=truth, pad_token_id=pad, processor=processor)
 
 
 QWEN_TOKENS = {
@@ -156,7 +169,7 @@ def _qwen(name: str) -> MediaCase:
     model = family_models.MODELS[models[name]](TokenIds(tokenizer))
     # Qwen3-VL's processor writes the tokens around each frame itself.
     tokens = {**QWEN_TOKENS, 'video': '<|video_pad|>'} if name == 'Qwen3VL' else QWEN_TOKENS
-    return _case(tokenizer, processor, model, tokens, VIDEO_ROWS, videos=_frames(2, 4, 6))
+    return _case(processor, model, tokens, VIDEO_ROWS, videos=_frames(2, 4, 6))
 
 
 def _omni() -> MediaCase:
@@ -184,13 +197,10 @@ def _omni() -> MediaCase:
         'video': '<|vision_bos|><|VIDEO|><|vision_eos|>',
         'audio': '<|audio_bos|><|AUDIO|><|audio_eos|>',
     }
-
-    def call(text: list[str], **media: Any) -> Any:
-        sizes = {'videos_kwargs': {'size': {'shortest_edge': 64, 'longest_edge': 4096}}} if 'videos' in media else {}
-        return processor(text=text, **media, **sizes)
-
+    # Its class has sizes of its own, which win over those of the video processor.
+    processor.videos_kwargs = {'size': {'shortest_edge': 64, 'longest_edge': 4096}}
     model = family_models.MODELS['qwen2_5_omni'](TokenIds(tokenizer))
-    return _case(tokenizer, call, model, tokens, OMNI_ROWS, videos=_frames(2, 4, 6), audios=_sound)
+    return _case(processor, model, tokens, OMNI_ROWS, videos=_frames(2, 4, 6), audios=_sound)
 
 
 def _qwen2_audio() -> MediaCase:
@@ -199,7 +209,7 @@ def _qwen2_audio() -> MediaCase:
         feature_extractor=transformers.WhisperFeatureExtractor(feature_size=8, chunk_length=1), tokenizer=tokenizer
     )
     model = family_models.MODELS['qwen2_audio'](TokenIds(tokenizer))
-    return _case(tokenizer, processor, model, {'audio': '<|AUDIO|>'}, AUDIO_ROWS, audios=_sound)
+    return _case(processor, model, {'audio': '<|AUDIO|>'}, AUDIO_ROWS, audios=_sound)
 
 
 def _llava_onevision() -> MediaCase:
@@ -220,7 +230,7 @@ def _llava_onevision() -> MediaCase:
     model = family_models.MODELS['llava_onevision'](TokenIds(tokenizer))
     # All videos of a batch have as many frames, or their tensors would not join.
     tokens = {'image': '<image>', 'video': '<video>'}
-    return _case(tokenizer, call, model, tokens, VIDEO_ROWS, videos=_frames(3))
+    return _case(processor, model, tokens, VIDEO_ROWS, call=call, videos=_frames(3))
 
 
 def _llava_next_video() -> MediaCase:
@@ -239,7 +249,7 @@ def _llava_next_video() -> MediaCase:
     )
     model = family_models.MODELS['llava_next_video'](TokenIds(tokenizer))
     tokens = {'image': '<image>', 'video': '<video>'}
-    return _case(tokenizer, processor, model, tokens, VIDEO_ROWS, videos=_frames(3))
+    return _case(processor, model, tokens, VIDEO_ROWS, videos=_frames(3))
 
 
 def _video_llava() -> MediaCase:
@@ -252,7 +262,7 @@ def _video_llava() -> MediaCase:
     )
     model = family_models.MODELS['video_llava'](TokenIds(tokenizer))
     tokens = {'image': '<image>', 'video': '<video>'}
-    return _case(tokenizer, processor, model, tokens, VIDEO_ROWS, videos=_frames(2))
+    return _case(processor, model, tokens, VIDEO_ROWS, videos=_frames(2))
 
 
 def _internvl() -> MediaCase:
@@ -277,7 +287,7 @@ def _internvl() -> MediaCase:
     )
     model = family_models.MODELS['internvl'](TokenIds(tokenizer))
     tokens = {'image': '<IMG_CONTEXT>', 'video': '<video>'}
-    case = _case(tokenizer, processor, model, tokens, VIDEO_ROWS, videos=_frames(3))
+    case = _case(processor, model, tokens, VIDEO_ROWS, videos=_frames(3))
     tiles = [{'image': len(row.get('pixel_values', ()))} for row in case.rows]
     return replace(case, truth=tiles)
 
@@ -295,7 +305,7 @@ def _pixtral(model_name: str) -> MediaCase:
         spatial_merge_size=merge,
     )
     model = family_models.MODELS[model_name](TokenIds(tokenizer))
-    return _case(tokenizer, processor, model, {'image': '[IMG]'}, IMAGE_ROWS)
+    return _case(processor, model, {'image': '[IMG]'}, IMAGE_ROWS)
 
 
 MEDIA: dict[str, Callable[[], MediaCase]] = {
