@@ -261,6 +261,8 @@ class ConversationEncoder:
         if not self.parts:
             return dict(self.tokenizer([text], **options))
         given = {kind: list(items) for kind, items in media.items() if items}
+        if 'image' in given:
+            given['image'] = [given['image']]  # of the one text: OneVision cuts a text's only image into tiles
         if videos := given.get('video'):
             given['video'] = [video.frames for video in videos]
             # The frames are chosen already.

@@ -185,7 +185,8 @@ def _open_film(file: File) -> Iterator[tuple[Any, Any]]:
         streams = [one for one in container.streams.video if not one.disposition & av.stream.Disposition.attached_pic]
         if not streams or container.format.name == 'tty':  # which takes any text for a film
             raise ValueError('it holds no video')
-        streams[0].thread_type = 'AUTO'
+        # Threads of the decoder write log lines, for which they wait for Python while Python waits for their end.
+        streams[0].codec_context.thread_count = 1
         yield container, streams[0]
 
 
@@ -202,10 +203,15 @@ def _read_stamps(container: Any, stream: Any) -> tuple[list[int], list[tuple[int
                 keys += [(stamps[-1], packet.dts)] * packet.is_keyframe
     if not stamps:
         raise ValueError('it holds no frames')
-    start, duration = ((value or 0) / 1e6 for value in (container.start_time, container.duration))
-    if end < start + duration * (1 - CUT_SHARE) - 0.5:
-        raise ValueError(f'it ends after {end - start:.1f} of {duration:.1f} s')
+    _check_end(container, end)
     return sorted(stamps), sorted(keys)
+
+
+def _check_end(container: Any, end: float) -> None:
+    """Refuses a file of which the end is missing, where its header says how long it is."""
+    start, duration = ((value or 0) / 1e6 for value in (container.start_time, container.duration))
+    if end - start < duration * (1 - CUT_SHARE) - 0.5:
+        raise ValueError(f'it ends after {end - start:.1f} of {duration:.1f} s')
 
 
 def _read_frames(file: File, wanted: Sequence[int], keys: Sequence[tuple[int, int]]) -> dict[int, np.ndarray]:
@@ -253,12 +259,15 @@ def _read_sound(file: File, sampling_rate: int) -> np.ndarray:
     with av.open(file) as container:
         if not container.streams.audio:
             raise ValueError('it holds no sound')
+        container.streams.audio[0].codec_context.thread_count = 1  # as above
         resampler = av.AudioResampler(format='fltp', rate=sampling_rate)
         frames = [*container.decode(audio=0), None]  # None: what the resampler still holds
         pieces = [piece.to_ndarray() for frame in frames for piece in resampler.resample(frame)]
-    if not pieces:
-        raise ValueError('it holds no sound')
-    return np.concatenate(pieces, axis=1).mean(axis=0)
+        if not pieces:
+            raise ValueError('it holds no sound')
+        sound = np.concatenate(pieces, axis=1).mean(axis=0)
+        _check_end(container, (container.start_time or 0) / 1e6 + len(sound) / sampling_rate)
+        return sound
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
