@@ -11,6 +11,7 @@ case.truth[3]               # {'image': 1, 'video': 2}: what row 3 was made of
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -292,6 +293,29 @@ def _internvl() -> MediaCase:
     return replace(case, truth=tiles)
 
 
+def _smolvlm() -> MediaCase:
+    """Frames of a video are images; its processor joins the pixels of neither two videos nor a video and an image."""
+    from transformers.models.smolvlm.processing_smolvlm import DEFAULT_CHAT_TEMPLATE
+
+    # Of the sentences before a video and each of its frames.
+    words = ('You', 'are', 'provided', 'the', 'following', 'Frame', 'from', 'frames', 'series', ':')
+    special = ('<image>', '<video>', '<fake_token_around_image>', '<global-img>', '<end_of_utterance>')
+    tokenizer = word_tokenizer(*special, *words)
+    tokenizer.eos_token = '<end_of_utterance>'
+    sizes = {'size': {'longest_edge': IMAGE_SIZE}, 'max_image_size': {'longest_edge': IMAGE_SIZE}}
+    processor = transformers.SmolVLMProcessor(
+        image_processor=transformers.SmolVLMImageProcessor(do_image_splitting=False, **sizes, **MEAN_STD),
+        tokenizer=tokenizer,
+        video_processor=transformers.SmolVLMVideoProcessor(**sizes, **MEAN_STD),
+        image_seq_len=(IMAGE_SIZE // PATCH_SIZE) ** 2 // 4,
+    )
+    model = family_models.MODELS['smolvlm'](TokenIds(tokenizer))
+    plan = ((4, 3), (2, 'image', 3), (9, 6), ('image', 'image', 4))
+    case = _case(processor, model, {'image': '<image>', 'video': '<video>'}, plan)
+    processor.chat_template = DEFAULT_CHAT_TEMPLATE  # it would take no other for videos
+    return case
+
+
 def _pixtral(model_name: str) -> MediaCase:
     """Mistral3, whose patches are merged, and LLaVA with Pixtral's tower, whose are not."""
     merge = 2 if model_name == 'mistral3' else 1
@@ -321,3 +345,5 @@ MEDIA: dict[str, Callable[[], MediaCase]] = {
     'mistral3': lambda: _pixtral('mistral3'),
     'llava_pixtral': lambda: _pixtral('llava_pixtral'),
 }
+if importlib.util.find_spec('num2words') is not None:  # which the processor writes numbers of frames with
+    MEDIA['smolvlm_video'] = _smolvlm
