@@ -280,7 +280,13 @@ class ConversationEncoder:
         if 'audio' in given:
             options['audio_kwargs'] = {'sampling_rate': self.parts['audio'].sampling_rate}
         arguments = {TAKEN_BY[kind][1]: items for kind, items in given.items()}
-        return dict(self.processor(text=[text], **arguments, **options))
+        encoded = dict(self.processor(text=[text], **arguments, **options))
+        if 'video_second_per_grid' in encoded:
+            # Qwen-Omni's processor takes all frames for two a second.
+            together = self.parts['video'].temporal_patch_size
+            seconds = [together * video.metadata['duration'] / len(video.frames) for video in videos or ()]
+            encoded['video_second_per_grid'] = torch.tensor(seconds)
+        return encoded
 
     def _token_spans(
         self,

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -174,14 +175,20 @@ def _read_video(files: Sequence[File], sampling: VideoSampling) -> Video:
     return _video([frames[stamps[i]] for i in chosen], nominal, len(stamps), step)
 
 
+def _source(file: File) -> str | BinaryIO:
+    """What PyAV opens: a name that it takes for no address (``12:30.mp4``), or the file from its start."""
+    if isinstance(file, PathLike):
+        return os.path.abspath(file)
+    file.seek(0)
+    return file
+
+
 @contextmanager
 def _open_film(file: File) -> Iterator[tuple[Any, Any]]:
     """The container and its film."""
     import av
 
-    if not isinstance(file, PathLike):
-        file.seek(0)
-    with av.open(file) as container:
+    with av.open(_source(file)) as container:
         streams = [one for one in container.streams.video if not one.disposition & av.stream.Disposition.attached_pic]
         if not streams or container.format.name == 'tty':  # which takes any text for a film
             raise ValueError('it holds no video')
@@ -256,7 +263,7 @@ def _video(frames: Sequence[np.ndarray], numbers: list[int], total: int, step: f
 def _read_sound(file: File, sampling_rate: int) -> np.ndarray:
     import av
 
-    with av.open(file) as container:
+    with av.open(_source(file)) as container:
         if not container.streams.audio:
             raise ValueError('it holds no sound')
         container.streams.audio[0].codec_context.thread_count = 1  # as above

@@ -176,6 +176,12 @@ def test_name_says_nothing_about_the_content(tmp_path):
     assert shades_of(read('video', tmp_path / 'picture.mp4')) == [90]
 
 
+def test_name_that_looks_like_an_address(tmp_path, monkeypatch):
+    write_video(tmp_path / 'a.mp4').rename(tmp_path / '12:30 %d.mp4')
+    monkeypatch.chdir(tmp_path)
+    assert shades_of(read('video', '12:30 %d.mp4', video=ALL)) == close_to(SHADES)
+
+
 def test_film_in_the_record(tmp_path):
     content = write_video(tmp_path / 'a.mp4').read_bytes()
     record = record_of('video', EmbeddedFile.of('videos.0.bytes', content))
