@@ -359,11 +359,11 @@ def _part(part: Any, slots: list[Slot]) -> str:
         raise ValueError(f'a part of `content` must be an object, got: {_short(part)}')
     given = {key: value for key, value in part.items() if value is not None}
     part_type = given.get('type', next(iter(given)) if len(given) == 1 else None)  # Qwen-VL's parts are {'text': ...}
-    keys = PARTS.get(part_type) if isinstance(part_type, str) else None
-    if keys is None:
+    if not isinstance(part_type, str) or part_type not in PARTS:
         raise ValueError(
             f'a part of `content` must be of type {sorted(PARTS)}, got: {_short(part_type)}, which is not supported'
         )
+    keys = PARTS[part_type]
     if others := given.keys() - {*keys, *PART_NOTES}:
         raise ValueError(f'`{min(others)}` of a part of type {part_type} is not supported; take it out')
     if part_type in TEXT_PARTS:

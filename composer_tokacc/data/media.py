@@ -187,9 +187,10 @@ def _source(file: File) -> str | BinaryIO:
 def _open_film(file: File) -> Iterator[tuple[Any, Any]]:
     """The container and its film."""
     import av
+    from av.stream import Disposition
 
     with av.open(_source(file)) as container:
-        streams = [one for one in container.streams.video if not one.disposition & av.stream.Disposition.attached_pic]
+        streams = [one for one in container.streams.video if not one.disposition & Disposition.attached_pic]
         if not streams or container.format.name == 'tty':  # which takes any text for a film
             raise ValueError('it holds no video')
         # Threads of the decoder write log lines, for which they wait for Python while Python waits for their end.
@@ -203,13 +204,14 @@ def _read_stamps(container: Any, stream: Any) -> tuple[list[int], list[tuple[int
     """
     stamps, keys, end = [], [], 0.0
     for packet in container.demux():
-        if packet.size and packet.dts is not None:
-            end = max(end, float((packet.dts + (packet.duration or 0)) * packet.time_base))
+        stamp = packet.dts if packet.pts is None else packet.pts
+        if packet.size and stamp is not None:
+            end = max(end, float((stamp + (packet.duration or 0)) * packet.time_base))
             if packet.stream is stream:
-                stamps.append(packet.dts if packet.pts is None else packet.pts)
-                keys += [(stamps[-1], packet.dts)] * packet.is_keyframe
+                stamps.append(stamp)
+                keys += [(stamp, stamp if packet.dts is None else packet.dts)] * packet.is_keyframe
     if not stamps:
-        raise ValueError('it holds no frames')
+        raise ValueError('it holds no frames that have a time')
     _check_end(container, end)
     return sorted(stamps), sorted(keys)
 

@@ -218,7 +218,7 @@ BAD = {
     'cut mkv': (lambda folder: cut(noisy_film(folder / 'a.mkv'), 0.6), 'video', r'it ends after \d\.\d of 6\.0 s'),
     'cut avi': (lambda folder: cut(noisy_film(folder / 'a.avi'), 0.6), 'video', 'it ends after|Invalid data'),
     'head of an mp4': (lambda folder: cut(write_video(folder / 'a.mp4'), 0.02), 'video', 'Invalid data'),
-    'no frames': (lambda folder: write_video(folder / 'a.avi', []), 'video', 'it holds no frames'),
+    'no frames': (lambda folder: write_video(folder / 'a.avi', []), 'video', 'it holds no frames that have a time'),
     'empty': (lambda folder: write_file(folder / 'a.mp4', b''), 'video', 'Invalid data|End of file'),
     'text': (lambda folder: write_file(folder / 'a.mp4', b'film ' * 99), 'video', 'Invalid data'),
     'text by name too': (lambda folder: write_file(folder / 'a.txt', b'film ' * 99), 'video', 'it holds no video'),

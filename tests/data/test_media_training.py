@@ -175,7 +175,7 @@ def test_bad_media_are_skipped_and_counted(tmp_path):
     assert {name: reason for name, reason in reasons.items() if '\n' in reason} == {}
     for name, reason in {
         'cut.mkv': 'it ends after',
-        'none.avi': 'it holds no frames',
+        'none.avi': 'it holds no frames that have a time',
         'sound.mp4': 'it holds no video',
         'folder.mp4': 'it is no regular file',
         'absent.mp4': 'does not exist',
