@@ -207,7 +207,7 @@ def _read_stamps(container: Any, stream: Any) -> tuple[list[int], list[tuple[int
         stamp = packet.dts if packet.pts is None else packet.pts
         if packet.size and stamp is not None:
             end = max(end, float((stamp + (packet.duration or 0)) * packet.time_base))
-            if packet.stream is stream:
+            if packet.stream is stream and not packet.is_discard:
                 stamps.append(stamp)
                 keys += [(stamp, stamp if packet.dts is None else packet.dts)] * packet.is_keyframe
     if not stamps:
@@ -232,12 +232,15 @@ def _read_frames(file: File, wanted: Sequence[int], keys: Sequence[tuple[int, in
             past = frame.pts if frame is not None else keys[0][0] if keys else stamp
             index = bisect_right(keys, (stamp, sys.maxsize)) - 1
             if index >= 0 and keys[index][0] > past:  # nothing of what lies between has to be decoded
-                container.seek(keys[index][1], stream=stream)
-                frames = container.decode(stream)
-                frame = None
-            if frame is None or frame.pts < stamp:
+                for place in keys[index]:  # some containers look for what is shown then, others for what is decoded
+                    container.seek(place, stream=stream)
+                    frames = container.decode(stream)
+                    frame = next(frames, None)
+                    if frame is not None and frame.pts is not None and frame.pts <= stamp:
+                        break
+            if frame is None or frame.pts is None or frame.pts < stamp:
                 frame = next((one for one in frames if one.pts is not None and one.pts >= stamp), None)
-            if keys and (frame is None or frame.pts > stamp):  # some containers find a later place than asked for
+            if keys and (frame is None or frame.pts > stamp):  # what was found lies behind it
                 return _read_frames(file, wanted, [])
             if frame is None:
                 raise ValueError(f'its frame at {float(stamp * stream.time_base):.2f} s cannot be decoded')

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 from scipy.signal import resample
 
-from composer_tokacc.data import BadSampleError, VideoSampling
+from composer_tokacc.data import BadSampleError, VideoSampling, media
 from composer_tokacc.data.formats import EmbeddedFile, Medium, Record, Turn
 from composer_tokacc.data.media import open_media
 from tests.support.clips import SHADES, sine, write_sound, write_video
@@ -156,6 +156,28 @@ def test_film_is_turned_as_the_camera_was(tmp_path):
     # The black left half is on top now.
     assert float(video.frames[0][:, :14].float().mean()) < 8
     assert float(video.frames[6][:, 18:].float().mean()) > 200
+
+
+def test_what_an_edit_list_cuts_off_is_no_frame(tmp_path):
+    path = film(tmp_path, 'h264.mp4')
+    content = bytearray(path.read_bytes())
+    place = content.index(b'elst') + 12
+    duration, start, rate = struct.unpack('>IiI', content[place : place + 12])
+    content[place : place + 12] = struct.pack('>IiI', duration - 500, start + 5 * 1024, rate)
+    path.write_bytes(content)
+    video = read('video', path, video=VideoSampling(num_frames=5))
+    assert shades_of(video) == close_to(SHADES[5:])
+    assert video.metadata['duration'] == pytest.approx(0.5)
+
+
+def test_place_that_lies_behind_the_frame_is_not_taken_for_it(tmp_path):
+    path = film(tmp_path, 'mpeg4_b.avi')
+    with media._open_film(path) as (container, stream):
+        stamps, keys = media._read_stamps(container, stream)
+    wrong = [(stamp, stamp) for stamp, _ in keys]  # this container looks for times of decoding
+    assert wrong != keys
+    frames, expected = (media._read_frames(path, stamps[5:6], places) for places in (wrong, []))
+    assert (frames[stamps[5]] == expected[stamps[5]]).all()
 
 
 def test_one_frame(tmp_path):
