@@ -281,6 +281,12 @@ class ConversationEncoder:
             options['audio_kwargs'] = {'sampling_rate': self.parts['audio'].sampling_rate}
         arguments = {TAKEN_BY[kind][1]: items for kind, items in given.items()}
         encoded = dict(self.processor(text=[text], **arguments, **options))
+        has_slots = videos and 'pixel_values_videos' not in encoded and encoded['pixel_values'].dim() == 5
+        if has_slots and len(videos or ()) + len(given.get('image', ())) > 1:
+            raise ValueError(
+                f'`processor` must join the pixels of all media, got: {type(self.processor).__name__}, which takes one '
+                'video in a conversation and no image beside it. Split the conversation, or use another processor'
+            )
         if 'video_second_per_grid' in encoded:
             # Qwen-Omni's processor takes all frames for two a second.
             together = self.parts['video'].temporal_patch_size

@@ -258,3 +258,14 @@ def test_list_of_pictures_as_a_video(tmp_path):
     (tmp_path / '1.png').write_bytes(b'no picture')
     with pytest.raises(BadSampleError, match=r'sample "a" .*video file .*0\.png, .*1\.png cannot be read'):
         LlavaDataset(ask(tmp_path, 'video', ['0.png', '1.png']), processor)[0]
+
+
+@pytest.mark.parametrize('kinds', [('video', 'video'), ('video', 'image')])
+def test_pixels_that_its_processor_would_drop_are_refused(tmp_path, kinds):
+    if 'smolvlm_video' not in MEDIA:
+        pytest.skip('its processor wants num2words')
+    path = write_media_folder(tmp_path, [kinds, ('video',)])
+    dataset = LlavaDataset(path, MEDIA['smolvlm_video']().processor, video={'num_frames': 2})
+    with pytest.raises(BadSampleError, match='sample "s0" .*SmolVLMProcessor, which takes one video in a conversation'):
+        dataset[0]
+    assert dataset[1]['pixel_values'].shape[:2] == (1, 2)
