@@ -278,6 +278,8 @@ def _read_sound(file: File, sampling_rate: int) -> np.ndarray:
         if not pieces:
             raise ValueError('it holds no sound')
         sound = np.concatenate(pieces, axis=1).mean(axis=0)
+        if not np.isfinite(sound).all():
+            raise ValueError('it holds samples that are no finite numbers')
         _check_end(container, (container.start_time or 0) / 1e6 + len(sound) / sampling_rate)
         return sound
 

@@ -266,6 +266,8 @@ def test_pixels_that_its_processor_would_drop_are_refused(tmp_path, kinds):
         pytest.skip('its processor wants num2words')
     path = write_media_folder(tmp_path, [kinds, ('video',)])
     dataset = LlavaDataset(path, MEDIA['smolvlm_video']().processor, video={'num_frames': 2})
-    with pytest.raises(BadSampleError, match='sample "s0" .*SmolVLMProcessor, which takes one video in a conversation'):
+    with pytest.raises(
+        BadSampleError, match=r'sample "s0" .*SmolVLMProcessor, which takes one video in a conversation'
+    ):
         dataset[0]
     assert dataset[1]['pixel_values'].shape[:2] == (1, 2)
