@@ -253,7 +253,11 @@ BAD = {
         r'it ends after 1\.0 of 2\.0 s',
     ),
     'silent file': (lambda folder: write_sound(folder / 'a.wav', sine(0)), 'audio', 'it holds no sound'),
-    'no numbers': (lambda folder: write_sound(folder / 'a.wav', sine(0.1) * np.inf), 'audio', 'no finite numbers'),
+    'no numbers': (
+        lambda folder: write_sound(folder / 'a.wav', np.full(99, np.nan, np.float32)),
+        'audio',
+        'no finite numbers',
+    ),
     'folder': (lambda folder: folder, 'video', 'it is no regular file'),
     'pipe': (lambda folder: os.mkfifo(folder / 'a.mp4') or folder / 'a.mp4', 'video', 'it is no regular file'),
     'pipe as picture': (lambda folder: os.mkfifo(folder / 'a') or folder / 'a', 'image', 'it is no regular file'),

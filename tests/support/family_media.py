@@ -56,7 +56,7 @@ class MediaCase:
     rows: list[dict[str, Any]]
     truth: list[dict[str, int]]
     pad_token_id: int
-    processor: Any
+    processor: Any = None
     """With a chat template of its family's tokens."""
 
     def loss(self, batch: Mapping[str, Any]) -> torch.Tensor:
@@ -311,7 +311,7 @@ def _smolvlm() -> MediaCase:
     )
     model = family_models.MODELS['smolvlm'](TokenIds(tokenizer))
     plan = ((4, 3), (2, 'image', 3), (9, 6), ('image', 'image', 4))
-    case = _case(processor, model, {'image': '<image>', 'video': '<video>'}, plan)
+    case = _case(processor, model, {'image': '<image>'}, plan)
     processor.chat_template = DEFAULT_CHAT_TEMPLATE  # it would take no other for videos
     return case
 
