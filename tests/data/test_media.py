@@ -15,7 +15,9 @@ import pytest
 from PIL import Image
 from scipy.signal import resample
 
-av = pytest.importorskip('av')
+pytest.importorskip('av')
+
+import av
 
 from composer_tokacc.data import BadSampleError, VideoSampling, media
 from composer_tokacc.data.formats import EmbeddedFile, Medium, Record, Turn
