@@ -15,12 +15,15 @@ import pytest
 from PIL import Image
 from scipy.signal import resample
 
+pytest.importorskip('av')
+
+import av
+
 from composer_tokacc.data import BadSampleError, VideoSampling, media
 from composer_tokacc.data.formats import EmbeddedFile, Medium, Record, Turn
 from composer_tokacc.data.media import open_media
 from tests.support.clips import SHADES, sine, write_sound, write_video
 
-av = pytest.importorskip('av')
 ALL = VideoSampling(num_frames=len(SHADES))
 
 
