@@ -98,7 +98,7 @@ class Family:
         media: What it has of ``'image'``, ``'video'`` and ``'audio'``, by these names.
         matches: Whether a batch without any model at hand has this format.
         slots: ``(rows, slots)`` bool, which slots hold an image and which are padding, for families with slots.
-        has_video_tower: Whether videos have an encoder of their own.
+        own_weights: Which of images and videos use weights that the other does not; none: one encoder serves both.
         one_kind: Whether a forward takes images or videos, never both.
         has_queries: Whether query tokens of a transformer stand for its media. Such models take no batch without any,
             and no notice of placeholders that are too few.
@@ -111,7 +111,7 @@ class Family:
     media: Mapping[str, Media] = field(default_factory=dict)
     matches: Callable[[Batch], bool] = _never
     slots: Callable[[Batch], torch.Tensor] | None = None
-    has_video_tower: bool = False
+    own_weights: tuple[str, ...] = ()
     one_kind: bool = False
     has_queries: bool = False
     coupling: str = ''
@@ -120,7 +120,7 @@ class Family:
     def towers(self) -> list[tuple[str, ...]]:
         """Media by the encoder that they share."""
         pictures = tuple(unit for unit in ('image', 'video') if unit in self.media)
-        shared = [(unit,) for unit in pictures] if self.has_video_tower else [pictures]
+        shared = [(unit,) for unit in self.own_weights] or [pictures]
         return [tower for tower in [*shared, *([('audio',)] if 'audio' in self.media else [])] if tower]
 
 
@@ -338,6 +338,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         name='LLaVA-NeXT-Video',
         model_types=('llava_next_video',),
+        own_weights=('image',),  # `image_newline`
         entries=_TILES,
         media={
             'image': Media(sizes=placeholders.anyres, blank=blank_rows.llava_next_image),
@@ -358,7 +359,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         name='Video-LLaVA',
         model_types=('video_llava',),
-        has_video_tower=True,
+        own_weights=('image', 'video'),
         entries={**_CLIPS, 'pixel_values': _IMAGE, 'pixel_values_images': _IMAGE},
         media={
             'image': Media(sizes=placeholders.equal, blank=blank_rows.video_llava_image),
