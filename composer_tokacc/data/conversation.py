@@ -183,7 +183,9 @@ class ConversationEncoder:
             {'role': message['role'], 'content': message['content'] if self.has_images else _text(message)}
             for message in messages
         ]
-        return self.processor.apply_chat_template(messages, tokenize=False)
+        # Loaded from a folder, BLIP's processors drop their template, and the tokenizer keeps it.
+        owner = self.processor if getattr(self.processor, 'chat_template', None) else self.tokenizer
+        return owner.apply_chat_template(messages, tokenize=False)
 
     def _text_around_answers(self, messages: Sequence[Message]) -> list[str]:
         """What the template writes before the first answer, between two, and after the last."""

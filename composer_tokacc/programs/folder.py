@@ -163,6 +163,7 @@ def _write_processor(metadata: Mapping[str, Any], folder: Path) -> None:
     for name, file in files.items():
         content = file['content']
         if isinstance(content, bytes):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)  # a second tokenizer has a folder of its own
             (folder / name).write_bytes(content)
         elif isinstance(content, str):
             (folder / name).write_text(content, encoding='utf-8')

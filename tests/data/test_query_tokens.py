@@ -133,6 +133,18 @@ def test_table_holds_the_query_tokens(family):
     assert (table.lengths - table.image_tokens).tolist() == texts
 
 
+@pytest.mark.parametrize('name', PROCESSORS)
+def test_processor_from_a_folder_encodes_the_same(name, tmp_path):
+    """It has lost its chat template, which its tokenizer still has."""
+    processor_of(name).save_pretrained(tmp_path / 'processor')
+    loaded = type(processor_of(name)).from_pretrained(tmp_path / 'processor')
+    path = write(tmp_path)
+    for index in (0, 1):
+        found, expected = (LlavaDataset(path, processor)[index] for processor in (loaded, processor_of(name)))
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], value) for key, value in tensors(expected).items())
+
+
 def test_query_transformer_sees_the_instruction_and_no_answer(tmp_path):
     processor = processor_of('instructblip')
     sample = LlavaDataset(write(tmp_path), processor)[2]
