@@ -57,11 +57,12 @@ def inferred(model_type: str) -> dict[str, str]:
     forward = getattr(transformers, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[model_type]).forward
     named = inspect.signature(forward).parameters
     found = {}
-    for unit, make, mapping in (
+    makers: tuple[tuple[str, Any, Any], ...] = (
         ('image', _image, image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES),
         ('video', _video, video_processing_auto.VIDEO_PROCESSOR_MAPPING_NAMES),
         ('audio', _audio, auto_mappings.FEATURE_EXTRACTOR_MAPPING_NAMES),
-    ):
+    )
+    for unit, make, mapping in makers:
         names = mapping.get(model_type) or {}
         name = names if isinstance(names, str) else names.get('pil') or names.get('torchvision')
         try:

@@ -48,13 +48,14 @@ def run(
     freeze_unreached(case)
     shares = [[rows_of(case, kinds) for kinds in step] for step in steps]
     data = loader(*(join(step[dist.get_global_rank()], side=side) for step in shares))
+    options: dict[str, Any] = {'parallelism_config': {'fsdp': {'state_dict_type': 'full'}}} if fsdp else {}
     recorder, memory, _ = train(
         sharded(case.model) if fsdp else copy.deepcopy(case.model),
         token_data_spec(data),
         algorithms=[TokenAccumulation()],
         microbatch_size=size,
         max_duration=f'{len(steps)}ba',
-        **({'parallelism_config': {'fsdp': {'state_dict_type': 'full'}}} if fsdp else {}),
+        **options,
     )
     found = []
     if dist.get_global_rank():
