@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -181,7 +181,7 @@ def _trained_gradient(parts: RunParts, data: DataSpec, size: int, algorithm: Alg
     return recorder.gradients
 
 
-def _whole_gradient(parts: RunParts, batch: Row) -> Gradients:
+def _whole_gradient(parts: RunParts, batch: Mapping[str, Any]) -> Gradients:
     """One plain forward over the global batch, the model's own mean; no Trainer, no scaling."""
     model = parts.model.train()
     device = next(model.parameters()).device

@@ -25,7 +25,8 @@ from composer_tokacc.layout import FAMILIES
 
 __all__ = ['MODEL_TYPES', 'entry_of', 'inferred', 'listing']
 
-MODEL_TYPES = sorted(MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
+CLASSES: dict[str, str] = dict(MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
+MODEL_TYPES = sorted(CLASSES)
 SIZES = ((64, 48), (224, 336))
 Row = dict[str, Any]
 
@@ -54,7 +55,7 @@ def entry_of(model_type: str) -> str | None:
 
 def inferred(model_type: str) -> dict[str, str]:
     """What the images, videos and audios of an unlisted type are taken for, as far as anything is."""
-    forward = getattr(transformers, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[model_type]).forward
+    forward = getattr(transformers, CLASSES[model_type]).forward
     named = inspect.signature(forward).parameters
     found = {}
     makers: tuple[tuple[str, Any, Any], ...] = (
