@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -97,7 +97,7 @@ def verify(config: TrainConfig, *, max_rows: int = 8) -> list[dict[str, Any]]:
     everyone = [row for rows_of_rank in dist.all_gather_object(rows) for row in rows_of_rank]
     results = []
     for padding in ('right', 'left'):
-        expected = _whole_gradient(parts, layout.concat(everyone, padding_side=padding))
+        expected = _whole_gradient(parts, layout.with_media(layout.concat(everyone, padding_side=padding)))
         own = layout.concat(rows, padding_side=padding)
         for split, size, data, algorithm in _cases(own, layout):
             found = _trained_gradient(parts, data, size, algorithm)
@@ -121,7 +121,12 @@ def _cases(batch: Row, layout: BatchLayout) -> Iterator[tuple[str, int, DataSpec
     for size in sorted({1, 2, 3, num_rows}):
         if size <= num_rows:
             loader = DataLoader(_OneBatch(batch), batch_size=None)
-            spec = DataSpec(loader, split_batch=stock, get_num_samples_in_batch=lambda batch: len(batch['input_ids']))
+            spec = DataSpec(
+                loader,
+                split_batch=stock,
+                microbatch_transforms=layout.with_media,
+                get_num_samples_in_batch=lambda batch: len(batch['input_ids']),
+            )
             yield 'stock Composer', size, spec, UnusedParameters()
             yield 'in order', size, token_data_spec(loader, layout=layout, regroup=False), TokenAccumulation()
             yield 'regrouped', size, token_data_spec(loader, layout=layout), TokenAccumulation()
@@ -180,7 +185,7 @@ def _trained_gradient(parts: RunParts, data: DataSpec, size: int, algorithm: Alg
     return recorder.gradients
 
 
-def _whole_gradient(parts: RunParts, batch: Row) -> Gradients:
+def _whole_gradient(parts: RunParts, batch: Mapping[str, Any]) -> Gradients:
     """One plain forward over the global batch, the model's own mean; no Trainer, no scaling."""
     model = parts.model.train()
     device = next(model.parameters()).device

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -421,3 +422,6 @@ def _undisturbed(model: torch.nn.Module, *, training: bool = False) -> Iterator[
             module.training = was_training
         for buffer, kept in buffers:
             buffer.copy_(kept)
+        for module, _ in modes:
+            if isinstance(module, FSDPModule):  # a forward leaves the root whole, without gradients, until a backward
+                module.reshard()

@@ -80,6 +80,8 @@ class ConversationEncoder:
                 f'`processor` must have a fast tokenizer (labels need its offsets), got: '
                 f'{type(self.tokenizer).__name__}. Load it with use_fast=True.'
             )
+        if getattr(processor, 'num_query_tokens', 0) is None:  # BLIP: images would go nowhere
+            raise ValueError("`processor.num_query_tokens` must be that of the model's config, got: None. Set it.")
         self.end_token = self._find_end_token()
 
     def __call__(
@@ -116,6 +118,8 @@ class ConversationEncoder:
         bos = self.tokenizer.bos_token
         add_special_tokens = not (bos and text.startswith(bos))
         encoded = self._encode(text, media, add_special_tokens)
+        if hasattr(self.processor, 'num_query_tokens'):
+            encoded = self._with_queries(encoded, text[: answers[0].start] if answers else text)
         length = encoded['input_ids'].shape[1]
         if self.max_length is not None and length > self.max_length:
             raise ValueError(
@@ -232,7 +236,9 @@ class ConversationEncoder:
             {'role': message['role'], 'content': message['content'] if self.parts else _text(message)}
             for message in messages
         ]
-        return self.processor.apply_chat_template(messages, tokenize=False)
+        # Loaded from a folder, BLIP's processors drop their template, and the tokenizer keeps it.
+        owner = self.processor if getattr(self.processor, 'chat_template', None) else self.tokenizer
+        return owner.apply_chat_template(messages, tokenize=False)
 
     def _text_around_answers(self, messages: Sequence[Message]) -> list[str]:
         """What the template writes before the first answer, between two, and after the last."""
@@ -293,6 +299,36 @@ class ConversationEncoder:
             seconds = [together * video.metadata['duration'] / len(video.frames) for video in videos or ()]
             encoded['video_second_per_grid'] = torch.tensor(seconds)
         return encoded
+
+    def _with_queries(self, encoded: dict[str, torch.Tensor], instruction: str) -> dict[str, torch.Tensor]:
+        """What a processor with query tokens (BLIP) encodes, checked; its query transformer sees no answer.
+
+        Such a processor writes the queries of one image whatever the number of images, and its model does not count
+        them. It takes all the text for the instruction, answers included, and writes one for samples without images.
+        """
+        pixels = encoded.get('pixel_values')
+        expected = 0 if pixels is None else self.processor.num_query_tokens * pixels.shape[:-3].numel()
+        token = getattr(self.processor, 'image_token', None) or self.processor.video_token
+        found = int((encoded['input_ids'] == self.tokenizer.convert_tokens_to_ids(str(token))).sum())
+        if found != expected:
+            raise ValueError(
+                f'`processor` must write {expected} query tokens for the media of a sample, got: {found}. '
+                f'{type(self.processor).__name__} takes one image, or one clip of four frames, and writes its tokens '
+                'itself: the chat template must write nothing for it.'
+            )
+        if 'qformer_input_ids' not in encoded:
+            return encoded
+        plain = {key: value for key, value in encoded.items() if not key.startswith('qformer_')}
+        if pixels is None:
+            return plain
+        tokenizer = self.processor.qformer_tokenizer
+        instructed = tokenizer([instruction], return_tensors='pt', verbose=False)
+        if (length := instructed['input_ids'].shape[1]) > tokenizer.model_max_length:
+            raise ValueError(
+                f'`qformer_tokenizer` must have room for what stands before the first answer, got: {length} tokens, '
+                f'over its limit of {tokenizer.model_max_length}. Shorten it, or drop the sample (on_error=skip).'
+            )
+        return {**plain, **{f'qformer_{key}': instructed[key] for key in ('input_ids', 'attention_mask')}}
 
     def _token_spans(
         self,

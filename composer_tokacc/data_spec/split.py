@@ -60,7 +60,7 @@ class MicrobatchSplit:
         self.checked = False
         """Whether the first-batch check has seen the model."""
         self.microbatch_transforms: Callable[[Any], Any] | None = None
-        """What the user does to microbatches on the device; the first-batch check must do it as well."""
+        """What is done to microbatches on the device; the first-batch check must do it as well."""
         self._warned = False
 
     @property

@@ -148,7 +148,7 @@ class _TokenDataSpec(DataSpec):
     ) -> None:
         self._split, self._model, self._rule = split, model, loss_tokens
         self._batch_transforms, self._microbatch_transforms = batch_transforms, microbatch_transforms
-        split.microbatch_transforms = microbatch_transforms
+        split.microbatch_transforms = self._as_the_model_takes_it
         self._on_device: tuple[Any, Mapping[str, Any]] = (None, {})
         self._first_batch: FirstBatchCheck | None = None
         super().__init__(
@@ -218,10 +218,14 @@ class _TokenDataSpec(DataSpec):
         """As the trainer moves a microbatch to the device and transforms it there."""
         device = next(self._model.parameters()).device
         moved = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
-        return moved if self._microbatch_transforms is None else self._microbatch_transforms(moved)
+        return self._as_the_model_takes_it(moved)
+
+    def _as_the_model_takes_it(self, batch: Any) -> Any:
+        batch = self._microbatch_transforms(batch) if self._microbatch_transforms is not None else batch
+        return batch if self._split.layout is None else self._split.layout.with_media(batch)
 
     def _transform_microbatch(self, batch: Any) -> Any:
-        batch = self._microbatch_transforms(batch) if self._microbatch_transforms is not None else batch
+        batch = self._as_the_model_takes_it(batch)
         if self._model is None or not carried(batch):
             return batch
         # No algorithm hides what the batch carries from a compiled forward, which would be compiled anew for each list.

@@ -263,13 +263,33 @@ def mllama_image(config: Any) -> Row:
 
 
 def blip2_image(config: Any) -> Row | None:
-    """As many placeholders as query tokens; None for checkpoints that have no placeholder."""
-    if token_id(config, 'image') is None:
+    """As many placeholders as query tokens."""
+    return _queried(config, 'image')
+
+
+def instructblip_image(config: Any) -> Row | None:
+    """As BLIP-2, with an instruction of one token."""
+    return _instructed(config, _queried(config, 'image'))
+
+
+def instructblip_video(config: Any) -> Row | None:
+    """The query tokens of each of four frames: the processor writes them for as many, whatever the clip holds."""
+    return _instructed(config, _queried(config, 'video', 4))
+
+
+def _queried(config: Any, unit: str, *frames: int) -> Row | None:
+    """None for checkpoints that have no placeholder."""
+    if token_id(config, unit) is None:
         return None
     return {
-        'input_ids': _ids(config, 'image', config.num_query_tokens),
-        'pixel_values': _grey(config.vision_config, 1),
+        'input_ids': _ids(config, unit, math.prod(frames) * config.num_query_tokens),
+        'pixel_values': _grey(config.vision_config, 1, *frames),
     }
+
+
+def _instructed(config: Any, row: Row | None) -> Row | None:
+    instruction = torch.tensor([[plain_id(config.qformer_config)]])
+    return row and {**row, 'qformer_input_ids': instruction, 'qformer_attention_mask': torch.ones_like(instruction)}
 
 
 # Audio.

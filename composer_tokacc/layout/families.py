@@ -66,14 +66,12 @@ class Media:
         token_type: What ``mm_token_type_ids`` calls its placeholders; 0: nothing does.
         frames: Whether its placeholders stand between the tokens that start and end a video; None: they have an id of
             their own.
-        one_a_row: Whether each row has exactly one.
     """
 
     sizes: Callable[[Batch, Any, int, int], list[int]] | None = None
     blank: Callable[[Any], dict[str, Any] | None] | None = None
     token_type: int = 0
     frames: bool | None = None
-    one_a_row: bool = False
 
     def placeholders(self, batch: Batch, config: Any, unit: str) -> torch.Tensor | None:
         """Where the placeholders stand, ``(rows, width)`` bool; None where neither config nor batch tells their id."""
@@ -100,8 +98,10 @@ class Family:
         media: What it has of ``'image'``, ``'video'`` and ``'audio'``, by these names.
         matches: Whether a batch without any model at hand has this format.
         slots: ``(rows, slots)`` bool, which slots hold an image and which are padding, for families with slots.
-        has_video_tower: Whether videos have an encoder of their own.
+        own_weights: Which of images and videos use weights that the other does not; none: one encoder serves both.
         one_kind: Whether a forward takes images or videos, never both.
+        has_queries: Whether query tokens of a transformer stand for its media. Such models take no batch without any,
+            and no notice of placeholders that are too few.
         coupling: Why a row without an image has another loss beside one with an image; empty where it has not.
     """
 
@@ -111,15 +111,16 @@ class Family:
     media: Mapping[str, Media] = field(default_factory=dict)
     matches: Callable[[Batch], bool] = _never
     slots: Callable[[Batch], torch.Tensor] | None = None
-    has_video_tower: bool = False
+    own_weights: tuple[str, ...] = ()
     one_kind: bool = False
+    has_queries: bool = False
     coupling: str = ''
 
     @property
     def towers(self) -> list[tuple[str, ...]]:
         """Media by the encoder that they share."""
         pictures = tuple(unit for unit in ('image', 'video') if unit in self.media)
-        shared = [(unit,) for unit in pictures] if self.has_video_tower else [pictures]
+        shared = [(unit,) for unit in self.own_weights] or [pictures]
         return [tower for tower in [*shared, *([('audio',)] if 'audio' in self.media else [])] if tower]
 
 
@@ -152,6 +153,11 @@ _SLOTS = {'pixel_values': Entry(slot_dim=1), 'pixel_attention_mask': Entry(slot_
 _SOUNDS = {'input_features': _AUDIO, 'feature_attention_mask': _AUDIO}
 
 
+def _instructed(entry: Entry) -> dict[str, Entry]:
+    """Pixels that go through a query transformer, each with the instruction of its row."""
+    return {'pixel_values': entry, 'qformer_input_ids': entry, 'qformer_attention_mask': entry}
+
+
 def _ndim(batch: Batch, key: str) -> int:
     value = batch.get(key)
     return value.dim() if isinstance(value, torch.Tensor) else 0
@@ -177,8 +183,12 @@ def _has_grid_and_audio(batch: Batch) -> bool:
     return _has_grid(batch) and _ndim(batch, 'input_features') > 0
 
 
-def _has_query_ids(batch: Batch) -> bool:
+def _has_instructed_images(batch: Batch) -> bool:
     return 'qformer_input_ids' in batch and _ndim(batch, 'pixel_values') == 4
+
+
+def _has_instructed_clips(batch: Batch) -> bool:
+    return 'qformer_input_ids' in batch and _ndim(batch, 'pixel_values') == 5
 
 
 def _has_tiles(batch: Batch) -> bool:
@@ -298,20 +308,23 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         name='InstructBLIP',
         model_types=('instructblip',),
-        entries={'pixel_values': _IMAGE, 'qformer_input_ids': Entry(), 'qformer_attention_mask': Entry()},
-        # The instruction of each row goes through the query transformer with its image.
-        media={'image': Media(one_a_row=True)},
-        matches=_has_query_ids,
+        has_queries=True,
+        entries=_instructed(_IMAGE),
+        media={'image': Media(sizes=placeholders.queries, blank=blank_rows.instructblip_image)},
+        matches=_has_instructed_images,
     ),
     Family(
         name='InstructBLIP-Video',
         model_types=('instructblipvideo',),
-        entries={'pixel_values': _VIDEO, 'qformer_input_ids': Entry(), 'qformer_attention_mask': Entry()},
-        media={'video': Media(one_a_row=True)},
+        has_queries=True,
+        entries=_instructed(_VIDEO),
+        media={'video': Media(sizes=placeholders.frame_queries, blank=blank_rows.instructblip_video)},
+        matches=_has_instructed_clips,
     ),
     Family(
         name='BLIP-2',
         model_types=('blip-2',),
+        has_queries=True,
         entries={'pixel_values': _IMAGE},
         media={'image': Media(sizes=placeholders.queries, blank=blank_rows.blip2_image)},
     ),
@@ -325,6 +338,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         name='LLaVA-NeXT-Video',
         model_types=('llava_next_video',),
+        own_weights=('image',),  # `image_newline`
         entries=_TILES,
         media={
             'image': Media(sizes=placeholders.anyres, blank=blank_rows.llava_next_image),
@@ -345,7 +359,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         name='Video-LLaVA',
         model_types=('video_llava',),
-        has_video_tower=True,
+        own_weights=('image', 'video'),
         entries={**_CLIPS, 'pixel_values': _IMAGE, 'pixel_values_images': _IMAGE},
         media={
             'image': Media(sizes=placeholders.equal, blank=blank_rows.video_llava_image),

@@ -207,6 +207,8 @@ class BatchLayout:
         num_items = max(sizes.values())
         if min(sizes.values()) < num_items:
             raise ValueError(f'The tensors of {unit}s must have one entry per {unit} each, got: {sizes}.')
+        if self.family.has_queries and blank_rows.token_id(self.config, unit) is not None:
+            return self._units_by_placeholders(batch, unit, num_items)
         if num_rows == 1:
             return [num_items]
         # The carried number is the user's: it says nothing where images were cut into tiles.
@@ -216,8 +218,6 @@ class BatchLayout:
 
     def _units_by_placeholders(self, batch: Batch, unit: str, num_items: int) -> list[int]:
         media, num_rows = self.family.media.get(unit), self.num_rows(batch)
-        if media is not None and media.one_a_row and num_items == num_rows:
-            return [1] * num_rows
         carry = f'Carry `num_{unit}s` in the batch, one int per row'
         carry += ' (tiles counted)' if unit == 'image' else ''
         is_placeholder = media.placeholders(batch, self.config, unit) if media is not None else None
@@ -231,9 +231,12 @@ class BatchLayout:
         sizes = media.sizes(batch, self.config, num_items, sum(tokens))
         found = _match(tokens, sizes)
         if found is None:
+            remedy = f'{carry}, or do not cut rows inside their media'
+            if self.family.has_queries:
+                remedy = f'Give processor and model the same `num_query_tokens`, and write no {unit} into the text'
             raise ValueError(
                 f'`input_ids` must hold the placeholders of {num_items} whole {unit}s, got: {tokens} by row, where the '
-                f'{unit}s fill {sizes or "an unknown number"}. {carry}, or do not cut rows inside their media.'
+                f'{unit}s fill {sizes or "an unknown number"}. {remedy}.'
             )
         return found
 
@@ -437,6 +440,15 @@ class BatchLayout:
         ids = row['input_ids']
         row = {**row, 'attention_mask': torch.ones_like(ids), 'labels': torch.full_like(ids, -100)}
         return row if like is None else self._completed(row, like)
+
+    def with_media(self, batch: Batch) -> Batch:
+        """The batch, with media of no row where it has none and the model takes no batch without: see `has_queries`."""
+        if not self.family.has_queries or any(batch.get(key) is not None for key in self.family.entries):
+            return batch
+        (unit,) = self.family.media
+        blank = self.blank_row(unit) or {}
+        device = _text(batch).device
+        return {**batch, **{key: blank[key].to(device) for key in blank.keys() & self.family.entries.keys()}}
 
     def _completed(self, row: dict[str, Any], like: Batch) -> dict[str, Any]:
         """The row with the entries of a batch that it is to join, no more and no less but for its media."""

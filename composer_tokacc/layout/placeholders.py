@@ -21,6 +21,7 @@ __all__ = [
     'audio_frames',
     'best_resolution',
     'equal',
+    'frame_queries',
     'image_grid',
     'patch_counts',
     'queries',
@@ -66,8 +67,13 @@ def patch_counts(batch: Batch, config: Any, num_items: int, num_tokens: int) -> 
 
 
 def queries(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
-    """BLIP: a fixed number of query tokens an image; the model does not check that the placeholders are as many."""
+    """BLIP: a fixed number of query tokens an image."""
     return [] if config is None else [config.num_query_tokens] * num_items
+
+
+def frame_queries(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
+    """InstructBLIP-Video: a fixed number of query tokens a frame; all clips of a batch have as many frames."""
+    return [batch['pixel_values'].shape[1] * size for size in queries(batch, config, num_items, num_tokens)]
 
 
 def audio_frames(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:

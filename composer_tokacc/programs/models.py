@@ -132,6 +132,11 @@ def build_transformers_model(
             with _said_by_transformers('attn_implementation' if options else 'config'):
                 model = auto_class(model_config).from_config(model_config, **options)
             cast_model(model, getattr(torch, dtype))
+    if model.config.get_text_config().is_encoder_decoder:
+        raise ValueError(
+            f'the model must have a decoder alone, got: {model.config.model_type} with an encoder, which would read '
+            'the answers: labels of conversations stand at their tokens. Take one with a causal language model'
+        )
     for module in model.modules():
         # Before transformers 4.52 each part had a copy of its config.
         if isinstance(getattr(module, 'config', None), PretrainedConfig):

@@ -148,6 +148,44 @@ def idefics3() -> Any:
     )
 
 
+# Query transformers: their processors write the placeholders themselves, so the template writes nothing for an image.
+
+
+def _without_images(template: str) -> str:
+    return template.replace("{{ '<image>\\n' }}", '')
+
+
+def blip2(**options: Any) -> Any:
+    processor = transformers.Blip2Processor(
+        image_processor=transformers.BlipImageProcessor(size=SQUARE, **MEAN_STD),
+        tokenizer=tokenizer('<s>', '</s>', bos_token='<s>', eos_token='</s>'),
+        **{'num_query_tokens': 4, **options},
+    )
+    processor.chat_template = _without_images(VICUNA)
+    return processor
+
+
+def instructblip(**options: Any) -> Any:
+    return _instructed('InstructBlipProcessor', {'image_processor': transformers.BlipImageProcessor}, options)
+
+
+def instructblipvideo(**options: Any) -> Any:
+    video_processor = {'video_processor': transformers.InstructBlipVideoVideoProcessor}
+    return _instructed('InstructBlipVideoProcessor', video_processor, options)
+
+
+def _instructed(name: str, media: dict[str, Any], options: dict[str, Any]) -> Any:
+    """The text goes to a second tokenizer as well."""
+    processor = getattr(transformers, name)(
+        **{key: media_class(size=SQUARE, **MEAN_STD) for key, media_class in media.items()},
+        tokenizer=tokenizer('<s>', '</s>', bos_token='<s>', eos_token='</s>'),
+        qformer_tokenizer=tokenizer(),
+        **{'num_query_tokens': 4, **options},
+    )
+    processor.chat_template = _without_images(VICUNA)
+    return processor
+
+
 # Processor and the token that ends an answer.
 PROCESSORS = {
     'small': (small, '<|end|>'),

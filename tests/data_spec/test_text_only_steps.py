@@ -13,6 +13,7 @@ from tests.support.launch import launch_json
 
 SCRIPT = 'tests/ranks/text_only.py'
 FAMILIES = ['llava', 'llava_next', 'qwen2_5_vl', 'idefics3', 'mistral3', 'qwen2_vl_video', 'qwen2_audio']
+FAMILIES += ['blip2', 'instructblip', 'instructblip_video']
 
 
 def run(ranks, runs):

@@ -83,12 +83,13 @@ def test_blank_row_leaves_the_gradient_of_the_others_alone(name, unit, side):
     assert distance / norm < 1e-6
 
 
-OTHERS = [(name, 'image') for name in ('vipllava', 'idefics2', 'got_ocr2', 'aya_vision', 'glm4v', 'blip2')]
+OTHERS = ('vipllava', 'idefics2', 'got_ocr2', 'aya_vision', 'glm4v', 'blip2', 'instructblip')
+OTHER_CASES = [*((name, 'image') for name in OTHERS), ('glm4v', 'video'), ('instructblipvideo', 'video')]
 
 
-@pytest.mark.parametrize(('name', 'unit'), [*OTHERS, ('glm4v', 'video')])
+@pytest.mark.parametrize(('name', 'unit'), OTHER_CASES)
 def test_blank_row_goes_through_models_that_have_no_processor_here(name, unit):
-    """The models themselves hold placeholders against features, but for BLIP-2."""
+    """The models themselves hold placeholders against features, but for those with query tokens."""
     named = ('<image>', '<video>', '<image_start>', '<image_end>', '<video_start>', '<video_end>')
     ids = TokenIds(word_tokenizer(*named))
     model = family_models.MODELS[name](ids)

@@ -174,16 +174,24 @@ def test_query_tokens_of_blip_are_never_guessed():
         layout.images_per_row(batch)
 
 
-@pytest.mark.parametrize(('kind', 'unit', 'dims'), [('instructblip', 'image', 4), ('instructblipvideo', 'video', 5)])
-def test_each_instruction_goes_with_the_media_of_its_row(kind, unit, dims):
-    layout = BatchLayout.for_model(SimpleNamespace(model_type=kind))
-    ids = torch.ones(3, 4).long()
-    batch = {'input_ids': ids, 'qformer_input_ids': torch.arange(6).view(3, 2)}
-    batch |= {'pixel_values': torch.arange(3.0).view(3, *[1] * (dims - 1))}
-    assert layout.units_per_row(batch, unit) == [1, 1, 1]
-    part = layout.select(batch, [2, 0])
-    assert part['pixel_values'].flatten().tolist() == [2, 0]
-    assert part['qformer_input_ids'].tolist() == [[4, 5], [0, 1]]
+@pytest.mark.parametrize(
+    ('kind', 'unit', 'shape'),
+    [('instructblip', 'image', (2, 1, 1, 1)), ('instructblipvideo', 'video', (2, 2, 1, 1, 1))],
+)
+def test_each_instruction_goes_with_the_media_of_its_row(kind, unit, shape):
+    config = SimpleNamespace(model_type=kind, num_query_tokens=2, **{f'{unit}_token_id': 9})
+    layout = BatchLayout.for_model(config)
+    num_tokens = 2 if unit == 'image' else 4
+    ids = torch.tensor([[9] * num_tokens + [1], [1] * (num_tokens + 1), [9] * num_tokens + [1]])
+    batch = {'input_ids': ids, 'qformer_input_ids': torch.arange(4).view(2, 2)}
+    batch |= {'pixel_values': torch.arange(2.0).view(2, *[1] * (len(shape) - 1)).expand(shape).clone()}
+    assert layout.units_per_row(batch, unit) == [1, 0, 1]
+    part = layout.select(batch, [2, 1])
+    assert part['pixel_values'].unique().tolist() == [1]
+    assert part['qformer_input_ids'].tolist() == [[2, 3]]
+    assert 'pixel_values' not in layout.select(batch, [1])
+    with pytest.raises(ValueError, match=r'got: \[0, 0, \d\] by row.*same `num_query_tokens`'):
+        layout.units_per_row({**batch, 'input_ids': torch.cat([ids[1:2], ids[1:]])}, unit)
 
 
 def test_audio_that_the_model_expands_itself_is_one_token():

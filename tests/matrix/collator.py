@@ -35,7 +35,7 @@ def join(rows: Sequence[Row], *, side: str, multiple: int = 1, slots: bool = Fal
                 batch[key] = torch.cat(_fit_slots([_pad(v, width, side, _FILLS.get(key, 0)) for v in values]))
         elif slots:
             batch[key] = cat_padded([row.get(key, like.new_zeros(1, 0, *like.shape[2:])) for row in rows])
-        elif like.dim() == 1:  # images by row
+        elif key == 'batch_num_images':  # images by row
             batch[key] = torch.cat([row.get(key, like.new_zeros(1)) for row in rows])
         else:
             batch[key] = cat_padded([row[key] for row in rows if key in row])

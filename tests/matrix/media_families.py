@@ -10,6 +10,7 @@ processors want packages for videos and sound that nothing else here needs.
 from __future__ import annotations
 
 import functools
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -101,7 +102,7 @@ _QWEN_VISION = {'depth': 2, 'num_heads': 2, 'patch_size': PATCH, 'spatial_merge_
 _SIGLIP = {'model_type': 'siglip_vision_model', 'vision_use_head': False, **_VISION}
 _PINPOINTS = [[16, 32], [32, 16], [32, 32]]
 
-_HAND_MADE: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
+_HAND_MADE: dict[str, tuple[str, str, Mapping[str, Any]]] = {
     'qwen2_vl_video': (
         'Qwen2VLForConditionalGeneration',
         'Qwen2VLConfig',
@@ -178,6 +179,38 @@ _HAND_MADE: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
             },
             'audio_token_index': AUDIO,
         },
+    ),
+}
+_QUERIES = {
+    'qformer_config': {
+        'vocab_size': VOCABULARY,
+        'hidden_size': 32,
+        'num_hidden_layers': 2,
+        'num_attention_heads': 2,
+        'intermediate_size': 48,
+    },
+    'num_query_tokens': 4,
+    'vision_config': _VISION,
+}
+_HAND_MADE |= {
+    'blip2': (
+        'Blip2ForConditionalGeneration',
+        'Blip2Config',
+        {
+            'text_config': {'model_type': 'opt', 'ffn_dim': 48, 'word_embed_proj_dim': 32, **_TEXT},
+            'image_token_index': IMAGE,
+            **_QUERIES,
+        },
+    ),
+    'instructblip': (
+        'InstructBlipForConditionalGeneration',
+        'InstructBlipConfig',
+        {'text_config': {'model_type': 'llama', **_TEXT}, 'image_token_index': IMAGE, **_QUERIES},
+    ),
+    'instructblip_video': (
+        'InstructBlipVideoForConditionalGeneration',
+        'InstructBlipVideoConfig',
+        {'text_config': {'model_type': 'llama', **_TEXT}, 'video_token_index': VIDEO, **_QUERIES},
     ),
 }
 HAND_MADE = {name: classes for name, classes in _HAND_MADE.items() if hasattr(transformers, classes[1])}
@@ -298,6 +331,18 @@ def _audio(writer: _Writer) -> None:
     )
 
 
+def _queried(writer: _Writer, token: int, *frames: int) -> None:
+    writer.ids += [token] * 4 * math.prod(frames)
+    writer.types += [0] * 4 * math.prod(frames)
+    writer.keep(pixel_values=writer.random(1, *frames, 3, SIDE, SIDE))
+
+
+def _instructed(writer: _Writer, token: int, *frames: int) -> None:
+    _queried(writer, token, *frames)
+    words = torch.tensor([[writer.rng.randrange(8, VOCABULARY) for _ in range(writer.rng.randint(1, 5))]])
+    writer.keep(qformer_input_ids=words, qformer_attention_mask=torch.ones_like(words))
+
+
 _MEDIA: Mapping[str, Sequence[Callable[[_Writer], None]]] = {
     'qwen2_vl_video': (_qwen_image, _qwen2_video),
     'qwen3_vl': (_qwen_image, _qwen3_video),
@@ -305,6 +350,9 @@ _MEDIA: Mapping[str, Sequence[Callable[[_Writer], None]]] = {
     'llava_next_video': (_next_video,),
     'mistral3': (_pixtral_image,),
     'qwen2_audio': (_audio,),
+    'blip2': (lambda writer: _queried(writer, IMAGE),),
+    'instructblip': (lambda writer: _instructed(writer, IMAGE),),
+    'instructblip_video': (lambda writer: _instructed(writer, VIDEO, 4),),
 }
 
 

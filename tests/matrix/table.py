@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from tests.matrix.harness import Cell, Outcome, cells, run_cell, seeds_of
+from tests.matrix.model_types import listing
 from tests.matrix.subjects import SUBJECTS
 
 __all__ = ['summary', 'table']
@@ -30,6 +31,33 @@ Tiny models from configs, ragged batches with and without media, microbatches of
 error of the gradient against one forward over the whole batch as the loader made it, or the refusal before the first
 step.
 Made by `python -m tests.matrix.table > docs/families.md`.
+"""
+
+QUERIES = """
+## Query tokens
+
+BLIP-2, InstructBLIP, InstructBLIP-Video: `num_query_tokens` placeholders stand for an image, or for each of the four
+frames of a clip; the processor writes them before the text, and must have the number of the model's config. They count
+as image tokens in length tables and caps. What VideoChat2 calls `num_query_token` and `extra_num_query_token` are one
+number here, their sum. A sample has one image or clip, which is the processor's limit, and the chat template writes
+nothing for it. The query transformer of InstructBLIP sees what stands before the first answer with loss, and no answer.
+The models take no batch without an image: one that has none gets a grey image of no row, whose gradient is zero.
+"""
+
+TYPES = """
+## Model types
+
+Every `config.model_type` of transformers' `MODEL_FOR_MULTIMODAL_LM_MAPPING` (images, videos, audios to text). Those in
+the second list were tried without a model: rows as their own image, video and audio processors make them are joined and
+taken apart. Such a run needs rows with `num_images` (`num_videos`, `num_audios`), as this package's collator carries
+them, and on several ranks a row with media in every step; what is not exact is refused in the first batch.
+"""
+
+REGISTER = """
+To register one of the rest: `token_data_spec(..., layout=BatchLayout(family=Family(name='mine', entries={...},
+media={...}), config=model.config))`, with an `Entry` for each media tensor, and a `Media` for each kind that shall be
+told by placeholders or made from the config. A further type of a known format is one word in `model_types` of
+`composer_tokacc/layout/families.py`, which the programs want as well.
 """
 
 
@@ -94,6 +122,10 @@ def main() -> None:
     print(dict(kinds), file=sys.stderr)
     print(HEAD)
     print(table(results))
+    print(QUERIES)
+    print(TYPES)
+    print('\n'.join(listing()))
+    print(REGISTER.rstrip())
 
 
 if __name__ == '__main__':

@@ -73,6 +73,15 @@ def test_exactly_one_source_of_weights(processor):
         build_model(pretrained='folder', config=llava(processor), processor=processor)
 
 
+def test_encoder_that_would_read_the_answers_is_refused(processor):
+    text = {'model_type': 't5', 'd_model': 16, 'd_ff': 16, 'd_kv': 8, 'num_layers': 1, 'num_heads': 2}
+    settings = {'model_type': 'blip-2', 'text_config': text}
+    for part in ('vision_config', 'qformer_config'):
+        settings[part] = {'hidden_size': 16, 'num_hidden_layers': 1, 'num_attention_heads': 2, 'intermediate_size': 16}
+    with pytest.raises(ValueError, match='must have a decoder alone, got: blip-2'):
+        build_model(config=settings, processor=processor)
+
+
 def test_same_seed_same_weights_and_global_generator_untouched(processor):
     torch.manual_seed(5)
     expected_draw = torch.rand(3)

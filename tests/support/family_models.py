@@ -404,25 +404,39 @@ def _glm4v(encode: SampleEncoder) -> PreTrainedModel:
     return _model('Glm4vForConditionalGeneration', config)
 
 
-def _blip2(encode: SampleEncoder) -> PreTrainedModel:
+def _queried(name: str, text: dict[str, Any], **settings: Any) -> PreTrainedModel:
+    """Models with a query transformer."""
     qformer = {
+        'vocab_size': 600,
         'hidden_size': 16,
         'num_hidden_layers': 2,
         'num_attention_heads': 2,
         'intermediate_size': 16,
-        'encoder_hidden_size': 16,
         'hidden_dropout_prob': 0.0,
         'attention_probs_dropout_prob': 0.0,
     }
-    text = {'model_type': 'opt', 'ffn_dim': 16, 'word_embed_proj_dim': 16, 'dropout': 0.0, **_text(encode)}
-    config = transformers.Blip2Config(
-        vision_config=_vision(),
-        qformer_config=qformer,
-        text_config=text,
-        num_query_tokens=4,
-        image_token_index=encode.token_id('<image>'),
+    config = getattr(transformers, f'{name}Config')(
+        vision_config=_vision(), qformer_config=qformer, text_config=text, num_query_tokens=4, **settings
     )
-    return _model('Blip2ForConditionalGeneration', config)
+    return _model(f'{name}ForConditionalGeneration', config)
+
+
+def _opt(encode: SampleEncoder) -> dict[str, Any]:
+    return {'model_type': 'opt', 'ffn_dim': 16, 'word_embed_proj_dim': 16, 'dropout': 0.0, **_text(encode)}
+
+
+def _blip2(encode: SampleEncoder) -> PreTrainedModel:
+    return _queried('Blip2', _opt(encode), image_token_index=encode.token_id('<image>'))
+
+
+def _instructblip(encode: SampleEncoder) -> PreTrainedModel:
+    text = {'model_type': 'llama', **_text(encode)}
+    return _queried('InstructBlip', text, image_token_index=encode.token_id('<image>'))
+
+
+def _instructblipvideo(encode: SampleEncoder) -> PreTrainedModel:
+    text = {'model_type': 'llama', **_text(encode)}
+    return _queried('InstructBlipVideo', text, video_token_index=encode.token_id('<video>'))
 
 
 MODELS: dict[str, Callable[[SampleEncoder], PreTrainedModel]] = {
@@ -451,4 +465,6 @@ MODELS: dict[str, Callable[[SampleEncoder], PreTrainedModel]] = {
     'aya_vision': _aya_vision,
     'glm4v': _glm4v,
     'blip2': _blip2,
+    'instructblip': _instructblip,
+    'instructblipvideo': _instructblipvideo,
 }

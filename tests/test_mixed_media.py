@@ -1,0 +1,51 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Images, videos and text mixed in a global batch: whatever a rank has of them, no hang, and the exact gradient."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.support.launch import launch_json
+
+SCRIPT = 'tests/ranks/mixed_media.py'
+# What each of two ranks has, step by step: images alone, videos alone, both, none; and nobody has any.
+PAIRS = [
+    ['image+none', 'video+video'],
+    ['none+none', 'image&video+image'],
+    ['video+none', 'none+none'],
+    ['none+none+none', 'none'],
+    ['image', 'none+none'],
+    ['image&video', 'image+video+none'],
+]
+
+
+def run(ranks, runs):
+    for arguments, steps in zip(runs, launch_json(SCRIPT, json.dumps(runs), ranks=ranks), strict=True):
+        assert len(steps) == len(arguments['steps'])
+        wrong = [
+            (what, step)
+            for what, step in zip(arguments['steps'], steps, strict=True)
+            if not (step['error'] < 1e-6 and step['loss_error'] < 1e-6)
+        ]
+        assert not wrong, (arguments, wrong)
+
+
+@pytest.mark.slow
+def test_two_ranks_of_ddp_whatever_each_has():
+    families = ['qwen2_5_vl', 'llava_onevision', 'video_llava']
+    runs: list[dict] = [{'family': family, 'steps': PAIRS, 'size': 1} for family in families]
+    # Its images have weights that its videos do not use.
+    runs.append({'family': 'llava_next_video', 'steps': [['video', 'none'], ['none', 'image']], 'size': 1})
+    run(2, runs)
+
+
+@pytest.mark.slow
+def test_four_ranks_of_fsdp_each_with_something_else():
+    kinds = ['image+none', 'video', 'none+none', 'image&video+video']
+    # The second step brings the first padding, which is looked at between the gradients and the optimizer.
+    steps = [['image', 'video', 'none', 'none'], kinds, ['none'] * 4]
+    run(4, [{'family': 'qwen2_vl', 'steps': steps, 'size': 2, 'fsdp': True}])
