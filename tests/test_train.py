@@ -12,9 +12,12 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from datasets import Dataset
 from PIL import Image
 
 from composer_tokacc.train import main
+from tests.support.clips import write_media_folder
+from tests.support.family_media import MEDIA
 from tests.support.launch import ROOT, launch
 from tests.support.programs import DIGITS, QUIET, TINY_DIGITS, TINY_MODEL
 
@@ -295,4 +298,48 @@ def test_a_run_whose_rank_was_killed_resumes_to_the_same_weights(tmp_path):
     resumed, expected = (checkpoint(tmp_path / name / 'ep2-ba12-rank0.pt')['model'] for name in ('broken', 'straight'))
     # To rounding, not bitwise: which image row a rank keeps for text-only microbatches depends on the batches it has
     # seen. One step more or less would move weights by the learning rate, 1e-3.
+    torch.testing.assert_close(resumed, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_images_videos_and_a_table_of_text_survive_a_kill(tmp_path):
+    """Three files of three formats, two epochs on two ranks; resumed, it ends with the weights of the unbroken run."""
+    pytest.importorskip('av')
+    case = MEDIA['qwen2_vl']()
+    for part in (case.processor, case.model):
+        part.save_pretrained(tmp_path / 'base')
+    path = write_conversations(tmp_path / 'captions', 24)
+    path.write_text(json.dumps([record for record in json.loads(path.read_text()) if 'image' in record]))
+    (tmp_path / 'films').mkdir()
+    films = write_media_folder(tmp_path / 'films', [('video',), ('video', 'image'), (), ('video',)] * 3)
+    turns = [
+        [{'role': 'user', 'content': f'Say {n}.'}, {'role': 'assistant', 'content': 'b' * n}] for n in range(1, 11)
+    ]
+    Dataset.from_dict({'messages': turns}).to_parquet(tmp_path / 'text.parquet')
+    config = yaml.safe_load(Path(MIXTURE).read_text())
+    config['model'] = {'pretrained': str(tmp_path / 'base')}
+    config['dataset'] = {
+        'name': 'llava',
+        'video': {'fps': 3, 'max_frames': 8},
+        'parts': {
+            'captions': {'path': str(path), 'image_dir': str(path.parent / 'images')},
+            'films': {'path': str(films), 'epochs': 1},
+            'text': {'path': str(tmp_path / 'text.parquet'), 'epochs': 2},
+        },
+    }
+    config['loader'] = {'global_batch_size': 8, 'drop_last': True}
+    config['trainer'] |= {'max_duration': '2ep', 'autoresume': True, 'save_interval': '2ba', 'device': 'cpu'}
+    calm = tmp_path / 'calm.yaml'
+    calm.write_text(yaml.safe_dump(config))
+    config['callbacks']['tests.support.killer.KillRank'] = {'rank': 1, 'batch': 7}
+    deadly = tmp_path / 'deadly.yaml'
+    deadly.write_text(yaml.safe_dump(config))
+    launch_training(str(calm), *QUIET, f'trainer.save_folder={tmp_path}/straight', folder=tmp_path, ranks=2)
+    broken = [*QUIET, f'trainer.save_folder={tmp_path}/broken']
+    done = launch(['-m', 'composer_tokacc.train', str(deadly), *broken, f'report.folder={tmp_path}'], ranks=2)
+    assert 'Rank 1 crashed with exit code -9' in done.stderr
+    assert launch_training(str(calm), *broken, folder=tmp_path, ranks=2)['first_step'] == 6
+    last = [sorted((tmp_path / name).glob('ep2-*-rank0.pt'))[-1] for name in ('broken', 'straight')]
+    assert last[0].name == last[1].name
+    resumed, expected = (checkpoint(file)['model'] for file in last)
     torch.testing.assert_close(resumed, expected, rtol=0, atol=1e-6)
