@@ -9,6 +9,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from composer_tokacc.data.conversation import ConversationEncoder
 from composer_tokacc.data.files import image_folder, read_raw_records
 from composer_tokacc.data.formats import BadSampleError, Record, parse_record
 from composer_tokacc.data.lengths import LengthTable, chosen_patch_size, length_table
+from composer_tokacc.data.media import image_size
 
 __all__ = ['LlavaDataset']
 
@@ -113,6 +115,20 @@ class LlavaDataset(Dataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         record = self.records[index]
         return self.encoder.encode_record(record, record.files(self.folders[index]))
+
+    def outlines(self, indices: Sequence[int]) -> list[tuple[dict[str, Any], list[tuple[int, int]]] | None]:
+        """What :mod:`.headers` makes lengths of: some samples before their placeholders are expanded, and image sizes.
+
+        None for a sample that has to be read, be it only to learn what is wrong with it.
+        """
+        plain = self.encoder.encode_unexpanded([self.records[index].messages() for index in indices])
+        outlines: list[tuple[dict[str, Any], list[tuple[int, int]]] | None] = [None] * len(plain)
+        for position, (index, sample) in enumerate(zip(indices, plain, strict=True)):
+            files = self.records[index].files(self.folders[index])
+            with suppress(Exception):  # no image
+                if sample is not None:
+                    outlines[position] = sample, [image_size(file) for file in files]
+        return outlines
 
     def fingerprint(self) -> str:
         """Changes with the conversations, the size of image files, the content of embedded ones, and ``max_length``."""
