@@ -121,7 +121,7 @@ class _Probe:
         self.encoder = encoder
         self.row_of = row_of
         self.kinds_of_blank = [_shape_alone, _black]
-        plain = encoder.encode_unexpanded([_conversation(1)])[0] if encoder.has_images else None
+        plain = encoder.encode_unexpanded([_conversation(1)])[0] if 'image' in encoder.parts else None
         self.num_marks = 0 if plain is None else row_of(plain)[1]
 
     def __call__(self, sizes: Sequence[Size]) -> Row | None:
@@ -136,7 +136,7 @@ class _Probe:
     def _encode(self, conversation: Sequence[Mapping[str, Any]], sizes: Sequence[Size]) -> dict[str, Any] | None:
         for blank in self.kinds_of_blank:
             with suppress(Exception):  # who reads a sample of such images is told by name
-                sample = self.encoder(conversation, [blank(*size) for size in sizes])
+                sample = self.encoder(conversation, {'image': [blank(*size) for size in sizes]})
                 if sizes:
                     self.kinds_of_blank = [blank]
                 return sample

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ from torch.utils.data import Dataset
 
 from composer_tokacc.data.conversation import ConversationEncoder
 from composer_tokacc.data.files import image_folder, read_raw_records
-from composer_tokacc.data.formats import BadSampleError, Record, parse_record
+from composer_tokacc.data.formats import BadSampleError, EmbeddedFile, Record, parse_record
 from composer_tokacc.data.lengths import LengthTable, chosen_patch_size, length_table
-from composer_tokacc.data.media import image_size
+from composer_tokacc.data.media import VideoSampling, image_size
 
 __all__ = ['LlavaDataset']
 
@@ -29,7 +29,7 @@ PathLike = str | os.PathLike[str]
 
 
 class LlavaDataset(Dataset):
-    r"""Conversations about images, loss on the assistant's turns only, ending tokens included.
+    r"""Conversations about images, videos and sounds, loss on the assistant's turns only, ending tokens included.
 
     A record is ``{"id": ..., "image": "a.jpg" | ["a.jpg", ...], "conversations": [{"from": "human", "value":
     "<image>\nWhat is this?"}, {"from": "gpt", "value": "A cat."}, ...]}``, or one of the other formats in
@@ -38,8 +38,8 @@ class LlavaDataset(Dataset):
     Bad samples are never replaced and never dropped in passing, so that every rank has the same samples at the same
     indices:
 
-    - ``on_error='raise'``: a bad line, a missing image file, or images that do not match their placeholders raise at
-      the start; an unreadable image or a sample over ``max_length`` raises when it is read.
+    - ``on_error='raise'``: a bad line, a missing file, or media that do not match their placeholders raise at the
+      start; an unreadable file or a sample over ``max_length`` raises when it is read.
     - ``on_error='skip'``: every sample is read once, in parallel, the ranks sharing the work; bad ones are left out and
       counted (:attr:`skipped`, :meth:`skip_report`). What was found is kept with the lengths, so that later runs on the
       same files read nothing twice. A file that breaks after that still raises.
@@ -48,7 +48,8 @@ class LlavaDataset(Dataset):
         path: JSON, JSONL or parquet file, ``dataset_info.json#name``, folder saved by ``datasets``, or
             ``hf://datasets/owner/name#split``; or several.
         processor: Hugging Face processor; for text alone a tokenizer will do.
-        image_dir: Folder that image names start from. ``None``: the folder of the file.
+        image_dir: Folder that names of images, videos and sounds start from. ``None``: the folder of the file.
+        video: Arguments of :class:`.VideoSampling`: ``num_frames``, or ``fps``; ``min_frames``, ``max_frames``.
         max_length: Longest sample allowed, in tokens, image tokens included. Nothing is ever truncated.
         on_error: ``'raise'`` or ``'skip'``.
         num_workers: Processes that read the samples (``skip`` only). ``None``: all cores.
@@ -57,7 +58,8 @@ class LlavaDataset(Dataset):
 
     Raises:
         BadSampleError: For the first bad sample (``raise``), or when no sample is good (``skip``).
-        ValueError: If a file is missing, empty, in no known format, or a JSON array with a syntax error.
+        ValueError: If a file is missing, empty, in no known format, or a JSON array with a syntax error, or a decoder
+            of videos is not installed.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class LlavaDataset(Dataset):
         processor: Any,
         *,
         image_dir: PathLike | None = None,
+        video: Mapping[str, Any] | None = None,
         max_length: int | None = None,
         on_error: str = 'raise',
         num_workers: int | None = None,
@@ -74,7 +77,7 @@ class LlavaDataset(Dataset):
     ) -> None:
         if on_error not in ('raise', 'skip'):
             raise ValueError(f"`on_error` must be 'raise' or 'skip', got: {on_error!r}.")
-        self.encoder = ConversationEncoder(processor, max_length=max_length)
+        self.encoder = ConversationEncoder(processor, max_length=max_length, video=VideoSampling(**(video or {})))
         self.measured: tuple[int, LengthTable] | None = None
         self.records: list[Record] = []
         self.folders: list[Path] = []
@@ -85,7 +88,7 @@ class LlavaDataset(Dataset):
             for raw in read_raw_records(file):
                 try:
                     record = parse_record(raw)
-                    self._check_images(record, folder, folder_listings)
+                    self._check_media(record, folder, folder_listings)
                 except BadSampleError as error:
                     if on_error == 'raise':
                         raise
@@ -101,7 +104,7 @@ class LlavaDataset(Dataset):
 
     @staticmethod
     def texts(path: PathLike | Sequence[PathLike]) -> Iterator[str]:
-        """Yields the text of every turn, without image placeholders: what a tokenizer can be trained on."""
+        """Yields the text of every turn, without placeholders: what a tokenizer can be trained on."""
         for file in _paths(path):
             for raw in read_raw_records(file):
                 try:
@@ -119,25 +122,27 @@ class LlavaDataset(Dataset):
     def outlines(self, indices: Sequence[int]) -> list[tuple[dict[str, Any], list[tuple[int, int]]] | None]:
         """What :mod:`.headers` makes lengths of: some samples before their placeholders are expanded, and image sizes.
 
-        None for a sample that has to be read, be it only to learn what is wrong with it.
+        None for a sample that has to be read, be it for its videos, or only to learn what is wrong with it.
         """
         plain = self.encoder.encode_unexpanded([self.records[index].messages() for index in indices])
         outlines: list[tuple[dict[str, Any], list[tuple[int, int]]] | None] = [None] * len(plain)
         for position, (index, sample) in enumerate(zip(indices, plain, strict=True)):
-            files = self.records[index].files(self.folders[index])
+            record = self.records[index]
+            if sample is None or record.count('image') < len(record.media):
+                continue
             with suppress(Exception):  # no image
-                if sample is not None:
-                    outlines[position] = sample, [image_size(file) for file in files]
+                outlines[position] = sample, [image_size(file) for file in record.files(self.folders[index])]
         return outlines
 
     def fingerprint(self) -> str:
-        """Changes with the conversations, the size of image files, the content of embedded ones, and ``max_length``."""
-        digest = hashlib.sha256(repr(self.encoder.max_length).encode())
+        """Changes with the conversations, the size of files, the content of embedded ones, and what is made of them."""
+        digest = hashlib.sha256(repr((self.encoder.max_length, self.encoder.video)).encode())
         for record, folder in zip(self.records, self.folders, strict=True):
-            sizes = [
-                os.stat(folder / image).st_size if isinstance(image, str) else image.checksum for image in record.images
+            media = [
+                (medium.kind, medium.names, [_size_of(file, folder) for file in medium.files])
+                for medium in record.media
             ]
-            digest.update(repr((record.sample_id, record.source, record.turns, record.image_names, sizes)).encode())
+            digest.update(repr((record.sample_id, record.source, record.turns, media)).encode())
         return digest.hexdigest()
 
     def skip_report(self) -> str:
@@ -146,16 +151,14 @@ class LlavaDataset(Dataset):
         first = f'; first: {self.skipped[0]}' if self.skipped else ''
         return f'skipped {len(self.skipped)} of {total} samples{first}'
 
-    def _check_images(self, record: Record, folder: Path, listings: dict[Path, set[str]]) -> None:
-        self.encoder.check_takes_images(record)
-        for image in record.images:
-            if not isinstance(image, str):
-                continue
-            file = folder / image
-            if file.parent not in listings:  # one listing of a folder instead of one question a file
-                listings[file.parent] = set(os.listdir(file.parent)) if file.parent.is_dir() else set()
-            if file.name not in listings[file.parent]:
-                raise record.error(f'image file {file} does not exist; is `image_dir` right?')
+    def _check_media(self, record: Record, folder: Path, listings: dict[Path, set[str]]) -> None:
+        self.encoder.check_takes_media(record)
+        for medium in record.media:
+            for file in (folder / file for file in medium.files if isinstance(file, str)):
+                if file.parent not in listings:  # one listing of a folder instead of one question a file
+                    listings[file.parent] = set(os.listdir(file.parent)) if file.parent.is_dir() else set()
+                if file.name not in listings[file.parent]:
+                    raise record.error(f'{medium.kind} file {file} does not exist; is `image_dir` right?')
 
     def _skip_unreadable(self, patch_size: int | None, **options: Any) -> None:
         if not self.records:
@@ -169,6 +172,10 @@ class LlavaDataset(Dataset):
         self.measured = patch_size, table.select(good)
         if self.skipped:
             log.warning(self.skip_report())
+
+
+def _size_of(file: str | EmbeddedFile, folder: Path) -> int:
+    return os.stat(folder / file).st_size if isinstance(file, str) else file.checksum
 
 
 def _paths(path: PathLike | Sequence[PathLike]) -> list[PathLike]:
