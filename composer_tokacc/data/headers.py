@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -84,7 +85,9 @@ def _shares(probe: _Probe, sizes_of: Mapping[int, set[Size]], mapped: Mapped) ->
         elif count == 1 or _divided(probe([costliest] * count), count) == alone[costliest]:
             shares[count] = alone
         else:
-            shares[count] = dict(zip(used, _asked(probe, list(used), count, mapped), strict=True))
+            known = [size for size in used if alone[size] is not None]
+            answers = _asked(probe, known, count, mapped)
+            shares[count] = {**dict.fromkeys(used), **dict(zip(known, answers, strict=True))}
     return shares
 
 
@@ -118,7 +121,8 @@ class _Probe:
     """
 
     def __init__(self, encoder: ConversationEncoder, row_of: Callable[[Mapping[str, Any]], Row]) -> None:
-        self.encoder = encoder
+        self.encoder = copy(encoder)
+        self.encoder.max_length = None
         self.row_of = row_of
         self.kinds_of_blank = [_shape_alone, _black]
         plain = encoder.encode_unexpanded([_conversation(1)])[0] if 'image' in encoder.parts else None
@@ -128,7 +132,9 @@ class _Probe:
         conversation = _conversation(len(sizes))
         plain = self.encoder.encode_unexpanded([conversation])[0]
         sample = self._encode(conversation, sizes)
-        if plain is None or sample is None or not self._is_separate(plain['input_ids'][0], sample['input_ids'][0]):
+        if plain is None or sample is None:
+            return None
+        if len(sizes) < 2 and not self._is_separate(plain['input_ids'][0], sample['input_ids'][0]):
             return None
         row = tuple(after - before for before, after in zip(self.row_of(plain), self.row_of(sample), strict=True))
         return None if row[2] else row
