@@ -25,6 +25,7 @@ from tqdm.auto import tqdm
 from composer_tokacc.counting import IGNORE_INDEX
 from composer_tokacc.data.formats import KINDS, BadSampleError
 from composer_tokacc.data.headers import Row, rows_from_headers
+from composer_tokacc.data.identity import class_name, identify_data, identify_processor, identify_vocabulary
 from composer_tokacc.data.media import DEFAULT_PATCH_SIZE, count_patches, declared_patch_size
 
 __all__ = ['LengthTable', 'build_length_table', 'chosen_patch_size', 'fingerprint', 'image_token_ids', 'length_table']
@@ -194,25 +195,21 @@ def build_length_table(
 def fingerprint(dataset: Any, processor: Any, *, patch_size: int | None = None) -> str:
     """A name that changes with the data, the processor, its tokenizer, the chat template, or the patch size.
 
-    The data's part is ``dataset.fingerprint()`` where there is such a method. Otherwise it is the number of samples and
-    the token ids of 64 of them, evenly spread: a change of samples between those goes unnoticed. A length that is wrong
-    for that reason costs balance among ranks, and no more: the split measures every row and keeps the cap.
+    The data's part is ``dataset.fingerprint()`` where there is such a method, or :func:`.identify_data`. A length that
+    is wrong because that overlooked a change costs balance among ranks, and no more: the split measures every row and
+    keeps the cap.
     """
-    parts = {
-        'version': VERSION,
-        'dataset': _name(dataset),
-        'num_samples': len(dataset),
-        'patch_size': chosen_patch_size(processor, patch_size),
-        **_describe(processor),
-    }
-    digest = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode())
     own = getattr(dataset, 'fingerprint', None)
-    if own is not None:
-        digest.update(str(own()).encode())
-    else:
-        for index in np.unique(np.linspace(0, len(dataset) - 1, NUM_PROBES).astype(int)).tolist():
-            digest.update(np.asarray(dataset[index]['input_ids']).tobytes())
-    return digest.hexdigest()[:32]
+    parts = [
+        VERSION,
+        class_name(dataset),
+        len(dataset),
+        chosen_patch_size(processor, patch_size),
+        identify_processor(processor),
+        identify_vocabulary(processor),
+        identify_data(dataset) if own is None else own(),
+    ]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
 def image_token_ids(processor: Any) -> tuple[int, ...]:
@@ -312,26 +309,6 @@ def _checked(rows: Sequence[Row | None], share: range, sizes: _Sizes, num_sample
 def _raise_first(errors: dict[int, str], on_error: OnError) -> None:
     if errors and on_error == 'raise':
         raise BadSampleError(errors[min(errors)])
-
-
-def _describe(processor: Any) -> dict[str, Any]:
-    """What of a processor decides how many tokens a sample has."""
-    tokenizer = getattr(processor, 'tokenizer', processor)
-    vocabulary = sorted(tokenizer.get_vocab().items()) if hasattr(tokenizer, 'get_vocab') else []
-    return {
-        'processor': _name(processor),
-        'config': processor.to_dict() if hasattr(processor, 'to_dict') else {},
-        'parts': [
-            getattr(getattr(processor, name, None), 'to_dict', dict)()
-            for name in ('image_processor', 'video_processor', 'feature_extractor')
-        ],
-        'templates': [getattr(owner, 'chat_template', None) for owner in (processor, tokenizer)],
-        'vocabulary': hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest(),
-    }
-
-
-def _name(thing: Any) -> str:
-    return f'{type(thing).__module__}.{type(thing).__qualname__}'
 
 
 def _gather(value: Any) -> list[Any]:

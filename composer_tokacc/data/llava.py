@@ -134,15 +134,22 @@ class LlavaDataset(Dataset):
                 outlines[position] = sample, [image_size(file) for file in record.files(self.folders[index])]
         return outlines
 
-    def fingerprint(self) -> str:
-        """Changes with the conversations, the size of files, the content of embedded ones, and what is made of them."""
-        digest = hashlib.sha256(repr((self.encoder.max_length, self.encoder.video)).encode())
+    def identity(self) -> str:
+        """Changes with what a model is trained on: the turns, and the files by name and size, or embedded content.
+
+        Not with where they lie, the ids of samples, or ``max_length``, which leaves out nothing in silence.
+        """
+        digest = hashlib.sha256()
         for record, folder in zip(self.records, self.folders, strict=True):
-            media = [
-                (medium.kind, medium.names, [_size_of(file, folder) for file in medium.files])
-                for medium in record.media
-            ]
-            digest.update(repr((record.sample_id, record.source, record.turns, media)).encode())
+            media = [(medium.kind, [_named(file, folder) for file in medium.files]) for medium in record.media]
+            digest.update(repr((record.turns, media)).encode())
+        return digest.hexdigest()
+
+    def fingerprint(self) -> str:
+        """Changes with all that decides on the length of a sample, or on what is said about a bad one."""
+        digest = hashlib.sha256(repr((self.identity(), self.encoder.max_length, self.encoder.video)).encode())
+        for record in self.records:
+            digest.update(repr((record.sample_id, record.source, [medium.names for medium in record.media])).encode())
         return digest.hexdigest()
 
     def skip_report(self) -> str:
@@ -174,8 +181,10 @@ class LlavaDataset(Dataset):
             log.warning(self.skip_report())
 
 
-def _size_of(file: str | EmbeddedFile, folder: Path) -> int:
-    return os.stat(folder / file).st_size if isinstance(file, str) else file.checksum
+def _named(file: str | EmbeddedFile, folder: Path) -> tuple[str, int]:
+    if isinstance(file, EmbeddedFile):
+        return '', file.checksum
+    return os.path.basename(file), os.stat(folder / file).st_size
 
 
 def _paths(path: PathLike | Sequence[PathLike]) -> list[PathLike]:
