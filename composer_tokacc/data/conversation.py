@@ -18,7 +18,7 @@ from jinja2 import TemplateError
 
 from composer_tokacc.counting import IGNORE_INDEX
 from composer_tokacc.data.formats import KINDS, Record
-from composer_tokacc.data.media import VideoSampling, check_decoder, open_media
+from composer_tokacc.data.media import Video, VideoSampling, check_decoder, open_media
 
 __all__ = ['ConversationEncoder']
 
@@ -85,7 +85,13 @@ class ConversationEncoder:
         self.end_token = self._find_end_token()
 
     def __call__(
-        self, messages: Sequence[Message], media: Media | None = None, *, sample_id: str = ''
+        self,
+        messages: Sequence[Message],
+        images: Sequence[Any] = (),
+        *,
+        videos: Sequence[Video] = (),
+        audios: Sequence[Any] = (),
+        sample_id: str = '',
     ) -> dict[str, Any]:
         """Encodes one conversation.
 
@@ -93,18 +99,20 @@ class ConversationEncoder:
             messages: ``{'role': 'system' | 'user' | 'assistant', 'content': [{'type': 'image'} |
                 {'type': 'text', 'text': ...}, ...]}``, or the role ``tool``; the text of an assistant turn carries the
                 loss, unless the turn has ``'weight': 0``.
-            media: One per ``{'type': 'image'}``, ``'video'`` or ``'audio'``, as :func:`.open_media` returns them.
+            images: One per ``{'type': 'image'}``, in order, as PIL images.
+            videos: One per ``{'type': 'video'}``.
+            audios: One per ``{'type': 'audio'}``: float samples at the processor's own rate.
             sample_id: Goes with the sample as ``sample_ids``.
 
         Returns:
             The processor's entries with a batch dimension of 1, ``labels`` of shape ``(1, length)``, unshifted, and the
-            lists ``sample_ids``, ``num_images``, ``num_videos`` and ``num_audios``.
+            lists ``sample_ids``, ``num_images``, and ``num_videos`` and ``num_audios`` where the processor takes such.
 
         Raises:
             ValueError: If the sample is longer than ``max_length``, or a sound than the processor takes.
         """
-        media = media or {}
-        self._check_sounds(media.get('audio', ()))
+        media = {'image': images, 'video': videos, 'audio': audios}
+        self._check_sounds(audios)
         text, answers = self.render(messages)
         add_special_tokens = self._adds_special_tokens(text)
         encoded = self._encode(text, media, add_special_tokens)
@@ -118,7 +126,7 @@ class ConversationEncoder:
         labels = torch.full_like(encoded['input_ids'], IGNORE_INDEX)
         for start, end in self._token_spans(text, answers, encoded['input_ids'][0], media, add_special_tokens):
             labels[0, start:end] = encoded['input_ids'][0, start:end]
-        counts = {f'num_{kind}s': [len(media.get(kind, ()))] for kind in KINDS}
+        counts = {f'num_{kind}s': [len(media[kind])] for kind in {'image': None, **self.parts}}
         return {**encoded, 'labels': labels, 'sample_ids': [sample_id], **counts}
 
     def encode_record(self, record: Record, files: Sequence[PathLike[str] | BinaryIO]) -> dict[str, Any]:
@@ -129,7 +137,7 @@ class ConversationEncoder:
             files: One path or open file for each file of ``record.media``.
 
         Returns:
-            As for messages and media.
+            As for messages and their media.
 
         Raises:
             BadSampleError: If a file cannot be decoded, or the processor or its template refuses the sample; names it.
@@ -140,7 +148,8 @@ class ConversationEncoder:
         rate = getattr(self.parts.get('audio'), 'sampling_rate', 16000)
         media = open_media(record, files, video=self.video, sampling_rate=rate)
         try:
-            return self(record.messages(), media, sample_id=record.sample_id)
+            media = {f'{kind}s': items for kind, items in media.items()}
+            return self(record.messages(), **media, sample_id=record.sample_id)
         except (ValueError, TemplateError) as error:
             raise record.error(str(error)) from error
         except Exception as error:  # no bad sample that `skip` may drop
@@ -296,6 +305,8 @@ class ConversationEncoder:
         if not self.parts:
             return dict(self.tokenizer([text], **options))
         given = {kind: list(items) for kind, items in media.items() if items}
+        if 'image' in given:
+            given['image'] = [given['image']]  # of the one text: OneVision cuts a text's only image into tiles
         if videos := given.get('video'):
             given['video'] = [video.frames for video in videos]
             # The frames are chosen already.
@@ -304,7 +315,13 @@ class ConversationEncoder:
         if 'audio' in given:
             options['audio_kwargs'] = {'sampling_rate': self.parts['audio'].sampling_rate}
         arguments = {TAKEN_BY[kind][1]: items for kind, items in given.items()}
-        return dict(self.processor(text=[text], **arguments, **options))
+        encoded = dict(self.processor(text=[text], **arguments, **options))
+        if 'video_second_per_grid' in encoded:
+            # Qwen-Omni's processor takes all frames for two a second.
+            together = self.parts['video'].temporal_patch_size
+            seconds = [together * video.metadata['duration'] / len(video.frames) for video in videos or ()]
+            encoded['video_second_per_grid'] = torch.tensor(seconds)
+        return encoded
 
     def _token_spans(
         self,

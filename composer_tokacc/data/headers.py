@@ -142,7 +142,7 @@ class _Probe:
     def _encode(self, conversation: Sequence[Mapping[str, Any]], sizes: Sequence[Size]) -> dict[str, Any] | None:
         for blank in self.kinds_of_blank:
             with suppress(Exception):  # who reads a sample of such images is told by name
-                sample = self.encoder(conversation, {'image': [blank(*size) for size in sizes]})
+                sample = self.encoder(conversation, [blank(*size) for size in sizes])
                 if sizes:
                     self.kinds_of_blank = [blank]
                 return sample

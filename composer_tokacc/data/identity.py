@@ -42,7 +42,7 @@ def identify_processor(processor: Any) -> str:
             class_name(processor),
             processor.to_dict() if hasattr(processor, 'to_dict') else {},
             [part.to_dict() if hasattr(part, 'to_dict') else {} for part in parts],
-            [getattr(owner, 'chat_template', None) for owner in (processor, tokenizer)],
+            getattr(processor, 'chat_template', None) or getattr(tokenizer, 'chat_template', None),
         ]
     )
 

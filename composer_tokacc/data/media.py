@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any, BinaryIO, NamedTuple
@@ -56,7 +58,7 @@ class VideoSampling:
         max_frames: Most frames of a video.
 
     Raises:
-        ValueError: If a number is not positive, or both ``num_frames`` and ``fps`` are given.
+        ValueError: If a number is not positive, or they contradict each other.
     """
 
     num_frames: int | None = None
@@ -67,10 +69,13 @@ class VideoSampling:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             kinds = (int, float) if name == 'fps' else int
-            if value is not None and (isinstance(value, bool) or not isinstance(value, kinds) or value <= 0):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < 1e6):
                 raise ValueError(f'`{name}` must be a positive number, whole but for `fps`, got: {value!r}')
         if self.num_frames is not None and self.fps is not None:
             raise ValueError(f'`fps` must be left out beside `num_frames`, got: {self.fps}. Remove one')
+        least = max(self.min_frames, self.num_frames or 0)
+        if self.max_frames < least:
+            raise ValueError(f'`max_frames` must be at least the frames asked for, got: {self.max_frames} < {least}')
 
     def choose(self, times: Sequence[float], duration: float) -> list[int]:
         """Numbers of the frames to take, in their order.
@@ -162,60 +167,87 @@ def _read_video(files: Sequence[File], sampling: VideoSampling) -> Video:
         pictures = {i: _read_image(files[i]) for i in set(chosen)}
         size = pictures[chosen[0]].size
         return _video([np.asarray(pictures[i].resize(size)) for i in chosen], chosen, len(times), step)
-    import av
-
-    with av.open(files[0]) as container:
-        streams = [one for one in container.streams.video if not one.disposition & av.stream.Disposition.attached_pic]
-        if not streams or container.format.name == 'tty':  # which takes any text for a film
-            raise ValueError('it holds no video')
-        stream = streams[0]
+    with _open_film(files[0]) as (container, stream):
         stamps, keys = _read_stamps(container, stream)
         # Of the film itself: the container's own figure may be that of another stream, or of a clock.
         unit = float(stream.time_base)
         rate = float(stream.average_rate or 1)
         step = (stamps[-1] - stamps[0]) * unit / (len(stamps) - 1) if len(stamps) > 1 else 1 / rate
-        times = [(stamp - stamps[0]) * unit for stamp in stamps]
-        chosen = sampling.choose(times, times[-1] + step)
-        frames = dict(_read_frames(container, stream, [stamps[i] for i in chosen], keys))
-        nominal = [round(times[i] / step) for i in chosen]
-        return _video([frames[stamps[i]] for i in chosen], nominal, len(stamps), step)
+    times = [(stamp - stamps[0]) * unit for stamp in stamps]
+    chosen = sampling.choose(times, times[-1] + step)
+    frames = _read_frames(files[0], sorted({stamps[i] for i in chosen}), keys)
+    nominal = [round(times[i] / step) for i in chosen]
+    return _video([frames[stamps[i]] for i in chosen], nominal, len(stamps), step)
 
 
-def _read_stamps(container: Any, stream: Any) -> tuple[list[int], list[int]]:
-    """When each frame is shown, and each from which decoding may start, in units of the stream; nothing is decoded."""
+def _source(file: File) -> str | BinaryIO:
+    """What PyAV opens: a name that it takes for no address (``12:30.mp4``), or the file from its start."""
+    if isinstance(file, PathLike):
+        return os.path.abspath(file)
+    file.seek(0)
+    return file
+
+
+@contextmanager
+def _open_film(file: File) -> Iterator[tuple[Any, Any]]:
+    """The container and its film."""
+    import av
+
+    with av.open(_source(file)) as container:
+        streams = [one for one in container.streams.video if not one.disposition & av.stream.Disposition.attached_pic]
+        if not streams or container.format.name == 'tty':  # which takes any text for a film
+            raise ValueError('it holds no video')
+        # Threads of the decoder write log lines, for which they wait for Python while Python waits for their end.
+        streams[0].codec_context.thread_count = 1
+        yield container, streams[0]
+
+
+def _read_stamps(container: Any, stream: Any) -> tuple[list[int], list[tuple[int, int]]]:
+    """When each frame is shown, in units of the stream; and that with the decoding time of each from which decoding may
+    start. Nothing is decoded.
+    """
     stamps, keys, end = [], [], 0.0
     for packet in container.demux():
         if packet.size and packet.dts is not None:
             end = max(end, float((packet.dts + (packet.duration or 0)) * packet.time_base))
             if packet.stream is stream:
                 stamps.append(packet.dts if packet.pts is None else packet.pts)
-                keys += stamps[-1:] * packet.is_keyframe
+                keys += [(stamps[-1], packet.dts)] * packet.is_keyframe
     if not stamps:
         raise ValueError('it holds no frames')
-    start, duration = ((value or 0) / 1e6 for value in (container.start_time, container.duration))
-    if end < start + duration * (1 - CUT_SHARE) - 0.5:
-        raise ValueError(f'it ends after {end - start:.1f} of {duration:.1f} s')
+    _check_end(container, end)
     return sorted(stamps), sorted(keys)
 
 
-def _read_frames(
-    container: Any, stream: Any, wanted: Sequence[int], keys: Sequence[int]
-) -> Iterator[tuple[int, np.ndarray]]:
+def _check_end(container: Any, end: float) -> None:
+    """Refuses a file of which the end is missing, where its header says how long it is."""
+    start, duration = ((value or 0) / 1e6 for value in (container.start_time, container.duration))
+    if end - start < duration * (1 - CUT_SHARE) - 0.5:
+        raise ValueError(f'it ends after {end - start:.1f} of {duration:.1f} s')
+
+
+def _read_frames(file: File, wanted: Sequence[int], keys: Sequence[tuple[int, int]]) -> dict[int, np.ndarray]:
     """The frames of the given stamps, by stamp, ``(height, width, 3)`` each."""
-    stream.thread_type = 'AUTO'
-    size, frames, frame = {}, iter(()), None
-    for stamp in dict.fromkeys(wanted):
-        if frame is None or frame.pts < stamp:
-            key = keys[max(bisect_right(keys, stamp) - 1, 0)] if keys else stamp
-            if frame is None or key > frame.pts:  # nothing of what lies between has to be decoded
-                container.seek(key, stream=stream)
+    found, size = {}, {}
+    with _open_film(file) as (container, stream):
+        frames, frame = container.decode(stream), None
+        for stamp in wanted:
+            past = frame.pts if frame is not None else keys[0][0] if keys else stamp
+            index = bisect_right(keys, (stamp, sys.maxsize)) - 1
+            if index >= 0 and keys[index][0] > past:  # nothing of what lies between has to be decoded
+                container.seek(keys[index][1], stream=stream)
                 frames = container.decode(stream)
-            frame = next((one for one in frames if one.pts is not None and one.pts >= stamp), None)
-        if frame is None:
-            raise ValueError(f'its frame at {float(stamp * stream.time_base):.2f} s cannot be decoded')
-        size = size or {'width': frame.width, 'height': frame.height}  # may change in the middle
-        # As the camera was turned.
-        yield stamp, np.rot90(frame.reformat(format='rgb24', **size).to_ndarray(), round(frame.rotation / 90))
+                frame = None
+            if frame is None or frame.pts < stamp:
+                frame = next((one for one in frames if one.pts is not None and one.pts >= stamp), None)
+            if keys and (frame is None or frame.pts > stamp):  # some containers find a later place than asked for
+                return _read_frames(file, wanted, [])
+            if frame is None:
+                raise ValueError(f'its frame at {float(stamp * stream.time_base):.2f} s cannot be decoded')
+            size = size or {'width': frame.width, 'height': frame.height}  # may change in the middle
+            picture = frame.reformat(format='rgb24', **size).to_ndarray()
+            found[stamp] = np.rot90(picture, round(frame.rotation / 90))  # as the camera was turned
+    return found
 
 
 def _video(frames: Sequence[np.ndarray], numbers: list[int], total: int, step: float) -> Video:
@@ -236,15 +268,18 @@ def _video(frames: Sequence[np.ndarray], numbers: list[int], total: int, step: f
 def _read_sound(file: File, sampling_rate: int) -> np.ndarray:
     import av
 
-    with av.open(file) as container:
+    with av.open(_source(file)) as container:
         if not container.streams.audio:
             raise ValueError('it holds no sound')
+        container.streams.audio[0].codec_context.thread_count = 1  # as above
         resampler = av.AudioResampler(format='fltp', rate=sampling_rate)
         frames = [*container.decode(audio=0), None]  # None: what the resampler still holds
         pieces = [piece.to_ndarray() for frame in frames for piece in resampler.resample(frame)]
-    if not pieces:
-        raise ValueError('it holds no sound')
-    return np.concatenate(pieces, axis=1).mean(axis=0)
+        if not pieces:
+            raise ValueError('it holds no sound')
+        sound = np.concatenate(pieces, axis=1).mean(axis=0)
+        _check_end(container, (container.start_time or 0) / 1e6 + len(sound) / sampling_rate)
+        return sound
 
 
 def image_size(file: File) -> tuple[int, int]:

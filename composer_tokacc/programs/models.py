@@ -199,7 +199,7 @@ def read_config(pretrained: str | None, config: dict[str, Any] | None, processor
     _refuse_unknown(settings, default, 'model.config')
     text = settings.setdefault('text_config', {}) if hasattr(default, 'text_config') else settings
     _complete_text(text, tokenizer_of(processor))
-    for modality in ('image', 'video'):
+    for modality in ('image', 'video', 'audio'):
         names = [name for name in (f'{modality}_token_index', f'{modality}_token_id') if name in default.to_dict()]
         token_id = _placeholder_id(processor, modality)
         if names and token_id is not None and not settings.keys() & {f'{modality}_token_index', f'{modality}_token_id'}:

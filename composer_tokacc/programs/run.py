@@ -141,7 +141,11 @@ def build_trainer(config: TrainConfig, parts: RunParts, history: InMemoryLogger)
     if parts.microbatch_size is not None:
         arguments['device_train_microbatch_size'] = parts.microbatch_size
     callbacks = build_all('callbacks', config.callbacks)
-    callbacks.append(SameData(parts.train_dataset, parts.processor, on_other_data=config.loader.on_other_data))
+    callbacks.append(
+        SameData(
+            parts.train_dataset, parts.processor, trainer=config.trainer, on_other_data=config.loader.on_other_data
+        )
+    )
     if config.trainer.get('spin_dataloaders', True):
         callbacks.append(SkipReadBatches())
     if hasattr(parts.train_dataset, 'load_state_dict'):  # as StreamingDataset

@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import pickle
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed.checkpoint as dist_cp
 from composer.core import Callback, State
 from composer.loggers import Logger
+from composer.utils import dist, format_name_with_dist, partial_format
 from torch.distributed.checkpoint import DefaultLoadPlanner
 
 from composer_tokacc.data.identity import identify_data, identify_processor, identify_vocabulary
@@ -35,13 +41,17 @@ class SameData(Callback):
     Args:
         dataset: The training set.
         processor: Its processor or tokenizer.
+        trainer: Arguments of the Trainer, which say where a checkpoint comes from.
         on_other_data: ``'raise'``, or ``'warn'`` to go on.
 
     Raises:
-        ConfigError: After loading, on all ranks.
+        ConfigError: Before weights are loaded, on all ranks; from a remote or compressed checkpoint after that.
     """
 
-    def __init__(self, dataset: Any, processor: Any, *, on_other_data: str = 'raise') -> None:
+    def __init__(
+        self, dataset: Any, processor: Any, *, trainer: Mapping[str, Any], on_other_data: str = 'raise'
+    ) -> None:
+        self.trainer = trainer
         self.on_other_data = on_other_data
         num_samples = getattr(dataset, 'size', None) or len(dataset)  # StreamingDataset's own length is a rank's share
         self._now = {
@@ -49,8 +59,7 @@ class SameData(Callback):
             'processor': identify_processor(processor),
             'vocabulary': identify_vocabulary(processor),
         }
-        self._then = ''
-        self._loading = False
+        self._loading, self._compared = False, False
 
     def state_dict(self) -> dict[str, Any]:
         """The fingerprints, as one string; nothing while a checkpoint is loaded.
@@ -60,41 +69,66 @@ class SameData(Callback):
         return {} if self._loading else {'fingerprints': json.dumps(self._now)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keeps those of the checkpoint."""
-        self._then = state.get('fingerprints', '')
+        """Compares what could not be compared before."""
+        if not self._compared:
+            self._compare(state.get('fingerprints', ''))
 
     def before_load(self, state: State, logger: Logger) -> None:
-        """See :meth:`state_dict`."""
+        """Compares before other data have given the model other shapes."""
         self._loading = True
+        path = _checkpoint(self.trainer, state.run_name)
+        if path is not None:
+            with suppress(pickle.UnpicklingError, RuntimeError):  # compressed: Composer knows how to read it
+                fingerprints = _saved_fingerprints(path, type(self).__qualname__)
+                self._compared = True
+                self._compare(fingerprints)
 
     def after_load(self, state: State, logger: Logger) -> None:
-        """Compares."""
+        """See :meth:`state_dict`."""
         self._loading = False
-        then = json.loads(self._then or self._from_shards(state) or '{}')
+
+    def _compare(self, fingerprints: str) -> None:
+        then = json.loads(fingerprints or '{}')
         other = [name for name in then if then[name] != self._now.get(name)]
         if not other:
             return
-        differing = ', '.join(f'{name} {_short(then[name])}, now {_short(self._now[name])}' for name in other)
+        differing = ', '.join(f'{name} {_short(then[name])} there, {_short(self._now[name])} here' for name in other)
         message = (
-            f'a resumed run must have the data, processor and vocabulary of its checkpoint, got: other '
-            f'{" and ".join(other)} (in {state.load_path}: {differing})'
+            'a resumed run must have the data, the processor and the vocabulary of its checkpoint, got: other '
+            f'{" and ".join(other)} ({differing})'
         )
         if self.on_other_data == 'warn':
             log.warning('%s; goes on because of `loader.on_other_data`.', message)
             return
         raise ConfigError(
-            f'{message}. For a new run type another trainer.run_name and trainer.save_folder, with trainer.load_path=... '
-            'trainer.load_weights_only=true for one that starts from these weights; to go on: loader.on_other_data=warn'
+            f'{message}. For a new run type another trainer.run_name and trainer.save_folder, with trainer.load_path '
+            'and trainer.load_weights_only=true if it starts from these weights; to go on: loader.on_other_data=warn'
         )
 
-    def _from_shards(self, state: State) -> str:
-        """The saved fingerprints of a sharded checkpoint, empty where it has none or its weights alone are loaded."""
-        if not state.load_path or not Path(state.load_path).is_dir() or not int(state.timestamp.batch):
-            return ''
-        own = {'fingerprints': ''}
-        saved = {'state': {'callbacks': {type(self).__qualname__: own}}}
-        dist_cp.load(saved, checkpoint_id=state.load_path, planner=DefaultLoadPlanner(allow_partial_load=True))
-        return own['fingerprints']
+
+def _checkpoint(trainer: Mapping[str, Any], run_name: str) -> Path | None:
+    """The local checkpoint that the Trainer will resume from, a folder if it is sharded."""
+    if trainer.get('autoresume'):
+        name = trainer.get('save_latest_filename') or 'latest-rank{rank}.pt'
+        latest = format_name_with_dist(os.path.join(trainer['save_folder'], name), run_name)
+        latest = dist.all_gather_object(latest)[0]  # of rank 0 for all, as sharded ones have it
+        if os.path.exists(latest):
+            return Path(latest)
+    load_path = trainer.get('load_path')
+    if load_path is None or trainer.get('load_weights_only'):
+        return None
+    path = Path(partial_format(load_path, run_name=run_name))
+    return path if path.exists() else None
+
+
+def _saved_fingerprints(path: Path, name: str) -> str:
+    """What the callback of that name has saved in a checkpoint, empty if it has not."""
+    if path.is_dir():
+        saved: dict[str, Any] = {'state': {'callbacks': {name: {'fingerprints': ''}}}}
+        dist_cp.load(saved, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=True))
+    else:  # mapped: weights stay where they are
+        saved = torch.load(path, map_location='cpu', mmap=True, weights_only=False)
+    return dict(saved['state'].get('callbacks') or {}).get(name, {}).get('fingerprints', '')
 
 
 def _short(fingerprint: str) -> str:
