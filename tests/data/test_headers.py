@@ -22,6 +22,7 @@ from composer_tokacc.data import BadSampleError, LlavaDataset, headers, lengths
 from composer_tokacc.data.lengths import build_length_table, length_table
 from composer_tokacc.data.media import image_size, open_media
 from tests.data import chat_processors
+from tests.support.launch import launch_json
 
 COLUMNS = ('lengths', 'image_tokens', 'loss_tokens', 'vision_patches')
 SIZES = [(16, 16), (40, 16), (16, 48), (64, 24), (33, 31), (200, 120), (7, 90)]
@@ -317,3 +318,16 @@ def test_skip_reads_all_and_takes_no_table_of_headers(tmp_path, by_headers):
     # Who skipped knows all; a run that raises is told.
     with pytest.raises(BadSampleError, match='cut'):
         length_table(quick, processor, folder=kept)
+
+
+@pytest.mark.slow
+def test_ranks_share_the_work(path):
+    found = launch_json('tests/ranks/scan_headers.py', str(path), '12', ranks=2)
+    dataset = open_dataset(path, PROCESSORS['llava_next']())
+    expected = truth(dataset)
+    for rank in found:
+        assert rank['columns'] == {name: getattr(expected, name).tolist() for name in COLUMNS}
+    first, second = (rank['reads'] for rank in found)
+    assert len(first) + len(second) == 12
+    assert all(index % 2 == 0 for index in first)
+    assert all(index % 2 == 1 for index in second)

@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dist_cp
 from PIL import Image
 
+from composer_tokacc.programs import ConfigError
+from composer_tokacc.programs.same_data import SameData
 from composer_tokacc.train import main
+from examples.digits import build_digits_processor
 from tests.support.launch import ROOT, launch
 from tests.support.programs import DIGITS, QUIET, TINY_DIGITS, TINY_MODEL
 
@@ -55,6 +60,13 @@ def copied(first_run, tmp_path):
     for source, name in zip(first_run, ('data', 'checkpoints'), strict=True):
         shutil.copytree(source, tmp_path / name, symlinks=True)
     return tmp_path / 'data', tmp_path / 'checkpoints'
+
+
+class Named(list):
+    """A dataset that says what it is."""
+
+    def identity(self):
+        return list(self)
 
 
 def steps(checkpoints):
@@ -160,3 +172,23 @@ def test_two_ranks_refuse_in_one_line_and_resume_what_one_began(copied):
     assert done.returncode != 0
     assert 'error: a resumed run must have the data' in done.stderr
     assert 'Traceback' not in done.stderr
+
+
+@pytest.mark.parametrize('saved', [True, False])
+def test_a_sharded_checkpoint_is_read_with_and_without_fingerprints(saved, tmp_path):
+    dataset = Named(['a', 'b'])
+    callback = SameData(dataset, build_digits_processor(), trainer={'load_path': f'{tmp_path}/ep1'})
+    state = {'model': {'weight': torch.ones(3)}, 'callbacks': {'SameData': callback.state_dict()} if saved else {}}
+    dist_cp.save({'state': state}, checkpoint_id=tmp_path / 'ep1')
+    dataset[0] = 'c'
+    other = SameData(dataset, build_digits_processor(), trainer={'load_path': f'{tmp_path}/{{run_name}}'})
+    for one in (callback, other):
+        if saved and one is other:
+            with pytest.raises(ConfigError, match=r'got: other data \(data .* of 2 samples there, .* here\)'):
+                one.before_load(SimpleNamespace(run_name='ep1'), None)
+        else:
+            one.before_load(SimpleNamespace(run_name='ep1'), None)
+        # What a sharded checkpoint lacks must not be asked of it.
+        assert one.state_dict() == {}
+        one.after_load(None, None)
+        assert one.state_dict()['fingerprints']
