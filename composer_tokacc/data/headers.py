@@ -60,7 +60,9 @@ def rows_from_headers(
             sizes_of.setdefault(len(one[1]), set()).update(one[1])
     probe = _Probe(dataset.encoder, row_of)
     shares = _shares(probe, sizes_of, mapped)
-    rows = [one and _expanded(*one, shares[len(one[1])], probe.num_marks) for one in outlines]
+    rows = [
+        None if one is None else _expanded(one[0], one[1], shares[len(one[1])], probe.num_marks) for one in outlines
+    ]
     longest = dataset.encoder.max_length
     return [row if row and (longest is None or row[0] <= longest) else None for row in rows]
 
@@ -73,21 +75,24 @@ def _shares(probe: _Probe, sizes_of: Mapping[int, set[Size]], mapped: Mapped) ->
     """What an image adds to a sample, by how many the sample holds and by its size.
 
     A processor may treat an image among several in another way (LLaVA-OneVision cuts it into no tiles then). Whether
-    it does is asked with the costliest image.
+    it does is asked with the costliest and the cheapest image in turns; if it does, with several of each size, and if
+    those do not explain what was seen, the samples have to be read.
     """
     sizes = sorted(set().union(*sizes_of.values()))
     alone = dict(zip(sizes, _asked(probe, sizes, 1, mapped), strict=True))
     shares: dict[int, Shares] = {}
     for count, used in sizes_of.items():
-        costliest = max(used, key=lambda size: alone[size] or (), default=None)
-        if costliest is None:  # text alone
+        known = sorted((size for size in used if alone[size] is not None), key=lambda size: alone[size] or ())
+        shares[count] = alone
+        if count == 0:
             shares[count] = {None: probe([])}
-        elif count == 1 or _divided(probe([costliest] * count), count) == alone[costliest]:
-            shares[count] = alone
-        else:
-            known = [size for size in used if alone[size] is not None]
-            answers = _asked(probe, known, count, mapped)
-            shares[count] = {**dict.fromkeys(used), **dict(zip(known, answers, strict=True))}
+        elif count > 1 and known:
+            mixed = [known[-(position % 2)] for position in range(1, count + 1)]
+            together = probe(mixed)
+            if together != _sum([alone[size] for size in mixed]):
+                answers = dict(zip(known, _asked(probe, known, count, mapped), strict=True))
+                explained = together is not None and together == _sum([answers[size] for size in mixed])
+                shares[count] = {**dict.fromkeys(used), **(answers if explained else {})}
     return shares
 
 
@@ -110,8 +115,12 @@ def _expanded(row: Row, sizes: Sequence[Size], shares: Shares, num_marks: int) -
     """The row of a sample, from that before its placeholders are expanded."""
     if row[1] != num_marks * len(sizes):  # another placeholder stands in the text
         return None
-    added = [shares[size] for size in sizes or [None]]
-    return None if None in added else tuple(map(sum, zip(row, *added, strict=True)))  # type: ignore[arg-type]
+    return _sum([row, *(shares[size] for size in sizes or [None])])
+
+
+def _sum(rows: Sequence[Row | None]) -> Row | None:
+    known = [row for row in rows if row is not None]
+    return tuple(map(sum, zip(*known, strict=True))) if len(known) == len(rows) else None
 
 
 class _Probe:
@@ -140,10 +149,11 @@ class _Probe:
         return None if row[2] else row
 
     def _encode(self, conversation: Sequence[Mapping[str, Any]], sizes: Sequence[Size]) -> dict[str, Any] | None:
-        for blank in self.kinds_of_blank:
+        # Among images of several sizes there may be tiles that only fill up, and are known by what they hold.
+        for blank in self.kinds_of_blank if len(set(sizes)) < 2 else [_black]:
             with suppress(Exception):  # who reads a sample of such images is told by name
                 sample = self.encoder(conversation, [blank(*size) for size in sizes])
-                if sizes:
+                if len(sizes) == 1:
                     self.kinds_of_blank = [blank]
                 return sample
         return None

@@ -41,7 +41,7 @@ def identify_processor(processor: Any) -> str:
         [
             class_name(processor),
             processor.to_dict() if hasattr(processor, 'to_dict') else {},
-            [part.to_dict() if hasattr(part, 'to_dict') else {} for part in parts],
+            [getattr(part, 'to_dict', dict)() for part in parts],
             getattr(processor, 'chat_template', None) or getattr(tokenizer, 'chat_template', None),
         ]
     )

@@ -1,7 +1,10 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""One reading of a dataset with the run's processor: how long each sample is, and which are bad; kept in a file."""
+"""How long each sample of a dataset is with the run's processor, and which are bad; kept in a file.
+
+Known by reading all samples once, or most of them by the headers of their images; see :mod:`.headers`.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +33,6 @@ from composer_tokacc.data.media import DEFAULT_PATCH_SIZE, count_patches, declar
 
 __all__ = ['LengthTable', 'build_length_table', 'chosen_patch_size', 'fingerprint', 'image_token_ids', 'length_table']
 
-NUM_PROBES = 64
-"""Samples whose encoding goes into the fingerprint of a dataset that has none of its own."""
 VERSION = 4
 """Goes up with every change of what a table holds, so that files of older versions are not read."""
 COLUMNS = ('lengths', 'image_tokens', 'loss_tokens', 'vision_patches')
@@ -149,17 +150,19 @@ def build_length_table(
     patch_size: int | None = None,
     on_error: OnError = 'raise',
 ) -> LengthTable:
-    """Reads every sample of a dataset once, in parallel.
+    """Measures every sample of a dataset once, in parallel.
 
     Args:
-        dataset: Map-style; samples hold ``input_ids`` and ``labels`` of shape ``(1, length)``.
+        dataset: Map-style; samples hold ``input_ids`` and ``labels`` of shape ``(1, length)``. With ``outlines``, as
+            :class:`.LlavaDataset` has it, and over 512 samples, most are not read (``'raise'`` only): a file that is
+            damaged behind its header is then found by whoever reads it.
         processor: Its Hugging Face processor or tokenizer.
         num_workers: Processes on each rank. None: one for each CPU core that the ranks of this node leave it.
         patch_size: Side of the vision tower's patches in pixels, for ``vision_patches``. None: what the processor
             declares; where it declares nothing (Idefics3, Gemma3, InternVL, ...), 14, the commonest, so that the column
             is then pixels in squares of 14 rather than patches. Nothing else in the table depends on it.
         on_error: What to do with a sample that raises :class:`.BadSampleError`: ``'raise'``, or ``'skip'``: keep the
-            reason in ``errors``.
+            reason in ``errors``, for which all samples are read.
 
     Raises:
         BadSampleError: For the first bad sample (``'raise'``), on all ranks.

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dist_cp
 from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist, format_name_with_dist, partial_format
-from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from composer_tokacc.data.identity import identify_data, identify_processor, identify_vocabulary
 from composer_tokacc.programs.schema import ConfigError
@@ -125,7 +125,7 @@ def _saved_fingerprints(path: Path, name: str) -> str:
     """What the callback of that name has saved in a checkpoint, empty if it has not."""
     if path.is_dir():
         saved: dict[str, Any] = {'state': {'callbacks': {name: {'fingerprints': ''}}}}
-        dist_cp.load(saved, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=True))
+        load(saved, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=True))
     else:  # mapped: weights stay where they are
         saved = torch.load(path, map_location='cpu', mmap=True, weights_only=False)
     return dict(saved['state'].get('callbacks') or {}).get(name, {}).get('fingerprints', '')
