@@ -27,7 +27,7 @@ def identify_data(dataset: Any) -> str:
     if isinstance(dataset, ConcatDataset):
         return _digest([identify_data(part) for part in dataset.datasets])
     own = getattr(dataset, 'identity', None) or getattr(dataset, 'fingerprint', None)
-    if own is not None:
+    if callable(own):
         return _digest(own())
     indices = np.unique(np.linspace(0, len(dataset) - 1, NUM_PROBES).astype(int)).tolist()
     return _digest([len(dataset), *(np.asarray(dataset[index]['input_ids']).tolist() for index in indices)])

@@ -84,7 +84,7 @@ class LlavaStreamingDataset(StreamingDataset):
 
     def identity(self) -> str:
         """Changes with the shards: how many samples and bytes each has, in their order; not with where they lie."""
-        return repr([(shard.samples, shard.raw_data.bytes) for shard in self.shards])
+        return repr([(shard.samples, shard.get_raw_size()) for shard in self.shards])
 
     def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
         """As StreamingDataset's, but right between two epochs.

@@ -53,9 +53,9 @@ class SameData(Callback):
     ) -> None:
         self.trainer = trainer
         self.on_other_data = on_other_data
-        num_samples = getattr(dataset, 'size', None) or len(dataset)  # StreamingDataset's own length is a rank's share
+        size = getattr(dataset, 'size', None)  # StreamingDataset's: its length is that of a rank's share
         self._now = {
-            'data': f'{identify_data(dataset)} of {num_samples} samples',
+            'data': f'{identify_data(dataset)} of {size if isinstance(size, int) else len(dataset)} samples',
             'processor': identify_processor(processor),
             'vocabulary': identify_vocabulary(processor),
         }
