@@ -29,7 +29,7 @@ Row = tuple[int, ...]
 """Tokens, image tokens, positions with loss, patches."""
 Outline = tuple[Row, list[Size]]
 """The row of a sample whose placeholders are not expanded, and the sizes of its images."""
-Shares = Mapping[Size | None, Row | None]
+Shares = Mapping[Any, Row | None]
 """What an image of each size adds to a sample; under None, what a sample without images has besides its text."""
 Mapped = Callable[[Callable[[Any], Any], Sequence[Any], int], Iterable[Any]]
 
@@ -92,7 +92,7 @@ def _shares(probe: _Probe, sizes_of: Mapping[int, set[Size]], mapped: Mapped) ->
             if together != _sum([alone[size] for size in mixed]):
                 answers = dict(zip(known, _asked(probe, known, count, mapped), strict=True))
                 explained = together is not None and together == _sum([answers[size] for size in mixed])
-                shares[count] = {**dict.fromkeys(used), **(answers if explained else {})}
+                shares[count] = answers if explained else {}
     return shares
 
 
@@ -115,7 +115,7 @@ def _expanded(row: Row, sizes: Sequence[Size], shares: Shares, num_marks: int) -
     """The row of a sample, from that before its placeholders are expanded."""
     if row[1] != num_marks * len(sizes):  # another placeholder stands in the text
         return None
-    return _sum([row, *(shares[size] for size in sizes or [None])])
+    return _sum([row, *(shares.get(size) for size in sizes or [None])])
 
 
 def _sum(rows: Sequence[Row | None]) -> Row | None:
