@@ -79,7 +79,7 @@ $(STAMP_NEWEST): setup.cfg pyproject.toml
 	$(VENV_NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check uv
 	printf 'torch\ntorchvision\nnumpy\ntransformers\n' > $(VENV_NEWEST)/overrides.txt
 	$(VENV_NEWEST)/bin/uv pip install --quiet --python $(VENV_NEWEST)/bin/python --overrides $(VENV_NEWEST)/overrides.txt \
-		-e '.[demo,bench,datasets,lora,dev]'
+		-e '.[demo,bench,datasets,lora,media,dev]'
 	@touch $@
 
 $(STAMP_FOUNDRY): setup.cfg pyproject.toml

@@ -1,16 +1,21 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""One reading of a dataset with the run's processor: how long each sample is, and which are bad; kept in a file."""
+"""How long each sample of a dataset is with the run's processor, and which are bad; kept in a file.
+
+Known by reading all samples once, or most of them by the headers of their images; see :mod:`.headers`.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,17 +27,23 @@ from tqdm.auto import tqdm
 
 from composer_tokacc.counting import IGNORE_INDEX
 from composer_tokacc.data.formats import KINDS, BadSampleError
+from composer_tokacc.data.headers import Row, rows_from_headers
+from composer_tokacc.data.identity import class_name, identify_data, identify_processor, identify_vocabulary
 from composer_tokacc.data.media import DEFAULT_PATCH_SIZE, count_patches, declared_patch_size
 
 __all__ = ['LengthTable', 'build_length_table', 'chosen_patch_size', 'fingerprint', 'image_token_ids', 'length_table']
 
-NUM_PROBES = 64
-"""Samples whose encoding goes into the fingerprint of a dataset that has none of its own."""
 VERSION = 4
 """Goes up with every change of what a table holds, so that files of older versions are not read."""
 COLUMNS = ('lengths', 'image_tokens', 'loss_tokens', 'vision_patches')
 FEWEST_FOR_WORKERS = 512
 """Starting processes takes longer than reading fewer samples than these."""
+FEWEST_FOR_HEADERS = 512
+"""So few samples are always read: their bad ones are known at the start then."""
+NUM_CHECKED = 64
+"""Samples that are read in any case, to see whether headers say the same."""
+
+log = logging.getLogger(__name__)
 
 OnError = Literal['raise', 'skip']
 
@@ -116,14 +127,18 @@ def length_table(
         return measured[1]
     if folder is None:
         folder = Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'composer_tokacc' / 'lengths'
-    path = Path(folder) / f'{fingerprint(dataset, processor, patch_size=patch_size)}.npz'
-    if all(_gather(path.exists())):
-        table = LengthTable.load(path)
-        _raise_first(table.errors, on_error)
-        return table
+    name = fingerprint(dataset, processor, patch_size=patch_size)
+    # A table from headers does not know all bad samples, and must not be taken for one that does.
+    endings = ('', '-headers') if _has_headers(dataset, on_error) else ('',)
+    paths = [Path(folder) / f'{name}{ending}.npz' for ending in endings]
+    for path in paths:
+        if all(_gather(path.exists())):
+            table = LengthTable.load(path)
+            _raise_first(table.errors, on_error)
+            return table
     table = build_length_table(dataset, processor, num_workers=num_workers, patch_size=patch_size, on_error=on_error)
     if dist.get_local_rank() == 0:
-        table.save(path)
+        table.save(paths[-1])
     return table
 
 
@@ -135,17 +150,19 @@ def build_length_table(
     patch_size: int | None = None,
     on_error: OnError = 'raise',
 ) -> LengthTable:
-    """Reads every sample of a dataset once, in parallel.
+    """Measures every sample of a dataset once, in parallel.
 
     Args:
-        dataset: Map-style; samples hold ``input_ids`` and ``labels`` of shape ``(1, length)``.
+        dataset: Map-style; samples hold ``input_ids`` and ``labels`` of shape ``(1, length)``. With ``outlines``, as
+            :class:`.LlavaDataset` has it, and over 512 samples, most are not read (``'raise'`` only): a file that is
+            damaged behind its header is then found by whoever reads it.
         processor: Its Hugging Face processor or tokenizer.
         num_workers: Processes on each rank. None: one for each CPU core that the ranks of this node leave it.
         patch_size: Side of the vision tower's patches in pixels, for ``vision_patches``. None: what the processor
             declares; where it declares nothing (Idefics3, Gemma3, InternVL, ...), 14, the commonest, so that the column
             is then pixels in squares of 14 rather than patches. Nothing else in the table depends on it.
         on_error: What to do with a sample that raises :class:`.BadSampleError`: ``'raise'``, or ``'skip'``: keep the
-            reason in ``errors``.
+            reason in ``errors``, for which all samples are read.
 
     Raises:
         BadSampleError: For the first bad sample (``'raise'``), on all ranks.
@@ -155,22 +172,22 @@ def build_length_table(
     if num_workers is None:
         num_workers = (os.cpu_count() or 1) // dist.get_local_world_size()
     share = range(rank, len(dataset), num_ranks)
-    rows = _Sizes(dataset, share, image_token_ids(processor), chosen_patch_size(processor, patch_size))
-    num_workers = num_workers if len(rows) > FEWEST_FOR_WORKERS else 0
-    # Own generator: a scan must not move the random numbers of the run.
-    loader = DataLoader(rows, batch_size=None, num_workers=num_workers, generator=torch.Generator())
-    sizes, errors = np.zeros((len(share), len(COLUMNS)), dtype=np.int32), {}
-    bar = tqdm(loader, desc='measuring samples', disable=True if rank else None, leave=False)
-    for position, row in enumerate(bar):
-        if isinstance(row, str):
-            errors[share[position]] = row
-            if on_error == 'raise':
-                break  # the other ranks learn of it below, where they wait
-        else:
-            sizes[position] = row
+    sizes = _Sizes(dataset, image_token_ids(processor), chosen_patch_size(processor, patch_size))
+    mapped = partial(_mapped, num_workers=num_workers, hide_bar=None if rank == 0 else True)
+    rows: list[Row | str | None] = [None] * len(share)
+    if _has_headers(dataset, on_error):
+        rows = _checked(rows_from_headers(dataset, share, sizes.row_of, mapped), share, sizes, len(dataset))
+    open_rows = [position for position, row in enumerate(rows) if row is None]
+    read = mapped(sizes, [share[position] for position in open_rows], FEWEST_FOR_WORKERS)
+    for position, row in zip(open_rows, read, strict=False):
+        rows[position] = row
+        if isinstance(row, str) and on_error == 'raise':
+            break  # the other ranks learn of it below, where they wait
     table = np.zeros((len(dataset), len(COLUMNS)), dtype=np.int32)
     every_error: dict[int, str] = {}
-    for other, (part, part_errors) in enumerate(_gather((sizes, errors))):
+    errors = {index: row for index, row in zip(share, rows, strict=True) if isinstance(row, str)}
+    numbers = np.array([row if isinstance(row, tuple) else (0,) * len(COLUMNS) for row in rows], np.int32)
+    for other, (part, part_errors) in enumerate(_gather((numbers.reshape(-1, len(COLUMNS)), errors))):
         table[other::num_ranks] = part
         every_error |= part_errors
     _raise_first(every_error, on_error)
@@ -181,25 +198,21 @@ def build_length_table(
 def fingerprint(dataset: Any, processor: Any, *, patch_size: int | None = None) -> str:
     """A name that changes with the data, the processor, its tokenizer, the chat template, or the patch size.
 
-    The data's part is ``dataset.fingerprint()`` where there is such a method. Otherwise it is the number of samples and
-    the token ids of 64 of them, evenly spread: a change of samples between those goes unnoticed. A length that is wrong
-    for that reason costs balance among ranks, and no more: the split measures every row and keeps the cap.
+    The data's part is ``dataset.fingerprint()`` where there is such a method, or :func:`.identify_data`. A length that
+    is wrong because that overlooked a change costs balance among ranks, and no more: the split measures every row and
+    keeps the cap.
     """
-    parts = {
-        'version': VERSION,
-        'dataset': _name(dataset),
-        'num_samples': len(dataset),
-        'patch_size': chosen_patch_size(processor, patch_size),
-        **_describe(processor),
-    }
-    digest = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode())
     own = getattr(dataset, 'fingerprint', None)
-    if own is not None:
-        digest.update(str(own()).encode())
-    else:
-        for index in np.unique(np.linspace(0, len(dataset) - 1, NUM_PROBES).astype(int)).tolist():
-            digest.update(np.asarray(dataset[index]['input_ids']).tobytes())
-    return digest.hexdigest()[:32]
+    parts = [
+        VERSION,
+        class_name(dataset),
+        len(dataset),
+        chosen_patch_size(processor, patch_size),
+        identify_processor(processor),
+        identify_vocabulary(processor),
+        identify_data(dataset) if own is None else own(),
+    ]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
 def image_token_ids(processor: Any) -> tuple[int, ...]:
@@ -220,52 +233,85 @@ def chosen_patch_size(processor: Any, given: int | None) -> int:
     return given or declared_patch_size(processor) or DEFAULT_PATCH_SIZE
 
 
-class _Sizes(Dataset):
-    """For each of some samples a row of the table, in the order of its columns, or why the sample is bad."""
+class _Sizes:
+    """For a sample of a dataset a row of the table, in the order of its columns, or why the sample is bad."""
 
-    def __init__(self, dataset: Any, indices: range, image_token_ids: tuple[int, ...], patch_size: int) -> None:
+    def __init__(self, dataset: Any, image_token_ids: tuple[int, ...], patch_size: int) -> None:
         self.dataset = dataset
-        self.indices = indices
         self.image_token_ids = torch.tensor(image_token_ids)
         self.patch_size = patch_size
 
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, position: int) -> tuple[int, ...] | str:
+    def __call__(self, index: int) -> Row | str:
         try:
-            sample = self.dataset[self.indices[position]]
+            return self.row_of(self.dataset[index])
         except BadSampleError as error:
             return str(error)
+
+    def row_of(self, sample: Mapping[str, Any]) -> Row:
         ids = sample['input_ids']
         num_image_tokens = int(torch.isin(ids, self.image_token_ids).sum())
         num_loss_tokens = int((sample['labels'][:, 1:] != IGNORE_INDEX).sum())
         return ids.shape[1], num_image_tokens, num_loss_tokens, count_patches(sample, self.patch_size)
 
 
+class _Mapped(Dataset):
+    """Results of a function for some items."""
+
+    def __init__(self, function: Callable[[Any], Any], items: Sequence[Any]) -> None:
+        self.function = function
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, position: int) -> Any:
+        return self.function(self.items[position])
+
+
+def _has_headers(dataset: Any, on_error: OnError) -> bool:
+    """Whether most samples need not be read. Ranks that skip bad ones must agree on them, so there all are read."""
+    return on_error == 'raise' and len(dataset) > FEWEST_FOR_HEADERS and hasattr(dataset, 'outlines')
+
+
+def _mapped(
+    function: Callable[[Any], Any], items: Sequence[Any], fewest: int, *, num_workers: int, hide_bar: bool | None
+) -> Iterator[Any]:
+    """Results of a function for some items, made by worker processes where there are more than ``fewest``."""
+    # Own generator: a scan must not move the random numbers of the run.
+    loader = DataLoader(
+        _Mapped(function, items),
+        batch_size=None,
+        num_workers=num_workers if len(items) > fewest else 0,
+        generator=torch.Generator(),
+        collate_fn=_unchanged,
+    )
+    yield from tqdm(loader, desc='measuring samples', disable=hide_bar, leave=False)
+
+
+def _unchanged(value: Any) -> Any:
+    return value
+
+
+def _checked(rows: Sequence[Row | None], share: range, sizes: _Sizes, num_samples: int) -> list[Row | str | None]:
+    """The rows if those of a random sample are what reading says, on all ranks; else none of them."""
+    chosen = set(np.random.default_rng(0).choice(num_samples, NUM_CHECKED, replace=False).tolist())
+    checked: list[Row | str | None] = list(rows)
+    wrong = ''
+    for position, index in enumerate(share):
+        if index in chosen and (row := rows[position]) is not None:
+            checked[position] = read = sizes(index)
+            if read != row and not isinstance(read, str):
+                wrong = f'sample {index}: {row} for {read}'
+    first = next(filter(None, _gather(wrong)), None)
+    if first is None:
+        return checked
+    log.warning('Sizes from headers are not those of the samples (%s), so all %d samples are read.', first, num_samples)
+    return [None] * len(rows)
+
+
 def _raise_first(errors: dict[int, str], on_error: OnError) -> None:
     if errors and on_error == 'raise':
         raise BadSampleError(errors[min(errors)])
-
-
-def _describe(processor: Any) -> dict[str, Any]:
-    """What of a processor decides how many tokens a sample has."""
-    tokenizer = getattr(processor, 'tokenizer', processor)
-    vocabulary = sorted(tokenizer.get_vocab().items()) if hasattr(tokenizer, 'get_vocab') else []
-    return {
-        'processor': _name(processor),
-        'config': processor.to_dict() if hasattr(processor, 'to_dict') else {},
-        'parts': [
-            getattr(getattr(processor, name, None), 'to_dict', dict)()
-            for name in ('image_processor', 'video_processor', 'feature_extractor')
-        ],
-        'templates': [getattr(owner, 'chat_template', None) for owner in (processor, tokenizer)],
-        'vocabulary': hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest(),
-    }
-
-
-def _name(thing: Any) -> str:
-    return f'{type(thing).__module__}.{type(thing).__qualname__}'
 
 
 def _gather(value: Any) -> list[Any]:

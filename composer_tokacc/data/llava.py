@@ -9,6 +9,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from composer_tokacc.data.conversation import ConversationEncoder
 from composer_tokacc.data.files import image_folder, read_raw_records
 from composer_tokacc.data.formats import BadSampleError, EmbeddedFile, Record, parse_record
 from composer_tokacc.data.lengths import LengthTable, chosen_patch_size, length_table
-from composer_tokacc.data.media import VideoSampling
+from composer_tokacc.data.media import VideoSampling, image_size
 
 __all__ = ['LlavaDataset']
 
@@ -118,15 +119,37 @@ class LlavaDataset(Dataset):
         record = self.records[index]
         return self.encoder.encode_record(record, record.files(self.folders[index]))
 
-    def fingerprint(self) -> str:
-        """Changes with the conversations, the size of files, the content of embedded ones, and what is made of them."""
-        digest = hashlib.sha256(repr((self.encoder.max_length, self.encoder.video)).encode())
+    def outlines(self, indices: Sequence[int]) -> list[tuple[dict[str, Any], list[tuple[int, int]]] | None]:
+        """What :mod:`.headers` makes lengths of: some samples before their placeholders are expanded, and image sizes.
+
+        None for a sample that has to be read, be it for its videos, or only to learn what is wrong with it.
+        """
+        plain = self.encoder.encode_unexpanded([self.records[index].messages() for index in indices])
+        outlines: list[tuple[dict[str, Any], list[tuple[int, int]]] | None] = [None] * len(plain)
+        for position, (index, sample) in enumerate(zip(indices, plain, strict=True)):
+            record = self.records[index]
+            if sample is None or record.count('image') < len(record.media):
+                continue
+            with suppress(Exception):  # no image
+                outlines[position] = sample, [image_size(file) for file in record.files(self.folders[index])]
+        return outlines
+
+    def identity(self) -> str:
+        """Changes with what a model is trained on: the turns, and the files by name and size, or embedded content.
+
+        Not with where they lie, the ids of samples, or ``max_length``, which leaves out nothing in silence.
+        """
+        digest = hashlib.sha256()
         for record, folder in zip(self.records, self.folders, strict=True):
-            media = [
-                (medium.kind, medium.names, [_size_of(file, folder) for file in medium.files])
-                for medium in record.media
-            ]
-            digest.update(repr((record.sample_id, record.source, record.turns, media)).encode())
+            media = [(medium.kind, [_named(file, folder) for file in medium.files]) for medium in record.media]
+            digest.update(repr((record.turns, media)).encode())
+        return digest.hexdigest()
+
+    def fingerprint(self) -> str:
+        """Changes with all that decides on the length of a sample, or on what is said about a bad one."""
+        digest = hashlib.sha256(repr((self.identity(), self.encoder.max_length, self.encoder.video)).encode())
+        for record in self.records:
+            digest.update(repr((record.sample_id, record.source, [medium.names for medium in record.media])).encode())
         return digest.hexdigest()
 
     def skip_report(self) -> str:
@@ -158,8 +181,10 @@ class LlavaDataset(Dataset):
             log.warning(self.skip_report())
 
 
-def _size_of(file: str | EmbeddedFile, folder: Path) -> int:
-    return os.stat(folder / file).st_size if isinstance(file, str) else file.checksum
+def _named(file: str | EmbeddedFile, folder: Path) -> tuple[str, int]:
+    if isinstance(file, EmbeddedFile):
+        return '', file.checksum
+    return os.path.basename(file), os.stat(folder / file).st_size
 
 
 def _paths(path: PathLike | Sequence[PathLike]) -> list[PathLike]:

@@ -82,6 +82,10 @@ class LlavaStreamingDataset(StreamingDataset):
             for row in map(reader.get_item, range(len(reader))):
                 yield from from_row(row)[0].texts
 
+    def identity(self) -> str:
+        """Changes with the shards: how many samples and bytes each has, in their order; not with where they lie."""
+        return repr([(shard.samples, shard.get_raw_size()) for shard in self.shards])
+
     def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
         """As StreamingDataset's, but right between two epochs.
 

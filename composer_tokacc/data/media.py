@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
 
 from composer_tokacc.data.formats import Medium, Record
 
@@ -28,6 +28,7 @@ __all__ = [
     'check_decoder',
     'count_patches',
     'declared_patch_size',
+    'image_size',
     'open_media',
     'side_of_patch',
 ]
@@ -35,6 +36,10 @@ __all__ = [
 File = PathLike[str] | BinaryIO
 
 MAX_16_BIT = 65535
+SIZE_IN_HEADER = ('JPEG', 'MPO', 'PNG', 'WEBP', 'GIF', 'BMP')
+"""Formats of PIL whose images have the size that stands in the header, before an EXIF entry turns them."""
+QUARTER_TURNS = (5, 6, 7, 8)
+"""Values of EXIF's orientation that exchange width and height."""
 DEFAULT_PATCH_SIZE = 14
 """The commonest side of a patch, in pixels, for where neither model nor processor names one."""
 DEFAULT_FPS = 2.0
@@ -286,6 +291,37 @@ def _read_sound(file: File, sampling_rate: int) -> np.ndarray:
         return sound
 
 
+def image_size(file: File) -> tuple[int, int]:
+    """Width and height of the image that :func:`open_media` makes of a file, from its header where that says so.
+
+    Raises:
+        Exception: Whatever PIL raises on a file that is no image.
+    """
+    with Image.open(file) as image:
+        if image.format not in SIZE_IN_HEADER:
+            return ImageOps.exif_transpose(image).size
+        if image.format == 'PNG' and _has_metadata_at_end(image.fp):
+            image.load()
+        # Of the base class: that of PNG decodes the image to look behind it.
+        turned = Image.Image.getexif(image).get(ExifTags.Base.Orientation) in QUARTER_TURNS
+        width, height = image.size
+        return (height, width) if turned else (width, height)
+
+
+def _has_metadata_at_end(file: Any) -> bool:
+    """Whether metadata come behind the pixels of a PNG file; its chunks are passed over, not read."""
+    start, seen = file.tell(), False
+    file.seek(len(b'\x89PNG\r\n\x1a\n'))
+    while len(head := file.read(8)) == 8:
+        kind = head[4:]
+        if seen and kind not in (b'IDAT', b'IEND'):
+            break
+        seen |= kind == b'IDAT'
+        file.seek(int.from_bytes(head[:4], 'big') + 4, os.SEEK_CUR)  # its content and a check sum
+    file.seek(start)
+    return len(head) == 8
+
+
 def _to_rgb(image: Image.Image) -> Image.Image:
     """PIL itself clips what is above 255 to white."""
     if image.mode == 'F' or image.mode.startswith('I'):
@@ -338,9 +374,9 @@ def _patches_of(pixels: torch.Tensor, patch_size: int, image_sizes: Any) -> int:
     if pixels.dim() == 4 and image_sizes is not None:
         return int((torch.as_tensor(image_sizes) // patch_size).prod(dim=1).sum())
     num_tiles = pixels.shape[:-3].numel()
-    if pixels.dim() == 5:
+    if pixels.dim() == 5 and not pixels.is_meta:
         # Idefics3 takes out tiles of nothing but zeros; LLaVA-NeXT and OneVision those that their processors add, which
-        # are the same. Mllama (6 dimensions) computes all.
+        # are the same. Mllama (6 dimensions) computes all. Where only sizes are asked for (meta), no tile fills up.
         num_tiles = int(pixels.flatten(2).any(dim=2).sum())
     height, width = pixels.shape[-2:]
     return num_tiles * (height // patch_size) * (width // patch_size)

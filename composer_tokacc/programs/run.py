@@ -25,6 +25,7 @@ from composer_tokacc.programs.checkpoints import is_disk_full, remember_unused_p
 from composer_tokacc.programs.models import build_model, check_model
 from composer_tokacc.programs.ranks import RankWatch
 from composer_tokacc.programs.registry import build_all, build_section, check_host, check_sections, without
+from composer_tokacc.programs.same_data import SameData
 from composer_tokacc.programs.schema import ConfigError, TrainConfig, load_config, one_line, refuse, say, section
 from composer_tokacc.programs.sources import (
     build_dataset,
@@ -196,6 +197,11 @@ def build_trainer(config: TrainConfig, parts: RunParts, history: InMemoryLogger)
     if parts.microbatch_size is not None:
         arguments['device_train_microbatch_size'] = parts.microbatch_size
     callbacks = build_all('callbacks', config.callbacks)
+    callbacks.append(
+        SameData(
+            parts.train_dataset, parts.processor, trainer=config.trainer, on_other_data=config.loader.on_other_data
+        )
+    )
     if config.trainer.get('spin_dataloaders', True):
         callbacks.append(SkipReadBatches())
     if hasattr(parts.train_dataset, 'load_state_dict'):  # as StreamingDataset

@@ -89,6 +89,9 @@ class LoaderConfig:
     """``mixed``, or ``per_step``: every global batch is of samples with images, or of samples without."""
     lengths_folder: str | None = None
     """Where lengths of samples are kept between runs; null means the user's cache folder."""
+    on_other_data: str = 'raise'
+    """A run resumed with other data, another processor or vocabulary than its checkpoint's: ``raise``, or ``warn`` and
+    go on."""
 
     def check(self, num_ranks: int) -> None:
         """Refuses batches that the ranks cannot share evenly, and what torch would refuse once the data is read."""
@@ -106,6 +109,8 @@ class LoaderConfig:
                 )
         if self.modality not in ('mixed', 'per_step'):
             raise ConfigError(f'`loader.modality` must be `mixed` or `per_step`, got: {self.modality}')
+        if self.on_other_data not in ('raise', 'warn'):
+            raise ConfigError(f'`loader.on_other_data` must be `raise` or `warn`, got: {self.on_other_data}')
         if self.num_workers < 0:
             raise ConfigError(f'`loader.num_workers` must be at least 0, got: {self.num_workers}')
         if self.prefetch_factor is not None and not (self.num_workers and self.prefetch_factor > 0):

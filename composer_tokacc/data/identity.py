@@ -1,0 +1,62 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Data, processor and vocabulary in a few characters each, by which what was made of them is known again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import numpy as np
+from torch.utils.data import ConcatDataset
+
+__all__ = ['class_name', 'identify_data', 'identify_processor', 'identify_vocabulary']
+
+NUM_PROBES = 64
+"""Samples that stand for a dataset that says nothing about itself."""
+
+
+def identify_data(dataset: Any) -> str:
+    """Changes with what a model is trained on, and not with where it lies.
+
+    That is ``dataset.identity()``, or ``dataset.fingerprint()``, where there is such a method. Otherwise it is the
+    number of samples and the token ids of 64 of them, evenly spread: a change of samples between those goes unnoticed.
+    """
+    if isinstance(dataset, ConcatDataset):
+        return _digest([identify_data(part) for part in dataset.datasets])
+    own = getattr(dataset, 'identity', None) or getattr(dataset, 'fingerprint', None)
+    if callable(own):
+        return _digest(own())
+    indices = np.unique(np.linspace(0, len(dataset) - 1, NUM_PROBES).astype(int)).tolist()
+    return _digest([len(dataset), *(np.asarray(dataset[index]['input_ids']).tolist() for index in indices)])
+
+
+def identify_processor(processor: Any) -> str:
+    """Changes with what a processor makes of text and media, its vocabulary left out."""
+    tokenizer = getattr(processor, 'tokenizer', processor)
+    parts = [getattr(processor, name, None) for name in ('image_processor', 'video_processor', 'feature_extractor')]
+    return _digest(
+        [
+            class_name(processor),
+            processor.to_dict() if hasattr(processor, 'to_dict') else {},
+            [getattr(part, 'to_dict', dict)() for part in parts],
+            getattr(processor, 'chat_template', None) or getattr(tokenizer, 'chat_template', None),
+        ]
+    )
+
+
+def identify_vocabulary(processor: Any) -> str:
+    """Changes with the tokens and their numbers."""
+    tokenizer = getattr(processor, 'tokenizer', processor)
+    return _digest(sorted(tokenizer.get_vocab().items()) if hasattr(tokenizer, 'get_vocab') else [])
+
+
+def class_name(thing: Any) -> str:
+    """The full name of an object's class."""
+    return f'{type(thing).__module__}.{type(thing).__qualname__}'
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:32]

@@ -1,0 +1,333 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Length tables from image headers and batches of text, against tables of samples that were all read."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import logging
+import struct
+import zlib
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from PIL import ExifTags, Image
+
+from composer_tokacc.data import BadSampleError, LlavaDataset, headers, lengths
+from composer_tokacc.data.lengths import build_length_table, length_table
+from composer_tokacc.data.media import image_size, open_media
+from tests.data import chat_processors
+from tests.support.launch import launch_json
+
+COLUMNS = ('lengths', 'image_tokens', 'loss_tokens', 'vision_patches')
+SIZES = [(16, 16), (40, 16), (16, 48), (64, 24), (33, 31), (200, 120), (7, 90)]
+
+
+def qwen2_5_vl():
+    parts = chat_processors.qwen2_vl()
+    return transformers.Qwen2_5_VLProcessor(
+        image_processor=parts.image_processor,
+        tokenizer=parts.tokenizer,
+        video_processor=parts.video_processor,
+        chat_template=parts.chat_template,
+    )
+
+
+def gemma3():
+    """Line breaks around its images, which the tokenizer joins with those of the text."""
+    tokens = {'boi_token': '<start_of_image>', 'eoi_token': '<end_of_image>', 'image_token': '<image_soft_token>'}
+    square = {'height': 16, 'width': 16}
+    return transformers.Gemma3Processor(
+        image_processor=transformers.Gemma3ImageProcessor(size=square, do_pan_and_scan=False),
+        tokenizer=chat_processors.tokenizer(
+            *tokens.values(), '<|im_start|>', '<|im_end|>', eos_token='<|im_end|>', **tokens
+        ),
+        image_seq_length=4,
+        chat_template=chat_processors.QWEN.replace('<|vision_start|><|image_pad|><|vision_end|>', '<start_of_image>'),
+    )
+
+
+PROCESSORS = {
+    **{name: make for name, (make, _) in chat_processors.PROCESSORS.items()},
+    'qwen2_5_vl': qwen2_5_vl,
+    'tokenizer': lambda: chat_processors.small().tokenizer,
+}
+
+
+class CountingDataset(LlavaDataset):
+    """Knows which samples were read."""
+
+    def __init__(self, *args, **options):
+        self.reads = []
+        super().__init__(*args, **options)
+
+    def __getitem__(self, index):
+        self.reads.append(index)
+        return super().__getitem__(index)
+
+
+def picture(size, mode='RGB', seed=0):
+    noise = np.random.default_rng(seed).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)
+    return Image.fromarray(noise).convert(mode)
+
+
+def late_metadata(path):
+    """A PNG whose EXIF entry, a quarter turn, stands behind its pixels, as the format allows."""
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    content = exif.tobytes().removeprefix(b'Exif\x00\x00')
+    data = path.read_bytes()
+    check = struct.pack('>I', zlib.crc32(b'eXIf' + content))
+    path.write_bytes(data[:-12] + struct.pack('>I', len(content)) + b'eXIf' + content + check + data[-12:])
+
+
+def write_pictures(folder):
+    """Names of files of all kinds of formats, modes and turns."""
+    folder.mkdir(exist_ok=True)
+    names = []
+
+    def save(name, image, **options):
+        image.save(folder / name, **options)
+        names.append(name)
+
+    for number, size in enumerate(SIZES):
+        save(f'{number}.jpg', picture(size, seed=number))
+    for turn in range(1, 9):
+        exif = Image.Exif()
+        exif[ExifTags.Base.Orientation] = turn
+        for ending in ('jpg', 'png', 'webp', 'tiff'):
+            save(f'turned{turn}.{ending}', picture((48, 20)), exif=exif)
+    for mode in ('P', 'L', '1', 'RGBA', 'LA'):
+        save(f'{mode}.png', picture((30, 50)).convert('RGBA' if 'A' in mode else 'RGB').convert(mode))
+    save('sixteen.png', Image.fromarray(np.full((20, 60), 40000, np.uint16)))
+    save('gray.jpg', picture((20, 60), 'L'))
+    save('cmyk.jpg', picture((20, 60), 'CMYK'))
+    save('plain.bmp', picture((33, 17)))
+    save('colors.gif', picture((50, 20), 'P'))
+    save('film.gif', picture((44, 28), 'P'), save_all=True, append_images=[picture((44, 28), 'P', 1)])
+    save('late.png', picture((48, 20)))
+    late_metadata(folder / 'late.png')
+    return names
+
+
+def turns(*texts):
+    return [{'from': ('human', 'gpt')[i % 2], 'value': text} for i, text in enumerate(texts)]
+
+
+def write_data(folder, *, with_images=True):
+    """Every picture alone, then rows of several, of none, over several turns, embedded, with odd text around."""
+    rng = np.random.default_rng(0)
+    records = []
+
+    def add(images, *texts):
+        records.append({'id': f's{len(records)}', 'images': images, 'conversations': turns(*texts)})
+
+    add([], 'What is this?', 'A red square.')
+    add([], 'What  is this?\n\n', ' 7 ', 'And now?', 'Blue, I think: <b>7</b> of them. ' * 9)
+    if with_images:
+        names = write_pictures(folder / 'images')
+        for name in names:
+            add([name], '<image>\nWhat is this?', 'A red square. ' * int(rng.integers(1, 9)))
+        for name in names[:5]:
+            add([name], 'What is this?<image>', 'Blue')
+            add([name], 'What<image>is  this?', 'Blue\n')
+            add([name, name], '<image><image>?', '7')
+        for count in (2, 3, 4):
+            chosen = rng.choice(names, count).tolist()
+            add(chosen, '<image>\n' * count + 'And now?', 'Blue.')
+        add(names[2:4], 'What is <image>?', 'A red', 'And <image>?', 'square', 'And now?', '7 of them')
+        content = base64.b64encode((folder / 'images' / names[3]).read_bytes()).decode()
+        add([f'data:image/jpeg;base64,{content}'], '<image>?', 'Red')
+    path = folder / 'data.json'
+    path.write_text(json.dumps(records))
+    return path
+
+
+@pytest.fixture(scope='module')
+def path(tmp_path_factory):
+    return write_data(tmp_path_factory.mktemp('data'))
+
+
+@pytest.fixture
+def by_headers(monkeypatch):
+    """Headers for any number of samples, none of them read beside; returns how to change the latter."""
+    monkeypatch.setattr(lengths, 'FEWEST_FOR_HEADERS', 0)
+    monkeypatch.setattr(lengths, 'NUM_CHECKED', 0)
+    return lambda count: monkeypatch.setattr(lengths, 'NUM_CHECKED', count)
+
+
+def open_dataset(path, processor, **options):
+    return CountingDataset(path, processor, image_dir=path.parent / 'images', **options)
+
+
+def truth(dataset, **options):
+    """The table of samples that are all read."""
+    samples = [dataset[index] for index in range(len(dataset))]
+    return build_length_table(samples, dataset.encoder.processor, **options)
+
+
+def assert_same(table, expected):
+    for name in COLUMNS:
+        assert getattr(table, name).dtype == np.int32
+        np.testing.assert_array_equal(getattr(table, name), getattr(expected, name), err_msg=name)
+
+
+@pytest.mark.parametrize('name', PROCESSORS)
+@pytest.mark.parametrize('padding_side', ['right', 'left'])
+def test_table_from_headers_is_that_of_the_samples(name, padding_side, path, tmp_path, by_headers):
+    processor = PROCESSORS[name]()
+    getattr(processor, 'tokenizer', processor).padding_side = padding_side
+    if name == 'tokenizer':
+        path = write_data(tmp_path, with_images=False)
+    dataset = open_dataset(path, processor)
+    if name == 'llava_onevision':  # what an image becomes depends on those behind it, so its answers are not found
+        dataset.records = [one for one in dataset.records if 'And <image>?' not in str(one.turns)]
+    before = torch.get_rng_state()
+    table = build_length_table(dataset, processor, patch_size=4)
+    assert torch.equal(before, torch.get_rng_state())
+    assert not dataset.reads
+    assert_same(table, truth(dataset, patch_size=4))
+    if name != 'tokenizer':
+        assert len(set(table.vision_patches.tolist())) > 3
+    if name not in ('tokenizer', 'small', 'llava'):
+        assert len(set(table.image_tokens.tolist())) > 5, 'sizes make no difference'
+
+
+def test_workers_find_the_same(path, by_headers, monkeypatch):
+    monkeypatch.setattr(headers, 'FEWEST_CHUNKS', 0)
+    monkeypatch.setattr(headers, 'FEWEST_SIZES', 0)
+    monkeypatch.setattr(headers, 'CHUNK', 7)
+    processor = PROCESSORS['llava_next']()
+    dataset = open_dataset(path, processor)
+    assert_same(build_length_table(dataset, processor, num_workers=2), truth(dataset))
+
+
+def test_headers_say_the_size_of_the_image_that_is_made(tmp_path, path):
+    dataset = open_dataset(path, PROCESSORS['llava']())
+    for record, folder in zip(dataset.records, dataset.folders, strict=True):
+        images = open_media(record, record.files(folder)).get('image', [])
+        assert [image_size(file) for file in record.files(folder)] == [image.size for image in images]
+    turned = {name: image_size(path.parent / 'images' / name) for name in ('turned1.png', 'turned6.png', 'late.png')}
+    assert turned == {'turned1.png': (48, 20), 'turned6.png': (20, 48), 'late.png': (20, 48)}
+
+
+def test_header_of_a_file_without_pixels_is_enough():
+    buffer = io.BytesIO()
+    picture((300, 200)).save(buffer, 'JPEG', quality=95)
+    assert image_size(io.BytesIO(buffer.getvalue()[:1000])) == (300, 200)
+
+
+def write_rows(folder, *rows):
+    """A file of (name of the image, question, answer)."""
+    records = [{'id': f's{i}', 'image': name, 'conversations': turns(*texts)} for i, (name, *texts) in enumerate(rows)]
+    (folder / 'data.json').write_text(json.dumps(records))
+    return folder / 'data.json'
+
+
+def test_sizes_that_headers_cannot_tell_are_read(path, by_headers, caplog):
+    processor = gemma3()
+    dataset = open_dataset(path, processor)
+    table = build_length_table(dataset, processor)
+    assert len(set(dataset.reads)) == sum(bool(record.media) for record in dataset.records)
+    assert_same(table, truth(dataset))
+    assert not caplog.messages
+
+
+def test_only_a_sample_is_read_where_headers_agree(path, by_headers):
+    by_headers(10)
+    dataset = open_dataset(path, PROCESSORS['llava']())
+    build_length_table(dataset, dataset.encoder.processor)
+    assert len(dataset.reads) == len(set(dataset.reads)) == 10
+
+
+def test_all_is_read_where_the_samples_say_something_else(path, by_headers, caplog):
+    class Longer(CountingDataset):
+        def __getitem__(self, index):
+            sample = super().__getitem__(index)
+            tail = torch.zeros_like(sample['input_ids'][:, :1])
+            return {**sample, **{name: torch.cat([sample[name], tail], 1) for name in ('input_ids', 'labels')}}
+
+    by_headers(10)
+    processor = PROCESSORS['llava']()
+    dataset = Longer(path, processor, image_dir=path.parent / 'images')
+    with caplog.at_level(logging.WARNING):
+        table = build_length_table(dataset, processor)
+    assert set(dataset.reads) == set(range(len(dataset)))
+    assert_same(table, truth(dataset))
+    (line,) = caplog.messages
+    assert f'so all {len(dataset)} samples are read' in line
+
+
+def test_a_placeholder_in_the_text_sends_the_sample_to_the_processor(tmp_path, by_headers):
+    picture((16, 16)).save(tmp_path / 'a.png')
+    path = write_rows(tmp_path, ('a.png', '<image>?', 'Red'), ('a.png', '<image>What is <|image_pad|>?', 'Blue'))
+    processor = PROCESSORS['qwen2_vl']()
+    with pytest.raises((BadSampleError, RuntimeError), match='sample "s1"'):
+        build_length_table(LlavaDataset(path, processor), processor)
+
+
+def test_a_file_that_is_no_image_is_named_at_the_start_and_a_cut_one_where_it_is_used(tmp_path, by_headers):
+    buffer = io.BytesIO()
+    picture((200, 100)).save(buffer, 'JPEG')
+    (tmp_path / 'cut.jpg').write_bytes(buffer.getvalue()[:2000])
+    (tmp_path / 'none.jpg').write_bytes(b'no image')
+    path = write_rows(tmp_path, ('cut.jpg', '<image>?', 'Red'), ('cut.jpg', '<image>?', 'Blue'))
+    processor = PROCESSORS['llava_next']()
+    dataset = LlavaDataset(path, processor)
+    table = build_length_table(dataset, processor)
+    assert (table.image_tokens > 0).all()
+    with pytest.raises(BadSampleError, match=r'sample "s1".*cut\.jpg cannot be read'):
+        dataset[1]
+    path = write_rows(tmp_path, ('cut.jpg', '<image>?', 'Red'), ('none.jpg', '<image>?', 'Blue'))
+    with pytest.raises(BadSampleError, match=r'sample "s1".*none\.jpg cannot be read'):
+        build_length_table(LlavaDataset(path, processor), processor)
+
+
+def test_a_sample_over_max_length_is_named(path, by_headers):
+    processor = PROCESSORS['llava_next']()
+    full = truth(open_dataset(path, processor))
+    longest = int(full.lengths.max())
+    dataset = open_dataset(path, processor, max_length=longest)
+    assert_same(build_length_table(dataset, processor), full)
+    assert not dataset.reads
+    first = dataset.records[int((full.lengths == longest).argmax())].sample_id
+    with pytest.raises(BadSampleError, match=f'sample "{first}".*`max_length` .*{longest - 1} < {longest} tokens'):
+        build_length_table(open_dataset(path, processor, max_length=longest - 1), processor)
+
+
+def test_skip_reads_all_and_takes_no_table_of_headers(tmp_path, by_headers):
+    buffer = io.BytesIO()
+    picture((200, 100)).save(buffer, 'JPEG')
+    (tmp_path / 'good.jpg').write_bytes(buffer.getvalue())
+    (tmp_path / 'cut.jpg').write_bytes(buffer.getvalue()[:2000])
+    path = write_rows(tmp_path, ('good.jpg', '<image>?', 'Red'), ('cut.jpg', '<image>?', 'Blue'))
+    processor = PROCESSORS['llava']()
+    kept = tmp_path / 'lengths'
+    quick = CountingDataset(path, processor)
+    for _ in range(2):  # the second time from its file
+        table = length_table(quick, processor, folder=kept)
+    assert not quick.reads
+    assert len(table) == 2
+    skipping = CountingDataset(path, processor, on_error='skip', lengths_folder=kept)
+    assert [record.sample_id for record in skipping.records] == ['s0']
+    # Who skipped knows all; a run that raises is told.
+    with pytest.raises(BadSampleError, match='cut'):
+        length_table(quick, processor, folder=kept)
+
+
+@pytest.mark.slow
+def test_ranks_share_the_work(path):
+    found = launch_json('tests/ranks/scan_headers.py', str(path), '12', ranks=2)
+    dataset = open_dataset(path, PROCESSORS['llava_next']())
+    expected = truth(dataset)
+    for rank in found:
+        assert rank['columns'] == {name: getattr(expected, name).tolist() for name in COLUMNS}
+    first, second = (rank['reads'] for rank in found)
+    assert len(first) + len(second) == 12
+    assert all(index % 2 == 0 for index in first)
+    assert all(index % 2 == 1 for index in second)

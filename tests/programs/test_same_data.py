@@ -1,0 +1,194 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Runs resumed with the data of their checkpoint, with other data, and with the same data elsewhere."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dist_cp
+from PIL import Image
+
+from composer_tokacc.programs import ConfigError
+from composer_tokacc.programs.same_data import SameData
+from composer_tokacc.train import main
+from examples.digits import build_digits_processor
+from tests.support.launch import ROOT, launch
+from tests.support.programs import DIGITS, QUIET, TINY_DIGITS, TINY_MODEL
+
+LLAVA = str(ROOT / 'yamls' / 'llava_json.yaml')
+COLORS = {'red': (220, 20, 20), 'green': (20, 200, 20), 'blue': (20, 20, 220)}
+
+
+def write_data(folder, *, answer='It is', num_samples=12):
+    (folder / 'images').mkdir(parents=True, exist_ok=True)
+    records = []
+    for index in range(num_samples):
+        name = list(COLORS)[index % 3]
+        Image.new('RGB', (40, 30 + index % 3), COLORS[name]).save(folder / 'images' / f'{name}.png')
+        turns = [{'from': 'human', 'value': '<image>Which?'}, {'from': 'gpt', 'value': f'{answer} {name}.'}]
+        records.append({'image': f'{name}.png', 'conversations': turns})
+    (folder / 'data.json').write_text(json.dumps(records))
+
+
+def command(data, checkpoints, *further):
+    return [
+        LLAVA, f'dataset.path={data}/data.json', f'dataset.image_dir={data}/images', *TINY_MODEL, *QUIET,
+        'dataset.processor.vocab_size=300', 'loader.global_batch_size=4', 'scheduler.t_warmup=1ba',
+        'trainer.max_duration=2ba', 'trainer.save_interval=1ba', f'trainer.save_folder={checkpoints}',
+        f'report.folder={checkpoints}', *further,
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope='module')
+def first_run(tmp_path_factory):
+    """A run of two steps: its data, its checkpoints."""
+    folder = tmp_path_factory.mktemp('first')
+    write_data(folder / 'data')
+    assert main(command(folder / 'data', folder / 'checkpoints')) == 0
+    return folder / 'data', folder / 'checkpoints'
+
+
+@pytest.fixture
+def copied(first_run, tmp_path):
+    """The same, to be changed."""
+    for source, name in zip(first_run, ('data', 'checkpoints'), strict=True):
+        shutil.copytree(source, tmp_path / name, symlinks=True)
+    return tmp_path / 'data', tmp_path / 'checkpoints'
+
+
+class Named(list):
+    """A dataset that says what it is."""
+
+    def identity(self):
+        return list(self)
+
+
+def steps(checkpoints):
+    return json.loads((checkpoints / 'result.json').read_text())['steps']
+
+
+def refusal(capsys):
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1].startswith('error: a resumed run must have the data'), lines[-5:]
+    return lines[-1]
+
+
+def test_the_same_data_elsewhere_are_the_same(copied, tmp_path):
+    data, checkpoints = copied
+    shutil.move(data, tmp_path / 'moved')
+    further = ['trainer.max_duration=4ba', 'loader.num_workers=1', 'dataset.max_length=500', 'microbatching.size=1']
+    assert main(command(tmp_path / 'moved', checkpoints, *further)) == 0
+    assert steps(checkpoints) == 4
+
+
+@pytest.mark.parametrize('change', ['text', 'longer text', 'image', 'fewer'])
+def test_other_data_under_the_same_name_are_refused_before_a_step(change, copied, capsys):
+    data, checkpoints = copied
+    if change == 'image':
+        Image.new('RGB', (400, 30), 'yellow').save(data / 'images' / 'red.png')
+    else:
+        # The tokenizer is trained on the text, so that another text may give the model another shape.
+        answer = {'text': 'At is', 'longer text': 'I should say that in all likelihood this is'}.get(change, 'It is')
+        write_data(data, answer=answer, num_samples=9 if change == 'fewer' else 12)
+    before = sorted(checkpoints.iterdir())
+    assert main(command(data, checkpoints, 'trainer.max_duration=4ba')) == 2
+    line = refusal(capsys)
+    number = {'fewer': 9}.get(change, 12)
+    assert 'data ' in line
+    assert ' of 12 samples there, ' in line
+    assert f' of {number} samples here' in line
+    assert ('vocabulary' in line.partition('got: ')[2]) == ('text' in change)
+    assert 'trainer.save_folder' in line
+    assert sorted(checkpoints.iterdir()) == before
+
+
+def test_other_data_are_taken_where_that_is_wanted(copied, caplog):
+    data, checkpoints = copied
+    Image.new('RGB', (400, 30), 'yellow').save(data / 'images' / 'red.png')
+    assert main(command(data, checkpoints, 'trainer.max_duration=4ba', 'loader.on_other_data=warn')) == 0
+    assert steps(checkpoints) == 4
+    assert sum('got: other data' in message for message in caplog.messages) == 1
+
+
+def test_another_processor_is_named(first_run, tmp_path, capsys):
+    data, checkpoints = first_run
+    saved = (checkpoints / 'latest-rank0.pt').resolve()
+    further = [f'trainer.load_path={saved}', 'trainer.autoresume=false', 'model.config.vision_config.image_size=48']
+    assert main(command(data, tmp_path, *further)) == 2
+    assert 'got: other processor (processor ' in refusal(capsys)
+
+
+def test_weights_of_another_run_are_only_weights(first_run, tmp_path):
+    checkpoints = first_run[1]
+    write_data(tmp_path / 'other')
+    Image.new('RGB', (400, 30), 'yellow').save(tmp_path / 'other' / 'images' / 'red.png')
+    saved = (checkpoints / 'latest-rank0.pt').resolve()
+    new = ['trainer.load_weights_only=true', f'trainer.load_path={saved}', 'trainer.run_name=other']
+    assert main(command(tmp_path / 'other', tmp_path / 'checkpoints', *new)) == 0
+    assert steps(tmp_path / 'checkpoints') == 2
+
+
+def test_a_checkpoint_without_fingerprints_is_resumed(copied):
+    data, checkpoints = copied
+    saved = (checkpoints / 'latest-rank0.pt').resolve()
+    content = torch.load(saved, weights_only=False)
+    del content['state']['callbacks']['SameData']
+    torch.save(content, saved)
+    write_data(data, num_samples=9)
+    assert main(command(data, checkpoints, 'trainer.max_duration=4ba')) == 0
+    assert steps(checkpoints) == 4
+
+
+def test_a_dataset_that_says_nothing_about_itself_is_known_by_samples(tmp_path, capsys):
+    arguments = [
+        DIGITS, *TINY_DIGITS, 'trainer.autoresume=true', 'trainer.save_interval=1ba',
+        f'trainer.save_folder={tmp_path}/checkpoints', f'report.folder={tmp_path}',
+    ]  # fmt: skip
+    assert main([*arguments, 'trainer.max_duration=1ba']) == 0
+    assert main([*arguments, 'trainer.max_duration=2ba']) == 0
+    assert main([*arguments, 'trainer.max_duration=3ba', 'dataset.seed=5']) == 2
+    assert 'got: other data (data ' in refusal(capsys)
+
+
+def test_the_switch_has_two_positions(tmp_path, capsys):
+    assert main(command(tmp_path, tmp_path, 'loader.on_other_data=maybe')) == 2
+    assert '`loader.on_other_data` must be `raise` or `warn`, got: maybe' in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_ranks_refuse_in_one_line_and_resume_what_one_began(copied):
+    data, checkpoints = copied
+    done = launch(['-m', 'composer_tokacc.train', *command(data, checkpoints, 'trainer.max_duration=4ba')], ranks=2)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert steps(checkpoints) == 4
+    write_data(data, num_samples=9)
+    done = launch(['-m', 'composer_tokacc.train', *command(data, checkpoints, 'trainer.max_duration=6ba')], ranks=2)
+    assert done.returncode != 0
+    assert 'error: a resumed run must have the data' in done.stderr
+    assert 'Traceback' not in done.stderr
+
+
+@pytest.mark.parametrize('saved', [True, False])
+def test_a_sharded_checkpoint_is_read_with_and_without_fingerprints(saved, tmp_path):
+    dataset = Named(['a', 'b'])
+    callback = SameData(dataset, build_digits_processor(), trainer={'load_path': f'{tmp_path}/ep1'})
+    state = {'model': {'weight': torch.ones(3)}, 'callbacks': {'SameData': callback.state_dict()} if saved else {}}
+    dist_cp.save({'state': state}, checkpoint_id=tmp_path / 'ep1')
+    dataset[0] = 'c'
+    other = SameData(dataset, build_digits_processor(), trainer={'load_path': f'{tmp_path}/{{run_name}}'})
+    for one in (callback, other):
+        if saved and one is other:
+            with pytest.raises(ConfigError, match=r'got: other data \(data .* of 2 samples there, .* here\)'):
+                one.before_load(SimpleNamespace(run_name='ep1'), None)
+        else:
+            one.before_load(SimpleNamespace(run_name='ep1'), None)
+        # What a sharded checkpoint lacks must not be asked of it.
+        assert one.state_dict() == {}
+        one.after_load(None, None)
+        assert one.state_dict()['fingerprints']

@@ -1,0 +1,31 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Under the composer launcher: ranks make a length table from headers together; rank 0 writes what each of them has."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from composer.utils import dist
+
+from composer_tokacc.data import lengths
+from tests.data.test_headers import PROCESSORS, open_dataset
+
+
+def main(path: str, num_checked: str, result: str) -> None:
+    """Gathers the tables, and which samples each rank has read."""
+    dist.initialize_dist('cpu')
+    lengths.FEWEST_FOR_HEADERS, lengths.NUM_CHECKED = 0, int(num_checked)
+    dataset = open_dataset(Path(path), PROCESSORS['llava_next']())
+    table = lengths.build_length_table(dataset, dataset.encoder.processor, num_workers=0)
+    columns = {name: getattr(table, name).tolist() for name in lengths.COLUMNS}
+    gathered = dist.all_gather_object({'columns': columns, 'reads': dataset.reads})
+    if dist.get_global_rank() == 0:
+        Path(result).write_text(json.dumps(gathered))
+
+
+if __name__ == '__main__':
+    main(*sys.argv[1:])
