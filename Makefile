@@ -56,12 +56,12 @@ bench: $(STAMP)
 
 $(STAMP): setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[demo,bench,datasets,lora,dev]'
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[demo,bench,datasets,lora,media,dev]'
 	@touch $@
 
 $(STAMP_STREAMING): setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV_STREAMING)
-	$(VENV_STREAMING)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[streaming,demo,dev]'
+	$(VENV_STREAMING)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[streaming,demo,media,dev]'
 	@touch $@
 
 $(STAMP_FOUNDRY): setup.cfg pyproject.toml

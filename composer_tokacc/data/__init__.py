@@ -1,13 +1,14 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The user's files: formats, conversations, images, lengths, collator, shards."""
+"""The user's files: formats, conversations, media, lengths, collator, shards."""
 
 from composer_tokacc.data.collator import VisionLanguageCollator
 from composer_tokacc.data.conversation import ConversationEncoder
 from composer_tokacc.data.formats import BadSampleError
 from composer_tokacc.data.lengths import LengthTable, image_token_ids, length_table
 from composer_tokacc.data.llava import LlavaDataset
+from composer_tokacc.data.media import VideoSampling
 from composer_tokacc.data.processor import build_small_processor
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     'ConversationEncoder',
     'LengthTable',
     'LlavaDataset',
+    'VideoSampling',
     'VisionLanguageCollator',
     'build_small_processor',
     'image_token_ids',

@@ -8,17 +8,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from composer_tokacc.data.formats import KINDS
 from composer_tokacc.layout import BatchLayout
 
 __all__ = ['VisionLanguageCollator']
 
 
 class VisionLanguageCollator:
-    """Pads text and strings images one after the other.
+    """Pads text and strings images, videos and sounds one after the other.
 
     Args:
         tokenizer: The tokenizer, or the processor that holds it; says with what and on which side to pad.
-        layout: How image entries belong to rows. ``None``: read off the samples.
+        layout: How media entries belong to rows. ``None``: read off the samples.
 
     Raises:
         ValueError: If the tokenizer has no pad token.
@@ -39,14 +40,15 @@ class VisionLanguageCollator:
         """Joins samples into a batch.
 
         Args:
-            samples: What a processor returns for one sample each, with ``labels``, ``sample_ids`` and ``num_images``.
+            samples: What a processor returns for one sample each, with ``labels``, ``sample_ids`` and ``num_images``;
+                perhaps ``num_videos`` and ``num_audios``.
 
         Returns:
-            The batch, ``input_ids`` of shape ``(len(samples), width)`` first, with the lists ``sample_ids``
-            and ``num_images``.
+            The batch, ``input_ids`` of shape ``(len(samples), width)`` first, with the lists ``sample_ids``,
+            ``num_images``, ...
         """
-        with_images = next((sample for sample in samples if sample['num_images'][0] > 0), samples[0])
-        layout = self.layout or BatchLayout.infer(with_images)
+        counts = [sum(sample.get(f'num_{unit}s', [0])[0] for unit in KINDS) for sample in samples]
+        layout = self.layout or BatchLayout.infer(samples[counts.index(max(counts))])
         batch = layout.concat(samples, padding_side=self.padding_side, pad_token_id=self.pad_token_id)
         # `input_ids` first: StreamingDataLoader takes the batch size from the first entry.
         return {'input_ids': batch.pop('input_ids'), **batch}

@@ -1,11 +1,12 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""One conversation with its images -> one training sample, with loss on what the assistant says and nothing else."""
+"""One conversation with its media -> one training sample, with loss on what the assistant says and nothing else."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from os import PathLike
 from typing import Any, BinaryIO, NamedTuple
@@ -14,12 +15,21 @@ import torch
 from jinja2 import TemplateError
 
 from composer_tokacc.counting import IGNORE_INDEX
-from composer_tokacc.data.formats import Record
-from composer_tokacc.data.media import open_images
+from composer_tokacc.data.formats import KINDS, Record
+from composer_tokacc.data.media import Video, VideoSampling, check_decoder, open_media
 
 __all__ = ['ConversationEncoder']
 
 Message = Mapping[str, Any]
+Media = Mapping[str, Sequence[Any]]
+"""By kind, each in the order of their placeholders."""
+
+# The part of a processor that takes media of a kind, and the argument under which it is given them.
+TAKEN_BY = {
+    'image': ('image_processor', 'images'),
+    'video': ('video_processor', 'videos'),
+    'audio': ('feature_extractor', 'audio'),
+}
 
 
 class AnswerSpan(NamedTuple):
@@ -27,12 +37,12 @@ class AnswerSpan(NamedTuple):
 
     start: int
     end: int
-    images_before: int
-    """How many images stand before it."""
+    media_before: dict[str, int]
+    """How many media of each kind stand before it."""
 
 
 class ConversationEncoder:
-    """Turns messages and images into what the processor returns for one sample, plus ``labels``.
+    """Turns messages and media into what the processor returns for one sample, plus ``labels``.
 
     The answers are found through the chat template itself: it is rendered with every answer replaced by a marker, and
     what stands between the markers is the same text that stands between the answers. So it needs no
@@ -43,16 +53,23 @@ class ConversationEncoder:
     Args:
         processor: A Hugging Face processor, or a tokenizer for text alone. Needs a chat template and a fast tokenizer.
         max_length: Longest sample allowed, in tokens, image tokens included. ``None``: no limit.
+        video: Which frames of a video are taken. ``None``: two a second.
 
     Raises:
         ValueError: If the processor has no chat template, or its tokenizer is not a fast one or has no way to end.
     """
 
-    def __init__(self, processor: Any, *, max_length: int | None = None) -> None:
+    def __init__(self, processor: Any, *, max_length: int | None = None, video: VideoSampling | None = None) -> None:
         self.processor = processor
         self.max_length = max_length
         self.tokenizer = getattr(processor, 'tokenizer', processor)
-        self.has_images = getattr(processor, 'image_processor', None) is not None
+        self.parts = {
+            kind: part for kind, (name, _) in TAKEN_BY.items() if (part := getattr(processor, name, None)) is not None
+        }
+        video = video or VideoSampling()
+        # A model that joins frames two by two refuses a single one.
+        least = max(video.min_frames, getattr(self.parts.get('video'), 'temporal_patch_size', None) or 1)
+        self.video = replace(video, min_frames=least)
         if not (getattr(processor, 'chat_template', None) or getattr(self.tokenizer, 'chat_template', None)):
             raise ValueError(
                 f'`processor` must have a chat template, got: {type(processor).__name__} without one. Set '
@@ -68,7 +85,13 @@ class ConversationEncoder:
         self.end_token = self._find_end_token()
 
     def __call__(
-        self, messages: Sequence[Message], images: Sequence[Any] = (), *, sample_id: str = ''
+        self,
+        messages: Sequence[Message],
+        images: Sequence[Any] = (),
+        *,
+        videos: Sequence[Video] = (),
+        audios: Sequence[Any] = (),
+        sample_id: str = '',
     ) -> dict[str, Any]:
         """Encodes one conversation.
 
@@ -77,60 +100,89 @@ class ConversationEncoder:
                 {'type': 'text', 'text': ...}, ...]}``, or the role ``tool``; the text of an assistant turn carries the
                 loss, unless the turn has ``'weight': 0``.
             images: One per ``{'type': 'image'}``, in order, as PIL images.
+            videos: One per ``{'type': 'video'}``.
+            audios: One per ``{'type': 'audio'}``: float samples at the processor's own rate.
             sample_id: Goes with the sample as ``sample_ids``.
 
         Returns:
             The processor's entries with a batch dimension of 1, ``labels`` of shape ``(1, length)``, unshifted, and the
-            lists ``sample_ids`` and ``num_images``.
+            lists ``sample_ids``, ``num_images``, and ``num_videos`` and ``num_audios`` where the processor takes such.
 
         Raises:
-            ValueError: If the sample is longer than ``max_length``.
+            ValueError: If the sample is longer than ``max_length``, or a sound than the processor takes.
         """
+        media = {'image': images, 'video': videos, 'audio': audios}
+        self._check_sounds(audios)
         text, answers = self.render(messages)
         # A template that writes the first token itself must not get it a second time from the tokenizer.
         bos = self.tokenizer.bos_token
         add_special_tokens = not (bos and text.startswith(bos))
-        encoded = self._encode(text, images, add_special_tokens)
+        encoded = self._encode(text, media, add_special_tokens)
         if hasattr(self.processor, 'num_query_tokens'):
             encoded = self._with_queries(encoded, text[: answers[0].start] if answers else text)
         length = encoded['input_ids'].shape[1]
         if self.max_length is not None and length > self.max_length:
             raise ValueError(
                 f'`max_length` must be at least the sample, got: {self.max_length} < {length} tokens with '
-                f'{len(images)} images. Raise it, or drop the sample (on_error=skip).'
+                f'{sum(map(len, media.values()))} images, videos and sounds. Raise it, or drop the sample '
+                '(on_error=skip).'
             )
         labels = torch.full_like(encoded['input_ids'], IGNORE_INDEX)
-        for start, end in self._token_spans(text, answers, encoded['input_ids'][0], images, add_special_tokens):
+        for start, end in self._token_spans(text, answers, encoded['input_ids'][0], media, add_special_tokens):
             labels[0, start:end] = encoded['input_ids'][0, start:end]
-        return {**encoded, 'labels': labels, 'sample_ids': [sample_id], 'num_images': [len(images)]}
+        counts = {f'num_{kind}s': [len(media[kind])] for kind in {'image': None, **self.parts}}
+        return {**encoded, 'labels': labels, 'sample_ids': [sample_id], **counts}
 
     def encode_record(self, record: Record, files: Sequence[PathLike[str] | BinaryIO]) -> dict[str, Any]:
         """The sample of a record, the same wherever record and files come from.
 
         Args:
             record: The conversation.
-            files: One path or open file for each of ``record.images``.
+            files: One path or open file for each file of ``record.media``.
 
         Returns:
-            As for messages and images.
+            As for messages and their media.
 
         Raises:
             BadSampleError: If a file cannot be decoded, or the processor or its template refuses the sample; names it.
             RuntimeError: If one of them fails in another way, which is a fault of the program; names the sample too.
+            ValueError: If a decoder is not installed.
         """
-        self.check_takes_images(record)
-        images = open_images(record, files)
+        self.check_takes_media(record)
+        rate = getattr(self.parts.get('audio'), 'sampling_rate', 16000)
+        media = open_media(record, files, video=self.video, sampling_rate=rate)
         try:
-            return self(record.messages(), images, sample_id=record.sample_id)
+            media = {f'{kind}s': items for kind, items in media.items()}
+            return self(record.messages(), **media, sample_id=record.sample_id)
         except (ValueError, TemplateError) as error:
             raise record.error(str(error)) from error
         except Exception as error:  # no bad sample that `skip` may drop
             raise RuntimeError(str(record.error(f'{type(error).__name__}: {error}'))) from error
 
-    def check_takes_images(self, record: Record) -> None:
-        """Refuses a record with images for a processor without, which would drop them."""
-        if record.images and not self.has_images:
-            raise record.error('has images, but the processor takes none; use a vision-language processor')
+    def check_takes_media(self, record: Record) -> None:
+        """Refuses a record with media that the processor does not take, which would drop them.
+
+        Raises:
+            BadSampleError: If it has such media.
+            ValueError: If a decoder is not installed.
+        """
+        for medium in record.media:
+            if medium.kind not in self.parts:
+                raise record.error(
+                    f'has {medium.kind}s, but the processor takes none; use one with `{TAKEN_BY[medium.kind][0]}`'
+                )
+            check_decoder(medium)
+
+    def _check_sounds(self, sounds: Sequence[Any]) -> None:
+        """What is longer than their window, feature extractors cut off without a word."""
+        extractor = self.parts.get('audio')
+        limit = getattr(extractor, 'n_samples', None)
+        for sound in sounds:
+            if limit is not None and len(sound) > limit:
+                seconds, window = (count / getattr(extractor, 'sampling_rate', 1) for count in (len(sound), limit))
+                raise ValueError(
+                    f'a sound must be at most {window:.1f} s, what the processor takes, got: {seconds:.1f} s. Cut it'
+                )
 
     def render(self, messages: Sequence[Message]) -> tuple[str, list[AnswerSpan]]:
         """Writes the conversation out, image placeholders not expanded yet, and finds the answers in it.
@@ -151,9 +203,10 @@ class ConversationEncoder:
         self._check_all_written(messages, joined)
         text, *following = pieces
         spans: list[AnswerSpan] = []
-        num_images, num_answers = 0, 0
+        counts, num_answers = dict.fromkeys(KINDS, 0), 0
         for message in messages:
-            num_images += sum(part['type'] == 'image' for part in message['content'])
+            for kind in KINDS:
+                counts[kind] += sum(part['type'] == kind for part in message['content'])
             if message['role'] != 'assistant':
                 continue
             start, after = len(text), following[num_answers]
@@ -164,7 +217,7 @@ class ConversationEncoder:
                 ending = self.end_token
                 after = ending + after.lstrip(' ')
             if message.get('weight', 1):
-                spans.append(AnswerSpan(start, len(text) + len(ending), num_images))
+                spans.append(AnswerSpan(start, len(text) + len(ending), dict(counts)))
             text += after
         return text, spans
 
@@ -180,7 +233,7 @@ class ConversationEncoder:
     def _apply_template(self, messages: Sequence[Message]) -> str:
         # Templates of text models take plain strings.
         messages = [
-            {'role': message['role'], 'content': message['content'] if self.has_images else _text(message)}
+            {'role': message['role'], 'content': message['content'] if self.parts else _text(message)}
             for message in messages
         ]
         # Loaded from a folder, BLIP's processors drop their template, and the tokenizer keeps it.
@@ -218,11 +271,37 @@ class ConversationEncoder:
             )
         return end_token
 
-    def _encode(self, text: str, images: Sequence[Any], add_special_tokens: bool) -> dict[str, torch.Tensor]:
-        if not self.has_images:
-            return dict(self.tokenizer([text], return_tensors='pt', add_special_tokens=add_special_tokens))
-        media = {'images': list(images)} if images else {}
-        return dict(self.processor(text=[text], return_tensors='pt', add_special_tokens=add_special_tokens, **media))
+    def _encode(self, text: str, media: Media, add_special_tokens: bool) -> dict[str, torch.Tensor]:
+        options: dict[str, Any] = {'return_tensors': 'pt', 'add_special_tokens': add_special_tokens}
+        if not self.parts:
+            return dict(self.tokenizer([text], **options))
+        given = {kind: list(items) for kind, items in media.items() if items}
+        if hasattr(self.processor, 'num_query_tokens'):  # a clip is an image to it
+            pictures = [*given.get('image', ()), *(video.frames for video in given.get('video', ()))]
+            return dict(self.processor(text=[text], **({'images': pictures} if pictures else {}), **options))
+        if 'image' in given:
+            given['image'] = [given['image']]  # of the one text: OneVision cuts a text's only image into tiles
+        if videos := given.get('video'):
+            given['video'] = [video.frames for video in videos]
+            # The frames are chosen already.
+            metadata = [dict(video.metadata) for video in videos]
+            options['videos_kwargs'] = {'video_metadata': metadata, 'do_sample_frames': False}
+        if 'audio' in given:
+            options['audio_kwargs'] = {'sampling_rate': self.parts['audio'].sampling_rate}
+        arguments = {TAKEN_BY[kind][1]: items for kind, items in given.items()}
+        encoded = dict(self.processor(text=[text], **arguments, **options))
+        has_slots = videos and 'pixel_values_videos' not in encoded and encoded['pixel_values'].dim() == 5
+        if has_slots and len(videos or ()) + len(given.get('image', ())) > 1:
+            raise ValueError(
+                f'`processor` must join the pixels of all media, got: {type(self.processor).__name__}, which takes one '
+                'video in a conversation and no image beside it. Split the conversation, or use another processor'
+            )
+        if 'video_second_per_grid' in encoded:
+            # Qwen-Omni's processor takes all frames for two a second.
+            together = self.parts['video'].temporal_patch_size
+            seconds = [together * video.metadata['duration'] / len(video.frames) for video in videos or ()]
+            encoded['video_second_per_grid'] = torch.tensor(seconds)
+        return encoded
 
     def _with_queries(self, encoded: dict[str, torch.Tensor], instruction: str) -> dict[str, torch.Tensor]:
         """What a processor with query tokens (BLIP) encodes, checked; its query transformer sees no answer.
@@ -259,42 +338,43 @@ class ConversationEncoder:
         text: str,
         answers: Sequence[AnswerSpan],
         input_ids: torch.Tensor,
-        images: Sequence[Any],
+        media: Media,
         add_special_tokens: bool,
     ) -> list[tuple[int, int]]:
-        """Positions ``[start, end)`` of each answer in ``input_ids``, whose image placeholders are expanded.
+        """Positions ``[start, end)`` of each answer in ``input_ids``, whose placeholders are expanded.
 
-        Found in the plain tokens of the text, where the tokenizer knows characters, and shifted by what the images
+        Found in the plain tokens of the text, where the tokenizer knows characters, and shifted by what the media
         before the answer have grown by: ``U <image> A Red.`` is plain ``[U, I, A, Red.]`` and expanded, with three
         tokens an image, ``[U, I, I, I, A, Red.]``, so that ``Red.`` moves from 3 to 5.
         """
         plain = self.tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
         plain_ids = torch.tensor(plain['input_ids'])
         begins, ends = torch.tensor(plain['offset_mapping']).unbind(dim=1)
-        # Behind the last image nothing was expanded: there the two sequences agree, counted from the end.
+        # Behind the last medium nothing was expanded: there the two sequences agree, counted from the end.
         size = min(len(plain_ids), len(input_ids))
         differs = (plain_ids.flip(0)[:size] != input_ids.flip(0)[:size]).nonzero()
         agree_from = len(plain_ids) - (int(differs[0]) if len(differs) else size)
         spans = []
-        for start, end, images_before in answers:
+        for start, end, media_before in answers:
             inside = ((begins < end) & (ends > start) & (begins < ends)).nonzero().flatten()
             first, last = int(inside[0]), int(inside[-1]) + 1
             shift = len(input_ids) - len(plain_ids)
-            if first < agree_from:  # an image comes later
-                shift = self._tokens_added(text[:start], images[:images_before], add_special_tokens)
+            if first < agree_from:  # a medium comes later
+                before = {kind: items[: media_before[kind]] for kind, items in media.items()}
+                shift = self._tokens_added(text[:start], before, add_special_tokens)
             if not torch.equal(input_ids[first + shift : last + shift], plain_ids[first:last]):
                 raise ValueError(
                     f'`processor` must leave the text of answers as it is, got: {type(self.processor).__name__}, which '
-                    f'writes other tokens for {text[start:end]!r}. Only image placeholders may be expanded.'
+                    f'writes other tokens for {text[start:end]!r}. Only placeholders may be expanded.'
                 )
             spans.append((first + shift, last + shift))
         return spans
 
-    def _tokens_added(self, text: str, images: Sequence[Any], add_special_tokens: bool) -> int:
-        """By how many tokens the image placeholders of ``text`` grow."""
-        if not images:
+    def _tokens_added(self, text: str, media: Media, add_special_tokens: bool) -> int:
+        """By how many tokens the placeholders of ``text`` grow."""
+        if not any(media.values()):
             return 0
-        expanded = self._encode(text, images, add_special_tokens)['input_ids'].shape[1]
+        expanded = self._encode(text, media, add_special_tokens)['input_ids'].shape[1]
         return expanded - len(self.tokenizer(text, add_special_tokens=add_special_tokens)['input_ids'])
 
 

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from composer_tokacc.data.formats import EmbeddedImage, RawRecord
+from composer_tokacc.data.formats import EmbeddedFile, RawRecord
 
 __all__ = ['HUB', 'image_folder', 'read_raw_records']
 
@@ -245,7 +245,7 @@ def _renamed(data: Mapping[str, Any], columns: Mapping[str, str], tags: Mapping[
 
 
 def _read_table(path: str, split: str | None) -> Iterator[RawRecord]:
-    """Rows of a table, whose images stay where they are until they are decoded."""
+    """Rows of a table, whose media stay where they are until they are decoded."""
     table = _open_table(path, split)
     features = type(table.features)(_undecoded(dict(table.features)))
     # Arrow's own values: `datasets` would decode every image.
@@ -307,9 +307,9 @@ def _cell(arrow: Any, features: Any, index: int, keys: tuple[str | int, ...] = (
 
 
 def _embed(value: Any, read: Any, keys: tuple[str | int, ...]) -> Any:
-    """The value with every piece of bytes replaced by an image that is read when it is needed."""
+    """The value with every piece of bytes replaced by a file that is read when it is needed."""
     if isinstance(value, bytes):
-        return EmbeddedImage(_name(keys), zlib.crc32(value), partial(read, keys)) if value else None
+        return EmbeddedFile(_name(keys), zlib.crc32(value), partial(read, keys)) if value else None
     if isinstance(value, Mapping):
         return {key: _embed(inner, read, (*keys, key)) for key, inner in value.items()}
     if isinstance(value, list):

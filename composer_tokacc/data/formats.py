@@ -22,12 +22,50 @@ from typing import Any, BinaryIO, NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-__all__ = ['BadSampleError', 'EmbeddedImage', 'RawRecord', 'Record', 'Turn', 'parse_record']
+__all__ = ['KINDS', 'BadSampleError', 'EmbeddedFile', 'Medium', 'RawRecord', 'Record', 'Turn', 'parse_record']
 
-PLACEHOLDER = '<image>'
-# The placeholder, or what Qwen-VL and Monkey write: the file's name inside the text.
-IMAGE_IN_TEXT = re.compile(r'<img>(.*?)</img>|<image>', re.DOTALL)
-OTHER_MEDIA = re.compile(r'<(?:video|audio|sound|vila/video|img)>')
+
+class MediaKind(NamedTuple):
+    """How records name media of one kind."""
+
+    keys: tuple[str, ...]
+    """Keys of a record that list its files."""
+    tags: tuple[str, ...]
+    """What stands in a text where one goes, the placeholder of this package first."""
+    parts: Mapping[str, tuple[str, ...]]
+    """Types of content parts -> the keys that may hold the file."""
+
+
+KINDS = {
+    'image': MediaKind(
+        keys=('image', 'images'),
+        tags=('<image>',),
+        parts={
+            'image': ('image', 'url', 'path', 'base64'),
+            'image_url': ('image_url',),
+            'input_image': ('image_url',),
+        },
+    ),
+    'video': MediaKind(
+        keys=('video', 'videos'),
+        tags=('<video>', '<vila/video>'),
+        parts={'video': ('video', 'url', 'path', 'base64'), 'video_url': ('video_url',)},
+    ),
+    'audio': MediaKind(
+        keys=('audio', 'audios', 'sound'),
+        tags=('<audio>', '<sound>'),
+        parts={
+            'audio': ('audio', 'audio_url', 'url', 'path', 'base64'),
+            'audio_url': ('audio_url',),
+            'input_audio': ('input_audio',),
+        },
+    ),
+}
+"""By the name that content parts and processors have for them."""
+PLACEHOLDER = re.compile(f'<({"|".join(KINDS)})>')
+# Every tag, or what Qwen-VL and Monkey write: the file's name inside the text.
+KIND_OF_TAG = {tag: name for name, kind in KINDS.items() for tag in kind.tags}
+MEDIUM_IN_TEXT = re.compile(rf'<img>(.*?)</img>|{"|".join(KIND_OF_TAG)}', re.DOTALL)
 ROLES = {
     'system': 'system',
     'developer': 'system',
@@ -42,23 +80,18 @@ ROLES = {
 FOLLOWS = {'': ('user',), 'user': ('assistant',), 'assistant': ('user', 'tool'), 'tool': ('assistant', 'tool')}
 """Who may speak after whom; a tool's result stands in the place of a question. System turns may stand anywhere."""
 
-# Kinds of content parts, and the keys that may hold what they show or say.
+# Types of content parts, and the keys that may hold what they show or say.
 TEXT_PARTS = dict.fromkeys(('text', 'input_text', 'output_text'), ('text',))
-IMAGE_PARTS = {
-    'image': ('image', 'url', 'path', 'base64'),
-    'image_url': ('image_url',),
-    'input_image': ('image_url',),
-}
-PARTS = {**TEXT_PARTS, **IMAGE_PARTS}
-# Of these an API of OpenAI's or a table makes use, and no training does: `index` is held to the order of the images.
+KIND_OF_PART = {part: name for name, kind in KINDS.items() for part in kind.parts}
+PARTS = {**TEXT_PARTS, **{part: keys for kind in KINDS.values() for part, keys in kind.parts.items()}}
+# Of these an API of OpenAI's or a table makes use, and no training does: `index` is held to the order of the media.
 PART_NOTES = ('type', 'detail', 'index')
+FILE_NOTES = ('detail', 'format')
 TURN_KEYS = {'role', 'from', 'content', 'value', 'weight', 'loss', 'id', 'index', 'timestamp'}
 
-_NO_MEDIA = 'only images are'
 _NO_TOOLS = "write what the model's own template makes of it into the text of the turns"
 _NO_PAIRS = 'this is training on answers, not on preferences'
 REFUSED_KEYS = {
-    **dict.fromkeys(('video', 'videos', 'audio', 'audios'), _NO_MEDIA),
     **dict.fromkeys(('tools', 'functions', 'tool_calls', 'function_call'), _NO_TOOLS),
     **dict.fromkeys(('chosen', 'rejected', 'rejected_response', 'kto_tag'), _NO_PAIRS),
     **dict.fromkeys(('weight', 'loss_weight'), 'only turns may have a `weight`'),
@@ -86,14 +119,14 @@ class Turn(NamedTuple):
     role: str
     """``system``, ``user``, ``assistant`` or ``tool``."""
     text: str
-    """``<image>`` stands where an image goes."""
+    """``<image>``, ``<video>`` or ``<audio>`` stands where one goes."""
     carries_loss: bool = True
     """False for an answer that the model reads and does not learn."""
 
 
 @dataclass(frozen=True)
-class EmbeddedImage:
-    """An image that is no file of its own: its record holds the content of the image file.
+class EmbeddedFile:
+    """A file inside a record, which holds its content.
 
     Args:
         name: For messages.
@@ -106,9 +139,23 @@ class EmbeddedImage:
     read: Callable[[], bytes]
 
     @classmethod
-    def of(cls, name: str, content: bytes) -> EmbeddedImage:
-        """The image with the given content, which stays in memory."""
+    def of(cls, name: str, content: bytes) -> EmbeddedFile:
+        """The file with the given content, which stays in memory."""
         return cls(name, zlib.crc32(content), partial(bytes, content))
+
+
+class Medium(NamedTuple):
+    """An image, a video or a sound of a record."""
+
+    kind: str
+    """A key of :data:`KINDS`."""
+    files: tuple[str | EmbeddedFile, ...]
+    """One, named from the media folder or embedded; or several pictures, which are the frames of a video."""
+
+    @property
+    def names(self) -> list[str]:
+        """What messages call the files."""
+        return [file if isinstance(file, str) else file.name for file in self.files]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,27 +166,40 @@ class Record:
         sample_id: The record's own ``id``, or ``line <n>``.
         source: File and line, for messages.
         turns: The turns in their order.
-        images: In the order of the placeholders: file names, relative to the image folder, and embedded images.
+        media: In the order of the placeholders.
     """
 
     sample_id: str
     source: str
     turns: tuple[Turn, ...]
-    images: tuple[str | EmbeddedImage, ...]
+    media: tuple[Medium, ...]
 
     @property
     def texts(self) -> list[str]:
         """Text of every turn, without placeholders."""
-        return [turn.text.replace(PLACEHOLDER, '') for turn in self.turns]
+        return [PLACEHOLDER.sub('', turn.text) for turn in self.turns]
 
-    @property
-    def image_names(self) -> list[str]:
-        """What messages call the images."""
-        return [image if isinstance(image, str) else image.name for image in self.images]
+    def count(self, kind: str) -> int:
+        """How many media of a kind it has."""
+        return sum(medium.kind == kind for medium in self.media)
 
     def files(self, folder: Path) -> list[Path | BinaryIO]:
-        """The image files, in their order: paths, and embedded ones as open files."""
-        return [folder / image if isinstance(image, str) else BytesIO(image.read()) for image in self.images]
+        """The files of all media, in their order: paths, and embedded ones as open files.
+
+        Raises:
+            BadSampleError: If a path is a folder, a pipe or a device, which would be waited for without an end.
+        """
+        opened: list[Path | BinaryIO] = []
+        for medium in self.media:
+            for file in medium.files:
+                if isinstance(file, EmbeddedFile):
+                    opened.append(BytesIO(file.read()))
+                    continue
+                path = folder / file
+                if path.exists() and not path.is_file():
+                    raise self.error(f'{medium.kind} file {path} cannot be read: it is no regular file')
+                opened.append(path)
+        return opened
 
     def error(self, reason: str) -> BadSampleError:
         """The error that says what is wrong with this sample."""
@@ -153,10 +213,10 @@ class Record:
         messages = []
         for role, text, carries_loss in self.turns:
             content: list[dict[str, str]] = []
-            for position, piece in enumerate(text.split(PLACEHOLDER)):
-                if position > 0:
-                    content.append({'type': 'image'})
-                if piece := piece.strip('\n'):
+            for position, piece in enumerate(PLACEHOLDER.split(text)):  # the kinds at the odd positions
+                if position % 2:
+                    content.append({'type': piece})
+                elif piece := piece.strip('\n'):
                     content.append({'type': 'text', 'text': piece})
             messages.append({'role': role, 'content': content, **({} if carries_loss else {'weight': 0})})
         return messages
@@ -166,7 +226,7 @@ def parse_record(raw: RawRecord) -> Record:
     """Makes a record of what a file holds and checks all that needs no other file.
 
     Raises:
-        BadSampleError: If it is no conversation, its images do not match its placeholders, or it holds what would be
+        BadSampleError: If it is no conversation, its media do not match its placeholders, or it holds what would be
             dropped.
     """
     source, sample_id, data = f'{raw.path}, {raw.where}', raw.where, raw.data
@@ -180,15 +240,20 @@ def parse_record(raw: RawRecord) -> Record:
         for key, value in data.items():
             if key in REFUSED_KEYS and _is_given(value):
                 raise ValueError(f'`{key}` is not supported, {REFUSED_KEYS[key]}')
-        slots: list[Any] = []
+        slots: list[Slot] = []
         turns = [_turn(turn, slots) for turn in _raw_turns(data)]
-        images = _fill(slots, _listed_images(data))
+        listed = {kind: _listed(data, kind) for kind in KINDS}
+        if listed['video'] and not listed['image'] and set(slots) == {('image', None)}:
+            # As LLaVA-Video has it.
+            slots = [('video', None)] * len(slots)
+            turns = [turn._replace(text=turn.text.replace('<image>', '<video>')) for turn in turns]
+        media = _fill(slots, listed)
         _check_turns(turns)
-        for text in (*(turn.text for turn in turns), *(name for name in images if isinstance(name, str))):
+        for text in (*(turn.text for turn in turns), *(name for medium in media for name in medium.names)):
             _check_characters(text)
     except ValueError as error:
         raise BadSampleError(f'sample "{sample_id}" ({source}): {error}') from None
-    return Record(sample_id=sample_id, source=source, turns=tuple(turns), images=tuple(images))
+    return Record(sample_id=sample_id, source=source, turns=tuple(turns), media=tuple(media))
 
 
 def _alpaca(
@@ -208,7 +273,7 @@ def _alpaca(
 
 
 def _prompt_and_completion(data: Mapping[str, Any]) -> list[Any]:
-    """TRL's: loss on the completion only; images without placeholders stand before the first question."""
+    """TRL's: loss on the completion only; media without placeholders stand before the first question."""
     prompt, completion = data['prompt'], data['completion']
     if not all(
         isinstance(part, list) and all(isinstance(turn, dict) for turn in part) for part in (prompt, completion)
@@ -218,9 +283,9 @@ def _prompt_and_completion(data: Mapping[str, Any]) -> list[Any]:
         )
     answers = [turn.get('role', turn.get('from')) in ('assistant', 'gpt', 'model') for turn in prompt]
     prompt = [{**turn, 'weight': 0} if answer else turn for turn, answer in zip(prompt, answers, strict=True)]
-    if all(isinstance(turn.get('content'), str) and PLACEHOLDER not in turn['content'] for turn in prompt):
+    if all(isinstance(turn.get('content'), str) and not MEDIUM_IN_TEXT.search(turn['content']) for turn in prompt):
         first = next((i for i, turn in enumerate(prompt) if turn.get('role') == 'user'), 0)
-        placeholders = PLACEHOLDER * len(_listed_images(data))
+        placeholders = ''.join(f'<{kind}>' * len(_listed(data, kind)) for kind in KINDS)
         prompt[first] = {**prompt[first], 'content': placeholders + prompt[first]['content']}
     return [*prompt, *completion]
 
@@ -232,7 +297,10 @@ FORMATS: dict[tuple[str, ...], Callable[[Mapping[str, Any]], Any]] = {
     ('instruction', 'output'): _alpaca,
     ('query', 'response'): partial(_alpaca, question='query', detail='', answer='response'),
 }
-"""Keys that mark a format -> what makes a list of turns of its record. All may have a `system` text and images."""
+"""Keys that mark a format -> what makes a list of turns of its record. All may have a `system` text and media."""
+
+# The kind of a placeholder, and the medium where the text itself names it.
+Slot = tuple[str, Medium | None]
 
 
 def _raw_turns(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -248,8 +316,8 @@ def _raw_turns(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [{'role': 'system', 'content': system}, *turns] if _is_given(system) else turns
 
 
-def _turn(turn: Mapping[str, Any], slots: list[Any]) -> Turn:
-    """A turn; each image in it adds one to the slots: itself, or None where only a placeholder stands."""
+def _turn(turn: Mapping[str, Any], slots: list[Slot]) -> Turn:
+    """A turn; each medium in it adds one to the slots."""
     turn = {key: value for key, value in turn.items() if _is_given(value) or key in ('content', 'value')}
     name, content = _only(turn, 'role', 'from'), _only(turn, 'content', 'value')
     if others := turn.keys() - TURN_KEYS:
@@ -266,8 +334,8 @@ def _turn(turn: Mapping[str, Any], slots: list[Any]) -> Turn:
     else:
         raise ValueError(f'the text of a turn must be a string, got: {type(content).__name__}')
     role = ROLES[name]
-    if PLACEHOLDER in text and role != 'user':
-        raise ValueError(f'`{PLACEHOLDER}` may stand in user turns only')
+    if (placeholder := PLACEHOLDER.search(text)) and role != 'user':
+        raise ValueError(f'`{placeholder[0]}` may stand in user turns only')
     return Turn(role, text, _carries_loss(turn, role))
 
 
@@ -285,114 +353,135 @@ def _carries_loss(turn: Mapping[str, Any], role: str) -> bool:
     return role != 'assistant' or 0 not in given.values()
 
 
-def _part(part: Any, slots: list[Any]) -> str:
-    """The text of one part of a content list, a placeholder where it is an image."""
+def _part(part: Any, slots: list[Slot]) -> str:
+    """The text of one part of a content list, a placeholder where it is a medium."""
     if not isinstance(part, dict):
         raise ValueError(f'a part of `content` must be an object, got: {_short(part)}')
     given = {key: value for key, value in part.items() if value is not None}
-    kind = given.get('type', next(iter(given)) if len(given) == 1 else None)  # Qwen-VL's parts are {'text': ...}
-    keys = PARTS.get(kind) if isinstance(kind, str) else None
-    if keys is None:
+    part_type = given.get('type', next(iter(given)) if len(given) == 1 else None)  # Qwen-VL's parts are {'text': ...}
+    if not isinstance(part_type, str) or part_type not in PARTS:
         raise ValueError(
-            f'a part of `content` must be of type {sorted(PARTS)}, got: {_short(kind)}, which is not supported'
+            f'a part of `content` must be of type {sorted(PARTS)}, got: {_short(part_type)}, which is not supported'
         )
+    keys = PARTS[part_type]
     if others := given.keys() - {*keys, *PART_NOTES}:
-        raise ValueError(f'`{min(others)}` of a part of type {kind} is not supported; take it out')
-    if kind in TEXT_PARTS:
+        raise ValueError(f'`{min(others)}` of a part of type {part_type} is not supported; take it out')
+    if part_type in TEXT_PARTS:
         if not isinstance(given.get('text'), str):
             raise ValueError(f'`text` of a part of `content` must be a string, got: {_short(given.get("text"))}')
         return _text(given['text'], slots)
-    if given.get('index', len(slots)) != len(slots):
-        raise ValueError(f'`index` of an image part must count up from 0, got: {given["index"]} for image {len(slots)}')
-    if not any(key in given for key in keys) and kind != 'image':
-        raise ValueError(f'a part of type {kind} must have `{keys[0]}`, got: none (files by id cannot be read)')
+    kind = KIND_OF_PART[part_type]
+    number = sum(other == kind for other, _ in slots)
+    if given.get('index', number) != number:
+        raise ValueError(f'`index` of {kind} parts must count up from 0, got: {given["index"]} for {kind} {number}')
+    if not any(key in given for key in keys) and part_type != kind:
+        raise ValueError(f'a part of type {part_type} must have `{keys[0]}`, got: none (files by id cannot be read)')
     value = _only(given, *keys)
     if 'base64' in given:
-        value = f'data:image;base64,{value}'
-    slots.append(None if value is None else _image(value))
-    return PLACEHOLDER
+        value = f'data:{kind};base64,{value}'
+    slots.append((kind, None if value is None else _medium(kind, value)))
+    return f'<{kind}>'
 
 
-def _text(text: str, slots: list[Any]) -> str:
-    """The text with one placeholder for each image."""
+def _text(text: str, slots: list[Slot]) -> str:
+    """The text with one placeholder for each medium."""
     if '<' not in text:
         return text
-    slots += [_image(match[1].strip()) if match[1] is not None else None for match in IMAGE_IN_TEXT.finditer(text)]
-    text = IMAGE_IN_TEXT.sub(PLACEHOLDER, text)
-    if marker := OTHER_MEDIA.search(text):
+
+    def placeholder(match: re.Match[str]) -> str:
+        kind = KIND_OF_TAG.get(match[0], 'image')
+        slots.append((kind, None if match[1] is None else _medium(kind, match[1].strip())))
+        return f'<{kind}>'
+
+    text = MEDIUM_IN_TEXT.sub(placeholder, text)
+    if '<img>' in text:
         raise ValueError(
-            f'`{marker[0]}` in a text stands for a video, a sound or a file, of which none is supported here; take the '
-            'sample out, or write the word in another way if it is meant as text'
+            '`<img>` in a text stands for an image, and `</img>` must end its name; write the word in another way if '
+            'it is meant as text'
         )
     return text
 
 
-def _listed_images(data: Mapping[str, Any]) -> list[Any]:
-    """What ``image`` or ``images`` names."""
-    listed = [
-        data[key] if isinstance(data[key], list) else [data[key]]
-        for key in ('image', 'images')
+def _listed(data: Mapping[str, Any], kind: str) -> list[Medium]:
+    """What ``image`` or ``images``, ``video`` or ``videos``, ... name."""
+    listed = {
+        key: data[key] if isinstance(data[key], list) else [data[key]]
+        for key in KINDS[kind].keys
         if _is_given(data.get(key))
-    ]
-    images = [[_image(value) for value in values] for values in listed]
-    if len(images) == 2 and listed[0] != listed[1]:
-        raise ValueError('`image` and `images` must name the same, got: two lists that differ. Keep one of them')
-    return images[0] if images else []
+    }
+    if any(values != next(iter(listed.values())) for values in listed.values()):
+        names = ' and '.join(f'`{key}`' for key in listed)
+        raise ValueError(f'{names} must name the same, got: lists that differ. Keep one of them')
+    return [_medium(kind, value) for value in next(iter(listed.values()), [])]
 
 
-def _fill(slots: list[Any], listed: list[Any]) -> list[str | EmbeddedImage]:
-    """The images in the order of their placeholders; those of the list go where no other stands."""
-    num_images = len(listed) + sum(slot is not None for slot in slots)
-    if num_images != len(slots):
-        raise ValueError(
-            f'the number of images must match the `{PLACEHOLDER}` placeholders, got: {num_images} images '
-            f'and {len(slots)} placeholders'
-        )
-    rest = iter(listed)
-    return [next(rest) if slot is None else slot for slot in slots]
+def _fill(slots: list[Slot], listed: Mapping[str, list[Medium]]) -> list[Medium]:
+    """The media in the order of their placeholders; those of the lists go where no other stands."""
+    for kind in KINDS:
+        placeholders = [medium for other, medium in slots if other == kind]
+        num_media = len(listed[kind]) + sum(medium is not None for medium in placeholders)
+        if num_media != len(placeholders):
+            raise ValueError(
+                f'the number of {kind}s must match the `<{kind}>` placeholders, got: {num_media} {kind}s '
+                f'and {len(placeholders)} placeholders'
+            )
+    rest = {kind: iter(media) for kind, media in listed.items()}
+    return [next(rest[kind]) if medium is None else medium for kind, medium in slots]
 
 
-def _image(value: Any) -> str | EmbeddedImage:
-    """An image as a file name or embedded; from a name, a URL, or a mapping of ``path``, ``url`` and ``bytes``."""
-    if isinstance(value, EmbeddedImage):
+def _medium(kind: str, value: Any) -> Medium:
+    """A medium of one file, or of a list of pictures, as LLaMA-Factory's and Qwen's videos may be."""
+    if kind == 'video' and isinstance(value, list) and value:
+        return Medium(kind, tuple(_file('image', frame) for frame in value))
+    return Medium(kind, (_file(kind, value),))
+
+
+def _file(kind: str, value: Any) -> str | EmbeddedFile:
+    """A file by name or embedded; from a name, a URL, or a mapping of ``path``, ``url``, ``bytes`` and ``data``."""
+    if isinstance(value, EmbeddedFile):
         return value
-    if isinstance(value, dict):  # of ms-swift, of `datasets`, of OpenAI's `image_url`
-        given = {key: item for key, item in value.items() if _is_given(item) and key != 'detail'}
-        if others := given.keys() - {'path', 'url', 'bytes'}:
-            raise ValueError(f'`{min(others)}` of an image is not supported; take it out')
-        if isinstance(given.get('bytes'), str):
-            return _from_data_uri(f'data:image;base64,{given["bytes"]}')
-        return _image(given.get('bytes', given.get('path', given.get('url'))))
+    if isinstance(value, dict):  # of ms-swift, of `datasets`, of OpenAI's `image_url` and `input_audio`
+        given = {key: item for key, item in value.items() if _is_given(item) and key not in FILE_NOTES}
+        if others := given.keys() - {'path', 'url', 'bytes', 'data'}:
+            raise ValueError(f'`{min(others)}` of {_a(kind)} is not supported; take it out')
+        for key in ('bytes', 'data'):
+            if isinstance(given.get(key), str):
+                return _from_data_uri(kind, f'data:{kind};base64,{given[key]}')
+        return _file(kind, given.get('bytes', given.get('path', given.get('url'))))
     if isinstance(value, bytes):
-        return EmbeddedImage.of('in the record', value)
+        return EmbeddedFile.of('in the record', value)
     if not isinstance(value, str) or not value:
-        raise ValueError(f'`image` must be a file name or a list of file names, got: {_short(value)}')
+        raise ValueError(f'`{kind}` must be a file name or a list of file names, got: {_short(value)}')
     if value.startswith('data:'):
-        return _from_data_uri(value)
+        return _from_data_uri(kind, value)
     if value.startswith('file://'):
         return url2pathname(urlsplit(value).path)
     if re.match(r'[A-Za-z][A-Za-z0-9+.-]*://', value):
         raise ValueError(
-            f'`image` must be a file, got: {_short(value)}, which is on a network. Download it and name the file'
+            f'`{kind}` must be a file, got: {_short(value)}, which is on a network. Download it and name the file'
         )
     if max(map(len, value.split(os.sep))) > 255:  # longer than file systems allow
         raise ValueError(
-            f'`image` must be a file name, got: {_short(value)}. Write bytes as `data:image/png;base64,...`'
+            f'`{kind}` must be a file name, got: {_short(value)}. Write bytes as `data:{kind}/<type>;base64,...`'
         )
     return value
 
 
-def _from_data_uri(uri: str) -> EmbeddedImage:
+def _from_data_uri(kind: str, uri: str) -> EmbeddedFile:
     header, _, payload = uri.partition(',')
     if not payload:  # made of `base64` or `bytes`, which holds no header, or cut short
-        raise ValueError(f'a data: URI of an image must hold base64, got: {_short(uri)}')
+        raise ValueError(f'a data: URI of {_a(kind)} must hold base64, got: {_short(uri)}')
     if not header.endswith(';base64'):
-        raise ValueError(f'a data: URI of an image must be base64, got: {_short(header)}')
+        raise ValueError(f'a data: URI of {_a(kind)} must be base64, got: {_short(header)}')
     try:
         content = base64.b64decode(''.join(payload.split()), validate=True)
     except (binascii.Error, ValueError) as error:
-        raise ValueError(f'a data: URI of an image must be base64, got: {_short(uri)}: {error}') from error
-    return EmbeddedImage.of(header.removesuffix(';base64'), content)
+        raise ValueError(f'a data: URI of {_a(kind)} must be base64, got: {_short(uri)}: {error}') from error
+    return EmbeddedFile.of(header.removesuffix(';base64'), content)
+
+
+def _a(kind: str) -> str:
+    return f'{"a" if kind == "video" else "an"} {kind}'
 
 
 def _check_turns(turns: list[Turn]) -> None:

@@ -21,14 +21,14 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset
 from tqdm.auto import tqdm
 
 from composer_tokacc.counting import IGNORE_INDEX
-from composer_tokacc.data.formats import BadSampleError
+from composer_tokacc.data.formats import KINDS, BadSampleError
 from composer_tokacc.data.media import DEFAULT_PATCH_SIZE, count_patches, declared_patch_size
 
 __all__ = ['LengthTable', 'build_length_table', 'chosen_patch_size', 'fingerprint', 'image_token_ids', 'length_table']
 
 NUM_PROBES = 64
 """Samples whose encoding goes into the fingerprint of a dataset that has none of its own."""
-VERSION = 3
+VERSION = 4
 """Goes up with every change of what a table holds, so that files of older versions are not read."""
 COLUMNS = ('lengths', 'image_tokens', 'loss_tokens', 'vision_patches')
 FEWEST_FOR_WORKERS = 512
@@ -44,7 +44,7 @@ class LengthTable:
     lengths: np.ndarray
     """Tokens, image tokens included."""
     image_tokens: np.ndarray
-    """Tokens that stand for images, among them."""
+    """Tokens that stand for images, videos and sounds, among them."""
     loss_tokens: np.ndarray
     """Positions that carry loss under the causal shift."""
     vision_patches: np.ndarray
@@ -203,14 +203,15 @@ def fingerprint(dataset: Any, processor: Any, *, patch_size: int | None = None) 
 
 
 def image_token_ids(processor: Any) -> tuple[int, ...]:
-    """Ids of the tokens that stand for images or videos in `input_ids`, as the processor declares them."""
-    names = ('image_token_id', 'video_token_id')
-    owners = (processor, getattr(processor, 'tokenizer', None))
-    found = {getattr(owner, name, None) for owner in owners for name in names}
-    for name in ('image_token', 'video_token'):  # transformers < 4.52 gives some processors only the text of the token
-        token, tokenizer = getattr(processor, name, None), getattr(processor, 'tokenizer', None)
+    """Ids of the tokens that stand for images, videos and sounds in `input_ids`, as the processor declares them."""
+    tokenizer = getattr(processor, 'tokenizer', None)
+    found = {getattr(owner, f'{kind}_token_id', None) for owner in (processor, tokenizer) for kind in KINDS}
+    for kind in KINDS:  # transformers < 4.52 gives some processors only the text of the token
+        token = getattr(processor, f'{kind}_token', None)
         if tokenizer is not None and token is not None:
             found.add(tokenizer.convert_tokens_to_ids(str(token)))
+    # SmolVLM's name for a video is no token: its frames are images.
+    found.discard(getattr(tokenizer, 'unk_token_id', None))
     return tuple(sorted(token_id for token_id in found if isinstance(token_id, int)))
 
 
@@ -254,7 +255,10 @@ def _describe(processor: Any) -> dict[str, Any]:
     return {
         'processor': _name(processor),
         'config': processor.to_dict() if hasattr(processor, 'to_dict') else {},
-        'image_processor': getattr(getattr(processor, 'image_processor', None), 'to_dict', dict)(),
+        'parts': [
+            getattr(getattr(processor, name, None), 'to_dict', dict)()
+            for name in ('image_processor', 'video_processor', 'feature_extractor')
+        ],
         'templates': [getattr(owner, 'chat_template', None) for owner in (processor, tokenizer)],
         'vocabulary': hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest(),
     }

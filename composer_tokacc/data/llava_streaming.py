@@ -16,6 +16,7 @@ from streaming import Stream, StreamingDataset  # pyright: ignore[reportMissingI
 from streaming.base.format import reader_from_json  # pyright: ignore[reportMissingImports]
 
 from composer_tokacc.data.conversation import ConversationEncoder
+from composer_tokacc.data.media import VideoSampling
 from composer_tokacc.data.to_mds import from_row
 
 __all__ = ['LlavaStreamingDataset']
@@ -30,13 +31,14 @@ class LlavaStreamingDataset(StreamingDataset):
     Args:
         processor: Hugging Face processor; for text alone a tokenizer will do.
         max_length: Longest sample allowed, in tokens, image tokens included. Nothing is ever truncated.
+        video: As for :class:`.LlavaDataset`.
         streams: Several sources: :class:`streaming.Stream`, or a mapping of names to their arguments (``local``,
             ``remote``, ``proportion``, ...) as a YAML file has them.
         **kwargs: Further arguments of :class:`streaming.StreamingDataset`: ``local``, ``remote``, ``shuffle``,
             ``shuffle_seed``, ``batch_size`` (of one rank), ``num_canonical_nodes``, ``cache_limit``, ...
 
     Raises:
-        BadSampleError: On reading, for an image that cannot be decoded or a sample over ``max_length``; names it.
+        BadSampleError: On reading, for a file that cannot be decoded or a sample over ``max_length``; names it.
         ValueError: For shards of other columns, or as StreamingDataset does.
     """
 
@@ -45,12 +47,13 @@ class LlavaStreamingDataset(StreamingDataset):
         *,
         processor: Any,
         max_length: int | None = None,
+        video: Mapping[str, Any] | None = None,
         streams: Sequence[Stream] | Mapping[str, Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> None:
         if isinstance(streams, Mapping):
             streams = [Stream(**arguments) for arguments in streams.values()]
-        self.encoder = ConversationEncoder(processor, max_length=max_length)
+        self.encoder = ConversationEncoder(processor, max_length=max_length, video=VideoSampling(**(video or {})))
         super().__init__(streams=streams, **kwargs)
 
     def get_item(self, sample_id: int, retry: int = 7) -> dict[str, Any]:
@@ -60,7 +63,7 @@ class LlavaStreamingDataset(StreamingDataset):
 
     @staticmethod
     def texts(*folders: str | os.PathLike[str]) -> Iterator[str]:
-        """Yields the text of every turn, without image placeholders: what a tokenizer can be trained on.
+        """Yields the text of every turn, without placeholders: what a tokenizer can be trained on.
 
         Args:
             folders: Where the shards may lie; the first that has all of them, uncompressed, is read.

@@ -1,49 +1,287 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Media of a sample: opening their files, and how many patches the vision tower computes for them."""
+"""Media of a sample: reading their files, and how many patches the vision tower computes for them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import importlib.util
+import os
+import sys
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from os import PathLike
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image, ImageOps
 
-from composer_tokacc.data.formats import Record
+from composer_tokacc.data.formats import Medium, Record
 
-__all__ = ['DEFAULT_PATCH_SIZE', 'count_patches', 'declared_patch_size', 'open_images', 'side_of_patch']
+__all__ = [
+    'DEFAULT_PATCH_SIZE',
+    'Video',
+    'VideoSampling',
+    'check_decoder',
+    'count_patches',
+    'declared_patch_size',
+    'open_media',
+    'side_of_patch',
+]
+
+File = PathLike[str] | BinaryIO
 
 MAX_16_BIT = 65535
 DEFAULT_PATCH_SIZE = 14
 """The commonest side of a patch, in pixels, for where neither model nor processor names one."""
+DEFAULT_FPS = 2.0
+CUT_SHARE = 0.05
+"""Share of a video that may be missing at its end: durations in headers are round, and sounds may end first."""
 
 
-def open_images(record: Record, files: Sequence[PathLike[str] | BinaryIO]) -> list[Image.Image]:
-    """Decodes the image files of a record in full.
+@dataclass(frozen=True, kw_only=True)
+class VideoSampling:
+    """Which frames of a video a model sees: evenly spread over its time, in whatever rhythm they were filmed.
 
     Args:
-        record: Whose images they are.
-        files: One path or open file for each of ``record.images``.
+        num_frames: Frames of every video; those of a shorter one are repeated.
+        fps: Frames a second, and never more than the video has. Default, where ``num_frames`` is not given: 2.
+        min_frames: Least frames of a video, repeated where it has fewer.
+        max_frames: Most frames of a video.
+
+    Raises:
+        ValueError: If a number is not positive, or they contradict each other.
+    """
+
+    num_frames: int | None = None
+    fps: float | None = None
+    min_frames: int = 1
+    max_frames: int = 128
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            kinds = (int, float) if name == 'fps' else int
+            if value is not None and (isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < 1e6):
+                raise ValueError(f'`{name}` must be a positive number, whole but for `fps`, got: {value!r}')
+        if self.num_frames is not None and self.fps is not None:
+            raise ValueError(f'`fps` must be left out beside `num_frames`, got: {self.fps}. Remove one')
+        least = max(self.min_frames, self.num_frames or 0)
+        if self.max_frames < least:
+            raise ValueError(f'`max_frames` must be at least the frames asked for, got: {self.max_frames} < {least}')
+
+    def choose(self, times: Sequence[float], duration: float) -> list[int]:
+        """Numbers of the frames to take, in their order.
+
+        Args:
+            times: When each frame of the video is shown, in seconds from the first, ascending.
+            duration: Until the last one ends.
+        """
+        count = self.num_frames
+        if count is None:
+            count = min(int(duration * (self.fps or DEFAULT_FPS) + 1e-6), len(times))  # 0.3 s x 10 is 2.9999999
+        count = min(max(count, self.min_frames), self.max_frames)
+        # What is on the screen at that moment.
+        return [max(bisect_right(times, i * duration / count + 1e-6) - 1, 0) for i in range(count)]
+
+
+class Video(NamedTuple):
+    """Frames of a video."""
+
+    frames: torch.Tensor
+    """``(frames, 3, height, width)`` uint8."""
+    metadata: dict[str, Any]
+    """Fields of transformers' ``VideoMetadata``, by which processors tell the model when a frame is shown."""
+
+
+def check_decoder(medium: Medium) -> None:
+    """Refuses what needs a decoder that is not there; no fault of the sample, which must not be skipped for it.
+
+    Raises:
+        ValueError: If it is a video or a sound and PyAV is not installed.
+    """
+    is_pictures = medium.kind == 'image' or len(medium.files) > 1
+    if not is_pictures and importlib.util.find_spec('av') is None:
+        raise ValueError(
+            "videos and sounds must have PyAV to read them, got: none. pip install 'composer_tokacc[media]'"
+        )
+
+
+def open_media(
+    record: Record, files: Sequence[File], *, video: VideoSampling | None = None, sampling_rate: int = 16000
+) -> dict[str, list[Any]]:
+    """Decodes the files of a record.
+
+    Args:
+        record: Whose media they are.
+        files: One path or open file for each file of ``record.media``.
+        video: Which frames of its videos.
+        sampling_rate: Of its sounds, in samples a second; others are resampled.
 
     Returns:
-        The images in RGB, turned as a camera's EXIF entry says, 16 bits a channel scaled to 8.
+        By kind of medium: ``'image'``, in RGB, turned as a camera's EXIF entry says, 16 bits a channel scaled to 8;
+        ``'video'``, turned likewise; ``'audio'``, float32 ``(samples,)``, the mean of its channels.
 
     Raises:
         BadSampleError: If one cannot be decoded; names sample and file.
+        ValueError: If there is no decoder for it.
     """
-    images = []
-    for file, name in zip(files, record.image_names, strict=True):
+    found: dict[str, list[Any]] = {}
+    rest = iter(files)
+    for medium in record.media:
+        check_decoder(medium)
+        opened = [next(rest) for _ in medium.files]
         try:
-            with Image.open(file) as image:
-                images.append(_to_rgb(ImageOps.exif_transpose(image)))
+            if medium.kind == 'audio':
+                content = _read_sound(opened[0], sampling_rate)
+            elif medium.kind == 'image':
+                content = _read_image(opened[0])
+            else:
+                content = _read_video(opened, video or VideoSampling())
         except Exception as error:  # PIL raises OSError, SyntaxError, ValueError, struct.error, ... on broken files
-            path = file if isinstance(file, PathLike) else name
-            raise record.error(f'image file {path} cannot be read: {error}') from error
-    return images
+            named = zip(opened, medium.names, strict=True)
+            names = ', '.join(str(file if isinstance(file, PathLike) else name) for file, name in named)
+            raise record.error(f'{medium.kind} file {names} cannot be read: {error}') from error
+        found.setdefault(medium.kind, []).append(content)
+    return found
+
+
+def _read_image(file: File) -> Image.Image:
+    with Image.open(file) as image:
+        return _to_rgb(ImageOps.exif_transpose(image))
+
+
+def _read_video(files: Sequence[File], sampling: VideoSampling) -> Video:
+    """The chosen frames of a film, or of pictures that are its frames, one each time that a frame would be taken."""
+    if len(files) > 1:
+        step = 1 / (sampling.fps or DEFAULT_FPS)
+        times = [i * step for i in range(len(files))]
+        chosen = sampling.choose(times, len(files) * step)
+        pictures = {i: _read_image(files[i]) for i in set(chosen)}
+        size = pictures[chosen[0]].size
+        return _video([np.asarray(pictures[i].resize(size)) for i in chosen], chosen, len(times), step)
+    with _open_film(files[0]) as (container, stream):
+        stamps, keys = _read_stamps(container, stream)
+        # Of the film itself: the container's own figure may be that of another stream, or of a clock.
+        unit = float(stream.time_base)
+        rate = float(stream.average_rate or 1)
+        step = (stamps[-1] - stamps[0]) * unit / (len(stamps) - 1) if len(stamps) > 1 else 1 / rate
+    times = [(stamp - stamps[0]) * unit for stamp in stamps]
+    chosen = sampling.choose(times, times[-1] + step)
+    frames = _read_frames(files[0], sorted({stamps[i] for i in chosen}), keys)
+    nominal = [round(times[i] / step) for i in chosen]
+    return _video([frames[stamps[i]] for i in chosen], nominal, len(stamps), step)
+
+
+def _source(file: File) -> str | BinaryIO:
+    """What PyAV opens: a name that it takes for no address (``12:30.mp4``), or the file from its start."""
+    if isinstance(file, PathLike):
+        return os.path.abspath(file)
+    file.seek(0)
+    return file
+
+
+@contextmanager
+def _open_film(file: File) -> Iterator[tuple[Any, Any]]:
+    """The container and its film."""
+    import av
+    from av.stream import Disposition
+
+    with av.open(_source(file)) as container:
+        streams = [one for one in container.streams.video if not one.disposition & Disposition.attached_pic]
+        if not streams or container.format.name == 'tty':  # which takes any text for a film
+            raise ValueError('it holds no video')
+        # Threads of the decoder write log lines, for which they wait for Python while Python waits for their end.
+        streams[0].codec_context.thread_count = 1
+        yield container, streams[0]
+
+
+def _read_stamps(container: Any, stream: Any) -> tuple[list[int], list[tuple[int, int]]]:
+    """When each frame is shown, in units of the stream; and that with the decoding time of each from which decoding may
+    start. Nothing is decoded.
+    """
+    stamps, keys, end = [], [], 0.0
+    for packet in container.demux():
+        stamp = packet.dts if packet.pts is None else packet.pts
+        if packet.size and stamp is not None:
+            end = max(end, float((stamp + (packet.duration or 0)) * packet.time_base))
+            if packet.stream is stream and not packet.is_discard:
+                stamps.append(stamp)
+                keys += [(stamp, stamp if packet.dts is None else packet.dts)] * packet.is_keyframe
+    if not stamps:
+        raise ValueError('it holds no frames that have a time')
+    _check_end(container, end)
+    return sorted(stamps), sorted(keys)
+
+
+def _check_end(container: Any, end: float) -> None:
+    """Refuses a file of which the end is missing, where its header says how long it is."""
+    start, duration = ((value or 0) / 1e6 for value in (container.start_time, container.duration))
+    if end - start < duration * (1 - CUT_SHARE) - 0.5:
+        raise ValueError(f'it ends after {end - start:.1f} of {duration:.1f} s')
+
+
+def _read_frames(file: File, wanted: Sequence[int], keys: Sequence[tuple[int, int]]) -> dict[int, np.ndarray]:
+    """The frames of the given stamps, by stamp, ``(height, width, 3)`` each."""
+    found, size = {}, {}
+    with _open_film(file) as (container, stream):
+        frames, frame = container.decode(stream), None
+        for stamp in wanted:
+            past = frame.pts if frame is not None else keys[0][0] if keys else stamp
+            index = bisect_right(keys, (stamp, sys.maxsize)) - 1
+            if index >= 0 and keys[index][0] > past:  # nothing of what lies between has to be decoded
+                for place in keys[index]:  # some containers look for what is shown then, others for what is decoded
+                    container.seek(place, stream=stream)
+                    frames = container.decode(stream)
+                    frame = next(frames, None)
+                    if frame is not None and frame.pts is not None and frame.pts <= stamp:
+                        break
+            if frame is None or frame.pts is None or frame.pts < stamp:
+                frame = next((one for one in frames if one.pts is not None and one.pts >= stamp), None)
+            if keys and (frame is None or frame.pts > stamp):  # what was found lies behind it
+                return _read_frames(file, wanted, [])
+            if frame is None:
+                raise ValueError(f'its frame at {float(stamp * stream.time_base):.2f} s cannot be decoded')
+            size = size or {'width': frame.width, 'height': frame.height}  # may change in the middle
+            picture = frame.reformat(format='rgb24', **size).to_ndarray()
+            found[stamp] = np.rot90(picture, round(frame.rotation / 90))  # as the camera was turned
+    return found
+
+
+def _video(frames: Sequence[np.ndarray], numbers: list[int], total: int, step: float) -> Video:
+    """Frames with what processors ask about them: frame ``n`` is shown after ``n * step`` seconds."""
+    stacked = torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2)
+    metadata = {
+        'total_num_frames': total,
+        'fps': 1 / step,
+        'duration': total * step,
+        'frames_indices': numbers,
+        'height': stacked.shape[2],
+        'width': stacked.shape[3],
+        'video_backend': 'pyav',
+    }
+    return Video(stacked, metadata)
+
+
+def _read_sound(file: File, sampling_rate: int) -> np.ndarray:
+    import av
+
+    with av.open(_source(file)) as container:
+        if not container.streams.audio:
+            raise ValueError('it holds no sound')
+        container.streams.audio[0].codec_context.thread_count = 1  # as above
+        resampler = av.AudioResampler(format='fltp', rate=sampling_rate)
+        frames = [*container.decode(audio=0), None]  # None: what the resampler still holds
+        pieces = [piece.to_ndarray() for frame in frames for piece in resampler.resample(frame)]
+        if not pieces:
+            raise ValueError('it holds no sound')
+        sound = np.concatenate(pieces, axis=1).mean(axis=0)
+        if not np.isfinite(sound).all():
+            raise ValueError('it holds samples that are no finite numbers')
+        _check_end(container, (container.start_time or 0) / 1e6 + len(sound) / sampling_rate)
+        return sound
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
@@ -69,6 +307,8 @@ def count_patches(sample: Mapping[str, Any], patch_size: int) -> int:
     """
     images, videos = sample.get('pixel_values'), sample.get('pixel_values_videos')
     num_patches = 0 if images is None else _patches_of(images, patch_size, sample.get('image_sizes'))
+    if videos is not None and videos.dim() == 5:  # of clips all is computed, what is grey too
+        videos = videos.flatten(0, 1)
     return num_patches + (0 if videos is None else _patches_of(videos, patch_size, None))
 
 

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Writes conversations and their images as MDS shards, which mosaicml-streaming reads.
+"""Writes conversations and their media as MDS shards, which mosaicml-streaming reads.
 
 python -m composer_tokacc.data.to_mds data.json images out_folder [--size-limit 64mb] [--on-error raise|skip]
 """
@@ -23,13 +23,13 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from composer_tokacc.data.files import read_raw_records
-from composer_tokacc.data.formats import BadSampleError, RawRecord, Record, Turn, parse_record
-from composer_tokacc.data.media import open_images
+from composer_tokacc.data.formats import BadSampleError, Medium, RawRecord, Record, Turn, parse_record
+from composer_tokacc.data.media import open_media
 
 __all__ = ['Written', 'from_row', 'main', 'write_shards']
 
-COLUMNS = {'images': 'bytes', 'record': 'json'}
-"""Columns of a shard and their MDS encodings: image files byte for byte, one behind the other, and all else."""
+COLUMNS = {'media': 'bytes', 'record': 'json'}
+"""Columns of a shard and their MDS encodings: files byte for byte, one behind the other, and all else."""
 CHUNK = 256
 """Samples that are read at once, and so held in memory."""
 
@@ -54,21 +54,22 @@ def write_shards(
     size_limit: int | str = '64mb',
     on_error: str = 'raise',
 ) -> Written:
-    """Writes every record of a file with the bytes of its images, in the order of the file.
+    """Writes every record of a file with the bytes of its media, in the order of the file.
 
-    Images are decoded once, to know that they can be, and written as they are. No processor is needed, so how long a
+    Media are decoded once, to know that they can be, and written as they are. No processor is needed, so how long a
     sample is in tokens is not known here.
 
     Args:
         path: As for :class:`.LlavaDataset`.
-        image_dir: Folder that image names start from.
+        image_dir: Folder that names of images, videos and sounds start from.
         out: Folder for the shards; empty or absent. If anything raises, nothing is left there.
         size_limit: Largest shard, in bytes or as ``'64mb'``; a sample that is larger has a shard of its own.
         on_error: ``'raise'`` at the first bad sample, or ``'skip'`` it, print why and count it.
 
     Raises:
         BadSampleError: For the first bad sample (``raise``).
-        ValueError: If an argument is wrong, the file is missing or no JSON, or no sample is good.
+        ValueError: If an argument is wrong, the file is missing or no JSON, no sample is good, or no decoder of its
+            videos is installed.
         ImportError: If mosaicml-streaming is not installed.
     """
     if on_error not in ('raise', 'skip'):
@@ -111,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the program; a bad sample or a mistake of the user's ends it with one line and status 2."""
     parser = argparse.ArgumentParser(prog='python -m composer_tokacc.data.to_mds', description=__doc__)
     parser.add_argument('path', metavar='data.json', help='conversations, as `dataset.path` of a run')
-    parser.add_argument('image_dir', metavar='images', help='folder that image names start from')
+    parser.add_argument('image_dir', metavar='images', help='folder that names of media start from')
     parser.add_argument('out', metavar='out_folder', help='folder for the shards, empty or absent')
     parser.add_argument('--size-limit', default='64mb', help='largest shard (default: 64mb)')
     parser.add_argument('--on-error', choices=('raise', 'skip'), default='raise', help='what to do with a bad sample')
@@ -153,13 +154,11 @@ def _read_rows(raw_records: Iterable[RawRecord], image_dir: Path) -> Iterator[di
         try:
             record = parse_record(raw)
             try:
-                files = [
-                    (image_dir / image).read_bytes() if isinstance(image, str) else image.read()
-                    for image in record.images
-                ]
+                opened = record.files(image_dir)
+                files = [file.read_bytes() if isinstance(file, Path) else file.read() for file in opened]
             except OSError as error:
-                raise record.error(f'image file {error.filename} cannot be read: {error.strerror}') from error
-            open_images(record, [BytesIO(file) for file in files])
+                raise record.error(f'file {error.filename} cannot be read: {error.strerror}') from error
+            open_media(record, [BytesIO(file) for file in files])
             return _to_row(record, files)
         except BadSampleError as error:
             return error
@@ -171,7 +170,7 @@ def _read_rows(raw_records: Iterable[RawRecord], image_dir: Path) -> Iterator[di
 
 
 def _to_row(record: Record, files: Sequence[bytes]) -> dict[str, Any]:
-    """The row of a record and the content of its image files, in their order."""
+    """The row of a record and the content of its files, in their order."""
     return {
         'record': {
             'id': record.sample_id,
@@ -180,15 +179,15 @@ def _to_row(record: Record, files: Sequence[bytes]) -> dict[str, Any]:
                 {'from': turn.role, 'value': turn.text, **({} if turn.carries_loss else {'weight': 0})}
                 for turn in record.turns
             ],
-            'image': record.image_names,
-            'image_bytes': [len(file) for file in files],
+            'media': [[medium.kind, medium.names] for medium in record.media],
+            'bytes': [len(file) for file in files],
         },
-        'images': b''.join(files),
+        'media': b''.join(files),
     }
 
 
 def from_row(row: dict[str, Any]) -> tuple[Record, list[bytes]]:
-    """The record and the content of its image files that a row of a shard was made of.
+    """The record and the content of its files that a row of a shard was made of.
 
     Raises:
         ValueError: If the row is of other columns, so not written by this program.
@@ -203,10 +202,10 @@ def from_row(row: dict[str, Any]) -> tuple[Record, list[bytes]]:
         sample_id=raw['id'],
         source=raw['source'],
         turns=tuple(Turn(turn['from'], turn['value'], turn.get('weight') != 0) for turn in raw['conversations']),
-        images=tuple(raw['image']),
+        media=tuple(Medium(kind, tuple(names)) for kind, names in raw['media']),
     )
-    ends = accumulate(raw['image_bytes'], initial=0)
-    return record, [row['images'][start:end] for start, end in pairwise(ends)]
+    ends = accumulate(raw['bytes'], initial=0)
+    return record, [row['media'][start:end] for start, end in pairwise(ends)]
 
 
 if __name__ == '__main__':

@@ -71,8 +71,8 @@ def token_data_spec(
             the model's own loss. An explicit rule is held to the model's.
         layout: How tensors belong to rows. Default: the model's, else as inferred from each batch.
         slot_tokens: Width of a slot, in tokens. Default: the width of the device batch.
-        max_image_tokens: Most placeholders of images and videos in a microbatch, a second hard cap: where the vision
-            tower needs the memory. Default: no cap.
+        max_image_tokens: Most placeholders of images, videos and audios in a microbatch, a second hard cap: where the
+            towers need the memory. Default: no cap.
         regroup: Whether to sort rows by real length before cutting. ``False`` keeps their order. Default: ``True``.
         equal_counts: Whether all ranks make the same number of microbatches, as FSDP and DDP's MULTI_AUTO_SYNC need.
             ``'auto'``: with more than one rank.

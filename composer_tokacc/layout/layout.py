@@ -92,7 +92,7 @@ class BatchLayout:
         return blank_rows.token_id(self.config, 'image')
 
     def image_tokens_per_row(self, batch: Batch) -> list[int]:
-        """Placeholders of images and videos in each row.
+        """Placeholders of images, videos and audios in each row.
 
         Raises:
             ValueError: If the layout knows no config, which names them.
@@ -102,7 +102,7 @@ class BatchLayout:
                 'Image tokens must be known to count them, got: a layout without the model. Pass `model=`, or use '
                 'TokenAccumulation.'
             )
-        found = (blank_rows.token_id(self.config, unit) for unit in ('image', 'video'))
+        found = (blank_rows.token_id(self.config, unit) for unit in UNITS)
         ids = torch.tensor([token_id for token_id in found if token_id is not None], dtype=torch.long)
         return torch.isin(_text(batch), ids.to(_text(batch).device)).sum(dim=1).tolist()
 
@@ -358,6 +358,8 @@ class BatchLayout:
             first = next((batch[key] for batch in batches if batch.get(key) is not None), None)
             if isinstance(first, torch.Tensor):
                 entry = self._common_entry(batches, key)
+                if entry.unit == 'video' and first.dim() == 5:
+                    self._refuse_ragged_clips(batches, key)
                 if key == 'input_ids':
                     entry = replace(entry, fill=pad_token_id)
                 joined[key] = _cat_padded(self._with_absent(batches, key, entry), entry, width, padding_side)
@@ -371,6 +373,16 @@ class BatchLayout:
                 # A one-row sample tells its tiles; once joined, only the placeholders would.
                 joined[f'num_{unit}s'] = [count for batch in batches for count in self._carried_counts(batch, unit)]
         return joined
+
+    def _refuse_ragged_clips(self, batches: Sequence[Batch], key: str) -> None:
+        """Clips lie in one tensor without a mask: the model would compute the frames that fill it up."""
+        frames = {batch[key].shape[1]: batch for batch in batches if batch.get(key) is not None}
+        if len(frames) > 1:
+            names = ', '.join(f'{count} (sample {frames[count].get("sample_ids")})' for count in sorted(frames))
+            raise ValueError(
+                f'Videos of a batch must be of one number of frames for {self.family.name}, got: {names}. Take as many '
+                'of each: `dataset.video.num_frames`.'
+            )
 
     def _carried_counts(self, batch: Batch, unit: str) -> list[int]:
         return self.units_per_row(batch, unit) if self.tensors_of(batch, unit) else list(batch[f'num_{unit}s'])

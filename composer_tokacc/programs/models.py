@@ -26,9 +26,14 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
     PretrainedConfig,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+)
 
 from composer_tokacc.data.media import side_of_patch
 from composer_tokacc.programs.lora import keep_trained_only, with_adapter
@@ -204,7 +209,7 @@ def read_config(pretrained: str | None, config: dict[str, Any] | None, processor
     _refuse_unknown(settings, default, 'model.config')
     text = settings.setdefault('text_config', {}) if hasattr(default, 'text_config') else settings
     _complete_text(text, tokenizer_of(processor))
-    for modality in ('image', 'video'):
+    for modality in ('image', 'video', 'audio'):
         names = [name for name in (f'{modality}_token_index', f'{modality}_token_id') if name in default.to_dict()]
         token_id = _placeholder_id(processor, modality)
         if names and token_id is not None and not settings.keys() & {f'{modality}_token_index', f'{modality}_token_id'}:
@@ -230,7 +235,14 @@ def _lies_under(parameter_name: str, name: str) -> bool:
 
 def auto_class(config: PretrainedConfig) -> Any:
     """The class of Transformers that builds a model of this config with its language head."""
-    return AutoModelForImageTextToText if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING else AutoModelForCausalLM
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return AutoModelForImageTextToText
+    is_seq2seq = type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING  # Qwen2-Audio; BART is in both
+    return (
+        AutoModelForSeq2SeqLM
+        if is_seq2seq and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+        else AutoModelForCausalLM
+    )
 
 
 def _from_checkpoint(path: str, dtype: torch.dtype, options: dict[str, Any]) -> Any:

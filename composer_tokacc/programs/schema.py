@@ -126,7 +126,7 @@ class MicrobatchingConfig:
     slot_tokens: int | None = None
     """Width of such a row in tokens; null means the width of the device batch."""
     max_image_tokens: int | None = None
-    """Most placeholders of images and videos in a microbatch, a second hard cap; null: none."""
+    """Most placeholders of images, videos and audios in a microbatch, a second hard cap; null: none."""
     regroup: bool = True
     """Sort rows by length, fill each microbatch up to the token budget, trim it to its own longest row."""
     equal_counts: bool | str = 'auto'

@@ -26,6 +26,7 @@ from transformers import AutoProcessor
 from composer_tokacc.data import (
     LengthTable,
     LlavaDataset,
+    VideoSampling,
     VisionLanguageCollator,
     build_small_processor,
     image_token_ids,
@@ -428,7 +429,8 @@ class ShardSource:
         for key, source in _FROM_LOADER.items():
             if key in arguments:
                 raise ConfigError(f'`{path}.{key}` must be left out, got: {arguments[key]}. Set `{source}`')
-        known = {'max_length', *inspect.signature(StreamingDataset).parameters} - _FROM_LOADER.keys()
+        _check_video(path, arguments)
+        known = {'max_length', 'video', *inspect.signature(StreamingDataset).parameters} - _FROM_LOADER.keys()
         check_names(path, arguments, known)
         streams = arguments.get('streams')
         if not any(arguments.get(source) for source in _PLACES):
@@ -452,7 +454,17 @@ def _dataset_class(path: str, name: Any) -> Any:
 
 
 def _check_arguments(path: str, part: dict[str, Any], *, own_keys: tuple[str, ...]) -> None:
-    check_arguments(path, _dataset_class(path, part.get('name')), {**part, 'processor': None}, own_keys=own_keys)
+    cls = _dataset_class(path, part.get('name'))
+    check_arguments(path, cls, {**part, 'processor': None}, own_keys=own_keys)
+    if inspect.isclass(cls) and issubclass(cls, LlavaDataset):
+        _check_video(path, part)
+
+
+def _check_video(path: str, part: dict[str, Any]) -> None:
+    """Holds the section ``video`` of a dataset to the arguments of :class:`.VideoSampling`."""
+    check_arguments(f'{path}.video', VideoSampling, part.get('video'))
+    with section(f'{path}.video', inspect.signature(VideoSampling).parameters):
+        VideoSampling(**(part.get('video') or {}))
 
 
 def _patch_size(config: TrainConfig, processor: Any) -> int | None:

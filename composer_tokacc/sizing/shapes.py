@@ -57,13 +57,13 @@ class BatchShape:
     def of(cls, batch: Mapping[str, Any], layout: BatchLayout) -> BatchShape:
         """The shape of a batch."""
         rows, width = batch['input_ids'].shape
-        image_tokens = 0
-        if layout.image_token_id is not None:
-            image_tokens = int((batch['input_ids'] == layout.image_token_id).sum())
-        if 'image_grid_thw' in batch:
-            sizes = (batch['image_grid_thw'].prod(dim=1) // layout.merge_size**2).double()
+        image_tokens = 0 if layout.config is None else sum(layout.image_tokens_per_row(batch))
+        grids = [batch[key] for key in ('image_grid_thw', 'video_grid_thw') if key in batch]
+        if grids:  # each frame attends to itself alone
+            frames, height, breadth = torch.cat(grids).unbind(dim=1)
+            sizes = (height * breadth // layout.merge_size**2).repeat_interleave(frames).double()
         else:
-            images = max(sum(layout.images_per_row(batch)), 1)
+            images = max(sum(layout.media_per_row(batch)), 1)
             sizes = torch.full((images,), image_tokens / images, dtype=torch.float64)
         mask = batch.get('attention_mask')  # packed rows have none
         media = [value for value in batch.values() if isinstance(value, torch.Tensor) and value.is_floating_point()]
@@ -124,8 +124,8 @@ def probe_batches(layout: BatchLayout, samples: Sequence[Sample], width: int) ->
         raise ValueError('`samples` must hold at least one sample, got: none.')
     by_length = sorted(samples, key=_length)
     plain, seeing = (
-        [sample for sample in by_length if any(layout.images_per_row(sample)) == has_images]
-        for has_images in (False, True)
+        [sample for sample in by_length if any(layout.media_per_row(sample)) == has_media]
+        for has_media in (False, True)
     )
     if not seeing:
         wide = max(width, 4 * _length(plain[0]))

@@ -92,8 +92,9 @@ def test_tokens_and_pixels_are_what_the_processor_itself_makes_of_the_conversati
     sample = ConversationEncoder(processor)(messages, images)
     rendered = processor.apply_chat_template(messages, tokenize=False)
     begins = processor.tokenizer.bos_token is not None and rendered.startswith(processor.tokenizer.bos_token)
-    expected = processor(text=[rendered], images=images, return_tensors='pt', add_special_tokens=not begins)
-    assert set(sample) == {*expected, 'labels', 'sample_ids', 'num_images'}
+    expected = processor(text=[rendered], images=[images], return_tensors='pt', add_special_tokens=not begins)
+    counts = {'num_images', *(['num_videos'] if hasattr(processor, 'video_processor') else [])}
+    assert set(sample) == {*expected, 'labels', 'sample_ids', *counts}
     for key, value in expected.items():
         assert (sample[key] == value).all(), key
 

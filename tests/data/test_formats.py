@@ -16,7 +16,7 @@ from PIL import Image
 from composer_tokacc.data import BadSampleError, LlavaDataset
 from composer_tokacc.data.files import read_raw_records
 from composer_tokacc.data.formats import RawRecord, parse_record
-from composer_tokacc.data.media import open_images
+from composer_tokacc.data.media import open_media
 from tests.data.chat_processors import small
 
 
@@ -50,11 +50,15 @@ def said(record):
 def seen(record, folder):
     """Colour of each image."""
     names = {(255, 0, 0): 'red', (0, 0, 255): 'blue'}
-    return [names[image.getpixel((0, 0))] for image in open_images(record, record.files(folder))]
+    return [names[image.getpixel((0, 0))] for image in open_media(record, record.files(folder)).get('image', [])]
 
 
 def asked_with(*parts):
     return {'messages': [{'role': 'user', 'content': list(parts)}, ANSWER]}
+
+
+def text_of(text):
+    return {'messages': [{'role': 'user', 'content': text}, ANSWER]}
 
 
 TEXT = {'type': 'text', 'text': 'Which colour?'}
@@ -186,6 +190,79 @@ FORMATS = {
 }
 
 
+WAV_URI = f'data:audio;base64,{base64.b64encode(b"RIFF").decode()}'
+
+# Record, text of the question, kinds and names of the files.
+MEDIA = {
+    'LLaMA-Factory ShareGPT': (
+        {
+            'messages': [{'role': 'user', 'content': '<image><video>What<audio>?<video>'}, ANSWER],
+            'images': ['a.png'],
+            'videos': ['a.mp4', ['f1.png', 'f2.png']],
+            'audios': ['a.wav'],
+        },
+        '<image><video>What<audio>?<video>',
+        [('image', ['a.png']), ('video', ['a.mp4']), ('audio', ['a.wav']), ('video', ['f1.png', 'f2.png'])],
+    ),
+    'Video-LLaVA': ({'video': 'a.mp4', **text_of('<video>\nWhat?')}, '<video>\nWhat?', [('video', ['a.mp4'])]),
+    'LLaVA-Video': ({'video': 'a.mp4', **text_of('<image>\nWhat?')}, '<video>\nWhat?', [('video', ['a.mp4'])]),
+    'VILA': (
+        {'video': 'a.mp4', 'sound': 'a.wav', **text_of('<vila/video><sound>What?')},
+        '<video><audio>What?',
+        [('video', ['a.mp4']), ('audio', ['a.wav'])],
+    ),
+    'Qwen2-VL': (
+        asked_with({'type': 'video', 'video': 'file:///tmp/a.mp4'}, {'type': 'video', 'video': ['f1.png', 'f2.png']}),
+        '<video><video>',
+        [('video', ['/tmp/a.mp4']), ('video', ['f1.png', 'f2.png'])],
+    ),
+    'Qwen2-Audio': (
+        asked_with({'type': 'audio', 'audio_url': 'a.wav'}, TEXT),
+        '<audio>Which colour?',
+        [('audio', ['a.wav'])],
+    ),
+    'transformers': (
+        asked_with({'type': 'video', 'path': 'a.mp4'}, {'type': 'audio', 'path': 'a.wav'}, TEXT),
+        '<video><audio>Which colour?',
+        [('video', ['a.mp4']), ('audio', ['a.wav'])],
+    ),
+    'OpenAI input_audio': (
+        asked_with({'type': 'input_audio', 'input_audio': {'data': WAV_URI.partition(',')[2], 'format': 'wav'}}, TEXT),
+        '<audio>Which colour?',
+        [('audio', ['data:audio'])],
+    ),
+    'vLLM': (
+        asked_with({'type': 'audio_url', 'audio_url': {'url': WAV_URI}}, {'type': 'video_url', 'video_url': 'a.mp4'}),
+        '<audio><video>',
+        [('audio', ['data:audio']), ('video', ['a.mp4'])],
+    ),
+    'TRL': (
+        {
+            'videos': ['a.mp4'],
+            'prompt': [{'role': 'user', 'content': 'What?'}],
+            'completion': [{'role': 'assistant', 'content': 'Red.'}],
+        },
+        '<video>What?',
+        [('video', ['a.mp4'])],
+    ),
+    'ms-swift': (
+        {'query': '<video><audio>What?', 'response': 'Red.', 'videos': [{'path': 'a.mp4'}], 'audios': ['a.wav']},
+        '<video><audio>What?',
+        [('video', ['a.mp4']), ('audio', ['a.wav'])],
+    ),
+}
+
+
+@pytest.mark.parametrize(('data', 'question', 'media'), MEDIA.values(), ids=MEDIA.keys())
+def test_videos_and_sounds_are_where_their_project_means_them(data, question, media):
+    record = parse(data)
+    assert record.turns[0].text == question
+    assert [(medium.kind, medium.names) for medium in record.media] == media
+    parts = [part['type'] for part in record.messages()[0]['content'] if part['type'] != 'text']
+    assert parts == [kind for kind, _ in media]
+    assert '<' not in ''.join(record.texts)
+
+
 @pytest.mark.parametrize(('data', 'turns', 'images'), FORMATS.values(), ids=FORMATS.keys())
 def test_record_is_what_its_project_means(folder, data, turns, images):
     record = parse(data)
@@ -203,23 +280,16 @@ def turn(**entries):
     return {'messages': [QUESTION, {**ANSWER, **entries}], 'image': 'red.png'}
 
 
-def text_of(text):
-    return {'messages': [{'role': 'user', 'content': text}, ANSWER]}
-
-
 REFUSED = {
     'image on a network': (asked_with({'type': 'image_url', 'image_url': {'url': 'https://x/a.png'}}), 'Download it'),
     'listed image on a network': ({**turn(), 'image': 's3://bucket/a.png'}, 'Download it'),
     'image by id': (asked_with({'type': 'input_image', 'file_id': 'file-1'}), '`file_id` of a part'),
-    'input_audio': (asked_with({'type': 'input_audio', 'input_audio': {'data': 'AA=='}}), "got: 'input_audio'"),
-    'audio': (asked_with({'type': 'audio', 'audio': 'a.wav'}, TEXT), "got: 'audio'"),
-    'video': (asked_with({'type': 'video', 'video': 'a.mp4'}, TEXT), "got: 'video'"),
     'unknown part': (asked_with({'type': 'point', 'xy': [1, 2]}), "got: 'point'"),
     'part without type': (asked_with({'image': 'red.png', 'text': 'x'}), 'got: None'),
     'sizes of an image': (asked_with({'type': 'image', 'image': 'red.png', 'max_pixels': 9}), '`max_pixels` of a part'),
     'images in another order': (
         {'images': ['red.png', 'blue.png'], **asked_with({'type': 'image', 'index': 1}, {'type': 'image', 'index': 0})},
-        '`index` of an image part',
+        '`index` of image parts',
     ),
     'no part': (asked_with(None), 'must be an object, got: None'),
     'text null': (asked_with({'type': 'text', 'text': None}), 'must be a string, got: None'),
@@ -228,7 +298,7 @@ REFUSED = {
     'two roles': (turn(**{'from': 'gpt'}), 'only one of `role`, `from`'),
     'broken base64': ({**turn(), 'image': 'data:image/png;base64,???'}, 'must be base64'),
     'data URI of text': ({**turn(), 'image': 'data:image/svg+xml,<svg/>'}, 'must be base64'),
-    'bare base64': ({**turn(), 'image': 'iVBORw0KGgo' * 100}, 'Write bytes as `data:image/png;base64'),
+    'bare base64': ({**turn(), 'image': 'iVBORw0KGgo' * 100}, 'Write bytes as `data:image/<type>;base64'),
     'images beside image': ({**turn(), 'images': ['blue.png']}, '`image` and `images` must name the same'),
     'more images than parts': (
         {**asked_with({'type': 'image', 'image': 'red.png'}), 'image': 'red.png'},
@@ -244,10 +314,36 @@ REFUSED = {
     'loss against weight': (turn(weight=1, loss=False), 'must be 0 or 1'),
     'loss on a question': ({'messages': [{**QUESTION, 'weight': 1}, ANSWER], 'image': 'red.png'}, 'only for an answer'),
     'no answer with loss': (turn(weight=0), 'at least one answer must carry loss'),
-    'video in a text': (text_of('<video>What happens?'), '`<video>` in a text'),
-    'VILA video in a text': (text_of('<vila/video>What happens?'), '`<vila/video>` in a text'),
-    'audio in a text': (text_of('<audio>What is said?'), '`<audio>` in a text'),
-    'video in an answer': ({'messages': [QUESTION, {**ANSWER, 'content': '<video>'}]}, '`<video>` in a text'),
+    'video in a text': (text_of('<video>What happens?'), 'got: 0 videos and 1 placeholders'),
+    'VILA video in a text': (text_of('<vila/video>What happens?'), 'got: 0 videos and 1 placeholders'),
+    'audio in a text': (text_of('<audio>What is said?'), 'got: 0 audios and 1 placeholders'),
+    'video in an answer': (
+        {'messages': [QUESTION, {**ANSWER, 'content': '<video>'}]},
+        '`<video>` may stand in user turns only',
+    ),
+    'video without its placeholder': ({**text_of('What happens?'), 'videos': ['a.mp4']}, 'got: 1 videos and 0 pl'),
+    'as many media of another kind': (
+        {**text_of('<video><audio>?'), 'videos': ['a.mp4', 'b.mp4']},
+        'got: 2 videos and 1 placeholders',
+    ),
+    'image for a video beside an image': (
+        {**text_of('<image><image>?'), 'image': 'red.png', 'video': 'a.mp4'},
+        'the number of images must match .* got: 1 images and 2 placeholders',
+    ),
+    'video on a network': (asked_with({'type': 'video_url', 'video_url': {'url': 'https://x/a.mp4'}}), 'Download it'),
+    'rate of a video': (asked_with({'type': 'video', 'video': 'a.mp4', 'fps': 1.0}), '`fps` of a part of type video'),
+    'frames that are no names': (asked_with({'type': 'video', 'video': [1, 2]}), '`image` must be a file name'),
+    'video without frames': ({**text_of('<video>?'), 'videos': [[]]}, r'`video` must be a file name .* got: \[\]'),
+    'decoded sound': (
+        asked_with({'type': 'audio', 'audio': {'array': [0.1], 'sampling_rate': 8000}}),
+        '`array` of an audio is not supported',
+    ),
+    'audio by id': (asked_with({'type': 'input_audio', 'file_id': 'file-1'}), '`file_id` of a part'),
+    'broken audio': (
+        asked_with({'type': 'input_audio', 'input_audio': {'data': '?', 'format': 'wav'}}),
+        'a data: URI of an audio must be base64',
+    ),
+    'video and videos': ({**text_of('<video>?'), 'video': 'a.mp4', 'videos': ['b.mp4']}, '`video` and `videos` must'),
     'img without end': (text_of('<img>red.png What is this?'), '`<img>` in a text'),
     'two conversations': ({**turn(), 'conversations': [{'from': 'human', 'value': 'x'}]}, 'must hold one conversation'),
     'no conversation': ({'text': 'x', 'label': 3}, r"got the keys: \['id', 'label', 'text'\]"),
@@ -420,6 +516,15 @@ def test_dataset_info_of_llama_factory(folder, entry, record):
     assert dataset.records[0].source == f'{folder}/own.json, entry 1'
 
 
+def test_dataset_info_names_columns_of_videos_and_sounds(folder):
+    columns = {'messages': 'dialogue', 'videos': 'films', 'audios': 'sounds'}
+    entry = {'file_name': 'own.json', 'formatting': 'sharegpt', 'columns': columns}
+    turns = [{'from': 'human', 'value': '<video><audio>?'}, {'from': 'gpt', 'value': 'Red.'}]
+    path = describe(folder, entry, [{'dialogue': turns, 'films': ['a.mp4'], 'sounds': ['a.wav']}])
+    (record,) = map(parse_record, read_raw_records(path))
+    assert [(medium.kind, medium.names) for medium in record.media] == [('video', ['a.mp4']), ('audio', ['a.wav'])]
+
+
 @pytest.mark.parametrize(
     ('entry', 'message'),
     [
@@ -446,7 +551,7 @@ def test_name_that_is_not_there_is_answered_with_those_that_are(folder):
 
 def decoded(path):
     record = parse(asked_with({'type': 'image', 'image': path.name}))
-    return open_images(record, record.files(path.parent))[0]
+    return open_media(record, record.files(path.parent))['image'][0]
 
 
 def test_16_bits_are_scaled_not_clipped(tmp_path):

@@ -173,7 +173,7 @@ STRUCTURAL = {
     ),
     'no answer': ({'id': 'bad', 'conversations': turns('Hello?')}, 'must alternate'),
     'unknown role': ({'id': 'bad', 'conversations': [{'from': 'narrator', 'value': ''}]}, "got: 'narrator'"),
-    'video': ({'id': 'bad', 'video': 'a.mp4', 'conversations': turns('a', 'b')}, '`video` is not supported'),
+    'video': ({'id': 'bad', 'video': 'a.mp4', 'conversations': turns('a', 'b')}, 'got: 1 videos and 0 placeholders'),
     'no turns': ({'id': 'bad'}, '`conversations`'),
     'number as text': ({'id': 'bad', 'conversations': turns(1, 2)}, 'must be a string, got: int'),
 }

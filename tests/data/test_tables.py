@@ -17,7 +17,7 @@ from PIL import Image
 from composer_tokacc.data import BadSampleError, LlavaDataset
 from composer_tokacc.data import files as files_module
 from composer_tokacc.data.files import image_folder, read_raw_records
-from composer_tokacc.data.formats import EmbeddedImage, parse_record
+from composer_tokacc.data.formats import EmbeddedFile, parse_record
 from tests.data.chat_processors import small
 
 datasets = pytest.importorskip('datasets')
@@ -108,13 +108,13 @@ def test_samples_are_those_of_the_json_file(tmp_path, save, kind):
 
 def test_records_hold_no_image(tmp_path):
     dataset = LlavaDataset(to_folder(table('images'), tmp_path), small())
-    image = dataset.records[2].images[0]
-    assert isinstance(image, EmbeddedImage)
+    image = dataset.records[2].media[0].files[0]
+    assert isinstance(image, EmbeddedFile)
     assert image.name == 'images.0.bytes'
     assert image.read() == png(COLOURS['blue.png'])
     # As a worker process gets it where processes do not share memory.
     assert png(COLOURS['blue.png']) not in pickle.dumps(dataset.records[2])
-    assert pickle.loads(pickle.dumps(dataset.records[2])).images[0].read() == image.read()
+    assert pickle.loads(pickle.dumps(dataset.records[2])).media[0].files[0].read() == image.read()
     assert dataset.fingerprint() == LlavaDataset(f'{tmp_path}/table', small()).fingerprint()
 
 

@@ -142,3 +142,25 @@ def test_one_medium_a_step(tmp_path):
 def test_bad_mixtures_are_refused_in_the_words_of_the_config(overrides, message):
     with pytest.raises(ConfigError, match=message):
         check_config(load_config(ROOT / 'yamls' / 'digits.yaml', overrides), num_ranks=1)
+
+
+@pytest.mark.parametrize(
+    ('overrides', 'message'),
+    [
+        (['dataset.video.num_frame=8'], '`dataset.video` key must be a known name, got: num_frame. Did you mean num_f'),
+        (['dataset.video=8'], '`dataset.video` must be a mapping of arguments, got: 8'),
+        (
+            ['dataset.video.fps=often'],
+            "`dataset.video.fps` must be a positive number, whole but for `fps`, got: 'often'",
+        ),
+        (['dataset.video={fps: 1, num_frames: 8}'], '`dataset.video.fps` must be left out beside `num_frames`'),
+        (['dataset.eval={path: b.json, video: {fps: 0}}'], '`dataset.eval.video.fps` must be a positive number'),
+        (
+            ['dataset.parts={films: {video: {max_frames: 2.5}}}', 'dataset.path=null'],
+            '`dataset.parts.films.video.max_frames` must be a positive number',
+        ),
+    ],
+)
+def test_frames_that_mean_nothing_are_refused_in_the_words_of_the_config(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        check_config(load_config(ROOT / 'yamls' / 'llava_json.yaml', ['dataset.path=a.json', *overrides]), num_ranks=1)

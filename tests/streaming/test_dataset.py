@@ -126,7 +126,7 @@ def test_bad_samples_are_named(tmp_path):
 def test_other_shards_are_refused(tmp_path):
     with streaming.MDSWriter(columns={'text': 'str'}, out=str(tmp_path / 'out')) as writer:
         writer.write({'text': 'a'})
-    with pytest.raises(ValueError, match=r"columns \['images', 'record'\], got: \['text'\]"):
+    with pytest.raises(ValueError, match=r"columns \['media', 'record'\], got: \['text'\]"):
         stream(str(tmp_path / 'out'))[0]
 
 

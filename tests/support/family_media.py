@@ -11,6 +11,7 @@ case.truth[3]               # {'image': 1, 'video': 2}: what row 3 was made of
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -55,6 +56,8 @@ class MediaCase:
     rows: list[dict[str, Any]]
     truth: list[dict[str, int]]
     pad_token_id: int
+    processor: Any
+    """With a chat template of its family's tokens."""
 
     def loss(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """The model's own mean loss."""
@@ -126,11 +129,22 @@ class TokenIds:
 
 
 def _case(
-    tokenizer: Any, processor: Any, model: PreTrainedModel, tokens: Mapping[str, str], plan: Any, **media: Any
+    processor: Any,
+    model: PreTrainedModel,
+    tokens: Mapping[str, str],
+    plan: Any,
+    *,
+    call: Callable[..., Any] | None = None,
+    **media: Any,
 ) -> MediaCase:
-    rows, truth = _rows(processor, tokens, plan, **media)
-    pad = tokenizer.convert_tokens_to_ids('<pad>')
-    return MediaCase(model=model, rows=rows, truth=truth, pad_token_id=pad)
+    rows, truth = _rows(call or processor, tokens, plan, **media)
+    pad = processor.tokenizer.convert_tokens_to_ids('<pad>')
+    written = ''.join(f"{{% elif part['type'] == '{kind}' %}}{token} " for kind, token in tokens.items())
+    processor.chat_template = (
+        "{% for message in messages %}{% for part in message['content'] %}{% if part['type'] == 'text' %}"
+        f"{{{{ part['text'] }}}} {written}{{% endif %}}{{% endfor %}}</s> {{% endfor %}}"
+    )
+    return MediaCase(model=model, rows=rows, truth=truth, pad_token_id=pad, processor=processor)
 
 
 QWEN_TOKENS = {
@@ -156,7 +170,7 @@ def _qwen(name: str) -> MediaCase:
     model = family_models.MODELS[models[name]](TokenIds(tokenizer))
     # Qwen3-VL's processor writes the tokens around each frame itself.
     tokens = {**QWEN_TOKENS, 'video': '<|video_pad|>'} if name == 'Qwen3VL' else QWEN_TOKENS
-    return _case(tokenizer, processor, model, tokens, VIDEO_ROWS, videos=_frames(2, 4, 6))
+    return _case(processor, model, tokens, VIDEO_ROWS, videos=_frames(2, 4, 6))
 
 
 def _omni() -> MediaCase:
@@ -184,13 +198,10 @@ def _omni() -> MediaCase:
         'video': '<|vision_bos|><|VIDEO|><|vision_eos|>',
         'audio': '<|audio_bos|><|AUDIO|><|audio_eos|>',
     }
-
-    def call(text: list[str], **media: Any) -> Any:
-        sizes = {'videos_kwargs': {'size': {'shortest_edge': 64, 'longest_edge': 4096}}} if 'videos' in media else {}
-        return processor(text=text, **media, **sizes)
-
+    # Its class has sizes of its own, which win over those of the video processor.
+    processor.videos_kwargs = {'size': {'shortest_edge': 64, 'longest_edge': 4096}}
     model = family_models.MODELS['qwen2_5_omni'](TokenIds(tokenizer))
-    return _case(tokenizer, call, model, tokens, OMNI_ROWS, videos=_frames(2, 4, 6), audios=_sound)
+    return _case(processor, model, tokens, OMNI_ROWS, videos=_frames(2, 4, 6), audios=_sound)
 
 
 def _qwen2_audio() -> MediaCase:
@@ -199,7 +210,7 @@ def _qwen2_audio() -> MediaCase:
         feature_extractor=transformers.WhisperFeatureExtractor(feature_size=8, chunk_length=1), tokenizer=tokenizer
     )
     model = family_models.MODELS['qwen2_audio'](TokenIds(tokenizer))
-    return _case(tokenizer, processor, model, {'audio': '<|AUDIO|>'}, AUDIO_ROWS, audios=_sound)
+    return _case(processor, model, {'audio': '<|AUDIO|>'}, AUDIO_ROWS, audios=_sound)
 
 
 def _llava_onevision() -> MediaCase:
@@ -220,7 +231,7 @@ def _llava_onevision() -> MediaCase:
     model = family_models.MODELS['llava_onevision'](TokenIds(tokenizer))
     # All videos of a batch have as many frames, or their tensors would not join.
     tokens = {'image': '<image>', 'video': '<video>'}
-    return _case(tokenizer, call, model, tokens, VIDEO_ROWS, videos=_frames(3))
+    return _case(processor, model, tokens, VIDEO_ROWS, call=call, videos=_frames(3))
 
 
 def _llava_next_video() -> MediaCase:
@@ -239,7 +250,7 @@ def _llava_next_video() -> MediaCase:
     )
     model = family_models.MODELS['llava_next_video'](TokenIds(tokenizer))
     tokens = {'image': '<image>', 'video': '<video>'}
-    return _case(tokenizer, processor, model, tokens, VIDEO_ROWS, videos=_frames(3))
+    return _case(processor, model, tokens, VIDEO_ROWS, videos=_frames(3))
 
 
 def _video_llava() -> MediaCase:
@@ -252,7 +263,7 @@ def _video_llava() -> MediaCase:
     )
     model = family_models.MODELS['video_llava'](TokenIds(tokenizer))
     tokens = {'image': '<image>', 'video': '<video>'}
-    return _case(tokenizer, processor, model, tokens, VIDEO_ROWS, videos=_frames(2))
+    return _case(processor, model, tokens, VIDEO_ROWS, videos=_frames(2))
 
 
 def _internvl() -> MediaCase:
@@ -277,9 +288,32 @@ def _internvl() -> MediaCase:
     )
     model = family_models.MODELS['internvl'](TokenIds(tokenizer))
     tokens = {'image': '<IMG_CONTEXT>', 'video': '<video>'}
-    case = _case(tokenizer, processor, model, tokens, VIDEO_ROWS, videos=_frames(3))
+    case = _case(processor, model, tokens, VIDEO_ROWS, videos=_frames(3))
     tiles = [{'image': len(row.get('pixel_values', ()))} for row in case.rows]
     return replace(case, truth=tiles)
+
+
+def _smolvlm() -> MediaCase:
+    """Frames of a video are images; its processor joins the pixels of neither two videos nor a video and an image."""
+    from transformers.models.smolvlm.processing_smolvlm import DEFAULT_CHAT_TEMPLATE
+
+    # Of the sentences before a video and each of its frames.
+    words = ('You', 'are', 'provided', 'the', 'following', 'Frame', 'from', 'frames', 'series', ':')
+    special = ('<image>', '<video>', '<fake_token_around_image>', '<global-img>', '<end_of_utterance>')
+    tokenizer = word_tokenizer(*special, *words)
+    tokenizer.eos_token = '<end_of_utterance>'
+    sizes = {'size': {'longest_edge': IMAGE_SIZE}, 'max_image_size': {'longest_edge': IMAGE_SIZE}}
+    processor = transformers.SmolVLMProcessor(
+        image_processor=transformers.SmolVLMImageProcessor(do_image_splitting=False, **sizes, **MEAN_STD),
+        tokenizer=tokenizer,
+        video_processor=transformers.SmolVLMVideoProcessor(**sizes, **MEAN_STD),
+        image_seq_len=(IMAGE_SIZE // PATCH_SIZE) ** 2 // 4,
+    )
+    model = family_models.MODELS['smolvlm'](TokenIds(tokenizer))
+    plan = ((4, 3), (2, 'image', 3), (9, 6), ('image', 'image', 4))
+    case = _case(processor, model, {'image': '<image>', 'video': '<video>'}, plan)
+    processor.chat_template = DEFAULT_CHAT_TEMPLATE  # it would take no other for videos
+    return case
 
 
 def _pixtral(model_name: str) -> MediaCase:
@@ -295,7 +329,7 @@ def _pixtral(model_name: str) -> MediaCase:
         spatial_merge_size=merge,
     )
     model = family_models.MODELS[model_name](TokenIds(tokenizer))
-    return _case(tokenizer, processor, model, {'image': '[IMG]'}, IMAGE_ROWS)
+    return _case(processor, model, {'image': '[IMG]'}, IMAGE_ROWS)
 
 
 MEDIA: dict[str, Callable[[], MediaCase]] = {
@@ -311,3 +345,5 @@ MEDIA: dict[str, Callable[[], MediaCase]] = {
     'mistral3': lambda: _pixtral('mistral3'),
     'llava_pixtral': lambda: _pixtral('llava_pixtral'),
 }
+if importlib.util.find_spec('num2words') is not None:  # which the processor writes numbers of frames with
+    MEDIA['smolvlm_video'] = _smolvlm

@@ -1,0 +1,346 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Videos and sounds as they are on disk: which frames are taken, when they are shown, and what cannot be read."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from scipy.signal import resample
+
+from composer_tokacc.data import BadSampleError, VideoSampling, media
+from composer_tokacc.data.formats import EmbeddedFile, Medium, Record, Turn
+from composer_tokacc.data.media import open_media
+from tests.support.clips import SHADES, sine, write_sound, write_video
+
+av = pytest.importorskip('av')
+ALL = VideoSampling(num_frames=len(SHADES))
+
+
+def record_of(kind, *files):
+    turns = (Turn('user', f'<{kind}>?'), Turn('assistant', 'Yes.'))
+    return Record(sample_id='a', source='data.json, line 3', turns=turns, media=(Medium(kind, tuple(files)),))
+
+
+def read(kind, *paths, **options):
+    record = record_of(kind, *map(str, paths))
+    (content,) = open_media(record, record.files(Path()), **options)[kind]
+    return content
+
+
+def shades_of(video):
+    """Shade of each frame, right of the middle."""
+    return [round(float(frame[:, :, frame.shape[2] * 3 // 4 :].float().mean())) for frame in video.frames]
+
+
+def close_to(shades):
+    """Codecs lose a little."""
+    return pytest.approx(shades, abs=12)
+
+
+FILMS = {
+    'mpeg4.mp4': {},
+    'mpeg4.mkv': {},
+    'mpeg4_b.avi': {'options': {'bf': '2', 'g': '4'}},
+    'mpeg2.ts': {'codec': 'mpeg2video', 'rate': 25, 'options': {'bf': '2', 'g': '4'}},
+    'flash.flv': {'codec': 'flv', 'options': {'g': '4'}},
+    'pictures.gif': {'codec': 'gif', 'pixels': 'rgb8'},
+    'h264.mp4': {'codec': 'libx264', 'options': {'g': '4', 'bf': '2', 'x264-params': 'open-gop=1'}},
+    'vp8.webm': {'codec': 'libvpx', 'options': {'g': '4'}},
+}
+
+
+def film(folder, name):
+    options = FILMS[name]
+    if options.get('codec', 'mpeg4') not in av.codecs_available:
+        pytest.skip(f'PyAV without {options["codec"]}')
+    return write_video(folder / name, **options)
+
+
+@pytest.mark.parametrize('name', FILMS)
+def test_frames_are_those_that_were_filmed(tmp_path, name):
+    path = film(tmp_path, name)
+    video = read('video', path, video=ALL)
+    assert video.frames.shape == (len(SHADES), 3, 32, 32)
+    assert shades_of(video) == close_to(SHADES)
+    rate = FILMS[name].get('rate', 10)
+    assert video.metadata['fps'] == pytest.approx(rate, rel=1e-3)
+    assert video.metadata['frames_indices'] == list(range(len(SHADES)))
+    assert video.metadata['total_num_frames'] == len(SHADES)
+    assert video.metadata['duration'] == pytest.approx(len(SHADES) / rate, rel=1e-3)
+
+
+@pytest.mark.parametrize('name', FILMS)
+def test_some_frames_are_those_of_all(tmp_path, name):
+    """Decoding starts at key frames; what it skips does not shift what it finds."""
+    path = film(tmp_path, name)
+    every = read('video', path, video=ALL).frames
+    for count in (1, 2, 3, 4, 7):
+        video = read('video', path, video=VideoSampling(num_frames=count))
+        # As transformers samples by itself.
+        chosen = (np.arange(count) * len(SHADES) // count).tolist()
+        assert video.metadata['frames_indices'] == chosen
+        assert (video.frames == every[chosen]).all()
+
+
+@pytest.mark.parametrize(
+    ('options', 'count'),
+    [
+        ({}, 2),
+        ({'fps': 3}, 3),
+        ({'fps': 10}, 10),
+        ({'fps': 99}, 10),
+        ({'fps': 0.1}, 1),
+        ({'fps': 0.1, 'min_frames': 4}, 4),
+        ({'fps': 10, 'max_frames': 4}, 4),
+        ({'num_frames': 16}, 16),
+    ],
+)
+def test_number_of_frames(options, count):
+    times = [i / 10 for i in range(10)]
+    chosen = VideoSampling(**options).choose(times, 1.0)
+    assert len(chosen) == count
+    assert chosen == sorted(chosen)
+    assert chosen[0] == 0
+    assert chosen[-1] == (10 * (count - 1)) // count
+
+
+@pytest.mark.parametrize(
+    ('options', 'message'),
+    [
+        ({'num_frames': 0}, '`num_frames` must be a positive number'),
+        ({'num_frames': 2.5}, '`num_frames` must be a positive number'),
+        ({'num_frames': True}, '`num_frames` must be a positive number'),
+        ({'fps': -1}, '`fps` must be a positive number'),
+        ({'fps': '2'}, '`fps` must be a positive number'),
+        ({'fps': float('nan')}, '`fps` must be a positive number'),
+        ({'max_frames': 4, 'min_frames': 5}, '`max_frames` must be at least the frames asked for, got: 4 < 5'),
+        ({'num_frames': 256}, '`max_frames` must be at least the frames asked for, got: 128 < 256'),
+        ({'num_frames': 4, 'fps': 2}, '`fps` must be left out beside `num_frames`'),
+    ],
+)
+def test_sampling_that_means_nothing_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        VideoSampling(**options)
+
+
+def test_uneven_times_are_those_of_the_film(tmp_path):
+    times = [0, 100, 150, 500, 510, 2000, 2100, 2200, 2300, 4900]
+    path = write_video(tmp_path / 'uneven.mkv', times=times)
+    video = read('video', path, video=VideoSampling(num_frames=5))
+    # At 0, 1.09, 2.18, 3.27 and 4.36 s: what is on the screen at that moment.
+    assert shades_of(video) == close_to([SHADES[i] for i in (0, 4, 6, 8, 8)])
+    shown = [number / video.metadata['fps'] for number in video.metadata['frames_indices']]
+    assert shown == pytest.approx([0, 0.51, 2.1, 2.3, 2.3], abs=0.5 / video.metadata['fps'])
+
+
+def test_film_is_turned_as_the_camera_was(tmp_path):
+    path = write_video(tmp_path / 'turned.mp4', size=(32, 16))
+    content = path.read_bytes()
+    upright, turned = (struct.pack('>9i', *matrix) for matrix in (
+        (1 << 16, 0, 0, 0, 1 << 16, 0, 0, 0, 1 << 30),
+        (0, 1 << 16, 0, -(1 << 16), 0, 0, 0, 0, 1 << 30),  # a quarter, clockwise
+    ))  # fmt: skip
+    track = content.index(b'tkhd')
+    place = content.index(upright, track)
+    path.write_bytes(content[:place] + turned + content[place + len(turned) :])
+    video = read('video', path, video=ALL)
+    assert video.frames.shape[2:] == (32, 16)
+    # The black left half is on top now.
+    assert float(video.frames[0][:, :14].float().mean()) < 8
+    assert float(video.frames[6][:, 18:].float().mean()) > 200
+
+
+def test_what_an_edit_list_cuts_off_is_no_frame(tmp_path):
+    path = film(tmp_path, 'h264.mp4')
+    content = bytearray(path.read_bytes())
+    place = content.index(b'elst') + 12
+    duration, start, rate = struct.unpack('>IiI', content[place : place + 12])
+    content[place : place + 12] = struct.pack('>IiI', duration - 500, start + 5 * 1024, rate)
+    path.write_bytes(content)
+    video = read('video', path, video=VideoSampling(num_frames=5))
+    assert shades_of(video) == close_to(SHADES[5:])
+    assert video.metadata['duration'] == pytest.approx(0.5)
+
+
+def test_place_that_lies_behind_the_frame_is_not_taken_for_it(tmp_path):
+    path = film(tmp_path, 'mpeg4_b.avi')
+    with media._open_film(path) as (container, stream):
+        stamps, keys = media._read_stamps(container, stream)
+    wrong = [(stamp, stamp) for stamp, _ in keys]  # this container looks for times of decoding
+    assert wrong != keys
+    frames, expected = (media._read_frames(path, stamps[5:6], places) for places in (wrong, []))
+    assert (frames[stamps[5]] == expected[stamps[5]]).all()
+
+
+def test_one_frame(tmp_path):
+    path = write_video(tmp_path / 'one.mp4', SHADES[3:4])
+    video = read('video', path)
+    assert shades_of(video) == close_to(SHADES[3:4])
+    assert video.metadata['frames_indices'] == [0]
+    assert video.metadata['fps'] == pytest.approx(10)
+    assert shades_of(read('video', path, video=VideoSampling(min_frames=2))) == close_to(SHADES[3:4] * 2)
+
+
+def test_name_says_nothing_about_the_content(tmp_path):
+    film_as_picture = write_video(tmp_path / 'film.mp4').rename(tmp_path / 'film.jpg')
+    assert shades_of(read('video', film_as_picture, video=ALL)) == close_to(SHADES)
+    sound_as_film = write_sound(tmp_path / 'sound.mp4', sine(0.1))
+    assert len(read('audio', sound_as_film)) == 1600
+    Image.new('RGB', (32, 32), (90, 90, 90)).save(tmp_path / 'picture.mp4', 'PNG')
+    assert shades_of(read('video', tmp_path / 'picture.mp4')) == [90]
+
+
+def test_name_that_looks_like_an_address(tmp_path, monkeypatch):
+    write_video(tmp_path / 'a.mp4').rename(tmp_path / '12:30 %d.mp4')
+    monkeypatch.chdir(tmp_path)
+    assert shades_of(read('video', '12:30 %d.mp4', video=ALL)) == close_to(SHADES)
+
+
+def test_film_in_the_record(tmp_path):
+    content = write_video(tmp_path / 'a.mp4').read_bytes()
+    record = record_of('video', EmbeddedFile.of('videos.0.bytes', content))
+    (video,) = open_media(record, record.files(Path()), video=ALL)['video']
+    assert shades_of(video) == close_to(SHADES)
+
+
+def test_pictures_are_frames_in_the_rhythm_of_the_sampling(tmp_path):
+    names = []
+    for index, shade in enumerate(SHADES):
+        Image.new('RGB', (32, 32 if index else 16), (shade,) * 3).save(tmp_path / f'{index}.png')
+        names.append(tmp_path / f'{index}.png')
+    video = read('video', *names)
+    assert shades_of(video) == SHADES
+    assert video.metadata['fps'] == 2
+    assert video.metadata['frames_indices'] == list(range(10))
+    assert shades_of(read('video', *names, video=VideoSampling(num_frames=2))) == [SHADES[0], SHADES[5]]
+    assert len(read('video', *names, video=VideoSampling(fps=4, max_frames=5)).frames) == 5
+
+
+def cut(path, share):
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * share)])
+    return path
+
+
+def noisy_film(path, **options):
+    """Films of many bytes, so that a cut takes frames."""
+    return write_video(path, SHADES * 6, **options)
+
+
+BAD = {
+    'cut mp4': (lambda folder: cut(noisy_film(folder / 'a.mp4'), 0.6), 'video', 'it ends after|Invalid data'),
+    'cut mkv': (lambda folder: cut(noisy_film(folder / 'a.mkv'), 0.6), 'video', r'it ends after \d\.\d of 6\.0 s'),
+    'cut avi': (lambda folder: cut(noisy_film(folder / 'a.avi'), 0.6), 'video', 'it ends after|Invalid data'),
+    'head of an mp4': (lambda folder: cut(write_video(folder / 'a.mp4'), 0.02), 'video', 'Invalid data'),
+    'no frames': (lambda folder: write_video(folder / 'a.avi', []), 'video', 'it holds no frames that have a time'),
+    'empty': (lambda folder: write_file(folder / 'a.mp4', b''), 'video', 'Invalid data|End of file'),
+    'text': (lambda folder: write_file(folder / 'a.mp4', b'film ' * 99), 'video', 'Invalid data'),
+    'text by name too': (lambda folder: write_file(folder / 'a.txt', b'film ' * 99), 'video', 'it holds no video'),
+    'sound as film': (lambda folder: write_sound(folder / 'a.wav', sine(0.1)), 'video', 'it holds no video'),
+    'film as sound': (lambda folder: write_video(folder / 'a.mp4'), 'audio', 'it holds no sound'),
+    'film as picture': (lambda folder: write_video(folder / 'a.mp4'), 'image', 'cannot identify image file'),
+    'cut sound': (
+        lambda folder: cut(write_sound(folder / 'a.wav', sine(2)), 0.5),
+        'audio',
+        r'it ends after 1\.0 of 2\.0 s',
+    ),
+    'silent file': (lambda folder: write_sound(folder / 'a.wav', sine(0)), 'audio', 'it holds no sound'),
+    'no numbers': (lambda folder: write_sound(folder / 'a.wav', sine(0.1) * np.inf), 'audio', 'no finite numbers'),
+    'folder': (lambda folder: folder, 'video', 'it is no regular file'),
+    'pipe': (lambda folder: os.mkfifo(folder / 'a.mp4') or folder / 'a.mp4', 'video', 'it is no regular file'),
+    'pipe as picture': (lambda folder: os.mkfifo(folder / 'a') or folder / 'a', 'image', 'it is no regular file'),
+}
+
+
+def write_file(path, content):
+    path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize(('make', 'kind', 'message'), BAD.values(), ids=BAD.keys())
+def test_bad_file_is_named_in_one_line(tmp_path, make, kind, message):
+    path = make(tmp_path)
+    with pytest.raises(BadSampleError, match=message) as raised:
+        read(kind, path)
+    assert str(raised.value).startswith(f'sample "a" (data.json, line 3): {kind} file {path} cannot be read: ')
+    assert '\n' not in str(raised.value)
+
+
+def test_cover_of_a_song_is_no_film(tmp_path):
+    path = tmp_path / 'song.m4a'
+    with av.open(str(path), 'w', format='mp4') as container:
+        sound = container.add_stream('aac', rate=16000, layout='mono')
+        cover = container.add_stream('png', rate=1)
+        cover.width = cover.height = 32
+        cover.pix_fmt = 'rgb24'
+        cover.disposition = av.stream.Disposition.attached_pic
+        container.mux(cover.encode(av.VideoFrame.from_ndarray(np.zeros((32, 32, 3), np.uint8), format='rgb24')))
+        frame = av.AudioFrame.from_ndarray(sine(0.5)[None], format='fltp', layout='mono')
+        frame.sample_rate = 16000
+        container.mux([*sound.encode(frame), *sound.encode()])
+    with pytest.raises(BadSampleError, match='it holds no video'):
+        read('video', path)
+    assert len(read('audio', path)) == pytest.approx(8000, abs=2100)
+
+
+def test_sound_is_the_mean_of_its_channels(tmp_path):
+    left, right = sine(0.2), sine(0.2, pitch=700)
+    path = write_sound(tmp_path / 'stereo.wav', np.stack([left, right], axis=1))
+    np.testing.assert_allclose(read('audio', path), (left + right) / 2, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ('dtype', 'error'), [(np.uint8, 1 / 127), (np.int16, 1 / 32767), (np.int32, 1e-6), (np.float32, 0)]
+)
+def test_samples_of_any_width(tmp_path, dtype, error):
+    tone = sine(0.1)
+    if dtype == np.uint8:
+        samples = np.round(tone * 127 + 128).astype(dtype)
+    else:
+        samples = tone if dtype == np.float32 else np.round(tone * np.iinfo(dtype).max).astype(dtype)
+    found = read('audio', write_sound(tmp_path / 'a.wav', samples))
+    np.testing.assert_allclose(found, tone, atol=error)
+    assert found.dtype == np.float32
+
+
+@pytest.mark.parametrize('rate', [8000, 22050, 44100, 48000])
+def test_sound_of_another_rate_is_resampled(tmp_path, rate):
+    tone = sine(0.5, rate=rate)
+    found = read('audio', write_sound(tmp_path / 'a.wav', tone, rate=rate), sampling_rate=16000)
+    assert len(found) == pytest.approx(8000, abs=1)
+    expected = resample(tone, 8000)
+    middle = slice(400, 7600)
+    np.testing.assert_allclose(found[middle], expected[middle], atol=0.01)
+
+
+@pytest.mark.parametrize(('name', 'codec'), [('a.mp3', 'libmp3lame'), ('a.flac', 'flac'), ('a.ogg', 'libopus')])
+def test_compressed_sounds(tmp_path, name, codec):
+    if codec not in av.codecs_available:
+        pytest.skip(f'PyAV without {codec}')
+    tone = sine(0.5, rate=48000)
+    with av.open(str(tmp_path / name), 'w') as container:
+        stream = container.add_stream(codec, rate=48000, layout='mono')
+        frame = av.AudioFrame.from_ndarray(np.round(tone * 32767).astype(np.int16)[None], format='s16', layout='mono')
+        frame.sample_rate = 48000
+        container.mux([*stream.encode(frame), *stream.encode()])
+    found = read('audio', tmp_path / name)
+    assert len(found) == pytest.approx(8000, abs=500)
+    assert np.sqrt(np.mean(found[1000:7000] ** 2)) == pytest.approx(0.5 / np.sqrt(2), rel=0.05)
+
+
+def test_without_a_decoder_no_sample_is_bad(tmp_path, monkeypatch):
+    path = write_video(tmp_path / 'a.mp4')
+    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
+    with pytest.raises(
+        ValueError, match=r"PyAV to read them, got: none\. pip install 'composer_tokacc\[media\]'"
+    ) as raised:
+        read('video', path)
+    assert not isinstance(raised.value, BadSampleError)

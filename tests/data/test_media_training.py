@@ -1,0 +1,273 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""A file with images, videos, sounds and plain text -> dataset -> batch -> one step: the gradient of one forward."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader
+
+pytest.importorskip('av')
+
+from composer_tokacc import TokenAccumulation, token_data_spec
+from composer_tokacc.data import (
+    BadSampleError,
+    ConversationEncoder,
+    LlavaDataset,
+    VideoSampling,
+    VisionLanguageCollator,
+    image_token_ids,
+    length_table,
+    to_mds,
+)
+from composer_tokacc.data.files import read_raw_records
+from composer_tokacc.layout import BatchLayout
+from tests.data.chat_processors import small
+from tests.support.clips import sine, write_media_folder, write_sound, write_video
+from tests.support.family_media import MEDIA
+from tests.support.training import reference_gradients, relative_error, train
+
+PICTURES = (
+    (),
+    ('video',),
+    ('image', 'video', 'image'),
+    ('video', 'video'),
+    (),
+    ('image', 'image'),
+    ('video',),
+    ('image',),
+)
+OMNI = ((), ('video',), ('image', 'video'), ('audio',), ('audio', 'image', 'video'), (), ('image',))
+SOUNDS = ((), ('audio',), ('audio', 'audio'), (), ('audio',))
+# Its processor joins neither the pixels of two videos nor those of a video and an image.
+APART = ((), ('video',), ('image',), (), ('image', 'image'), ('video',))
+FEW, FIXED = {'fps': 3, 'max_frames': 8}, {'num_frames': 3}
+# Rows of the file, and which frames: the videos of LLaVA and its kin must be of one number of frames.
+FAMILIES = {
+    'qwen2_vl': (PICTURES, FEW),
+    'qwen2_5_vl': (PICTURES, FEW),
+    'qwen3_vl': (PICTURES, FEW),
+    'qwen2_5_omni': (OMNI, FEW),
+    'qwen2_audio': (SOUNDS, None),
+    'llava_onevision': (PICTURES, FIXED),
+    'llava_next_video': (PICTURES, FIXED),
+    'video_llava': (PICTURES, FIXED),
+    'internvl': (PICTURES, FIXED),
+    'smolvlm_video': (APART, FEW),
+}
+
+
+def load(name, folder, **options):
+    if name not in MEDIA:
+        pytest.skip('its processor wants num2words')
+    case, (rows, video) = MEDIA[name](), FAMILIES[name]
+    path = write_media_folder(folder, rows)
+    return case, LlavaDataset(path, case.processor, video=video, **options)
+
+
+@pytest.mark.parametrize('name', FAMILIES)
+def test_gradient_is_that_of_one_forward(tmp_path, name):
+    case, dataset = load(name, tmp_path)
+    for side in ('right', 'left'):
+        case.processor.tokenizer.padding_side = side
+        collate = VisionLanguageCollator(case.processor, layout=BatchLayout.for_model(case.model))
+        expected, _ = reference_gradients(case.model, collate([dataset[i] for i in range(len(dataset))]))
+        for microbatch_size in (1, 2, 3, len(dataset)) if side == 'right' else (2,):
+            for regroup in (True, False):
+                loader = DataLoader(dataset, batch_size=len(dataset), collate_fn=collate)
+                spec = token_data_spec(loader, regroup=regroup)
+                model = copy.deepcopy(case.model)
+                recorder, *_ = train(model, spec, algorithms=[TokenAccumulation()], microbatch_size=microbatch_size)
+                error = relative_error(recorder.gradients, expected)
+                assert error < 1e-6, f'{side}, {microbatch_size=}, {regroup=}'
+
+
+@pytest.mark.parametrize('name', FAMILIES)
+def test_a_sample_says_what_it_holds(tmp_path, name):
+    case, dataset = load(name, tmp_path)
+    rows = FAMILIES[name][0]
+    table = length_table(dataset, case.processor, folder=tmp_path / 'lengths')
+    placeholders = set(image_token_ids(case.processor))
+    for index, kinds in enumerate(rows):
+        sample = dataset[index]
+        for kind in ('image', 'video', 'audio'):
+            assert sample.get(f'num_{kind}s', [0]) == [kinds.count(kind)]
+        ids = sample['input_ids'][0].tolist()
+        assert table.lengths[index] == len(ids)
+        assert table.image_tokens[index] == sum(token in placeholders for token in ids)
+        assert bool(table.image_tokens[index]) == bool(kinds)
+        assert bool(table.vision_patches[index]) == ({'image', 'video'} & set(kinds) != set())
+        learnt = sample['labels'][sample['labels'] != -100]
+        assert not placeholders & set(learnt.tolist())
+        spoken = [turn.text.split() for turn in dataset.records[index].turns if turn.role == 'assistant']
+        end = case.processor.tokenizer.eos_token
+        assert case.processor.tokenizer.decode(learnt).split() == [word for words in spoken for word in [*words, end]]
+
+
+def test_frames_of_other_number_in_one_batch_are_refused(tmp_path):
+    case, dataset = load('llava_onevision', tmp_path)
+    longer = LlavaDataset(tmp_path / 'data.json', case.processor, video={'num_frames': 4})
+    collate = VisionLanguageCollator(case.processor, layout=BatchLayout.for_model(case.model))
+    with pytest.raises(ValueError, match=r"got: 3 \(sample \['s1'\]\), 4 \(sample \['s6'\]\).*num_frames"):
+        collate([dataset[1], longer[6]])
+
+
+def ask(folder, kind, *files, name='data.json'):
+    """A file of one conversation about some media of a kind."""
+    messages = [{'role': 'user', 'content': f'<{kind}>' * len(files)}, {'role': 'assistant', 'content': 'ba'}]
+    (folder / name).write_text(json.dumps([{'id': 'a', f'{kind}s': files, 'messages': messages}]))
+    return folder / name
+
+
+def test_model_is_told_when_a_frame_is_shown(tmp_path):
+    times = [0, 100, 150, 500, 510, 2000, 2100, 2200, 2300, 4900]
+    path = write_video(tmp_path / 'uneven.mkv', times=times)
+    file = ask(tmp_path, 'video', path.name)
+    # On the screen at 0, 1.36, 2.72 and 4.08 s are the frames of 0, 0.51, 2.3 and 2.3 s.
+    processor = MEDIA['qwen3_vl']().processor
+    text = processor.tokenizer.decode(LlavaDataset(file, processor, video={'num_frames': 4})[0]['input_ids'][0])
+    shown = [float(''.join(found.split())) for found in re.findall(r'< ([\d. ]+) seconds', text)]
+    assert shown == pytest.approx([0.25, 2.3], abs=0.3)
+    for name, key in (('qwen2_5_vl', 'second_per_grid_ts'), ('qwen2_5_omni', 'video_second_per_grid')):
+        sample = LlavaDataset(file, MEDIA[name]().processor, video={'num_frames': 4})[0]
+        assert float(sample[key]) == pytest.approx(2 * 5.444 / 4, rel=1e-3), name
+
+
+@pytest.mark.parametrize('name', ['qwen2_vl', 'qwen3_vl', 'llava_next_video', 'internvl'])
+def test_film_of_one_frame_and_film_of_pictures(tmp_path, name):
+    write_video(tmp_path / 'one.mp4', [90])
+    write_video(tmp_path / 'many.gif', codec='gif', pixels='rgb8')
+    case = MEDIA[name]()
+    for files in (['one.mp4'], ['many.gif']):
+        sample = LlavaDataset(ask(tmp_path, 'video', *files), case.processor)[0]
+        assert sample['num_videos'] == [1]
+        assert torch.isfinite(case.loss(sample))
+
+
+def test_bad_media_are_skipped_and_counted(tmp_path):
+    write_video(tmp_path / 'good.mp4')
+    content = write_video(tmp_path / 'cut.mkv', [10 * i for i in range(25)] * 3).read_bytes()
+    (tmp_path / 'cut.mkv').write_bytes(content[: len(content) // 2])
+    write_video(tmp_path / 'none.avi', [])
+    write_sound(tmp_path / 'sound.mp4', sine(0.5))
+    write_video(tmp_path / 'film.mp4').rename(tmp_path / 'film.png')
+    (tmp_path / 'folder.mp4').mkdir()
+    records = []
+    for name in ('good.mp4', 'cut.mkv', 'none.avi', 'sound.mp4', 'film.png', 'folder.mp4', 'absent.mp4'):
+        record = json.loads(ask(tmp_path, 'video', name).read_text())[0]
+        records.append({**record, 'id': name})
+    records.append({**records[0], 'id': 'two', 'videos': ['good.mp4', 'good.mp4']})
+    records.append({**json.loads(ask(tmp_path, 'audio', 'sound.mp4').read_text())[0], 'id': 'audio'})
+    (tmp_path / 'data.json').write_text('\n'.join(map(json.dumps, records)))
+    processor = MEDIA['qwen2_vl']().processor
+    dataset = LlavaDataset(
+        tmp_path / 'data.json', processor, on_error='skip', lengths_folder=tmp_path / 'lengths', num_workers=0
+    )
+    assert [record.sample_id for record in dataset.records] == ['good.mp4', 'film.png']
+    reasons = {re.search('"(.*?)"', line)[1]: line for line in dataset.skipped}
+    assert {name: reason for name, reason in reasons.items() if '\n' in reason} == {}
+    for name, reason in {
+        'cut.mkv': 'it ends after',
+        'none.avi': 'it holds no frames that have a time',
+        'sound.mp4': 'it holds no video',
+        'folder.mp4': 'it is no regular file',
+        'absent.mp4': 'does not exist',
+        'two': 'got: 2 videos and 1 placeholders',
+        'audio': 'has audios, but the processor takes none; use one with `feature_extractor`',
+    }.items():
+        assert reason in reasons.pop(name)
+    assert not reasons
+    assert dataset.skip_report().startswith('skipped 7 of 9 samples')
+
+
+def test_sound_that_would_be_cut_off_is_refused(tmp_path):
+    write_sound(tmp_path / 'long.wav', sine(1.2, rate=8000), rate=8000)
+    dataset = LlavaDataset(ask(tmp_path, 'audio', 'long.wav'), MEDIA['qwen2_audio']().processor)
+    with pytest.raises(BadSampleError, match=r'sample "a" .*a sound must be at most 1\.0 s, .* got: 1\.2 s'):
+        dataset[0]
+
+
+@pytest.mark.parametrize('kind', ['video', 'audio'])
+def test_processor_of_images_refuses_other_media(tmp_path, kind):
+    (tmp_path / 'file').write_bytes(b'')
+    with pytest.raises(BadSampleError, match=f'sample "a" .*has {kind}s, but the processor takes none'):
+        LlavaDataset(ask(tmp_path, kind, 'file'), small())
+
+
+def test_frames_of_the_sampling_are_part_of_the_fingerprint(tmp_path):
+    write_video(tmp_path / 'a.mp4')
+    file, processor = ask(tmp_path, 'video', 'a.mp4'), MEDIA['qwen2_vl']().processor
+    prints = {LlavaDataset(file, processor, video=video).fingerprint() for video in (None, {'fps': 2}, {'fps': 3}, {})}
+    assert len(prints) == 3
+
+
+def test_models_that_join_frames_two_by_two_get_two():
+    encoder = ConversationEncoder(MEDIA['qwen3_vl']().processor, video=VideoSampling(fps=1))
+    assert encoder.video == VideoSampling(fps=1, min_frames=2)
+
+
+@pytest.mark.parametrize('name', ['qwen2_vl', 'qwen2_audio'])
+def test_rows_of_shards_are_the_records(tmp_path, name):
+    """The columns that streaming writes, without streaming."""
+    _, dataset = load(name, tmp_path)
+    rows = list(to_mds._read_rows(read_raw_records(tmp_path / 'data.json'), tmp_path))
+    for index, row in enumerate(rows):
+        assert row.keys() == to_mds.COLUMNS.keys()
+        record, files = to_mds.from_row({**row, 'record': json.loads(json.dumps(row['record']))})
+        again, sample = dataset.encoder.encode_record(record, [to_mds.BytesIO(file) for file in files]), dataset[index]
+        assert again.keys() == sample.keys()
+        for key, value in sample.items():
+            assert torch.equal(again[key], value) if isinstance(value, torch.Tensor) else again[key] == value
+
+
+@pytest.mark.parametrize(('kind', 'name'), [('video', 'qwen2_vl'), ('audio', 'qwen2_audio')])
+@pytest.mark.parametrize('typed', [True, False])
+def test_films_and_sounds_in_a_table(tmp_path, monkeypatch, kind, name, typed):
+    datasets = pytest.importorskip('datasets')
+    monkeypatch.setattr(datasets.config, 'HF_DATASETS_CACHE', tmp_path / 'cache')
+    path = write_video(tmp_path / 'a.mp4') if kind == 'video' else write_sound(tmp_path / 'a.wav', sine(0.3))
+    processor = MEDIA[name]().processor
+    expected = LlavaDataset(ask(tmp_path, kind, path.name), processor)[0]
+    (row,) = json.loads((tmp_path / 'data.json').read_text())
+    row[f'{kind}s'] = [{'bytes': path.read_bytes(), 'path': None}]
+    table = datasets.Dataset.from_list([row])
+    if typed:
+        feature = datasets.Video() if kind == 'video' else datasets.Audio()
+        table = table.cast(datasets.Features({**table.features, f'{kind}s': datasets.List(feature)}))
+    table.to_parquet(tmp_path / 'table.parquet')
+    found = LlavaDataset(tmp_path / 'table.parquet', processor)[0]
+    for key, value in expected.items():
+        assert torch.equal(found[key], value) if isinstance(value, torch.Tensor) else found[key] == value
+
+
+def test_list_of_pictures_as_a_video(tmp_path):
+    for index in range(4):
+        Image.new('RGB', (32, 32), (60 * index,) * 3).save(tmp_path / f'{index}.png')
+    processor = MEDIA['qwen2_vl']().processor
+    sample = LlavaDataset(ask(tmp_path, 'video', [f'{index}.png' for index in range(4)]), processor)[0]
+    assert sample['video_grid_thw'][0, 0] == 2
+    with pytest.raises(BadSampleError, match=r'video file .*9\.png does not exist'):
+        LlavaDataset(ask(tmp_path, 'video', ['0.png', '9.png']), processor)
+    (tmp_path / '1.png').write_bytes(b'no picture')
+    with pytest.raises(BadSampleError, match=r'sample "a" .*video file .*0\.png, .*1\.png cannot be read'):
+        LlavaDataset(ask(tmp_path, 'video', ['0.png', '1.png']), processor)[0]
+
+
+@pytest.mark.parametrize('kinds', [('video', 'video'), ('video', 'image')])
+def test_pixels_that_its_processor_would_drop_are_refused(tmp_path, kinds):
+    if 'smolvlm_video' not in MEDIA:
+        pytest.skip('its processor wants num2words')
+    path = write_media_folder(tmp_path, [kinds, ('video',)])
+    dataset = LlavaDataset(path, MEDIA['smolvlm_video']().processor, video={'num_frames': 2})
+    with pytest.raises(
+        BadSampleError, match=r'sample "s0" .*SmolVLMProcessor, which takes one video in a conversation'
+    ):
+        dataset[0]
+    assert dataset[1]['pixel_values'].shape[:2] == (1, 2)
