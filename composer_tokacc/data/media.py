@@ -166,8 +166,8 @@ def _read_video(files: Sequence[File], sampling: VideoSampling) -> Video:
         stamps, keys = _read_stamps(container, stream)
         # Of the film itself: the container's own figure may be that of another stream, or of a clock.
         unit = float(stream.time_base)
-        rate = float(stream.average_rate or 1)
-        step = (stamps[-1] - stamps[0]) * unit / (len(stamps) - 1) if len(stamps) > 1 else 1 / rate
+        span = (stamps[-1] - stamps[0]) * unit
+        step = span / (len(stamps) - 1) if span else 1 / float(stream.average_rate or 1)
     times = [(stamp - stamps[0]) * unit for stamp in stamps]
     chosen = sampling.choose(times, times[-1] + step)
     frames = _read_frames(files[0], sorted({stamps[i] for i in chosen}), keys)
@@ -199,8 +199,10 @@ def _open_film(file: File) -> Iterator[tuple[Any, Any]]:
 
 
 def _read_stamps(container: Any, stream: Any) -> tuple[list[int], list[tuple[int, int]]]:
-    """When each frame is shown, in units of the stream; and that with the decoding time of each from which decoding may
-    start. Nothing is decoded.
+    """When each frame is shown, in units of the stream; nothing is decoded.
+
+    Returns:
+        The times of all frames, and time and decoding time of those from which decoding may start; ascending.
     """
     stamps, keys, end = [], [], 0.0
     for packet in container.demux():

@@ -15,12 +15,15 @@ import pytest
 from PIL import Image
 from scipy.signal import resample
 
+pytest.importorskip('av')
+
+import av
+
 from composer_tokacc.data import BadSampleError, VideoSampling, media
 from composer_tokacc.data.formats import EmbeddedFile, Medium, Record, Turn
 from composer_tokacc.data.media import open_media
 from tests.support.clips import SHADES, sine, write_sound, write_video
 
-av = pytest.importorskip('av')
 ALL = VideoSampling(num_frames=len(SHADES))
 
 
@@ -253,7 +256,11 @@ BAD = {
         r'it ends after 1\.0 of 2\.0 s',
     ),
     'silent file': (lambda folder: write_sound(folder / 'a.wav', sine(0)), 'audio', 'it holds no sound'),
-    'no numbers': (lambda folder: write_sound(folder / 'a.wav', sine(0.1) * np.inf), 'audio', 'no finite numbers'),
+    'no numbers': (
+        lambda folder: write_sound(folder / 'a.wav', np.full(99, np.nan, np.float32)),
+        'audio',
+        'no finite numbers',
+    ),
     'folder': (lambda folder: folder, 'video', 'it is no regular file'),
     'pipe': (lambda folder: os.mkfifo(folder / 'a.mp4') or folder / 'a.mp4', 'video', 'it is no regular file'),
     'pipe as picture': (lambda folder: os.mkfifo(folder / 'a') or folder / 'a', 'image', 'it is no regular file'),

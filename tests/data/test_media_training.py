@@ -31,7 +31,7 @@ from composer_tokacc.data.files import read_raw_records
 from composer_tokacc.layout import BatchLayout
 from tests.data.chat_processors import small
 from tests.support.clips import sine, write_media_folder, write_sound, write_video
-from tests.support.family_media import MEDIA
+from tests.support.family_media import MEDIA, SLOT_MEDIA
 from tests.support.training import reference_gradients, relative_error, train
 
 PICTURES = (
@@ -65,9 +65,10 @@ FAMILIES = {
 
 
 def load(name, folder, **options):
-    if name not in MEDIA:
+    cases = {**MEDIA, **SLOT_MEDIA}
+    if name not in cases:
         pytest.skip('its processor wants num2words')
-    case, (rows, video) = MEDIA[name](), FAMILIES[name]
+    case, (rows, video) = cases[name](), FAMILIES[name]
     path = write_media_folder(folder, rows)
     return case, LlavaDataset(path, case.processor, video=video, **options)
 
@@ -262,10 +263,10 @@ def test_list_of_pictures_as_a_video(tmp_path):
 
 @pytest.mark.parametrize('kinds', [('video', 'video'), ('video', 'image')])
 def test_pixels_that_its_processor_would_drop_are_refused(tmp_path, kinds):
-    if 'smolvlm_video' not in MEDIA:
+    if not SLOT_MEDIA:
         pytest.skip('its processor wants num2words')
     path = write_media_folder(tmp_path, [kinds, ('video',)])
-    dataset = LlavaDataset(path, MEDIA['smolvlm_video']().processor, video={'num_frames': 2})
+    dataset = LlavaDataset(path, SLOT_MEDIA['smolvlm_video']().processor, video={'num_frames': 2})
     with pytest.raises(
         BadSampleError, match=r'sample "s0" .*SmolVLMProcessor, which takes one video in a conversation'
     ):

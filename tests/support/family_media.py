@@ -28,7 +28,7 @@ from tests.support import family_models
 from tests.support.family_processors import IMAGE_SIZE, MEAN_STD, PATCH_SIZE, PINPOINTS, SQUARE
 from tests.support.sample_encoder import WORDS, word_tokenizer
 
-__all__ = ['MEDIA', 'MediaCase', 'TokenIds']
+__all__ = ['MEDIA', 'SLOT_MEDIA', 'MediaCase', 'TokenIds']
 
 # What stands in each row, in order; a number is so many words. The last words carry the loss.
 VIDEO_ROWS = (
@@ -56,7 +56,7 @@ class MediaCase:
     rows: list[dict[str, Any]]
     truth: list[dict[str, int]]
     pad_token_id: int
-    processor: Any
+    processor: Any = None
     """With a chat template of its family's tokens."""
 
     def loss(self, batch: Mapping[str, Any]) -> torch.Tensor:
@@ -311,7 +311,7 @@ def _smolvlm() -> MediaCase:
     )
     model = family_models.MODELS['smolvlm'](TokenIds(tokenizer))
     plan = ((4, 3), (2, 'image', 3), (9, 6), ('image', 'image', 4))
-    case = _case(processor, model, {'image': '<image>', 'video': '<video>'}, plan)
+    case = _case(processor, model, {'image': '<image>'}, plan)
     processor.chat_template = DEFAULT_CHAT_TEMPLATE  # it would take no other for videos
     return case
 
@@ -345,5 +345,7 @@ MEDIA: dict[str, Callable[[], MediaCase]] = {
     'mistral3': lambda: _pixtral('mistral3'),
     'llava_pixtral': lambda: _pixtral('llava_pixtral'),
 }
+# Of families with slots, where rows tell their media by themselves.
+SLOT_MEDIA: dict[str, Callable[[], MediaCase]] = {}
 if importlib.util.find_spec('num2words') is not None:  # which the processor writes numbers of frames with
-    MEDIA['smolvlm_video'] = _smolvlm
+    SLOT_MEDIA['smolvlm_video'] = _smolvlm
