@@ -8,6 +8,8 @@
 Reads every sample once with the run's own processor (kept for the next time), traces the run's own model without its
 memory, and prints a table, YAML lines to paste, and the paths of `size.json` and `size.png`. Besides the config's keys:
 
+    lengths=table.csv       instead of the data: a line a sample, `tokens` and perhaps `image_tokens`, `loss_tokens`,
+                            `vision_patches`; needs `model.pretrained`
     num_ranks=8             ranks of the run; 1
     device_memory_gib=80    memory of a device; what this machine has
     safety=0.92             share of it that may be planned for
@@ -35,6 +37,7 @@ from omegaconf import OmegaConf
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.planning import CostModel
 from composer_tokacc.programs import ConfigError, TrainConfig
+from composer_tokacc.programs.length_file import StandIns, read_lengths
 from composer_tokacc.programs.run import build_parts, build_trainer, command_line, run_program
 from composer_tokacc.programs.schema import merge, refuse, section
 from composer_tokacc.programs.sources import build_dataset, build_processor, measure_dataset
@@ -55,6 +58,7 @@ class SizeOptions:
     safety: float = 0.92
     time_steps: bool = False
     folder: str = 'runs/size'
+    lengths: str | None = None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -72,6 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for each in overrides
         if each.split('=')[0] not in own
     ]
+    if options.lengths is not None and not any(each.startswith('dataset.path=') for each in overrides):
+        overrides.append(f'dataset.path={options.lengths}')  # a name for what is not read
     return run_program(partial(_report, options), given.config, overrides, num_ranks=options.num_ranks)
 
 
@@ -100,9 +106,17 @@ def size(config: TrainConfig, options: SizeOptions) -> SizingReport:
         ConfigError: An argument is out of range, or nothing fits.
     """
     reproducibility.seed_all(config.seed)
-    processor = build_processor(config)
-    dataset = build_dataset(config, processor, held_out=False)
-    table = measure_dataset(config, dataset, processor)
+    if options.lengths is not None:
+        if config.model.pretrained is None:
+            raise ConfigError('`lengths` needs `model.pretrained`, whose processor makes samples, got: none')
+        if options.time_steps:
+            raise ConfigError('`time_steps` needs the data itself, got: `lengths`. Leave one of them out')
+        table, processor = read_lengths(options.lengths), build_processor(config)
+        dataset = StandIns(table, processor)
+    else:
+        processor = build_processor(config)
+        dataset = build_dataset(config, processor, held_out=False)
+        table = measure_dataset(config, dataset, processor)
     memory = memory_of_run(config, dataset, processor, table)
     gib = config.microbatching.device_memory_gib
     if gib is None and config.trainer.get('device') != 'cpu' and not torch.cuda.is_available():

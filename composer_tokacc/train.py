@@ -18,8 +18,10 @@ from composer.loggers import InMemoryLogger
 from composer.utils import dist
 
 from composer_tokacc.programs import TrainConfig
+from composer_tokacc.programs.checkpoints import checkpoint_folder, keep_to_whole_checkpoint, lock_folder
 from composer_tokacc.programs.report import summarize, write_report
 from composer_tokacc.programs.run import build_parts, build_trainer, command_line, run_program
+from composer_tokacc.programs.schema import say
 
 __all__ = ['main', 'run']
 
@@ -36,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # By default each rank would start a thread on every core of its node.
     if 'OMP_NUM_THREADS' not in os.environ:
         torch.set_num_threads(max((os.cpu_count() or 1) // dist.get_local_world_size(), 1))
-    return run_program(run, given.config, overrides)
+    return run_program(run, given.config, overrides, trains=True)
 
 
 def run(config: TrainConfig) -> None:
@@ -45,8 +47,18 @@ def run(config: TrainConfig) -> None:
     Raises:
         ConfigError: For a model or data that the config names and that cannot be used.
     """
+    folder = checkpoint_folder(config.trainer)
+    # One process writes for all; the others wait for it where the ranks meet.
+    with lock_folder(folder if dist.get_global_rank() == 0 else None):
+        if dist.get_local_rank() == 0 and (found := keep_to_whole_checkpoint(config.trainer)):
+            say(found)
+        _train(config)
+
+
+def _train(config: TrainConfig) -> None:
     parts, history = build_parts(config), InMemoryLogger()
     trainer = build_trainer(config, parts, history)
+    first_step = int(trainer.state.timestamp.batch.value)
     started = time.monotonic()
     duration, elapsed = trainer.state.max_duration, trainer.state.timestamp
     # A run resumed at its end has nothing left to train, for which fit() raises.
@@ -55,7 +67,7 @@ def run(config: TrainConfig) -> None:
     seconds = time.monotonic() - started
     if parts.eval_loader is not None and not any(name.startswith('metrics/eval/') for name in history.data):
         trainer.eval()
-    result = summarize(trainer.state, history, seconds=seconds, skipped=parts.skip_reports())
+    result = summarize(trainer.state, history, first_step=first_step, seconds=seconds, skipped=parts.skip_reports())
     summary = write_report(config, parts, result, history) if dist.get_global_rank() == 0 else ''
     # The other ranks wait for the one that writes: NCCL takes an early end for a crash.
     dist.barrier()

@@ -5,18 +5,25 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
 import pytest
 import torch
+from transformers import AutoModelForImageTextToText
 
+from composer_tokacc import TokenAccumulation, token_data_spec
 from composer_tokacc.data import VisionLanguageCollator
 from composer_tokacc.export import main
+from composer_tokacc.programs.models import build_model
 from composer_tokacc.train import main as train
 from examples.digits import DigitsDataset, build_digits_processor
+from tests.programs.test_models import LLAVA
 from tests.support.launch import launch
 from tests.support.programs import DIGITS, QUIET, TINY_DIGITS, TINY_MODEL
+from tests.support.training import loader
+from tests.support.training import train as train_model
 
 LOAD_ALONE = """
 import sys, torch
@@ -35,6 +42,25 @@ assert len(ids), 'the chat template came along'
 with torch.no_grad():
     torch.save(model.eval()(**batch).logits, sys.argv[3])
 assert not {'composer', 'composer_tokacc'} & set(sys.modules), 'loaded by transformers alone'
+"""
+
+ANSWER_ALONE = """
+import json, sys
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+folder, questions = sys.argv[1], json.load(open(sys.argv[2]))
+processor, model = AutoProcessor.from_pretrained(folder), AutoModelForImageTextToText.from_pretrained(folder).eval()
+answers = []
+for question in questions:
+    text = processor.apply_chat_template(question['messages'], add_generation_prompt=True)
+    images = [Image.open(path) for path in question['images']] or None
+    inputs = processor(text=text, images=images, return_tensors='pt', add_special_tokens=False)
+    generated = model.generate(**inputs, max_new_tokens=32, do_sample=False)
+    answer = processor.decode(generated[0, inputs['input_ids'].shape[1]:], skip_special_tokens=True)
+    answers.append(answer.strip())
+json.dump(answers, open(sys.argv[3], 'w'))
+assert not {'composer', 'composer_tokacc', 'examples'} & set(sys.modules), 'loaded by transformers alone'
 """
 
 
@@ -100,10 +126,35 @@ def test_training_exports_at_its_end_where_asked(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_demos_model_gives_the_answers_that_the_run_reported(tmp_path):
+    quick = [
+        'trainer.max_duration=150ba', 'trainer.eval_interval=150ba', 'report.num_samples=48', 'report.picture=false',
+        'report.export=true', f'report.folder={tmp_path}', 'dataset.num_samples=2048', 'dataset.eval.num_samples=96',
+    ]  # fmt: skip
+    assert train([DIGITS, *quick, *QUIET]) == 0
+    reported = json.loads((tmp_path / 'result.json').read_text())['answers']
+    dataset, questions = DigitsDataset(split='eval', num_samples=96), []
+    for answer in reported:
+        index = int(answer['sample_id'].rpartition('-')[2])
+        messages, images, _ = dataset.conversation(index)
+        paths = [str(tmp_path / f'{index}-{number}.png') for number in range(len(images))]
+        for image, path in zip(images, paths, strict=True):
+            image.save(path)
+        questions.append({'messages': messages[:-1], 'images': paths})
+    (tmp_path / 'questions.json').write_text(json.dumps(questions))
+    done = subprocess.run(
+        [sys.executable, '-c', ANSWER_ALONE, 'exported', 'questions.json', 'answers.json'],
+        capture_output=True, text=True, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads((tmp_path / 'answers.json').read_text()) == [answer['generated'] for answer in reported]
+    num_right = sum(answer['generated'] == answer['expected'] for answer in reported)
+    assert num_right >= 6, 'it has learnt something, so that answers differ'
+
+
+@pytest.mark.slow
 def test_an_adapter_is_trained_kept_alone_exported_and_merged(tmp_path):
     pytest.importorskip('peft')
-    from composer_tokacc.programs.models import build_model
-
     run(tmp_path / 'whole')
     assert main([str(tmp_path / 'whole' / 'checkpoints' / 'latest-rank0.pt'), str(tmp_path / 'base')]) == 0
     arguments = [argument for argument in TINY_DIGITS if not argument.startswith('model.')]
@@ -129,6 +180,157 @@ def test_an_adapter_is_trained_kept_alone_exported_and_merged(tmp_path):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     assert main([str(checkpoint), str(tmp_path / 'merged'), 'merge=true']) == 0
     torch.testing.assert_close(logits_of_export(tmp_path / 'merged'), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_sharded_checkpoints_become_folders_with_the_logits_of_the_sharded_model(tmp_path):
+    pytest.importorskip('peft')
+    base = tmp_path / 'base'
+    run(tmp_path / 'first', f'report.folder={tmp_path}/first', 'report.export=true')
+    (tmp_path / 'first' / 'exported').rename(base)
+    runs = {
+        'weights': [],
+        'adapter': [
+            'model.config=null', f'model.pretrained={base}',
+            'model.lora={r: 4, modules_to_save: [multi_modal_projector]}', 'optimizer.lr=0.01',
+        ],
+    }  # fmt: skip
+    every = []
+    for name, own in runs.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        torch.save(a_batch(), folder / 'batch.pt')
+        common = [each for each in TINY_DIGITS if not (own and each.startswith('model.'))]
+        every.append([
+            *common, *own, 'dataset.eval=null', 'trainer.max_duration=2ba', f'report.folder={folder}',
+            'scheduler.t_warmup=0ba',
+            'trainer.parallelism_config.fsdp={state_dict_type: sharded}', f'trainer.save_folder={folder}/checkpoints',
+        ])  # fmt: skip
+    done = launch(['tests/ranks/sharded_export.py', json.dumps(every), DIGITS], ranks=2)
+    assert done.returncode == 0, done.stderr[-6000:]
+
+    expected = {name: torch.load(tmp_path / name / 'logits.pt') for name in runs}
+    sharded = {name: tmp_path / name / 'checkpoints' / 'ep0-ba2' for name in runs}
+    assert main([str(sharded['weights']), str(tmp_path / 'exported')]) == 0
+    found = logits_of_export(tmp_path / 'exported')
+    torch.testing.assert_close(found, expected['weights'], rtol=1e-6, atol=1e-6)
+    assert main([str(sharded['adapter']), str(tmp_path / 'adapter_folder')]) == 0
+    found = logits_of_export(base, str(tmp_path / 'adapter_folder'))
+    torch.testing.assert_close(found, expected['adapter'], rtol=1e-6, atol=1e-6)
+    assert main([str(sharded['adapter']), str(tmp_path / 'merged'), 'merge=true']) == 0
+    torch.testing.assert_close(logits_of_export(tmp_path / 'merged'), expected['adapter'], rtol=1e-5, atol=1e-5)
+
+    # A shard that is gone.
+    next(sharded['weights'].glob('__1_*.distcp')).unlink()
+    assert main([str(sharded['weights']), str(tmp_path / 'damaged')]) == 2
+    assert not (tmp_path / 'damaged').exists()
+
+
+def tiny_config(*, tied=False):
+    text = {**LLAVA['text_config'], 'tie_word_embeddings': tied}
+    config = {**LLAVA, 'text_config': text, 'tie_word_embeddings': tied, 'vision_feature_layer': -2}
+    return {**config, 'vision_feature_select_strategy': 'default'}
+
+
+def lora_checkpoint(folder, lora, *, tied=False, pretrained=True):
+    """A checkpoint after two large steps, the logits of its model, and those of its base."""
+    processor = build_digits_processor()
+    source = {'config': tiny_config(tied=tied)}
+    base = build_model(**source, processor=processor).model
+    base.save_pretrained(folder / 'base')
+    if pretrained:
+        source = {'pretrained': str(folder / 'base')}
+    model = build_model(**source, processor=processor, lora={'r': 2, **lora})
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    train_model(
+        model, token_data_spec(loader(a_batch(), a_batch())), algorithms=[TokenAccumulation()], microbatch_size=2,
+        optimizer=torch.optim.AdamW(trained, lr=0.03), max_duration='2ba', save_folder=str(folder / 'checkpoints'),
+    )  # fmt: skip
+    return folder / 'checkpoints' / 'latest-rank0.pt', logits_of(model.model), logits_of(base)
+
+
+def logits_of(model):
+    with torch.no_grad():
+        return model.eval()(**a_batch()).logits
+
+
+@pytest.mark.parametrize(
+    ('lora', 'tied'),
+    [
+        ({'modules_to_save': ['lm_head']}, False),
+        ({'modules_to_save': ['lm_head']}, True),
+        ({'modules_to_save': ['embed_tokens', 'lm_head']}, True),
+        # Merged into a weight that is the embeddings' too.
+        ({'target_modules': ['q_proj', 'lm_head']}, True),
+        ({'target_modules': ['q_proj', 'embed_tokens']}, True),
+        # Its last layer and norm are reached by no loss.
+        ({'modules_to_save': ['vision_tower', 'multi_modal_projector']}, False),
+        ({'target_modules': 'all-linear', 'use_rslora': True}, False),
+        ({'bias': 'all'}, False),
+        ({'use_dora': True}, False),
+    ],
+)  # fmt: skip
+def test_an_adapter_and_what_it_is_merged_into_have_the_logits_of_the_run(tmp_path, lora, tied):
+    peft = pytest.importorskip('peft')
+    checkpoint, expected, before = lora_checkpoint(tmp_path, lora, tied=tied)
+    assert (expected - before).abs().max() > 0.1
+    assert main([str(checkpoint), str(tmp_path / 'adapter')]) == 0
+    base = AutoModelForImageTextToText.from_pretrained(tmp_path / 'base')
+    found = logits_of(peft.PeftModel.from_pretrained(base, str(tmp_path / 'adapter')))
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    assert main([str(checkpoint), str(tmp_path / 'merged'), 'merge=true']) == 0
+    found = logits_of(AutoModelForImageTextToText.from_pretrained(tmp_path / 'merged'))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_an_adapter_without_a_base_of_its_own_is_merged_or_refused(tmp_path, capsys):
+    pytest.importorskip('peft')
+    checkpoint, expected, _ = lora_checkpoint(tmp_path, {}, pretrained=False)
+    assert main([str(checkpoint), str(tmp_path / 'adapter')]) == 2
+    assert 'must be merged, got: no merge=true' in capsys.readouterr().err
+    assert main([str(checkpoint), str(tmp_path / 'merged'), 'merge=true']) == 0
+    found = logits_of(AutoModelForImageTextToText.from_pretrained(tmp_path / 'merged'))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert train([DIGITS, 'model.lora={r: 2}', 'report.export=true']) == 2
+    assert '`report.export` must be false with `model.lora` on a base' in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_is_not_whole_leaves_nothing_behind(tmp_path, capsys):
+    pytest.importorskip('peft')
+    checkpoint, _, _ = lora_checkpoint(tmp_path, {'modules_to_save': ['multi_modal_projector']})
+    (tmp_path / 'half.pt').write_bytes(checkpoint.read_bytes()[: checkpoint.stat().st_size // 2])
+    damages = {'half': 'must be whole and written by Composer'}
+    for part in ('lora_A', 'modules_to_save'):
+        content = torch.load(checkpoint, weights_only=False)
+        weights = content['state']['model']
+        name = next(name for name in weights if part in name)
+        narrow = {**weights, name: weights[name][:1]}
+        del weights[name]
+        torch.save(content, tmp_path / f'without_{part}.pt')
+        content['state']['model'] = narrow
+        torch.save(content, tmp_path / f'narrow_{part}.pt')
+        damages |= {
+            f'without_{part}': 'must hold a whole adapter of its base, got: 1 missing',
+            f'narrow_{part}': 'must fit its',
+        }
+    for name, message in damages.items():
+        for merge in ([], ['merge=true']):
+            assert main([str(tmp_path / f'{name}.pt'), str(tmp_path / 'out' / name), *merge]) == 2
+            assert message in capsys.readouterr().err
+    (tmp_path / 'base' / 'config.json').unlink()
+    assert main([str(checkpoint), str(tmp_path / 'out' / 'merged'), 'merge=true']) == 2
+    assert "the adapter's base must be there to merge into" in capsys.readouterr().err
+    assert not list((tmp_path / 'out').iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, capsys):
+    checkpoint, _, _ = lora_checkpoint(tmp_path, {})
+    (tmp_path / 'file').write_text('keep')
+    assert main([str(checkpoint), str(tmp_path / 'file' / 'folder')]) == 2
+    assert 'the folder to export to must be writable' in capsys.readouterr().err
+    (tmp_path / 'empty').mkdir()
+    assert main([str(checkpoint), str(tmp_path / 'empty')]) == 0
+    assert main([str(checkpoint), str(tmp_path / 'empty')]) == 2
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,25 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
 
 from composer_tokacc import size, train
+from composer_tokacc.data import build_small_processor
+from composer_tokacc.programs import load_config
+from composer_tokacc.programs.length_file import read_lengths
+from composer_tokacc.programs.models import build_model
+from composer_tokacc.sizing.profile import SampleSizes
+from examples.digits import build_digits_processor
 
 YAML = str(Path(__file__).parents[1] / 'yamls' / 'digits.yaml')
+YAML_OF_FILES = Path(YAML).with_name('llava_json.yaml')
 SMALL = ['dataset.num_samples=256', 'loader.global_batch_size=32']
 
 
@@ -43,6 +53,92 @@ def test_digits_are_sized_and_a_smaller_device_gets_less(tmp_path: Path, capsys:
     assert len(list((tmp_path / 'cache' / 'composer_tokacc' / 'memory').iterdir())) == 1
     assert 1 <= tight['device_train_microbatch_size'] < 16
     assert tight['binds'] == 'text'
+
+
+def test_of_an_adapter_only_what_is_trained_has_gradients_and_states(tmp_path: Path) -> None:
+    pytest.importorskip('peft')
+    lora = {'r': 4, 'modules_to_save': ['multi_modal_projector']}
+    sized = run_size(tmp_path, 'device_memory_gib=8', 'num_ranks=2', f'model.lora={lora}', 'model.dtype=bfloat16',
+                     'trainer.precision=amp_bf16', 'trainer.device=gpu')  # fmt: skip
+    config = load_config(YAML).model.config
+    model = build_model(config=config, processor=build_digits_processor(), lora=lora, dtype='bfloat16')
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    numbers = sum(parameter.numel() for parameter in trained)
+    frozen = sum(parameter.numel() for parameter in model.parameters()) - numbers
+    assert all(parameter.dtype == torch.float32 for parameter in trained)
+    held = {name: round(gib * 2**30) for name, gib in sized['terms'].items()}
+    assert held['parameters'] == 4 * numbers + 2 * frozen
+    assert held['gradients'] == held['DDP buckets'] == 4 * numbers
+    # Two moments, and four bytes to count the steps of each tensor.
+    assert held['optimizer states'] == 8 * numbers + 4 * len(trained)
+
+
+def test_a_table_of_lengths_stands_for_the_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    processor, config = build_digits_processor(), load_config(YAML).model.config
+    build_model(config=config, processor=processor).model.save_pretrained(tmp_path / 'base')
+    processor.save_pretrained(tmp_path / 'base')
+    path = tmp_path / 'lengths.csv.gz'
+    with gzip.open(path, 'wt') as file:
+        file.write('tokens,image_tokens\n' + ''.join(f'{6 + row % 40},{row % 5}\n' for row in range(256)))
+    arguments = [str(YAML_OF_FILES), f'lengths={path}', f'model.pretrained={tmp_path / "base"}', 'model.config=null']
+    arguments += ['dataset.processor=null', 'loader.global_batch_size=32', 'device_memory_gib=4', f'folder={tmp_path}']
+    assert size.main(arguments) == 0
+    figures = json.loads((tmp_path / 'size.json').read_text())
+    assert figures['slot_tokens'] == 45
+    assert figures['terms']['vision activations'] > 0
+    assert '256 samples' in capsys.readouterr().out
+    assert size.main([*arguments, 'model.lora={target_modules: [nothing]}']) == 2
+    assert '`model.lora` must be what peft can add to this model' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ('content', 'message'),
+    [
+        (None, 'must be a CSV file, plain or .gz, got: '),
+        ('tokens,image_tiles\n5,1\n', 'must have the column tokens, and perhaps image_tokens, loss_tokens,'),
+        ('image_tokens\n5\n', 'got: image_tokens in '),
+        ('', 'must have the column tokens'),
+        ('tokens\n', 'must hold at least one sample, got: none'),
+        ('tokens,image_tokens\n5,1\n6\n', 'must have 2 whole numbers a line, got: 6 (line 3 of '),
+        ('tokens\n5\nabc\n', 'got: abc (line 3 of '),
+        ('tokens\n-5\n', 'got: -5 (line 2 of '),
+        ('tokens\n0\n', 'must be at least 1, got: 0'),
+    ],
+)
+def test_a_damaged_table_is_refused_by_line(tmp_path: Path, content: str | None, message: str) -> None:
+    path = tmp_path / 'lengths.csv'
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ValueError) as refused:
+        SampleSizes.of(read_lengths(str(path)))
+    assert message in str(refused.value)
+
+
+@pytest.mark.slow
+def test_the_lora_recipe_fits_a_gpu_of_24_gib(tmp_path: Path) -> None:
+    pytest.importorskip('peft')
+    processor = build_small_processor(['a picture'], vocab_size=300, image_size=336, patch_size=14)
+    processor.save_pretrained(tmp_path)
+    LlavaConfig(  # LLaVA-1.5 7B
+        text_config=LlamaConfig(vocab_size=32064),  # whose other defaults are those of Llama 7B
+        vision_config=CLIPVisionConfig(
+            hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16, image_size=336,
+            patch_size=14,
+        ),
+        image_token_index=processor.image_token_id,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    lengths = tmp_path / 'lengths.csv'
+    lengths.write_text('tokens,image_tokens\n' + '2048,576\n700,576\n90,0\n' * 100)
+    recipe = str(YAML_OF_FILES.with_name('llava15_7b_lora.yaml'))
+    arguments = [recipe, f'lengths={lengths}', f'model.pretrained={tmp_path}', f'folder={tmp_path}']
+    assert size.main([*arguments, 'device_memory_gib=24']) == 0
+    figures = json.loads((tmp_path / 'size.json').read_text())
+    assert (
+        figures['device_train_microbatch_size']
+        >= load_config(recipe, ['dataset.path=x']).microbatching.device_train_microbatch_size
+    )
+    assert figures['terms']['parameters'] == pytest.approx(13.4, abs=0.1)
+    assert figures['peak_gib'] < 0.92 * 24
 
 
 @pytest.mark.parametrize(

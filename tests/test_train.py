@@ -145,6 +145,35 @@ def test_the_same_command_again_finds_the_run_finished(unbroken, tmp_path):
     assert again['eval'] == first['eval']
 
 
+def test_what_a_kill_in_a_write_leaves_behind_does_not_stop_the_next_start(unbroken, tmp_path, capsys):
+    folder = tmp_path / 'checkpoints'
+    command = [
+        DIGITS, *TINY_DIGITS, 'trainer.autoresume=true', 'trainer.save_interval=1ba', f'trainer.save_folder={folder}',
+    ]  # fmt: skip
+    train(*command, 'trainer.max_duration=3ba', folder=tmp_path)
+    whole = (folder / 'ep0-ba3-rank0.pt').read_bytes()
+    (folder / 'ep0-ba4-rank0.pt').write_bytes(whole[: len(whole) // 2])  # being written; `latest` is the one before
+    (folder / 'ep0-ba3-rank0.pt').write_bytes(whole[: len(whole) // 2])  # a disk that lost what it had promised
+    capsys.readouterr()
+    result = train(*command, folder=tmp_path)
+    assert f'going on from {folder}/ep0-ba2-rank0.pt: {folder}/ep0-ba3-rank0.pt is damaged' in capsys.readouterr().err
+    assert (result['steps'], result['first_step']) == (12, 2)
+    straight = checkpoint(unbroken[0] / 'checkpoints' / 'ep2-ba12-rank0.pt')
+    assert_equal_bitwise(checkpoint(folder / 'ep2-ba12-rank0.pt')['model'], straight['model'])
+
+
+def test_a_text_only_run_of_a_vision_model_resumes_bitwise(tmp_path):
+    path = write_conversations(tmp_path / 'data', 32)
+    path.write_text(json.dumps([record for record in json.loads(path.read_text()) if 'image' not in record]))
+    straight, broken = ([*tiny_llava(tmp_path / name, path), 'trainer.save_interval=1ba'] for name in ('a', 'b'))
+    train(*straight, folder=tmp_path / 'a')
+    train(*broken, 'trainer.max_duration=1ba', folder=tmp_path / 'b')
+    assert train(*broken, folder=tmp_path / 'b')['first_step'] == 1
+    one, other = (checkpoint(tmp_path / name / 'checkpoints' / 'ep1-ba4-rank0.pt') for name in ('a', 'b'))
+    assert_equal_bitwise(other['model'], one['model'])
+    assert_equal_bitwise(other['optimizers'], one['optimizers'])
+
+
 def test_picture_is_drawn(tmp_path):
     arguments = [argument for argument in TINY_DIGITS if not argument.startswith('report.picture')]
     train(DIGITS, *arguments, 'trainer.max_duration=1ba', 'report.picture=true', folder=tmp_path)

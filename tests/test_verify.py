@@ -34,6 +34,24 @@ def test_the_demo_is_exact_where_stock_is_not(capsys):
     assert 'exact: largest relative gradient error' in printed
 
 
+def test_both_halves_of_an_adapter_are_looked_at(capsys, monkeypatch):
+    pytest.importorskip('peft')
+    seen = {}
+    relative_error = program._relative_error
+
+    def remember(found, expected):
+        seen.update(expected)
+        return relative_error(found, expected)
+
+    monkeypatch.setattr(program, '_relative_error', remember)
+    lora = 'model.lora={r: 4, dropout: 0.5, modules_to_save: [multi_modal_projector]}'
+    assert main([DIGITS, '--rows', '3', *TINY, lora, 'model.dtype=bfloat16', 'trainer.precision=amp_bf16']) == 0
+    assert max(errors(capsys.readouterr().out, 'regrouped')) < 1e-6
+    # At B = 0, where peft starts, A would have no gradient that could be wrong.
+    assert {name.split('.')[-3] for name in seen if 'lora_' in name} == {'lora_A', 'lora_B'}
+    assert all(gradient.any() and gradient.dtype == torch.float32 for gradient in seen.values())
+
+
 @pytest.mark.slow
 def test_on_two_ranks():
     done = launch(['-m', 'composer_tokacc.verify', DIGITS, '--rows', '3', *TINY], ranks=2)

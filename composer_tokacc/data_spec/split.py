@@ -223,12 +223,14 @@ class MicrobatchSplit:
         Where padding on the left decides positions, or what a first label is predicted from, each of them would mean
         what it means only beside the others.
         """
+        if not self.options.regroup or self.packing or self.rules.right != 'trim':
+            return False
         if any(map(layout.width_matters, batch.microbatches)):
             return False
         left = [one for one in batch.microbatches if layout.padding_side(one) == 'left']
-        if left and (self.rules.left != 'trim' or any(any(_labels_behind_padding(layout, one)) for one in left)):
-            return False
-        return self.options.regroup and not self.packing and self.rules.right == 'trim'
+        return not left or (
+            self.rules.left == 'trim' and not any(any(_labels_behind_padding(layout, one)) for one in left)
+        )
 
     def _trimmed_width(self, rows: _Rows) -> int:
         multiple = self.options.width_multiple

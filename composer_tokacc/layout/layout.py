@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -111,7 +112,7 @@ class BatchLayout:
         """Side of the patch square that becomes one token (Qwen-VL)."""
         return getattr(getattr(self.config, 'vision_config', None), 'spatial_merge_size', 2)
 
-    @property
+    @cached_property  # asked of every microbatch, and reading a config is slow
     def width_limit(self) -> int | None:
         """Width beyond which the rotary embedding depends on the width of the batch; None: it never does."""
         config = self.config.get_text_config() if hasattr(self.config, 'get_text_config') else self.config
@@ -246,22 +247,26 @@ class BatchLayout:
 
     # The real span of the sequence axis.
 
-    def real_positions(self, batch: Batch) -> torch.Tensor:
-        """``(rows, width)`` bool: attended, or labelled (a label on a pad counts for some models and must stay)."""
+    def real_positions(self, batch: Batch, columns: slice = slice(None)) -> torch.Tensor:
+        """``(rows, width)`` bool: attended, or labelled (a label on a pad counts for some models and must stay).
+
+        ``columns`` are those to look at; by default all.
+        """
         ids, mask = _text(batch), batch.get('attention_mask')
         if mask is None or 'input_ids' not in batch:
-            return torch.ones_like(ids, dtype=torch.bool)
+            return torch.ones_like(ids[:, columns], dtype=torch.bool)
         if mask.dim() > 2:  # additive masks hold 0 where a key is attended, boolean ones True
             attended = mask == 0 if mask.dtype.is_floating_point else mask.bool()
-            real = attended.flatten(1, -2).any(dim=1).expand_as(ids)
+            real = attended.flatten(1, -2).any(dim=1).expand_as(ids)[:, columns]
         else:
-            real = mask != 0
+            real = mask[:, columns] != 0
         labels = batch.get('labels')
-        return real | (labels != -100) if labels is not None and labels.shape == ids.shape else real
+        has_labels = labels is not None and labels.shape == ids.shape
+        return real | (labels[:, columns] != -100) if has_labels else real
 
     def padding_side(self, batch: Batch) -> str:
         """``'left'`` if every row ends at the last column and some do not start at the first, else ``'right'``."""
-        return _padding_side(self.real_positions(batch))
+        return _padding_side(self.real_positions(batch, slice(None, None, max(self.width(batch) - 1, 1))))
 
     def lengths(self, batch: Batch) -> list[int]:
         """Width that each row needs by itself, once trimmed; at least 1."""

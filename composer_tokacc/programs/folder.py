@@ -6,20 +6,24 @@
 from __future__ import annotations
 
 import json
-import pickle
+import os
 import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from pickle import PickleError
 from typing import Any
 
 import torch
 from composer.models import HuggingFaceModel
 from composer.models.huggingface import get_hf_config_from_composer_state_dict
+from safetensors import SafetensorError
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import GenerationConfig, PretrainedConfig
 
-from composer_tokacc.programs.models import auto_class, set_cache
+from composer_tokacc.programs.models import auto_class, empty_model, set_cache
 from composer_tokacc.programs.schema import ConfigError
 
 __all__ = ['export_checkpoint', 'export_model']
@@ -36,8 +40,21 @@ def export_checkpoint(checkpoint: Path, folder: Path, *, merge: bool = False) ->
     Raises:
         ConfigError: If the checkpoint cannot be read or is of another kind of model, or the folder is not empty.
     """
+    folder = folder.resolve()
     _check_folder(folder)
-    state = _read(checkpoint)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        # Under another name until it is whole, beside the folder because it may be large.
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f'{folder.name}-') as unfinished:
+            written = Path(unfinished) / 'folder'
+            written.mkdir()
+            _export(_read(checkpoint, Path(unfinished)), checkpoint, written, merge=merge)
+            os.replace(written, folder)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f'the folder to export to must be writable, got: {folder} ({error})') from error
+
+
+def _export(state: Mapping[str, Any], checkpoint: Path, folder: Path, *, merge: bool) -> None:
     try:
         metadata = state['integrations']['huggingface']
     except KeyError:
@@ -46,14 +63,13 @@ def export_checkpoint(checkpoint: Path, folder: Path, *, merge: bool = False) ->
         ) from None
     weights = {name.removeprefix('model.'): value for name, value in state['model'].items()}
     config = get_hf_config_from_composer_state_dict({'state': state})
-    folder.mkdir(parents=True, exist_ok=True)
     adapter = metadata['model'].get('peft_config')
     if adapter is None:
-        _save_model(_with_weights(_empty_model(config), weights), metadata, folder)
+        _save_model(_with_weights(empty_model(config), weights), metadata, folder)
     elif merge:
         _save_model(_merged(config, adapter['content'], weights), metadata, folder)
     else:
-        _save_adapter(adapter['content'], weights, folder)
+        _save_adapter(config, adapter['content'], weights, folder)
     _write_processor(metadata, folder)
 
 
@@ -70,41 +86,32 @@ def _check_folder(folder: Path) -> None:
         raise ConfigError(f'the folder to export to must be absent or empty, got: {folder}. Give another one')
 
 
-def _read(checkpoint: Path) -> dict[str, Any]:
-    """The ``state`` of a checkpoint."""
+def _read(checkpoint: Path, scratch: Path) -> dict[str, Any]:
+    """The ``state`` of a checkpoint; one that is sharded is put together in ``scratch``."""
     path = checkpoint.resolve()  # `latest-rank0.pt` is a link
     if not path.exists():
         raise ConfigError(
             f'the checkpoint must be a file, or the folder of a sharded one, got: {checkpoint}, which is not there'
         )
-    with tempfile.TemporaryDirectory() as temporary:
+    if path.is_dir() and not (path / '.metadata').exists():
+        raise ConfigError(
+            f'the folder of a sharded checkpoint must hold `.metadata`, got: {checkpoint} without it. Name the '
+            'folder of one step, such as checkpoints/ep1-ba100'
+        )
+    whole = scratch / 'whole.pt'
+    try:
         if path.is_dir():
-            if not (path / '.metadata').exists():
-                raise ConfigError(
-                    f'the folder of a sharded checkpoint must hold `.metadata`, got: {checkpoint} without it. Name the '
-                    'folder of one step, such as checkpoints/ep1-ba100'
-                )
-            whole = Path(temporary) / 'whole.pt'
             dcp_to_torch_save(path, whole)
-            path = whole
-        try:
-            # A Composer checkpoint holds more than tensors: random states, timestamps, plain objects.
-            loaded = torch.load(path, map_location='cpu', weights_only=False)
-            return loaded['state']
-        except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError, ValueError, OSError) as error:
-            raise ConfigError(
-                f'the checkpoint must be whole and written by Composer, got: {checkpoint} ({error})'
-            ) from error
-
-
-def _empty_model(config: PretrainedConfig) -> Any:
-    """The model without memory for its weights."""
-    with torch.device('meta'):
-        return auto_class(config).from_config(config)
+        # A Composer checkpoint holds more than tensors: random states, timestamps, plain objects.
+        loaded = torch.load(whole if path.is_dir() else path, map_location='cpu', weights_only=False)
+        whole.unlink(missing_ok=True)
+        return loaded['state']
+    except (OSError, RuntimeError, EOFError, LookupError, TypeError, ValueError, PickleError, CheckpointException) as e:
+        raise ConfigError(f'the checkpoint must be whole and written by Composer, got: {checkpoint} ({e})') from e
 
 
 def _with_weights(model: Any, weights: Mapping[str, torch.Tensor]) -> Any:
-    found = model.load_state_dict(dict(weights), strict=False, assign=True)
+    found = _load(model, weights, assign=True)
     # A head that is tied to the embeddings may be stored once.
     model.tie_weights()
     missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
@@ -124,35 +131,68 @@ def _save_model(model: Any, metadata: Mapping[str, Any], folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def _save_adapter(content: Mapping[str, Any], weights: Mapping[str, torch.Tensor], folder: Path) -> None:
+def _save_adapter(
+    config: PretrainedConfig, content: Mapping[str, Any], weights: Mapping[str, torch.Tensor], folder: Path
+) -> None:
     """``adapter_model.safetensors`` and its config, as peft itself writes them."""
     import peft  # only those who train adapters need it
     from safetensors.torch import save_file
 
-    config = peft.get_peft_config(dict(content))
-    # Of the base only what was trained beside the adapter (`modules_to_save`) belongs to it.
-    trained = {
-        name.replace('.modules_to_save.default.', '.').replace('.default.', '.'): value.contiguous()
-        for name, value in weights.items()
-        if 'lora_' in name or '.modules_to_save.default.' in name
-    }
+    if not content.get('base_model_name_or_path'):
+        raise ConfigError('an adapter beside a base that is nowhere else must be merged, got: no merge=true. Add it')
+    model = _with_adapter(empty_model(config), content, weights, assign=True)
+    trained = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    # With `bias: all` those are named too that no loss reaches, which are the base's.
+    trained = {name: value.contiguous() for name, value in trained.items() if not value.is_meta}
     save_file(trained, folder / 'adapter_model.safetensors', metadata={'format': 'pt'})
-    config.save_pretrained(str(folder))
+    peft.get_peft_config(dict(content)).save_pretrained(str(folder))
 
 
 def _merged(config: PretrainedConfig, content: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> Any:
+    base = content.get('base_model_name_or_path')
+    if any('.base_layer.' in name for name in weights):
+        model = auto_class(config).from_config(config)
+    else:
+        try:
+            model = auto_class(config).from_pretrained(base)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"the adapter's base must be there to merge into, got: {base} ({error})") from error
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    was_tied = head is not None and head.weight is embeddings.weight
+    if was_tied:  # only one of them may have been trained
+        head.weight = nn.Parameter(head.weight.detach().clone())
+    with_adapter = _with_adapter(model, content, weights)
+    model = with_adapter.merge_and_unload()
+    if was_tied:
+        is_tied = torch.equal(model.get_output_embeddings().weight, model.get_input_embeddings().weight)
+        model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = is_tied
+        model.tie_weights()
+    return model
+
+
+def _with_adapter(
+    model: Any, content: Mapping[str, Any], weights: Mapping[str, torch.Tensor], *, assign: bool = False
+) -> Any:
     import peft
 
-    base = content.get('base_model_name_or_path')
+    model.name_or_path = content.get('base_model_name_or_path')  # peft warns where it differs
+    model = peft.get_peft_model(model, peft.get_peft_config(dict(content)))
+    found = _load(model, weights, assign=assign)
     is_whole = any('.base_layer.' in name for name in weights)
-    if not is_whole and not base:
-        raise ConfigError('a checkpoint without its base needs `base_model_name_or_path`, got: none')
-    model = auto_class(config).from_config(config) if is_whole else auto_class(config).from_pretrained(base)
-    with_adapter: Any = peft.get_peft_model(model, peft.get_peft_config(dict(content)))
-    found = with_adapter.load_state_dict(dict(weights), strict=False)
-    if found.unexpected_keys:
-        raise ConfigError(f'the adapter must fit its base {base!r}, got: unknown {found.unexpected_keys[:3]}')
-    return with_adapter.merge_and_unload()
+    lacking = [name for name in found.missing_keys if is_whole or '.lora_' in name or '.modules_to_save.' in name]
+    if found.unexpected_keys or lacking:
+        raise ConfigError(
+            f'the checkpoint must hold a whole adapter of its base, got: {len(lacking)} missing {lacking[:3]}, '
+            f'{len(found.unexpected_keys)} unknown {found.unexpected_keys[:3]}'
+        )
+    return model
+
+
+def _load(model: Any, weights: Mapping[str, torch.Tensor], *, assign: bool) -> Any:
+    try:
+        return model.load_state_dict(dict(weights), strict=False, assign=assign)
+    except RuntimeError as error:
+        raise ConfigError(f'the checkpoint must fit its model, got: {error}') from error
 
 
 def _write_processor(metadata: Mapping[str, Any], folder: Path) -> None:
@@ -161,12 +201,12 @@ def _write_processor(metadata: Mapping[str, Any], folder: Path) -> None:
     if not files:
         print('The checkpoint holds no processor; save the one of the run beside the weights.', file=sys.stderr)
     for name, file in files.items():
-        content = file['content']
+        content, path = file['content'], folder / name
+        path.parent.mkdir(exist_ok=True)  # a Q-Former's tokenizer has a folder of its own
         if isinstance(content, bytes):
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)  # a second tokenizer has a folder of its own
-            (folder / name).write_bytes(content)
+            path.write_bytes(content)
         elif isinstance(content, str):
-            (folder / name).write_text(content, encoding='utf-8')
+            path.write_text(content, encoding='utf-8')
         else:  # Composer keeps a vocabulary as its lines, JSON as what it says
             text = '\n'.join(content) if file['file_extension'] == '.txt' else json.dumps(content, ensure_ascii=False)
-            (folder / name).write_text(text, encoding='utf-8')
+            path.write_text(text, encoding='utf-8')

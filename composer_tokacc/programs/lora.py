@@ -5,51 +5,123 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from importlib.util import find_spec
 from typing import Any
 
+import torch
 from torch import nn
+from transformers import BitsAndBytesConfig
 
-__all__ = ['keep_trained_only', 'with_adapter']
+from composer_tokacc.programs.schema import unknown_name
+from composer_tokacc.sizing import cast_model
+
+__all__ = ['check_lora', 'four_bit_options', 'keep_trained_only', 'with_adapter']
 
 # Names of the YAML section, as users write them, and of peft.
 _NAMES = {'alpha': 'lora_alpha', 'dropout': 'lora_dropout'}
-_SETTINGS = ('r', 'alpha', 'dropout', 'target_modules', 'modules_to_save', 'bias', 'use_rslora', 'use_dora')
-_DEFAULT_TARGETS = r'(?!.*(vision|visual|image|audio)).*\.(q|k|v|o|gate|up|down)_proj'
+_SETTINGS = ('r', 'alpha', 'dropout', 'target_modules', 'modules_to_save', 'bias', 'use_rslora', 'use_dora', 'bits')
+_DEFAULT_TARGETS = (
+    r'(?!.*(vision|visual|image|audio|tower|resampler|connector|qformer)).*\.(q|k|v|o|qkv|gate|up|gate_up|down)_proj'
+)
 """Every linear layer of the language model's blocks, as QLoRA (arXiv:2305.14314) found best; no encoder's."""
 
 
-def with_adapter(model: Any, lora: Mapping[str, Any], *, base: str | None) -> Any:
-    """The model with a LoRA adapter; all but the adapter and ``modules_to_save`` is frozen.
-
-    Args:
-        model: A Transformers model.
-        lora: ``r``, ``alpha`` (default ``2 r``), ``dropout``, ``target_modules`` (names, or a regular expression of the
-            whole name; default: the language model's linear layers), ``modules_to_save`` (trained as a whole, such as
-            ``['multi_modal_projector']``), and peft's ``bias``, ``use_rslora``, ``use_dora``.
-        base: Folder or hub name of the frozen weights, which the exported adapter names.
+def check_lora(lora: Mapping[str, Any], *, pretrained: str | None) -> None:
+    """Refuses settings that no model can take, before any is loaded; :func:`with_adapter` refuses the rest.
 
     Raises:
-        ValueError: If peft is not there, or a setting is unknown or fits no module.
+        ValueError: If a package or a GPU that is needed is not there, or a setting is unknown or out of range.
     """
     if find_spec('peft') is None:
         raise ValueError('`lora` needs the package peft, got: none. pip install peft')
+    for name in lora:
+        if name not in _SETTINGS:
+            raise ValueError(unknown_name('`lora` key', name, _SETTINGS))
+    r, alpha, dropout, bits = lora.get('r', 8), lora.get('alpha', 1), lora.get('dropout', 0), lora.get('bits')
+    if not isinstance(r, int) or r < 1:
+        raise ValueError(f'`lora.r` must be a whole number of at least 1, got: {r}')
+    if not isinstance(alpha, int | float) or not 0 < alpha < float('inf'):
+        raise ValueError(f'`lora.alpha` must be a positive number, got: {alpha}')
+    if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+        raise ValueError(f'`lora.dropout` must be at least 0 and less than 1, got: {dropout}')
+    for name in ('target_modules', 'modules_to_save'):
+        value = lora.get(name)
+        is_pattern = name == 'target_modules' and isinstance(value, str)
+        if value is not None and not is_pattern and not (isinstance(value, list) and value and _all_words(value)):
+            raise ValueError(f'`lora.{name}` must be a list of names of modules, got: {value!r}')
+    if bits is None:
+        return
+    if bits != 4:
+        raise ValueError(f'`lora.bits` must be 4, or left out, got: {bits}')
+    if pretrained is None:
+        raise ValueError('`lora.bits` needs weights to round, got: a model without `pretrained`. Leave it out')
+    if not torch.cuda.is_available():
+        raise ValueError('`lora.bits` needs a GPU, got: none. Leave it out to keep the base as `dtype` says')
+    for package in ('bitsandbytes', 'accelerate'):
+        if find_spec(package) is None:
+            raise ValueError(f'`lora.bits` needs the package {package}, got: none. pip install {package}')
+
+
+def with_adapter(model: Any, lora: Mapping[str, Any], *, base: str | None, never_trained: Collection[str] = ()) -> Any:
+    """The model with a LoRA adapter; only that and ``modules_to_save`` are trained, and kept in float32.
+
+    Args:
+        model: A Transformers model.
+        lora: ``r`` (default 8), ``alpha`` (default ``2 r``), ``dropout``, ``target_modules`` (names, or a regular
+            expression of the whole name; default: the language model's linear layers), ``modules_to_save`` (trained as
+            a whole, such as ``['multi_modal_projector']``), and peft's ``bias``, ``use_rslora``, ``use_dora``.
+        base: Folder or hub name of the frozen weights, which the exported adapter names.
+        never_trained: Names of parameters that no loss reaches: neither they nor an adapter beside them is trained.
+
+    Raises:
+        ValueError: If a setting fits no module, or peft refuses it.
+    """
     import peft
 
-    unknown = sorted(lora.keys() - set(_SETTINGS))
-    if unknown:
-        raise ValueError(f'`lora` must have keys of {_SETTINGS}, got: {unknown}')
-    settings: dict[str, Any] = {_NAMES.get(name, name): value for name, value in lora.items()}
-    settings.setdefault('r', 8)
+    settings: dict[str, Any] = {'r': 8, 'target_modules': _DEFAULT_TARGETS}
+    settings |= {_NAMES.get(name, name): value for name, value in lora.items() if value is not None and name != 'bits'}
     settings.setdefault('lora_alpha', 2 * settings['r'])
-    settings.setdefault('target_modules', _DEFAULT_TARGETS)
-    for name in settings.get('modules_to_save') or ():
+    for name in settings.get('modules_to_save', ()):
         if not any(full == name or full.endswith(f'.{name}') for full, _ in model.named_modules()):
             raise ValueError(f'`lora.modules_to_save` must name modules of the model, got: {name!r}, which fits none')
-    config = peft.LoraConfig(**settings)
-    config.base_model_name_or_path = base
-    return peft.get_peft_model(model, config)
+    try:
+        config = peft.LoraConfig(**settings)
+        config.base_model_name_or_path = base
+        model = peft.get_peft_model(model, config)
+    except (ValueError, TypeError, NotImplementedError, re.error) as error:
+        raise ValueError(f'`lora` must be what peft can add to this model, got: {dict(lora)} ({error})') from error
+    for module in model.modules():
+        if isinstance(module, peft.utils.ModulesToSaveWrapper):
+            # As peft does with its adapters: steps of AdamW are lost in the eight bits of a bfloat16.
+            cast_model(module.modules_to_save, torch.float32)
+    for name, parameter in model.named_parameters():
+        if _name_in_base(name) in never_trained:
+            parameter.requires_grad_(False)
+    return model
+
+
+def four_bit_options(lora: Mapping[str, Any], empty_model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
+    """Arguments of ``from_pretrained`` for a base in 4 bits, as QLoRA has it: normal floats, constants rounded too.
+
+    Only the language model's linear layers are rounded; encoders, head and ``modules_to_save`` stay as they are.
+    """
+    trained = lora.get('modules_to_save') or ()
+    kept = [
+        name
+        for name, module in empty_model.named_modules()
+        if isinstance(module, nn.Linear)
+        and (not re.fullmatch(_DEFAULT_TARGETS, name) or any(f'.{part}.' in f'.{name}.' for part in trained))
+    ]
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type='nf4',
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+        llm_int8_skip_modules=kept,
+    )
+    return {'quantization_config': quantization, 'device_map': {'': torch.cuda.current_device()}}
 
 
 def keep_trained_only(composer_model: nn.Module) -> None:
@@ -60,15 +132,31 @@ def keep_trained_only(composer_model: nn.Module) -> None:
     """
 
     def leave_out(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-        for name in frozen(module):
-            state_dict.pop(prefix + name, None)
+        names = {prefix + name for name in frozen(module)}
+        for key in list(state_dict):
+            # In 4 bits a weight has constants beside it: `weight.absmax`, `weight.quant_map`, ...
+            if key in names or re.sub(r'\.weight\..*', '.weight', key) in names:
+                del state_dict[key]
 
     def fill_in(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for name, value in frozen(module).items():
             state_dict.setdefault(prefix + name, value)
 
     def frozen(module: nn.Module) -> dict[str, Any]:
-        return {name: p.data for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+        named = module.named_parameters(remove_duplicate=False)
+        # An adapter is kept whole, what no loss reaches too: peft misses it otherwise.
+        is_base = re.compile(r'(?!.*\.(lora_|modules_to_save\.))').match
+        return {name: p.data for name, p in named if not p.requires_grad and is_base(name)}
 
     composer_model.register_state_dict_post_hook(leave_out)
     composer_model.register_load_state_dict_pre_hook(fill_in)
+
+
+def _all_words(names: list[Any]) -> bool:
+    return all(isinstance(name, str) and name for name in names)
+
+
+def _name_in_base(name: str) -> str:
+    """The parameter of the model without an adapter that a parameter stands for, or lies beside."""
+    name = name.removeprefix('base_model.model.').replace('.modules_to_save.default', '').replace('.base_layer', '')
+    return re.sub(r'\.lora_.*', '.weight', name)

@@ -12,7 +12,8 @@ from __future__ import annotations
 import inspect
 import logging
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 import transformers
 from composer.metrics import LanguageCrossEntropy, MaskedAccuracy
 from composer.models import HuggingFaceModel
+from huggingface_hub import errors
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
@@ -36,7 +38,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from composer_tokacc.data.media import side_of_patch
-from composer_tokacc.programs.lora import keep_trained_only, with_adapter
+from composer_tokacc.programs.lora import check_lora, four_bit_options, keep_trained_only, with_adapter
 from composer_tokacc.programs.schema import unknown_name
 from composer_tokacc.sizing import cast_model, transformer_blocks
 
@@ -45,6 +47,7 @@ __all__ = [
     'build_model',
     'build_transformers_model',
     'check_model',
+    'empty_model',
     'freeze_parameters',
     'read_config',
     'set_cache',
@@ -53,6 +56,9 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
+
+# What configs of transformers 5 raise against a value; huggingface_hub of 4.51's time has no such thing.
+_STRICT_ERROR: type[Exception] = getattr(errors, 'StrictDataclassError', ValueError)
 
 # These read hidden_states[vision_feature_layer] of their vision tower: whatever comes after it gets no gradient.
 _FEATURE_LAYER_FAMILIES = ('llava', 'llava_next', 'llava_next_video', 'llava_onevision', 'video_llava', 'vipllava')
@@ -82,7 +88,7 @@ def build_model(*, processor: Any = None, train_metrics: bool = False, **setting
         # Auto-detection says False for most vision-language models, and the metrics then compare unshifted labels.
         shift_labels=True,
     )
-    if settings.get('lora') and settings.get('pretrained'):
+    if settings.get('lora') is not None and settings.get('pretrained') is not None:
         keep_trained_only(model)
     return model
 
@@ -109,9 +115,13 @@ def build_transformers_model(
     Raises:
         ValueError: For an unknown setting, or where ``freeze`` matches nothing; see also :func:`check_model`.
     """
-    check_model(pretrained, config, dtype)
+    check_model(pretrained, config, dtype, lora)
     tokenizer = tokenizer_of(processor)
-    options = {} if attn_implementation is None else {'attn_implementation': attn_implementation}
+    options: dict[str, Any] = {} if attn_implementation is None else {'attn_implementation': attn_implementation}
+    if lora is not None and lora.get('bits') is not None:
+        if not load_weights:
+            raise ValueError('`lora.bits` must be left out where memory is sized: no 4-bit weights are counted, got: 4')
+        options |= four_bit_options(lora, empty_model(read_config(pretrained, config)), getattr(torch, dtype))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         if pretrained is not None and load_weights:
@@ -119,7 +129,8 @@ def build_transformers_model(
             _make_room_for(tokenizer, model)
         else:
             model_config = read_config(pretrained, config, processor)
-            model = auto_class(model_config).from_config(model_config, **options)
+            with _said_by_transformers('attn_implementation' if options else 'config'):
+                model = auto_class(model_config).from_config(model_config, **options)
             cast_model(model, getattr(torch, dtype))
     if model.config.get_text_config().is_encoder_decoder:
         raise ValueError(
@@ -130,12 +141,12 @@ def build_transformers_model(
         # Before transformers 4.52 each part had a copy of its config.
         if isinstance(getattr(module, 'config', None), PretrainedConfig):
             set_cache(module.config, on=False)
-    _freeze_unreached_vision_layers(model)
+    unreached = _freeze_unreached_vision_layers(model)
     freeze_parameters(model, freeze)
-    if lora:
+    if lora is not None:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            model = with_adapter(model, lora, base=pretrained)
+            model = with_adapter(model, lora, base=pretrained, never_trained=unreached)
     if activation_checkpointing:
         # Non-reentrant: the reentrant kind breaks DDP's hooks and needs inputs with gradients.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})
@@ -146,8 +157,10 @@ def build_transformers_model(
     return model
 
 
-def check_model(pretrained: str | None, config: dict[str, Any] | None, dtype: str) -> None:
-    """Refuses a model that comes from nowhere, or from two places, and a type that weights are not stored in.
+def check_model(
+    pretrained: str | None, config: dict[str, Any] | None, dtype: str, lora: Mapping[str, Any] | None = None
+) -> None:
+    """Refuses a model from nowhere or from two places, a type that weights are not stored in, and a bad adapter.
 
     Raises:
         ValueError: As said.
@@ -159,6 +172,8 @@ def check_model(pretrained: str | None, config: dict[str, Any] | None, dtype: st
         )
     if dtype not in _DTYPES:
         raise ValueError(f'`dtype` must be one of {", ".join(_DTYPES)}, got: {dtype}')
+    if lora is not None:
+        check_lora(lora, pretrained=pretrained)
 
 
 def freeze_parameters(model: nn.Module, names: Sequence[str]) -> None:
@@ -215,7 +230,32 @@ def read_config(pretrained: str | None, config: dict[str, Any] | None, processor
         if names and token_id is not None and not settings.keys() & {f'{modality}_token_index', f'{modality}_token_id'}:
             settings[names[0]] = token_id
     settings.pop('model_type')
-    return CONFIG_MAPPING[model_type](**settings)
+    with _said_by_transformers('config'):
+        built = CONFIG_MAPPING[model_type](**settings)
+    _check_heads(built)
+    return built
+
+
+@contextmanager
+def _said_by_transformers(name: str) -> Iterator[None]:
+    """A model that its config's values, or its kernels, do not let be made is a mistake of the user's."""
+    try:
+        yield
+    except (ValueError, TypeError, RuntimeError, AssertionError, ImportError, _STRICT_ERROR) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise ValueError(f'`{name}` must make a model, got: {" ".join(str(error).split())}') from error
+
+
+def _check_heads(config: PretrainedConfig) -> None:
+    """Refuses numbers of heads that do not divide, which shows in the first forward alone."""
+    for part in (config, *(value for value in vars(config).values() if isinstance(value, PretrainedConfig))):
+        heads, groups = (getattr(part, f'num_{kind}_heads', None) for kind in ('attention', 'key_value'))
+        if isinstance(heads, int) and isinstance(groups, int) and groups > 0 and heads % groups:
+            raise ValueError(
+                f'`num_attention_heads` of {part.model_type} must be a multiple of `num_key_value_heads`, got: {heads} '
+                f'and {groups}'
+            )
 
 
 def vision_patch_size(config: PretrainedConfig) -> int | None:
@@ -245,6 +285,12 @@ def auto_class(config: PretrainedConfig) -> Any:
     )
 
 
+def empty_model(config: PretrainedConfig) -> Any:
+    """The model without memory for its weights."""
+    with torch.device('meta'):
+        return auto_class(config).from_config(config)
+
+
 def _from_checkpoint(path: str, dtype: torch.dtype, options: dict[str, Any]) -> Any:
     # 4.56 renamed the option; the old name warns in 5.x, the new one is silently ignored before.
     version = tuple(int(part) for part in transformers.__version__.split('.')[:2])
@@ -270,10 +316,14 @@ def set_cache(config: PretrainedConfig, on: bool) -> None:
             set_cache(value, on)
 
 
-def _freeze_unreached_vision_layers(model: Any) -> None:
-    """Freezes what lies behind the vision feature layer, final norm included: DDP would wait for its gradient."""
+def _freeze_unreached_vision_layers(model: Any) -> set[str]:
+    """Freezes what lies behind the vision feature layer, final norm included: DDP would wait for its gradient.
+
+    Returns:
+        The names of those parameters.
+    """
     if getattr(model.config, 'model_type', None) not in _FEATURE_LAYER_FAMILIES:
-        return
+        return set()
     tower = next(module for name, module in model.named_modules() if name.endswith(('vision_tower', 'image_tower')))
     chosen = getattr(model.config, 'vision_feature_layer', None)
     if chosen is None:
@@ -287,9 +337,10 @@ def _freeze_unreached_vision_layers(model: Any) -> None:
     unreached = {id(p) for block in blocks[num_reached:] for p in block.parameters()}
     last_of_blocks = max(i for i, p in enumerate(parameters) if any(p is q for q in blocks[-1].parameters()))
     unreached |= {id(p) for p in parameters[last_of_blocks + 1 :]}
-    for parameter in parameters:
-        if id(parameter) in unreached:
-            parameter.requires_grad_(False)
+    names = {name for name, parameter in model.named_parameters() if id(parameter) in unreached}
+    for name in names:
+        model.get_parameter(name).requires_grad_(False)
+    return names
 
 
 class _RunModel(HuggingFaceModel):
@@ -315,6 +366,7 @@ class _RunModel(HuggingFaceModel):
                 metadata['processor'] = {
                     str(file.relative_to(folder)): {'file_extension': file.suffix, 'content': file.read_bytes()}
                     for file in sorted(Path(folder).rglob('*'))
+                    # The tokenizer too: Composer keeps it as parsed JSON, and sharded checkpoints lose empty mappings.
                     if file.is_file()
                 }
         return metadata

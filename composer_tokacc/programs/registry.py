@@ -12,10 +12,14 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import os
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import composer.algorithms
 import composer.callbacks
@@ -23,7 +27,9 @@ import composer.loggers
 import composer.optim
 import torch
 from composer import Trainer
-from composer.core import Algorithm, Callback, TimeUnit, ensure_time
+from composer.core import Algorithm, Callback, Precision, Time, TimeUnit, ensure_time
+from composer.devices import DeviceGPU
+from composer.utils import get_device
 from composer.utils.parallelism import FSDP2Config, FSDPConfig, ParallelismConfig
 
 from composer_tokacc.programs.schema import ConfigError, TrainConfig, unknown_name
@@ -32,6 +38,7 @@ __all__ = [
     'build_all',
     'build_section',
     'check_arguments',
+    'check_host',
     'check_names',
     'check_sections',
     'import_by_name',
@@ -53,6 +60,15 @@ _ALIASES = {
     ('scheduler', 'cosine_with_warmup'): 'CosineAnnealingWithWarmupScheduler',
     ('scheduler', 'linear_decay_with_warmup'): 'LinearWithWarmupScheduler',
 }
+# What Composer's loggers import only when they are made, which is after the data has been read and the model loaded.
+_PACKAGES = {
+    'CometMLLogger': 'comet_ml',
+    'MLFlowLogger': 'mlflow',
+    'NeptuneLogger': 'neptune',
+    'SlackLogger': 'slack_sdk',
+    'TensorboardLogger': 'tensorboard',
+    'WandBLogger': 'wandb',
+}
 # Arguments of the Trainer that other sections fill.
 _FILLED_ELSEWHERE = {
     'model': 'model',
@@ -65,6 +81,8 @@ _FILLED_ELSEWHERE = {
     'device_train_microbatch_size': 'microbatching.device_train_microbatch_size',
     'seed': 'seed',
 }
+_PLAIN = {bool: (bool,), int: (int,), float: (float, int), str: (str,), NoneType: (NoneType,)}
+"""What a value may be, by an annotation's plain types."""
 
 
 def build_all(kind: str, parts: Mapping[str, Any] | None) -> list[Any]:
@@ -88,11 +106,24 @@ def check_sections(config: TrainConfig) -> None:
         raise ConfigError(f'`trainer.loggers` must be a mapping of names to arguments, got: {loggers}')
     for kind, parts in (('algorithms', config.algorithms), ('callbacks', config.callbacks), ('loggers', loggers)):
         for name, arguments in parts.items():
-            check_arguments(f'{kind}.{name}', _class_by_name(kind, name), arguments)
-    for kind, section, num_given in (('optimizer', config.optimizer, 1), ('scheduler', config.scheduler, 0)):
+            cls = _class_by_name(kind, name)
+            check_arguments(f'{kind}.{name}', cls, arguments)
+            package = _PACKAGES.get(cls.__name__)
+            if package is not None and find_spec(package) is None:
+                extra = package.removesuffix('_sdk')
+                raise ConfigError(
+                    f'`trainer.loggers.{name}` needs the package {package}, got: none. '
+                    f"pip install 'mosaicml[{extra}]' for a version that Composer works with"
+                )
+            if kind != 'loggers':  # some of which connect to somewhere when they are made
+                _try(f'{kind}.{name}', cls, arguments or {})
+    weight = torch.nn.Parameter(torch.zeros(1))
+    for kind, section, given in (('optimizer', config.optimizer, [[weight]]), ('scheduler', config.scheduler, [])):
         if 'name' not in section:
             raise ConfigError(f'`{kind}.name` must be given, got: {section}')
-        check_arguments(kind, _class_by_name(kind, section['name']), without(section, 'name'), num_given=num_given)
+        target, arguments = _class_by_name(kind, section['name']), without(section, 'name')
+        check_arguments(kind, target, arguments, num_given=len(given))
+        _try(kind, target, arguments, *given)
     if 'token_accumulation' in config.algorithms and config.trainer.get('accumulate_train_batch_on_tokens'):
         raise ConfigError(
             '`trainer.accumulate_train_batch_on_tokens` must be false with `algorithms.token_accumulation`, got: true. '
@@ -104,6 +135,11 @@ def check_sections(config: TrainConfig) -> None:
         raise ConfigError(
             '`report.export` must be false with FSDP, whose weights are on no rank whole, got: true. Export the '
             'checkpoint afterwards: python -m composer_tokacc.export CHECKPOINT FOLDER'
+        )
+    if config.report.get('export') and config.model.lora is not None and config.model.pretrained is None:
+        raise ConfigError(
+            '`report.export` must be false with `model.lora` on a base that is nowhere else, got: true. Export the '
+            'checkpoint afterwards: python -m composer_tokacc.export CHECKPOINT FOLDER merge=true'
         )
 
 
@@ -137,6 +173,76 @@ def check_arguments(
     for p in parameters:
         if p.default is p.empty and p.name in names and p.name not in (arguments or {}):
             raise ConfigError(f'`{path}.{p.name}` must be given: {target.__name__} has no default for it')
+    hints = _hints(target)
+    for name, value in (arguments or {}).items():
+        if name in hints:
+            _check_type(f'{path}.{name}', value, hints[name])
+
+
+def _hints(target: Any) -> dict[str, Any]:
+    """Annotated types of the arguments, by name; none where an annotation names what cannot be imported."""
+    try:
+        return get_type_hints(target.__init__ if inspect.isclass(target) else target)
+    except (NameError, TypeError, AttributeError):
+        return {}
+
+
+def _check_type(path: str, value: Any, hint: Any) -> None:
+    """Holds a value to an annotation of plain types or times: hosts take the text ``no`` for true."""
+    options = set(get_args(hint)) if get_origin(hint) in (Union, UnionType) else {hint}
+    if Time in options and isinstance(value, str):
+        _check_time(path, value, least=0)
+    elif options <= _PLAIN.keys():
+        allowed = {kind for option in options for kind in _PLAIN[option]}
+        if type(value) not in allowed:
+            expected = ' or '.join(sorted(option.__name__.replace('NoneType', 'null') for option in options))
+            raise ConfigError(f'`{path}` must be of type {expected}, got: {value}')
+
+
+def check_host(config: TrainConfig) -> None:
+    """Refuses what this machine cannot do, and folders that it cannot write, which Composer says in its midst.
+
+    Raises:
+        ConfigError: As said.
+    """
+    trainer = config.trainer
+    try:
+        on_gpu = isinstance(get_device(trainer.get('device')), DeviceGPU)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f'`trainer.device` must be a device of this machine, got: {trainer["device"]} ({error})'
+        ) from error
+    precision, known = trainer.get('precision', 'fp32'), [one.value for one in Precision]
+    if precision not in known:
+        raise ConfigError(unknown_name('`trainer.precision`', str(precision), known))
+    if not on_gpu and precision != 'fp32':
+        raise ConfigError(f'`trainer.precision` must be fp32 on a CPU, got: {precision}')
+    if config.is_sharded and not on_gpu and os.environ.get('FSDP_VERSION') != '2':
+        raise ConfigError(
+            '`trainer.parallelism_config` must be without `fsdp` where there is no GPU, got: one. Leave it out, or set '
+            'FSDP_VERSION=2 in the environment, which runs on CPUs'
+        )
+    run_name = str(trainer.get('run_name'))
+    for key, folder in (
+        ('report.folder', config.report['folder']),
+        ('trainer.save_folder', trainer.get('save_folder')),
+    ):
+        if folder is None or '://' in folder:
+            continue
+        try:
+            Path(folder.replace('{run_name}', run_name).partition('{')[0]).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f'`{key}` must be a folder that can be made, got: {folder} ({error.strerror})') from error
+
+
+def _try(path: str, target: Any, arguments: Mapping[str, Any], *given: Any) -> None:
+    """Makes the object once and drops it: what its class says against the values comes before anything is built."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore')
+            target(*given, **arguments)
+    except (ValueError, TypeError, AssertionError) as error:
+        raise ConfigError(f'`{path}` must be what {target.__name__} takes, got: {dict(arguments)} ({error})') from error
 
 
 def check_names(path: str, arguments: Iterable[str], known: Iterable[str]) -> None:
@@ -156,7 +262,7 @@ def _check_trainer(trainer: dict[str, Any]) -> None:
         raise ConfigError('`trainer.max_duration` must be given, got: nothing. For example 2ep or 500ba')
     for name in ('max_duration', 'eval_interval', 'save_interval'):
         if name in trainer:
-            _check_time(name, trainer[name])
+            _check_time(f'trainer.{name}', trainer[name])
     if trainer.get('autoresume') and not (trainer.get('save_folder') and trainer.get('run_name')):
         raise ConfigError(
             '`trainer.autoresume` must come with `trainer.save_folder` and `trainer.run_name`, which say '
@@ -172,13 +278,13 @@ def _check_trainer(trainer: dict[str, Any]) -> None:
     check_names('trainer.parallelism_config.fsdp', parallelism.get('fsdp') or {}, known)
 
 
-def _check_time(name: str, value: Any) -> None:
+def _check_time(path: str, value: Any, *, least: int = 1) -> None:
     try:
-        positive = ensure_time(value, TimeUnit.EPOCH).value > 0
+        found = ensure_time(value, TimeUnit.EPOCH).value
     except (ValueError, TypeError) as error:
-        raise ConfigError(f'`trainer.{name}` must be a time such as 2ep or 500ba, got: {value}') from error
-    if not positive:
-        raise ConfigError(f'`trainer.{name}` must be longer than nothing, got: {value}')
+        raise ConfigError(f'`{path}` must be a time such as 2ep or 500ba, got: {value}') from error
+    if found < least and not 0 < found < 1:
+        raise ConfigError(f'`{path}` must be {"longer than nothing" if least else "no negative time"}, got: {value}')
 
 
 def _check_report(report: dict[str, Any]) -> None:

@@ -56,12 +56,22 @@ class FinishedRun:
         return _series(self.history, name)
 
 
-def summarize(state: State, history: InMemoryLogger, *, seconds: float, skipped: list[str]) -> dict[str, Any]:
+def summarize(
+    state: State, history: InMemoryLogger, *, first_step: int, seconds: float, skipped: list[str]
+) -> dict[str, Any]:
     """The result of a run; what was logged before a resume is not in it.
 
+    Args:
+        state: Of the Trainer, at its end.
+        history: What it logged.
+        first_step: Steps that had been made when this process began; ``seconds``, ``loss`` and ``token_monitor`` are of
+            those after it.
+        seconds: How long they took.
+        skipped: A line for each dataset that left out bad samples.
+
     Returns:
-        ``run_name``, ``steps``, ``epochs``, ``samples``, ``tokens``, ``seconds``; ``loss`` (first, last); ``eval``
-        (last value of every metric), ``token_monitor`` (mean over the steps) and ``skipped``.
+        ``run_name``, ``steps``, ``first_step``, ``epochs``, ``samples``, ``tokens``, ``seconds``; ``loss`` (first,
+        last); ``eval`` (last value of every metric), ``token_monitor`` (mean over the steps) and ``skipped``.
     """
     _, losses = _series(history, _LOSS)
     names = {prefix: [name for name in history.data if name.startswith(prefix)] for prefix in (_EVAL, _MONITOR)}
@@ -70,6 +80,7 @@ def summarize(state: State, history: InMemoryLogger, *, seconds: float, skipped:
     return {
         'run_name': state.run_name,
         'steps': int(state.timestamp.batch.value),
+        'first_step': first_step,
         'epochs': int(state.timestamp.epoch.value),
         'samples': int(state.timestamp.sample.value),
         'tokens': int(state.timestamp.token.value),
@@ -115,6 +126,14 @@ def write_report(config: TrainConfig, parts: RunParts, result: dict[str, Any], h
 def _lines(result: dict[str, Any]) -> list[tuple[str, str]]:
     monitor, evaluation, loss = result['token_monitor'], result['eval'], result['loss']
     lines = [('steps', f'{result["steps"]} ({result["samples"]} samples, {result["seconds"]:.0f} s)')]
+    if result['first_step']:
+        lines = [
+            ('steps', f'{result["steps"]} ({result["samples"]} samples)'),
+            (
+                'of which here',
+                f'{result["steps"] - result["first_step"]} ({result["seconds"]:.0f} s), and of these all below',
+            ),
+        ]
     if loss:
         lines.append(('training loss, first to last step', f'{loss["first"]:.3f} -> {loss["last"]:.3f}'))
     if 'MaskedAccuracy' in evaluation:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -20,9 +21,11 @@ from torch.utils.data import ConcatDataset
 
 from composer_tokacc.data import BadSampleError
 from composer_tokacc.layout import BatchLayout
+from composer_tokacc.programs.checkpoints import is_disk_full, remember_unused_parameters
 from composer_tokacc.programs.models import build_model, check_model
-from composer_tokacc.programs.registry import build_all, build_section, check_sections, without
-from composer_tokacc.programs.schema import ConfigError, TrainConfig, load_config, refuse, section
+from composer_tokacc.programs.ranks import RankWatch
+from composer_tokacc.programs.registry import build_all, build_section, check_host, check_sections, without
+from composer_tokacc.programs.schema import ConfigError, TrainConfig, load_config, one_line, refuse, say, section
 from composer_tokacc.programs.sources import (
     build_dataset,
     build_loader,
@@ -35,6 +38,9 @@ from composer_tokacc.sampling import RestoreRandomState, SkipReadBatches
 
 __all__ = ['RunParts', 'build_parts', 'build_trainer', 'check_config', 'command_line', 'run_program']
 
+DIST_TIMEOUT = 300.0
+"""Composer's own default, in seconds."""
+
 
 def command_line(usage: str, description: str | None) -> argparse.ArgumentParser:
     """A parser of a program's command line: the YAML file as ``config``; what it does not know are overrides."""
@@ -46,18 +52,43 @@ def command_line(usage: str, description: str | None) -> argparse.ArgumentParser
 
 
 def run_program(
-    program: Callable[[TrainConfig], int | None], path: str, overrides: Sequence[str], *, num_ranks: int | None = None
+    program: Callable[[TrainConfig], int | None],
+    path: str,
+    overrides: Sequence[str],
+    *,
+    num_ranks: int | None = None,
+    trains: bool = False,
 ) -> int:
-    """Runs a program on a YAML file and returns its exit status, 2 with one line for a mistake of the user's."""
+    """Runs a program on a YAML file and returns its exit status, 2 with one line for a mistake of the user's.
+
+    Args:
+        program: Takes the config; what it returns is the exit status, None for 0.
+        path: The YAML file.
+        overrides: ``key=value`` each.
+        num_ranks: Ranks that the run is planned for; None: those of this launch.
+        trains: Whether it trains here and now, so that this machine must be able to.
+    """
     try:
         config = load_config(path, overrides)
         check_config(config, num_ranks=num_ranks)
+        if trains:
+            check_host(config)
     except ConfigError as error:
         return refuse(error, on_all_ranks=True)
+    watch = RankWatch(config.trainer.get('dist_timeout', DIST_TIMEOUT))
     try:
         return program(config) or 0
     except (ConfigError, BadSampleError) as error:
-        return refuse(error)
+        return 2 if watch.tell(one_line(error), 2) else refuse(error)
+    except Exception as error:
+        if is_disk_full(error):
+            full = ConfigError(f'the disk must have room for checkpoints and results, got: {error}')
+            return 2 if watch.tell(one_line(full), 2) else refuse(full)
+        if watch.tell(traceback.format_exc(), 1):
+            return 1
+        raise
+    finally:
+        watch.stop()
 
 
 def check_config(config: TrainConfig, *, num_ranks: int | None = None) -> None:
@@ -66,17 +97,40 @@ def check_config(config: TrainConfig, *, num_ranks: int | None = None) -> None:
     Raises:
         ConfigError: For the first mistake, in one line that says what it is and how to mend it.
     """
+    if not 0 <= config.seed < 2**32:
+        raise ConfigError(f'`seed` must be from 0 to {2**32 - 1}, got: {config.seed}')
     with section('model'):
-        check_model(config.model.pretrained, config.model.config, config.model.dtype)
+        check_model(config.model.pretrained, config.model.config, config.model.dtype, config.model.lora)
     config.loader.check(num_ranks or int(os.environ.get('WORLD_SIZE', '1')))
     for key in ('processor', 'eval'):
         if not isinstance(config.dataset.get(key), dict | None):
             raise ConfigError(f'`dataset.{key}` must be a mapping of arguments, got: {config.dataset[key]}')
     source_of(config).check()
     config.microbatching.check(on_cpu=config.trainer.get('device') == 'cpu')
+    if config.model.lora is not None:
+        _check_lora(config, config.model.lora)
     # The run's own, of no data.
     token_data_spec_of(config, [], slot_tokens=config.microbatching.slot_tokens)
     check_sections(config)
+
+
+def _check_lora(config: TrainConfig, lora: dict[str, Any]) -> None:
+    """What is trained is in float32, whatever the type of the base: that must fit parallelism and precision."""
+    if config.is_sharded and lora.get('bits') is not None:
+        raise ConfigError('`model.lora.bits` must be left out with FSDP, got: 4. Use DDP, or a base in float32')
+    if config.model.dtype == 'float32':
+        return
+    if config.is_sharded:
+        raise ConfigError(
+            '`model.dtype` must be float32 with `model.lora` and FSDP, which shards weights of one type together, got: '
+            f'{config.model.dtype} beside an adapter in float32. Set it, or use DDP'
+        )
+    precision = config.trainer.get('precision') or ('fp32' if config.trainer.get('device') == 'cpu' else 'amp_fp16')
+    if not str(precision).startswith('amp'):
+        raise ConfigError(
+            '`trainer.precision` must be amp_bf16 or amp_fp16 with `model.lora` on a base in half precision, got: '
+            f'{precision}. Set it, or `model.dtype` to float32'
+        )
 
 
 @dataclass(kw_only=True)
@@ -108,9 +162,11 @@ def build_parts(config: TrainConfig) -> RunParts:
     """
     reproducibility.seed_all(config.seed)
     # Before the data: the ranks share its reading.
-    dist.initialize_dist(get_device(config.trainer.get('device')), config.trainer.get('dist_timeout', 300.0))
+    dist.initialize_dist(get_device(config.trainer.get('device')), config.trainer.get('dist_timeout', DIST_TIMEOUT))
+    say('reading the data ...')
     processor = build_processor(config)
     train_dataset, eval_dataset = (build_dataset(config, processor, held_out=held_out) for held_out in (False, True))
+    say('building the model ...')
     with section('model'):
         model = build_model(processor=processor, seed=config.seed, **asdict(config.model))
     layout = BatchLayout.for_model(model)
@@ -145,11 +201,16 @@ def build_trainer(config: TrainConfig, parts: RunParts, history: InMemoryLogger)
     if hasattr(parts.train_dataset, 'load_state_dict'):  # as StreamingDataset
         callbacks.append(RestoreRandomState())
     trainable = [parameter for parameter in parts.model.parameters() if parameter.requires_grad]
+    optimizer = build_section('optimizer', config.optimizer, trainable)
+    remember_unused_parameters(optimizer)
+    if arguments.get('autoresume'):
+        # What lies behind the checkpoint that the run goes on from is what a killed one has left.
+        arguments.setdefault('save_overwrite', True)
     return Trainer(
         model=parts.model,
         train_dataloader=parts.train_loader,
         eval_dataloader=parts.eval_loader,
-        optimizers=build_section('optimizer', config.optimizer, trainable),
+        optimizers=optimizer,
         schedulers=build_section('scheduler', config.scheduler),
         algorithms=build_all('algorithms', config.algorithms),
         callbacks=callbacks,

@@ -27,7 +27,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandat
 
 from composer_tokacc.planning import CostModel
 
-__all__ = ['ConfigError', 'TrainConfig', 'load_config', 'merge', 'refuse', 'section', 'unknown_name']
+__all__ = ['ConfigError', 'TrainConfig', 'load_config', 'merge', 'one_line', 'refuse', 'say', 'section', 'unknown_name']
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,8 @@ class ModelConfig:
     freeze: list[str] = field(default_factory=list)
     """Parts that keep their weights, e.g. ``[vision_tower]``."""
     lora: dict[str, Any] | None = None
-    """Train an adapter (peft): ``r``, ``alpha``, ``dropout``, ``target_modules``, ``modules_to_save``."""
+    """Train an adapter (peft): ``r``, ``alpha``, ``dropout``, ``target_modules``, ``modules_to_save``; ``bits: 4``:
+    the base in 4 bits (bitsandbytes, GPU only)."""
     dtype: str = 'float32'
     """Type of the stored weights; ``trainer.precision`` says what is computed in."""
     attn_implementation: str | None = None
@@ -194,7 +195,7 @@ class TrainConfig:
     @property
     def is_sharded(self) -> bool:
         """Whether the model is divided among the ranks by FSDP."""
-        return bool((self.trainer.get('parallelism_config') or {}).get('fsdp'))
+        return (self.trainer.get('parallelism_config') or {}).get('fsdp') is not None
 
 
 _SECTIONS = {
@@ -221,7 +222,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
             _spell_out_size(layer)
     except OSError as error:
         raise ConfigError(f'config file must be readable, got: {path} ({error.strerror})') from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f'`{path}` must be valid YAML, got: {" ".join(str(error).split())}') from error
     except OmegaConfBaseException as error:
         raise ConfigError(_one_line(error)) from error
@@ -259,7 +260,7 @@ def section(path: str, names: Iterable[str] | None = None) -> Iterator[None]:
         if type(error) is not ValueError or not _raised_here(error):
             raise
         message = ' '.join(str(error).split())
-        named = re.match(r'`(\w+)`', message)
+        named = re.match(r'`(\w+)[`.]', message)
         if named and named[1] in (_field_names(_SECTIONS[path]) if names is None else names):
             message = f'`{path}.{message[1:]}'
         elif not message.startswith((f'`{path}`', f'`{path}.')):
@@ -282,10 +283,21 @@ def refuse(error: Exception, *, on_all_ranks: bool = False) -> int:
     log.debug('The mistake was found here:', exc_info=error)
     if on_all_ranks and int(os.environ.get('LOCAL_RANK', '0')) > 0:
         return 0
+    print(one_line(error), file=sys.stderr, flush=True)
+    return 2
+
+
+def one_line(error: Exception) -> str:
+    """What the user reads of a mistake."""
     # From a worker process the message comes behind the worker's traceback.
     message = str(error).rpartition('BadSampleError: ')[2]
-    print(f'error: {" ".join(message.split())}', file=sys.stderr, flush=True)
-    return 2
+    return f'error: {" ".join(message.split())}'
+
+
+def say(text: str) -> None:
+    """What is being done, in one line on the first rank's screen: some of it takes long, and shows nothing."""
+    if int(os.environ.get('RANK', '0')) == 0:
+        print(text, file=sys.stderr, flush=True)
 
 
 def unknown_name(what: str, name: str, known: Iterable[str]) -> str:

@@ -32,7 +32,7 @@ GIB = 1 << 30
 LARGE_RESIDUAL = 0.05
 """Residual from which a calibration says so: its figures are then rough."""
 
-VERSION = 3
+VERSION = 4
 """Goes up with every change of what a calibration holds, so that files of older versions are not read."""
 
 FEATURES = ('constant', 'tokens', 'area', 'image_tokens', 'pixel_bytes', 'image_area')

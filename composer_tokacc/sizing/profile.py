@@ -50,8 +50,9 @@ class SampleSizes:
             sizes = cls(
                 tokens=lengths.lengths.astype(np.int64),
                 image_tokens=lengths.image_tokens.astype(np.int64),
-                loss_tokens=lengths.loss_tokens,
-                vision_patches=lengths.vision_patches,
+                # All zero: nobody has counted them.
+                loss_tokens=lengths.loss_tokens if lengths.loss_tokens.any() else None,
+                vision_patches=lengths.vision_patches if lengths.vision_patches.any() else None,
                 sample_ids=sample_ids,
             )
         if len(sizes) == 0:

@@ -51,7 +51,8 @@ class StaticBytes:
         optimizer_step: Temporary tensors of the optimizer's step, when no activation is held.
         block: Numbers of the largest transformer block, which FSDP gathers whole.
         outside: Numbers outside all blocks (embeddings, head), which FSDP gathers whole and keeps for the step.
-        trained_outside: Those of them that train.
+        trained_block: Numbers that train of the block that has most of them.
+        trained_outside: Those outside all blocks that train.
         compute_bytes: Bytes of a number in the precision of the forward pass.
     """
 
@@ -62,6 +63,7 @@ class StaticBytes:
     optimizer_step: int
     block: int
     outside: int
+    trained_block: int
     trained_outside: int
     compute_bytes: int
 
@@ -78,9 +80,10 @@ class StaticBytes:
             gradients=_nbytes(p.grad for p in parameters if p.grad is not None),
             optimizer=optimizer,
             optimizer_step=optimizer_step,
-            block=max((sum(p.numel() for p in block.parameters()) for block in blocks), default=0),
-            outside=sum(p.numel() for p in outside),
-            trained_outside=sum(p.numel() for p in outside if p.grad is not None),
+            block=max((_numbers(block.parameters()) for block in blocks), default=0),
+            outside=_numbers(outside),
+            trained_block=max((_numbers(block.parameters(), trained=True) for block in blocks), default=0),
+            trained_outside=_numbers(outside, trained=True),
             compute_bytes=compute_bytes,
         )
 
@@ -106,8 +109,8 @@ class StaticBytes:
         if self.buffers:
             terms['buffers'] = float(self.buffers)
         if strategy == 'fsdp':
-            gathered = self.outside + 2 * self.block + self.trained_outside + self.block
-            terms['gathered by FSDP'] = float(gathered * self.compute_bytes + self.block * 4)
+            gathered = self.outside + 2 * self.block + self.trained_outside + self.trained_block
+            terms['gathered by FSDP'] = float(gathered * self.compute_bytes + self.trained_block * 4)
         elif num_ranks > 1:
             terms['DDP buckets'] = float(self.gradients)
         return terms
@@ -246,14 +249,17 @@ class FakeRun:
             raise ValueError(f'`precision` must be one of {", ".join(AUTOCAST)}, got: {precision!r}.')
         if strategy not in STRATEGIES:
             raise ValueError(f'`strategy` must be one of {STRATEGIES}, got: {strategy!r}.')
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._mode = _SharedMode(allow_non_fake_inputs=True)
         with self._mode:
             model = build()
         self.model: Any = model.model if hasattr(model, 'shift_labels') else model
         self.layout = BatchLayout.for_model(self.model)
         self.strategy = strategy
         self._dtype, self._on_gpu = AUTOCAST[precision], on_gpu
-        self._named = inspect.signature(self.model.forward).parameters
+        inner = (
+            self.model.get_base_model() if hasattr(self.model, 'get_base_model') else self.model
+        )  # peft takes any name
+        self._named = inspect.signature(inner.forward).parameters
         self.vocab_size = self.model.config.get_text_config().vocab_size
         self._ledger = Ledger(self.model, self.vocab_size)
         self._logits_dtype: torch.dtype | None = None  # of the step before: none yet
@@ -302,8 +308,9 @@ class FakeRun:
             with torch.autocast('cpu', self._dtype, enabled=self._dtype is not None):
                 outputs = self.model(**inputs)
             del previous
-            # Not loss.backward(): a function mode is off inside the methods that pass through it.
-            torch.autograd.backward(outputs.loss)
+            # Not from the loss itself: a function mode is off inside what it sees, and it sees what takes a tensor.
+            root = torch.autograd.graph.get_gradient_edge(outputs.loss)
+            torch.autograd.backward([root], grad_tensors=[torch.ones_like(outputs.loss)])
         logits = outputs.get('logits')
         return None if logits is None else logits.dtype
 
@@ -336,6 +343,12 @@ class FakeRun:
             optimizer_step=max(sum(self._ledger.peak.values()) - before - states, 0),
             compute_bytes=(self._dtype or next(self.model.parameters()).dtype).itemsize,
         )
+
+
+class _SharedMode(FakeTensorMode):
+    def __deepcopy__(self, memo: dict[int, Any]) -> _SharedMode:
+        """Itself: peft copies modules, with their tensors and the mode of these, whose memory would be freed twice."""
+        return self
 
 
 _INDEXING = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
@@ -464,6 +477,10 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
         else:
             blocks += transformer_blocks(child)
     return blocks
+
+
+def _numbers(parameters: Iterable[nn.Parameter], *, trained: bool = False) -> int:
+    return sum(p.numel() for p in parameters if p.grad is not None or not trained)
 
 
 def _nbytes(tensors: Iterable[torch.Tensor]) -> int:

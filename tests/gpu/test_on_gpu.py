@@ -18,7 +18,11 @@ from benchmarks.gpu_parts.scale import REHEARSAL, build_llava
 from benchmarks.gpu_peaks import GpuRun
 from benchmarks.small_llava import make_rows
 from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
+from composer_tokacc.data import VisionLanguageCollator
 from composer_tokacc.data_spec.added_rows import add_rows, blank_row
+from composer_tokacc.programs.models import build_model
+from examples.digits import DigitsDataset, build_digits_processor
+from tests.programs.test_models import LLAVA
 from tests.support.families import FAMILIES
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import GivenBatches, loader, reference_gradients, relative_error, train
@@ -208,3 +212,29 @@ def test_measured_memory_holds_the_states_of_the_optimizer():
     parameters = sum(parameter.numel() for parameter in model.parameters())
     # Weights, gradients and two moments, four bytes each.
     assert run.static_bytes >= 16 * parameters
+
+
+def test_adapters_beside_a_base_in_four_bits(tmp_path):
+    pytest.importorskip('bitsandbytes')
+    processor = build_digits_processor()
+    text = {**LLAVA['text_config'], 'hidden_size': 64, 'intermediate_size': 128}
+    build_model(config={**LLAVA, 'text_config': text}, processor=processor).model.save_pretrained(tmp_path)
+    lora = {'r': 4, 'bits': 4, 'modules_to_save': ['multi_modal_projector']}
+    dataset = DigitsDataset(processor, num_samples=8, max_images=3)
+    batch = VisionLanguageCollator(processor)([dataset[index] for index in range(8)])
+    gradients = []
+    for microbatch_size in (1, 8):
+        model = build_model(pretrained=str(tmp_path), processor=processor, lora=lora, dtype='bfloat16')
+        weights = dict(model.named_parameters())
+        rounded = [name for name, weight in weights.items() if weight.dtype == torch.uint8]
+        assert rounded
+        assert all('language_model' in name for name in rounded)
+        trained = [weight for weight in weights.values() if weight.requires_grad]
+        assert all(weight.dtype == torch.float32 for weight in trained)
+        recorder, _, trainer = train(
+            model, token_data_spec(loader(batch)), algorithms=[TokenAccumulation()], microbatch_size=microbatch_size,
+            device='gpu', precision='amp_bf16', optimizer=torch.optim.AdamW(trained, lr=1e-3),
+        )  # fmt: skip
+        gradients.append(recorder.gradients)
+        assert set(trainer.state.state_dict()['model']) == {n for n, weight in weights.items() if weight.requires_grad}
+    assert relative_error(*gradients) < 0.05  # bfloat16

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForImageTextToText
 
-from composer_tokacc.programs.models import build_model, freeze_parameters
+from composer_tokacc.programs.models import build_model, build_transformers_model, freeze_parameters
 from composer_tokacc.sizing import transformer_blocks
 from tests.support.text import VOCABULARY, text_model
 
@@ -226,3 +226,18 @@ def test_tokenizer_travels_in_the_checkpoint(processor):
     metadata = build_model(config=llava(processor), processor=processor).get_metadata()
     assert 'tokenizer.json' in metadata['tokenizer']
     assert metadata['model']['config']['content']['model_type'] == 'llava'
+
+
+@pytest.mark.parametrize(
+    ('text', 'expected'),
+    [
+        ({'num_attention_heads': 5}, '5'),
+        ({'num_key_value_heads': 3}, '`num_key_value_heads`, got: 4 and 3'),
+        ({'num_hidden_layers': 'two'}, 'two'),
+        ({'hidden_size': -4}, 'negative'),
+    ],
+)
+def test_values_that_make_no_model_are_refused(text, expected):
+    config = {'model_type': 'llama', 'hidden_size': 32, 'num_attention_heads': 4, 'num_key_value_heads': 4, **text}
+    with pytest.raises(ValueError, match=expected):
+        build_transformers_model(config=config)

@@ -6,8 +6,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-from composer_tokacc.programs import ConfigError, TrainConfig, load_config
+from composer_tokacc.programs import ConfigError, TrainConfig, load_config, registry
+from composer_tokacc.programs.registry import check_host, check_sections
 from composer_tokacc.programs.run import check_config
 from composer_tokacc.train import main
 from tests.support.launch import ROOT, launch
@@ -104,6 +106,57 @@ def test_wrong_types_are_refused_by_key(override, expected):
 
 
 @pytest.mark.parametrize(
+    ('override', 'expected'),
+    [
+        ('optimizer.lr=abc', '`optimizer` must be what AdamW takes'),
+        ('optimizer.lr=-1', 'Invalid learning rate: -1'),
+        ('optimizer.lr=.nan', 'Invalid learning rate: nan'),
+        ('optimizer.betas=[2,3]', 'Invalid beta parameter'),
+        ('scheduler.t_warmup=soon', '`scheduler.t_warmup` must be a time'),
+        ('scheduler.alpha_f=low', '`scheduler.alpha_f` must be of type float, got: low'),
+        ('algorithms.gradient_clipping.clipping_threshold=tight', '`algorithms.gradient_clipping.clipping_threshold`'),
+        ('trainer.deterministic_mode=maybe', '`trainer.deterministic_mode` must be of type bool, got: maybe'),
+        ('trainer.dist_timeout=long', '`trainer.dist_timeout` must be of type float, got: long'),
+        ('seed=-1', '`seed` must be from 0 to 4294967295, got: -1'),
+        ('seed=99999999999', '`seed` must be from 0'),
+    ],
+)
+def test_values_that_a_class_refuses_are_refused_before_anything_is_built(override, expected):
+    assert expected in mistake(LLAVA, 'dataset.path=data.json', override)
+
+
+@pytest.mark.parametrize(
+    ('override', 'expected'),
+    [
+        ('trainer.precision=bf16', '`trainer.precision` must be a known name, got: bf16. Did you mean amp_bf16?'),
+        ('trainer.device=abacus', '`trainer.device` must be a device of this machine, got: abacus'),
+        ('report.folder={file}/x', '`report.folder` must be a folder that can be made'),
+        ('trainer.save_folder={file}/x', '`trainer.save_folder` must be a folder that can be made'),
+    ],
+)
+def test_what_this_machine_cannot_do_is_refused_by_who_trains_on_it(override, expected, tmp_path):
+    (tmp_path / 'file').write_text('')
+    overrides = ['dataset.path=data.json', override.format(file=tmp_path / 'file')]
+    with pytest.raises(ConfigError) as caught:
+        check_host(load_config(LLAVA, [f'report.folder={tmp_path}', 'trainer.save_folder=null', *overrides]))
+    assert expected in str(caught.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason='of machines without a GPU')
+@pytest.mark.parametrize('override', ['trainer.precision=amp_bf16', 'trainer.parallelism_config={fsdp: {}}'])
+def test_what_needs_a_gpu_is_refused_without_one(override, tmp_path, monkeypatch):
+    monkeypatch.delenv('FSDP_VERSION', raising=False)
+    with pytest.raises(ConfigError, match=r'on a CPU|no GPU'):
+        check_host(load_config(DIGITS, [f'report.folder={tmp_path}', override]))
+
+
+def test_a_binary_file_is_no_config(tmp_path):
+    (tmp_path / 'a.yaml').write_bytes(bytes(range(256)))
+    with pytest.raises(ConfigError, match='must be valid YAML'):
+        load_config(tmp_path / 'a.yaml')
+
+
+@pytest.mark.parametrize(
     ('override', 'num_ranks', 'expected'),
     [
         ('loader.global_batch_size=63', 2, 'got: 63 on 2 ranks. Set it to 62 or 64'),
@@ -142,6 +195,22 @@ def test_wrong_types_are_refused_by_key(override, expected):
 )
 def test_values_that_cannot_work_are_refused_with_the_remedy(override, num_ranks, expected):
     assert expected in mistake(DIGITS, override, num_ranks=num_ranks)
+
+
+def test_a_logger_whose_package_is_missing_is_refused(monkeypatch):
+    monkeypatch.setattr(registry, 'find_spec', lambda name: None)
+    message = mistake(DIGITS, 'trainer.loggers.wandb={project: p}')
+    assert "`trainer.loggers.wandb` needs the package wandb, got: none. pip install 'mosaicml[wandb]'" in message
+
+
+def test_the_loggers_that_a_yaml_file_shows_are_known(monkeypatch, tmp_path):
+    monkeypatch.setattr(registry, 'find_spec', lambda name: name)
+    before, shown = (ROOT / 'yamls' / 'llava15_7b_lora.yaml').read_text().split('  # loggers:')
+    file = tmp_path / 'shown.yaml'
+    file.write_text(f'{before}  loggers:{shown}'.replace('\n  #   ', '\n    '))
+    config = load_config(file, ['dataset.path=data.json'])
+    assert set(config.trainer['loggers']) == {'tensorboard', 'wandb', 'mlflow'}
+    check_sections(config)
 
 
 def test_missing_values_are_named():

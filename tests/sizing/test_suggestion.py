@@ -39,6 +39,7 @@ def memory_model(**changes: Any) -> MemoryModel:
         optimizer_step=0,
         block=10_000_000,
         outside=20_000_000,
+        trained_block=10_000_000,
         trained_outside=20_000_000,
         compute_bytes=2,
     )

@@ -57,6 +57,7 @@ def test_frozen_parts_have_neither_gradient_nor_state() -> None:
     assert static.gradients == static.parameters - 4 * frozen
     assert static.optimizer < 2 * static.parameters - 8 * frozen + 200
     assert static.trained_outside == static.outside - frozen
+    assert static.trained_block == static.block
 
 
 def test_ranks_share_what_fsdp_shards_and_gather_the_rest() -> None:

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A callback that kills its own process, as a machine that goes away would."""
+"""Callbacks that end their own process: as a machine that goes away, one that hangs, a bug, or a bad sample would."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import signal
 from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
+
+from composer_tokacc.data import BadSampleError
 
 
 class KillRank(Callback):
@@ -23,3 +25,23 @@ class KillRank(Callback):
     def batch_start(self, state: State, logger: Logger) -> None:
         if dist.get_global_rank() == self.rank and int(state.timestamp.batch) == self.batch:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class StopRank(KillRank):
+    """Stops one rank at the start of a batch: it neither goes on nor ends."""
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        if dist.get_global_rank() == self.rank and int(state.timestamp.batch) == self.batch:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class FailOnRank(KillRank):
+    """Raises on one rank at the start of a batch."""
+
+    def __init__(self, *, rank: int, batch: int, bad_sample: bool) -> None:
+        super().__init__(rank=rank, batch=batch)
+        self.bad_sample = bad_sample
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        if dist.get_global_rank() == self.rank and int(state.timestamp.batch) == self.batch:
+            raise BadSampleError('sample "s7" cannot be read') if self.bad_sample else KeyError('a bug of ours')

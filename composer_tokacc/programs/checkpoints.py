@@ -1,0 +1,148 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The checkpoint folder of a run before the run starts: one run at a time, and what `autoresume` will find is whole."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from composer.utils import format_name_with_dist
+from filelock import FileLock, Timeout
+from torch.distributed.checkpoint import FileSystemReader
+
+from composer_tokacc.programs.schema import ConfigError
+
+__all__ = [
+    'checkpoint_folder',
+    'damage',
+    'is_disk_full',
+    'keep_to_whole_checkpoint',
+    'lock_folder',
+    'remember_unused_parameters',
+]
+
+log = logging.getLogger(__name__)
+
+_LATEST = 'latest-rank{rank}.pt'
+"""Composer's default for ``save_latest_filename``."""
+
+
+def checkpoint_folder(trainer: Mapping[str, Any]) -> Path | None:
+    """Where the run's checkpoints are, if on a disk of this machine."""
+    folder = trainer.get('save_folder')
+    if folder is None or '://' in folder:
+        return None
+    return Path(format_name_with_dist(folder, str(trainer.get('run_name'))))
+
+
+@contextmanager
+def lock_folder(folder: Path | None) -> Iterator[None]:
+    """Keeps other runs out of a folder while this one goes on; the lock of a killed process is gone with it.
+
+    Raises:
+        ConfigError: If another run has it.
+    """
+    if folder is None:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / '.lock')
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise ConfigError(
+            f'`trainer.save_folder` must be free, got: {folder}, into which another run is writing. Wait for it, or '
+            'give this one a `trainer.run_name` and a `trainer.save_folder` of its own'
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def keep_to_whole_checkpoint(trainer: Mapping[str, Any]) -> str:
+    """Makes Composer's link to the latest checkpoint point to the newest one that is whole.
+
+    A process that is killed while it writes, or a full disk, leaves part of a file behind.
+
+    Returns:
+        What the run goes on from, in one line; empty where it starts anew.
+
+    Raises:
+        ConfigError: If there are checkpoints and none is whole.
+    """
+    folder = checkpoint_folder(trainer)
+    if folder is None or not trainer.get('autoresume'):
+        return ''
+    name = trainer.get('save_latest_filename') or _LATEST
+    link = folder / format_name_with_dist(name, str(trainer.get('run_name')))
+    if not link.is_symlink():
+        return ''
+    latest = folder / os.readlink(link)
+    reason = damage(latest)
+    if not reason:
+        return f'going on from {latest}'
+    others = (path for path in latest.parent.iterdir() if path != latest and not path.is_symlink())
+    # Of the same rank: checkpoints of FSDP are folders, others files that end alike.
+    alike = [path for path in others if path.name.split('-')[-1] == latest.name.split('-')[-1] or path.is_dir()]
+    for older in sorted(alike, key=lambda path: path.stat().st_mtime, reverse=True):
+        if not damage(older):
+            spare = link.with_name(f'{link.name}.new')
+            spare.unlink(missing_ok=True)
+            spare.symlink_to(os.path.relpath(older, folder))
+            spare.replace(link)
+            return f'going on from {older}: {latest} is damaged ({reason})'
+    raise ConfigError(
+        f'`trainer.save_folder` must hold a whole checkpoint to go on from, got: {latest}, damaged ({reason}), and no '
+        'other. Remove the folder to start anew, or give `trainer.load_path` with `trainer.autoresume=false`'
+    )
+
+
+def damage(path: Path) -> str:
+    """Why a checkpoint file, or the folder of a sharded one, cannot be loaded; empty if nothing is wrong."""
+    try:
+        if path.is_dir():
+            parts = FileSystemReader(path).read_metadata().storage_data or {}
+            ends: dict[str, int] = {}
+            for part in parts.values():
+                ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
+            short = [name for name, end in ends.items() if (path / name).stat().st_size < end]
+            return f'{short[0]} is too short' if short else ''
+        with zipfile.ZipFile(path) as archive:
+            broken = archive.testzip()  # reads it once, which a disk does faster than what follows
+        return f'{broken} is not what was written' if broken else ''
+    except Exception as error:  # whatever reading the pickled index of a damaged folder may raise
+        return ' '.join(str(error).split()) or type(error).__name__
+
+
+def is_disk_full(error: BaseException | None) -> bool:
+    """Whether it was a full disk that stopped a writer. Torch's own says only that it is not where it should be."""
+    while error is not None:
+        if getattr(error, 'errno', None) in (errno.ENOSPC, errno.EDQUOT) or 'unexpected pos' in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def remember_unused_parameters(optimizer: torch.optim.Optimizer) -> None:
+    """Has the optimizer's checkpoints name parameters that never had a gradient, as a vision tower without images.
+
+    Torch looks for each trained parameter in a checkpoint, and stops at one that is not there.
+    """
+
+    def complete(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        for group in state['param_groups']:
+            for index in group['params']:
+                state['state'].setdefault(index, {})
+        return state
+
+    optimizer.register_state_dict_post_hook(complete)

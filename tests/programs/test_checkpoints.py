@@ -1,0 +1,100 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from composer_tokacc.programs import ConfigError
+from composer_tokacc.programs.checkpoints import damage, is_disk_full, keep_to_whole_checkpoint, lock_folder
+
+
+def saved(path: Path, *, age: int) -> Path:
+    """A checkpoint file, so many seconds old."""
+    torch.save({'state': {'model': {'weight': torch.randn(64, 64)}}}, path)
+    os.utime(path, (1e9 - age, 1e9 - age))
+    return path
+
+
+def trainer_of(folder: Path, latest: Path) -> dict:
+    (folder / 'latest-rank0.pt').symlink_to(latest.name)
+    return {'autoresume': True, 'save_folder': str(folder), 'run_name': 'run'}
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-500])
+
+
+def flip_a_byte_of_the_weights(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b'')
+
+
+@pytest.mark.parametrize('break_it', [truncate, flip_a_byte_of_the_weights, empty, Path.unlink])
+def test_the_newest_whole_checkpoint_takes_the_place_of_a_damaged_one(break_it, tmp_path):
+    saved(tmp_path / 'ep0-ba2-rank0.pt', age=30)
+    older = saved(tmp_path / 'ep0-ba4-rank0.pt', age=20)
+    latest = saved(tmp_path / 'ep0-ba6-rank0.pt', age=10)
+    trainer = trainer_of(tmp_path, latest)
+    assert keep_to_whole_checkpoint(trainer) == f'going on from {latest}'
+    break_it(latest)
+    message = keep_to_whole_checkpoint(trainer)
+    assert message.startswith(f'going on from {older}: {latest} is damaged (')
+    assert (tmp_path / 'latest-rank0.pt').resolve() == older.resolve()
+
+
+def test_no_whole_checkpoint_is_said_in_one_line(tmp_path):
+    latest = saved(tmp_path / 'ep0-ba2-rank0.pt', age=0)
+    trainer = trainer_of(tmp_path, latest)
+    truncate(latest)
+    with pytest.raises(ConfigError, match=r'no other\. Remove') as caught:
+        keep_to_whole_checkpoint(trainer)
+    assert str(latest) in str(caught.value)
+    assert '\n' not in str(caught.value)
+
+
+def test_a_run_that_does_not_resume_or_saves_elsewhere_is_left_alone(tmp_path):
+    latest = saved(tmp_path / 'ep0-ba2-rank0.pt', age=0)
+    trainer = trainer_of(tmp_path, latest)
+    truncate(latest)
+    assert keep_to_whole_checkpoint({**trainer, 'autoresume': False}) == ''
+    assert keep_to_whole_checkpoint({**trainer, 'save_folder': 's3://bucket/run'}) == ''
+
+
+def test_a_part_of_a_sharded_checkpoint_that_was_cut_off_is_named(tmp_path):
+    folder = tmp_path / 'ep0-ba2'
+    dcp.save({'weight': torch.randn(100)}, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+    assert damage(folder) == ''
+    (part,) = folder.glob('*.distcp')
+    part.write_bytes(part.read_bytes()[:-100])
+    assert damage(folder) == f'{part.name} is too short'
+    (folder / '.metadata').unlink()
+    assert '.metadata' in damage(folder)
+
+
+def test_a_folder_belongs_to_one_run_at_a_time(tmp_path):
+    with lock_folder(tmp_path), pytest.raises(ConfigError, match='another run is writing'), lock_folder(tmp_path):
+        pass
+    with lock_folder(tmp_path):
+        pass
+    with lock_folder(None), lock_folder(None):
+        pass
+
+
+def test_a_full_disk_is_told_from_other_errors():
+    error = RuntimeError('PytorchStreamWriter failed')
+    error.__cause__ = OSError(errno.ENOSPC, 'No space left on device')
+    assert is_disk_full(error)
+    assert is_disk_full(RuntimeError('[enforce fail at inline_container.cc:603] . unexpected pos 47424 vs 47376'))
+    assert not is_disk_full(RuntimeError('something else'))

@@ -1,0 +1,63 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""What the screen shows when one rank ends, under the real launcher."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.launch import ROOT
+from tests.support.programs import DIGITS, TINY_DIGITS
+
+pytestmark = pytest.mark.slow
+
+
+def screen(folder: Path, ending: str, *overrides: str, **arguments: Any) -> tuple[int, list[str]]:
+    """Exit status, and what a run of two ranks with the given callback leaves on the screen, without empty lines."""
+    config = yaml.safe_load(Path(DIGITS).read_text())
+    config['callbacks'][f'tests.support.killer.{ending}'] = {'batch': 2, **arguments}
+    path = folder / 'run.yaml'
+    path.write_text(yaml.safe_dump(config))
+    command = [
+        Path(sys.executable).with_name('composer'), '-n', '2', '-m', 'composer_tokacc.train', path,
+        *TINY_DIGITS, f'report.folder={folder}', *overrides,
+    ]  # fmt: skip
+    environment = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT)}
+    done = subprocess.run(
+        list(map(str, command)), cwd=ROOT, env=environment, timeout=540, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    return done.returncode, [line for line in done.stdout.splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize('rank', [0, 1])
+def test_a_bad_sample_on_any_rank_is_the_last_line_and_alone(rank, tmp_path):
+    status, lines = screen(tmp_path, 'FailOnRank', rank=rank, bad_sample=True)
+    assert status == 2
+    assert [line for line in lines if 'Traceback' in line] == []
+    assert [line for line in lines if line.startswith('error: ')] == ['error: sample "s7" cannot be read']
+    behind = lines[lines.index('error: sample "s7" cannot be read') + 1 :]
+    launchers = ('ERROR:composer.cli.launcher', 'Waiting up to 30 seconds', 'Global rank 0')
+    assert [line for line in behind if not line.startswith(launchers)] == []
+
+
+def test_a_bug_on_another_rank_shows_its_own_traceback_and_no_other(tmp_path):
+    status, lines = screen(tmp_path, 'FailOnRank', rank=1, bad_sample=False)
+    assert status == 1
+    assert sum('Traceback' in line for line in lines) == 1
+    assert "KeyError: 'a bug of ours'" in lines
+
+
+def test_a_rank_that_stands_still_is_named(tmp_path):
+    status, lines = screen(tmp_path, 'StopRank', 'trainer.dist_timeout=20', rank=1)
+    assert status == 2
+    (line,) = [line for line in lines if line.startswith('error: ')]
+    assert 'no sign of life from rank 1 for 18 s' in line

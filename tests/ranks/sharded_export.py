@@ -1,0 +1,43 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Under the composer launcher: runs of a YAML file under FSDP2 that end with sharded checkpoints.
+
+For each run rank 0 writes the logits of the trained model, still sharded, to ``logits.pt`` in its ``report.folder``.
+Arguments: a JSON list of lists of overrides, the YAML file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ['FSDP_VERSION'] = '2'
+
+import torch
+from composer.loggers import InMemoryLogger
+from composer.utils import dist
+
+from composer_tokacc.programs.run import build_parts, build_trainer
+from composer_tokacc.programs.schema import load_config
+
+
+def main() -> None:
+    for overrides in json.loads(sys.argv[1]):
+        config = load_config(sys.argv[2], overrides)
+        parts = build_parts(config)
+        trainer = build_trainer(config, parts, InMemoryLogger())
+        trainer.fit()
+        assert trainer.state.fsdp_enabled
+        folder = Path(config.report['folder'])
+        with torch.no_grad():
+            logits = parts.model.eval().model(**torch.load(folder / 'batch.pt')).logits
+        if dist.get_global_rank() == 0:
+            torch.save(logits, folder / 'logits.pt')
+        trainer.close()
+
+
+if __name__ == '__main__':
+    main()
