@@ -311,6 +311,9 @@ class ConversationEncoder:
         if not self.parts:
             return dict(self.tokenizer([text], **options))
         given = {kind: list(items) for kind, items in media.items() if items}
+        if hasattr(self.processor, 'num_query_tokens'):  # a clip is an image to it
+            pictures = [*given.get('image', ()), *(video.frames for video in given.get('video', ()))]
+            return dict(self.processor(text=[text], **({'images': pictures} if pictures else {}), **options))
         if 'image' in given:
             given['image'] = [given['image']]  # of the one text: OneVision cuts a text's only image into tiles
         if videos := given.get('video'):

@@ -19,11 +19,12 @@ from composer_tokacc.data.lengths import build_length_table
 from tests.data.chat_processors import blip2, instructblip, instructblipvideo
 from tests.matrix.collator import join
 from tests.support import family_models
+from tests.support.clips import write_media_folder
 from tests.support.family_media import TokenIds
 from tests.support.training import loader, logged, reference_gradients, relative_error, train
 
 PROCESSORS = {'blip2': blip2, 'instructblip': instructblip}
-NUM_QUERIES = 4
+NUM_QUERIES, NUM_FRAMES = 4, 4
 # Microbatch size, whether rows are regrouped.
 CUTS = {
     'right': [(size, regroup) for size in (1, 2, 3, 6) for regroup in (True, False)],
@@ -244,3 +245,29 @@ def test_clip_of_other_than_four_frames_is_refused():
     batch = join([clip_row(processor, 'What is this? A red square.', 5, k) for k in range(2)], side='right')
     with pytest.raises(ValueError, match=r'2 whole videos.*\[16, 16\].*\[20, 20\]'):
         train(model, token_data_spec(loader(batch)), algorithms=[TokenAccumulation()])
+
+
+def test_clips_of_a_file_train_as_one_forward(tmp_path):
+    """Four frames of each film, whatever its length; rows without one have none."""
+    processor, model = processor_of('instructblipvideo'), model_of('instructblipvideo')
+    processor.tokenizer.padding_side = 'right'
+    path = write_media_folder(tmp_path, [['video'], [], ['video'], [], ['video']])
+    dataset = LlavaDataset(path, processor, video={'num_frames': NUM_FRAMES})
+    samples = [dataset[index] for index in range(len(dataset))]
+    shapes = [tuple(sample['pixel_values'].shape) for sample in samples if 'pixel_values' in sample]
+    assert shapes == [(1, NUM_FRAMES, 3, 16, 16)] * 3
+    assert [sample['num_videos'] for sample in samples] == [[1], [0], [1], [0], [1]]
+    table = build_length_table(dataset, processor, patch_size=4)
+    assert table.image_tokens.tolist() == [NUM_FRAMES * NUM_QUERIES * sample['num_videos'][0] for sample in samples]
+    expected, _ = reference_gradients(model, join([tensors(sample) for sample in samples], side='right'))
+    batch = VisionLanguageCollator(processor)(samples)
+    for size, regroup in CUTS['right']:
+        data = token_data_spec(loader(batch), regroup=regroup)
+        recorder, _, _ = train(model, data, algorithms=[TokenAccumulation()], microbatch_size=size)
+        assert relative_error(recorder.gradients, expected) < 1e-6
+
+
+def test_film_of_other_than_four_frames_is_refused_by_name(tmp_path):
+    path = write_media_folder(tmp_path, [['video']])
+    with pytest.raises(ValueError, match=r's0.*must write 20 query tokens.*got: 16.*four frames'):
+        LlavaDataset(path, processor_of('instructblipvideo'), video={'num_frames': 5})[0]
