@@ -77,6 +77,9 @@ def export_model(model: HuggingFaceModel, folder: Path) -> None:
     """As :func:`export_checkpoint`, of a model in memory whose weights are whole on this rank; overwrites."""
     inner: Any = model.model
     set_cache(inner.config, on=True)
+    for pattern in ('*.safetensors*', '*config.json'):  # of an earlier run, perhaps of another kind of model
+        for stale in folder.glob(pattern):
+            stale.unlink()
     inner.save_pretrained(folder)
     _write_processor(model.get_metadata(), folder)
 
