@@ -196,6 +196,7 @@ def test_sharded_checkpoints_become_folders_with_the_logits_of_the_sharded_model
             'model.lora={r: 4, modules_to_save: [multi_modal_projector]}', 'optimizer.lr=0.01',
         ],
     }  # fmt: skip
+    runs['resumed'] = [*runs['adapter'], f'trainer.load_path={tmp_path}/adapter/checkpoints/ep0-ba1']
     every = []
     for name, own in runs.items():
         folder = tmp_path / name
@@ -204,13 +205,14 @@ def test_sharded_checkpoints_become_folders_with_the_logits_of_the_sharded_model
         common = [each for each in TINY_DIGITS if not (own and each.startswith('model.'))]
         every.append([
             *common, *own, 'dataset.eval=null', 'trainer.max_duration=2ba', f'report.folder={folder}',
-            'scheduler.t_warmup=0ba',
+            'scheduler.t_warmup=0ba', 'trainer.save_interval=1ba',
             'trainer.parallelism_config.fsdp={state_dict_type: sharded}', f'trainer.save_folder={folder}/checkpoints',
         ])  # fmt: skip
     done = launch(['tests/ranks/sharded_export.py', json.dumps(every), DIGITS], ranks=2)
     assert done.returncode == 0, done.stderr[-6000:]
 
     expected = {name: torch.load(tmp_path / name / 'logits.pt') for name in runs}
+    torch.testing.assert_close(expected['resumed'], expected['adapter'], rtol=0, atol=0)
     sharded = {name: tmp_path / name / 'checkpoints' / 'ep0-ba2' for name in runs}
     assert main([str(sharded['weights']), str(tmp_path / 'exported')]) == 0
     found = logits_of_export(tmp_path / 'exported')

@@ -160,12 +160,11 @@ def _merged(config: PretrainedConfig, content: Mapping[str, Any], weights: Mappi
             model = auto_class(config).from_pretrained(base)
         except (OSError, ValueError) as error:
             raise ConfigError(f"the adapter's base must be there to merge into, got: {base} ({error})") from error
-    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
-    was_tied = head is not None and head.weight is embeddings.weight
+    head: Any = model.get_output_embeddings()
+    was_tied = head is not None and head.weight is model.get_input_embeddings().weight
     if was_tied:  # only one of them may have been trained
         head.weight = nn.Parameter(head.weight.detach().clone())
-    with_adapter = _with_adapter(model, content, weights)
-    model = with_adapter.merge_and_unload()
+    model = _with_adapter(model, content, weights).merge_and_unload()
     if was_tied:
         is_tied = torch.equal(model.get_output_embeddings().weight, model.get_input_embeddings().weight)
         model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = is_tied
