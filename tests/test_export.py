@@ -11,11 +11,12 @@ import sys
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from composer_tokacc import TokenAccumulation, token_data_spec
 from composer_tokacc.data import VisionLanguageCollator
 from composer_tokacc.export import main
+from composer_tokacc.programs.folder import export_model
 from composer_tokacc.programs.models import build_model
 from composer_tokacc.train import main as train
 from examples.digits import DigitsDataset, build_digits_processor
@@ -195,6 +196,7 @@ def test_sharded_checkpoints_become_folders_with_the_logits_of_the_sharded_model
             'model.lora={r: 4, modules_to_save: [multi_modal_projector]}', 'optimizer.lr=0.01',
         ],
     }  # fmt: skip
+    runs['resumed'] = [*runs['adapter'], f'trainer.load_path={tmp_path}/adapter/checkpoints/ep0-ba1']
     every = []
     for name, own in runs.items():
         folder = tmp_path / name
@@ -203,13 +205,14 @@ def test_sharded_checkpoints_become_folders_with_the_logits_of_the_sharded_model
         common = [each for each in TINY_DIGITS if not (own and each.startswith('model.'))]
         every.append([
             *common, *own, 'dataset.eval=null', 'trainer.max_duration=2ba', f'report.folder={folder}',
-            'scheduler.t_warmup=0ba',
+            'scheduler.t_warmup=0ba', 'trainer.save_interval=1ba',
             'trainer.parallelism_config.fsdp={state_dict_type: sharded}', f'trainer.save_folder={folder}/checkpoints',
         ])  # fmt: skip
     done = launch(['tests/ranks/sharded_export.py', json.dumps(every), DIGITS], ranks=2)
     assert done.returncode == 0, done.stderr[-6000:]
 
     expected = {name: torch.load(tmp_path / name / 'logits.pt') for name in runs}
+    torch.testing.assert_close(expected['resumed'], expected['adapter'], rtol=0, atol=0)
     sharded = {name: tmp_path / name / 'checkpoints' / 'ep0-ba2' for name in runs}
     assert main([str(sharded['weights']), str(tmp_path / 'exported')]) == 0
     found = logits_of_export(tmp_path / 'exported')
@@ -293,6 +296,20 @@ def test_an_adapter_without_a_base_of_its_own_is_merged_or_refused(tmp_path, cap
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     assert train([DIGITS, 'model.lora={r: 2}', 'report.export=true']) == 2
     assert '`report.export` must be false with `model.lora` on a base' in capsys.readouterr().err
+
+
+def test_an_export_at_the_end_leaves_nothing_of_an_earlier_one(tmp_path):
+    pytest.importorskip('peft')
+    build_model(config=tiny_config(), processor=build_digits_processor()).model.save_pretrained(tmp_path / 'base')
+    folder = tmp_path / 'exported'
+    for lora in (None, {'r': 2}, None):
+        model = build_model(pretrained=str(tmp_path / 'base'), processor=build_digits_processor(), lora=lora)
+        export_model(model, folder)
+        assert {path.name for path in folder.glob('*.safetensors')} == {
+            'model.safetensors' if lora is None else 'adapter_model.safetensors'
+        }
+        assert (folder / 'adapter_config.json').exists() == (lora is not None)
+        AutoProcessor.from_pretrained(folder)
 
 
 def test_a_checkpoint_that_is_not_whole_leaves_nothing_behind(tmp_path, capsys):

@@ -77,6 +77,9 @@ def export_model(model: HuggingFaceModel, folder: Path) -> None:
     """As :func:`export_checkpoint`, of a model in memory whose weights are whole on this rank; overwrites."""
     inner: Any = model.model
     set_cache(inner.config, on=True)
+    for pattern in ('*.safetensors*', '*config.json'):  # of an earlier run, perhaps of another kind of model
+        for stale in folder.glob(pattern):
+            stale.unlink()
     inner.save_pretrained(folder)
     _write_processor(model.get_metadata(), folder)
 
@@ -157,17 +160,17 @@ def _merged(config: PretrainedConfig, content: Mapping[str, Any], weights: Mappi
             model = auto_class(config).from_pretrained(base)
         except (OSError, ValueError) as error:
             raise ConfigError(f"the adapter's base must be there to merge into, got: {base} ({error})") from error
-    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
-    was_tied = head is not None and head.weight is embeddings.weight
-    if was_tied:  # only one of them may have been trained
+    head = model.get_output_embeddings()
+    was_tied = False
+    if head is not None and head.weight is model.get_input_embeddings().weight:
+        was_tied = True  # and only one of them may have been trained
         head.weight = nn.Parameter(head.weight.detach().clone())
-    with_adapter = _with_adapter(model, content, weights)
-    model = with_adapter.merge_and_unload()
+    merged: Any = _with_adapter(model, content, weights).merge_and_unload()
     if was_tied:
-        is_tied = torch.equal(model.get_output_embeddings().weight, model.get_input_embeddings().weight)
-        model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = is_tied
-        model.tie_weights()
-    return model
+        is_tied = torch.equal(merged.get_output_embeddings().weight, merged.get_input_embeddings().weight)
+        merged.config.tie_word_embeddings = merged.config.get_text_config().tie_word_embeddings = is_tied
+        merged.tie_weights()
+    return merged
 
 
 def _with_adapter(

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from transformers import BitsAndBytesConfig
 
-from composer_tokacc.programs.schema import unknown_name
+from composer_tokacc.programs.schema import ConfigError, unknown_name
 from composer_tokacc.sizing import cast_model
 
-__all__ = ['check_lora', 'four_bit_options', 'keep_trained_only', 'with_adapter']
+__all__ = ['check_lora', 'four_bit_options', 'keep_trained_only', 'refuse_other_adapters', 'with_adapter']
 
 # Names of the YAML section, as users write them, and of peft.
 _NAMES = {'alpha': 'lora_alpha', 'dropout': 'lora_dropout'}
@@ -26,6 +26,7 @@ _DEFAULT_TARGETS = (
     r'(?!.*(vision|visual|image|audio|tower|resampler|connector|qformer)).*\.(q|k|v|o|qkv|gate|up|gate_up|down)_proj'
 )
 """Every linear layer of the language model's blocks, as QLoRA (arXiv:2305.14314) found best; no encoder's."""
+_IN_ADAPTER = r'\.(lora_|modules_to_save\.)'
 
 
 def check_lora(lora: Mapping[str, Any], *, pretrained: str | None) -> None:
@@ -145,11 +146,31 @@ def keep_trained_only(composer_model: nn.Module) -> None:
     def frozen(module: nn.Module) -> dict[str, Any]:
         named = module.named_parameters(remove_duplicate=False)
         # An adapter is kept whole, what no loss reaches too: peft misses it otherwise.
-        is_base = re.compile(r'(?!.*\.(lora_|modules_to_save\.))').match
-        return {name: p.data for name, p in named if not p.requires_grad and is_base(name)}
+        return {name: p.data for name, p in named if not p.requires_grad and not re.search(_IN_ADAPTER, name)}
 
     composer_model.register_state_dict_post_hook(leave_out)
     composer_model.register_load_state_dict_pre_hook(fill_in)
+
+
+def refuse_other_adapters(composer_model: nn.Module) -> None:
+    """Refuses, in one line, checkpoints of a run that had another adapter, or one where this has none."""
+
+    def compare(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # Activation checkpointing and the first FSDP put themselves into the names, the latter flattens too.
+        named = module.named_parameters(remove_duplicate=False)
+        own = {re.sub(r'_\w+_wrapped_module\.', '', prefix + name): parameter for name, parameter in named}
+        saved = {name for name in state_dict if re.search(_IN_ADAPTER, name)}
+        differing = saved ^ {name for name in own if re.search(_IN_ADAPTER, name)}
+        for name in saved & own.keys():
+            if own[name].dim() == state_dict[name].dim() and own[name].shape != state_dict[name].shape:
+                differing.add(name)
+        if differing:
+            raise ConfigError(
+                f'the checkpoint must be of a run with the same `model.lora`, got: {len(differing)} weights differ '
+                f'({min(differing)}). Give the settings of that run, or another `trainer.run_name` and `save_folder`'
+            )
+
+    composer_model.register_load_state_dict_pre_hook(compare)
 
 
 def _all_words(names: list[Any]) -> bool:

@@ -38,7 +38,13 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from composer_tokacc.data.media import side_of_patch
-from composer_tokacc.programs.lora import check_lora, four_bit_options, keep_trained_only, with_adapter
+from composer_tokacc.programs.lora import (
+    check_lora,
+    four_bit_options,
+    keep_trained_only,
+    refuse_other_adapters,
+    with_adapter,
+)
 from composer_tokacc.programs.schema import unknown_name
 from composer_tokacc.sizing import cast_model, transformer_blocks
 
@@ -88,6 +94,7 @@ def build_model(*, processor: Any = None, train_metrics: bool = False, **setting
         # Auto-detection says False for most vision-language models, and the metrics then compare unshifted labels.
         shift_labels=True,
     )
+    refuse_other_adapters(model)
     if settings.get('lora') is not None and settings.get('pretrained') is not None:
         keep_trained_only(model)
     return model

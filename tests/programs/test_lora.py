@@ -12,10 +12,12 @@ from composer_tokacc import TokenAccumulation, token_data_spec
 from composer_tokacc import size as size_program
 from composer_tokacc import train as train_program
 from composer_tokacc import verify as verify_program
-from composer_tokacc.programs.lora import four_bit_options, keep_trained_only
+from composer_tokacc.programs import ConfigError
+from composer_tokacc.programs.lora import four_bit_options, keep_trained_only, with_adapter
 from composer_tokacc.programs.models import build_model
 from examples.digits import build_digits_processor
 from tests.programs.test_models import LLAVA
+from tests.support.families import FAMILIES
 from tests.support.launch import launch, launch_json
 from tests.support.programs import DIGITS, TINY_DIGITS
 from tests.support.training import loader, reference_gradients, relative_error, train
@@ -93,7 +95,7 @@ def test_a_checkpoint_without_its_base_is_loaded_strictly(processor, pretrained)
     for (name, found), expected in zip(other.named_parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=name)
     lacking = dict(list(model.state_dict().items())[1:])
-    with pytest.raises(RuntimeError, match='Missing key'):
+    with pytest.raises(ConfigError, match='got: 1 weights differ'):
         other.load_state_dict(lacking, strict=True)
 
 
@@ -156,6 +158,25 @@ def test_in_four_bits_are_the_language_models_layers_and_no_others(processor, mo
     assert rounded == {'q_proj', 'k_proj', 'v_proj', 'o_proj'}
     assert all('language_model' in name for name in linear - kept)
     assert {'lm_head', 'model.multi_modal_projector.linear_1'} <= kept
+
+
+@pytest.mark.parametrize(
+    'other', [{'r': 2}, {'r': 4, 'modules_to_save': ['lm_head']}, {'r': 4, 'target_modules': ['q_proj']}, None]
+)
+def test_a_checkpoint_of_another_adapter_or_none_is_refused(processor, other):
+    models = [build_model(config=LLAVA, processor=processor, lora=lora) for lora in ({'r': 4}, other)]
+    for model, source in (models, models[::-1]):
+        with pytest.raises(ConfigError, match=r'must be of a run with the same `model.lora`, got: \d+ weights'):
+            model.load_state_dict(source.state_dict())
+
+
+@pytest.mark.parametrize('family', ['llava', 'qwen2_5_vl', 'idefics3', 'gemma3', 'mllama', 'internvl', 'paligemma'])
+def test_by_default_every_familys_language_model_is_adapted_and_no_tower(family):
+    model = with_adapter(FAMILIES[family]().model, {'r': 2}, base=None)
+    modules = {name.split('.lora_')[0] for name in trained(model)}
+    assert all('language_model' in name or 'text_model' in name for name in modules)
+    linear = {name.rpartition('.')[2] for name in modules}
+    assert {'q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj'} == linear
 
 
 def test_what_is_trained_is_kept_in_float32(processor, capsys):
