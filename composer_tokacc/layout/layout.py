@@ -261,8 +261,9 @@ class BatchLayout:
         else:
             real = mask[:, columns] != 0
         labels = batch.get('labels')
-        has_labels = labels is not None and labels.shape == ids.shape
-        return real | (labels[:, columns] != -100) if has_labels else real
+        if labels is None or labels.shape != ids.shape:
+            return real
+        return real | (labels[:, columns] != -100)
 
     def padding_side(self, batch: Batch) -> str:
         """``'left'`` if every row ends at the last column and some do not start at the first, else ``'right'``."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from composer.utils import format_name_with_dist
 from filelock import FileLock, Timeout
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from composer_tokacc.programs.schema import ConfigError
 

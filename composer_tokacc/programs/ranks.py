@@ -16,9 +16,10 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from typing import Any
 
 from composer.utils import dist
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # documented there
 
 __all__ = ['RankWatch']
 
@@ -89,7 +90,7 @@ class RankWatch:
         except RuntimeError:  # rank 0 has gone, which the launcher sees as well
             return
 
-    def _miss(self, store: TCPStore, seen: dict[int, tuple[str, float]]) -> None:
+    def _miss(self, store: Any, seen: dict[int, tuple[str, float]]) -> None:
         """Ends the run if a rank, last seen with the given beat at the given time, has not been heard of for long."""
         for other, (last, since) in seen.items():
             key = _ALIVE.format(other)
@@ -115,6 +116,6 @@ class RankWatch:
         os._exit(status)
 
 
-def _connect(timeout: float) -> TCPStore:
+def _connect(timeout: float) -> Any:  # torch's stubs do not know `check`
     host, port = os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT'])
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout))
