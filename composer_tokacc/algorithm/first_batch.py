@@ -121,9 +121,8 @@ def kinds_of(layout: BatchLayout | None, batch: Batch) -> tuple[int, ...]:
         return _kinds_of_any([kinds_of(layout, microbatch) for microbatch in batch.microbatches])
     if layout is None or batch.get('input_ids') is None:
         return (0,) * len(KINDS)
-    is_padded = not bool(layout.real_positions(batch).all())
-    side = layout.padding_side(batch) if is_padded else ''
-    media = {unit: layout.units_per_row(batch, unit) for unit in UNITS}
+    side = '' if bool(layout.real_positions(batch).all()) else layout.padding_side(batch)
+    media = {unit: layout.units_per_row(batch, unit) for unit in layout.media_of(batch)}
     has_media = [any(counts) for counts in zip(*media.values(), strict=True)]
     found = {side, *(unit for unit, counts in media.items() if any(counts))}
     if any(has_media) and not all(has_media):

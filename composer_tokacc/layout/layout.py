@@ -168,6 +168,13 @@ class BatchLayout:
         tensors = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
         return {key: value for key, value in tensors.items() if self.entry(key, value).unit == unit}
 
+    def media_of(self, batch: Batch) -> list[str]:
+        """Which of images, videos and audios have tensors in the batch."""
+        entries = [self.entry(key, value) for key, value in batch.items() if isinstance(value, torch.Tensor)]
+        units = {'image' if entry.slot_dim is not None else entry.unit for entry in entries}
+        units |= {PATCHES[unit][0] for unit in units & PATCHES.keys()}
+        return [unit for unit in UNITS if unit in units]
+
     # What each row holds.
 
     def images_per_row(self, batch: Batch) -> list[int]:
