@@ -132,14 +132,32 @@ def length_table(
     endings = ('', '-headers') if _has_headers(dataset, on_error) else ('',)
     paths = [Path(folder) / f'{name}{ending}.npz' for ending in endings]
     for path in paths:
-        if all(_gather(path.exists())):
-            table = LengthTable.load(path)
+        table = _kept_table(path)
+        if all(_gather(table is not None)):
+            assert table is not None
             _raise_first(table.errors, on_error)
             return table
     table = build_length_table(dataset, processor, num_workers=num_workers, patch_size=patch_size, on_error=on_error)
     if dist.get_local_rank() == 0:
-        table.save(paths[-1])
+        try:
+            table.save(paths[-1])
+        except OSError as error:
+            log.warning(
+                'The lengths of the samples cannot be kept in %s (%s); the next run measures them again. Set '
+                '`loader.lengths_folder` to a folder that can be written.', folder, error.strerror
+            )  # fmt: skip
     return table
+
+
+def _kept_table(path: Path) -> LengthTable | None:
+    """The table in a file; None where there is none, or what is left of one."""
+    try:
+        return LengthTable.load(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except Exception as error:  # whatever numpy and zlib raise on a damaged file
+        log.warning('The table of lengths %s is damaged (%s); the samples are measured again.', path, error)
+        return None
 
 
 def build_length_table(

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset
 
@@ -49,6 +49,7 @@ class LlavaDataset(Dataset):
             ``hf://datasets/owner/name#split``; or several.
         processor: Hugging Face processor; for text alone a tokenizer will do.
         image_dir: Folder that names of images, videos and sounds start from. ``None``: the folder of the file.
+        allow_outside: Whether names may lead out of that folder: ``../``, absolute ones, links.
         video: Arguments of :class:`.VideoSampling`: ``num_frames``, or ``fps``; ``min_frames``, ``max_frames``.
         max_length: Longest sample allowed, in tokens, image tokens included. Nothing is ever truncated.
         on_error: ``'raise'`` or ``'skip'``.
@@ -68,6 +69,7 @@ class LlavaDataset(Dataset):
         processor: Any,
         *,
         image_dir: PathLike | None = None,
+        allow_outside: bool = False,
         video: Mapping[str, Any] | None = None,
         max_length: int | None = None,
         on_error: str = 'raise',
@@ -82,13 +84,14 @@ class LlavaDataset(Dataset):
         self.records: list[Record] = []
         self.folders: list[Path] = []
         self.skipped: list[str] = []
-        folder_listings: dict[Path, set[str]] = {}
+        self._allows_outside = allow_outside
+        listings: dict[Path, _Listing] = {}
         for file in _paths(path):
             folder = image_folder(file) if image_dir is None else Path(image_dir)
             for raw in read_raw_records(file):
                 try:
                     record = parse_record(raw)
-                    self._check_media(record, folder, folder_listings)
+                    self._check_media(record, folder, listings)
                 except BadSampleError as error:
                     if on_error == 'raise':
                         raise
@@ -158,14 +161,22 @@ class LlavaDataset(Dataset):
         first = f'; first: {self.skipped[0]}' if self.skipped else ''
         return f'skipped {len(self.skipped)} of {total} samples{first}'
 
-    def _check_media(self, record: Record, folder: Path, listings: dict[Path, set[str]]) -> None:
+    def _check_media(self, record: Record, folder: Path, listings: dict[Path, _Listing]) -> None:
         self.encoder.check_takes_media(record)
         for medium in record.media:
             for file in (folder / file for file in medium.files if isinstance(file, str)):
-                if file.parent not in listings:  # one listing of a folder instead of one question a file
-                    listings[file.parent] = set(os.listdir(file.parent)) if file.parent.is_dir() else set()
-                if file.name not in listings[file.parent]:
+                for listed in (file.parent, folder):
+                    if listed not in listings:  # one listing of a folder instead of one question a file
+                        listings[listed] = _Listing.of(listed)
+                found = listings[file.parent]
+                if file.name not in found.is_link:
                     raise record.error(f'{medium.kind} file {file} does not exist; is `image_dir` right?')
+                place = Path(os.path.realpath(file)).parent if found.is_link[file.name] else found.place
+                if not self._allows_outside and not place.is_relative_to(listings[folder].place):
+                    raise record.error(
+                        f'{medium.kind} file {file} must lie under {folder}, got: {place}. Set `image_dir` to a folder '
+                        'that holds all files, or `allow_outside=true` for files that you know'
+                    )
 
     def _skip_unreadable(self, patch_size: int | None, **options: Any) -> None:
         if not self.records:
@@ -179,6 +190,20 @@ class LlavaDataset(Dataset):
         self.measured = patch_size, table.select(good)
         if self.skipped:
             log.warning(self.skip_report())
+
+
+class _Listing(NamedTuple):
+    """A folder of media."""
+
+    place: Path
+    """Where it really is."""
+    is_link: dict[str, bool]
+    """What it holds, by name; nothing where there is no such folder."""
+
+    @classmethod
+    def of(cls, folder: Path) -> _Listing:
+        entries = os.scandir(folder) if folder.is_dir() else ()
+        return cls(Path(os.path.realpath(folder)), {entry.name: entry.is_symlink() for entry in entries})
 
 
 def _named(file: str | EmbeddedFile, folder: Path) -> tuple[str, int]:

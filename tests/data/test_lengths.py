@@ -217,3 +217,27 @@ def test_bad_samples_are_named(tmp_path):
 def test_processors_without_images_have_no_image_tokens():
     tokenizer = build_digits_processor().tokenizer
     assert image_token_ids(tokenizer) == ()
+
+
+@pytest.mark.parametrize('content', [b'', b'PK', b'not a table', None])
+def test_a_damaged_table_is_measured_again(tmp_path, caplog, content):
+    dataset = DigitsDataset(num_samples=3)
+    processor = dataset.processor
+    expected = length_table(dataset, processor, folder=tmp_path)
+    (file,) = tmp_path.glob('*.npz')
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2] if content is None else content)
+    found = length_table(dataset, processor, folder=tmp_path)
+    assert found.lengths.tolist() == expected.lengths.tolist()
+    assert f'{file} is damaged' in caplog.text
+    caplog.clear()
+    length_table(dataset, processor, folder=tmp_path)
+    assert not caplog.text
+
+
+def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, caplog):
+    (tmp_path / 'file').write_text('')
+    dataset = DigitsDataset(num_samples=3)
+    table = length_table(dataset, dataset.processor, folder=tmp_path / 'file' / 'lengths')
+    assert table.lengths.tolist() == [dataset[i]['input_ids'].shape[1] for i in range(3)]
+    assert '`loader.lengths_folder`' in caplog.text

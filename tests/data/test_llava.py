@@ -257,3 +257,24 @@ def test_small_processor_of_the_files_own_texts(folder):
     assert sample['pixel_values'].shape == (1, 3, 32, 32)
     assert int((sample['input_ids'] == processor.tokenizer.convert_tokens_to_ids('<image>')).sum()) == 4
     assert len(processor.tokenizer('the painter')['input_ids']) == 2
+
+
+def test_names_lead_out_of_the_image_folder_only_where_that_is_allowed(folder):
+    (folder / 'private').mkdir()
+    Image.new('RGB', (24, 20)).save(folder / 'private' / 'key.png')
+    (folder / 'images' / 'link.png').symlink_to(folder / 'private' / 'key.png')
+    (folder / 'images' / 'links').symlink_to(folder / 'private')
+    (folder / 'images' / 'inside.png').symlink_to('red.png')
+    for name in ('../private/key.png', str(folder / 'private' / 'key.png'), 'link.png', 'links/key.png'):
+        record = one_image('a', image=name)
+        with pytest.raises(BadSampleError, match=r'"a".*must lie under .*images, got: .*private.*`allow_outside=true`'):
+            open_dataset(folder, [record])
+        assert open_dataset(folder, [record], allow_outside=True)[0]['num_images'] == [1]
+    for name in ('sub/../red.png', str(folder / 'images' / 'red.png'), 'inside.png'):
+        assert open_dataset(folder, [one_image('a', image=name)])[0]['num_images'] == [1]
+
+
+def test_an_image_of_too_many_pixels_is_a_bad_sample(folder, monkeypatch):
+    monkeypatch.setattr('composer_tokacc.data.media.MAX_PIXELS', 24 * 20 - 1)
+    with pytest.raises(BadSampleError, match=r'red\.png cannot be read: it has 24 x 20 pixels, more than 479'):
+        open_dataset(folder, [one_image('a')])[0]
