@@ -133,12 +133,15 @@ class ConversationEncoder:
         counts = {f'num_{kind}s': [len(media[kind])] for kind in {'image': None, **self.parts}}
         return {**encoded, 'labels': labels, 'sample_ids': [sample_id], **counts}
 
-    def encode_record(self, record: Record, files: Sequence[PathLike[str] | BinaryIO]) -> dict[str, Any]:
+    def encode_record(
+        self, record: Record, files: Sequence[PathLike[str] | BinaryIO], *, outlines: bool = False
+    ) -> dict[str, Any]:
         """The sample of a record, the same wherever record and files come from.
 
         Args:
             record: The conversation.
             files: One path or open file for each file of ``record.media``.
+            outlines: Of the media only as much as the shapes of the sample need, see :func:`.open_media`.
 
         Returns:
             As for messages and their media.
@@ -150,7 +153,7 @@ class ConversationEncoder:
         """
         self.check_takes_media(record)
         rate = getattr(self.parts.get('audio'), 'sampling_rate', 16000)
-        media = open_media(record, files, video=self.video, sampling_rate=rate)
+        media = open_media(record, files, video=self.video, sampling_rate=rate, outlines=outlines)
         try:
             media = {f'{kind}s': items for kind, items in media.items()}
             return self(record.messages(), **media, sample_id=record.sample_id)

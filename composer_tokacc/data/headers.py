@@ -35,7 +35,7 @@ Mapped = Callable[[Callable[[Any], Any], Sequence[Any], int], Iterable[Any]]
 
 CHUNK = 128
 """Samples whose text goes through the tokenizer together."""
-FEWEST_CHUNKS, FEWEST_SIZES = 16, 128
+FEWEST_CHUNKS, FEWEST_SIZES, FEWEST_FILMS = 16, 128, 32
 """Starting processes takes longer than fewer of these."""
 ODD_SIZES = ((57, 33), (640, 427), (1280, 96), (97, 1280), (1500, 1500))
 """Small, usual, wide, tall and large: where these are all the same, every image is."""
@@ -47,7 +47,7 @@ def rows_from_headers(
     """Rows of a length table, None for a sample that has to be read.
 
     Args:
-        dataset: Has an ``encoder``, and ``outlines(indices)``, as :class:`.LlavaDataset`.
+        dataset: Has an ``encoder``, ``outlines(indices)`` and ``outline_of_films(index)``, as :class:`.LlavaDataset`.
         indices: Of its samples.
         row_of: The row of a sample.
         mapped: Runs a function on each of some items, in several processes if they are more than the given number.
@@ -64,7 +64,19 @@ def rows_from_headers(
         None if one is None else _expanded(one[0], one[1], shares[len(one[1])], probe.num_marks) for one in outlines
     ]
     longest = dataset.encoder.max_length
-    return [row if row and (longest is None or row[0] <= longest) else None for row in rows]
+    rows = [row if row and (longest is None or row[0] <= longest) else None for row in rows]
+    places = [place for place, row in enumerate(rows) if row is None]
+    films = mapped(partial(_with_films, dataset, row_of), [indices[place] for place in places], FEWEST_FILMS)
+    for place, row in zip(places, films, strict=True):
+        rows[place] = row
+    return rows
+
+
+def _with_films(dataset: Any, row_of: Callable[[Mapping[str, Any]], Row], index: int) -> Row | None:
+    with suppress(Exception):  # who reads it is told by name
+        sample = dataset.outline_of_films(index)
+        return None if sample is None else row_of(sample)
+    return None
 
 
 def _outline(dataset: Any, row_of: Callable[[Mapping[str, Any]], Row], chunk: Sequence[int]) -> list[Outline | None]:

@@ -137,6 +137,13 @@ class LlavaDataset(Dataset):
                 outlines[position] = sample, [image_size(file) for file in record.files(self.folders[index])]
         return outlines
 
+    def outline_of_films(self, index: int) -> dict[str, Any] | None:
+        """The sample of the same shapes with one frame of each film decoded; None where there is no film to save."""
+        record = self.records[index]
+        if not record.count('video'):
+            return None
+        return self.encoder.encode_record(record, record.files(self.folders[index]), outlines=True)
+
     def identity(self) -> str:
         """Changes with what a model is trained on: the turns, and the files by name and size, or embedded content.
 

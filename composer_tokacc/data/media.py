@@ -117,7 +117,12 @@ def check_decoder(medium: Medium) -> None:
 
 
 def open_media(
-    record: Record, files: Sequence[File], *, video: VideoSampling | None = None, sampling_rate: int = 16000
+    record: Record,
+    files: Sequence[File],
+    *,
+    video: VideoSampling | None = None,
+    sampling_rate: int = 16000,
+    outlines: bool = False,
 ) -> dict[str, list[Any]]:
     """Decodes the files of a record.
 
@@ -126,6 +131,7 @@ def open_media(
         files: One path or open file for each file of ``record.media``.
         video: Which frames of its videos.
         sampling_rate: Of its sounds, in samples a second; others are resampled.
+        outlines: Decode no more than sizes and times need: images are black, all frames of a film are its first.
 
     Returns:
         By kind of medium: ``'image'``, in RGB, turned as a camera's EXIF entry says, 16 bits a channel scaled to 8;
@@ -144,9 +150,9 @@ def open_media(
             if medium.kind == 'audio':
                 content = _read_sound(opened[0], sampling_rate)
             elif medium.kind == 'image':
-                content = _read_image(opened[0])
+                content = Image.new('RGB', image_size(opened[0])) if outlines else _read_image(opened[0])
             else:
-                content = _read_video(opened, video or VideoSampling())
+                content = _read_video(opened, video or VideoSampling(), outlines)
         except Exception as error:  # PIL raises OSError, SyntaxError, ValueError, struct.error, ... on broken files
             named = zip(opened, medium.names, strict=True)
             names = ', '.join(str(file if isinstance(file, PathLike) else name) for file, name in named)
@@ -170,7 +176,7 @@ def _read_image(file: File) -> Image.Image:
         return _to_rgb(ImageOps.exif_transpose(image))
 
 
-def _read_video(files: Sequence[File], sampling: VideoSampling) -> Video:
+def _read_video(files: Sequence[File], sampling: VideoSampling, outlines: bool) -> Video:
     """The chosen frames of a film, or of pictures that are its frames, one each time that a frame would be taken."""
     if len(files) > 1:
         step = 1 / (sampling.fps or DEFAULT_FPS)
@@ -187,7 +193,10 @@ def _read_video(files: Sequence[File], sampling: VideoSampling) -> Video:
         step = span / (len(stamps) - 1) if span else 1 / float(stream.average_rate or 1)
     times = [(stamp - stamps[0]) * unit for stamp in stamps]
     chosen = sampling.choose(times, times[-1] + step)
-    frames = _read_frames(files[0], sorted({stamps[i] for i in chosen}), keys)
+    wanted = sorted({stamps[i] for i in chosen})
+    frames = _read_frames(files[0], wanted[:1] if outlines else wanted, keys)
+    if outlines:
+        frames = dict.fromkeys(wanted, frames[wanted[0]])
     nominal = [round(times[i] / step) for i in chosen]
     return _video([frames[stamps[i]] for i in chosen], nominal, len(stamps), step)
 

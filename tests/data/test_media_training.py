@@ -25,9 +25,11 @@ from composer_tokacc.data import (
     VisionLanguageCollator,
     image_token_ids,
     length_table,
+    lengths,
     to_mds,
 )
 from composer_tokacc.data.files import read_raw_records
+from composer_tokacc.data.lengths import build_length_table
 from composer_tokacc.layout import BatchLayout
 from tests.data.chat_processors import small
 from tests.support.clips import sine, write_media_folder, write_sound, write_video
@@ -110,6 +112,18 @@ def test_a_sample_says_what_it_holds(tmp_path, name):
         spoken = [turn.text.split() for turn in dataset.records[index].turns if turn.role == 'assistant']
         end = case.processor.tokenizer.eos_token
         assert case.processor.tokenizer.decode(learnt).split() == [word for words in spoken for word in [*words, end]]
+
+
+@pytest.mark.parametrize('name', ['qwen2_vl', 'qwen2_5_vl', 'qwen3_vl', 'llava_onevision', 'internvl'])
+def test_lengths_of_films_are_found_without_reading_them(tmp_path, name, monkeypatch):
+    case, dataset = load(name, tmp_path)
+    expected = build_length_table([dataset[index] for index in range(len(dataset))], case.processor)
+    monkeypatch.setattr(lengths, 'FEWEST_FOR_HEADERS', 0)
+    monkeypatch.setattr(lengths, 'NUM_CHECKED', 0)
+    monkeypatch.delattr(LlavaDataset, '__getitem__')
+    table = build_length_table(dataset, case.processor)
+    for column in lengths.COLUMNS:
+        assert getattr(table, column).tolist() == getattr(expected, column).tolist()
 
 
 def test_frames_of_other_number_in_one_batch_are_refused(tmp_path):
