@@ -46,9 +46,9 @@ def test_every_record_comes_back_with_the_bytes_of_its_files(tmp_path):
             turn['value'] for turn in record['conversations']
         ]
         files = [(tmp_path / 'in' / 'images' / name).read_bytes() for name in names]
-        assert row['record']['image'] == names
-        assert row['record']['image_bytes'] == [len(file) for file in files]
-        assert row['images'] == b''.join(files)
+        assert row['record']['media'] == [['image', [name]] for name in names]
+        assert row['record']['bytes'] == [len(file) for file in files]
+        assert row['media'] == b''.join(files)
         num_images.add(len(files))
     assert num_images == {0, 1, 2}
 
@@ -76,7 +76,7 @@ def broken(tmp_path):
 
 
 REASONS = {
-    's0': r'image file .*0_0\.png cannot be read: No such file',
+    's0': r'file .*0_0\.png cannot be read: No such file',
     's3': r'image file .*3_0\.png cannot be read',
     's5': 'got: 1 images and 0 placeholders',
     's7': '`conversations`',
