@@ -57,7 +57,7 @@ def test_a_bug_on_another_rank_shows_its_own_traceback_and_no_other(tmp_path):
 
 
 def test_a_rank_that_stands_still_is_named(tmp_path):
-    status, lines = screen(tmp_path, 'StopRank', 'trainer.dist_timeout=20', rank=1)
+    status, lines = screen(tmp_path, 'StopRank', 'trainer.dist_timeout=40', rank=1)
     assert status == 2
     (line,) = [line for line in lines if line.startswith('error: ')]
-    assert 'no sign of life from rank 1 for 18 s' in line
+    assert 'no sign of life from rank 1 for 36 s' in line
