@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -29,8 +28,6 @@ __all__ = [
     'lock_folder',
     'remember_unused_parameters',
 ]
-
-log = logging.getLogger(__name__)
 
 _LATEST = 'latest-rank{rank}.pt'
 """Composer's default for ``save_latest_filename``."""

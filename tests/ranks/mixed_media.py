@@ -24,6 +24,7 @@ from composer.utils import dist, get_device
 from composer_tokacc import TokenAccumulation, token_data_spec
 from tests.matrix.collator import join
 from tests.ranks.fsdp_matrix import sharded
+from tests.support.families import freeze_unreached
 from tests.support.family_media import MEDIA, MediaCase
 from tests.support.fsdp import repair_average
 from tests.support.training import loader, logged, reference_gradients, relative_error, train
@@ -76,15 +77,6 @@ def rows_of(case: MediaCase, kinds: str) -> list[dict[str, Any]]:
         kind = '&'.join(unit for unit in UNITS if truth.get(unit)) or 'none'
         pools.setdefault(kind, []).append(row)
     return [pools[kind][place % len(pools[kind])] for place, kind in enumerate(kinds.split('+'))]
-
-
-def freeze_unreached(case: MediaCase) -> None:
-    """DDP waits for every parameter that wants a gradient; towers have some that no loss reaches (a last norm)."""
-    for row in case.rows:
-        case.loss(row).backward()
-    for parameter in case.model.parameters():
-        parameter.requires_grad_(parameter.grad is not None)
-        parameter.grad = None
 
 
 def main() -> None:

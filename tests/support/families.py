@@ -22,9 +22,10 @@ from PIL import Image
 from transformers import PreTrainedModel
 
 from tests.support import family_models, family_processors
+from tests.support.family_media import MediaCase
 from tests.support.sample_encoder import WORDS, Sample, SampleEncoder
 
-__all__ = ['FAMILIES', 'IMAGE_FAMILIES', 'FamilyCase', 'ragged_samples']
+__all__ = ['FAMILIES', 'IMAGE_FAMILIES', 'FamilyCase', 'freeze_unreached', 'ragged_samples']
 
 # (sizes of the images, words before and between the images, words of the answer). Unequal in everything; row 5 has two
 # images without a word between them.
@@ -113,11 +114,11 @@ def _build(name: str) -> FamilyCase:
         encode=encode,
         samples=samples,
     )
-    _freeze_unreached(case)
+    freeze_unreached(case)
     return case
 
 
-def _freeze_unreached(case: FamilyCase) -> None:
+def freeze_unreached(case: FamilyCase | MediaCase) -> None:
     """DDP waits for every parameter that wants a gradient; towers have some that no loss reaches (a last norm)."""
     for row in case.rows:
         case.loss(row).backward()
