@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from composer_tokacc.algorithm import TokenAccumulation
     from composer_tokacc.counting import TokenCounts, count_tokens
     from composer_tokacc.data_spec import token_data_spec
+    from composer_tokacc.invariance import verify_invariance
     from composer_tokacc.layout import BatchLayout
     from composer_tokacc.monitor import TokenMonitor
     from composer_tokacc.planning import MicrobatchPlan, plan_microbatches
@@ -34,6 +35,7 @@ __all__ = [
     'plan_microbatches',
     'suggest_microbatching',
     'token_data_spec',
+    'verify_invariance',
 ]
 
 # Loaded on first use: who takes the planner alone waits neither for torch nor for Composer.
@@ -51,6 +53,7 @@ _ROOMS = {
     'plan_microbatches': 'planning',
     'suggest_microbatching': 'sizing',
     'token_data_spec': 'data_spec',
+    'verify_invariance': 'invariance',
 }
 
 

@@ -17,6 +17,8 @@ __all__ = [
     'CARRIED',
     'IGNORE_INDEX',
     'LOSS_RULES',
+    'LOSS_WEIGHTS',
+    'TOKEN_WEIGHTS',
     'Batch',
     'TokenCounts',
     'carried',
@@ -26,11 +28,14 @@ __all__ = [
     'is_counted',
     'labels_of',
     'loss_mask',
+    'loss_weight',
     'mask_document_starts',
     'num_loss_tokens',
     'num_rows',
     'num_samples',
     'real_tokens',
+    'sample_name',
+    'token_weights_of',
     'with_carried',
     'with_one_label',
     'without_carried',
@@ -48,6 +53,8 @@ Key after prefix    Values        Meaning                                       
 =================== ============= ================================================= ===================================
 ``loss_tokens``     int           loss-generating tokens, by ``rule``               :func:`carry`
 ``real_tokens``     int           attended positions                                :func:`carry`
+``weights``         float         sum of the tokens' weights, where they are not    :func:`carry`
+                                  all 1
 ``rule``            str           by which ``loss_tokens`` were counted             :func:`carry`
 ``samples``         int           samples of the dataset: 1, 0 for a row that was   loaders (rows that fill up a rank),
                                   added, several for a packed row                   the split (added and packed rows)
@@ -58,6 +65,13 @@ Key after prefix    Values        Meaning                                       
 Composer's own split cuts lists with the rows, its own sample counter takes nothing but tensors and lists, and moving a
 batch to a device leaves them alone, so reading them costs no device sync; ``HuggingFaceModel.forward`` drops them.
 """
+
+LOSS_WEIGHTS = 'loss_weights'
+"""Key of the tokens' weights: what a collator gives, a float per row or per position; from BATCH_START on, where tokens
+do not all weigh the same, float32 of the labels' shape, 0 where no loss is generated."""
+
+TOKEN_WEIGHTS: dict[str, float | None] = {'token': 0.0, 'sqrt': 0.5, 'sample': 1.0, 'column': None}
+"""How tokens may be weighed: by the loss tokens of their sample to the power -p, or as the batch says."""
 
 IGNORE_INDEX = -100
 
@@ -228,28 +242,116 @@ def is_counted(batch: Any, loss_tokens: str | None = None) -> bool:
     return rules is not None and (loss_tokens is None or set(rules) <= {loss_tokens})
 
 
-def carry(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> Mapping[str, Any]:
+def carry(batch: Mapping[str, Any], loss_tokens: str = 'causal', token_weights: str = 'token') -> Mapping[str, Any]:
     """The batch with the counts of its rows (see :data:`CARRIED`), and packed rows masked as they are counted.
 
     Args:
         batch: A batch with ``labels``, on the CPU where counting shall sync nothing.
         loss_tokens: The rule, see :func:`loss_mask`.
+        token_weights: What the tokens weigh, see :data:`TOKEN_WEIGHTS`.
     """
     if isinstance(batch, ReadyBatch):
-        return batch.map(lambda microbatch: carry(microbatch, loss_tokens))
-    if is_counted(batch, loss_tokens):
+        return batch.map(lambda microbatch: carry(microbatch, loss_tokens, token_weights))
+    is_plain = token_weights == 'token'
+    if is_counted(batch, loss_tokens) and (is_plain or 'weights' in carried(batch)):
         return dict(batch)
     samples = carried(batch).get('samples', [1] * num_rows(batch))
     batch = _without_added_labels(batch, samples)
     batch = batch if loss_tokens == 'unshifted' else mask_document_starts(batch)
     counts = count_tokens(batch, loss_tokens)
-    return with_carried(
-        batch,
-        loss_tokens=counts.loss_generating,
-        real_tokens=counts.real,
-        samples=samples,
-        rule=[loss_tokens] * len(samples),
-    )
+    facts: dict[str, Sequence[Any]] = {
+        'loss_tokens': counts.loss_generating,
+        'real_tokens': counts.real,
+        'samples': samples,
+        'rule': [loss_tokens] * len(samples),
+    }
+    if not is_plain:
+        weights, _ = token_weights_of(batch, token_weights, loss_tokens)
+        batch = {**batch, LOSS_WEIGHTS: weights}
+        facts['weights'] = weights.sum(dim=1, dtype=torch.float64).tolist()
+    return with_carried(batch, **facts)
+
+
+def token_weights_of(
+    batch: Mapping[str, Any], token_weights: str, loss_tokens: str = 'causal'
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the tokens of a batch weigh.
+
+    Args:
+        batch: A batch with ``labels``; with ``loss_weights`` for ``'column'``.
+        token_weights: ``'token'``, ``'sqrt'`` or ``'sample'``: the loss-generating tokens of its sample to the power 0,
+            -1/2 or -1, where a document of a packed row is a sample; or ``'column'``.
+        loss_tokens: The rule, see :func:`loss_mask`.
+
+    Returns:
+        Weights, float32 ``(rows, width)``, 0 where no loss is generated; and where it is, bool ``(rows, width)``.
+
+    Raises:
+        ValueError: If a weight is missing, negative or not finite, or the weights are of another shape; with the
+            sample.
+    """
+    counted = loss_mask(batch, loss_tokens)
+    starts = document_starts(batch)
+    if starts is not None and loss_tokens != 'unshifted':
+        counted &= ~starts
+    power = TOKEN_WEIGHTS[token_weights]
+    if power is None:
+        return _given_weights(batch, counted).masked_fill(~counted, 0), counted
+    documents = _documents(batch)
+    counts = torch.bincount(documents[counted], minlength=documents.numel()).clamp(min=1)
+    return counts.double().pow(-power)[documents].masked_fill(~counted, 0).float(), counted
+
+
+def _documents(batch: Mapping[str, Any]) -> torch.Tensor:
+    """``(rows, width)`` int, another number for each document of each row."""
+    labels, positions, sequences = labels_of(batch), batch.get('position_ids'), batch.get('sequence_id')
+    begins = torch.zeros_like(labels, dtype=torch.bool)
+    if isinstance(positions, torch.Tensor) and positions.shape == labels.shape:
+        begins |= positions == 0  # of padding as well: a document without labels weighs nothing
+    if isinstance(sequences, torch.Tensor) and sequences.shape == labels.shape:  # llm-foundry's packed rows
+        begins[:, 1:] |= sequences[:, 1:] != sequences[:, :-1]
+    begins[:, :1] = True
+    return begins.flatten().cumsum(dim=0).view_as(labels) - 1
+
+
+def _given_weights(batch: Mapping[str, Any], counted: torch.Tensor) -> torch.Tensor:
+    """The weights of the batch itself, float32 ``(rows, width)``."""
+    given: Any = batch.get(LOSS_WEIGHTS)
+    if given is None:
+        raise ValueError(
+            f"`token_weights='column'` needs `{LOSS_WEIGHTS}` in every batch, a float per row or per position of the "
+            f'labels, got: {sorted(map(str, batch))}, beginning with sample {sample_name(batch, 0)}. Give the data '
+            'such a column, or take other weights.'
+        )
+    if isinstance(given, (list, tuple)):
+        absent = [row for row, value in enumerate(given) if not isinstance(value, (int, float))]
+        if absent:
+            raise ValueError(
+                f'`{LOSS_WEIGHTS}` must be a number for every sample, got: {given[absent[0]]!r} for sample '
+                f'{sample_name(batch, absent[0])}.'
+            )
+        given = torch.tensor(given)
+    rows, width = counted.shape
+    if tuple(given.shape) not in ((rows,), (rows, 1), (rows, width)):
+        raise ValueError(
+            f'`{LOSS_WEIGHTS}` must be of shape ({rows},) or {rows, width}, as the labels, got: {tuple(given.shape)}, '
+            f'beginning with sample {sample_name(batch, 0)}.'
+        )
+    weights = given.float().view(rows, -1).expand(rows, width)
+    bad = counted & ~(weights.isfinite() & (weights >= 0))
+    if bool(bad.any()):
+        row = int(bad.any(dim=1).int().argmax())
+        raise ValueError(
+            f'`{LOSS_WEIGHTS}` must be finite and not negative, got: {weights[row][bad[row]][0].item()} for sample '
+            f'{sample_name(batch, row)} (nan: it has none). Mend it, or leave the sample out.'
+        )
+    return weights
+
+
+def sample_name(batch: Mapping[str, Any], row: int) -> str:
+    """What a message calls a row: its sample's id, else its number."""
+    ids = batch.get('sample_ids')
+    return repr(ids[row]) if isinstance(ids, (list, tuple)) and len(ids) > row else f'number {row} of the batch'
 
 
 def _without_added_labels(batch: Mapping[str, Any], samples: Sequence[int]) -> Mapping[str, Any]:
@@ -288,6 +390,12 @@ def num_samples(batch: Mapping[str, Any]) -> int:
     """Samples of the dataset in the batch: its rows, but for added ones, and several in a packed row."""
     facts = carried(batch)
     return sum(facts['samples']) if 'samples' in facts else num_rows(batch)
+
+
+def loss_weight(batch: Mapping[str, Any]) -> float:
+    """Sum of the weights of the batch's loss-generating tokens: their number, where all weigh the same."""
+    facts = carried(batch)
+    return sum(facts.get('weights', facts['loss_tokens']))
 
 
 def num_loss_tokens(batch: Mapping[str, Any]) -> int:

@@ -22,8 +22,16 @@ import torch
 from composer.utils import dist
 from torch.distributed.tensor import DTensor
 
-from composer_tokacc.algorithm.probe import Answer, Probe, find_loss_rule, token_losses, tolerance
-from composer_tokacc.counting import IGNORE_INDEX, Batch, labels_of, loss_mask, num_rows, without_carried
+from composer_tokacc.algorithm.probe import Answer, Probe, confirm_in_training, find_loss_rule, token_losses, tolerance
+from composer_tokacc.counting import (
+    IGNORE_INDEX,
+    LOSS_WEIGHTS,
+    Batch,
+    labels_of,
+    loss_mask,
+    num_rows,
+    without_carried,
+)
 from composer_tokacc.layout import BatchLayout, ReadyBatch
 
 __all__ = ['KINDS', 'CutRules', 'FirstBatchCheck', 'Split', 'check_sharding', 'kinds_of', 'register_split', 'split_of']
@@ -40,7 +48,8 @@ microbatch of k rows leaves room for 2 k; at least four are needed to show the w
 
 
 ROUTER_REMEDY = (
-    'Set `output_router_logits=False` in its config, or return a dict of terms from `loss` and declare it: '
+    'Name what it is multiplied by in `router_aux_loss_coef` of its config, or set `output_router_logits=False` there, '
+    'or return a dict of terms from `loss` and declare it: '
     "`loss_units={'lm': 'tokens', 'router': 'microbatches'}` with `token_data_spec(..., regroup=False)`."
 )
 
@@ -70,11 +79,12 @@ class Split(Protocol):
     given_layout: BatchLayout | None
     rules: CutRules
     checked: bool
+    packing: bool
     microbatch_transforms: Callable[[Any], Any] | None
 
     @property
-    def packing(self) -> bool:
-        """Whether a microbatch's rows become one packed row."""
+    def must_pack(self) -> bool:
+        """Whether rows are packed or the run stops."""
         ...
 
     @property
@@ -84,6 +94,18 @@ class Split(Protocol):
 
     def assemble(self, layout: BatchLayout, batch: Batch, rows: Sequence[int], rules: CutRules) -> dict[str, Any]:
         """The microbatch of the given rows, under the given rules."""
+        ...
+
+    def choose_packing(self, layout: BatchLayout, batch: Batch, microbatch_size: float) -> None:
+        """Says whether rows are packed, where that is to be chosen."""
+        ...
+
+    def attend_by_document(self, model: torch.nn.Module, *, by_positions: bool = False) -> None:
+        """Has the model's attention take packed rows."""
+        ...
+
+    def attend_as_before(self) -> None:
+        """Gives the model its own attention back."""
         ...
 
 
@@ -148,6 +170,7 @@ class FirstBatchCheck:
         loss_tokens: ``'auto'``, or the rule that must be confirmed.
         check_loss: Whether to hold the rule, and the formula, to the model's own loss.
         microbatch_size: Rows of a microbatch, by which the memory of the check is kept.
+        is_weighted: Whether tokens may weigh unlike: then the rows are asked with weights, another for every token.
     """
 
     def __init__(
@@ -159,8 +182,11 @@ class FirstBatchCheck:
         loss_tokens: str,
         check_loss: bool,
         microbatch_size: float,
+        is_weighted: bool = False,
     ) -> None:
+        self._is_weighted = is_weighted
         self._max_rows = min(max(int(2 * microbatch_size), 4), MAX_ROWS)
+        self._microbatch_size = microbatch_size
         self._probe = probe
         self.layout = layout
         self._to_device = to_device
@@ -190,14 +216,19 @@ class FirstBatchCheck:
         """
         if split is not None and not split.checked:
             split.rules = CutRules()
+            if self.layout is not None:
+                split.choose_packing(self.layout, batch, self._microbatch_size)
         present = [any(of_kind) for of_kind in zip(*of_ranks, strict=True)]
         # The first check looks at the rows of a batch without any kind as well.
         while self.is_new(present) or not self.was_run:
             new = [bool(kind and not seen) for kind, seen in zip(present, self._proven, strict=True)]
             wanted = [int(kind and is_new) for kind, is_new in zip(kinds, new, strict=True)]
+            packed = split is not None and split.packing
             rules, shown = self.run(batch, split, wanted)
             if split is not None:
                 split.rules, split.checked = rules, True
+                if split.packing != packed:  # what was proven of packed rows says nothing of padded ones
+                    self._proven = [False] * len(KINDS)
             self._proven = [bool(old or kind) for old, kind in zip(self._proven, shown, strict=True)]
             if not any(kind and is_new for kind, is_new in zip(shown, new, strict=True)):
                 # A kind that no chosen row shows, such as media that the layout cannot tell apart.
@@ -232,8 +263,13 @@ class FirstBatchCheck:
             return CutRules(), kinds_of(None, batch)
         if self.rule is None:
             telling = self.layout.select(rows, [_telling_row(rows, self.layout.media_per_row(rows))])
-            self.rule = find_loss_rule(self._probe, self._on_device(telling), loss_tokens=self._loss_tokens)
+            telling = self._on_device(telling)
+            self.rule = find_loss_rule(self._probe, telling, loss_tokens=self._loss_tokens)
+            confirm_in_training(self._probe, telling, self.rule)
         rows = _with_unequal_row(self.layout, rows, self.rule)
+        if self._is_weighted:
+            rows[LOSS_WEIGHTS] = _unlike_weights(rows)
+            self._probe.weighing_rule = self.rule
         with self._probe.varied():
             probed = _Rows(self._probe, self.layout, self._on_device, self.rule, rows, self._check_loss)
             found = probed.cut_rules(split)
@@ -319,6 +355,15 @@ def _with_labels(layout: BatchLayout, batch: dict[str, Any]) -> dict[str, Any]:
     return {**batch, 'labels': labels}
 
 
+def _documents_of(packed: Batch) -> torch.Tensor:
+    """Which document each position of a packed row belongs to, ``(1, width)``."""
+    mask = packed.get('attention_mask')
+    if mask is not None:
+        return mask.int().argmax(dim=0)[None]
+    positions = packed['position_ids']  # of text come first
+    return (positions.flatten(0, -2)[:1] == 0).cumsum(dim=1) - 1
+
+
 def _with_unequal_row(layout: BatchLayout, rows: dict[str, Any], rule: str) -> dict[str, Any]:
     """Rows of equally many labels get one of fewer or more beside them.
 
@@ -338,6 +383,13 @@ def _with_unequal_row(layout: BatchLayout, rows: dict[str, Any], rule: str) -> d
         places = layout.real_positions(copied)[-1].nonzero().flatten().tolist()[1:]
         labels[-1, places] = int(labels[-1, counted[0]])
     return copied
+
+
+def _unlike_weights(rows: Batch) -> torch.Tensor:
+    """Weights by which every token, and every row, can be told from the others; float32 ``(rows, width)``."""
+    generator = torch.Generator().manual_seed(0)
+    shape = labels_of(rows).shape
+    return (0.5 + torch.rand(shape, generator=generator)) * (1 + torch.rand(shape[0], 1, generator=generator))
 
 
 def _telling_row(rows: Batch, media: Sequence[int]) -> int:
@@ -375,16 +427,32 @@ class _Rows:
         together = probe.ask(moved)
         self._together = together
         self._noise = probe.noise(moved, rule, together)
+        self._weights: torch.Tensor | None = rows[LOSS_WEIGHTS] if together.weighted is not None else None
+        self._weight_of_rows = counted
+        if self._weights is not None and together.weighted is not None:
+            self._weight_of_rows = (self._weights * loss_mask(rows, rule)).sum(dim=1).tolist()
+            if abs(together.own - together.weighted) > tolerance(abs(together.own), self._noise):
+                raise RuntimeError(
+                    f"The model's own loss must be the weighted mean of its tokens' losses, got: {together.own:.6f} "
+                    f'where they give {together.weighted:.6f}. It adds a term, or divides by something else than its '
+                    'loss-generating tokens. Leave the term out, name terms in `loss_units`, or set '
+                    "`token_weights='token'`."
+                )
         self._expected = self._row_losses(moved, together, range(self._count))
 
     def cut_rules(self, split: Split | None) -> CutRules:
         """The first rules, cheapest first, under which every row keeps its losses."""
         self._refuse_router_loss()
         if split is not None and split.packing:
-            # A leak runs from one document into the next, so every document must have been behind the others.
-            for order in (range(self._count), range(self._count - 1, -1, -1)):
-                self._check_packed(split, list(order))
-            return split.rules
+            try:
+                self._prove_packed(split)
+                return split.rules
+            except RuntimeError as error:
+                split.attend_as_before()
+                if split.must_pack:
+                    raise
+                log.info('Rows are padded: %s', error)
+                split.packing = False
         failure = None
         for rules in self._candidates(split):
             failure = self._failure(lambda row, rules=rules: self._cut(split, [row], rules))
@@ -405,7 +473,9 @@ class _Rows:
         """Whether the model's own loss of all rows is the mean of their tokens' cross-entropies."""
         if self._together.logits is None or not sum(self._counted):
             return False
-        mean = torch.cat(self._expected).mean().item()
+        losses = torch.cat(self._expected)
+        weights = torch.ones_like(losses) if self._weights is None else self._weights[loss_mask(self._rows, self._rule)]
+        mean = float((losses * weights).sum() / weights.sum())
         return abs(self._together.own - mean) <= tolerance(abs(mean), self._noise)
 
     def _refuse_router_loss(self) -> None:
@@ -496,7 +566,7 @@ class _Rows:
         """The formula itself: the loss of all rows is the mean of the rows' losses, weighted by their tokens."""
         if not self._check_loss or sum(self._counted) == 0:
             return
-        self._compare_mean(self._together.own, self._owns, self._counted)
+        self._compare_mean(self._together.own, self._owns, self._weight_of_rows)
         by_sample, of_rows = self._together.by_sample, [term for term in self._by_sample if term is not None]
         mean = sum(of_rows) / self._count
         # A term that is absent for one row alone says nothing of the others.
@@ -519,12 +589,12 @@ class _Rows:
         groups = [group for group in groups if group]
         cuts = [self._cut(split, group, rules) for group in groups]
         losses = [self._probe.training_loss(self._on_device(cut), twice=False) for cut in cuts]
-        counts = [sum(self._counted[row] for row in group) for group in groups]
+        counts = [sum(self._weight_of_rows[row] for row in group) for group in groups]
         self._compare_mean(together, [loss or 0.0 for loss in losses], counts, how=' in training mode')
 
-    def _compare_mean(self, own: float, owns: Sequence[float], counts: Sequence[int], how: str = '') -> None:
+    def _compare_mean(self, own: float, owns: Sequence[float], counts: Sequence[float], how: str = '') -> None:
         weighted = [loss * n for loss, n in zip(owns, counts, strict=True) if n]
-        mean = sum(weighted) / sum(self._counted)
+        mean = sum(weighted) / sum(counts)
         if abs(mean - own) <= tolerance(abs(own), self._noise):
             return
         hint = (
@@ -538,16 +608,33 @@ class _Rows:
             f'rows together{how}, and {mean:.6f} as the mean of the rows one by one. {hint}'
         )
 
-    def _check_packed(self, split: Split, order: list[int]) -> None:
+    def _prove_packed(self, split: Split) -> None:
+        # A leak runs from one document into the next, so every document must have been behind the others.
+        orders = [list(range(self._count)), list(range(self._count - 1, -1, -1))]
+        try:
+            for order in orders:
+                self._check_packed(split, order)
+        except RuntimeError as refusal:
+            if split.checked or not split.must_pack:
+                raise
+            try:
+                for order in orders:
+                    self._check_packed(split, order, by_positions=True)
+            except RuntimeError:
+                raise refusal from None
+            log.warning('Every packed row gets a mask as wide as all its documents. %s', refusal)
+
+    def _check_packed(self, split: Split, order: list[int], *, by_positions: bool = False) -> None:
         if self._layout.family.coupling:
             raise RuntimeError(
                 f'Rows must be independent to be packed, got: {self._layout.family.coupling}. Set `packing=False`, '
                 'which is exact.'
             )
         try:
+            split.attend_by_document(self._probe.model, by_positions=by_positions)
             packed = self._on_device(split.assemble(self._layout, self._rows, order, split.rules))
             answer = self._probe.ask(packed)
-        except (RuntimeError, ValueError, IndexError, TypeError, KeyError) as error:
+        except (RuntimeError, ValueError, IndexError, TypeError, KeyError, AttributeError) as error:
             raise RuntimeError(f'The model must take packed rows, got: {error}. Set `packing=False`.') from error
         if answer.logits is not None:
             found = token_losses(answer.logits, packed, self._rule)
@@ -556,6 +643,8 @@ class _Rows:
             )
         else:
             failure = self._packed_one_by_one(packed, order)
+        if failure is None and answer.logits is not None:
+            failure = self._neighbours_seen(packed, answer.logits)
         total = sum(self._counted)
         if failure is None and self._check_loss and total:
             own = self._together.own
@@ -567,10 +656,29 @@ class _Rows:
                 'one document to the next. Set `packing=False`, which is exact.'
             )
 
+    def _neighbours_seen(self, packed: Batch, logits: torch.Tensor) -> str | None:
+        """How a document's logits change with the words of the first document, or of the last; None: they do not.
+
+        What runs on from one document to the next (a convolution, a state) may hardly move the losses behind it.
+        """
+        documents = _documents_of(packed)
+        for changed in (0, int(documents.max())):
+            with self._probe.other_words((documents == changed).to(logits.device)):
+                moved = self._probe.ask(packed).logits
+            assert moved is not None
+            others = (documents != changed).to(logits.device)
+            difference = (moved[others].float() - logits[others].float()).abs()
+            if not difference.numel():
+                continue
+            worst = difference.amax().nan_to_num(nan=torch.inf).item()
+            if worst > tolerance(logits[others].abs().max().item(), self._noise):
+                return f'logits that change by {worst:.1e} with the words of another document'
+        return None
+
     def _packed_one_by_one(self, packed: Batch, order: list[int]) -> str | None:
         """Without logits: the loss of each document of the packed row, its labels alone."""
         labels = labels_of(packed)
-        documents = (packed['position_ids'] == 0).cumsum(dim=1) - 1
+        documents = _documents_of(packed).to(labels.device)
         for place, row in enumerate(order):
             only = labels.masked_fill(documents != place, IGNORE_INDEX)
             found = torch.tensor([self._probe.ask({**packed, 'labels': only}).own])

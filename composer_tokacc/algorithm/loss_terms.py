@@ -5,14 +5,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-__all__ = ['LOSS_UNITS', 'LossTerms', 'attached_zero']
+__all__ = ['LOSS_UNITS', 'LossTerms', 'attached_zero', 'router_coefficient', 'router_loss_of']
 
 LOSS_UNITS = ('tokens', 'samples', 'coupled_samples', 'microbatches')
+SPLIT_UNITS = {'tokens': 'tokens', 'router': 'microbatches'}
+"""Terms of the loss of a mixture of experts, which Hugging Face's models return as one number."""
+COEFFICIENTS = ('router_aux_loss_coef', 'aux_loss_coef')
 
 
 class LossTerms:
@@ -28,7 +32,9 @@ class LossTerms:
                 raise ValueError(f'`loss_units[{name!r}]` must be one of {LOSS_UNITS}, got: {unit!r}.')
             if name == 'total':
                 raise ValueError("`loss_units` must name terms, got: 'total', which Composer reserves for their sum.")
-        self.loss_units = dict(loss_units) if loss_units else None
+        self.given_units = self.loss_units = dict(loss_units) if loss_units else None
+        self.router_coefficient: float | None = None
+        """What the load-balancing loss of a router is multiplied by before it is added; None: there is none."""
 
     @property
     def needs_microbatches(self) -> bool:
@@ -36,9 +42,49 @@ class LossTerms:
         return 'microbatches' in (self.loss_units or {}).values()
 
     @property
+    def is_split(self) -> bool:
+        """Whether losses of one number are taken apart: see :meth:`split`."""
+        return self.given_units is None and self.loss_units is not None
+
+    def split(self, loss: Any, outputs: Any) -> Any:
+        """The loss of a mixture of experts by its terms: the mean over tokens, and the balance of its router.
+
+        The balance is a statistic of the microbatch, and no mean over tokens: every microbatch's own weighs the same.
+        """
+        router = router_loss_of(outputs)
+        if self.router_coefficient is None or router is None or not isinstance(loss, torch.Tensor):
+            return loss
+        self.loss_units = SPLIT_UNITS
+        router = self.router_coefficient * router.to(loss.device)
+        return {'tokens': loss - router, 'router': router}
+
+    def check_coefficient(self, loss: Any, outputs: Any) -> None:
+        """Raises RuntimeError unless the model has added its load-balancing loss times the coefficient to its loss.
+
+        However small: below every tolerance the rest would still be no mean over tokens.
+        """
+        router = router_loss_of(outputs)
+        if self.router_coefficient is None or router is None or not isinstance(loss, torch.Tensor):
+            return
+        if not router.requires_grad or router.grad_fn is loss.grad_fn:  # nothing to train, or a compiled forward
+            return
+        (found,) = torch.autograd.grad(loss, router, retain_graph=True, allow_unused=True)
+        added = 0.0 if found is None else float(found)
+        if not math.isclose(added, self.router_coefficient, rel_tol=1e-5):
+            raise RuntimeError(
+                f'The model must add its load-balancing loss times {self.router_coefficient:g}, as its config says, '
+                f'got: times {added:g}. Set `router_aux_loss_coef` of model and config to the same, or '
+                '`output_router_logits=False`.'
+            )
+
+    def joined(self, loss: Any) -> Any:
+        """The inverse of :meth:`split`."""
+        return _sum(loss.values()) if self.is_split and isinstance(loss, Mapping) else loss
+
+    @property
     def coupled(self) -> list[str]:
-        """Terms whose value depends on which rows share a microbatch."""
-        return [name for name, unit in (self.loss_units or {}).items() if unit in ('coupled_samples', 'microbatches')]
+        """Terms that are declared to depend on which rows share a microbatch."""
+        return [name for name, unit in (self.given_units or {}).items() if unit in ('coupled_samples', 'microbatches')]
 
     def unit(self, name: str) -> str:
         """The unit of a dict term."""
@@ -123,11 +169,29 @@ class LossTerms:
         return {**named, 'total': total}
 
     def _check_no_units(self, loss: Any) -> None:
-        if self.loss_units is not None:
+        if self.given_units is not None:
             raise RuntimeError(
                 f'`loss_units` must go with a dict loss, got: a loss of type {type(loss).__name__}. Return a dict with '
-                f'the terms {sorted(self.loss_units)} from the model, or drop `loss_units`.'
+                f'the terms {sorted(self.given_units)} from the model, or drop `loss_units`.'
             )
+
+
+def router_loss_of(outputs: Any) -> torch.Tensor | None:
+    """The load-balancing loss of a mixture of experts in a model's outputs."""
+    found = outputs.get('aux_loss') if isinstance(outputs, Mapping) else getattr(outputs, 'aux_loss', None)
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def router_coefficient(model: Any) -> float | None:
+    """What a Hugging Face model, or the Composer model around it, multiplies its load-balancing loss by."""
+    model = getattr(model, 'model', model)
+    config: Any = getattr(model, 'config', None)
+    config = config.get_text_config() if hasattr(config, 'get_text_config') else config
+    for holder in (model, config):  # modules keep what they need of their config
+        for name in COEFFICIENTS:
+            if isinstance(found := getattr(holder, name, None), (int, float)):
+                return float(found)
+    return None
 
 
 def attached_zero(outputs: Any, loss: Any) -> torch.Tensor:

@@ -19,9 +19,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from composer_tokacc.counting import IGNORE_INDEX, LOSS_RULES, labels_of, loss_mask
+from composer_tokacc.algorithm.loss_terms import router_loss_of
+from composer_tokacc.algorithm.weighted_labels import Weighing, weigh_labels
+from composer_tokacc.counting import IGNORE_INDEX, LOSS_RULES, LOSS_WEIGHTS, labels_of, loss_mask
 
-__all__ = ['Answer', 'Probe', 'find_loss_rule', 'logits_of', 'mean_token_loss']
+__all__ = ['Answer', 'Probe', 'confirm_in_training', 'find_loss_rule', 'logits_of', 'mean_token_loss']
 
 Batch = Mapping[str, Any]
 
@@ -45,12 +47,14 @@ class Answer:
         logits: ``(rows, width, vocabulary)``, or None where the model gives none.
         by_sample: The terms of its loss that are declared as means over samples.
         has_router_loss: Whether it returns the load-balancing loss of a mixture of experts as well.
+        weighted: The weighted mean of its tokens' losses, as they were when they were weighed; None: none were.
     """
 
     own: float
     logits: torch.Tensor | None
     by_sample: float | None = None
     has_router_loss: bool = False
+    weighted: float | None = None
 
 
 class Probe:
@@ -78,6 +82,9 @@ class Probe:
         self._sample_loss = sample_loss
         self._model = model
         self._precision = precision
+        self._asks_in_training = False
+        self.weighing_rule: str | None = None
+        """The rule of the labels, once batches with ``loss_weights`` are to be weighed by them."""
         parameter = next(model.parameters(), None)
         self._in_full = parameter is not None and parameter.dtype == torch.float32
         self._device_type = parameter.device.type if parameter is not None else 'cpu'
@@ -96,13 +103,23 @@ class Probe:
 
     def ask(self, batch: Batch) -> Answer:
         """The model's answer to a batch on its device; eager, in eval mode, leaving random numbers as they were."""
-        with torch.no_grad(), _undisturbed(self._model), torch.compiler.set_stance('force_eager'):
+        undisturbed = _undisturbed(self._model, training=self._asks_in_training)
+        with torch.no_grad(), undisturbed, torch.compiler.set_stance('force_eager'):
             answer = self._in_full_precision(batch) if self._in_full else None
             if answer is None:
                 answer = self._answer(batch, self._precision())
         if answer.logits is not None:
             _check_width(answer.logits, batch)
         return answer
+
+    @contextlib.contextmanager
+    def in_training(self) -> Iterator[None]:
+        """Answers as in training mode, but for dropout."""
+        self._asks_in_training = True
+        try:
+            yield
+        finally:
+            self._asks_in_training = False
 
     def training_loss(self, batch: Batch, *, twice: bool = True) -> float | None:
         """The model's own loss in training mode, but for dropout; None where, asked twice, it is random even so."""
@@ -123,16 +140,48 @@ class Probe:
             return None
 
     def _answer(self, batch: Batch, precision: contextlib.AbstractContextManager[Any]) -> Answer:
+        batch, weighing = self._weighed(batch)
         with precision:
             outputs = self._forward(dict(batch))
             own = self._loss(outputs, dict(batch)).float().mean().item()
             by_sample = self._sample_loss(outputs, dict(batch))
+        if weighing is not None:
+            weighing.check_used()
         return Answer(
             own=own,
             logits=logits_of(outputs),
             by_sample=None if by_sample is None else by_sample.item(),
-            has_router_loss=_has_router_loss(outputs),
+            has_router_loss=router_loss_of(outputs) is not None,
+            weighted=None if weighing is None else weighing.mean.item(),
         )
+
+    def _weighed(self, batch: Batch) -> tuple[Batch, Weighing | None]:
+        """The batch whose labels weigh what its ``loss_weights`` say."""
+        if self.weighing_rule is None or LOSS_WEIGHTS not in batch:
+            return batch, None
+        counted = loss_mask(batch, self.weighing_rule)
+        weights = batch[LOSS_WEIGHTS].masked_fill(~counted, 0)
+        num_tokens, total = int(counted.sum()), float(weights.sum())
+        return weigh_labels(batch, weights, num_tokens=num_tokens, total=total) if total else (batch, None)
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The module that is asked."""
+        return self._model
+
+    @contextlib.contextmanager
+    def other_words(self, positions: torch.Tensor) -> Iterator[None]:
+        """Answers as if other words stood at some positions, ``(rows, width)`` bool; images stay."""
+
+        def change(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+            return torch.where(positions[..., None], output.roll(1, dims=-1), output)
+
+        model: Any = next(module for module in self._model.modules() if hasattr(module, 'get_input_embeddings'))
+        hook = model.get_input_embeddings().register_forward_hook(change)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     @contextlib.contextmanager
     def varied(self) -> Iterator[None]:
@@ -214,21 +263,28 @@ def token_losses(logits: torch.Tensor, batch: Batch, rule: str) -> torch.Tensor:
     return torch.cat(losses)
 
 
-def mean_token_loss(logits: torch.Tensor, batch: Batch, rule: str, num_tokens: int) -> torch.Tensor:
+def mean_token_loss(
+    logits: torch.Tensor, batch: Batch, rule: str, total: float, weights: torch.Tensor | None = None
+) -> torch.Tensor:
     """Mean cross-entropy of the loss-generating tokens, float32 () on the device; no host sync.
 
     Args:
         logits: ``(rows, width, vocabulary)``.
         batch: The microbatch, on the same device.
         rule: Which labels carry loss.
-        num_tokens: How many do.
+        total: How many do, or the sum of their weights.
+        weights: ``(rows, width)``; None: all are 1.
     """
     targets = labels_of(batch).masked_fill(~loss_mask(batch, rule), IGNORE_INDEX)
+    weights = torch.ones_like(targets, dtype=torch.float32) if weights is None else weights
     if rule != 'unshifted':
-        logits, targets = logits[:, :-1], targets[:, 1:]
-    chunks = zip(logits.flatten(0, 1).split(MAX_TOKENS), targets.flatten().split(MAX_TOKENS), strict=True)
-    sums = [F.cross_entropy(chunk.float(), labels, reduction='sum') for chunk, labels in chunks]
-    return torch.stack(sums).sum() / num_tokens
+        logits, targets, weights = logits[:, :-1], targets[:, 1:], weights[:, 1:]
+    flat = (logits.flatten(0, 1), targets.flatten(), weights.flatten())
+    chunks = zip(*(each.split(MAX_TOKENS) for each in flat), strict=True)
+    sums = [
+        (F.cross_entropy(chunk.float(), labels, reduction='none') * weight).sum() for chunk, labels, weight in chunks
+    ]
+    return torch.stack(sums).sum() / total
 
 
 def find_loss_rule(probe: Probe, row: Batch, *, loss_tokens: str = 'auto') -> str:
@@ -270,6 +326,31 @@ def find_loss_rule(probe: Probe, row: Batch, *, loss_tokens: str = 'auto') -> st
             f'averages by {matching[0]!r} ({numbers or "found from its losses"}). Set `loss_tokens={matching[0]!r}`.'
         )
     return loss_tokens
+
+
+def confirm_in_training(probe: Probe, row: Batch, rule: str) -> None:
+    """Holds the rule to the losses of a model that gives no logits in training: fused ones may be another loss there.
+
+    Args:
+        probe: The model.
+        row: One row, on the model's device.
+        rule: As found in evaluation.
+
+    Raises:
+        RuntimeError: If the model averages by another rule in training.
+    """
+    with probe.in_training():
+        first = probe.ask(row)
+        # Random even without dropout: no two answers could be compared.
+        if first.logits is not None or probe.training_loss(row) is None:
+            return
+        found = _rule_from_losses(probe, row, '')
+    if rule not in found:
+        raise RuntimeError(
+            f'The model must average its loss by the same rule in training and in evaluation, got: {found[0]!r} in '
+            f'training, where it gives no logits, and {rule!r} in evaluation. Set `loss_tokens={found[0]!r}` with '
+            '`check_loss=False`, or switch the fused loss off.'
+        )
 
 
 def _with_telling_labels(row: Batch, logits: torch.Tensor | None = None) -> dict[str, Any]:
@@ -395,11 +476,6 @@ def _check_width(logits: torch.Tensor, batch: Batch) -> None:
             f'{tuple(labels.shape)}. The model expands or truncates the sequence inside forward, so a count of the '
             "batch's labels is not its own. Expand image placeholders in the processor instead (transformers >= 4.51)."
         )
-
-
-def _has_router_loss(outputs: Any) -> bool:
-    found = outputs.get('aux_loss') if isinstance(outputs, Mapping) else getattr(outputs, 'aux_loss', None)
-    return isinstance(found, torch.Tensor)
 
 
 @contextlib.contextmanager

@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from composer_tokacc.algorithm.functional import RankSum, sample_weight, token_weight
+from composer_tokacc.algorithm.weighted_labels import Weighing
 from composer_tokacc.counting import loss_mask
 
 __all__ = ['MicrobatchWeight', 'StepGuard']
@@ -28,6 +29,7 @@ class MicrobatchWeight:
 
     Args:
         num_tokens: Loss-generating tokens.
+        loss_weight: Sum of their weights: their number, where all weigh the same.
         num_samples: Rows that are samples.
         num_positions: Rows times padded width: what Composer's default token counter would say.
         num_microbatches: Number of microbatches with samples that this rank makes of the step.
@@ -35,6 +37,7 @@ class MicrobatchWeight:
     """
 
     num_tokens: int
+    loss_weight: float
     num_samples: int
     num_positions: int
     num_microbatches: int
@@ -49,7 +52,7 @@ class MicrobatchWeight:
         """What the loss is multiplied by, for each unit of a term, so that Composer's weight makes it exact."""
         if self.num_samples == 0:
             return dict.fromkeys(('tokens', 'samples', 'coupled_samples', 'microbatches'), 0.0)
-        tokens = token_weight(self.num_tokens, self.step.tokens, world_size=self.step.world_size) / self.weight
+        tokens = token_weight(self.loss_weight, self.step.loss_weight, world_size=self.step.world_size) / self.weight
         microbatches = 1.0 / (self.num_microbatches * self.weight)
         return {'tokens': tokens, 'samples': 1.0, 'coupled_samples': 1.0, 'microbatches': microbatches}
 
@@ -60,9 +63,10 @@ class StepGuard:
 
     Args:
         rule: Which labels carry loss.
-        totals: Loss-generating tokens and samples of the step, over all ranks.
+        totals: Loss-generating tokens, samples and weight of the step, over all ranks.
         local_tokens: Those of this rank.
         local_samples: Those of this rank.
+        local_weight: That of this rank.
         world_size: Number of ranks.
     """
 
@@ -70,7 +74,10 @@ class StepGuard:
     totals: RankSum
     local_tokens: int
     local_samples: int
+    local_weight: float
     world_size: int
+    weighings: list[Weighing] = field(default_factory=list)
+    """What the weights of each microbatch were used for, where not all tokens weigh the same."""
     _microbatches: list[MicrobatchWeight] = field(default_factory=list)
     _labelled: list[Mapping[str, torch.Tensor]] = field(default_factory=list)
     _observed: list[torch.Tensor] = field(default_factory=list)
@@ -80,15 +87,31 @@ class StepGuard:
     @property
     def tokens(self) -> int:
         """Loss-generating tokens of the step, over all ranks."""
-        return self.totals.read()[0]
+        return int(self.totals.read()[0])
 
     @property
     def samples(self) -> int:
         """Samples of the step, over all ranks."""
-        return self.totals.read()[1]
+        return int(self.totals.read()[1])
+
+    @property
+    def loss_weight(self) -> float:
+        """Weight of the step's loss-generating tokens, over all ranks: their number, where all weigh the same."""
+        return self.totals.read()[2]
+
+    def token_mean(self, to_device: Callable[[torch.Tensor], torch.Tensor]) -> float:
+        """Mean loss of all tokens of the step, each as if it weighed the same as the others; a collective.
+
+        Args:
+            to_device: Moves a tensor to where the process group reduces.
+        """
+        sums = [weighing.plain_sum for weighing in self.weighings]
+        total = to_device(torch.stack(sums).sum(dtype=torch.float64).cpu() if sums else torch.zeros(()).double())
+        return RankSum(total[None]).read()[0] / max(self.tokens, 1)
 
     def start_attempt(self) -> None:
         """Forgets an attempt that failed half-way."""
+        self.weighings.clear()
         self._microbatches.clear()
         self._labelled.clear()
         self._observed.clear()
@@ -96,12 +119,19 @@ class StepGuard:
         self._means.clear()
 
     def add_microbatch(
-        self, *, num_tokens: int, num_samples: int, labelled: Mapping[str, torch.Tensor], num_microbatches: int
+        self,
+        *,
+        num_tokens: int,
+        loss_weight: float,
+        num_samples: int,
+        labelled: Mapping[str, torch.Tensor],
+        num_microbatches: int,
     ) -> MicrobatchWeight:
         """Notes a microbatch; its labels (and attention mask) on the device are looked at in :meth:`check`."""
         num_positions = labelled['labels'].numel()
         microbatch = MicrobatchWeight(
             num_tokens=num_tokens,
+            loss_weight=loss_weight,
             num_samples=num_samples,
             num_positions=num_positions,
             num_microbatches=num_microbatches,
@@ -154,10 +184,12 @@ class StepGuard:
         labelled = read[: len(counts)]
         self._check_finite(read[len(counts) :])
         # The weights are on the device of the loss, which is that of the logits.
-        rest = [*self._observed, *(value for pair in self._means for value in pair)]
+        factors = [weighing.factor_sum for weighing in self.weighings]
+        rest = [*self._observed, *factors, *(value for pair in self._means for value in pair)]
         values = torch.stack(rest).tolist() if rest else []
-        observed = values[: len(self._observed)]
-        self._check_means(values[len(self._observed) :])
+        observed, values = values[: len(self._observed)], values[len(self._observed) :]
+        self._check_factors(values[: len(factors)])
+        self._check_means(values[len(factors) :])
         self._check_rows()
         self._check_labels(labelled)
         self._check_weights([weight / gradient_scale for weight in observed])
@@ -177,6 +209,15 @@ class StepGuard:
             'at least 1, or keep samples without labels out of the data.'
         )
 
+    def _check_factors(self, found: list[float]) -> None:
+        for weighing, factor_sum in zip(self.weighings, found, strict=True):
+            if not math.isclose(factor_sum, weighing.expected_sum, rel_tol=MEAN_TOLERANCE):
+                raise RuntimeError(
+                    f'Every loss-generating token must be weighed once, got: weights that sum to {factor_sum:.6f} for '
+                    f'{weighing.expected_sum:g} in a microbatch where they are 1 on average. The model leaves out or '
+                    'repeats labels, or `microbatch_transforms` change labels or weights.'
+                )
+
     def _check_means(self, values: list[float]) -> None:
         for own, mean in zip(values[::2], values[1::2], strict=True):
             if math.isfinite(own) and not math.isclose(own, mean, rel_tol=MEAN_TOLERANCE, abs_tol=MEAN_TOLERANCE):
@@ -190,10 +231,13 @@ class StepGuard:
     def _check_rows(self) -> None:
         samples = sum(microbatch.num_samples for microbatch in self._microbatches)
         tokens = sum(microbatch.num_tokens for microbatch in self._microbatches)
-        if (samples, tokens) != (self.local_samples, self.local_tokens):
+        weight = sum(microbatch.loss_weight for microbatch in self._microbatches)
+        is_whole = math.isclose(weight, self.local_weight, rel_tol=RELATIVE_TOLERANCE)
+        if (samples, tokens) != (self.local_samples, self.local_tokens) or not is_whole:
             raise RuntimeError(
                 f'The microbatches of a step must hold its {self.local_samples} samples and {self.local_tokens} '
-                f'loss-generating tokens, got: {samples} and {tokens}. `split_batch` drops or repeats rows, or a later '
+                f'loss-generating tokens of weight {self.local_weight:g}, got: {samples} and {tokens} of weight '
+                f'{weight:g}. `split_batch` drops or repeats rows, or a later '
                 'algorithm changes the batch; put TokenAccumulation last, or use token_data_spec().'
             )
 

@@ -1,10 +1,11 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Exact token accumulation: every loss-generating token of an optimizer step weighs the same."""
+"""Exact token accumulation: what a token of an optimizer step weighs depends on no cut."""
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -18,20 +19,25 @@ from torch.nn.parallel import DistributedDataParallel
 from composer_tokacc.algorithm.filler_rows import filler_rows
 from composer_tokacc.algorithm.first_batch import FirstBatchCheck, check_sharding, kinds_of, split_of
 from composer_tokacc.algorithm.functional import RankSum
-from composer_tokacc.algorithm.loss_terms import LossTerms, attached_zero
+from composer_tokacc.algorithm.loss_terms import LossTerms, attached_zero, router_coefficient
 from composer_tokacc.algorithm.probe import Probe, logits_of, mean_token_loss
 from composer_tokacc.algorithm.row_coupling import check_rows_are_independent
 from composer_tokacc.algorithm.step_guard import StepGuard
+from composer_tokacc.algorithm.weighted_labels import Weighing, weigh_labels
 from composer_tokacc.counting import (
     CARRIED,
+    LOSS_WEIGHTS,
+    TOKEN_WEIGHTS,
     Batch,
     carried,
     carry,
     check_rule,
     labels_of,
+    loss_weight,
     num_loss_tokens,
     num_rows,
     num_samples,
+    sample_name,
     with_carried,
     with_one_label,
     without_carried,
@@ -40,12 +46,14 @@ from composer_tokacc.layout import BatchLayout, microbatches_of
 
 __all__ = ['TokenAccumulation']
 
+log = logging.getLogger(__name__)
+
 NUM_FIRST_STEPS, LOOK_EVERY = 10, 16
 """In which steps the loss of a microbatch is held to the losses of its tokens."""
 
 
 class TokenAccumulation(Algorithm):
-    r"""Gives every loss-generating token of an optimizer step the same weight.
+    r"""Gives every loss-generating token of an optimizer step the same weight, or the one that you want.
 
     With microbatches :math:`m` on ranks :math:`r`, Composer weights a microbatch's mean loss by its samples, so a token
     in a microbatch of few tokens weighs more. This algorithm multiplies the loss by
@@ -54,8 +62,9 @@ class TokenAccumulation(Algorithm):
         s_{rm} = \frac{t_{rm}}{T} \cdot \frac{N}{n_{rm}}
 
     where :math:`t` and :math:`n` are the microbatch's loss-generating tokens and samples, :math:`T` and :math:`N` those
-    of the step over all ranks. Together with Composer's weight the gradient is that of one forward over the whole
-    global batch, whatever the microbatch size, the number of ranks or the padding.
+    of the step over all ranks. Where tokens do not all weigh the same (``token_weights``), :math:`t` and :math:`T` are
+    sums of their weights. Together with Composer's weight the gradient is that of one forward over the whole global
+    batch, whatever the microbatch size, the number of ranks or the padding.
 
     Runs on :attr:`.Event.BATCH_START` (counts; starts the one all-reduce of a step), :attr:`.Event.BEFORE_FORWARD` (has
     its result), :attr:`.Event.AFTER_LOSS`, :attr:`.Event.BEFORE_BACKWARD` (scales), :attr:`.Event.AFTER_BACKWARD`
@@ -70,6 +79,10 @@ class TokenAccumulation(Algorithm):
             ``'samples'``, ``'coupled_samples'`` (rows of a microbatch see each other, as in a contrastive loss) or
             ``'microbatches'`` (router statistics). The last two depend on which rows share a microbatch, so they are
             refused with a split that regroups rows. Default: ``None``, all terms are means over tokens.
+        token_weights (str): What a token weighs: the loss-generating tokens of its sample to the power 0 (``'token'``:
+            all weigh the same), -1/2 (``'sqrt'``) or -1 (``'sample'``: samples weigh the same), or what the batch says
+            (``'column'``: ``batch['loss_weights']``, a float per row or per position of the labels). The model's loss
+            becomes the weighted mean, which must be made of torch's cross-entropy. Default: ``'token'``.
         check_loss (bool): Whether to hold the rule to the model's own loss by the probe. Default: ``True``.
 
     Raises:
@@ -89,8 +102,12 @@ class TokenAccumulation(Algorithm):
         *,
         loss_tokens: str = 'auto',
         loss_units: dict[str, str] | None = None,
+        token_weights: str = 'token',
         check_loss: bool = True,
     ) -> None:
+        if token_weights not in TOKEN_WEIGHTS:
+            raise ValueError(f'`token_weights` must be one of {tuple(TOKEN_WEIGHTS)}, got: {token_weights!r}.')
+        self.token_weights = token_weights
         self.loss_tokens = check_rule(loss_tokens, allow_auto=True)
         if loss_tokens == 'auto' and not check_loss:
             raise ValueError(
@@ -105,7 +122,8 @@ class TokenAccumulation(Algorithm):
         self._layout: BatchLayout | None = None
         self._guard: StepGuard | None = None
         self._device_batch: Batch = {}
-        self._hidden: tuple[dict[str, Any], tuple[Any, Any] | None] = ({}, None)
+        self._hidden: tuple[dict[str, Any], Any, Any] = ({}, None, None)
+        self._weighing: Weighing | None = None
         self._raw_loss: Any = None
         self._actions = {
             Event.FIT_START: self._start_fit,
@@ -116,12 +134,21 @@ class TokenAccumulation(Algorithm):
             Event.BEFORE_BACKWARD: self._scale,
             Event.AFTER_BACKWARD: self._restore,
             Event.AFTER_TRAIN_BATCH: self._finish,
+            Event.FIT_END: self._end_fit,
         }
 
     def __repr__(self) -> str:
         """As it would be written."""
         units = self.loss_terms.loss_units
-        return f'TokenAccumulation(loss_tokens={self.loss_tokens!r}, loss_units={units}, check_loss={self.check_loss})'
+        return (
+            f'TokenAccumulation(loss_tokens={self.loss_tokens!r}, loss_units={units}, '
+            f'token_weights={self.token_weights!r}, check_loss={self.check_loss})'
+        )
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether tokens may weigh unlike."""
+        return self.token_weights != 'token'
 
     @property
     def rule(self) -> str | None:
@@ -149,6 +176,12 @@ class TokenAccumulation(Algorithm):
         check_sharding(state.model)
         self._check = None
 
+    def _end_fit(self, state: State, logger: Logger) -> None:
+        """FIT_END: the model is the user's again."""
+        split = split_of(state.dataloader)
+        if split is not None:
+            split.attend_as_before()
+
     def _count(self, state: State, logger: Logger) -> None:
         """BATCH_START: ``state.batch`` is the whole device batch, still on the CPU, so counting syncs nothing."""
         for microbatch in microbatches_of(state.batch):
@@ -162,22 +195,36 @@ class TokenAccumulation(Algorithm):
             self._check = self._new_check(state)
             kinds = kinds_of(self._layout, state.batch)
             self._check.prove(state.batch, split_of(state.dataloader), kinds, dist.all_gather_object(kinds))
+            if self.loss_terms.is_split:
+                log.warning(
+                    'The mean over tokens is exact. The load-balancing loss of the router is a statistic of each '
+                    "microbatch; the step's is the mean of its microbatches', and depends on how the batch is cut."
+                )
         kinds = kinds or kinds_of(self._layout, state.batch)
         assert self.rule is not None
         # Carried by the batch, so that split_batch hands each microbatch its own counts.
-        state.batch = self._device_batch = carry(state.batch, self.rule)
+        state.batch = self._device_batch = carry(state.batch, self.rule, self.token_weights)
         local_tokens, local_samples = num_loss_tokens(state.batch), num_samples(state.batch)
+        local_weight = loss_weight(state.batch)
+        dtype = torch.float64 if self.is_weighted else torch.int64
+        totals = torch.tensor([local_tokens, local_samples, local_weight, *kinds], dtype=dtype)
         self._guard = StepGuard(
             rule=self.rule,
-            totals=RankSum(state.device.tensor_to_device(torch.tensor([local_tokens, local_samples, *kinds]))),
+            totals=RankSum(state.device.tensor_to_device(totals)),
             local_tokens=local_tokens,
             local_samples=local_samples,
+            local_weight=local_weight,
             world_size=dist.get_world_size(),
         )
 
     def _new_check(self, state: State) -> FirstBatchCheck:
         """The questions to this model, and the layout that it shares with the split."""
         split = split_of(state.dataloader)
+        if self.token_weights != 'column' and any(LOSS_WEIGHTS in one for one in microbatches_of(state.batch)):
+            log.warning(
+                'The data have `%s`, of which no use is made. Set `token_weights=column` to weigh tokens by them.',
+                LOSS_WEIGHTS,
+            )
         regroups = split is not None and split.regroups
         check_rows_are_independent(state.model, self.loss_terms.coupled if regroups else [], strict=self.check_loss)
         if split is not None:  # what another model has left there says nothing of this one
@@ -186,12 +233,15 @@ class TokenAccumulation(Algorithm):
         if split is not None:
             split.layout = self._layout
         model: Any = state.model.module if isinstance(state.model, DistributedDataParallel) else state.model
+        terms = self.loss_terms
+        if terms.given_units is None:
+            terms.router_coefficient = router_coefficient(model)
         probe = Probe(
             model,
-            lambda outputs, batch: self.loss_terms.token_term(model.loss(outputs, batch)),
+            lambda outputs, batch: terms.token_term(terms.split(model.loss(outputs, batch), outputs)),
             model,
             lambda: get_precision_context(state.precision, state.precision_config),
-            lambda outputs, batch: self.loss_terms.sample_term(model.loss(outputs, batch)),
+            lambda outputs, batch: terms.sample_term(model.loss(outputs, batch)),
         )
         transforms = split.microbatch_transforms if split is not None else None
 
@@ -206,6 +256,7 @@ class TokenAccumulation(Algorithm):
             loss_tokens=self.loss_tokens,
             check_loss=self.check_loss,
             microbatch_size=state.device_train_microbatch_size or 1,
+            is_weighted=self.is_weighted,
         )
 
     def _start_attempt(self, state: State, logger: Logger) -> None:
@@ -220,24 +271,44 @@ class TokenAccumulation(Algorithm):
         loss-generating tokens gets one label for the forward: a loss that divides by their number, and computes its
         gradient in the forward as fused ones do, would make NaNs that no weight of zero takes out again.
         """
-        assert self._guard is not None
-        self._guard.totals.read()
-        facts, labels = carried(state.batch), state.batch.get('labels')
-        is_empty = bool(facts) and self._is_empty(state.batch)
-        state.batch = without_carried(state.batch)
-        self._hidden = (facts, None)
-        if is_empty:
+        guard = self._guard
+        assert guard is not None
+        if guard.loss_weight == 0 and guard.tokens:
+            raise RuntimeError(
+                f'The weights of a step must not all be 0, got: 0 for each of its {guard.tokens} loss-generating '
+                f'tokens, sample {sample_name(self._device_batch, 0)} among them. Mend `{LOSS_WEIGHTS}`, or leave '
+                'samples of no weight out of the data.'
+            )
+        batch, is_counted = state.batch, bool(carried(state.batch))
+        state.batch, self._weighing = without_carried(batch), None
+        if is_counted and self._is_empty(batch):
             state.batch = with_one_label(state.batch)
-            self._hidden = (facts, (state.batch['labels'], labels))
+        elif is_counted and self.is_weighted:
+            if LOSS_WEIGHTS not in batch:
+                raise RuntimeError(
+                    f'Microbatches must carry the `{LOSS_WEIGHTS}` written at BATCH_START, got: {sorted(batch)}. A '
+                    'custom `split_batch` or `microbatch_transforms` drops them; cut them as labels are cut, or use '
+                    'token_data_spec().'
+                )
+            state.batch, self._weighing = weigh_labels(
+                state.batch, batch[LOSS_WEIGHTS], num_tokens=num_loss_tokens(batch), total=loss_weight(batch)
+            )
+        hidden = {key: value for key, value in batch.items() if key not in state.batch}
+        self._hidden = (hidden, state.batch.get('labels'), batch.get('labels'))
 
     def _replace_empty(self, state: State, logger: Logger) -> None:
         """AFTER_LOSS: the loss of a microbatch without tokens is zero; callbacks see what the batch carries again."""
         # What other algorithms have changed meanwhile stays changed, for the guard to see.
-        facts, made_up = self._hidden
-        state.batch = with_carried(state.batch, **facts)
-        if made_up is not None and state.batch.get('labels') is made_up[0]:
-            state.batch['labels'] = made_up[1]
-        if facts and self._is_empty(state.batch):
+        hidden, made_up, labels = self._hidden
+        state.batch = {**state.batch, **hidden}
+        if labels is not None and state.batch.get('labels') is made_up:
+            state.batch['labels'] = labels
+        if self._weighing is not None:
+            self._weighing.check_used()
+        if self._num_steps == 0:
+            self.loss_terms.check_coefficient(state.loss, state.outputs)
+        state.loss = self.loss_terms.split(state.loss, state.outputs)
+        if carried(state.batch) and self._is_empty(state.batch):
             state.loss = self.loss_terms.replace_empty(state.loss, attached_zero(state.outputs, state.loss))
 
     def _is_empty(self, batch: Batch) -> bool:
@@ -255,14 +326,18 @@ class TokenAccumulation(Algorithm):
             )
         microbatch = guard.add_microbatch(
             num_tokens=num_loss_tokens(batch),
+            loss_weight=loss_weight(batch),
             num_samples=num_samples(batch),
             labelled={key: batch[key] for key in ('labels', 'attention_mask') if key in batch},
             # Composer's own split makes microbatches of a fixed number of rows; ours says how many it made.
             num_microbatches=next(iter(carried(batch).get('microbatches', ())), 0)
             or -(-guard.local_samples // int(state.device_train_microbatch_size or 1)),
         )
+        if self._weighing is not None:
+            guard.weighings.append(self._weighing)
+            guard.add_mean(self.loss_terms.token_term(state.loss), self._weighing.mean)
         self._look_at_loss(state, guard)
-        self._raw_loss = state.loss
+        self._raw_loss = self.loss_terms.joined(state.loss)
         guard.add_losses(self.loss_terms.terms(state.loss))
         state.loss = self.loss_terms.scale(state.loss, microbatch.scales(), observe=guard.observe)
 
@@ -276,7 +351,7 @@ class TokenAccumulation(Algorithm):
         assert self.rule is not None
         step, microbatch = self._num_steps, guard.latest
         is_due = step < NUM_FIRST_STEPS or step % LOOK_EVERY == 0
-        if not (is_due and self._check.is_plain and microbatch.num_tokens):
+        if not (is_due and self._check.is_plain and microbatch.loss_weight):
             return
         turn = step if step < NUM_FIRST_STEPS else step // LOOK_EVERY
         if guard.num_added - 1 != turn % max(microbatch.num_microbatches, 1):
@@ -284,7 +359,8 @@ class TokenAccumulation(Algorithm):
         logits = logits_of(state.outputs)
         if logits is not None and logits.shape[:2] == state.batch['labels'].shape:
             with torch.no_grad():
-                mean = mean_token_loss(logits.detach(), state.batch, self.rule, microbatch.num_tokens)
+                weights = state.batch[LOSS_WEIGHTS] if self.is_weighted else None
+                mean = mean_token_loss(logits.detach(), state.batch, self.rule, microbatch.loss_weight, weights)
             guard.add_mean(self.loss_terms.token_term(state.loss), mean)
 
     def _restore(self, state: State, logger: Logger) -> None:
@@ -306,7 +382,7 @@ class TokenAccumulation(Algorithm):
             by_microbatch=self.loss_terms.needs_microbatches,
         )
         assert self._check is not None
-        kinds = [int(count > 0) for count in guard.totals.read()[2:]]
+        kinds = [int(count > 0) for count in guard.totals.read()[3:]]
         if self._check.is_new(kinds):
             split = split_of(state.dataloader)
             had_companions = split is None or split.rules.companions
@@ -325,13 +401,14 @@ class TokenAccumulation(Algorithm):
             for optimizer in state.optimizers:
                 optimizer.zero_grad(set_to_none=True)
             self.num_empty_steps += 1
-        logger.log_metrics(
-            {
-                'token_accumulation/loss_generating_tokens': guard.tokens,
-                'token_accumulation/empty_microbatches': guard.num_empty,
-                'token_accumulation/empty_steps': self.num_empty_steps,
-            }
-        )
+        metrics = {
+            'token_accumulation/loss_generating_tokens': guard.tokens,
+            'token_accumulation/empty_microbatches': guard.num_empty,
+            'token_accumulation/empty_steps': self.num_empty_steps,
+        }
+        if self.is_weighted:
+            metrics['token_accumulation/token_mean_loss'] = guard.token_mean(state.device.tensor_to_device)
+        logger.log_metrics(metrics)
 
 
 def _layout_of(state: State, split: Any) -> BatchLayout | None:

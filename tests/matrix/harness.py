@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import logging
 import random
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from composer.utils import collect_env
 import composer_tokacc
 from composer_tokacc import TokenAccumulation, token_data_spec
 from tests.matrix.subjects import SUBJECTS
-from tests.support.training import GradientRecorder, Gradients, loader, relative_error
+from tests.support.training import GradientRecorder, Gradients, in_double, loader, relative_error
 
 __all__ = [
     'TOLERANCE',
@@ -132,6 +131,7 @@ def measure_steps(
     where: str = '',
     algorithms: Sequence[Any] | None = None,
     trainer_options: dict[str, Any] | None = None,
+    reference: Callable[[Any, dict[str, Any]], Gradients] | None = None,
     **options: Any,
 ) -> list[Outcome]:
     """A step on each batch, at learning rate 0, until one is refused.
@@ -143,6 +143,7 @@ def measure_steps(
         where: To find the batch again.
         algorithms: Those of the Trainer; None: a fresh TokenAccumulation.
         trainer_options: Further options of the Trainer.
+        reference: Makes the gradients of a model and a batch; None: :func:`plain_gradients`.
         **options: Those of ``token_data_spec``.
 
     Returns:
@@ -173,20 +174,23 @@ def measure_steps(
         model.zero_grad(set_to_none=True)
     taken = []
     for found, batch in zip(recorder.steps, batches, strict=False):
-        expected = plain_gradients(model, batch)
+        gradients_of = reference or plain_gradients
+        expected = gradients_of(model, batch)
         error = relative_error(found, expected)
-        is_exact = error < TOLERANCE or (error < LARGEST_ROUND_OFF and error < 2 * round_off(model, batch, expected))
+        is_exact = error < TOLERANCE or (
+            error < LARGEST_ROUND_OFF and error < 2 * round_off(model, batch, expected, gradients_of)
+        )
         taken.append(Outcome(kind='exact' if is_exact else 'wrong', error=error, where=where))
     return taken + stopped
 
 
-def round_off(model: Any, batch: dict[str, Any], gradients: Gradients) -> float:
+def round_off(model: Any, batch: dict[str, Any], gradients: Gradients, gradients_of: Any) -> float:
     """How far the gradients in float32 are from those in double precision, over one whole forward."""
-    in_double = {
+    doubles = {
         key: value.double() if torch.is_tensor(value) and value.is_floating_point() else value
         for key, value in batch.items()
     }
-    return relative_error(gradients, plain_gradients(copy.deepcopy(model).double(), in_double))
+    return relative_error(gradients, gradients_of(in_double(model), doubles))
 
 
 def plain_gradients(model: Any, batch: dict[str, Any]) -> Gradients:

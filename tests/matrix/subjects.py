@@ -91,15 +91,17 @@ def without_dropout(config: Any) -> Any:
         for name, value in list(vars(part).items()):
             if 'drop' in name and isinstance(value, float):
                 setattr(part, name, 0.0)
-        part.use_cache = False
+        if part is config or hasattr(part, 'use_cache'):  # not a vision tower, which transformers 4 hands it to
+            part.use_cache = False
     return config
 
 
 # The families.
 
 PACKS = (
-    *('llama', 'gpt2', 'gpt_neo', 'mistral', 'gemma2', 'mixtral', 'qwen3_moe'),
-    *('llava', 'llava_next', 'idefics3', 'smolvlm', 'internvl', 'mistral3', 'qwen2_audio'),
+    *('llama', 'gpt2', 'gpt_neo', 'opt', 'mistral', 'gemma2', 'mixtral', 'qwen3_moe'),
+    *('llava', 'llava_next', 'idefics3', 'smolvlm', 'internvl', 'mistral3', 'qwen2_audio', 'gemma3'),
+    *('qwen2_vl', 'qwen2_vl_video', 'qwen2_5_vl', 'qwen3_vl'),
 )
 
 

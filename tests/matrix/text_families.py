@@ -12,13 +12,13 @@ from typing import Any
 import torch
 import transformers
 
-__all__ = ['TEXT_CONFIGS', 'masked_row', 'seq2seq_row', 'text_row']
+__all__ = ['EXPERTS', 'LLAMA', 'TEXT_CONFIGS', 'WINDOW', 'masked_row', 'seq2seq_row', 'text_row']
 
 VOCABULARY, LONGEST = 64, 24
 FIRST_ID = 4
 """Ids below are pad, beginning, end and mask."""
 
-_LLAMA = {
+LLAMA = {
     'vocab_size': VOCABULARY,
     'hidden_size': 32,
     'intermediate_size': 48,
@@ -30,12 +30,12 @@ _LLAMA = {
     'tie_word_embeddings': False,
 }
 # Sliding windows of 4 positions: most rows are longer.
-_WINDOW = {'sliding_window': 4}
-_EXPERTS = {'num_local_experts': 4, 'num_experts': 4, 'num_experts_per_tok': 2, 'moe_intermediate_size': 32}
+WINDOW = {'sliding_window': 4}
+EXPERTS = {'num_local_experts': 4, 'num_experts': 4, 'num_experts_per_tok': 2, 'moe_intermediate_size': 32}
 
 TEXT_CONFIGS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
     # name: (model class, config class, settings)
-    'llama': ('LlamaForCausalLM', 'LlamaConfig', _LLAMA),
+    'llama': ('LlamaForCausalLM', 'LlamaConfig', LLAMA),
     'gpt2': (
         'GPT2LMHeadModel',
         'GPT2Config',
@@ -93,13 +93,13 @@ TEXT_CONFIGS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
         'MambaConfig',
         {'vocab_size': VOCABULARY, 'hidden_size': 32, 'num_hidden_layers': 2, 'state_size': 4, 'pad_token_id': 0},
     ),
-    'mistral': ('MistralForCausalLM', 'MistralConfig', {**_LLAMA, **_WINDOW}),
-    'gemma2': ('Gemma2ForCausalLM', 'Gemma2Config', {**_LLAMA, **_WINDOW, 'head_dim': 16}),
-    'mixtral': ('MixtralForCausalLM', 'MixtralConfig', {**_LLAMA, **_EXPERTS, 'sliding_window': None}),
+    'mistral': ('MistralForCausalLM', 'MistralConfig', {**LLAMA, **WINDOW}),
+    'gemma2': ('Gemma2ForCausalLM', 'Gemma2Config', {**LLAMA, **WINDOW, 'head_dim': 16}),
+    'mixtral': ('MixtralForCausalLM', 'MixtralConfig', {**LLAMA, **EXPERTS, 'sliding_window': None}),
     'qwen3_moe': (
         'Qwen3MoeForCausalLM',
         'Qwen3MoeConfig',
-        {**_LLAMA, **_EXPERTS, 'head_dim': 16, 'decoder_sparse_step': 1, 'norm_topk_prob': True},
+        {**LLAMA, **EXPERTS, 'head_dim': 16, 'decoder_sparse_step': 1, 'norm_topk_prob': True},
     ),
     'bert': (
         'BertForMaskedLM',

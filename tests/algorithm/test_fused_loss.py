@@ -1,0 +1,103 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Models whose loss is fused with their last layer, as liger-kernel patches them: a loss, its gradients, no logits."""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from composer_tokacc import TokenAccumulation, token_data_spec
+from tests.support.text import collate, text_model, text_rows
+from tests.support.training import loader, reference_gradients, relative_error, train
+
+SHAPE = [(4, 2), (9, 0), (5, 3), (14, 11), (6, 1), (3, 2)]
+
+
+class FusedLinear(torch.autograd.Function):
+    """Loss of hidden states and the weights of the last layer; gradients computed in forward, from plain memory."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        labels = torch.tensor(labels.tolist())  # a kernel reads memory: what labels are besides is lost
+        with torch.enable_grad():
+            leaves = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+            loss = F.cross_entropy(F.linear(*leaves), labels)
+            gradients = torch.autograd.grad(loss, leaves)
+        ctx.save_for_backward(*gradients)
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return *(gradient * grad_outputs[0] for gradient in ctx.saved_tensors), None
+
+
+def fused(*, logits_in_eval: bool, shift_in_training: int = 1) -> Any:
+    """A Llama whose forward is replaced as liger-kernel does it."""
+    model = text_model()
+    plain = model.forward
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, labels: Any = None, use_cache=None):
+        inputs: dict[str, Any] = {
+            'input_ids': input_ids,
+            'attention_mask': attention_mask,
+            'position_ids': position_ids,
+        }
+        if not self.training and logits_in_eval:
+            return plain(**inputs, labels=labels, use_cache=use_cache)
+        hidden = self.model(**inputs, use_cache=use_cache).last_hidden_state
+        shift = shift_in_training if self.training else 1
+        hidden, targets = hidden[:, : hidden.shape[1] - shift], labels[:, shift:]
+        loss = FusedLinear.apply(hidden.flatten(0, 1), self.lm_head.weight, targets.flatten())
+        return CausalLMOutputWithPast(loss=loss, logits=None)
+
+    model.forward = MethodType(forward, model)
+    return model.train()
+
+
+@pytest.mark.parametrize('microbatch_size', [1, 2, 6])
+@pytest.mark.parametrize('packing', [False, True], ids=['padded', 'packed'])
+@pytest.mark.parametrize('logits_in_eval', [True, False])
+def test_rule_is_found_from_losses_alone_and_the_gradient_is_exact(logits_in_eval, packing, microbatch_size, caplog):
+    batch = collate(text_rows(SHAPE))
+    expected, _ = reference_gradients(text_model(), batch)
+    algorithm = TokenAccumulation()
+    recorder, _, _ = train(
+        fused(logits_in_eval=logits_in_eval), token_data_spec(loader(batch), packing=packing), algorithms=[algorithm],
+        microbatch_size=microbatch_size,
+    )  # fmt: skip
+    assert algorithm.rule == 'causal'
+    assert relative_error(recorder.gradients, expected) < 1e-6
+    assert not [one for one in caplog.records if one.name.startswith('composer_tokacc')]
+
+
+@pytest.mark.parametrize('logits_in_eval', [True, False])
+def test_rule_that_is_another_one_is_refused(logits_in_eval):
+    data = token_data_spec(loader(collate(text_rows(SHAPE))))
+    with pytest.raises(RuntimeError, match=r"averages by 'causal'"):
+        train(fused(logits_in_eval=logits_in_eval), data, algorithms=[TokenAccumulation(loss_tokens='unshifted')])
+
+
+@pytest.mark.parametrize('logits_in_eval', [True, False])
+def test_loss_that_shifts_in_evaluation_alone_is_refused(logits_in_eval):
+    """No label stands in column 0 here, so every count of this batch is right; those of another would not be."""
+    model = fused(logits_in_eval=logits_in_eval, shift_in_training=0)
+    data = token_data_spec(loader(collate(text_rows(SHAPE))))
+    with pytest.raises(RuntimeError, match=r"'unshifted' in training, where it gives no logits, and 'causal'"):
+        train(model, data, algorithms=[TokenAccumulation()], microbatch_size=2)
+
+
+@pytest.mark.parametrize('logits_in_eval', [True, False])
+def test_weights_that_reach_no_token_are_refused(logits_in_eval):
+    data = token_data_spec(loader(collate(text_rows(SHAPE))))
+    with pytest.raises(RuntimeError, match=r"cross-entropy of its labels for `token_weights`.*'token'` is exact|fused"):
+        train(
+            fused(logits_in_eval=logits_in_eval), data, algorithms=[TokenAccumulation(token_weights='sqrt')],
+            microbatch_size=2,
+        )  # fmt: skip

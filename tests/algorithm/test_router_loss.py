@@ -1,0 +1,143 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Mixtures of experts that add their router's load-balancing loss to the one number that they return.
+
+The mean over tokens is exact; the router's term is the mean of the microbatches' own, each computed here by itself.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from composer.callbacks import NaNMonitor
+from composer.core import Callback
+
+from composer_tokacc import TokenAccumulation, token_data_spec
+from composer_tokacc.counting import num_samples
+from tests.matrix.harness import measure
+from tests.matrix.native_models import NativeModel
+from tests.matrix.subjects import SUBJECTS
+from tests.support.text import collate, text_rows
+from tests.support.training import in_double, loader, logged, relative_error, train
+from tests.support.weights import weighted_losses
+
+SHAPE = [(4, 2), (9, 0), (5, 3), (14, 11), (6, 1), (3, 2)]
+
+
+def mixture(family, weight, **settings):
+    model = SUBJECTS[family].model('large')
+    for name, value in {'output_router_logits': True, 'router_aux_loss_coef': weight, **settings}.items():
+        setattr(model.model.config, name, value)
+    model.model.router_aux_loss_coef = weight
+    return model
+
+
+class Microbatches(Callback):
+    """Keeps the microbatches with samples, and the loss that callbacks see at the end of a batch."""
+
+    def __init__(self):
+        self.inputs, self.loss = [], None
+
+    def before_backward(self, state, logger):
+        keys = ('input_ids', 'attention_mask', 'position_ids')
+        if num_samples(state.batch):
+            self.inputs.append({key: state.batch[key].clone() for key in keys if key in state.batch})
+
+    def batch_end(self, state, logger):
+        self.loss = state.loss
+
+
+def expected_gradients(model, batch, ranks, token_weights='token'):
+    """In double precision: the whole batch's mean over tokens, and the router loss of each microbatch by itself.
+
+    ``ranks`` are their microbatches.
+    """
+    double = in_double(model.model)
+    double.zero_grad(set_to_none=True)
+    whole = double(input_ids=batch['input_ids'], attention_mask=batch['attention_mask'], use_cache=False)
+    tokens, _ = weighted_losses(whole.logits, batch, token_weights)
+    means = [torch.stack([double(**one, use_cache=False).aux_loss for one in of_rank]).mean() for of_rank in ranks]
+    router = double.config.router_aux_loss_coef * torch.stack(means).mean()
+    (tokens + router).backward()
+    return {f'model.{n}': p.grad.clone() for n, p in double.named_parameters() if p.grad is not None}, tokens, router
+
+
+@pytest.mark.parametrize('token_weights', ['token', 'sqrt'])
+@pytest.mark.parametrize('split', ['stock', 'ordered', 'regrouped'])
+@pytest.mark.parametrize(('family', 'weight', 'microbatch_size'), [
+    ('mixtral', 0.1, 1), ('mixtral', 0.001, 2), ('qwen3_moe', 0.1, 3), ('qwen3_moe', 1.0, 6),
+])  # fmt: skip
+def test_tokens_are_exact_and_every_microbatchs_router_weighs_the_same(
+    family, weight, microbatch_size, split, token_weights
+):
+    model, batch = mixture(family, weight), collate(text_rows(SHAPE))
+    data = loader(batch) if split == 'stock' else token_data_spec(loader(batch), regroup=split == 'regrouped')
+    seen = Microbatches()
+    recorder, memory, _ = train(
+        model, data, algorithms=[TokenAccumulation(token_weights=token_weights)], callbacks=[NaNMonitor(), seen],
+        microbatch_size=microbatch_size,
+    )  # fmt: skip
+    expected, tokens, router = expected_gradients(model, batch, [seen.inputs], token_weights)
+    assert relative_error(recorder.gradients, expected) < 1e-6
+    assert logged(memory, 'loss/train/tokens') == pytest.approx([tokens.item()], rel=1e-6)
+    assert logged(memory, 'loss/train/router') == pytest.approx([router.item()], rel=1e-6)
+    assert logged(memory, 'loss/train/total') == pytest.approx([(tokens + router).item()], rel=1e-6)
+    assert isinstance(seen.loss, torch.Tensor)
+
+
+def test_what_is_not_exact_is_said(caplog):
+    model, batch = mixture('mixtral', 0.01), collate(text_rows(SHAPE))
+    train(model, token_data_spec(loader(batch)), algorithms=[TokenAccumulation()], microbatch_size=2)
+    assert 'depends on how the batch is cut' in caplog.text
+
+
+def test_coefficient_other_than_the_configs_is_refused():
+    model, batch = mixture('mixtral', 0.1), collate(text_rows(SHAPE))
+    vars(model.model)['router_aux_loss_coef'] = 0.3
+    train(model, token_data_spec(loader(batch)), algorithms=[TokenAccumulation()], microbatch_size=2)
+    forward = model.model.forward
+
+    def unadded(**inputs):
+        outputs = forward(**inputs)
+        outputs.loss = outputs.loss - 0.3 * outputs.aux_loss + 0.1 * outputs.aux_loss
+        return outputs
+
+    model.model.forward = unadded
+    with pytest.raises(RuntimeError, match='router'):
+        train(model, token_data_spec(loader(batch)), algorithms=[TokenAccumulation()], microbatch_size=2)
+
+
+def test_router_loss_that_is_returned_and_not_added_is_refused_however_small():
+    model, batch = mixture('mixtral', 1e-9), collate(text_rows(SHAPE))
+    forward = model.model.forward
+
+    def unadded(**inputs):
+        outputs = forward(**inputs)
+        outputs.loss = outputs.loss - 1e-9 * outputs.aux_loss
+        return outputs
+
+    model.model.forward = unadded
+    with pytest.raises(RuntimeError, match=r'must add its load-balancing loss times 1e-09.* got: times 0'):
+        train(model, token_data_spec(loader(batch)), algorithms=[TokenAccumulation()], microbatch_size=2)
+
+
+class Unnamed(NativeModel):
+    """Adds a balance whose coefficient stands nowhere."""
+
+    def __init__(self):
+        super().__init__('causal')
+        del self.model.config
+
+    def forward(self, batch):
+        outputs = super().forward(batch)
+        outputs['aux_loss'] = outputs['logits'].softmax(dim=-1).mean(dim=(0, 1)).square().sum()
+        return {**outputs, 'loss': outputs['loss'] + 0.1 * outputs['aux_loss']}
+
+
+def test_coefficient_that_nobody_names_is_refused_with_a_remedy():
+    model, batch = NativeModel('causal'), collate(text_rows(SHAPE))
+    outcome = measure(Unnamed(), batch, 2)
+    assert outcome.kind == 'refused', outcome
+    assert 'router_aux_loss_coef' in outcome.message
+    assert measure(model, batch, 2).kind == 'exact'

@@ -1,0 +1,352 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Tokens that do not all weigh the same, held to one whole float64 forward whose weighted mean is written out."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import pytest
+import torch
+from composer.algorithms import GradientClipping
+from composer.callbacks import NaNMonitor
+from composer.core import Callback
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from composer_tokacc import (
+    BatchLayout,
+    RegroupingBatchSampler,
+    RegroupingDataLoader,
+    TokenAccumulation,
+    token_data_spec,
+)
+from composer_tokacc.algorithm import step_loss_weights, with_token_weights
+from composer_tokacc.algorithm.weighted_labels import weigh_labels
+from composer_tokacc.counting import token_weights_of
+from tests.support.families import FAMILIES
+from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
+from tests.support.text import collate, text_model, text_rows
+from tests.support.training import in_double, loader, logged, relative_error, train
+from tests.support.weights import column, weighted_reference
+
+RAGGED = [(4, 2), (5, 3), (9, 7), (14, 11), (6, 1), (3, 2)]
+TOLERANCE = 1e-6
+WEIGHTS = ['sqrt', 'sample', 'column']
+
+
+@pytest.fixture
+def model():
+    return text_model()
+
+
+def batch_of(shape=RAGGED, side='right', ids=True, **entries):
+    batch = collate(text_rows(shape), side=side)
+    batch['loss_weights'] = column(batch)
+    if ids:
+        batch['sample_ids'] = [f'sample-{index}' for index in range(len(shape))]
+    return {**batch, **entries}
+
+
+def check(model, batch, data, token_weights, microbatch_size, **options):
+    expected, loss, token_mean = weighted_reference(model, batch, token_weights)
+    recorder, memory, _ = train(
+        model, data, algorithms=[TokenAccumulation(token_weights=token_weights)], callbacks=[NaNMonitor()],
+        microbatch_size=microbatch_size, **options,
+    )  # fmt: skip
+    assert relative_error(recorder.gradients, expected) < TOLERANCE
+    assert logged(memory, 'loss/train/total') == pytest.approx([loss], rel=TOLERANCE)
+    if token_weights != 'token':
+        assert logged(memory, 'token_accumulation/token_mean_loss') == pytest.approx([token_mean], rel=TOLERANCE)
+
+
+@pytest.mark.parametrize('microbatch_size', [1, 2, 3, 6])
+@pytest.mark.parametrize('split', ['stock', 'ordered', 'regrouped', 'packed'])
+@pytest.mark.parametrize('token_weights', ['token', *WEIGHTS])
+def test_gradient_is_that_of_the_weighted_mean_over_the_batch(model, token_weights, split, microbatch_size):
+    batch = batch_of(side='left' if split == 'regrouped' else 'right')
+    data = loader(batch)
+    if split != 'stock':
+        data = token_data_spec(data, regroup=split != 'ordered', packing=split == 'packed')
+    check(model, batch, data, token_weights, microbatch_size)
+
+
+def test_weights_change_the_gradient_so_the_test_can_fail(model):
+    batch = batch_of()
+    gradients = {weights: weighted_reference(model, batch, weights)[0] for weights in ('token', *WEIGHTS)}
+    for weights in WEIGHTS:
+        assert relative_error(gradients[weights], gradients['token']) > 0.05
+
+
+@cache
+def family(name):
+    return FAMILIES[name]()
+
+
+@pytest.mark.parametrize('microbatch_size', [1, 3])
+@pytest.mark.parametrize('token_weights', WEIGHTS)
+@pytest.mark.parametrize('name', ['llava', 'llava packed', 'qwen2_5_vl'])
+def test_images_beside_text(name, token_weights, microbatch_size):
+    case = family(name.removesuffix(' packed'))
+    layout = BatchLayout.for_model(case.config)
+    rows = [dict(row) for row in case.rows]
+    rows[2]['labels'] = torch.full_like(rows[2]['labels'], -100)
+    batch = layout.concat(rows, pad_token_id=case.pad_token_id)
+    batch['loss_weights'] = column(batch)
+    model = case.model
+    if name.endswith('packed'):  # its float32 forward alone is 1.1e-6 off with torch 2.6
+        model = in_double(model)
+        batch['pixel_values'] = batch['pixel_values'].double()
+    data = token_data_spec(loader(batch), packing=name.endswith('packed'))
+    check(model, batch, data, token_weights, microbatch_size)
+
+
+@pytest.mark.parametrize('seed', range(5))
+def test_random_rows_and_weights(model, seed):
+    rng = random.Random(seed)
+    shape = [(n, rng.randint(0, n - 1)) for n in (rng.randint(2, 20) for _ in range(rng.randint(2, 9)))]
+    shape[0] = (6, 4)
+    batch = batch_of(shape, side=rng.choice(['left', 'right']))
+    data = token_data_spec(loader(batch), regroup=rng.random() < 0.5, packing=rng.random() < 0.5)
+    check(model, batch, data, rng.choice(WEIGHTS), rng.randint(1, 4))
+
+
+@pytest.mark.parametrize('form', ['tensor', 'column', 'list', 'integers'])
+def test_weight_of_a_row_is_that_of_all_its_tokens(model, form):
+    batch = batch_of()
+    weights = [0.5, 2.0, 0.0, 1.0, 3.0, 0.25] if form != 'integers' else [1, 2, 0, 1, 3, 4]
+    given = {'list': weights, 'column': torch.tensor(weights)[:, None]}.get(form, torch.tensor(weights))
+    expected = {**batch, 'loss_weights': torch.tensor(weights).float()}
+    reference, loss, _ = weighted_reference(model, expected, 'column')
+    recorder, memory, _ = train(
+        model, token_data_spec(loader({**batch, 'loss_weights': given})),
+        algorithms=[TokenAccumulation(token_weights='column')], microbatch_size=2,
+    )  # fmt: skip
+    assert relative_error(recorder.gradients, reference) < TOLERANCE
+    assert logged(memory, 'loss/train/total') == pytest.approx([loss], rel=TOLERANCE)
+
+
+def test_documents_of_rows_that_come_packed_keep_their_own_weights(model):
+    rows = text_rows(RAGGED)
+    batch = collate(rows)
+    packed = {
+        'input_ids': torch.cat([row['input_ids'] for row in rows], dim=1),
+        'labels': torch.cat([row['labels'] for row in rows], dim=1),
+        'position_ids': torch.cat([torch.arange(row['input_ids'].shape[1])[None] for row in rows], dim=1),
+    }
+    for weights in ('sqrt', 'sample'):
+        expected, _, _ = weighted_reference(model, batch, weights)
+        data = loader({key: value.clone() for key, value in packed.items()})
+        recorder, _, _ = train(model, data, algorithms=[TokenAccumulation(token_weights=weights)])
+        assert relative_error(recorder.gradients, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize('token_weights', WEIGHTS)
+def test_functional_form_in_a_plain_loop(model, token_weights):
+    batch = batch_of()
+    expected, _, _ = weighted_reference(model, batch, token_weights)
+    layout = BatchLayout.for_model(model)
+    microbatches = [layout.select(batch, rows) for rows in ([0, 3], [1, 2, 4], [5])]
+    weights = step_loss_weights(microbatches, token_weights=token_weights)
+    for microbatch, weight in zip(microbatches, weights, strict=True):
+        inputs = with_token_weights(microbatch, token_weights)
+        (model(**{key: inputs[key] for key in ('input_ids', 'attention_mask', 'labels')}).loss * weight).backward()
+    found = {f'model.{name}': p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert relative_error(found, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize('told_by', ['position_ids', 'sequence_id'])
+def test_documents_of_padded_packed_rows_are_samples(told_by):
+    """Two documents of 3 and 1 loss tokens and some padding, as other collators pack them."""
+    labels = torch.tensor([[-100, 5, 6, 7, -100, 8, -100, -100]])
+    batch = {
+        'labels': labels,
+        'attention_mask': torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0]]),
+        'position_ids': torch.tensor([[0, 1, 2, 3, 0, 1, 0, 0]]),
+        'sequence_id': torch.tensor([[0, 0, 0, 0, 1, 1, -1, -1]]),
+    }
+    weights, _ = token_weights_of({key: batch[key] for key in ('labels', 'attention_mask', told_by)}, 'sample')
+    third = 1 / 3
+    torch.testing.assert_close(weights, torch.tensor([[0, third, third, third, 0, 1, 0, 0]]))
+
+
+# Mistakes, each beside a healthy neighbour above.
+
+
+@pytest.mark.parametrize('data', [lambda loader: loader, token_data_spec], ids=['stock', 'ours'])
+@pytest.mark.parametrize(
+    ('weights', 'message'),
+    [
+        ([1.0, 1.0, -0.5, 1.0, 1.0, 1.0], "must be finite and not negative, got: -0.5 for sample 'sample-2'"),
+        ([1.0, 1.0, 1.0, float('nan'), 1.0, 1.0], "got: nan for sample 'sample-3'"),
+        ([1.0, float('inf'), 1.0, 1.0, 1.0, 1.0], "got: inf for sample 'sample-1'"),
+        ([1.0, 1.0, None, 1.0, 1.0, 1.0], "must be a number for every sample, got: None for sample 'sample-2'"),
+        ([0.0] * 6, "must not all be 0, got: 0 for each of its 26 loss-generating tokens, sample 'sample-0'"),
+        (torch.ones(6, 3), r"must be of shape \(6,\) or \(6, 14\), as the labels, got: \(6, 3\), .* 'sample-0'"),
+        (None, "needs `loss_weights` in every batch, .* beginning with sample 'sample-0'"),
+    ],
+)
+def test_bad_weights_are_one_line_with_the_sample(model, weights, message, data):
+    batch = batch_of()
+    del batch['loss_weights']
+    batch |= {} if weights is None else {'loss_weights': weights}
+    with pytest.raises((ValueError, RuntimeError), match=message) as caught:
+        train(model, data(loader(batch)), algorithms=[TokenAccumulation(token_weights='column')], microbatch_size=2)
+    assert '\n' not in str(caught.value)
+
+
+def test_bad_weights_where_no_loss_is_generated_do_not_matter(model):
+    batch = batch_of()
+    batch['loss_weights'] = batch['loss_weights'].masked_fill(batch['labels'] == -100, float('nan'))
+    clean = {**batch, 'loss_weights': batch['loss_weights'].nan_to_num(0)}
+    expected, _, _ = weighted_reference(model, clean, 'column')
+    recorder, _, _ = train(
+        model, token_data_spec(loader(batch)), algorithms=[TokenAccumulation(token_weights='column')]
+    )
+    assert relative_error(recorder.gradients, expected) < TOLERANCE
+
+
+def test_unknown_weights_are_refused():
+    with pytest.raises(ValueError, match=r"must be one of \('token', 'sqrt', 'sample', 'column'\), got: 'squared'"):
+        TokenAccumulation(token_weights='squared')
+
+
+def test_column_that_nobody_asked_for_is_named(model, caplog):
+    train(model, loader(batch_of()), algorithms=[TokenAccumulation()], microbatch_size=2)
+    assert 'token_weights=column' in caplog.text
+
+
+@pytest.mark.parametrize('token_weights', WEIGHTS)
+def test_composers_flag_is_refused_beside_weights(model, token_weights):
+    data = token_data_spec(loader(batch_of()))
+    with pytest.raises(RuntimeError, match='accumulate_train_batch_on_tokens'):
+        train(
+            model, data, algorithms=[TokenAccumulation(token_weights=token_weights)], microbatch_size=2,
+            accumulate_train_batch_on_tokens=True,
+        )  # fmt: skip
+
+
+def test_accumulated_gradient_is_clipped(model):
+    batch = batch_of()
+    expected, _, _ = weighted_reference(model, batch, 'sqrt')
+    norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    clipping = GradientClipping(clipping_type='norm', clipping_threshold=0.1)
+    recorder, _, _ = train(
+        model, token_data_spec(loader(batch)), algorithms=[clipping, TokenAccumulation(token_weights='sqrt')],
+        microbatch_size=2,
+    )  # fmt: skip
+    clipped = {name: gradient * (0.1 / norm) for name, gradient in expected.items()}
+    assert relative_error(recorder.gradients, clipped) < 1e-5  # torch adds 1e-6 to the norm
+
+
+def test_out_of_memory_half_way_gives_the_same_gradient(model):
+    batch = batch_of()
+    expected, _, _ = weighted_reference(model, batch, 'column')
+
+    class OutOfMemoryOnce(Callback):
+        failed = False
+
+        def before_loss(self, state, logger):
+            state.auto_microbatching = True
+            if not self.failed:
+                self.failed = True
+                raise RuntimeError('CUDA out of memory')
+
+    recorder, _, _ = train(
+        model, token_data_spec(loader(batch)), algorithms=[TokenAccumulation(token_weights='column')],
+        callbacks=[OutOfMemoryOnce()], microbatch_size=4,
+    )  # fmt: skip
+    assert relative_error(recorder.gradients, expected) < TOLERANCE
+
+
+def test_weights_that_a_transform_drops_or_changes_are_noticed(model):
+    def drop(batch):
+        return {key: value for key, value in batch.items() if key != 'loss_weights'}
+
+    def change(batch):
+        return {**batch, 'loss_weights': batch['loss_weights'] * (torch.arange(len(batch['labels'])) % 2)[:, None]}
+
+    for transform, message in ((drop, 'must carry the `loss_weights`'), (change, 'must be the mean over')):
+        data = token_data_spec(loader(batch_of()), microbatch_transforms=transform)
+        with pytest.raises(RuntimeError, match=message):
+            train(model, data, algorithms=[TokenAccumulation(token_weights='sqrt')], microbatch_size=6)
+
+
+def test_logits_are_kept_once(model):
+    """Of the size of the logits, backward needs what torch's own mean needs."""
+    batch = batch_of()
+    kept = {}
+    for token_weights in ('token', 'column'):
+        logits = torch.randn(*batch['labels'].shape, 64, requires_grad=True)
+        inputs, sizes = with_token_weights(batch, token_weights), {}
+
+        def note(tensor, sizes=sizes):
+            sizes[tensor.data_ptr()] = tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            ForCausalLMLoss(logits, inputs['labels'], 64)
+        kept[token_weights] = sum(numel >= logits.numel() for numel in sizes.values())
+    assert kept == {'token': 1, 'column': 1}
+
+
+@pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split('.')[:2])) > (2, 7),
+    reason='the compiler of torch 2.15 fails on labels of a class of their own, before the first step',
+)
+@pytest.mark.parametrize('backend', ['eager', 'aot_eager'])
+def test_compiled_forward(model, backend):
+    torch._dynamo.reset()
+    batch = batch_of()
+    expected, _, _ = weighted_reference(model, batch, 'column')
+    recorder, _, _ = train(
+        model, token_data_spec(loader(batch)), algorithms=[TokenAccumulation(token_weights='column')],
+        microbatch_size=3, compile_config={'backend': backend},
+    )  # fmt: skip
+    assert relative_error(recorder.gradients, expected) < TOLERANCE
+    torch._dynamo.reset()
+
+
+def test_nothing_is_asked_of_the_device():
+    """Tensors without content: whatever reads one, as `.item()` does, would raise."""
+    labels = torch.zeros(6, 14, dtype=torch.long, device='meta')
+    inputs, weighing = weigh_labels({'labels': labels}, labels.float(), num_tokens=26, total=9.5)
+    loss = ForCausalLMLoss(torch.zeros(6, 14, 64, device='meta', requires_grad=True), inputs['labels'], 64)
+    loss.backward()
+    assert weighing.num_calls == 1
+    assert weighing.mean.device.type == 'meta'
+
+
+def test_model_in_bfloat16_has_no_more_than_its_own_noise(model):
+    batch = batch_of()
+    expected, _, _ = weighted_reference(model, batch, 'sqrt')
+    recorder, _, _ = train(
+        model.bfloat16(), token_data_spec(loader(batch)), algorithms=[TokenAccumulation(token_weights='sqrt')],
+        microbatch_size=2,
+    )  # fmt: skip
+    plain, _, _ = train(model, token_data_spec(loader(batch)), algorithms=[TokenAccumulation()], microbatch_size=2)
+    noise = relative_error(plain.gradients, weighted_reference(model, batch, 'token')[0])
+    assert relative_error(recorder.gradients, expected) < 3 * noise < 0.1
+
+
+def test_ready_microbatches_of_a_planning_loader(model):
+    """Rows that fill up nothing, a last batch that is small, and weights of each sample's own."""
+    dataset = LengthDataset(10)
+
+    def collate_weighed(samples):
+        batch = collate_samples(samples)
+        return {**batch, 'loss_weights': [0.5 + int(name) for name in batch['sample_ids']]}
+
+    sampler = RegroupingBatchSampler(
+        dataset, lengths=dataset.lengths, global_batch_size=8, max_tokens=2 * LONGEST, shuffle=False, drop_last=False
+    )
+    data = RegroupingDataLoader(dataset, batch_sampler=sampler, collate_fn=collate_weighed)
+    recorder, _, _ = train(
+        model, token_data_spec(data, slot_tokens=LONGEST), microbatch_size=2, max_duration='2ba',
+        algorithms=[TokenAccumulation(token_weights='column')],
+    )  # fmt: skip
+    for indices, found in zip((range(8), range(8, 10)), recorder.steps, strict=True):
+        batch = collate_weighed([dataset[index] for index in indices])
+        batch['loss_weights'] = torch.tensor(batch['loss_weights'])
+        assert relative_error(found, weighted_reference(model, batch, 'column')[0]) < TOLERANCE

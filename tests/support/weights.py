@@ -1,0 +1,81 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Weighted means by plain autograd: one float64 forward for the logits, the loss written out position by position."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tests.support.training import Gradients, in_double
+
+POWERS = {'token': 0.0, 'sqrt': 0.5, 'sample': 1.0}
+
+
+def column(batch: dict[str, Any], *, seed: int = 0, zeros: bool = True) -> torch.Tensor:
+    """Random weights, another for every position, some of them zero."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = 0.1 + 3 * torch.rand(batch['labels'].shape, generator=generator)
+    return weights * (torch.rand(weights.shape, generator=generator) > 0.2 if zeros else 1)
+
+
+def weighted_losses(
+    logits: torch.Tensor, batch: dict[str, Any], token_weights: str, *, shift: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weighted mean and plain mean of the tokens' losses, one position after the other."""
+    labels = batch['labels']
+    losses, weights = [], []
+    for row in range(len(labels)):
+        places = [place for place in range(shift, labels.shape[1]) if int(labels[row, place]) != -100]
+        for place in places:
+            losses.append(-logits[row, place - shift].log_softmax(dim=-1)[labels[row, place]])
+            if token_weights == 'column':
+                given = batch['loss_weights']
+                weights.append(float(given[row] if given.dim() == 1 else given[row, place]))
+            else:
+                weights.append(len(places) ** -POWERS[token_weights])
+    loss, weight = torch.stack(losses), torch.tensor(weights, dtype=torch.float64)
+    return (loss * weight).sum() / weight.sum(), loss.mean()
+
+
+def weighted_reference(
+    model: torch.nn.Module, batch: dict[str, Any], token_weights: str
+) -> tuple[Gradients, float, float]:
+    """Gradient, weighted mean loss and token mean loss of one whole forward in double precision."""
+    model = in_double(model)
+    model.zero_grad(set_to_none=True)
+    inputs = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
+    inputs = {key: value.double() if value.is_floating_point() else value for key, value in inputs.items()}
+    logits = model(**{key: inputs[key] for key in inputs.keys() - {'labels', 'loss_weights'}}, use_cache=False).logits
+    loss, token_mean = weighted_losses(logits, batch, token_weights)
+    loss.backward()
+    gradients = {f'model.{name}': p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return gradients, loss.item(), token_mean.item()
+
+
+def weighted_gradients(
+    model: Any, batch: dict[str, Any], token_weights: str, *, shift: int = 1, label_smoothing: float = 0.0
+) -> Gradients:
+    """Of one plain forward of a Composer model over the whole batch, for its logits; column 0 counts without shift."""
+    model.zero_grad(set_to_none=True)
+    outputs = model({key: value for key, value in batch.items() if key != 'loss_weights'})
+    logits, labels = outputs['logits'], batch['labels']
+    losses, weights = [], []
+    for row in range(len(labels)):
+        places = [place for place in range(shift, labels.shape[1]) if int(labels[row, place]) != -100]
+        predicted = logits[row, [place - shift for place in places]]
+        losses.append(
+            F.cross_entropy(predicted, labels[row, places], reduction='none', label_smoothing=label_smoothing)
+        )
+        if token_weights == 'column':
+            weights.append(batch['loss_weights'][row, places])
+        else:
+            weights.append(torch.full((len(places),), max(len(places), 1) ** -POWERS[token_weights]))
+    loss, weight = torch.cat(losses), torch.cat(weights)
+    ((loss * weight).sum() / weight.sum()).backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return gradients
