@@ -22,7 +22,7 @@ def zero_weight(batch: Batch) -> dict[str, Any]:
     """A copy without labels, whose rows are no samples."""
     none = [0] * num_rows(batch)
     emptied = {**batch, 'labels': torch.full_like(batch['labels'], IGNORE_INDEX)}
-    return with_carried(emptied, loss_tokens=none, real_tokens=none, samples=none)
+    return with_carried(emptied, loss_tokens=none, real_tokens=none, samples=none, weights=none)
 
 
 def smallest_row(layout: BatchLayout, batch: Batch, unit: str) -> dict[str, Any] | None:

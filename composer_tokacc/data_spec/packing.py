@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Packed rows: the rows of a microbatch one after the other, without any padding, told apart by their positions."""
+"""Packed rows: the rows of a microbatch one after the other, without any padding."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from composer_tokacc.counting import CARRIED, IGNORE_INDEX
+from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.layout import BatchLayout
 
 __all__ = ['pack_lengths', 'pack_rows']
@@ -55,18 +56,22 @@ def pack_lengths(
     return [sorted(group) for group in groups]
 
 
-def pack_rows(layout: BatchLayout, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """One row of all rows' real tokens, with restarting ``position_ids``, no attention mask and no cache.
+def pack_rows(
+    layout: BatchLayout, batch: Mapping[str, Any], attention: DocumentAttention | None = None
+) -> dict[str, Any]:
+    """One row of all rows' real tokens, whose mask says which of them make a document.
 
-    Transformers separates the documents by the restarts, but only without a cache: with one, attention leaks from
-    document to document without a word. ``use_cache=False`` therefore travels with the batch.
+    ``use_cache=False`` travels with the batch: keys and values that nobody asks for again would be kept.
 
     Args:
         layout: How tensors belong to rows.
         batch: Rows with a 2-D attention mask, or none.
+        attention: The model's. Default: one that takes masks, with positions as of text.
 
     Returns:
-        The batch of one row, ``input_ids`` of shape ``(1, total)``; per-row lists become one list per row of a list.
+        The batch of one row, ``input_ids`` of shape ``(1, total)``: ``attention_mask`` bool ``(documents, total)``,
+        True where a document is, and ``position_ids`` that start anew with each, ``(1, total)`` or, multimodal ones,
+        ``(3, 1, total)``. Per-row lists become one list per row of a list.
 
     Raises:
         ValueError: If the batch has an entry that cannot be packed.
@@ -77,6 +82,7 @@ def pack_rows(layout: BatchLayout, batch: Mapping[str, Any]) -> dict[str, Any]:
     if batch.get('position_ids') is not None:
         raise ValueError('`position_ids` must be absent for packing, got: a tensor. Set `packing=False`.')
     real = layout.real_positions(batch)
+    _check_runs(batch, real)
     num_rows = layout.num_rows(batch)
     positions = (real.cumsum(dim=1) - 1)[real][None]
     packed: dict[str, Any] = {}
@@ -88,14 +94,41 @@ def pack_rows(layout: BatchLayout, batch: Mapping[str, Any]) -> dict[str, Any]:
         elif isinstance(value, torch.Tensor):
             packed[key] = _pack_tensor(layout, key, value, real)
         elif isinstance(value, (list, tuple)) and len(value) == num_rows:
-            numbers = all(isinstance(item, int) for item in value)
+            numbers = all(isinstance(item, (int, float)) for item in value)
             packed[key] = [sum(value)] if numbers else [list(value)]
         else:
             packed[key] = value
     packed['labels'] = packed['labels'].masked_fill(positions == 0, IGNORE_INDEX)
+    documents = (positions == 0).cumsum(dim=1) - 1
+    if attention is None or attention.has_masks:
+        packed['attention_mask'] = (
+            documents == torch.arange(int(documents[0, -1]) + 1, device=documents.device)[:, None]
+        )
+    rotary = attention.rotary_positions(batch) if attention is not None else None
+    if rotary is not None:
+        rotary = rotary[:, real][:, None]
+        # Attention without a mask finds the documents by the positions of text, which come first.
+        positions = rotary if 'attention_mask' in packed else torch.cat([positions[None], rotary])
     packed['position_ids'] = positions
     packed['use_cache'] = False
     return packed
+
+
+def _check_runs(batch: Mapping[str, Any], real: torch.Tensor) -> None:
+    """Refuses rows that are not one run of tokens: what stands between or behind them would become tokens as well."""
+    mask = batch.get('attention_mask')
+    attended = torch.ones_like(real) if mask is None else mask != 0
+    before = torch.nn.functional.pad(attended[:, :-1], (1, 0))
+    # A label right behind the last token is predicted from that token; one further on, from padding.
+    wrong = ((attended & ~before).sum(dim=1) > 1) | (real & ~attended & ~before).any(dim=1)
+    if bool(wrong.any()):
+        row = int(wrong.int().argmax())
+        names = batch.get('sample_ids')
+        name = f'sample {names[row]!r}' if isinstance(names, (list, tuple)) else f'row {row}'
+        raise ValueError(
+            'Rows must be one run of tokens, with at most one label behind it, to be packed, got: another '
+            f'`attention_mask` or labels on padding in {name}. Set `packing=False`.'
+        )
 
 
 def _pack_tensor(layout: BatchLayout, key: str, value: torch.Tensor, real: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed
 from composer.utils import dist
@@ -18,6 +19,7 @@ from composer.utils import dist
 from composer_tokacc.algorithm.first_batch import CutRules
 from composer_tokacc.counting import IGNORE_INDEX, num_rows, with_carried, without_carried
 from composer_tokacc.data_spec.added_rows import UNITS, add_rows, blank_row, smallest_row, zero_weight
+from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.data_spec.packing import pack_lengths, pack_rows
 from composer_tokacc.layout import Batch, BatchLayout, Family, ReadyBatch, microbatches_of
 from composer_tokacc.planning import CostModel, cut
@@ -35,7 +37,7 @@ class SplitOptions:
     regroup: bool
     equal_counts: bool
     width_multiple: int
-    packing: bool
+    packing: bool | str
     cost: CostModel | None
     max_image_tokens: int | None
     on_oversize: str
@@ -61,17 +63,48 @@ class MicrobatchSplit:
         """Whether the first-batch check has seen the model."""
         self.microbatch_transforms: Callable[[Any], Any] | None = None
         """What is done to microbatches on the device; the first-batch check must do it as well."""
+        self.packing = options.packing is True
+        """Whether a microbatch's rows become one packed row; with ``'auto'`` known once the first batch is."""
+        self._attention: DocumentAttention | None = None
+        self._has_packed = False
         self._warned = False
-
-    @property
-    def packing(self) -> bool:
-        """Whether a microbatch's rows become one packed row."""
-        return self.options.packing
 
     @property
     def regroups(self) -> bool:
         """Whether rows may change their company."""
-        return self.options.regroup or self.options.packing
+        return self.options.regroup or bool(self.options.packing)
+
+    def choose_packing(self, layout: BatchLayout, batch: Batch, microbatch_size: float) -> None:
+        """With ``packing='auto'``: packs if that costs less on this batch, over all ranks; a collective."""
+        if self.options.packing != 'auto':
+            return
+        cost = self.options.cost or CostModel()
+        lengths = [length for one in microbatches_of(batch) for length in layout.lengths(one)]
+        budget = int(microbatch_size * (self.options.slot_tokens or max(map(layout.width, microbatches_of(batch)))))
+        cuts = cut(lengths, max(budget, *lengths), regroup=self.options.regroup, max_width=max(lengths), cost=cost)
+        widths = np.array([max(lengths[row] for row in rows) for rows in cuts])
+        padded = float((np.array([len(rows) for rows in cuts]) * cost.rows(widths) + cost.launch).sum())
+        packed = sum(cost.packed([lengths[row] for row in rows]) for rows in pack_lengths(lengths, budget))
+        packed, padded = map(sum, zip(*dist.all_gather_object((packed, padded)), strict=True))
+        self.packing = packed < padded
+        log.info('packing=%s: the first batch costs %.0f packed and %.0f padded.', self.packing, packed, padded)
+
+    @property
+    def must_pack(self) -> bool:
+        """Whether rows are packed or the run stops: asked for, or begun so."""
+        return self.options.packing is True or self._has_packed
+
+    def attend_by_document(self, model: torch.nn.Module, *, by_positions: bool = False) -> None:
+        """Has the model's attention take packed rows; called again it changes nothing."""
+        if self._attention is None or (by_positions and self._attention.has_masks):
+            self.attend_as_before()
+            self._attention = DocumentAttention(model, by_positions=by_positions)
+
+    def attend_as_before(self) -> None:
+        """Gives the model its own attention back, where it had to change."""
+        if self._attention is not None:
+            self._attention.undo()
+        self._attention = None
 
     def __call__(self, batch: Batch, microbatch_size: int | float) -> list[dict[str, Any]]:
         """Splits in training; in evaluation (no gradients) rows keep order and ``microbatch_size`` counts rows.
@@ -87,10 +120,10 @@ class MicrobatchSplit:
         if not torch.is_grad_enabled():
             # The trainer drops a sampler's padding with split_batch(batch, n - 1)[0]: exactly n - 1 rows, in order.
             return self._chunks(layout, batch, max(int(microbatch_size), 1))
-        if self.packing and not self.checked:
+        if self.options.packing and not self.checked:
             raise RuntimeError(
-                '`packing=True` needs TokenAccumulation, which checks that the model tells packed documents apart, '
-                'got: no such check. Add it to `algorithms`, or set `packing=False`.'
+                f'`packing={self.options.packing!r}` needs TokenAccumulation, which checks that the model tells packed '
+                'documents apart, got: no such check. Add it to `algorithms`, or set `packing=False`.'
             )
         if self.packing and any(map(layout.width_matters, microbatches_of(batch))):
             raise RuntimeError(
@@ -98,6 +131,7 @@ class MicrobatchSplit:
                 f'{max(map(layout.width, microbatches_of(batch)))}. Beyond, the rotary embedding of this model changes '
                 'with the width, which packing changes. Set `packing=False`, which keeps it.'
             )
+        self._has_packed = self._has_packed or self.packing
         if isinstance(batch, ReadyBatch) and not self._hands_on(layout, batch):
             batch = batch.joined(layout)
         sources = [self._rows_of(layout, source) for source in microbatches_of(batch)]
@@ -125,7 +159,7 @@ class MicrobatchSplit:
         if rules.companions and not any(layout.media_per_row(microbatch)):
             spares = [row for row in (smallest_row(layout, batch, unit) for unit in UNITS) if row is not None][:1]
             microbatch = add_rows(layout, microbatch, spares) if spares else microbatch
-        microbatch = pack_rows(layout, microbatch) if self.packing else microbatch
+        microbatch = pack_rows(layout, microbatch, self._attention) if self.packing else microbatch
         return without_carried(microbatch)
 
     def _chunks(self, layout: BatchLayout, batch: Batch, size: int) -> list[dict[str, Any]]:
@@ -247,7 +281,7 @@ class MicrobatchSplit:
             missing = [row for row, of_row in zip(spares, units, strict=True) if not of_row <= held]
             missing = [] if layout.family.one_kind and held else missing
             microbatch = add_rows(layout, selected, missing) if missing else selected
-            microbatch = pack_rows(layout, microbatch) if self.packing else microbatch
+            microbatch = pack_rows(layout, microbatch, self._attention) if self.packing else microbatch
             microbatches.append(with_carried(microbatch, microbatches=[len(pieces)] * num_rows(microbatch)))
         return microbatches
 

@@ -47,7 +47,7 @@ def token_data_spec(
     regroup: bool = True,
     equal_counts: bool | str = 'auto',
     width_multiple: int = 1,
-    packing: bool = False,
+    packing: bool | str = False,
     cost: CostModel | None = None,
     on_oversize: str = 'raise',
     **data_spec_kwargs: Any,
@@ -77,8 +77,9 @@ def token_data_spec(
         equal_counts: Whether all ranks make the same number of microbatches, as FSDP and DDP's MULTI_AUTO_SYNC need.
             ``'auto'``: with more than one rank.
         width_multiple: Round microbatch widths up to a multiple of this, never beyond the batch's own.
-        packing: Whether to string a microbatch's rows into one packed row without any padding. The model must tell
-            packed documents apart, which the first-batch check proves or refuses. Default: ``False``.
+        packing: Whether to string a microbatch's rows into one packed row without any padding, with attention document
+            by document. The model's must go through transformers' ``AttentionInterface``, which the first-batch check
+            proves or refuses. ``'auto'``: where it can, and costs less on the first batch. Default: ``False``.
         cost: What a microbatch costs on your machine, for the cut of least cost. Default: that of a model of hidden
             size 4096 on a GPU.
         on_oversize: A row over a cap by itself: ``'raise'``, naming it, or ``'warn'``: name it and compute it alone.
@@ -110,6 +111,8 @@ def token_data_spec(
             raise ValueError(f'`{name}` must be a positive integer, got: {value!r}.')
     if equal_counts not in (True, False, 'auto'):
         raise ValueError(f"`equal_counts` must be True, False or 'auto', got: {equal_counts!r}.")
+    if packing not in (True, False, 'auto'):
+        raise ValueError(f"`packing` must be True, False or 'auto', got: {packing!r}.")
     if on_oversize not in ('raise', 'warn'):
         raise ValueError(f"`on_oversize` must be 'raise' or 'warn', got: {on_oversize!r}.")
     for name in OWN_KWARGS:

@@ -168,7 +168,7 @@ def video_llava_image(config: Any) -> Row:
     """CLIP, whose class token only the default strategy drops."""
     drops_first = getattr(config, 'vision_feature_select_strategy', 'default') == 'default'
     count = _patches(config.vision_config) + 1 - drops_first
-    return {'input_ids': _ids(config, 'image', count), 'pixel_values': _grey(config.vision_config, 1)}
+    return {'input_ids': _ids(config, 'image', count), 'pixel_values_images': _grey(config.vision_config, 1)}
 
 
 def video_llava_video(config: Any) -> Row:

@@ -128,6 +128,8 @@ TEXT_ENTRIES: dict[str, Entry] = {
     'input_ids': Entry(seq_dims=(1,)),
     'attention_mask': Entry(seq_dims=(1,)),  # or (rows, heads, width, width): see BatchLayout.entry
     'labels': Entry(seq_dims=(1,), fill=-100),
+    # (rows,) or (rows, width). What a sample lacks is refused by name, but only where weights are asked for.
+    'loss_weights': Entry(seq_dims=(1,), absent=float('nan')),
     # (rows, width), or (3, rows, width) for multimodal rotary positions.
     'position_ids': Entry(row_dim=-2, seq_dims=(-1,)),
     'token_type_ids': Entry(seq_dims=(1,)),
@@ -198,6 +200,10 @@ def _has_tiles(batch: Batch) -> bool:
 
 def _has_tiles_or_clips(batch: Batch) -> bool:
     return ('image_sizes' in batch and _ndim(batch, 'pixel_values') == 5) or _ndim(batch, 'pixel_values_videos') == 5
+
+
+def _has_images_by_their_own_name(batch: Batch) -> bool:
+    return batch.get('pixel_values_images') is not None
 
 
 def _has_plain_images(batch: Batch) -> bool:
@@ -346,6 +352,17 @@ FAMILIES: tuple[Family, ...] = (
         },
     ),
     Family(
+        name='Video-LLaVA',
+        model_types=('video_llava',),
+        own_weights=('image', 'video'),
+        entries={**_CLIPS, 'pixel_values': _IMAGE, 'pixel_values_images': _IMAGE},
+        media={
+            'image': Media(sizes=placeholders.equal, blank=blank_rows.video_llava_image),
+            'video': Media(sizes=placeholders.equal, blank=blank_rows.video_llava_video),
+        },
+        matches=_has_images_by_their_own_name,
+    ),
+    Family(
         name='LLaVA-OneVision',
         model_types=('llava_onevision',),
         # Images by row. OneVision cuts an image into tiles only where it is the row's only one.
@@ -355,16 +372,6 @@ FAMILIES: tuple[Family, ...] = (
             'video': Media(sizes=placeholders.equal, blank=blank_rows.llava_onevision_video),
         },
         matches=_has_tiles_or_clips,
-    ),
-    Family(
-        name='Video-LLaVA',
-        model_types=('video_llava',),
-        own_weights=('image', 'video'),
-        entries={**_CLIPS, 'pixel_values': _IMAGE, 'pixel_values_images': _IMAGE},
-        media={
-            'image': Media(sizes=placeholders.equal, blank=blank_rows.video_llava_image),
-            'video': Media(sizes=placeholders.equal, blank=blank_rows.video_llava_video),
-        },
     ),
     _one_size('LLaVA', 'llava', blank_rows.llava_image, sizes=placeholders.patch_counts, matches=_has_plain_images),
     _one_size('Mistral3', 'mistral3', blank_rows.pixtral_image, sizes=placeholders.patch_counts),

@@ -143,6 +143,8 @@ class BatchLayout:
         """How one tensor belongs to rows; unknown keys are refused by name."""
         for entries in (self.extra, self.family.entries, TEXT_ENTRIES):
             if key in entries:
+                if key == 'loss_weights' and value.dim() == 1:
+                    return Entry(absent=entries[key].absent)  # of rows, not of positions
                 if key != 'attention_mask' or value.dim() == 2:
                     return entries[key]
                 # (rows, width, width) and (rows, heads, width, width) carry the width twice; 0 in an additive mask
@@ -159,7 +161,7 @@ class BatchLayout:
         """As :meth:`entry`, but a tensor with a width of its own (a decoder's labels) is not sequence-shaped."""
         value, width = batch[key], self.width(batch)
         entry = self.entry(key, value)
-        is_decoders = 'input_ids' not in batch or (key == 'labels' and 'decoder_input_ids' in batch)
+        is_decoders = 'input_ids' not in batch or (key in ('labels', 'loss_weights') and 'decoder_input_ids' in batch)
         has_width = all(value.shape[dim] == width for dim in entry.seq_dims) and not is_decoders
         return entry if has_width else replace(entry, seq_dims=())
 
@@ -445,6 +447,8 @@ class BatchLayout:
         row = media.blank(self.config)
         if row is None:
             return None
+        if like is not None and 'pixel_values' in like and 'pixel_values_images' in row:
+            row['pixel_values'] = row.pop('pixel_values_images')  # Video-LLaVA's newer processors say it so
         ids = row['input_ids']
         row = {**row, 'attention_mask': torch.ones_like(ids), 'labels': torch.full_like(ids, -100)}
         return row if like is None else self._completed(row, like)

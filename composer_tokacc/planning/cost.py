@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +24,7 @@ class CostModel:
             standard transformer block (hidden size 4096 by default). ``math.inf`` for no quadratic term.
         vision_per_token: Cost of one image token in the vision tower.
         launch: Cost of starting a microbatch, whatever is in it. Zero would make microbatches of one row free.
+        document: Cost of starting attention for one document of a packed row.
         seconds_per_token: Seconds of one unit where the model was fitted to measured times. Plans do not use it.
 
     Example:
@@ -33,12 +35,13 @@ class CostModel:
     quadratic: float = 6 * 4096.0
     vision_per_token: float = 0.0
     launch: float = 128.0
+    document: float = 8.0
     seconds_per_token: float | None = None
 
     def __post_init__(self) -> None:
         if not self.quadratic > 0:
             raise ValueError(f'`quadratic` must be positive, got: {self.quadratic}. Use math.inf for no such term.')
-        for name in ('vision_per_token', 'launch'):
+        for name in ('vision_per_token', 'launch', 'document'):
             value = getattr(self, name)
             if not 0 <= value < float('inf'):
                 raise ValueError(f'`{name}` must be finite and not negative, got: {value}.')
@@ -47,3 +50,7 @@ class CostModel:
         """Cost of one row at each width, without vision and launch, float64 of the same shape."""
         widths = np.asarray(widths, dtype=np.float64)
         return widths + widths * widths / self.quadratic
+
+    def packed(self, lengths: Sequence[int]) -> float:
+        """Cost of a microbatch that is one packed row of documents, without vision."""
+        return float(self.rows(np.array(lengths)).sum()) + self.document * len(lengths) + self.launch

@@ -97,7 +97,7 @@ class MicrobatchPlan:
         loads = np.array([sum(microbatch.cost for microbatch in rank) for rank in self.ranks])
         slowest = float(loads.max())
         if self._objective == 'fsdp':  # as many microbatches on every rank
-            slowest = sum(max(microbatch.cost for microbatch in column) for column in zip(*self.ranks, strict=True))
+            slowest = sum(map(self._column_time, zip(*self.ranks, strict=True)))
         num_tokens = int(rows.lengths.sum())
         return PlanStats(
             padding_before=1.0 - num_tokens / (len(rows.lengths) * int(rows.lengths.max())),
@@ -109,6 +109,10 @@ class MicrobatchPlan:
             filled=sum(microbatch.filled for microbatch in computed),
         )
 
+    def _column_time(self, column: Sequence[Microbatch]) -> float:
+        vision = [float(self._rows.vision_cost[list(microbatch.indices)].sum()) for microbatch in column]
+        return max(vision) + max(microbatch.cost - part for microbatch, part in zip(column, vision, strict=True))
+
 
 def plan_microbatches(
     lengths: Sequence[int] | np.ndarray,
@@ -116,6 +120,7 @@ def plan_microbatches(
     num_ranks: int,
     max_tokens: int,
     image_tokens: Sequence[int] | np.ndarray | None = None,
+    vision_cost: Sequence[float] | np.ndarray | None = None,
     max_image_tokens: int | None = None,
     objective: Literal['ddp', 'fsdp'] = 'ddp',
     cost: CostModel | None = None,
@@ -134,9 +139,11 @@ def plan_microbatches(
         max_tokens: Token budget of a microbatch, padding included.
         image_tokens: Image tokens of each sample, (n,). With ``'fsdp'`` samples with and without images then never run
             side by side, because a rank that leaves the vision tower unused hangs the others.
+        vision_cost: Cost of each sample in the vision tower, (n,), in the unit of :class:`.CostModel`, where image
+            tokens do not tell it; by default ``image_tokens * cost.vision_per_token``.
         max_image_tokens: Image budget of a microbatch.
         objective: ``'ddp'``: ranks wait for each other once a step, and may have unequal numbers of microbatches.
-            ``'fsdp'``: they wait at every microbatch, and have equal numbers.
+            ``'fsdp'``: they wait at every microbatch, after its vision tower and at its end, and have equal numbers.
         cost: Cost model of a microbatch.
         width_multiple: Round widths up to a multiple of this.
 
@@ -159,6 +166,7 @@ def plan_microbatches(
         lengths,
         max_tokens,
         image_tokens=image_tokens,
+        vision_cost=vision_cost,
         max_image_tokens=max_image_tokens,
         width_multiple=width_multiple,
         cost=cost,
@@ -171,8 +179,8 @@ def plan_microbatches(
     columns = objective == 'fsdp'
     shared = [_CutSearch(checked.by_length(one), num_ranks, checked.cost, columns).shared() for one in groups]
     ranks = shared[0]
-    if len(shared) > 1:
-        # The columns of both groups in one order, costliest first.
+    if columns:
+        # The columns of all groups in one order, costliest first.
         both = [column for of_group in shared for column in zip(*of_group, strict=True)]
         ranks = zip(*sorted(both, key=lambda column: -max(microbatch.cost for microbatch in column)), strict=True)
     return MicrobatchPlan(ranks=tuple(map(tuple, ranks)), _rows=checked, _objective=objective)
@@ -184,7 +192,7 @@ def lower_bound(rows: Rows, num_ranks: int) -> float:
     Launches are counted as often as any plan needs them: once a rank, and as often as the budgets must be filled.
     """
     cost, images = rows.cost, rows.image_tokens
-    prices = cost.rows(rows.lengths) + cost.vision_per_token * images
+    prices = cost.rows(rows.lengths) + rows.vision_cost
     launches = max(num_ranks, _fewest(rows.lengths, rows.max_tokens))
     if rows.max_image_tokens is not None:
         launches = max(launches, _fewest(images, rows.max_image_tokens))
@@ -206,6 +214,8 @@ class _Cut(NamedTuple):
     """Bounds of the microbatches in the sorted rows, int64 (K + 1,)."""
     costs: np.ndarray
     """Cost of each microbatch, and after them of the zero-weight copies, float64 (K + copies,)."""
+    dealt: np.ndarray
+    """The cost by which they are dealt, the greatest first: in columns without the vision tower, float64 likewise."""
     ranks: np.ndarray | None
     """Rank of each of them, int64 (K + copies,); None where ranks run in columns, which are dealt at the end."""
 
@@ -217,7 +227,10 @@ class _CutSearch:
     rows or images cost much (a microbatch of four long rows, for which all other ranks wait), and 1.3 times under
     ``'fsdp'``. The cut of most equal cost alone is up to 1.1 times slower, and 1.07 times.
 
-    Ranks run in columns where they wait for each other after every microbatch (``'fsdp'``), not after the last.
+    Ranks run in columns where they wait for each other after every microbatch (``'fsdp'``), not after the last. There
+    they wait after the vision tower, too, and it is the rest of the cost that is made equal and dealt in columns: its
+    differences are the larger ones, and the tower's cost goes with the width of the rows. Against columns of like whole
+    cost that makes the step 1 to 7 % shorter (AI2D, ChartQA and DocVQA, with and without as much text, 8 and 64 ranks).
     """
 
     def __init__(self, rows: OrderedRows, num_ranks: int, cost: CostModel, columns: bool) -> None:
@@ -225,6 +238,8 @@ class _CutSearch:
         self._num_ranks = num_ranks
         self._launch = cost.launch
         self._columns = columns
+        self._vision = np.zeros_like(rows.vision) if columns else rows.vision
+        """What the tower has in the costs that are made equal."""
         self._padded = LeastPaddedCuts(rows, TOLERANCE)
         self._alone = rows.row_costs + np.diff(rows.vision) + cost.launch
         self._cheapest = int(np.argmin(self._alone))
@@ -234,9 +249,9 @@ class _CutSearch:
         best, rows = self._best(), self._rows
         order, costs = rows.order.tolist(), best.costs.tolist()
         pieces, widths = list(pairwise(best.bounds.tolist())), rows.widths[best.bounds[:-1]].tolist()
-        rank_of = share_columns(best.costs, self._num_ranks) if best.ranks is None else best.ranks
+        rank_of = share_columns(best.dealt, self._num_ranks) if best.ranks is None else best.ranks
         ranks: list[list[Microbatch]] = [[] for _ in range(self._num_ranks)]
-        for k in np.argsort(-best.costs, kind='stable').tolist():
+        for k in np.argsort(-best.dealt, kind='stable').tolist():
             if k < len(pieces):
                 indices = tuple(sorted(order[slice(*pieces[k])]))
                 microbatch = Microbatch(indices, widths[k], costs[k])
@@ -302,18 +317,19 @@ class _CutSearch:
         rows = self._rows
         if count > len(rows):  # a row each, and zero-weight copies
             return [self._judge(np.arange(len(rows) + 1, dtype=np.int64), count)]
-        equal = equal_cost_cut(rows.row_costs, rows.vision, rows.reach, count)
+        equal = equal_cost_cut(rows.row_costs, self._vision, rows.reach, count)
         if len(equal) - 1 < count:
             equal = split_largest(rows.row_costs, equal, count)
         return [self._judge(self._padded.exactly(count), count), self._judge(equal, count)]
 
     def _judge(self, bounds: np.ndarray, count: int) -> _Cut:
         """The cut with its modelled time; zero-weight copies of the cheapest row make up for what `count` lacks."""
-        costs = microbatch_costs(self._rows.row_costs, self._rows.vision, bounds, self._launch)
-        copies = count - len(costs)
-        if copies > 0:
-            costs = np.concatenate([costs, np.full(copies, self._alone[self._cheapest])])
+        rows, copies = self._rows, count + 1 - len(bounds)
+        costs = microbatch_costs(rows.row_costs, rows.vision, bounds, self._launch)
+        costs = np.concatenate([costs, np.full(copies, self._alone[self._cheapest])])
         if self._columns:
-            return _Cut(column_time(costs, self._num_ranks), bounds, costs, None)
+            tower = np.diff(rows.vision)[self._cheapest]
+            text = costs - np.concatenate([np.diff(rows.vision[bounds]), np.full(copies, tower)])
+            return _Cut(column_time(text, costs - text, self._num_ranks), bounds, costs, text, None)
         ranks, time = share_longest_first(costs, self._num_ranks)
-        return _Cut(time, bounds, costs, ranks)
+        return _Cut(time, bounds, costs, costs, ranks)

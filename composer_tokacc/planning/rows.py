@@ -52,6 +52,7 @@ class Rows:
         max_tokens: int,
         *,
         image_tokens: Sequence[int] | np.ndarray | None = None,
+        vision_cost: Sequence[float] | np.ndarray | None = None,
         max_image_tokens: int | None = None,
         width_multiple: int = 1,
         max_width: int | None = None,
@@ -71,6 +72,9 @@ class Rows:
         self.image_tokens = _checked_image_tokens(image_tokens, len(self.lengths))
         self.max_tokens, self.max_image_tokens = max_tokens, max_image_tokens
         self.cost = CostModel() if cost is None else cost
+        self.vision_cost = self.image_tokens * self.cost.vision_per_token
+        if vision_cost is not None:
+            self.vision_cost = _checked_vision_cost(vision_cost, len(self.lengths))
         self._width_multiple, self._max_width = width_multiple, max_width
 
     @property
@@ -98,7 +102,7 @@ class Rows:
             order=order,
             widths=widths,
             row_costs=self.cost.rows(widths),
-            vision=image_sums * self.cost.vision_per_token,
+            vision=np.concatenate([[0.0], np.cumsum(self.vision_cost[order])]),
             reach=_reach(widths, image_sums, self.max_tokens, image_cap),
         )
 
@@ -125,6 +129,16 @@ def _checked_image_tokens(image_tokens: Sequence[int] | np.ndarray | None, num_r
         at = int(np.argmin(images))
         raise ValueError(f'`image_tokens` must not be negative, got: {images[at]} at sample {at}.')
     return images.astype(np.int64)
+
+
+def _checked_vision_cost(vision_cost: Sequence[float] | np.ndarray, num_rows: int) -> np.ndarray:
+    costs = np.asarray(vision_cost, dtype=np.float64)
+    if costs.shape != (num_rows,):
+        raise ValueError(f'`vision_cost` must have one entry per sample, got: {len(costs)} for {num_rows}.')
+    if not (np.isfinite(costs) & (costs >= 0.0)).all():
+        at = int(np.argmin(np.isfinite(costs) & (costs >= 0.0)))
+        raise ValueError(f'`vision_cost` must be finite and not negative, got: {costs[at]} at sample {at}.')
+    return costs
 
 
 @compiled

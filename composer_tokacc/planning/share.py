@@ -107,13 +107,22 @@ def _best_exchange(costs, ranks, loads, slowest, may_move):  # noqa: ANN001, ANN
 
 
 @compiled
-def column_time(costs: np.ndarray, num_ranks: int) -> float:
-    """Sum over columns of the slowest microbatch, when microbatches of like cost run side by side.
+def column_time(text: np.ndarray, vision: np.ndarray, num_ranks: int) -> float:
+    """Sum over columns of the slowest tower and the slowest rest, when microbatches of like ``text`` run side by side.
 
-    Sorting by cost is optimal: whatever the columns, the k-th costliest of their slowest microbatches is at least the
-    one in place k * num_ranks of all microbatches sorted by cost.
+    Ranks that gather each layer's weights together wait at the end of the vision tower as well as at the end of the
+    microbatch: ``vision`` is the cost of each in the tower, ``text`` all other cost, float64 (K,). Without a tower,
+    sorting is optimal: whatever the columns, the k-th costliest of their slowest microbatches is at least the one in
+    place k * num_ranks of all microbatches sorted by cost.
     """
-    return np.sort(costs)[::-1][::num_ranks].sum()
+    order = np.argsort(-text, kind='mergesort')
+    time = 0.0
+    for start in range(0, len(text), num_ranks):
+        slowest = 0.0
+        for k in order[start : start + num_ranks]:
+            slowest = max(slowest, float(vision[k]))
+        time += float(text[order[start]]) + slowest
+    return time
 
 
 def share_columns(costs: np.ndarray, num_ranks: int) -> np.ndarray:

@@ -14,6 +14,7 @@ from tests.support.families import FAMILIES
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import hugging_face, loader, logged, reference_gradients, relative_error, train
 
+BOUNDS = ('attention_mask', 'position_ids')
 SHAPE = [(4, 2), (5, 3), (9, 7), (14, 11), (6, 0), (3, 2)]
 
 
@@ -59,16 +60,16 @@ def test_packed_llava_is_exact(side, microbatch_size):
 
 
 def test_model_that_leaks_between_documents_is_refused(monkeypatch):
-    # Without its restarting positions every document sees the ones before it, as with a cache in transformers 4.57.
+    # Without bounds every document sees the ones before it. (By positions that start anew transformers finds them.)
     model = hugging_face(text_model())
     forward = type(model).forward
 
     def leaking(self, batch):
-        return forward(self, {key: value for key, value in batch.items() if key != 'position_ids'})
+        return forward(self, {key: value for key, value in batch.items() if key not in BOUNDS})
 
     monkeypatch.setattr(type(model), 'forward', leaking)
-    batch = collate(text_rows(SHAPE))
-    with pytest.raises(RuntimeError, match=r'packed and .* leak from one document to the next'):
+    batch = collate(text_rows(SHAPE), side='right')
+    with pytest.raises(RuntimeError, match=r'leak from one document to the next'):
         train(model, token_data_spec(loader(batch), packing=True), algorithms=[TokenAccumulation()], microbatch_size=2)
 
 
@@ -83,3 +84,29 @@ def test_entries_that_cannot_be_packed_are_refused():
     layout = BatchLayout.infer(batch)
     with pytest.raises(ValueError, match='`position_ids` must be absent'):
         pack_rows(layout, {**batch, 'position_ids': torch.zeros_like(batch['input_ids'])})
+
+
+@pytest.mark.parametrize('first_is_plain', [True, False])
+@pytest.mark.parametrize('fault', ['hole', 'labels on padding'])
+def test_rows_that_are_not_one_run_of_tokens_are_refused_whenever_they_come(fault, first_is_plain):
+    plain = collate(text_rows(SHAPE))
+    batch = collate(text_rows(SHAPE), labels_on_pads=7 if fault == 'labels on padding' else -100)
+    batch['attention_mask'][3, 5:7] = int(fault != 'hole')
+    batch['labels'][3, :8] = -100
+    batches = [plain, batch] if first_is_plain else [batch]
+    with pytest.raises((ValueError, RuntimeError), match='Rows must be one run of tokens'):
+        train(
+            text_model(), token_data_spec(loader(*batches), packing=True), algorithms=[TokenAccumulation()],
+            microbatch_size=2, max_duration='2ba',
+        )  # fmt: skip
+
+
+def test_one_label_right_behind_the_tokens_is_exact():
+    model, batch = text_model(), collate(text_rows(SHAPE))
+    for row, (length, _) in enumerate(SHAPE):
+        batch['labels'][row, length : length + 1] = 7
+    expected, _ = reference_gradients(model, batch)
+    recorder, _, _ = train(
+        model, token_data_spec(loader(batch), packing=True), algorithms=[TokenAccumulation()], microbatch_size=2
+    )
+    assert relative_error(recorder.gradients, expected) < 1e-6

@@ -23,12 +23,15 @@ def problems(draw):
     return lengths, images, draw(st.integers(1, 9)), draw(st.integers(1, 200)), draw(st.none() | st.integers(1, 30))
 
 
-def _time(plan, objective) -> float:
+def _time(plan, objective, images, vision_per_token) -> float:
     """Modelled time of a step, from the microbatches alone."""
     if objective == 'ddp':
         return max(sum(microbatch.cost for microbatch in rank) for rank in plan.ranks)
-    columns = itertools.zip_longest(*[[microbatch.cost for microbatch in rank] for rank in plan.ranks], fillvalue=0.0)
-    return sum(max(column) for column in columns)
+    time = 0.0
+    for column in zip(*plan.ranks, strict=True):
+        towers = [vision_per_token * sum(images[row] for row in microbatch.indices) for microbatch in column]
+        time += max(towers) + max(microbatch.cost - tower for microbatch, tower in zip(column, towers, strict=True))
+    return time
 
 
 @pytest.mark.parametrize('objective', OBJECTIVES)
@@ -47,7 +50,7 @@ def test_any_global_batch(objective, problem):
         cost=cost,
     )
     check_plan(plan, lengths, num_ranks, max_tokens, images, max_images)
-    assert plan.stats.cost == pytest.approx(_time(plan, objective))
+    assert plan.stats.cost == pytest.approx(_time(plan, objective, images, cost.vision_per_token))
     for rank in plan.ranks:
         for microbatch in rank:
             pictures = sum(images[row] for row in microbatch.indices)
@@ -235,3 +238,35 @@ def test_bad_input(options, message):
     arguments = {'lengths': [4, 5], 'num_ranks': 2, 'max_tokens': 10, **options}
     with pytest.raises(ValueError, match=message):
         plan_microbatches(arguments.pop('lengths'), **arguments)
+
+
+def test_with_waits_after_the_tower_its_cost_is_balanced_too():
+    rng = np.random.default_rng(0)
+    tiles = rng.choice([1, 3, 4, 5], 512, p=[0.2, 0.1, 0.1, 0.6])
+    lengths = 256 * tiles + rng.integers(40, 500, 512)
+    towers = 256.0 * tiles
+    given = {'num_ranks': 32, 'max_tokens': 4 * int(lengths.max()), 'objective': 'fsdp'}
+    plan = plan_microbatches(lengths, vision_cost=towers, **given)
+    by_tokens = plan_microbatches(lengths, image_tokens=256 * tiles, cost=CostModel(vision_per_token=1.0), **given)
+    assert plan.ranks == by_tokens.ranks
+
+    def modelled(ranks):
+        """Slowest tower and slowest rest of every column, by hand."""
+        time = 0.0
+        for column in zip(*ranks, strict=True):
+            vision = [towers[list(microbatch.indices)].sum() for microbatch in column]
+            rest = [CostModel().rows(np.array([m.width]))[0] * len(m.indices) + CostModel().launch for m in column]
+            time += max(vision) + max(rest)
+        return time
+
+    assert plan.stats.cost == pytest.approx(modelled(plan.ranks))
+    # In each phase the slowest ranks over the mean.
+    mean = sum(towers) / 32
+    assert (
+        sum(max(towers[list(m.indices)].sum() for m in column) for column in zip(*plan.ranks, strict=True))
+        < 1.07 * mean
+    )
+    with pytest.raises(ValueError, match=r'`vision_cost` must have one entry per sample, got: 3 for 512'):
+        plan_microbatches(lengths, vision_cost=[1.0, 2.0, 3.0], **given)
+    with pytest.raises(ValueError, match=r'`vision_cost` must be finite and not negative, got: -1.0 at sample 7'):
+        plan_microbatches(lengths, vision_cost=np.where(np.arange(512) == 7, -1.0, 0.0), **given)

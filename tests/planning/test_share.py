@@ -61,7 +61,13 @@ def test_rebalancing_finds_the_swap_that_longest_first_misses():
 def test_no_other_columns_are_faster(seed):
     costs = np.random.default_rng(seed).integers(1, 9, 6).astype(float)
     truth = min(sum(max(order[k : k + 2]) for k in range(0, 6, 2)) for order in itertools.permutations(costs))
-    assert column_time(costs, 2) == truth
+    assert column_time(costs, np.zeros(6), 2) == truth
     ranks = share_columns(costs, 2)
     columns = zip(*(sorted(costs[ranks == rank], reverse=True) for rank in range(2)), strict=True)
     assert sum(map(max, columns)) == truth
+
+
+def test_a_column_waits_for_the_slowest_tower_and_then_for_the_slowest_rest():
+    text, vision = np.array([8.0, 1.0, 2.0, 7.0]), np.array([1.0, 3.0, 7.0, 0.0])
+    # Columns (8, 7) and (2, 1): towers 1 and 7.
+    assert column_time(text, vision, 2) == 8.0 + 1.0 + 2.0 + 7.0

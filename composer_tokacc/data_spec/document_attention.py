@@ -1,0 +1,218 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Attention document by document: a packed row costs what its documents cost, by the model's own attention.
+
+A packed row's ``attention_mask`` has a row for each document, True where its tokens are. Transformers hands that to the
+mask function of the model's attention, which makes one mask a document, or none where a document is plainly causal; the
+layers hand these on to the attention function, which calls the plain one for each document. All of it are arguments of
+the forward: a layer that is computed again in the backward, or a model that is called twice, sees its own documents.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from functools import partial
+from itertools import accumulate, groupby, pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from composer_tokacc.layout import Batch
+
+__all__ = ['DocumentAttention']
+
+PREFIX = 'documents_'
+"""Of the names by which our attention is registered, before that of the plain one."""
+
+
+class DocumentAttention:
+    """Has the text layers of a model attend document by document, until :meth:`undo`.
+
+    Batches that are not packed are computed by the plain attention, whatever the model had before.
+
+    Args:
+        model: A model of transformers, or a module around one.
+        by_positions: Whether to leave the model its attention, which finds documents where ``position_ids`` start anew:
+            with SDPA and eager attention by a mask of the packed row squared.
+
+    Raises:
+        RuntimeError: If its text attention does not go through transformers' ``AttentionInterface``, or is in chunks.
+    """
+
+    def __init__(self, model: torch.nn.Module, *, by_positions: bool = False) -> None:
+        from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+        hosts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+        if not hosts:
+            raise RuntimeError(f"The model must be one of transformers', got: {type(model).__name__}.")
+        text = type(hosts[0].config.get_text_config(decoder=True))
+        self._parts = [host for host in hosts if type(host.config) is text]
+        if 'chunked_attention' in (getattr(self._parts[0].config, 'layer_types', None) or ()):
+            raise RuntimeError('Attention must not be in chunks that are counted from column 0, got: such layers.')
+        self._plain = str(self._parts[0].config._attn_implementation).removeprefix(PREFIX)
+        self.has_masks = self._plain in ('sdpa', 'eager') and not by_positions
+        """Whether packed rows say by their mask which documents they have. Flash and flex attention take no mask: they
+        find the documents themselves where ``position_ids`` restart."""
+        owners = (module for module in model.modules() if hasattr(module, 'get_rope_index'))
+        self._rope_index: Any = getattr(next(owners, None), 'get_rope_index', None)
+        if not self.has_masks:
+            return
+        name = PREFIX + self._plain
+        AttentionInterface.register(name, _in_plain_python(partial(_attend, self._plain)))
+        AttentionMaskInterface.register(name, _in_plain_python(partial(_masks, self._plain)))
+        self._set(name)
+
+    def undo(self) -> None:
+        """Sets the attention that the model had before."""
+        if self.has_masks:
+            self._set(self._plain)
+
+    def _set(self, name: str) -> None:
+        for part in self._parts:
+            part.set_attn_implementation({'': name})
+            if part.config._attn_implementation != name:
+                raise RuntimeError(
+                    "The model's attention must go through transformers' AttentionInterface, got: that of "
+                    f'{type(part).__name__} does not.'
+                )
+
+    def rotary_positions(self, batch: Batch) -> torch.Tensor | None:
+        """Multimodal rotary positions, ``(3, rows, width)``; None where those of text do."""
+        if self._rope_index is None or not any(
+            batch.get(f'{unit}_grid_thw') is not None for unit in ('image', 'video')
+        ):
+            return None
+        named = inspect.signature(self._rope_index).parameters
+        return self._rope_index(**{key: value for key, value in batch.items() if key in named})[0]
+
+
+class _Run(NamedTuple):
+    """Documents one after the other that are of one length and have no mask, or one document."""
+
+    length: int
+    count: int
+    mask: Any
+
+
+class _Documents:
+    """What the layers get as the mask of a packed row."""
+
+    def __init__(self, lengths: list[int], masks: list[Any]) -> None:
+        alike = groupby(zip(lengths, masks, strict=True), key=lambda document: (document[0], id(document[1])))
+        groups = [list(group) for _, group in alike]
+        self.runs = [_Run(group[0][0], len(group), group[0][1]) for group in groups]
+        self.lengths = lengths
+
+    def split(self, states: torch.Tensor) -> list[torch.Tensor]:
+        """``(1, heads, tokens, size)`` as ``(documents, heads, length, size)`` for each run, without a copy."""
+        # Not narrow(), whose gradient is as large as the whole for each document.
+        parts = states[0].split([run.length * run.count for run in self.runs], dim=1)
+        return [
+            part.unflatten(1, (run.count, run.length)).transpose(0, 1)
+            for part, run in zip(parts, self.runs, strict=True)
+        ]
+
+
+def _in_plain_python(function: Callable[..., Any]) -> Any:
+    """Not to be traced by a compiler: the number of documents and their lengths are new in every batch."""
+    return torch.compiler.disable(lambda *args, **kwargs: function(*args, **kwargs))
+
+
+def _masks(plain: str, **arguments: Any) -> Any:
+    """The mask function of our attention, as transformers calls it.
+
+    Args:
+        plain: The attention that each document gets.
+        **arguments: Among them ``attention_mask``, bool: ``(rows, width)``, or ``(documents, width)`` of a packed row.
+    """
+    from transformers import AttentionMaskInterface
+
+    make = AttentionMaskInterface()[plain]
+    documents = arguments['attention_mask']
+    if documents is None or len(documents) == arguments['batch_size']:
+        return make(**arguments)
+    lengths = documents.sum(dim=1).tolist()
+    masks = []
+    for start, end in pairwise([0, *accumulate(lengths)]):
+        # Columns keep their numbers, by which a mask may look at the batch (which tokens are those of an image).
+        rows = {'batch_size': 1, 'attention_mask': None, 'kv_length': end - start, 'kv_offset': start}
+        if 'cache_position' in arguments:  # transformers 4
+            rows['cache_position'] = arguments['cache_position'][start:end]
+        else:
+            rows |= {'q_length': end - start, 'q_offset': start}
+        masks.append(make(**{**arguments, **rows}))
+    return _Documents(lengths, masks)
+
+
+def _attend(
+    plain: str,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, Any]:
+    """The attention function, as transformers calls it: states are ``(1, heads, tokens, size)``."""
+    attend = _plain_attention(plain, module)
+    if not isinstance(attention_mask, _Documents):
+        return attend(module, query, key, value, attention_mask, **kwargs)
+    documents = attention_mask
+    if query.is_cuda and plain == 'sdpa' and all(run.mask is None for run in documents.runs):
+        return _attend_at_once(documents, module, query, key, value, **kwargs), None
+    # (documents, length, heads, size) of each run.
+    outputs = [
+        attend(module, q, k, v, run.mask, **kwargs)[0]
+        for run, q, k, v in zip(documents.runs, *map(documents.split, (query, key, value)), strict=True)
+    ]
+    joined = [output.flatten(0, 1) for output in outputs]
+    return (joined[0] if len(joined) == 1 else torch.cat(joined))[None], None
+
+
+def _attend_at_once(
+    documents: _Documents,
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """As above, by the kernel for documents of any length that torch has on GPUs; ``(1, tokens, heads, size)``."""
+    ends = torch.tensor([0, *accumulate(documents.lengths)]).to(query.device, non_blocking=True)
+    shortest, longest = min(documents.lengths), max(documents.lengths)
+
+    def nested(states: torch.Tensor) -> torch.Tensor:
+        states = states.repeat_interleave(query.shape[1] // states.shape[1], dim=1)
+        rows = states[0].transpose(0, 1).contiguous()
+        return torch.nested.nested_tensor_from_jagged(
+            rows, ends, min_seqlen=shortest, max_seqlen=longest
+        ).transpose(1, 2)  # fmt: skip
+
+    causal = getattr(module, 'is_causal', True) if is_causal is None else is_causal
+    found = F.scaled_dot_product_attention(
+        nested(query), nested(key), nested(value), dropout_p=dropout, is_causal=causal, scale=scaling
+    )
+    return found.transpose(1, 2).values()[None]
+
+
+def _plain_attention(plain: str, module: torch.nn.Module) -> Callable[..., Any]:
+    """As transformers finds it: the eager one is a function of the file that the layer is written in."""
+    from transformers import AttentionInterface
+
+    if plain != 'eager':
+        return AttentionInterface()[plain]
+    files = (vars(sys.modules[one.__module__]) for one in type(module).__mro__)
+    found = next((names['eager_attention_forward'] for names in files if 'eager_attention_forward' in names), None)
+    if found is None:
+        raise RuntimeError(
+            f'`eager_attention_forward` must be beside the layer, got: none for {type(module).__name__}.'
+        )
+    return found

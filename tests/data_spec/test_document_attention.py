@@ -1,0 +1,289 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Documents of a packed row: each as by itself, whatever stands beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from composer.core import Callback, Evaluator
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
+from composer_tokacc.data_spec import document_attention
+from composer_tokacc.data_spec.document_attention import DocumentAttention
+from composer_tokacc.data_spec.packing import pack_rows
+from tests.matrix.packed import FAMILIES as PACKED
+from tests.matrix.packed import cell
+from tests.support.families import FAMILIES
+from tests.support.text import collate, text_model, text_rows
+from tests.support.training import loader, reference_gradients, relative_error, train
+
+SHAPE = [(4, 2), (5, 3), (9, 7), (1, 0), (14, 11), (9, 3), (9, 2), (1, 1)]
+IS_V4 = transformers.__version__.startswith('4.')
+# One of a kind; the rest of tests/matrix/packed.py is in docs/packing.md.
+QUICK = [
+    *(('mistral', 'sdpa'), ('gemma2', 'eager'), ('gpt_oss', 'eager'), ('lfm2', 'sdpa'), ('qwen3_next', 'sdpa')),
+    *(('llava', 'eager'), ('gemma3', 'sdpa'), ('qwen2_vl_video', 'sdpa'), ('qwen3_vl', 'sdpa'), ('bloom', 'eager')),
+]
+LEAKING = ('lfm2', 'qwen3_next', 'mamba', 'bloom')
+
+
+def packed_of(model, batch):
+    """The packed row, and the model that takes it."""
+    attention = DocumentAttention(model)
+    return pack_rows(BatchLayout.for_model(model), batch, attention), attention
+
+
+def logits_of(model, batch):
+    inputs = {key: value for key, value in batch.items() if isinstance(value, (torch.Tensor, bool))}
+    with torch.no_grad():
+        return model.eval()(**inputs).logits
+
+
+@pytest.mark.parametrize(('name', 'kernel'), QUICK, ids='-'.join)
+def test_families_are_exact_or_refused(name, kernel):
+    found = cell(name, kernel, seeds=range(2))
+    assert found['kind'] == ('refused' if name in LEAKING else 'exact'), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('kernel', ['sdpa', 'eager'])
+@pytest.mark.parametrize('name', PACKED)
+def test_no_family_is_wrong(name, kernel):
+    try:
+        found = cell(name, kernel)
+    except (ValueError, AttributeError) as error:
+        pytest.skip(f'transformers {transformers.__version__}: {error}')
+    # PaliGemma makes its own mask out of the one that it is given.
+    assert found['kind'] == ('refused' if name in {*LEAKING, 'paligemma'} else 'exact'), found
+
+
+@pytest.mark.parametrize('kernel', ['sdpa', 'eager'])
+@pytest.mark.parametrize('name', ['llama', 'llava', 'qwen2_5_vl', 'idefics3', 'internvl'])
+def test_a_document_does_not_see_the_words_of_another(name, kernel):
+    case = FAMILIES[name]()
+    model: Any = case.model
+    model.set_attn_implementation(kernel)
+    layout = BatchLayout.for_model(model)
+    batch = layout.concat(case.rows, pad_token_id=case.pad_token_id)
+    row_logits = [logits_of(model, layout.trim(layout.select(batch, [row]))) for row in range(len(case.rows))]
+    packed, _ = packed_of(model, batch)
+    before = logits_of(model, packed)
+    torch.testing.assert_close(before, torch.cat([logits[0] for logits in row_logits])[None], rtol=0, atol=2e-6)
+    documents = packed['attention_mask']
+    words: Any = model.get_input_embeddings()
+    for document in documents:
+        hook = words.register_forward_hook(
+            lambda module, args, output, at=document: torch.where(at[None, :, None], -output, output)
+        )
+        after = logits_of(model, packed)
+        hook.remove()
+        assert not torch.equal(after[:, document], before[:, document])
+        assert torch.equal(after[:, ~document], before[:, ~document])
+
+
+@pytest.mark.parametrize('side', ['left', 'right'])
+def test_documents_of_one_token_and_rows_without_any(side):
+    model = text_model()
+    batch = collate(text_rows(SHAPE), side=side)
+    batch['attention_mask'][2] = 0
+    batch['labels'][2] = -100
+    packed, _ = packed_of(model, batch)
+    lengths = [length for place, (length, _) in enumerate(SHAPE) if place != 2]
+    assert packed['attention_mask'].sum(dim=1).tolist() == lengths
+    one_by_one = [logits_of(model, {'input_ids': packed['input_ids'][:, at]}) for at in packed['attention_mask']]
+    torch.testing.assert_close(logits_of(model, packed), torch.cat(one_by_one, dim=1), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize('reentrant', [True, False])
+def test_layers_computed_again_in_the_backward_see_their_own_documents(reentrant):
+    """Two forwards before their backwards: the bounds are those of each forward, not of the last one."""
+    model = text_model()
+    batches = [collate(text_rows(SHAPE)), collate(text_rows(SHAPE[::-1][2:]))]
+    expected, _ = reference_gradients(model, batches[0])
+    second, _ = reference_gradients(model, batches[1])
+    expected = {name: expected[name] + second[name] for name in expected}
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': reentrant})
+    model.enable_input_require_grads()
+    model.train()
+    losses = [model(**packed_of(model, batch)[0]).loss for batch in batches]
+    for loss in losses:
+        loss.backward()
+    found: Any = {f'model.{name}': parameter.grad for name, parameter in model.named_parameters()}
+    assert relative_error(found, expected) < 1e-6
+
+
+def test_dropout_of_attention_is_the_models_own():
+    model = text_model(attention_dropout=0.5).train()
+    packed, _ = packed_of(model, collate(text_rows(SHAPE)))
+    packed.pop('labels')
+    first, second = model(**packed).logits, model(**packed).logits
+    assert not torch.equal(first, second)
+    assert torch.equal(model.eval()(**packed).logits, model(**packed).logits)
+
+
+@pytest.mark.parametrize('kernel', ['sdpa', 'eager'])
+def test_other_batches_are_computed_as_before(kernel):
+    """Padded on either side, with a cache, and generated from."""
+    model: Any = text_model(attn_implementation=kernel).eval()
+    batches = [collate(text_rows(SHAPE), side=side) for side in ('left', 'right')]
+
+    def answers():
+        prompts = {key: batches[0][key] for key in ('input_ids', 'attention_mask')}
+        written = model.generate(**prompts, max_new_tokens=4, do_sample=False, pad_token_id=0)
+        return [*(logits_of(model, batch) for batch in batches), written, model.generation_config.to_dict()]
+
+    before = answers()
+    attention = DocumentAttention(model)
+    during = answers()
+    attention.undo()
+    for found in (during, answers()):
+        assert all(torch.equal(a, b) for a, b in zip(found[:-1], before[:-1], strict=True))
+    assert model.config._attn_implementation == kernel
+    assert 'documents' not in str(model.config.to_dict())
+
+
+def test_model_has_its_attention_back_after_training(tmp_path):
+    model = text_model()
+    batch = collate(text_rows(SHAPE))
+    train(model, token_data_spec(loader(batch), packing=True), algorithms=[TokenAccumulation()], microbatch_size=2)
+    assert model.config._attn_implementation == 'sdpa'
+    model.save_pretrained(tmp_path)
+    assert 'documents' not in (tmp_path / 'config.json').read_text()
+
+
+class EvalLogits(Callback):
+    def __init__(self):
+        self.found = []
+
+    def eval_after_forward(self, state, logger):
+        assert isinstance(state.outputs, torch.Tensor)
+        self.found.append(state.outputs.clone())
+
+
+def test_evaluation_between_steps_is_the_models_own():
+    batch = collate(text_rows(SHAPE))
+    found = []
+    for packing in (False, True):
+        logits = EvalLogits()
+        padded = token_data_spec(loader(collate(text_rows(SHAPE), side='left')))
+        train(
+            text_model(), token_data_spec(loader(batch, batch), packing=packing), algorithms=[TokenAccumulation()],
+            microbatch_size=2, max_duration='2ba', eval_interval='1ba', callbacks=[logits],
+            eval_dataloader=Evaluator(label='eval', dataloader=padded, device_eval_microbatch_size=1),
+        )  # fmt: skip
+        found.append(torch.cat(logits.found, dim=1))
+    assert found[0].numel()
+    assert torch.equal(*found)
+
+
+def test_what_is_kept_for_the_backward_grows_with_the_documents_alone():
+    """Twice the documents, twice the memory: a mask of the packed row would be four times as large."""
+
+    def kept(num_rows):
+        model = text_model(max_position_embeddings=512)
+        packed, _ = packed_of(model, collate(text_rows([(64, 60)] * num_rows)))
+        storages = {}
+
+        def keep(tensor):
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            model.train()(**packed)
+        weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        return sum(storage.nbytes() for pointer, storage in storages.items() if pointer not in weights)
+
+    assert kept(32) < 2.05 * kept(16)
+
+
+def test_the_kernel_for_gpus_makes_the_same_of_the_documents():
+    """Torch's nested tensors, here by its plain kernel, which is for attention in both directions and no gradient."""
+    torch.manual_seed(0)
+    lengths = [3, 1, 7, 7, 2]
+    documents = document_attention._Documents(lengths, [None] * len(lengths))
+    query, key, value = (torch.randn(1, heads, sum(lengths), 8) for heads in (4, 2, 2))
+    module: Any = torch.nn.Module()
+    module.num_key_value_groups, module.is_causal = 2, False
+    with sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        found = document_attention._attend_at_once(documents, module, query, key, value, scaling=0.3)
+        expected, _ = document_attention._attend('sdpa', module, query, key, value, documents, scaling=0.3)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.skipif(IS_V4, reason='names its settings otherwise')
+def test_attention_in_chunks_is_refused():
+    config = transformers.Llama4TextConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, intermediate_size_mlp=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, head_dim=16, attention_chunk_size=4, num_local_experts=2,
+        layer_types=['chunked_attention', 'full_attention'], pad_token_id=0,
+    )  # fmt: skip
+    model = transformers.Llama4ForCausalLM(config)
+    batch = collate(text_rows(SHAPE))
+    with pytest.raises(RuntimeError, match='chunks'):
+        train(model, token_data_spec(loader(batch), packing=True), algorithms=[TokenAccumulation()], microbatch_size=2)
+    assert model.config._attn_implementation == 'sdpa'
+
+
+class Convolved(torch.nn.Module):
+    """A layer whose output has a little of the position before."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden_states, *args, **kwargs):
+        return self.layer(hidden_states + 1e-3 * hidden_states.roll(1, dims=1), *args, **kwargs)
+
+
+def test_a_small_convolution_over_the_documents_is_refused():
+    model = text_model()
+    model.model.layers[1] = Convolved(model.model.layers[1])
+    rows = text_rows([(12, 1), (13, 1), (14, 2), (11, 1)])  # losses far from the bounds
+    with pytest.raises(RuntimeError, match='words of another document'):
+        train(
+            model, token_data_spec(loader(collate(rows)), packing=True), algorithms=[TokenAccumulation()],
+            microbatch_size=2,
+        )  # fmt: skip
+
+
+# packing='auto'
+
+
+def trained(model, batch, **options):
+    data = token_data_spec(loader(batch), packing='auto', **options)
+    recorder, _, _ = train(model, data, algorithms=[TokenAccumulation()], microbatch_size=2)
+    return recorder, data.split_batch.__self__._split
+
+
+@pytest.mark.parametrize(('shape', 'packs'), [(SHAPE, True), ([(9, 3)] * 8, False)], ids=['ragged', 'of one length'])
+def test_auto_packs_where_that_costs_less(shape, packs):
+    model, batch = text_model(), collate(text_rows(shape))
+    expected, _ = reference_gradients(model, batch)
+    recorder, split = trained(model, batch)
+    assert split.packing == packs
+    assert relative_error(recorder.gradients, expected) < 1e-6
+
+
+def test_auto_pads_where_the_model_cannot_be_packed():
+    subject = PACKED['bloom']
+    model, batch = subject.model('large'), subject.batch(0, side='right')
+    expected, _ = reference_gradients(model.model, batch)
+    recorder, split = trained(model, batch)
+    assert not split.packing
+    assert relative_error(recorder.gradients, expected) < 2e-6
+
+
+def test_auto_without_the_algorithm_is_refused():
+    with pytest.raises(RuntimeError, match="`packing='auto'` needs TokenAccumulation"):
+        train(text_model(), token_data_spec(loader(collate(text_rows(SHAPE))), packing='auto'), microbatch_size=2)
+
+
+def test_other_words_for_packing_are_refused():
+    with pytest.raises(ValueError, match="`packing` must be True, False or 'auto', got: 'always'"):
+        token_data_spec(loader(collate(text_rows(SHAPE))), packing='always')
