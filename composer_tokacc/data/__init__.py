@@ -6,6 +6,7 @@
 from composer_tokacc.data.collator import VisionLanguageCollator
 from composer_tokacc.data.conversation import ConversationEncoder
 from composer_tokacc.data.formats import BadSampleError
+from composer_tokacc.data.hub import ask_hub
 from composer_tokacc.data.lengths import LengthTable, image_token_ids, length_table
 from composer_tokacc.data.llava import LlavaDataset
 from composer_tokacc.data.media import VideoSampling
@@ -18,6 +19,7 @@ __all__ = [
     'LlavaDataset',
     'VideoSampling',
     'VisionLanguageCollator',
+    'ask_hub',
     'build_small_processor',
     'image_token_ids',
     'length_table',

@@ -12,12 +12,12 @@ from itertools import chain
 from os import PathLike
 from typing import Any, BinaryIO, NamedTuple
 
-import numpy as np
 import torch
 from jinja2 import TemplateError
+from tokenizers import Encoding
 
-from composer_tokacc.counting import IGNORE_INDEX
-from composer_tokacc.data.formats import KINDS, Record
+from composer_tokacc.counting import IGNORE_INDEX, LOSS_WEIGHTS
+from composer_tokacc.data.formats import Record
 from composer_tokacc.data.media import Video, VideoSampling, check_decoder, open_media
 
 __all__ = ['ConversationEncoder']
@@ -32,6 +32,11 @@ TAKEN_BY = {
     'video': ('video_processor', 'videos'),
     'audio': ('feature_extractor', 'audio'),
 }
+_IDS_ALONE = {'return_attention_mask': False, 'return_token_type_ids': False}
+"""Making Python's lists of the rest takes as long as a third of tokenizing."""
+
+MARKER = '\ue000{}\ue001'
+"""Stands for a text. Of private-use characters: no text holds them, no template strips them."""
 
 
 class AnswerSpan(NamedTuple):
@@ -39,8 +44,6 @@ class AnswerSpan(NamedTuple):
 
     start: int
     end: int
-    media_before: dict[str, int]
-    """How many media of each kind stand before it."""
 
 
 class ConversationEncoder:
@@ -84,6 +87,10 @@ class ConversationEncoder:
             )
         if getattr(processor, 'num_query_tokens', 0) is None:  # BLIP: images would go nowhere
             raise ValueError("`processor.num_query_tokens` must be that of the model's config, got: None. Set it.")
+        # Templates of text models take plain strings.
+        self._takes_parts = bool(self.parts) and self._writes_parts()
+        self._written = {kind for kind in self.parts if self._writes_media(kind)}
+        self._known_roles: set[tuple[str, ...]] = set()
         self.end_token = self._find_end_token()
 
     def __call__(
@@ -128,7 +135,7 @@ class ConversationEncoder:
                 '(on_error=skip).'
             )
         labels = torch.full_like(encoded['input_ids'], IGNORE_INDEX)
-        for start, end in self._token_spans(text, answers, encoded['input_ids'][0], media, add_special_tokens):
+        for start, end in self._token_spans(text, answers, encoded['input_ids'][0], add_special_tokens):
             labels[0, start:end] = encoded['input_ids'][0, start:end]
         counts = {f'num_{kind}s': [len(media[kind])] for kind in {'image': None, **self.parts}}
         return {**encoded, 'labels': labels, 'sample_ids': [sample_id], **counts}
@@ -144,7 +151,7 @@ class ConversationEncoder:
             outlines: Of the media only as much as the shapes of the sample need, see :func:`.open_media`.
 
         Returns:
-            As for messages and their media.
+            As for messages and their media; with ``loss_weights`` of the labels' shape where the record has such.
 
         Raises:
             BadSampleError: If a file cannot be decoded, or the processor or its template refuses the sample; names it.
@@ -156,11 +163,14 @@ class ConversationEncoder:
         media = open_media(record, files, video=self.video, sampling_rate=rate, outlines=outlines)
         try:
             media = {f'{kind}s': items for kind, items in media.items()}
-            return self(record.messages(), **media, sample_id=record.sample_id)
+            sample = self(record.messages(), **media, sample_id=record.sample_id)
         except (ValueError, TemplateError) as error:
             raise record.error(str(error)) from error
         except Exception as error:  # no bad sample that `skip` may drop
             raise RuntimeError(str(record.error(f'{type(error).__name__}: {error}'))) from error
+        if record.loss_weights is not None:
+            sample[LOSS_WEIGHTS] = torch.full(sample['labels'].shape, record.loss_weights)
+        return sample
 
     def encode_unexpanded(self, conversations: Sequence[Sequence[Message]]) -> list[dict[str, torch.Tensor] | None]:
         """What samples are before their placeholders are expanded: much faster, because no processor is asked.
@@ -183,13 +193,13 @@ class ConversationEncoder:
             if not rows:
                 continue
             texts = [text for _, text, _ in rows]
-            plain = self.tokenizer(texts, add_special_tokens=added, return_offsets_mapping=True)
-            for (i, _, answers), ids, offsets in zip(rows, plain['input_ids'], plain['offset_mapping'], strict=True):
+            plain = self.tokenizer(texts, add_special_tokens=added, **_IDS_ALONE)
+            for (i, _, answers), ids, encoding in zip(rows, plain['input_ids'], plain.encodings, strict=True):
                 input_ids, labels = torch.tensor([ids]), torch.full((1, len(ids)), IGNORE_INDEX)
-                with suppress(IndexError):  # no token of an answer: as above
-                    for first, last in _tokens_of(offsets, answers):
-                        labels[0, first:last] = input_ids[0, first:last]
-                    samples[i] = {'input_ids': input_ids, 'labels': labels}
+                for answer in answers:
+                    first, last = _tokens_of(encoding, answer)
+                    labels[0, first:last] = input_ids[0, first:last]
+                samples[i] = {'input_ids': input_ids, 'labels': labels}
         return samples
 
     def check_takes_media(self, record: Record) -> None:
@@ -203,6 +213,11 @@ class ConversationEncoder:
             if medium.kind not in self.parts:
                 raise record.error(
                     f'has {medium.kind}s, but the processor takes none; use one with `{TAKEN_BY[medium.kind][0]}`'
+                )
+            if medium.kind not in self._written:
+                raise record.error(
+                    f'has {medium.kind}s, but the chat template writes no placeholder for each of them; set '
+                    '`processor.chat_template` to one that does'
                 )
             check_decoder(medium)
 
@@ -236,26 +251,29 @@ class ConversationEncoder:
         self._check_all_written(messages, joined)
         text, *following = pieces
         spans: list[AnswerSpan] = []
-        counts, num_answers = dict.fromkeys(KINDS, 0), 0
-        for message in messages:
-            for kind in KINDS:
-                counts[kind] += sum(part['type'] == kind for part in message['content'])
-            if message['role'] != 'assistant':
-                continue
-            start, after = len(text), following[num_answers]
-            num_answers += 1
+        said = [message for message in messages if message['role'] == 'assistant']
+        for message, after in zip(said, following, strict=True):
+            start = len(text)
             text += _text(message)
             ending = after[: len(after) - len(after.lstrip())] + self.end_token
             if not after.startswith(ending):  # the template ends no answer: LLaVA-1.5's writes a space there
                 ending = self.end_token
                 after = ending + after.lstrip(' ')
             if message.get('weight', 1):
-                spans.append(AnswerSpan(start, len(text) + len(ending), dict(counts)))
+                spans.append(AnswerSpan(start, len(text) + len(ending)))
             text += after
         return text, spans
 
     def _check_all_written(self, messages: Sequence[Message], written: str) -> None:
         """Templates leave out a role that they do not know, without a word."""
+        self._check_written(messages, written)
+        # What is said may stand elsewhere too, markers do not; one sample tells of all with the same roles.
+        if (roles := tuple(message['role'] for message in messages)) not in self._known_roles:
+            marked = [_marked(message, str(position)) for position, message in enumerate(messages)]
+            self._check_written(marked, self._apply_template(marked))
+            self._known_roles.add(roles)
+
+    def _check_written(self, messages: Sequence[Message], written: str) -> None:
         for message in messages:
             if any(part['type'] == 'text' and part['text'].strip() not in written for part in message['content']):
                 raise ValueError(
@@ -263,10 +281,27 @@ class ConversationEncoder:
                     'Set one that knows the role, or write the text into the turn of another.'
                 )
 
+    def _writes_parts(self) -> bool:
+        """Whether the template takes lists of parts: one for strings fails, or writes them as Python shows them."""
+        self._takes_parts = True
+        with suppress(TypeError, TemplateError):
+            return "'text': 'q'" not in self._apply_template([_said('user', 'q')])
+        return False
+
+    def _writes_media(self, kind: str) -> bool:
+        """Whether the template writes something for each medium of a kind, or the processor does it by itself."""
+        if hasattr(self.processor, 'num_query_tokens'):
+            return True
+        question = _said('user', 'q')
+        with suppress(TypeError, TemplateError):
+            asked = [{**question, 'content': [*[{'type': kind}] * count, *question['content']]} for count in range(3)]
+            none, one, two = (len(self._apply_template([message])) for message in asked)
+            return none < one < two
+        return False
+
     def _apply_template(self, messages: Sequence[Message]) -> str:
-        # Templates of text models take plain strings.
         messages = [
-            {'role': message['role'], 'content': message['content'] if self.parts else _text(message)}
+            {'role': message['role'], 'content': message['content'] if self._takes_parts else _text(message)}
             for message in messages
         ]
         # Loaded from a folder, BLIP's processors drop their template, and the tokenizer keeps it.
@@ -279,9 +314,8 @@ class ConversationEncoder:
         marked: list[Message] = []
         for message in messages:
             if message['role'] == 'assistant':
-                # Private-use characters: no text holds them, no template strips them.
-                markers.append(f'\ue000{len(markers)}\ue001')
-                message = {**message, 'content': [{'type': 'text', 'text': markers[-1]}]}
+                markers.append(MARKER.format(len(markers)))
+                message = _said('assistant', markers[-1])
             marked.append(message)
         rest, pieces = self._apply_template(marked), []
         for marker in markers:
@@ -290,13 +324,11 @@ class ConversationEncoder:
         return [*pieces, rest]
 
     def _find_end_token(self) -> str:
-        """The special token that the template puts behind an answer, or the tokenizer's ``eos_token``."""
-        question = {'role': 'user', 'content': [{'type': 'text', 'text': 'q'}]}
-        answer = {'role': 'assistant', 'content': [{'type': 'text', 'text': 'a'}]}
-        after = self._text_around_answers([question, answer])[1].lstrip()
-        special = {str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special}
-        special.update(self.tokenizer.all_special_tokens)
-        found = max((token for token in special if after.startswith(token)), key=len, default=None)
+        """The token that the template puts behind an answer, or the tokenizer's ``eos_token``."""
+        after = self._text_around_answers([_said('user', 'q'), _said('assistant', 'a')])[1].lstrip()
+        # Whole tokens, special or not: some tokenizers have ChatML's as plain added ones.
+        whole = {*map(str, self.tokenizer.added_tokens_decoder.values()), *self.tokenizer.all_special_tokens}
+        found = max((token for token in whole if after.startswith(token)), key=len, default=None)
         if (end_token := found or self.tokenizer.eos_token) is None:
             raise ValueError(
                 '`processor` must have an ending token, got: a chat template that writes none and a tokenizer without '
@@ -372,57 +404,52 @@ class ConversationEncoder:
         return {**plain, **{f'qformer_{key}': instructed[key] for key in ('input_ids', 'attention_mask')}}
 
     def _token_spans(
-        self,
-        text: str,
-        answers: Sequence[AnswerSpan],
-        input_ids: torch.Tensor,
-        media: Media,
-        add_special_tokens: bool,
+        self, text: str, answers: Sequence[AnswerSpan], input_ids: torch.Tensor, add_special_tokens: bool
     ) -> list[tuple[int, int]]:
         """Positions ``[start, end)`` of each answer in ``input_ids``, whose placeholders are expanded.
 
-        Found in the plain tokens of the text, where the tokenizer knows characters, and shifted by what the media
-        before the answer have grown by: ``U <image> A Red.`` is plain ``[U, I, A, Red.]`` and expanded, with three
-        tokens an image, ``[U, I, I, I, A, Red.]``, so that ``Red.`` moves from 3 to 5.
+        Found in the plain tokens of the text, where the tokenizer knows characters, and again by the last token of the
+        answer, which ends it and which no medium is made of: ``U <image> A Red.`` is plain ``[U, I, A, Red, .]`` and
+        expanded, with three tokens an image, ``[U, I, I, I, A, Red, .]``, so that its only ``.`` moves from 4 to 6.
         """
-        plain = self.tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
+        plain = self.tokenizer(text, add_special_tokens=add_special_tokens, **_IDS_ALONE)
         plain_ids = torch.tensor(plain['input_ids'])
-        # Behind the last medium nothing was expanded: there the two sequences agree, counted from the end.
-        size = min(len(plain_ids), len(input_ids))
-        differs = (plain_ids.flip(0)[:size] != input_ids.flip(0)[:size]).nonzero()
-        agree_from = len(plain_ids) - (int(differs[0]) if len(differs) else size)
         spans = []
-        places = _tokens_of(plain['offset_mapping'], answers)
-        for (start, end, media_before), (first, last) in zip(answers, places, strict=True):
-            shift = len(input_ids) - len(plain_ids)
-            if first < agree_from:  # a medium comes later
-                before = {kind: items[: media_before[kind]] for kind, items in media.items()}
-                shift = self._tokens_added(text[:start], before, add_special_tokens)
-            if not torch.equal(input_ids[first + shift : last + shift], plain_ids[first:last]):
+        for answer in answers:
+            first, last = _tokens_of(plain.encodings[0], answer)
+            before, after = ((ids == plain_ids[last - 1]).nonzero()[:, 0] for ids in (plain_ids, input_ids))
+            last_at = int(after[before == last - 1]) + 1 if len(before) == len(after) else 0
+            first_at = last_at - (last - first)
+            if not torch.equal(input_ids[first_at:last_at], plain_ids[first:last]):
                 raise ValueError(
                     f'`processor` must leave the text of answers as it is, got: {type(self.processor).__name__}, which '
-                    f'writes other tokens for {text[start:end]!r}. Only placeholders may be expanded.'
+                    f'writes other tokens for {text[answer.start : answer.end]!r}. Only placeholders may be expanded.'
                 )
-            spans.append((first + shift, last + shift))
+            spans.append((first_at, last_at))
         return spans
 
-    def _tokens_added(self, text: str, media: Media, add_special_tokens: bool) -> int:
-        """By how many tokens the placeholders of ``text`` grow."""
-        if not any(media.values()):
-            return 0
-        expanded = self._encode(text, media, add_special_tokens)['input_ids'].shape[1]
-        return expanded - len(self.tokenizer(text, add_special_tokens=add_special_tokens)['input_ids'])
+
+def _tokens_of(encoding: Encoding, answer: AnswerSpan) -> tuple[int, int]:
+    """Positions ``[first, last)`` of the tokens that hold characters of an answer; spaces may be in none."""
+    characters = range(answer.start, answer.end)
+    first, last = (
+        next(token for place in places if (token := encoding.char_to_token(place)) is not None)
+        for places in (characters, reversed(characters))
+    )
+    return first, last + 1
 
 
-def _tokens_of(offsets: Sequence[tuple[int, int]], answers: Sequence[AnswerSpan]) -> list[tuple[int, int]]:
-    """Positions ``[first, last)`` of the tokens that hold characters of each answer."""
-    begins, ends = np.array(offsets).T
-    held = begins < ends
-    places = []
-    for answer in answers:
-        inside = np.flatnonzero((begins < answer.end) & (ends > answer.start) & held)
-        places.append((int(inside[0]), int(inside[-1]) + 1))
-    return places
+def _said(role: str, text: str) -> dict[str, Any]:
+    return {'role': role, 'content': [{'type': 'text', 'text': text}]}
+
+
+def _marked(message: Message, name: str) -> Message:
+    """The same turn with a marker for each text."""
+    marked = [
+        {**part, 'text': MARKER.format(f'{name}.{number}')} if part['type'] == 'text' else part
+        for number, part in enumerate(message['content'])
+    ]
+    return {**message, 'content': marked}
 
 
 def _text(message: Message) -> str:

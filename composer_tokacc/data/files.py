@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_tokacc.data.formats import EmbeddedFile, RawRecord
+from composer_tokacc.data.hub import ask_hub
 
 __all__ = ['HUB', 'image_folder', 'read_raw_records']
 
@@ -205,7 +206,14 @@ def _read_described(file: str, name: str) -> Iterator[RawRecord]:
 
 def _check_entry(entry: Mapping[str, Any], folder: Path) -> tuple[str, dict[str, str], dict[str, str]]:
     """Path, columns and tags of a dataset."""
-    formatting = entry.get('formatting', 'alpaca')
+    for key in ('columns', 'tags'):
+        names = entry.get(key) or {}
+        if not isinstance(names, dict) or not all(isinstance(name, str | None) for name in names.values()):
+            raise ValueError(f'`{key}` must map names to names, got: {names!r}')
+    for key in ENTRY_KEYS:
+        if key not in ('columns', 'tags') and not isinstance(entry.get(key, ''), str | None):
+            raise ValueError(f'`{key}` must be a string, got: {entry[key]!r}')
+    formatting = entry.get('formatting') or 'alpaca'
     if formatting not in DEFAULT_COLUMNS:
         raise ValueError(f'`formatting` must be one of {list(DEFAULT_COLUMNS)}, got: {formatting!r}')
     columns = {**DEFAULT_COLUMNS[formatting], **(entry.get('columns') or {})}
@@ -214,17 +222,17 @@ def _check_entry(entry: Mapping[str, Any], folder: Path) -> tuple[str, dict[str,
     unknown += [*(columns.keys() - COLUMNS.keys()), *(tags.keys() - TAGS.keys())]
     if unknown:
         raise ValueError(f'`{unknown[0]}` is not supported')
-    if 'hf_hub_url' in entry:
+    if entry.get('hf_hub_url'):
         path = HUB + '/'.join(filter(None, (entry['hf_hub_url'], entry.get('subset'))))
-        return f'{path}#{entry.get("split", "train")}', columns, tags
-    if 'file_name' not in entry:
+        return f'{path}#{entry.get("split") or "train"}', columns, tags
+    if not entry.get('file_name'):
         raise ValueError('`file_name` or `hf_hub_url` must be given')
     return str(folder / entry['file_name']), columns, tags
 
 
 def _renamed(data: Mapping[str, Any], columns: Mapping[str, str], tags: Mapping[str, str]) -> dict[str, Any]:
     record = {COLUMNS[ours]: data[theirs] for ours, theirs in columns.items() if theirs in data}
-    record |= {'id': data.get('id')}
+    record |= {key: data.get(key) for key in ('id', 'loss_weights')}
     turns = record.get('conversations')
     if isinstance(turns, list) and all(isinstance(turn, Mapping) for turn in turns):
         role, content = tags['role_tag'], tags['content_tag']
@@ -266,6 +274,7 @@ def _open_table(path: str, split: str | None) -> Any:
     try:
         if path.startswith(HUB):
             parts = path.removeprefix(HUB).split('/')
+            ask_hub('/'.join(parts[:2]), 'dataset')
             found: Any = datasets.load_dataset('/'.join(parts[:2]), '/'.join(parts[2:]) or None)
         elif Path(path).is_dir():
             found = datasets.load_from_disk(path)

@@ -63,6 +63,7 @@ KINDS = {
 }
 """By the name that content parts and processors have for them."""
 PLACEHOLDER = re.compile(f'<({"|".join(KINDS)})>')
+PLACEHOLDER_ON_LINES = re.compile(rf'\n*{PLACEHOLDER.pattern}\n*')
 # Every tag, or what Qwen-VL and Monkey write: the file's name inside the text.
 KIND_OF_TAG = {tag: name for name, kind in KINDS.items() for tag in kind.tags}
 MEDIUM_IN_TEXT = re.compile(rf'<img>(.*?)</img>|{"|".join(KIND_OF_TAG)}', re.DOTALL)
@@ -94,7 +95,7 @@ _NO_PAIRS = 'this is training on answers, not on preferences'
 REFUSED_KEYS = {
     **dict.fromkeys(('tools', 'functions', 'tool_calls', 'function_call'), _NO_TOOLS),
     **dict.fromkeys(('chosen', 'rejected', 'rejected_response', 'kto_tag'), _NO_PAIRS),
-    **dict.fromkeys(('weight', 'loss_weight'), 'only turns may have a `weight`'),
+    **dict.fromkeys(('weight', 'loss_weight'), 'call the weight of a whole sample `loss_weights`'),
 }
 """Keys of a record that would change the training, and why they are not taken or what to do."""
 
@@ -167,12 +168,14 @@ class Record:
         source: File and line, for messages.
         turns: The turns in their order.
         media: In the order of the placeholders.
+        loss_weights: What each of its tokens weighs, where a run asks for such weights; None: the data do not say.
     """
 
     sample_id: str
     source: str
     turns: tuple[Turn, ...]
     media: tuple[Medium, ...]
+    loss_weights: float | None = None
 
     @property
     def texts(self) -> list[str]:
@@ -213,10 +216,10 @@ class Record:
         messages = []
         for role, text, carries_loss in self.turns:
             content: list[dict[str, str]] = []
-            for position, piece in enumerate(PLACEHOLDER.split(text)):  # the kinds at the odd positions
+            for position, piece in enumerate(PLACEHOLDER_ON_LINES.split(text)):  # the kinds at the odd positions
                 if position % 2:
                     content.append({'type': piece})
-                elif piece := piece.strip('\n'):
+                elif piece:
                     content.append({'type': 'text', 'text': piece})
             messages.append({'role': role, 'content': content, **({} if carries_loss else {'weight': 0})})
         return messages
@@ -249,11 +252,12 @@ def parse_record(raw: RawRecord) -> Record:
             turns = [turn._replace(text=turn.text.replace('<image>', '<video>')) for turn in turns]
         media = _fill(slots, listed)
         _check_turns(turns)
+        weight = _loss_weights(data.get('loss_weights'))
         for text in (*(turn.text for turn in turns), *(name for medium in media for name in medium.names)):
             _check_characters(text)
     except ValueError as error:
         raise BadSampleError(f'sample "{sample_id}" ({source}): {error}') from None
-    return Record(sample_id=sample_id, source=source, turns=tuple(turns), media=tuple(media))
+    return Record(sample_id=sample_id, source=source, turns=tuple(turns), media=tuple(media), loss_weights=weight)
 
 
 def _alpaca(
@@ -353,6 +357,16 @@ def _carries_loss(turn: Mapping[str, Any], role: str) -> bool:
     return role != 'assistant' or 0 not in given.values()
 
 
+def _loss_weights(value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float('inf'):
+        raise ValueError(
+            f'`loss_weights` must be a finite number, 0 or more, for all tokens of the sample, got: {_short(value)}'
+        )
+    return float(value)
+
+
 def _part(part: Any, slots: list[Slot]) -> str:
     """The text of one part of a content list, a placeholder where it is a medium."""
     if not isinstance(part, dict):
@@ -373,7 +387,9 @@ def _part(part: Any, slots: list[Slot]) -> str:
     kind = KIND_OF_PART[part_type]
     number = sum(other == kind for other, _ in slots)
     if given.get('index', number) != number:
-        raise ValueError(f'`index` of {kind} parts must count up from 0, got: {given["index"]} for {kind} {number}')
+        raise ValueError(
+            f'`index` of {kind} parts must count up from 0, got: {_short(given["index"])} for {kind} {number}'
+        )
     if not any(key in given for key in keys) and part_type != kind:
         raise ValueError(f'a part of type {part_type} must have `{keys[0]}`, got: none (files by id cannot be read)')
     value = _only(given, *keys)

@@ -175,19 +175,12 @@ class _Probe:
 
         Only then do placeholders grow by as much in another text. Gemma 3 puts line breaks there.
         """
-        size = min(len(plain), len(expanded))
-        before = _num_equal(plain[:size], expanded[:size])
-        behind = _num_equal(plain.flip(0)[: size - before], expanded.flip(0)[: size - before])
+        before = _num_equal(plain, expanded)
+        behind = _num_equal(plain[before:].flip(0), expanded[before:].flip(0))
         new = expanded[before : len(expanded) - behind].tolist()
         ends = {*new[:1], *new[-1:], *plain[before : len(plain) - behind].tolist()}
         known = self.encoder.tokenizer.added_tokens_decoder
         return all(end in known and not (known[end].lstrip or known[end].rstrip) for end in ends)
-
-
-def _num_equal(first: torch.Tensor, second: torch.Tensor) -> int:
-    """How many tokens agree before the first that does not."""
-    differs = (first != second).nonzero()
-    return int(differs[0]) if len(differs) else len(first)
 
 
 def _conversation(num_images: int) -> list[dict[str, Any]]:
@@ -201,3 +194,10 @@ def _shape_alone(width: int, height: int) -> torch.Tensor:
 
 def _black(width: int, height: int) -> Image.Image:
     return Image.new('RGB', (width, height))
+
+
+def _num_equal(first: torch.Tensor, second: torch.Tensor) -> int:
+    """How many tokens agree before the first that does not."""
+    size = min(len(first), len(second))
+    differs = (first[:size] != second[:size]).nonzero()
+    return int(differs[0]) if len(differs) else size

@@ -48,9 +48,10 @@ def identify_processor(processor: Any) -> str:
 
 
 def identify_vocabulary(processor: Any) -> str:
-    """Changes with the tokens and their numbers."""
+    """Changes with the tokens and their numbers, and with those that begin, end and fill up a text."""
     tokenizer = getattr(processor, 'tokenizer', processor)
-    return _digest(sorted(tokenizer.get_vocab().items()) if hasattr(tokenizer, 'get_vocab') else [])
+    tokens = sorted(tokenizer.get_vocab().items()) if hasattr(tokenizer, 'get_vocab') else []
+    return _digest([tokens, getattr(tokenizer, 'special_tokens_map', {})])
 
 
 def class_name(thing: Any) -> str:

@@ -33,7 +33,7 @@ from composer_tokacc.data.media import DEFAULT_PATCH_SIZE, count_patches, declar
 
 __all__ = ['LengthTable', 'build_length_table', 'chosen_patch_size', 'fingerprint', 'image_token_ids', 'length_table']
 
-VERSION = 4
+VERSION = 5
 """Goes up with every change of what a table holds, so that files of older versions are not read."""
 COLUMNS = ('lengths', 'image_tokens', 'loss_tokens', 'vision_patches')
 FEWEST_FOR_WORKERS = 512

@@ -147,17 +147,20 @@ class LlavaDataset(Dataset):
     def identity(self) -> str:
         """Changes with what a model is trained on: the turns, and the files by name and size, or embedded content.
 
-        Not with where they lie, the ids of samples, or ``max_length``, which leaves out nothing in silence.
+        So it does with the frames that are taken of videos; not with where files lie, the ids of samples, or
+        ``max_length``, which leaves out nothing in silence.
         """
         digest = hashlib.sha256()
         for record, folder in zip(self.records, self.folders, strict=True):
             media = [(medium.kind, [_named(file, folder) for file in medium.files]) for medium in record.media]
-            digest.update(repr((record.turns, media)).encode())
+            sampling = self.encoder.video if record.count('video') else None
+            weights = () if record.loss_weights is None else (record.loss_weights,)
+            digest.update(repr((record.turns, media, sampling, *weights)).encode())
         return digest.hexdigest()
 
     def fingerprint(self) -> str:
         """Changes with all that decides on the length of a sample, or on what is said about a bad one."""
-        digest = hashlib.sha256(repr((self.identity(), self.encoder.max_length, self.encoder.video)).encode())
+        digest = hashlib.sha256(repr((self.identity(), self.encoder.max_length)).encode())
         for record in self.records:
             digest.update(repr((record.sample_id, record.source, [medium.names for medium in record.media])).encode())
         return digest.hexdigest()
@@ -209,7 +212,7 @@ class _Listing(NamedTuple):
 
     @classmethod
     def of(cls, folder: Path) -> _Listing:
-        entries = os.scandir(folder) if folder.is_dir() else ()
+        entries = os.scandir(folder) if os.path.isdir(folder) else ()  # False too where no name may be so long
         return cls(Path(os.path.realpath(folder)), {entry.name: entry.is_symlink() for entry in entries})
 
 

@@ -83,8 +83,8 @@ class LlavaStreamingDataset(StreamingDataset):
                 yield from from_row(row)[0].texts
 
     def identity(self) -> str:
-        """Changes with the shards: how many samples and bytes each has, in their order; not with where they lie."""
-        return repr([(shard.samples, shard.get_raw_size()) for shard in self.shards])
+        """Changes with samples and bytes of each shard, in order, and the frames of videos; not with their place."""
+        return repr(([(shard.samples, shard.get_raw_size()) for shard in self.shards], self.encoder.video))
 
     def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
         """As StreamingDataset's, but right between two epochs.

@@ -192,13 +192,17 @@ def _read_video(files: Sequence[File], sampling: VideoSampling, outlines: bool) 
         span = (stamps[-1] - stamps[0]) * unit
         step = span / (len(stamps) - 1) if span else 1 / float(stream.average_rate or 1)
     times = [(stamp - stamps[0]) * unit for stamp in stamps]
-    chosen = sampling.choose(times, times[-1] + step)
+    duration = times[-1] + step
+    chosen = sampling.choose(times, duration)
     wanted = sorted({stamps[i] for i in chosen})
     frames = _read_frames(files[0], wanted[:1] if outlines else wanted, keys)
     if outlines:
         frames = dict.fromkeys(wanted, frames[wanted[0]])
+    gaps = [gap for gap in np.diff(times).tolist() if gap > 0]
+    if gaps and max(gaps) > 1.5 * step:  # in an uneven rhythm the mean says little about when a frame is shown
+        step = min(gaps)
     nominal = [round(times[i] / step) for i in chosen]
-    return _video([frames[stamps[i]] for i in chosen], nominal, len(stamps), step)
+    return _video([frames[stamps[i]] for i in chosen], nominal, round(duration / step), step)
 
 
 def _source(file: File) -> str | BinaryIO:
@@ -247,6 +251,8 @@ def _read_stamps(container: Any, stream: Any) -> tuple[list[int], list[tuple[int
 def _check_end(container: Any, end: float) -> None:
     """Refuses a file of which the end is missing, where its header says how long it is."""
     start, duration = ((value or 0) / 1e6 for value in (container.start_time, container.duration))
+    if container.format.name.startswith('matroska'):  # which may count from 0, wherever its film begins
+        start = 0
     if end - start < duration * (1 - CUT_SHARE) - 0.5:
         raise ValueError(f'it ends after {end - start:.1f} of {duration:.1f} s')
 
@@ -274,8 +280,19 @@ def _read_frames(file: File, wanted: Sequence[int], keys: Sequence[tuple[int, in
                 raise ValueError(f'its frame at {float(stamp * stream.time_base):.2f} s cannot be decoded')
             size = size or {'width': frame.width, 'height': frame.height}  # may change in the middle
             picture = frame.reformat(format='rgb24', **size).to_ndarray()
-            found[stamp] = np.rot90(picture, round(frame.rotation / 90))  # as the camera was turned
+            found[stamp] = _upright(picture, frame.side_data.get('DISPLAYMATRIX'))
     return found
+
+
+def _upright(picture: np.ndarray, matrix: Any) -> np.ndarray:
+    """The picture turned as the camera was, and mirrored where it filmed as a mirror shows."""
+    if matrix is None:
+        return picture
+    # Of 16.16 numbers: a pixel at (x, y) is shown at (a x + c y, b x + d y).
+    a, b, _, c, d = np.frombuffer(matrix, np.int32)[:5]
+    if abs(b) > abs(a):
+        picture, a, d = picture.swapaxes(0, 1), c, b
+    return picture[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1]
 
 
 def _video(frames: Sequence[np.ndarray], numbers: list[int], total: int, step: float) -> Video:
@@ -364,7 +381,9 @@ def count_patches(sample: Mapping[str, Any], patch_size: int) -> int:
         sample: What the processor returns for it.
         patch_size: Side of a patch in pixels. Of no importance where the processor cuts the patches (Qwen-VL).
     """
-    images, videos = sample.get('pixel_values'), sample.get('pixel_values_videos')
+    # Video-LLaVA's processor names images by themselves.
+    images = sample.get('pixel_values', sample.get('pixel_values_images'))
+    videos = sample.get('pixel_values_videos')
     num_patches = 0 if images is None else _patches_of(images, patch_size, sample.get('image_sizes'))
     if videos is not None and videos.dim() == 5:  # of clips all is computed, what is grey too
         videos = videos.flatten(0, 1)

@@ -181,6 +181,7 @@ def _to_row(record: Record, files: Sequence[bytes]) -> dict[str, Any]:
             ],
             'media': [[medium.kind, medium.names] for medium in record.media],
             'bytes': [len(file) for file in files],
+            **({} if record.loss_weights is None else {'loss_weights': record.loss_weights}),
         },
         'media': b''.join(files),
     }
@@ -203,6 +204,7 @@ def from_row(row: dict[str, Any]) -> tuple[Record, list[bytes]]:
         source=raw['source'],
         turns=tuple(Turn(turn['from'], turn['value'], turn.get('weight') != 0) for turn in raw['conversations']),
         media=tuple(Medium(kind, tuple(names)) for kind, names in raw['media']),
+        loss_weights=raw.get('loss_weights'),
     )
     ends = accumulate(raw['bytes'], initial=0)
     return record, [row['media'][start:end] for start, end in pairwise(ends)]

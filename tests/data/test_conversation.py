@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import pytest
 from PIL import Image
+from tokenizers import AddedToken
 
 from composer_tokacc.data.conversation import ConversationEncoder
+from composer_tokacc.data.formats import BadSampleError, RawRecord, parse_record
 from composer_tokacc.data.processor import train_tokenizer
-from tests.data.chat_processors import PROCESSORS, TEXTS, llava, small
+from tests.data.chat_processors import PROCESSORS, QWEN, TEXTS, blip2, llava, qwen2_vl, small
 
 
 def text(value):
@@ -16,6 +18,7 @@ def text(value):
 
 
 IMAGE = {'type': 'image'}
+ANSWER = {'role': 'assistant', 'content': 'Red.'}
 SYSTEM = {'role': 'system', 'content': [text('Be brief.')]}
 
 
@@ -52,6 +55,22 @@ CONVERSATIONS = {
         assistant('A'),
         user(text('Really?')),
         assistant('Yes.\nTwo lines.'),
+    ],
+    'an image a turn': [
+        user(IMAGE, text('What is this?')),
+        assistant('Blue.'),
+        user(text('And '), IMAGE, text('?')),
+        assistant('Blue.'),
+        user(IMAGE),
+        assistant('A red square.'),
+    ],
+    'one image in each question': [
+        user(IMAGE, text('What is this?')),
+        assistant('A a a a a a.'),
+        user(IMAGE, text('And this?')),
+        assistant('A'),
+        user(IMAGE, text('And this?')),
+        assistant('A a a a a.'),
     ],
     'image behind text': [user(text('Compare '), IMAGE, text(' with '), IMAGE), assistant('Same.')],
     'answers that look like the template': [
@@ -127,6 +146,60 @@ def test_sample_over_max_length_is_refused_with_both_lengths():
     encoder = ConversationEncoder(small(), max_length=length - 1)
     with pytest.raises(ValueError, match=f'got: {length - 1} < {length} tokens'):
         encoder(CONVERSATIONS['no image'])
+
+
+@pytest.mark.parametrize(
+    ('left_out', 'messages'),
+    [
+        ('tool', [user(text('6 x 7?')), assistant('So?'), {'role': 'tool', 'content': [text('42')]}, assistant('42.')]),
+        ('system', [user(text('q')), assistant('a'), {'role': 'system', 'content': [text('a')]}, user(text('b'))]),
+    ],
+)
+def test_what_stands_elsewhere_too_is_not_taken_for_written(left_out, messages):
+    processor = small()
+    ConversationEncoder(processor)(messages)
+    processor.chat_template = processor.chat_template.replace(
+        'for message in messages', f"for message in messages if message['role'] != '{left_out}'"
+    )
+    with pytest.raises(ValueError, match=f'must write what the {left_out} says'):
+        ConversationEncoder(processor)(messages)
+
+
+def test_answer_ends_in_the_templates_token_though_the_tokenizer_has_it_as_a_plain_one():
+    processor = llava()
+    processor.tokenizer.add_tokens([AddedToken('<|im_end|>', special=False, normalized=False)])
+    processor.chat_template = QWEN
+    sample = ConversationEncoder(processor)(CONVERSATIONS['no image'])
+    assert processor.tokenizer.decode(sample['labels'][0][sample['labels'][0] != -100]) == 'A colour.<|im_end|>'
+    assert '</s>' not in processor.tokenizer.decode(sample['input_ids'][0])
+
+
+STRINGS = [
+    "{{ '<' + message['role'] + '>' + message['content'] }} ",
+    "<{{ message['role'] }}>{{ message['content'] }} ",
+]
+
+
+@pytest.mark.parametrize('written', STRINGS)
+def test_template_of_plain_strings_is_given_them(written):
+    processor = blip2()
+    processor.chat_template = '{% for message in messages %}' + written + '{% endfor %}'
+    question = user(IMAGE, text("What's this?"))
+    sample = ConversationEncoder(processor)([question, assistant("It's red.")], [Image.new('RGB', (9, 9))])
+    decoded = processor.tokenizer.decode(sample['input_ids'][0], skip_special_tokens=True)
+    assert decoded.strip() == "<user>What's this? <assistant>It's red."
+
+
+@pytest.mark.parametrize('kind', ['image', 'video'])
+def test_media_for_which_the_template_writes_nothing_are_refused_by_name(kind):
+    processor = qwen2_vl()  # whose template here knows no videos
+    if kind == 'image':
+        processor.chat_template = processor.chat_template.replace('<|image_pad|>', '').replace('<|vision_start|>', '')
+        processor.chat_template = processor.chat_template.replace('<|vision_end|>', '')
+    data = {'id': 'a', f'{kind}s': ['x'], 'messages': [{'role': 'user', 'content': f'<{kind}>?'}, ANSWER]}
+    record = parse_record(RawRecord('data.json', 'line 1', data))
+    with pytest.raises(BadSampleError, match=f'sample "a" .*has {kind}s, but the chat template writes no placeholder'):
+        ConversationEncoder(processor).check_takes_media(record)
 
 
 def test_template_that_rewrites_answers_is_refused():

@@ -270,6 +270,15 @@ def test_record_is_what_its_project_means(folder, data, turns, images):
     assert seen(record, folder) == images
 
 
+def test_line_breaks_are_the_templates_around_a_placeholder_and_the_users_elsewhere():
+    question = '\nLines:\n\n<image>\n<image>\nOne.\n\nTwo.\n'
+    turns = [{'role': 'system', 'content': 'Rules:\n'}, {'role': 'user', 'content': question}, ANSWER]
+    system, user, _ = parse({'messages': turns, 'images': ['a.png', 'b.png']}).messages()
+    assert system['content'] == [{'type': 'text', 'text': 'Rules:\n'}]
+    texts = [part.get('text') for part in user['content']]
+    assert texts == ['\nLines:', None, None, 'One.\n\nTwo.\n']
+
+
 def test_file_url(folder):
     (folder / 'a b.png').write_bytes(BLUE)
     part = {'type': 'image_url', 'image_url': {'url': f'{folder.as_uri()}/a%20b.png'}}
@@ -533,6 +542,10 @@ def test_dataset_info_names_columns_of_videos_and_sounds(folder):
         ({'file_name': 'own.json', 'columns': {'videos': 'v', 'masks': 'm'}}, '`masks` is not supported'),
         ({'formatting': 'chatml', 'file_name': 'own.json'}, "`formatting` must be one of .* got: 'chatml'"),
         ({'ms_hub_url': 'x/y'}, '`ms_hub_url` is not supported'),
+        ({'file_name': 'own.json', 'columns': ['images']}, r"`columns` must map names to names, got: \['images'\]"),
+        ({'file_name': 'own.json', 'tags': {'role_tag': ['role']}}, '`tags` must map names to names'),
+        ({'file_name': 3}, '`file_name` must be a string, got: 3'),
+        ({'file_name': None}, '`file_name` or `hf_hub_url` must be given'),
         ({}, '`file_name` or `hf_hub_url` must be given'),
     ],
 )

@@ -45,7 +45,7 @@ def gemma3():
     return transformers.Gemma3Processor(
         image_processor=transformers.Gemma3ImageProcessor(size=square, do_pan_and_scan=False),
         tokenizer=chat_processors.tokenizer(
-            *tokens.values(), '<|im_start|>', '<|im_end|>', eos_token='<|im_end|>', **tokens
+            *tokens.values(), '<|im_start|>', '<|im_end|>', eos_token='<|im_end|>', extra_special_tokens=tokens
         ),
         image_seq_length=4,
         chat_template=chat_processors.QWEN.replace('<|vision_start|><|image_pad|><|vision_end|>', '<start_of_image>'),
@@ -185,8 +185,6 @@ def test_table_from_headers_is_that_of_the_samples(name, padding_side, path, tmp
     if name == 'tokenizer':
         path = write_data(tmp_path, with_images=False)
     dataset = open_dataset(path, processor)
-    if name == 'llava_onevision':  # what an image becomes depends on those behind it, so its answers are not found
-        dataset.records = [one for one in dataset.records if 'And <image>?' not in str(one.turns)]
     before = torch.get_rng_state()
     table = build_length_table(dataset, processor, patch_size=4)
     assert torch.equal(before, torch.get_rng_state())

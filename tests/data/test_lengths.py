@@ -172,8 +172,11 @@ def test_fingerprint_changes_with_data_processor_vocabulary_and_template():
     other = build_digits_processor()
     other.tokenizer.add_tokens(['new'])
     found.add(fingerprint(dataset, other))
+    other = build_digits_processor()
+    other.tokenizer.eos_token = '<unk>'
+    found.add(fingerprint(dataset, other))
     found.add(fingerprint(dataset, processor, patch_size=4))
-    assert len(found) == 7
+    assert len(found) == 8
     assert fingerprint(dataset, processor, patch_size=8) in found  # what the processor declares
 
 

@@ -259,6 +259,12 @@ def test_small_processor_of_the_files_own_texts(folder):
     assert len(processor.tokenizer('the painter')['input_ids']) == 2
 
 
+def test_a_name_longer_than_file_systems_allow_is_a_file_that_is_not_there(folder):
+    for name in ('a/' * 3000 + 'red.png', '字' * 200 + '/red.png'):
+        with pytest.raises(BadSampleError, match=r'sample "a" .*red\.png does not exist'):
+            open_dataset(folder, [one_image('a', image=name)])
+
+
 def test_names_lead_out_of_the_image_folder_only_where_that_is_allowed(folder):
     (folder / 'private').mkdir()
     Image.new('RGB', (24, 20)).save(folder / 'private' / 'key.png')

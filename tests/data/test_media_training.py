@@ -216,11 +216,15 @@ def test_processor_of_images_refuses_other_media(tmp_path, kind):
         LlavaDataset(ask(tmp_path, kind, 'file'), small())
 
 
-def test_frames_of_the_sampling_are_part_of_the_fingerprint(tmp_path):
+@pytest.mark.parametrize('name', ['fingerprint', 'identity'])
+def test_frames_of_the_sampling_are_part_of_the_fingerprint_and_of_the_data_of_a_checkpoint(tmp_path, name):
     write_video(tmp_path / 'a.mp4')
-    file, processor = ask(tmp_path, 'video', 'a.mp4'), MEDIA['qwen2_vl']().processor
-    prints = {LlavaDataset(file, processor, video=video).fingerprint() for video in (None, {'fps': 2}, {'fps': 3}, {})}
-    assert len(prints) == 3
+    Image.new('RGB', (16, 16)).save(tmp_path / 'a.png')
+    processor, different = MEDIA['qwen2_vl']().processor, {'video': 3, 'image': 1}
+    for kind, file in (('video', 'a.mp4'), ('image', 'a.png')):
+        path = ask(tmp_path, kind, file)
+        sampled = [LlavaDataset(path, processor, video=video) for video in (None, {'fps': 2}, {'fps': 3}, {})]
+        assert len({getattr(dataset, name)() for dataset in sampled}) == different[kind]
 
 
 def test_models_that_join_frames_two_by_two_get_two():
