@@ -9,12 +9,17 @@ Reads every sample once with the run's own processor (kept for the next time), t
 memory, and prints a table, YAML lines to paste, and the paths of `size.json` and `size.png`. Besides the config's keys:
 
     lengths=table.csv       instead of the data: a line a sample, `tokens` and perhaps `image_tokens`, `loss_tokens`,
-                            `vision_patches`; needs `model.pretrained`
+                            `vision_patches`
+    lengths.mean=150        instead of a table: lognormal lengths of the text, with `lengths.variation=0.7` (deviation
+                            over mean), and `lengths.image_tokens=576` for a share `lengths.with_images=0.8` of samples
     num_ranks=8             ranks of the run; 1
     device_memory_gib=80    memory of a device; what this machine has
     safety=0.92             share of it that may be planned for
     time_steps=true         time a few real steps here, so that the report speaks of seconds; false
     folder=runs/size        where the files go
+
+With `lengths` nothing is asked of the hub if `model.pretrained` is a folder with the config and the processor, or
+`model.pretrained=null model.config.model_type=llava` says what the model is.
 """
 
 from __future__ import annotations
@@ -37,7 +42,8 @@ from omegaconf import OmegaConf
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.planning import CostModel
 from composer_tokacc.programs import ConfigError, TrainConfig
-from composer_tokacc.programs.length_file import StandIns, read_lengths
+from composer_tokacc.programs.length_file import StandIns, lengths_of
+from composer_tokacc.programs.models import read_config
 from composer_tokacc.programs.run import build_parts, build_trainer, command_line, run_program
 from composer_tokacc.programs.schema import merge, refuse, section
 from composer_tokacc.programs.sources import build_dataset, build_processor, measure_dataset
@@ -58,7 +64,7 @@ class SizeOptions:
     safety: float = 0.92
     time_steps: bool = False
     folder: str = 'runs/size'
-    lengths: str | None = None
+    lengths: Any = None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given, overrides = command_line(_USAGE, __doc__).parse_known_args(arguments)
     own = {option.name for option in fields(SizeOptions)}
     try:
-        options = merge(SizeOptions, OmegaConf.from_dotlist([each for each in overrides if each.split('=')[0] in own]))
+        options = merge(SizeOptions, OmegaConf.from_dotlist([each for each in overrides if _first_key(each) in own]))
         if options.num_ranks < 1:  # before the config's batch sizes are divided by it
             raise ConfigError(f'`num_ranks` must be at least 1, got: {options.num_ranks}')
     except ConfigError as error:
@@ -74,11 +80,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     overrides = [
         f'microbatching.{each}' if each.startswith('device_memory_gib=') else each
         for each in overrides
-        if each.split('=')[0] not in own
+        if _first_key(each) not in own
     ]
     if options.lengths is not None and not any(each.startswith('dataset.path=') for each in overrides):
-        overrides.append(f'dataset.path={options.lengths}')  # a name for what is not read
+        overrides.append('dataset.path=lengths')  # a name for what is not read
     return run_program(partial(_report, options), given.config, overrides, num_ranks=options.num_ranks)
+
+
+def _first_key(override: str) -> str:
+    return override.split('=')[0].split('.')[0]
 
 
 def _report(options: SizeOptions, config: TrainConfig) -> None:
@@ -107,12 +117,12 @@ def size(config: TrainConfig, options: SizeOptions) -> SizingReport:
     """
     reproducibility.seed_all(config.seed)
     if options.lengths is not None:
-        if config.model.pretrained is None:
-            raise ConfigError('`lengths` needs `model.pretrained`, whose processor makes samples, got: none')
         if options.time_steps:
             raise ConfigError('`time_steps` needs the data itself, got: `lengths`. Leave one of them out')
-        table, processor = read_lengths(options.lengths), build_processor(config)
-        dataset = StandIns(table, processor)
+        table = lengths_of(options.lengths, longest=config.dataset.get('max_length'), seed=config.seed)
+        processor = None if config.model.pretrained is None else build_processor(config)
+        with section('model'):
+            dataset = StandIns(table, processor, read_config(config.model.pretrained, config.model.config, processor))
     else:
         processor = build_processor(config)
         dataset = build_dataset(config, processor, held_out=False)
@@ -168,7 +178,7 @@ def time_steps(
     config.trainer.update(max_duration=f'{num_steps}ba', progress_bar=False)
     parts = build_parts(config)
     hidden_size = parts.model.model.config.get_text_config().hidden_size
-    timer = MicrobatchTimer(BatchLayout.for_model(parts.model).image_token_id, hidden_size)
+    timer = MicrobatchTimer(BatchLayout.for_model(parts.model), hidden_size)
     trainer = build_trainer(config, parts, InMemoryLogger())
     trainer.state.callbacks.append(timer)
     trainer.fit()

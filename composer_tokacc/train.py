@@ -13,12 +13,16 @@ import sys
 import time
 from collections.abc import Sequence
 
+if __name__ == '__main__' and os.environ.get('RANK', '0') == '0':  # what follows takes ten seconds and more
+    print('loading torch, Composer and Transformers ...', file=sys.stderr, flush=True)
+
 import torch
 from composer.loggers import InMemoryLogger
 from composer.utils import dist
 
 from composer_tokacc.programs import TrainConfig
 from composer_tokacc.programs.checkpoints import checkpoint_folder, keep_to_whole_checkpoint, lock_folder
+from composer_tokacc.programs.faults import allow_open_files
 from composer_tokacc.programs.report import summarize, write_report
 from composer_tokacc.programs.run import build_parts, build_trainer, command_line, run_program
 from composer_tokacc.programs.schema import say
@@ -38,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # By default each rank would start a thread on every core of its node.
     if 'OMP_NUM_THREADS' not in os.environ:
         torch.set_num_threads(max((os.cpu_count() or 1) // dist.get_local_world_size(), 1))
+    allow_open_files()
     return run_program(run, given.config, overrides, trains=True)
 
 
@@ -57,16 +62,20 @@ def run(config: TrainConfig) -> None:
 
 def _train(config: TrainConfig) -> None:
     parts, history = build_parts(config), InMemoryLogger()
+    say('starting the Trainer ...')
     trainer = build_trainer(config, parts, history)
     first_step = int(trainer.state.timestamp.batch.value)
     started = time.monotonic()
     duration, elapsed = trainer.state.max_duration, trainer.state.timestamp
     # A run resumed at its end has nothing left to train, for which fit() raises.
     if duration is None or elapsed.get(duration.unit) < duration:
+        say(f'training from step {first_step + 1}, before which the model is looked at ...')
         trainer.fit()
     seconds = time.monotonic() - started
     if parts.eval_loader is not None and not any(name.startswith('metrics/eval/') for name in history.data):
+        say('evaluating ...')
         trainer.eval()
+    say('writing the report ...')
     result = summarize(trainer.state, history, first_step=first_step, seconds=seconds, skipped=parts.skip_reports())
     summary = write_report(config, parts, result, history) if dist.get_global_rank() == 0 else ''
     # The other ranks wait for the one that writes: NCCL takes an early end for a crash.

@@ -28,7 +28,10 @@ from composer.utils import dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from composer_tokacc.algorithm import TokenAccumulation
+from composer_tokacc.algorithm.probe import Probe, find_loss_rule, mean_token_loss
+from composer_tokacc.counting import IGNORE_INDEX, token_weights_of
 from composer_tokacc.data_spec import token_data_spec
+from composer_tokacc.invariance import Gradients, relative_error
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.programs import TrainConfig
 from composer_tokacc.programs.run import RunParts, build_parts, command_line, run_program
@@ -37,7 +40,6 @@ __all__ = ['UnusedParameters', 'main', 'verify']
 
 _USAGE = 'composer -n RANKS -m composer_tokacc.verify FILE.yaml [--rows 8] [--tolerance 1e-6] [key=value ...]'
 
-Gradients = dict[str, torch.Tensor]
 Row = dict[str, Any]
 
 
@@ -96,13 +98,19 @@ def verify(config: TrainConfig, *, max_rows: int = 8) -> list[dict[str, Any]]:
     rows = [layout.trim(layout.select(batch, [row])) for row in chosen]
     everyone = [row for rows_of_rank in dist.all_gather_object(rows) for row in rows_of_rank]
     results = []
+    weights = (config.algorithms.get('token_accumulation') or {}).get('token_weights', 'token')
+    rule = ''
+    if weights != 'token':
+        telling = max(everyone, key=lambda row: int((row['labels'] != IGNORE_INDEX).sum()))
+        rule = find_loss_rule(Probe.of_model(parts.model), _on_device(parts.model, layout.with_media(telling)))
     for padding in ('right', 'left'):
-        expected = _whole_gradient(parts, layout.with_media(layout.concat(everyone, padding_side=padding)))
+        together = layout.with_media(layout.concat(everyone, padding_side=padding))
+        expected = _whole_gradient(parts, together, weights, rule)
         own = layout.concat(rows, padding_side=padding)
-        for split, size, data, algorithm in _cases(own, layout):
+        for split, size, data, algorithm in _cases(own, layout, weights):
             found = _trained_gradient(parts, data, size, algorithm)
             ours = isinstance(algorithm, TokenAccumulation)
-            error, reason = _relative_error(found, expected)
+            error, reason = relative_error(found, expected)
             results.append({
                 'split': split, 'padding': padding, 'microbatch_size': size, 'error': error, 'ours': ours,
                 'reason': reason,
@@ -110,7 +118,7 @@ def verify(config: TrainConfig, *, max_rows: int = 8) -> list[dict[str, Any]]:
     return results
 
 
-def _cases(batch: Row, layout: BatchLayout) -> Iterator[tuple[str, int, DataSpec, Algorithm]]:
+def _cases(batch: Row, layout: BatchLayout, weights: str) -> Iterator[tuple[str, int, DataSpec, Algorithm]]:
     """Stock Composer with a split that keeps image rows, and ours."""
     num_rows = layout.num_rows(batch)
 
@@ -128,8 +136,9 @@ def _cases(batch: Row, layout: BatchLayout) -> Iterator[tuple[str, int, DataSpec
                 get_num_samples_in_batch=lambda batch: len(batch['input_ids']),
             )
             yield 'stock Composer', size, spec, UnusedParameters()
-            yield 'in order', size, token_data_spec(loader, layout=layout, regroup=False), TokenAccumulation()
-            yield 'regrouped', size, token_data_spec(loader, layout=layout), TokenAccumulation()
+            ours = partial(TokenAccumulation, token_weights=weights)
+            yield 'in order', size, token_data_spec(loader, layout=layout, regroup=False), ours()
+            yield 'regrouped', size, token_data_spec(loader, layout=layout), ours()
 
 
 class _OneBatch(IterableDataset):
@@ -185,29 +194,29 @@ def _trained_gradient(parts: RunParts, data: DataSpec, size: int, algorithm: Alg
     return recorder.gradients
 
 
-def _whole_gradient(parts: RunParts, batch: Mapping[str, Any]) -> Gradients:
-    """One plain forward over the global batch, the model's own mean; no Trainer, no scaling."""
-    model = parts.model.train()
+def _on_device(model: torch.nn.Module, batch: Mapping[str, Any]) -> Row:
     device = next(model.parameters()).device
-    batch = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
+    return {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
+
+
+def _whole_gradient(parts: RunParts, batch: Mapping[str, Any], weights: str, rule: str) -> Gradients:
+    """One plain forward over the global batch, the model's own mean; no Trainer, no scaling.
+
+    Where tokens do not all weigh the same, their mean is computed here, of the logits.
+    """
+    model = parts.model.train()
+    batch = _on_device(model, batch)
     model.zero_grad(set_to_none=True)
-    model.loss(model(batch), batch).backward()
+    outputs = model(batch)
+    if weights == 'token':
+        loss = model.loss(outputs, batch)
+    else:
+        weight, _ = token_weights_of(batch, weights, rule)
+        loss = mean_token_loss(outputs.logits, batch, rule, float(weight.sum()), weight)
+    loss.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     return gradients
-
-
-def _relative_error(found: Gradients, expected: Gradients) -> tuple[float, str]:
-    """Relative error over all parameters, and which of them has the largest part in it."""
-    none = torch.zeros(())
-    squares, norm = {}, 0.0
-    for name in sorted(found.keys() | expected.keys()):
-        wanted = expected.get(name, none).cpu().double()
-        squares[name] = float((found.get(name, none).cpu().double() - wanted).square().sum())
-        norm += float(wanted.square().sum())
-    worst = max(squares, key=squares.__getitem__)
-    reason = 'has no gradient' if worst not in found else 'has none expected' if worst not in expected else 'is off'
-    return (sum(squares.values()) / norm) ** 0.5, f'most of all, {worst} {reason}'
 
 
 def _leave_zero(model: torch.nn.Module) -> None:

@@ -21,7 +21,7 @@ from composer_tokacc.programs.models import build_model
 from composer_tokacc.train import main as train
 from examples.digits import DigitsDataset, build_digits_processor
 from tests.programs.test_models import LLAVA
-from tests.support.launch import launch
+from tests.support.launch import launch_json
 from tests.support.programs import DIGITS, QUIET, TINY_DIGITS, TINY_MODEL
 from tests.support.training import loader
 from tests.support.training import train as train_model
@@ -65,16 +65,12 @@ assert not {'composer', 'composer_tokacc', 'examples'} & set(sys.modules), 'load
 """
 
 
-def run(folder, *arguments, ranks=1):
+def run(folder, *arguments):
     arguments = [
         *TINY_DIGITS, *TINY_MODEL, *QUIET, 'trainer.max_duration=2ba', f'trainer.save_folder={folder}/checkpoints',
         f'report.folder={folder}/report', *arguments,
     ]  # fmt: skip
-    if ranks == 1:
-        assert train([DIGITS, *arguments]) == 0
-    else:
-        done = launch(['-m', 'composer_tokacc.train', DIGITS, *arguments], ranks=ranks)
-        assert done.returncode == 0, done.stderr[-4000:]
+    assert train([DIGITS, *arguments]) == 0
 
 
 def a_batch():
@@ -208,10 +204,8 @@ def test_sharded_checkpoints_become_folders_with_the_logits_of_the_sharded_model
             'scheduler.t_warmup=0ba', 'trainer.save_interval=1ba',
             'trainer.parallelism_config.fsdp={state_dict_type: sharded}', f'trainer.save_folder={folder}/checkpoints',
         ])  # fmt: skip
-    done = launch(['tests/ranks/sharded_export.py', json.dumps(every), DIGITS], ranks=2)
-    assert done.returncode == 0, done.stderr[-6000:]
-
-    expected = {name: torch.load(tmp_path / name / 'logits.pt') for name in runs}
+    files = launch_json('tests/ranks/sharded_export.py', json.dumps(every), DIGITS, ranks=2)
+    expected = {name: torch.load(file) for name, file in zip(runs, files, strict=True)}
     torch.testing.assert_close(expected['resumed'], expected['adapter'], rtol=0, atol=0)
     sharded = {name: tmp_path / name / 'checkpoints' / 'ep0-ba2' for name in runs}
     assert main([str(sharded['weights']), str(tmp_path / 'exported')]) == 0
@@ -235,12 +229,13 @@ def tiny_config(*, tied=False):
     return {**config, 'vision_feature_select_strategy': 'default'}
 
 
-def lora_checkpoint(folder, lora, *, tied=False, pretrained=True):
-    """A checkpoint after two large steps, the logits of its model, and those of its base."""
+def lora_checkpoint(folder, lora, *, tied=False, pretrained=True, dtype=torch.float32):
+    """A checkpoint after two large steps, the logits of its model, and those of its base, stored in that type."""
     processor = build_digits_processor()
     source = {'config': tiny_config(tied=tied)}
-    base = build_model(**source, processor=processor).model
+    base = build_model(**source, processor=processor).model.to(dtype)
     base.save_pretrained(folder / 'base')
+    base.float()
     if pretrained:
         source = {'pretrained': str(folder / 'base')}
     model = build_model(**source, processor=processor, lora={'r': 2, **lora})
@@ -284,6 +279,37 @@ def test_an_adapter_and_what_it_is_merged_into_have_the_logits_of_the_run(tmp_pa
     assert main([str(checkpoint), str(tmp_path / 'merged'), 'merge=true']) == 0
     found = logits_of(AutoModelForImageTextToText.from_pretrained(tmp_path / 'merged'))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_an_adapter_of_a_base_in_half_precision_is_merged_in_the_precision_of_the_run(tmp_path):
+    pytest.importorskip('peft')
+    checkpoint, expected, _ = lora_checkpoint(tmp_path, {}, dtype=torch.bfloat16)
+    assert main([str(checkpoint), str(tmp_path / 'merged'), 'merge=true']) == 0
+    found = logits_of(AutoModelForImageTextToText.from_pretrained(tmp_path / 'merged'))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize('lora', [None, {'r': 2}])
+def test_a_generation_config_that_transformers_reads_and_does_not_write_is_kept(tmp_path, lora):
+    """Vicuna's, and so LLaVA-1.5's: greedy, with a temperature."""
+    pytest.importorskip('peft')
+    build_model(config=tiny_config(), processor=build_digits_processor()).model.save_pretrained(tmp_path / 'base')
+    generation = {'do_sample': False, 'temperature': 0.9, 'top_p': 0.6, 'max_length': 4096}
+    (tmp_path / 'base' / 'generation_config.json').write_text(json.dumps(generation))
+    processor = build_digits_processor()
+    model = build_model(pretrained=str(tmp_path / 'base'), processor=processor, lora=lora)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    train_model(
+        model, token_data_spec(loader(a_batch())), algorithms=[TokenAccumulation()], microbatch_size=2,
+        optimizer=torch.optim.SGD(trained, lr=0.1), save_folder=str(tmp_path / 'again'),
+    )  # fmt: skip
+    merge = [] if lora is None else ['merge=true']
+    assert main([str(tmp_path / 'again' / 'latest-rank0.pt'), str(tmp_path / 'exported'), *merge]) == 0
+    kept = AutoModelForImageTextToText.from_pretrained(tmp_path / 'exported').generation_config.to_dict()
+    assert {name: kept[name] for name in generation} == generation
+    if lora is None:
+        export_model(model, tmp_path / 'at_the_end')
+        assert json.loads((tmp_path / 'at_the_end' / 'generation_config.json').read_text())['temperature'] == 0.9
 
 
 def test_an_adapter_without_a_base_of_its_own_is_merged_or_refused(tmp_path, capsys):

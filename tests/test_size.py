@@ -17,7 +17,7 @@ from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
 from composer_tokacc import size, train
 from composer_tokacc.data import build_small_processor
 from composer_tokacc.programs import load_config
-from composer_tokacc.programs.length_file import read_lengths
+from composer_tokacc.programs.length_file import lengths_of, read_lengths
 from composer_tokacc.programs.models import build_model
 from composer_tokacc.sizing.profile import SampleSizes
 from examples.digits import build_digits_processor
@@ -89,6 +89,70 @@ def test_a_table_of_lengths_stands_for_the_data(tmp_path: Path, capsys: pytest.C
     assert '256 samples' in capsys.readouterr().out
     assert size.main([*arguments, 'model.lora={target_modules: [nothing]}']) == 2
     assert '`model.lora` must be what peft can add to this model' in capsys.readouterr().err
+
+
+LLAVA_7B = str(YAML_OF_FILES.with_name('llava15_7b.yaml'))
+FRESH_LLAVA = ['model.pretrained=null', 'model.config.model_type=llava']
+
+
+def test_a_stated_distribution_and_a_config_need_neither_data_nor_hub(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The recipe of LLaVA-1.5 7B with smaller layers, on eight GPUs."""
+    small = ['hidden_size=64', 'intermediate_size=96', 'num_hidden_layers=2', 'num_attention_heads=2']
+    arguments = [LLAVA_7B, *FRESH_LLAVA, f'folder={tmp_path}', 'num_ranks=8', 'device_memory_gib=6']
+    arguments += [f'model.config.{part}_config.{size}' for part in ('text', 'vision') for size in small]
+    arguments += ['model.config.text_config.num_key_value_heads=2', 'model.config.vision_config.image_size=336']
+    arguments += ['model.config.vision_config.patch_size=14', 'lengths.mean=150', 'lengths.image_tokens=576']
+    assert size.main([*arguments, 'lengths.with_images=0.9']) == 0
+    figures = json.loads((tmp_path / 'size.json').read_text())
+    assert figures['slot_tokens'] == 2048
+    assert figures['terms']['vision activations'] > 0
+    assert figures['profile']['mean'] == pytest.approx(150 + 0.9 * 576, rel=0.02)
+    assert figures['profile']['text_only_share'] == pytest.approx(0.1, abs=0.01)
+    screen = capsys.readouterr().out
+    table = screen[: screen.index('Paste into')]
+    assert max(len(line) for line in table.splitlines() if not line.startswith('note: ')) <= 80
+    assert len(figures['sizes']) > 2
+    for row in figures['sizes']:
+        assert f'{row["cost"]["planned"] / figures["figures"]["stock"]["cost"]:.2f}' in table
+
+
+def test_lengths_are_as_the_figures_say() -> None:
+    table = lengths_of({'mean': 200, 'variation': 0.5, 'samples': 50_000}, longest=None, seed=0)
+    assert table.lengths.mean() == pytest.approx(200, rel=0.01)
+    assert table.lengths.std() == pytest.approx(100, rel=0.03)
+    assert not table.image_tokens.any()
+    short = lengths_of({'mean': 200, 'image_tokens': 64, 'with_images': 0.5}, longest=300, seed=0)
+    assert short.lengths.max() == 300
+    assert (short.lengths > short.image_tokens).all()
+    assert set(short.image_tokens.tolist()) == {0, 64}
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'message'),
+    [
+        (['lengths.mean=-3'], '`lengths.mean` must be a figure that data can have, got: -3'),
+        (['lengths.mean=nan'], '`lengths.mean` must be a figure that data can have, got: nan'),
+        (['lengths.variation=1'], '`lengths.mean` must be given, got: nothing'),
+        (['lengths.mean=200', 'lengths.image_tokens=4000'], '`lengths.image_tokens` must be a figure'),
+        (['lengths.mean=200', 'lengths.with_images=90'], '`lengths.with_images` must be a figure'),
+        (['lengths.maen=200'], 'maen. Did you mean mean?'),
+        (['lengths.mean=many'], '`lengths.mean`'),
+        (['lengths=150'], '`lengths` must be a CSV file, plain or .gz, got: 150'),
+    ],
+)
+def test_figures_that_no_data_has_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert size.main([LLAVA_7B, *FRESH_LLAVA, 'device_memory_gib=80', *arguments]) == 2
+    assert message in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_images_of_any_size_need_a_processor(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ['model.pretrained=null', 'model.config.model_type=qwen2_vl', 'lengths.mean=150']
+    assert size.main([LLAVA_7B, *arguments, 'lengths.image_tokens=300', 'device_memory_gib=80']) == 2
+    assert 'needs `model.pretrained`, whose processor' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 from composer_tokacc import verify as program
 from composer_tokacc.algorithm.loss_terms import LossTerms
 from composer_tokacc.verify import main
-from tests.support.launch import ROOT, launch
+from tests.support.launch import ROOT, launch_program
 from tests.support.programs import DIGITS, TINY_DIGITS
 
 TINY = [*TINY_DIGITS, 'dataset.eval=null', 'report.num_samples=0']
@@ -34,16 +34,24 @@ def test_the_demo_is_exact_where_stock_is_not(capsys):
     assert 'exact: largest relative gradient error' in printed
 
 
+@pytest.mark.parametrize('weights', ['sqrt', 'sample'])
+def test_weights_of_a_run_are_held_to_a_weighted_mean(capsys, weights):
+    assert main([DIGITS, '--rows', '3', *TINY, f'algorithms.token_accumulation.token_weights={weights}']) == 0
+    printed = capsys.readouterr().out
+    assert max(errors(printed, 'regrouped')) < 1e-6
+    assert max(errors(printed, 'stock Composer')) > 1e-2
+
+
 def test_both_halves_of_an_adapter_are_looked_at(capsys, monkeypatch):
     pytest.importorskip('peft')
     seen = {}
-    relative_error = program._relative_error
+    relative_error = program.relative_error
 
     def remember(found, expected):
         seen.update(expected)
         return relative_error(found, expected)
 
-    monkeypatch.setattr(program, '_relative_error', remember)
+    monkeypatch.setattr(program, 'relative_error', remember)
     lora = 'model.lora={r: 4, dropout: 0.5, modules_to_save: [multi_modal_projector]}'
     assert main([DIGITS, '--rows', '3', *TINY, lora, 'model.dtype=bfloat16', 'trainer.precision=amp_bf16']) == 0
     assert max(errors(capsys.readouterr().out, 'regrouped')) < 1e-6
@@ -54,9 +62,8 @@ def test_both_halves_of_an_adapter_are_looked_at(capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_on_two_ranks():
-    done = launch(['-m', 'composer_tokacc.verify', DIGITS, '--rows', '3', *TINY], ranks=2)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert max(errors(done.stdout, 'regrouped')) < 1e-6
+    printed = launch_program('composer_tokacc.verify', DIGITS, '--rows', '3', *TINY, ranks=2)
+    assert max(errors(printed, 'regrouped')) < 1e-6
 
 
 def test_an_error_over_the_tolerance_names_the_parameter_and_fails(capsys, monkeypatch):
@@ -92,14 +99,3 @@ def test_a_model_that_cannot_be_exact_is_refused_with_the_reason(capsys, monkeyp
 def test_a_wrong_config_ends_with_one_line(capsys):
     assert main([str(ROOT / 'yamls' / 'digits.yaml'), 'modell.x=1']) == 2
     assert 'Did you mean model?' in capsys.readouterr().err
-
-
-def test_parameters_without_a_gradient_count_as_an_error():
-    expected = {'a': torch.tensor([3.0]), 'b': torch.tensor([4.0])}
-    assert program._relative_error(dict(expected), expected)[0] == 0.0
-    assert program._relative_error({'b': expected['b']}, expected) == (
-        pytest.approx(0.6),
-        'most of all, a has no gradient',
-    )
-    extra = {**expected, 'c': torch.tensor([5.0])}
-    assert program._relative_error(extra, expected) == (pytest.approx(1.0), 'most of all, c has none expected')

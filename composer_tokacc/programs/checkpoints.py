@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from composer.utils import format_name_with_dist
+from composer.utils import dist, format_name_with_dist
 from filelock import FileLock, Timeout
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
@@ -23,10 +22,11 @@ from composer_tokacc.programs.schema import ConfigError
 __all__ = [
     'checkpoint_folder',
     'damage',
-    'is_disk_full',
     'keep_to_whole_checkpoint',
+    'latest_checkpoint',
     'lock_folder',
     'remember_unused_parameters',
+    'resume_on_shared_folder',
 ]
 
 _LATEST = 'latest-rank{rank}.pt'
@@ -39,6 +39,15 @@ def checkpoint_folder(trainer: Mapping[str, Any]) -> Path | None:
     if folder is None or '://' in folder:
         return None
     return Path(format_name_with_dist(folder, str(trainer.get('run_name'))))
+
+
+def latest_checkpoint(trainer: Mapping[str, Any]) -> Path | None:
+    """Composer's link to this rank's latest checkpoint, there or not; None without ``autoresume``, or on no disk here."""
+    folder = checkpoint_folder(trainer)
+    if folder is None or not trainer.get('autoresume'):
+        return None
+    name = trainer.get('save_latest_filename') or _LATEST
+    return folder / format_name_with_dist(name, str(trainer.get('run_name')))
 
 
 @contextmanager
@@ -77,14 +86,10 @@ def keep_to_whole_checkpoint(trainer: Mapping[str, Any]) -> str:
     Raises:
         ConfigError: If there are checkpoints and none is whole.
     """
-    folder = checkpoint_folder(trainer)
-    if folder is None or not trainer.get('autoresume'):
+    link = latest_checkpoint(trainer)
+    if link is None or not link.is_symlink():
         return ''
-    name = trainer.get('save_latest_filename') or _LATEST
-    link = folder / format_name_with_dist(name, str(trainer.get('run_name')))
-    if not link.is_symlink():
-        return ''
-    latest = folder / os.readlink(link)
+    latest = link.parent / os.readlink(link)
     reason = damage(latest)
     if not reason:
         return f'going on from {latest}'
@@ -95,13 +100,29 @@ def keep_to_whole_checkpoint(trainer: Mapping[str, Any]) -> str:
         if not damage(older):
             spare = link.with_name(f'{link.name}.new')
             spare.unlink(missing_ok=True)
-            spare.symlink_to(os.path.relpath(older, folder))
+            spare.symlink_to(os.path.relpath(older, link.parent))
             spare.replace(link)
             return f'going on from {older}: {latest} is damaged ({reason})'
     raise ConfigError(
         f'`trainer.save_folder` must hold a whole checkpoint to go on from, got: {latest}, damaged ({reason}), and no '
         'other. Remove the folder to start anew, or give `trainer.load_path` with `trainer.autoresume=false`'
     )
+
+
+def resume_on_shared_folder(trainer: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments for the Trainer of nodes that share the checkpoint folder; none where ``autoresume`` itself will do.
+
+    It has each node remove the same file of that folder, of which all nodes but one die.
+    """
+    link = latest_checkpoint(trainer)
+    if link is None or dist.get_world_size() == dist.get_local_world_size():
+        return {}
+    latest = dist.all_gather_object(os.path.abspath(link))[0]  # of rank 0 for all, as Composer has it
+    found = dist.all_gather_object(os.path.exists(latest))
+    if any(found) and not all(found):  # each node has a folder of its own
+        return {}
+    whole = {'load_path': latest, 'load_weights_only': False, 'load_strict_model_weights': True}
+    return {'autoresume': False, **(whole if all(found) else {})}
 
 
 def damage(path: Path) -> str:
@@ -119,15 +140,6 @@ def damage(path: Path) -> str:
         return f'{broken} is not what was written' if broken else ''
     except Exception as error:  # whatever reading the pickled index of a damaged folder may raise
         return ' '.join(str(error).split()) or type(error).__name__
-
-
-def is_disk_full(error: BaseException | None) -> bool:
-    """Whether it was a full disk that stopped a writer. Torch's own says only that it is not where it should be."""
-    while error is not None:
-        if getattr(error, 'errno', None) in (errno.ENOSPC, errno.EDQUOT) or 'unexpected pos' in str(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def remember_unused_parameters(optimizer: torch.optim.Optimizer) -> None:

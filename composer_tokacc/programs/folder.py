@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from transformers import GenerationConfig, PretrainedConfig
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from composer_tokacc.programs.models import auto_class, empty_model, set_cache
 from composer_tokacc.programs.schema import ConfigError
@@ -80,7 +80,7 @@ def export_model(model: HuggingFaceModel, folder: Path) -> None:
     for pattern in ('*.safetensors*', '*config.json'):  # of an earlier run, perhaps of another kind of model
         for stale in folder.glob(pattern):
             stale.unlink()
-    inner.save_pretrained(folder)
+    _save_pretrained(inner, folder)
     _write_processor(model.get_metadata(), folder)
 
 
@@ -131,7 +131,21 @@ def _save_model(model: Any, metadata: Mapping[str, Any], folder: Path) -> None:
     if generation is not None:
         model.generation_config = GenerationConfig.from_dict(generation['content'])
     set_cache(model.config, on=True)
-    model.save_pretrained(folder)
+    _save_pretrained(model, folder)
+
+
+def _save_pretrained(model: Any, folder: Path) -> None:
+    """Transformers writes no generation config that it reads with a warning, such as Vicuna's: greedy, warm."""
+    generation = getattr(model, 'generation_config', None)
+    if not isinstance(model, PreTrainedModel) or generation is None:
+        model.save_pretrained(folder)
+        return
+    model.generation_config = GenerationConfig()
+    try:
+        model.save_pretrained(folder)
+    finally:
+        model.generation_config = generation
+    generation.to_json_file(folder / 'generation_config.json')
 
 
 def _save_adapter(
@@ -157,7 +171,8 @@ def _merged(config: PretrainedConfig, content: Mapping[str, Any], weights: Mappi
         model = auto_class(config).from_config(config)
     else:
         try:
-            model = auto_class(config).from_pretrained(base)
+            # That of the run: the file's own may be one that rounds what was trained.
+            model = auto_class(config).from_pretrained(base, dtype=config.dtype)
         except (OSError, ValueError) as error:
             raise ConfigError(f"the adapter's base must be there to merge into, got: {base} ({error})") from error
     head = model.get_output_embeddings()

@@ -1,27 +1,93 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A table of lengths from a CSV file, for sizing a run whose data is elsewhere, and samples that stand for its own."""
+"""Lengths from a CSV file or a stated distribution, for sizing a run whose data is elsewhere, and stand-in samples."""
 
 from __future__ import annotations
 
 import csv
 import gzip
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
+from omegaconf import MISSING
 from PIL import Image
+from transformers import PretrainedConfig
 
 from composer_tokacc.data import LengthTable
+from composer_tokacc.layout import BatchLayout
 from composer_tokacc.programs.models import tokenizer_of
-from composer_tokacc.programs.schema import ConfigError
+from composer_tokacc.programs.schema import ConfigError, merge
 
-__all__ = ['StandIns', 'read_lengths']
+__all__ = ['LengthDistribution', 'StandIns', 'lengths_of', 'read_lengths']
 
 _COLUMNS = {'tokens': 'lengths', 'image_tokens': 'image_tokens', 'loss_tokens': 'loss_tokens',
             'vision_patches': 'vision_patches'}  # fmt: skip
 _SIDES = (336, 1344)
 """Pixels of a small and a large image, which differ in tokens wherever the size decides."""
+
+
+@dataclass(kw_only=True)
+class LengthDistribution:
+    """What is known of data that is not at hand: lognormal lengths of the text, and a share of samples with images."""
+
+    mean: float = MISSING
+    """Tokens of a sample beside those of its images, on average."""
+    variation: float = 0.7
+    """Standard deviation of them over their mean."""
+    image_tokens: int = 0
+    """Tokens of the images of a sample that has any."""
+    with_images: float = 1.0
+    """Share of the samples that have."""
+    longest: int | None = None
+    """Longer samples are as long as this; null: ``dataset.max_length``."""
+    samples: int = 20_000
+    """Samples to draw."""
+
+    def draw(self, *, longest: int | None, seed: int) -> LengthTable:
+        """A table of so many samples.
+
+        Raises:
+            ConfigError: For figures that no data has.
+        """
+        longest = self.longest or longest or 2**31 - 1
+        for name, good in (
+            ('mean', 1 <= self.mean < 2**31),
+            ('variation', 0 <= self.variation < 100),
+            ('image_tokens', 0 <= self.image_tokens < longest),
+            ('with_images', 0 <= self.with_images <= 1),
+            ('longest', longest >= 1),
+            ('samples', 1 <= self.samples <= 10**7),
+        ):
+            if not good:
+                raise ConfigError(f'`lengths.{name}` must be a figure that data can have, got: {getattr(self, name)}')
+        generator = np.random.default_rng(seed)
+        spread = math.sqrt(math.log1p(self.variation**2))
+        text = generator.lognormal(math.log(self.mean) - spread**2 / 2, spread, self.samples)
+        images = np.where(generator.random(self.samples) < self.with_images, self.image_tokens, 0)
+        lengths = np.clip(np.rint(text), 1, longest - images) + images
+        unknown = np.zeros(self.samples, dtype=np.int32)
+        return LengthTable(
+            lengths=lengths.astype(np.int32),
+            image_tokens=images.astype(np.int32),
+            loss_tokens=unknown,
+            vision_patches=unknown,
+        )
+
+
+def lengths_of(given: Any, *, longest: int | None, seed: int) -> LengthTable:
+    """The table of a CSV file, or one drawn from the figures of a :class:`LengthDistribution`.
+
+    Raises:
+        ConfigError: For what is neither.
+    """
+    if not isinstance(given, Mapping):
+        return read_lengths(str(given))
+    return merge(LengthDistribution, dict(given), path='lengths').draw(longest=longest, seed=seed)
 
 
 def read_lengths(path: str) -> LengthTable:
@@ -67,20 +133,42 @@ class StandIns:
 
     Args:
         table: Of the run's data.
-        processor: Of the run.
+        processor: Of the run; None where there is none, and the model's config must tell what an image is.
+        config: Of the model.
+
+    Raises:
+        ConfigError: If it cannot.
     """
 
-    def __init__(self, table: LengthTable, processor: Any) -> None:
+    def __init__(self, table: LengthTable, processor: Any, config: PretrainedConfig) -> None:
         self.image_tokens = table.image_tokens
         self.processor = processor
+        self.blank: dict[str, Any] | None = None
+        if processor is None and table.image_tokens.any():
+            self.blank = BatchLayout.for_model(config).blank_row('image')
+            side = getattr(getattr(config, 'vision_config', None), 'image_size', None)
+            # The smallest image that a tower of any size takes says nothing of real ones.
+            if self.blank is None or self.blank['pixel_values'].shape[-1] != side:
+                raise ConfigError(
+                    f'`lengths` with images of any size needs `model.pretrained`, whose processor makes them, got: a '
+                    f'`model.config` of {config.model_type}. Name a checkpoint; its folder needs no weights'
+                )
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """A sample with an image where the table has one; the large image is that of the row with most."""
+        has_image = bool(self.image_tokens[index])
+        if self.processor is None:
+            ids = torch.ones(1, 1, dtype=torch.long)
+            sample = self.blank if has_image and self.blank else {'input_ids': ids, 'attention_mask': ids}
+        else:
+            sample = self._processed(index)
+        return {**sample, 'labels': sample['input_ids'].clone(), 'num_images': [int(has_image)]}
+
+    def _processed(self, index: int) -> dict[str, Any]:
         images, content = [], [{'type': 'text', 'text': 'a'}]
         if self.image_tokens[index]:
             side = _SIDES[self.image_tokens[index] == self.image_tokens.max()]
             images, content = [Image.new('RGB', (side, side))], [{'type': 'image'}, *content]
         text = self.processor.apply_chat_template([{'role': 'user', 'content': content}], tokenize=False)
         made = self.processor if images else tokenizer_of(self.processor)
-        sample = dict(made(text=text, return_tensors='pt', **({'images': images} if images else {})))
-        return {**sample, 'labels': sample['input_ids'].clone(), 'num_images': [len(images)]}
+        return dict(made(text=text, return_tensors='pt', **({'images': images} if images else {})))

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Collection, Mapping
 from importlib.util import find_spec
@@ -17,16 +18,27 @@ from transformers import BitsAndBytesConfig
 from composer_tokacc.programs.schema import ConfigError, unknown_name
 from composer_tokacc.sizing import cast_model
 
-__all__ = ['check_lora', 'four_bit_options', 'keep_trained_only', 'refuse_other_adapters', 'with_adapter']
+__all__ = [
+    'check_lora',
+    'four_bit_options',
+    'identify_adapter',
+    'keep_trained_only',
+    'refuse_other_adapters',
+    'with_adapter',
+]
 
 # Names of the YAML section, as users write them, and of peft.
 _NAMES = {'alpha': 'lora_alpha', 'dropout': 'lora_dropout'}
 _SETTINGS = ('r', 'alpha', 'dropout', 'target_modules', 'modules_to_save', 'bias', 'use_rslora', 'use_dora', 'bits')
+_BESIDE_WEIGHTS = ('alpha', 'dropout', 'bias', 'use_rslora')
+"""Settings that neither names nor shapes of an adapter's weights tell."""
 _DEFAULT_TARGETS = (
     r'(?!.*(vision|visual|image|audio|tower|resampler|connector|qformer)).*\.(q|k|v|o|qkv|gate|up|gate_up|down)_proj'
 )
 """Every linear layer of the language model's blocks, as QLoRA (arXiv:2305.14314) found best; no encoder's."""
 _IN_ADAPTER = r'\.(lora_|modules_to_save\.)'
+NUM_VALUES = 32
+"""At both ends of a frozen tensor, by which a base is known again; the last are those of tokens that were added."""
 
 
 def check_lora(lora: Mapping[str, Any], *, pretrained: str | None) -> None:
@@ -41,12 +53,15 @@ def check_lora(lora: Mapping[str, Any], *, pretrained: str | None) -> None:
         if name not in _SETTINGS:
             raise ValueError(unknown_name('`lora` key', name, _SETTINGS))
     r, alpha, dropout, bits = lora.get('r', 8), lora.get('alpha', 1), lora.get('dropout', 0), lora.get('bits')
-    if not isinstance(r, int) or r < 1:
+    if not isinstance(r, int) or isinstance(r, bool) or r < 1:
         raise ValueError(f'`lora.r` must be a whole number of at least 1, got: {r}')
-    if not isinstance(alpha, int | float) or not 0 < alpha < float('inf'):
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not 0 < alpha < float('inf'):
         raise ValueError(f'`lora.alpha` must be a positive number, got: {alpha}')
     if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
         raise ValueError(f'`lora.dropout` must be at least 0 and less than 1, got: {dropout}')
+    for name, kind in (('use_rslora', bool), ('use_dora', bool), ('bias', str)):
+        if not isinstance(lora.get(name), kind | None):
+            raise ValueError(f'`lora.{name}` must be of type {kind.__name__}, got: {lora[name]}')
     for name in ('target_modules', 'modules_to_save'):
         value = lora.get(name)
         is_pattern = name == 'target_modules' and isinstance(value, str)
@@ -173,11 +188,33 @@ def refuse_other_adapters(composer_model: nn.Module) -> None:
     composer_model.register_load_state_dict_pre_hook(compare)
 
 
+def identify_adapter(model: nn.Module) -> dict[str, Any]:
+    """What the weights in a checkpoint of an adapter do not tell, by its name in the config; empty without one.
+
+    That is how it is applied, and the base that it was trained beside, by some values of each frozen matrix: that may
+    lie elsewhere, in another type. A base that is nowhere else (``model.config``) is in the checkpoint itself.
+    """
+    config = getattr(model, 'peft_config', {}).get('default')
+    if config is None:
+        return {}
+    found = {f'model.lora.{name}': getattr(config, _NAMES.get(name, name)) for name in _BESIDE_WEIGHTS}
+    if config.base_model_name_or_path is not None:
+        digest = hashlib.sha256()
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1 and not parameter.requires_grad and not re.search(_IN_ADAPTER, name):
+                values = parameter.detach().flatten()
+                ends = torch.cat([values[:NUM_VALUES], values[-NUM_VALUES:]]).to(torch.bfloat16).float()
+                digest.update(_name_in_base(name).encode() + ends.cpu().numpy().tobytes())
+        found['model.pretrained'] = digest.hexdigest()[:32]
+    return found
+
+
 def _all_words(names: list[Any]) -> bool:
     return all(isinstance(name, str) and name for name in names)
 
 
 def _name_in_base(name: str) -> str:
     """The parameter of the model without an adapter that a parameter stands for, or lies beside."""
-    name = name.removeprefix('base_model.model.').replace('.modules_to_save.default', '').replace('.base_layer', '')
+    name = name.removeprefix('base_model.model.')
+    name = re.sub(r'\.(modules_to_save\.default|original_module|base_layer)', '', name)
     return re.sub(r'\.lora_.*', '.weight', name)

@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from composer.metrics import LanguageCrossEntropy, MaskedAccuracy
 from composer.models import HuggingFaceModel
-from huggingface_hub import errors
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
@@ -56,15 +55,13 @@ __all__ = [
     'empty_model',
     'freeze_parameters',
     'read_config',
+    'read_from',
     'set_cache',
     'tokenizer_of',
     'vision_patch_size',
 ]
 
 log = logging.getLogger(__name__)
-
-# What configs of transformers 5 raise against a value; huggingface_hub of 4.51's time has no such thing.
-_STRICT_ERROR: type[Exception] = getattr(errors, 'StrictDataclassError', ValueError)
 
 # These read hidden_states[vision_feature_layer] of their vision tower: whatever comes after it gets no gradient.
 _FEATURE_LAYER_FAMILIES = ('llava', 'llava_next', 'llava_next_video', 'llava_onevision', 'video_llava', 'vipllava')
@@ -133,7 +130,7 @@ def build_transformers_model(
         torch.manual_seed(seed)
         if pretrained is not None and load_weights:
             model = _from_checkpoint(pretrained, getattr(torch, dtype), options)
-            _make_room_for(tokenizer, model)
+            _make_room_for(tokenizer, model, has_lora=lora is not None)
         else:
             model_config = read_config(pretrained, config, processor)
             with _said_by_transformers('attn_implementation' if options else 'config'):
@@ -220,7 +217,8 @@ def read_config(pretrained: str | None, config: dict[str, Any] | None, processor
         ValueError: For an unknown model type or field, or a vocabulary smaller than the tokenizer's.
     """
     if pretrained is not None:
-        return AutoConfig.from_pretrained(pretrained)
+        with read_from(pretrained):
+            return AutoConfig.from_pretrained(pretrained)
     settings: dict[str, Any] = {
         key: dict(value) if isinstance(value, dict) else value for key, value in (config or {}).items()
     }
@@ -244,11 +242,23 @@ def read_config(pretrained: str | None, config: dict[str, Any] | None, processor
 
 
 @contextmanager
+def read_from(pretrained: str) -> Iterator[None]:
+    """A folder or a name on the hub that lacks what is read from it is a mistake of the user's."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f'`pretrained` must be a folder or a name on the hub with config, processor and weights, got: {pretrained} '
+            f'({" ".join(str(error).split())})'
+        ) from error
+
+
+@contextmanager
 def _said_by_transformers(name: str) -> Iterator[None]:
     """A model that its config's values, or its kernels, do not let be made is a mistake of the user's."""
     try:
         yield
-    except (ValueError, TypeError, RuntimeError, AssertionError, ImportError, _STRICT_ERROR) as error:
+    except (ValueError, TypeError, RuntimeError, AssertionError, ImportError, StrictDataclassError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         raise ValueError(f'`{name}` must make a model, got: {" ".join(str(error).split())}') from error
@@ -299,15 +309,19 @@ def empty_model(config: PretrainedConfig) -> Any:
 
 
 def _from_checkpoint(path: str, dtype: torch.dtype, options: dict[str, Any]) -> Any:
-    # 4.56 renamed the option; the old name warns in 5.x, the new one is silently ignored before.
-    version = tuple(int(part) for part in transformers.__version__.split('.')[:2])
-    options = {**options, 'dtype' if version >= (4, 56) else 'torch_dtype': dtype}
-    return auto_class(AutoConfig.from_pretrained(path)).from_pretrained(path, **options)
+    model_class = auto_class(read_config(path, None))
+    with read_from(path):
+        return model_class.from_pretrained(path, **options, dtype=dtype)
 
 
-def _make_room_for(tokenizer: Any, model: Any) -> None:
+def _make_room_for(tokenizer: Any, model: Any, *, has_lora: bool) -> None:
     num_rows = model.get_input_embeddings().num_embeddings
     if tokenizer is not None and len(tokenizer) > num_rows:
+        if has_lora:  # an adapter is loaded beside its base as that is
+            raise ValueError(
+                f'`pretrained` must have embeddings for all tokens of the processor with `lora`, got: {num_rows} < '
+                f'{len(tokenizer)}. Call resize_token_embeddings({len(tokenizer)}) on it, save it and name that folder'
+            )
         log.warning('Enlarging the embeddings from %d to %d tokens, as the tokenizer has.', num_rows, len(tokenizer))
         model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64)
 

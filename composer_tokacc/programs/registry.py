@@ -12,8 +12,10 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import math
 import os
 import re
+import resource
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
@@ -29,6 +31,8 @@ import torch
 from composer import Trainer
 from composer.core import Algorithm, Callback, Precision, Time, TimeUnit, ensure_time
 from composer.devices import DeviceGPU
+from composer.distributed import DDPSyncStrategy
+from composer.distributed.mosaic_parallelism import SHARDING_MAP
 from composer.utils import get_device
 from composer.utils.parallelism import FSDP2Config, FSDPConfig, ParallelismConfig
 
@@ -39,6 +43,7 @@ __all__ = [
     'build_section',
     'check_arguments',
     'check_host',
+    'check_mesh',
     'check_names',
     'check_sections',
     'import_by_name',
@@ -69,6 +74,8 @@ _PACKAGES = {
     'TensorboardLogger': 'tensorboard',
     'WandBLogger': 'wandb',
 }
+# Files that a rank has open at least, and more of them for each loader process: what waits in its queue.
+FILES, FILES_OF_WORKER = 48, 32
 # Arguments of the Trainer that other sections fill.
 _FILLED_ELSEWHERE = {
     'model': 'model',
@@ -80,6 +87,14 @@ _FILLED_ELSEWHERE = {
     'schedulers': 'scheduler',
     'device_train_microbatch_size': 'microbatching.device_train_microbatch_size',
     'seed': 'seed',
+}
+# Texts that a host looks at in the first step, or once everything is built: by class or function, and argument.
+_CHOICES = {
+    ('GradientClipping', 'clipping_type'): ('norm', 'value', 'adaptive'),
+    ('Trainer', 'ddp_sync_strategy'): tuple(DDPSyncStrategy.__members__),
+    ('FSDPConfig', 'sharding_strategy'): tuple(SHARDING_MAP),
+    ('FSDPConfig', 'state_dict_type'): ('full', 'sharded'),
+    ('FSDPConfig', 'mixed_precision'): ('DEFAULT', 'PURE', 'FULL'),
 }
 _PLAIN = {bool: (bool,), int: (int,), float: (float, int), str: (str,), NoneType: (NoneType,)}
 """What a value may be, by an annotation's plain types."""
@@ -129,6 +144,11 @@ def check_sections(config: TrainConfig) -> None:
             '`trainer.accumulate_train_batch_on_tokens` must be false with `algorithms.token_accumulation`, got: true. '
             'Both weigh by tokens, and together the gradient is wrong; remove one'
         )
+    clipping = config.algorithms.get('gradient_clipping') or {}
+    if clipping.get('clipping_type') == 'adaptive' and config.is_sharded and os.environ.get('FSDP_VERSION') != '2':
+        raise ConfigError(
+            '`algorithms.gradient_clipping.clipping_type` must be norm or value with FSDP, got: adaptive. Or use DDP'
+        )
     _check_trainer(config.trainer)
     _check_report(config.report)
     if config.report.get('export') and config.is_sharded:
@@ -177,6 +197,10 @@ def check_arguments(
     for name, value in (arguments or {}).items():
         if name in hints:
             _check_type(f'{path}.{name}', value, hints[name])
+        choices = _CHOICES.get((target.__name__, name))
+        # Those in capitals are put into capitals by the host.
+        if choices is not None and isinstance(value, str) and not {value, value.upper()} & set(choices):
+            raise ConfigError(unknown_name(f'`{path}.{name}`', value, choices))
 
 
 def _hints(target: Any) -> dict[str, Any]:
@@ -190,12 +214,18 @@ def _hints(target: Any) -> dict[str, Any]:
 def _check_type(path: str, value: Any, hint: Any) -> None:
     """Holds a value to an annotation of plain types or times: hosts take the text ``no`` for true."""
     options = set(get_args(hint)) if get_origin(hint) in (Union, UnionType) else {hint}
+    options = {option for option in options if get_origin(option) is not os.PathLike}  # which no YAML file holds
+    lists = {option for option in options if get_origin(option) is Sequence}
     if Time in options and isinstance(value, str):
         _check_time(path, value, least=0)
-    elif options <= _PLAIN.keys():
-        allowed = {kind for option in options for kind in _PLAIN[option]}
+    elif lists and isinstance(value, list):
+        for each in value:
+            _check_type(path, each, get_args(min(lists, key=str))[0])
+    elif options - lists <= _PLAIN.keys():
+        allowed = {kind for option in options - lists for kind in _PLAIN[option]}
         if type(value) not in allowed:
-            expected = ' or '.join(sorted(option.__name__.replace('NoneType', 'null') for option in options))
+            names = [option.__name__.replace('NoneType', 'null') for option in options - lists]
+            expected = ' or '.join(sorted([*names, *['list'] * bool(lists)]))
             raise ConfigError(f'`{path}` must be of type {expected}, got: {value}')
 
 
@@ -221,6 +251,12 @@ def check_host(config: TrainConfig) -> None:
         raise ConfigError(
             '`trainer.parallelism_config` must be without `fsdp` where there is no GPU, got: one. Leave it out, or set '
             'FSDP_VERSION=2 in the environment, which runs on CPUs'
+        )
+    limit, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], FILES + FILES_OF_WORKER * config.loader.num_workers
+    if 0 <= limit < needed:
+        raise ConfigError(
+            f'the limit of open files (`ulimit -n`) must be at least {needed} with {config.loader.num_workers} '
+            f'`loader.num_workers`, got: {limit}. Raise it, for example to 65536'
         )
     run_name = str(trainer.get('run_name'))
     for key, folder in (
@@ -271,11 +307,53 @@ def _check_trainer(trainer: dict[str, Any]) -> None:
     load_path = trainer.get('load_path')
     if load_path and '://' not in load_path and '{' not in load_path and not Path(load_path).exists():
         raise ConfigError(f'`trainer.load_path` must be an existing checkpoint, got: {load_path}')
-    parallelism = trainer.get('parallelism_config') or {}
-    check_arguments('trainer.parallelism_config', ParallelismConfig, parallelism)
+    _check_parallelism(trainer.get('parallelism_config') or {})
+
+
+def _check_parallelism(parallelism: Mapping[str, Any]) -> None:
+    path = 'trainer.parallelism_config'
+    check_arguments(path, ParallelismConfig, parallelism)
+    fsdp = parallelism.get('fsdp') or {}
     # The Trainer reads FSDP2's settings (FSDP_VERSION=2) from the same mapping; the classes themselves take any name.
     known = {known.name for config in (FSDPConfig, FSDP2Config) for known in dataclasses.fields(config)}
-    check_names('trainer.parallelism_config.fsdp', parallelism.get('fsdp') or {}, known)
+    check_names(f'{path}.fsdp', fsdp, known)
+    check_arguments(f'{path}.fsdp', FSDPConfig, fsdp)
+
+
+def check_mesh(fsdp: Mapping[str, Any], num_ranks: int) -> None:
+    """Refuses groups of ranks that the ranks do not make, or that FSDP would not make, silently.
+
+    Raises:
+        ConfigError: As said.
+    """
+    path = '`trainer.parallelism_config.fsdp'
+    replicas, shards = fsdp.get('data_parallel_replicate_degree'), fsdp.get('data_parallel_shard_degree', -1)
+    for name, degree in (('replicate', replicas), ('shard', shards)):
+        if degree is not None and (
+            isinstance(degree, bool) or not isinstance(degree, int) or degree < -1 or not degree
+        ):
+            raise ConfigError(
+                f'{path}.data_parallel_{name}_degree` must be positive, or -1 for the rest, got: {degree}'
+            )
+    if os.environ.get('FSDP_VERSION') == '2':
+        if replicas is not None or shards != -1:
+            raise ConfigError(
+                f'{path}` must be without `data_parallel_replicate_degree` and `data_parallel_shard_degree` with '
+                f'FSDP_VERSION=2, which shards over all ranks whatever they say, got: {replicas} and {shards}'
+            )
+        return
+    if replicas is None and str(fsdp.get('sharding_strategy')).upper() in ('HYBRID_SHARD', '_HYBRID_SHARD_ZERO2'):
+        raise ConfigError(
+            f'{path}.data_parallel_replicate_degree` must be given with {fsdp["sharding_strategy"]}, which shards over '
+            'all ranks otherwise, got: nothing. Set it to the number of nodes'
+        )
+    degrees = [degree for degree in (replicas, shards) if degree is not None]
+    product = math.prod(degree for degree in degrees if degree > 0)
+    if degrees.count(-1) > 1 or num_ranks % product or (-1 not in degrees and product != num_ranks):
+        raise ConfigError(
+            f'{path}.data_parallel_replicate_degree` times `data_parallel_shard_degree` must be the number of ranks, '
+            f'got: {replicas} and {shards} on {num_ranks} ranks. Leave the latter out, or set it to -1, for the rest'
+        )
 
 
 def _check_time(path: str, value: Any, *, least: int = 1) -> None:
@@ -290,6 +368,8 @@ def _check_time(path: str, value: Any, *, least: int = 1) -> None:
 def _check_report(report: dict[str, Any]) -> None:
     if not isinstance(report.get('folder'), str):
         raise ConfigError(f'`report.folder` must be a path, got: {report.get("folder")}')
+    if not isinstance(report.get('export'), bool | None):
+        raise ConfigError(f'`report.export` must be true or false, got: {report["export"]}')
     if 'name' not in report:
         return check_names('report', report, ('folder', 'name', 'export'))
     function = import_by_name('report', str(report['name']))

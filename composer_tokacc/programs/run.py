@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -21,10 +22,12 @@ from torch.utils.data import ConcatDataset
 
 from composer_tokacc.data import BadSampleError
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.programs.checkpoints import is_disk_full, remember_unused_parameters
+from composer_tokacc.programs.checkpoints import remember_unused_parameters, resume_on_shared_folder
+from composer_tokacc.programs.faults import fault_of_machine
+from composer_tokacc.programs.lora import identify_adapter
 from composer_tokacc.programs.models import build_model, check_model
 from composer_tokacc.programs.ranks import RankWatch
-from composer_tokacc.programs.registry import build_all, build_section, check_host, check_sections, without
+from composer_tokacc.programs.registry import build_all, build_section, check_host, check_mesh, check_sections, without
 from composer_tokacc.programs.same_data import SameData
 from composer_tokacc.programs.schema import ConfigError, TrainConfig, load_config, one_line, refuse, say, section
 from composer_tokacc.programs.sources import (
@@ -82,9 +85,11 @@ def run_program(
     except (ConfigError, BadSampleError) as error:
         return 2 if watch.tell(one_line(error), 2) else refuse(error)
     except Exception as error:
-        if is_disk_full(error):
-            full = ConfigError(f'the disk must have room for checkpoints and results, got: {error}')
-            return 2 if watch.tell(one_line(full), 2) else refuse(full)
+        # Of a loader process that was killed torch's handler tells again and again, wherever this one is.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        if fault := fault_of_machine(error):
+            said = ConfigError(fault)
+            return 2 if watch.tell(one_line(said), 2) else refuse(said)
         if watch.tell(traceback.format_exc(), 1):
             return 1
         raise
@@ -102,7 +107,8 @@ def check_config(config: TrainConfig, *, num_ranks: int | None = None) -> None:
         raise ConfigError(f'`seed` must be from 0 to {2**32 - 1}, got: {config.seed}')
     with section('model'):
         check_model(config.model.pretrained, config.model.config, config.model.dtype, config.model.lora)
-    config.loader.check(num_ranks or int(os.environ.get('WORLD_SIZE', '1')))
+    num_ranks = num_ranks or int(os.environ.get('WORLD_SIZE', '1'))
+    config.loader.check(num_ranks)
     for key in ('processor', 'eval'):
         if not isinstance(config.dataset.get(key), dict | None):
             raise ConfigError(f'`dataset.{key}` must be a mapping of arguments, got: {config.dataset[key]}')
@@ -113,6 +119,8 @@ def check_config(config: TrainConfig, *, num_ranks: int | None = None) -> None:
     # The run's own, of no data.
     token_data_spec_of(config, [], slot_tokens=config.microbatching.slot_tokens)
     check_sections(config)
+    if config.is_sharded:
+        check_mesh(config.trainer['parallelism_config']['fsdp'], num_ranks)
 
 
 def _check_lora(config: TrainConfig, lora: dict[str, Any]) -> None:
@@ -163,6 +171,8 @@ def build_parts(config: TrainConfig) -> RunParts:
     """
     reproducibility.seed_all(config.seed)
     # Before the data: the ranks share its reading.
+    if dist.get_world_size() > 1:
+        say(f'waiting for {dist.get_world_size()} ranks ...')
     dist.initialize_dist(get_device(config.trainer.get('device')), config.trainer.get('dist_timeout', DIST_TIMEOUT))
     say('reading the data ...')
     processor = build_processor(config)
@@ -199,7 +209,12 @@ def build_trainer(config: TrainConfig, parts: RunParts, history: InMemoryLogger)
     callbacks = build_all('callbacks', config.callbacks)
     callbacks.append(
         SameData(
-            parts.train_dataset, parts.processor, trainer=config.trainer, on_other_data=config.loader.on_other_data
+            parts.train_dataset,
+            parts.processor,
+            adapter=identify_adapter(parts.model.model),
+            model=parts.model,
+            trainer=config.trainer,
+            on_other_data=config.loader.on_other_data,
         )
     )
     if config.trainer.get('spin_dataloaders', True):
@@ -212,6 +227,7 @@ def build_trainer(config: TrainConfig, parts: RunParts, history: InMemoryLogger)
     if arguments.get('autoresume'):
         # What lies behind the checkpoint that the run goes on from is what a killed one has left.
         arguments.setdefault('save_overwrite', True)
+        arguments |= resume_on_shared_folder(config.trainer)
     return Trainer(
         model=parts.model,
         train_dataloader=parts.train_loader,

@@ -14,12 +14,14 @@ import logging
 import os
 import re
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 import torch
 import yaml
 from omegaconf import OmegaConf
@@ -139,8 +141,9 @@ class MicrobatchingConfig:
     """Same number of microbatches on every rank, which FSDP needs."""
     width_multiple: int = 1
     """Round the width of a microbatch up to a multiple, e.g. 64 for tensor cores."""
-    packing: bool = False
-    """String the rows of a microbatch into one without any padding, where the model tells the documents apart."""
+    packing: bool | str = False
+    """String the rows of a microbatch into one without any padding, where the model tells the documents apart; or
+    ``auto``: where that costs less as well."""
     cost: CostModel | None = None
     """``launch``, ``quadratic``, ``vision_per_token``, see :class:`.CostModel`; null: those of a 7B model on a GPU."""
     loss_tokens: str = 'auto'
@@ -236,8 +239,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
         return merge(TrainConfig, *layers)
 
 
-def merge(options: type[Options], *layers: Any) -> Options:
+def merge(options: type[Options], *layers: Any, path: str = '') -> Options:
     """An instance of a dataclass with the values of the last layer that names them.
+
+    Args:
+        options: The dataclass.
+        *layers: Mappings.
+        path: Where they stand, for messages.
 
     Raises:
         ConfigError: For an unknown key or a value of the wrong type.
@@ -245,7 +253,9 @@ def merge(options: type[Options], *layers: Any) -> Options:
     try:
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(options), *layers))  # type: ignore[return-value]
     except OmegaConfBaseException as error:
-        raise ConfigError(_one_line(error)) from error
+        raise ConfigError(_one_line(error, path)) from error
+    except TypeError as error:  # omegaconf's own, of a list where a mapping stands
+        raise ConfigError(f'mappings must be given as mappings, got: a list for one ({error})') from error
 
 
 @contextmanager
@@ -300,9 +310,10 @@ def one_line(error: Exception) -> str:
 
 
 def say(text: str) -> None:
-    """What is being done, in one line on the first rank's screen: some of it takes long, and shows nothing."""
+    """What is being done, behind the seconds since the start, on the first rank's screen: some of it takes long."""
     if int(os.environ.get('RANK', '0')) == 0:
-        print(text, file=sys.stderr, flush=True)
+        seconds = time.time() - psutil.Process().create_time()
+        print(f'[{seconds:4.0f} s] {text}', file=sys.stderr, flush=True)
 
 
 def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
@@ -335,9 +346,9 @@ def _spell_out_size(layer: Any) -> None:
     section.device_train_microbatch_size = section.pop('size')
 
 
-def _one_line(error: OmegaConfBaseException) -> str:
+def _one_line(error: OmegaConfBaseException, path: str = '') -> str:
     """Omegaconf's errors run over several lines and suggest nothing."""
-    key = str(error.full_key or error.key)
+    key = '.'.join(filter(None, (path, str(error.full_key or error.key))))
     if isinstance(error, ConfigKeyError | ConfigAttributeError) and dataclasses.is_dataclass(error.object_type):
         section = key.rpartition('.')[0]
         known = _field_names(error.object_type)

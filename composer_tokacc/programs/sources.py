@@ -28,13 +28,14 @@ from composer_tokacc.data import (
     LlavaDataset,
     VideoSampling,
     VisionLanguageCollator,
+    ask_hub,
     build_small_processor,
     image_token_ids,
     length_table,
 )
 from composer_tokacc.data_spec import token_data_spec
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.programs.models import read_config, vision_patch_size
+from composer_tokacc.programs.models import read_config, read_from, vision_patch_size
 from composer_tokacc.programs.registry import check_arguments, check_names, import_by_name, without
 from composer_tokacc.programs.schema import ConfigError, TrainConfig, section, unknown_name
 from composer_tokacc.sampling import ExchangingDataLoader, Mixture, RegroupingBatchSampler, RegroupingDataLoader
@@ -74,7 +75,9 @@ def build_processor(config: TrainConfig) -> Any:
     """
     arguments = dict(config.dataset.get('processor') or {})
     if config.model.pretrained is not None:
-        return AutoProcessor.from_pretrained(config.model.pretrained, **arguments)
+        with section('model'), read_from(config.model.pretrained):
+            ask_hub(config.model.pretrained, 'model')
+            return AutoProcessor.from_pretrained(config.model.pretrained, **arguments)
     vision = (config.model.config or {}).get('vision_config', {})
     arguments = {**{key: vision[key] for key in ('image_size', 'patch_size') if key in vision}, **arguments}
     with section('dataset', config.dataset):

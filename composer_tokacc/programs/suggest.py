@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from composer.utils import dist
 
-from composer_tokacc.data.lengths import LengthTable
+from composer_tokacc.data.lengths import COLUMNS, LengthTable
 from composer_tokacc.planning import CostModel
 from composer_tokacc.programs.models import build_transformers_model
 from composer_tokacc.programs.registry import build_section
@@ -77,7 +77,8 @@ def suggest_for_run(
 ) -> SizingReport:
     """:func:`.suggest_microbatching` with what the config says; see there for the arguments."""
     microbatching = config.microbatching
-    return suggest_microbatching(
+    suggest = partial(
+        suggest_microbatching,
         table,
         num_ranks=num_ranks,
         global_batch_size=config.loader.global_batch_size,
@@ -92,9 +93,11 @@ def suggest_for_run(
         regroup=microbatching.regroup,
         equal_counts=microbatching.equal_counts,
         width_multiple=microbatching.width_multiple,
-        packing=microbatching.packing,
         seed=config.seed,
     )
+    if microbatching.packing != 'auto':
+        return suggest(packing=bool(microbatching.packing))
+    return min((suggest(packing=packing) for packing in (True, False)), key=lambda report: report.figures['split'].cost)
 
 
 def memory_of_run(config: TrainConfig, dataset: Any, processor: Any, table: LengthTable) -> MemoryModel:
@@ -144,7 +147,8 @@ def _key(config: TrainConfig, table: LengthTable) -> dict[str, Any]:
         'strategy': 'fsdp' if config.is_sharded else 'ddp',
         'device': 'gpu' if on_gpu else 'cpu',
         'width': int(table.lengths.max()),
-        'has_images': bool(table.image_tokens.any()),
+        # A film has other pixels a token than an image has.
+        'samples': [[int(getattr(table, name)[index]) for name in COLUMNS] for index in _telling_samples(table)],
     }
 
 

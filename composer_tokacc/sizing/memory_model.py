@@ -148,11 +148,6 @@ class MemoryModel:
         """Largest relative error of the activations, over the probes and the phases of a step."""
         return max(phase.residual for phase in self.phases.values())
 
-    @property
-    def holds_mask(self) -> bool:
-        """Whether attention holds ``rows x width^2`` entries, as all but flash attention does."""
-        return any(phase.area != 'never' for phase in self.phases.values())
-
     def save(self, path: str | Path) -> None:
         """Writes the calibration as JSON."""
         Path(path).parent.mkdir(parents=True, exist_ok=True)

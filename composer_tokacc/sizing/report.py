@@ -18,6 +18,8 @@ from composer_tokacc.sizing.simulate import StepFigures
 __all__ = ['SizeRow', 'SizingReport', 'draw_report']
 
 METHOD_NAMES = {'stock': 'stock Composer', 'split': 'split and trimmed', 'planned': 'planned over ranks'}
+WORTH_SAYING = 0.02
+"""Less than this of a step is within the error of the cost model."""
 STOCK, SPLIT, PLANNED, LIMIT = '#8a8f98', '#2a78b5', '#1f9d6b', '#c0392b'
 PARTS = {'model': '#8a8f98', 'text': '#2a78b5', 'logits': '#e0a030', 'vision': '#7d5ba6', 'inputs': '#333333'}
 
@@ -29,6 +31,8 @@ class SizeRow:
     size: int
     padding: dict[str, float]
     """By method: ``stock``, ``split``, ``planned``."""
+    cost: dict[str, float]
+    """Of a step, by method, in units of the cost model."""
     peak_gib: float
     parts_gib: dict[str, float]
     """``model`` (parameters, gradients, optimizer), ``text``, ``logits``, ``vision``, ``inputs``."""
@@ -86,9 +90,13 @@ class SizingReport:
 
     def step_seconds(self, method: str) -> float | None:
         """Seconds of a step, where the cost model was fitted to measured times."""
+        return None if self.seconds_per_unit is None else self.time_of(self.figures[method].cost)
+
+    def time_of(self, cost: float) -> float:
+        """A step of this cost in seconds where those are known, or over the time of stock Composer's."""
         if self.seconds_per_unit is None:
-            return None
-        return self.figures[method].cost * self.seconds_per_unit + self.seconds_per_step
+            return cost / self.figures['stock'].cost
+        return cost * self.seconds_per_unit + self.seconds_per_step
 
     def speedup(self, method: str = 'split') -> float:
         """Step time of stock Composer over that of ``'split'`` or ``'planned'``."""
@@ -136,6 +144,13 @@ class SizingReport:
             found.append(
                 f'{len(self.oversize)} samples are over a cap of a microbatch and go alone: {self.oversize[0]}.'
             )
+        fastest = min((row for row in self.sizes if row.fits), key=lambda row: row.cost['planned'], default=None)
+        if fastest is not None and fastest.cost['planned'] < (1 - WORTH_SAYING) * self.figures['planned'].cost:
+            gain = 1 - fastest.cost['planned'] / self.figures['planned'].cost
+            found.append(
+                f'size {fastest.size} would make a planned step {gain:.0%} shorter than the suggested one, the largest '
+                'that fits: smaller microbatches have less padding.'
+            )
         return found
 
     def as_dict(self) -> dict[str, Any]:
@@ -166,11 +181,12 @@ class SizingReport:
 
 def _answer(report: SizingReport) -> str:
     profile = report.profile
-    images = f'{profile.image_share:.0%} image tokens, {profile.text_only_share:.0%} of the samples text-only'
     length = f'mean {profile.mean:.0f}, median {profile.quantiles["50"]}, 99 % under {profile.quantiles["99"]}'
     rows = [
-        ('dataset', f'{profile.num_samples:,} samples; {images}'),
-        ('tokens a sample', f'{length}, longest {profile.longest} (variation {profile.variation:.2f})'),
+        ('dataset', f'{profile.num_samples:,} samples, {profile.text_only_share:.0%} of them text-only'),
+        ('tokens a sample', length),
+        ('longest sample', f'{profile.longest} tokens (variation of all {profile.variation:.2f})'),
+        ('image tokens', f'{profile.image_share:.0%} of the tokens'),
         ('vision tower', _vision(profile)),
         ('carry loss', 'unknown' if profile.loss_share is None else f'{profile.loss_share:.0%} of the tokens'),
         ('global batch', report.identity()),
@@ -180,7 +196,7 @@ def _answer(report: SizingReport) -> str:
         ('peak memory', f'{report.peak_gib:.2f} of {report.limit_gib:.2f} GiB ({report.safety:.0%} of the device)'),
         ('kept from more by', report.binds),
     ]
-    return _table('Microbatch size', None, rows)
+    return _table('Microbatch size', (), rows)
 
 
 def _vision(profile: DatasetProfile) -> str:
@@ -194,42 +210,52 @@ def _vision(profile: DatasetProfile) -> str:
 def _memory(report: SizingReport) -> str:
     total = sum(report.terms.values())
     rows = [(name, f'{gib:.3f}', f'{gib / total:.1%}') for name, gib in report.terms.items()]
-    return _table('Memory at the peak of the largest microbatch', ('held by', 'GiB', 'share'), rows)
+    return _table('Memory at the peak of the largest microbatch', (('held by', 'GiB', 'share'),), rows)
 
 
 def _methods(report: SizingReport) -> str:
-    time = 'time against stock' if report.seconds_per_unit is None else 'seconds a step'
-    header = ('method', 'padding', 'microbatches', 'imbalance', time, 'speed-up', 'of the bound')
-    rows = []
-    for method, figures in report.figures.items():
-        seconds = report.step_seconds(method)
-        share = figures.cost / report.figures['stock'].cost
-        rows.append(
-            (
-                METHOD_NAMES[method],
-                f'{figures.padding_ratio:.1%}',
-                f'{figures.microbatches:.1f}',
-                f'{figures.imbalance:.2f}',
-                f'{share:.2f}' if seconds is None else f'{seconds:.3f}',
-                f'{report.speedup(method):.2f}x',
-                f'{report.share_of_bound(method):.0%}',
-            )
+    unit = 'x stock' if report.seconds_per_unit is None else 'seconds'
+    header = (
+        ('', '', 'micro-', 'imbal-', 'time,', 'speed-', 'of the'),
+        ('method', 'padding', 'batches', 'ance', unit, 'up', 'bound'),
+    )
+    rows = [
+        (
+            METHOD_NAMES[method],
+            f'{figures.padding_ratio:.1%}',
+            f'{figures.microbatches:.1f}',
+            f'{figures.imbalance:.2f}',
+            _time(report, figures.cost),
+            f'{report.speedup(method):.2f}x',
+            f'{report.share_of_bound(method):.0%}',
         )
+        for method, figures in report.figures.items()
+    ]
     return _table('A step', header, rows)
 
 
+def _time(report: SizingReport, cost: float) -> str:
+    return f'{report.time_of(cost):.{2 if report.seconds_per_unit is None else 3}f}'
+
+
 def _sizes(report: SizingReport) -> str:
+    unit = 'x stock' if report.seconds_per_unit is None else 'seconds'
+    header = (
+        ('', 'padding', '', '', f'time, {unit}', '', '', 'peak', ''),
+        ('size', *METHOD_NAMES, *METHOD_NAMES, 'GiB', ''),
+    )
     rows = []
     for row in report.sizes:
         mark = 'suggested' if row.size == report.device_train_microbatch_size else '' if row.fits else 'too large'
         padding = [f'{row.padding[method]:.1%}' for method in METHOD_NAMES]
-        rows.append((str(row.size), *padding, f'{row.peak_gib:.2f}', mark))
-    return _table('Microbatch sizes', ('size', 'padding, stock', 'split', 'planned', 'peak GiB', ''), rows)
+        times = [_time(report, row.cost[method]) for method in METHOD_NAMES]
+        rows.append((str(row.size), *padding, *times, f'{row.peak_gib:.2f}', mark))
+    return _table('Microbatch sizes', header, rows)
 
 
-def _table(title: str, header: Sequence[str] | None, rows: Sequence[Sequence[str]]) -> str:
+def _table(title: str, header: Sequence[Sequence[str]], rows: Sequence[Sequence[str]]) -> str:
     """Columns as wide as their widest cell; the first to the left, and figures, which have a header, to the right."""
-    lines = [header, *rows] if header else list(rows)
+    lines = [*header, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     align = '>' if header else '<'
 

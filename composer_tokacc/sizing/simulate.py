@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -23,7 +24,7 @@ METHODS = ('stock', 'split', 'planned')
 
 @dataclass(frozen=True, kw_only=True)
 class CutOptions:
-    """How a run cuts its batches; all but the last two are arguments of :func:`.token_data_spec`, described there."""
+    """How a run cuts its batches; all but the last are arguments of :func:`.token_data_spec`, described there."""
 
     regroup: bool = True
     equal_counts: bool = True
@@ -33,8 +34,6 @@ class CutOptions:
     cost: CostModel | None = None
     objective: Literal['ddp', 'fsdp'] = 'ddp'
     """``'ddp'``: ranks wait for each other once a step; ``'fsdp'``: at every microbatch."""
-    across_documents: bool = True
-    """Whether attention computes a packed row's documents against each other and masks them, as SDPA does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +55,7 @@ class _Piece(NamedTuple):
 
     widths: list[int]
     image_tokens: int
+    is_packed: bool = False
 
 
 def draw_batches(num_samples: int, global_batch_size: int, *, num_batches: int, seed: int = 0) -> list[np.ndarray]:
@@ -101,10 +101,12 @@ def simulate_steps(
         else:
             ranks = _planned(table, batch, num_ranks, max_tokens, options)
         priced = [[_price(piece, price) for piece in pieces] for pieces in ranks]
-        loads = [sum(prices) for prices in priced]
+        loads = [sum(map(sum, prices)) for prices in priced]
         longest = max(len(prices) for prices in priced)
         if options.objective == 'fsdp':
-            costs.append(sum(max(prices[k] for prices in priced if k < len(prices)) for k in range(longest)))
+            # Ranks wait for each other after the vision tower and at the end of every microbatch.
+            columns = list(zip_longest(*priced, fillvalue=(0.0, 0.0)))
+            costs.append(sum(max(tower for tower, _ in column) + max(rest for _, rest in column) for column in columns))
         else:
             costs.append(max(loads))
         imbalances.append(costs[-1] * num_ranks / sum(loads))
@@ -119,9 +121,10 @@ def simulate_steps(
     )
 
 
-def _price(piece: _Piece, price: CostModel) -> float:
-    rows = float(price.rows(np.array(piece.widths)).sum())
-    return rows + price.vision_per_token * piece.image_tokens + price.launch
+def _price(piece: _Piece, price: CostModel) -> tuple[float, float]:
+    """Of a microbatch: in the vision tower, and all the rest."""
+    rows = float(price.rows(np.array(piece.widths)).sum()) + price.launch
+    return price.vision_per_token * piece.image_tokens, price.packed(piece.widths) if piece.is_packed else rows
 
 
 def _stock(table: SampleSizes, share: np.ndarray, rows: int) -> list[_Piece]:
@@ -136,8 +139,7 @@ def _split(table: SampleSizes, share: np.ndarray, max_tokens: int, options: CutO
     lengths, images = table.tokens[share], table.image_tokens[share]
     if options.packing:
         groups = pack_lengths(lengths.tolist(), max_tokens, images.tolist(), options.max_image_tokens)
-        documents = [lengths[rows].tolist() for rows in groups]
-        widths = [[sum(group)] for group in documents] if options.across_documents else documents
+        widths = [lengths[rows].tolist() for rows in groups]
     else:
         widest, multiple = int(lengths.max()), options.width_multiple
         groups = cut(
@@ -151,7 +153,7 @@ def _split(table: SampleSizes, share: np.ndarray, max_tokens: int, options: CutO
             cost=options.cost,
         )
         widths = [[min(-(-int(lengths[rows].max()) // multiple) * multiple, widest)] * len(rows) for rows in groups]
-    return [_Piece(width, int(images[rows].sum())) for width, rows in zip(widths, groups, strict=True)]
+    return [_Piece(width, int(images[rows].sum()), options.packing) for width, rows in zip(widths, groups, strict=True)]
 
 
 def _planned(

@@ -43,7 +43,6 @@ class Capacity:
         table: Sizes of the samples.
         num_ranks: Ranks.
         limit: Bytes that may be used: device memory times the safety factor.
-        packing: Whether a microbatch is one packed row.
         max_image_tokens: Image budget of a microbatch.
     """
 
@@ -51,7 +50,6 @@ class Capacity:
     table: SampleSizes
     num_ranks: int
     limit: float
-    packing: bool = False
     max_image_tokens: int | None = None
 
     def worst_shape(self, tokens: int, image_tokens: int | None = None) -> BatchShape:
@@ -65,8 +63,7 @@ class Capacity:
         most: float = tokens * (vision / self.table.tokens).max() if image_tokens is None else image_tokens
         if image_tokens is None and self.max_image_tokens is not None:
             most = min(most, self.max_image_tokens)
-        # The mask of a packed row is as wide as all its documents together.
-        width = tokens if self.packing else min(int(self.table.tokens.max()), tokens)
+        width = min(int(self.table.tokens.max()), tokens)
         return BatchShape(
             rows=max(round(tokens / width), 1),
             width=width,
@@ -164,7 +161,6 @@ def suggest_microbatching(
         table=table,
         num_ranks=num_ranks,
         limit=safety * device_memory_gib * GIB,
-        packing=packing,
         max_image_tokens=max_image_tokens,
     )
     slot = slot_tokens or -(-int(table.tokens.max()) // width_multiple) * width_multiple
@@ -175,7 +171,7 @@ def suggest_microbatching(
     slot = min(slot, fitting)  # one wider than memory is narrowed to what fits
     size = min(fitting // slot, rows_per_rank)
     max_tokens, terms = size * slot, capacity.terms(size * slot)
-    plain = replace(capacity, packing=False, max_image_tokens=None).max_tokens()
+    plain = replace(capacity, max_image_tokens=None).max_tokens()
     stock_rows = max(min(plain // int(table.tokens.max()), rows_per_rank), 1)
     price = measured_cost or cost or CostModel()
     batches = draw_batches(len(table), global_batch_size, num_batches=NUM_BATCHES, seed=seed)
@@ -192,7 +188,6 @@ def suggest_microbatching(
             max_image_tokens=max_image_tokens,
             cost=cost,
             objective=cast(Literal['ddp', 'fsdp'], memory.strategy),
-            across_documents=memory.holds_mask,
         ),
         price=price,
     )
@@ -238,10 +233,7 @@ def suggest_microbatching(
         bound=float(np.mean(bounds)),
         seconds_per_unit=price.seconds_per_token,
         seconds_per_step=seconds_per_step,
-        sizes=[
-            _size_row(capacity, one, slot, {method: of.padding_ratio for method, of in figures(one, one).items()})
-            for one in _compared_sizes(size, rows_per_rank)
-        ],
+        sizes=[_size_row(capacity, one, slot, figures(one, one)) for one in _compared_sizes(size, rows_per_rank)],
         oversize=table.names((table.tokens > max_tokens) | (table.image_tokens > (max_image_tokens or max_tokens))),
         too_large=table.names(table.tokens > fitting),
     )
@@ -253,14 +245,15 @@ def _compared_sizes(chosen: int, most: int) -> list[int]:
     return sorted(size for size in sizes if size <= most)
 
 
-def _size_row(capacity: Capacity, size: int, slot_tokens: int, padding: dict[str, float]) -> SizeRow:
-    """Padding and memory of one size."""
+def _size_row(capacity: Capacity, size: int, slot_tokens: int, figures: dict[str, StepFigures]) -> SizeRow:
+    """Padding, time and memory of one size."""
     tokens = size * slot_tokens
     peak, terms = capacity.peak(tokens), capacity.terms(tokens)
     parts = {short: terms[name] / GIB for short, name in {**_KINDS, 'inputs': 'inputs'}.items()}
     return SizeRow(
         size=size,
-        padding=padding,
+        padding={method: of.padding_ratio for method, of in figures.items()},
+        cost={method: of.cost for method, of in figures.items()},
         peak_gib=peak / GIB,
         parts_gib={'model': peak / GIB - sum(parts.values()), **parts},
         fits=peak <= capacity.limit,

@@ -14,6 +14,7 @@ import torch
 from composer.core import Callback, State
 from composer.loggers import Logger
 
+from composer_tokacc.layout import BatchLayout
 from composer_tokacc.planning import CostModel
 from composer_tokacc.sizing.memory_model import non_negative_fit
 
@@ -28,12 +29,12 @@ class MicrobatchTimer(Callback):
     """Notes rows, width, image tokens and seconds of every microbatch, and what a step takes besides.
 
     Args:
-        image_token_id: Placeholder of images; None without images.
+        layout: Of the model; None: of text alone.
         hidden_size: Of the language model.
         skip: Steps at the start that are not noted: caches warm up.
     """
 
-    image_token_id: int | None = None
+    layout: BatchLayout | None = None
     hidden_size: int = 4096
     skip: int = 2
     rows: list[int] = field(default_factory=list)
@@ -56,9 +57,8 @@ class MicrobatchTimer(Callback):
 
     def before_forward(self, state: State, logger: Logger) -> None:
         """Notes the shape."""
-        ids = state.batch['input_ids']
-        is_image = 0 if self.image_token_id is None else int((ids == self.image_token_id).sum())
-        self._shape = (*ids.shape, is_image)
+        image_tokens = 0 if self.layout is None else sum(self.layout.image_tokens_per_row(state.batch))
+        self._shape = (*state.batch['input_ids'].shape, image_tokens)
 
     def after_backward(self, state: State, logger: Logger) -> None:
         """Ends a microbatch and starts the next."""

@@ -35,8 +35,11 @@ PARTS = ('text', 'logits', 'vision', 'weights')
 """``weights`` are copies that autocast makes of parameters."""
 # Transformers' names of what turns pixels into embeddings of the language model.
 _VISION_MODULES = frozenset(
-    ('vision_tower', 'visual', 'vision_model', 'image_tower', 'audio_tower', 'multi_modal_projector', 'connector')
-)
+    (
+        'vision_tower', 'visual', 'vision_model', 'image_tower', 'video_tower', 'audio_tower', 'qformer',
+        'multi_modal_projector', 'connector',
+    )
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

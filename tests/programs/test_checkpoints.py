@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from composer_tokacc.programs import ConfigError
-from composer_tokacc.programs.checkpoints import damage, is_disk_full, keep_to_whole_checkpoint, lock_folder
+from composer_tokacc.programs.checkpoints import damage, keep_to_whole_checkpoint, lock_folder
 
 
 def saved(path: Path, *, age: int) -> Path:
@@ -90,11 +89,3 @@ def test_a_folder_belongs_to_one_run_at_a_time(tmp_path):
         pass
     with lock_folder(None), lock_folder(None):
         pass
-
-
-def test_a_full_disk_is_told_from_other_errors():
-    error = RuntimeError('PytorchStreamWriter failed')
-    error.__cause__ = OSError(errno.ENOSPC, 'No space left on device')
-    assert is_disk_full(error)
-    assert is_disk_full(RuntimeError('[enforce fail at inline_container.cc:603] . unexpected pos 47424 vs 47376'))
-    assert not is_disk_full(RuntimeError('something else'))

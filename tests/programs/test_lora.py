@@ -5,20 +5,24 @@
 
 from __future__ import annotations
 
+import shutil
+from importlib.metadata import PackageNotFoundError
+
 import pytest
 import torch
+from transformers import BitsAndBytesConfig
 
 from composer_tokacc import TokenAccumulation, token_data_spec
 from composer_tokacc import size as size_program
 from composer_tokacc import train as train_program
 from composer_tokacc import verify as verify_program
 from composer_tokacc.programs import ConfigError
-from composer_tokacc.programs.lora import four_bit_options, keep_trained_only, with_adapter
+from composer_tokacc.programs.lora import four_bit_options, identify_adapter, keep_trained_only, with_adapter
 from composer_tokacc.programs.models import build_model
 from examples.digits import build_digits_processor
 from tests.programs.test_models import LLAVA
 from tests.support.families import FAMILIES
-from tests.support.launch import launch, launch_json
+from tests.support.launch import launch_json, launch_program
 from tests.support.programs import DIGITS, TINY_DIGITS
 from tests.support.training import loader, reference_gradients, relative_error, train
 from tests.test_train import assert_equal_bitwise
@@ -116,6 +120,9 @@ def test_a_checkpoint_without_its_base_is_loaded_strictly(processor, pretrained)
         ({'target_modules': '(q_proj'}, '`lora` must be what peft can add to this model, got: .*q_proj'),
         ({'target_modules': ['self_attn']}, '`lora` must be what peft can add to this model, got: .*self_attn'),
         ({'bias': 'some'}, '`lora` must be what peft can add to this model, got: .*some'),
+        ({'bias': 3}, '`lora.bias` must be of type str, got: 3'),
+        ({'use_dora': 'maybe'}, '`lora.use_dora` must be of type bool, got: maybe'),
+        ({'alpha': True}, '`lora.alpha` must be a positive number, got: True'),
         ({'bits': 8}, '`lora.bits` must be 4, or left out, got: 8'),
         ({'bits': 4}, '`lora.bits` needs weights to round'),
     ],
@@ -149,6 +156,10 @@ def test_four_bits_without_a_gpu_are_refused_before_anything_is_loaded(capsys):
 
 
 def test_in_four_bits_are_the_language_models_layers_and_no_others(processor, monkeypatch):
+    try:
+        BitsAndBytesConfig(load_in_4bit=True)
+    except PackageNotFoundError:
+        pytest.skip('this transformers asks for bitsandbytes itself')
     monkeypatch.setattr(torch.cuda, 'current_device', lambda: 0)
     model = build_model(config=LLAVA, processor=processor).model
     options = four_bit_options({'modules_to_save': ['mlp']}, model, torch.bfloat16)
@@ -160,6 +171,15 @@ def test_in_four_bits_are_the_language_models_layers_and_no_others(processor, mo
     assert {'lm_head', 'model.multi_modal_projector.linear_1'} <= kept
 
 
+def test_a_base_without_room_for_the_processors_tokens_is_refused(pretrained):
+    """Its new rows would be those of no adapter: neither peft nor the merged model has them."""
+    processor = build_digits_processor()
+    processor.tokenizer.add_tokens(['<new>'])
+    for lora in ({}, {'modules_to_save': ['embed_tokens', 'lm_head']}):
+        with pytest.raises(ValueError, match=r'`pretrained` must have embeddings for all tokens .* 36 < 37'):
+            with_lora(processor, pretrained=pretrained, **lora)
+
+
 @pytest.mark.parametrize(
     'other', [{'r': 2}, {'r': 4, 'modules_to_save': ['lm_head']}, {'r': 4, 'target_modules': ['q_proj']}, None]
 )
@@ -168,6 +188,27 @@ def test_a_checkpoint_of_another_adapter_or_none_is_refused(processor, other):
     for model, source in (models, models[::-1]):
         with pytest.raises(ConfigError, match=r'must be of a run with the same `model.lora`, got: \d+ weights'):
             model.load_state_dict(source.state_dict())
+
+
+def test_an_adapter_is_known_by_its_base_wherever_that_lies(processor, pretrained, tmp_path):
+    def identified(**settings):
+        return identify_adapter(build_model(processor=processor, **settings).model)
+
+    known = identified(pretrained=pretrained, lora={'r': 4})
+    assert identified(pretrained=pretrained, lora={'r': 4}, dtype='bfloat16') == known
+    # What else is trained, and where, shows in the weights.
+    further = {'r': 2, 'alpha': 8, 'target_modules': ['q_proj'], 'modules_to_save': ['lm_head']}
+    shutil.move(pretrained, tmp_path / 'moved')
+    moved = str(tmp_path / 'moved')
+    assert identified(pretrained=moved, lora={'r': 4}) == known
+    assert identified(pretrained=moved, lora=further)['model.pretrained'] == known['model.pretrained']
+    other = build_model(pretrained=moved, processor=processor).model
+    other.get_input_embeddings().weight.data[-1, -1] += 1
+    other.save_pretrained(moved)
+    found = identified(pretrained=moved, lora={'r': 4})
+    assert {name for name in known if known[name] != found[name]} == {'model.pretrained'}
+    assert 'model.pretrained' not in identified(config=LLAVA, lora={'r': 4})
+    assert identified(config=LLAVA) == {}
 
 
 @pytest.mark.parametrize('family', ['llava', 'qwen2_5_vl', 'idefics3', 'gemma3', 'mllama', 'internvl', 'paligemma'])
@@ -265,8 +306,7 @@ def lora_run(base, folder, *arguments, ranks=1):
     if ranks == 1:
         assert train_program.main([DIGITS, *arguments]) == 0
     else:
-        done = launch(['-m', 'composer_tokacc.train', DIGITS, *arguments], ranks=ranks)
-        assert done.returncode == 0, done.stderr[-6000:]
+        launch_program('composer_tokacc.train', DIGITS, *arguments, ranks=ranks)
     return torch.load(folder / 'checkpoints' / 'latest-rank0.pt', weights_only=False)['state']
 
 

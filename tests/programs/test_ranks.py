@@ -49,6 +49,14 @@ def test_a_bad_sample_on_any_rank_is_the_last_line_and_alone(rank, tmp_path):
     assert [line for line in behind if not line.startswith(launchers)] == []
 
 
+def test_a_killed_loader_process_of_another_rank_is_the_last_line_and_alone(tmp_path):
+    status, lines = screen(tmp_path, 'KillLoader', 'loader.num_workers=1', rank=1)
+    assert status == 2
+    assert [line for line in lines if 'Traceback' in line] == []
+    (line,) = [line for line in lines if line.startswith('error: ')]
+    assert 'processes that read samples must live as long as the run' in line
+
+
 def test_a_bug_on_another_rank_shows_its_own_traceback_and_no_other(tmp_path):
     status, lines = screen(tmp_path, 'FailOnRank', rank=1, bad_sample=False)
     assert status == 1

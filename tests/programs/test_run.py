@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -117,12 +118,72 @@ def test_wrong_types_are_refused_by_key(override, expected):
         ('algorithms.gradient_clipping.clipping_threshold=tight', '`algorithms.gradient_clipping.clipping_threshold`'),
         ('trainer.deterministic_mode=maybe', '`trainer.deterministic_mode` must be of type bool, got: maybe'),
         ('trainer.dist_timeout=long', '`trainer.dist_timeout` must be of type float, got: long'),
+        ('dataset.path=', '`dataset.path` must be of type list or str, got: None'),
+        ('dataset.path=[a.json,2]', '`dataset.path` must be of type str, got: 2'),
+        ('dataset.image_dir=[a,b]', "`dataset.image_dir` must be of type null or str, got: ['a', 'b']"),
+        ('report.export=flase', '`report.export` must be true or false, got: flase'),
+        ('model.lora=[]', 'mappings must be given as mappings'),
+        (
+            'algorithms.gradient_clipping.clipping_type=nrom',
+            '` must be a known name, got: nrom. Did you mean norm?',
+        ),
+        ('algorithms.gradient_clipping.clipping_type=NORM', 'got: NORM'),
+        ('trainer.ddp_sync_strategy=single', '`trainer.ddp_sync_strategy` must be a known name, got: single'),
         ('seed=-1', '`seed` must be from 0 to 4294967295, got: -1'),
         ('seed=99999999999', '`seed` must be from 0'),
     ],
 )
 def test_values_that_a_class_refuses_are_refused_before_anything_is_built(override, expected):
     assert expected in mistake(LLAVA, 'dataset.path=data.json', override)
+
+
+@pytest.mark.parametrize(
+    ('fsdp', 'version', 'expected'),
+    [
+        ('{sharding_strategy: FULL_SHRAD}', '1', 'got: FULL_SHRAD. Did you mean FULL_SHARD?'),
+        ('{state_dict_type: shards}', '1', '`trainer.parallelism_config.fsdp.state_dict_type` must be a known name'),
+        ('{data_parallel_replicate_degree: 3}', '1', 'must be the number of ranks, got: 3 and -1 on 8 ranks'),
+        ('{data_parallel_replicate_degree: 2, data_parallel_shard_degree: 2}', '1', 'got: 2 and 2 on 8 ranks'),
+        ('{data_parallel_replicate_degree: -1}', '1', 'must be the number of ranks, got: -1 and -1 on 8 ranks'),
+        ('{data_parallel_shard_degree: 16}', '1', 'must be the number of ranks, got: None and 16 on 8 ranks'),
+        ('{data_parallel_replicate_degree: 0}', '1', 'degree` must be positive, or -1 for the rest, got: 0'),
+        (
+            '{data_parallel_replicate_degree: two}',
+            '1',
+            'degree` must be positive, or -1 for the rest, got: two',
+        ),
+        ('{sharding_strategy: HYBRID_SHARD}', '1', '`trainer.parallelism_config.fsdp.data_parallel_replicate_degree` '),
+        ('{data_parallel_replicate_degree: 2}', '2', 'FSDP_VERSION=2, which shards over all ranks whatever they say'),
+    ],
+)
+def test_groups_of_ranks_that_fsdp_would_not_make_are_refused(fsdp, version, expected, monkeypatch):
+    monkeypatch.setenv('FSDP_VERSION', version)
+    override = f'trainer.parallelism_config={{fsdp: {fsdp}}}'
+    assert expected in mistake(LLAVA, 'dataset.path=data.json', 'loader.global_batch_size=8', override, num_ranks=8)
+
+
+@pytest.mark.parametrize(
+    'fsdp',
+    [
+        '{}',
+        '{sharding_strategy: full_shard, mixed_precision: pure}',
+        '{data_parallel_replicate_degree: 2}',
+        '{sharding_strategy: HYBRID_SHARD, data_parallel_replicate_degree: 4, data_parallel_shard_degree: 2}',
+        '{data_parallel_replicate_degree: -1, data_parallel_shard_degree: 4}',
+    ],
+)
+def test_groups_of_ranks_that_fit_pass(fsdp, monkeypatch):
+    monkeypatch.delenv('FSDP_VERSION', raising=False)
+    overrides = ['dataset.path=data.json', 'loader.global_batch_size=8', f'trainer.parallelism_config={{fsdp: {fsdp}}}']
+    check_config(load_config(LLAVA, overrides), num_ranks=8)
+
+
+def test_clipping_that_fsdp_refuses_in_its_first_step_is_refused_at_once(monkeypatch):
+    overrides = ['dataset.path=data.json', 'algorithms.gradient_clipping.clipping_type=adaptive']
+    monkeypatch.setenv('FSDP_VERSION', '2')
+    check_config(load_config(ROOT / 'yamls' / 'llava15_7b.yaml', overrides), num_ranks=8)
+    monkeypatch.delenv('FSDP_VERSION')
+    assert 'must be norm or value with FSDP' in mistake(ROOT / 'yamls' / 'llava15_7b.yaml', *overrides, num_ranks=8)
 
 
 @pytest.mark.parametrize(
@@ -140,6 +201,17 @@ def test_what_this_machine_cannot_do_is_refused_by_who_trains_on_it(override, ex
     with pytest.raises(ConfigError) as caught:
         check_host(load_config(LLAVA, [f'report.folder={tmp_path}', 'trainer.save_folder=null', *overrides]))
     assert expected in str(caught.value)
+
+
+def test_loader_processes_need_files(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, limits[1]))
+    try:
+        check_host(load_config(DIGITS, [f'report.folder={tmp_path}']))
+        with pytest.raises(ConfigError, match=r'must be at least 112 with 2 `loader.num_workers`, got: 64'):
+            check_host(load_config(DIGITS, [f'report.folder={tmp_path}', 'loader.num_workers=2']))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason='of machines without a GPU')

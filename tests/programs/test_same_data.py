@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +19,7 @@ from composer_tokacc.programs import ConfigError
 from composer_tokacc.programs.same_data import SameData
 from composer_tokacc.train import main
 from examples.digits import build_digits_processor
-from tests.support.launch import ROOT, launch
+from tests.support.launch import ROOT, launch, launch_program
 from tests.support.programs import DIGITS, QUIET, TINY_DIGITS, TINY_MODEL
 
 LLAVA = str(ROOT / 'yamls' / 'llava_json.yaml')
@@ -161,11 +162,55 @@ def test_the_switch_has_two_positions(tmp_path, capsys):
     assert '`loader.on_other_data` must be `raise` or `warn`, got: maybe' in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ('lora', 'differing'),
+    [
+        ('{r: 2, alpha: 8}', 'model.lora.alpha (model.lora.alpha 4 there, 8 here)'),
+        ('{r: 2, dropout: 0.1}', 'model.lora.dropout (model.lora.dropout 0.0 there, 0.1 here)'),
+        ('{r: 2, use_rslora: true}', 'model.lora.use_rslora (model.lora.use_rslora false there, true here)'),
+        ('{r: 2, bias: all}', 'model.lora.bias (model.lora.bias none there, all here)'),
+        (
+            'null',
+            'model.lora.alpha and model.lora.dropout and model.lora.bias and model.lora.use_rslora '
+            '(model.lora.alpha 4 there, null here',
+        ),
+    ],
+)
+def test_another_adapter_of_the_same_shapes_is_named(adapted, lora, differing, tmp_path, capsys):
+    shutil.copytree(adapted, tmp_path / 'run', symlinks=True)
+    assert main(adapted_run(tmp_path / 'run', 2, lora)) == 2
+    line = refusal(capsys)
+    assert f'got: other {differing}' in line
+    assert '. Set it back, or for a new run type another trainer.run_name' in line
+
+
+def test_the_same_adapter_in_other_words_is_resumed(adapted, tmp_path):
+    shutil.copytree(adapted, tmp_path / 'run', symlinks=True)
+    assert main(adapted_run(tmp_path / 'run', 2, '{r: 2, alpha: 4.0, dropout: 0}')) == 0
+    assert steps(tmp_path / 'run') == 2
+
+
+def adapted_run(folder, num_steps, lora):
+    return [
+        DIGITS, *TINY_DIGITS, f'model.lora={lora}', 'dataset.eval=null', 'trainer.autoresume=true',
+        'trainer.save_interval=1ba', f'trainer.save_folder={folder}', f'report.folder={folder}',
+        f'trainer.max_duration={num_steps}ba',
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope='module')
+def adapted(tmp_path_factory):
+    """The folder of a run of one step with LoRA."""
+    pytest.importorskip('peft')
+    folder = tmp_path_factory.mktemp('adapted')
+    assert main(adapted_run(folder, 1, '{r: 2}')) == 0
+    return folder
+
+
 @pytest.mark.slow
 def test_two_ranks_refuse_in_one_line_and_resume_what_one_began(copied):
     data, checkpoints = copied
-    done = launch(['-m', 'composer_tokacc.train', *command(data, checkpoints, 'trainer.max_duration=4ba')], ranks=2)
-    assert done.returncode == 0, done.stderr[-4000:]
+    launch_program('composer_tokacc.train', *command(data, checkpoints, 'trainer.max_duration=4ba'), ranks=2)
     assert steps(checkpoints) == 4
     write_data(data, num_samples=9)
     done = launch(['-m', 'composer_tokacc.train', *command(data, checkpoints, 'trainer.max_duration=6ba')], ranks=2)
@@ -177,11 +222,11 @@ def test_two_ranks_refuse_in_one_line_and_resume_what_one_began(copied):
 @pytest.mark.parametrize('saved', [True, False])
 def test_a_sharded_checkpoint_is_read_with_and_without_fingerprints(saved, tmp_path):
     dataset = Named(['a', 'b'])
-    callback = SameData(dataset, build_digits_processor(), trainer={'load_path': f'{tmp_path}/ep1'})
+    callback = SameData(dataset, build_digits_processor(), adapter={}, trainer={'load_path': f'{tmp_path}/ep1'})
     state = {'model': {'weight': torch.ones(3)}, 'callbacks': {'SameData': callback.state_dict()} if saved else {}}
     dist_cp.save({'state': state}, checkpoint_id=tmp_path / 'ep1')
     dataset[0] = 'c'
-    other = SameData(dataset, build_digits_processor(), trainer={'load_path': f'{tmp_path}/{{run_name}}'})
+    other = SameData(dataset, build_digits_processor(), adapter={}, trainer={'load_path': f'{tmp_path}/{{run_name}}'})
     for one in (callback, other):
         if saved and one is other:
             with pytest.raises(ConfigError, match=r'got: other data \(data .* of 2 samples there, .* here\)'):
@@ -192,3 +237,56 @@ def test_a_sharded_checkpoint_is_read_with_and_without_fingerprints(saved, tmp_p
         assert one.state_dict() == {}
         one.after_load(None, None)
         assert one.state_dict()['fingerprints']
+
+
+def before_load(model, path, **trainer):
+    """What a run with the model makes of a checkpoint."""
+    given = {'load_path': str(path), **trainer}
+    callback = SameData(Named('ab'), build_digits_processor(), adapter={}, model=model, trainer=given)
+    callback.before_load(SimpleNamespace(run_name='run', fsdp_enabled=False), None)
+
+
+def layers(*sizes):
+    return torch.nn.Sequential(*(torch.nn.Linear(one, other) for one, other in pairwise(sizes)))
+
+
+@pytest.mark.parametrize('is_sharded', [True, False])
+def test_a_checkpoint_of_another_model_is_refused_in_one_line(is_sharded, tmp_path):
+    saved, path = {'state': {'model': layers(4, 4, 4).state_dict(), 'callbacks': {}}}, tmp_path / 'ep1'
+    if is_sharded:
+        dist_cp.save(saved, checkpoint_id=path)
+    else:
+        torch.save(saved, path)
+    before_load(layers(4, 4, 4), path)
+    others = {
+        r'2 of other shapes of 4 weights \(1.weight: \[4, 4\] there, \[3, 4\] here\)': layers(4, 4, 3),
+        r'2 missing of 4 weights \(2.weight: missing\)': layers(4, 4, 4, 4),
+        r'2 unknown of 4 weights \(1.weight: unknown\)': layers(4, 4),
+    }
+    for message, model in others.items():
+        with pytest.raises(ConfigError, match=f'must be of the same model, got: .*{message}'):
+            before_load(model, path)
+    # As Composer takes them where it is told to.
+    partly = {'load_weights_only': True, 'load_strict_model_weights': False}
+    before_load(layers(4, 4, 4, 4), path, **partly)
+    with pytest.raises(ConfigError, match='2 of other shapes'):
+        before_load(layers(4, 4, 3), path, **partly)
+
+
+def test_a_tied_head_may_be_stored_once(tmp_path):
+    model = layers(4, 4, 4)
+    model[1].weight = model[0].weight
+    weights = {name: value for name, value in model.state_dict().items() if name != '1.weight'}
+    torch.save({'state': {'model': weights, 'callbacks': {}}}, tmp_path / 'ep1')
+    before_load(model, tmp_path / 'ep1')
+
+
+@pytest.mark.parametrize('further', [[], ['trainer.load_weights_only=true']])
+def test_a_larger_model_does_not_take_a_smaller_ones_checkpoint(further, first_run, tmp_path, capsys):
+    data, checkpoints = first_run
+    saved = (checkpoints / 'latest-rank0.pt').resolve()
+    other = ['trainer.autoresume=false', f'trainer.load_path={saved}', 'model.config.text_config.num_hidden_layers=3']
+    assert main(command(data, tmp_path, *other, *further)) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith(f'error: the checkpoint must be of the same model, got: {saved} with 9 missing of')
+    assert 'Give the `model` of that run' in line

@@ -156,7 +156,7 @@ def test_bad_mixtures_are_refused_in_the_words_of_the_config(overrides, message)
         (['dataset.video={fps: 1, num_frames: 8}'], '`dataset.video.fps` must be left out beside `num_frames`'),
         (['dataset.eval={path: b.json, video: {fps: 0}}'], '`dataset.eval.video.fps` must be a positive number'),
         (
-            ['dataset.parts={films: {video: {max_frames: 2.5}}}', 'dataset.path=null'],
+            ['dataset.parts={films: {path: b.json, video: {max_frames: 2.5}}}', 'dataset.path=null'],
             '`dataset.parts.films.video.max_frames` must be of type int, got: 2.5',
         ),
     ],

@@ -3,10 +3,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
+from composer_tokacc import BatchLayout, token_data_spec
 from composer_tokacc.sizing.timing import MicrobatchTimer, fit_cost
+from tests.support.family_media import MEDIA
+from tests.support.training import loader, train
 
 PER_TOKEN, PER_IMAGE_TOKEN, PER_LAUNCH, QUADRATIC = 2e-5, 1e-5, 3e-3, 768.0
 
@@ -39,6 +44,18 @@ def test_microbatches_that_were_held_up_do_not_count() -> None:
     cost, _ = fit_cost([timed(num_late=3)], quadratic=QUADRATIC)
     assert cost.seconds_per_token == pytest.approx(PER_TOKEN, rel=0.05)
     assert cost.launch == pytest.approx(PER_LAUNCH / PER_TOKEN, rel=0.05)
+
+
+@pytest.mark.parametrize(('family', 'kind'), [('qwen2_vl', 'video'), ('qwen2_audio', 'audio')])
+def test_placeholders_of_videos_and_sounds_are_noted(family: str, kind: str) -> None:
+    case = MEDIA[family]()
+    row = case.rows[case.kinds.index(kind)]
+    timer = MicrobatchTimer(BatchLayout.for_model(case.model), skip=0)
+    train(case.model, token_data_spec(loader(row)), callbacks=[timer])
+    config: Any = case.model.config
+    token_id = config.video_token_id if kind == 'video' else config.audio_token_id
+    assert timer.image_tokens == [int((row['input_ids'] == token_id).sum())]
+    assert timer.image_tokens[0] > 0
 
 
 def test_nothing_timed_is_refused() -> None:

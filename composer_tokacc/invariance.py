@@ -1,0 +1,207 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Whether a gradient depends on how its rows are cut into microbatches and padded: for any trainer, in any test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from composer.utils import dist
+
+from composer_tokacc.counting import Batch, labels_of, loss_mask, without_carried
+from composer_tokacc.layout import BatchLayout
+
+__all__ = ['Gradients', 'InvarianceCase', 'InvarianceReport', 'relative_error', 'verify_invariance']
+
+Gradients = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class InvarianceCase:
+    """One way to cut and pad the rows, and what became of the gradient."""
+
+    cut: str
+    """``'again'`` (the whole a second time), ``'in order'``, ``'by length'`` (trimmed where padded right), ``'uneven'``
+    (one row, then all others)."""
+    padding: str
+    """``'right'`` or ``'left'``."""
+    microbatch_size: int
+    """Rows of a microbatch on each rank."""
+    error: float
+    """Norm of the difference over norm of the reference, over all parameters."""
+    factor: float
+    """Length of the gradient along the reference: 2.0 for one that is right but for a factor of 2."""
+    reason: str
+    """The parameter that is furthest off, and how."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InvarianceReport:
+    """The cases of :func:`verify_invariance`, the same on all ranks; printed as a table."""
+
+    cases: tuple[InvarianceCase, ...]
+    tolerance: float
+
+    @property
+    def worst(self) -> InvarianceCase:
+        """The case with the largest error."""
+        return max(self.cases, key=lambda case: case.error)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether no error is over the tolerance."""
+        return self.worst.error <= self.tolerance
+
+    def __str__(self) -> str:
+        lines = [f'{"cut":<12}{"padding":<10}{"microbatch":>10}{"gradient error":>16}{"factor":>9}']
+        for case in self.cases:
+            mark = '' if case.error <= self.tolerance else f'  over tolerance; {case.reason}'
+            lines.append(
+                f'{case.cut:<12}{case.padding:<10}{case.microbatch_size:>10}{case.error:>16.1e}{case.factor:>9.4f}{mark}'
+            )
+        verdict = 'exact' if self.is_exact else 'NOT exact'
+        lines.append(
+            f'{verdict}: largest relative gradient error {self.worst.error:.1e}, tolerance {self.tolerance:.0e}'
+        )
+        return '\n'.join(lines)
+
+
+def verify_invariance(
+    gradients: Callable[[list[dict[str, Any]]], Gradients],
+    rows: Sequence[Batch] | Batch,
+    *,
+    layout: BatchLayout | None = None,
+    reference: Callable[[dict[str, Any]], Gradients] | None = None,
+    microbatch_sizes: Sequence[int] | None = None,
+    padding_sides: Sequence[str] = ('right', 'left'),
+    tolerance: float = 1e-6,
+) -> InvarianceReport:
+    """Has a trainer compute the gradient of the same rows in many cuts, and compares.
+
+    Dropout must be off and the learning rate 0, or the weights put back; in shorter types than float32 round-off
+    hides what is looked for. On several ranks every rank calls it, with its own rows.
+
+    Args:
+        gradients: Any way to the gradients of one optimizer step: gets this rank's microbatches in order and gives the
+            gradient of each parameter as the optimizer would see it, whole (not sharded), by name.
+        rows: This rank's rows, at least two, as many on every rank: one-row batches, or a batch of all of them, as a
+            processor or collator makes them, with ``input_ids`` and ``labels``.
+        layout: How tensors belong to rows; by default what the batch's keys imply. ``BatchLayout.for_model(model)``
+            knows more.
+        reference: Gives the gradients of one forward over the rows of all ranks. By default ``gradients`` is asked for
+            them, as a step of one microbatch, the same on every rank: that shows whether the cut matters, not whether
+            the whole is right.
+        microbatch_sizes: Rows of a microbatch; by default 1, 2, 3 and all.
+        padding_sides: Where the rows are padded; a model that counts positions from the first column is not the same
+            when padded left.
+        tolerance: Largest relative error that is taken for round-off.
+
+    Returns:
+        The cases and a verdict: ``assert report.is_exact, report``.
+
+    Raises:
+        ValueError: With rows that prove nothing: fewer than two, as many labels in all, or unlike numbers on the ranks.
+
+    Example:
+        >>> import torch
+        >>> from composer_tokacc import verify_invariance
+        >>> model = torch.nn.Embedding(9, 9)
+        >>> tokens = [torch.tensor([[1, 2, 3, 4, 5]]), torch.tensor([[6, 7]])]
+        >>> rows = [{'input_ids': ids, 'attention_mask': torch.ones_like(ids), 'labels': ids} for ids in tokens]
+        >>> def mean_of_means(microbatches):
+        ...     model.zero_grad()
+        ...     for microbatch in microbatches:
+        ...         logits, labels = model(microbatch['input_ids'])[:, :-1], microbatch['labels'][:, 1:]
+        ...         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        ...         (loss / len(microbatches)).backward()
+        ...     return {name: p.grad.clone() for name, p in model.named_parameters()}
+        >>> verify_invariance(mean_of_means, rows).is_exact
+        False
+    """
+    batches = [rows] if isinstance(rows, Mapping) else list(rows)
+    counts = dist.all_gather_object(sum(len(labels_of(batch)) for batch in batches))
+    if len(set(counts)) > 1 or counts[0] < 2:
+        raise ValueError(f'`rows` must hold as many rows on every rank, and at least 2, got: {counts}.')
+    # Those with media have the most entries, and tell the layout.
+    layout = layout or BatchLayout.infer(max(batches, key=len))
+    own = [
+        layout.trim(layout.select(without_carried(batch), [row]))
+        for batch in batches
+        for row in range(layout.num_rows(batch))
+    ]
+    everyone = [row for of_rank in dist.all_gather_object(own) for row in of_rank]
+    labels = [int(loss_mask(row, 'unshifted').sum()) for row in everyone]
+    if len(set(labels)) == 1:
+        raise ValueError(
+            f'`rows` must differ in their numbers of labels, got: {labels[0]} in each of {len(everyone)} rows. Among '
+            'such rows a mean of means is the mean over all tokens, and nothing is proven.'
+        )
+    cases = []
+    for padding in padding_sides:
+        whole = dict(layout.with_media(layout.concat(everyone, padding_side=padding)))
+        expected = _copied(reference(whole) if reference is not None else gradients([whole]))
+        for cut, size, microbatches in _cuts(layout, own, whole, padding, microbatch_sizes):
+            found = gradients([dict(layout.with_media(microbatch)) for microbatch in microbatches])
+            error, reason = relative_error(found, expected)
+            factor = _factor(found, expected)
+            case = InvarianceCase(
+                cut=cut, padding=padding, microbatch_size=size, error=error, factor=factor, reason=reason
+            )
+            # Ranks that hold unlike gradients must not come to unlike verdicts.
+            cases.append(max(dist.all_gather_object(case), key=lambda one: one.error))
+    return InvarianceReport(cases=tuple(cases), tolerance=tolerance)
+
+
+def relative_error(found: Gradients, expected: Gradients) -> tuple[float, str]:
+    """Relative error over all parameters, and which of them has the largest part in it.
+
+    A gradient that is absent counts as zero.
+    """
+    none = torch.zeros(())
+    squares, norm = {}, 0.0
+    for name in sorted(found.keys() | expected.keys()):
+        wanted = expected.get(name, none).cpu().double()
+        square = float((found.get(name, none).cpu().double() - wanted).square().sum())
+        squares[name] = square if square == square else float('inf')  # NaN is no number to compare
+        norm += float(wanted.square().sum())
+    if not norm > 0.0:
+        raise ValueError(
+            f'The reference gradient must be above zero, got: norm {norm} over {len(expected)} parameters. Rows need '
+            'labels that are not ignored, and parameters `requires_grad`.'
+        )
+    worst = max(squares, key=squares.__getitem__)
+    reason = 'has no gradient' if worst not in found else 'has none expected' if worst not in expected else 'is off'
+    return (sum(squares.values()) / norm) ** 0.5, f'most of all, {worst} {reason}'
+
+
+def _factor(found: Gradients, expected: Gradients) -> float:
+    """Least-squares factor between the two."""
+    shared = found.keys() & expected.keys()
+    along = sum(float((found[name].cpu().double() * expected[name].cpu().double()).sum()) for name in shared)
+    return along / sum(float(value.cpu().double().square().sum()) for value in expected.values())
+
+
+def _copied(gradients: Gradients) -> dict[str, torch.Tensor]:
+    """Out of reach of the next step, which may write into the same tensors."""
+    return {name: gradient.detach().clone() for name, gradient in gradients.items()}
+
+
+def _cuts(
+    layout: BatchLayout, rows: Sequence[Batch], whole: Batch, padding: str, sizes: Sequence[int] | None
+) -> Iterator[tuple[str, int, list[dict[str, Any]]]]:
+    """Microbatches of this rank's rows; as many on every rank."""
+    own = layout.concat(rows, padding_side=padding)
+    num_rows = len(rows)
+    yield 'again', num_rows, [dict(whole)]
+    by_length = sorted(range(num_rows), key=lambda row: -labels_of(rows[row]).shape[1])
+    for size in sorted({min(size, num_rows) for size in sizes or (1, 2, 3, num_rows)}):
+        chunks = [range(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
+        yield 'in order', size, [layout.select(own, list(chunk)) for chunk in chunks]
+        sorted_rows = [layout.select(own, [by_length[k] for k in chunk]) for chunk in chunks]
+        # Padding on the left may predict a first label, and move positions.
+        yield 'by length', size, list(map(layout.trim, sorted_rows)) if padding == 'right' else sorted_rows
+    yield 'uneven', 1, [layout.select(own, [0]), layout.select(own, list(range(1, num_rows)))]
