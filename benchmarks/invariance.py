@@ -38,6 +38,7 @@ from transformers import AutoModelForImageTextToText
 from benchmarks.machine import machine
 from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
 from composer_tokacc.data import VisionLanguageCollator
+from composer_tokacc.invariance import relative_error
 from composer_tokacc.verify import UnusedParameters
 from examples.digits import DigitsDataset, build_digits_processor, digits_model_config
 
@@ -96,11 +97,6 @@ def reference(processor: Any, dataset: Subset, collator: Any) -> tuple[dict[str,
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}, loss.item()
 
 
-def relative_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    difference = sum((found[name] - value).double().square().sum() for name, value in expected.items())
-    return float((difference / sum(value.double().square().sum() for value in expected.values())).sqrt())
-
-
 def train(method: str, microbatch: int, steps: int, processor: Any, dataset: Subset) -> tuple[Trainer, Any, Any]:
     collator = VisionLanguageCollator(processor)
     sampler = DistributedSampler(dataset, dist.get_world_size(), dist.get_global_rank(), shuffle=False)
@@ -147,7 +143,7 @@ def work(steps: int, microbatches: Sequence[int], path: Path) -> None:
                 'microbatch': microbatch,
                 'first_loss': losses[0],
                 'last_loss': losses[-1],
-                'gradient_error': relative_error(first.gradient, expected),
+                'gradient_error': relative_error(first.gradient, expected)[0],
                 'whole_batch_loss': whole,
                 'losses': losses,
                 'seconds': round(time.monotonic() - started, 1),

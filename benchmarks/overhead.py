@@ -3,7 +3,7 @@
 
 """What TokenAccumulation costs: its share of a step of the demo run, on two ranks.
 
-    composer -n 2 -m benchmarks.overhead [--steps 40]
+    composer -n 2 -m benchmarks.overhead [--steps 40] [algorithms.token_accumulation.token_weights=sqrt]
 
 Runs yamls/digits.yaml and adds up the time inside the algorithm's events and its backward hook, step by step. The share
 that its one all-reduce has in it, waiting for the other rank included, is given apart. Prints medians over the steps;
@@ -29,6 +29,7 @@ from benchmarks.machine import machine
 from composer_tokacc import TokenAccumulation
 from composer_tokacc.algorithm.functional import RankSum
 from composer_tokacc.algorithm.step_guard import StepGuard
+from composer_tokacc.algorithm.weighted_labels import Weighing
 from composer_tokacc.programs import load_config
 from composer_tokacc.programs.run import build_parts, build_trainer, check_config
 
@@ -67,8 +68,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--steps', type=int, default=40)
     parser.add_argument('--results', type=Path, default=RESULTS)
-    given = parser.parse_args()
-    config = load_config(DEMO, [f'trainer.max_duration={given.steps}ba', 'trainer.progress_bar=false'])
+    given, overrides = parser.parse_known_args()
+    config = load_config(DEMO, [f'trainer.max_duration={given.steps}ba', 'trainer.progress_bar=false', *overrides])
     check_config(config)
     trainer = build_trainer(config, build_parts(config), InMemoryLogger())
     steps = Steps()
@@ -76,6 +77,7 @@ def main() -> None:
     algorithm = next(one for one in trainer.state.algorithms if isinstance(one, TokenAccumulation))
     algorithm.apply = steps.timed(algorithm.apply, 'algorithm')  # pyright: ignore[reportAttributeAccessIssue]
     StepGuard.observe = steps.timed(StepGuard.observe, 'algorithm')
+    Weighing.apply = steps.timed(Weighing.apply, 'algorithm')
     RankSum.__init__ = steps.timed(RankSum.__init__, 'all_reduce')
     RankSum.read = steps.timed(RankSum.read, 'all_reduce')
     trainer.fit()

@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ from benchmarks.small_llava import build_model, make_rows
 from benchmarks.throughput_report import picture, show
 from benchmarks.timed_steps import METHODS, Row, StepClock, bound_seconds, data_of, equal_widths, timed
 from composer_tokacc import BatchLayout
+from composer_tokacc.algorithm.first_batch import split_of
 from composer_tokacc.planning import CostModel
 from examples.digits import DigitsDataset, build_digits_processor
 
@@ -49,7 +50,11 @@ def saved_bytes(method: str, model: Any, batch: Row, microbatch: int, cost: Cost
     layout = BatchLayout.for_model(model)
     spec = data_of(method, [batch], layout, cost)
     batch = spec.batch_transforms(batch)
-    spec.split_batch.checked = True  # the benchmark's models are the tests' own
+    split = split_of(spec.dataloader)
+    if split is not None:
+        cast(Any, split).checked = True  # the benchmark's models are the tests' own
+        if split.packing:
+            split.attend_by_document(model)
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     named = inspect.signature(model.forward).parameters
     peak = 0
@@ -65,6 +70,8 @@ def saved_bytes(method: str, model: Any, batch: Row, microbatch: int, cost: Cost
         with torch.autograd.graph.saved_tensors_hooks(keep, _never_unpacked):
             model(**{key: value for key, value in part.items() if key in named})
         peak = max(peak, sum(storage.nbytes() for storage in storages.values()))
+    if split is not None:
+        split.attend_as_before()
     return peak
 
 
@@ -73,15 +80,15 @@ def _never_unpacked(nothing: None) -> torch.Tensor:
 
 
 def fitted_cost(model: Any, lengths: np.ndarray, width: int) -> CostModel:
-    """What the planner is told of this machine: the same rows in six small microbatches and in one, at many widths.
+    """What the planner is told of this machine: the same rows in four small microbatches and in one, at many widths.
 
     The difference is what launches cost, which on a CPU is mostly the adding up of gradients in memory.
     """
     equal_widths(lengths, model, 1, width // 4)  # the first ones of a process are slow
     small, joined = [], []
     for _ in range(3):
-        small.append(equal_widths(lengths, model, 1, width // 8, num_microbatches=6))
-        joined.append(equal_widths(lengths, model, 6, width // 8))
+        small.append(equal_widths(lengths, model, 1, width // 8, num_microbatches=4))
+        joined.append(equal_widths(lengths, model, 1, width // 8, num_microbatches=4, joined=True))
     medians = [
         (*shapes[0][:2], statistics.median(shape[2] for shape in shapes))
         for repeats in (small, joined)

@@ -60,6 +60,11 @@ class StepClock(Callback):
         self.positions: list[int] = []
         self.largest = 0
 
+    def forget_first(self) -> None:
+        """Leaves out the first step, which pays for checks that a run makes once."""
+        for figures in (self.seconds, self.whole, self.microbatches, self.positions):
+            del figures[0]
+
     def fit_start(self, state: State, logger: Logger) -> None:
         self.ended = time.perf_counter()
 
@@ -185,7 +190,7 @@ def timed(
     slot_tokens: int | None = None,
     exact: bool = True,
 ) -> StepClock:
-    """All steps through a Trainer.
+    """All steps through a Trainer, after one of a few rows that pays for the first-batch check.
 
     Args:
         method: One of :data:`METHODS`.
@@ -198,12 +203,15 @@ def timed(
         exact: Whether the algorithm is on; where it is on for all methods, only the cut differs.
     """
     clock = StepClock(device)
-    # The first batch would pay for the probes; packing cannot go without.
     algorithms = [TokenAccumulation(loss_tokens='causal', check_loss=False)] if exact else []
-    data = data_of(method, batches, BatchLayout.for_model(model), cost, slot_tokens)
+    layout = BatchLayout.for_model(model)
+    by_length = sorted(range(layout.num_rows(batches[0])), key=layout.lengths(batches[0]).__getitem__)
+    few = layout.select(batches[0], sorted({*by_length[:2], *by_length[-2:]}))
+    data = data_of(method, [few, *batches], layout, cost, slot_tokens)
     fit(
-        model, data, microbatch, num_steps=len(batches), device=device, algorithms=algorithms, callbacks=[clock]
+        model, data, microbatch, num_steps=1 + len(batches), device=device, algorithms=algorithms, callbacks=[clock]
     )  # fmt: skip
+    clock.forget_first()
     return clock
 
 
@@ -212,22 +220,36 @@ def equal_widths(
     model: Any,
     microbatch: int,
     width: int,
-    num_microbatches: int = 1,
     *,
+    num_microbatches: int = 1,
+    joined: bool = False,
     device: ComputeDevice = CPU,
     num_widths: int = 7,
 ) -> list[tuple[int, int, float]]:
-    """Rows, width and seconds of microbatches of equal rows that fill the memory, at widths as the set has them."""
+    """Rows, width and seconds of microbatches of equal rows that fill the memory, at widths as the set has them.
+
+    Args:
+        lengths: Of the set.
+        model: Transformers model.
+        microbatch: Rows of ``width`` tokens that fill the memory.
+        width: In tokens.
+        num_microbatches: Timed together.
+        joined: Whether all their rows make one microbatch.
+        device: Where.
+        num_widths: Widths to time.
+    """
     layout, found = BatchLayout.for_model(model), []
     widths = np.geomspace(max(lengths.min(), 2), lengths.max(), num_widths).astype(int)
     for length in np.unique(widths).tolist():
         count = max(microbatch * width // length, 1)
         batch = layout.concat(make_rows([length] * count * num_microbatches, seed=1, config=model.config))
+        if joined:
+            count *= num_microbatches
         # On a GPU the first step of a shape pays for its memory.
         batches = [batch] * (2 if device.is_gpu else 1)
         clock = timed('stock', model, batches, count, device=device, exact=not device.is_gpu)
         seconds = clock.whole if device.is_gpu else clock.seconds
-        found.append((count, length, seconds[-1] / num_microbatches))
+        found.append((count, length, seconds[-1] / (1 if joined else num_microbatches)))
     return found
 
 

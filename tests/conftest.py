@@ -1,17 +1,31 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Hypothesis draws the same examples in every run, so that a failure is of the change at hand.
+"""What holds for all tests.
 
-HYPOTHESIS_PROFILE=random draws others each time, to search for what nobody has thought of.
+Hypothesis draws the same examples in every run, so that a failure is of the change at hand: HYPOTHESIS_PROFILE=random
+draws others each time, to search for what nobody has thought of. Ranks that stay belong to one worker of pytest-xdist.
 """
 
 from __future__ import annotations
 
 import os
 
+import pytest
 from hypothesis import settings
+
+from tests.support.launch import close_ranks
 
 settings.register_profile('steady', derandomize=True)
 settings.register_profile('random', derandomize=False)
 settings.load_profile(os.environ.get('HYPOTHESIS_PROFILE', 'steady'))
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.get_closest_marker('slow') and {'launch_json', 'launch_program'} & vars(item.module).keys():
+            item.add_marker(pytest.mark.xdist_group('ranks'))
+
+
+def pytest_sessionfinish():
+    close_ranks()

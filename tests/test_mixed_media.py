@@ -9,6 +9,7 @@ import json
 
 import pytest
 
+from tests.support.family_media import MEDIA, SLOT_MEDIA
 from tests.support.launch import launch_json
 
 SCRIPT = 'tests/ranks/mixed_media.py'
@@ -21,6 +22,10 @@ PAIRS = [
     ['image', 'none+none'],
     ['image&video', 'image+video+none'],
 ]
+SOUNDS = [['audio+none', 'none+none'], ['none+none', 'audio+audio'], ['none', 'none+none'], ['audio', 'audio+none']]
+ALL_KINDS = [['audio+none', 'video'], ['image&video&audio', 'none'], ['none', 'audio'], ['image+audio', 'video']]
+# Its processor takes no image beside a video.
+APART = [step for step in PAIRS if not any('&' in kinds for kinds in step)]
 
 
 def run(ranks, runs):
@@ -36,16 +41,23 @@ def run(ranks, runs):
 
 @pytest.mark.slow
 def test_two_ranks_of_ddp_whatever_each_has():
-    families = ['qwen2_5_vl', 'llava_onevision', 'video_llava']
-    runs: list[dict] = [{'family': family, 'steps': PAIRS, 'size': 1} for family in families]
-    # Its images have weights that its videos do not use.
-    runs.append({'family': 'llava_next_video', 'steps': [['video', 'none'], ['none', 'image']], 'size': 1})
-    run(2, runs)
+    steps = {
+        'qwen2_5_vl': PAIRS,
+        'llava_onevision': PAIRS,
+        'video_llava': PAIRS,
+        'internvl': PAIRS,
+        'llava_next_video': [['video', 'none'], ['none', 'image']],  # images have weights that videos do not use
+        'smolvlm_video': APART,
+        'qwen2_audio': SOUNDS,
+        'qwen2_5_omni': PAIRS + ALL_KINDS,
+    }
+    known = [family for family in steps if family in {**MEDIA, **SLOT_MEDIA}]
+    run(2, [{'family': family, 'steps': steps[family], 'size': 1} for family in known])
 
 
 @pytest.mark.slow
-def test_four_ranks_of_fsdp_each_with_something_else():
+def test_four_ranks_each_with_something_else():
     kinds = ['image+none', 'video', 'none+none', 'image&video+video']
     # The second step brings the first padding, which is looked at between the gradients and the optimizer.
     steps = [['image', 'video', 'none', 'none'], kinds, ['none'] * 4]
-    run(4, [{'family': 'qwen2_vl', 'steps': steps, 'size': 2, 'fsdp': True}])
+    run(4, [{'family': 'qwen2_vl', 'steps': steps, 'size': 2, 'fsdp': fsdp} for fsdp in (False, True)])

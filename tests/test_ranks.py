@@ -42,8 +42,7 @@ def test_text_gradients_do_not_depend_on_ranks_or_cut(ranks):
 def test_images_are_exact_on_ranks_with_and_without_them(family, ranks):
     results = launch_json(SCRIPT, family, ranks=ranks)
     results.pop('refused')
-    # Packed rows are for models that tell packed documents apart.
-    assert len(results) == (33 if family == 'llava' else 16)
+    assert len(results) == (33 if family == 'llava' else 32)
     check(results)
 
 
@@ -59,7 +58,7 @@ def test_other_families_on_two_ranks():
 def test_fsdp2_neither_hangs_nor_changes_the_gradient():
     results = launch_json('tests/ranks/fsdp_matrix.py', 'llava', 'qwen2_5_vl', ranks=2)
     assert 'FSDP must shard every trained parameter' in results.pop('refused')
-    assert len(results) == 8
+    assert len(results) == 12
     assert all(case.pop('sharded') > 0 for case in results.values())
     check(results)
 
@@ -73,3 +72,11 @@ def test_one_all_reduce_a_step_whatever_the_number_of_microbatches():
         assert counts['ours']['c10d::allreduce'] == counts['stock']['c10d::allreduce'] + 1
         assert ours == stock + 1
         assert monitor == stock + 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(('ranks', 'families'), [(2, ('text', 'llava', 'qwen2_5_vl')), (4, ('text', 'llava'))])
+def test_weighted_gradients_do_not_depend_on_ranks_or_cut(ranks, families):
+    results = launch_json('tests/ranks/token_weights.py', *families, ranks=ranks)
+    assert len(results) == {2: 26 + 13 + 7, 4: 26 + 13}[ranks]
+    check(results)

@@ -26,10 +26,10 @@ from tests.support.training import (
     loader,
     logged,
     rank_share,
-    reference_gradients,
     relative_error,
     train,
 )
+from tests.support.weights import weighted_reference
 
 
 def sharded(model: torch.nn.Module) -> Any:
@@ -66,16 +66,18 @@ def main() -> None:
         for order in ORDERS:
             rows = [case.rows[index] for index in ORDERS[order]]
             shares = (SHARES if order == 'mixed' else TEXT_RANK_SHARES)[dist.get_world_size()]
-            expected, loss = reference_gradients(case.model, layout.concat(rows, pad_token_id=case.pad_token_id))
-            for size in (1, 3):
+            batch = layout.concat(rows, pad_token_id=case.pad_token_id)
+            for size, weights in ((1, 'token'), (3, 'token'), (1, 'sqrt')):
+                expected, loss, _ = weighted_reference(case.model, batch, weights)
                 share = layout.concat(rank_share(rows, shares), pad_token_id=case.pad_token_id)
                 recorder, memory, trainer = train(
                     sharded(case.model), token_data_spec(loader(share), layout=layout), microbatch_size=size,
-                    algorithms=[TokenAccumulation()], parallelism_config={'fsdp': {'state_dict_type': 'full'}},
+                    algorithms=[TokenAccumulation(token_weights=weights)],
+                    parallelism_config={'fsdp': {'state_dict_type': 'full'}},
                 )  # fmt: skip
                 assert trainer.state.fsdp_enabled
                 found = logged(memory, 'loss/train/total')[-1]
-                results[f'{name} {order} microbatch {size}'] = {
+                results[f'{name} {order} microbatch {size} {weights}'] = {
                     'error': relative_error(recorder.gradients, expected),
                     'loss_error': abs(found - loss) / loss,
                     'sharded': sum(hasattr(p, 'full_tensor') for p in trainer.state.model.parameters()),

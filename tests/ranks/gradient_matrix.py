@@ -61,8 +61,8 @@ def family_cases(name: str) -> Iterator[Case]:
     world = dist.get_world_size()
     # Two families take every size; the others show that their image rows are split as exactly.
     sizes = (1, 2, 3, 6) if name in ('llava', 'qwen2_5_vl') else (1, 3)
-    # Packing is for models that tell packed documents apart.
-    packings = (False, True) if name == 'llava' else (False,)
+    # Two families packed as well, one with multimodal rotary positions.
+    packings = (False, True) if name in ('llava', 'qwen2_5_vl') else (False,)
     for packing, side, order, size in itertools.product(packings, ('right', 'left'), ORDERS, sizes):
         ordered = [rows[index] for index in ORDERS[order]]
         shares = (SHARES if order == 'mixed' else TEXT_RANK_SHARES)[world]

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Under the composer launcher: images on one rank, videos on another, both, or none; rank 0 writes the errors.
+"""Under the composer launcher: images on one rank, videos or sounds on another, several, or none; the errors.
 
 Arguments: a JSON list of runs (the keyword arguments of :func:`run`), result file. The rows are those that the
 families' own processors make, with nothing in them that counts media.
@@ -10,26 +10,20 @@ families' own processors make, with nothing in them that counts media.
 from __future__ import annotations
 
 import copy
-import json
 import os
-import sys
-from pathlib import Path
 from typing import Any
 
 os.environ['FSDP_VERSION'] = '2'
 
-import torch
-from composer.utils import dist, get_device
+from composer.utils import dist
 
 from composer_tokacc import TokenAccumulation, token_data_spec
 from tests.matrix.collator import join
 from tests.ranks.fsdp_matrix import sharded
 from tests.support.families import freeze_unreached
-from tests.support.family_media import MEDIA, MediaCase
+from tests.support.family_media import MEDIA, SLOT_MEDIA, MediaCase
 from tests.support.fsdp import repair_average
-from tests.support.training import loader, logged, reference_gradients, relative_error, train
-
-UNITS = ('image', 'video', 'audio')
+from tests.support.training import loader, logged, reference_gradients, relative_error, train, write_runs
 
 
 def run(
@@ -38,17 +32,20 @@ def run(
     """One Trainer, the weights standing still; on rank 0 what comes of every step.
 
     Args:
-        family: Key of :data:`.MEDIA`.
+        family: Key of :data:`.MEDIA` or :data:`.SLOT_MEDIA`.
         steps: For each step, what the rows of each rank hold: ``'image+none'`` is one row with images alone and one
             without media; a row of ``'image&video'`` has both.
         size: Microbatch size.
         side: Of padding.
         fsdp: Whether the model is sharded.
     """
-    case = MEDIA[family]()
+    case = {**MEDIA, **SLOT_MEDIA}[family]()
+    slots = family in SLOT_MEDIA
+    if fsdp:
+        repair_average()
     freeze_unreached(case)
     shares = [[rows_of(case, kinds) for kinds in step] for step in steps]
-    data = loader(*(join(step[dist.get_global_rank()], side=side) for step in shares))
+    data = loader(*(join(step[dist.get_global_rank()], side=side, slots=slots) for step in shares))
     options: dict[str, Any] = {'parallelism_config': {'fsdp': {'state_dict_type': 'full'}}} if fsdp else {}
     recorder, memory, _ = train(
         sharded(case.model) if fsdp else copy.deepcopy(case.model),
@@ -64,7 +61,7 @@ def run(
     losses = logged(memory, 'loss/train/total')
     for step, gradients, loss in zip(shares, recorder.steps, losses, strict=True):
         # On the right, where eager attention has a reference in float64.
-        whole = join([row for rows in step for row in rows], side='right')
+        whole = join([row for rows in step for row in rows], side='right', slots=slots)
         expected, own = reference_gradients(case.model, whole)
         found.append({'error': relative_error(gradients, expected), 'loss_error': abs(loss - own) / own})
     return found
@@ -72,23 +69,12 @@ def run(
 
 def rows_of(case: MediaCase, kinds: str) -> list[dict[str, Any]]:
     """For each kind another one of the rows that hold just that."""
-    pools = {kind: [] for kind in kinds.split('+')}
-    for row, truth in zip(case.rows, case.truth, strict=True):
-        kind = '&'.join(unit for unit in UNITS if truth.get(unit)) or 'none'
-        pools.setdefault(kind, []).append(row)
-    return [pools[kind][place % len(pools[kind])] for place, kind in enumerate(kinds.split('+'))]
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    dist.initialize_dist(get_device('cpu'), timeout=60.0)
-    repair_average()
-    results = []
-    for arguments in json.loads(sys.argv[1]):
-        results.append(run(**arguments))
-        if dist.get_global_rank() == 0:  # after each, because a later one may hang
-            Path(sys.argv[2]).write_text(json.dumps(results))
+    rows = []
+    for place, kind in enumerate(kinds.split('+')):
+        pool = [row for row, held in zip(case.rows, case.kinds, strict=True) if held == kind]
+        rows.append(pool[place % len(pool)])
+    return rows
 
 
 if __name__ == '__main__':
-    main()
+    write_runs(run)

@@ -9,14 +9,11 @@ Arguments: a JSON list of runs (the keyword arguments of :func:`run`), result fi
 from __future__ import annotations
 
 import hashlib
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 from composer.core import Callback
-from composer.utils import dist, get_device
+from composer.utils import dist
 from torch.utils.data import DataLoader
 
 from composer_tokacc import TokenAccumulation, token_data_spec
@@ -24,7 +21,7 @@ from composer_tokacc.sampling import RegroupingBatchSampler, RegroupingDataLoade
 from tests.support.killer import KillRank
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
 from tests.support.text import text_model
-from tests.support.training import hugging_face, train, unwrapped
+from tests.support.training import hugging_face, train, unwrapped, write_runs
 
 NUM_SAMPLES, GLOBAL_BATCH, SEED = 44, 8, 3
 """Six steps an epoch, the last one of four samples."""
@@ -110,14 +107,5 @@ def stock_loader(dataset: LengthDataset, num_workers: int) -> DataLoader:
     )  # fmt: skip
 
 
-def main() -> None:
-    dist.initialize_dist(get_device('cpu'), timeout=60.0)
-    results = []
-    for arguments in json.loads(sys.argv[1]):
-        results.append(run(**arguments))
-        if dist.get_global_rank() == 0:  # after each, because a later one may be killed
-            Path(sys.argv[2]).write_text(json.dumps(results))
-
-
 if __name__ == '__main__':
-    main()
+    write_runs(run)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from unittest import mock
 
 from composer.utils import dist
 
@@ -18,9 +19,9 @@ from tests.data.test_headers import PROCESSORS, open_dataset
 def main(path: str, num_checked: str, result: str) -> None:
     """Gathers the tables, and which samples each rank has read."""
     dist.initialize_dist('cpu')
-    lengths.FEWEST_FOR_HEADERS, lengths.NUM_CHECKED = 0, int(num_checked)
     dataset = open_dataset(Path(path), PROCESSORS['llava_next']())
-    table = lengths.build_length_table(dataset, dataset.encoder.processor, num_workers=0)
+    with mock.patch.multiple(lengths, FEWEST_FOR_HEADERS=0, NUM_CHECKED=int(num_checked)):
+        table = lengths.build_length_table(dataset, dataset.encoder.processor, num_workers=0)
     columns = {name: getattr(table, name).tolist() for name in lengths.COLUMNS}
     gathered = dist.all_gather_object({'columns': columns, 'reads': dataset.reads})
     if dist.get_global_rank() == 0:

@@ -4,7 +4,7 @@
 """Under the composer launcher: runs of a YAML file under FSDP2 that end with sharded checkpoints.
 
 For each run rank 0 writes the logits of the trained model, still sharded, to ``logits.pt`` in its ``report.folder``.
-Arguments: a JSON list of lists of overrides, the YAML file.
+Arguments: a JSON list of lists of overrides, the YAML file, result file, which gets the paths of the logits.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from composer_tokacc.programs.schema import load_config
 
 
 def main() -> None:
+    files = []
     for overrides in json.loads(sys.argv[1]):
         config = load_config(sys.argv[2], overrides)
         parts = build_parts(config)
@@ -34,9 +35,12 @@ def main() -> None:
         folder = Path(config.report['folder'])
         with torch.no_grad():
             logits = parts.model.eval().model(**torch.load(folder / 'batch.pt')).logits
+        files.append(str(folder / 'logits.pt'))
         if dist.get_global_rank() == 0:
-            torch.save(logits, folder / 'logits.pt')
+            torch.save(logits, files[-1])
         trainer.close()
+    if dist.get_global_rank() == 0:
+        Path(sys.argv[3]).write_text(json.dumps(files))
 
 
 if __name__ == '__main__':

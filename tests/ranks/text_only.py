@@ -11,20 +11,17 @@ the errors and a hash of the last parameters.
 from __future__ import annotations
 
 import hashlib
-import json
 import random
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
-from composer.utils import dist, get_device
+from composer.utils import dist
 
 from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
 from tests.matrix.collator import join
 from tests.matrix.harness import plain_gradients
 from tests.matrix.subjects import SUBJECTS, Subject
-from tests.support.training import loader, rank_share, relative_error, train, unwrapped
+from tests.support.training import loader, rank_share, relative_error, train, unwrapped, write_runs
 
 NUM_ROWS = 6
 MEDIA = ('pixel_values', 'pixel_values_videos', 'input_features')
@@ -87,14 +84,5 @@ def rows_of(subject: Subject, kind: str, seed: int) -> list[dict[str, Any]]:
     return rows
 
 
-def main() -> None:
-    dist.initialize_dist(get_device('cpu'), timeout=60.0)
-    results = []
-    for arguments in json.loads(sys.argv[1]):
-        results.append(run(**arguments))
-        if dist.get_global_rank() == 0:  # after each, because a later one may crash
-            Path(sys.argv[2]).write_text(json.dumps(results))
-
-
 if __name__ == '__main__':
-    main()
+    write_runs(run)

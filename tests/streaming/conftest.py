@@ -7,6 +7,8 @@ import tempfile
 
 import pytest
 
+from tests.support.launch import close_ranks
+
 
 @pytest.fixture(autouse=True)
 def _no_shared_memory_left(tmp_path, monkeypatch):
@@ -21,4 +23,5 @@ def _no_shared_memory_left(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, 'tempdir', None)
     util.clean_stale_shared_memory()
     yield
+    close_ranks()  # of a temporary folder that goes
     util.clean_stale_shared_memory()

@@ -58,6 +58,8 @@ class MediaCase:
     pad_token_id: int
     processor: Any = None
     """With a chat template of its family's tokens."""
+    kinds: Sequence[str] = ()
+    """What each row holds: ``'image'``, ``'image&video'``, ..., or ``'none'``."""
 
     def loss(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """The model's own mean loss."""
@@ -144,7 +146,8 @@ def _case(
         "{% for message in messages %}{% for part in message['content'] %}{% if part['type'] == 'text' %}"
         f"{{{{ part['text'] }}}} {written}{{% endif %}}{{% endfor %}}</s> {{% endfor %}}"
     )
-    return MediaCase(model=model, rows=rows, truth=truth, pad_token_id=pad, processor=processor)
+    kinds = ['&'.join(kind for kind in ('image', 'video', 'audio') if kind in pieces) or 'none' for pieces in plan]
+    return MediaCase(model=model, rows=rows, truth=truth, pad_token_id=pad, processor=processor, kinds=kinds)
 
 
 QWEN_TOKENS = {
@@ -157,7 +160,8 @@ _GRID = {'patch_size': PATCH_SIZE, 'merge_size': 2, 'temporal_patch_size': 2, **
 def _qwen(name: str) -> MediaCase:
     special = ('<|image_pad|>', '<|video_pad|>', '<|vision_start|>', '<|vision_end|>')
     seconds = tuple(f'{index}' for index in range(10))
-    tokenizer = word_tokenizer(*special, *(('<', '>', '.', 'seconds', *seconds) if name == 'Qwen3VL' else ()))
+    words = ('<', '>', '.', 'seconds', *seconds) if name == 'Qwen3VL' else ()
+    tokenizer = word_tokenizer(*special, *words, class_name='Qwen2TokenizerFast')
     video_class = 'Qwen3VLVideoProcessor' if name == 'Qwen3VL' else 'Qwen2VLVideoProcessor'
     video_processor = getattr(transformers, video_class)(
         size={'shortest_edge': 64, 'longest_edge': 4096}, do_sample_frames=False, **_GRID
@@ -205,7 +209,7 @@ def _omni() -> MediaCase:
 
 
 def _qwen2_audio() -> MediaCase:
-    tokenizer = word_tokenizer('<|AUDIO|>', '<|audio_bos|>', '<|audio_eos|>')
+    tokenizer = word_tokenizer('<|AUDIO|>', '<|audio_bos|>', '<|audio_eos|>', class_name='Qwen2TokenizerFast')
     processor = transformers.Qwen2AudioProcessor(
         feature_extractor=transformers.WhisperFeatureExtractor(feature_size=8, chunk_length=1), tokenizer=tokenizer
     )
@@ -235,7 +239,7 @@ def _llava_onevision() -> MediaCase:
 
 
 def _llava_next_video() -> MediaCase:
-    tokenizer = word_tokenizer('<image>', '<video>')
+    tokenizer = word_tokenizer('<image>', '<video>', class_name='LlamaTokenizerFast')
     processor = transformers.LlavaNextVideoProcessor(
         image_processor=transformers.LlavaNextImageProcessor(
             size={'shortest_edge': IMAGE_SIZE}, crop_size=SQUARE, image_grid_pinpoints=PINPOINTS, **MEAN_STD
@@ -255,8 +259,10 @@ def _llava_next_video() -> MediaCase:
 
 def _video_llava() -> MediaCase:
     tokenizer = word_tokenizer('<image>', '<video>')
+    # Up to transformers 4 its images have a class of their own.
+    image_class = getattr(transformers, 'VideoLlavaImageProcessor', transformers.CLIPImageProcessor)
     processor = transformers.VideoLlavaProcessor(
-        image_processor=transformers.CLIPImageProcessor(size=SQUARE, crop_size=SQUARE, **MEAN_STD),
+        image_processor=image_class(size=SQUARE, crop_size=SQUARE, **MEAN_STD),
         video_processor=transformers.VideoLlavaVideoProcessor(size=SQUARE, crop_size=SQUARE, **MEAN_STD),
         tokenizer=tokenizer,
         patch_size=PATCH_SIZE,
@@ -310,8 +316,16 @@ def _smolvlm() -> MediaCase:
         image_seq_len=(IMAGE_SIZE // PATCH_SIZE) ** 2 // 4,
     )
     model = family_models.MODELS['smolvlm'](TokenIds(tokenizer))
-    plan = ((4, 3), (2, 'image', 3), (9, 6), ('image', 'image', 4))
-    case = _case(processor, model, {'image': '<image>'}, plan)
+
+    def call(text: list[str], **media: Any) -> Any:
+        counts = [len(frames) for frames in media.get('videos', ())]
+        shown = [{'total_num_frames': n, 'fps': 1.0, 'frames_indices': list(range(n))} for n in counts]
+        options = {'video_metadata': shown, 'do_sample_frames': False}
+        return processor(text=text, **media, **({'videos_kwargs': options} if shown else {}))
+
+    plan = ((4, 3), (2, 'image', 3), (9, 6), ('image', 'image', 4), ('video', 2), (3, 'video', 1, 4))
+    tokens = {'image': '<image>', 'video': '<video>'}
+    case = _case(processor, model, tokens, plan, call=call, videos=_frames(2, 3))
     processor.chat_template = DEFAULT_CHAT_TEMPLATE  # it would take no other for videos
     return case
 

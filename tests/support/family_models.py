@@ -236,7 +236,7 @@ def _qwen2_5_omni(encode: SampleEncoder) -> PreTrainedModel:
         'fullatt_block_indexes': [1],
         'out_hidden_size': 16,
     }
-    rotary = {'type': 'mrope', 'rope_type': 'default', 'mrope_section': [2, 1, 1]}
+    rotary = {'type': 'default', 'rope_type': 'default', 'mrope_section': [2, 1, 1]}
     config = transformers.Qwen2_5OmniThinkerConfig(
         audio_config={**_audio(), 'n_window': 4, 'output_dim': 16},
         vision_config=vision,
@@ -392,7 +392,7 @@ def _glm4v(encode: SampleEncoder) -> PreTrainedModel:
     }
     rotary = {'rope_type': 'default', 'rope_theta': 10000.0, 'mrope_section': [2, 1, 1], 'partial_rotary_factor': 1.0}
     config = transformers.Glm4vConfig(
-        text_config=_text(encode, rope_parameters=rotary),
+        text_config=_text(encode, rope_scaling=rotary),
         vision_config=vision,
         image_token_id=encode.token_id('<image>'),
         video_token_id=encode.token_id('<video>'),

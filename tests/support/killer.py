@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 
+import psutil
 from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
@@ -35,6 +37,14 @@ class StopRank(KillRank):
             os.kill(os.getpid(), signal.SIGSTOP)
 
 
+class KillLoader(KillRank):
+    """Kills a process that reads samples for one rank at the start of a batch."""
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        if dist.get_global_rank() == self.rank and int(state.timestamp.batch) == self.batch:
+            psutil.Process().children()[0].kill()
+
+
 class FailOnRank(KillRank):
     """Raises on one rank at the start of a batch."""
 
@@ -45,3 +55,17 @@ class FailOnRank(KillRank):
     def batch_start(self, state: State, logger: Logger) -> None:
         if dist.get_global_rank() == self.rank and int(state.timestamp.batch) == self.batch:
             raise BadSampleError('sample "s7" cannot be read') if self.bad_sample else KeyError('a bug of ours')
+
+
+class KillInWrite(Callback):
+    """Has the system kill this process once it has written so many bytes of the checkpoint behind a step."""
+
+    def __init__(self, *, batch: int, num_bytes: int) -> None:
+        self.batch = batch
+        self.num_bytes = num_bytes
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        if dist.get_global_rank() == 0 and int(state.timestamp.batch) == self.batch:
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (self.num_bytes, self.num_bytes))
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)

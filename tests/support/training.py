@@ -6,8 +6,11 @@
 from __future__ import annotations
 
 import copy
+import json
+import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +18,7 @@ from composer import Trainer
 from composer.core import Callback, Event, State
 from composer.loggers import InMemoryLogger, Logger
 from composer.models import HuggingFaceModel
-from composer.utils import dist
+from composer.utils import dist, get_device
 from torch.utils.data import DataLoader, IterableDataset
 
 Gradients = dict[str, torch.Tensor]
@@ -107,6 +110,15 @@ def hugging_face(model: torch.nn.Module, **kwargs: Any) -> HuggingFaceModel:
     return HuggingFaceModel(model, shift_labels=True, use_logits=True, **kwargs)
 
 
+def in_double(model: Any) -> Any:
+    """A copy in float64, with experts one by one: torch's grouped product of newer hosts takes no doubles on a CPU."""
+    model = copy.deepcopy(model).double()
+    host = next((one for one in model.modules() if hasattr(one, '_can_set_experts_implementation')), None)
+    if host is not None and host._can_set_experts_implementation():
+        host.set_experts_implementation('eager')
+    return model
+
+
 def reference_gradients(
     model: torch.nn.Module, batch: dict[str, Any], dtype: torch.dtype = torch.float64
 ) -> tuple[Gradients, float]:
@@ -115,7 +127,7 @@ def reference_gradients(
     In float64, so that only the round-off of what is tested counts: a float32 reference is 7e-7 off by itself. Not for
     eager attention with left padding: transformers casts float64's lowest mask value to float32 there, which gives NaN.
     """
-    model = copy.deepcopy(model).to(dtype)
+    model = in_double(model).to(dtype)
     model.zero_grad(set_to_none=True)
     inputs = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
     inputs = {key: value.to(dtype) if value.is_floating_point() else value for key, value in inputs.items()}
@@ -137,6 +149,16 @@ def relative_error(found: Gradients, expected: Gradients) -> float:
 def logged(memory: InMemoryLogger, name: str) -> list[float]:
     """Values of a metric, in order."""
     return [float(value) for _, value in memory.data[name]]
+
+
+def write_runs(run: Callable[..., Any]) -> None:
+    """Main of a script under the launcher, whose arguments are a JSON list of those of ``run``, and a result file."""
+    dist.initialize_dist(get_device('cpu'), timeout=60.0)
+    results = []
+    for arguments in json.loads(sys.argv[1]):
+        results.append(run(**arguments))
+        if dist.get_global_rank() == 0:  # after each, because a later one may hang, crash or be killed
+            Path(sys.argv[2]).write_text(json.dumps(results))
 
 
 def rank_share(items: Sequence[Any], sizes: Sequence[int]) -> list[Any]:

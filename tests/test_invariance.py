@@ -1,0 +1,126 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The check for any trainer: plain loops that are right, and loops that are wrong in the ways that trainers are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from composer_tokacc import BatchLayout, verify_invariance
+from composer_tokacc.invariance import relative_error
+from tests.ranks.invariance import mean_of_means, step_mean
+from tests.support.families import FAMILIES
+from tests.support.launch import launch_json
+from tests.support.text import collate, text_model, text_rows
+from tests.support.training import reference_gradients
+
+ROWS = [(4, 2), (14, 11), (9, 9), (6, 1), (5, 0)]
+
+
+def test_a_mean_over_the_step_is_exact_in_every_cut():
+    model = text_model()
+    report = verify_invariance(step_mean(model), text_rows(ROWS))
+    assert report.is_exact, report
+    cuts = {(case.cut, case.microbatch_size) for case in report.cases}
+    assert cuts == {('again', 5), ('uneven', 1), *((cut, k) for cut in ('in order', 'by length') for k in (1, 2, 3, 5))}
+    assert {case.padding for case in report.cases} == {'right', 'left'}
+    assert 'exact: largest relative gradient error' in str(report)
+
+
+def test_a_mean_of_means_is_off_and_the_table_says_where():
+    report = verify_invariance(mean_of_means(text_model()), collate(text_rows(ROWS[:4])), microbatch_sizes=[1, 9])
+    assert not report.is_exact
+    whole = [case for case in report.cases if case.cut == 'in order' and case.microbatch_size == 4]
+    assert all(case.error < 1e-6 for case in whole)
+    ones = [case for case in report.cases if case.cut == 'in order' and case.microbatch_size == 1]
+    assert all(case.error > 1e-2 for case in ones)
+    assert report.worst.reason.startswith('most of all, ')
+    assert 'NOT exact' in str(report)
+    assert 'over tolerance; most of all, ' in str(report)
+
+
+def test_a_sum_that_nobody_divided_shows_its_factor():
+    model = text_model()
+    right = step_mean(model)
+
+    def undivided(microbatches):
+        return {name: len(microbatches) * value for name, value in right(microbatches).items()}
+
+    report = verify_invariance(undivided, text_rows(ROWS), microbatch_sizes=[1])
+    ones = [case for case in report.cases if case.microbatch_size == 1 and case.cut != 'uneven']
+    assert [case.factor for case in ones] == pytest.approx([5.0] * 4)
+
+
+def test_a_step_that_differs_from_itself_is_found_by_asking_again():
+    model = text_model()
+    report = verify_invariance(step_mean(model, keep=True), text_rows(ROWS))
+    again = report.cases[0]
+    assert (again.cut, again.factor) == ('again', pytest.approx(2.0))
+
+
+def test_a_wrong_whole_is_found_with_a_reference_alone():
+    model = text_model()
+    halved = lambda microbatches: {n: v / 2 for n, v in step_mean(model)(microbatches).items()}  # noqa: E731
+    assert verify_invariance(halved, text_rows(ROWS)).is_exact
+    reference = lambda batch: {n.removeprefix('model.'): g for n, g in reference_gradients(model, batch)[0].items()}  # noqa: E731
+    report = verify_invariance(halved, text_rows(ROWS), reference=reference)
+    assert report.worst.error == pytest.approx(0.5, rel=1e-4)
+    assert verify_invariance(step_mean(model), text_rows(ROWS), reference=reference).is_exact
+
+
+@pytest.mark.parametrize('family', ['llava', 'qwen2_5_vl', 'idefics3'])
+def test_rows_keep_their_images(family):
+    case = FAMILIES[family]()
+    layout = BatchLayout.for_model(case.model)
+    exact = verify_invariance(step_mean(case.model), case.rows, layout=layout, padding_sides=['right'])
+    assert exact.is_exact, exact
+    assert not verify_invariance(mean_of_means(case.model), case.rows, padding_sides=['right']).is_exact
+
+
+def test_a_parameter_lost_or_not_a_number_is_off():
+    model = text_model()
+    right = step_mean(model)
+    name = next(iter(dict(model.named_parameters())))
+
+    def loses(microbatches):
+        found = right(microbatches)
+        return {key: value for key, value in found.items() if key != name or len(microbatches) == 1}
+
+    def breaks(microbatches):
+        found = right(microbatches)
+        return found if len(microbatches) == 1 else {**found, name: found[name] * float('nan')}
+
+    report = verify_invariance(loses, text_rows(ROWS))
+    assert report.worst.reason == f'most of all, {name} has no gradient'
+    assert verify_invariance(breaks, text_rows(ROWS)).worst.error == float('inf')
+
+
+def test_rows_that_prove_nothing_are_refused():
+    right = step_mean(text_model())
+    with pytest.raises(ValueError, match=r'differ in their numbers of labels, got: 3 in each of 2 rows'):
+        verify_invariance(right, text_rows([(4, 3), (9, 3)]))
+    with pytest.raises(ValueError, match=r'at least 2, got: \[1\]'):
+        verify_invariance(right, text_rows([(4, 3)]))
+    with pytest.raises(ValueError, match=r'at least 2, got: \[0\]'):
+        verify_invariance(right, [])
+    with pytest.raises(ValueError, match='reference gradient must be above zero'):
+        verify_invariance(lambda microbatches: {'a': torch.zeros(2)}, text_rows(ROWS))
+
+
+@pytest.mark.slow
+def test_ranks_that_average_means_are_off_and_ranks_that_count_together_are_not():
+    results = launch_json('tests/ranks/invariance.py', ranks=2)
+    assert results['step mean'] < 1e-6
+    # Composer's token-weighted flag and most trainers: exact on each rank, and a mean over ranks of unlike counts.
+    assert results['mean of each rank'] > 1e-2
+    assert 'as many rows on every rank, and at least 2, got: [3, 2]' in results['refused']
+
+
+def test_parameters_without_a_gradient_count_as_an_error():
+    expected = {'a': torch.tensor([3.0]), 'b': torch.tensor([4.0])}
+    assert relative_error(dict(expected), expected)[0] == 0.0
+    assert relative_error({'b': expected['b']}, expected) == (pytest.approx(0.6), 'most of all, a has no gradient')
+    extra = {**expected, 'c': torch.tensor([5.0])}
+    assert relative_error(extra, expected) == (pytest.approx(1.0), 'most of all, c has none expected')

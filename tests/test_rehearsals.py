@@ -1,0 +1,77 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Runs of many ranks and of several nodes, rehearsed on one machine: they train as one rank does, and go on as one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from composer_tokacc.train import main
+from tests.support.launch import launch, launch_nodes
+from tests.support.programs import DIGITS, TINY_DIGITS
+
+pytestmark = pytest.mark.slow
+
+TINY = [setting for setting in TINY_DIGITS if not setting.startswith(('scheduler', 'trainer.max', 'trainer.eval'))]
+
+
+def arguments(folder: Path, steps: int) -> list[str]:
+    config = yaml.safe_load(Path(DIGITS).read_text())
+    # Plain gradient descent: Adam makes much of the round-off of gradients that are nearly nothing.
+    config |= {'optimizer': {'name': 'sgd', 'lr': 0.1}, 'scheduler': {'name': 'constant'}}
+    config['trainer'] |= {
+        'max_duration': f'{steps}ba', 'eval_interval': '2ba', 'autoresume': True, 'save_interval': '2ba',
+        'save_folder': f'{folder}/checkpoints',
+    }  # fmt: skip
+    config['report']['folder'] = str(folder)
+    path = folder / 'run.yaml'
+    path.write_text(yaml.safe_dump(config, sort_keys=False))
+    return [str(path), *TINY]
+
+
+def result_of(folder: Path) -> dict:
+    return json.loads((folder / 'result.json').read_text())
+
+
+def weights_of(folder: Path) -> dict:
+    return torch.load(folder / 'checkpoints' / 'latest-rank0.pt', weights_only=False)['state']['model']
+
+
+@pytest.fixture(scope='module')
+def one_rank(tmp_path_factory):
+    """Two steps, then two more."""
+    folders = []
+    for steps in (2, 4):
+        folders.append(tmp_path_factory.mktemp(f'one_{steps}'))
+        assert main(arguments(folders[-1], steps)) == 0
+    return folders
+
+
+def test_eight_ranks_on_two_nodes_train_as_one_rank_does_and_one_rank_goes_on(one_rank, tmp_path):
+    screens = launch_nodes(['-m', 'composer_tokacc.train', *arguments(tmp_path, 2)], nodes=2, ranks=4)
+    assert not any('Traceback' in screen for screen in screens)
+    many, one = result_of(tmp_path), result_of(one_rank[0])
+    assert many['samples'] == one['samples'] == 16
+    assert many['eval']['LanguageCrossEntropy'] == pytest.approx(one['eval']['LanguageCrossEntropy'], rel=1e-5)
+    torch.testing.assert_close(weights_of(tmp_path), weights_of(one_rank[0]), rtol=0, atol=1e-6)
+    assert main(arguments(tmp_path, 4)) == 0
+    assert result_of(tmp_path)['first_step'] == 2
+    torch.testing.assert_close(weights_of(tmp_path), weights_of(one_rank[1]), rtol=0, atol=2e-6)
+
+
+def test_fsdp2_trains_and_evaluates_as_one_rank_does_and_more_ranks_go_on(one_rank, tmp_path):
+    """Of eight samples a step some ranks have text alone; the checkpoint is in parts."""
+    fsdp = 'trainer.parallelism_config={fsdp: {state_dict_type: sharded}}'
+    for ranks, steps, expected in ((2, 2, one_rank[0]), (4, 4, one_rank[1])):
+        done = launch(['tests/ranks/fsdp_training.py', *arguments(tmp_path, steps), fsdp], ranks=ranks)
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-6000:]
+        found, one = result_of(tmp_path), result_of(expected)
+        assert found['loss']['last'] == pytest.approx(one['loss']['last'], rel=1e-5)
+        assert found['eval']['LanguageCrossEntropy'] == pytest.approx(one['eval']['LanguageCrossEntropy'], rel=1e-5)
+    assert found['first_step'] == 2
