@@ -140,7 +140,7 @@ def plan_microbatches(
         image_tokens: Image tokens of each sample, (n,). With ``'fsdp'`` samples with and without images then never run
             side by side, because a rank that leaves the vision tower unused hangs the others.
         vision_cost: Cost of each sample in the vision tower, (n,), in the unit of :class:`.CostModel`, where image
-            tokens do not tell it; by default ``image_tokens * cost.vision_per_token``.
+            tokens do not tell it, as :meth:`.CostModel.tower` has it; by default that of ``image_tokens`` alone.
         max_image_tokens: Image budget of a microbatch.
         objective: ``'ddp'``: ranks wait for each other once a step, and may have unequal numbers of microbatches.
             ``'fsdp'``: they wait at every microbatch, after its vision tower and at its end, and have equal numbers.
