@@ -13,6 +13,7 @@ import importlib.util
 import inspect
 import logging
 from collections.abc import Iterator
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ from composer_tokacc.data import (
     image_token_ids,
     length_table,
 )
+from composer_tokacc.data.lengths import chosen_patch_size
+from composer_tokacc.data.media import count_patches
 from composer_tokacc.data_spec import token_data_spec
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.planning import CostModel
@@ -392,6 +395,7 @@ class ShardSource:
             objective='fsdp' if config.is_sharded else 'ddp',
             width_multiple=config.microbatching.width_multiple,
             cost=config.microbatching.cost,
+            patches=partial(count_patches, patch_size=chosen_patch_size(processor, _patch_size(config, processor))),
             **reading,
         )
         return exchanging, slot_tokens
