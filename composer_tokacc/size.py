@@ -15,7 +15,8 @@ memory, and prints a table, YAML lines to paste, and the paths of `size.json` an
     num_ranks=8             ranks of the run; 1
     device_memory_gib=80    memory of a device; what this machine has
     safety=0.92             share of it that may be planned for
-    time_steps=true         time a few real steps here, so that the report speaks of seconds; false
+    time_steps=true         time a few real steps here, so that the report speaks of seconds, and says what a microbatch
+                            and its vision tower cost (`microbatching.cost`); false
     folder=runs/size        where the files go
 
 With `lengths` nothing is asked of the hub if `model.pretrained` is a folder with the config and the processor, or

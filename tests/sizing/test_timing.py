@@ -104,9 +104,7 @@ def test_what_passes_in_the_tower_is_told_from_the_rest(frozen: bool) -> None:
     linear = [module for module in case.model.modules() if isinstance(module, torch.nn.Linear)]
     for module in linear:
         module.register_forward_hook(passes)
-    timer = MicrobatchTimer(
-        BatchLayout.for_model(case.model), patches=partial(count_patches, patch_size=14), skip=0
-    )
+    timer = MicrobatchTimer(BatchLayout.for_model(case.model), patches=partial(count_patches, patch_size=14), skip=0)
     timer._now = lambda: clock[0]  # type: ignore[method-assign]
     layout = BatchLayout.for_model(case.model)
     batch = layout.concat(case.rows, pad_token_id=case.pad_token_id)
