@@ -95,7 +95,8 @@ class MicrobatchTimer(Callback):
         before = self._now()
         image_tokens = 0 if self.layout is None else sum(self.layout.image_tokens_per_row(state.batch))
         patches = [] if self.patches is None or self.layout is None else self._row_patches(self.layout, state.batch)
-        self._shape = (*state.batch['input_ids'].shape, image_tokens, patches)
+        self._shape = (*state.batch['input_ids'].shape, image_tokens)
+        self._patches = patches
         self._in_tower, self._first_gradient = 0.0, None
         spent = self._now() - before  # on counting, which is no part of the run
         self._started += spent
@@ -114,9 +115,9 @@ class MicrobatchTimer(Callback):
         self._inside += seconds
         tower = self._in_tower + (0.0 if self._first_gradient is None else now - self._first_gradient)
         if int(state.timestamp.batch) >= self.skip:
-            columns = (self.rows, self.widths, self.image_tokens, self.row_patches)
-            for column, value in zip(columns, self._shape, strict=True):
+            for column, value in zip((self.rows, self.widths, self.image_tokens), self._shape, strict=True):
                 column.append(value)
+            self.row_patches.append(self._patches)
             self.tower_seconds.append(tower)
             self.seconds.append(seconds)
 

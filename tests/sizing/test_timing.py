@@ -77,7 +77,7 @@ def test_the_tower_has_terms_of_its_own() -> None:
     cost, _ = fit_cost([timer], quadratic=QUADRATIC)
     assert cost.seconds_per_token == pytest.approx(PER_TOKEN, rel=0.05)
     found = (cost.vision_per_square, cost.vision_per_patch, cost.vision_per_image)
-    assert found == pytest.approx([value / cost.seconds_per_token for value in (4e-9, 1e-6, 2e-4)])
+    assert found == pytest.approx([value / (cost.seconds_per_token or 0.0) for value in (4e-9, 1e-6, 2e-4)])
     assert cost.vision_per_token == 0.0
 
 
