@@ -95,7 +95,7 @@ class ExchangingDataLoader(DataLoader):
         )
         self._planner.plan([1], [0])  # refuses bad options now
         self._cost = CostModel() if cost is None else cost
-        self._patches = patches
+        self._patches = None if cost is None else patches  # without a cost the tower is free: no need to look
         self._exchange = SampleExchange()
         self._num_samples = 0
 
