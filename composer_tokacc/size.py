@@ -15,7 +15,8 @@ memory, and prints a table, YAML lines to paste, and the paths of `size.json` an
     num_ranks=8             ranks of the run; 1
     device_memory_gib=80    memory of a device; what this machine has
     safety=0.92             share of it that may be planned for
-    time_steps=true         time a few real steps here, so that the report speaks of seconds; false
+    time_steps=true         time a few real steps here, so that the report speaks of seconds, and says what a microbatch
+                            and its vision tower cost (`microbatching.cost`); false
     folder=runs/size        where the files go
 
 With `lengths` nothing is asked of the hub if `model.pretrained` is a folder with the config and the processor, or
@@ -39,11 +40,13 @@ from composer.loggers import InMemoryLogger
 from composer.utils import reproducibility
 from omegaconf import OmegaConf
 
+from composer_tokacc.data.lengths import chosen_patch_size
+from composer_tokacc.data.media import count_patches
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.planning import CostModel
 from composer_tokacc.programs import ConfigError, TrainConfig
 from composer_tokacc.programs.length_file import StandIns, lengths_of
-from composer_tokacc.programs.models import read_config
+from composer_tokacc.programs.models import read_config, vision_patch_size
 from composer_tokacc.programs.run import build_parts, build_trainer, command_line, run_program
 from composer_tokacc.programs.schema import merge, refuse, section
 from composer_tokacc.programs.sources import build_dataset, build_processor, measure_dataset
@@ -177,8 +180,13 @@ def time_steps(
     config.trainer = {key: config.trainer[key] for key in kept if key in config.trainer}
     config.trainer.update(max_duration=f'{num_steps}ba', progress_bar=False)
     parts = build_parts(config)
-    hidden_size = parts.model.model.config.get_text_config().hidden_size
-    timer = MicrobatchTimer(BatchLayout.for_model(parts.model), hidden_size)
+    model = parts.model.model.config
+    patch_size = chosen_patch_size(parts.processor, vision_patch_size(model))
+    timer = MicrobatchTimer(
+        BatchLayout.for_model(parts.model),
+        model.get_text_config().hidden_size,
+        patches=partial(count_patches, patch_size=patch_size),
+    )
     trainer = build_trainer(config, parts, InMemoryLogger())
     trainer.state.callbacks.append(timer)
     trainer.fit()

@@ -72,7 +72,7 @@ class Rows:
         self.image_tokens = _checked_image_tokens(image_tokens, len(self.lengths))
         self.max_tokens, self.max_image_tokens = max_tokens, max_image_tokens
         self.cost = CostModel() if cost is None else cost
-        self.vision_cost = self.image_tokens * self.cost.vision_per_token
+        self.vision_cost = self.cost.tower(self.image_tokens)
         if vision_cost is not None:
             self.vision_cost = _checked_vision_cost(vision_cost, len(self.lengths))
         self._width_multiple, self._max_width = width_multiple, max_width

@@ -14,7 +14,7 @@ import numpy as np
 
 from composer_tokacc.planning.compiled import compiled
 
-__all__ = ['column_time', 'rebalance', 'share_columns', 'share_longest_first']
+__all__ = ['deal_columns', 'rebalance', 'share_columns', 'share_longest_first']
 
 CLOSE_ENOUGH = 1e-3
 """Excess of the slowest rank over the mean at which it is left alone: predicted steps are off by ten times as much."""
@@ -107,21 +107,41 @@ def _best_exchange(costs, ranks, loads, slowest, may_move):  # noqa: ANN001, ANN
 
 
 @compiled
-def column_time(text: np.ndarray, vision: np.ndarray, num_ranks: int) -> float:
-    """Sum over columns of the slowest tower and the slowest rest, when microbatches of like ``text`` run side by side.
+def deal_columns(text: np.ndarray, vision: np.ndarray, num_ranks: int) -> tuple[np.ndarray, float]:
+    """The cost by which microbatches are best dealt in columns, of like ones side by side.
 
     Ranks that gather each layer's weights together wait at the end of the vision tower as well as at the end of the
-    microbatch: ``vision`` is the cost of each in the tower, ``text`` all other cost, float64 (K,). Without a tower,
-    sorting is optimal: whatever the columns, the k-th costliest of their slowest microbatches is at least the one in
-    place k * num_ranks of all microbatches sorted by cost.
+    microbatch, so a column takes its slowest tower and its slowest rest: ``vision`` is the cost of each microbatch in
+    the tower, ``text`` all other cost, float64 (K,). Without a tower sorting is optimal: whatever the columns, the k-th
+    costliest of their slowest microbatches is at least the one in place k * num_ranks of all microbatches sorted by
+    cost. With one, whichever of both and their sum is best: where towers are equal it is the text, and vice versa.
+
+    Returns:
+        The cost, float64 (K,), and the sum over columns of the slowest tower and the slowest rest.
     """
-    order = np.argsort(-text, kind='mergesort')
+    best = text
+    least = _column_time(text, text, vision, num_ranks)
+    if vision.max() > 0.0:
+        for dealt in (text + vision, vision):
+            time = _column_time(dealt, text, vision, num_ranks)
+            if time < least:
+                least = time
+                best = dealt
+    return best, least
+
+
+@compiled
+def _column_time(dealt, text, vision, num_ranks):  # noqa: ANN001, ANN202 - typed by numba
+    """Time of the columns in order of one cost."""
+    order = np.argsort(-dealt, kind='mergesort')
     time = 0.0
-    for start in range(0, len(text), num_ranks):
-        slowest = 0.0
+    for start in range(0, len(order), num_ranks):
+        slowest_text = 0.0
+        slowest_tower = 0.0
         for k in order[start : start + num_ranks]:
-            slowest = max(slowest, float(vision[k]))
-        time += float(text[order[start]]) + slowest
+            slowest_text = max(slowest_text, text[k])
+            slowest_tower = max(slowest_tower, vision[k])
+        time += slowest_text + slowest_tower
     return time
 
 

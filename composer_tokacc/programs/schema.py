@@ -145,7 +145,8 @@ class MicrobatchingConfig:
     """String the rows of a microbatch into one without any padding, where the model tells the documents apart; or
     ``auto``: where that costs less as well."""
     cost: CostModel | None = None
-    """``launch``, ``quadratic``, ``vision_per_token``, see :class:`.CostModel`; null: those of a 7B model on a GPU."""
+    """``launch``, ``quadratic``, ``vision_per_patch``, ..., see :class:`.CostModel`, as ``size time_steps=true``
+    measures them; null: those of a 7B model on a GPU, its vision tower without cost."""
     loss_tokens: str = 'auto'
     """Positions that count: ``causal``, ``causal_attended``, ``unshifted``, or ``auto``: as the model's own loss."""
     on_oversize: str = 'raise'

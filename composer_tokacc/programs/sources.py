@@ -13,6 +13,7 @@ import importlib.util
 import inspect
 import logging
 from collections.abc import Iterator
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,11 @@ from composer_tokacc.data import (
     image_token_ids,
     length_table,
 )
+from composer_tokacc.data.lengths import chosen_patch_size
+from composer_tokacc.data.media import count_patches
 from composer_tokacc.data_spec import token_data_spec
 from composer_tokacc.layout import BatchLayout
+from composer_tokacc.planning import CostModel
 from composer_tokacc.programs.models import read_config, read_from, vision_patch_size
 from composer_tokacc.programs.registry import check_arguments, check_names, import_by_name, without
 from composer_tokacc.programs.schema import ConfigError, TrainConfig, section, unknown_name
@@ -230,11 +234,13 @@ class FileSource:
                 'set `dataset.max_length`, or let it go alone over the budget with `loader.regroup_ranks=false` and '
                 '`microbatching.on_oversize=warn`'
             )
+        cost = config.microbatching.cost
         has_images = table.image_tokens.any() or config.loader.modality == 'per_step'
         sampler = RegroupingBatchSampler(
             dataset,
             lengths=table.lengths,
             image_tokens=table.image_tokens if has_images else None,
+            vision_cost=(cost or CostModel()).tower(table.image_tokens, table.vision_patches),
             global_batch_size=config.loader.global_batch_size,
             max_tokens=size * slot_tokens,
             max_image_tokens=config.microbatching.max_image_tokens if has_images else None,
@@ -243,7 +249,7 @@ class FileSource:
             drop_last=config.loader.drop_last,
             objective='fsdp' if config.is_sharded else 'ddp',
             width_multiple=config.microbatching.width_multiple,
-            cost=config.microbatching.cost,
+            cost=cost,
             mixture=self._mixture(dataset) if 'parts' in self.section else None,
             modality=config.loader.modality,  # pyright: ignore[reportArgumentType]  # refused by the sampler
         )
@@ -389,6 +395,7 @@ class ShardSource:
             objective='fsdp' if config.is_sharded else 'ddp',
             width_multiple=config.microbatching.width_multiple,
             cost=config.microbatching.cost,
+            patches=partial(count_patches, patch_size=chosen_patch_size(processor, _patch_size(config, processor))),
             **reading,
         )
         return exchanging, slot_tokens

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed
 from composer.utils import dist
@@ -47,6 +48,7 @@ class ExchangingDataLoader(DataLoader):
         max_image_tokens: Image budget of a microbatch.
         objective: ``'ddp'``, or ``'fsdp'`` where ranks must have equal numbers of microbatches.
         cost: Cost model of a microbatch.
+        patches: Patches that the vision tower computes for a sample, for `cost`. Default: image tokens tell its cost.
         width_multiple: As given to ``token_data_spec``.
         pin_memory: Whether to copy batches to page-locked memory.
         **kwargs: Further arguments of :class:`torch.utils.data.DataLoader`; ``batch_size`` is what each rank reads.
@@ -69,6 +71,7 @@ class ExchangingDataLoader(DataLoader):
         max_image_tokens: int | None = None,
         objective: Literal['ddp', 'fsdp'] = 'ddp',
         cost: CostModel | None = None,
+        patches: Callable[[Any], int] | None = None,
         width_multiple: int = 1,
         pin_memory: bool = False,
         **kwargs: Any,
@@ -91,6 +94,8 @@ class ExchangingDataLoader(DataLoader):
             width_multiple=width_multiple,
         )
         self._planner.plan([1], [0])  # refuses bad options now
+        self._cost = CostModel() if cost is None else cost
+        self._patches = None if cost is None else patches  # without a cost the tower is free: no need to look
         self._exchange = SampleExchange()
         self._num_samples = 0
 
@@ -102,8 +107,9 @@ class ExchangingDataLoader(DataLoader):
             samples, sizes = self._read(reading, batch)
             if not any(sizes):
                 return
-            lengths, image_tokens = zip(*(size for of_rank in sizes for size in of_rank), strict=True)
-            plan = planner.plan(lengths, image_tokens).ranks  # of nothing but the sizes: the same on every rank
+            lengths, image_tokens, patches = np.array([size for of_rank in sizes for size in of_rank]).T
+            towers = self._cost.tower(image_tokens, patches)
+            plan = planner.plan(lengths, image_tokens, towers).ranks  # of nothing but the sizes: the same on every rank
             shares = [RankShare.from_plan(microbatches, range(len(lengths))) for microbatches in plan]
             to_compute = self._exchange.share(samples, list(map(len, sizes)), [list(share) for share in shares])
             self._num_samples += len(lengths)
@@ -120,8 +126,8 @@ class ExchangingDataLoader(DataLoader):
         """The next iteration goes on where :meth:`state_dict` was taken."""
         self.dataset.load_state_dict(state)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def _read(self, reading: Iterator[Any], batch: int) -> tuple[list[Any], list[list[tuple[int, int]]]]:
-        """This rank's samples, and length and image tokens of those of every rank.
+    def _read(self, reading: Iterator[Any], batch: int) -> tuple[list[Any], list[list[tuple[int, int, int]]]]:
+        """This rank's samples, and length, image tokens and patches of those of every rank.
 
         A rank that fails tells the others, which would wait for it otherwise.
         """
@@ -146,9 +152,10 @@ class ExchangingDataLoader(DataLoader):
                 raise RuntimeError(f'every rank must read its samples, got: an error on rank {rank}: {told}')
         return samples, [sizes for _, sizes in answers]
 
-    def _size(self, sample: Mapping[str, Any]) -> tuple[int, int]:
+    def _size(self, sample: Mapping[str, Any]) -> tuple[int, int, int]:
         ids = sample['input_ids']
-        return ids.shape[-1], int(torch.isin(ids, self._image_token_ids).sum())
+        patches = 0 if self._patches is None else self._patches(sample)
+        return ids.shape[-1], int(torch.isin(ids, self._image_token_ids).sum()), patches
 
 
 class SampleExchange:

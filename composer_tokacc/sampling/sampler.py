@@ -55,6 +55,8 @@ class RegroupingBatchSampler(DistributedSampler):
         rank: This rank. Default: as launched.
         cost: Cost model of a microbatch.
         image_tokens: Image tokens of each sample, (n,).
+        vision_cost: Cost of each sample in the vision tower, (n,), as :meth:`.CostModel.tower` has it, where image
+            tokens do not tell it.
         max_image_tokens: Image budget of a microbatch.
         objective: ``'ddp'``, or ``'fsdp'`` where ranks must have equal numbers of microbatches.
         width_multiple: As given to ``token_data_spec``.
@@ -88,6 +90,7 @@ class RegroupingBatchSampler(DistributedSampler):
         rank: int | None = None,
         cost: CostModel | None = None,
         image_tokens: Sequence[int] | np.ndarray | None = None,
+        vision_cost: Sequence[float] | np.ndarray | None = None,
         max_image_tokens: int | None = None,
         objective: Literal['ddp', 'fsdp'] = 'ddp',
         width_multiple: int = 1,
@@ -110,6 +113,12 @@ class RegroupingBatchSampler(DistributedSampler):
         if image_tokens is not None:
             self.image_tokens = _int_table(
                 'image_tokens', image_tokens, num_samples, 0, 'max_image_tokens', max_image_tokens
+            )
+        self._vision_cost = None if vision_cost is None else np.asarray(vision_cost, dtype=np.float64)
+        if self._vision_cost is not None and self._vision_cost.shape != (num_samples,):
+            raise ValueError(
+                f'`vision_cost` must have one entry per sample, got: shape {self._vision_cost.shape} for {num_samples} '
+                'samples. Was the table made for another dataset?'
             )
         self.modality = modality
         self.media = _media_of(modality, media, self.image_tokens, num_samples)
@@ -224,7 +233,8 @@ class RegroupingBatchSampler(DistributedSampler):
 
     def _plan(self, window: np.ndarray) -> MicrobatchPlan:
         images = None if self.image_tokens is None else self.image_tokens[window]
-        return self.planner.plan(self.lengths[window], images)
+        towers = None if self._vision_cost is None else self._vision_cost[window]
+        return self.planner.plan(self.lengths[window], images, towers)
 
 
 def torchs_batches(

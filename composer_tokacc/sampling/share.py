@@ -54,17 +54,18 @@ class LoadPlanner:
     cost: CostModel | None = None
     width_multiple: int = 1
 
-    def plan(self, lengths: Any, image_tokens: Any) -> MicrobatchPlan:
+    def plan(self, lengths: Any, image_tokens: Any, vision_cost: Any = None) -> MicrobatchPlan:
         """The plan of a global batch, with a sample for every rank where there are enough.
 
         Args:
             lengths: Of its samples, (n,) ints.
             image_tokens: Likewise, or None where no sample has any.
+            vision_cost: Likewise, floats, or None where image tokens tell it.
 
         Raises:
             ValueError: If an option is out of range.
         """
-        options = {**vars(self), 'image_tokens': image_tokens}
+        options = {**vars(self), 'image_tokens': image_tokens, 'vision_cost': vision_cost}
         plan = plan_microbatches(lengths, **options)
         if len(lengths) >= self.num_ranks and any(all(one.filled for one in rank) for rank in plan.ranks):
             # Under 'fsdp' columns by modality can leave a rank without samples, and an empty batch cannot be collated.

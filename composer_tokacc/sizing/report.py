@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from composer_tokacc.planning import CostModel
 from composer_tokacc.sizing.memory_model import residual_warning
 from composer_tokacc.sizing.profile import DatasetProfile
 from composer_tokacc.sizing.simulate import StepFigures
@@ -70,6 +71,7 @@ class SizingReport:
     """Of a step by method: ``stock``, ``split``, ``planned``."""
     bound: float
     """Cost of a step that no plan beats."""
+    measured_cost: CostModel | None
     seconds_per_unit: float | None
     seconds_per_step: float
     sizes: list[SizeRow]
@@ -129,6 +131,9 @@ class SizingReport:
             lines.append(f'  max_image_tokens: {self.max_image_tokens}')
         if self.packing:
             lines.append('  packing: true')
+        if self.measured_cost is not None:
+            lines.append('  cost: # as measured')
+            lines += [f'    {name}: {value:.4g}' for name, value in _terms(self.measured_cost).items()]
         return '\n'.join(lines)
 
     def warnings(self) -> list[str]:
@@ -177,6 +182,14 @@ class SizingReport:
         tables = [_answer(self), _memory(self), _methods(self), _sizes(self)]
         notes = [f'note: {line}' for line in self.warnings()]
         return '\n\n'.join([*tables, *notes, 'Paste into the YAML file:', self.yaml()])
+
+
+def _terms(cost: CostModel) -> dict[str, float]:
+    """What a measured cost says otherwise than the default one."""
+    default = asdict(CostModel())
+    return {
+        name: value for name, value in asdict(cost).items() if value != default[name] and name != 'seconds_per_token'
+    }
 
 
 def _answer(report: SizingReport) -> str:

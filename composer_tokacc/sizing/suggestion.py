@@ -191,12 +191,14 @@ def suggest_microbatching(
         ),
         price=price,
     )
+    towers = price.tower(table.image_tokens, table.vision_patches)
     bounds = [
         lower_bound(
             Rows(
                 table.tokens[batch],
                 max_tokens,
                 image_tokens=table.image_tokens[batch],
+                vision_cost=towers[batch],
                 max_image_tokens=max_image_tokens,
                 cost=price,
             ),
@@ -231,6 +233,7 @@ def suggest_microbatching(
         memory_residual=memory.residual,
         figures=figures(size, stock_rows),
         bound=float(np.mean(bounds)),
+        measured_cost=measured_cost,
         seconds_per_unit=price.seconds_per_token,
         seconds_per_step=seconds_per_step,
         sizes=[_size_row(capacity, one, slot, figures(one, one)) for one in _compared_sizes(size, rows_per_rank)],

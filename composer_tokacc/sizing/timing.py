@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from composer.loggers import Logger
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.planning import CostModel
 from composer_tokacc.sizing.memory_model import non_negative_fit
+from composer_tokacc.sizing.trace import VISION_MODULES
 
 __all__ = ['MicrobatchTimer', 'fit_cost']
 
@@ -31,18 +33,51 @@ class MicrobatchTimer(Callback):
     Args:
         layout: Of the model; None: of text alone.
         hidden_size: Of the language model.
+        patches: Patches that the vision tower computes for a batch of one row; None: they and the tower are not timed.
         skip: Steps at the start that are not noted: caches warm up.
     """
 
     layout: BatchLayout | None = None
     hidden_size: int = 4096
+    patches: Callable[[Mapping[str, Any]], int] | None = None
     skip: int = 2
     rows: list[int] = field(default_factory=list)
     widths: list[int] = field(default_factory=list)
     image_tokens: list[int] = field(default_factory=list)
+    row_patches: list[list[int]] = field(default_factory=list)
+    """Of each row of a microbatch."""
+    tower_seconds: list[float] = field(default_factory=list)
+    """Of ``seconds`` those in the vision tower, forward and backward."""
     seconds: list[float] = field(default_factory=list)
     outside: list[float] = field(default_factory=list)
     """Seconds of each step outside its microbatches: data, optimizer, logging."""
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """Watches the vision tower, its projector and what lies between them."""
+        self._depth, self._in_tower, self._first_gradient = 0, 0.0, None
+        for name, module in state.model.named_modules():
+            if self.patches is not None and name.rpartition('.')[2] in VISION_MODULES:
+                module.register_forward_pre_hook(self._enter)
+                module.register_forward_hook(self._leave)
+
+    def _enter(self, *_: Any) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            self._entered = self._now()
+
+    def _leave(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
+        self._in_tower += self._now() - self._entered
+        for tensor in _tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._gradient_arrives)
+
+    def _gradient_arrives(self, gradient: torch.Tensor) -> None:
+        # Images come first in the forward pass: when the gradient is back at what they gave, the tower alone is left.
+        if self._first_gradient is None:
+            self._first_gradient = self._now()
 
     def batch_start(self, state: State, logger: Logger) -> None:
         """Ends the step before."""
@@ -57,17 +92,33 @@ class MicrobatchTimer(Callback):
 
     def before_forward(self, state: State, logger: Logger) -> None:
         """Notes the shape."""
+        before = self._now()
         image_tokens = 0 if self.layout is None else sum(self.layout.image_tokens_per_row(state.batch))
+        patches = [] if self.patches is None or self.layout is None else self._row_patches(self.layout, state.batch)
         self._shape = (*state.batch['input_ids'].shape, image_tokens)
+        self._patches = patches
+        self._in_tower, self._first_gradient = 0.0, None
+        spent = self._now() - before  # on counting, which is no part of the run
+        self._started += spent
+        self._step_started += spent
+
+    def _row_patches(self, layout: BatchLayout, batch: Any) -> list[int]:
+        assert self.patches is not None, 'the caller asks'
+        num_rows = len(batch['input_ids'])
+        rows = [batch] if num_rows == 1 else (layout.select(batch, [row]) for row in range(num_rows))
+        return [self.patches(row) for row in rows]
 
     def after_backward(self, state: State, logger: Logger) -> None:
         """Ends a microbatch and starts the next."""
         now = self._now()
         seconds, self._started = now - self._started, now
         self._inside += seconds
+        tower = self._in_tower + (0.0 if self._first_gradient is None else now - self._first_gradient)
         if int(state.timestamp.batch) >= self.skip:
             for column, value in zip((self.rows, self.widths, self.image_tokens), self._shape, strict=True):
                 column.append(value)
+            self.row_patches.append(self._patches)
+            self.tower_seconds.append(tower)
             self.seconds.append(seconds)
 
     def _now(self) -> float:
@@ -76,11 +127,21 @@ class MicrobatchTimer(Callback):
         return time.perf_counter()
 
 
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in what a module returns."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(one)
+
+
 def fit_cost(timers: Sequence[MicrobatchTimer], *, quadratic: float) -> tuple[CostModel, float]:
     """The cost model of timed microbatches, and the median of the seconds of a step outside them.
 
-    A few noisy times do not tell the quadratic term from the linear one, so it is given. A busy machine makes single
-    microbatches late: those that took half as long again as the fit says are left out, and the rest fitted again.
+    Where the vision tower was timed by itself its cost is ``a * patches^2 + b * patches + c`` an image, and the rest of
+    a microbatch that of its text; else the tower costs by image tokens. A few noisy times do not tell the quadratic
+    term of the text from the linear one, so it is given.
 
     Args:
         timers: Of runs with microbatches of many shapes.
@@ -96,22 +157,47 @@ def fit_cost(timers: Sequence[MicrobatchTimer], *, quadratic: float) -> tuple[Co
     rows, widths, images, seconds = (joined(name) for name in ('rows', 'widths', 'image_tokens', 'seconds'))
     if len(seconds) == 0:
         raise ValueError('`timers` must hold at least one microbatch, got: none. Run more steps.')
+    towers = joined('tower_seconds')
+    towers = towers if len(towers) else np.zeros_like(seconds)
+    seen = np.array([sum(patches) > 0 for timer in timers for patches in timer.row_patches], dtype=bool)
+    square = per_patch = per_picture = 0.0
+    if seen.any() and towers[seen].all():
+        powers = np.array([_powers(patches) for timer in timers for patches in timer.row_patches])
+        square, per_patch, per_picture = _fit(powers[seen], towers[seen]).tolist()
+        seconds, images = seconds - towers, np.zeros_like(images)
     columns = np.stack([rows * (widths + widths**2 / quadratic), images, np.ones_like(rows)], axis=1)
-    solution = np.zeros(3)
+    per_token, per_image, per_launch = _fit(columns, seconds).tolist()
+    if per_token <= 0:
+        raise ValueError('Measured times must grow with the number of tokens, got: none that do. Time more steps.')
+    cost = CostModel(
+        quadratic=quadratic,
+        vision_per_token=per_image / per_token,
+        vision_per_image=per_picture / per_token,
+        vision_per_patch=per_patch / per_token,
+        vision_per_square=square / per_token,
+        launch=per_launch / per_token,
+        seconds_per_token=per_token,
+    )
+    outside = joined('outside')
+    return cost, float(np.median(outside)) if len(outside) else 0.0
+
+
+def _powers(patches: Sequence[int]) -> tuple[int, int, int]:
+    """Squares of the patches of the rows of a microbatch, patches and rows with any, summed up."""
+    return sum(one * one for one in patches), sum(patches), sum(one > 0 for one in patches)
+
+
+def _fit(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """Non-negative least squares of relative errors, (terms,).
+
+    A busy machine makes single microbatches late: those that took half as long again as the fit says are left out, and
+    the rest fitted again.
+    """
+    solution = np.zeros(columns.shape[1])
     kept = np.ones(len(seconds), dtype=bool)
     for _ in range(3):
         solution = non_negative_fit(columns[kept] / seconds[kept, None], np.ones(int(kept.sum())))
         kept = seconds <= LATE * np.maximum(columns @ solution, 1e-12)
         if not kept.any():
             break
-    per_token, per_image, per_launch = solution.tolist()
-    if per_token <= 0:
-        raise ValueError('Measured times must grow with the number of tokens, got: none that do. Time more steps.')
-    cost = CostModel(
-        quadratic=quadratic,
-        vision_per_token=per_image / per_token,
-        launch=per_launch / per_token,
-        seconds_per_token=per_token,
-    )
-    outside = joined('outside')
-    return cost, float(np.median(outside)) if len(outside) else 0.0
+    return solution

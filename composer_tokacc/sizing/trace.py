@@ -25,7 +25,16 @@ from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only, tree_unf
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.sizing.shapes import BatchShape
 
-__all__ = ['AUTOCAST', 'FakeRun', 'Ledger', 'Probe', 'StaticBytes', 'cast_model', 'transformer_blocks']
+__all__ = [
+    'AUTOCAST',
+    'VISION_MODULES',
+    'FakeRun',
+    'Ledger',
+    'Probe',
+    'StaticBytes',
+    'cast_model',
+    'transformer_blocks',
+]
 
 aten: Any = torch.ops.aten
 STRATEGIES = ('ddp', 'fsdp')
@@ -34,7 +43,7 @@ AUTOCAST = {'fp32': None, 'amp_bf16': torch.bfloat16, 'amp_fp16': torch.float16}
 PARTS = ('text', 'logits', 'vision', 'weights')
 """``weights`` are copies that autocast makes of parameters."""
 # Transformers' names of what turns pixels into embeddings of the language model.
-_VISION_MODULES = frozenset(
+VISION_MODULES = frozenset(
     (
         'vision_tower', 'visual', 'vision_model', 'image_tower', 'video_tower', 'audio_tower', 'qformer',
         'multi_modal_projector', 'connector',
@@ -150,7 +159,7 @@ class Ledger(TorchDispatchMode):
         self._handles = [
             handle
             for name, module in model.named_modules()
-            if name.rpartition('.')[2] in _VISION_MODULES
+            if name.rpartition('.')[2] in VISION_MODULES
             for handle in self._watch(module)
         ]
 

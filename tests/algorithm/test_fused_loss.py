@@ -5,6 +5,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import subprocess
+import sys
 from types import MethodType
 from typing import Any
 
@@ -14,6 +18,7 @@ import torch.nn.functional as F
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from composer_tokacc import TokenAccumulation, token_data_spec
+from tests.support.launch import ROOT, environment
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import loader, reference_gradients, relative_error, train
 
@@ -101,3 +106,23 @@ def test_weights_that_reach_no_token_are_refused(logits_in_eval):
             fused(logits_in_eval=logits_in_eval), data, algorithms=[TokenAccumulation(token_weights='sqrt')],
             microbatch_size=2,
         )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec('liger_kernel') is None, reason='needs liger-kernel')
+def test_liger_kernel_itself_is_exact():
+    done = subprocess.run(
+        [sys.executable, '-m', 'tests.algorithm.liger_on_cpu'],
+        cwd=ROOT,
+        env={**environment(), 'TRITON_INTERPRET': '1'},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert not found['logits']
+    assert set(found['rules']) == {'causal'}
+    assert len(found['errors']) == 6
+    assert max(found['errors'].values()) < 1e-6, found
+    assert 'cross-entropy of its labels for `token_weights`' in found['refusal']

@@ -16,13 +16,25 @@ def test_formula_by_hand():
     np.testing.assert_allclose(cost.rows(np.array([10, 100])), [11.0, 200.0])
 
 
+def test_tower_by_hand():
+    cost = CostModel(vision_per_token=0.5, vision_per_image=7.0, vision_per_patch=0.1, vision_per_square=0.001)
+    tokens, patches = np.array([10, 0, 4]), np.array([100, 0, 0])
+    np.testing.assert_allclose(cost.tower(tokens, patches), [5 + 7 + 10 + 10, 0, 2])
+    np.testing.assert_allclose(cost.tower(tokens), [5, 0, 2])
+
+
 def test_no_quadratic_term():
     assert CostModel(quadratic=math.inf).rows(np.array([1000])) == 1000.0
 
 
 @pytest.mark.parametrize(
     ('arguments', 'message'),
-    [({'quadratic': 0.0}, 'quadratic'), ({'launch': -1.0}, 'launch'), ({'vision_per_token': math.nan}, 'vision')],
+    [
+        ({'quadratic': 0.0}, 'quadratic'),
+        ({'launch': -1.0}, 'launch'),
+        ({'vision_per_token': math.nan}, 'vision'),
+        ({'vision_per_square': -1e-9}, '`vision_per_square` must be finite and not negative, got: -1e-09'),
+    ],
 )
 def test_bad_terms(arguments, message):
     with pytest.raises(ValueError, match=message):

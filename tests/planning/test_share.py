@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_tokacc.planning.share import column_time, rebalance, share_columns, share_longest_first
+from composer_tokacc.planning.share import deal_columns, rebalance, share_columns, share_longest_first
 
 COSTS = st.lists(st.floats(0.5, 50.0), min_size=1, max_size=30).map(np.array)
 
@@ -61,13 +61,26 @@ def test_rebalancing_finds_the_swap_that_longest_first_misses():
 def test_no_other_columns_are_faster(seed):
     costs = np.random.default_rng(seed).integers(1, 9, 6).astype(float)
     truth = min(sum(max(order[k : k + 2]) for k in range(0, 6, 2)) for order in itertools.permutations(costs))
-    assert column_time(costs, np.zeros(6), 2) == truth
+    dealt, time = deal_columns(costs, np.zeros(6), 2)
+    assert (dealt.tolist(), time) == (costs.tolist(), truth)
     ranks = share_columns(costs, 2)
     columns = zip(*(sorted(costs[ranks == rank], reverse=True) for rank in range(2)), strict=True)
     assert sum(map(max, columns)) == truth
 
 
-def test_a_column_waits_for_the_slowest_tower_and_then_for_the_slowest_rest():
-    text, vision = np.array([8.0, 1.0, 2.0, 7.0]), np.array([1.0, 3.0, 7.0, 0.0])
-    # Columns (8, 7) and (2, 1): towers 1 and 7.
-    assert column_time(text, vision, 2) == 8.0 + 1.0 + 2.0 + 7.0
+@pytest.mark.parametrize(
+    ('vision', 'dealt', 'time'),
+    [
+        # Columns (8, 7) and (2, 1) either way: towers of 3 and 7.
+        ([1.0, 3.0, 7.0, 3.0], 'text', 8.0 + 3.0 + 2.0 + 7.0),
+        # Columns (8, 2) and (7, 1): by text there would be a tower of 9 in both.
+        ([9.0, 3.0, 9.0, 3.0], 'both', 8.0 + 9.0 + 7.0 + 3.0),
+        # Columns (8, 1) and (7, 2).
+        ([5.5, 5.5, 0.0, 0.0], 'vision', 8.0 + 5.5 + 7.0 + 0.0),
+    ],
+)
+def test_columns_wait_for_the_slowest_tower_and_then_for_the_slowest_rest(vision, dealt, time):
+    text, vision = np.array([8.0, 1.0, 2.0, 7.0]), np.array(vision)
+    by, found = deal_columns(text, vision, 2)
+    assert found == time
+    assert by.tolist() == {'text': text, 'vision': vision, 'both': text + vision}[dealt].tolist()

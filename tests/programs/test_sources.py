@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from composer_tokacc.layout import BatchLayout
+from composer_tokacc.planning import CostModel, plan_microbatches
 from composer_tokacc.programs import ConfigError, load_config
 from composer_tokacc.programs.run import check_config
 from composer_tokacc.programs.sources import build_dataset, build_loader, build_processor, source_of
@@ -59,6 +60,27 @@ def test_budget_is_that_of_rows_as_wide_as_the_longest_sample(tmp_path):
         assert [len(microbatch['input_ids']) for microbatch in microbatches] == [len(m.indices) for m in plan.ranks[0]]
         widths += [microbatch['input_ids'].numel() for microbatch in microbatches]
     assert longest < max(widths) <= 2 * longest
+
+
+def test_plans_are_made_with_the_cost_of_the_patches_of_each_sample(tmp_path):
+    priced = 'microbatching.cost={vision_per_image: 3, vision_per_patch: 2, vision_per_square: 5, launch: 1}'
+    spec, dataset = build(tmp_path, priced, 'microbatching.device_train_microbatch_size=2')
+    sampler = spec.dataloader.batch_sampler
+    for step in range(len(sampler)):
+        window = sampler.window(step)
+        images = [dataset[index]['num_images'][0] for index in window]  # one patch each
+        lengths = [dataset[index]['input_ids'].shape[1] for index in window]
+        expected = plan_microbatches(
+            lengths,
+            num_ranks=1,
+            max_tokens=sampler.planner.max_tokens,
+            image_tokens=images,
+            vision_cost=[3.0 * (n > 0) + 2.0 * n + 5.0 * n * n for n in images],
+            cost=CostModel(launch=1.0),
+        )
+        planned = sampler.plan(step)
+        assert [one.indices for one in planned.ranks[0]] == [one.indices for one in expected.ranks[0]]
+        assert [one.cost for one in planned.ranks[0]] == pytest.approx([one.cost for one in expected.ranks[0]])
 
 
 def test_image_cap_of_the_config_is_that_of_the_plans_and_of_the_split(tmp_path):

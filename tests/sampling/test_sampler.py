@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
-from composer_tokacc.planning import CostModel
+from composer_tokacc.planning import CostModel, plan_microbatches
 from composer_tokacc.sampling import RegroupingBatchSampler
 from composer_tokacc.sampling.sampler import map_ahead
 
@@ -332,3 +332,17 @@ def test_planning_errors_reach_the_loader_where_they_belong():
     with pytest.raises(ZeroDivisionError):
         next(results)
     assert planning_threads() <= before
+
+
+@pytest.mark.parametrize('objective', ['ddp', 'fsdp'])
+def test_plans_know_what_a_sample_costs_in_the_tower(objective):
+    lengths, towers = table(64), np.random.default_rng(3).choice([10.0, 400.0], 64)
+    given = {'max_tokens': 3 * LONGEST, 'objective': objective}
+    sampler = build(64, 32, ranks=4, lengths=lengths, vision_cost=towers, **given)
+    for batch in range(2):
+        window = sampler.window(batch)
+        expected = plan_microbatches(lengths[window], num_ranks=4, vision_cost=towers[window], **given)
+        assert sampler.plan(batch) == expected
+        assert sampler.plan(batch) != plan_microbatches(lengths[window], num_ranks=4, **given)
+    with pytest.raises(ValueError, match=r'`vision_cost` must have one entry per sample, got: shape \(63,\) for 64'):
+        build(64, 32, lengths=lengths, vision_cost=towers[:63])

@@ -143,6 +143,26 @@ def test_steps_are_cut_by_the_cost_of_the_run_and_priced_by_the_measured_one() -
     assert by_cost[0]['stock'] == by_cost[1]['stock']
 
 
+def test_a_measured_tower_is_in_the_seconds_the_bound_and_the_lines_to_paste() -> None:
+    """One rank, one microbatch of four rows of 100 tokens: 440 units, 5 of launch, and two images in the tower."""
+    patches = np.array([10, 0, 30, 0])
+    sizes = LengthTable(
+        lengths=np.full(4, 100), image_tokens=patches // 10, loss_tokens=patches, vision_patches=patches
+    )
+    timed = CostModel(
+        quadratic=1000.0, launch=5.0, vision_per_image=3.0, vision_per_patch=0.5, vision_per_square=0.01,
+        seconds_per_token=1e-2,
+    )  # fmt: skip
+    report = suggest(sizes, num_ranks=1, global_batch_size=4, measured_cost=timed)
+    tower = 2 * 3.0 + 0.5 * 40 + 0.01 * (100 + 900)
+    assert report.step_seconds('stock') == pytest.approx((445 + tower) * 1e-2)
+    assert report.step_seconds('planned') == pytest.approx((445 + tower) * 1e-2)
+    assert report.bound == pytest.approx(445 + tower)
+    pasted = yaml.safe_load(report.yaml())['microbatching']['cost']
+    assert CostModel(**pasted) == replace(timed, seconds_per_token=None)
+    assert 'cost' not in yaml.safe_load(suggest().yaml())['microbatching']
+
+
 def test_packed_steps_have_no_padding() -> None:
     packed, plain = suggest(packing=True), suggest()
     assert packed.figures['split'].padding_ratio == packed.figures['planned'].padding_ratio == 0

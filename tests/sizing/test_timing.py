@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from composer_tokacc import BatchLayout, token_data_spec
+from composer_tokacc.data.media import count_patches
 from composer_tokacc.sizing.timing import MicrobatchTimer, fit_cost
+from tests.data.test_lengths import computed_patches
+from tests.support.families import FAMILIES
 from tests.support.family_media import MEDIA
 from tests.support.training import loader, train
 
@@ -56,6 +61,58 @@ def test_placeholders_of_videos_and_sounds_are_noted(family: str, kind: str) -> 
     token_id = config.video_token_id if kind == 'video' else config.audio_token_id
     assert timer.image_tokens == [int((row['input_ids'] == token_id).sum())]
     assert timer.image_tokens[0] > 0
+
+
+def test_the_tower_has_terms_of_its_own() -> None:
+    rng = np.random.default_rng(1)
+    timer = timed()
+    timer.row_patches = [rng.integers(16, 4096, int(rng.integers(1, 5))).tolist() for _ in timer.seconds]
+    timer.row_patches[3] = [0, 0]
+    timer.tower_seconds = [
+        sum(4e-9 * patches**2 + 1e-6 * patches + 2e-4 for patches in rows if patches) for rows in timer.row_patches
+    ]
+    images = np.array(timer.image_tokens)
+    timer.seconds = (np.array(timer.seconds) - PER_IMAGE_TOKEN * images + np.array(timer.tower_seconds)).tolist()
+    timer.seconds[20] *= 5
+    cost, _ = fit_cost([timer], quadratic=QUADRATIC)
+    assert cost.seconds_per_token == pytest.approx(PER_TOKEN, rel=0.05)
+    found = (cost.vision_per_square, cost.vision_per_patch, cost.vision_per_image)
+    assert found == pytest.approx([value / (cost.seconds_per_token or 0.0) for value in (4e-9, 1e-6, 2e-4)])
+    assert cost.vision_per_token == 0.0
+
+
+@pytest.mark.parametrize('frozen', [False, True])
+def test_what_passes_in_the_tower_is_told_from_the_rest(frozen: bool) -> None:
+    """A clock of our own: a linear layer of the tower takes 1 forward and 10 backward, one of the text 100 and 1000."""
+    case = FAMILIES['qwen2_vl']()
+    towers = [module for name, module in case.model.named_modules() if name.endswith('visual')]
+    towers[0].requires_grad_(not frozen)
+    inside = {id(module) for module in towers[0].modules()}
+    clock = [0.0]
+
+    def passes(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        forward, backward = (1.0, 10.0) if id(module) in inside else (100.0, 1000.0)
+        clock[0] += forward
+
+        def arrives(gradient: torch.Tensor) -> None:
+            # On its way into the layer; the gradient of what the tower gave is there before.
+            clock[0] += backward
+
+        if inputs[0].requires_grad:
+            inputs[0].register_hook(arrives)
+
+    linear = [module for module in case.model.modules() if isinstance(module, torch.nn.Linear)]
+    for module in linear:
+        module.register_forward_hook(passes)
+    timer = MicrobatchTimer(BatchLayout.for_model(case.model), patches=partial(count_patches, patch_size=14), skip=0)
+    timer._now = lambda: clock[0]  # type: ignore[method-assign]
+    layout = BatchLayout.for_model(case.model)
+    batch = layout.concat(case.rows, pad_token_id=case.pad_token_id)
+    train(case.model, token_data_spec(loader(batch)), callbacks=[timer], microbatch_size=len(case.rows))
+    assert timer.row_patches == [[computed_patches(case.model, row) for row in case.rows]]
+    in_tower = sum(id(module) in inside for module in linear)
+    assert timer.tower_seconds == [in_tower * (1.0 if frozen else 11.0)]
+    assert timer.seconds[0] > 100.0 * (len(linear) - in_tower)
 
 
 def test_nothing_timed_is_refused() -> None:

@@ -1,0 +1,286 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Vision tower and text of a modelled step: how evenly the ranks share each, and what knowing the tower's cost earns.
+
+    python -m benchmarks.phases [--lengths DIR] [--quick]
+
+DIR holds tables `tokens,image_tiles` as .csv.gz; COMPOSER_TOKACC_LENGTHS is used if it is not given, seeded synthetic
+tables if neither is there. Prints tables; writes results/phases.json, which docs/phases.md shows. Times are modelled
+(planning/cost.py), not measured. Samples are those of the tables, alone or with as many of text alone, as models see
+them that make more or fewer tokens of a tile, under a tower of 1,024 patches a tile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+
+from benchmarks.length_sets import TOKENS_PER_TILE, LengthSet, half_text, read_tables
+from composer_tokacc.planning import CostModel, MicrobatchPlan, Rows, plan_microbatches
+from composer_tokacc.planning.cuts import equal_cost_cut
+
+RESULTS = Path(__file__).resolve().parent / 'results'
+PATCHES_PER_TILE = 1024
+MICROBATCH = 4
+"""Memory of a microbatch, in rows of the longest."""
+RANKS = {8: (16, 20), 64: (32, 6)}
+"""Rows a rank, and global batches."""
+LIMIT = 1.03
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """What a model makes of a tile, and what its tower costs beside a token of its text."""
+
+    tokens_per_tile: float
+    text: float
+    """Parameters of the language model, by which a token costs 1."""
+    tower: float = 3e8
+    """Parameters of the tower."""
+    hidden_size: int = 4096
+    resolution: int = 0
+    """Times the patches of the tiles, as one sequence; 0: each tile by itself."""
+
+    def samples(self, drawn: LengthSet) -> Samples:
+        """Lengths, image tokens, and what they cost in the tower by image tokens and by patches."""
+        tiles, text = drawn.image_tokens // TOKENS_PER_TILE, drawn.lengths - drawn.image_tokens
+        patches, squares = PATCHES_PER_TILE * tiles, PATCHES_PER_TILE**2 * tiles
+        images = np.maximum((self.tokens_per_tile * tiles).astype(int), tiles > 0)
+        if self.resolution:  # without the thumbnail that goes with several tiles
+            patches = self.resolution * PATCHES_PER_TILE * (tiles - (tiles > 1))
+            squares, images = patches**2, patches // 4
+        elif not self.tokens_per_tile:
+            images = (tiles > 0).astype(int)
+        exact = (patches + squares / (6 * 1024)) * self.tower / self.text
+        by_tokens = images * exact.sum() / images.sum()
+        return Samples(text + images, images, {'none': 0.0 * exact, 'tokens': by_tokens, 'patches': exact})
+
+
+class Samples(NamedTuple):
+    lengths: np.ndarray
+    image_tokens: np.ndarray
+    vision: dict[str, np.ndarray]
+
+
+MODELS = {
+    '256 tokens a tile, 7B': Model(tokens_per_tile=256, text=7e9),
+    '256 tokens a tile, 0.5B': Model(tokens_per_tile=256, text=5e8, hidden_size=896),
+    '64 tokens a tile, 1.7B': Model(tokens_per_tile=64, text=1.7e9, tower=4e8, hidden_size=2048),
+    'native resolution, 7B': Model(tokens_per_tile=256, text=7e9, tower=6.75e8, hidden_size=3584, resolution=4),
+    'images by cross-attention, 8B': Model(tokens_per_tile=0, text=8e9, tower=9e8),
+}
+
+
+def phases(plan: MicrobatchPlan, vision: np.ndarray, cost: CostModel) -> np.ndarray:
+    """Tower and text of a step: time of the slowest ranks, and means over the ranks, float64 (4,)."""
+    columns = list(zip(*plan.ranks, strict=True))
+    towers = np.array([[vision[list(one.indices)].sum() for one in column] for column in columns])
+    rows = [[len(one.indices) * float(cost.rows(np.array(one.width))) for one in column] for column in columns]
+    text = np.array(rows) + cost.launch
+    return np.array([towers.max(1).sum(), towers.mean(1).sum(), text.max(1).sum(), text.mean(1).sum()])
+
+
+def slowest_rank(plan: MicrobatchPlan, vision: np.ndarray, cost: CostModel) -> float:
+    """Time of a step whose ranks wait at its end."""
+
+    def one(microbatch: Any) -> float:
+        text = len(microbatch.indices) * float(cost.rows(np.array(microbatch.width))) + cost.launch
+        return text + float(vision[list(microbatch.indices)].sum())
+
+    return max(sum(map(one, rank)) for rank in plan.ranks)
+
+
+def global_batches(source: LengthSet, model: Model, size: int, count: int) -> Iterator[Samples]:
+    """Global batches of one order of the samples."""
+    for batch in source.draw(size * count, seed=1).global_batches(size):
+        yield model.samples(batch)
+
+
+def measure(
+    source: LengthSet, model: Model, num_ranks: int, rows: int, count: int, objective: Any, memory: int = MICROBATCH
+) -> dict[str, Any]:
+    """Figures of the plans of some global batches, by what the planner knows of the tower."""
+    cost = CostModel(quadratic=6.0 * model.hidden_size)
+    steps: dict[str, float] = {'none': 0.0, 'tokens': 0.0, 'patches': 0.0}
+    sums = {known: np.zeros(4) for known in steps}
+    bound, columns, seconds = 0.0, 0, []
+    for lengths, images, vision in global_batches(source, model, num_ranks * rows, count):
+        options: dict[str, Any] = {
+            'num_ranks': num_ranks,
+            'max_tokens': memory * int(lengths.max()),
+            'image_tokens': images,
+            'objective': objective,
+            'cost': cost,
+        }
+        for known in steps:
+            start = time.thread_time()
+            plan = plan_microbatches(lengths, vision_cost=vision[known], **options)
+            seconds.append(time.thread_time() - start)
+            if objective == 'fsdp':
+                sums[known] += phases(plan, vision['patches'], cost)
+            else:
+                steps[known] += slowest_rank(plan, vision['patches'], cost)
+        bound += plan.stats.bound
+        columns += len(plan.ranks[0])
+    figures: dict[str, Any] = {'microbatches': columns / count, 'median_ms': 1e3 * float(np.median(seconds))}
+    for known, (tower, mean_tower, text, mean_text) in sums.items():
+        if objective == 'fsdp':
+            steps[known] = tower + text
+            figures[known] = {'tower': tower / mean_tower, 'text': text / mean_text}
+        figures.setdefault(known, {})['step'] = steps[known] / bound
+    figures['tower_share'] = float(sums['patches'][0] / steps['patches']) if objective == 'fsdp' else None
+    return figures
+
+
+def least_text(source: LengthSet, num_ranks: int, rows: int, count: int, cost: CostModel) -> float:
+    """Least time of the samples without images in columns, whatever the plan, over unpadded time with one launch.
+
+    Rows of like length belong together: whatever a plan, the microbatches of as many rows that are cut from the sorted
+    rows in the order of its widest ones are no wider. So one column is cut best by :func:`.equal_cost_cut`, two by
+    trying its slowest microbatches, and three or more take at least their launches.
+    """
+    shares = []
+    for batch in source.draw(num_ranks * rows * count, seed=1).global_batches(num_ranks * rows):
+        plain = np.flatnonzero(batch.image_tokens == 0)
+        ordered = Rows(batch.lengths, MICROBATCH * int(batch.lengths.max()), cost=cost).by_length(plain)
+        costs, reach = ordered.row_costs, ordered.reach
+        needed = float(costs.sum()) / num_ranks
+        limits = np.geomspace(costs[-1], 2 * max(needed, costs[0]), 6000)
+        times = [_least_of_two(costs, reach, num_ranks, limits) + 2 * cost.launch]
+        bounds = equal_cost_cut(costs, np.zeros(len(costs) + 1), reach, num_ranks)
+        if len(bounds) <= num_ranks + 1:
+            times.append(float((np.diff(bounds) * costs[bounds[:-1]]).max()) + cost.launch)
+        shares.append(min(*times, needed + 3 * cost.launch) / (needed + cost.launch))
+    return float(np.mean(shares))
+
+
+@njit
+def _least_of_two(costs, reach, num_ranks, limits):  # noqa: ANN001, ANN202 - typed by numba
+    """Least sum of the slowest microbatches of two columns, of limits that are close together."""
+    best = np.inf
+    for low in range(1, len(limits)):
+        if 2 * limits[low - 1] >= best:
+            break
+        below, high = low - 1, len(limits)
+        while high - below > 1:
+            middle = (below + high) // 2
+            if _fits(costs, reach, num_ranks, limits[middle], limits[low]):
+                high = middle
+            else:
+                below = middle
+        if high < len(limits):  # a limit may be too high by its distance from the one before
+            best = min(best, limits[max(high - 1, 0)] + limits[low - 1])
+    return best
+
+
+@njit
+def _fits(costs, reach, num_ranks, first, second):  # noqa: ANN001, ANN202 - typed by numba
+    """Whether all rows go into `num_ranks` microbatches under each of two limits: the furthest end for each number."""
+    end = np.full((num_ranks + 1, num_ranks + 1), -1)
+    end[0, 0] = 0
+    for a in range(num_ranks + 1):
+        for b in range(num_ranks + 1):
+            start = end[a, b]
+            if start < 0:
+                continue
+            if start >= len(costs):
+                return True
+            if a < num_ranks:
+                last = min(start + int(first / costs[start]), reach[start])
+                end[a + 1, b] = max(end[a + 1, b], last)
+            if b < num_ranks:
+                last = min(start + int(second / costs[start]), reach[start])
+                end[a, b + 1] = max(end[a, b + 1], last)
+    return False
+
+
+def tables(results: dict[str, Any]) -> list[str]:
+    """The tables of docs/phases.md: in columns, on ranks that wait at the end, and by rows and memory."""
+    return [_in_columns(results['fsdp']), _at_the_end(results['ddp']), _by_rows(results['rows'])]
+
+
+def _in_columns(rows: list[dict[str, Any]]) -> str:
+    lines = ['| samples | model | ranks x rows | tower | text | step over the bound | without | tower of the step |']
+    lines.append('|' + '---|' * 8)
+    for row in rows:
+        known, plain = row['patches'], row['none']
+        lines.append(
+            f'| {row["set"]} | {row["model"]} | {row["ranks"]} x {row["rows"]} | {known["tower"]:.2f} '
+            f'| {known["text"]:.2f} | {known["step"]:.2f} | {plain["step"]:.2f} | {row["tower_share"]:.0%} |'
+        )
+    return '\n'.join(lines)
+
+
+def _at_the_end(rows: list[dict[str, Any]]) -> str:
+    lines = ['| samples | model | ranks x rows | step over the bound | by image tokens | without |', '|' + '---|' * 6]
+    for row in rows:
+        steps = ' | '.join(f'{row[known]["step"]:.2f}' for known in ('patches', 'tokens', 'none'))
+        lines.append(f'| {row["set"]} | {row["model"]} | {row["ranks"]} x {row["rows"]} | {steps} |')
+    return '\n'.join(lines)
+
+
+def _by_rows(rows: list[dict[str, Any]]) -> str:
+    memories = list(dict.fromkeys(row['memory'] for row in rows))
+    headings = ' | '.join(f'memory of {memory} rows' for memory in memories)
+    cells: dict[str, list[str]] = {}
+    for row in rows:
+        pair = f'{row["patches"]["tower"]:.3f}, {row["patches"]["text"]:.3f}'
+        cells.setdefault(f'| {row["model"]} | {row["ranks"]} x {row["rows"]} ', []).append(pair)
+    lines = [f'{name}| {" | ".join(pairs)} |' for name, pairs in cells.items()]
+    return '\n'.join([f'| model | ranks x rows | {headings} |', '|' + '---|' * (2 + len(memories)), *lines])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--lengths', type=Path, default=os.environ.get('COMPOSER_TOKACC_LENGTHS'))
+    parser.add_argument('--output', type=Path, default=RESULTS)
+    parser.add_argument('--quick', action='store_true', help='two global batches each')
+    given = parser.parse_args()
+    found, source = read_tables(None if given.lengths is None else Path(given.lengths))
+    print(source)
+    sets = {'images': found, 'half text': half_text(found)}
+    results: dict[str, Any] = {'source': source, 'microbatch': MICROBATCH, 'limit': LIMIT}
+
+    def row(
+        name: str, model: str, ranks: int, rows: int, count: int, objective: str, memory: int = MICROBATCH
+    ) -> dict[str, Any]:
+        count = 2 if given.quick else count
+        figures = measure(sets[name], MODELS[model], ranks, rows, count, objective, memory)
+        return {'set': name, 'model': model, 'ranks': ranks, 'rows': rows, 'memory': memory, **figures}
+
+    for objective in ('fsdp', 'ddp'):
+        results[objective] = [
+            row(name, model, ranks, rows, count, objective)
+            for model in MODELS
+            for name in sets
+            for ranks, (rows, count) in RANKS.items()
+        ]
+    results['rows'] = [
+        row('half text', model, ranks, rows, max(4, 20 * 16 // rows) if ranks == 8 else 4, 'fsdp', memory)
+        for model in ('256 tokens a tile, 7B', '256 tokens a tile, 0.5B')
+        for ranks, sizes in ((8, (16, 64, 256)), (64, (32, 128, 256)))
+        for rows in sizes
+        for memory in (2, 4, 16)
+    ]
+    results['least_text'] = {
+        f'{ranks} x {rows}': least_text(sets['half text'], ranks, rows, 2 if given.quick else count, CostModel())
+        for ranks, (rows, count) in RANKS.items()
+    }
+    print(*tables(results), sep='\n\n')
+    print('least time of text-only columns over unpadded time:', results['least_text'])
+    given.output.mkdir(parents=True, exist_ok=True)
+    (given.output / 'phases.json').write_text(json.dumps(results, indent=1) + '\n')
+
+
+if __name__ == '__main__':
+    main()
