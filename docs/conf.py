@@ -33,7 +33,19 @@ napoleon_use_rtype = False
 
 # `-n` fails on every name that is not found. Those of other packages have their pages elsewhere: an inventory of each
 # would have to be downloaded in every build.
-_ELSEWHERE = 'torch composer transformers numpy np streaming collections fractions os pathlib typing'.split()
+_ELSEWHERE = (
+    'torch',
+    'composer',
+    'transformers',
+    'numpy',
+    'np',
+    'streaming',
+    'collections',
+    'fractions',
+    'os',
+    'pathlib',
+    'typing',
+)
 # What annotations of packages without an inventory leave of theirs.
 nitpick_ignore = [('py:class', name) for name in ('Batch', 'Dataset', 'PathLike', 'optional')]
 nitpick_ignore_regex = [('py:.*', rf'({"|".join(_ELSEWHERE)})\..*')]
@@ -53,7 +65,7 @@ def _help_as_it_stands(app: Any, what: str, name: str, obj: object, options: Any
 
 
 def _whole_text(docstring: Any) -> tuple[str, list[str]]:
-    """napoleon takes what stands before a colon for an attribute's type; here types are annotations."""
+    """Napoleon takes what stands before a colon for an attribute's type; here types are annotations."""
     lines = [docstring._lines.next(), *docstring._dedent(docstring._consume_to_end())]
     return '', docstring.__class__(lines, docstring._config).lines()
 

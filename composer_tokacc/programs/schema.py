@@ -215,7 +215,7 @@ _SECTIONS = {
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """Reads a YAML file and lays ``key=value`` overrides over it; :func:`.check_config` checks more than types.
+    """Reads a YAML file and lays ``key=value`` overrides over it; ``check_config`` checks more than types.
 
     Raises:
         ConfigError: For an unreadable file, an unknown key or a wrong type; names the key and the nearest valid one.
