@@ -47,7 +47,7 @@ _ELSEWHERE = (
     'typing',
 )
 # What annotations of packages without an inventory leave of theirs.
-nitpick_ignore = [('py:class', name) for name in ('Batch', 'Dataset', 'PathLike', 'optional')]
+nitpick_ignore = [('py:class', name) for name in ('Batch', 'Dataset', 'PathLike', 'Stream', 'optional')]
 nitpick_ignore_regex = [('py:.*', rf'({"|".join(_ELSEWHERE)})\..*')]
 
 

@@ -42,7 +42,7 @@ class ConfigError(ValueError):
 
 @dataclass(kw_only=True)
 class ModelConfig:
-    """Arguments of :func:`.build_model`; exactly one of ``pretrained`` and ``config``."""
+    """Arguments of ``programs.models.build_model``; exactly one of ``pretrained`` and ``config``."""
 
     pretrained: str | None = None
     """Folder or hub name of a Transformers checkpoint."""

@@ -49,3 +49,22 @@ def test_code_is_fenced(page):
     text = re.sub(r'^( *)```.*?^\1```$', '', (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
     found = re.findall(r'\n\n((?: {4}|\t)\S.*)', text)
     assert not [line for line in found if not re.match(r' *([-*]|\d+\.) ', line)]
+
+
+@pytest.mark.parametrize('page', PAGES)
+def test_links_lead_to_files_and_headings(page):
+    text = re.sub(r'^( *)```.*?^\1```$', '', (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+    for target in re.findall(r'\]\((?!https?:)([^)\s]+)\)', text):
+        name, _, anchor = target.partition('#')
+        path = (ROOT / page).parent / name if name else ROOT / page
+        assert path.exists(), f'{page}: {target}'
+        if anchor and path.suffix == '.md':
+            included = re.search(r'```\{include\} (\S+)', path.read_text())
+            whole = (path.parent / included[1]).read_text() if included else path.read_text()
+            assert anchor in _anchors(whole), f'{page}: {target}'
+
+
+def _anchors(text: str) -> set[str]:
+    """Of headings, as GitHub and MyST make them."""
+    headings = re.findall(r'^#+ (.+)$', text, re.MULTILINE)
+    return {re.sub(r'[^\w\- ]', '', heading.lower()).replace(' ', '-') for heading in headings}
