@@ -68,3 +68,11 @@ def _anchors(text: str) -> set[str]:
     """Of headings, as GitHub and MyST make them."""
     headings = re.findall(r'^#+ (.+)$', text, re.MULTILINE)
     return {re.sub(r'[^\w\- ]', '', heading.lower()).replace(' ', '-') for heading in headings}
+
+
+def test_readme_is_short_and_answers_first():
+    lines = (ROOT / 'README.md').read_text().splitlines()
+    assert len(lines) < 130
+    first_screen = '\n'.join(lines[:25])
+    for question in ('What do I gain?', 'What do I give up?', 'When not to use it?'):
+        assert question in first_screen
