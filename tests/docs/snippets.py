@@ -97,7 +97,7 @@ def _run_bash(block: Block, page: str, folder: Path) -> None:
     }
     done = subprocess.run(
         ['bash', '-euo', 'pipefail', '-c', block.text], cwd=folder, env=environment, capture_output=True, text=True,
-        timeout=540,
+        timeout=1200,
     )  # fmt: skip
     told = f'{page}, line {block.line}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}'
     assert done.returncode == 0, told

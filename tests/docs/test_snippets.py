@@ -22,7 +22,7 @@ def _cases():
         blocks = [block for block in blocks_of(page) if block.language in LANGUAGES and block.mark != 'not run']
         if blocks:
             slow = any(block.language == 'bash' for block in blocks)
-            yield pytest.param(page, marks=[pytest.mark.slow, pytest.mark.timeout(1500)] if slow else [])
+            yield pytest.param(page, marks=[pytest.mark.slow, pytest.mark.timeout(3600)] if slow else [])
 
 
 @pytest.mark.parametrize('page', _cases())
