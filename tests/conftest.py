@@ -23,8 +23,18 @@ settings.load_profile(os.environ.get('HYPOTHESIS_PROFILE', 'steady'))
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if item.get_closest_marker('slow') and {'launch_json', 'launch_program'} & vars(item.module).keys():
+        if _needs_ranks(item):
             item.add_marker(pytest.mark.xdist_group('ranks'))
+    # By their number, so that few have to be started.
+    items.sort(key=lambda item: (not _needs_ranks(item), _num_ranks(item)))
+
+
+def _needs_ranks(item) -> bool:
+    return bool(item.get_closest_marker('slow') and {'launch_json', 'launch_program'} & vars(item.module).keys())
+
+
+def _num_ranks(item) -> int:
+    return item.callspec.params.get('ranks', 0) if _needs_ranks(item) and hasattr(item, 'callspec') else 0
 
 
 def pytest_sessionfinish():

@@ -42,7 +42,7 @@ def checkpoint_folder(trainer: Mapping[str, Any]) -> Path | None:
 
 
 def latest_checkpoint(trainer: Mapping[str, Any]) -> Path | None:
-    """Composer's link to this rank's latest checkpoint, there or not; None without ``autoresume``, or on no disk here."""
+    """Composer's link to this rank's latest checkpoint, there or not; None without ``autoresume`` or a local folder."""
     folder = checkpoint_folder(trainer)
     if folder is None or not trainer.get('autoresume'):
         return None

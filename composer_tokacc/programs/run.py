@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import argparse
+import atexit
+import gc
 import os
 import signal
 import traceback
@@ -72,6 +74,8 @@ def run_program(
         num_ranks: Ranks that the run is planned for; None: those of this launch.
         trains: Whether it trains here and now, so that this machine must be able to.
     """
+    # Python's end looks through all that Composer and Transformers hold, again and again: 8 s of nothing on the screen.
+    atexit.register(gc.freeze)
     try:
         config = load_config(path, overrides)
         check_config(config, num_ranks=num_ranks)

@@ -106,7 +106,10 @@ def _run_bash(block: Block, page: str, folder: Path) -> None:
 def _check_yaml(block: Block, folder: Path) -> None:
     """A part of a run's file is laid over one that is whole, and held to what the programs take."""
     given = yaml.safe_load(block.text)
-    whole = OmegaConf.merge(OmegaConf.load(ROOT / 'yamls' / 'llava_json.yaml'), OmegaConf.create(given))
+    whole = OmegaConf.load(ROOT / 'yamls' / 'llava_json.yaml')
+    if 'size' in given.get('microbatching', {}):  # short for a name that the whole file has
+        del whole['microbatching']['device_train_microbatch_size']
+    whole = OmegaConf.merge(whole, OmegaConf.create(given))
     path = folder / 'snippet.yaml'
     OmegaConf.save(whole, path)
     check_sections(load_config(path, ['dataset.path=data.json']))

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import resource
 from pathlib import Path
 
@@ -343,6 +345,13 @@ def test_program_without_file_says_how_to_call_it(capsys):
 
 
 @pytest.mark.slow
+def test_python_does_not_collect_garbage_at_its_end(monkeypatch):
+    registered = []
+    monkeypatch.setattr(atexit, 'register', registered.append)
+    main(['missing.yaml'])
+    assert registered == [gc.freeze]
+
+
 def test_launcher_shows_the_line_once_and_no_traceback():
     done = launch(['-m', 'composer_tokacc.train', str(DIGITS), 'microbatching.device_train_microbatch_size=0'], ranks=2)
     said = [line for line in done.stderr.splitlines() if line.startswith('error:')]

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+MOST_STANDING = 4
+"""Each rank that stays grows to 1.3 GiB."""
 
 
 def environment() -> dict[str, str]:
@@ -78,6 +80,8 @@ def launch_json(script: str, *arguments: str, ranks: int) -> Any:
     Starting them, with all that Composer imports, takes longer than most of what they run.
     """
     if ranks not in _standing:
+        while sum(_standing) + ranks > MOST_STANDING and _standing:
+            _standing.pop(min(_standing)).close()
         _standing[ranks] = _Ranks(ranks)
     try:
         return _standing[ranks].run(script, *arguments)
