@@ -32,7 +32,14 @@ define install
 	@touch $(1)/.installed
 endef
 
-.PHONY: demo test test-slow test-gpu test-streaming test-newest test-oldest lint bench example-llm-foundry
+# The site is built here, with the package itself: its reference is made from the docstrings.
+VENV_DOCS ?= .venv-docs
+STAMP_DOCS := $(VENV_DOCS)/.installed
+
+# Made anew each time: what a stranger gets from the wheel alone.
+VENV_DIST ?= .venv-dist
+
+.PHONY: demo test test-slow test-gpu test-streaming test-newest test-oldest lint bench docs dist example-llm-foundry
 
 # A small LLaVA learns to read scanned digits on two ranks; ends with a summary and a picture.
 demo: $(STAMP)
@@ -79,12 +86,31 @@ lint: $(STAMP)
 bench: $(STAMP)
 	$(VENV)/bin/python -m benchmarks.invariance
 
+# Strictly: a warning, a broken link or reference fails.
+docs: $(STAMP_DOCS)
+	$(VENV_DOCS)/bin/python -m sphinx -E -W -n --keep-going -q -b html docs docs/_build/html
+	@echo docs/_build/html/index.html
+
+# Wheel and sdist, each installed where nothing else is and tried outside of the checkout.
+dist: $(STAMP)
+	rm -rf dist && $(VENV)/bin/uv build --quiet --out-dir dist
+	for file in dist/*.tar.gz dist/*.whl; do \
+		$(VENV)/bin/uv venv --quiet --clear $(VENV_DIST) && \
+		$(VENV)/bin/uv pip install --quiet --python $(VENV_DIST)/bin/python "$$file" && \
+		.ci/smoke "$(CURDIR)/$(VENV_DIST)" || exit 1; \
+	done
+	@ls -l dist
+
 # By name, as a comma would end an argument of $(call).
 EVERYTHING := '.[demo,bench,datasets,lora,media,dev]'
 STREAMING := '.[streaming,demo,media,dev]'
+DOCS := '.[docs]'
 
 $(STAMP): setup.cfg pyproject.toml
 	$(call install,$(VENV),-e $(EVERYTHING))
+
+$(STAMP_DOCS): setup.cfg pyproject.toml
+	$(call install,$(VENV_DOCS),-e $(DOCS))
 
 $(STAMP_STREAMING): setup.cfg pyproject.toml
 	$(call install,$(VENV_STREAMING),-e $(STREAMING))

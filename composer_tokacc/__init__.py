@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from composer_tokacc.sampling import RegroupingBatchSampler, RegroupingDataLoader, SkipReadBatches
     from composer_tokacc.sizing import SizingReport, suggest_microbatching
 
-__version__ = '0.1.0'
+__version__ = '0.2.0'
 
 __all__ = [
     'BatchLayout',

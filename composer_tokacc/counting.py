@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 LOSS_RULES = ('causal', 'causal_attended', 'unshifted')
-"""Which labels a model's own loss averages over: see :func:`loss_mask`."""
+"""Which labels a model's own loss averages over: see :func:`.loss_mask`."""
 
 CARRIED = 'composer_tokacc.'
 """Prefix of the entries of a batch that are ours, so that none can be taken for a collator's own. Each is a list with
@@ -181,7 +181,7 @@ def count_tokens(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> Token
     Args:
         batch: A batch with ``labels`` of shape ``(rows, width)``; ``attention_mask`` (absent: all positions are real)
             and ``position_ids`` are used where present.
-        loss_tokens: The rule, see :func:`loss_mask`. The first token of each document of a packed row never counts.
+        loss_tokens: The rule, see :func:`.loss_mask`. The first token of each document of a packed row never counts.
 
     Returns:
         TokenCounts: Tuples of ints, one entry per row.
@@ -247,7 +247,7 @@ def carry(batch: Mapping[str, Any], loss_tokens: str = 'causal', token_weights: 
 
     Args:
         batch: A batch with ``labels``, on the CPU where counting shall sync nothing.
-        loss_tokens: The rule, see :func:`loss_mask`.
+        loss_tokens: The rule, see :func:`.loss_mask`.
         token_weights: What the tokens weigh, see :data:`TOKEN_WEIGHTS`.
     """
     if isinstance(batch, ReadyBatch):
@@ -281,7 +281,7 @@ def token_weights_of(
         batch: A batch with ``labels``; with ``loss_weights`` for ``'column'``.
         token_weights: ``'token'``, ``'sqrt'`` or ``'sample'``: the loss-generating tokens of its sample to the power 0,
             -1/2 or -1, where a document of a packed row is a sample; or ``'column'``.
-        loss_tokens: The rule, see :func:`loss_mask`.
+        loss_tokens: The rule, see :func:`.loss_mask`.
 
     Returns:
         Weights, float32 ``(rows, width)``, 0 where no loss is generated; and where it is, bool ``(rows, width)``.

@@ -41,7 +41,7 @@ class InvarianceCase:
 
 @dataclass(frozen=True, kw_only=True)
 class InvarianceReport:
-    """The cases of :func:`verify_invariance`, the same on all ranks; printed as a table."""
+    """The cases of :func:`.verify_invariance`, the same on all ranks; printed as a table."""
 
     cases: tuple[InvarianceCase, ...]
     tolerance: float

@@ -71,7 +71,7 @@ class SizeOptions:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program; see :func:`.run_program` for the exit status."""
+    """Runs the program; see ``run_program`` for the exit status."""
     given, overrides = command_line(_USAGE, __doc__).parse_known_args(arguments)
     own = {option.name for option in fields(SizeOptions)}
     try:

@@ -33,7 +33,7 @@ _USAGE = 'composer -n RANKS -m composer_tokacc.train FILE.yaml [key=value ...]'
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program; see :func:`.run_program` for the exit status.
+    """Runs the program; see ``run_program`` for the exit status.
 
     Args:
         arguments: The YAML file, then ``key=value`` overrides; None takes them from the command line.

@@ -66,14 +66,14 @@ class TokenAccumulation(Algorithm):
     sums of their weights. Together with Composer's weight the gradient is that of one forward over the whole global
     batch, whatever the microbatch size, the number of ranks or the padding.
 
-    Runs on :attr:`.Event.BATCH_START` (counts; starts the one all-reduce of a step), :attr:`.Event.BEFORE_FORWARD` (has
-    its result), :attr:`.Event.AFTER_LOSS`, :attr:`.Event.BEFORE_BACKWARD` (scales), :attr:`.Event.AFTER_BACKWARD`
-    (restores the raw loss) and :attr:`.Event.AFTER_TRAIN_BATCH` (checks the weights that Composer really applied,
+    Runs on ``Event.BATCH_START`` (counts; starts the one all-reduce of a step), ``Event.BEFORE_FORWARD`` (has
+    its result), ``Event.AFTER_LOSS``, ``Event.BEFORE_BACKWARD`` (scales), ``Event.AFTER_BACKWARD``
+    (restores the raw loss) and ``Event.AFTER_TRAIN_BATCH`` (checks the weights that Composer really applied,
     before the optimizer steps).
 
     Args:
         loss_tokens (str): Which labels the model's loss averages over: ``'causal'``, ``'causal_attended'``,
-            ``'unshifted'`` (see :func:`.counting.loss_mask`), or ``'auto'``: found by a probe forward before the
+            ``'unshifted'`` (see :func:`.loss_mask`), or ``'auto'``: found by a probe forward before the
             first step. Default: ``'auto'``.
         loss_units (dict[str, str], optional): For dict losses, the denominator of each term: ``'tokens'``,
             ``'samples'``, ``'coupled_samples'`` (rows of a microbatch see each other, as in a contrastive loss) or

@@ -148,7 +148,7 @@ class ConversationEncoder:
         Args:
             record: The conversation.
             files: One path or open file for each file of ``record.media``.
-            outlines: Of the media only as much as the shapes of the sample need, see :func:`.open_media`.
+            outlines: Of the media only as much as the shapes of the sample need, see ``data.media.open_media``.
 
         Returns:
             As for messages and their media; with ``loss_weights`` of the labels' shape where the record has such.

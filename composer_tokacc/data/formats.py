@@ -149,7 +149,7 @@ class Medium(NamedTuple):
     """An image, a video or a sound of a record."""
 
     kind: str
-    """A key of :data:`KINDS`."""
+    """A key of ``KINDS``."""
     files: tuple[str | EmbeddedFile, ...]
     """One, named from the media folder or embedded; or several pictures, which are the frames of a video."""
 

@@ -33,7 +33,7 @@ class LlavaDataset(Dataset):
 
     A record is ``{"id": ..., "image": "a.jpg" | ["a.jpg", ...], "conversations": [{"from": "human", "value":
     "<image>\nWhat is this?"}, {"from": "gpt", "value": "A cat."}, ...]}``, or one of the other formats in
-    :data:`.formats.FORMATS`; ``docs/data.md`` has a table of them.
+    ``data.formats``; ``docs/data.md`` has a table of them.
 
     Bad samples are never replaced and never dropped in passing, so that every rank has the same samples at the same
     indices:
@@ -41,7 +41,7 @@ class LlavaDataset(Dataset):
     - ``on_error='raise'``: a bad line, a missing file, or media that do not match their placeholders raise at the
       start; an unreadable file or a sample over ``max_length`` raises when it is read.
     - ``on_error='skip'``: every sample is read once, in parallel, the ranks sharing the work; bad ones are left out and
-      counted (:attr:`skipped`, :meth:`skip_report`). What was found is kept with the lengths, so that later runs on the
+      counted (``skipped``, :meth:`skip_report`). What was found is kept with the lengths, so that later runs on the
       same files read nothing twice. A file that breaks after that still raises.
 
     Args:
@@ -123,7 +123,7 @@ class LlavaDataset(Dataset):
         return self.encoder.encode_record(record, record.files(self.folders[index]))
 
     def outlines(self, indices: Sequence[int]) -> list[tuple[dict[str, Any], list[tuple[int, int]]] | None]:
-        """What :mod:`.headers` makes lengths of: some samples before their placeholders are expanded, and image sizes.
+        """What ``data.headers`` makes lengths of: some samples before their placeholders are expanded, and image sizes.
 
         None for a sample that has to be read, be it for its videos, or only to learn what is wrong with it.
         """

@@ -107,7 +107,7 @@ def build_small_processor(
     patch_size: int = 8,
     model_max_length: int = 2048,
 ) -> LlavaProcessor:
-    """A LLaVA processor that needs no download; see :func:`train_tokenizer` and :func:`small_llava_processor`.
+    """A LLaVA processor that needs no download; see ``train_tokenizer`` and ``small_llava_processor``.
 
     Args:
         texts: What the tokenizer is trained on, e.g. ``LlavaDataset.texts(path)``.

@@ -60,7 +60,7 @@ class Media:
 
     Args:
         sizes: Placeholder tokens of each item, ``(batch, config, num_items, num_tokens) -> list[int]``: see
-            :mod:`composer_tokacc.layout.placeholders`. None: they do not tell the items apart.
+            ``layout.placeholders``. None: they do not tell the items apart.
         blank: The smallest row with one item, ``(config) -> dict | None``: ``input_ids`` of shape ``(1, width)``, the
             media tensors, and whatever else the model wants for it. None: the family cannot say.
         token_type: What ``mm_token_type_ids`` calls its placeholders; 0: nothing does.
@@ -94,7 +94,7 @@ class Family:
     Args:
         name: Name for error messages.
         model_types: ``config.model_type`` values that use it.
-        entries: Media tensors by key; text tensors are the same for all (:data:`TEXT_ENTRIES`).
+        entries: Media tensors by key; text tensors are the same for all (``TEXT_ENTRIES``).
         media: What it has of ``'image'``, ``'video'`` and ``'audio'``, by these names.
         matches: Whether a batch without any model at hand has this format.
         slots: ``(rows, slots)`` bool, which slots hold an image and which are padding, for families with slots.

@@ -42,7 +42,7 @@ class ConfigError(ValueError):
 
 @dataclass(kw_only=True)
 class ModelConfig:
-    """Arguments of :func:`.build_model`; exactly one of ``pretrained`` and ``config``."""
+    """Arguments of ``programs.models.build_model``; exactly one of ``pretrained`` and ``config``."""
 
     pretrained: str | None = None
     """Folder or hub name of a Transformers checkpoint."""
@@ -216,7 +216,7 @@ _SECTIONS = {
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """Reads a YAML file and lays ``key=value`` overrides over it; :func:`.check_config` checks more than types.
+    """Reads a YAML file and lays ``key=value`` overrides over it; ``check_config`` checks more than types.
 
     Raises:
         ConfigError: For an unreadable file, an unknown key or a wrong type; names the key and the nearest valid one.

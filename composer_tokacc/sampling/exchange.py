@@ -59,7 +59,7 @@ class ExchangingDataLoader(DataLoader):
     """
 
     marks_added_rows = True
-    """Rows that only fill up the ranks weigh nothing here: :func:`.filler_rows` finds none."""
+    """Rows that only fill up the ranks weigh nothing here: ``filler_rows`` finds none."""
 
     def __init__(
         self,

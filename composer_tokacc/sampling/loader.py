@@ -45,7 +45,7 @@ class RegroupingDataLoader(DataLoader):
     """
 
     marks_added_rows = True
-    """Rows that only fill up the ranks weigh nothing here: :func:`.filler_rows` finds none."""
+    """Rows that only fill up the ranks weigh nothing here: ``filler_rows`` finds none."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class RegroupingDataLoader(DataLoader):
         return self.batch_sampler
 
     def skip_to(self, epoch: int, batch: int) -> None:
-        """Yields what comes before batch `batch` of epoch `epoch` as :class:`SkippedBatch`, once."""
+        """Yields what comes before batch `batch` of epoch `epoch` as ``SkippedBatch``, once."""
         self._resume_at = (epoch, batch)
 
     def __iter__(self) -> Iterator[Any]:

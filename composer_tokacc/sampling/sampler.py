@@ -35,7 +35,7 @@ class RegroupingBatchSampler(DistributedSampler):
     samples that are left, which torch's sampler fills up to a multiple of the ranks.
 
     Ranks may get unequal numbers of samples. Where there are fewer samples than ranks some get a copy of another rank's
-    sample, which is marked (:attr:`.RankShare.is_copy`) and must weigh nothing.
+    sample, which is marked (``RankShare.is_copy``) and must weigh nothing.
 
     What it yields is a pure function of its arguments, the epoch and the rank; nothing is communicated. Beside the
     order of the epoch and the lengths (16 bytes a sample) it holds a few global batches. The next ones are planned in
@@ -61,7 +61,7 @@ class RegroupingBatchSampler(DistributedSampler):
         objective: ``'ddp'``, or ``'fsdp'`` where ranks must have equal numbers of microbatches.
         width_multiple: As given to ``token_data_spec``.
         mixture: Shares of several datasets, `dataset` being their ``ConcatDataset``. Then
-            :func:`composer_tokacc.sampling.mixture.mixed_batches` says what a global batch holds.
+            ``sampling.mixture.mixed_batches`` says what a global batch holds.
         modality: ``'mixed'``, or ``'per_step'`` for global batches of one medium each: with images, or without.
             Likewise.
         media: Medium of each sample for ``'per_step'``, (n,) ints. Default: whether it has `image_tokens`.

@@ -191,16 +191,16 @@ def calibrate_fake(
     Args:
         build: Makes the model on the CPU, as for training.
         config: Its Transformers config.
-        samples: Samples as the processor returns them; see :func:`.probe_batches`.
+        samples: Samples as the processor returns them; see ``probe_batches``.
         width: Width of the widest probe: about the longest sample of the dataset.
-        make_optimizer: See :class:`.FakeRun`.
+        make_optimizer: See ``FakeRun``.
         precision: As in ``Trainer(precision=...)``.
         strategy: ``'ddp'`` or ``'fsdp'``.
         on_gpu: Whether the run will be on GPUs.
         has_mask: Whether attention holds a mask where there is padding, as SDPA does; flash attention has none.
 
     Raises:
-        ValueError: See :class:`.FakeRun` and :func:`.probe_batches`.
+        ValueError: See ``FakeRun`` and ``probe_batches``.
     """
     batches = probe_batches(BatchLayout.for_model(config), samples, width)
     run = FakeRun(

@@ -83,7 +83,7 @@ def simulate_steps(
     Args:
         table: Length table.
         batches: Sample indices of each global batch.
-        method: One of :data:`METHODS`.
+        method: One of ``METHODS``.
         num_ranks: Ranks; rank r has the samples r, r + num_ranks, ... of a batch, except where batches are planned.
         microbatch_rows: Rows of a stock microbatch.
         max_tokens: Token budget of ours.

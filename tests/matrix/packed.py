@@ -161,10 +161,10 @@ What keeps an attention of its own, or a state or a convolution that runs on, is
   its mask outside of its language model), rows that are not one run of tokens.
 - `torch.compile` breaks its graph at the masks and at each attention.
 
-Tiny models from configs, {NUM_BATCHES} ragged batches each: the largest relative error of the gradient of packed rows
-(in brackets of padded ones) in float32, against float64: each row by itself, weighted by its tokens. "not there": the
-release has no such attention for the family. Made by `python -m tests.matrix.packed --site DIR > docs/packing.md`,
-DIR with the other transformers.
+Tiny models from configs on a CPU, {NUM_BATCHES} ragged batches each: the largest relative error of the gradient of
+packed rows (in brackets of padded ones) in float32, against float64: each row by itself, weighted by its tokens. "not
+there": the release has no such attention for the family. Made by
+`python -m tests.matrix.packed --site DIR > docs/packing.md`, DIR with the other transformers.
 """
 
 

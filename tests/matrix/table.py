@@ -27,9 +27,9 @@ COLUMNS = [
 
 HEAD = """# Families
 
-Tiny models from configs, ragged batches with and without media, microbatches of one to all rows: the largest relative
-error of the gradient against one forward over the whole batch as the loader made it, or the refusal before the first
-step.
+Tiny models from configs on a CPU, ragged batches with and without media, microbatches of one to all rows: the largest
+relative error of the gradient against one forward over the whole batch as the loader made it, or the refusal before
+the first step.
 Made by `python -m tests.matrix.table > docs/families.md`.
 """
 

@@ -1,0 +1,79 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The site: ``make docs``. Sphinx, furo, MyST and napoleon, as Composer's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sphinx.ext.napoleon import GoogleDocstring
+
+import composer_tokacc
+
+project = 'composer_tokacc'
+copyright = '2026, composer_tokacc authors'
+version = release = composer_tokacc.__version__
+
+extensions = ['myst_parser', 'sphinx.ext.autodoc', 'sphinx.ext.napoleon', 'sphinx.ext.viewcode']
+exclude_patterns = ['_build']
+html_theme = 'furo'
+html_title = f'composer_tokacc {version}'
+
+myst_heading_anchors = 4
+
+autodoc_mock_imports = ['streaming']  # wants transformers<5; everything else is imported as it is
+autodoc_typehints = 'description'
+autodoc_typehints_description_target = 'documented'
+autodoc_preserve_defaults = True
+autodoc_member_order = 'bysource'
+autodoc_default_options = {'members': True, 'imported-members': True, 'show-inheritance': True, 'no-value': True}
+napoleon_google_docstring, napoleon_numpy_docstring = True, False
+napoleon_use_rtype = False
+
+# `-n` fails on every name that is not found. Those of other packages have their pages elsewhere: an inventory of each
+# would have to be downloaded in every build.
+_ELSEWHERE = (
+    'torch',
+    'composer',
+    'transformers',
+    'numpy',
+    'np',
+    'streaming',
+    'collections',
+    'fractions',
+    'os',
+    'pathlib',
+    'typing',
+)
+# What annotations of packages without an inventory leave of theirs.
+nitpick_ignore = [('py:class', name) for name in ('Batch', 'Dataset', 'PathLike', 'Stream', 'optional')]
+nitpick_ignore_regex = [('py:.*', rf'({"|".join(_ELSEWHERE)})\..*')]
+
+
+def _skip_twice_listed(app: Any, what: str, name: str, obj: object, skip: bool, options: Any) -> bool | None:
+    """A name of the package is described on the package's page alone, not again on that of its room."""
+    if app.env.docname != 'api/package' and name in composer_tokacc.__all__:
+        return True if getattr(composer_tokacc, name) is obj else None
+    return None
+
+
+def _help_as_it_stands(app: Any, what: str, name: str, obj: object, options: Any, lines: list[str]) -> None:
+    """Docstrings of programs are what ``--help`` prints."""
+    if what == 'module' and app.env.docname == 'api/command_lines':
+        lines[:] = ['.. code-block:: text', '', *(f'   {line}' for line in lines), '']
+
+
+def _whole_text(docstring: Any) -> tuple[str, list[str]]:
+    """Napoleon takes what stands before a colon for an attribute's type; here types are annotations."""
+    lines = [docstring._lines.next(), *docstring._dedent(docstring._consume_to_end())]
+    return '', docstring.__class__(lines, docstring._config).lines()
+
+
+GoogleDocstring._consume_inline_attribute = _whole_text
+
+
+def setup(app: Any) -> None:
+    """Sphinx's hook."""
+    app.connect('autodoc-skip-member', _skip_twice_listed)
+    app.connect('autodoc-process-docstring', _help_as_it_stands)

@@ -1,0 +1,109 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Figures of README and docs are those of ``benchmarks/results``, and pages that programs write are theirs."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.data.formats_page import page as formats_page
+from tests.support.launch import ROOT
+
+
+def results(name: str) -> Any:
+    return json.loads((ROOT / 'benchmarks' / 'results' / f'{name}.json').read_text())
+
+
+def row_of(page: str, beginning: str) -> list[str]:
+    """Cells of the table row that begins so."""
+    rows = [line for line in (ROOT / page).read_text().splitlines() if line.startswith(f'| {beginning}')]
+    assert len(rows) == 1, f'{page}: {len(rows)} rows begin with {beginning}'
+    return [cell.strip().replace('*', '').replace(' % padding', ' %') for cell in rows[0].strip('|').split('|')]
+
+
+@pytest.mark.parametrize('page', ['README.md', 'docs/benchmarks.md'])
+@pytest.mark.parametrize(
+    ('method', 'beginning'),
+    [('stock', 'stock Composer |'), ('flag', 'stock, `acc'), ('ours', '`TokenAccumulation` +')],
+)
+def test_invariance(page, method, beginning):
+    runs = [run for run in results('invariance')['runs'] if run['method'] == method]
+    assert len(runs) == 9
+
+    def span(key, form):
+        values = [run[key] for run in runs]
+        return f'{min(values):{form}} - {max(values):{form}}'
+
+    expected = [span('first_loss', '.5f'), span('last_loss', '.4f'), span('gradient_error', '.1e')]
+    assert row_of(page, beginning)[1:] == expected
+
+
+@pytest.mark.parametrize(
+    ('beginning', 'found', 'batch'),
+    [('lognormal, variation 0.9 |', 'lognormal CV 0.9', 32), ('digits task', 'digits', 32),
+     ('AI2D, ChartQA, DocVQA mixed, a quarter', 'real tables / 4', 32)],
+)  # fmt: skip
+def test_throughput(beginning, found, batch):
+    cases = results('throughput')['results']
+    [case] = [case for case in cases if (case['set'], case['device_batch']) == (found, batch)]
+    assert case['machine']['processor'].startswith('Intel')
+    by_name = {method['method']: method for method in case['methods']}
+    stock, style, ours = (
+        by_name[name] for name in ('stock Composer', 'Hugging Face style, padded per microbatch', 'token_data_spec')
+    )
+    expected = [f'{each["against_stock"]:.1f} ({each["padding"]:.0%})'.replace('%', ' %') for each in (style, ours)]
+    assert row_of('docs/benchmarks.md', beginning)[1:] == [
+        f'1.0 ({stock["padding"]:.0%})'.replace('%', ' %'), *expected, f'{ours["share_of_bound"]:.2f}',
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(('ranks', 'samples'), [(8, 16), (64, 32), (512, 32), (4096, 32)])
+def test_balance_of_the_ranks(ranks, samples):
+    found = {
+        case['method']: case
+        for case in results('scaling')['modelled']
+        if (case['set'], case['ranks'], case['samples a rank']) == ('tables mixed', ranks, samples)
+    }
+    others = ('stock Composer', 'LLaVA even chunks', 'NeMo-RL stride')
+    imbalance = [f'{found[name]["slowest / mean"]:.2f}' for name in others]
+    ours = found['regrouped over ranks']
+    assert row_of('docs/benchmarks.md', f'{ranks:,} x {samples}')[1:] == [
+        *imbalance, f'{ours["slowest / mean"]:.3f}', f'{ours["times stock"]:.2f}x', f'{ours["share of bound"]:.2f}',
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize('family', ['LLaVA-1.5', 'LLaVA-NeXT', 'Qwen2.5-VL', 'Idefics3'])
+def test_lengths_from_headers(family):
+    found = results('lengths')
+    case, other = found['144 sizes'][family], found['every size another'][family]
+    assert row_of('docs/data.md', f'{family} |')[1:] == [
+        f'{case["reading_seconds"]["processor"]:.0f} s',
+        f'{case["headers_seconds"]["processor"]:.1f} s ({case["times_faster"]["processor"]:.0f} times faster)',
+        f'{other["times_faster"]["processor"]:.1f} times faster',
+    ]
+
+
+def test_what_the_algorithm_costs():
+    share = results('overhead')['shares']['with_all_reduce']
+    for page in ('docs/benchmarks.md', 'docs/limits.md', 'composer_tokacc/algorithm/README.md'):
+        assert f'{share:.1%}'.replace('%', ' %') + ' of a step' in (ROOT / page).read_text()
+
+
+def test_formats_are_those_of_the_tests():
+    page = (ROOT / 'docs' / 'formats.md').read_text()
+    assert page == formats_page(), 'python -m tests.data.formats_page > docs/formats.md'
+
+
+def test_every_results_file_has_a_script_and_a_machine_on_the_page():
+    page = (ROOT / 'docs' / 'benchmarks.md').read_text()
+    for path in (ROOT / 'benchmarks' / 'results').glob('*.json'):
+        rows = [line for line in page.splitlines() if f'`{path.name}`' in line]
+        assert rows, f'{path.name} is not in docs/benchmarks.md'
+        found = json.loads(path.read_text())
+        machine = found['machine'] if 'machine' in found else found['results'][0]['machine']
+        letter = 'E' if machine['processor'].startswith('AMD') else 'X'
+        assert f'| {letter}' in rows[0], f'{path.name} was measured on {machine["processor"]}'

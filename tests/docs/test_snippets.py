@@ -1,0 +1,78 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""What README and docs say to type works, or is marked with the reason why it is not run."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.docs.snippets import LANGUAGES, PAGES, blocks_of, run_page
+from tests.support.launch import ROOT
+
+# These lie where commands are typed: in a checkout, or where `python -m composer_tokacc.examples` has put them.
+SHIPPED = ('yamls', 'examples', 'overrides.txt')
+NOT_RUN = re.compile(r'\S+( \S+){2,}')
+
+
+def _cases():
+    for page in PAGES:
+        blocks = [block for block in blocks_of(page) if block.language in LANGUAGES and block.mark != 'not run']
+        if blocks:
+            slow = any(block.language == 'bash' for block in blocks)
+            yield pytest.param(page, marks=[pytest.mark.slow, pytest.mark.timeout(3600)] if slow else [])
+
+
+@pytest.mark.parametrize('page', _cases())
+def test_page_runs(page, tmp_path, monkeypatch):
+    if page != 'docs/quickstart.md':  # which begins in an empty folder
+        for name in SHIPPED:
+            (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    run_page(page, tmp_path)
+
+
+@pytest.mark.parametrize('page', PAGES)
+def test_every_block_has_a_known_language_and_every_mark_a_reason(page):
+    for block in blocks_of(page):
+        known = block.language in (*LANGUAGES, 'text') or block.language.startswith('{')
+        assert known, f'{page}, line {block.line}: ```{block.language}; commands and code run, output is ```text'
+        if block.mark == 'not run':
+            assert NOT_RUN.fullmatch(block.reason), f'{page}, line {block.line}: why is it not run?'
+
+
+@pytest.mark.parametrize('page', PAGES)
+def test_code_is_fenced(page):
+    """Indented blocks would not run."""
+    text = re.sub(r'^( *)```.*?^\1```$', '', (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+    found = re.findall(r'\n\n((?: {4}|\t)\S.*)', text)
+    assert not [line for line in found if not re.match(r' *([-*]|\d+\.) ', line)]
+
+
+@pytest.mark.parametrize('page', PAGES)
+def test_links_lead_to_files_and_headings(page):
+    text = re.sub(r'^( *)```.*?^\1```$', '', (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+    for target in re.findall(r'\]\((?!https?:)([^)\s]+)\)', text):
+        name, _, anchor = target.partition('#')
+        path = (ROOT / page).parent / name if name else ROOT / page
+        assert path.exists(), f'{page}: {target}'
+        if anchor and path.suffix == '.md':
+            included = re.search(r'```\{include\} (\S+)', path.read_text())
+            whole = (path.parent / included[1]).read_text() if included else path.read_text()
+            assert anchor in _anchors(whole), f'{page}: {target}'
+
+
+def _anchors(text: str) -> set[str]:
+    """Of headings, as GitHub and MyST make them."""
+    headings = re.findall(r'^#+ (.+)$', text, re.MULTILINE)
+    return {re.sub(r'[^\w\- ]', '', heading.lower()).replace(' ', '-') for heading in headings}
+
+
+def test_readme_is_short_and_answers_first():
+    lines = (ROOT / 'README.md').read_text().splitlines()
+    assert len(lines) < 130
+    first_screen = '\n'.join(lines[:25])
+    for question in ('What do I gain?', 'What do I give up?', 'When not to use it?'):
+        assert question in first_screen

@@ -1,0 +1,28 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Copies of the YAML files and examples; that a wheel holds them is tried by ``make dist``."""
+
+from __future__ import annotations
+
+from composer_tokacc.examples import main
+from tests.support.launch import ROOT
+
+
+def test_every_yaml_and_example_is_copied_and_a_second_time_nothing(tmp_path, capsys):
+    assert main([str(tmp_path)]) == 0
+    for folder in ('yamls', 'examples'):
+        expected = {path.relative_to(ROOT) for path in (ROOT / folder).rglob('*.*') if path.suffix != '.pyc'}
+        assert expected == {path.relative_to(tmp_path) for path in (tmp_path / folder).rglob('*.*')}
+    assert main([str(tmp_path)]) == 0
+    assert '0 files written' in capsys.readouterr().out
+
+
+def test_a_file_that_was_changed_is_left_and_named(tmp_path, capsys):
+    changed = tmp_path / 'yamls' / 'digits.yaml'
+    changed.parent.mkdir()
+    changed.write_text('mine')
+    assert main([str(tmp_path)]) == 1
+    assert changed.read_text() == 'mine'
+    assert str(changed) in capsys.readouterr().err
+    assert (tmp_path / 'yamls' / 'llava_json.yaml').exists()
