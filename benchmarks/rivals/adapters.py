@@ -12,13 +12,16 @@ import contextlib
 import inspect
 import tempfile
 from collections.abc import Callable
+from functools import partial
+from itertools import accumulate as accumulate_sum
 from typing import Any
 
 import torch
 from composer.utils import dist
 from torch.utils.data import DataLoader
 
-from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
+from benchmarks.timed_steps import Batches
+from composer_tokacc import BatchLayout, TokenAccumulation
 from composer_tokacc.verify import UnusedParameters
 
 Batch = dict[str, Any]
@@ -46,7 +49,11 @@ def hugging_face(model: Any) -> Callable[[list[Batch]], Gradients]:
                 logging_strategy='no',
             )  # fmt: skip
             Trainer(
-                model, arguments, lambda batches: batches[0], train_dataset=dealt, callbacks=[keep]  # pyright: ignore
+                model,
+                arguments,
+                lambda batches: batches[0],
+                train_dataset=dealt,
+                callbacks=[keep],  # pyright: ignore
             ).train()
         return keep.gradients
 
@@ -76,7 +83,8 @@ def lightning(model: Any) -> Callable[[list[Batch]], Gradients]:
         quiet = {f'enable_{name}': False for name in ('checkpointing', 'progress_bar', 'model_summary')}
         trainer = lightning.Trainer(
             accelerator='cpu', devices=ranks, strategy='auto' if ranks == 1 else 'ddp_find_unused_parameters_true',
-            accumulate_grad_batches=len(microbatches), max_epochs=1, use_distributed_sampler=False, logger=False, **quiet,
+            accumulate_grad_batches=len(microbatches), max_epochs=1, use_distributed_sampler=False, logger=False,
+            **quiet,
         )  # fmt: skip
         trainer.fit(module, DataLoader(microbatches, batch_size=None))  # pyright: ignore[reportArgumentType]
         return module.gradients
@@ -134,7 +142,7 @@ def plain_loop(model: Any) -> Callable[[list[Batch]], Gradients]:
 
 
 def composer(model: Any, *, flag: bool = False, exact: bool = False) -> Callable[[list[Batch]], Gradients]:
-    """Composer by itself, its ``accumulate_train_batch_on_tokens``, or token_data_spec and TokenAccumulation."""
+    """Composer by itself, with its ``accumulate_train_batch_on_tokens``, or with TokenAccumulation."""
     from composer import Callback, DataSpec, Trainer
     from composer.models import HuggingFaceModel
 
@@ -145,18 +153,21 @@ def composer(model: Any, *, flag: bool = False, exact: bool = False) -> Callable
             self.gradients = gradients_of(model)
 
     def gradients(microbatches: list[Batch]) -> Gradients:
-        keep = Keep()
-        whole = DataLoader([layout.with_media(layout.concat(microbatches))], batch_size=None)  # pyright: ignore
+        keep, ends = Keep(), list(accumulate_sum(len(batch['input_ids']) for batch in microbatches))
+        parts = [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
         given = DataSpec(
-            whole, split_batch=lambda batch, size: microbatches, get_num_samples_in_batch=lambda b: len(b['input_ids'])
+            DataLoader(Batches([dict(layout.with_media(layout.concat(microbatches)))]), batch_size=None),
+            split_batch=lambda batch, size: [layout.select(batch, part) for part in parts],
+            get_num_samples_in_batch=lambda batch: len(batch['input_ids']),
         )
         Trainer(
             model=HuggingFaceModel(model, shift_labels=True, use_logits=True),
-            train_dataloader=token_data_spec(whole, regroup=False) if exact else given,
+            train_dataloader=given,
             optimizers=torch.optim.SGD(model.parameters(), lr=0.0),
-            algorithms=[TokenAccumulation() if exact else UnusedParameters()],
-            device_train_microbatch_size=max(len(batch['input_ids']) for batch in microbatches),
-            accumulate_train_batch_on_tokens=flag, max_duration='1ba', device='cpu', progress_bar=False, callbacks=[keep],
+            algorithms=[UnusedParameters(), *([TokenAccumulation()] if exact else [])],
+            device_train_microbatch_size=max(map(len, parts)),
+            accumulate_train_batch_on_tokens=flag, max_duration='1ba', device='cpu', progress_bar=False,
+            callbacks=[keep],
         ).fit()  # fmt: skip
         return keep.gradients
 
@@ -182,13 +193,13 @@ def _prepared(model: Any, steps: int) -> tuple[Any, Any, Any]:
     return accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
 
 
-ADAPTERS: dict[str, tuple[str, Adapter]] = {
-    'plain': ('a plain loop, mean of means', plain_loop),
-    'composer': ('Composer', composer),
-    'composer_flag': ('Composer, accumulate_train_batch_on_tokens', lambda model: composer(model, flag=True)),
-    'hf': ('Hugging Face Trainer', hugging_face),
-    'lightning': ('Lightning', lightning),
-    'accelerate': ('accelerate', accelerate),
-    'accelerate_tokens': ('accelerate, loss by tokens', accelerate_by_tokens),
-    'ours': ('ours', lambda model: composer(model, exact=True)),
+ADAPTERS: dict[str, Adapter] = {
+    'plain': plain_loop,
+    'composer': composer,
+    'composer_flag': partial(composer, flag=True),
+    'hf': hugging_face,
+    'lightning': lightning,
+    'accelerate': accelerate,
+    'accelerate_tokens': accelerate_by_tokens,
+    'ours': partial(composer, exact=True),
 }

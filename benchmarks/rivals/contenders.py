@@ -89,7 +89,7 @@ def trl_vision(task: Task) -> Settings:
 
 
 def online_dynamic_batching(task: Task) -> Settings:
-    """Its guide for a loop of one's own: a step a batch, whose loss is scaled exactly; DDP Join where ranks are many."""
+    """Its guide for a loop of one's own: a step a batch, whose loss is scaled exactly; DDP Join on several ranks."""
     import odb
 
     settings = {
@@ -136,7 +136,7 @@ def lightning(task: Task) -> Settings:
         'strategy': 'auto' if dist.get_world_size() == 1 else 'ddp_find_unused_parameters_true',
         'use_distributed_sampler': False,  # a DistributedSampler that keeps the order is in the loader
     }  # fmt: skip
-    quiet = {name: False for name in ('logger', 'enable_checkpointing', 'enable_progress_bar', 'enable_model_summary')}
+    quiet = dict.fromkeys(('logger', 'enable_checkpointing', 'enable_progress_bar', 'enable_model_summary'), False)
     task.model.train()
     lightning.Trainer(**settings, **quiet).fit(Module(), _device_batches(task, task.sizes.microbatch))
     return settings
@@ -209,7 +209,7 @@ def ours(task: Task, *, sampler: bool = False, packing: bool = False) -> Setting
 
 
 def _rows_that_fit(task: Task, *, flat: bool) -> Settings:
-    """Without padding, or with groups of like lengths, as much memory holds more rows; a user would find out how many."""
+    """Without padding, or with groups of like lengths, the memory holds more rows; a user would find out how many."""
     from transformers.trainer_pt_utils import BatchRebalanceSampler
 
     world, lengths, best = dist.get_world_size(), task.samples.lengths, task.sizes.microbatch
@@ -307,42 +307,25 @@ class _Lists:
 
 @dataclass(frozen=True)
 class Contender:
-    """A row of the tables."""
+    """One row of the tables, and the models that it can train."""
 
-    title: str
     run: Callable[[Task], Settings]
-    package: str
     models: tuple[str, ...] = ('llava', 'llama')
-    ours: bool = False
 
 
 CONTENDERS = {
-    'composer': Contender('Composer', composer, 'mosaicml'),
-    'composer_flag': Contender(
-        'Composer, accumulate_train_batch_on_tokens', lambda task: composer(task, flag=True), 'mosaicml'
-    ),
-    'hf': Contender('Hugging Face Trainer', hugging_face, 'transformers'),
-    'hf_group': Contender(
-        'Hugging Face Trainer, group_by_length', lambda task: hugging_face(task, strategy='group_by_length'),
-        'transformers',
-    ),
-    'hf_rebalance': Contender(
-        'Hugging Face Trainer, batch_rebalance', lambda task: hugging_face(task, strategy='batch_rebalance'),
-        'transformers',
-    ),
-    'hf_flat': Contender(
-        'Hugging Face Trainer, padding-free', lambda task: hugging_face(task, flat=True), 'transformers', ('llama',)
-    ),
-    'trl': Contender('TRL SFTTrainer, vision', trl_vision, 'trl', ('llava',)),
-    'odb': Contender('ODB, exact loss scaling', online_dynamic_batching, 'online-dynamic-batching'),
-    'lightning': Contender('Lightning', lightning, 'lightning'),
-    'accelerate': Contender('accelerate', accelerate, 'accelerate'),
-    'accelerate_tokens': Contender('accelerate, loss by tokens', accelerate_by_tokens, 'accelerate'),
-    'ours': Contender('ours, three lines', ours, 'composer_tokacc', ours=True),
-    'ours_sampler': Contender(
-        'ours, with the sampler', lambda task: ours(task, sampler=True), 'composer_tokacc', ours=True
-    ),
-    'ours_packed': Contender(
-        'ours, packed', lambda task: ours(task, sampler=True, packing=True), 'composer_tokacc', ours=True
-    ),
-}  # fmt: skip
+    'composer': Contender(composer),
+    'composer_flag': Contender(lambda task: composer(task, flag=True)),
+    'hf': Contender(hugging_face),
+    'hf_group': Contender(lambda task: hugging_face(task, strategy='group_by_length')),
+    'hf_rebalance': Contender(lambda task: hugging_face(task, strategy='batch_rebalance')),
+    'hf_flat': Contender(lambda task: hugging_face(task, flat=True), ('llama',)),
+    'trl': Contender(trl_vision, ('llava',)),
+    'odb': Contender(online_dynamic_batching),
+    'lightning': Contender(lightning),
+    'accelerate': Contender(accelerate),
+    'accelerate_tokens': Contender(accelerate_by_tokens),
+    'ours': Contender(ours),
+    'ours_sampler': Contender(lambda task: ours(task, sampler=True)),
+    'ours_packed': Contender(lambda task: ours(task, sampler=True, packing=True)),
+}

@@ -57,9 +57,9 @@ class Sizes:
     """What a run is told; the same for all contenders."""
 
     model: str = 'llava'
-    hidden: int = 192
-    layers: int = 3
-    mean: int = 128
+    hidden: int = 128
+    layers: int = 2
+    mean: int = 64
     """Tokens of a sample."""
     samples: int = 512
     """Of an epoch."""

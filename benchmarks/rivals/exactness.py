@@ -124,9 +124,10 @@ def check(subject_name: str, trainer: str) -> dict[str, Any]:
     rank = dist.get_global_rank()
     everyone = rows[: ROWS * dist.get_world_size()]
     tokens = token_mean(model, dict(layout.with_media(layout.concat(everyone))))
-    checked = Checked(model, ADAPTERS[trainer][1](model), tokens)
+    checked = Checked(model, ADAPTERS[trainer](model), tokens)
+    own = everyone[rank * ROWS : (rank + 1) * ROWS]
     report = verify_invariance(
-        checked, everyone[rank * ROWS : (rank + 1) * ROWS], layout=layout, reference=lambda batch: token_mean(model, batch),
+        checked, own, layout=layout, reference=lambda batch: token_mean(model, batch),
         microbatch_sizes=(1, 4, ROWS), padding_sides=('right',), tolerance=TOLERANCE,
     )  # fmt: skip
     cases = [asdict(case) for case in report.cases]

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -62,71 +63,87 @@ def watched(model: Any, samples: Samples, *, inspect: bool = False, curve: bool 
         inspect: Whether to keep the first gradient and measure what is kept for the backward, which takes time.
         curve: Whether to sum up the losses of the tokens, which takes time.
     """
-    seen, step = Seen(), _Step()
-
-    def forward(module: Any, args: Any, kwargs: Any) -> None:
-        # Forwards without gradients only look: checks of the first batch, evaluation.
-        if torch.is_grad_enabled():
-            step.inputs.append({key: kwargs.get(key) for key in ('input_ids', 'attention_mask', 'labels', 'position_ids')})
-
-    def forwarded(module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        if torch.is_grad_enabled():
-            logits, labels = output.logits[:, :-1].detach(), kwargs['labels'][:, 1:]
-            total = torch.nn.functional.cross_entropy(
-                logits.reshape(-1, logits.shape[-1]).float(), labels.reshape(-1), reduction='sum'
-            )
-            step.losses.append((total.item(), int((labels != -100).sum())))
-
-    def stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        seen.ends.append(time.perf_counter())
-        if inspect and not seen.gradient:
-            seen.gradient = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        seen.waits.append(step.waited)
-        if curve:
-            seen.losses.append((sum(loss for loss, _ in step.losses), sum(count for _, count in step.losses)))
-        steps.append(step.inputs)
-        step.__init__()
+    watcher = _Watcher(model, inspect, curve)
+    handles = [
+        model.register_forward_pre_hook(watcher.entered, with_kwargs=True),
+        register_optimizer_step_post_hook(watcher.stepped),
+    ]
+    if curve:
+        handles.append(model.register_forward_hook(watcher.left, with_kwargs=True))
+    if inspect:
+        handles += _watch_saved(model, watcher.seen)
+    plain_next = dataloader._BaseDataLoaderIter.__next__
 
     def waiting(iterator: Any) -> Any:
         began = time.perf_counter()
         try:
             return plain_next(iterator)
         finally:
-            step.waited += time.perf_counter() - began
+            watcher.waited += time.perf_counter() - began
 
-    steps: list[list[dict[str, Any]]] = []
-    handles = [model.register_forward_pre_hook(forward, with_kwargs=True), register_optimizer_step_post_hook(stepped)]
-    if curve:
-        handles.append(model.register_forward_hook(forwarded, with_kwargs=True))
-    if inspect:
-        handles += _watch_saved(model, seen)
-    plain_next = dataloader._BaseDataLoaderIter.__next__
     dataloader._BaseDataLoaderIter.__next__ = waiting
     before = _reset_peak()
     try:
-        yield seen
+        yield watcher.seen
     finally:
-        seen.rss = _peak() - before
+        watcher.seen.rss = _peak() - before
         dataloader._BaseDataLoaderIter.__next__ = plain_next
         for handle in handles:
             handle.remove()
-    for inputs in steps:
-        rows = [row for one in inputs for row in _rows(one)]
-        seen.positions.append(sum(one['input_ids'].numel() for one in inputs))
-        seen.largest = max(seen.largest, *(one['input_ids'].numel() for one in inputs), 0)
-        places = [_place(samples, *row) for row in rows]
-        seen.ids.append([place for place in places if place is not None])
-        seen.fillers += places.count(None)
-        seen.tokens.append(sum(len(row[0]) for row, place in zip(rows, places, strict=True) if place is not None))
+    watcher.recognise(samples)
 
 
-class _Step:
-    """What is gathered until the weights move."""
+class _Watcher:
+    """Gathers until the weights move."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: Any, inspect: bool, curve: bool) -> None:
+        self.model, self.inspect, self.curve = model, inspect, curve
+        self.seen = Seen()
+        self.steps: list[list[dict[str, Any]]] = []
+        self._begin()
+
+    def _begin(self) -> None:
         self.inputs: list[dict[str, Any]] = []
         self.losses: list[tuple[float, int]] = []
         self.waited = 0.0
+
+    def entered(self, module: Any, args: Any, kwargs: Any) -> None:
+        # Forwards without gradients only look: checks of the first batch, evaluation.
+        if torch.is_grad_enabled():
+            keys = ('input_ids', 'attention_mask', 'labels', 'position_ids')
+            self.inputs.append({key: kwargs.get(key) for key in keys})
+
+    def left(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            logits, labels = output.logits[:, :-1].detach(), kwargs['labels'][:, 1:]
+            total = torch.nn.functional.cross_entropy(
+                logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), reduction='sum'
+            )
+            self.losses.append((total.item(), int((labels != -100).sum())))
+
+    def stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        seen = self.seen
+        seen.ends.append(time.perf_counter())
+        seen.waits.append(self.waited)
+        if self.inspect and not seen.gradient:
+            seen.gradient = {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}
+        if self.curve:
+            seen.losses.append((sum(loss for loss, _ in self.losses), sum(count for _, count in self.losses)))
+        self.steps.append(self.inputs)
+        self._begin()
+
+    def recognise(self, samples: Samples) -> None:
+        """Which samples reached the model; after the run, as it takes time."""
+        seen = self.seen
+        for inputs in self.steps:
+            rows = [row for one in inputs for row in _rows(one)]
+            sizes = [one['input_ids'].numel() for one in inputs]
+            seen.positions.append(sum(sizes))
+            seen.largest = max(seen.largest, *sizes, 0)
+            places = [_place(samples, *row) for row in rows]
+            seen.ids.append([place for place in places if place is not None])
+            seen.fillers += places.count(None)
+            seen.tokens.append(sum(len(row[0]) for row, place in zip(rows, places, strict=True) if place is not None))
 
 
 def _rows(inputs: dict[str, Any]) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -137,7 +154,7 @@ def _rows(inputs: dict[str, Any]) -> list[tuple[np.ndarray, np.ndarray]]:
         positions = inputs['position_ids']
         flat = positions.reshape(-1, ids.shape[-1])[0] if positions is not None else torch.arange(ids.shape[-1])
         starts = [*torch.nonzero(flat == 0).flatten().tolist(), ids.shape[-1]]
-        pairs = zip(starts, starts[1:], strict=False)
+        pairs = pairwise(starts)
         return [(ids[0, start:end].numpy(), labels[0, start:end].numpy()) for start, end in pairs]
     return [(ids[row][real].numpy(), labels[row][real].numpy()) for row, real in enumerate(mask.bool())]
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import copy
 import gc
 import hashlib
 import json
@@ -18,6 +17,7 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +55,13 @@ def inspected(name: str, sizes: Sizes, samples: Samples, held_out: Samples, refe
         {key: getattr(seen, key) for key in ('ids', 'positions', 'tokens', 'largest', 'saved', 'fillers')}
     )
     steps = max(len(rank['positions']) for rank in ranks)
-    ids = [sorted(sum((rank['ids'][step] for rank in ranks if step < len(rank['ids'])), [])) for step in range(steps)]
+    of_step = [[rank['ids'][step] for rank in ranks if step < len(rank['ids'])] for step in range(steps)]
+    ids = [sorted(chain.from_iterable(parts)) for parts in of_step]
     positions = [[rank['positions'][step] for rank in ranks if step < len(rank['positions'])] for step in range(steps)]
     real, all_positions = sum(sum(rank['tokens']) for rank in ranks), sum(map(sum, positions))
     largest = max(rank['largest'] for rank in ranks)
     cap = sizes.microbatch * int(samples.lengths.max())
-    once = sorted(sum(ids, []))
+    once = sorted(chain.from_iterable(ids))
     row: Row = {
         'settings': settings,
         'padded_share': 1 - real / all_positions,
@@ -128,7 +129,9 @@ def held_out_loss(model: Any, samples: Samples) -> float:
 
 def factor(found: Gradients, expected: Gradients) -> float:
     """Length of the gradient along the right one."""
-    along = sum(float((found[name].double() * value.double()).sum()) for name, value in expected.items() if name in found)
+    along = sum(
+        float((found[name].double() * value.double()).sum()) for name, value in expected.items() if name in found
+    )
     return along / sum(float(value.double().square().sum()) for value in expected.values())
 
 
@@ -139,10 +142,10 @@ def timed(name: str, sizes: Sizes, samples: Samples) -> Row:
     cpu = time.process_time() - cpu
     ranks = dist.all_gather_object((seen.tokens, cpu, seen.rss))
     seconds = seen.ends[-1] - seen.ends[0]
-    steps = [end - start for start, end in zip(seen.ends, seen.ends[1:], strict=False)]
+    steps = [end - start for start, end in pairwise(seen.ends)]
     return {
         'tokens_per_second': sum(sum(tokens[1:]) for tokens, *_ in ranks) / seconds,
-        'step_seconds': steps,
+        'longest_step': max(steps) / statistics.median(steps),
         'loader_wait_share': sum(seen.waits[1:]) / seconds,
         'processor_seconds': sum(spent for _, spent, _ in ranks),
         'rss_mib': max(rss for *_, rss in ranks) / 2**20,
