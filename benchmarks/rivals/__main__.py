@@ -99,7 +99,8 @@ def dumps(results: dict[str, Any]) -> str:
     return '{\n' + ',\n'.join(parts) + '\n}\n'
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
+    """What to measure, and how large."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('parts', nargs='*', choices=[*PARTS, []], help='default: all')
     parser.add_argument('--models', nargs='+', choices=MODELS, default=MODELS)
@@ -114,6 +115,10 @@ def main() -> None:
     parser.add_argument('--results', type=Path, default=RESULTS)
     parser.add_argument('--document', type=Path, default=DOCUMENT)
     given = parser.parse_args()
+    if given.samples % given.global_batch or given.global_batch % (given.microbatch * max(given.ranks)):
+        parser.error(
+            '`--samples` must hold whole global batches, and `--global-batch` whole microbatches of every rank.'
+        )
     parts = given.parts or PARTS
     sizes = {name: getattr(given, name) for name in asdict(Sizes()) if name in given}
     results: dict[str, Any] = json.loads(given.results.read_text()) if given.results.exists() else {}
@@ -139,7 +144,7 @@ def main() -> None:
     longer = [part for part in ('curves', 'stalls') if part in parts]
     if longer:
         names = [rival for rival in given.rivals or NAMES if rival in NAMES]
-        small = {**sizes, 'model': 'llama', 'hidden': 64, 'layers': 2, 'mean': 48}
+        small = {**sizes, 'model': 'llama', 'hidden': 64, 'layers': 2, 'mean': 32}
         plan = {
             'sizes': {**small, 'samples': given.steps * given.global_batch}, 'set': 'lognormal 0.9', 'rivals': names,
             'parts': longer,

@@ -217,7 +217,7 @@ def _rows_that_fit(task: Task, *, flat: bool) -> Settings:
         if rows * world > task.sizes.global_batch:
             break
         if flat:
-            sizes = lengths.reshape(-1, rows).sum(axis=1)
+            sizes = [lengths[start : start + rows].sum() for start in range(0, len(lengths), rows)]
         else:
             sizes = [
                 len(group) * lengths[group].max()

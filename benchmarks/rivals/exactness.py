@@ -72,7 +72,7 @@ class Checked:
 
     def __init__(self, model: Any, gradients: Callable[[list[Batch]], Gradients], tokens: Gradients) -> None:
         self.model, self.gradients, self.tokens = model, gradients, tokens
-        self.router_factors: list[float] = []
+        self.fits: list[dict[str, float]] = []
 
     def __call__(self, microbatches: list[Batch]) -> Gradients:
         environment = dict(os.environ)
@@ -84,7 +84,7 @@ class Checked:
         if not getattr(self.model.config, 'output_router_logits', False):
             return found
         router = self._router(microbatches)
-        self.router_factors.append(_factors(found, self.tokens, router)[1])
+        self.fits.append(_fit(found, self.tokens, router))
         return {name: value - router[name] for name, value in found.items() if name in router}
 
     def _router(self, microbatches: list[Batch]) -> Gradients:
@@ -99,12 +99,14 @@ class Checked:
         return found
 
 
-def _factors(found: Gradients, *parts: Gradients) -> list[float]:
-    """Least-squares factors of the parts in what was found."""
-    names = sorted(set(found).intersection(*parts))
-    matrix = torch.stack([torch.cat([part[name].flatten().double() for name in names]) for part in parts], dim=1)
-    wanted = torch.cat([found[name].flatten().double() for name in names])
-    return torch.linalg.lstsq(matrix, wanted).solution.tolist()
+def _fit(found: Gradients, tokens: Gradients, router: Gradients) -> dict[str, float]:
+    """Least-squares factors of both parts in what was found, and the share of it that they leave unexplained."""
+    names = sorted(found.keys() & tokens.keys() & router.keys())
+    wanted, *parts = (torch.cat([part[name].flatten().double() for name in names]) for part in (found, tokens, router))
+    matrix = torch.stack(parts, dim=1)
+    factors = torch.linalg.lstsq(matrix, wanted).solution
+    left = float((wanted - matrix @ factors).norm() / wanted.norm())
+    return {'token_factor': factors[0].item(), 'router_factor': factors[1].item(), 'unexplained': left}
 
 
 def token_mean(model: Any, batch: Batch) -> Gradients:
@@ -131,8 +133,8 @@ def check(subject_name: str, trainer: str) -> dict[str, Any]:
         microbatch_sizes=(1, 4, ROWS), padding_sides=('right',), tolerance=TOLERANCE,
     )  # fmt: skip
     cases = [asdict(case) for case in report.cases]
-    for case, router in zip(cases, checked.router_factors, strict=False):
-        case['router_factor'] = router
+    for case, fit in zip(cases, checked.fits, strict=False):
+        case |= fit
     say(f'{subject_name}, {dist.get_world_size()} ranks, {trainer}\n{report}')
     return {'subject': subject_name, 'ranks': dist.get_world_size(), 'trainer': trainer, 'cases': cases}
 

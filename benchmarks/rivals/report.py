@@ -52,6 +52,21 @@ EXACTNESS = f"""`verify_invariance` attached to each trainer ([adapters](../benc
 ragged rows a rank, in microbatches of 16, 4 and 1 (accumulation 1, 4, 16), in order and by length. The reference is one
 plain forward over the rows of all ranks. *exact*: relative error of the gradient up to {EXACT:.0e}; else the largest
 error, and the factor by which the gradient is too long.
+
+- Hugging Face Trainer counts the targets of the step over all ranks and hands their number to a model whose forward
+  takes it. Those that do not (`accepts_loss_kwargs = False`: Qwen2.5-VL and others) are trained on a mean of means.
+  A router's loss is added whole in every microbatch and multiplied by the ranks.
+- accelerate's recipe by tokens, which its users write into their loop, is exact for the tokens; a sum over logits
+  never has a router's loss in it.
+- Composer's flag counts positions, padding included, unless it is given a counter.
+- What ODB and TRL do is in the column *gradient error* further down: ODB weighs ranks by input tokens, not by those
+  that carry loss.
+"""
+
+MIXTRAL = """
+The router's loss is a statistic of each microbatch: its rightful weight is the mean over all of the step. Errors are in
+parts of the gradient of the token mean. Where tokens and routers together explain all that was found, the factor of
+each is given.
 """
 
 FACTS = """Seen by hooks on model and optimizer, the same for all; other sets are in the results file. *largest*:
@@ -148,10 +163,7 @@ def _exactness(rows: Sequence[Row]) -> list[str]:
             body.append([TRAINER_TITLES[trainer], *(_exact_cell(of.get(number), size) for number, size in columns)])
         title = f'### {subject}\n'
         if subject == 'Mixtral':
-            title += (
-                "\nThe router's loss is a statistic of each microbatch: its rightful weight is the mean over all of "
-                'the step. The second factor is that of its gradient.\n'
-            )
+            title += MIXTRAL
         parts += [title, table(['', *(f'{n} rank{"s" * (n > 1)}, x{a}' for n, a in columns)], body)]
     return parts
 
@@ -168,10 +180,11 @@ def _exact_cell(row: Row | None, accumulation: int) -> str:
     worst = max(cases, key=lambda case: case['error'])
     if worst['error'] <= EXACT:
         return 'exact'
-    router = worst.get('router_factor')
-    return f'{worst["error"]:.0%} off, x{worst["factor"]:.2f}' + (
-        f', router x{router:.2f}' if router is not None else ''
-    )
+    if worst.get('unexplained', 1.0) < 0.001:
+        return (
+            f'{worst["error"]:.0%} off: tokens x{worst["token_factor"]:.2f}, router x{abs(worst["router_factor"]):.2f}'
+        )
+    return f'{worst["error"]:.0%} off, x{worst["factor"]:.2f}'
 
 
 def _groups(cells: Sequence[Row]) -> list[tuple[str, int, list[Row]]]:
@@ -203,6 +216,8 @@ def _speed(cells: Sequence[Row]) -> list[str]:
             of = {cell['set']: cell for cell in mine if cell['rival'] == rival}
             body.append([_title(rival), *(_speed_cell(of.get(name)) for name in names)])
         parts += [f'### {_model(model)}, {ranks} rank{"s" * (ranks > 1)}\n', table(['', *names], body)]
+    if any(cell.get('tables') == 'synthetic' for cell in cells):
+        parts.append('`tables` are synthetic ones here: COMPOSER_TOKACC_LENGTHS did not name a folder of real ones.\n')
     return parts
 
 

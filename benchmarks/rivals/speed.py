@@ -171,6 +171,8 @@ def measure(sizes: Sizes, set_name: str, names: Sequence[str], rounds: int) -> l
         'set': set_name, 'model': sizes.model, 'ranks': dist.get_world_size(), 'sizes': asdict(sizes),
         'variation': float(samples.lengths.std() / samples.lengths.mean()), 'longest': int(samples.lengths.max()),
     }  # fmt: skip
+    if set_name == 'tables':
+        about['tables'] = 'real' if os.environ.get('COMPOSER_TOKACC_LENGTHS') else 'synthetic'
     for name in names:
         began = time.monotonic()
         try:
