@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from benchmarks.rivals.contenders import CONTENDERS
 from benchmarks.rivals.curves import NAMES
 from benchmarks.rivals.data import MODELS, SETS, Sizes
 from benchmarks.rivals.exactness import SUBJECTS
-from benchmarks.rivals.report import DOCUMENT, PICTURE, RESULTS, picture, write
+from benchmarks.rivals.report import DOCUMENT, RESULTS, picture, write
 
 PARTS = ('speed', 'exactness', 'curves', 'stalls', 'report')
 PACKAGES = (
@@ -84,12 +85,6 @@ def measured_on() -> dict[str, Any]:
     return {'machine': machine(), 'versions': versions}
 
 
-def merge(known: list[dict[str, Any]], found: list[dict[str, Any]], *keys: str) -> list[dict[str, Any]]:
-    """New rows in place of old ones of the same keys."""
-    rows = {tuple(row[key] for key in keys): row for row in [*known, *found]}
-    return list(rows.values())
-
-
 def dumps(results: dict[str, Any]) -> str:
     """As JSON, a row a line."""
     parts = []
@@ -119,42 +114,45 @@ def arguments() -> argparse.Namespace:
         parser.error(
             '`--samples` must hold whole global batches, and `--global-batch` whole microbatches of every rank.'
         )
-    parts = given.parts or PARTS
+    return given
+
+
+def keep(path: Path, part: str, found: Any, *keys: str) -> None:
+    """Puts what was found into the file: new rows in place of old ones of the same keys, or new entries."""
+    results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    if keys:
+        rows = [*results.get(part, []), *({**row, 'measured_on': measured_on()} for row in found)]
+        results[part] = list({tuple(row[key] for key in keys): row for row in rows}.values())
+    else:
+        results[part] = {**results.get(part, {}), **found, 'measured_on': measured_on()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(dumps(results))
+
+
+def main() -> None:
+    given = arguments()
+    parts, file = given.parts or PARTS, given.results
     sizes = {name: getattr(given, name) for name in asdict(Sizes()) if name in given}
-    results: dict[str, Any] = json.loads(given.results.read_text()) if given.results.exists() else {}
-    given.results.parent.mkdir(parents=True, exist_ok=True)
-
-    def keep() -> None:
-        given.results.write_text(dumps(results))
-
     for ranks in given.ranks if 'exactness' in parts else ():
         names = [name for name in given.rivals or ADAPTERS if name in ADAPTERS]
         found = launch('exactness', ranks, None, '--subjects', *given.subjects, '--rivals', *names)
-        rows = [{**row, 'measured_on': measured_on()} for row in found]
-        results['exactness'] = merge(results.get('exactness', []), rows, 'subject', 'ranks', 'trainer')
-        keep()
-    for ranks in given.ranks if 'speed' in parts else ():
-        for model in given.models:
-            for name in given.sets:
-                names = [rival for rival in given.rivals or CONTENDERS if rival in CONTENDERS]
-                plan = [{'sizes': {**sizes, 'model': model}, 'set': name, 'rivals': names, 'rounds': given.rounds}]
-                rows = [{**row, 'measured_on': measured_on()} for row in launch('speed', ranks, plan)]
-                results['cells'] = merge(results.get('cells', []), rows, 'model', 'set', 'ranks', 'rival')
-                keep()
+        keep(file, 'exactness', found, 'subject', 'ranks', 'trainer')
+    rivals = [name for name in given.rivals or CONTENDERS if name in CONTENDERS]
+    cases = product(given.ranks, given.models, given.sets) if 'speed' in parts else ()
+    for ranks, model, name in cases:
+        plan = [{'sizes': {**sizes, 'model': model}, 'set': name, 'rivals': rivals, 'rounds': given.rounds}]
+        keep(file, 'cells', launch('speed', ranks, plan), 'model', 'set', 'ranks', 'rival')
     longer = [part for part in ('curves', 'stalls') if part in parts]
     if longer:
-        names = [rival for rival in given.rivals or NAMES if rival in NAMES]
-        small = {**sizes, 'model': 'llama', 'hidden': 64, 'layers': 2, 'mean': 32}
-        plan = {
-            'sizes': {**small, 'samples': given.steps * given.global_batch}, 'set': 'lognormal 0.9', 'rivals': names,
-            'parts': longer,
-        }  # fmt: skip
-        results['longer'] = {**results.get('longer', {}), **launch('curves', 1, plan), 'measured_on': measured_on()}
-        keep()
+        small = {'model': 'llama', 'hidden': 64, 'layers': 2, 'mean': 32, 'samples': given.steps * given.global_batch}
+        names = [name for name in given.rivals or NAMES if name in NAMES]
+        plan = {'sizes': {**sizes, **small}, 'set': 'lognormal 0.9', 'rivals': names, 'parts': longer}
+        keep(file, 'longer', launch('curves', 1, plan))
+    results = json.loads(file.read_text())
     given.document.write_text(write(results))
-    if 'curves' in results.get('longer', {}) and given.results == RESULTS:
-        picture(results['longer'], PICTURE)
-    print(f'{given.results}, {given.document}')
+    if 'curves' in results.get('longer', {}):
+        picture(results['longer'], file.with_suffix('.png'))
+    print(f'{file}, {given.document}')
 
 
 if __name__ == '__main__':

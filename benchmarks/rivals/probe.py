@@ -32,6 +32,8 @@ class Seen:
     """A run on this rank, a list entry an optimizer step."""
 
     ends: list[float] = field(default_factory=list)
+    processor: list[float] = field(default_factory=list)
+    """Processor time of this process at each end."""
     waits: list[float] = field(default_factory=list)
     """Seconds in which the loop waited for its loader."""
     positions: list[int] = field(default_factory=list)
@@ -124,6 +126,7 @@ class _Watcher:
     def stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         seen = self.seen
         seen.ends.append(time.perf_counter())
+        seen.processor.append(time.process_time())
         seen.waits.append(self.waited)
         if self.inspect and not seen.gradient:
             seen.gradient = {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}

@@ -137,17 +137,17 @@ def factor(found: Gradients, expected: Gradients) -> float:
 
 def timed(name: str, sizes: Sizes, samples: Samples) -> Row:
     """Times of an epoch without its first step, which pays for what a run does once."""
-    cpu = time.process_time()
     seen, _, _ = run(name, sizes, samples)
-    cpu = time.process_time() - cpu
-    ranks = dist.all_gather_object((seen.tokens, cpu, seen.rss))
+    spent = seen.processor[-1] - seen.processor[0]
+    ranks = dist.all_gather_object((sum(seen.tokens[1:]), spent, seen.rss))
+    tokens = sum(count for count, *_ in ranks)
     seconds = seen.ends[-1] - seen.ends[0]
     steps = [end - start for start, end in pairwise(seen.ends)]
     return {
-        'tokens_per_second': sum(sum(tokens[1:]) for tokens, *_ in ranks) / seconds,
+        'tokens_per_second': tokens / seconds,
+        'tokens_per_processor_second': tokens / sum(spent for _, spent, _ in ranks),
         'longest_step': max(steps) / statistics.median(steps),
         'loader_wait_share': sum(seen.waits[1:]) / seconds,
-        'processor_seconds': sum(spent for _, spent, _ in ranks),
         'rss_mib': max(rss for *_, rss in ranks) / 2**20,
     }
 
@@ -189,7 +189,8 @@ def measure(sizes: Sizes, set_name: str, names: Sequence[str], rounds: int) -> l
                 say(f'round {number + 1}, {name}: {cells[name]["rounds"][-1]["tokens_per_second"]:,.0f} tokens/s')
     for cell in cells.values():
         if 'rounds' in cell:
-            cell['tokens_per_second'] = quartiles([one['tokens_per_second'] for one in cell['rounds']])
+            for figure in ('tokens_per_second', 'tokens_per_processor_second'):
+                cell[figure] = quartiles([one[figure] for one in cell['rounds']])
             cell['rss_mib'] = statistics.median(one['rss_mib'] for one in cell['rounds'])
     return list(cells.values())
 
