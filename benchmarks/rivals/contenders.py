@@ -41,6 +41,11 @@ class Task:
         """Microbatches of a step on each rank, where their rows are fixed."""
         return self.sizes.global_batch // (self.sizes.microbatch * dist.get_world_size())
 
+    @property
+    def find_unused(self) -> bool:
+        """Whether a microbatch may leave parameters unused: one of text alone leaves the vision tower."""
+        return self.sizes.model == 'llava'
+
     def optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Of those who are given one."""
         return torch.optim.AdamW(
@@ -101,7 +106,7 @@ def online_dynamic_batching(task: Task) -> Settings:
     if dist.get_world_size() > 1:
         sampler, settings['shuffle'] = DistributedSampler(task.samples, seed=17), False
     loader = odb.ODBDataLoader(task.samples, collate_fn=collate, sampler=sampler, **settings)
-    model, optimizer = _distributed(task.model), task.optimizer()
+    model, optimizer = _distributed(task), task.optimizer()
     join = torch.distributed.algorithms.Join([model]) if sampler else contextlib.nullcontext()  # pyright: ignore
     model.train()
     with join:
@@ -133,7 +138,7 @@ def lightning(task: Task) -> Settings:
     settings = {
         'accelerator': 'cpu', 'devices': dist.get_world_size(), 'max_epochs': 1,
         'accumulate_grad_batches': task.accumulation,
-        'strategy': 'auto' if dist.get_world_size() == 1 else 'ddp_find_unused_parameters_true',
+        'strategy': 'auto' if dist.get_world_size() == 1 else f'ddp{"_find_unused_parameters_true" * task.find_unused}',
         'use_distributed_sampler': False,  # a DistributedSampler that keeps the order is in the loader
     }  # fmt: skip
     quiet = dict.fromkeys(('logger', 'enable_checkpointing', 'enable_progress_bar', 'enable_model_summary'), False)
@@ -151,7 +156,7 @@ def accelerate(task: Task) -> Settings:
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-    return {'gradient_accumulation_steps': task.accumulation, 'cpu': True, 'find_unused_parameters': True}
+    return {'gradient_accumulation_steps': task.accumulation, 'cpu': True, 'find_unused_parameters': task.find_unused}
 
 
 def accelerate_by_tokens(task: Task) -> Settings:
@@ -171,7 +176,7 @@ def accelerate_by_tokens(task: Task) -> Settings:
                 accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-    return {'gradient_accumulation_steps': steps, 'cpu': True, 'find_unused_parameters': True, 'loss': 'sum / items'}
+    return {'gradient_accumulation_steps': steps, 'cpu': True, 'loss': 'sum / items'}
 
 
 def composer(task: Task, *, flag: bool = False) -> Settings:
@@ -248,16 +253,16 @@ def _prepared(task: Task) -> tuple[Any, Any, Any, Any]:
 
     accelerator = Accelerator(
         gradient_accumulation_steps=task.accumulation, cpu=True,
-        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
+        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=task.find_unused)],
     )  # fmt: skip
     task.model.train()
     return accelerator, *accelerator.prepare(task.model, task.optimizer(), task.loader(task.sizes.microbatch))
 
 
-def _distributed(model: Any) -> Any:
+def _distributed(task: Task) -> Any:
     if dist.get_world_size() == 1:
-        return model
-    return torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+        return task.model
+    return torch.nn.parallel.DistributedDataParallel(task.model, find_unused_parameters=task.find_unused)
 
 
 def _device_batches(task: Task, batch_size: int | None = None) -> DataLoader:
@@ -276,7 +281,7 @@ def _fit(task: Task, data: Any, settings: Settings, *algorithms: Any) -> Setting
 
     from composer_tokacc.verify import UnusedParameters
 
-    if not algorithms and task.sizes.model == 'llava':
+    if not algorithms and task.find_unused:
         algorithms = (UnusedParameters(),)
     settings = {**settings, 'device_train_microbatch_size': task.sizes.microbatch, 'max_duration': '1ep'}
     wrapped = HuggingFaceModel(task.model, shift_labels=True, use_logits=True)
