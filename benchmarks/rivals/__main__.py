@@ -50,6 +50,8 @@ PACKAGES = (
     'online-dynamic-batching',
     'datasets',
 )
+LIMIT = 3600
+"""Seconds of a launch; what it had found until then is kept."""
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -70,7 +72,14 @@ def launch(module: str, ranks: int, plan: Any, *arguments: str) -> Any:
         ]
         command += [str(given)] if plan is not None else []
         environment = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT), 'TOKENIZERS_PARALLELISM': 'false'}
-        subprocess.run([*command, str(found), *arguments], check=True, cwd=ROOT, env=environment)
+        process = subprocess.Popen([*command, str(found), *arguments], cwd=ROOT, env=environment)
+        try:
+            process.wait(timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # the launcher ends its ranks
+            process.wait()
+        if process.returncode and not found.exists():
+            raise SystemExit(f'{module} on {ranks} ranks ended with {process.returncode}; its output is above.')
         return json.loads(found.read_text())
 
 
@@ -140,7 +149,7 @@ def main() -> None:
     rivals = [name for name in given.rivals or CONTENDERS if name in CONTENDERS]
     cases = product(given.ranks, given.models, given.sets) if 'speed' in parts else ()
     for ranks, model, name in cases:
-        plan = [{'sizes': {**sizes, 'model': model}, 'set': name, 'rivals': rivals, 'rounds': given.rounds}]
+        plan = {'sizes': {**sizes, 'model': model}, 'set': name, 'rivals': rivals, 'rounds': given.rounds}
         keep(file, 'cells', launch('speed', ranks, plan), 'model', 'set', 'ranks', 'rival')
     longer = [part for part in ('curves', 'stalls') if part in parts]
     if longer:

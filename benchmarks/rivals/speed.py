@@ -15,7 +15,7 @@ import statistics
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import chain, pairwise
 from pathlib import Path
@@ -159,8 +159,8 @@ def quartiles(values: Sequence[float]) -> list[float]:
     return statistics.quantiles(values, n=4, method='inclusive')
 
 
-def measure(sizes: Sizes, set_name: str, names: Sequence[str], rounds: int) -> list[Row]:
-    """The cells of a set, every contender in turn in every round."""
+def measure(sizes: Sizes, set_name: str, names: Sequence[str], rounds: int) -> Iterator[list[Row]]:
+    """The cells of a set, every contender in turn in every round; all that there is so far after each."""
     lengths = lengths_of(set_name, sizes.mean)
     samples = Samples(sizes, lengths)
     held_out = Samples(sizes, lengths, seed=1, count=HELD_OUT)
@@ -182,17 +182,17 @@ def measure(sizes: Sizes, set_name: str, names: Sequence[str], rounds: int) -> l
             if dist.get_world_size() > 1:
                 raise  # the other ranks may be elsewhere
         say(f'{about["model"]}, {set_name}, {about["ranks"]} ranks, {name}: {time.monotonic() - began:.1f} s')
+    yield list(cells.values())
     for number in range(rounds):
         for name in names:
-            if 'error' not in cells[name]:
-                cells[name].setdefault('rounds', []).append(timed(name, sizes, samples))
-                say(f'round {number + 1}, {name}: {cells[name]["rounds"][-1]["tokens_per_second"]:,.0f} tokens/s')
-    for cell in cells.values():
-        if 'rounds' in cell:
-            for figure in ('tokens_per_second', 'tokens_per_processor_second'):
-                cell[figure] = quartiles([one[figure] for one in cell['rounds']])
-            cell['rss_mib'] = statistics.median(one['rss_mib'] for one in cell['rounds'])
-    return list(cells.values())
+            cell = cells[name]
+            if 'error' not in cell:
+                cell.setdefault('rounds', []).append(timed(name, sizes, samples))
+                for figure in ('tokens_per_second', 'tokens_per_processor_second'):
+                    cell[figure] = quartiles([one[figure] for one in cell['rounds']])
+                cell['rss_mib'] = statistics.median(one['rss_mib'] for one in cell['rounds'])
+                say(f'round {number + 1}, {name}: {cell["rounds"][-1]["tokens_per_second"]:,.0f} tokens/s')
+        yield list(cells.values())
 
 
 def say(line: str) -> None:
@@ -212,9 +212,8 @@ def main() -> None:
     dist.initialize_dist(get_device('cpu'))
     for noisy in ('transformers', 'lightning.pytorch', 'lightning', 'composer', 'accelerate'):
         logging.getLogger(noisy).setLevel(logging.ERROR)
-    cells: list[Row] = []
-    for part in json.loads(given.plan.read_text()):
-        cells += measure(Sizes(**part['sizes']), part['set'], part['rivals'], part['rounds'])
+    plan = json.loads(given.plan.read_text())
+    for cells in measure(Sizes(**plan['sizes']), plan['set'], plan['rivals'], plan['rounds']):
         if dist.get_global_rank() == 0:
             given.results.write_text(json.dumps(cells))
 
