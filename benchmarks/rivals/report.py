@@ -321,19 +321,36 @@ def _facts(cells: Sequence[Row]) -> list[str]:
     for model, ranks, mine in _groups([cell for cell in cells if cell['set'] == SHOWN]):
         body = []
         for rival, cell in _by_rival(mine).items():
-            error = cell.get('gradient_error')
             low, high = cell['samples_a_step']
             body.append([
                 _title(rival), f'{cell["padded_share"]:.0%}', f'{cell["largest_microbatch"] / cell["cap"]:.0%}',
                 f'{cell["saved_mib"]:.0f}', f'{cell["rss_mib"]:.0f}' if 'rss_mib' in cell else '',
                 f'{cell["rank_imbalance"]:.2f}', str(cell['steps']), str(low) if low == high else f'{low}-{high}',
                 cell['global_batches'] + ('' if cell['every_sample_once'] else ', not each sample once'),
-                '' if error is None else 'exact' if error <= EXACT else f'{error:.1%}', f'{cell["held_out_loss"]:.4f}',
+                _error(cell), f'{cell["held_out_loss"]:.4f}',
             ])  # fmt: skip
         parts += [f'### {_model(model)}, {ranks} rank{"s" * (ranks > 1)}\n', table(columns, body)]
+    for model, ranks, mine in _groups(cells):
+        names = _sets(mine)
+        if len(names) > 1:
+            body = []
+            for rival in _by_rival(mine):
+                of = {cell['set']: cell for cell in mine if cell['rival'] == rival}
+                body.append([_title(rival), *(_padding_cell(of.get(name)) for name in names)])
+            title = f'### Padding, error of the first gradient: {_model(model)}, {ranks} rank{"s" * (ranks > 1)}\n'
+            parts += [title, table(['', *names], body)]
     over = [_where(cell) for cell in cells if not cell['within_cap']]
     parts.append(f'Microbatches over the cap, in all sets: {"; ".join(over) or "none"}.\n')
     return parts
+
+
+def _padding_cell(cell: Row | None) -> str:
+    return '' if cell is None else f'{cell["padded_share"]:.0%}, {_error(cell)}'
+
+
+def _error(cell: Row) -> str:
+    error = cell.get('gradient_error')
+    return '' if error is None else 'exact' if error <= EXACT else f'{error:.1%}'
 
 
 def _longer(longer: Row) -> list[str]:
