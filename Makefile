@@ -21,6 +21,10 @@ STAMP_OLDEST := $(VENV_OLDEST)/.installed
 VENV_FOUNDRY ?= .venv-llmfoundry
 STAMP_FOUNDRY := $(VENV_FOUNDRY)/.installed
 
+# The packages that the benchmark runs against (TRL, Lightning, accelerate, ODB), beside our own.
+VENV_RIVALS ?= .venv-rivals
+STAMP_RIVALS := $(VENV_RIVALS)/.installed
+
 # What other packages broke before; SLICE= for all tests.
 SLICE ?= tests/sizing tests/algorithm tests/data_spec tests/layout
 
@@ -39,7 +43,8 @@ STAMP_DOCS := $(VENV_DOCS)/.installed
 # Made anew each time: what a stranger gets from the wheel alone.
 VENV_DIST ?= .venv-dist
 
-.PHONY: demo test test-slow test-gpu test-streaming test-newest test-oldest lint bench docs dist example-llm-foundry
+.PHONY: demo test test-slow test-gpu test-streaming test-newest test-oldest test-rivals lint bench bench-rivals docs dist \
+	example-llm-foundry
 
 # A small LLaVA learns to read scanned digits on two ranks; ends with a summary and a picture.
 demo: $(STAMP)
@@ -101,10 +106,19 @@ dist: $(STAMP)
 	done
 	@ls -l dist
 
+# Hours on two cores; RIVALS="speed --sets 'lognormal 0.9' --ranks 1" for a part. COMPOSER_TOKACC_LENGTHS: folder of real tables.
+RIVALS ?=
+bench-rivals: $(STAMP_RIVALS)
+	$(VENV_RIVALS)/bin/python -m benchmarks.rivals $(RIVALS)
+
+test-rivals: $(STAMP_RIVALS)
+	$(VENV_RIVALS)/bin/python -m pytest tests/benchmarks/test_rivals.py
+
 # By name, as a comma would end an argument of $(call).
 EVERYTHING := '.[demo,bench,datasets,lora,media,dev]'
 STREAMING := '.[streaming,demo,media,dev]'
 DOCS := '.[docs]'
+RIVAL_PACKAGES := '.[rivals,bench,dev]'
 
 $(STAMP): setup.cfg pyproject.toml
 	$(call install,$(VENV),-e $(EVERYTHING))
@@ -120,6 +134,9 @@ $(STAMP_NEWEST): setup.cfg pyproject.toml overrides.txt
 
 $(STAMP_OLDEST): setup.cfg pyproject.toml
 	$(call install,$(VENV_OLDEST),--resolution lowest-direct -e $(EVERYTHING))
+
+$(STAMP_RIVALS): setup.cfg pyproject.toml
+	$(call install,$(VENV_RIVALS),-e $(RIVAL_PACKAGES))
 
 $(STAMP_FOUNDRY): setup.cfg pyproject.toml examples/llm_foundry/overrides.txt
 	$(call install,$(VENV_FOUNDRY),--overrides examples/llm_foundry/overrides.txt -e . 'llm-foundry==0.22.0')

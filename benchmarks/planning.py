@@ -24,7 +24,7 @@ import numpy as np
 
 from benchmarks.length_sets import LengthSet, half_text, lognormal, read_tables
 from benchmarks.machine import machine
-from benchmarks.rivals import STOCK, Rivals
+from benchmarks.modelled import STOCK, Rivals
 from composer_tokacc.planning import CostModel, cut, plan_microbatches
 
 RESULTS = Path(__file__).resolve().parent / 'results'

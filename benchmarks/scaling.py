@@ -28,8 +28,8 @@ import numpy as np
 
 from benchmarks.length_sets import LengthSet, lognormal, read_tables
 from benchmarks.machine import machine
+from benchmarks.modelled import STOCK, Rivals
 from benchmarks.planning import show
-from benchmarks.rivals import STOCK, Rivals
 from composer_tokacc.planning import CostModel, Rows, lower_bound
 from composer_tokacc.sampling import RegroupingBatchSampler
 

@@ -17,12 +17,13 @@ VOCABULARY, IMAGE_TOKEN, IMAGE_LENGTH = 512, 3, 4
 Row = dict[str, Any]
 
 
-def build_model() -> LlavaForConditionalGeneration:
+def build_model(*, hidden_size: int = 512, num_layers: int = 4) -> LlavaForConditionalGeneration:
     """The same weights every time."""
     torch.manual_seed(0)
     text = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=512, intermediate_size=1376, num_hidden_layers=4, num_attention_heads=8,
-        num_key_value_heads=8, max_position_embeddings=4096, use_cache=False,
+        vocab_size=VOCABULARY, hidden_size=hidden_size, intermediate_size=hidden_size * 43 // 16,
+        num_hidden_layers=num_layers, num_attention_heads=hidden_size // 64, num_key_value_heads=hidden_size // 64,
+        max_position_embeddings=4096, use_cache=False,
     )  # fmt: skip
     vision = CLIPVisionConfig(
         hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=8

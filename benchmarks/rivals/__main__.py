@@ -1,0 +1,168 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The real rivals on the same samples, first weights, memory and machine.
+
+    make bench-rivals                                          # everything, by the environment that has the rivals
+    python -m benchmarks.rivals speed --sets 'lognormal 0.9' --rivals hf ours_sampler --ranks 1 --rounds 1
+    python -m benchmarks.rivals exactness --ranks 1 2
+    python -m benchmarks.rivals curves stalls
+    python -m benchmarks.rivals report                         # docs/rivals.md again, from the results alone
+
+`speed`: an epoch of every contender on every set of lengths, in one process, first once to look (what reached the
+model, the gradient of the first step, memory, held-out loss), then timed, the contenders taking turns in every round.
+`exactness`: `verify_invariance` attached to each trainer. `curves`, `stalls`: every step of a longer epoch.
+
+What is measured is put into results/rivals.json, where what is left out keeps its last figures; docs/rivals.md and
+results/rivals.png are made from it. The folder of real length tables is given as COMPOSER_TOKACC_LENGTHS.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import machine
+from benchmarks.rivals.adapters import ADAPTERS
+from benchmarks.rivals.contenders import CONTENDERS
+from benchmarks.rivals.curves import NAMES
+from benchmarks.rivals.data import MODELS, SETS, Sizes
+from benchmarks.rivals.exactness import SUBJECTS
+from benchmarks.rivals.report import DOCUMENT, RESULTS, picture, write
+
+PARTS = ('speed', 'exactness', 'curves', 'stalls', 'report')
+PACKAGES = (
+    'mosaicml',
+    'torch',
+    'transformers',
+    'trl',
+    'lightning',
+    'accelerate',
+    'online-dynamic-batching',
+    'datasets',
+)
+LIMIT = 3600
+"""Seconds of a launch; what it had found until then is kept."""
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def launch(module: str, ranks: int, plan: Any, *arguments: str) -> Any:
+    """Runs a part under the composer launcher and gives what it wrote."""
+    with tempfile.TemporaryDirectory() as folder:
+        given, found = Path(folder) / 'plan.json', Path(folder) / 'found.json'
+        given.write_text(json.dumps(plan))
+        composer = str(Path(sys.executable).with_name('composer'))
+        command = [
+            composer,
+            '-n',
+            str(ranks),
+            '--stdout',
+            f'{folder}/rank{{rank}}.out',
+            '-m',
+            f'benchmarks.rivals.{module}',
+        ]
+        command += [str(given)] if plan is not None else []
+        environment = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT), 'TOKENIZERS_PARALLELISM': 'false'}
+        process = subprocess.Popen([*command, str(found), *arguments], cwd=ROOT, env=environment)
+        try:
+            process.wait(timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # the launcher ends its ranks
+            process.wait()
+        if process.returncode and not found.exists():
+            raise SystemExit(f'{module} on {ranks} ranks ended with {process.returncode}; its output is above.')
+        return json.loads(found.read_text())
+
+
+def measured_on() -> dict[str, Any]:
+    """Machine and versions, to stand beside each figure."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {'machine': machine(), 'versions': versions}
+
+
+def dumps(results: dict[str, Any]) -> str:
+    """As JSON, a row a line."""
+    parts = []
+    for key, value in results.items():
+        rows = ',\n'.join(f'  {json.dumps(row)}' for row in value) if isinstance(value, list) else None
+        parts.append(f' {json.dumps(key)}: ' + (json.dumps(value) if rows is None else f'[\n{rows}\n ]'))
+    return '{\n' + ',\n'.join(parts) + '\n}\n'
+
+
+def arguments() -> argparse.Namespace:
+    """What to measure, and how large."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('parts', nargs='*', choices=[*PARTS, []], help='default: all')
+    parser.add_argument('--models', nargs='+', choices=MODELS, default=MODELS)
+    parser.add_argument('--sets', nargs='+', choices=SETS, default=SETS)
+    parser.add_argument('--rivals', nargs='+', choices=[*CONTENDERS, *ADAPTERS], metavar='NAME', help='default: all')
+    parser.add_argument('--subjects', nargs='+', choices=SUBJECTS, default=SUBJECTS)
+    parser.add_argument('--ranks', type=int, nargs='+', default=[1, 2])
+    parser.add_argument('--rounds', type=int, default=5)
+    for name in ('hidden', 'layers', 'mean', 'samples', 'global_batch', 'microbatch', 'workers'):
+        parser.add_argument(f'--{name.replace("_", "-")}', type=int, default=getattr(Sizes(), name))
+    parser.add_argument('--steps', type=int, default=300, help='of curves and stalls')
+    parser.add_argument('--results', type=Path, default=RESULTS)
+    parser.add_argument('--document', type=Path, default=DOCUMENT)
+    given = parser.parse_args()
+    if given.samples % given.global_batch or given.global_batch % (given.microbatch * max(given.ranks)):
+        parser.error(
+            '`--samples` must hold whole global batches, and `--global-batch` whole microbatches of every rank.'
+        )
+    return given
+
+
+def keep(path: Path, part: str, found: Any, *keys: str) -> None:
+    """Puts what was found into the file: new rows in place of old ones of the same keys, or new entries."""
+    results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    if keys:
+        rows = [*results.get(part, []), *({**row, 'measured_on': measured_on()} for row in found)]
+        results[part] = list({tuple(row[key] for key in keys): row for row in rows}.values())
+    else:
+        results[part] = {**results.get(part, {}), **found, 'measured_on': measured_on()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(dumps(results))
+
+
+def main() -> None:
+    given = arguments()
+    parts, file = given.parts or PARTS, given.results
+    sizes = {name: getattr(given, name) for name in asdict(Sizes()) if name in given}
+    for ranks in given.ranks if 'exactness' in parts else ():
+        names = [name for name in given.rivals or ADAPTERS if name in ADAPTERS]
+        found = launch('exactness', ranks, None, '--subjects', *given.subjects, '--rivals', *names)
+        keep(file, 'exactness', found, 'subject', 'ranks', 'trainer')
+    rivals = [name for name in given.rivals or CONTENDERS if name in CONTENDERS]
+    cases = product(given.ranks, given.models, given.sets) if 'speed' in parts else ()
+    for ranks, model, name in cases:
+        plan = {'sizes': {**sizes, 'model': model}, 'set': name, 'rivals': rivals, 'rounds': given.rounds}
+        keep(file, 'cells', launch('speed', ranks, plan), 'model', 'set', 'ranks', 'rival')
+    longer = [part for part in ('curves', 'stalls') if part in parts]
+    if longer:
+        small = {'model': 'llama', 'hidden': 64, 'layers': 2, 'mean': 32, 'samples': given.steps * given.global_batch}
+        names = [name for name in given.rivals or NAMES if name in NAMES]
+        plan = {'sizes': {**sizes, **small}, 'set': 'lognormal 0.9', 'rivals': names, 'parts': longer}
+        keep(file, 'longer', launch('curves', 1, plan))
+    results = json.loads(file.read_text())
+    given.document.write_text(write(results))
+    if 'curves' in results.get('longer', {}):
+        picture(results['longer'], file.with_suffix('.png'))
+    print(f'{file}, {given.document}')
+
+
+if __name__ == '__main__':
+    main()

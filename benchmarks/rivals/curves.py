@@ -1,0 +1,104 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""A longer epoch of the contenders that change what a step holds, and of ours; runs under the composer launcher.
+
+Once with the loss of every step, as the mean over its tokens; once with the times of every step, which that would
+disturb. Stock's curve with exact weights is Hugging Face's own, which is exact for this model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import statistics
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from composer.utils import dist, get_device
+
+from benchmarks.rivals.contenders import CONTENDERS
+from benchmarks.rivals.data import Samples, Sizes, lengths_of
+from benchmarks.rivals.speed import HELD_OUT, held_out_loss, run, say
+
+NAMES = ('hf', 'hf_group', 'odb', 'ours_sampler', 'ours_packed')
+STOCK = 'hf'
+WINDOW = 21
+"""Steps of the running mean that a curve is held to."""
+
+
+def curve(name: str, sizes: Sizes, samples: Samples, held_out: Samples) -> dict[str, Any]:
+    """Loss of every step, and how many samples had been seen by its end."""
+    seen, model, _ = run(name, sizes, samples, curve=True)
+    losses = [total / count for total, count in seen.losses]
+    return {
+        'losses': [round(loss, 6) for loss in losses],
+        'samples_seen': np.cumsum([len(ids) for ids in seen.ids]).tolist(),
+        'held_out_loss': held_out_loss(model, held_out),
+        'unrest': unrest(losses),
+    }
+
+
+def unrest(losses: Sequence[float]) -> float:
+    """Standard deviation about the running mean, over the second half."""
+    values = np.asarray(losses)
+    smooth = np.convolve(values, np.ones(WINDOW) / WINDOW, mode='valid')
+    rest = values[WINDOW // 2 : WINDOW // 2 + len(smooth)] - smooth
+    return float(rest[len(rest) // 2 :].std())
+
+
+def stalls(name: str, sizes: Sizes, samples: Samples) -> dict[str, Any]:
+    """Times of the steps but the first."""
+    seen, *_ = run(name, sizes, samples)
+    steps = [end - start for start, end in pairwise(seen.ends)]
+    tokens = seen.tokens[1:]
+    return {
+        'steps': len(steps),
+        'p50': statistics.median(steps),
+        'p99': float(np.quantile(steps, 0.99)),
+        'max': max(steps),
+        'p99_per_token': float(np.quantile(np.array(steps) / tokens, 0.99) / np.median(np.array(steps) / tokens)),
+        'loader_wait_share': sum(seen.waits[1:]) / sum(steps),
+        'longest_wait': max(seen.waits[1:]),
+        'tokens_per_second': sum(tokens) / sum(steps),
+    }
+
+
+def main() -> None:
+    warnings.simplefilter('ignore')
+    parser = argparse.ArgumentParser()
+    parser.add_argument('plan', type=Path)
+    parser.add_argument('results', type=Path)
+    given = parser.parse_args()
+    plan = json.loads(given.plan.read_text())
+    torch.set_num_threads(1)
+    torch.multiprocessing.set_sharing_strategy('file_system')
+    dist.initialize_dist(get_device('cpu'))
+    for noisy in ('transformers', 'lightning.pytorch', 'lightning', 'composer', 'accelerate'):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+    sizes = Sizes(**plan['sizes'])
+    lengths = lengths_of(plan['set'], sizes.mean)
+    samples, held_out = Samples(sizes, lengths), Samples(sizes, lengths, seed=1, count=HELD_OUT)
+    found: dict[str, Any] = {'set': plan['set'], 'sizes': asdict(sizes)}
+    for part, measure in (('curves', lambda name: curve(name, sizes, samples, held_out)),
+                          ('stalls', lambda name: stalls(name, sizes, samples))):  # fmt: skip
+        if part in plan['parts']:
+            found[part] = {}
+            for name in plan['rivals']:
+                assert sizes.model in CONTENDERS[name].models, name
+                found[part][name] = measure(name)
+                shown = {key: value for key, value in found[part][name].items() if not isinstance(value, list)}
+                say(f'{part}, {name}: {shown}')
+    if dist.get_global_rank() == 0:
+        given.results.write_text(json.dumps(found))
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,211 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The benchmark against the real packages: its eyes, its adapters, and that its page is made from its results file."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from dataclasses import replace
+from itertools import chain
+
+import pytest
+import torch
+
+from benchmarks.rivals import adapters, report, speed
+from benchmarks.rivals.contenders import CONTENDERS
+from benchmarks.rivals.data import Samples, Sizes, build_processor, collate, lengths_of, new_model
+from benchmarks.rivals.names import CONTENDER_TITLES, TRAINER_TITLES
+from benchmarks.rivals.probe import watched
+from composer_tokacc import verify_invariance
+from composer_tokacc.invariance import relative_error
+from tests.support.text import text_model, text_rows
+
+SIZES = Sizes(model='llama', hidden=64, layers=1, mean=16, samples=32, global_batch=16, microbatch=2, workers=0)
+ROWS = [(4, 2), (14, 11), (9, 9), (6, 1)]
+
+
+def small_samples(**changes):
+    sizes = replace(SIZES, **changes)
+    return sizes, Samples(sizes, lengths_of('lognormal 0.9', sizes.mean))
+
+
+# ---- the page
+
+
+def test_the_page_is_what_the_results_file_says():
+    assert report.DOCUMENT.read_text() == report.write(report.read()), 'run: python -m benchmarks.rivals report'
+
+
+def test_results_have_a_title_for_every_row_and_settings_for_every_cell():
+    results = report.read()
+    assert {row['trainer'] for row in results['exactness']} == set(TRAINER_TITLES) == set(adapters.ADAPTERS)
+    assert {cell['rival'] for cell in results['cells']} <= set(CONTENDER_TITLES) == set(CONTENDERS)
+    for row in [*results['exactness'], *results['cells']]:
+        assert row['measured_on']['versions']['transformers']
+        assert 'error' in row or 'trainer' in row or row['settings']
+
+
+def test_a_rival_that_is_faster_is_named_with_a_reason():
+    results = report.read()
+    cells = [cell for cell in copy.deepcopy(results['cells']) if 'rounds' in cell]
+    for one in next(cell for cell in cells if cell['rival'] == 'odb')['rounds']:
+        for figure in ('tokens_per_second', 'tokens_per_processor_second'):
+            one[figure] *= 1000
+    wins = report.write({'cells': cells}).split('faster than the best of ours')[1].split('##')[0]
+    assert CONTENDER_TITLES['odb'] in wins
+    assert report.WHY['odb'] in wins
+    cells[0]['within_cap'] = False
+    assert 'over the cap, in all sets: none' not in report.write({'cells': cells})
+
+
+# ---- the adapters
+
+
+@pytest.mark.parametrize('name', ['hugging_face', 'lightning', 'accelerate', 'accelerate_by_tokens', 'plain_loop'])
+def test_an_adapter_is_short_enough_to_copy(name):
+    lines = [line for line in inspect.getsource(getattr(adapters, name)).splitlines() if line.strip()]
+    assert len(lines) - 1 <= 25  # its docstring is none of them
+
+
+@pytest.mark.parametrize(('name', 'needs', 'exact'), [
+    ('plain', None, False), ('composer', None, False), ('composer_flag', None, False), ('ours', None, True),
+    ('hf', 'accelerate', True), ('accelerate', 'accelerate', False), ('accelerate_tokens', 'accelerate', True),
+    ('lightning', 'lightning', False),
+])  # fmt: skip
+def test_an_adapter_shows_what_its_trainer_does(name, needs, exact, monkeypatch):
+    if needs:
+        pytest.importorskip(needs)
+        for variable in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE'):  # of tests before, in this process
+            monkeypatch.delenv(variable, raising=False)
+    model = text_model()
+    gradients = adapters.ADAPTERS[name](model)
+
+    def fresh(microbatches):
+        model.zero_grad(set_to_none=True)
+        return gradients(microbatches)
+
+    def whole(batch):
+        model.zero_grad(set_to_none=True)
+        model(**batch).loss.backward()
+        return adapters.gradients_of(model)
+
+    report = verify_invariance(
+        fresh, text_rows(ROWS), reference=whole, microbatch_sizes=[1, 4], padding_sides=['right']
+    )
+    assert report.is_exact == exact, report
+    alone = [case for case in report.cases if case.cut == 'in order' and case.microbatch_size == 4]
+    assert [case.error for case in alone] == [pytest.approx(0, abs=1e-6)]
+
+
+# ---- the eyes
+
+
+def test_what_reached_the_model_is_seen():
+    sizes, samples = small_samples()
+    model = new_model(sizes)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parts = [[[3, 1], [4]], [[0, 2, 5]]]
+    with watched(model, samples, inspect=True, curve=True) as seen:
+        for step in parts:
+            optimizer.zero_grad()
+            for microbatch in step:
+                model(**collate([samples[one] for one in microbatch])).loss.backward()
+            with torch.no_grad():
+                model(**collate([samples[9]]))  # a look is no step
+            optimizer.step()
+    lengths = samples.lengths
+    assert seen.ids == [[3, 1, 4], [0, 2, 5]]
+    assert seen.tokens == [sum(lengths[[3, 1, 4]]), sum(lengths[[0, 2, 5]])]
+    assert seen.positions == [2 * max(lengths[[3, 1]]) + lengths[4], 3 * max(lengths[[0, 2, 5]])]
+    assert seen.largest == max(2 * max(lengths[[3, 1]]), lengths[4], 3 * max(lengths[[0, 2, 5]]))
+    assert [count for _, count in seen.losses] == [
+        sum(int((samples[one]['labels'][1:] != -100).sum()) for one in chain.from_iterable(step)) for step in parts
+    ]
+    assert seen.saved > 0
+    assert len(seen.ends) == len(seen.waits) == 2
+    assert set(seen.gradient) == {name for name, _ in model.named_parameters()}
+
+
+def test_rows_with_other_labels_are_told_from_samples_and_strangers_from_both():
+    sizes, samples = small_samples()
+    model = new_model(sizes)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    filler, stranger = samples[2], samples[3]
+    filler['labels'][1:] = -100
+    stranger['input_ids'] = stranger['input_ids'].flip(0) + 1
+    with watched(model, samples) as seen:
+        model(**collate([samples[1], filler, stranger])).loss.backward()
+        optimizer.step()
+    assert seen.ids == [[1, -1]]
+    assert seen.fillers == 1
+
+
+def test_documents_of_a_packed_row_are_samples():
+    sizes, samples = small_samples()
+    model = new_model(sizes)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    parts = [samples[4], samples[7]]
+    row = {key: torch.cat([part[key] for part in parts])[None] for key in ('input_ids', 'labels')}
+    positions = torch.cat([torch.arange(len(part['input_ids'])) for part in parts])[None]
+    with watched(model, samples) as seen:
+        model(**row, position_ids=positions, use_cache=False).loss.backward()
+        optimizer.step()
+    assert seen.ids == [[4, 7]]
+    assert seen.positions == seen.tokens
+
+
+def test_global_batches_are_told_apart():
+    in_order = [list(range(8)), list(range(8, 16))]
+    assert speed.membership(in_order, 16, 8) == 'the same'
+    assert speed.membership([batch[::-1] for batch in in_order], 16, 8) == 'the same'
+    assert speed.membership([list(range(7)), list(range(7, 16))], 16, 8) == 'by length'
+    order = torch.randperm(16, generator=torch.Generator().manual_seed(42)).tolist()
+    assert speed.membership([order[:8], order[8:]], 16, 8) == 'of a shuffle of its own'
+
+
+def test_the_reference_is_one_forward_over_all():
+    sizes, samples = small_samples(model='llava')
+    found = speed.whole_gradient(new_model(sizes), samples, range(6))
+    model = new_model(sizes)
+    model(**collate([samples[one] for one in range(6)])).loss.backward()
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert relative_error(found, expected)[0] < 1e-6
+    assert speed.factor({name: 2 * value for name, value in found.items()}, expected) == pytest.approx(2.0)
+
+
+def test_the_processor_makes_the_very_samples():
+    _, samples = small_samples(model='llava')
+    processor = build_processor()
+    with_images = 0
+    for sample, row in zip(samples, samples.messages(), strict=True):
+        made = processor(images=row['images'] or None, text=row['prompt'] + row['completion'], return_tensors='pt')
+        assert made['input_ids'][0].tolist() == sample['input_ids'].tolist()
+        if 'pixel_values' in sample:
+            with_images += 1
+            assert torch.equal(made['pixel_values'], sample['pixel_values'])
+    assert with_images > 5
+
+
+@pytest.mark.parametrize('name', ['composer', 'ours', 'ours_sampler', 'ours_packed'])
+def test_an_epoch_of_ours_keeps_the_global_batches_within_the_cap(name):
+    sizes, samples = small_samples(model='llava')
+    held_out = Samples(sizes, samples.lengths, seed=1, count=4)
+    cell = speed.inspected(name, sizes, samples, held_out, {})
+    assert cell['global_batches'] == 'the same'
+    assert cell['every_sample_once']
+    assert cell['within_cap']
+    assert cell['steps'] == 2
+    assert (cell['gradient_error'] < 1e-6) == (name != 'composer'), cell['gradient_error']
+    assert cell['settings']['device_train_microbatch_size'] == 2
+
+
+@pytest.mark.parametrize('name', ['odb', 'trl', 'lightning', 'hf_group'])
+def test_a_rival_sees_every_sample_once(name):
+    pytest.importorskip({'odb': 'odb', 'trl': 'trl', 'lightning': 'lightning', 'hf_group': 'accelerate'}[name])
+    sizes, samples = small_samples(model='llava', workers=1)
+    cell = speed.inspected(name, sizes, samples, Samples(sizes, samples.lengths, seed=1, count=4), {})
+    assert cell['every_sample_once']
+    assert cell['unknown_rows'] == cell['filler_rows'] == 0
+    assert (cell['global_batches'] == 'the same') == (name in ('trl', 'lightning'))
