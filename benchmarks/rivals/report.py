@@ -96,7 +96,7 @@ LEFT_OUT = """## Left out, and why
 
 - llm-foundry pins torch 2.7.0 and transformers below 4.52, this package wants transformers 4.57, and TRL and ODB stand
   beside neither: no environment holds them all. Its gradients are held to ours in an environment of its own
-  ([`examples/llm_foundry`](../examples/llm_foundry/README.md)); it trains through Composer's Trainer, so the rows
+  ([llm-foundry](llm_foundry.md)); it trains through Composer's Trainer, so the rows
   `Composer` and `accumulate_train_batch_on_tokens` are its loop.
 - Padding-free training of vision-language models: `DataCollatorWithFlattening` drops images, and TRL refuses
   `padding_free` for vision datasets. With Llama it runs through SDPA; the Flash Attention it is meant for needs a GPU.
