@@ -108,7 +108,7 @@ def test_every_results_file_has_a_script_and_a_machine_on_the_page():
             assert 'machine' not in found
             continue
         if path.name == 'rivals.json':
-            machine = found['exactness'][0]['measured_on']
+            machine = found['exactness'][0]['measured_on']['machine']
         else:
             machine = found['machine'] if 'machine' in found else found['results'][0]['machine']
         letter = 'E' if machine['processor'].startswith('AMD') else 'X'
