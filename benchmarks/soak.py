@@ -12,8 +12,8 @@ whole global batch, beside that of one float32 forward, and the memory of every 
 
 Then a shorter run is killed again and again: a rank at the start of some step, a rank at any moment, or rank 0 in the
 middle of writing a checkpoint; started anew each time by the same command, it must end with the weights and optimizer
-of an unbroken run, bitwise. Prints both; writes results/soak.json next to this file, where a part that is left out
-keeps its last figures.
+of an unbroken run, bitwise (without "out of memory", behind which another cut, as exact, is rounded otherwise). Prints
+both; writes results/soak.json next to this file, where a part that is left out keeps its last figures.
 """
 
 from __future__ import annotations
@@ -138,7 +138,9 @@ def one_forward(model: Any, batch: dict[str, Any], dtype: torch.dtype) -> dict[s
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def config_of(folder: Path, *, steps: int, save_every: int, callbacks: dict[str, Any]) -> dict[str, Any]:
+def config_of(
+    folder: Path, *, steps: int, save_every: int, callbacks: dict[str, Any], out_of_memory: bool = False
+) -> dict[str, Any]:
     """The digits run, smaller."""
     config = yaml.safe_load((ROOT / 'yamls' / 'digits.yaml').read_text())
     text, vision = config['model']['config']['text_config'], config['model']['config']['vision_config']
@@ -148,9 +150,9 @@ def config_of(folder: Path, *, steps: int, save_every: int, callbacks: dict[str,
     config['loader'] = {'global_batch_size': 16, 'num_workers': 1, 'lengths_folder': str(folder / 'lengths')}
     config['microbatching'] = {'device_train_microbatch_size': 4}
     # Without clipping, so that the gradient is the one that is known.
-    config['algorithms'] = {
-        'benchmarks.soak.OutOfMemory': {'every': OUT_OF_MEMORY_EVERY}, 'token_accumulation': {},
-    }  # fmt: skip
+    config['algorithms'] = {'token_accumulation': {}}
+    if out_of_memory:
+        config['algorithms'] = {'benchmarks.soak.OutOfMemory': {'every': OUT_OF_MEMORY_EVERY}, **config['algorithms']}
     config['callbacks'] |= callbacks
     config['trainer'] |= {
         'max_duration': f'{steps}ba', 'save_folder': str(folder / 'checkpoints'), 'save_interval': f'{save_every}ba',
@@ -174,7 +176,7 @@ def start(folder: Path, config: dict[str, Any], ranks: int) -> subprocess.Popen[
 
 def soak(folder: Path, steps: int, ranks: int) -> dict[str, Any]:
     observer = {'benchmarks.soak.Observer': {'path': str(folder / 'found.json'), 'every': CHECK_EVERY}}
-    config = config_of(folder, steps=steps, save_every=SAVE_EVERY, callbacks=observer)
+    config = config_of(folder, steps=steps, save_every=SAVE_EVERY, callbacks=observer, out_of_memory=True)
     started = time.monotonic()
     if start(folder, config, ranks).wait():
         raise SystemExit((folder / 'screen.txt').read_text()[-4000:])
