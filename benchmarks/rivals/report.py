@@ -123,7 +123,9 @@ def write(results: Row) -> str:
     if results.get('longer'):
         parts += _longer(results['longer'])
     failed = [cell for cell in results.get('cells', []) if 'error' in cell]
-    parts += [f'- Failed: {_where(cell)}: `{cell["error"].strip().splitlines()[-1]}`\n' for cell in failed]
+    if failed:
+        lines = [f'- {_where(cell)}: {cell["error"].strip().splitlines()[-1]}' for cell in failed]
+        parts += ['## Failed\n', '\n'.join(lines) + '\n']
     parts.append(LEFT_OUT)
     if cells:
         parts += _settings(cells)
