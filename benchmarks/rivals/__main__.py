@@ -50,13 +50,11 @@ PACKAGES = (
     'online-dynamic-batching',
     'datasets',
 )
-LIMIT = 3600
-"""Seconds of a launch; what it had found until then is kept."""
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def launch(module: str, ranks: int, plan: Any, *arguments: str) -> Any:
-    """Runs a part under the composer launcher and gives what it wrote."""
+def launch(module: str, ranks: int, plan: Any, *arguments: str, limit: float | None = None) -> Any:
+    """Runs a part under the composer launcher and gives what it wrote, or had written in so many seconds."""
     with tempfile.TemporaryDirectory() as folder:
         given, found = Path(folder) / 'plan.json', Path(folder) / 'found.json'
         given.write_text(json.dumps(plan))
@@ -74,13 +72,32 @@ def launch(module: str, ranks: int, plan: Any, *arguments: str) -> Any:
         environment = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT), 'TOKENIZERS_PARALLELISM': 'false'}
         process = subprocess.Popen([*command, str(found), *arguments], cwd=ROOT, env=environment)
         try:
-            process.wait(timeout=LIMIT)
+            process.wait(timeout=limit)
         except subprocess.TimeoutExpired:
             process.terminate()  # the launcher ends its ranks
             process.wait()
-        if process.returncode and not found.exists():
+        if not found.exists():
+            if limit is not None:
+                return []
             raise SystemExit(f'{module} on {ranks} ranks ended with {process.returncode}; its output is above.')
         return json.loads(found.read_text())
+
+
+def measure_cells(plan: dict[str, Any], ranks: int, limit: float) -> list[dict[str, Any]]:
+    """The cells of a set; whoever stands still or dies on several ranks is put down as failed, and the others go on."""
+    names = [name for name in plan['rivals'] if plan['sizes']['model'] in CONTENDERS[name].models]
+    failed: list[dict[str, Any]] = []
+    while names:
+        found = launch('speed', ranks, {**plan, 'rivals': names}, limit=limit)
+        missing = [name for name in names if name not in {cell['rival'] for cell in found}]
+        if not missing:
+            return [*found, *failed]
+        cell = {'rival': missing[0], 'model': plan['sizes']['model'], 'set': plan['set'], 'ranks': ranks}
+        failed.append(
+            {**cell, 'error': f'stood still or died; nothing came from it within {limit:.0f} s of its launch'}
+        )
+        names.remove(missing[0])
+    return failed
 
 
 def measured_on() -> dict[str, Any]:
@@ -116,6 +133,7 @@ def arguments() -> argparse.Namespace:
     for name in ('hidden', 'layers', 'mean', 'samples', 'global_batch', 'microbatch', 'workers'):
         parser.add_argument(f'--{name.replace("_", "-")}', type=int, default=getattr(Sizes(), name))
     parser.add_argument('--steps', type=int, default=300, help='of curves and stalls')
+    parser.add_argument('--limit', type=float, default=3600, help='seconds for a set of `speed`')
     parser.add_argument('--results', type=Path, default=RESULTS)
     parser.add_argument('--document', type=Path, default=DOCUMENT)
     given = parser.parse_args()
@@ -150,7 +168,7 @@ def main() -> None:
     cases = product(given.ranks, given.models, given.sets) if 'speed' in parts else ()
     for ranks, model, name in cases:
         plan = {'sizes': {**sizes, 'model': model}, 'set': name, 'rivals': rivals, 'rounds': given.rounds}
-        keep(file, 'cells', launch('speed', ranks, plan), 'model', 'set', 'ranks', 'rival')
+        keep(file, 'cells', measure_cells(plan, ranks, given.limit), 'model', 'set', 'ranks', 'rival')
     longer = [part for part in ('curves', 'stalls') if part in parts]
     if longer:
         small = {'model': 'llama', 'hidden': 64, 'layers': 2, 'mean': 32, 'samples': given.steps * given.global_batch}

@@ -85,7 +85,8 @@ over the tokens of the very samples of that step. *held out*: loss after the epo
 CURVES = """The loss of each step is the mean over its tokens. *unrest*: standard deviation about the running mean of 21
 steps, second half. *apart*: largest distance from the curve of the same batches by exact weights (Hugging Face Trainer,
 exact for this model). Who steps more often gets further in an epoch: held-out losses compare only where the numbers of
-steps do.
+steps do. Tokens of long and of short samples follow chains of their own here, as captions and documents do, so that a
+step of like lengths sees one kind alone.
 """
 
 STALLS = """Times of the steps in ms. Steps of unlike tokens take unlike times, so the 99th percentile is given over the
@@ -122,7 +123,9 @@ def write(results: Row) -> str:
     if results.get('longer'):
         parts += _longer(results['longer'])
     failed = [cell for cell in results.get('cells', []) if 'error' in cell]
-    parts += [f'- Failed: {_where(cell)}: `{cell["error"].strip().splitlines()[-1]}`\n' for cell in failed]
+    if failed:
+        lines = [f'- {_where(cell)}: {cell["error"].strip().splitlines()[-1]}' for cell in failed]
+        parts += ['## Failed\n', '\n'.join(lines) + '\n']
     parts.append(LEFT_OUT)
     if cells:
         parts += _settings(cells)

@@ -182,7 +182,7 @@ def measure(sizes: Sizes, set_name: str, names: Sequence[str], rounds: int) -> I
             if dist.get_world_size() > 1:
                 raise  # the other ranks may be elsewhere
         say(f'{about["model"]}, {set_name}, {about["ranks"]} ranks, {name}: {time.monotonic() - began:.1f} s')
-    yield list(cells.values())
+        yield list(cells.values())
     for number in range(rounds):
         for name in names:
             cell = cells[name]
