@@ -9,24 +9,19 @@ disturb. Stock's curve with exact weights is Hugging Face's own, which is exact 
 
 from __future__ import annotations
 
-import argparse
 import json
-import logging
 import statistics
-import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from composer.utils import dist, get_device
+from composer.utils import dist
 
 from benchmarks.rivals.contenders import CONTENDERS
 from benchmarks.rivals.data import Samples, Sizes, lengths_of
-from benchmarks.rivals.speed import HELD_OUT, held_out_loss, run, say
+from benchmarks.rivals.speed import HELD_OUT, begin, held_out_loss, run, say
 
 NAMES = ('hf', 'hf_group', 'odb', 'ours_sampler', 'ours_packed')
 STOCK = 'hf'
@@ -72,17 +67,7 @@ def stalls(name: str, sizes: Sizes, samples: Samples) -> dict[str, Any]:
 
 
 def main() -> None:
-    warnings.simplefilter('ignore')
-    parser = argparse.ArgumentParser()
-    parser.add_argument('plan', type=Path)
-    parser.add_argument('results', type=Path)
-    given = parser.parse_args()
-    plan = json.loads(given.plan.read_text())
-    torch.set_num_threads(1)
-    torch.multiprocessing.set_sharing_strategy('file_system')
-    dist.initialize_dist(get_device('cpu'))
-    for noisy in ('transformers', 'lightning.pytorch', 'lightning', 'composer', 'accelerate'):
-        logging.getLogger(noisy).setLevel(logging.ERROR)
+    plan, path = begin()
     sizes = Sizes(**plan['sizes'])
     lengths = lengths_of(plan['set'], sizes.mean)
     samples, held_out = Samples(sizes, lengths), Samples(sizes, lengths, seed=1, count=HELD_OUT)
@@ -97,7 +82,7 @@ def main() -> None:
                 shown = {key: value for key, value in found[part][name].items() if not isinstance(value, list)}
                 say(f'{part}, {name}: {shown}')
     if dist.get_global_rank() == 0:
-        given.results.write_text(json.dumps(found))
+        path.write_text(json.dumps(found))
 
 
 if __name__ == '__main__':

@@ -201,7 +201,8 @@ def say(line: str) -> None:
         print(line, flush=True)
 
 
-def main() -> None:
+def begin() -> tuple[dict[str, Any], Path]:
+    """The plan on this launch's command line and where its results go; one thread, ranks joined, packages quiet."""
     warnings.simplefilter('ignore')
     parser = argparse.ArgumentParser()
     parser.add_argument('plan', type=Path)
@@ -212,10 +213,14 @@ def main() -> None:
     dist.initialize_dist(get_device('cpu'))
     for noisy in ('transformers', 'lightning.pytorch', 'lightning', 'composer', 'accelerate'):
         logging.getLogger(noisy).setLevel(logging.ERROR)
-    plan = json.loads(given.plan.read_text())
+    return json.loads(given.plan.read_text()), given.results
+
+
+def main() -> None:
+    plan, path = begin()
     for cells in measure(Sizes(**plan['sizes']), plan['set'], plan['rivals'], plan['rounds']):
         if dist.get_global_rank() == 0:
-            given.results.write_text(json.dumps(cells))
+            path.write_text(json.dumps(cells))
 
 
 if __name__ == '__main__':
