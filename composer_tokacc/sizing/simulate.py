@@ -51,10 +51,10 @@ class StepFigures:
 
 
 class _Piece(NamedTuple):
-    """A microbatch, as far as its cost goes: sizes of the rows that are computed, and their cost in the tower."""
+    """A microbatch, as far as its cost goes: sizes of the rows that are computed, and whose they are."""
 
     widths: list[int]
-    tower: float
+    samples: np.ndarray
     is_packed: bool = False
 
 
@@ -96,13 +96,12 @@ def simulate_steps(
         shares = [batch[rank::num_ranks] for rank in range(num_ranks)]
         shares = [share for share in shares if len(share)]
         if method == 'stock':
-            ranks = [_stock(table, towers, share, microbatch_rows) for share in shares]
+            ranks = [_stock(table, share, microbatch_rows) for share in shares]
         elif method == 'split':
-            pieces = [_split(table, towers, share, max_tokens, options) for share in shares]
-            ranks = _in_step(table, towers, shares, pieces, options)
+            ranks = _in_step(table, shares, [_split(table, share, max_tokens, options) for share in shares], options)
         else:
-            ranks = _planned(table, towers, batch, num_ranks, max_tokens, options)
-        priced = [[_price(piece, price) for piece in pieces] for pieces in ranks]
+            ranks = _planned(table, batch, num_ranks, max_tokens, options)
+        priced = [[_price(piece, price, towers) for piece in pieces] for pieces in ranks]
         loads = [sum(map(sum, prices)) for prices in priced]
         longest = max(len(prices) for prices in priced)
         if options.objective == 'fsdp':
@@ -123,22 +122,20 @@ def simulate_steps(
     )
 
 
-def _price(piece: _Piece, price: CostModel) -> tuple[float, float]:
+def _price(piece: _Piece, price: CostModel, towers: np.ndarray) -> tuple[float, float]:
     """Of a microbatch: in the vision tower, and all the rest."""
     rows = float(price.rows(np.array(piece.widths)).sum()) + price.launch
-    return piece.tower, price.packed(piece.widths) if piece.is_packed else rows
+    return float(towers[piece.samples].sum()), price.packed(piece.widths) if piece.is_packed else rows
 
 
-def _stock(table: SampleSizes, towers: np.ndarray, share: np.ndarray, rows: int) -> list[_Piece]:
+def _stock(table: SampleSizes, share: np.ndarray, rows: int) -> list[_Piece]:
     """Every microbatch is as wide as the device batch: Composer's split slices rows and trims nothing."""
     width = int(table.tokens[share].max())
     chunks = [share[start : start + rows] for start in range(0, len(share), rows)]
-    return [_Piece([width] * len(chunk), float(towers[chunk].sum())) for chunk in chunks]
+    return [_Piece([width] * len(chunk), chunk) for chunk in chunks]
 
 
-def _split(
-    table: SampleSizes, towers: np.ndarray, share: np.ndarray, max_tokens: int, options: CutOptions
-) -> list[_Piece]:
+def _split(table: SampleSizes, share: np.ndarray, max_tokens: int, options: CutOptions) -> list[_Piece]:
     """As :class:`composer_tokacc.data_spec.split.MicrobatchSplit` cuts a device batch."""
     lengths, images = table.tokens[share], table.image_tokens[share]
     if options.packing:
@@ -157,14 +154,11 @@ def _split(
             cost=options.cost,
         )
         widths = [[min(-(-int(lengths[rows].max()) // multiple) * multiple, widest)] * len(rows) for rows in groups]
-    return [
-        _Piece(width, float(towers[share[rows]].sum()), options.packing)
-        for width, rows in zip(widths, groups, strict=True)
-    ]
+    return [_Piece(width, share[rows], options.packing) for width, rows in zip(widths, groups, strict=True)]
 
 
 def _planned(
-    table: SampleSizes, towers: np.ndarray, batch: np.ndarray, num_ranks: int, max_tokens: int, options: CutOptions
+    table: SampleSizes, batch: np.ndarray, num_ranks: int, max_tokens: int, options: CutOptions
 ) -> list[list[_Piece]]:
     """As :class:`.RegroupingBatchSampler` plans a global batch."""
     patches = None if table.vision_patches is None else table.vision_patches[batch]
@@ -182,17 +176,13 @@ def _planned(
     shares = [batch[[index for one in rank for index in one.indices]] for rank in plan.ranks]
     if options.packing:
         # The plan says which rank reads which samples, and the split packs those anew.
-        pieces = [_split(table, towers, share, max_tokens, options) for share in shares]
-        return _in_step(table, towers, shares, pieces, options)
-    ranks = [
-        [_Piece([one.width] * len(one.indices), float(towers[batch[list(one.indices)]].sum())) for one in rank]
-        for rank in plan.ranks
-    ]
-    return _in_step(table, towers, shares, ranks, options)
+        return _in_step(table, shares, [_split(table, share, max_tokens, options) for share in shares], options)
+    ranks = [[_Piece([one.width] * len(one.indices), batch[list(one.indices)]) for one in rank] for rank in plan.ranks]
+    return _in_step(table, shares, ranks, options)
 
 
 def _in_step(
-    table: SampleSizes, towers: np.ndarray, shares: list[np.ndarray], ranks: list[list[_Piece]], options: CutOptions
+    table: SampleSizes, shares: list[np.ndarray], ranks: list[list[_Piece]], options: CutOptions
 ) -> list[list[_Piece]]:
     """Ranks with fewer microbatches repeat their smallest row without weight, where counts must be equal.
 
@@ -205,5 +195,5 @@ def _in_step(
     seeing = samples[table.image_tokens[samples] > 0]
     candidates = seeing if len(seeing) else samples
     smallest = candidates[np.argmin(table.tokens[candidates])]
-    filler = _Piece([int(table.tokens[smallest])], float(towers[smallest]))
+    filler = _Piece([int(table.tokens[smallest])], np.array([smallest]))
     return [pieces + [filler] * (most - len(pieces)) for pieces in ranks]
