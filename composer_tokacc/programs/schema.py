@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 import psutil
 import torch
@@ -34,6 +34,16 @@ __all__ = ['ConfigError', 'TrainConfig', 'load_config', 'merge', 'one_line', 're
 log = logging.getLogger(__name__)
 
 Options = TypeVar('Options')
+
+
+if TYPE_CHECKING:
+    _CostSection = CostModel
+else:
+    # A frozen class inside of another one is read-only for OmegaConf 2.3, which Hydra keeps people at.
+    _CostSection = dataclasses.make_dataclass(
+        'CostModel',
+        [(one.name, get_type_hints(CostModel)[one.name], one.default) for one in dataclasses.fields(CostModel)],
+    )
 
 
 class ConfigError(ValueError):
@@ -144,7 +154,7 @@ class MicrobatchingConfig:
     packing: bool | str = False
     """String the rows of a microbatch into one without any padding, where the model tells the documents apart; or
     ``auto``: where that costs less as well."""
-    cost: CostModel | None = None
+    cost: _CostSection | None = None
     """``launch``, ``quadratic``, ``vision_per_patch``, ..., see :class:`.CostModel`, as ``size time_steps=true``
     measures them; null: those of a 7B model on a GPU, its vision tower without cost."""
     loss_tokens: str = 'auto'
@@ -235,9 +245,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
         raise ConfigError(f'`{path}` must be valid YAML, got: {" ".join(str(error).split())}') from error
     except OmegaConfBaseException as error:
         raise ConfigError(_one_line(error)) from error
-    # The one section that refuses values while it is being made.
-    with section('microbatching.cost'):
-        return merge(TrainConfig, *layers)
+    config = merge(TrainConfig, *layers)
+    if config.microbatching.cost is not None:
+        with section('microbatching.cost'):
+            config.microbatching.cost = CostModel(**vars(config.microbatching.cost))
+    return config
 
 
 def merge(options: type[Options], *layers: Any, path: str = '') -> Options:
@@ -335,6 +347,11 @@ def _check_shape(layer: Any, path: str | Path) -> None:
         value = layer._get_node(section.name)
         if value is not None and section.name != 'seed' and not OmegaConf.is_dict(value):
             raise ConfigError(f'`{section.name}` must be a mapping, got: {value}. Leave it out for its defaults')
+    for key in ('model.config', 'model.lora', 'microbatching.cost'):
+        section, name = key.split('.')
+        value = layer[section]._get_node(name) if layer.get(section) else None
+        if value is not None and not (value._is_none() or OmegaConf.is_dict(value) or value._is_interpolation()):
+            raise ConfigError(f'`{key}` must be a mapping, got: {value}. Leave it out, or write null, for none')
 
 
 def _spell_out_size(layer: Any) -> None:
@@ -349,14 +366,15 @@ def _spell_out_size(layer: Any) -> None:
 
 def _one_line(error: OmegaConfBaseException, path: str = '') -> str:
     """Omegaconf's errors run over several lines and suggest nothing."""
-    key = '.'.join(filter(None, (path, str(error.full_key or error.key))))
+    key = '.'.join(filter(None, (path, error.full_key or str(error.key or ''))))
     if isinstance(error, ConfigKeyError | ConfigAttributeError) and dataclasses.is_dataclass(error.object_type):
         section = key.rpartition('.')[0]
         known = _field_names(error.object_type)
         return unknown_name(f'`{section}` key' if section else 'section', key.rpartition('.')[2], known)
     if isinstance(error, MissingMandatoryValue):
         return f'`{key}` must be given, got: nothing. Write {key}=... behind the file on the command line'
-    return f'`{key}` must be valid, got: {str(error).splitlines()[0]}'
+    reason = str(error).splitlines()[0]
+    return f'`{key}` must be valid, got: {reason}' if key else f'values must be valid, got: {reason}'
 
 
 def _raised_here(error: BaseException) -> bool:

@@ -124,7 +124,9 @@ def test_wrong_types_are_refused_by_key(override, expected):
         ('dataset.path=[a.json,2]', '`dataset.path` must be of type str, got: 2'),
         ('dataset.image_dir=[a,b]', "`dataset.image_dir` must be of type null or str, got: ['a', 'b']"),
         ('report.export=flase', '`report.export` must be true or false, got: flase'),
-        ('model.lora=[]', 'mappings must be given as mappings'),
+        ('model.lora=[]', '`model.lora` must be a mapping, got: []'),
+        ('model.config=x', '`model.config` must be a mapping, got: x'),
+        ('microbatching.cost=3', '`microbatching.cost` must be a mapping, got: 3'),
         (
             'algorithms.gradient_clipping.clipping_type=nrom',
             '` must be a known name, got: nrom. Did you mean norm?',
