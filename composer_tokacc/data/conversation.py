@@ -366,11 +366,12 @@ class ConversationEncoder:
                 f'`processor` must join the pixels of all media, got: {type(self.processor).__name__}, which takes one '
                 'video in a conversation and no image beside it. Split the conversation, or use another processor'
             )
-        if 'video_second_per_grid' in encoded:
-            # Qwen-Omni's processor takes all frames for two a second.
-            together = self.parts['video'].temporal_patch_size
-            seconds = [together * video.metadata['duration'] / len(video.frames) for video in videos or ()]
-            encoded['video_second_per_grid'] = torch.tensor(seconds)
+        for key in ('video_second_per_grid', 'second_per_grid_ts'):
+            if key in encoded:
+                # Qwen-Omni's processor takes all frames for two a second, and Qwen2.5-VL's did in Transformers 4.57.
+                together = self.parts['video'].temporal_patch_size
+                seconds = [together * video.metadata['duration'] / len(video.frames) for video in videos or ()]
+                encoded[key] = torch.tensor(seconds)
         return encoded
 
     def _with_queries(self, encoded: dict[str, torch.Tensor], instruction: str) -> dict[str, torch.Tensor]:

@@ -167,7 +167,7 @@ class StandIns:
     def _processed(self, index: int) -> dict[str, Any]:
         images, content = [], [{'type': 'text', 'text': 'a'}]
         if self.image_tokens[index]:
-            side = _SIDES[self.image_tokens[index] == self.image_tokens.max()]
+            side = _SIDES[int(self.image_tokens[index] == self.image_tokens.max())]
             images, content = [Image.new('RGB', (side, side))], [{'type': 'image'}, *content]
         text = self.processor.apply_chat_template([{'role': 'user', 'content': content}], tokenize=False)
         made = self.processor if images else tokenizer_of(self.processor)

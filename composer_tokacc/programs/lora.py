@@ -104,8 +104,8 @@ def with_adapter(model: Any, lora: Mapping[str, Any], *, base: str | None, never
             raise ValueError(f'`lora.modules_to_save` must name modules of the model, got: {name!r}, which fits none')
     try:
         config = peft.LoraConfig(**settings)
-        config.base_model_name_or_path = base
         model = peft.get_peft_model(model, config)
+        config.base_model_name_or_path = base  # some releases put the model's own name there
     except (ValueError, TypeError, NotImplementedError, re.error) as error:
         raise ValueError(f'`lora` must be what peft can add to this model, got: {dict(lora)} ({error})') from error
     for module in model.modules():

@@ -14,6 +14,7 @@ import logging
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from composer.metrics import LanguageCrossEntropy, MaskedAccuracy
 from composer.models import HuggingFaceModel
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -340,6 +344,9 @@ def set_cache(config: PretrainedConfig, on: bool) -> None:
 def _freeze_unreached_vision_layers(model: Any) -> set[str]:
     """Freezes what lies behind the vision feature layer, final norm included: DDP would wait for its gradient.
 
+    Asked of the tower itself, on tensors without data, as releases differ: some give the normed output as the last
+    hidden state.
+
     Returns:
         The names of those parameters.
     """
@@ -349,15 +356,19 @@ def _freeze_unreached_vision_layers(model: Any) -> set[str]:
     chosen = getattr(model.config, 'vision_feature_layer', None)
     if chosen is None:
         chosen = model.config.vision_feature_layers
-    blocks = transformer_blocks(tower)
-    # hidden_states[0] is the embedding, hidden_states[i] what block i - 1 returns.
-    layers = chosen if isinstance(chosen, list | tuple) else [chosen]
-    num_reached = max(layer if layer >= 0 else len(blocks) + 1 + layer for layer in layers)
-    # Registration order is execution order in these towers: behind the blocks stand final norm and pooling head.
-    parameters = list(tower.parameters())
-    unreached = {id(p) for block in blocks[num_reached:] for p in block.parameters()}
-    last_of_blocks = max(i for i, p in enumerate(parameters) if any(p is q for q in blocks[-1].parameters()))
-    unreached |= {id(p) for p in parameters[last_of_blocks + 1 :]}
+    config, size, empty = tower.config, tower.config.image_size, detect_fake_mode() or FakeTensorMode()
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    weights = {name: empty.from_tensor(value) for name, value in chain(tower.named_parameters(), tower.named_buffers())}
+    with empty, torch.enable_grad():
+        pixels = torch.empty(1, config.num_channels, height, width, dtype=tower.dtype, device=tower.device)
+        states = functional_call(tower, weights, (pixels,), {'output_hidden_states': True}).hidden_states
+        layers = chosen if isinstance(chosen, list | tuple) else [chosen]
+        features = torch.stack([states[layer].sum() for layer in layers]).sum()
+        names = [name for name, parameter in tower.named_parameters() if parameter.requires_grad]
+        gradients = torch.autograd.grad(features, [weights[name] for name in names], allow_unused=True)
+    unreached = {
+        id(tower.get_parameter(name)) for name, gradient in zip(names, gradients, strict=True) if gradient is None
+    }
     names = {name for name, parameter in model.named_parameters() if id(parameter) in unreached}
     for name in names:
         model.get_parameter(name).requires_grad_(False)

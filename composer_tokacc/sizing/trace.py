@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -262,7 +263,9 @@ class FakeRun:
         if strategy not in STRATEGIES:
             raise ValueError(f'`strategy` must be one of {STRATEGIES}, got: {strategy!r}.')
         self._mode = _SharedMode(allow_non_fake_inputs=True)
-        with self._mode:
+        # In the newest torch `nn.Module.to`, which peft calls, swaps fake weights, and refuses those that the mode's
+        # own cache refers to.
+        with self._mode, patch('weakref.getweakrefs', lambda _: []):
             model = build()
         self.model: Any = model.model if hasattr(model, 'shift_labels') else model
         self.layout = BatchLayout.for_model(self.model)

@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import constants, file_download
 
 from composer_tokacc import size, train
 from composer_tokacc.data import ask_hub, hub
@@ -27,7 +27,8 @@ def point_to(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, 'ENDPOINT', f'http://127.0.0.1:{port}')
     template = constants.HUGGINGFACE_CO_URL_TEMPLATE
     path = template[template.index('/{repo_id}') :]
-    monkeypatch.setattr(constants, 'HUGGINGFACE_CO_URL_TEMPLATE', constants.ENDPOINT + path)
+    for module in (constants, file_download):  # older releases read it from the second
+        monkeypatch.setattr(module, 'HUGGINGFACE_CO_URL_TEMPLATE', constants.ENDPOINT + path, raising=False)
     monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', False)
 
 
