@@ -320,14 +320,14 @@ def _given_weights(batch: Mapping[str, Any], counted: torch.Tensor) -> torch.Ten
     if given is None:
         raise ValueError(
             f"`token_weights='column'` needs `{LOSS_WEIGHTS}` in every batch, a float per row or per position of the "
-            f'labels, got: {sorted(map(str, batch))}, beginning with sample {sample_name(batch, 0)}. Give the data '
+            f'labels, got: {sorted(map(str, batch))}, beginning with {sample_name(batch, 0)}. Give the data '
             'such a column, or take other weights.'
         )
     if isinstance(given, (list, tuple)):
         absent = [row for row, value in enumerate(given) if not isinstance(value, (int, float))]
         if absent:
             raise ValueError(
-                f'`{LOSS_WEIGHTS}` must be a number for every sample, got: {given[absent[0]]!r} for sample '
+                f'`{LOSS_WEIGHTS}` must be a number for every sample, got: {given[absent[0]]!r} for '
                 f'{sample_name(batch, absent[0])}.'
             )
         given = torch.tensor(given)
@@ -335,23 +335,23 @@ def _given_weights(batch: Mapping[str, Any], counted: torch.Tensor) -> torch.Ten
     if tuple(given.shape) not in ((rows,), (rows, 1), (rows, width)):
         raise ValueError(
             f'`{LOSS_WEIGHTS}` must be of shape ({rows},) or {rows, width}, as the labels, got: {tuple(given.shape)}, '
-            f'beginning with sample {sample_name(batch, 0)}.'
+            f'beginning with {sample_name(batch, 0)}.'
         )
     weights = given.float().view(rows, -1).expand(rows, width)
     bad = counted & ~(weights.isfinite() & (weights >= 0))
     if bool(bad.any()):
         row = int(bad.any(dim=1).int().argmax())
         raise ValueError(
-            f'`{LOSS_WEIGHTS}` must be finite and not negative, got: {weights[row][bad[row]][0].item()} for sample '
+            f'`{LOSS_WEIGHTS}` must be finite and not negative, got: {weights[row][bad[row]][0].item()} for '
             f'{sample_name(batch, row)} (nan: it has none). Mend it, or leave the sample out.'
         )
     return weights
 
 
 def sample_name(batch: Mapping[str, Any], row: int) -> str:
-    """What a message calls a row: its sample's id, else its number."""
+    """What a message calls a row: the sample by its id, or where the batch has none the row by its number."""
     ids = batch.get('sample_ids')
-    return repr(ids[row]) if isinstance(ids, (list, tuple)) and len(ids) > row else f'number {row} of the batch'
+    return f'sample {ids[row]!r}' if isinstance(ids, (list, tuple)) and len(ids) > row else f'row {row}'
 
 
 def _without_added_labels(batch: Mapping[str, Any], samples: Sequence[int]) -> Mapping[str, Any]:

@@ -30,6 +30,7 @@ from composer_tokacc.counting import (
     labels_of,
     loss_mask,
     num_rows,
+    sample_name,
     without_carried,
 )
 from composer_tokacc.layout import BatchLayout, ReadyBatch
@@ -516,15 +517,15 @@ class _Rows:
         self._router = False
         self._narrowest = num_columns(self._rows)
         for row in range(self._count):
-            part = cut(row)
+            part, name = cut(row), sample_name(self._rows, row)
             self._narrowest = min(self._narrowest, num_columns(part))
             microbatch = self._on_device(part)
             try:
                 answer = self._probe.ask(microbatch)
             except (AttributeError, IndexError, TypeError, ValueError) as error:  # BLIP-2 takes no batch without images
-                return f'row {self._name(row)}: {type(error).__name__} by itself, and none beside others ({error})'
+                return f'{name}: {type(error).__name__} by itself, and none beside others ({error})'
             found = self._row_losses(microbatch, answer, [0])[0]
-            failure = self._difference(f'row {self._name(row)}', 'by itself', self._expected[row], found)
+            failure = self._difference(name, 'by itself', self._expected[row], found)
             if failure is not None:
                 return failure
             self._owns.append(answer.own)
@@ -682,14 +683,10 @@ class _Rows:
         for place, row in enumerate(order):
             only = labels.masked_fill(documents != place, IGNORE_INDEX)
             found = torch.tensor([self._probe.ask({**packed, 'labels': only}).own])
-            failure = self._difference(f'row {self._name(row)}', 'packed', self._expected[row], found)
+            failure = self._difference(sample_name(self._rows, row), 'packed', self._expected[row], found)
             if failure is not None:
                 return failure
         return None
-
-    def _name(self, row: int) -> str:
-        ids = self._rows.get('sample_ids')
-        return repr(ids[row]) if isinstance(ids, (list, tuple)) and len(ids) == self._count else str(row)
 
     def _explained(self, failure: str) -> str:
         return (

@@ -276,7 +276,7 @@ class TokenAccumulation(Algorithm):
         if guard.loss_weight == 0 and guard.tokens:
             raise RuntimeError(
                 f'The weights of a step must not all be 0, got: 0 for each of its {guard.tokens} loss-generating '
-                f'tokens, sample {sample_name(self._device_batch, 0)} among them. Mend `{LOSS_WEIGHTS}`, or leave '
+                f'tokens, {sample_name(self._device_batch, 0)} among them. Mend `{LOSS_WEIGHTS}`, or leave '
                 'samples of no weight out of the data.'
             )
         batch, is_counted = state.batch, bool(carried(state.batch))

@@ -17,7 +17,7 @@ import torch.distributed
 from composer.utils import dist
 
 from composer_tokacc.algorithm.first_batch import CutRules
-from composer_tokacc.counting import IGNORE_INDEX, num_rows, with_carried, without_carried
+from composer_tokacc.counting import IGNORE_INDEX, num_rows, sample_name, with_carried, without_carried
 from composer_tokacc.data_spec.added_rows import UNITS, add_rows, blank_row, smallest_row, zero_weight
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.data_spec.packing import pack_lengths, pack_rows
@@ -223,10 +223,9 @@ class MicrobatchSplit:
             if cap is None or max(sizes) <= cap:
                 continue
             row = max(range(len(sizes)), key=sizes.__getitem__)
-            ids = rows.source.get('sample_ids')
-            name = f'row {row}' if indices is None else f'sample number {indices[row]} of the dataset'
-            if isinstance(ids, (list, tuple)) and len(ids) == len(sizes):
-                name = f'sample {ids[row]!r}'
+            name = sample_name(rows.source, row)
+            if indices is not None and 'sample_ids' not in rows.source:
+                name = f'sample number {indices[row]} of the dataset'
             message = (
                 f'A row must fit into a microbatch, got: {name} of {sizes[row]} {unit}, over the cap of {cap} '
                 f'({setting}). Raise it, shorten the sample, or measure the lengths again if a table of lengths '
