@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
-from composer_tokacc.layout import ReadyBatch
+from composer_tokacc.layout import Batch, ReadyBatch
+from composer_tokacc.layout.families import IGNORE_INDEX
+from composer_tokacc.layout.layout import text_of
 
 __all__ = [
     'CARRIED',
@@ -72,10 +74,6 @@ do not all weigh the same, float32 of the labels' shape, 0 where no loss is gene
 
 TOKEN_WEIGHTS: dict[str, float | None] = {'token': 0.0, 'sqrt': 0.5, 'sample': 1.0, 'column': None}
 """How tokens may be weighed: by the loss tokens of their sample to the power -p, or as the batch says."""
-
-IGNORE_INDEX = -100
-
-Batch = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +161,11 @@ def loss_mask(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> torch.Te
         loss_tokens: ``'causal'``: the label is predicted by the position before it, so column 0 never counts (most
             decoders); ``'causal_attended'``: moreover its own position is attended (LLaVA up to transformers 4.51,
             Gemma3 up to 4.57); ``'unshifted'``: every label counts (encoder-decoder, pre-shifted labels).
+
+    Raises:
+        ValueError: If there is no such rule, or there are no labels.
     """
+    check_rule(loss_tokens)
     labels = labels_of(batch)
     counted = labels != IGNORE_INDEX
     if loss_tokens == 'unshifted':
@@ -173,6 +175,13 @@ def loss_mask(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> torch.Te
     if loss_tokens == 'causal_attended' and mask is not None and mask.shape == labels.shape:
         counted &= mask != 0
     return counted
+
+
+def _counted(batch: Mapping[str, Any], loss_tokens: str) -> torch.Tensor:
+    """As :func:`loss_mask`, without the first token of each document of a packed row."""
+    starts = document_starts(batch) if loss_tokens != 'unshifted' else None
+    counted = loss_mask(batch, loss_tokens)
+    return counted if starts is None else counted & ~starts
 
 
 def count_tokens(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> TokenCounts:
@@ -192,11 +201,8 @@ def count_tokens(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> Token
         >>> count_tokens({'labels': labels, 'attention_mask': mask})
         TokenCounts(loss_generating=(2, 1), real=(3, 2), padded=(0, 1))
     """
-    counted = loss_mask(batch, check_rule(loss_tokens))
-    starts = document_starts(batch) if loss_tokens != 'unshifted' else None
-    if starts is not None:
-        counted &= ~starts
-    real, width = real_tokens(batch), _main_input(batch).shape[1]
+    counted = _counted(batch, loss_tokens)
+    real, width = real_tokens(batch), text_of(batch).shape[1]
     return TokenCounts(
         loss_generating=tuple(counted.sum(dim=1).tolist()),
         real=tuple(real),
@@ -206,16 +212,10 @@ def count_tokens(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> Token
 
 def real_tokens(batch: Mapping[str, Any]) -> list[int]:
     """Attended positions, by row."""
-    ids, mask = _main_input(batch), batch.get('attention_mask')
+    text, mask = text_of(batch), batch.get('attention_mask')
     # The mask of another input (Whisper's frames) says nothing about labels.
-    has_mask = mask is not None and mask.shape == ids.shape
-    return (mask != 0).sum(dim=1).tolist() if has_mask else [ids.shape[1]] * len(ids)
-
-
-def _main_input(batch: Mapping[str, Any]) -> torch.Tensor:
-    """The tensor whose shape is that of the rows: ``input_ids``, or ``labels`` where the main input is another one."""
-    ids = batch.get('input_ids')
-    return ids if isinstance(ids, torch.Tensor) and ids.dim() == 2 else batch['labels']
+    has_mask = mask is not None and mask.shape == text.shape
+    return (mask != 0).sum(dim=1).tolist() if has_mask else [text.shape[1]] * len(text)
 
 
 def carried(batch: Any) -> dict[str, list[Any]]:
@@ -290,10 +290,7 @@ def token_weights_of(
         ValueError: If a weight is missing, negative or not finite, or the weights are of another shape; with the
             sample.
     """
-    counted = loss_mask(batch, loss_tokens)
-    starts = document_starts(batch)
-    if starts is not None and loss_tokens != 'unshifted':
-        counted &= ~starts
+    counted = _counted(batch, loss_tokens)
     power = TOKEN_WEIGHTS[token_weights]
     if power is None:
         return _given_weights(batch, counted).masked_fill(~counted, 0), counted
@@ -383,7 +380,7 @@ def num_rows(batch: Mapping[str, Any]) -> int:
     """Rows of the batch, by ``input_ids`` or, where its main input is another one, by ``labels``."""
     if isinstance(batch, ReadyBatch):
         return sum(map(num_rows, batch.microbatches))
-    return len(batch['input_ids'] if batch.get('input_ids') is not None else labels_of(batch))
+    return len(text_of(batch))
 
 
 def num_samples(batch: Mapping[str, Any]) -> int:
