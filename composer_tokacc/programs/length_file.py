@@ -171,5 +171,5 @@ class StandIns:
             side = _SIDES[self.image_tokens[index] == self.image_tokens.max()]
             images, content = [Image.new('RGB', (side, side))], [{'type': 'image'}, *content]
         text = self.processor.apply_chat_template([{'role': 'user', 'content': content}], tokenize=False)
-        made = self.processor if images else tokenizer_of(self.processor)
-        return dict(made(text=text, return_tensors='pt', **({'images': images} if images else {})))
+        encode = self.processor if images else tokenizer_of(self.processor)
+        return dict(encode(text=text, return_tensors='pt', **({'images': images} if images else {})))
