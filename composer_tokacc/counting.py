@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
-from composer_tokacc.layout import ReadyBatch
+from composer_tokacc.layout import Batch, ReadyBatch
+from composer_tokacc.layout.families import IGNORE_INDEX
+from composer_tokacc.layout.layout import text_of
 
 __all__ = [
     'CARRIED',
@@ -72,10 +74,6 @@ do not all weigh the same, float32 of the labels' shape, 0 where no loss is gene
 
 TOKEN_WEIGHTS: dict[str, float | None] = {'token': 0.0, 'sqrt': 0.5, 'sample': 1.0, 'column': None}
 """How tokens may be weighed: by the loss tokens of their sample to the power -p, or as the batch says."""
-
-IGNORE_INDEX = -100
-
-Batch = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +161,11 @@ def loss_mask(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> torch.Te
         loss_tokens: ``'causal'``: the label is predicted by the position before it, so column 0 never counts (most
             decoders); ``'causal_attended'``: moreover its own position is attended (LLaVA up to transformers 4.51,
             Gemma3 up to 4.57); ``'unshifted'``: every label counts (encoder-decoder, pre-shifted labels).
+
+    Raises:
+        ValueError: If there is no such rule, or there are no labels.
     """
+    check_rule(loss_tokens)
     labels = labels_of(batch)
     counted = labels != IGNORE_INDEX
     if loss_tokens == 'unshifted':
@@ -173,6 +175,13 @@ def loss_mask(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> torch.Te
     if loss_tokens == 'causal_attended' and mask is not None and mask.shape == labels.shape:
         counted &= mask != 0
     return counted
+
+
+def _counted(batch: Mapping[str, Any], loss_tokens: str) -> torch.Tensor:
+    """As :func:`loss_mask`, without the first token of each document of a packed row."""
+    starts = document_starts(batch) if loss_tokens != 'unshifted' else None
+    counted = loss_mask(batch, loss_tokens)
+    return counted if starts is None else counted & ~starts
 
 
 def count_tokens(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> TokenCounts:
@@ -192,11 +201,8 @@ def count_tokens(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> Token
         >>> count_tokens({'labels': labels, 'attention_mask': mask})
         TokenCounts(loss_generating=(2, 1), real=(3, 2), padded=(0, 1))
     """
-    counted = loss_mask(batch, check_rule(loss_tokens))
-    starts = document_starts(batch) if loss_tokens != 'unshifted' else None
-    if starts is not None:
-        counted &= ~starts
-    real, width = real_tokens(batch), _main_input(batch).shape[1]
+    counted = _counted(batch, loss_tokens)
+    real, width = real_tokens(batch), text_of(batch).shape[1]
     return TokenCounts(
         loss_generating=tuple(counted.sum(dim=1).tolist()),
         real=tuple(real),
@@ -206,16 +212,10 @@ def count_tokens(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> Token
 
 def real_tokens(batch: Mapping[str, Any]) -> list[int]:
     """Attended positions, by row."""
-    ids, mask = _main_input(batch), batch.get('attention_mask')
+    text, mask = text_of(batch), batch.get('attention_mask')
     # The mask of another input (Whisper's frames) says nothing about labels.
-    has_mask = mask is not None and mask.shape == ids.shape
-    return (mask != 0).sum(dim=1).tolist() if has_mask else [ids.shape[1]] * len(ids)
-
-
-def _main_input(batch: Mapping[str, Any]) -> torch.Tensor:
-    """The tensor whose shape is that of the rows: ``input_ids``, or ``labels`` where the main input is another one."""
-    ids = batch.get('input_ids')
-    return ids if isinstance(ids, torch.Tensor) and ids.dim() == 2 else batch['labels']
+    has_mask = mask is not None and mask.shape == text.shape
+    return (mask != 0).sum(dim=1).tolist() if has_mask else [text.shape[1]] * len(text)
 
 
 def carried(batch: Any) -> dict[str, list[Any]]:
@@ -290,10 +290,7 @@ def token_weights_of(
         ValueError: If a weight is missing, negative or not finite, or the weights are of another shape; with the
             sample.
     """
-    counted = loss_mask(batch, loss_tokens)
-    starts = document_starts(batch)
-    if starts is not None and loss_tokens != 'unshifted':
-        counted &= ~starts
+    counted = _counted(batch, loss_tokens)
     power = TOKEN_WEIGHTS[token_weights]
     if power is None:
         return _given_weights(batch, counted).masked_fill(~counted, 0), counted
@@ -320,14 +317,14 @@ def _given_weights(batch: Mapping[str, Any], counted: torch.Tensor) -> torch.Ten
     if given is None:
         raise ValueError(
             f"`token_weights='column'` needs `{LOSS_WEIGHTS}` in every batch, a float per row or per position of the "
-            f'labels, got: {sorted(map(str, batch))}, beginning with sample {sample_name(batch, 0)}. Give the data '
+            f'labels, got: {sorted(map(str, batch))}, beginning with {sample_name(batch, 0)}. Give the data '
             'such a column, or take other weights.'
         )
     if isinstance(given, (list, tuple)):
         absent = [row for row, value in enumerate(given) if not isinstance(value, (int, float))]
         if absent:
             raise ValueError(
-                f'`{LOSS_WEIGHTS}` must be a number for every sample, got: {given[absent[0]]!r} for sample '
+                f'`{LOSS_WEIGHTS}` must be a number for every sample, got: {given[absent[0]]!r} for '
                 f'{sample_name(batch, absent[0])}.'
             )
         given = torch.tensor(given)
@@ -335,23 +332,23 @@ def _given_weights(batch: Mapping[str, Any], counted: torch.Tensor) -> torch.Ten
     if tuple(given.shape) not in ((rows,), (rows, 1), (rows, width)):
         raise ValueError(
             f'`{LOSS_WEIGHTS}` must be of shape ({rows},) or {rows, width}, as the labels, got: {tuple(given.shape)}, '
-            f'beginning with sample {sample_name(batch, 0)}.'
+            f'beginning with {sample_name(batch, 0)}.'
         )
     weights = given.float().view(rows, -1).expand(rows, width)
     bad = counted & ~(weights.isfinite() & (weights >= 0))
     if bool(bad.any()):
         row = int(bad.any(dim=1).int().argmax())
         raise ValueError(
-            f'`{LOSS_WEIGHTS}` must be finite and not negative, got: {weights[row][bad[row]][0].item()} for sample '
+            f'`{LOSS_WEIGHTS}` must be finite and not negative, got: {weights[row][bad[row]][0].item()} for '
             f'{sample_name(batch, row)} (nan: it has none). Mend it, or leave the sample out.'
         )
     return weights
 
 
 def sample_name(batch: Mapping[str, Any], row: int) -> str:
-    """What a message calls a row: its sample's id, else its number."""
+    """What a message calls a row: the sample by its id, or where the batch has none the row by its number."""
     ids = batch.get('sample_ids')
-    return repr(ids[row]) if isinstance(ids, (list, tuple)) and len(ids) > row else f'number {row} of the batch'
+    return f'sample {ids[row]!r}' if isinstance(ids, (list, tuple)) and len(ids) > row else f'row {row}'
 
 
 def _without_added_labels(batch: Mapping[str, Any], samples: Sequence[int]) -> Mapping[str, Any]:
@@ -383,7 +380,7 @@ def num_rows(batch: Mapping[str, Any]) -> int:
     """Rows of the batch, by ``input_ids`` or, where its main input is another one, by ``labels``."""
     if isinstance(batch, ReadyBatch):
         return sum(map(num_rows, batch.microbatches))
-    return len(batch['input_ids'] if batch.get('input_ids') is not None else labels_of(batch))
+    return len(text_of(batch))
 
 
 def num_samples(batch: Mapping[str, Any]) -> int:

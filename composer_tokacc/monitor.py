@@ -13,8 +13,9 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
 
-from composer_tokacc.counting import carried, count_tokens, is_counted, labels_of, loss_mask, num_samples
+from composer_tokacc.counting import carried, check_rule, count_tokens, is_counted, loss_mask, num_samples
 from composer_tokacc.layout import microbatches_of
+from composer_tokacc.layout.layout import text_of
 
 __all__ = ['TokenMonitor']
 
@@ -42,10 +43,13 @@ class TokenMonitor(Callback):
     Args:
         loss_tokens (str): The counting rule where no :class:`.TokenAccumulation` has counted already.
             Default: ``'causal'``.
+
+    Raises:
+        ValueError: If there is no such rule.
     """
 
     def __init__(self, *, loss_tokens: str = 'causal') -> None:
-        self.loss_tokens = loss_tokens
+        self.loss_tokens = check_rule(loss_tokens)
         self._step: dict[str, float] = {}
         self._microbatches: list[tuple[int, Any]] = []
         self._previous: tuple[list[tuple[int, int]], float, float] | None = None
@@ -115,9 +119,5 @@ class TokenMonitor(Callback):
 
 def _positions(batch: Mapping[str, Any]) -> int:
     """Rows times padded width, of the labels where the main input has no tokens; microbatches as if padded together."""
-    shapes = []
-    for microbatch in microbatches_of(batch):
-        ids = microbatch.get('input_ids')
-        shapes.append((ids if isinstance(ids, torch.Tensor) else labels_of(microbatch)).shape[:2])
-    rows, widths = zip(*shapes, strict=True)
+    rows, widths = zip(*(text_of(microbatch).shape[:2] for microbatch in microbatches_of(batch)), strict=True)
     return sum(rows) * max(widths)

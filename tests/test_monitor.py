@@ -19,6 +19,11 @@ def run(data, **kwargs):
     return memory
 
 
+def test_an_unknown_rule_is_refused_before_the_run():
+    with pytest.raises(ValueError, match=r"`loss_tokens` must be one of .*, got: 'shifted'"):
+        TokenMonitor(loss_tokens='shifted')
+
+
 def test_stock_split_pays_for_the_width_of_the_device_batch():
     batch = collate(text_rows(SHAPE))
     memory = run(loader(batch, batch), microbatch_size=1)

@@ -78,7 +78,7 @@ def test_a_table_of_lengths_stands_for_the_data(tmp_path: Path, capsys: pytest.C
     build_model(config=config, processor=processor).model.save_pretrained(tmp_path / 'base')
     processor.save_pretrained(tmp_path / 'base')
     path = tmp_path / 'lengths.csv.gz'
-    with gzip.open(path, 'wt') as file:
+    with gzip.open(path, 'wt', encoding='utf-8-sig') as file:  # as spreadsheets write it
         file.write('tokens,image_tokens\n' + ''.join(f'{6 + row % 40},{row % 5}\n' for row in range(256)))
     arguments = [str(YAML_OF_FILES), f'lengths={path}', f'model.pretrained={tmp_path / "base"}', 'model.config=null']
     arguments += ['dataset.processor=null', 'loader.global_batch_size=32', 'device_memory_gib=4', f'folder={tmp_path}']

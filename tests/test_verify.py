@@ -96,6 +96,18 @@ def test_a_model_that_cannot_be_exact_is_refused_with_the_reason(capsys, monkeyp
     assert re.search(reason, capsys.readouterr().err)
 
 
+def test_an_error_of_torch_says_nothing_of_exactness(capsys, monkeypatch):
+    """``torch.OutOfMemoryError`` is a RuntimeError as well."""
+
+    def run_out_of_memory(*args, **kwargs):
+        raise torch.OutOfMemoryError('out of memory')
+
+    monkeypatch.setattr(LossTerms, 'scale', run_out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        main([DIGITS, '--rows', '2', *TINY])
+    assert 'NOT exact' not in capsys.readouterr().err
+
+
 def test_a_wrong_config_ends_with_one_line(capsys):
     assert main([str(ROOT / 'yamls' / 'digits.yaml'), 'modell.x=1']) == 2
     assert 'Did you mean model?' in capsys.readouterr().err

@@ -15,7 +15,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -30,22 +30,25 @@ from composer_tokacc.counting import (
     labels_of,
     loss_mask,
     num_rows,
+    sample_name,
     without_carried,
 )
 from composer_tokacc.layout import BatchLayout, ReadyBatch
+from composer_tokacc.layout.families import UNITS
 
-__all__ = ['KINDS', 'CutRules', 'FirstBatchCheck', 'Split', 'check_sharding', 'kinds_of', 'register_split', 'split_of']
+if TYPE_CHECKING:
+    from composer_tokacc.data_spec.split import MicrobatchSplit
+
+__all__ = ['KINDS', 'CutRules', 'FirstBatchCheck', 'check_sharding', 'kinds_of', 'register_split', 'split_of']
 
 log = logging.getLogger(__name__)
 
-KINDS = ('left', 'right', 'image', 'video', 'audio', 'mixed')
+KINDS = ('left', 'right', *UNITS, 'mixed')
 """What rows of a batch can be like, as far as it matters to a cut: padded on the left or right, with media of a kind,
 or some with media and some without."""
-UNITS = ('image', 'video', 'audio')
 MAX_ROWS = 6
 """Rows of a check at the most. Without gradients a row takes about half of the memory that it takes in training, so a
 microbatch of k rows leaves room for 2 k; at least four are needed to show the ways in which rows differ."""
-
 
 ROUTER_REMEDY = (
     'Name what it is multiplied by in `router_aux_loss_coef` of its config, or set `output_router_logits=False` there, '
@@ -72,43 +75,6 @@ class CutRules:
     companions: bool = False
 
 
-class Split(Protocol):
-    """What the check needs to know of ``token_data_spec``'s split."""
-
-    layout: BatchLayout | None
-    given_layout: BatchLayout | None
-    rules: CutRules
-    checked: bool
-    packing: bool
-    microbatch_transforms: Callable[[Any], Any] | None
-
-    @property
-    def must_pack(self) -> bool:
-        """Whether rows are packed or the run stops."""
-        ...
-
-    @property
-    def regroups(self) -> bool:
-        """Whether rows may change their company."""
-        ...
-
-    def assemble(self, layout: BatchLayout, batch: Batch, rows: Sequence[int], rules: CutRules) -> dict[str, Any]:
-        """The microbatch of the given rows, under the given rules."""
-        ...
-
-    def choose_packing(self, layout: BatchLayout, batch: Batch, microbatch_size: float) -> None:
-        """Says whether rows are packed, where that is to be chosen."""
-        ...
-
-    def attend_by_document(self, model: torch.nn.Module, *, by_positions: bool = False) -> None:
-        """Has the model's attention take packed rows."""
-        ...
-
-    def attend_as_before(self) -> None:
-        """Gives the model its own attention back."""
-        ...
-
-
 _SPLITS: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
@@ -117,7 +83,7 @@ def register_split(dataloader: Any, split: Any) -> None:
     _SPLITS[id(dataloader)] = split
 
 
-def split_of(dataloader: Any) -> Split | None:
+def split_of(dataloader: Any) -> MicrobatchSplit | None:
     """The split that ``token_data_spec`` made for a loader.
 
     The trainer shows an algorithm the loader, not the DataSpec, and nothing of ours may lie in a batch before
@@ -202,7 +168,9 @@ class FirstBatchCheck:
         """Whether any of the kinds was not looked at yet."""
         return any(kind and not seen for kind, seen in zip(kinds, self._proven, strict=True))
 
-    def prove(self, batch: Batch, split: Split | None, kinds: Sequence[int], of_ranks: Sequence[Sequence[int]]) -> None:
+    def prove(
+        self, batch: Batch, split: MicrobatchSplit | None, kinds: Sequence[int], of_ranks: Sequence[Sequence[int]]
+    ) -> None:
         """Looks at rows of every kind that was not looked at yet, and gives the split its rules; a collective.
 
         Args:
@@ -234,7 +202,9 @@ class FirstBatchCheck:
                 # A kind that no chosen row shows, such as media that the layout cannot tell apart.
                 self._proven = [bool(old or kind) for old, kind in zip(self._proven, present, strict=True)]
 
-    def run(self, batch: Batch, split: Split | None, kinds: Sequence[int]) -> tuple[CutRules, tuple[int, ...]]:
+    def run(
+        self, batch: Batch, split: MicrobatchSplit | None, kinds: Sequence[int]
+    ) -> tuple[CutRules, tuple[int, ...]]:
         """Finds the rule, if it is not known yet, and the rules of the cut for rows like those of ``batch``.
 
         Every rank must call it. All probe the rows of one rank, because FSDP hangs if only some ranks' rows have
@@ -297,7 +267,7 @@ class FirstBatchCheck:
         return shared[0]
 
 
-def num_columns(batch: Batch) -> int:
+def _num_columns(batch: Batch) -> int:
     """Padded width of the rows, by the labels."""
     return labels_of(batch).shape[1]
 
@@ -431,7 +401,7 @@ class _Rows:
         self._weight_of_rows = counted
         if self._weights is not None and together.weighted is not None:
             self._weight_of_rows = (self._weights * loss_mask(rows, rule)).sum(dim=1).tolist()
-            if abs(together.own - together.weighted) > tolerance(abs(together.own), self._noise):
+            if not self._agree(together.weighted, together.own):
                 raise RuntimeError(
                     f"The model's own loss must be the weighted mean of its tokens' losses, got: {together.own:.6f} "
                     f'where they give {together.weighted:.6f}. It adds a term, or divides by something else than its '
@@ -440,7 +410,7 @@ class _Rows:
                 )
         self._expected = self._row_losses(moved, together, range(self._count))
 
-    def cut_rules(self, split: Split | None) -> CutRules:
+    def cut_rules(self, split: MicrobatchSplit | None) -> CutRules:
         """The first rules, cheapest first, under which every row keeps its losses."""
         self._refuse_router_loss()
         if split is not None and split.packing:
@@ -461,9 +431,9 @@ class _Rows:
                 return self._as_shown(split, rules)
         raise RuntimeError(self._explained(failure or ''))
 
-    def _as_shown(self, split: Split | None, rules: CutRules) -> CutRules:
+    def _as_shown(self, split: MicrobatchSplit | None, rules: CutRules) -> CutRules:
         """The rules, but for a trimming that no row has shown: a label behind padding keeps a row as wide as it is."""
-        self.has_shown_trimming = self._narrowest < num_columns(self._rows)
+        self.has_shown_trimming = self._narrowest < _num_columns(self._rows)
         if split is None or self.has_shown_trimming:
             return rules
         side = self._layout.padding_side(self._rows)
@@ -476,7 +446,7 @@ class _Rows:
         losses = torch.cat(self._expected)
         weights = torch.ones_like(losses) if self._weights is None else self._weights[loss_mask(self._rows, self._rule)]
         mean = float((losses * weights).sum() / weights.sum())
-        return abs(self._together.own - mean) <= tolerance(abs(mean), self._noise)
+        return self._agree(self._together.own, mean)
 
     def _refuse_router_loss(self) -> None:
         """A statistic of the microbatch, however small its weight: below every tolerance it is still not exact."""
@@ -487,7 +457,7 @@ class _Rows:
             f'load-balancing loss of its router as well, a statistic of the microbatch. {ROUTER_REMEDY}'
         )
 
-    def _candidates(self, split: Split | None) -> Iterator[CutRules]:
+    def _candidates(self, split: MicrobatchSplit | None) -> Iterator[CutRules]:
         if split is None:
             yield CutRules()
             return
@@ -504,7 +474,7 @@ class _Rows:
     def _media(self) -> list[int]:
         return self._layout.media_per_row(self._rows)
 
-    def _cut(self, split: Split | None, rows: Sequence[int], rules: CutRules) -> dict[str, Any]:
+    def _cut(self, split: MicrobatchSplit | None, rows: Sequence[int], rules: CutRules) -> dict[str, Any]:
         if split is None:
             return self._layout.select(self._rows, rows)
         return split.assemble(self._layout, self._rows, rows, rules)
@@ -514,17 +484,17 @@ class _Rows:
         self._owns: list[float] = []
         self._by_sample: list[float | None] = []
         self._router = False
-        self._narrowest = num_columns(self._rows)
+        self._narrowest = _num_columns(self._rows)
         for row in range(self._count):
-            part = cut(row)
-            self._narrowest = min(self._narrowest, num_columns(part))
+            part, name = cut(row), sample_name(self._rows, row)
+            self._narrowest = min(self._narrowest, _num_columns(part))
             microbatch = self._on_device(part)
             try:
                 answer = self._probe.ask(microbatch)
             except (AttributeError, IndexError, TypeError, ValueError) as error:  # BLIP-2 takes no batch without images
-                return f'row {self._name(row)}: {type(error).__name__} by itself, and none beside others ({error})'
+                return f'{name}: {type(error).__name__} by itself, and none beside others ({error})'
             found = self._row_losses(microbatch, answer, [0])[0]
-            failure = self._difference(f'row {self._name(row)}', 'by itself', self._expected[row], found)
+            failure = self._difference(name, 'by itself', self._expected[row], found)
             if failure is not None:
                 return failure
             self._owns.append(answer.own)
@@ -562,7 +532,7 @@ class _Rows:
             f'the loader padded it, beside {self._count - 1} others (round-off is {allowed:.1e})'
         )
 
-    def _check_mean(self, split: Split | None, rules: CutRules) -> None:
+    def _check_mean(self, split: MicrobatchSplit | None, rules: CutRules) -> None:
         """The formula itself: the loss of all rows is the mean of the rows' losses, weighted by their tokens."""
         if not self._check_loss or sum(self._counted) == 0:
             return
@@ -571,14 +541,14 @@ class _Rows:
         mean = sum(of_rows) / self._count
         # A term that is absent for one row alone says nothing of the others.
         is_told = len(of_rows) == self._count
-        if by_sample is not None and is_told and not abs(by_sample - mean) <= tolerance(abs(mean), self._noise):
+        if by_sample is not None and is_told and not self._agree(by_sample, mean):
             raise RuntimeError(
                 f"The terms that `loss_units` calls 'samples' must be means over samples, got: {by_sample:.6f} for "
                 f'{self._count} rows together, and {mean:.6f} as the mean of the rows one by one. Give their own unit.'
             )
         self._check_training_mode(split, rules)
 
-    def _check_training_mode(self, split: Split | None, rules: CutRules) -> None:
+    def _check_training_mode(self, split: MicrobatchSplit | None, rules: CutRules) -> None:
         """The same in training mode: the row of most tokens and all others, so that rows and tokens weigh unlike."""
         together = self._probe.training_loss(self._on_device(self._rows))
         if together is None:
@@ -592,10 +562,14 @@ class _Rows:
         counts = [sum(self._weight_of_rows[row] for row in group) for group in groups]
         self._compare_mean(together, [loss or 0.0 for loss in losses], counts, how=' in training mode')
 
+    def _agree(self, found: float, expected: float) -> bool:
+        """Whether two losses are the same but for round-off; NaN agrees with nothing."""
+        return abs(found - expected) <= tolerance(abs(expected), self._noise)
+
     def _compare_mean(self, own: float, owns: Sequence[float], counts: Sequence[float], how: str = '') -> None:
         weighted = [loss * n for loss, n in zip(owns, counts, strict=True) if n]
         mean = sum(weighted) / sum(counts)
-        if abs(mean - own) <= tolerance(abs(own), self._noise):
+        if self._agree(mean, own):
             return
         hint = (
             f'The model adds the load-balancing loss of its router, a statistic of the microbatch. {ROUTER_REMEDY}'
@@ -608,7 +582,7 @@ class _Rows:
             f'rows together{how}, and {mean:.6f} as the mean of the rows one by one. {hint}'
         )
 
-    def _prove_packed(self, split: Split) -> None:
+    def _prove_packed(self, split: MicrobatchSplit) -> None:
         # A leak runs from one document into the next, so every document must have been behind the others.
         orders = [list(range(self._count)), list(range(self._count - 1, -1, -1))]
         try:
@@ -624,7 +598,7 @@ class _Rows:
                 raise refusal from None
             log.warning('Every packed row gets a mask as wide as all its documents. %s', refusal)
 
-    def _check_packed(self, split: Split, order: list[int], *, by_positions: bool = False) -> None:
+    def _check_packed(self, split: MicrobatchSplit, order: list[int], *, by_positions: bool = False) -> None:
         if self._layout.family.coupling:
             raise RuntimeError(
                 f'Rows must be independent to be packed, got: {self._layout.family.coupling}. Set `packing=False`, '
@@ -645,11 +619,9 @@ class _Rows:
             failure = self._packed_one_by_one(packed, order)
         if failure is None and answer.logits is not None:
             failure = self._neighbours_seen(packed, answer.logits)
-        total = sum(self._counted)
-        if failure is None and self._check_loss and total:
-            own = self._together.own
-            if not abs(answer.own - own) <= tolerance(abs(own), self._noise):
-                failure = f'packed: a mean loss of {answer.own:.6f}, and of {own:.6f} padded'
+        is_compared = self._check_loss and any(self._counted)
+        if failure is None and is_compared and not self._agree(answer.own, self._together.own):
+            failure = f'packed: a mean loss of {answer.own:.6f}, and of {self._together.own:.6f} padded'
         if failure is not None:
             raise RuntimeError(
                 f'The model must tell packed documents apart, got: {failure}. Attention, positions or states leak from '
@@ -682,14 +654,10 @@ class _Rows:
         for place, row in enumerate(order):
             only = labels.masked_fill(documents != place, IGNORE_INDEX)
             found = torch.tensor([self._probe.ask({**packed, 'labels': only}).own])
-            failure = self._difference(f'row {self._name(row)}', 'packed', self._expected[row], found)
+            failure = self._difference(sample_name(self._rows, row), 'packed', self._expected[row], found)
             if failure is not None:
                 return failure
         return None
-
-    def _name(self, row: int) -> str:
-        ids = self._rows.get('sample_ids')
-        return repr(ids[row]) if isinstance(ids, (list, tuple)) and len(ids) == self._count else str(row)
 
     def _explained(self, failure: str) -> str:
         return (

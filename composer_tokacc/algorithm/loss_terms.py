@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A loss may be a tensor, a tuple or a dict: each of its terms has a denominator of its own."""
+"""Terms of a loss, which may be a tensor, a tuple or a dict; each has a denominator of its own."""
 
 from __future__ import annotations
 
@@ -135,7 +135,9 @@ class LossTerms:
         terms = {
             name: zero if self.unit(name) == 'tokens' else value for name, value in loss.items() if name != 'total'
         }
-        return _with_total(terms, loss, zero)
+        if 'total' in loss:
+            terms['total'] = _sum(terms.values()) if terms else zero
+        return terms
 
     def scale(self, loss: Any, scales: Mapping[str, float], observe: Callable[[torch.Tensor], None]) -> Any:
         """Fresh float32 products: Composer multiplies what it is given in place.
@@ -162,7 +164,7 @@ class LossTerms:
                 _hook(hooked, observe)
             return named
         if named and self.loss_units is not None:
-            total = torch.stack([value.mean() for value in named.values()]).sum()
+            total = _sum(named.values())
         else:
             total = _product(loss['total'], scales['tokens'])
         _hook(total, observe)
@@ -246,9 +248,3 @@ def _product(term: torch.Tensor, scale: float) -> torch.Tensor:
 def _hook(term: torch.Tensor, observe: Callable[[torch.Tensor], None]) -> None:
     if term.requires_grad:
         term.register_hook(observe)
-
-
-def _with_total(terms: dict[str, Any], loss: Mapping[str, Any], zero: torch.Tensor) -> dict[str, Any]:
-    if 'total' in loss:
-        terms['total'] = torch.stack([value.float().mean() for value in terms.values()]).sum() if terms else zero
-    return terms

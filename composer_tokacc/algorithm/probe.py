@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +21,9 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from composer_tokacc.algorithm.loss_terms import router_loss_of
 from composer_tokacc.algorithm.weighted_labels import Weighing, weigh_labels
-from composer_tokacc.counting import IGNORE_INDEX, LOSS_RULES, LOSS_WEIGHTS, labels_of, loss_mask
+from composer_tokacc.counting import IGNORE_INDEX, LOSS_RULES, LOSS_WEIGHTS, Batch, labels_of, loss_mask
 
 __all__ = ['Answer', 'Probe', 'confirm_in_training', 'find_loss_rule', 'logits_of', 'mean_token_loss']
-
-Batch = Mapping[str, Any]
 
 NOISE_FACTOR = 8
 """Tolerance over the measured round-off: kernels for other shapes round every sum, the measurement only its result."""
@@ -80,7 +78,7 @@ class Probe:
         self._forward = forward
         self._loss = loss
         self._sample_loss = sample_loss
-        self._model = model
+        self.model = model
         self._precision = precision
         self._asks_in_training = False
         self.weighing_rule: str | None = None
@@ -103,7 +101,7 @@ class Probe:
 
     def ask(self, batch: Batch) -> Answer:
         """The model's answer to a batch on its device; eager, in eval mode, leaving random numbers as they were."""
-        undisturbed = _undisturbed(self._model, training=self._asks_in_training)
+        undisturbed = _undisturbed(self.model, training=self._asks_in_training)
         with torch.no_grad(), undisturbed, torch.compiler.set_stance('force_eager'):
             answer = self._in_full_precision(batch) if self._in_full else None
             if answer is None:
@@ -125,7 +123,7 @@ class Probe:
         """The model's own loss in training mode, but for dropout; None where, asked twice, it is random even so."""
         full = torch.autocast(self._device_type, enabled=False)
         losses = []
-        with torch.no_grad(), _undisturbed(self._model, training=True), torch.compiler.set_stance('force_eager'):
+        with torch.no_grad(), _undisturbed(self.model, training=True), torch.compiler.set_stance('force_eager'):
             for seed in range(1 + twice):
                 torch.manual_seed(seed)
                 losses.append(self._answer(batch, full if self._in_full else self._precision()).own)
@@ -164,11 +162,6 @@ class Probe:
         num_tokens, total = int(counted.sum()), float(weights.sum())
         return weigh_labels(batch, weights, num_tokens=num_tokens, total=total) if total else (batch, None)
 
-    @property
-    def model(self) -> torch.nn.Module:
-        """The module that is asked."""
-        return self._model
-
     @contextlib.contextmanager
     def other_words(self, positions: torch.Tensor) -> Iterator[None]:
         """Answers as if other words stood at some positions, ``(rows, width)`` bool; images stay."""
@@ -176,12 +169,9 @@ class Probe:
         def change(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
             return torch.where(positions[..., None], output.roll(1, dims=-1), output)
 
-        model: Any = next(module for module in self._model.modules() if hasattr(module, 'get_input_embeddings'))
-        hook = model.get_input_embeddings().register_forward_hook(change)
-        try:
+        model: Any = next(module for module in self.model.modules() if hasattr(module, 'get_input_embeddings'))
+        with _hooked([model.get_input_embeddings()], change):
             yield
-        finally:
-            hook.remove()
 
     @contextlib.contextmanager
     def varied(self) -> Iterator[None]:
@@ -200,13 +190,8 @@ class Probe:
             draws = torch.rand(len(weight), generator=torch.Generator().manual_seed(len(weight)))
             return output * (0.75 + 0.5 * draws).to(output)
 
-        leaves = [module for module in self._model.modules() if next(module.children(), None) is None]
-        hooks = [module.register_forward_hook(scale) for module in leaves]
-        try:
+        with _hooked(_leaves(self.model), scale):
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def noise(self, batch: Batch, rule: str, answer: Answer) -> float:
         """How far one rounding at every layer moves a token's loss (the whole loss, where the model gives no logits).
@@ -225,13 +210,8 @@ class Probe:
             eps = torch.finfo(output.dtype).eps
             return output * torch.where(up, 1 + eps, 1 - eps).to(output.dtype)
 
-        leaves = [module for module in self._model.modules() if next(module.children(), None) is None]
-        hooks = [module.register_forward_hook(move) for module in leaves]
-        try:
+        with _hooked(_leaves(self.model), move):
             moved = self.ask(batch)
-        finally:
-            for hook in hooks:
-                hook.remove()
         if answer.logits is None or moved.logits is None:
             return abs(moved.own - answer.own)
         difference = token_losses(moved.logits, batch, rule) - token_losses(answer.logits, batch, rule)
@@ -405,32 +385,31 @@ def _rule_from_losses(probe: Probe, row: Batch, numbers: str) -> list[str]:
     - with q unattended, is L(p, q) equal to L(p) (it does not count), or the mean of both (it does)?
     """
     places = [place for place in _labelled_places(row) if place > 0]
-    mask = row.get('attention_mask')
-    has_mask = isinstance(mask, torch.Tensor) and mask.shape == labels_of(row).shape
-
-    def own(*labelled: int, attended: bool = True) -> float:
-        labels = torch.full_like(labels_of(row), IGNORE_INDEX)
-        for number, place in enumerate(labelled):
-            # Unequal labels, or a mean of two equal losses would look like either of them.
-            labels[0, place] = _token_at(row, place) if number == 0 else _token_at(row, labelled[0])
-        probed = {**row, 'labels': labels}
-        if not attended:
-            assert isinstance(mask, torch.Tensor)
-            probed['attention_mask'] = mask.clone()
-            probed['attention_mask'][0, q] = 0
-        return probe.ask(probed).own
-
     if len(places) < 2:
         raise RuntimeError(
             "The model's own loss must be the mean over its loss-generating tokens, got: a batch without a row of two "
             'labels to find out by. Put longer answers first, or give `loss_tokens` with `check_loss=False`.'
         )
-    p, q = places[-2], places[-1]
-    only_p = {**row, 'labels': _one_label(row, p, _token_at(row, p))}
-    answer = probe.ask(only_p)
-    alone, both = answer.own, own(p, q)
-    last = probe.ask({**row, 'labels': _one_label(row, q, _token_at(row, p))}).own
-    noise = probe.noise(only_p, 'causal', dataclasses.replace(answer, logits=None))
+    p, q = places[-2:]
+    token, mask = _token_at(row, p), row.get('attention_mask')
+    has_mask = isinstance(mask, torch.Tensor) and mask.shape == labels_of(row).shape
+
+    def labelled(*places: int, attended: bool = True) -> dict[str, Any]:
+        """The row with one and the same token as the label of some positions, with q attended or not."""
+        labels = torch.full_like(labels_of(row), IGNORE_INDEX)
+        labels[0, list(places)] = token
+        probed = {**row, 'labels': labels}
+        if not attended:
+            probed['attention_mask'] = row['attention_mask'].clone()
+            probed['attention_mask'][0, q] = 0
+        return probed
+
+    def own(*places: int, attended: bool = True) -> float:
+        return probe.ask(labelled(*places, attended=attended)).own
+
+    answer = probe.ask(labelled(p))
+    alone, last, both = answer.own, own(q), own(p, q)
+    noise = probe.noise(labelled(p), 'causal', dataclasses.replace(answer, logits=None))
     allowed = tolerance(max(abs(alone), abs(last)), noise)
     told_apart = abs(alone - last) > 4 * allowed
     if not (math.isfinite(both) and told_apart and _is(both, (alone + last) / 2, allowed)):
@@ -445,8 +424,7 @@ def _rule_from_losses(probe: Probe, row: Batch, numbers: str) -> list[str]:
     if _is(with_first, alone, allowed):
         rules = ['causal', 'causal_attended']
     else:
-        first = probe.ask({**row, 'labels': _one_label(row, 0, _token_at(row, p))}).own
-        if _is(with_first, (alone + first) / 2, allowed):
+        if _is(with_first, (alone + own(0)) / 2, allowed):
             return ['unshifted']
         raise RuntimeError(
             f"The model's own loss must count a label at position 0 or not, got: {with_first:.6f} with one beside a "
@@ -456,12 +434,6 @@ def _rule_from_losses(probe: Probe, row: Batch, numbers: str) -> list[str]:
         return rules
     counted = not _is(own(p, q, attended=False), own(p, attended=False), allowed)
     return ['causal'] if counted else ['causal_attended']
-
-
-def _one_label(row: Batch, place: int, token: int) -> torch.Tensor:
-    labels = torch.full_like(labels_of(row), IGNORE_INDEX)
-    labels[0, place] = token
-    return labels
 
 
 def _is(found: float, expected: float, allowed: float) -> bool:
@@ -476,6 +448,21 @@ def _check_width(logits: torch.Tensor, batch: Batch) -> None:
             f'{tuple(labels.shape)}. The model expands or truncates the sequence inside forward, so a count of the '
             "batch's labels is not its own. Expand image placeholders in the processor instead (transformers >= 4.51)."
         )
+
+
+def _leaves(model: torch.nn.Module) -> list[torch.nn.Module]:
+    return [module for module in model.modules() if next(module.children(), None) is None]
+
+
+@contextlib.contextmanager
+def _hooked(modules: Iterable[torch.nn.Module], change: Callable[..., Any]) -> Iterator[None]:
+    """Has ``change`` make what the modules return, of ``(module, inputs, output)``."""
+    hooks = [module.register_forward_hook(change) for module in modules]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextlib.contextmanager

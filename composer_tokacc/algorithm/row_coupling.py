@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Where the gradient does depend on which rows share a microbatch, regrouping them would change the result.
+"""Refusal of models and losses where the gradient depends on which rows share a microbatch.
 
 Rows are independent in a language model's cross-entropy. They are not where
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from composer_tokacc.algorithm.functional import RankSum, sample_weight, token_weight
+from composer_tokacc.algorithm.loss_terms import LOSS_UNITS
 from composer_tokacc.algorithm.weighted_labels import Weighing
 from composer_tokacc.counting import loss_mask
 
@@ -31,17 +32,22 @@ class MicrobatchWeight:
         num_tokens: Loss-generating tokens.
         loss_weight: Sum of their weights: their number, where all weigh the same.
         num_samples: Rows that are samples.
-        num_positions: Rows times padded width: what Composer's default token counter would say.
         num_microbatches: Number of microbatches with samples that this rank makes of the step.
+        labelled: Its labels (and attention mask) on the device, looked at in :meth:`StepGuard.check`.
         step: The step that it is part of.
     """
 
     num_tokens: int
     loss_weight: float
     num_samples: int
-    num_positions: int
     num_microbatches: int
+    labelled: Mapping[str, torch.Tensor]
     step: StepGuard
+
+    @property
+    def num_positions(self) -> int:
+        """Rows times padded width: what Composer's default token counter would say."""
+        return self.labelled['labels'].numel()
 
     @property
     def weight(self) -> float:
@@ -51,7 +57,7 @@ class MicrobatchWeight:
     def scales(self) -> dict[str, float]:
         """What the loss is multiplied by, for each unit of a term, so that Composer's weight makes it exact."""
         if self.num_samples == 0:
-            return dict.fromkeys(('tokens', 'samples', 'coupled_samples', 'microbatches'), 0.0)
+            return dict.fromkeys(LOSS_UNITS, 0.0)
         tokens = token_weight(self.loss_weight, self.step.loss_weight, world_size=self.step.world_size) / self.weight
         microbatches = 1.0 / (self.num_microbatches * self.weight)
         return {'tokens': tokens, 'samples': 1.0, 'coupled_samples': 1.0, 'microbatches': microbatches}
@@ -79,7 +85,6 @@ class StepGuard:
     weighings: list[Weighing] = field(default_factory=list)
     """What the weights of each microbatch were used for, where not all tokens weigh the same."""
     _microbatches: list[MicrobatchWeight] = field(default_factory=list)
-    _labelled: list[Mapping[str, torch.Tensor]] = field(default_factory=list)
     _observed: list[torch.Tensor] = field(default_factory=list)
     _losses: list[torch.Tensor] = field(default_factory=list)
     _means: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
@@ -113,33 +118,13 @@ class StepGuard:
         """Forgets an attempt that failed half-way."""
         self.weighings.clear()
         self._microbatches.clear()
-        self._labelled.clear()
         self._observed.clear()
         self._losses.clear()
         self._means.clear()
 
-    def add_microbatch(
-        self,
-        *,
-        num_tokens: int,
-        loss_weight: float,
-        num_samples: int,
-        labelled: Mapping[str, torch.Tensor],
-        num_microbatches: int,
-    ) -> MicrobatchWeight:
-        """Notes a microbatch; its labels (and attention mask) on the device are looked at in :meth:`check`."""
-        num_positions = labelled['labels'].numel()
-        microbatch = MicrobatchWeight(
-            num_tokens=num_tokens,
-            loss_weight=loss_weight,
-            num_samples=num_samples,
-            num_positions=num_positions,
-            num_microbatches=num_microbatches,
-            step=self,
-        )
+    def add_microbatch(self, microbatch: MicrobatchWeight) -> None:
+        """Notes a microbatch."""
         self._microbatches.append(microbatch)
-        self._labelled.append(labelled)
-        return microbatch
 
     def observe(self, gradient: torch.Tensor) -> None:
         """A tensor hook: the gradient that reaches the scaled loss is the weight that Composer applied."""
@@ -177,7 +162,7 @@ class StepGuard:
             by_microbatch: Whether a term was divided by the number of microbatches.
         """
         # The only device sync: once a step, where Composer reads the loss anyway.
-        counts = [loss_mask(microbatch, self.rule).sum() for microbatch in self._labelled]
+        counts = [loss_mask(microbatch.labelled, self.rule).sum() for microbatch in self._microbatches]
         finite = [torch.stack([loss.isfinite().all() for loss in self._losses]).all()] if self._losses else []
         finite += [torch.nn.utils.get_total_norm(gradients).isfinite()] if gradients else []
         read = torch.stack([*counts, *(flag.to(torch.int64) for flag in finite)]).tolist() if counts or finite else []

@@ -22,7 +22,7 @@ from composer_tokacc.algorithm.functional import RankSum
 from composer_tokacc.algorithm.loss_terms import LossTerms, attached_zero, router_coefficient
 from composer_tokacc.algorithm.probe import Probe, logits_of, mean_token_loss
 from composer_tokacc.algorithm.row_coupling import check_rows_are_independent
-from composer_tokacc.algorithm.step_guard import StepGuard
+from composer_tokacc.algorithm.step_guard import MicrobatchWeight, StepGuard
 from composer_tokacc.algorithm.weighted_labels import Weighing, weigh_labels
 from composer_tokacc.counting import (
     CARRIED,
@@ -276,7 +276,7 @@ class TokenAccumulation(Algorithm):
         if guard.loss_weight == 0 and guard.tokens:
             raise RuntimeError(
                 f'The weights of a step must not all be 0, got: 0 for each of its {guard.tokens} loss-generating '
-                f'tokens, sample {sample_name(self._device_batch, 0)} among them. Mend `{LOSS_WEIGHTS}`, or leave '
+                f'tokens, {sample_name(self._device_batch, 0)} among them. Mend `{LOSS_WEIGHTS}`, or leave '
                 'samples of no weight out of the data.'
             )
         batch, is_counted = state.batch, bool(carried(state.batch))
@@ -324,15 +324,17 @@ class TokenAccumulation(Algorithm):
                 'A custom `split_batch` or `microbatch_transforms` drops them; keep lists with one entry per row, or '
                 'use token_data_spec().'
             )
-        microbatch = guard.add_microbatch(
+        microbatch = MicrobatchWeight(
             num_tokens=num_loss_tokens(batch),
             loss_weight=loss_weight(batch),
             num_samples=num_samples(batch),
-            labelled={key: batch[key] for key in ('labels', 'attention_mask') if key in batch},
             # Composer's own split makes microbatches of a fixed number of rows; ours says how many it made.
             num_microbatches=next(iter(carried(batch).get('microbatches', ())), 0)
             or -(-guard.local_samples // int(state.device_train_microbatch_size or 1)),
+            labelled={key: batch[key] for key in ('labels', 'attention_mask') if key in batch},
+            step=guard,
         )
+        guard.add_microbatch(microbatch)
         if self._weighing is not None:
             guard.weighings.append(self._weighing)
             guard.add_mean(self.loss_terms.token_term(state.loss), self._weighing.mean)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from composer_tokacc.counting import IGNORE_INDEX, LOSS_WEIGHTS, labels_of, token_weights_of
 
@@ -99,7 +99,7 @@ class WeighedLabels(torch.Tensor):
             is_written = result is None or (args and result is args[0]) or 'out' in kwargs
             if (is_written and not isinstance(args[0], cls)) or not (result is None or _has_integers(result)):
                 return result
-            found = next(one for one in _flattened([args, kwargs]) if isinstance(one, cls))
+            found = next(one for one in tree_leaves([args, kwargs]) if isinstance(one, cls))
             try:
                 places = func(*tree_map(_places, args), **tree_map(_places, kwargs))
                 return _with_places(result, places, found.weighing)
@@ -162,14 +162,8 @@ def _places(value: Any) -> Any:
     return value.places if isinstance(value, WeighedLabels) else value
 
 
-def _flattened(value: Any) -> list[Any]:
-    found: list[Any] = []
-    tree_map(found.append, value)
-    return found
-
-
 def _has_integers(result: Any) -> bool:
-    tensors = [one for one in _flattened(result) if isinstance(one, torch.Tensor)]
+    tensors = [one for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
     return bool(tensors) and not any(one.is_floating_point() or one.dtype == torch.bool for one in tensors)
 
 

@@ -18,7 +18,7 @@ from tokenizers import Encoding
 
 from composer_tokacc.counting import IGNORE_INDEX, LOSS_WEIGHTS
 from composer_tokacc.data.formats import Record
-from composer_tokacc.data.media import Video, VideoSampling, check_decoder, open_media
+from composer_tokacc.data.media import Video, VideoSampling, open_media
 
 __all__ = ['ConversationEncoder']
 
@@ -207,7 +207,6 @@ class ConversationEncoder:
 
         Raises:
             BadSampleError: If it has such media.
-            ValueError: If a decoder is not installed.
         """
         for medium in record.media:
             if medium.kind not in self.parts:
@@ -219,7 +218,6 @@ class ConversationEncoder:
                     f'has {medium.kind}s, but the chat template writes no placeholder for each of them; set '
                     '`processor.chat_template` to one that does'
                 )
-            check_decoder(medium)
 
     def _check_sounds(self, sounds: Sequence[Any]) -> None:
         """What is longer than their window, feature extractors cut off without a word."""

@@ -318,13 +318,9 @@ def _cell(arrow: Any, features: Any, index: int, keys: tuple[str | int, ...] = (
 def _embed(value: Any, read: Any, keys: tuple[str | int, ...]) -> Any:
     """The value with every piece of bytes replaced by a file that is read when it is needed."""
     if isinstance(value, bytes):
-        return EmbeddedFile(_name(keys), zlib.crc32(value), partial(read, keys)) if value else None
+        return EmbeddedFile('.'.join(map(str, keys)), zlib.crc32(value), partial(read, keys)) if value else None
     if isinstance(value, Mapping):
         return {key: _embed(inner, read, (*keys, key)) for key, inner in value.items()}
     if isinstance(value, list):
         return [_embed(inner, read, (*keys, index)) for index, inner in enumerate(value)]
     return value
-
-
-def _name(keys: tuple[str | int, ...]) -> str:
-    return '.'.join(map(str, keys))

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from torch.utils.data import ConcatDataset
 
+from composer_tokacc.data.formats import BadSampleError
+
 __all__ = ['class_name', 'identify_data', 'identify_processor', 'identify_vocabulary']
 
 NUM_PROBES = 64
@@ -23,6 +25,7 @@ def identify_data(dataset: Any) -> str:
 
     That is ``dataset.identity()``, or ``dataset.fingerprint()``, where there is such a method. Otherwise it is the
     number of samples and the token ids of 64 of them, evenly spread: a change of samples between those goes unnoticed.
+    Of a bad sample it is the reason; whoever reads all of them says what becomes of it.
     """
     if isinstance(dataset, ConcatDataset):
         return _digest([identify_data(part) for part in dataset.datasets])
@@ -30,7 +33,14 @@ def identify_data(dataset: Any) -> str:
     if callable(own):
         return _digest(own())
     indices = np.unique(np.linspace(0, len(dataset) - 1, NUM_PROBES).astype(int)).tolist()
-    return _digest([len(dataset), *(np.asarray(dataset[index]['input_ids']).tolist() for index in indices)])
+    return _digest([len(dataset), *(_tokens_of(dataset, index) for index in indices)])
+
+
+def _tokens_of(dataset: Any, index: int) -> Any:
+    try:
+        return np.asarray(dataset[index]['input_ids']).tolist()
+    except BadSampleError as error:
+        return str(error)
 
 
 def identify_processor(processor: Any) -> str:

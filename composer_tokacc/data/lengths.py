@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,7 +32,15 @@ from composer_tokacc.data.headers import Row, rows_from_headers
 from composer_tokacc.data.identity import class_name, identify_data, identify_processor, identify_vocabulary
 from composer_tokacc.data.media import DEFAULT_PATCH_SIZE, count_patches, declared_patch_size
 
-__all__ = ['LengthTable', 'build_length_table', 'chosen_patch_size', 'fingerprint', 'image_token_ids', 'length_table']
+__all__ = [
+    'LengthTable',
+    'build_length_table',
+    'cache_folder',
+    'chosen_patch_size',
+    'fingerprint',
+    'image_token_ids',
+    'length_table',
+]
 
 VERSION = 5
 """Goes up with every change of what a table holds, so that files of older versions are not read."""
@@ -68,17 +77,17 @@ class LengthTable:
 
     def select(self, indices: Sequence[int]) -> LengthTable:
         """The table of some of the samples, none of them bad, in the given order."""
-        return LengthTable(**{name: getattr(self, name)[list(indices)] for name in COLUMNS}, errors={})
+        return LengthTable(**{name: getattr(self, name)[list(indices)] for name in COLUMNS})
 
     def save(self, path: Path) -> None:
         """Writes the table; a reader sees the whole file or none, even if several processes write at once."""
         path.parent.mkdir(parents=True, exist_ok=True)
         columns = {name: getattr(self, name) for name in COLUMNS}
         bad, reasons = list(self.errors), list(self.errors.values())
-        handle, name = tempfile.mkstemp(dir=path.parent, suffix='.npz')
-        with os.fdopen(handle, 'wb') as file:
-            np.savez_compressed(file, **columns, bad=np.array(bad, np.int64), reasons=np.array(reasons, np.str_))
-        os.replace(name, path)
+        with tempfile.TemporaryDirectory(dir=path.parent) as unfinished:
+            written = Path(unfinished) / path.name
+            np.savez_compressed(written, **columns, bad=np.array(bad, np.int64), reasons=np.array(reasons, np.str_))
+            os.replace(written, path)
 
     @classmethod
     def load(cls, path: Path) -> LengthTable:
@@ -116,17 +125,24 @@ def length_table(
     """
     if isinstance(dataset, ConcatDataset):
         tables = [
-            length_table(part, processor, folder=folder, patch_size=patch_size, num_workers=num_workers)
+            length_table(
+                part, processor, folder=folder, patch_size=patch_size, num_workers=num_workers, on_error=on_error
+            )
             for part in dataset.datasets
         ]
+        starts = accumulate(map(len, tables), initial=0)
+        errors = {
+            start + index: reason
+            for start, table in zip(starts, tables, strict=False)
+            for index, reason in table.errors.items()
+        }
         columns = {name: np.concatenate([getattr(table, name) for table in tables]) for name in COLUMNS}
-        return LengthTable(**columns, errors={})
+        return LengthTable(**columns, errors=errors)
     patch_size = chosen_patch_size(processor, patch_size)
     measured = getattr(dataset, 'measured', None)
     if measured is not None and measured[0] == patch_size:
         return measured[1]
-    if folder is None:
-        folder = Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'composer_tokacc' / 'lengths'
+    folder = cache_folder('lengths') if folder is None else folder
     name = fingerprint(dataset, processor, patch_size=patch_size)
     # A table from headers does not know all bad samples, and must not be taken for one that does.
     endings = ('', '-headers') if _has_headers(dataset, on_error) else ('',)
@@ -147,6 +163,11 @@ def length_table(
                 '`loader.lengths_folder` to a folder that can be written.', folder, error.strerror
             )  # fmt: skip
     return table
+
+
+def cache_folder(name: str) -> Path:
+    """One of this package's folders in the user's cache folder, there or not."""
+    return Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'composer_tokacc' / name
 
 
 def _kept_table(path: Path) -> LengthTable | None:

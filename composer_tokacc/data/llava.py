@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.utils.data import Dataset
 
@@ -19,7 +19,7 @@ from composer_tokacc.data.conversation import ConversationEncoder
 from composer_tokacc.data.files import image_folder, read_raw_records
 from composer_tokacc.data.formats import BadSampleError, EmbeddedFile, Record, parse_record
 from composer_tokacc.data.lengths import LengthTable, chosen_patch_size, length_table
-from composer_tokacc.data.media import VideoSampling, image_size
+from composer_tokacc.data.media import MediaFolders, VideoSampling, image_size
 
 __all__ = ['LlavaDataset']
 
@@ -84,14 +84,14 @@ class LlavaDataset(Dataset):
         self.records: list[Record] = []
         self.folders: list[Path] = []
         self.skipped: list[str] = []
-        self._allows_outside = allow_outside
-        listings: dict[Path, _Listing] = {}
+        folders = MediaFolders(allow_outside=allow_outside)
         for file in _paths(path):
             folder = image_folder(file) if image_dir is None else Path(image_dir)
             for raw in read_raw_records(file):
                 try:
                     record = parse_record(raw)
-                    self._check_media(record, folder, listings)
+                    self.encoder.check_takes_media(record)
+                    folders.check(record, folder)
                 except BadSampleError as error:
                     if on_error == 'raise':
                         raise
@@ -171,23 +171,6 @@ class LlavaDataset(Dataset):
         first = f'; first: {self.skipped[0]}' if self.skipped else ''
         return f'skipped {len(self.skipped)} of {total} samples{first}'
 
-    def _check_media(self, record: Record, folder: Path, listings: dict[Path, _Listing]) -> None:
-        self.encoder.check_takes_media(record)
-        for medium in record.media:
-            for file in (folder / file for file in medium.files if isinstance(file, str)):
-                for listed in (file.parent, folder):
-                    if listed not in listings:  # one listing of a folder instead of one question a file
-                        listings[listed] = _Listing.of(listed)
-                found = listings[file.parent]
-                if file.name not in found.is_link:
-                    raise record.error(f'{medium.kind} file {file} does not exist; is `image_dir` right?')
-                place = Path(os.path.realpath(file)).parent if found.is_link[file.name] else found.place
-                if not self._allows_outside and not place.is_relative_to(listings[folder].place):
-                    raise record.error(
-                        f'{medium.kind} file {file} must lie under {folder}, got: {place}. Set `image_dir` to a folder '
-                        'that holds all files, or `allow_outside=true` for files that you know'
-                    )
-
     def _skip_unreadable(self, patch_size: int | None, **options: Any) -> None:
         if not self.records:
             return
@@ -200,20 +183,6 @@ class LlavaDataset(Dataset):
         self.measured = patch_size, table.select(good)
         if self.skipped:
             log.warning(self.skip_report())
-
-
-class _Listing(NamedTuple):
-    """A folder of media."""
-
-    place: Path
-    """Where it really is."""
-    is_link: dict[str, bool]
-    """What it holds, by name; nothing where there is no such folder."""
-
-    @classmethod
-    def of(cls, folder: Path) -> _Listing:
-        entries = os.scandir(folder) if os.path.isdir(folder) else ()  # False too where no name may be so long
-        return cls(Path(os.path.realpath(folder)), {entry.name: entry.is_symlink() for entry in entries})
 
 
 def _named(file: str | EmbeddedFile, folder: Path) -> tuple[str, int]:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
+from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ from composer_tokacc.data.formats import Medium, Record
 
 __all__ = [
     'DEFAULT_PATCH_SIZE',
+    'MediaFolders',
     'Video',
     'VideoSampling',
     'check_decoder',
@@ -114,6 +116,54 @@ def check_decoder(medium: Medium) -> None:
         raise ValueError(
             "videos and sounds must have PyAV to read them, got: none. pip install 'composer_tokacc[media]'"
         )
+
+
+class MediaFolders:
+    """Looks up files of media in their folders, by one listing of a folder instead of one question a file.
+
+    Args:
+        allow_outside: Whether names may lead out of the folder: ``../``, absolute ones, links.
+    """
+
+    def __init__(self, *, allow_outside: bool = False) -> None:
+        self._allows_outside = allow_outside
+        self._listings: dict[Path, _Listing] = {}
+
+    def check(self, record: Record, folder: Path) -> None:
+        """Refuses a record with a file that is not there, lies elsewhere, or has no decoder.
+
+        Raises:
+            BadSampleError: If a file does not exist, or lies outside the folder.
+            ValueError: If there is no decoder for it.
+        """
+        for medium in record.media:
+            check_decoder(medium)
+            for file in (folder / file for file in medium.files if isinstance(file, str)):
+                found, listed = self._listing(file.parent), self._listing(folder)
+                if file.name not in found.is_link:
+                    raise record.error(f'{medium.kind} file {file} does not exist; is `image_dir` right?')
+                place = Path(os.path.realpath(file)).parent if found.is_link[file.name] else found.place
+                if not self._allows_outside and not place.is_relative_to(listed.place):
+                    raise record.error(
+                        f'{medium.kind} file {file} must lie under {folder}, got: {place}. Set `image_dir` to a folder '
+                        'that holds all files, or `allow_outside=true` for files that you know'
+                    )
+
+    def _listing(self, folder: Path) -> _Listing:
+        if folder not in self._listings:
+            entries = os.scandir(folder) if os.path.isdir(folder) else ()  # False too where no name may be so long
+            is_link = {entry.name: entry.is_symlink() for entry in entries}
+            self._listings[folder] = _Listing(Path(os.path.realpath(folder)), is_link)
+        return self._listings[folder]
+
+
+class _Listing(NamedTuple):
+    """A folder of media."""
+
+    place: Path
+    """Where it really is."""
+    is_link: dict[str, bool]
+    """What it holds, by name; nothing where there is no such folder."""
 
 
 def open_media(

@@ -4,6 +4,7 @@
 """Writes conversations and their media as MDS shards, which mosaicml-streaming reads.
 
 python -m composer_tokacc.data.to_mds data.json images out_folder [--size-limit 64mb] [--on-error raise|skip]
+[--allow-outside]
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tqdm.auto import tqdm
 
 from composer_tokacc.data.files import read_raw_records
 from composer_tokacc.data.formats import BadSampleError, Medium, RawRecord, Record, Turn, parse_record
-from composer_tokacc.data.media import open_media
+from composer_tokacc.data.media import MediaFolders, open_media
 
 __all__ = ['Written', 'from_row', 'main', 'write_shards']
 
@@ -53,6 +54,7 @@ def write_shards(
     *,
     size_limit: int | str = '64mb',
     on_error: str = 'raise',
+    allow_outside: bool = False,
 ) -> Written:
     """Writes every record of a file with the bytes of its media, in the order of the file.
 
@@ -65,6 +67,7 @@ def write_shards(
         out: Folder for the shards; empty or absent. If anything raises, nothing is left there.
         size_limit: Largest shard, in bytes or as ``'64mb'``; a sample that is larger has a shard of its own.
         on_error: ``'raise'`` at the first bad sample, or ``'skip'`` it, print why and count it.
+        allow_outside: Whether names may lead out of that folder: ``../``, absolute ones, links.
 
     Raises:
         BadSampleError: For the first bad sample (``raise``).
@@ -84,7 +87,8 @@ def write_shards(
     skipped: list[str] = []
     try:
         with tqdm(total=len(raw_records), desc='writing samples', disable=None, leave=False) as bar:
-            for row in _read_rows(raw_records, Path(image_dir)):
+            folders = MediaFolders(allow_outside=allow_outside)
+            for row in _read_rows(raw_records, Path(image_dir), folders):
                 if not isinstance(row, BadSampleError):
                     writer.write(row)
                 elif on_error == 'raise':
@@ -116,10 +120,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument('out', metavar='out_folder', help='folder for the shards, empty or absent')
     parser.add_argument('--size-limit', default='64mb', help='largest shard (default: 64mb)')
     parser.add_argument('--on-error', choices=('raise', 'skip'), default='raise', help='what to do with a bad sample')
+    parser.add_argument('--allow-outside', action='store_true', help='let names of media lead out of their folder')
     options = parser.parse_args(arguments)
     try:
         written = write_shards(
-            options.path, options.image_dir, options.out, size_limit=options.size_limit, on_error=options.on_error
+            options.path,
+            options.image_dir,
+            options.out,
+            size_limit=options.size_limit,
+            on_error=options.on_error,
+            allow_outside=options.allow_outside,
         )
     except (ValueError, OSError, ImportError) as error:
         print(f'error: {" ".join(str(error).split())}', file=sys.stderr)
@@ -147,12 +157,15 @@ def _open_writer(out: Path, size_limit: int | str) -> Any:
     return Writer(columns=COLUMNS, out=str(out), size_limit=limit)
 
 
-def _read_rows(raw_records: Iterable[RawRecord], image_dir: Path) -> Iterator[dict[str, Any] | BadSampleError]:
+def _read_rows(
+    raw_records: Iterable[RawRecord], image_dir: Path, folders: MediaFolders
+) -> Iterator[dict[str, Any] | BadSampleError]:
     """Rows in order, read by several threads: file systems and image decoders do without Python's lock."""
 
     def read(raw: RawRecord) -> dict[str, Any] | BadSampleError:
         try:
             record = parse_record(raw)
+            folders.check(record, image_dir)
             try:
                 opened = record.files(image_dir)
                 files = [file.read_bytes() if isinstance(file, Path) else file.read() for file in opened]

@@ -15,8 +15,6 @@ from composer_tokacc.layout import Batch, BatchLayout
 
 __all__ = ['add_rows', 'blank_row', 'smallest_row', 'zero_weight']
 
-UNITS = ('image', 'video', 'audio')
-
 
 def zero_weight(batch: Batch) -> dict[str, Any]:
     """A copy without labels, whose rows are no samples."""
@@ -25,14 +23,25 @@ def zero_weight(batch: Batch) -> dict[str, Any]:
     return with_carried(emptied, loss_tokens=none, real_tokens=none, samples=none, weights=none)
 
 
-def smallest_row(layout: BatchLayout, batch: Batch, unit: str) -> dict[str, Any] | None:
-    """The smallest row of the batch with media of the unit, weighing nothing; None where it has none."""
-    media, lengths = layout.units_per_row(batch, unit), layout.lengths(batch)
-    rows = [row for row in range(len(media)) if media[row]]
-    if not rows:
+def smallest_row(
+    layout: BatchLayout, batches: Sequence[tuple[Batch, Sequence[int], Sequence[int]]]
+) -> dict[str, Any] | None:
+    """The smallest row with media, weighing nothing; None where there is none.
+
+    Args:
+        layout: How tensors belong to rows.
+        batches: Each with the columns that its rows need, and the number of media in each row.
+    """
+    sizes = [
+        ((number, length), which, row)
+        for which, (_, lengths, media) in enumerate(batches)
+        for row, (length, number) in enumerate(zip(lengths, media, strict=True))
+        if number
+    ]
+    if not sizes:
         return None
-    smallest = min(rows, key=lambda row: (media[row], lengths[row]))
-    return zero_weight(layout.trim(layout.select(batch, [smallest])))
+    _, which, row = min(sizes)
+    return zero_weight(layout.trim(layout.select(batches[which][0], [row])))
 
 
 def blank_row(layout: BatchLayout, batch: Batch, unit: str) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from composer_tokacc.counting import CARRIED, IGNORE_INDEX
+from composer_tokacc.counting import CARRIED, IGNORE_INDEX, sample_name
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.layout import BatchLayout
 
@@ -122,9 +122,7 @@ def _check_runs(batch: Mapping[str, Any], real: torch.Tensor) -> None:
     # A label right behind the last token is predicted from that token; one further on, from padding.
     wrong = ((attended & ~before).sum(dim=1) > 1) | (real & ~attended & ~before).any(dim=1)
     if bool(wrong.any()):
-        row = int(wrong.int().argmax())
-        names = batch.get('sample_ids')
-        name = f'sample {names[row]!r}' if isinstance(names, (list, tuple)) else f'row {row}'
+        name = sample_name(batch, int(wrong.int().argmax()))
         raise ValueError(
             'Rows must be one run of tokens, with at most one label behind it, to be packed, got: another '
             f'`attention_mask` or labels on padding in {name}. Set `packing=False`.'

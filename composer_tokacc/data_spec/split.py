@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Splits a device batch into trimmed microbatches under a token budget."""
+"""The split of a device batch into trimmed microbatches under a token budget."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ import torch.distributed
 from composer.utils import dist
 
 from composer_tokacc.algorithm.first_batch import CutRules
-from composer_tokacc.counting import IGNORE_INDEX, num_rows, with_carried, without_carried
-from composer_tokacc.data_spec.added_rows import UNITS, add_rows, blank_row, smallest_row, zero_weight
+from composer_tokacc.counting import IGNORE_INDEX, num_rows, sample_name, with_carried, without_carried
+from composer_tokacc.data_spec.added_rows import add_rows, blank_row, smallest_row, zero_weight
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.data_spec.packing import pack_lengths, pack_rows
 from composer_tokacc.layout import Batch, BatchLayout, Family, ReadyBatch, microbatches_of
+from composer_tokacc.layout.families import UNITS
 from composer_tokacc.planning import CostModel, cut
 
 __all__ = ['MicrobatchSplit', 'SplitOptions', 'max_over_ranks']
@@ -150,14 +151,15 @@ class MicrobatchSplit:
         if not self.rules.companions:
             return self._microbatches(layout, pieces, [], {})
         media = _media_of(layout, sources)
-        spares = [row for row in (_own_row(layout, sources, media, unit) for unit in UNITS) if row is not None][:1]
+        spares = [row for row in _own_rows(layout, sources, media).values() if row is not None][:1]
         return self._microbatches(layout, self._make_room(layout, pieces, spares, media, budget), spares, media)
 
     def assemble(self, layout: BatchLayout, batch: Batch, rows: Sequence[int], rules: CutRules) -> dict[str, Any]:
         """The microbatch of the given rows, cut by the given rules and, where asked, packed."""
         microbatch = self._trimmed(layout, layout.select(batch, rows), rules)
         if rules.companions and not any(layout.media_per_row(microbatch)):
-            spares = [row for row in (smallest_row(layout, batch, unit) for unit in UNITS) if row is not None][:1]
+            whole = [_Rows(batch, list(range(layout.num_rows(batch))), layout.lengths(batch), [])]
+            spares = [row for row in _own_rows(layout, whole, _media_of(layout, whole)).values() if row is not None][:1]
             microbatch = add_rows(layout, microbatch, spares) if spares else microbatch
         microbatch = pack_rows(layout, microbatch, self._attention) if self.packing else microbatch
         return without_carried(microbatch)
@@ -223,10 +225,9 @@ class MicrobatchSplit:
             if cap is None or max(sizes) <= cap:
                 continue
             row = max(range(len(sizes)), key=sizes.__getitem__)
-            ids = rows.source.get('sample_ids')
-            name = f'row {row}' if indices is None else f'sample number {indices[row]} of the dataset'
-            if isinstance(ids, (list, tuple)) and len(ids) == len(sizes):
-                name = f'sample {ids[row]!r}'
+            name = sample_name(rows.source, row)
+            if indices is not None and 'sample_ids' not in rows.source:
+                name = f'sample number {indices[row]} of the dataset'
             message = (
                 f'A row must fit into a microbatch, got: {name} of {sizes[row]} {unit}, over the cap of {cap} '
                 f'({setting}). Raise it, shorten the sample, or measure the lengths again if a table of lengths '
@@ -301,7 +302,7 @@ class MicrobatchSplit:
         A tower that one rank leaves unused makes DDP raise or skip its reduction, and FSDP hang.
         """
         media = _media_of(layout, sources)
-        own = {unit: _own_row(layout, sources, media, unit) for unit in UNITS}
+        own = _own_rows(layout, sources, media)
         spares = {unit: own[unit] or blank_row(layout, sources[0].source, unit) for unit in UNITS}
         possible = [row for row in spares.values() if row is not None]
         pieces = self._make_room(layout, pieces, possible, media, budget)
@@ -407,18 +408,12 @@ def _held(piece: _Rows, media: Media) -> set[str]:
     return {unit for unit in UNITS if any(of_source[unit][place] for place in piece.places)}
 
 
-def _own_row(layout: BatchLayout, sources: Sequence[_Rows], media: Media, unit: str) -> dict[str, Any] | None:
-    """The smallest row with media of the unit, weighing nothing; None where there is none."""
-    sizes = [
-        ((number, length), which, place)
-        for which, rows in enumerate(sources)
-        for place, length, number in zip(rows.places, rows.lengths, media[id(rows.source)][unit], strict=True)
-        if number
-    ]
-    if not sizes:
-        return None
-    _, which, place = min(sizes)
-    return zero_weight(layout.trim(layout.select(sources[which].source, [place])))
+def _own_rows(layout: BatchLayout, sources: Sequence[_Rows], media: Media) -> dict[str, dict[str, Any] | None]:
+    """By unit the smallest row with such media, weighing nothing; None where there is none."""
+    return {
+        unit: smallest_row(layout, [(rows.source, rows.lengths, media[id(rows.source)][unit]) for rows in sources])
+        for unit in UNITS
+    }
 
 
 def _from_any_rank(row: Batch | None) -> Batch | None:

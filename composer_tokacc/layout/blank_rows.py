@@ -72,15 +72,23 @@ def llava_image(config: Any) -> Row | None:
         return pixtral_image(config)
     if vision.model_type not in ('clip_vision_model', 'siglip_vision_model'):
         return None
-    drops_first = getattr(config, 'vision_feature_select_strategy', 'default') == 'default'
-    count = _patches(vision) + (vision.model_type == 'clip_vision_model') - drops_first
-    return {'input_ids': _ids(config, 'image', count), 'pixel_values': _grey(vision, 1)}
+    count = _patches(vision) + (vision.model_type == 'clip_vision_model') - _drops_first(config)
+    return _image_row(config, count)
+
+
+def _drops_first(config: Any) -> bool:
+    """Whether the default strategy leaves out the first token of the tower."""
+    return getattr(config, 'vision_feature_select_strategy', 'default') == 'default'
+
+
+def _image_row(config: Any, count: int) -> Row:
+    """One image of the tower's own size, and as many placeholders."""
+    return {'input_ids': _ids(config, 'image', count), 'pixel_values': _grey(config.vision_config, 1)}
 
 
 def vipllava_image(config: Any) -> Row:
     """CLIP without its class token."""
-    vision = config.vision_config
-    return {'input_ids': _ids(config, 'image', _patches(vision)), 'pixel_values': _grey(vision, 1)}
+    return _image_row(config, _patches(config.vision_config))
 
 
 def pixtral_image(config: Any) -> Row:
@@ -109,20 +117,17 @@ def gemma3_image(config: Any) -> Row:
 
 def internvl_image(config: Any) -> Row:
     """One tile, its patches joined in squares."""
-    count = round(_patches(config.vision_config) * config.downsample_ratio**2)
-    return {'input_ids': _ids(config, 'image', count), 'pixel_values': _grey(config.vision_config, 1)}
+    return _image_row(config, round(_patches(config.vision_config) * config.downsample_ratio**2))
 
 
 def aya_image(config: Any) -> Row:
     """One tile, its patches joined in squares."""
-    count = _patches(config.vision_config) // config.downsample_factor**2
-    return {'input_ids': _ids(config, 'image', count), 'pixel_values': _grey(config.vision_config, 1)}
+    return _image_row(config, _patches(config.vision_config) // config.downsample_factor**2)
 
 
 def got_ocr2_image(config: Any) -> Row:
     """SAM's patches after two convolutions of stride 2."""
-    count = _patches(config.vision_config) // 16
-    return {'input_ids': _ids(config, 'image', count), 'pixel_values': _grey(config.vision_config, 1)}
+    return _image_row(config, _patches(config.vision_config) // 16)
 
 
 # Towers that tile.
@@ -166,8 +171,7 @@ def llava_onevision_video(config: Any) -> Row:
 
 def video_llava_image(config: Any) -> Row:
     """CLIP, whose class token only the default strategy drops."""
-    drops_first = getattr(config, 'vision_feature_select_strategy', 'default') == 'default'
-    count = _patches(config.vision_config) + 1 - drops_first
+    count = _patches(config.vision_config) + 1 - _drops_first(config)
     return {'input_ids': _ids(config, 'image', count), 'pixel_values_images': _grey(config.vision_config, 1)}
 
 
@@ -297,9 +301,7 @@ def _instructed(config: Any, row: Row | None) -> Row | None:
 
 def qwen_audio(config: Any) -> Row:
     """Two tokens; the tower takes frames up to its own length, the rest of them masked."""
-    audio = config.audio_config
-    num_frames = 2 * audio.max_source_positions
-    return _audio_row(config, num_frames)
+    return _audio_row(config, 2 * config.audio_config.max_source_positions)
 
 
 def omni_image(config: Any) -> Row:

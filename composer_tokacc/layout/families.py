@@ -15,10 +15,14 @@ from typing import Any
 import torch
 
 from composer_tokacc.layout import blank_rows, placeholders
+from composer_tokacc.layout.placeholders import Batch
 
-__all__ = ['FAMILIES', 'TEXT_ENTRIES', 'Batch', 'Entry', 'Family', 'Media']
+__all__ = ['FAMILIES', 'IGNORE_INDEX', 'TEXT_ENTRIES', 'UNITS', 'Batch', 'Entry', 'Family', 'Media']
 
-Batch = Mapping[str, Any]
+IGNORE_INDEX = -100
+"""Label of a position without loss."""
+UNITS = ('image', 'video', 'audio')
+"""Kinds of media."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +131,7 @@ class Family:
 TEXT_ENTRIES: dict[str, Entry] = {
     'input_ids': Entry(seq_dims=(1,)),
     'attention_mask': Entry(seq_dims=(1,)),  # or (rows, heads, width, width): see BatchLayout.entry
-    'labels': Entry(seq_dims=(1,), fill=-100),
+    'labels': Entry(seq_dims=(1,), fill=IGNORE_INDEX),
     # (rows,) or (rows, width). What a sample lacks is refused by name, but only where weights are asked for.
     'loss_weights': Entry(seq_dims=(1,), absent=float('nan')),
     # (rows, width), or (3, rows, width) for multimodal rotary positions.

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 
 from composer_tokacc.layout import blank_rows
-from composer_tokacc.layout.families import FAMILIES, TEXT_ENTRIES, Batch, Entry, Family
+from composer_tokacc.layout.families import FAMILIES, IGNORE_INDEX, TEXT_ENTRIES, UNITS, Batch, Entry, Family
 
-__all__ = ['BatchLayout']
+__all__ = ['BatchLayout', 'text_of']
 
-UNITS = ('image', 'video', 'audio')
 PATCHES = {'patch': ('image', 'image_grid_thw'), 'video_patch': ('video', 'video_grid_thw')}
 """Units that are parts of another: of which, and the tensor whose product says how many."""
 
@@ -105,7 +104,7 @@ class BatchLayout:
             )
         found = (blank_rows.token_id(self.config, unit) for unit in UNITS)
         ids = torch.tensor([token_id for token_id in found if token_id is not None], dtype=torch.long)
-        return torch.isin(_text(batch), ids.to(_text(batch).device)).sum(dim=1).tolist()
+        return torch.isin(text_of(batch), ids.to(text_of(batch).device)).sum(dim=1).tolist()
 
     @property
     def merge_size(self) -> int:
@@ -133,11 +132,11 @@ class BatchLayout:
 
     def num_rows(self, batch: Batch) -> int:
         """Number of rows."""
-        return len(_text(batch))
+        return len(text_of(batch))
 
     def width(self, batch: Batch) -> int:
         """Number of columns of the rows' text."""
-        return _text(batch).shape[1]
+        return text_of(batch).shape[1]
 
     def entry(self, key: str, value: torch.Tensor) -> Entry:
         """How one tensor belongs to rows; unknown keys are refused by name."""
@@ -261,7 +260,7 @@ class BatchLayout:
 
         ``columns`` are those to look at; by default all.
         """
-        ids, mask = _text(batch), batch.get('attention_mask')
+        ids, mask = text_of(batch), batch.get('attention_mask')
         if mask is None or 'input_ids' not in batch:
             return torch.ones_like(ids[:, columns], dtype=torch.bool)
         if mask.dim() > 2:  # additive masks hold 0 where a key is attended, boolean ones True
@@ -272,7 +271,7 @@ class BatchLayout:
         labels = batch.get('labels')
         if labels is None or labels.shape != ids.shape:
             return real
-        return real | (labels[:, columns] != -100)
+        return real | (labels[:, columns] != IGNORE_INDEX)
 
     def padding_side(self, batch: Batch) -> str:
         """``'left'`` if every row ends at the last column and some do not start at the first, else ``'right'``."""
@@ -450,7 +449,7 @@ class BatchLayout:
         if like is not None and 'pixel_values' in like and 'pixel_values_images' in row:
             row['pixel_values'] = row.pop('pixel_values_images')  # Video-LLaVA's newer processors say it so
         ids = row['input_ids']
-        row = {**row, 'attention_mask': torch.ones_like(ids), 'labels': torch.full_like(ids, -100)}
+        row = {**row, 'attention_mask': torch.ones_like(ids), 'labels': torch.full_like(ids, IGNORE_INDEX)}
         return row if like is None else self._completed(row, like)
 
     def with_media(self, batch: Batch) -> Batch:
@@ -459,7 +458,7 @@ class BatchLayout:
             return batch
         (unit,) = self.family.media
         blank = self.blank_row(unit) or {}
-        device = _text(batch).device
+        device = text_of(batch).device
         return {**batch, **{key: blank[key].to(device) for key in blank.keys() & self.family.entries.keys()}}
 
     def _completed(self, row: dict[str, Any], like: Batch) -> dict[str, Any]:
@@ -490,7 +489,7 @@ def _padding_side(real: torch.Tensor) -> str:
     return 'left' if bool(real[:, -1].all()) and not bool(real[:, 0].all()) else 'right'
 
 
-def _text(batch: Batch) -> torch.Tensor:
+def text_of(batch: Batch) -> torch.Tensor:
     """The ids or labels whose rows are the batch's."""
     for key in ('input_ids', 'labels', 'decoder_input_ids'):
         if isinstance(batch.get(key), torch.Tensor):

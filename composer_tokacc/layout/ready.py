@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from composer_tokacc.layout.families import FAMILIES, TEXT_ENTRIES, Batch
+from composer_tokacc.layout.families import FAMILIES, TEXT_ENTRIES, Batch, Entry
 from composer_tokacc.layout.layout import BatchLayout
 
-__all__ = ['ReadyBatch', 'widened']
+__all__ = ['ReadyBatch', 'microbatches_of', 'widened', 'with_columns']
 
 ALIGNMENT = 64
 """Bytes; tensors of any type may begin there."""
@@ -131,12 +131,18 @@ def widened(batch: Batch, width_multiple: int) -> Batch:
         if missing and key in TEXT_ENTRIES and isinstance(value, torch.Tensor):
             entry = layout.entry_of(batch, key)
             entry = replace(entry, fill=pad_token_id) if key == 'input_ids' else entry
-            for dim in entry.seq_dims:
-                shape = list(wider[key].shape)
-                shape[dim] = missing
-                padding = value.new_full(shape, entry.fill)
-                wider[key] = torch.cat([padding, wider[key]] if left else [wider[key], padding], dim=dim)
+            wider[key] = with_columns(value, entry, missing, left=left)
     return wider
+
+
+def with_columns(value: torch.Tensor, entry: Entry, count: int, *, left: bool = False) -> torch.Tensor:
+    """The tensor with so many columns of padding more in each dimension that has the width of the text."""
+    for dim in entry.seq_dims:
+        shape = list(value.shape)
+        shape[dim] = count
+        padding = value.new_full(shape, entry.fill)
+        value = torch.cat([padding, value] if left else [value, padding], dim=dim)
+    return value
 
 
 def _joined(layout: BatchLayout, batches: Sequence[Batch]) -> dict[str, Any]:

@@ -41,7 +41,8 @@ def export_checkpoint(checkpoint: Path, folder: Path, *, merge: bool = False) ->
         ConfigError: If the checkpoint cannot be read or is of another kind of model, or the folder is not empty.
     """
     folder = folder.resolve()
-    _check_folder(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f'the folder to export to must be absent or empty, got: {folder}. Give another one')
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         # Under another name until it is whole, beside the folder because it may be large.
@@ -82,11 +83,6 @@ def export_model(model: HuggingFaceModel, folder: Path) -> None:
             stale.unlink()
     _save_pretrained(inner, folder)
     _write_processor(model.get_metadata(), folder)
-
-
-def _check_folder(folder: Path) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f'the folder to export to must be absent or empty, got: {folder}. Give another one')
 
 
 def _read(checkpoint: Path, scratch: Path) -> dict[str, Any]:

@@ -97,7 +97,8 @@ def read_lengths(path: str) -> LengthTable:
         ConfigError: For a file that cannot be read, an unknown column, or a line that is no sample.
     """
     try:
-        with gzip.open(path, 'rt') if path.endswith('.gz') else open(path, encoding='utf-8-sig') as file:
+        opener = gzip.open if path.endswith('.gz') else open
+        with opener(path, 'rt', encoding='utf-8-sig') as file:
             lines = csv.reader(file)
             names = [name.strip() for name in next(lines, [])]
             if 'tokens' not in names or not set(names) <= _COLUMNS.keys():
@@ -170,5 +171,5 @@ class StandIns:
             side = _SIDES[int(self.image_tokens[index] == self.image_tokens.max())]
             images, content = [Image.new('RGB', (side, side))], [{'type': 'image'}, *content]
         text = self.processor.apply_chat_template([{'role': 'user', 'content': content}], tokenize=False)
-        made = self.processor if images else tokenizer_of(self.processor)
-        return dict(made(text=text, return_tensors='pt', **({'images': images} if images else {})))
+        encode = self.processor if images else tokenizer_of(self.processor)
+        return dict(encode(text=text, return_tensors='pt', **({'images': images} if images else {})))

@@ -133,7 +133,9 @@ def build_transformers_model(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         if pretrained is not None and load_weights:
-            model = _from_checkpoint(pretrained, getattr(torch, dtype), options)
+            model_class = auto_class(read_config(pretrained, None))
+            with read_from(pretrained):
+                model = model_class.from_pretrained(pretrained, **options, dtype=getattr(torch, dtype))
             _make_room_for(tokenizer, model, has_lora=lora is not None)
         else:
             model_config = read_config(pretrained, config, processor)
@@ -310,12 +312,6 @@ def empty_model(config: PretrainedConfig) -> Any:
     """The model without memory for its weights."""
     with torch.device('meta'):
         return auto_class(config).from_config(config)
-
-
-def _from_checkpoint(path: str, dtype: torch.dtype, options: dict[str, Any]) -> Any:
-    model_class = auto_class(read_config(path, None))
-    with read_from(path):
-        return model_class.from_pretrained(path, **options, dtype=dtype)
 
 
 def _make_room_for(tokenizer: Any, model: Any, *, has_lora: bool) -> None:

@@ -31,7 +31,16 @@ from composer_tokacc.programs.models import build_model, check_model
 from composer_tokacc.programs.ranks import RankWatch
 from composer_tokacc.programs.registry import build_all, build_section, check_host, check_mesh, check_sections, without
 from composer_tokacc.programs.same_data import SameData
-from composer_tokacc.programs.schema import ConfigError, TrainConfig, load_config, one_line, refuse, say, section
+from composer_tokacc.programs.schema import (
+    ConfigError,
+    TrainConfig,
+    load_config,
+    one_line,
+    precision_of,
+    refuse,
+    say,
+    section,
+)
 from composer_tokacc.programs.sources import (
     build_dataset,
     build_loader,
@@ -138,8 +147,8 @@ def _check_lora(config: TrainConfig, lora: dict[str, Any]) -> None:
             '`model.dtype` must be float32 with `model.lora` and FSDP, which shards weights of one type together, got: '
             f'{config.model.dtype} beside an adapter in float32. Set it, or use DDP'
         )
-    precision = config.trainer.get('precision') or ('fp32' if config.trainer.get('device') == 'cpu' else 'amp_fp16')
-    if not str(precision).startswith('amp'):
+    precision = precision_of(config)
+    if not precision.startswith('amp'):
         raise ConfigError(
             '`trainer.precision` must be amp_bf16 or amp_fp16 with `model.lora` on a base in half precision, got: '
             f'{precision}. Set it, or `model.dtype` to float32'

@@ -29,7 +29,19 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandat
 
 from composer_tokacc.planning import CostModel
 
-__all__ = ['ConfigError', 'TrainConfig', 'load_config', 'merge', 'one_line', 'refuse', 'say', 'section', 'unknown_name']
+__all__ = [
+    'ConfigError',
+    'TrainConfig',
+    'load_config',
+    'merge',
+    'one_line',
+    'precision_of',
+    'raised_here',
+    'refuse',
+    'say',
+    'section',
+    'unknown_name',
+]
 
 log = logging.getLogger(__name__)
 
@@ -285,7 +297,7 @@ def section(path: str, names: Iterable[str] | None = None) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        if type(error) is not ValueError or not _raised_here(error):
+        if type(error) is not ValueError or not raised_here(error):
             raise
         message = ' '.join(str(error).split())
         named = re.match(r'`(\w+)[`.]', message)
@@ -327,6 +339,11 @@ def say(text: str) -> None:
     if int(os.environ.get('RANK', '0')) == 0:
         seconds = time.time() - psutil.Process().create_time()
         print(f'[{seconds:4.0f} s] {text}', file=sys.stderr, flush=True)
+
+
+def precision_of(config: TrainConfig) -> str:
+    """Precision of the run: where the config names none, Composer's own default."""
+    return str(config.trainer.get('precision') or ('fp32' if config.trainer.get('device') == 'cpu' else 'amp_fp16'))
 
 
 def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
@@ -377,7 +394,8 @@ def _one_line(error: OmegaConfBaseException, path: str = '') -> str:
     return f'`{key}` must be valid, got: {reason}' if key else f'values must be valid, got: {reason}'
 
 
-def _raised_here(error: BaseException) -> bool:
+def raised_here(error: BaseException) -> bool:
+    """Whether a line of this package raised an error, rather than one of a host."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next

@@ -224,9 +224,7 @@ class FileSource:
         table = measure_dataset(config, dataset, processor)
         longest = int(table.lengths.max())
         slot_tokens = config.microbatching.slot_tokens or longest
-        size = config.microbatching.device_train_microbatch_size
-        if not isinstance(size, int):
-            size = _rank_batch_size(config, held_out=False)
+        size = _rows_of_microbatch(config)
         if size * slot_tokens < longest:
             raise ConfigError(
                 '`microbatching.device_train_microbatch_size` times `slot_tokens` must be at least the longest sample, '
@@ -384,12 +382,12 @@ class ShardSource:
             generator = torch.Generator().manual_seed(config.seed + dist.get_global_rank())
             loader = StreamingDataLoader(dataset, batch_size=size, drop_last=drop_last, generator=generator, **reading)
             return loader, config.microbatching.slot_tokens
-        rows, slot_tokens = config.microbatching.device_train_microbatch_size, self._slot_tokens()
+        slot_tokens = self._slot_tokens()
         exchanging = ExchangingDataLoader(
             dataset,
             batch_size=size,
             drop_last=drop_last,
-            max_tokens=(rows if isinstance(rows, int) else size) * slot_tokens,
+            max_tokens=_rows_of_microbatch(config) * slot_tokens,
             image_token_ids=image_token_ids(processor),
             max_image_tokens=config.microbatching.max_image_tokens,
             objective='fsdp' if config.is_sharded else 'ddp',
@@ -483,6 +481,12 @@ def _patch_size(config: TrainConfig, processor: Any) -> int | None:
 
 def _rank_batch_size(config: TrainConfig, held_out: bool) -> int:
     return config.batch_size(held_out=held_out) // dist.get_world_size()
+
+
+def _rows_of_microbatch(config: TrainConfig) -> int:
+    """Of ``slot_tokens`` each: a whole device batch where the Trainer finds the number, or has none."""
+    size = config.microbatching.device_train_microbatch_size
+    return size if isinstance(size, int) else _rank_batch_size(config, held_out=False)
 
 
 def _refuse_too_few(config: TrainConfig, num_samples: int, drop_last: bool) -> None:

@@ -10,18 +10,17 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from composer.utils import dist
 
-from composer_tokacc.data.lengths import COLUMNS, LengthTable
+from composer_tokacc.data.lengths import COLUMNS, LengthTable, cache_folder
 from composer_tokacc.planning import CostModel
 from composer_tokacc.programs.models import build_transformers_model
 from composer_tokacc.programs.registry import build_section
-from composer_tokacc.programs.schema import TrainConfig, section
+from composer_tokacc.programs.schema import TrainConfig, precision_of, section
 from composer_tokacc.programs.sources import measure_dataset
 from composer_tokacc.sizing import (
     GIB,
@@ -125,8 +124,7 @@ def memory_of_run(config: TrainConfig, dataset: Any, processor: Any, table: Leng
             has_mask=not is_flash,
         )
 
-    folder = Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'composer_tokacc' / 'memory'
-    return load_or_calibrate(folder, _key(config, table), calibrate)
+    return load_or_calibrate(cache_folder('memory'), _key(config, table), calibrate)
 
 
 def device_memory_gib(config: TrainConfig) -> float:
@@ -138,14 +136,13 @@ def device_memory_gib(config: TrainConfig) -> float:
 
 def _key(config: TrainConfig, table: LengthTable) -> dict[str, Any]:
     """What the memory of a run depends on, its microbatches aside."""
-    on_gpu = config.trainer.get('device') != 'cpu'
-    precision = str(config.trainer.get('precision') or ('amp_fp16' if on_gpu else 'fp32'))
+    precision = precision_of(config)
     return {
         'model': asdict(config.model),
         'optimizer': config.optimizer,
         'precision': precision if precision != 'amp_fp8' else 'amp_bf16',
         'strategy': 'fsdp' if config.is_sharded else 'ddp',
-        'device': 'gpu' if on_gpu else 'cpu',
+        'device': 'cpu' if config.trainer.get('device') == 'cpu' else 'gpu',
         'width': int(table.lengths.max()),
         # A film has other pixels a token than an image has.
         'samples': [[int(getattr(table, name)[index]) for name in COLUMNS] for index in _telling_samples(table)],

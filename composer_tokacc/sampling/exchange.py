@@ -141,15 +141,15 @@ class ExchangingDataLoader(DataLoader):
         except Exception as error:
             failure = error
         # What is wrong with the data is the same error everywhere; others need not survive the way to another process.
-        told = failure if failure is None or isinstance(failure, ValueError) else str(failure)
-        answers = self._exchange.gather((told, [self._size(sample) for sample in samples]))
+        reason = failure if failure is None or isinstance(failure, ValueError) else str(failure)
+        answers = self._exchange.gather((reason, [self._size(sample) for sample in samples]))
         if failure is not None:
             raise failure
-        for rank, (told, _) in enumerate(answers):
-            if isinstance(told, ValueError):
-                raise told
-            if told is not None:
-                raise RuntimeError(f'every rank must read its samples, got: an error on rank {rank}: {told}')
+        for rank, (reason, _) in enumerate(answers):
+            if isinstance(reason, ValueError):
+                raise reason
+            if reason is not None:
+                raise RuntimeError(f'every rank must read its samples, got: an error on rank {rank}: {reason}')
         return samples, [sizes for _, sizes in answers]
 
     def _size(self, sample: Mapping[str, Any]) -> tuple[int, int, int]:

@@ -114,12 +114,9 @@ class RegroupingBatchSampler(DistributedSampler):
             self.image_tokens = _int_table(
                 'image_tokens', image_tokens, num_samples, 0, 'max_image_tokens', max_image_tokens
             )
-        self._vision_cost = None if vision_cost is None else np.asarray(vision_cost, dtype=np.float64)
-        if self._vision_cost is not None and self._vision_cost.shape != (num_samples,):
-            raise ValueError(
-                f'`vision_cost` must have one entry per sample, got: shape {self._vision_cost.shape} for {num_samples} '
-                'samples. Was the table made for another dataset?'
-            )
+        self._vision_cost = None
+        if vision_cost is not None:
+            self._vision_cost = _table('vision_cost', vision_cost, num_samples).astype(np.float64)
         self.modality = modality
         self.media = _media_of(modality, media, self.image_tokens, num_samples)
         self.mixture = Mixture([num_samples]) if mixture is None and modality == 'per_step' else mixture
@@ -324,16 +321,22 @@ def _check_batch_size(global_batch_size: int, num_replicas: int, num_samples: in
         )
 
 
-def _int_table(
-    name: str, values: Sequence[int] | np.ndarray, num_samples: int, least: int, cap_name: str, cap: int | None
-) -> np.ndarray:
-    """One non-negative int per sample, int64 (n,), none over the cap."""
+def _table(name: str, values: Sequence[float] | np.ndarray, num_samples: int) -> np.ndarray:
+    """One number per sample, (n,)."""
     table = np.asarray(values)
     if table.shape != (num_samples,):
         raise ValueError(
             f'`{name}` must have one entry per sample, got: shape {table.shape} for {num_samples} samples. Was the '
             'table made for another dataset?'
         )
+    return table
+
+
+def _int_table(
+    name: str, values: Sequence[int] | np.ndarray, num_samples: int, least: int, cap_name: str, cap: int | None
+) -> np.ndarray:
+    """One non-negative int per sample, int64 (n,), none over the cap."""
+    table = _table(name, values, num_samples)
     if table.dtype.kind not in 'iu':
         raise ValueError(f'`{name}` must be integers, got: {table.dtype}. Pass token counts.')
     table = table.astype(np.int64)

@@ -102,10 +102,7 @@ class SizingReport:
 
     def speedup(self, method: str = 'split') -> float:
         """Step time of stock Composer over that of ``'split'`` or ``'planned'``."""
-        stock, ours = self.step_seconds('stock'), self.step_seconds(method)
-        if stock is not None and ours is not None:
-            return stock / ours
-        return self.figures['stock'].cost / self.figures[method].cost
+        return self.time_of(self.figures['stock'].cost) / self.time_of(self.figures[method].cost)
 
     def share_of_bound(self, method: str = 'split') -> float:
         """How much of what any plan could reach is reached."""

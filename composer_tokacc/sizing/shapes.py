@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from composer_tokacc.layout import BatchLayout
+from composer_tokacc.layout.ready import with_columns
 
 __all__ = ['BatchShape', 'batch_of_width', 'probe_batches']
 
@@ -94,10 +95,7 @@ def batch_of_width(layout: BatchLayout, samples: Sequence[Sample], width: int) -
         raise ValueError(f'`width` must be at least the longest sample, got: {width} < {width - missing}.')
     entries = {key: layout.entry_of(batch, key) for key, value in batch.items() if isinstance(value, torch.Tensor)}
     for key, entry in entries.items():
-        for dim in entry.seq_dims if missing else ():
-            shape = list(batch[key].shape)
-            shape[dim] = missing
-            batch[key] = torch.cat([batch[key], batch[key].new_full(shape, entry.fill)], dim=dim)
+        batch[key] = with_columns(batch[key], entry, missing)
     if bool((batch['attention_mask'] != 0).all()) and batch['input_ids'].shape[0] > 1:
         # Samples of equal length: the last column of the last row stands for the padding that real batches have.
         batch['attention_mask'] = batch['attention_mask'].clone()

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The microbatch sizing helper: how large may a microbatch be, and what is gained?"""
+"""The largest safe microbatch of a run, and what it gains over stock Composer."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ __all__ = ['Capacity', 'suggest_microbatching']
 
 NUM_BATCHES = 24
 """Global batches that are simulated for each figure."""
-
-
 # Far beyond any device; bisection starts here.
 _MOST_TOKENS = 1 << 30
 # Terms of the memory model that a smaller microbatch would lower.

@@ -1,12 +1,12 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Times a few real steps, so that a plan can speak of seconds."""
+"""Seconds of real microbatches, and the cost model that is fitted to them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from composer.core import Callback, State
 from composer.loggers import Logger
+from torch.utils._pytree import tree_iter
 
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.planning import CostModel
@@ -70,8 +71,8 @@ class MicrobatchTimer(Callback):
         if self._depth:
             return
         self._in_tower += self._now() - self._entered
-        for tensor in _tensors(output):
-            if tensor.requires_grad:
+        for tensor in tree_iter(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(self._gradient_arrives)
 
     def _gradient_arrives(self, gradient: torch.Tensor) -> None:
@@ -125,15 +126,6 @@ class MicrobatchTimer(Callback):
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()
         return time.perf_counter()
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in what a module returns."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for one in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(one)
 
 
 def fit_cost(timers: Sequence[MicrobatchTimer], *, quadratic: float) -> tuple[CostModel, float]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from composer_tokacc.algorithm import sample_weight, step_loss_weights, token_weight
+from composer_tokacc.algorithm import sample_weight, step_loss_weights, token_weight, with_token_weights
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import reference_gradients, relative_error
 
@@ -34,6 +34,14 @@ def test_a_plain_loop_has_the_gradient_of_the_whole_batch(size):
         (model(**microbatch).loss * weight).backward()
     found = {f'model.{name}': p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert relative_error(found, expected) < 1e-6
+
+
+def test_an_unknown_rule_is_refused_rather_than_counted_as_causal():
+    batch = collate(text_rows(RAGGED))
+    with pytest.raises(ValueError, match=r"`loss_tokens` must be one of .*, got: 'auto'"):
+        step_loss_weights([batch], loss_tokens='auto')
+    with pytest.raises(ValueError, match=r"`loss_tokens` must be one of .*, got: 'shifted'"):
+        with_token_weights(batch, 'sqrt', loss_tokens='shifted')
 
 
 def test_a_microbatch_without_loss_tokens_weighs_nothing():

@@ -9,7 +9,7 @@ import json
 
 import pytest
 from PIL import Image
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, Dataset
 
 from composer_tokacc.data import BadSampleError, LlavaDataset
 from composer_tokacc.data.lengths import build_length_table, length_table
@@ -55,6 +55,16 @@ def test_lengths_and_errors_by_index():
         assert table.lengths[index] == sample['input_ids'].shape[1]
         assert table.loss_tokens[index] == int((sample['labels'] != -100).sum())
         assert table.image_tokens[index] == sample['num_images'][0]
+
+
+def test_bad_samples_of_parts_are_left_out_by_their_place_in_the_whole(tmp_path):
+    parts = ConcatDataset([WithBadOnes(9), WithBadOnes(20)])
+    processor = build_digits_processor()
+    for _ in range(2):  # measured, then read again
+        table = length_table(parts, processor, folder=tmp_path, on_error='skip')
+        assert table.errors == {7: 'sample "7"', 16: 'sample "7"'}
+    with pytest.raises(BadSampleError, match=r'^sample "7"$'):
+        length_table(parts, processor, folder=tmp_path)
 
 
 def test_workers_find_the_same():

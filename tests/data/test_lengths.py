@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ import transformers
 from PIL import Image
 from torch.utils.data import ConcatDataset
 
-from composer_tokacc.data import LlavaDataset, lengths
+from composer_tokacc.data import LengthTable, LlavaDataset, lengths
 from composer_tokacc.data.lengths import build_length_table, fingerprint, image_token_ids, length_table
 from composer_tokacc.data.media import count_patches, declared_patch_size, side_of_patch
 from composer_tokacc.layout import BatchLayout
@@ -144,6 +145,17 @@ def test_parts_are_measured_one_by_one_and_read_again(tmp_path):
     for name in COLUMNS:
         np.testing.assert_array_equal(getattr(first, name), getattr(whole, name))
         np.testing.assert_array_equal(getattr(again, name), getattr(whole, name))
+
+
+def test_a_kept_table_may_be_read_by_others_who_share_the_folder(tmp_path):
+    zeros = np.zeros(3, dtype=np.int32)
+    before = os.umask(0o022)
+    try:
+        LengthTable(lengths=zeros, image_tokens=zeros, loss_tokens=zeros, vision_patches=zeros).save(tmp_path / 'a.npz')
+    finally:
+        os.umask(before)
+    (kept,) = tmp_path.iterdir()
+    assert kept.stat().st_mode & 0o777 == 0o644
 
 
 def test_second_run_reads_only_what_the_fingerprint_needs(tmp_path):

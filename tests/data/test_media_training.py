@@ -244,7 +244,8 @@ def test_models_that_join_frames_two_by_two_get_two():
 def test_rows_of_shards_are_the_records(tmp_path, name):
     """The columns that streaming writes, without streaming."""
     _, dataset = load(name, tmp_path)
-    rows = list(to_mds._read_rows(read_raw_records(tmp_path / 'data.json'), tmp_path))
+    raw_records = read_raw_records(tmp_path / 'data.json')
+    rows = list(to_mds._read_rows(raw_records, tmp_path, to_mds.MediaFolders()))
     for index, row in enumerate(rows):
         assert row.keys() == to_mds.COLUMNS.keys()
         record, files = to_mds.from_row({**row, 'record': json.loads(json.dumps(row['record']))})

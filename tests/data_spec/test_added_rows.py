@@ -132,7 +132,8 @@ def test_spare_row_is_the_smallest_of_the_batch_or_made_from_the_config_and_of_n
     case = case_of(name)
     layout = BatchLayout.for_model(case.model)
     made = blank_row(layout, batch_of(case, TEXT_ROWS, 'right'), 'image')
-    row = smallest_row(layout, batch_of(case, range(6), 'left'), 'image')
+    whole = batch_of(case, range(6), 'left')
+    row = smallest_row(layout, [(whole, layout.lengths(whole), layout.images_per_row(whole))])
     again = blank_row(layout, batch_of(case, TEXT_ROWS, 'right'), 'image')
     fewest = min(layout.images_per_row(batch_of(case, [row], 'left'))[0] for row in (1, 2, 3, 5))
     assert layout.images_per_row(row) == [fewest]

@@ -76,7 +76,7 @@ def broken(tmp_path):
 
 
 REASONS = {
-    's0': r'file .*0_0\.png cannot be read: No such file',
+    's0': r'image file .*0_0\.png does not exist',
     's3': r'image file .*3_0\.png cannot be read',
     's5': 'got: 1 images and 0 placeholders',
     's7': '`conversations`',
@@ -99,6 +99,20 @@ def test_bad_samples_are_named_and_counted_or_stop_it(broken, tmp_path, capsys):
         assert re.search(reason, line)
         assert f'sample "{name}"' in line
     assert [row['record']['id'] for row in rows(tmp_path / 'out')[0]] == ['s1', 's2', 's4', 's6']
+
+
+def test_names_lead_out_of_the_folder_only_where_that_is_allowed(tmp_path, capsys):
+    """As for LlavaDataset: shards may be shared with others."""
+    path = write_llava_folder(tmp_path / 'in', 2)
+    (tmp_path / 'in' / 'images' / '0_0.png').rename(tmp_path / 'private.png')
+    records = json.loads(path.read_text())
+    records[0]['image'] = '../../private.png'
+    path.write_text(json.dumps(records))
+    arguments = [str(path), str(path.parent / 'images'), str(tmp_path / 'out')]
+    assert main(arguments) == 2
+    assert re.search(r'"s0" .*must lie under .*images, got: .*`allow_outside=true`', capsys.readouterr().err)
+    assert main([*arguments, '--allow-outside']) == 0
+    assert rows(tmp_path / 'out')[0][0]['record']['media'][0] == ['image', ['../../private.png']]
 
 
 MISTAKES = {
