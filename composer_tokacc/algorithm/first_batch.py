@@ -564,12 +564,14 @@ class _Rows:
     def _failure_behind_padding(self) -> str | None:
         """How a row fails behind more padding than the loader gave it; None: it does not, or it cannot be told."""
         columns = min(MORE_COLUMNS, (self._layout.num_positions or 0) - num_columns(self._rows))
-        mask, real = self._rows.get('attention_mask'), self._layout.real_positions(self._rows)
-        first = real.int().argmax(dim=1, keepdim=True)
-        # A label on a row's first token is predicted from padding.
-        is_told = (labels_of(self._rows).gather(1, first)[:, 0] == IGNORE_INDEX) if mask is not None else []
-        rows = [row for row in range(self._count) if mask is not None and mask.dim() == 2 and is_told[row]]
-        if columns <= 0 or not rows:
+        mask, labels = self._rows.get('attention_mask'), labels_of(self._rows)
+        if columns <= 0 or mask is None or mask.dim() != 2:
+            return None
+        rows = list(range(self._count))
+        if labels.shape == mask.shape:  # a label on a row's first token is predicted from padding
+            first = self._layout.real_positions(self._rows).int().argmax(dim=1, keepdim=True)
+            rows = [row for row in rows if int(labels[row, first[row]]) == IGNORE_INDEX]
+        if not rows:
             return None
         row = max(rows, key=self._counted.__getitem__)
         padded = self._on_device(self._layout.pad_left(self._layout.select(self._rows, [row]), columns))
