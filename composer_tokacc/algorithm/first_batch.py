@@ -40,10 +40,10 @@ __all__ = ['KINDS', 'CutRules', 'FirstBatchCheck', 'Split', 'check_sharding', 'k
 log = logging.getLogger(__name__)
 
 WIDTHS = tuple(2**power for power in range(4, 21))
-KINDS = ('left', 'right', 'image', 'video', 'audio', 'mixed', *(f'left over {width}' for width in WIDTHS))
+KINDS = ('left', 'right', 'image', 'video', 'audio', 'mixed', 'positions', *(f'left over {width}' for width in WIDTHS))
 """What rows of a batch can be like, as far as it matters to a cut: padded on the left or right, with media of a kind,
-or some with media and some without; or padded on the left and wider than any before (Llama 4 and Ministral 3 scale
-attention by the column, but not in the first thousands of columns)."""
+or some with media and some without; padded on the left with ``position_ids`` given, or wider than any before (Llama 4
+and Ministral 3 scale attention by the column, but not in the first thousands of columns)."""
 MORE_COLUMNS = 256
 """Padding before a row that shows whether columns matter: a scale that grows with them hardly moves with a few."""
 UNITS = ('image', 'video', 'audio')
@@ -68,6 +68,7 @@ class CutRules:
             ``position_ids``, for models that count positions from column 0; ``'keep'`` the padding.
         left_width: Width up to which ``left`` was shown to hold. Wider batches keep their padding until one was looked
             at as well.
+        left_given: Whether it was shown for batches that bring ``position_ids``; of the others the same is true.
         right: For rows padded on the right: ``'trim'`` or ``'keep'``.
         companions: Whether a microbatch without media needs a zero-weight row with media beside it, where others of
             the step have media. (Mllama skips its cross-attention in a batch without images, but lets a text row
@@ -76,14 +77,16 @@ class CutRules:
 
     left: str = 'keep'
     left_width: int = sys.maxsize
+    left_given: bool = False
     right: str = 'keep'
     companions: bool = False
 
-    def way(self, side: str, width: int) -> str:
-        """What becomes of the padding of a batch of such a side and width."""
+    def way(self, side: str, batch: Batch) -> str:
+        """What becomes of the padding of a batch of tokens that is on such a side."""
         if side == 'right':
             return self.right
-        return self.left if width <= self.left_width else 'keep'
+        is_shown = has_positions(batch) == self.left_given and batch['input_ids'].shape[1] <= self.left_width
+        return self.left if is_shown else 'keep'
 
 
 class Split(Protocol):
@@ -164,8 +167,14 @@ def kinds_of(layout: BatchLayout | None, batch: Batch) -> tuple[int, ...]:
     if any(has_media) and not all(has_media):
         found.add('mixed')
     if side == 'left':
+        found ^= {'left', 'positions'} if has_positions(batch) else set()
         found |= {f'left over {width}' for width in WIDTHS if layout.width(batch) > width}
     return tuple(int(kind in found) for kind in KINDS)
+
+
+def has_positions(batch: Batch) -> bool:
+    """Whether the batch says which positions its tokens have."""
+    return batch.get('position_ids') is not None
 
 
 def _kinds_of_any(of_microbatches: Sequence[Sequence[int]]) -> tuple[int, ...]:
@@ -294,7 +303,10 @@ class FirstBatchCheck:
         log.info('The first-batch check took %.2f s. %s', time.perf_counter() - started, found)
         shown = kinds_of(self.layout, rows)
         if not probed.has_shown_trimming:
-            shown = tuple(int(seen and kind not in ('left', 'right')) for kind, seen in zip(KINDS, shown, strict=True))
+            shown = tuple(
+                int(seen and kind not in ('left', 'positions', 'right'))
+                for kind, seen in zip(KINDS, shown, strict=True)
+            )
         return found, shown
 
     def _on_device(self, batch: Batch) -> Any:
@@ -489,8 +501,8 @@ class _Rows:
         self.has_shown_trimming = self._narrowest < num_columns(self._rows)
         if split is None or self.has_shown_trimming:
             return rules
-        kept = {'left_width': split.rules.left_width} if self._side == 'left' else {}
-        return replace(rules, **{self._side: getattr(split.rules, self._side)}, **kept)
+        kept = [name for name in vars(rules) if name.startswith(self._side)]
+        return replace(rules, **{name: getattr(split.rules, name) for name in kept})
 
     def is_plain(self) -> bool:
         """Whether the model's own loss of all rows is the mean of their tokens' cross-entropies."""
@@ -521,7 +533,7 @@ class _Rows:
         if bool(self._layout.real_positions(self._rows).all()):
             ways = (getattr(known, side),)  # nothing to trim, so nothing is learnt of trimming
         elif side == 'left':
-            known = replace(known, left_width=_covered(num_columns(self._rows)))
+            known = replace(known, left_width=_covered(num_columns(self._rows)), left_given=has_positions(self._rows))
         for way in ways:
             for companion in companions:
                 yield replace(known, **{side: way, 'companions': companion or known.companions})

@@ -169,9 +169,11 @@ class MicrobatchSplit:
 
     def _trimmed(self, layout: BatchLayout, batch: Batch, rules: CutRules) -> dict[str, Any]:
         """The batch without the columns that no row needs, as far as the rules allow."""
+        if batch.get('input_ids') is None or layout.width_matters(batch):
+            return dict(batch)
         side = layout.padding_side(batch)
-        left, way = side == 'left', rules.way(side, layout.width(batch))
-        if way == 'keep' or batch.get('input_ids') is None or layout.width_matters(batch):
+        left, way = side == 'left', rules.way(side, batch)
+        if way == 'keep':
             return dict(batch)
         if left and any(_labels_behind_padding(layout, batch)):
             return dict(batch)
@@ -189,7 +191,7 @@ class MicrobatchSplit:
         if self.packing or batch.get('input_ids') is None:
             return lengths
         side, width = layout.padding_side(batch), batch['input_ids'].shape[1]
-        if self.rules.way(side, width) == 'keep' or layout.width_matters(batch):
+        if self.rules.way(side, batch) == 'keep' or layout.width_matters(batch):
             return [width] * len(lengths)
         if side == 'left':
             kept = _labels_behind_padding(layout, batch)
@@ -262,11 +264,8 @@ class MicrobatchSplit:
         if any(map(layout.width_matters, batch.microbatches)):
             return False
         left = [one for one in batch.microbatches if layout.padding_side(one) == 'left']
-        width = max(map(layout.width, batch.microbatches))
-        return not left or (
-            self.rules.way('left', width) == 'trim'
-            and not any(any(_labels_behind_padding(layout, one)) for one in left)
-        )
+        way = self.rules.way('left', max(batch.microbatches, key=layout.width))
+        return not left or (way == 'trim' and not any(any(_labels_behind_padding(layout, one)) for one in left))
 
     def _trimmed_width(self, rows: _Rows) -> int:
         multiple = self.options.width_multiple

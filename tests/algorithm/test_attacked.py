@@ -151,6 +151,15 @@ def test_columns_that_matter_only_in_long_rows(scale, options):
     assert kinds == ['exact'] * 4 if 'packing' not in options else kinds[-1] == 'refused'
 
 
+@pytest.mark.parametrize('first', [0, 1], ids=['given first', 'absent first'])
+def test_positions_that_only_some_batches_bring(first):
+    """Where positions are given, trimming on the left moves none; where they are counted from column 0, it does."""
+    absent = batch_of(UNEQUAL, side='left')
+    given = {**absent, 'position_ids': (absent['attention_mask'].cumsum(dim=1) - 1).clamp(min=0)}
+    batches = [given, absent, given, absent][first : first + 3]
+    assert kinds_of_steps(SUBJECTS['gpt2'].model('large'), batches) == ['exact'] * 3
+
+
 def test_padding_on_the_left_is_trimmed_up_to_the_width_that_was_looked_at():
     short, long = (batch_of(rows, side='left') for rows in (UNEQUAL, [(4, 2), (40, 9), (21, 3), (38, 12)]))
     rules = []
