@@ -533,7 +533,9 @@ class _Rows:
         if bool(self._layout.real_positions(self._rows).all()):
             ways = (getattr(known, side),)  # nothing to trim, so nothing is learnt of trimming
         elif side == 'left':
-            known = replace(known, left_width=_covered(num_columns(self._rows)), left_given=has_positions(self._rows))
+            known = replace(
+                known, left_width=_covered(self._layout.width(self._rows)), left_given=has_positions(self._rows)
+            )
         for way in ways:
             for companion in companions:
                 yield replace(known, **{side: way, 'companions': companion or known.companions})
@@ -575,7 +577,7 @@ class _Rows:
 
     def _failure_behind_padding(self) -> str | None:
         """How a row fails behind more padding than the loader gave it; None: it does not, or it cannot be told."""
-        columns = min(MORE_COLUMNS, (self._layout.num_positions or 0) - num_columns(self._rows))
+        columns = min(MORE_COLUMNS, (self._layout.num_positions or 0) - self._layout.width(self._rows))
         mask, labels = self._rows.get('attention_mask'), labels_of(self._rows)
         if columns <= 0 or mask is None or mask.dim() != 2:
             return None

@@ -160,6 +160,18 @@ def test_positions_that_only_some_batches_bring(first):
     assert kinds_of_steps(SUBJECTS['gpt2'].model('large'), batches) == ['exact'] * 3
 
 
+@pytest.mark.parametrize('positions', [12, 14, 64])
+def test_more_padding_fits_into_the_positions_that_an_encoder_has(positions):
+    """Behind more padding than there are positions for, a GPU would stop the process."""
+    config = dict.fromkeys(('encoder_layers', 'decoder_layers', 'encoder_attention_heads'), 2)
+    config |= {'decoder_attention_heads': 2, 'd_model': 32, 'encoder_ffn_dim': 48, 'decoder_ffn_dim': 48}
+    config |= {'vocab_size': 64, 'dropout': 0.0, 'pad_token_id': 0, 'max_position_embeddings': positions}
+    model = transformers.BartForConditionalGeneration(transformers.BartConfig(**config))
+    batch = batch_of(UNEQUAL, side='left')
+    batch['labels'] = batch_of([(5, 5), (3, 2), (6, 4), (2, 2), (4, 1)])['labels']
+    assert kinds_of_steps(HuggingFaceModel(model, use_logits=True), [batch]) == ['exact']
+
+
 def test_padding_on_the_left_is_trimmed_up_to_the_width_that_was_looked_at():
     short, long = (batch_of(rows, side='left') for rows in (UNEQUAL, [(4, 2), (40, 9), (21, 3), (38, 12)]))
     rules = []
