@@ -122,7 +122,13 @@ def labels_of(batch: Any) -> torch.Tensor:
             f'`batch` must be a mapping with a `labels` tensor of shape (rows, width), got: {got}. Token accumulation '
             'counts loss-generating labels; write them in the collator.'
         )
-    return batch['labels']
+    labels = batch['labels']
+    if labels.dim() != 2 or labels.is_floating_point():
+        raise ValueError(
+            f'`labels` must be integers of shape (rows, width), one for each token, got: {labels.dtype} of shape '
+            f'{tuple(labels.shape)}. Losses of whole rows or of several codes a token are no means over tokens.'
+        )
+    return labels
 
 
 def document_starts(batch: Mapping[str, Any]) -> torch.Tensor | None:
@@ -329,6 +335,8 @@ def _given_weights(batch: Mapping[str, Any], counted: torch.Tensor) -> torch.Ten
             )
         given = torch.tensor(given)
     rows, width = counted.shape
+    if not isinstance(given, torch.Tensor):
+        raise ValueError(f'`{LOSS_WEIGHTS}` must be a tensor, or a list of a float per row, got: {given!r}.')
     if tuple(given.shape) not in ((rows,), (rows, 1), (rows, width)):
         raise ValueError(
             f'`{LOSS_WEIGHTS}` must be of shape ({rows},) or {rows, width}, as the labels, got: {tuple(given.shape)}, '

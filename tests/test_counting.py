@@ -8,7 +8,7 @@ import torch
 from composer.core.data_spec import DataSpec
 from transformers import T5Config, T5ForConditionalGeneration
 
-from composer_tokacc import TokenAccumulation, TokenCounts, count_tokens
+from composer_tokacc import TokenAccumulation, TokenCounts, count_tokens, token_data_spec
 from composer_tokacc.counting import CARRIED, carry
 from tests.support.text import VOCABULARY, collate, text_model, text_row, text_rows
 from tests.support.training import loader, logged, reference_gradients, relative_error, train
@@ -32,6 +32,23 @@ def test_first_position_never_counts_unless_unshifted(side):
 
 def test_rows_of_one_token_have_no_loss():
     assert count_tokens(collate([text_row(1, 1)])) == TokenCounts(loss_generating=(0,), real=(1,), padded=(0,))
+
+
+@pytest.mark.parametrize('make', [loader, lambda batch: token_data_spec(loader(batch))], ids=['stock', 'ours'])
+@pytest.mark.parametrize(
+    ('wrong', 'got'),
+    [
+        (lambda labels: labels[:, 0], r'torch.int64 of shape \(2,\)'),
+        (lambda labels: labels[..., None], r'torch.int64 of shape \(2, 6, 1\)'),
+        (lambda labels: labels.float(), r'torch.float32 of shape \(2, 6\)'),
+    ],
+    ids=['of rows', 'of codes', 'floats'],
+)
+def test_labels_of_another_kind_are_one_line(wrong, got, make):
+    batch = collate(text_rows([(3, 2), (6, 4)]))
+    batch['labels'] = wrong(batch['labels'])
+    with pytest.raises(ValueError, match=rf'`labels` must be integers of shape \(rows, width\).* got: {got}'):
+        train(text_model(), make(batch), algorithms=[TokenAccumulation()])
 
 
 def test_unattended_labels_count_by_the_rule():

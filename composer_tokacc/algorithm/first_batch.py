@@ -12,6 +12,7 @@ cut them, and the losses of all their tokens must agree to round-off.
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -43,9 +44,13 @@ __all__ = ['KINDS', 'CutRules', 'FirstBatchCheck', 'check_sharding', 'kinds_of',
 
 log = logging.getLogger(__name__)
 
-KINDS = ('left', 'right', *UNITS, 'mixed')
+WIDTHS = tuple(2**power for power in range(4, 21))
+KINDS = ('left', 'right', *UNITS, 'mixed', 'positions', *(f'left over {width}' for width in WIDTHS))
 """What rows of a batch can be like, as far as it matters to a cut: padded on the left or right, with media of a kind,
-or some with media and some without."""
+or some with media and some without; padded on the left with ``position_ids`` given, or wider than any before (Llama 4
+and Ministral 3 scale attention by the column, but not in the first thousands of columns)."""
+MORE_COLUMNS = 256
+"""Padding before a row that shows whether columns matter: a scale that grows with them hardly moves with a few."""
 MAX_ROWS = 6
 """Rows of a check at the most. Without gradients a row takes about half of the memory that it takes in training, so a
 microbatch of k rows leaves room for 2 k; at least four are needed to show the ways in which rows differ."""
@@ -64,6 +69,9 @@ class CutRules:
     Args:
         left: For rows padded on the left: ``'trim'``; ``'columns'``: trim, and write the columns that are left as
             ``position_ids``, for models that count positions from column 0; ``'keep'`` the padding.
+        left_width: Width up to which ``left`` was shown to hold. Wider batches keep their padding until one was looked
+            at as well.
+        left_given: Whether it was shown for batches that bring ``position_ids``; of the others the same is true.
         right: For rows padded on the right: ``'trim'`` or ``'keep'``.
         companions: Whether a microbatch without media needs a zero-weight row with media beside it, where others of
             the step have media. (Mllama skips its cross-attention in a batch without images, but lets a text row
@@ -71,8 +79,17 @@ class CutRules:
     """
 
     left: str = 'keep'
+    left_width: int = sys.maxsize
+    left_given: bool = False
     right: str = 'keep'
     companions: bool = False
+
+    def way(self, side: str, batch: Batch) -> str:
+        """What becomes of the padding of a batch of tokens that is on such a side."""
+        if side == 'right':
+            return self.right
+        is_shown = has_positions(batch) == self.left_given and batch['input_ids'].shape[1] <= self.left_width
+        return self.left if is_shown else 'keep'
 
 
 _SPLITS: WeakValueDictionary[int, Any] = WeakValueDictionary()
@@ -115,7 +132,15 @@ def kinds_of(layout: BatchLayout | None, batch: Batch) -> tuple[int, ...]:
     found = {side, *(unit for unit, counts in media.items() if any(counts))}
     if any(has_media) and not all(has_media):
         found.add('mixed')
+    if side == 'left':
+        found ^= {'left', 'positions'} if has_positions(batch) else set()
+        found |= {f'left over {width}' for width in WIDTHS if layout.width(batch) > width}
     return tuple(int(kind in found) for kind in KINDS)
+
+
+def has_positions(batch: Batch) -> bool:
+    """Whether the batch says which positions its tokens have."""
+    return batch.get('position_ids') is not None
 
 
 def _kinds_of_any(of_microbatches: Sequence[Sequence[int]]) -> tuple[int, ...]:
@@ -248,7 +273,10 @@ class FirstBatchCheck:
         log.info('The first-batch check took %.2f s. %s', time.perf_counter() - started, found)
         shown = kinds_of(self.layout, rows)
         if not probed.has_shown_trimming:
-            shown = tuple(int(seen and kind not in ('left', 'right')) for kind, seen in zip(KINDS, shown, strict=True))
+            shown = tuple(
+                int(seen and kind not in ('left', 'positions', 'right'))
+                for kind, seen in zip(KINDS, shown, strict=True)
+            )
         return found, shown
 
     def _on_device(self, batch: Batch) -> Any:
@@ -323,6 +351,11 @@ def _with_labels(layout: BatchLayout, batch: dict[str, Any]) -> dict[str, Any]:
         if not bool((labels[row, 1:] != IGNORE_INDEX).any()) and places and places[-1] > 0:
             labels[row, places[-1]] = ids[row, places[-1]]
     return {**batch, 'labels': labels}
+
+
+def _covered(width: int) -> int:
+    """The widest batch that is of the kinds of one so wide."""
+    return next((limit for limit in WIDTHS if width <= limit), sys.maxsize)
 
 
 def _documents_of(packed: Batch) -> torch.Tensor:
@@ -426,6 +459,8 @@ class _Rows:
         failure = None
         for rules in self._candidates(split):
             failure = self._failure(lambda row, rules=rules: self._cut(split, [row], rules))
+            if failure is None and (rules.left, self._side) == ('trim', 'left'):
+                failure = self._failure_behind_padding()
             if failure is None:
                 self._check_mean(split, rules)
                 return self._as_shown(split, rules)
@@ -436,8 +471,8 @@ class _Rows:
         self.has_shown_trimming = self._narrowest < _num_columns(self._rows)
         if split is None or self.has_shown_trimming:
             return rules
-        side = self._layout.padding_side(self._rows)
-        return replace(rules, **{side: getattr(split.rules, side)})
+        kept = [name for name in vars(rules) if name.startswith(self._side)]
+        return replace(rules, **{name: getattr(split.rules, name) for name in kept})
 
     def is_plain(self) -> bool:
         """Whether the model's own loss of all rows is the mean of their tokens' cross-entropies."""
@@ -461,15 +496,23 @@ class _Rows:
         if split is None:
             yield CutRules()
             return
-        side = self._layout.padding_side(self._rows)
+        side = self._side
         companions = [False] if all(self._media()) or not any(self._media()) else [False, True]
         known = replace(split.rules, companions=split.rules.companions or bool(self._layout.family.coupling))
         ways: tuple[str, ...] = ('trim', 'columns', 'keep') if side == 'left' else ('trim', 'keep')
         if bool(self._layout.real_positions(self._rows).all()):
             ways = (getattr(known, side),)  # nothing to trim, so nothing is learnt of trimming
+        elif side == 'left':
+            known = replace(
+                known, left_width=_covered(self._layout.width(self._rows)), left_given=has_positions(self._rows)
+            )
         for way in ways:
             for companion in companions:
                 yield replace(known, **{side: way, 'companions': companion or known.companions})
+
+    @property
+    def _side(self) -> str:
+        return self._layout.padding_side(self._rows)
 
     def _media(self) -> list[int]:
         return self._layout.media_per_row(self._rows)
@@ -501,6 +544,23 @@ class _Rows:
             self._by_sample.append(answer.by_sample)
             self._router = self._router or answer.has_router_loss
         return None
+
+    def _failure_behind_padding(self) -> str | None:
+        """How a row fails behind more padding than the loader gave it; None: it does not, or it cannot be told."""
+        columns = min(MORE_COLUMNS, (self._layout.num_positions or 0) - self._layout.width(self._rows))
+        mask, labels = self._rows.get('attention_mask'), labels_of(self._rows)
+        if columns <= 0 or mask is None or mask.dim() != 2:
+            return None
+        rows = list(range(self._count))
+        if labels.shape == mask.shape:  # a label on a row's first token is predicted from padding
+            first = self._layout.real_positions(self._rows).int().argmax(dim=1, keepdim=True)
+            rows = [row for row in rows if int(labels[row, first[row]]) == IGNORE_INDEX]
+        if not rows:
+            return None
+        row = max(rows, key=self._counted.__getitem__)
+        padded = self._on_device(self._layout.pad_left(self._layout.select(self._rows, [row]), columns))
+        found = self._row_losses(padded, self._probe.ask(padded), [0])[0]
+        return self._difference(sample_name(self._rows, row), 'behind more padding', self._expected[row], found)
 
     def _row_losses(self, batch: Batch, answer: Answer, rows: Sequence[int]) -> list[torch.Tensor]:
         """Losses of the tokens of each row; without logits, the one loss of the row that the model gives."""
@@ -585,6 +645,12 @@ class _Rows:
     def _prove_packed(self, split: MicrobatchSplit) -> None:
         # A leak runs from one document into the next, so every document must have been behind the others.
         orders = [list(range(self._count)), list(range(self._count - 1, -1, -1))]
+        failure = self._failure_behind_padding() if self._side == 'left' else None
+        if failure is not None:
+            raise RuntimeError(
+                f"A row's losses must not depend on its columns for it to be packed, got: {failure}. Pad on the right, "
+                'or set `packing=False`, which is exact.'
+            )
         try:
             for order in orders:
                 self._check_packed(split, order)

@@ -171,9 +171,11 @@ class MicrobatchSplit:
 
     def _trimmed(self, layout: BatchLayout, batch: Batch, rules: CutRules) -> dict[str, Any]:
         """The batch without the columns that no row needs, as far as the rules allow."""
-        left = layout.padding_side(batch) == 'left'
-        way = rules.left if left else rules.right
-        if way == 'keep' or batch.get('input_ids') is None or layout.width_matters(batch):
+        if batch.get('input_ids') is None or layout.width_matters(batch):
+            return dict(batch)
+        side = layout.padding_side(batch)
+        left, way = side == 'left', rules.way(side, batch)
+        if way == 'keep':
             return dict(batch)
         if left and any(_labels_behind_padding(layout, batch)):
             return dict(batch)
@@ -190,10 +192,10 @@ class MicrobatchSplit:
         lengths = layout.lengths(batch)
         if self.packing or batch.get('input_ids') is None:
             return lengths
-        left, width = layout.padding_side(batch) == 'left', batch['input_ids'].shape[1]
-        if (self.rules.left if left else self.rules.right) == 'keep' or layout.width_matters(batch):
+        side, width = layout.padding_side(batch), batch['input_ids'].shape[1]
+        if self.rules.way(side, batch) == 'keep' or layout.width_matters(batch):
             return [width] * len(lengths)
-        if left:
+        if side == 'left':
             kept = _labels_behind_padding(layout, batch)
             lengths = [width if keep else length for keep, length in zip(kept, lengths, strict=True)]
             if any(kept) and not self._warned:
@@ -263,9 +265,8 @@ class MicrobatchSplit:
         if any(map(layout.width_matters, batch.microbatches)):
             return False
         left = [one for one in batch.microbatches if layout.padding_side(one) == 'left']
-        return not left or (
-            self.rules.left == 'trim' and not any(any(_labels_behind_padding(layout, one)) for one in left)
-        )
+        way = self.rules.way('left', max(batch.microbatches, key=layout.width))
+        return not left or (way == 'trim' and not any(any(_labels_behind_padding(layout, one)) for one in left))
 
     def _trimmed_width(self, rows: _Rows) -> int:
         multiple = self.options.width_multiple

@@ -122,6 +122,13 @@ class BatchLayout:
         limits = [scaling.get(name) or getattr(config, name, None) for scaling in scalings]
         return min((limit or config.max_position_embeddings for limit in limits), default=None)
 
+    @cached_property
+    def num_positions(self) -> int | None:
+        """Columns that a row may have, as far as the config says so."""
+        config = self.config.get_text_config() if hasattr(self.config, 'get_text_config') else self.config
+        found = (self.width_limit, getattr(config, 'max_position_embeddings', None))
+        return min((limit for limit in found if isinstance(limit, int)), default=None)
+
     def width_matters(self, batch: Batch) -> bool:
         """Whether no column of the batch may be trimmed, as the model's positions depend on the batch's width."""
         return (
@@ -352,6 +359,17 @@ class BatchLayout:
                     # Composer's LanguageCrossEntropy views labels flat, which a narrowed tensor does not allow.
                     trimmed[key] = _compact(trimmed[key].narrow(dim, start, needed), like=value)
         return trimmed
+
+    def pad_left(self, batch: Batch, columns: int) -> dict[str, Any]:
+        """The batch, padded on the left, with so many more columns of padding there."""
+        padding = text_of(batch)[~self.real_positions(batch)]
+        padded: dict[str, Any] = dict(batch)
+        for key, value in batch.items():
+            if isinstance(value, torch.Tensor) and (entry := self.entry_of(batch, key)).seq_dims:
+                if key == 'input_ids':
+                    entry = replace(entry, fill=int(padding[0]) if len(padding) else 0)
+                padded[key] = _cat_padded([value], entry, self.width(batch) + columns, 'left')
+        return padded
 
     def concat(self, batches: Sequence[Batch], *, padding_side: str = 'right', pad_token_id: int = 0) -> dict[str, Any]:
         """One batch of all rows: sequence axes padded to the widest, images of all rows one after the other.

@@ -354,7 +354,8 @@ def _freeze_unreached_vision_layers(model: Any) -> set[str]:
         chosen = model.config.vision_feature_layers
     config, size, empty = tower.config, tower.config.image_size, detect_fake_mode() or FakeTensorMode()
     height, width = size if isinstance(size, list | tuple) else (size, size)
-    weights = {name: empty.from_tensor(value) for name, value in chain(tower.named_parameters(), tower.named_buffers())}
+    tensors = chain(tower.named_parameters(), tower.named_buffers())
+    weights: dict[str, torch.Tensor] = {name: empty.from_tensor(value) for name, value in tensors}
     with empty, torch.enable_grad():
         pixels = torch.empty(1, config.num_channels, height, width, dtype=tower.dtype, device=tower.device)
         states = functional_call(tower, weights, (pixels,), {'output_hidden_states': True}).hidden_states

@@ -16,6 +16,7 @@ import transformers
 from composer.models import ComposerModel, HuggingFaceModel
 
 from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
+from composer_tokacc.algorithm.first_batch import split_of
 from tests.matrix.harness import measure_steps, plain_gradients
 from tests.matrix.native_models import NativeModel
 from tests.matrix.subjects import SUBJECTS
@@ -125,6 +126,62 @@ def test_rotary_embedding_that_depends_on_the_width_of_the_batch(parameters, opt
     short, long = batch_of([(4, 2), (8, 5), (7, 3)]), batch_of([(4, 2), (30, 9), (7, 3), (3, 2)])
     kinds = kinds_of_steps(rope(**parameters), [short, long, short], **options)
     assert kinds == (['exact', 'refused'] if options else ['exact'] * 3)
+
+
+def scaled_by_column(scale: Callable[[torch.Tensor], torch.Tensor]) -> HuggingFaceModel:
+    """A Llama that scales what stands in a column by a function of its number, whatever the padding before it."""
+    model = SUBJECTS['llama'].model('large')
+
+    def scaled(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output * scale(torch.arange(output.shape[1]))[:, None]
+
+    model.model.get_input_embeddings().register_forward_hook(scaled)
+    return model
+
+
+@pytest.mark.parametrize(
+    'scale',
+    [lambda columns: 1 + 0.5 * (columns // 16), lambda columns: (1 + columns / 2048) ** 0.03],
+    ids=['from column 16 on, as Llama 4 does', 'hardly, in few columns, as Beam does'],
+)
+@pytest.mark.parametrize('options', [{}, {'packing': True}, {'regroup': False}], ids=['padded', 'packed', 'in order'])
+def test_columns_that_matter_only_in_long_rows(scale, options):
+    short, long = (batch_of(rows, side='left') for rows in (UNEQUAL, [(4, 2), (40, 9), (21, 3), (38, 12)]))
+    kinds = kinds_of_steps(scaled_by_column(scale), [short, long, short, long], **options)
+    assert kinds == ['exact'] * 4 if 'packing' not in options else kinds[-1] == 'refused'
+
+
+@pytest.mark.parametrize('first', [0, 1], ids=['given first', 'absent first'])
+def test_positions_that_only_some_batches_bring(first):
+    """Where positions are given, trimming on the left moves none; where they are counted from column 0, it does."""
+    absent = batch_of(UNEQUAL, side='left')
+    given = {**absent, 'position_ids': (absent['attention_mask'].cumsum(dim=1) - 1).clamp(min=0)}
+    batches = [given, absent, given, absent][first : first + 3]
+    assert kinds_of_steps(SUBJECTS['gpt2'].model('large'), batches) == ['exact'] * 3
+
+
+@pytest.mark.parametrize('positions', [12, 14, 64])
+def test_more_padding_fits_into_the_positions_that_an_encoder_has(positions):
+    """Behind more padding than there are positions for, a GPU would stop the process."""
+    config = dict.fromkeys(('encoder_layers', 'decoder_layers', 'encoder_attention_heads'), 2)
+    config |= {'decoder_attention_heads': 2, 'd_model': 32, 'encoder_ffn_dim': 48, 'decoder_ffn_dim': 48}
+    config |= {'vocab_size': 64, 'dropout': 0.0, 'pad_token_id': 0, 'max_position_embeddings': positions}
+    model = transformers.BartForConditionalGeneration(transformers.BartConfig(**config))
+    batch = batch_of(UNEQUAL, side='left')
+    batch['labels'] = batch_of([(5, 5), (3, 2), (6, 4), (2, 2), (4, 1)])['labels']
+    assert kinds_of_steps(HuggingFaceModel(model, use_logits=True), [batch]) == ['exact']
+
+
+def test_padding_on_the_left_is_trimmed_up_to_the_width_that_was_looked_at():
+    short, long = (batch_of(rows, side='left') for rows in (UNEQUAL, [(4, 2), (40, 9), (21, 3), (38, 12)]))
+    rules = []
+    for batches in ([short], [short, long]):
+        spec = token_data_spec(loader(*batches))
+        duration = f'{len(batches)}ba'
+        train(SUBJECTS['llama'].model('large'), spec, algorithms=[TokenAccumulation()], max_duration=duration)
+        rules.append(split_of(spec.dataloader).rules)
+    assert [rule.left for rule in rules] == ['trim', 'trim']
+    assert [rule.left_width for rule in rules] == [16, 64]
 
 
 @pytest.mark.skipif(transformers.__version__.startswith('4.'), reason='not there yet')

@@ -49,11 +49,11 @@ def test_padding_on_the_right_is_trimmed():
 
 
 def test_padding_on_the_left_is_trimmed_where_positions_follow_the_mask_or_are_relative():
-    assert rules_after(text_model(), collate(text_rows(SHAPE), side='left')) == CutRules(left='trim')
+    assert rules_after(text_model(), collate(text_rows(SHAPE), side='left')) == CutRules(left='trim', left_width=16)
 
 
 def test_positions_from_column_zero_are_written_where_the_model_takes_them():
-    assert rules_after(gpt2(), collate(text_rows(SHAPE), side='left')) == CutRules(left='columns')
+    assert rules_after(gpt2(), collate(text_rows(SHAPE), side='left')) == CutRules(left='columns', left_width=16)
 
 
 def test_padding_that_moves_positions_stays_where_the_model_takes_none():
@@ -69,7 +69,7 @@ def test_padding_that_comes_after_the_first_batch_is_proven_before_the_optimizer
     recorder, _, _ = train(model, data, algorithms=[TokenAccumulation()], microbatch_size=2, max_duration='3ba')
     for batch, gradients in zip(batches, recorder.steps, strict=True):
         assert relative_error(gradients, reference_gradients(model, batch)[0]) < 1e-6
-    known = {'left': CutRules(left='columns'), 'right': CutRules(right='trim')}
+    known = {'left': CutRules(left='columns', left_width=16), 'right': CutRules(right='trim')}
     assert data.split_batch.__self__._split.rules == known[side]
 
 
@@ -130,7 +130,7 @@ def test_label_on_a_first_token_behind_padding_keeps_its_padding_and_is_named_on
     model = text_model()
     with caplog.at_level(logging.WARNING, logger='composer_tokacc'):
         rules = rules_after(model, batch)
-    assert rules == CutRules(left='trim')
+    assert rules == CutRules(left='trim', left_width=16)
     assert sum('have a label on their first token' in record.message for record in caplog.records) == 1
 
 

@@ -196,6 +196,11 @@ def test_bad_weights_are_one_line_with_the_sample(model, weights, message, data)
     assert '\n' not in str(caught.value)
 
 
+def test_one_weight_for_the_whole_batch_is_one_line():
+    with pytest.raises(ValueError, match='must be a tensor, or a list of a float per row'):
+        token_weights_of({**batch_of(), 'loss_weights': 0.5}, 'column')
+
+
 def test_bad_weights_where_no_loss_is_generated_do_not_matter(model):
     batch = batch_of()
     batch['loss_weights'] = batch['loss_weights'].masked_fill(batch['labels'] == -100, float('nan'))
