@@ -310,8 +310,15 @@ def empty_model(config: PretrainedConfig) -> Any:
 
 def _from_checkpoint(path: str, dtype: torch.dtype, options: dict[str, Any]) -> Any:
     model_class = auto_class(read_config(path, None))
-    with read_from(path):
-        return model_class.from_pretrained(path, **options, dtype=dtype)
+    try:
+        with read_from(path):
+            return model_class.from_pretrained(path, **options, dtype=dtype)
+    except ImportError as error:  # weights in few bits need further packages, and new enough ones
+        remedy = '. pip install -U bitsandbytes accelerate' if 'quantization_config' in options else ''
+        raise ValueError(
+            f'`pretrained` must be what the installed packages can load, got: {path} ({" ".join(str(error).split())})'
+            + remedy
+        ) from error
 
 
 def _make_room_for(tokenizer: Any, model: Any, *, has_lora: bool) -> None:
