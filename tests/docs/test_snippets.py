@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 
 import pytest
+import yaml
 
 from composer_tokacc.programs import ConfigError
 from tests.docs import snippets
@@ -87,6 +88,21 @@ def _anchors(text: str) -> set[str]:
     """Of headings, as GitHub and MyST make them."""
     headings = re.findall(r'^#+ (.+)$', text, re.MULTILINE)
     return {re.sub(r'[^\w\- ]', '', heading.lower()).replace(' ', '-') for heading in headings}
+
+
+def test_commands_of_llm_foundrys_page_are_those_of_its_target_and_its_lines_those_of_the_example():
+    """None of them runs here: its environment takes seven gigabytes."""
+    target = (ROOT / 'Makefile').read_text().replace('$(VENV_FOUNDRY)/bin/', '')
+    blocks = blocks_of('examples/llm_foundry/README.md')
+    commands = [
+        re.sub(r'\s+#.*', '', line) for one in blocks if one.language == 'bash' for line in one.text.splitlines()
+    ]
+    assert commands[0] == 'make example-llm-foundry'
+    assert len(commands) == 4
+    assert [command for command in commands[1:] if f'\t{command}\n' not in target] == []
+    (lines,) = (yaml.safe_load(one.text) for one in blocks if one.language == 'yaml')
+    example = yaml.safe_load((ROOT / 'examples' / 'llm_foundry' / 'tiny.yaml').read_text())
+    assert lines == {key: example[key] for key in lines}
 
 
 def test_readme_is_short_and_answers_first():
