@@ -19,7 +19,7 @@ from tests.matrix.harness import Cell, Outcome, cells, run_cell, seeds_of
 from tests.matrix.model_types import listing
 from tests.matrix.subjects import SUBJECTS
 
-__all__ = ['summary', 'table']
+__all__ = ['HEAD', 'summary', 'table']
 
 COLUMNS = [
     (packing, side, regroup) for packing in (False, True) for side in ('right', 'left') for regroup in (True, False)
