@@ -149,11 +149,13 @@ NUM_TEXT, NUM_VISION = 12, 9
 
 def wide_llava() -> LlavaConfig:
     """LLaVA-1.5 7B with three eighths of its blocks; all of them are traced in docs/sizing.md and test_size.py."""
-    vision = {'hidden_size': 1024, 'intermediate_size': 4096, 'num_hidden_layers': NUM_VISION, 'num_attention_heads': 16}
-    text = {'hidden_size': 4096, 'intermediate_size': 11008, 'num_hidden_layers': NUM_TEXT, 'num_attention_heads': 32}
+    vision = {'hidden_size': 1024, 'intermediate_size': 4096, 'num_attention_heads': 16}
+    text = {'hidden_size': 4096, 'intermediate_size': 11008, 'num_attention_heads': 32}
     return LlavaConfig(
-        vision_config=CLIPVisionConfig(**vision, image_size=336, patch_size=14, projection_dim=768),
-        text_config=LlamaConfig(**text, vocab_size=32064, use_cache=False),
+        vision_config=CLIPVisionConfig(
+            **vision, num_hidden_layers=NUM_VISION, image_size=336, patch_size=14, projection_dim=768
+        ),
+        text_config=LlamaConfig(**text, num_hidden_layers=NUM_TEXT, vocab_size=32064, use_cache=False),
         image_token_index=32000,
     )
 
