@@ -73,12 +73,13 @@ test-newest: $(STAMP_NEWEST)
 test-oldest: $(STAMP_OLDEST)
 	$(VENV_OLDEST)/bin/python -m pytest -n 2 -m 'not slow' $(SLICE)
 
-# llm-foundry's own `train` with our entry points on one and two ranks, then the gradient of its first step: see the README
-# in examples/llm_foundry.
+# Every command of examples/llm_foundry/README.md: llm-foundry's own `train` with our entry points on one and two ranks, and
+# with token_data_spec, then the gradient of its first step.
 example-llm-foundry: $(STAMP_FOUNDRY)
 	$(VENV_FOUNDRY)/bin/python examples/llm_foundry/make_inputs.py
 	$(VENV_FOUNDRY)/bin/llmfoundry train examples/llm_foundry/tiny.yaml
 	$(VENV_FOUNDRY)/bin/composer -n 2 -c $(VENV_FOUNDRY)/bin/llmfoundry train examples/llm_foundry/tiny.yaml variables.model=llama
+	$(VENV_FOUNDRY)/bin/llmfoundry train examples/llm_foundry/tiny.yaml 'code_paths=[examples/llm_foundry/token_data_spec.py]'
 	for ranks in 1 2; do for model in mpt llama t5; do \
 		$(VENV_FOUNDRY)/bin/composer -n $$ranks examples/llm_foundry/check_exactness.py examples/llm_foundry/tiny.yaml \
 			variables.model=$$model || exit 1; \

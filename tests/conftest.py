@@ -25,8 +25,8 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if _needs_ranks(item):
             item.add_marker(pytest.mark.xdist_group('ranks'))
-    # By their number, so that few have to be started.
-    items.sort(key=lambda item: (not _needs_ranks(item), _num_ranks(item)))
+    # By their number, so that few have to be started; last the matrix, whose many short tests keep all workers busy.
+    items.sort(key=lambda item: (not _needs_ranks(item), _num_ranks(item), 'tests.matrix' in item.module.__name__))
 
 
 def _needs_ranks(item) -> bool:

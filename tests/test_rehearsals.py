@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from composer_tokacc.train import main
-from tests.support.launch import launch, launch_nodes
+from tests.support.launch import launch_json, launch_nodes
 from tests.support.programs import DIGITS, TINY_DIGITS
 
 pytestmark = pytest.mark.slow
@@ -43,35 +43,47 @@ def weights_of(folder: Path) -> dict:
     return torch.load(folder / 'checkpoints' / 'latest-rank0.pt', weights_only=False)['state']['model']
 
 
-@pytest.fixture(scope='module')
+# Of the session, as tests of other files lie between those of two and of four ranks.
+@pytest.fixture(scope='session')
 def one_rank(tmp_path_factory):
-    """Two steps, then two more."""
-    folders = []
-    for steps in (2, 4):
-        folders.append(tmp_path_factory.mktemp(f'one_{steps}'))
-        assert main(arguments(folders[-1], steps)) == 0
+    """The folders of two steps and of four, by their number."""
+    folders = {steps: tmp_path_factory.mktemp(f'one_{steps}') for steps in (2, 4)}
+    for steps, folder in folders.items():
+        assert main(arguments(folder, steps)) == 0
     return folders
+
+
+def train_sharded(folder, *, steps, ranks):
+    fsdp = 'trainer.parallelism_config={fsdp: {state_dict_type: sharded}}'
+    return launch_json('tests/ranks/fsdp_training.py', *arguments(folder, steps), fsdp, ranks=ranks)
+
+
+@pytest.fixture(scope='session')
+def two_sharded_ranks(tmp_path_factory):
+    """The folder of two steps, and their result."""
+    folder = tmp_path_factory.mktemp('two_sharded_ranks')
+    return folder, train_sharded(folder, steps=2, ranks=2)
 
 
 def test_eight_ranks_on_two_nodes_train_as_one_rank_does_and_one_rank_goes_on(one_rank, tmp_path):
     screens = launch_nodes(['-m', 'composer_tokacc.train', *arguments(tmp_path, 2)], nodes=2, ranks=4)
     assert not any('Traceback' in screen for screen in screens)
-    many, one = result_of(tmp_path), result_of(one_rank[0])
+    many, one = result_of(tmp_path), result_of(one_rank[2])
     assert many['samples'] == one['samples'] == 16
     assert many['eval']['LanguageCrossEntropy'] == pytest.approx(one['eval']['LanguageCrossEntropy'], rel=1e-5)
-    torch.testing.assert_close(weights_of(tmp_path), weights_of(one_rank[0]), rtol=0, atol=1e-6)
+    torch.testing.assert_close(weights_of(tmp_path), weights_of(one_rank[2]), rtol=0, atol=1e-6)
     assert main(arguments(tmp_path, 4)) == 0
     assert result_of(tmp_path)['first_step'] == 2
-    torch.testing.assert_close(weights_of(tmp_path), weights_of(one_rank[1]), rtol=0, atol=2e-6)
+    torch.testing.assert_close(weights_of(tmp_path), weights_of(one_rank[4]), rtol=0, atol=2e-6)
 
 
-def test_fsdp2_trains_and_evaluates_as_one_rank_does_and_more_ranks_go_on(one_rank, tmp_path):
+@pytest.mark.parametrize('ranks', [2, 4])
+def test_fsdp2_trains_and_evaluates_as_one_rank_does_and_more_ranks_go_on(ranks, one_rank, two_sharded_ranks):
     """Of eight samples a step some ranks have text alone; the checkpoint is in parts."""
-    fsdp = 'trainer.parallelism_config={fsdp: {state_dict_type: sharded}}'
-    for ranks, steps, expected in ((2, 2, one_rank[0]), (4, 4, one_rank[1])):
-        done = launch(['tests/ranks/fsdp_training.py', *arguments(tmp_path, steps), fsdp], ranks=ranks)
-        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-6000:]
-        found, one = result_of(tmp_path), result_of(expected)
-        assert found['loss']['last'] == pytest.approx(one['loss']['last'], rel=1e-5)
-        assert found['eval']['LanguageCrossEntropy'] == pytest.approx(one['eval']['LanguageCrossEntropy'], rel=1e-5)
-    assert found['first_step'] == 2
+    folder, found = two_sharded_ranks
+    if ranks == 4:
+        found = train_sharded(folder, steps=4, ranks=4)
+        assert found['first_step'] == 2
+    one = result_of(one_rank[ranks])  # after as many steps as ranks
+    assert found['loss']['last'] == pytest.approx(one['loss']['last'], rel=1e-5)
+    assert found['eval']['LanguageCrossEntropy'] == pytest.approx(one['eval']['LanguageCrossEntropy'], rel=1e-5)

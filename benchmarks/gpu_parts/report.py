@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""From the results to a picture, a table for the README, and a line for each claim that holds or does not."""
+"""From the results to a picture, a section for docs/benchmarks.md, and a line for each claim that holds or does not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Results = dict[str, dict[str, Any]]
 
 
 def write_report(folder: Path) -> None:
-    """Reads all results of a folder; writes `throughput.png` and `README_SECTION.md` beside them, and prints claims."""
+    """Reads all results of a folder; writes `throughput.png` and `section.md` beside them, and prints claims."""
     files = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob('[a-g]_*.json'))}
     results = {name: file['result'] for name, file in files.items()}
     for name, result in results.items():
@@ -35,7 +35,7 @@ def write_report(folder: Path) -> None:
     }  # fmt: skip
     if throughput:
         machine = files[next(iter(throughput))]['machine']
-        (folder / 'README_SECTION.md').write_text(section(throughput, results, machine))
+        (folder / 'section.md').write_text(section(throughput, results, machine))
         picture(throughput, machine, folder / 'throughput.png')
 
 
@@ -51,7 +51,7 @@ def section(throughput: Results, results: Results, machine: dict[str, Any]) -> s
     versions = ', '.join(f'{name} {machine[name]}' for name in ('mosaicml', 'torch', 'transformers') if name in machine)
     first = next(iter(throughput.values()))
     lines = [
-        '### On a GPU' if 'gpu' in machine else '### A rehearsal on a CPU: figures of no meaning', '',
+        '## On a GPU' if 'gpu' in machine else '## A rehearsal on a CPU: figures of no meaning', '',
         f'Real tokens a second against stock Composer, the same global batches of {first["device_batch"]} rows and the '
         f'same memory (`python -m benchmarks.gpu`; a LLaVA of {first["parameters"] / 1e9:.1f} B parameters, '
         f'{where}, {versions}):', '',
@@ -73,7 +73,7 @@ def section(throughput: Results, results: Results, machine: dict[str, Any]) -> s
     lines += ['', 'MFU counts the operations of real tokens alone, over a large bf16 product on the same machine.']
     for name, text in claims(results).items():
         lines.append(f'- {text}' if 'error' not in results[name] else f'- {name}: failed, see its JSON.')
-    lines += ['', '![Throughput by variation of the lengths](benchmarks/results/gpu/throughput.png)', '']
+    lines += ['', '![Throughput by variation of the lengths](../benchmarks/results/gpu/throughput.png)', '']
     return '\n'.join(lines)
 
 

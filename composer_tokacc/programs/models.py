@@ -133,9 +133,7 @@ def build_transformers_model(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         if pretrained is not None and load_weights:
-            model_class = auto_class(read_config(pretrained, None))
-            with read_from(pretrained):
-                model = model_class.from_pretrained(pretrained, **options, dtype=getattr(torch, dtype))
+            model = _from_checkpoint(pretrained, getattr(torch, dtype), options)
             _make_room_for(tokenizer, model, has_lora=lora is not None)
         else:
             model_config = read_config(pretrained, config, processor)
@@ -312,6 +310,19 @@ def empty_model(config: PretrainedConfig) -> Any:
     """The model without memory for its weights."""
     with torch.device('meta'):
         return auto_class(config).from_config(config)
+
+
+def _from_checkpoint(path: str, dtype: torch.dtype, options: dict[str, Any]) -> Any:
+    model_class = auto_class(read_config(path, None))
+    try:
+        with read_from(path):
+            return model_class.from_pretrained(path, **options, dtype=dtype)
+    except ImportError as error:  # weights in few bits need further packages, and new enough ones
+        remedy = '. pip install -U bitsandbytes accelerate' if 'quantization_config' in options else ''
+        raise ValueError(
+            f'`pretrained` must be what the installed packages can load, got: {path} ({" ".join(str(error).split())})'
+            + remedy
+        ) from error
 
 
 def _make_room_for(tokenizer: Any, model: Any, *, has_lora: bool) -> None:

@@ -5,7 +5,8 @@
 
 A block that cannot run says why in the line before it, ``<!-- not run: it needs a GPU -->``. One that leans on names
 that every reader has (``model``, ``train_dataloader``) names what defines them here,
-``<!-- after: tests/docs/names.py -->``.
+``<!-- after: tests/docs/names.py -->``. One that needs a package which is not in every environment runs where that is,
+``<!-- needs: streaming -->``.
 """
 
 from __future__ import annotations
@@ -16,14 +17,17 @@ import subprocess
 import sys
 import textwrap
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import torch
 import yaml
 from omegaconf import OmegaConf
 
 from composer_tokacc.programs import load_config
-from composer_tokacc.programs.registry import check_sections
+from composer_tokacc.programs.run import check_config
 from tests.support.launch import ROOT
 
 __all__ = ['LANGUAGES', 'PAGES', 'Block', 'blocks_of', 'run_page']
@@ -38,7 +42,7 @@ LANGUAGES = ('python', 'bash', 'yaml')
 _FENCE = re.compile(
     r'^(?P<indent> *)```(?P<language>\S*)[^\n]*\n(?P<text>.*?)^(?P=indent)```$', re.DOTALL | re.MULTILINE
 )
-_MARK = re.compile(r'<!-- (not run|after): (.+?) -->\s*\Z', re.DOTALL)
+_MARK = re.compile(r'<!-- (not run|after|needs): ((?:(?!-->).)+) -->\s*\Z', re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -49,9 +53,16 @@ class Block:
     text: str
     line: int
     mark: str
-    """``not run``, ``after``, or nothing."""
+    """``not run``, ``after``, ``needs``, or nothing."""
     reason: str
     """Behind the mark."""
+
+    @property
+    def runs(self) -> bool:
+        """Whether it is run here."""
+        if self.language not in LANGUAGES or self.mark == 'not run':
+            return False
+        return self.mark != 'needs' or find_spec(self.reason) is not None
 
 
 def blocks_of(page: str) -> list[Block]:
@@ -71,7 +82,7 @@ def run_page(page: str, folder: Path) -> None:
     """Runs the blocks of a page in a folder, which they share, as they share their Python names."""
     names: dict[str, Any] = {'__name__': 'snippets'}
     for block in blocks_of(page):
-        if block.language not in LANGUAGES or block.mark == 'not run':
+        if not block.runs:
             continue
         if block.mark == 'after':
             _run_python((ROOT / block.reason).read_text(), block.reason, 1, names)
@@ -106,10 +117,14 @@ def _run_bash(block: Block, page: str, folder: Path) -> None:
 def _check_yaml(block: Block, folder: Path) -> None:
     """A part of a run's file is laid over one that is whole, and held to what the programs take."""
     given = yaml.safe_load(block.text)
-    whole = OmegaConf.load(ROOT / 'yamls' / 'llava_json.yaml')
+    file, data = ('llava_json', 'dataset.path=data.json')
+    if block.reason == 'streaming':
+        file, data = ('llava_streaming', 'dataset.local=null')
+    whole = OmegaConf.load(ROOT / 'yamls' / f'{file}.yaml')
     if 'size' in given.get('microbatching', {}):  # short for a name that the whole file has
         del whole['microbatching']['device_train_microbatch_size']
     whole = OmegaConf.merge(whole, OmegaConf.create(given))
     path = folder / 'snippet.yaml'
     OmegaConf.save(whole, path)
-    check_sections(load_config(path, ['dataset.path=data.json']))
+    with mock.patch.object(torch.cuda, 'is_available', return_value=True):  # pages speak to those who have a GPU
+        check_config(load_config(path, [data]), num_ranks=1)

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from tests.data.formats_page import page as formats_page
+from tests.matrix.subjects import SUBJECTS
+from tests.matrix.table import HEAD
 from tests.support.launch import ROOT
 
 
@@ -97,6 +99,13 @@ def test_what_the_algorithm_costs():
 def test_formats_are_those_of_the_tests():
     page = (ROOT / 'docs' / 'formats.md').read_text()
     assert page == formats_page(), 'python -m tests.data.formats_page > docs/formats.md'
+
+
+def test_every_family_of_the_matrix_has_its_row_and_is_counted():
+    families = (ROOT / 'docs' / 'families.md').read_text()
+    assert re.findall(r'^\| (\w+) \| (?:\d+ of \d+ )?(?:exact|refused)', families, re.MULTILINE) == list(SUBJECTS)
+    assert families.startswith(HEAD)
+    assert f'{len(SUBJECTS)} families\nand variants' in (ROOT / 'docs' / 'limits.md').read_text()
 
 
 def machines_of(found):

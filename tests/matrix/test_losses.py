@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 
 import pytest
-import torch
 
 from composer_tokacc import TokenAccumulation
 from tests.matrix.harness import measure, plain_gradients
@@ -74,16 +73,15 @@ def test_router_loss_changes_the_gradient():
 
 
 def test_random_empty_microbatches_of_a_fused_loss_send_no_nan():
-    subject = SUBJECTS['llama']
+    outcomes = []
     for seed in range(8):
-        rows = subject.batch(seed, side='right')
+        rows = SUBJECTS['llama'].batch(seed, side='right')
         empty = random.Random(seed).sample(range(len(rows['labels'])), 2)
         rows['labels'][empty] = -100
-        if (rows['labels'][:, 1:] == -100).all():
-            continue
-        outcome = measure(NativeModel('fused', logits='never'), rows, 1)
-        assert outcome.kind == 'exact', outcome
-        assert torch.isfinite(torch.tensor(outcome.error))
+        if (rows['labels'][:, 1:] != -100).any():
+            outcomes.append(measure(NativeModel('fused', logits='never'), rows, 1))
+    assert len(outcomes) > 4
+    assert all(outcome.kind == 'exact' for outcome in outcomes), list(map(str, outcomes))
 
 
 def test_configs_of_the_matrix_have_no_dropout():

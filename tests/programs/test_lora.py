@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from importlib.metadata import PackageNotFoundError
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -153,6 +156,26 @@ def test_four_bits_without_a_gpu_are_refused_before_anything_is_loaded(capsys):
     status = train_program.main([DIGITS, 'model.config=null', 'model.pretrained=no/such', 'model.lora={bits: 4}'])
     assert status == 2
     assert '`model.lora.bits` needs a GPU, got: none' in capsys.readouterr().err
+
+
+@pytest.mark.skipif(find_spec('bitsandbytes') is not None, reason='bitsandbytes is installed')
+@pytest.mark.parametrize('program', [train_program, size_program, verify_program])
+def test_four_bits_without_their_package_are_refused_in_one_line(program, pretrained, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    settings = ['model.config=null', f'model.pretrained={pretrained}', 'model.lora={bits: 4}', 'trainer.device=cpu']
+    assert program.main([DIGITS, *settings]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line == ('error: `model.lora.bits` needs the package bitsandbytes, got: none. pip install bitsandbytes')
+
+
+@pytest.mark.skipif(find_spec('optimum') is not None, reason='optimum is installed')
+def test_a_base_that_needs_a_package_which_is_not_there_is_refused(processor, pretrained):
+    """As for one in 4 bits where bitsandbytes is too old, transformers says so by an ImportError."""
+    path = Path(pretrained, 'config.json')
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, 'quantization_config': {'quant_method': 'gptq', 'bits': 4}}))
+    with pytest.raises(ValueError, match=r'must be what the installed packages can load, got: .*optimum'):
+        build_model(pretrained=pretrained, processor=processor, lora={'r': 4})
 
 
 def test_in_four_bits_are_the_language_models_layers_and_no_others(processor, monkeypatch):

@@ -223,19 +223,26 @@ def test_a_second_fit_goes_on_where_the_first_one_stopped(tmp_path):
     assert resumed['reads'] == num_reads(3, 9)
 
 
+# Of the session, as tests of other files lie between those of two and of four ranks.
+@pytest.fixture(scope='session')
+def eight_steps(tmp_path_factory):
+    """Of two ranks: the folder of their checkpoints, and what they saw."""
+    folder = tmp_path_factory.mktemp('eight_steps')
+    return folder, runs({'durations': ['8ba'], 'random': False, 'folder': str(folder)}, ranks=2)[0]
+
+
 @pytest.mark.slow
-def test_other_numbers_of_ranks_and_the_stock_sampler_go_on_with_the_same_steps(tmp_path):
-    run = {'durations': ['8ba'], 'random': False}
-    from_4 = {**run, 'load_path': f'{tmp_path}/ba4.pt'}
-    unbroken, stock = runs({**run, 'folder': str(tmp_path)}, {**from_4, 'stock': True}, ranks=2)
-    resumed = {'stock': stock, **{str(ranks): runs(from_4, ranks=ranks)[0] for ranks in (1, 4)}}
-    for name, other in resumed.items():
-        assert sorted(map(int, other['steps'])) == list(range(4, 8))
-        for step, seen in other['steps'].items():
-            expected = unbroken['steps'][step]
-            assert seen['samples'] == expected['samples'], (name, step)
-            assert seen['norm'] == pytest.approx(expected['norm'], rel=1e-4), (name, step)
-        assert other['reads'] == num_reads(0 if name == 'stock' else 4, 8)
+@pytest.mark.parametrize(('ranks', 'stock'), [(1, False), (2, True), (4, False)])
+def test_other_numbers_of_ranks_and_the_stock_sampler_go_on_with_the_same_steps(ranks, stock, eight_steps):
+    folder, unbroken = eight_steps
+    again = {'durations': ['8ba'], 'random': False, 'load_path': f'{folder}/ba4.pt', 'stock': stock}
+    (other,) = runs(again, ranks=ranks)
+    assert sorted(map(int, other['steps'])) == list(range(4, 8))
+    for step, seen in other['steps'].items():
+        expected = unbroken['steps'][step]
+        assert seen['samples'] == expected['samples'], step
+        assert seen['norm'] == pytest.approx(expected['norm'], rel=1e-4), step
+    assert other['reads'] == num_reads(0 if stock else 4, 8)
 
 
 @pytest.mark.slow

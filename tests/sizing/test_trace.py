@@ -144,20 +144,25 @@ def test_model_is_cast_without_converting_parameters_in_place(monkeypatch: pytes
     assert run.measure(made_up_sample(config, 10)).peaks['head']['weights'] == 0
 
 
-def llava_7b() -> LlavaConfig:
-    vision = {'hidden_size': 1024, 'intermediate_size': 4096, 'num_hidden_layers': 24, 'num_attention_heads': 16}
-    text = {'hidden_size': 4096, 'intermediate_size': 11008, 'num_hidden_layers': 32, 'num_attention_heads': 32}
+NUM_TEXT, NUM_VISION = 12, 9
+
+
+def wide_llava() -> LlavaConfig:
+    """LLaVA-1.5 7B with three eighths of its blocks; all of them are traced in docs/sizing.md and test_size.py."""
+    vision = {'hidden_size': 1024, 'intermediate_size': 4096, 'num_attention_heads': 16}
+    text = {'hidden_size': 4096, 'intermediate_size': 11008, 'num_attention_heads': 32}
     return LlavaConfig(
-        vision_config=CLIPVisionConfig(**vision, image_size=336, patch_size=14, projection_dim=768),
-        text_config=LlamaConfig(**text, vocab_size=32064, use_cache=False),
+        vision_config=CLIPVisionConfig(
+            **vision, num_hidden_layers=NUM_VISION, image_size=336, patch_size=14, projection_dim=768
+        ),
+        text_config=LlamaConfig(**text, num_hidden_layers=NUM_TEXT, vocab_size=32064, use_cache=False),
         image_token_index=32000,
     )
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)  # minutes of one core, more beside other tests
-def test_llava_of_seven_billion_weights_without_a_gpu() -> None:
-    config = llava_7b()
+def test_llava_of_billions_of_weights_without_a_gpu() -> None:
+    config = wide_llava()
     samples = [made_up_sample(config, 60), made_up_sample(config, 90, num_images=1)]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
@@ -170,13 +175,13 @@ def test_llava_of_seven_billion_weights_without_a_gpu() -> None:
     shape = BatchShape(rows=4, width=1024, image_tokens=4 * 576, pixel_bytes=4 * 3 * 336 * 336 * 4)
     terms = memory.terms(shape, num_ranks=8)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-    assert grown < 4 * GIB, 'the weights alone would be 26 GiB'
+    assert grown < 2 * GIB, 'the weights alone would be 11 GiB'
     assert memory.residual < LARGE_RESIDUAL
-    # 32 blocks, embeddings and head of Llama 7B; CLIP ViT-L/14 at 336 pixels; two layers between them.
+    # Blocks, embeddings and head of Llama 7B; CLIP ViT-L/14 at 336 pixels; two layers between them.
     block = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096
-    llama = 32 * block + 2 * 32064 * 4096 + 4096
+    llama = NUM_TEXT * block + 2 * 32064 * 4096 + 4096
     clip_block = 4 * (1024**2 + 1024) + 2 * 1024 * 4096 + 4096 + 1024 + 4 * 1024
-    clip = 24 * clip_block + 3 * 14 * 14 * 1024 + 1024 + 577 * 1024 + 4 * 1024
+    clip = NUM_VISION * clip_block + 3 * 14 * 14 * 1024 + 1024 + 577 * 1024 + 4 * 1024
     between = 1024 * 4096 + 4096 + 4096 * 4096 + 4096
     numbers = llama + clip + between
     assert memory.static.parameters == 4 * numbers
@@ -186,4 +191,4 @@ def test_llava_of_seven_billion_weights_without_a_gpu() -> None:
     assert memory.static.optimizer == pytest.approx(8 * (numbers - unreached), rel=1e-4)
     assert terms['parameters'] == pytest.approx(4 * numbers / 8)
     # Every block keeps its input, 4096 numbers a token, in the type that FSDP casts to; the rest is one block's own.
-    assert terms['text activations'] == pytest.approx(32 * 4096 * 2 * shape.tokens, rel=0.5)
+    assert terms['text activations'] == pytest.approx(NUM_TEXT * 4096 * 2 * shape.tokens, rel=0.5)
