@@ -244,7 +244,7 @@ def without_carried(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 def is_counted(batch: Any, loss_tokens: str | None = None) -> bool:
     """Whether the batch carries its counts; by the given rule, if one is given."""
-    rules = carried(batch).get('rule')
+    rules = batch.get(f'{CARRIED}rule') if isinstance(batch, Mapping) else None
     return rules is not None and (loss_tokens is None or set(rules) <= {loss_tokens})
 
 
@@ -393,16 +393,16 @@ def num_rows(batch: Mapping[str, Any]) -> int:
 
 def num_samples(batch: Mapping[str, Any]) -> int:
     """Samples of the dataset in the batch: its rows, but for added ones, and several in a packed row."""
-    facts = carried(batch)
-    return sum(facts['samples']) if 'samples' in facts else num_rows(batch)
+    samples = batch.get(f'{CARRIED}samples')
+    return num_rows(batch) if samples is None else sum(samples)
 
 
 def loss_weight(batch: Mapping[str, Any]) -> float:
     """Sum of the weights of the batch's loss-generating tokens: their number, where all weigh the same."""
-    facts = carried(batch)
-    return sum(facts.get('weights', facts['loss_tokens']))
+    weights = batch.get(f'{CARRIED}weights')
+    return num_loss_tokens(batch) if weights is None else sum(weights)
 
 
 def num_loss_tokens(batch: Mapping[str, Any]) -> int:
     """Loss-generating tokens that the batch carries."""
-    return sum(carried(batch)['loss_tokens'])
+    return sum(batch[f'{CARRIED}loss_tokens'])

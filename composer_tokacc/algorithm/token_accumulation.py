@@ -29,9 +29,9 @@ from composer_tokacc.counting import (
     LOSS_WEIGHTS,
     TOKEN_WEIGHTS,
     Batch,
-    carried,
     carry,
     check_rule,
+    is_counted,
     labels_of,
     loss_weight,
     num_loss_tokens,
@@ -279,11 +279,11 @@ class TokenAccumulation(Algorithm):
                 f'tokens, {sample_name(self._device_batch, 0)} among them. Mend `{LOSS_WEIGHTS}`, or leave '
                 'samples of no weight out of the data.'
             )
-        batch, is_counted = state.batch, bool(carried(state.batch))
+        batch, has_counts = state.batch, is_counted(state.batch)
         state.batch, self._weighing = without_carried(batch), None
-        if is_counted and self._is_empty(batch):
+        if has_counts and self._is_empty(batch):
             state.batch = with_one_label(state.batch)
-        elif is_counted and self.is_weighted:
+        elif has_counts and self.is_weighted:
             if LOSS_WEIGHTS not in batch:
                 raise RuntimeError(
                     f'Microbatches must carry the `{LOSS_WEIGHTS}` written at BATCH_START, got: {sorted(batch)}. A '
@@ -308,7 +308,7 @@ class TokenAccumulation(Algorithm):
         if self._num_steps == 0:
             self.loss_terms.check_coefficient(state.loss, state.outputs)
         state.loss = self.loss_terms.split(state.loss, state.outputs)
-        if carried(state.batch) and self._is_empty(state.batch):
+        if is_counted(state.batch) and self._is_empty(state.batch):
             state.loss = self.loss_terms.replace_empty(state.loss, attached_zero(state.outputs, state.loss))
 
     def _is_empty(self, batch: Batch) -> bool:
@@ -318,7 +318,7 @@ class TokenAccumulation(Algorithm):
         """BEFORE_BACKWARD: the last point where ``state.loss`` matters, so nothing may rescale it afterwards."""
         guard, batch = self._guard, state.batch
         assert guard is not None
-        if 'loss_tokens' not in carried(batch):
+        if not is_counted(batch):
             raise RuntimeError(
                 f'Microbatches must carry the counts written at BATCH_START ({CARRIED}...), got: {sorted(batch)}. '
                 'A custom `split_batch` or `microbatch_transforms` drops them; keep lists with one entry per row, or '
@@ -329,7 +329,7 @@ class TokenAccumulation(Algorithm):
             loss_weight=loss_weight(batch),
             num_samples=num_samples(batch),
             # Composer's own split makes microbatches of a fixed number of rows; ours says how many it made.
-            num_microbatches=next(iter(carried(batch).get('microbatches', ())), 0)
+            num_microbatches=next(iter(batch.get(f'{CARRIED}microbatches', ())), 0)
             or -(-guard.local_samples // int(state.device_train_microbatch_size or 1)),
             labelled={key: batch[key] for key in ('labels', 'attention_mask') if key in batch},
             step=guard,
