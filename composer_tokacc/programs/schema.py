@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 import psutil
 import torch
@@ -46,16 +46,6 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 Options = TypeVar('Options')
-
-
-if TYPE_CHECKING:
-    _CostSection = CostModel
-else:
-    # A frozen class inside of another one is read-only for OmegaConf 2.3, which Hydra keeps people at.
-    _CostSection = dataclasses.make_dataclass(
-        'CostModel',
-        [(one.name, get_type_hints(CostModel)[one.name], one.default) for one in dataclasses.fields(CostModel)],
-    )
 
 
 class ConfigError(ValueError):
@@ -166,7 +156,7 @@ class MicrobatchingConfig:
     packing: bool | str = False
     """String the rows of a microbatch into one without any padding, where the model tells the documents apart; or
     ``auto``: where that costs less as well."""
-    cost: _CostSection | None = None
+    cost: CostModel | None = None
     """``launch``, ``quadratic``, ``vision_per_patch``, ..., see :class:`.CostModel`, as ``size time_steps=true``
     measures them; null: those of a 7B model on a GPU, its vision tower without cost."""
     loss_tokens: str = 'auto'
@@ -188,6 +178,14 @@ class MicrobatchingConfig:
             raise ConfigError(f'{name} must be a number on CPU, got: auto. Composer can find it on GPUs only')
         if self.device_memory_gib is not None and not self.device_memory_gib > 0:
             raise ConfigError(f'`microbatching.device_memory_gib` must be positive, got: {self.device_memory_gib}')
+
+
+# A frozen class inside of another one is read-only for OmegaConf 2.3, which Hydra keeps people at: it is given a twin.
+_CostSection = dataclasses.make_dataclass(
+    'CostModel',
+    [(one.name, get_type_hints(CostModel)[one.name], one.default) for one in dataclasses.fields(CostModel)],
+)
+MicrobatchingConfig.__annotations__['cost'] = _CostSection | None
 
 
 @dataclass(kw_only=True)
