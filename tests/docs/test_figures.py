@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 
 from tests.data.formats_page import page as formats_page
-from tests.matrix.subjects import SUBJECTS
-from tests.matrix.table import HEAD
 from tests.support.launch import ROOT
 
 
@@ -102,6 +100,10 @@ def test_formats_are_those_of_the_tests():
 
 
 def test_every_family_of_the_matrix_has_its_row_and_is_counted():
+    pytest.importorskip('transformers.models.auto.auto_mappings', reason='the page is of transformers 5')
+    from tests.matrix.subjects import SUBJECTS
+    from tests.matrix.table import HEAD
+
     families = (ROOT / 'docs' / 'families.md').read_text()
     assert re.findall(r'^\| (\w+) \| (?:\d+ of \d+ )?(?:exact|refused)', families, re.MULTILINE) == list(SUBJECTS)
     assert families.startswith(HEAD)
