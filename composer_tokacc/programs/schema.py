@@ -185,6 +185,7 @@ _CostSection = dataclasses.make_dataclass(
     'CostModel',
     [(one.name, get_type_hints(CostModel)[one.name], one.default) for one in dataclasses.fields(CostModel)],
 )
+_CostSection.__module__ = CostModel.__module__
 MicrobatchingConfig.__annotations__['cost'] = _CostSection | None
 
 
