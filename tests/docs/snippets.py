@@ -3,10 +3,15 @@
 
 """Fenced blocks of the README and the site, run page by page in the order in which they are read.
 
-A block that cannot run says why in the line before it, ``<!-- not run: it needs a GPU -->``. One that leans on names
-that every reader has (``model``, ``train_dataloader``) names what defines them here,
-``<!-- after: tests/docs/names.py -->``. One that needs a package which is not in every environment runs where that is,
-``<!-- needs: streaming -->``.
+A mark in the line before a block changes that:
+
+``<!-- after: tests/docs/names.py -->``    it leans on names that every reader has (``model``), defined there
+``<!-- needs: streaming -->``              it runs where that package is
+``<!-- as in: docs/quickstart.md -->``     its commands are run by that page; its YAML lines stand in that file
+``<!-- dry run: needs a GPU -->``          its commands are read by the programs that they name, and go no further
+``<!-- not run: ... -->``                  not even that
+
+The reasons of the last two are those of ``REASONS``, no others.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ import re
 import subprocess
 import sys
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,11 +31,12 @@ import torch
 import yaml
 from omegaconf import OmegaConf
 
-from composer_tokacc.programs import load_config
+from composer_tokacc.programs import TrainConfig, load_config
 from composer_tokacc.programs.run import check_config
+from tests.docs.dry_run import commands_of, dry_run
 from tests.support.launch import ROOT
 
-__all__ = ['LANGUAGES', 'PAGES', 'Block', 'blocks_of', 'run_page']
+__all__ = ['LANGUAGES', 'PAGES', 'REASONS', 'Block', 'blocks_of', 'check_as_in', 'check_lines', 'run_page']
 
 PAGES = sorted(
     str(path.relative_to(ROOT))
@@ -42,7 +48,13 @@ LANGUAGES = ('python', 'bash', 'yaml')
 _FENCE = re.compile(
     r'^(?P<indent> *)```(?P<language>\S*)[^\n]*\n(?P<text>.*?)^(?P=indent)```$', re.DOTALL | re.MULTILINE
 )
-_MARK = re.compile(r'<!-- (not run|after|needs): ((?:(?!-->).)+) -->\s*\Z', re.DOTALL)
+REASONS = {
+    'dry run': ('needs a GPU', 'needs a checkpoint of the hub', 'installs', 'takes minutes'),
+    'not run': ('llm-foundry takes seven gigabytes',),
+}
+_COMMAND = re.compile(r'(\w+=\w+ )?(python -m|composer -n|make|pip|uv) \S')
+_OVERRIDE = re.compile(rf'({"|".join(field.name for field in fields(TrainConfig))})\.[\w.]+=\S')
+_MARK = re.compile(r'<!-- (not run|dry run|as in|after|needs): ((?:(?!-->).)+) -->\s*\Z', re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -53,14 +65,14 @@ class Block:
     text: str
     line: int
     mark: str
-    """``not run``, ``after``, ``needs``, or nothing."""
+    """``not run``, ``dry run``, ``as in``, ``after``, ``needs``, or nothing."""
     reason: str
     """Behind the mark."""
 
     @property
     def runs(self) -> bool:
         """Whether it is run here."""
-        if self.language not in LANGUAGES or self.mark == 'not run':
+        if self.language not in LANGUAGES or self.mark in ('not run', 'dry run', 'as in'):
             return False
         return self.mark != 'needs' or find_spec(self.reason) is not None
 
@@ -82,6 +94,8 @@ def run_page(page: str, folder: Path) -> None:
     """Runs the blocks of a page in a folder, which they share, as they share their Python names."""
     names: dict[str, Any] = {'__name__': 'snippets'}
     for block in blocks_of(page):
+        if block.mark == 'dry run':
+            dry_run(block.text)
         if not block.runs:
             continue
         if block.mark == 'after':
@@ -92,6 +106,33 @@ def run_page(page: str, folder: Path) -> None:
             _run_bash(block, page, folder)
         else:
             _check_yaml(block, folder)
+
+
+def check_as_in(block: Block) -> None:
+    """Asserts that every command of a block is run by a page that it names, or its YAML lines those of the file."""
+    if block.language == 'yaml':
+        lines, whole = yaml.safe_load(block.text), yaml.safe_load((ROOT / block.reason).read_text())
+        assert lines == {key: whole[key] for key in lines}
+        return
+    others = [other for page in block.reason.split() for other in blocks_of(page) if other.runs]
+    run = [command for other in others for command in commands_of(other.text)]
+    assert [command for command in commands_of(block.text) if command not in run] == []
+
+
+def check_lines(page: str) -> None:
+    """Dry runs of the commands within a page's lines, and of each ``section.key=value``, in the current folder."""
+    text = _FENCE.sub('', re.sub(r'<!--.*?-->', '', (ROOT / page).read_text(), flags=re.DOTALL))
+    for span in re.findall(r'`([^`]+)`', text if page != 'CHANGELOG.md' else ''):  # which names what is gone
+        command = ' '.join(span.split())
+        if _OVERRIDE.match(command):
+            file = 'llava_streaming' if page == 'docs/streaming.md' else 'llava_json'
+            command = f'python -m composer_tokacc.train yamls/{file}.yaml {command}'
+        if not _COMMAND.match(command) or '...' in command or ' W ' in command:
+            continue
+        for file, needed in (('llava_json', 'dataset.path=data.json'), ('llava_streaming', 'dataset.local=shards')):
+            if f'{file}.yaml' in command and needed.split('=')[0] not in command:
+                command += f' {needed}'
+        dry_run(command.replace(' run.yaml', ' yamls/digits.yaml'))
 
 
 def _run_python(text: str, path: str, line: int, names: dict[str, Any]) -> None:

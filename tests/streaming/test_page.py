@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip('streaming')
 
-from tests.docs.snippets import blocks_of, run_page
+from tests.docs.snippets import blocks_of, check_lines, run_page
 from tests.support.launch import ROOT
 from tests.support.llava_folder import write_llava_folder
 
@@ -23,3 +23,8 @@ def test_page_runs(tmp_path):
     (tmp_path / 'page' / 'yamls').symlink_to(ROOT / 'yamls')
     run_page(PAGE, tmp_path / 'page')
     assert (tmp_path / 'page' / 'runs' / 'llava_streaming' / 'result.json').exists()
+
+
+def test_commands_within_lines_exist(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    check_lines(PAGE)
