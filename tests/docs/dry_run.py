@@ -4,8 +4,8 @@
 """Commands as far as they go without work: each is read by what would run it, and no further.
 
 A program of this package reads its YAML file with the overrides and checks the config for as many ranks as the launcher
-is told; other modules read their arguments; ``make`` says what it would do; extras that ``pip`` is asked for are sought.
-So a target, program, file, key, value or extra that does not exist fails.
+is told; other modules read their arguments; ``make`` says what it would do; extras asked of ``pip`` must exist.
+So a target, program, file, key or value that does not exist fails.
 """
 
 from __future__ import annotations
