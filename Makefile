@@ -25,8 +25,9 @@ STAMP_FOUNDRY := $(VENV_FOUNDRY)/.installed
 VENV_RIVALS ?= .venv-rivals
 STAMP_RIVALS := $(VENV_RIVALS)/.installed
 
-# What other packages broke before; SLICE= for all tests.
-SLICE ?= tests/sizing tests/algorithm tests/data_spec tests/layout
+# What other packages broke before, and soonest; SLICE= for all tests.
+SLICE ?= tests/sizing/test_trace.py tests/algorithm tests/data_spec tests/layout tests/data/test_media_training.py \
+	tests/programs/test_models.py tests/programs/test_schema.py --ignore=tests/algorithm/test_token_weights.py
 
 # $(call install,FOLDER,WHAT): an environment, by uv, which takes seconds where pip takes minutes. Compiled at once, as where Python
 # may not write (PYTHONDONTWRITEBYTECODE) each process would compile torch and Transformers anew: 19 s instead of 5.

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 import resource
 import traceback
@@ -34,6 +35,11 @@ def fault_of_machine(error: BaseException | None) -> str:
             return (
                 f'the limit of open files (`ulimit -Hn`) must leave room for ranks and loader processes, got: {limit}. '
                 'Raise it, for example to 65536, or lower `loader.num_workers`'
+            )
+        if code == errno.EADDRINUSE or 'EADDRINUSE' in text:
+            return (
+                f'the port where the ranks meet must be free, got: {os.environ.get("MASTER_PORT", "")}, taken by '
+                'another program. Start again, or give the launcher one that is free: `composer --master_port PORT`'
             )
         frames = traceback.walk_tb(error.__traceback__)
         if 'DataLoader worker (pid' in text or (

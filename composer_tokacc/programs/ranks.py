@@ -58,7 +58,7 @@ class RankWatch:
         Returns:
             Whether a first rank says it, so that this one need not.
         """
-        if dist.get_world_size() == 1:
+        if dist.get_world_size() == 1 or not dist.is_initialized():
             return False
         text = f'{status} {message}'
         try:

@@ -34,7 +34,7 @@ from omegaconf import OmegaConf
 from composer_tokacc.programs import TrainConfig, load_config
 from composer_tokacc.programs.run import check_config
 from tests.docs.dry_run import commands_of, dry_run
-from tests.support.launch import ROOT
+from tests.support.launch import ROOT, environment
 
 __all__ = ['LANGUAGES', 'PAGES', 'REASONS', 'Block', 'blocks_of', 'check_as_in', 'check_lines', 'run_page']
 
@@ -141,15 +141,10 @@ def _run_python(text: str, path: str, line: int, names: dict[str, Any]) -> None:
 
 
 def _run_bash(block: Block, page: str, folder: Path) -> None:
-    environment = {
-        **os.environ,
-        'OMP_NUM_THREADS': '1',
-        'PATH': f'{Path(sys.executable).parent}{os.pathsep}{os.environ["PATH"]}',
-        'PYTHONPATH': str(ROOT),
-    }
+    path = f'{Path(sys.executable).parent}{os.pathsep}{os.environ["PATH"]}'
     done = subprocess.run(
-        ['bash', '-euo', 'pipefail', '-c', block.text], cwd=folder, env=environment, capture_output=True, text=True,
-        timeout=1200,
+        ['bash', '-euo', 'pipefail', '-c', block.text], cwd=folder, env={**environment(), 'PATH': path},
+        capture_output=True, text=True, timeout=1200,
     )  # fmt: skip
     told = f'{page}, line {block.line}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}'
     assert done.returncode == 0, told

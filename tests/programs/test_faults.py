@@ -9,9 +9,11 @@ import errno
 import os
 import resource
 import signal
+import socket
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 from torch.utils.data import DataLoader, Dataset
 
 from composer_tokacc.programs.faults import allow_open_files, fault_of_machine
@@ -61,3 +63,14 @@ def test_a_full_disk_is_told_from_other_errors():
     assert fault_of_machine(OSError(errno.EMFILE, 'Too many open files'))
     assert fault_of_machine(RuntimeError('something else')) == ''
     assert fault_of_machine(OSError(errno.ENOENT, 'No such file or directory')) == ''
+
+
+def test_a_port_that_another_program_has_taken_is_named(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(('', 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        monkeypatch.setenv('MASTER_PORT', str(port))
+        with pytest.raises(RuntimeError) as caught:
+            TCPStore('127.0.0.1', port, is_master=True)
+    assert f'must be free, got: {port}, taken by another program' in fault_of_machine(caught.value)

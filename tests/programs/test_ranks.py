@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.launch import ROOT
+from tests.support.launch import ROOT, environment
 from tests.support.programs import DIGITS, TINY_DIGITS
 
 pytestmark = pytest.mark.slow
@@ -30,9 +29,8 @@ def screen(folder: Path, ending: str, *overrides: str, **arguments: Any) -> tupl
         Path(sys.executable).with_name('composer'), '-n', '2', '-m', 'composer_tokacc.train', path,
         *TINY_DIGITS, f'report.folder={folder}', *overrides,
     ]  # fmt: skip
-    environment = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT)}
     done = subprocess.run(
-        list(map(str, command)), cwd=ROOT, env=environment, timeout=540, text=True, stdout=subprocess.PIPE,
+        list(map(str, command)), cwd=ROOT, env=environment(), timeout=540, text=True, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )  # fmt: skip
     return done.returncode, [line for line in done.stdout.splitlines() if line.strip()]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -24,9 +25,22 @@ MOST_STANDING = 4
 
 
 def environment() -> dict[str, str]:
-    """That of a launch: the package and the tests are found, and a rank keeps to one thread."""
+    """That of a launch: the package and the tests are found, a rank keeps to one thread, and no other has its port."""
     path = f'{ROOT}{os.pathsep}{os.environ.get("PYTHONPATH", "")}'
-    return {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': path}
+    return {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': path, 'MASTER_PORT': str(free_port())}
+
+
+def free_port() -> int:
+    """A port for ranks to meet at.
+
+    Not one that the system hands out, as Composer's launcher takes by itself: until rank 0 has loaded torch and listens
+    there, the system may have handed it to a run beside this one.
+    """
+    while True:
+        port = random.SystemRandom().randrange(12_000, 32_000)
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(('127.0.0.1', port))
+            return port
 
 
 def command(folder: str, arguments: Sequence[str], ranks: int) -> list[str]:
@@ -54,12 +68,9 @@ def launch(arguments: Sequence[str], *, ranks: int, timeout: float = 540) -> sub
 
 def launch_nodes(arguments: Sequence[str], *, nodes: int, ranks: int, timeout: float = 540) -> list[str]:
     """As many launchers on this machine as nodes, with so many ranks each; the screens of all, which must end well."""
-    with socket.socket() as free:
-        free.bind(('127.0.0.1', 0))
-        port = free.getsockname()[1]
     composer = Path(sys.executable).with_name('composer')
     common = [str(composer), '-n', str(ranks), '--world_size', str(nodes * ranks), '--master_addr', '127.0.0.1',
-              '--master_port', str(port)]  # fmt: skip
+              '--master_port', str(free_port())]  # fmt: skip
     started = [
         subprocess.Popen(
             [*common, '--node_rank', str(node), *arguments], cwd=ROOT, env=environment(), text=True,
