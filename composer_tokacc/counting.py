@@ -107,7 +107,11 @@ class TokenCounts:
 
 
 def check_rule(loss_tokens: str, *, allow_auto: bool = False) -> str:
-    """Returns the rule, or raises ValueError naming the valid ones."""
+    """The rule, if there is such a one; ``'auto'`` is one where it is allowed.
+
+    Raises:
+        ValueError: If not; names the valid ones.
+    """
     allowed = ('auto', *LOSS_RULES) if allow_auto else LOSS_RULES
     if loss_tokens not in allowed:
         raise ValueError(f'`loss_tokens` must be one of {allowed}, got: {loss_tokens!r}.')
@@ -115,7 +119,11 @@ def check_rule(loss_tokens: str, *, allow_auto: bool = False) -> str:
 
 
 def labels_of(batch: Any) -> torch.Tensor:
-    """The labels of a batch, ``(rows, width)``."""
+    """The labels of a batch, integers ``(rows, width)``.
+
+    Raises:
+        ValueError: If there are none, or they are of another shape or type.
+    """
     if not isinstance(batch, Mapping) or not isinstance(batch.get('labels'), torch.Tensor):
         got = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
         raise ValueError(
@@ -217,7 +225,7 @@ def count_tokens(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> Token
 
 
 def real_tokens(batch: Mapping[str, Any]) -> list[int]:
-    """Attended positions, by row."""
+    """Attended positions, by row; all of them where there is no ``attention_mask``."""
     text, mask = text_of(batch), batch.get('attention_mask')
     # The mask of another input (Whisper's frames) says nothing about labels.
     has_mask = mask is not None and mask.shape == text.shape
@@ -233,7 +241,7 @@ def carried(batch: Any) -> dict[str, list[Any]]:
 
 
 def with_carried(batch: Mapping[str, Any], **facts: Sequence[Any]) -> dict[str, Any]:
-    """The batch with lists of ours, one value per row each, in place of those of the same names."""
+    """The batch with lists of ours, one value per row each, in place of those of the same names: :data:`CARRIED`."""
     return {**batch, **{f'{CARRIED}{name}': list(values) for name, values in facts.items()}}
 
 

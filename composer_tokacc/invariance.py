@@ -160,6 +160,16 @@ def relative_error(found: Gradients, expected: Gradients) -> tuple[float, str]:
     """Relative error over all parameters, and which of them has the largest part in it.
 
     A gradient that is absent counts as zero.
+
+    Args:
+        found: Gradient of each parameter, by name.
+        expected: The same of the reference.
+
+    Returns:
+        ``|found - expected| / |expected|`` over all parameters together, and a line that names the parameter.
+
+    Raises:
+        ValueError: If the reference is zero everywhere.
     """
     none = torch.zeros(())
     squares, norm = {}, 0.0

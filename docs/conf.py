@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 from sphinx.ext.napoleon import GoogleDocstring
+from sphinx.util import logging
 
 import composer_tokacc
+from tests.public_api import MODULES
 
 project = 'composer_tokacc'
 copyright = '2026, composer_tokacc authors'
@@ -73,7 +76,17 @@ def _whole_text(docstring: Any) -> tuple[str, list[str]]:
 GoogleDocstring._consume_inline_attribute = _whole_text
 
 
+def _every_public_name_is_described(app: Any, env: Any) -> None:
+    """Constants and names of types have no docstring that autodoc would find: they are written on their pages."""
+    described = {name.rpartition('.')[2] for name in env.get_domain('py').objects}
+    for room in MODULES:
+        module = import_module('.'.join(filter(None, ('composer_tokacc', room))))
+        for name in sorted(set(module.__all__) - described):
+            logging.getLogger(__name__).warning('%s.%s is on no page of the API reference', module.__name__, name)
+
+
 def setup(app: Any) -> None:
     """Sphinx's hook."""
     app.connect('autodoc-skip-member', _skip_twice_listed)
     app.connect('autodoc-process-docstring', _help_as_it_stands)
+    app.connect('env-check-consistency', _every_public_name_is_described)

@@ -35,7 +35,13 @@ def token_weight(num_tokens: float, step_tokens: float, *, world_size: int = 1) 
 
 
 def sample_weight(num_samples: int, step_samples: int, *, world_size: int = 1) -> float:
-    """What a microbatch's mean loss weighs in Composer, ``W n / N``: the arguments are samples in place of tokens."""
+    """What a microbatch's mean loss weighs in Composer, ``W n / N``: ``token_weight`` with samples for tokens.
+
+    Args:
+        num_samples: Samples of the microbatch, n.
+        step_samples: Samples of the step, over all microbatches and ranks, N.
+        world_size: Ranks, W.
+    """
     return token_weight(num_samples, step_samples, world_size=world_size)
 
 

@@ -190,6 +190,13 @@ def lower_bound(rows: Rows, num_ranks: int) -> float:
     """Time that no plan can beat: ``max(sum cost / num_ranks, max cost)`` with zero padding.
 
     Launches are counted as often as any plan needs them: once a rank, and as often as the budgets must be filled.
+
+    Args:
+        rows: One global batch with its budgets and cost model.
+        num_ranks: Ranks that share it.
+
+    Returns:
+        In units of the cost model: the time of one token of text.
     """
     cost, images = rows.cost, rows.image_tokens
     prices = cost.rows(rows.lengths) + rows.vision_cost

@@ -59,7 +59,11 @@ class _Piece(NamedTuple):
 
 
 def draw_batches(num_samples: int, global_batch_size: int, *, num_batches: int, seed: int = 0) -> list[np.ndarray]:
-    """Global batches of an epoch in random order, at most `num_batches`; the last, smaller one is left out."""
+    """Global batches of an epoch in random order, at most `num_batches`; the last, smaller one is left out.
+
+    Returns:
+        Indices of the samples of each, ``(global_batch_size,)``; of all samples, where they are fewer than one batch.
+    """
     order = np.random.default_rng(seed).permutation(num_samples)
     if num_samples < global_batch_size:
         return [order]
