@@ -296,7 +296,10 @@ class FileSource:
             # It reads all samples to know the bad ones, and so measures them for the sampler too.
             patch_size = _patch_size(self.config, processor)
             arguments = {'lengths_folder': self.config.loader.lengths_folder, 'patch_size': patch_size, **arguments}
-        return cls(processor=processor, **arguments)
+        try:
+            return cls(processor=processor, **arguments)
+        except ImportError as error:
+            raise ConfigError(f'`dataset.name` {part["name"]} needs a package more, got: {error}') from error
 
 
 class ShardSource:

@@ -30,8 +30,14 @@ def load_scans() -> tuple[np.ndarray, np.ndarray]:
 
     Returns:
         Pixels, uint8 of shape ``(1797, 8, 8)``, and the digit each one shows, of shape ``(1797,)``.
+
+    Raises:
+        ImportError: Without scikit-learn; says what to install.
     """
-    from sklearn.datasets import load_digits
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise ImportError("the scans need scikit-learn: pip install 'composer_tokacc[demo]'") from error
 
     pixels, digits = load_digits(return_X_y=True)
     return (pixels.reshape(-1, 8, 8) * (255 / 16)).round().astype(np.uint8), digits

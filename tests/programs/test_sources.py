@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from composer_tokacc.programs import ConfigError, load_config
 from composer_tokacc.programs.run import check_config
 from composer_tokacc.programs.sources import build_dataset, build_loader, build_processor, source_of
 from composer_tokacc.sampling import RegroupingDataLoader
+from examples.digits.dataset import load_scans, split_scans
 from tests.support.launch import ROOT
 
 
@@ -94,6 +96,14 @@ def test_image_cap_of_the_config_is_that_of_the_plans_and_of_the_split(tmp_path)
     ]
     assert most[0] > cap >= most[1] > 0
     assert capped.split_batch.__self__._split.options.max_image_tokens == cap
+
+
+def test_a_package_that_a_dataset_lacks_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, 'sklearn.datasets', None)  # as where scikit-learn is not installed
+    load_scans.cache_clear()
+    split_scans.cache_clear()
+    with pytest.raises(ConfigError, match=r"examples.digits.DigitsDataset needs .* install 'composer_tokacc\[demo\]'"):
+        build(tmp_path)
 
 
 def test_held_out_set_and_ordered_rows_use_the_stock_sampler(tmp_path):
