@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Real tokens per second of the same steps, cut in seven ways: one process, one memory cap, the same rows.
+"""Real tokens per second of the same steps, cut in six ways: one process, one memory cap, the same rows.
 
     python -m benchmarks.throughput [--lengths DIR] [--sets 'NAME SIZE' ...] [--rounds 5] [--quick]
 

@@ -62,6 +62,17 @@ def test_throughput(beginning, found, batch):
     ]  # fmt: skip
 
 
+def test_throughput_where_nothing_is_padded():
+    [case] = [case for case in results('throughput')['results'] if case['set'] == 'no padding']
+    by_name = {method['method']: method for method in case['methods']}
+    names = ('stock Composer', 'Hugging Face style, padded per microbatch', 'token_data_spec')
+    expected = [f'{by_name[name]["against_stock"]:.2f}' for name in names]
+    expected.append(f'{by_name["token_data_spec"]["share_of_bound"]:.2f}')
+    assert row_of('docs/benchmarks.md', 'all rows of equal length')[1:] == expected
+    lost = f'{1 - by_name["token_data_spec"]["against_stock"]:.0%}'.replace('%', ' %')
+    assert f'cost about {lost} of a step' in (ROOT / 'docs' / 'limits.md').read_text()
+
+
 @pytest.mark.parametrize(('ranks', 'samples'), [(8, 16), (64, 32), (512, 32), (4096, 32)])
 def test_balance_of_the_ranks(ranks, samples):
     found = {
@@ -75,6 +86,16 @@ def test_balance_of_the_ranks(ranks, samples):
     assert row_of('docs/benchmarks.md', f'{ranks:,} x {samples}')[1:] == [
         *imbalance, f'{ours["slowest / mean"]:.3f}', f'{ours["times stock"]:.2f}x', f'{ours["share of bound"]:.2f}',
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(('samples', 'ranks'), [(1024, 64), (256, 8)])
+def test_milliseconds_of_a_plan(samples, ranks):
+    latency = results('planning')['latency']
+    found = [case['median_ms'] for case in latency if (case['samples'], case['ranks']) == (samples, ranks)]
+    text = ' '.join((ROOT / 'docs' / 'benchmarks.md').read_text().split())
+    assert re.search(
+        rf'{samples:,}( samples)? on {ranks} ranks (is planned )?in {min(found):.1f} to {max(found):.1f} ms', text
+    )
 
 
 @pytest.mark.parametrize('family', ['LLaVA-1.5', 'LLaVA-NeXT', 'Qwen2.5-VL', 'Idefics3'])
