@@ -136,6 +136,19 @@ def test_commands_within_lines_exist(page, monkeypatch):
     check_lines(page)
 
 
+@pytest.mark.parametrize('file', sorted(path.name for path in ROOT.glob('yamls/*.yaml')))
+def test_commands_at_the_head_of_a_yaml_file_are_taken(file, monkeypatch):
+    if file == 'llava_streaming.yaml':
+        pytest.importorskip('streaming')
+    monkeypatch.chdir(ROOT)
+    lines = (ROOT / 'yamls' / file).read_text().splitlines()
+    text = '\n'.join(line.removeprefix('#') for line in lines if line.startswith('#'))
+    commands = re.findall(r'^ +(composer (?:[^\n\\\[]|\\\n)+)', text, re.MULTILINE)
+    assert commands
+    for command in commands:
+        dry_run(command)
+
+
 def _anchors(text: str) -> set[str]:
     """Of headings, as GitHub and MyST make them."""
     headings = re.findall(r'^#+ (.+)$', text, re.MULTILINE)
