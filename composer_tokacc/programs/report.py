@@ -41,7 +41,7 @@ class FinishedRun:
     """What a function under ``report.name`` gets, on rank 0; it returns lines of the summary, words and figure."""
 
     result: dict[str, Any]
-    """From :func:`summarize`; what is added to it goes to ``result.json``."""
+    """Figures of the run; what is added to them goes to ``result.json``."""
     history: InMemoryLogger
     model: HuggingFaceModel
     eval_dataset: Any
