@@ -83,6 +83,9 @@ def run_program(
         num_ranks: Ranks that the run is planned for; None: those of this launch.
         trains: Whether it trains here and now, so that this machine must be able to.
     """
+    if not gc.isenabled():  # by the program that this process is of: what it has loaded is never garbage
+        gc.freeze()
+        gc.enable()
     # Python's end looks through all that Composer and Transformers hold, again and again: 8 s of nothing on the screen.
     atexit.register(gc.freeze)
     try:

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from composer_tokacc.algorithm.filler_rows import repeated_rows
 from composer_tokacc.planning import CostModel
-from composer_tokacc.sampling.share import LoadPlanner, RankShare
+from composer_tokacc.sampling.rank_share import LoadPlanner, RankShare
 
 __all__ = ['ExchangingDataLoader', 'SampleExchange', 'pack', 'unpack']
 

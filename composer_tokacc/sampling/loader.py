@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from composer_tokacc.layout import ReadyBatch
+from composer_tokacc.sampling.rank_share import RankShare
 from composer_tokacc.sampling.sampler import RegroupingBatchSampler
-from composer_tokacc.sampling.share import RankShare
 
 __all__ = ['RegroupingDataLoader', 'SkippedBatch']
 

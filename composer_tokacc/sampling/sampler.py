@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from composer_tokacc.planning import CostModel, MicrobatchPlan
 from composer_tokacc.sampling.mixture import Mixture, mixed_batches
-from composer_tokacc.sampling.share import LoadPlanner, RankShare
+from composer_tokacc.sampling.rank_share import LoadPlanner, RankShare
 
 __all__ = ['RegroupingBatchSampler', 'map_ahead']
 
