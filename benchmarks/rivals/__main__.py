@@ -37,7 +37,7 @@ from benchmarks.rivals.contenders import CONTENDERS
 from benchmarks.rivals.curves import NAMES
 from benchmarks.rivals.data import MODELS, SETS, Sizes
 from benchmarks.rivals.exactness import SUBJECTS
-from benchmarks.rivals.report import DOCUMENT, RESULTS, picture, write
+from benchmarks.rivals.report import DOCUMENT, README, RESULTS, picture, with_overview, write
 
 PARTS = ('speed', 'exactness', 'curves', 'stalls', 'report')
 PACKAGES = (
@@ -177,6 +177,8 @@ def main() -> None:
         keep(file, 'longer', launch('curves', 1, plan))
     results = json.loads(file.read_text())
     given.document.write_text(write(results))
+    if given.results == RESULTS:
+        README.write_text(with_overview(README.read_text(), results))
     if 'curves' in results.get('longer', {}):
         picture(results['longer'], file.with_suffix('.png'))
     print(f'{file}, {given.document}')

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from benchmarks.rivals.names import CONTENDER_TITLES, OURS, TRAINER_TITLES
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / 'benchmarks' / 'results' / 'rivals.json'
+README = ROOT / 'README.md'
 DOCUMENT = ROOT / 'docs' / 'rivals.md'
 SHOWN = 'lognormal 0.9'
 EXACT = 2e-6
@@ -155,6 +157,11 @@ def overview(results: Row) -> str:
         ])  # fmt: skip
     columns = [f'{_model(model)}, {ranks} rank{"s" * (ranks > 1)}' for model, ranks, _ in groups]
     return table(['', 'samples of a step', 'first gradient', *columns], body)
+
+
+def with_overview(readme: str, results: Row) -> str:
+    """The README with the table of these results in place of the one that it has."""
+    return re.sub(r'\|  \| samples of a step \|.*?\n(?=\n)', lambda _: overview(results), readme, flags=re.DOTALL)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -22,6 +22,7 @@ from benchmarks.rivals.probe import watched
 from composer_tokacc import plan_microbatches, verify_invariance
 from composer_tokacc.invariance import relative_error
 from composer_tokacc.planning import CostModel
+from tests.support.launch import ROOT
 from tests.support.text import text_model, text_rows
 
 if transformers.__version__.startswith('4.'):
@@ -41,6 +42,12 @@ def small_samples(**changes):
 
 def test_the_page_is_what_the_results_file_says():
     assert report.DOCUMENT.read_text() == report.write(report.read()), 'run: python -m benchmarks.rivals report'
+
+
+def test_the_readme_shows_the_results_file():
+    readme = (ROOT / 'README.md').read_text()
+    assert report.overview(report.read()) in readme
+    assert readme == report.with_overview(readme, report.read()), 'run: python -m benchmarks.rivals report'
 
 
 def test_results_have_a_title_for_every_row_and_settings_for_every_cell():
