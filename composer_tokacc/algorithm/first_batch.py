@@ -11,7 +11,9 @@ cut them, and the losses of all their tokens must agree to round-off.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +25,15 @@ import torch
 from composer.utils import dist
 from torch.distributed.tensor import DTensor
 
-from composer_tokacc.algorithm.probe import Answer, Probe, confirm_in_training, find_loss_rule, token_losses, tolerance
+from composer_tokacc.algorithm.probe import (
+    Answer,
+    Probe,
+    confirm_in_training,
+    find_loss_rule,
+    token_losses,
+    tolerance,
+    tolerance_besides,
+)
 from composer_tokacc.counting import (
     IGNORE_INDEX,
     LOSS_WEIGHTS,
@@ -54,6 +64,9 @@ MORE_COLUMNS = 256
 MAX_ROWS = 6
 """Rows of a check at the most. Without gradients a row takes about half of the memory that it takes in training, so a
 microbatch of k rows leaves room for 2 k; at least four are needed to show the ways in which rows differ."""
+
+LARGE_LOGITS = 4.0
+"""Standard deviation of logits with which a few tokens of a vocabulary stand out, and losses stay small."""
 
 ROUTER_REMEDY = (
     'Name what it is multiplied by in `router_aux_loss_coef` of its config, or set `output_router_logits=False` there, '
@@ -368,12 +381,12 @@ def _documents_of(packed: Batch) -> torch.Tensor:
 
 
 def _with_unequal_row(layout: BatchLayout, rows: dict[str, Any], rule: str) -> dict[str, Any]:
-    """Rows of equally many labels get one of fewer or more beside them.
+    """Rows of nearly as many labels get one of fewer or more beside them.
 
     Among rows of equally many tokens a mean of the rows' means is a mean over tokens, and the formula proves nothing.
     """
     counts = loss_mask(rows, rule).sum(dim=1).tolist()
-    if len(set(counts)) > 1:
+    if max(counts) >= 2 * min(counts) and max(counts) > min(counts):
         return rows
     lengths = layout.lengths(rows)
     copied = layout.select(rows, [*range(len(counts)), min(range(len(counts)), key=lambda row: lengths[row] < 4)])
@@ -399,6 +412,13 @@ def _telling_row(rows: Batch, media: Sequence[int]) -> int:
     """A row with enough labels to tell the rules apart; with media if it can be, as some models take no other."""
     counts = (labels_of(rows)[:, 1:] != IGNORE_INDEX).sum(dim=1).tolist()
     return min(range(len(counts)), key=lambda row: (counts[row] < 2, counts[row] < 4, not media[row]))
+
+
+def _unlike_factors(logits: torch.Tensor | None) -> tuple[float, float]:
+    """What rows are multiplied by to differ: for nearly equal logits, and for some that stand out."""
+    size = 0.5 if logits is None else logits.float().std().nan_to_num(nan=0.0).item()
+    high = 2.0 ** round(math.log2(LARGE_LOGITS / min(max(size, 1e-3), 1e3)))
+    return high / 16, high
 
 
 class _Rows:
@@ -449,13 +469,16 @@ class _Rows:
         if split is not None and split.packing:
             try:
                 self._prove_packed(split)
-                return split.rules
             except RuntimeError as error:
                 split.attend_as_before()
                 if split.must_pack:
                     raise
                 log.info('Rows are padded: %s', error)
                 split.packing = False
+            else:
+                if self._check_loss and sum(self._counted):
+                    self._check_unlike_rows(None, split.rules)  # padded, as a packed row is one row
+                return split.rules
         failure = None
         for rules in self._candidates(split):
             failure = self._failure(lambda row, rules=rules: self._cut(split, [row], rules))
@@ -606,30 +629,71 @@ class _Rows:
                 f"The terms that `loss_units` calls 'samples' must be means over samples, got: {by_sample:.6f} for "
                 f'{self._count} rows together, and {mean:.6f} as the mean of the rows one by one. Give their own unit.'
             )
-        self._check_training_mode(split, rules)
+        self._check_unlike_rows(split, rules)
 
-    def _check_training_mode(self, split: MicrobatchSplit | None, rules: CutRules) -> None:
-        """The same in training mode: the row of most tokens and all others, so that rows and tokens weigh unlike."""
-        together = self._probe.training_loss(self._on_device(self._rows))
-        if together is None:
+    def _check_unlike_rows(self, split: MicrobatchSplit | None, rules: CutRules) -> None:
+        """The same in training mode, of rows made unlike: the row of most tokens, and all others together.
+
+        Rows and tokens then weigh unlike, and no term is so much the same in all rows that its weight does not show:
+        fresh weights give each position nearly the same entropy.
+        """
+        probe, everything = self._probe, list(range(self._count))
+        rows = self._on_device(self._rows)
+        is_random = probe.is_random_in_training(rows)
+        if is_random:
             log.info('The loss is random in training even without dropout, so it was looked at in evaluation only.')
-            return
-        first = max(range(self._count), key=self._counted.__getitem__)
-        groups = [[first], [row for row in range(self._count) if row != first]]
-        groups = [group for group in groups if group]
-        cuts = [self._cut(split, group, rules) for group in groups]
-        losses = [self._probe.training_loss(self._on_device(cut), twice=False) for cut in cuts]
+        first = max(everything, key=self._counted.__getitem__)
+        groups = [group for group in ([first], [row for row in everything if row != first]) if group]
+        low, high = _unlike_factors(self._together.logits)
+
+        def ask(group: list[int], batch: Batch) -> tuple[Answer, float | None]:
+            with probe.unlike_rows(batch, self._together, [low if row == first else high for row in group]):
+                answer = probe.ask(batch)
+            return answer, probe.besides(batch, self._rule, answer)
+
+        with contextlib.nullcontext() if is_random else probe.in_training():
+            together, besides = ask(everything, rows)
+            with probe.rounded_otherwise():
+                moved, besides_moved = ask(everything, rows)
+            parts = [ask(group, self._on_device(self._cut(split, group, rules))) for group in groups]
         counts = [sum(self._weight_of_rows[row] for row in group) for group in groups]
-        self._compare_mean(together, [loss or 0.0 for loss in losses], counts, how=' in training mode')
+        noise = max(self._noise, abs(moved.own - together.own))
+        self._compare_mean(
+            together.own,
+            [part.own for part, _ in parts],
+            counts,
+            noise=noise,
+            how=' in training mode' * (not is_random),
+        )
+        found = [besides_part or 0.0 for _, besides_part in parts]
+        if besides is None or besides_moved is None:
+            return
+        mean = sum(one * count for one, count in zip(found, counts, strict=True)) / sum(counts)
+        if abs(mean - besides) > tolerance_besides(together, abs(besides_moved - besides)):
+            raise RuntimeError(
+                "The model's own loss must be the mean over its loss-generating tokens, got: a term besides their "
+                f'cross-entropy that is {besides:.8f} for {self._count} rows together, and {mean:.8f} as the mean of '
+                'its parts. It is a mean over other positions (prompts, padding) or over rows. Take it over the '
+                'positions whose labels count, return the terms as a dict and name the unit of each in `loss_units`, '
+                'or leave it out.'
+            )
 
-    def _agree(self, found: float, expected: float) -> bool:
+    def _agree(self, found: float, expected: float, noise: float | None = None) -> bool:
         """Whether two losses are the same but for round-off; NaN agrees with nothing."""
-        return abs(found - expected) <= tolerance(abs(expected), self._noise)
+        return abs(found - expected) <= tolerance(abs(expected), self._noise if noise is None else noise)
 
-    def _compare_mean(self, own: float, owns: Sequence[float], counts: Sequence[float], how: str = '') -> None:
+    def _compare_mean(
+        self,
+        own: float,
+        owns: Sequence[float],
+        counts: Sequence[float],
+        *,
+        noise: float | None = None,
+        how: str = '',
+    ) -> None:
         weighted = [loss * n for loss, n in zip(owns, counts, strict=True) if n]
         mean = sum(weighted) / sum(counts)
-        if self._agree(mean, own):
+        if self._agree(mean, own, noise):
             return
         hint = (
             f'The model adds the load-balancing loss of its router, a statistic of the microbatch. {ROUTER_REMEDY}'

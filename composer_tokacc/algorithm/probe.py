@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,7 @@ class Answer:
         by_sample: The terms of its loss that are declared as means over samples.
         has_router_loss: Whether it returns the load-balancing loss of a mixture of experts as well.
         weighted: The weighted mean of its tokens' losses, as they were when they were weighed; None: none were.
+        eps: Machine epsilon of the loss as the model returned it.
     """
 
     own: float
@@ -53,6 +54,7 @@ class Answer:
     by_sample: float | None = None
     has_router_loss: bool = False
     weighted: float | None = None
+    eps: float = torch.finfo(torch.float32).eps
 
 
 class Probe:
@@ -81,6 +83,7 @@ class Probe:
         self.model = model
         self._precision = precision
         self._asks_in_training = False
+        self._last_layer: torch.nn.Module | None = None
         self.weighing_rule: str | None = None
         """The rule of the labels, once batches with ``loss_weights`` are to be weighed by them."""
         parameter = next(model.parameters(), None)
@@ -119,15 +122,15 @@ class Probe:
         finally:
             self._asks_in_training = False
 
-    def training_loss(self, batch: Batch, *, twice: bool = True) -> float | None:
-        """The model's own loss in training mode, but for dropout; None where, asked twice, it is random even so."""
+    def is_random_in_training(self, batch: Batch) -> bool:
+        """Whether the model's own loss differs, asked twice in training mode, even without dropout."""
         full = torch.autocast(self._device_type, enabled=False)
         losses = []
         with torch.no_grad(), _undisturbed(self.model, training=True), torch.compiler.set_stance('force_eager'):
-            for seed in range(1 + twice):
+            for seed in range(2):
                 torch.manual_seed(seed)
                 losses.append(self._answer(batch, full if self._in_full else self._precision()).own)
-        return losses[0] if losses[0] == losses[-1] else None
+        return losses[0] != losses[1]
 
     def _in_full_precision(self, batch: Batch) -> Answer | None:
         """None where a kernel knows half precision only, as flash attention does."""
@@ -141,16 +144,17 @@ class Probe:
         batch, weighing = self._weighed(batch)
         with precision:
             outputs = self._forward(dict(batch))
-            own = self._loss(outputs, dict(batch)).float().mean().item()
+            loss = self._loss(outputs, dict(batch))
             by_sample = self._sample_loss(outputs, dict(batch))
         if weighing is not None:
             weighing.check_used()
         return Answer(
-            own=own,
+            own=loss.float().mean().item(),
             logits=logits_of(outputs),
             by_sample=None if by_sample is None else by_sample.item(),
             has_router_loss=router_loss_of(outputs) is not None,
             weighted=None if weighing is None else weighing.mean.item(),
+            eps=torch.finfo(loss.dtype).eps,
         )
 
     def _weighed(self, batch: Batch) -> tuple[Batch, Weighing | None]:
@@ -193,12 +197,31 @@ class Probe:
         with _hooked(_leaves(self.model), scale):
             yield
 
-    def noise(self, batch: Batch, rule: str, answer: Answer) -> float:
-        """How far one rounding at every layer moves a token's loss (the whole loss, where the model gives no logits).
+    @contextlib.contextmanager
+    def unlike_rows(self, batch: Batch, answer: Answer, factors: Sequence[float]) -> Iterator[None]:
+        """Answers as of rows that differ more: their logits, or what goes into a fused loss, times a factor of each.
 
-        Every layer's output is moved by its last digit, up or down. Running the same rows in another order or number
-        would not do: kernels then make the very same sums, and the difference is 0.
+        Args:
+            batch: The rows, of which :meth:`noise` was asked before.
+            answer: Any answer, with or without logits.
+            factors: One a row; rows behind these stay.
         """
+        rows, vocabulary = labels_of(batch).shape[0], None if answer.logits is None else answer.logits.shape[-1]
+        factor = torch.tensor([*factors, *[1.0] * (rows - len(factors))])[:, None, None]
+
+        def scale(module: torch.nn.Module, args: Any, output: Any) -> Any:
+            if not _is_of_positions(output, batch) or (
+                output.shape[-1] != vocabulary and module is not self._last_layer
+            ):
+                return output
+            return output * factor.to(output)
+
+        with _hooked(_leaves(self.model), scale):
+            yield
+
+    @contextlib.contextmanager
+    def rounded_otherwise(self) -> Iterator[None]:
+        """Answers with every layer's output moved by its last digit, up or down."""
         generators: dict[torch.device, torch.Generator] = {}
 
         def move(module: torch.nn.Module, args: Any, output: Any) -> Any:
@@ -211,16 +234,47 @@ class Probe:
             return output * torch.where(up, 1 + eps, 1 - eps).to(output.dtype)
 
         with _hooked(_leaves(self.model), move):
+            yield
+
+    def noise(self, batch: Batch, rule: str, answer: Answer) -> float:
+        """How far one rounding at every layer moves a token's loss (the whole loss, where the model gives no logits).
+
+        Running the same rows in another order or number would not do: kernels then make the very same sums, and the
+        difference is 0.
+        """
+
+        def note(module: torch.nn.Module, args: Any, output: Any) -> None:
+            if _is_of_positions(output, batch):
+                self._last_layer = module
+
+        with self.rounded_otherwise(), _hooked(_leaves(self.model), note):
             moved = self.ask(batch)
         if answer.logits is None or moved.logits is None:
             return abs(moved.own - answer.own)
         difference = token_losses(moved.logits, batch, rule) - token_losses(answer.logits, batch, rule)
         return difference.abs().max().item() if len(difference) else 0.0
 
+    def besides(self, batch: Batch, rule: str, answer: Answer) -> float | None:
+        """What the model's own loss holds besides the mean of its tokens' cross-entropies, of the very same logits.
+
+        The round-off of all layers is in both, and so in neither: a term of a millionth of the loss shows. None: the
+        model gives no logits, or no token is counted.
+        """
+        if answer.weighted is not None:
+            return answer.own - answer.weighted
+        if answer.logits is None or not len(losses := token_losses(answer.logits, batch, rule)):
+            return None
+        return answer.own - losses.double().mean().item()
+
 
 def tolerance(size: float, noise: float) -> float:
     """By how much two losses of about ``size`` may differ and be the same."""
     return NOISE_FACTOR * noise + FLOOR * (1 + abs(size))
+
+
+def tolerance_besides(answer: Answer, noise: float) -> float:
+    """By how much :meth:`Probe.besides` may differ and be the same: sums of a loss are rounded, layers are not seen."""
+    return NOISE_FACTOR * (noise + answer.eps * (1 + abs(answer.own)))
 
 
 def logits_of(outputs: Any) -> torch.Tensor | None:
@@ -322,7 +376,7 @@ def confirm_in_training(probe: Probe, row: Batch, rule: str) -> None:
     with probe.in_training():
         first = probe.ask(row)
         # Random even without dropout: no two answers could be compared.
-        if first.logits is not None or probe.training_loss(row) is None:
+        if first.logits is not None or probe.is_random_in_training(row):
             return
         found = _rule_from_losses(probe, row, '')
     if rule not in found:
@@ -448,6 +502,13 @@ def _check_width(logits: torch.Tensor, batch: Batch) -> None:
             f'{tuple(labels.shape)}. The model expands or truncates the sequence inside forward, so a count of the '
             "batch's labels is not its own. Expand image placeholders in the processor instead (transformers >= 4.51)."
         )
+
+
+def _is_of_positions(output: Any, batch: Batch) -> bool:
+    """Whether a layer's output has a vector for every position of the labels."""
+    if not isinstance(output, torch.Tensor) or not output.dtype.is_floating_point or output.dim() != 3:
+        return False
+    return output.shape[:2] == labels_of(batch).shape
 
 
 def _leaves(model: torch.nn.Module) -> list[torch.nn.Module]:
