@@ -43,8 +43,9 @@ from composer_tokacc.counting import (
     num_rows,
     sample_name,
     without_carried,
+    without_stop,
 )
-from composer_tokacc.layout import BatchLayout, ReadyBatch
+from composer_tokacc.layout import BatchLayout, ReadyBatch, microbatches_of
 from composer_tokacc.layout.families import UNITS
 
 if TYPE_CHECKING:
@@ -201,6 +202,8 @@ class FirstBatchCheck:
         self.was_run = False
         self.is_plain = check_loss
         """Whether the model's own loss is the mean of its tokens' cross-entropies: not so with label smoothing, say."""
+        self.vocabulary: int | None = None
+        """Ids that a label may have, by the model's logits."""
 
     def is_new(self, kinds: Sequence[int]) -> bool:
         """Whether any of the kinds was not looked at yet."""
@@ -230,7 +233,14 @@ class FirstBatchCheck:
             new = [bool(kind and not seen) for kind, seen in zip(present, self._proven, strict=True)]
             wanted = [int(kind and is_new) for kind, is_new in zip(kinds, new, strict=True)]
             packed = split is not None and split.packing
-            rules, shown = self.run(batch, split, wanted)
+            try:
+                rules, shown = self.run(batch, split, wanted)
+            except IndexError as error:  # as torch says on a CPU; a GPU stops the process
+                raise RuntimeError(
+                    f'The model must take the batch, got: {without_stop(error)}, for {_ids_of(batch)}. Labels must be '
+                    "-100 or ids of the model's vocabulary, and its embedding must hold every token. Take the "
+                    'tokenizer that belongs to the model.'
+                ) from error
             if split is not None:
                 split.rules, split.checked = rules, True
                 if split.packing != packed:  # what was proven of packed rows says nothing of padded ones
@@ -282,6 +292,7 @@ class FirstBatchCheck:
             probed = _Rows(self._probe, self.layout, self._on_device, self.rule, rows, self._check_loss)
             found = probed.cut_rules(split)
             self.is_plain = self.is_plain and probed.is_plain()
+            self.vocabulary = probed.vocabulary
         self.was_run = True
         log.info('The first-batch check took %.2f s. %s', time.perf_counter() - started, found)
         shown = kinds_of(self.layout, rows)
@@ -350,6 +361,16 @@ def _chosen_rows(layout: BatchLayout, batch: Batch, wanted: Sequence[int], max_r
     ]
     rows = list(dict.fromkeys(roles))[: max(max_rows, 2 + len(units))]
     return _with_labels(layout, layout.select(without_carried(batch), rows))
+
+
+def _ids_of(batch: Batch) -> str:
+    """The ids of a batch, for a message."""
+    ends = []
+    for key in ('labels', 'input_ids'):
+        ids = [one[key][one[key] != IGNORE_INDEX] for one in microbatches_of(batch) if one.get(key) is not None]
+        joined = torch.cat(ids) if ids else torch.empty(0)
+        ends += [f'`{key}` of {int(joined.min())} to {int(joined.max())}'] if joined.numel() else []
+    return ' and '.join(ends)
 
 
 def _with_labels(layout: BatchLayout, batch: dict[str, Any]) -> dict[str, Any]:
@@ -496,6 +517,11 @@ class _Rows:
             return rules
         kept = [name for name in vars(rules) if name.startswith(self._side)]
         return replace(rules, **{name: getattr(split.rules, name) for name in kept})
+
+    @property
+    def vocabulary(self) -> int | None:
+        """Width of the model's logits, if it gives any."""
+        return None if self._together.logits is None else self._together.logits.shape[-1]
 
     def is_plain(self) -> bool:
         """Whether the model's own loss of all rows is the mean of their tokens' cross-entropies."""
@@ -739,7 +765,9 @@ class _Rows:
             packed = self._on_device(split.assemble(self._layout, self._rows, order, split.rules))
             answer = self._probe.ask(packed)
         except (RuntimeError, ValueError, IndexError, TypeError, KeyError, AttributeError) as error:
-            raise RuntimeError(f'The model must take packed rows, got: {error}. Set `packing=False`.') from error
+            raise RuntimeError(
+                f'The model must take packed rows, got: {without_stop(error)}. Set `packing=False`.'
+            ) from error
         if answer.logits is not None:
             found = token_losses(answer.logits, packed, self._rule)
             failure = self._difference(

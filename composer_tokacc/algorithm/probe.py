@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from composer.models import HuggingFaceModel
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
@@ -23,7 +24,7 @@ from composer_tokacc.algorithm.loss_terms import router_loss_of
 from composer_tokacc.algorithm.weighted_labels import Weighing, weigh_labels
 from composer_tokacc.counting import IGNORE_INDEX, LOSS_RULES, LOSS_WEIGHTS, Batch, labels_of, loss_mask
 
-__all__ = ['Answer', 'Probe', 'confirm_in_training', 'find_loss_rule', 'logits_of', 'mean_token_loss']
+__all__ = ['Answer', 'Probe', 'confirm_in_training', 'find_loss_rule', 'logits_of', 'mean_token_loss', 'vocabulary_of']
 
 NOISE_FACTOR = 8
 """Tolerance over the measured round-off: kernels for other shapes round every sum, the measurement only its result."""
@@ -283,6 +284,17 @@ def logits_of(outputs: Any) -> torch.Tensor | None:
     if logits is None and isinstance(outputs, torch.Tensor):
         logits = outputs
     return logits if isinstance(logits, torch.Tensor) and logits.dim() == 3 else None
+
+
+def vocabulary_of(model: Any) -> int | None:
+    """How many ids a label may have, by the last layer of a Hugging Face model; None where that is not known."""
+    model = getattr(model, 'module', model)
+    if not isinstance(model, HuggingFaceModel):
+        return None
+    try:
+        return getattr(model.model.get_output_embeddings(), 'out_features', None)
+    except (AttributeError, NotImplementedError):
+        return None
 
 
 def token_losses(logits: torch.Tensor, batch: Batch, rule: str) -> torch.Tensor:

@@ -21,7 +21,7 @@ from composer_tokacc.algorithm.filler_rows import filler_rows
 from composer_tokacc.algorithm.first_batch import FirstBatchCheck, check_sharding, kinds_of, split_of
 from composer_tokacc.algorithm.functional import RankSum
 from composer_tokacc.algorithm.loss_terms import LossTerms, attached_zero, router_coefficient
-from composer_tokacc.algorithm.probe import Probe, logits_of, mean_token_loss
+from composer_tokacc.algorithm.probe import Probe, logits_of, mean_token_loss, vocabulary_of
 from composer_tokacc.algorithm.row_coupling import check_rows_are_independent
 from composer_tokacc.algorithm.step_guard import MicrobatchWeight, StepGuard
 from composer_tokacc.algorithm.weighted_labels import Weighing, weigh_labels
@@ -31,9 +31,9 @@ from composer_tokacc.counting import (
     TOKEN_WEIGHTS,
     Batch,
     carry,
+    check_batch,
     check_rule,
     is_counted,
-    labels_of,
     loss_weight,
     num_loss_tokens,
     num_rows,
@@ -106,7 +106,7 @@ class TokenAccumulation(Algorithm):
         token_weights: str = 'token',
         check_loss: bool = True,
     ) -> None:
-        if token_weights not in TOKEN_WEIGHTS:
+        if token_weights not in tuple(TOKEN_WEIGHTS):
             raise ValueError(f'`token_weights` must be one of {tuple(TOKEN_WEIGHTS)}, got: {token_weights!r}.')
         self.token_weights = token_weights
         self.loss_tokens = check_rule(loss_tokens, allow_auto=True)
@@ -115,6 +115,8 @@ class TokenAccumulation(Algorithm):
                 "`loss_tokens` must be an explicit rule with `check_loss=False`, got: 'auto'. The rule is found by the "
                 "check; give 'causal' (most decoders), 'causal_attended' or 'unshifted'."
             )
+        if not isinstance(check_loss, bool):
+            raise ValueError(f'`check_loss` must be True or False, got: {check_loss!r}.')
         self.check_loss = check_loss
         self.loss_terms = LossTerms(loss_units)
         self.num_empty_steps = 0
@@ -185,8 +187,9 @@ class TokenAccumulation(Algorithm):
 
     def _count(self, state: State, logger: Logger) -> None:
         """BATCH_START: ``state.batch`` is the whole device batch, still on the CPU, so counting syncs nothing."""
+        vocabulary = vocabulary_of(state.model) if self._check is None else self._check.vocabulary
         for microbatch in microbatches_of(state.batch):
-            labels_of(microbatch)
+            check_batch(microbatch, vocabulary)
         fillers = filler_rows(state.dataloader, int(state.timestamp.batch_in_epoch))
         if fillers:
             rows = num_rows(state.batch)
