@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +29,7 @@ from composer_tokacc.algorithm.probe import (
     Probe,
     confirm_in_training,
     find_loss_rule,
+    logit_factor,
     token_losses,
     tolerance,
     tolerance_besides,
@@ -65,9 +65,6 @@ MORE_COLUMNS = 256
 MAX_ROWS = 6
 """Rows of a check at the most. Without gradients a row takes about half of the memory that it takes in training, so a
 microbatch of k rows leaves room for 2 k; at least four are needed to show the ways in which rows differ."""
-
-LARGE_LOGITS = 4.0
-"""Standard deviation of logits with which a few tokens of a vocabulary stand out, and losses stay small."""
 
 ROUTER_REMEDY = (
     'Name what it is multiplied by in `router_aux_loss_coef` of its config, or set `output_router_logits=False` there, '
@@ -435,13 +432,6 @@ def _telling_row(rows: Batch, media: Sequence[int]) -> int:
     return min(range(len(counts)), key=lambda row: (counts[row] < 2, counts[row] < 4, not media[row]))
 
 
-def _unlike_factors(logits: torch.Tensor | None) -> tuple[float, float]:
-    """What rows are multiplied by to differ: for nearly equal logits, and for some that stand out."""
-    size = 0.5 if logits is None else logits.float().std().nan_to_num(nan=0.0).item()
-    high = 2.0 ** round(math.log2(LARGE_LOGITS / min(max(size, 1e-3), 1e3)))
-    return high / 16, high
-
-
 class _Rows:
     """The probe rows together, as the loader padded them, and every cut of them that is held against that."""
 
@@ -473,6 +463,7 @@ class _Rows:
         self._noise = probe.noise(moved, rule, together)
         self._weights: torch.Tensor | None = rows[LOSS_WEIGHTS] if together.weighted is not None else None
         self._weight_of_rows = counted
+        self._router = together.has_router_loss
         if self._weights is not None and together.weighted is not None:
             self._weight_of_rows = (self._weights * loss_mask(rows, rule)).sum(dim=1).tolist()
             if not self._agree(together.weighted, together.own):
@@ -575,7 +566,6 @@ class _Rows:
         """How the first row fails whose losses another cut changes; None: none does."""
         self._owns: list[float] = []
         self._by_sample: list[float | None] = []
-        self._router = False
         self._narrowest = _num_columns(self._rows)
         for row in range(self._count):
             part, name = cut(row), sample_name(self._rows, row)
@@ -591,7 +581,6 @@ class _Rows:
                 return failure
             self._owns.append(answer.own)
             self._by_sample.append(answer.by_sample)
-            self._router = self._router or answer.has_router_loss
         return None
 
     def _failure_behind_padding(self) -> str | None:
@@ -670,10 +659,9 @@ class _Rows:
             log.info('The loss is random in training even without dropout, so it was looked at in evaluation only.')
         first = max(everything, key=self._counted.__getitem__)
         groups = [group for group in ([first], [row for row in everything if row != first]) if group]
-        low, high = _unlike_factors(self._together.logits)
 
         def ask(group: list[int], batch: Batch) -> tuple[Answer, float | None]:
-            with probe.unlike_rows(batch, self._together, [low if row == first else high for row in group]):
+            with probe.unlike_rows(batch, self._together, [row != first for row in group]):
                 answer = probe.ask(batch)
             return answer, probe.besides(batch, self._rule, answer)
 
@@ -683,7 +671,7 @@ class _Rows:
                 moved, besides_moved = ask(everything, rows)
             parts = [ask(group, self._on_device(self._cut(split, group, rules))) for group in groups]
         counts = [sum(self._weight_of_rows[row] for row in group) for group in groups]
-        noise = max(self._noise, abs(moved.own - together.own))
+        noise = max(self._noise * max(logit_factor(self._together), 1), abs(moved.own - together.own))
         self._compare_mean(
             together.own,
             [part.own for part, _ in parts],
@@ -695,7 +683,7 @@ class _Rows:
         if besides is None or besides_moved is None:
             return
         mean = sum(one * count for one, count in zip(found, counts, strict=True)) / sum(counts)
-        if abs(mean - besides) > tolerance_besides(together, abs(besides_moved - besides)):
+        if abs(mean - besides) > tolerance_besides(together.own, abs(besides_moved - besides), together.eps):
             raise RuntimeError(
                 "The model's own loss must be the mean over its loss-generating tokens, got: a term besides their "
                 f'cross-entropy that is {besides:.8f} for {self._count} rows together, and {mean:.8f} as the mean of '
@@ -706,7 +694,9 @@ class _Rows:
 
     def _agree(self, found: float, expected: float, noise: float | None = None) -> bool:
         """Whether two losses are the same but for round-off; NaN agrees with nothing."""
-        return abs(found - expected) <= tolerance(abs(expected), self._noise if noise is None else noise)
+        noise = self._noise if noise is None else noise
+        allowed = max(tolerance(expected, noise), tolerance_besides(expected, noise, self._together.eps))
+        return abs(found - expected) <= allowed
 
     def _compare_mean(
         self,

@@ -33,6 +33,8 @@ FLOOR = 64 * torch.finfo(torch.float32).eps
 3e-6, the weakest leak (BERT, freshly initialised, packed) by 2e-3."""
 MAX_TOKENS = 2048
 """Tokens whose logits are turned to float32 at a time: 1.2 GiB for a vocabulary of 150,000."""
+LARGE_LOGITS = 4.0
+"""Standard deviation of logits with which a few tokens of a vocabulary stand out, and losses stay small."""
 NUM_LABELS = 4
 """Labels of a row that is asked for the rule: few, so that one of them moves the mean."""
 
@@ -47,7 +49,7 @@ class Answer:
         by_sample: The terms of its loss that are declared as means over samples.
         has_router_loss: Whether it returns the load-balancing loss of a mixture of experts as well.
         weighted: The weighted mean of its tokens' losses, as they were when they were weighed; None: none were.
-        eps: Machine epsilon of the loss as the model returned it.
+        eps: Machine epsilon of the loss as the model returned it; not less than that of float32.
     """
 
     own: float
@@ -84,7 +86,8 @@ class Probe:
         self.model = model
         self._precision = precision
         self._asks_in_training = False
-        self._last_layer: torch.nn.Module | None = None
+        self._last_layers: list[torch.nn.Module] = []
+        """The last two whose output has a vector for every position: most often a norm, and what makes logits."""
         self.weighing_rule: str | None = None
         """The rule of the labels, once batches with ``loss_weights`` are to be weighed by them."""
         parameter = next(model.parameters(), None)
@@ -155,7 +158,7 @@ class Probe:
             by_sample=None if by_sample is None else by_sample.item(),
             has_router_loss=router_loss_of(outputs) is not None,
             weighted=None if weighing is None else weighing.mean.item(),
-            eps=torch.finfo(loss.dtype).eps,
+            eps=max(torch.finfo(loss.dtype).eps, torch.finfo(torch.float32).eps),
         )
 
     def _weighed(self, batch: Batch) -> tuple[Batch, Weighing | None]:
@@ -199,23 +202,26 @@ class Probe:
             yield
 
     @contextlib.contextmanager
-    def unlike_rows(self, batch: Batch, answer: Answer, factors: Sequence[float]) -> Iterator[None]:
-        """Answers as of rows that differ more: their logits, or what goes into a fused loss, times a factor of each.
+    def unlike_rows(self, batch: Batch, answer: Answer, is_large: Sequence[bool]) -> Iterator[None]:
+        """Answers as of rows that differ more: some with nearly equal logits, and some where a few stand out.
 
         Args:
-            batch: The rows, of which :meth:`noise` was asked before.
-            answer: Any answer, with or without logits.
-            factors: One a row; rows behind these stay.
+            batch: Rows like those of which :meth:`noise` was asked before.
+            answer: To those rows.
+            is_large: Of each row, whether its logits are large; rows behind these stay as they are.
         """
-        rows, vocabulary = labels_of(batch).shape[0], None if answer.logits is None else answer.logits.shape[-1]
-        factor = torch.tensor([*factors, *[1.0] * (rows - len(factors))])[:, None, None]
+        high = logit_factor(answer)
+        rest = [1.0] * (len(labels_of(batch)) - len(is_large))
+        states = torch.tensor([*(2.0 if large else 1.0 for large in is_large), *rest])[:, None, None]
+        logits = torch.tensor([*(high / 2 if large else high / 16 for large in is_large), *rest])[:, None, None]
+        vocabulary = None if answer.logits is None else answer.logits.shape[-1]
 
         def scale(module: torch.nn.Module, args: Any, output: Any) -> Any:
-            if not _is_of_positions(output, batch) or (
-                output.shape[-1] != vocabulary and module is not self._last_layer
-            ):
+            if not _is_of_positions(output, batch):
                 return output
-            return output * factor.to(output)
+            if output.shape[-1] == vocabulary or module is self._last_layers[-1]:
+                return output * logits.to(output)
+            return output * states.to(output) if module in self._last_layers else output
 
         with _hooked(_leaves(self.model), scale):
             yield
@@ -246,7 +252,7 @@ class Probe:
 
         def note(module: torch.nn.Module, args: Any, output: Any) -> None:
             if _is_of_positions(output, batch):
-                self._last_layer = module
+                self._last_layers = [*self._last_layers[-1:], module]
 
         with self.rounded_otherwise(), _hooked(_leaves(self.model), note):
             moved = self.ask(batch)
@@ -268,14 +274,20 @@ class Probe:
         return answer.own - losses.double().mean().item()
 
 
+def logit_factor(answer: Answer) -> float:
+    """What logits are multiplied by to be large; where there are none, what goes into a fused loss."""
+    size = 0.5 if answer.logits is None else answer.logits.float().std().nan_to_num(nan=0.0).item()
+    return 2.0 ** round(math.log2(LARGE_LOGITS / min(max(size, 1e-3), 1e3)))
+
+
 def tolerance(size: float, noise: float) -> float:
     """By how much two losses of about ``size`` may differ and be the same."""
     return NOISE_FACTOR * noise + FLOOR * (1 + abs(size))
 
 
-def tolerance_besides(answer: Answer, noise: float) -> float:
-    """By how much :meth:`Probe.besides` may differ and be the same: sums of a loss are rounded, layers are not seen."""
-    return NOISE_FACTOR * (noise + answer.eps * (1 + abs(answer.own)))
+def tolerance_besides(size: float, noise: float, eps: float) -> float:
+    """The same of :meth:`Probe.besides`, which sees no round-off but that of the loss itself, of machine epsilon."""
+    return NOISE_FACTOR * (noise + eps * (1 + abs(size)))
 
 
 def logits_of(outputs: Any) -> torch.Tensor | None:
