@@ -25,11 +25,13 @@ from composer.utils import dist
 from torch.distributed.tensor import DTensor
 
 from composer_tokacc.algorithm.probe import (
+    NOISE_FACTOR,
     Answer,
     Probe,
     confirm_in_training,
     find_loss_rule,
     logit_factor,
+    predicting,
     token_losses,
     tolerance,
     tolerance_besides,
@@ -65,6 +67,9 @@ MORE_COLUMNS = 256
 MAX_ROWS = 6
 """Rows of a check at the most. Without gradients a row takes about half of the memory that it takes in training, so a
 microbatch of k rows leaves room for 2 k; at least four are needed to show the ways in which rows differ."""
+
+GRADIENT_TOLERANCE = 0.1
+"""Of the factor between two gradients. In bfloat16 round-off alone makes them differ by 5 % (GPT-Neo, large weights)."""
 
 ROUTER_REMEDY = (
     'Name what it is multiplied by in `router_aux_loss_coef` of its config, or set `output_router_logits=False` there, '
@@ -670,6 +675,8 @@ class _Rows:
             with probe.rounded_otherwise():
                 moved, besides_moved = ask(everything, rows)
             parts = [ask(group, self._on_device(self._cut(split, group, rules))) for group in groups]
+            with probe.with_gradients(self._together):
+                self._check_gradients(split, rules)
         counts = [sum(self._weight_of_rows[row] for row in group) for group in groups]
         noise = max(self._noise * max(logit_factor(self._together), 1), abs(moved.own - together.own))
         self._compare_mean(
@@ -679,6 +686,7 @@ class _Rows:
             noise=noise,
             how=' in training mode' * (not is_random),
         )
+        self._compare_samples(together, moved, [part for part, _ in parts], list(map(len, groups)))
         found = [besides_part or 0.0 for _, besides_part in parts]
         if besides is None or besides_moved is None:
             return
@@ -690,6 +698,66 @@ class _Rows:
                 'its parts. It is a mean over other positions (prompts, padding) or over rows. Take it over the '
                 'positions whose labels count, return the terms as a dict and name the unit of each in `loss_units`, '
                 'or leave it out.'
+            )
+
+    def _compare_samples(self, together: Answer, moved: Answer, parts: Sequence[Answer], counts: Sequence[int]) -> None:
+        """The terms that are said to be means over samples; one that is absent somewhere says nothing."""
+        found = [part.by_sample for part in parts if part.by_sample is not None]
+        if together.by_sample is None or moved.by_sample is None or len(found) < len(parts):
+            return
+        mean = sum(one * count for one, count in zip(found, counts, strict=True)) / sum(counts)
+        noise = abs(moved.by_sample - together.by_sample)
+        if abs(mean - together.by_sample) > tolerance_besides(together.by_sample, noise, together.eps):
+            raise RuntimeError(
+                "The terms that `loss_units` calls 'samples' must be means over samples, got: "
+                f'{together.by_sample:.8f} for {self._count} rows together, and {mean:.8f} as the mean of their parts. '
+                'A mean over columns changes with the padding: take it over the tokens of each row, or give its unit.'
+            )
+
+    def _check_gradients(self, split: MicrobatchSplit | None, rules: CutRules) -> None:
+        """The gradient by the logits, of two rows: none but where a label counts, and there what the formula says.
+
+        A loss may be a mean over tokens whose gradient is none: terms whose value is taken out again by ``detach()``,
+        custom backwards.
+        """
+        order = sorted(range(self._count), key=self._counted.__getitem__)
+        pair = [next(row for row in order if self._counted[row]), order[-1]]
+
+        def ask(rows: list[int], batch: Batch) -> tuple[torch.Tensor, float] | None:
+            """The gradient at the tokens times their number, and the size of what lies elsewhere."""
+            gradient = self._probe.ask(batch).gradient
+            if gradient is None:
+                return None
+            counted = predicting(batch, self._rule).to(gradient.device)
+            number = sum(self._weight_of_rows[row] for row in rows)
+            at_tokens = gradient[counted].float() * number
+            elsewhere = gradient.masked_fill_(counted[..., None], 0).float().norm().item() * number
+            return at_tokens, elsewhere
+
+        together = ask(pair, self._on_device(self._layout.select(self._rows, pair)))
+        if together is None:
+            return
+        size = together[0].norm().item()
+        share = together[1] / max(size, torch.finfo(torch.float32).tiny)
+        if share > NOISE_FACTOR * torch.finfo(torch.float32).eps:  # 0 in every model without such a term
+            raise RuntimeError(
+                "The gradient of the model's own loss by its logits must be 0 where no label counts, got: "
+                f'{share:.1e} of what it is where one does. The loss holds a term over other positions '
+                '(prompts, padding). Take it over the positions whose labels count, return the terms as a dict and '
+                'name the unit of each in `loss_units`, or leave it out.'
+            )
+        alone = [ask([row], self._on_device(self._cut(split, [row], rules))) for row in pair]
+        if any(one is None for one in alone):
+            return
+        expected = torch.cat([one[0] for one in alone if one is not None])
+        # By how much it is longer or shorter, as round-off of the layers, which it shows as well, turns it a little.
+        factor = float((together[0] * expected).sum() / together[0].square().sum().clamp(min=1e-30)) if size else 1.0
+        if abs(factor - 1) > GRADIENT_TOLERANCE:
+            raise RuntimeError(
+                "The gradient of the model's own loss by its logits must be the mean of its tokens' gradients, as the "
+                f'loss is of their losses, got: that of two rows one by one is {factor:.3f} times that of both. '
+                'A custom backward or `detach()` makes another gradient than that of the loss; scale it by tokens, not '
+                'by rows or columns.'
             )
 
     def _agree(self, found: float, expected: float, noise: float | None = None) -> bool:

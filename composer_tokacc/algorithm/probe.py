@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from composer.models import HuggingFaceModel
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -24,7 +24,16 @@ from composer_tokacc.algorithm.loss_terms import router_loss_of
 from composer_tokacc.algorithm.weighted_labels import Weighing, weigh_labels
 from composer_tokacc.counting import IGNORE_INDEX, LOSS_RULES, LOSS_WEIGHTS, Batch, labels_of, loss_mask
 
-__all__ = ['Answer', 'Probe', 'confirm_in_training', 'find_loss_rule', 'logits_of', 'mean_token_loss', 'vocabulary_of']
+__all__ = [
+    'Answer',
+    'Probe',
+    'confirm_in_training',
+    'find_loss_rule',
+    'logits_of',
+    'mean_token_loss',
+    'predicting',
+    'vocabulary_of',
+]
 
 NOISE_FACTOR = 8
 """Tolerance over the measured round-off: kernels for other shapes round every sum, the measurement only its result."""
@@ -50,6 +59,8 @@ class Answer:
         has_router_loss: Whether it returns the load-balancing loss of a mixture of experts as well.
         weighted: The weighted mean of its tokens' losses, as they were when they were weighed; None: none were.
         eps: Machine epsilon of the loss as the model returned it; not less than that of float32.
+        gradient: Of the loss by the output of the layer that makes the logits, of their shape; None: not asked for, or
+            not there.
     """
 
     own: float
@@ -58,6 +69,7 @@ class Answer:
     has_router_loss: bool = False
     weighted: float | None = None
     eps: float = torch.finfo(torch.float32).eps
+    gradient: torch.Tensor | None = None
 
 
 class Probe:
@@ -86,6 +98,7 @@ class Probe:
         self.model = model
         self._precision = precision
         self._asks_in_training = False
+        self._asks_gradients_of: int | None = None
         self._last_layers: list[torch.nn.Module] = []
         """The last two whose output has a vector for every position: most often a norm, and what makes logits."""
         self.weighing_rule: str | None = None
@@ -118,6 +131,20 @@ class Probe:
         return answer
 
     @contextlib.contextmanager
+    def with_gradients(self, answer: Answer) -> Iterator[None]:
+        """Answers with the gradient of the loss by logits like those of an answer, but for sharded models.
+
+        FSDP gathers and frees parameters in hooks on the outputs of a forward, for one backward each.
+        """
+        is_sharded = any(isinstance(module, (FSDPModule, FullyShardedDataParallel)) for module in self.model.modules())
+        if answer.logits is not None and not is_sharded:
+            self._asks_gradients_of = answer.logits.shape[-1]
+        try:
+            yield
+        finally:
+            self._asks_gradients_of = None
+
+    @contextlib.contextmanager
     def in_training(self) -> Iterator[None]:
         """Answers as in training mode, but for dropout."""
         self._asks_in_training = True
@@ -146,19 +173,33 @@ class Probe:
 
     def _answer(self, batch: Batch, precision: contextlib.AbstractContextManager[Any]) -> Answer:
         batch, weighing = self._weighed(batch)
-        with precision:
+        leaves: list[torch.Tensor] = []
+
+        def begin_graph(module: torch.nn.Module, args: Any, output: Any) -> Any:
+            if not _is_of_positions(output, batch) or output.shape[-1] != self._asks_gradients_of:
+                return None
+            torch.set_grad_enabled(True)  # of what follows; the layers before keep nothing
+            leaves[:] = [output.detach().requires_grad_()]
+            return leaves[0]
+
+        with precision, _hooked(_leaves(self.model) if self._asks_gradients_of else [], begin_graph), torch.no_grad():
             outputs = self._forward(dict(batch))
             loss = self._loss(outputs, dict(batch))
             by_sample = self._sample_loss(outputs, dict(batch))
+        gradient = None
+        if leaves and loss.requires_grad:
+            with torch.enable_grad():
+                (gradient,) = torch.autograd.grad(loss.float().mean(), leaves, allow_unused=True)
         if weighing is not None:
             weighing.check_used()
         return Answer(
             own=loss.float().mean().item(),
-            logits=logits_of(outputs),
+            logits=_detached(logits_of(outputs)),
             by_sample=None if by_sample is None else by_sample.item(),
             has_router_loss=router_loss_of(outputs) is not None,
             weighted=None if weighing is None else weighing.mean.item(),
             eps=max(torch.finfo(loss.dtype).eps, torch.finfo(torch.float32).eps),
+            gradient=gradient,
         )
 
     def _weighed(self, batch: Batch) -> tuple[Batch, Weighing | None]:
@@ -205,6 +246,8 @@ class Probe:
     def unlike_rows(self, batch: Batch, answer: Answer, is_large: Sequence[bool]) -> Iterator[None]:
         """Answers as of rows that differ more: some with nearly equal logits, and some where a few stand out.
 
+        What stands on padding differs from what stands in the row, so that a mean over columns shows as well.
+
         Args:
             batch: Rows like those of which :meth:`noise` was asked before.
             answer: To those rows.
@@ -214,6 +257,9 @@ class Probe:
         rest = [1.0] * (len(labels_of(batch)) - len(is_large))
         states = torch.tensor([*(2.0 if large else 1.0 for large in is_large), *rest])[:, None, None]
         logits = torch.tensor([*(high / 2 if large else high / 16 for large in is_large), *rest])[:, None, None]
+        mask = batch.get('attention_mask')
+        if isinstance(mask, torch.Tensor) and mask.shape == labels_of(batch).shape:
+            logits = logits * torch.where(mask.cpu() == 0, 4.0, 1.0)[..., None]
         vocabulary = None if answer.logits is None else answer.logits.shape[-1]
 
         def scale(module: torch.nn.Module, args: Any, output: Any) -> Any:
@@ -309,6 +355,12 @@ def vocabulary_of(model: Any) -> int | None:
         return None
 
 
+def predicting(batch: Batch, rule: str) -> torch.Tensor:
+    """At which positions the logits are those that labels are held to, ``(rows, width)`` bool."""
+    counted = loss_mask(batch, rule)
+    return counted if rule == 'unshifted' else counted.roll(-1, dims=1)  # column 0 never counts
+
+
 def token_losses(logits: torch.Tensor, batch: Batch, rule: str) -> torch.Tensor:
     """Cross-entropy of every loss-generating token, row by row, float32 (number of tokens,) on the CPU."""
     labels = labels_of(batch).to(logits.device)
@@ -367,12 +419,16 @@ def find_loss_rule(probe: Probe, row: Batch, *, loss_tokens: str = 'auto') -> st
     matching: list[str] = []
     if first.logits is not None:
         probed = _with_telling_labels(row, first.logits)
-        answer = probe.ask(probed)
+        with probe.with_gradients(first):
+            answer = probe.ask(probed)
         assert answer.logits is not None, 'the same model gave logits a moment ago'
         means = {rule: token_losses(answer.logits, probed, rule).mean().item() for rule in LOSS_RULES}
         allowed = 1e-4 * abs(answer.own) if answer.logits.dtype == torch.float32 else 1e-2 * abs(answer.own)
         matching = [rule for rule in LOSS_RULES if abs(means[rule] - answer.own) <= allowed]
         matching.sort(key=lambda rule: abs(means[rule] - answer.own))
+        if answer.gradient is not None:  # in half precision several means are near enough, but zeros are zeros
+            moving = answer.gradient.abs().amax(dim=-1) > 0
+            matching = [rule for rule in matching if torch.equal(moving, predicting(probed, rule))] or matching
         numbers = f'{answer.own:.6f} where the rules give ' + ', '.join(f'{r} {mean:.6f}' for r, mean in means.items())
     matching = matching or _rule_from_losses(probe, row, numbers)
     if loss_tokens == 'auto':
@@ -526,6 +582,10 @@ def _check_width(logits: torch.Tensor, batch: Batch) -> None:
             f'{tuple(labels.shape)}. The model expands or truncates the sequence inside forward, so a count of the '
             "batch's labels is not its own. Expand image placeholders in the processor instead (transformers >= 4.51)."
         )
+
+
+def _detached(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.detach()
 
 
 def _is_of_positions(output: Any, batch: Batch) -> bool:

@@ -304,7 +304,8 @@ class TokenAccumulation(Algorithm):
         """AFTER_LOSS: the loss of a microbatch without tokens is zero; callbacks see what the batch carries again."""
         # What other algorithms have changed meanwhile stays changed, for the guard to see.
         hidden, made_up, labels = self._hidden
-        state.batch = {**state.batch, **hidden}
+        # A model may take labels out of its batch.
+        state.batch = {'labels': labels, **state.batch, **hidden}
         if labels is not None and state.batch.get('labels') is made_up:
             state.batch['labels'] = labels
         if self._weighing is not None:

@@ -167,6 +167,53 @@ def test_size_of_the_last_states_is_no_mean_over_tokens():
     assert outcome_of(model).kind == 'exact'
 
 
+def without_value(value):
+    return value - value.detach()
+
+
+@pytest.mark.parametrize('options', [{}, {'packing': True}], ids=['padded', 'packed'])
+@pytest.mark.parametrize(
+    ('loss', 'kind'),
+    [
+        (lambda logits, labels: without_value(1e-3 * entropy(logits, labels).mean()), 'refused'),
+        (lambda logits, labels: without_value(1e-3 * over_tokens(entropy(logits, labels), labels)), 'exact'),
+        (lambda logits, labels: without_value(causal(logits, labels)) * (len(logits) - 1), 'refused'),
+        (lambda logits, labels: without_value(causal(logits, labels)) * 7, 'exact'),
+    ],
+    ids=['term over all', 'term over tokens', 'times rows', 'times seven'],
+)
+def test_gradient_that_is_not_that_of_the_loss(loss, kind, options):
+    model = in_forward('llama', lambda outputs, labels: loss(outputs.logits, labels))
+    assert outcome_of(model, **options).kind == kind
+
+
+@pytest.mark.parametrize('place', ['forward', 'loss'])
+def test_model_that_takes_labels_out_of_its_batch(place):
+    class Taking(NativeModel):
+        def forward(self, batch: Any):
+            labels = batch.pop('labels') if place == 'forward' else None
+            logits = self.model(batch['input_ids'], batch['attention_mask']).logits
+            return {'logits': logits, **({'loss': causal(logits, labels)} if labels is not None else {})}
+
+        def loss(self, outputs, batch):
+            return outputs['loss'] if 'loss' in outputs else causal(outputs['logits'], batch.pop('labels'))
+
+    assert outcome_of(Taking('causal')).kind == 'exact'
+
+
+@pytest.mark.parametrize('over', ['columns', 'tokens of each row'])
+def test_small_term_of_samples_does_not_change_with_padding(over):
+    class Two(NativeModel):
+        def loss(self, outputs, batch):
+            values, mask = entropy(outputs['logits'], None), batch['attention_mask']
+            by_row = values.mean(dim=1) if over == 'columns' else (values * mask).sum(dim=1) / mask.sum(dim=1)
+            return {'lm': causal(outputs['logits'], batch['labels']), 'entropy': 1e-3 * by_row.mean()}
+
+    algorithm = TokenAccumulation(loss_units={'lm': 'tokens', 'entropy': 'samples'})
+    outcome = outcome_of(Two('causal', init='fresh'), algorithms=[algorithm])
+    assert outcome.kind == ('refused' if over == 'columns' else 'exact'), outcome
+
+
 def test_penalty_on_weights_is_the_same_in_every_cut():
     model = SUBJECTS['llama'].model('fresh')
     weight = model.model.lm_head.weight
@@ -185,6 +232,15 @@ def test_term_that_is_named_with_its_unit_goes_through():
     named = TokenAccumulation(loss_units={'lm': 'tokens', 'entropy': 'microbatches'})
     recorder, *_ = train(Named('causal'), loader(batch), algorithms=[named], microbatch_size=2)
     assert recorder.gradients
+
+
+def test_rule_in_half_precision_is_seen_by_the_gradient():
+    """Means by several rules are near enough to a loss that is rounded to bfloat16."""
+    for seed in range(6):
+        model, algorithm = SUBJECTS['bert'].model('fresh').to(torch.bfloat16), TokenAccumulation()
+        batch = SUBJECTS['bert'].batch(seed, side='right')
+        train(model, token_data_spec(loader(batch)), algorithms=[algorithm], microbatch_size=2)
+        assert algorithm.rule == 'unshifted', seed
 
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float64])
