@@ -68,8 +68,12 @@ MAX_ROWS = 6
 """Rows of a check at the most. Without gradients a row takes about half of the memory that it takes in training, so a
 microbatch of k rows leaves room for 2 k; at least four are needed to show the ways in which rows differ."""
 
+OTHER_POSITIONS_REMEDY = (
+    'The loss holds a mean over other positions (prompts, padding) or over rows. Take it over the positions whose '
+    'labels count, return the terms as a dict and name the unit of each in `loss_units`, or leave it out.'
+)
 GRADIENT_TOLERANCE = 0.1
-"""Of the factor between two gradients. In bfloat16 round-off alone makes them differ by 5 % (GPT-Neo, large weights)."""
+"""Of the factor between two gradients. Round-off of bfloat16 makes the gradients differ by 5 % (large GPT-Neo)."""
 
 ROUTER_REMEDY = (
     'Name what it is multiplied by in `router_aux_loss_coef` of its config, or set `output_router_logits=False` there, '
@@ -675,8 +679,6 @@ class _Rows:
             with probe.rounded_otherwise():
                 moved, besides_moved = ask(everything, rows)
             parts = [ask(group, self._on_device(self._cut(split, group, rules))) for group in groups]
-            with probe.with_gradients(self._together):
-                self._check_gradients(split, rules)
         counts = [sum(self._weight_of_rows[row] for row in group) for group in groups]
         noise = max(self._noise * max(logit_factor(self._together), 1), abs(moved.own - together.own))
         self._compare_mean(
@@ -687,18 +689,23 @@ class _Rows:
             how=' in training mode' * (not is_random),
         )
         self._compare_samples(together, moved, [part for part, _ in parts], list(map(len, groups)))
-        found = [besides_part or 0.0 for _, besides_part in parts]
-        if besides is None or besides_moved is None:
-            return
+        if besides is not None and besides_moved is not None:
+            found = [one or 0.0 for _, one in parts]
+            self._compare_besides(together, besides, found, counts, noise=abs(besides_moved - besides))
+        with probe.in_training(), probe.with_gradients(self._together):
+            self._check_gradients(split, rules, is_random=is_random)
+
+    def _compare_besides(
+        self, together: Answer, besides: float, found: Sequence[float], counts: Sequence[float], *, noise: float
+    ) -> None:
         mean = sum(one * count for one, count in zip(found, counts, strict=True)) / sum(counts)
-        if abs(mean - besides) > tolerance_besides(together.own, abs(besides_moved - besides), together.eps):
-            raise RuntimeError(
-                "The model's own loss must be the mean over its loss-generating tokens, got: a term besides their "
-                f'cross-entropy that is {besides:.8f} for {self._count} rows together, and {mean:.8f} as the mean of '
-                'its parts. It is a mean over other positions (prompts, padding) or over rows. Take it over the '
-                'positions whose labels count, return the terms as a dict and name the unit of each in `loss_units`, '
-                'or leave it out.'
-            )
+        if abs(mean - besides) <= tolerance_besides(together.own, noise, together.eps):
+            return
+        raise RuntimeError(
+            "The model's own loss must be the mean over its loss-generating tokens, got: a term besides their "
+            f'cross-entropy that is {besides:.8f} for {self._count} rows together, and {mean:.8f} as the mean of '
+            f'its parts. {OTHER_POSITIONS_REMEDY}'
+        )
 
     def _compare_samples(self, together: Answer, moved: Answer, parts: Sequence[Answer], counts: Sequence[int]) -> None:
         """The terms that are said to be means over samples; one that is absent somewhere says nothing."""
@@ -714,7 +721,7 @@ class _Rows:
                 'A mean over columns changes with the padding: take it over the tokens of each row, or give its unit.'
             )
 
-    def _check_gradients(self, split: MicrobatchSplit | None, rules: CutRules) -> None:
+    def _check_gradients(self, split: MicrobatchSplit | None, rules: CutRules, *, is_random: bool) -> None:
         """The gradient by the logits, of two rows: none but where a label counts, and there what the formula says.
 
         A loss may be a mean over tokens whose gradient is none: terms whose value is taken out again by ``detach()``,
@@ -742,10 +749,10 @@ class _Rows:
         if share > NOISE_FACTOR * torch.finfo(torch.float32).eps:  # 0 in every model without such a term
             raise RuntimeError(
                 "The gradient of the model's own loss by its logits must be 0 where no label counts, got: "
-                f'{share:.1e} of what it is where one does. The loss holds a term over other positions '
-                '(prompts, padding). Take it over the positions whose labels count, return the terms as a dict and '
-                'name the unit of each in `loss_units`, or leave it out.'
+                f'{share:.1e} of what it is where one does. {OTHER_POSITIONS_REMEDY}'
             )
+        if is_random:  # dropout leaves a zero a zero, but no two gradients alike
+            return
         alone = [ask([row], self._on_device(self._cut(split, [row], rules))) for row in pair]
         if any(one is None for one in alone):
             return

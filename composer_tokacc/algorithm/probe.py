@@ -419,16 +419,18 @@ def find_loss_rule(probe: Probe, row: Batch, *, loss_tokens: str = 'auto') -> st
     matching: list[str] = []
     if first.logits is not None:
         probed = _with_telling_labels(row, first.logits)
-        with probe.with_gradients(first):
-            answer = probe.ask(probed)
+        answer = probe.ask(probed)
         assert answer.logits is not None, 'the same model gave logits a moment ago'
         means = {rule: token_losses(answer.logits, probed, rule).mean().item() for rule in LOSS_RULES}
         allowed = 1e-4 * abs(answer.own) if answer.logits.dtype == torch.float32 else 1e-2 * abs(answer.own)
         matching = [rule for rule in LOSS_RULES if abs(means[rule] - answer.own) <= allowed]
         matching.sort(key=lambda rule: abs(means[rule] - answer.own))
-        if answer.gradient is not None:  # in half precision several means are near enough, but zeros are zeros
-            moving = answer.gradient.abs().amax(dim=-1) > 0
-            matching = [rule for rule in matching if torch.equal(moving, predicting(probed, rule))] or matching
+        if len(matching) > 1:  # in half precision several means are near enough, but zeros are zeros
+            with probe.with_gradients(answer):
+                gradient = probe.ask(probed).gradient
+            if gradient is not None:
+                moving = gradient.abs().amax(dim=-1) > 0
+                matching = [rule for rule in matching if torch.equal(moving, predicting(probed, rule))] or matching
         numbers = f'{answer.own:.6f} where the rules give ' + ', '.join(f'{r} {mean:.6f}' for r, mean in means.items())
     matching = matching or _rule_from_losses(probe, row, numbers)
     if loss_tokens == 'auto':

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from composer_tokacc import TokenAccumulation, token_data_spec
 from tests.matrix.harness import measure
@@ -185,6 +186,29 @@ def without_value(value):
 def test_gradient_that_is_not_that_of_the_loss(loss, kind, options):
     model = in_forward('llama', lambda outputs, labels: loss(outputs.logits, labels))
     assert outcome_of(model, **options).kind == kind
+
+
+@pytest.mark.parametrize(('over', 'kind'), [(over_all, 'refused'), (over_tokens, 'trained')])
+def test_term_in_training_alone_of_a_loss_that_is_random_there(over, kind):
+    """No two losses of it could be compared, but zeros of the gradient are zeros."""
+
+    class Random(NativeModel):
+        def forward(self, batch):
+            logits = self.model(batch['input_ids'], batch['attention_mask']).logits
+            logits = F.dropout(logits, 0.1, self.training)
+            loss = causal(logits, batch['labels'])
+            if self.training:
+                loss = loss + 1e-3 * over(entropy(logits, batch['labels']), batch['labels'])
+            return {'loss': loss, 'logits': logits}
+
+    def run():
+        return train(Random('causal'), loader(collate(text_rows(SHAPE))), algorithms=[TokenAccumulation()])
+
+    if kind == 'trained':
+        assert run()[0].gradients
+    else:
+        with pytest.raises(RuntimeError, match='must be 0 where no label counts, got: '):
+            run()
 
 
 @pytest.mark.parametrize('place', ['forward', 'loss'])
