@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from composer_tokacc.algorithm.loss_terms import router_loss_of
+from composer_tokacc.algorithm.loss_terms import LossTerms, router_loss_of
 from composer_tokacc.algorithm.weighted_labels import Weighing, weigh_labels
 from composer_tokacc.counting import IGNORE_INDEX, LOSS_RULES, LOSS_WEIGHTS, Batch, labels_of, loss_mask
 
@@ -77,24 +77,24 @@ class Probe:
 
     Args:
         forward: The model's forward, as the trainer calls it.
-        loss: The term of its loss that is a mean over tokens, of outputs and batch.
+        loss: Its loss, of outputs and batch.
         model: The module, for its mode and its weights' precision.
         precision: Context in which the trainer runs the forward. Weights in float32 are probed without it, because in
             float32 a leak of 2e-3 is plain to see and in bfloat16 it is not.
-        sample_loss: The term of its loss that is a mean over samples, if there is one.
+        terms: What the terms of its loss are means over; None: all over tokens.
     """
 
     def __init__(
         self,
         forward: Callable[[Any], Any],
-        loss: Callable[[Any, Any], torch.Tensor],
+        loss: Callable[[Any, Any], Any],
         model: torch.nn.Module,
         precision: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
-        sample_loss: Callable[[Any, Any], torch.Tensor | None] = lambda outputs, batch: None,
+        terms: LossTerms | None = None,
     ) -> None:
         self._forward = forward
         self._loss = loss
-        self._sample_loss = sample_loss
+        self._terms = terms or LossTerms(None)
         self.model = model
         self._precision = precision
         self._asks_in_training = False
@@ -184,8 +184,9 @@ class Probe:
 
         with precision, _hooked(_leaves(self.model) if self._asks_gradients_of else [], begin_graph), torch.no_grad():
             outputs = self._forward(dict(batch))
-            loss = self._loss(outputs, dict(batch))
-            by_sample = self._sample_loss(outputs, dict(batch))
+            every = self._loss(outputs, dict(batch))  # once, as what it weighs is added up
+            loss = self._terms.token_term(self._terms.split(every, outputs))
+            by_sample = self._terms.sample_term(every)
         gradient = None
         if leaves and loss.requires_grad:
             with torch.enable_grad():

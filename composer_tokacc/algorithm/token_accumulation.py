@@ -242,10 +242,10 @@ class TokenAccumulation(Algorithm):
             terms.router_coefficient = router_coefficient(model)
         probe = Probe(
             model,
-            lambda outputs, batch: terms.token_term(terms.split(model.loss(outputs, batch), outputs)),
+            model.loss,
             model,
             lambda: get_precision_context(state.precision, state.precision_config),
-            lambda outputs, batch: terms.sample_term(model.loss(outputs, batch)),
+            terms,
         )
         transforms = split.microbatch_transforms if split is not None else None
 
