@@ -45,7 +45,6 @@ from composer_tokacc.counting import (
     num_rows,
     sample_name,
     without_carried,
-    without_stop,
 )
 from composer_tokacc.layout import BatchLayout, ReadyBatch, microbatches_of
 from composer_tokacc.layout.families import UNITS
@@ -243,7 +242,7 @@ class FirstBatchCheck:
                 rules, shown = self.run(batch, split, wanted)
             except IndexError as error:  # as torch says on a CPU; a GPU stops the process
                 raise RuntimeError(
-                    f'The model must take the batch, got: {without_stop(error)}, for {_ids_of(batch)}. Labels must be '
+                    f'The model must take the batch, got: {_without_stop(error)}, for {_ids_of(batch)}. Labels must be '
                     "-100 or ids of the model's vocabulary, and its embedding must hold every token. Take the "
                     'tokenizer that belongs to the model.'
                 ) from error
@@ -367,6 +366,11 @@ def _chosen_rows(layout: BatchLayout, batch: Batch, wanted: Sequence[int], max_r
     ]
     rows = list(dict.fromkeys(roles))[: max(max_rows, 2 + len(units))]
     return _with_labels(layout, layout.select(without_carried(batch), rows))
+
+
+def _without_stop(error: Exception) -> str:
+    """What an error says, for the middle of a sentence."""
+    return str(error).rstrip('.')
 
 
 def _ids_of(batch: Batch) -> str:
@@ -831,7 +835,7 @@ class _Rows:
             answer = self._probe.ask(packed)
         except (RuntimeError, ValueError, IndexError, TypeError, KeyError, AttributeError) as error:
             raise RuntimeError(
-                f'The model must take packed rows, got: {without_stop(error)}. Set `packing=False`.'
+                f'The model must take packed rows, got: {_without_stop(error)}. Set `packing=False`.'
             ) from error
         if answer.logits is not None:
             found = token_losses(answer.logits, packed, self._rule)

@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from composer_tokacc.counting import without_stop
 from composer_tokacc.data.formats import EmbeddedFile, RawRecord
 from composer_tokacc.data.hub import ask_hub
 
@@ -201,7 +200,7 @@ def _read_described(file: str, name: str) -> Iterator[RawRecord]:
         path, columns, tags = _check_entry(entry, Path(file).parent)
     except ValueError as error:
         raise ValueError(
-            f'`path` must name a dataset that can be read, got: {file}#{name}: {without_stop(error)}.'
+            f'`path` must name a dataset that can be read, got: {file}#{name}: {str(error).rstrip(".")}.'
         ) from error
     for raw in read_raw_records(path):
         yield raw._replace(data=_renamed(raw.data, columns, tags)) if isinstance(raw.data, Mapping) else raw
@@ -285,9 +284,7 @@ def _open_table(path: str, split: str | None) -> Any:
             found = datasets.Dataset.from_parquet(path)
     except Exception as error:  # of pyarrow, of `datasets`, of the network
         reason = ' '.join(str(error).split()) or type(error).__name__
-        raise ValueError(
-            f'`path` must be a table that `datasets` reads, got: {path}: {without_stop(reason)}.'
-        ) from error
+        raise ValueError(f'`path` must be a table that `datasets` reads, got: {path}: {reason.rstrip(".")}.') from error
     if isinstance(found, datasets.Dataset):
         if split is None:
             return found
