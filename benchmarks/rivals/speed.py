@@ -221,6 +221,8 @@ def main() -> None:
     for cells in measure(Sizes(**plan['sizes']), plan['set'], plan['rivals'], plan['rounds']):
         if dist.get_global_rank() == 0:
             path.write_text(json.dumps(cells))
+    dist.barrier()
+    os._exit(0)  # a loader process that a package leaves behind would be waited for without end
 
 
 if __name__ == '__main__':

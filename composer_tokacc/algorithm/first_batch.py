@@ -11,6 +11,7 @@ cut them, and the losses of all their tokens must agree to round-off.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import time
@@ -23,7 +24,18 @@ import torch
 from composer.utils import dist
 from torch.distributed.tensor import DTensor
 
-from composer_tokacc.algorithm.probe import Answer, Probe, confirm_in_training, find_loss_rule, token_losses, tolerance
+from composer_tokacc.algorithm.probe import (
+    NOISE_FACTOR,
+    Answer,
+    Probe,
+    confirm_in_training,
+    find_loss_rule,
+    logit_factor,
+    predicting,
+    token_losses,
+    tolerance,
+    tolerance_besides,
+)
 from composer_tokacc.counting import (
     IGNORE_INDEX,
     LOSS_WEIGHTS,
@@ -34,7 +46,7 @@ from composer_tokacc.counting import (
     sample_name,
     without_carried,
 )
-from composer_tokacc.layout import BatchLayout, ReadyBatch
+from composer_tokacc.layout import BatchLayout, ReadyBatch, microbatches_of
 from composer_tokacc.layout.families import UNITS
 
 if TYPE_CHECKING:
@@ -54,6 +66,13 @@ MORE_COLUMNS = 256
 MAX_ROWS = 6
 """Rows of a check at the most. Without gradients a row takes about half of the memory that it takes in training, so a
 microbatch of k rows leaves room for 2 k; at least four are needed to show the ways in which rows differ."""
+
+OTHER_POSITIONS_REMEDY = (
+    'The loss holds a mean over other positions (prompts, padding) or over rows. Take it over the positions whose '
+    'labels count, return the terms as a dict and name the unit of each in `loss_units`, or leave it out.'
+)
+GRADIENT_TOLERANCE = 0.1
+"""Of the factor between two gradients. Round-off of bfloat16 makes the gradients differ by 5 % (large GPT-Neo)."""
 
 ROUTER_REMEDY = (
     'Name what it is multiplied by in `router_aux_loss_coef` of its config, or set `output_router_logits=False` there, '
@@ -188,6 +207,8 @@ class FirstBatchCheck:
         self.was_run = False
         self.is_plain = check_loss
         """Whether the model's own loss is the mean of its tokens' cross-entropies: not so with label smoothing, say."""
+        self.vocabulary: int | None = None
+        """Ids that a label may have, by the model's logits."""
 
     def is_new(self, kinds: Sequence[int]) -> bool:
         """Whether any of the kinds was not looked at yet."""
@@ -217,7 +238,14 @@ class FirstBatchCheck:
             new = [bool(kind and not seen) for kind, seen in zip(present, self._proven, strict=True)]
             wanted = [int(kind and is_new) for kind, is_new in zip(kinds, new, strict=True)]
             packed = split is not None and split.packing
-            rules, shown = self.run(batch, split, wanted)
+            try:
+                rules, shown = self.run(batch, split, wanted)
+            except IndexError as error:  # as torch says on a CPU; a GPU stops the process
+                raise RuntimeError(
+                    f'The model must take the batch, got: {_without_stop(error)}, for {_ids_of(batch)}. Labels must be '
+                    "-100 or ids of the model's vocabulary, and its embedding must hold every token. Take the "
+                    'tokenizer that belongs to the model.'
+                ) from error
             if split is not None:
                 split.rules, split.checked = rules, True
                 if split.packing != packed:  # what was proven of packed rows says nothing of padded ones
@@ -269,6 +297,7 @@ class FirstBatchCheck:
             probed = _Rows(self._probe, self.layout, self._on_device, self.rule, rows, self._check_loss)
             found = probed.cut_rules(split)
             self.is_plain = self.is_plain and probed.is_plain()
+            self.vocabulary = probed.vocabulary
         self.was_run = True
         log.info('The first-batch check took %.2f s. %s', time.perf_counter() - started, found)
         shown = kinds_of(self.layout, rows)
@@ -339,6 +368,21 @@ def _chosen_rows(layout: BatchLayout, batch: Batch, wanted: Sequence[int], max_r
     return _with_labels(layout, layout.select(without_carried(batch), rows))
 
 
+def _without_stop(error: Exception) -> str:
+    """What an error says, for the middle of a sentence."""
+    return str(error).rstrip('.')
+
+
+def _ids_of(batch: Batch) -> str:
+    """The ids of a batch, for a message."""
+    ends = []
+    for key in ('labels', 'input_ids'):
+        ids = [one[key][one[key] != IGNORE_INDEX] for one in microbatches_of(batch) if one.get(key) is not None]
+        joined = torch.cat(ids) if ids else torch.empty(0)
+        ends += [f'`{key}` of {int(joined.min())} to {int(joined.max())}'] if joined.numel() else []
+    return ' and '.join(ends)
+
+
 def _with_labels(layout: BatchLayout, batch: dict[str, Any]) -> dict[str, Any]:
     """Rows without a label get one on their last real position, where labels are as wide as the tokens."""
     labels, ids = batch['labels'], batch.get('input_ids')
@@ -368,12 +412,12 @@ def _documents_of(packed: Batch) -> torch.Tensor:
 
 
 def _with_unequal_row(layout: BatchLayout, rows: dict[str, Any], rule: str) -> dict[str, Any]:
-    """Rows of equally many labels get one of fewer or more beside them.
+    """Rows of nearly as many labels get one of fewer or more beside them.
 
     Among rows of equally many tokens a mean of the rows' means is a mean over tokens, and the formula proves nothing.
     """
     counts = loss_mask(rows, rule).sum(dim=1).tolist()
-    if len(set(counts)) > 1:
+    if max(counts) >= 2 * min(counts) and max(counts) > min(counts):
         return rows
     lengths = layout.lengths(rows)
     copied = layout.select(rows, [*range(len(counts)), min(range(len(counts)), key=lambda row: lengths[row] < 4)])
@@ -432,6 +476,7 @@ class _Rows:
         self._noise = probe.noise(moved, rule, together)
         self._weights: torch.Tensor | None = rows[LOSS_WEIGHTS] if together.weighted is not None else None
         self._weight_of_rows = counted
+        self._router = together.has_router_loss
         if self._weights is not None and together.weighted is not None:
             self._weight_of_rows = (self._weights * loss_mask(rows, rule)).sum(dim=1).tolist()
             if not self._agree(together.weighted, together.own):
@@ -449,13 +494,16 @@ class _Rows:
         if split is not None and split.packing:
             try:
                 self._prove_packed(split)
-                return split.rules
             except RuntimeError as error:
                 split.attend_as_before()
                 if split.must_pack:
                     raise
                 log.info('Rows are padded: %s', error)
                 split.packing = False
+            else:
+                if self._check_loss and sum(self._counted):
+                    self._check_unlike_rows(None, split.rules)  # padded, as a packed row is one row
+                return split.rules
         failure = None
         for rules in self._candidates(split):
             failure = self._failure(lambda row, rules=rules: self._cut(split, [row], rules))
@@ -473,6 +521,11 @@ class _Rows:
             return rules
         kept = [name for name in vars(rules) if name.startswith(self._side)]
         return replace(rules, **{name: getattr(split.rules, name) for name in kept})
+
+    @property
+    def vocabulary(self) -> int | None:
+        """Width of the model's logits, if it gives any."""
+        return None if self._together.logits is None else self._together.logits.shape[-1]
 
     def is_plain(self) -> bool:
         """Whether the model's own loss of all rows is the mean of their tokens' cross-entropies."""
@@ -526,7 +579,6 @@ class _Rows:
         """How the first row fails whose losses another cut changes; None: none does."""
         self._owns: list[float] = []
         self._by_sample: list[float | None] = []
-        self._router = False
         self._narrowest = _num_columns(self._rows)
         for row in range(self._count):
             part, name = cut(row), sample_name(self._rows, row)
@@ -542,7 +594,6 @@ class _Rows:
                 return failure
             self._owns.append(answer.own)
             self._by_sample.append(answer.by_sample)
-            self._router = self._router or answer.has_router_loss
         return None
 
     def _failure_behind_padding(self) -> str | None:
@@ -606,30 +657,138 @@ class _Rows:
                 f"The terms that `loss_units` calls 'samples' must be means over samples, got: {by_sample:.6f} for "
                 f'{self._count} rows together, and {mean:.6f} as the mean of the rows one by one. Give their own unit.'
             )
-        self._check_training_mode(split, rules)
+        self._check_unlike_rows(split, rules)
 
-    def _check_training_mode(self, split: MicrobatchSplit | None, rules: CutRules) -> None:
-        """The same in training mode: the row of most tokens and all others, so that rows and tokens weigh unlike."""
-        together = self._probe.training_loss(self._on_device(self._rows))
-        if together is None:
+    def _check_unlike_rows(self, split: MicrobatchSplit | None, rules: CutRules) -> None:
+        """The same in training mode, of rows made unlike: the row of most tokens, and all others together.
+
+        Rows and tokens then weigh unlike, and no term is so much the same in all rows that its weight does not show:
+        fresh weights give each position nearly the same entropy.
+        """
+        probe, everything = self._probe, list(range(self._count))
+        rows = self._on_device(self._rows)
+        is_random = probe.is_random_in_training(rows)
+        if is_random:
             log.info('The loss is random in training even without dropout, so it was looked at in evaluation only.')
-            return
-        first = max(range(self._count), key=self._counted.__getitem__)
-        groups = [[first], [row for row in range(self._count) if row != first]]
-        groups = [group for group in groups if group]
-        cuts = [self._cut(split, group, rules) for group in groups]
-        losses = [self._probe.training_loss(self._on_device(cut), twice=False) for cut in cuts]
+        first = max(everything, key=self._counted.__getitem__)
+        groups = [group for group in ([first], [row for row in everything if row != first]) if group]
+
+        def ask(group: list[int], batch: Batch) -> tuple[Answer, float | None]:
+            with probe.unlike_rows(batch, self._together, [row != first for row in group]):
+                answer = probe.ask(batch)
+            return answer, probe.besides(batch, self._rule, answer)
+
+        with contextlib.nullcontext() if is_random else probe.in_training():
+            together, besides = ask(everything, rows)
+            with probe.rounded_otherwise():
+                moved, besides_moved = ask(everything, rows)
+            parts = [ask(group, self._on_device(self._cut(split, group, rules))) for group in groups]
         counts = [sum(self._weight_of_rows[row] for row in group) for group in groups]
-        self._compare_mean(together, [loss or 0.0 for loss in losses], counts, how=' in training mode')
+        noise = max(self._noise * max(logit_factor(self._together), 1), abs(moved.own - together.own))
+        self._compare_mean(
+            together.own,
+            [part.own for part, _ in parts],
+            counts,
+            noise=noise,
+            how=' in training mode' * (not is_random),
+        )
+        self._compare_samples(together, moved, [part for part, _ in parts], list(map(len, groups)))
+        if besides is not None and besides_moved is not None:
+            found = [one or 0.0 for _, one in parts]
+            self._compare_besides(together, besides, found, counts, noise=abs(besides_moved - besides))
+        with probe.in_training(), probe.with_gradients(self._together):
+            self._check_gradients(split, rules, is_random=is_random)
 
-    def _agree(self, found: float, expected: float) -> bool:
+    def _compare_besides(
+        self, together: Answer, besides: float, found: Sequence[float], counts: Sequence[float], *, noise: float
+    ) -> None:
+        mean = sum(one * count for one, count in zip(found, counts, strict=True)) / sum(counts)
+        if abs(mean - besides) <= tolerance_besides(together.own, noise, together.eps):
+            return
+        raise RuntimeError(
+            "The model's own loss must be the mean over its loss-generating tokens, got: a term besides their "
+            f'cross-entropy that is {besides:.8f} for {self._count} rows together, and {mean:.8f} as the mean of '
+            f'its parts. {OTHER_POSITIONS_REMEDY}'
+        )
+
+    def _compare_samples(self, together: Answer, moved: Answer, parts: Sequence[Answer], counts: Sequence[int]) -> None:
+        """The terms that are said to be means over samples; one that is absent somewhere says nothing."""
+        found = [part.by_sample for part in parts if part.by_sample is not None]
+        if together.by_sample is None or moved.by_sample is None or len(found) < len(parts):
+            return
+        mean = sum(one * count for one, count in zip(found, counts, strict=True)) / sum(counts)
+        noise = abs(moved.by_sample - together.by_sample)
+        if abs(mean - together.by_sample) > tolerance_besides(together.by_sample, noise, together.eps):
+            raise RuntimeError(
+                "The terms that `loss_units` calls 'samples' must be means over samples, got: "
+                f'{together.by_sample:.8f} for {self._count} rows together, and {mean:.8f} as the mean of their parts. '
+                'A mean over columns changes with the padding: take it over the tokens of each row, or give its unit.'
+            )
+
+    def _check_gradients(self, split: MicrobatchSplit | None, rules: CutRules, *, is_random: bool) -> None:
+        """The gradient by the logits, of two rows: none but where a label counts, and there what the formula says.
+
+        A loss may be a mean over tokens whose gradient is none: terms whose value is taken out again by ``detach()``,
+        custom backwards.
+        """
+        order = sorted(range(self._count), key=self._counted.__getitem__)
+        pair = [next(row for row in order if self._counted[row]), order[-1]]
+
+        def ask(rows: list[int], batch: Batch) -> tuple[torch.Tensor, float] | None:
+            """The gradient at the tokens times their number, and the size of what lies elsewhere."""
+            gradient = self._probe.ask(batch).gradient
+            if gradient is None:
+                return None
+            counted = predicting(batch, self._rule).to(gradient.device)
+            number = sum(self._weight_of_rows[row] for row in rows)
+            at_tokens = gradient[counted].float() * number
+            elsewhere = gradient.masked_fill_(counted[..., None], 0).float().norm().item() * number
+            return at_tokens, elsewhere
+
+        together = ask(pair, self._on_device(self._layout.select(self._rows, pair)))
+        if together is None:
+            return
+        size = together[0].norm().item()
+        share = together[1] / max(size, torch.finfo(torch.float32).tiny)
+        if share > NOISE_FACTOR * torch.finfo(torch.float32).eps:  # 0 in every model without such a term
+            raise RuntimeError(
+                "The gradient of the model's own loss by its logits must be 0 where no label counts, got: "
+                f'{share:.1e} of what it is where one does. {OTHER_POSITIONS_REMEDY}'
+            )
+        if is_random:  # dropout leaves a zero a zero, but no two gradients alike
+            return
+        alone = [ask([row], self._on_device(self._cut(split, [row], rules))) for row in pair]
+        if any(one is None for one in alone):
+            return
+        expected = torch.cat([one[0] for one in alone if one is not None])
+        # By how much it is longer or shorter, as round-off of the layers, which it shows as well, turns it a little.
+        factor = float((together[0] * expected).sum() / together[0].square().sum().clamp(min=1e-30)) if size else 1.0
+        if abs(factor - 1) > GRADIENT_TOLERANCE:
+            raise RuntimeError(
+                "The gradient of the model's own loss by its logits must be the mean of its tokens' gradients, as the "
+                f'loss is of their losses, got: that of two rows one by one is {factor:.3f} times that of both. '
+                'A custom backward or `detach()` makes another gradient than that of the loss; scale it by tokens, not '
+                'by rows or columns.'
+            )
+
+    def _agree(self, found: float, expected: float, noise: float | None = None) -> bool:
         """Whether two losses are the same but for round-off; NaN agrees with nothing."""
-        return abs(found - expected) <= tolerance(abs(expected), self._noise)
+        noise = self._noise if noise is None else noise
+        allowed = max(tolerance(expected, noise), tolerance_besides(expected, noise, self._together.eps))
+        return abs(found - expected) <= allowed
 
-    def _compare_mean(self, own: float, owns: Sequence[float], counts: Sequence[float], how: str = '') -> None:
+    def _compare_mean(
+        self,
+        own: float,
+        owns: Sequence[float],
+        counts: Sequence[float],
+        *,
+        noise: float | None = None,
+        how: str = '',
+    ) -> None:
         weighted = [loss * n for loss, n in zip(owns, counts, strict=True) if n]
         mean = sum(weighted) / sum(counts)
-        if self._agree(mean, own):
+        if self._agree(mean, own, noise):
             return
         hint = (
             f'The model adds the load-balancing loss of its router, a statistic of the microbatch. {ROUTER_REMEDY}'
@@ -675,7 +834,9 @@ class _Rows:
             packed = self._on_device(split.assemble(self._layout, self._rows, order, split.rules))
             answer = self._probe.ask(packed)
         except (RuntimeError, ValueError, IndexError, TypeError, KeyError, AttributeError) as error:
-            raise RuntimeError(f'The model must take packed rows, got: {error}. Set `packing=False`.') from error
+            raise RuntimeError(
+                f'The model must take packed rows, got: {_without_stop(error)}. Set `packing=False`.'
+            ) from error
         if answer.logits is not None:
             found = token_losses(answer.logits, packed, self._rule)
             failure = self._difference(

@@ -27,6 +27,11 @@ class LossTerms:
     """
 
     def __init__(self, loss_units: Mapping[str, str] | None) -> None:
+        if loss_units is not None and not isinstance(loss_units, Mapping):
+            raise ValueError(
+                f"`loss_units` must be a mapping from the terms of the loss to units, such as {{'lm': 'tokens'}}, got: "
+                f'{loss_units!r}.'
+            )
         for name, unit in (loss_units or {}).items():
             if unit not in LOSS_UNITS:
                 raise ValueError(f'`loss_units[{name!r}]` must be one of {LOSS_UNITS}, got: {unit!r}.')
@@ -98,10 +103,10 @@ class LossTerms:
         return self.loss_units[name]
 
     def token_term(self, loss: Any) -> torch.Tensor:
-        """The sum of all terms that are means over tokens: what the probe compares."""
+        """The sum of all terms that are means over tokens: what the probe compares, as precise as they are."""
         if not isinstance(loss, Mapping):
             self._check_no_units(loss)
-            return _sum(_terms(loss))
+            return _sum_as_given(_terms(loss))
         named = {name: value for name, value in loss.items() if name != 'total'}
         if self.loss_units is None:
             if len(named) > 1:
@@ -109,13 +114,13 @@ class LossTerms:
                     f'One term of the loss must be the mean over tokens, got: {sorted(loss)}. Name the unit of each in '
                     '`loss_units`, or set `check_loss=False` with an explicit `loss_tokens`.'
                 )
-            return loss['total'] if 'total' in loss else _sum(named.values())
+            return loss['total'] if 'total' in loss else _sum_as_given(named.values())
         if named and 'total' in loss and not torch.isclose(loss['total'].float(), _sum(named.values()), rtol=1e-4):
             raise RuntimeError(
                 f"`loss['total']` must be the sum of the other terms, got: {loss['total'].item():.6f} where they sum "
                 f'to {_sum(named.values()).item():.6f}. Return each term with its weight, and all that the total holds.'
             )
-        return _sum([value for name, value in named.items() if self.unit(name) == 'tokens'] or [loss['total']])
+        return _sum_as_given([value for name, value in named.items() if self.unit(name) == 'tokens'] or [loss['total']])
 
     def sample_term(self, loss: Any) -> torch.Tensor | None:
         """The sum of all terms that are declared as means over samples; None: there are none."""
@@ -239,6 +244,12 @@ def _terms(value: Any) -> Iterator[torch.Tensor]:
 def _sum(terms: Iterable[torch.Tensor]) -> torch.Tensor:
     """As Composer adds the terms of a loss up."""
     return torch.stack([term.float().mean() for term in terms]).sum()
+
+
+def _sum_as_given(terms: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The same, in the coarsest of their dtypes."""
+    terms = list(terms)
+    return _sum(terms).to(max((term.dtype for term in terms), key=lambda dtype: torch.finfo(dtype).eps))
 
 
 def _product(term: torch.Tensor, scale: float) -> torch.Tensor:

@@ -9,21 +9,31 @@ import contextlib
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.fsdp import FSDPModule
+from composer.models import HuggingFaceModel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from composer_tokacc.algorithm.loss_terms import router_loss_of
+from composer_tokacc.algorithm.loss_terms import LossTerms, router_loss_of
 from composer_tokacc.algorithm.weighted_labels import Weighing, weigh_labels
 from composer_tokacc.counting import IGNORE_INDEX, LOSS_RULES, LOSS_WEIGHTS, Batch, labels_of, loss_mask
 
-__all__ = ['Answer', 'Probe', 'confirm_in_training', 'find_loss_rule', 'logits_of', 'mean_token_loss']
+__all__ = [
+    'Answer',
+    'Probe',
+    'confirm_in_training',
+    'find_loss_rule',
+    'logits_of',
+    'mean_token_loss',
+    'predicting',
+    'vocabulary_of',
+]
 
 NOISE_FACTOR = 8
 """Tolerance over the measured round-off: kernels for other shapes round every sum, the measurement only its result."""
@@ -32,6 +42,8 @@ FLOOR = 64 * torch.finfo(torch.float32).eps
 3e-6, the weakest leak (BERT, freshly initialised, packed) by 2e-3."""
 MAX_TOKENS = 2048
 """Tokens whose logits are turned to float32 at a time: 1.2 GiB for a vocabulary of 150,000."""
+LARGE_LOGITS = 4.0
+"""Standard deviation of logits with which a few tokens of a vocabulary stand out, and losses stay small."""
 NUM_LABELS = 4
 """Labels of a row that is asked for the rule: few, so that one of them moves the mean."""
 
@@ -46,6 +58,9 @@ class Answer:
         by_sample: The terms of its loss that are declared as means over samples.
         has_router_loss: Whether it returns the load-balancing loss of a mixture of experts as well.
         weighted: The weighted mean of its tokens' losses, as they were when they were weighed; None: none were.
+        eps: Machine epsilon of the loss as the model returned it; not less than that of float32.
+        gradient: Of the loss by the output of the layer that makes the logits, of their shape; None: not asked for, or
+            not there.
     """
 
     own: float
@@ -53,6 +68,8 @@ class Answer:
     by_sample: float | None = None
     has_router_loss: bool = False
     weighted: float | None = None
+    eps: float = torch.finfo(torch.float32).eps
+    gradient: torch.Tensor | None = None
 
 
 class Probe:
@@ -60,27 +77,30 @@ class Probe:
 
     Args:
         forward: The model's forward, as the trainer calls it.
-        loss: The term of its loss that is a mean over tokens, of outputs and batch.
+        loss: Its loss, of outputs and batch.
         model: The module, for its mode and its weights' precision.
         precision: Context in which the trainer runs the forward. Weights in float32 are probed without it, because in
             float32 a leak of 2e-3 is plain to see and in bfloat16 it is not.
-        sample_loss: The term of its loss that is a mean over samples, if there is one.
+        terms: What the terms of its loss are means over; None: all over tokens.
     """
 
     def __init__(
         self,
         forward: Callable[[Any], Any],
-        loss: Callable[[Any, Any], torch.Tensor],
+        loss: Callable[[Any, Any], Any],
         model: torch.nn.Module,
         precision: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
-        sample_loss: Callable[[Any, Any], torch.Tensor | None] = lambda outputs, batch: None,
+        terms: LossTerms | None = None,
     ) -> None:
         self._forward = forward
         self._loss = loss
-        self._sample_loss = sample_loss
+        self._terms = terms or LossTerms(None)
         self.model = model
         self._precision = precision
         self._asks_in_training = False
+        self._asks_gradients_of: int | None = None
+        self._last_layers: list[torch.nn.Module] = []
+        """The last two whose output has a vector for every position: most often a norm, and what makes logits."""
         self.weighing_rule: str | None = None
         """The rule of the labels, once batches with ``loss_weights`` are to be weighed by them."""
         parameter = next(model.parameters(), None)
@@ -111,6 +131,20 @@ class Probe:
         return answer
 
     @contextlib.contextmanager
+    def with_gradients(self, answer: Answer) -> Iterator[None]:
+        """Answers with the gradient of the loss by logits like those of an answer, but for sharded models.
+
+        FSDP gathers and frees parameters in hooks on the outputs of a forward, for one backward each.
+        """
+        is_sharded = any(isinstance(module, (FSDPModule, FullyShardedDataParallel)) for module in self.model.modules())
+        if answer.logits is not None and not is_sharded:
+            self._asks_gradients_of = answer.logits.shape[-1]
+        try:
+            yield
+        finally:
+            self._asks_gradients_of = None
+
+    @contextlib.contextmanager
     def in_training(self) -> Iterator[None]:
         """Answers as in training mode, but for dropout."""
         self._asks_in_training = True
@@ -119,15 +153,15 @@ class Probe:
         finally:
             self._asks_in_training = False
 
-    def training_loss(self, batch: Batch, *, twice: bool = True) -> float | None:
-        """The model's own loss in training mode, but for dropout; None where, asked twice, it is random even so."""
+    def is_random_in_training(self, batch: Batch) -> bool:
+        """Whether the model's own loss differs, asked twice in training mode, even without dropout."""
         full = torch.autocast(self._device_type, enabled=False)
         losses = []
         with torch.no_grad(), _undisturbed(self.model, training=True), torch.compiler.set_stance('force_eager'):
-            for seed in range(1 + twice):
+            for seed in range(2):
                 torch.manual_seed(seed)
                 losses.append(self._answer(batch, full if self._in_full else self._precision()).own)
-        return losses[0] if losses[0] == losses[-1] else None
+        return losses[0] != losses[1]
 
     def _in_full_precision(self, batch: Batch) -> Answer | None:
         """None where a kernel knows half precision only, as flash attention does."""
@@ -139,18 +173,34 @@ class Probe:
 
     def _answer(self, batch: Batch, precision: contextlib.AbstractContextManager[Any]) -> Answer:
         batch, weighing = self._weighed(batch)
-        with precision:
+        leaves: list[torch.Tensor] = []
+
+        def begin_graph(module: torch.nn.Module, args: Any, output: Any) -> Any:
+            if not _is_of_positions(output, batch) or output.shape[-1] != self._asks_gradients_of:
+                return None
+            torch.set_grad_enabled(True)  # of what follows; the layers before keep nothing
+            leaves[:] = [output.detach().requires_grad_()]
+            return leaves[0]
+
+        with precision, _hooked(_leaves(self.model) if self._asks_gradients_of else [], begin_graph), torch.no_grad():
             outputs = self._forward(dict(batch))
-            own = self._loss(outputs, dict(batch)).float().mean().item()
-            by_sample = self._sample_loss(outputs, dict(batch))
+            every = self._loss(outputs, dict(batch))  # once, as what it weighs is added up
+            loss = self._terms.token_term(self._terms.split(every, outputs))
+            by_sample = self._terms.sample_term(every)
+        gradient = None
+        if leaves and loss.requires_grad:
+            with torch.enable_grad():
+                (gradient,) = torch.autograd.grad(loss.float().mean(), leaves, allow_unused=True)
         if weighing is not None:
             weighing.check_used()
         return Answer(
-            own=own,
-            logits=logits_of(outputs),
+            own=loss.float().mean().item(),
+            logits=_detached(logits_of(outputs)),
             by_sample=None if by_sample is None else by_sample.item(),
             has_router_loss=router_loss_of(outputs) is not None,
             weighted=None if weighing is None else weighing.mean.item(),
+            eps=max(torch.finfo(loss.dtype).eps, torch.finfo(torch.float32).eps),
+            gradient=gradient,
         )
 
     def _weighed(self, batch: Batch) -> tuple[Batch, Weighing | None]:
@@ -193,12 +243,39 @@ class Probe:
         with _hooked(_leaves(self.model), scale):
             yield
 
-    def noise(self, batch: Batch, rule: str, answer: Answer) -> float:
-        """How far one rounding at every layer moves a token's loss (the whole loss, where the model gives no logits).
+    @contextlib.contextmanager
+    def unlike_rows(self, batch: Batch, answer: Answer, is_large: Sequence[bool]) -> Iterator[None]:
+        """Answers as of rows that differ more: some with nearly equal logits, and some where a few stand out.
 
-        Every layer's output is moved by its last digit, up or down. Running the same rows in another order or number
-        would not do: kernels then make the very same sums, and the difference is 0.
+        What stands on padding differs from what stands in the row, so that a mean over columns shows as well.
+
+        Args:
+            batch: Rows like those of which :meth:`noise` was asked before.
+            answer: To those rows.
+            is_large: Of each row, whether its logits are large; rows behind these stay as they are.
         """
+        high = logit_factor(answer)
+        rest = [1.0] * (len(labels_of(batch)) - len(is_large))
+        states = torch.tensor([*(2.0 if large else 1.0 for large in is_large), *rest])[:, None, None]
+        logits = torch.tensor([*(high / 2 if large else high / 16 for large in is_large), *rest])[:, None, None]
+        mask = batch.get('attention_mask')
+        if isinstance(mask, torch.Tensor) and mask.shape == labels_of(batch).shape:
+            logits = logits * torch.where(mask.cpu() == 0, 4.0, 1.0)[..., None]
+        vocabulary = None if answer.logits is None else answer.logits.shape[-1]
+
+        def scale(module: torch.nn.Module, args: Any, output: Any) -> Any:
+            if not _is_of_positions(output, batch):
+                return output
+            if output.shape[-1] == vocabulary or module is self._last_layers[-1]:
+                return output * logits.to(output)
+            return output * states.to(output) if module in self._last_layers else output
+
+        with _hooked(_leaves(self.model), scale):
+            yield
+
+    @contextlib.contextmanager
+    def rounded_otherwise(self) -> Iterator[None]:
+        """Answers with every layer's output moved by its last digit, up or down."""
         generators: dict[torch.device, torch.Generator] = {}
 
         def move(module: torch.nn.Module, args: Any, output: Any) -> Any:
@@ -211,16 +288,53 @@ class Probe:
             return output * torch.where(up, 1 + eps, 1 - eps).to(output.dtype)
 
         with _hooked(_leaves(self.model), move):
+            yield
+
+    def noise(self, batch: Batch, rule: str, answer: Answer) -> float:
+        """How far one rounding at every layer moves a token's loss (the whole loss, where the model gives no logits).
+
+        Running the same rows in another order or number would not do: kernels then make the very same sums, and the
+        difference is 0.
+        """
+
+        def note(module: torch.nn.Module, args: Any, output: Any) -> None:
+            if _is_of_positions(output, batch):
+                self._last_layers = [*self._last_layers[-1:], module]
+
+        with self.rounded_otherwise(), _hooked(_leaves(self.model), note):
             moved = self.ask(batch)
         if answer.logits is None or moved.logits is None:
             return abs(moved.own - answer.own)
         difference = token_losses(moved.logits, batch, rule) - token_losses(answer.logits, batch, rule)
         return difference.abs().max().item() if len(difference) else 0.0
 
+    def besides(self, batch: Batch, rule: str, answer: Answer) -> float | None:
+        """What the model's own loss holds besides the mean of its tokens' cross-entropies, of the very same logits.
+
+        The round-off of all layers is in both, and so in neither: a term of a millionth of the loss shows. None: the
+        model gives no logits, or no token is counted.
+        """
+        if answer.weighted is not None:
+            return answer.own - answer.weighted
+        if answer.logits is None or not len(losses := token_losses(answer.logits, batch, rule)):
+            return None
+        return answer.own - losses.double().mean().item()
+
+
+def logit_factor(answer: Answer) -> float:
+    """What logits are multiplied by to be large; where there are none, what goes into a fused loss."""
+    size = 0.5 if answer.logits is None else answer.logits.float().std().nan_to_num(nan=0.0).item()
+    return 2.0 ** round(math.log2(LARGE_LOGITS / min(max(size, 1e-3), 1e3)))
+
 
 def tolerance(size: float, noise: float) -> float:
     """By how much two losses of about ``size`` may differ and be the same."""
     return NOISE_FACTOR * noise + FLOOR * (1 + abs(size))
+
+
+def tolerance_besides(size: float, noise: float, eps: float) -> float:
+    """The same of :meth:`Probe.besides`, which sees no round-off but that of the loss itself, of machine epsilon."""
+    return NOISE_FACTOR * (noise + eps * (1 + abs(size)))
 
 
 def logits_of(outputs: Any) -> torch.Tensor | None:
@@ -229,6 +343,23 @@ def logits_of(outputs: Any) -> torch.Tensor | None:
     if logits is None and isinstance(outputs, torch.Tensor):
         logits = outputs
     return logits if isinstance(logits, torch.Tensor) and logits.dim() == 3 else None
+
+
+def vocabulary_of(model: Any) -> int | None:
+    """How many ids a label may have, by the last layer of a Hugging Face model; None where that is not known."""
+    model = getattr(model, 'module', model)
+    if not isinstance(model, HuggingFaceModel):
+        return None
+    try:
+        return getattr(model.model.get_output_embeddings(), 'out_features', None)
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def predicting(batch: Batch, rule: str) -> torch.Tensor:
+    """At which positions the logits are those that labels are held to, ``(rows, width)`` bool."""
+    counted = loss_mask(batch, rule)
+    return counted if rule == 'unshifted' else counted.roll(-1, dims=1)  # column 0 never counts
 
 
 def token_losses(logits: torch.Tensor, batch: Batch, rule: str) -> torch.Tensor:
@@ -295,6 +426,12 @@ def find_loss_rule(probe: Probe, row: Batch, *, loss_tokens: str = 'auto') -> st
         allowed = 1e-4 * abs(answer.own) if answer.logits.dtype == torch.float32 else 1e-2 * abs(answer.own)
         matching = [rule for rule in LOSS_RULES if abs(means[rule] - answer.own) <= allowed]
         matching.sort(key=lambda rule: abs(means[rule] - answer.own))
+        if len(matching) > 1:  # in half precision several means are near enough, but zeros are zeros
+            with probe.with_gradients(answer):
+                gradient = probe.ask(probed).gradient
+            if gradient is not None:
+                moving = gradient.abs().amax(dim=-1) > 0
+                matching = [rule for rule in matching if torch.equal(moving, predicting(probed, rule))] or matching
         numbers = f'{answer.own:.6f} where the rules give ' + ', '.join(f'{r} {mean:.6f}' for r, mean in means.items())
     matching = matching or _rule_from_losses(probe, row, numbers)
     if loss_tokens == 'auto':
@@ -322,7 +459,7 @@ def confirm_in_training(probe: Probe, row: Batch, rule: str) -> None:
     with probe.in_training():
         first = probe.ask(row)
         # Random even without dropout: no two answers could be compared.
-        if first.logits is not None or probe.training_loss(row) is None:
+        if first.logits is not None or probe.is_random_in_training(row):
             return
         found = _rule_from_losses(probe, row, '')
     if rule not in found:
@@ -448,6 +585,17 @@ def _check_width(logits: torch.Tensor, batch: Batch) -> None:
             f'{tuple(labels.shape)}. The model expands or truncates the sequence inside forward, so a count of the '
             "batch's labels is not its own. Expand image placeholders in the processor instead (transformers >= 4.51)."
         )
+
+
+def _detached(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.detach()
+
+
+def _is_of_positions(output: Any, batch: Batch) -> bool:
+    """Whether a layer's output has a vector for every position of the labels."""
+    if not isinstance(output, torch.Tensor) or not output.dtype.is_floating_point or output.dim() != 3:
+        return False
+    return output.shape[:2] == labels_of(batch).shape
 
 
 def _leaves(model: torch.nn.Module) -> list[torch.nn.Module]:

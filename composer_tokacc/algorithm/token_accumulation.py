@@ -17,11 +17,12 @@ from composer.utils import dist
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from composer_tokacc.algorithm.check_batch import check_batch
 from composer_tokacc.algorithm.filler_rows import filler_rows
 from composer_tokacc.algorithm.first_batch import FirstBatchCheck, check_sharding, kinds_of, split_of
 from composer_tokacc.algorithm.functional import RankSum
 from composer_tokacc.algorithm.loss_terms import LossTerms, attached_zero, router_coefficient
-from composer_tokacc.algorithm.probe import Probe, logits_of, mean_token_loss
+from composer_tokacc.algorithm.probe import Probe, logits_of, mean_token_loss, vocabulary_of
 from composer_tokacc.algorithm.row_coupling import check_rows_are_independent
 from composer_tokacc.algorithm.step_guard import MicrobatchWeight, StepGuard
 from composer_tokacc.algorithm.weighted_labels import Weighing, weigh_labels
@@ -33,7 +34,6 @@ from composer_tokacc.counting import (
     carry,
     check_rule,
     is_counted,
-    labels_of,
     loss_weight,
     num_loss_tokens,
     num_rows,
@@ -106,7 +106,7 @@ class TokenAccumulation(Algorithm):
         token_weights: str = 'token',
         check_loss: bool = True,
     ) -> None:
-        if token_weights not in TOKEN_WEIGHTS:
+        if token_weights not in tuple(TOKEN_WEIGHTS):
             raise ValueError(f'`token_weights` must be one of {tuple(TOKEN_WEIGHTS)}, got: {token_weights!r}.')
         self.token_weights = token_weights
         self.loss_tokens = check_rule(loss_tokens, allow_auto=True)
@@ -115,6 +115,8 @@ class TokenAccumulation(Algorithm):
                 "`loss_tokens` must be an explicit rule with `check_loss=False`, got: 'auto'. The rule is found by the "
                 "check; give 'causal' (most decoders), 'causal_attended' or 'unshifted'."
             )
+        if not isinstance(check_loss, bool):
+            raise ValueError(f'`check_loss` must be True or False, got: {check_loss!r}.')
         self.check_loss = check_loss
         self.loss_terms = LossTerms(loss_units)
         self.num_empty_steps = 0
@@ -185,8 +187,9 @@ class TokenAccumulation(Algorithm):
 
     def _count(self, state: State, logger: Logger) -> None:
         """BATCH_START: ``state.batch`` is the whole device batch, still on the CPU, so counting syncs nothing."""
+        vocabulary = vocabulary_of(state.model) if self._check is None else self._check.vocabulary
         for microbatch in microbatches_of(state.batch):
-            labels_of(microbatch)
+            check_batch(microbatch, vocabulary)
         fillers = filler_rows(state.dataloader, int(state.timestamp.batch_in_epoch))
         if fillers:
             rows = num_rows(state.batch)
@@ -239,10 +242,10 @@ class TokenAccumulation(Algorithm):
             terms.router_coefficient = router_coefficient(model)
         probe = Probe(
             model,
-            lambda outputs, batch: terms.token_term(terms.split(model.loss(outputs, batch), outputs)),
+            model.loss,
             model,
             lambda: get_precision_context(state.precision, state.precision_config),
-            lambda outputs, batch: terms.sample_term(model.loss(outputs, batch)),
+            terms,
         )
         transforms = split.microbatch_transforms if split is not None else None
 
@@ -301,7 +304,8 @@ class TokenAccumulation(Algorithm):
         """AFTER_LOSS: the loss of a microbatch without tokens is zero; callbacks see what the batch carries again."""
         # What other algorithms have changed meanwhile stays changed, for the guard to see.
         hidden, made_up, labels = self._hidden
-        state.batch = {**state.batch, **hidden}
+        # A model may take labels out of its batch.
+        state.batch = {'labels': labels, **state.batch, **hidden}
         if labels is not None and state.batch.get('labels') is made_up:
             state.batch['labels'] = labels
         if self._weighing is not None:

@@ -199,7 +199,9 @@ def _read_described(file: str, name: str) -> Iterator[RawRecord]:
     try:
         path, columns, tags = _check_entry(entry, Path(file).parent)
     except ValueError as error:
-        raise ValueError(f'`path` must name a dataset that can be read, got: {file}#{name}: {error}.') from error
+        raise ValueError(
+            f'`path` must name a dataset that can be read, got: {file}#{name}: {str(error).rstrip(".")}.'
+        ) from error
     for raw in read_raw_records(path):
         yield raw._replace(data=_renamed(raw.data, columns, tags)) if isinstance(raw.data, Mapping) else raw
 
@@ -282,7 +284,7 @@ def _open_table(path: str, split: str | None) -> Any:
             found = datasets.Dataset.from_parquet(path)
     except Exception as error:  # of pyarrow, of `datasets`, of the network
         reason = ' '.join(str(error).split()) or type(error).__name__
-        raise ValueError(f'`path` must be a table that `datasets` reads, got: {path}: {reason}.') from error
+        raise ValueError(f'`path` must be a table that `datasets` reads, got: {path}: {reason.rstrip(".")}.') from error
     if isinstance(found, datasets.Dataset):
         if split is None:
             return found

@@ -107,12 +107,17 @@ def token_data_spec(
         ('max_image_tokens', max_image_tokens),
         ('width_multiple', width_multiple),
     ):
-        if value is not None and (not isinstance(value, int) or value < 1):
+        is_absent = value is None and name != 'width_multiple'
+        if not is_absent and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ValueError(f'`{name}` must be a positive integer, got: {value!r}.')
-    if equal_counts not in (True, False, 'auto'):
-        raise ValueError(f"`equal_counts` must be True, False or 'auto', got: {equal_counts!r}.")
-    if packing not in (True, False, 'auto'):
-        raise ValueError(f"`packing` must be True, False or 'auto', got: {packing!r}.")
+    if not isinstance(regroup, bool):
+        raise ValueError(f'`regroup` must be True or False, got: {regroup!r}.')
+    for name, value in (('equal_counts', equal_counts), ('packing', packing)):
+        if not isinstance(value, bool) and value != 'auto':
+            raise ValueError(f"`{name}` must be True, False or 'auto', got: {value!r}.")
+    for name, value, kind in (('layout', layout, BatchLayout), ('cost', cost, CostModel)):
+        if value is not None and not isinstance(value, kind):
+            raise ValueError(f'`{name}` must be a {kind.__name__}, got: {value!r}.')
     if on_oversize not in ('raise', 'warn'):
         raise ValueError(f"`on_oversize` must be 'raise' or 'warn', got: {on_oversize!r}.")
     for name in OWN_KWARGS:

@@ -445,6 +445,9 @@ def test_probe_leaves_random_state_and_mode_alone(model):
         ({'loss_tokens': 'shifted'}, "must be one of .*got: 'shifted'"),
         ({'loss_units': {'lm': 'token'}}, "must be one of .*got: 'token'"),
         ({'loss_units': {'total': 'tokens'}}, 'reserves'),
+        ({'loss_units': 'tokens'}, "must be a mapping from .* such as .*got: 'tokens'"),
+        ({'token_weights': ['sqrt']}, r"must be one of .*got: \['sqrt'\]"),
+        ({'check_loss': 'no'}, "must be True or False, got: 'no'"),
         ({'check_loss': False}, 'explicit rule'),
     ],
 )

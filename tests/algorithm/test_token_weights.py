@@ -25,6 +25,7 @@ from composer_tokacc import (
 from composer_tokacc.algorithm import step_loss_weights, with_token_weights
 from composer_tokacc.algorithm.weighted_labels import weigh_labels
 from composer_tokacc.counting import token_weights_of
+from tests.algorithm.test_attacked import Terms, by_token
 from tests.support.families import FAMILIES
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
 from tests.support.text import collate, text_model, text_rows
@@ -355,3 +356,14 @@ def test_ready_microbatches_of_a_planning_loader(model):
         batch = collate_weighed([dataset[index] for index in indices])
         batch['loss_weights'] = torch.tensor(batch['loss_weights'])
         assert relative_error(found, weighted_reference(model, batch, 'column')[0]) < TOLERANCE
+
+
+@pytest.mark.parametrize('units', [None, {'lm': 'tokens'}])
+@pytest.mark.parametrize('token_weights', WEIGHTS)
+def test_loss_that_a_composer_model_computes_of_its_outputs(token_weights, units):
+    """Its tokens are weighed once, however often it is asked."""
+    model, batch = Terms(by_token if units is None else lambda *losses: {'lm': by_token(*losses)}), batch_of()
+    expected, _, _ = weighted_reference(model.model, batch, token_weights)
+    algorithm = TokenAccumulation(token_weights=token_weights, loss_units=units)
+    recorder, *_ = train(model, token_data_spec(loader(batch)), algorithms=[algorithm], microbatch_size=2)
+    assert relative_error(recorder.gradients, expected) < TOLERANCE

@@ -130,7 +130,13 @@ def test_loss_train_total_equals_composers_token_mean_metric():
         ({'on_oversize': 'skip'}, "`on_oversize` must be 'raise' or 'warn', got: 'skip'"),
         ({'slot_tokens': 0}, '`slot_tokens` must be a positive integer, got: 0'),
         ({'width_multiple': -8}, '`width_multiple` must be a positive integer, got: -8'),
+        ({'slot_tokens': True}, '`slot_tokens` must be a positive integer, got: True'),
+        ({'width_multiple': None}, '`width_multiple` must be a positive integer, got: None'),
         ({'equal_counts': 'always'}, "`equal_counts` must be True, False or 'auto'"),
+        ({'regroup': 'no'}, "`regroup` must be True or False, got: 'no'"),
+        ({'packing': 1}, "`packing` must be True, False or 'auto', got: 1"),
+        ({'layout': 'llava'}, "`layout` must be a BatchLayout, got: 'llava'"),
+        ({'cost': 'auto'}, "`cost` must be a CostModel, got: 'auto'"),
         ({'split_batch': lambda batch, size: [batch]}, '`split_batch` must be left'),
     ],
 )

@@ -1,0 +1,113 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Batches that no model can compute: one line with the requirement, the sample and the remedy, before any step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from composer_tokacc import TokenAccumulation, token_data_spec
+from tests.algorithm.test_attacked import Terms, by_token
+from tests.support.text import VOCABULARY, collate, text_model, text_rows
+from tests.support.training import loader, reference_gradients, relative_error, train
+
+SHAPE = [(4, 2), (9, 3), (5, 4), (14, 11)]
+
+
+def batch_of(**entries: Any) -> dict[str, Any]:
+    return {**collate(text_rows(SHAPE)), 'sample_ids': [f'sample-{row}' for row in range(len(SHAPE))], **entries}
+
+
+def with_label(label: int) -> dict[str, Any]:
+    labels = batch_of()['labels']
+    labels[2, 3] = label
+    return batch_of(labels=labels)
+
+
+def refusal(*batches: dict[str, Any], model: Any = None, has_spec: bool = True) -> str:
+    data = loader(*batches)
+    with pytest.raises((ValueError, RuntimeError), match='got:') as caught:
+        train(
+            model or text_model(), token_data_spec(data) if has_spec else data, algorithms=[TokenAccumulation()],
+            microbatch_size=2, max_duration=f'{len(batches)}ba',
+        )  # fmt: skip
+    assert '..' not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize('has_spec', [True, False])
+@pytest.mark.parametrize('dtype', [torch.int32, torch.int16, torch.uint8])
+def test_labels_that_cross_entropy_does_not_take(dtype, has_spec):
+    labels = batch_of()['labels'].clamp(min=0) if dtype == torch.uint8 else batch_of()['labels']
+    message = refusal(batch_of(labels=labels.to(dtype)), has_spec=has_spec)
+    assert f'must be int64, as cross-entropy takes them, got: {dtype}. Give it `.long()`' in message
+
+
+@pytest.mark.parametrize('later', [False, True], ids=['first batch', 'later batch'])
+@pytest.mark.parametrize('label', [VOCABULARY, -1])
+def test_label_outside_the_vocabulary_is_named_with_its_sample(label, later):
+    message = refusal(*[batch_of()] * later, with_label(label))
+    assert f"must be -100 or an id from 0 to {VOCABULARY - 1}, got: {label} in sample 'sample-2'" in message
+
+
+def test_model_that_does_not_say_its_vocabulary_shows_it_by_its_logits():
+    message = refusal(with_label(VOCABULARY), model=Terms(by_token))
+    assert f'`labels` of 8 to {VOCABULARY}' in message
+    message = refusal(batch_of(), with_label(VOCABULARY), model=Terms(by_token))
+    assert f"got: {VOCABULARY} in sample 'sample-2'" in message
+
+
+def test_last_id_of_the_vocabulary_is_a_label():
+    batch, model = with_label(VOCABULARY - 1), text_model()
+    recorder, *_ = train(model, token_data_spec(loader(batch)), algorithms=[TokenAccumulation()])
+    assert relative_error(recorder.gradients, reference_gradients(model, batch)[0]) < 1e-6
+
+
+def test_tokens_outside_the_embedding():
+    message = refusal(batch_of(input_ids=batch_of()['input_ids'] + VOCABULARY))
+    assert 'its embedding must hold every token' in message
+
+
+@pytest.mark.parametrize('has_spec', [True, False])
+@pytest.mark.parametrize('queries', [1, 14])
+def test_mask_of_three_dimensions(queries, has_spec):
+    mask = batch_of()['attention_mask'][:, None].expand(-1, queries, -1)
+    message = refusal(batch_of(attention_mask=mask), has_spec=has_spec)
+    assert f"got: shape (4, {queries}, 14), beginning with sample 'sample-0'. Give one mask" in message
+
+
+def test_mask_of_four_dimensions_is_taken():
+    plain, model = batch_of(), text_model()
+    causal = torch.ones(14, 14, dtype=torch.bool).tril()
+    batch = batch_of(attention_mask=plain['attention_mask'][:, None, None].bool() & causal)
+    recorder, *_ = train(model, token_data_spec(loader(batch)), algorithms=[TokenAccumulation()])
+    assert relative_error(recorder.gradients, reference_gradients(model, plain)[0]) < 1e-6
+
+
+@pytest.mark.parametrize('has_spec', [True, False])
+@pytest.mark.parametrize('later', [False, True], ids=['first batch', 'later batch'])
+def test_batch_of_no_rows(later, has_spec):
+    message = refusal(*[batch_of()] * later, {key: rows[:0] for key, rows in batch_of().items()}, has_spec=has_spec)
+    assert 'must hold at least one row of one token, got: labels of shape (0, 14)' in message
+
+
+def test_refusal_of_packed_rows_ends_its_sentences_once():
+    data = token_data_spec(loader(batch_of()), packing=True)
+    with pytest.raises(RuntimeError, match='must take packed rows, got: ') as caught:
+        train(Packless(), data, algorithms=[TokenAccumulation()], microbatch_size=2)
+    assert '..' not in str(caught.value)
+
+
+class Packless(Terms):
+    """Of no family whose attention takes documents."""
+
+    def __init__(self) -> None:
+        super().__init__(by_token)
+        self.model = torch.nn.Sequential(torch.nn.Embedding(VOCABULARY, 16), torch.nn.Linear(16, VOCABULARY))
+
+    def forward(self, batch: Any) -> Any:
+        return self.model(batch['input_ids'])
