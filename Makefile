@@ -29,12 +29,14 @@ STAMP_RIVALS := $(VENV_RIVALS)/.installed
 SLICE ?= tests/sizing/test_trace.py tests/algorithm tests/data_spec tests/layout tests/data/test_media_training.py \
 	tests/programs/test_models.py tests/programs/test_schema.py --ignore=tests/algorithm/test_token_weights.py
 
-# $(call install,FOLDER,WHAT): an environment, by uv, which takes seconds where pip takes minutes. Compiled at once, as where Python
-# may not write (PYTHONDONTWRITEBYTECODE) each process would compile torch and Transformers anew: 19 s instead of 5.
+# Where Python may not write bytecode, as in many containers, each process compiles torch and Transformers anew: 19 s instead of 5.
+unexport PYTHONDONTWRITEBYTECODE
+
+# $(call install,FOLDER,WHAT): an environment, by uv, which takes seconds where pip takes minutes.
 define install
 	$(PYTHON) -m venv --clear $(1)
 	$(1)/bin/python -m pip install --quiet --disable-pip-version-check uv
-	$(1)/bin/uv pip install --quiet --compile-bytecode --python $(1)/bin/python $(2)
+	$(1)/bin/uv pip install --quiet --python $(1)/bin/python $(2)
 	@touch $(1)/.installed
 endef
 
@@ -104,7 +106,7 @@ dist: $(STAMP)
 	rm -rf dist && $(VENV)/bin/uv build --quiet --out-dir dist
 	for file in dist/*.tar.gz dist/*.whl; do \
 		$(VENV)/bin/uv venv --quiet --clear $(VENV_DIST) && \
-		$(VENV)/bin/uv pip install --quiet --compile-bytecode --python $(VENV_DIST)/bin/python "$$file" && \
+		$(VENV)/bin/uv pip install --quiet --python $(VENV_DIST)/bin/python "$$file" && \
 		.ci/smoke "$(CURDIR)/$(VENV_DIST)" || exit 1; \
 	done
 	@ls -l dist
@@ -123,8 +125,9 @@ STREAMING := '.[streaming,demo,media,dev]'
 DOCS := '.[docs]'
 RIVAL_PACKAGES := '.[rivals,bench,dev]'
 
+# Compiled at once: its commands are also typed by hand.
 $(STAMP): setup.cfg pyproject.toml
-	$(call install,$(VENV),-e $(EVERYTHING))
+	$(call install,$(VENV),--compile-bytecode -e $(EVERYTHING))
 
 $(STAMP_DOCS): setup.cfg pyproject.toml
 	$(call install,$(VENV_DOCS),-e $(DOCS))
