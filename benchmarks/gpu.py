@@ -30,6 +30,8 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from benchmarks.device import CPU, GPU
 from benchmarks.gpu_parts import exactness, memory, out_of_memory, overhead, pinned, ranks, speed
 from benchmarks.gpu_parts.report import write_report
@@ -78,6 +80,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.rehearse and given.results == RESULTS:
         parser.error("--rehearse must be given --results, so that its figures are not taken for a GPU's")
+    if not given.rehearse and not torch.cuda.is_available():
+        parser.error('a GPU that torch can use is needed, got: none. Give --rehearse for tiny sizes on the CPU')
     if given.alone or given.rehearse:
         scale = scale_of(given)
         store = Store(given.results, CPU if given.rehearse else GPU)

@@ -39,11 +39,10 @@ class Store:
         A failure is a result too: its traceback is written in its place, and the rest goes on.
         """
         path = self.folder / f'{name}.json'
-        if path.exists():
-            known = json.loads(path.read_text())
-            if 'error' not in known['result']:
-                print(f'{name}: kept from before', flush=True)
-                return known['result']
+        known = _read(path)
+        if 'error' not in known:
+            print(f'{name}: kept from before', flush=True)
+            return known
         started = time.perf_counter()
         try:
             result = function()
@@ -52,10 +51,21 @@ class Store:
         seconds = round(time.perf_counter() - started, 2)
         self.folder.mkdir(parents=True, exist_ok=True)
         written = {'machine': self.device.report(), 'seconds': seconds, 'result': result}
-        path.write_text(json.dumps(written, indent=1) + '\n')
+        # At once, as a part is killed when its time is spent.
+        begun = path.with_suffix('.part')
+        begun.write_text(json.dumps(written, indent=1) + '\n')
+        begun.replace(path)
         print(f'{name}: {seconds} s{", FAILED: " + result["error"][:300] if "error" in result else ""}', flush=True)
         # A traceback, or Composer, may hold the last model.
         gc.collect()
         if self.device.is_gpu:
             torch.cuda.empty_cache()
         return result
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What was measured before; an error where that is nothing, or damaged."""
+    try:
+        return json.loads(path.read_text())['result']
+    except (OSError, ValueError, KeyError, TypeError):
+        return {'error': 'not there'}

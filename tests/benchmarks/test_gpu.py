@@ -70,6 +70,8 @@ def test_failed_part_is_written_and_measured_again_and_a_good_one_is_kept(tmp_pa
     assert store.measure('a_part', lambda: {'value': 1}) == {'value': 1}
     assert store.measure('a_part', fail) == {'value': 1}
     assert calls == ['fail']
+    (tmp_path / 'a_part.json').write_text('{"result": {"val')  # killed while it wrote, or a full disk
+    assert store.measure('a_part', lambda: {'value': 2}) == {'value': 2}
     write_report(tmp_path)  # nothing to draw
 
 
