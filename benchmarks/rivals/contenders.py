@@ -17,11 +17,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from composer.utils import dist
 from torch.utils.data import DataLoader, DistributedSampler
 
 from benchmarks.rivals.data import Samples, Sizes, build_processor, collate, layout_of
+from benchmarks.rivals.names import BOUND
 
 Settings = dict[str, Any]
 
@@ -213,6 +215,32 @@ def ours(task: Task, *, sampler: bool = False, packing: bool = False) -> Setting
     return settings | _fit(task, data, {}, TokenAccumulation()) | {'sampler': sampler}
 
 
+def bound(task: Task) -> Settings:
+    """No rival, but what none can pass: full microbatches of rows as long as each other, the same on every rank.
+
+    The rows of the whole epoch, by length; batches made before, nothing counted. Its positions count as tokens.
+    """
+    rows, cap = np.argsort(task.samples.lengths), task.sizes.microbatch * task.longest
+    groups: list[list[int]] = [[]]
+    for row in rows.tolist():
+        if (len(groups[-1]) + 1) * task.samples.lengths[row] > cap:
+            groups.append([])
+        groups[-1].append(row)
+    groups = [groups[index] for index in np.random.default_rng(0).permutation(len(groups))]
+    batches = [collate([task.samples[row] for row in group]) for group in groups[:: dist.get_world_size()]]
+    model, optimizer = _distributed(task), task.optimizer()
+    model.train()
+    steps = min(len(batches), len(task.samples) // task.sizes.global_batch)
+    for step in np.array_split(np.arange(len(batches)), steps):
+        for index in step:
+            last = index == step[-1] or dist.get_world_size() == 1
+            with contextlib.nullcontext() if last else model.no_sync():
+                (model(**batches[index]).loss / len(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {'steps': steps, 'microbatches': len(batches)}
+
+
 def _rows_that_fit(task: Task, *, flat: bool) -> Settings:
     """Without padding, or with groups of like lengths, the memory holds more rows; a user would find out how many."""
     from transformers.trainer_pt_utils import BatchRebalanceSampler
@@ -333,4 +361,5 @@ CONTENDERS = {
     'ours': Contender(ours),
     'ours_sampler': Contender(lambda task: ours(task, sampler=True)),
     'ours_packed': Contender(lambda task: ours(task, sampler=True, packing=True)),
+    BOUND: Contender(bound),
 }

@@ -61,7 +61,7 @@ class Sizes:
     layers: int = 2
     mean: int = 64
     """Tokens of a sample."""
-    samples: int = 512
+    samples: int = 1024
     """Of an epoch."""
     global_batch: int = 64
     microbatch: int = 4

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+BOUND = 'bound'
 CONTENDER_TITLES = {
     'composer': 'Composer',
     'composer_flag': 'Composer, accumulate_train_batch_on_tokens',
@@ -20,6 +21,7 @@ CONTENDER_TITLES = {
     'ours': 'ours, three lines',
     'ours_sampler': 'ours, with the sampler',
     'ours_packed': 'ours, packed',
+    BOUND: '*no padding, perfectly balanced*',
 }
 OURS = ('ours', 'ours_sampler', 'ours_packed')
 TRAINER_TITLES = {

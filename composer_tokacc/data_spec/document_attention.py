@@ -112,7 +112,7 @@ class _Documents:
         # Not narrow(), whose gradient is as large as the whole for each document.
         parts = states[0].split([run.length * run.count for run in self.runs], dim=1)
         return [
-            part.unflatten(1, (run.count, run.length)).transpose(0, 1)
+            part[None] if run.count == 1 else part.unflatten(1, (run.count, run.length)).transpose(0, 1)
             for part, run in zip(parts, self.runs, strict=True)
         ]
 

@@ -35,11 +35,12 @@ def pack_lengths(
         max_image_tokens: Image budget of a microbatch.
 
     Returns:
-        Row indices of each group, ascending, in order of their first longest row.
+        Row indices of each group, longest first, so that rows of one length, which attention computes at once, are
+        beside each other; groups in order of their longest row.
 
     Example:
         >>> pack_lengths([7, 2, 8, 2, 2], 10)
-        [[2, 3], [0, 1], [4]]
+        [[2, 1], [0, 3], [4]]
     """
     sizes = np.array([lengths, [0] * len(lengths) if image_tokens is None else image_tokens]).T
     caps = np.array([max_tokens, np.inf if max_image_tokens is None else max_image_tokens])
@@ -53,7 +54,7 @@ def pack_lengths(
             fit = len(groups) - 1
         groups[fit].append(row)
         room[fit] = room[fit] - sizes[row]
-    return [sorted(group) for group in groups]
+    return groups
 
 
 def pack_rows(
