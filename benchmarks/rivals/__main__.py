@@ -20,9 +20,11 @@ results/rivals.png are made from it. The folder of real length tables is given a
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -70,12 +72,17 @@ def launch(module: str, ranks: int, plan: Any, *arguments: str, limit: float | N
         ]
         command += [str(given)] if plan is not None else []
         environment = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT), 'TOKENIZERS_PARALLELISM': 'false'}
-        process = subprocess.Popen([*command, str(found), *arguments], cwd=ROOT, env=environment)
+        process = subprocess.Popen(
+            [*command, str(found), *arguments], cwd=ROOT, env=environment, start_new_session=True
+        )
         try:
             process.wait(timeout=limit)
         except subprocess.TimeoutExpired:
             process.terminate()  # the launcher ends its ranks
             process.wait()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # loader processes that a package left behind
         if not found.exists():
             if limit is not None:
                 return []

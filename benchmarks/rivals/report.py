@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.rivals.names import CONTENDER_TITLES, OURS, TRAINER_TITLES
+from benchmarks.rivals.names import BOUND, CONTENDER_TITLES, OURS, TRAINER_TITLES
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / 'benchmarks' / 'results' / 'rivals.json'
@@ -22,7 +22,7 @@ SHOWN = 'lognormal 0.9'
 EXACT = 2e-6
 BUSY = 1.7
 """Load average a core from which the machine did other work: a loader and a trainer a rank are ours."""
-OVERVIEW = ('composer', 'hf', 'hf_group', 'hf_rebalance', 'odb', 'ours', 'ours_sampler', 'ours_packed')
+OVERVIEW = ('composer', 'hf', 'hf_group', 'hf_rebalance', 'odb', 'ours', 'ours_sampler', 'ours_packed', BOUND)
 KEPT_GOAL = 1.5
 CHANGES_BATCHES = ('hf_group', 'odb')
 Row = dict[str, Any]
@@ -76,7 +76,9 @@ each is given.
 
 SPEED = """Medians over rounds in which the contenders take turns, with quartiles where there are several. Behind the
 semicolon: real tokens a second of processor time of the training processes, which other work on the machine disturbs
-less; it leaves out loaders and waiting.
+less; it leaves out loaders and waiting. The last row is no rival: positions a second of a plain loop over full
+microbatches of rows of one length, the same on every rank, made before. Nobody can be faster who computes as this model
+computes in this memory.
 """
 
 FACTS = """Seen by hooks on model and optimizer, the same for all; other sets are in the results file. *largest*:
@@ -127,7 +129,8 @@ def write(results: Row) -> str:
     if results.get('exactness'):
         parts += _exactness(results['exactness'])
     if cells:
-        parts += [*_speed(cells), *_wins(cells), *_targets(cells), *_facts(cells)]
+        parts += [*_speed(cells), *_wins(cells), *_targets(cells)]
+        parts += _facts([cell for cell in cells if cell['rival'] != BOUND])
     if results.get('longer'):
         parts += _longer(results['longer'])
     failed = [cell for cell in results.get('cells', []) if 'error' in cell]
@@ -148,11 +151,12 @@ def overview(results: Row) -> str:
     body = []
     for rival in OVERVIEW:
         mine = [cell for cell in cells if cell['rival'] == rival]
-        errors = [cell['gradient_error'] for cell in mine]
+        errors = [cell['gradient_error'] for cell in mine if rival != BOUND]
         speeds = [_by_rival(of).get(rival) for *_, of in groups]
+        batches = dict.fromkeys(cell['global_batches'] for cell in mine if rival != BOUND)
         body.append([
-            _title(rival), ', '.join(dict.fromkeys(cell['global_batches'] for cell in mine)),
-            'exact' if max(errors) <= EXACT else f'up to {max(errors):.0%} off',
+            _title(rival), ', '.join(batches),
+            '' if not errors else 'exact' if max(errors) <= EXACT else f'up to {max(errors):.0%} off',
             *('' if cell is None else f'{cell[figure][1]:,.0f}' for cell in speeds),
         ])  # fmt: skip
     columns = [f'{_model(model)}, {ranks} rank{"s" * (ranks > 1)}' for model, ranks, _ in groups]
@@ -269,18 +273,18 @@ def _speed_cell(cell: Row | None) -> str:
     return f'{middle:,.0f}{spread}' + (f'; {spent[1]:,.0f}' if spent else '')
 
 
-def against(cells: Sequence[Row], rival: str) -> float | None:
+def against(cells: Sequence[Row], rival: str, ours: Sequence[str] = OURS) -> float | None:
     """Best of ours over the rival in the same set: the median of the rounds' own ratios.
 
     Of tokens a second; of tokens a processor second where the machine did other work.
     """
     of = _by_rival(cells)
-    best = [of[name] for name in OURS if 'rounds' in of.get(name, {})]
-    if rival not in of or 'rounds' not in of[rival] or not best:
+    known = [of[name] for name in ours if 'rounds' in of.get(name, {})]
+    if rival not in of or 'rounds' not in of[rival] or not known:
         return None
     figure = 'tokens_per_processor_second' if _disturbed(cells) else 'tokens_per_second'
-    ours = max(best, key=lambda cell: cell[figure][1])
-    pairs = zip(ours['rounds'], of[rival]['rounds'], strict=False)
+    best = max(known, key=lambda cell: cell[figure][1])
+    pairs = zip(best['rounds'], of[rival]['rounds'], strict=False)
     return statistics.median(a[figure] / b[figure] for a, b in pairs)
 
 
@@ -305,7 +309,7 @@ def _wins(cells: Sequence[Row]) -> list[str]:
 
 def _targets(cells: Sequence[Row]) -> list[str]:
     """What was set out to be reached, and the smallest ratio that was."""
-    kept, changed, unpadded, padded = [], {1: [], 2: []}, [], {}
+    kept, changed, unpadded, possible = [], {1: [], 2: []}, [], {}
     for model, ranks, mine in _groups(cells):
         for name in _sets(mine):
             of = [cell for cell in mine if cell['set'] == name]
@@ -315,7 +319,7 @@ def _targets(cells: Sequence[Row]) -> list[str]:
                 unpadded += [(ratios[rival], rival, where) for rival in ('composer',) if rival in ratios]
                 continue
             kept += [(ratio, rival, where) for rival, ratio in ratios.items() if rival not in CHANGES_BATCHES]
-            padded.update({(rival, where): cell['padded_share'] for rival, cell in _by_rival(of).items()})
+            possible.update({(rival, where): against(of, rival, (BOUND,)) for rival in ratios})
             changed.setdefault(ranks, [])
             changed[ranks] += [(ratio, rival, where) for rival, ratio in ratios.items() if rival in CHANGES_BATCHES]
     goals = [
@@ -324,9 +328,10 @@ def _targets(cells: Sequence[Row]) -> list[str]:
         ('those that choose by length, two ranks', 1.1, changed.get(2, [])),
         ('stock Composer where nothing is padded', 0.97, unpadded),
     ]
-    body = []
+    body, below = [], []
     for goal, wanted, ratios in goals:
         if ratios:
+            below += [one for one in sorted(ratios) if one[0] < wanted]
             ratio, rival, where = min(ratios)
             reached = sum(one >= wanted for one, *_ in ratios)
             body.append(
@@ -344,23 +349,26 @@ def _targets(cells: Sequence[Row]) -> list[str]:
         '## Against what was to be reached\n',
         'Best of ours over the rival, in the same round' + (', by processor time' if _disturbed(cells) else '') + '.\n',
         table(['against', 'wanted', 'cells that reach it', 'smallest', 'where'], body),
-        *_out_of_reach(sorted(kept), padded),
+        *_below(below, possible),
     ]
 
 
-def _out_of_reach(kept: Sequence[tuple[float, str, str]], padded: dict[tuple[str, str], float]) -> list[str]:
-    """Why some of those that keep the batches stay nearer than was wanted: what no cut of the same rows can take."""
-    lines = [
-        f'- {CONTENDER_TITLES[rival]}, {where}: {ratio:.2f} times; {padded[rival, where]:.0%} of what it computes is '
-        f'padding, and without it it could be about {1 / (1 - padded[rival, where]):.2f} times as fast.'
-        for ratio, rival, where in kept
-        if ratio < KEPT_GOAL
+def _below(below: Sequence[tuple[float, str, str]], possible: dict[tuple[str, str], float | None]) -> list[str]:
+    """What stays under its goal, and how near to it the bound is."""
+    body = [
+        [
+            CONTENDER_TITLES[rival],
+            where,
+            f'{ratio:.2f}',
+            f'{bound:.2f}' if (bound := possible.get((rival, where))) else '',
+        ]
+        for ratio, rival, where in below
     ]
-    if not lines:
+    if not body:
         return []
     return [
-        f'Who pads little leaves little to gain; below {KEPT_GOAL} times are:\n',
-        '\n'.join(lines) + '\n',
+        'Where that is less, with the times as fast as the rival that no padding and perfect balance would be:\n',
+        table(['against', 'where', 'ours', 'the bound'], body),
     ]
 
 
