@@ -1,16 +1,19 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What a figure was measured on."""
+"""What a figure was measured on, and where its ranks meet."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
 import platform
+import random
+import socket
+from contextlib import suppress
 from pathlib import Path
 
-__all__ = ['machine']
+__all__ = ['free_port', 'machine']
 
 PACKAGES = ('mosaicml', 'torch', 'transformers', 'numpy', 'numba')
 
@@ -26,6 +29,19 @@ def machine() -> dict[str, str | int | float]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def free_port() -> int:
+    """A port for ranks to meet at.
+
+    Not one that the system hands out, as Composer's launcher takes by itself: until rank 0 has loaded torch and listens
+    there, the system may have handed it to a run beside this one.
+    """
+    while True:
+        port = random.SystemRandom().randrange(12_000, 32_000)
+        with socket.socket() as free, suppress(OSError):
+            free.bind(('127.0.0.1', port))
+            return port
 
 
 def _processor() -> str:

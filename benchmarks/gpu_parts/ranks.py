@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from typing import Any
 
 from benchmarks.gpu_parts.scale import Scale
 from benchmarks.gpu_parts.store import Store
+from benchmarks.machine import free_port
 
 __all__ = ['run']
 
@@ -30,9 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def launch(wrapper: str, backend: str, device: str) -> dict[str, Any]:
     """Two processes, each a node of its own with one rank, so that both take device 0."""
-    with socket.socket() as free:
-        free.bind(('127.0.0.1', 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / 'found.json'
         ranks = []

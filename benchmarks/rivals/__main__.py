@@ -33,6 +33,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu_parts.store import write_at_once
 from benchmarks.machine import machine
 from benchmarks.rivals.adapters import ADAPTERS
 from benchmarks.rivals.contenders import CONTENDERS
@@ -159,8 +160,7 @@ def keep(path: Path, part: str, found: Any, *keys: str) -> None:
         results[part] = list({tuple(row[key] for key in keys): row for row in rows}.values())
     else:
         results[part] = {**results.get(part, {}), **found, 'measured_on': measured_on()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(dumps(results))
+    write_at_once(path, dumps(results))
 
 
 def main() -> None:

@@ -299,6 +299,8 @@ class FileSource:
         try:
             return cls(processor=processor, **arguments)
         except ImportError as error:
+            if error.name and not isinstance(error, ModuleNotFoundError):
+                raise  # a name that a module there lacks is a bug, ours or of the dataset's class
             raise ConfigError(f'`dataset.name` {part["name"]} needs a package more, got: {error}') from error
 
 

@@ -196,3 +196,25 @@ def test_bad_mixtures_are_refused_in_the_words_of_the_config(overrides, message)
 def test_frames_that_mean_nothing_are_refused_in_the_words_of_the_config(overrides, message):
     with pytest.raises(ConfigError, match=message):
         check_config(load_config(ROOT / 'yamls' / 'llava_json.yaml', ['dataset.path=a.json', *overrides]), num_ranks=1)
+
+
+class _NeedsAPackage(torch.utils.data.Dataset):
+    def __init__(self, processor, **arguments):
+        import no_such_package  # noqa: F401 # pyright: ignore
+
+
+class _HasABug(torch.utils.data.Dataset):
+    def __init__(self, processor, **arguments):
+        from torch import no_such_name  # noqa: F401 # pyright: ignore
+
+
+def test_a_package_that_a_dataset_needs_is_named():
+    config = load_config(ROOT / 'yamls' / 'digits.yaml', [f'dataset.name={__name__}.{_NeedsAPackage.__name__}'])
+    with pytest.raises(ConfigError, match="needs a package more, got: No module named 'no_such_package'"):
+        build_dataset(config, None, held_out=False)
+
+
+def test_a_bug_of_a_dataset_keeps_its_traceback():
+    config = load_config(ROOT / 'yamls' / 'digits.yaml', [f'dataset.name={__name__}.{_HasABug.__name__}'])
+    with pytest.raises(ImportError, match='no_such_name'):
+        build_dataset(config, None, held_out=False)

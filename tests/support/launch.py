@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -19,6 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import free_port
+
 ROOT = Path(__file__).resolve().parents[2]
 MOST_STANDING = 4
 """Each rank that stays grows to 1.3 GiB."""
@@ -28,19 +29,6 @@ def environment() -> dict[str, str]:
     """That of a launch: the package and the tests are found, a rank keeps to one thread, and no other has its port."""
     path = f'{ROOT}{os.pathsep}{os.environ.get("PYTHONPATH", "")}'
     return {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': path, 'MASTER_PORT': str(free_port())}
-
-
-def free_port() -> int:
-    """A port for ranks to meet at.
-
-    Not one that the system hands out, as Composer's launcher takes by itself: until rank 0 has loaded torch and listens
-    there, the system may have handed it to a run beside this one.
-    """
-    while True:
-        port = random.SystemRandom().randrange(12_000, 32_000)
-        with socket.socket() as free, contextlib.suppress(OSError):
-            free.bind(('127.0.0.1', port))
-            return port
 
 
 def command(folder: str, arguments: Sequence[str], ranks: int) -> list[str]:
