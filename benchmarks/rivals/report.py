@@ -114,10 +114,10 @@ LEFT_OUT = """## Left out, and why
 - `group_by_length` sorts within a quarter of an epoch this short, or within 50 global batches of a long one: in the
   300 steps below it has them all.
 - Ours plans with its default prices: 128 tokens a launch. Fitted to these models by hand it is 125 (Llama) and 132
-  (LLaVA), so that is not why ODB leads. On one rank it makes 23 microbatches of the 512 samples of lognormal 0.9,
-  where steps of 64 samples are cut into 58 (7.25 a step), whose launches are 928 of the 5,665 units that a step is
-  modelled at (counted by `plan_microbatches`, not timed). Packed to the same memory, rows make 22, and are about level
-  with it.
+  (LLaVA).
+- What lies between ours packed and the bound: the samples of a step fill their microbatches less (Llama, one rank,
+  lognormal 0.9: PACKED of them an epoch, where the bound has FULL), attention goes document by document, and a model
+  this small feels what Composer's loop, counting and checking do around a microbatch.
 - A GPU: none has run this yet.
 """
 

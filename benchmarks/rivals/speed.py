@@ -198,7 +198,7 @@ def measure(sizes: Sizes, set_name: str, names: Sequence[str], rounds: int) -> I
                     cell[figure] = quartiles([one[figure] for one in cell['rounds']])
                 cell['rss_mib'] = statistics.median(one['rss_mib'] for one in cell['rounds'])
                 say(f'round {number + 1}, {name}: {cell["rounds"][-1]["tokens_per_second"]:,.0f} tokens/s')
-        yield list(cells.values())
+                yield list(cells.values())
 
 
 def say(line: str) -> None:

@@ -19,9 +19,9 @@ from benchmarks.rivals.contenders import CONTENDERS
 from benchmarks.rivals.data import Samples, Sizes, build_processor, collate, lengths_of, new_model
 from benchmarks.rivals.names import CONTENDER_TITLES, TRAINER_TITLES
 from benchmarks.rivals.probe import watched
-from composer_tokacc import plan_microbatches, verify_invariance
+from composer_tokacc import verify_invariance
+from composer_tokacc.data_spec.packing import pack_lengths
 from composer_tokacc.invariance import relative_error
-from composer_tokacc.planning import CostModel
 from tests.support.launch import ROOT
 from tests.support.text import text_model, text_rows
 
@@ -72,26 +72,18 @@ def test_a_rival_that_is_faster_is_named_with_a_reason():
     assert 'over the cap, in all sets: none' not in report.write({'cells': cells})
 
 
-def test_launches_of_a_step_are_as_many_as_the_page_says():
+def test_packed_rows_of_an_epoch_are_as_many_as_the_page_says():
     sizes = Sizes(model='llama')
     lengths = Samples(sizes, lengths_of('lognormal 0.9', sizes.mean)).lengths
+    cells = {
+        cell['rival']: cell for cell in report.read()['cells']
+        if (cell['model'], cell['ranks'], cell['set']) == ('llama', 1, report.SHOWN)
+    }  # fmt: skip
     steps = lengths.reshape(-1, sizes.global_batch)
-    cap = 2048
-    plans = [plan_microbatches(step, num_ranks=1, max_tokens=cap).ranks[0] for step in steps]
-    microbatches = sum(len(plan) for plan in plans)
-    packed = sum(-(-step.sum() // cap) for step in steps)
-    [odb] = [
-        cell for cell in report.read()['cells']
-        if (cell['rival'], cell['model'], cell['ranks'], cell['set']) == ('odb', 'llama', 1, report.SHOWN)
-    ]  # fmt: skip
-    assert odb['cap'] == cap
-    launches = CostModel().launch * microbatches / len(steps)
-    units = sum(one.cost for plan in plans for one in plan) / len(steps)
+    packed = sum(len(pack_lengths(step.tolist(), cells['ours_packed']['cap'])) for step in steps)
+    full = cells['bound']['settings']['microbatches']
     page = ' '.join(report.DOCUMENT.read_text().split())
-    assert f'it makes {odb["steps"]} microbatches of the {sizes.samples} samples' in page
-    assert f'are cut into {microbatches} ({microbatches / len(steps):.2f} a step)' in page
-    assert f'are {launches:.0f} of the {units:,.0f} units' in page
-    assert f'rows make {packed}, and' in page
+    assert f'{packed} of them an epoch, where the bound has {full})' in page
 
 
 # ---- the adapters
