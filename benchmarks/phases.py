@@ -7,7 +7,7 @@
 
 DIR holds tables `tokens,image_tiles` as .csv.gz; COMPOSER_TOKACC_LENGTHS is used if it is not given, seeded synthetic
 tables if neither is there. Prints tables; writes results/phases.json, which docs/phases.md shows. Times are modelled
-(planning/cost.py), not measured. Samples are those of the tables, alone or with as many of text alone, as models see
+(`CostModel`), not measured. Samples are those of the tables, alone or with as many of text alone, as models see
 them that make more or fewer tokens of a tile, under a tower of 1,024 patches a tile.
 """
 

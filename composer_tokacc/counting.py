@@ -25,6 +25,7 @@ __all__ = [
     'TokenCounts',
     'carried',
     'carry',
+    'check_batch',
     'check_rule',
     'count_tokens',
     'is_counted',
@@ -137,6 +138,41 @@ def labels_of(batch: Any) -> torch.Tensor:
             f'{tuple(labels.shape)}. Losses of whole rows or of several codes a token are no means over tokens.'
         )
     return labels
+
+
+def check_batch(batch: Any, vocabulary: int | None = None) -> None:
+    """Raises ValueError, naming the sample, where torch would only say that an index is out of range.
+
+    Args:
+        batch: A batch or microbatch with ``labels``, on the CPU.
+        vocabulary: Ids that a label may have; None: not known.
+    """
+    labels = labels_of(batch)
+    if labels.dtype != torch.int64:
+        raise ValueError(
+            f'`labels` must be int64, as cross-entropy takes them, got: {labels.dtype}. Give it `.long()`.'
+        )
+    if not labels.numel():
+        raise ValueError(
+            f'A batch must hold at least one row of one token, got: labels of shape {tuple(labels.shape)}. Have the '
+            'loader leave such batches out, on all ranks alike.'
+        )
+    mask = batch.get('attention_mask')
+    if mask is not None and (not isinstance(mask, torch.Tensor) or mask.dim() not in (2, 4)):
+        got = f'shape {tuple(mask.shape)}' if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise ValueError(
+            f'`attention_mask` must be a tensor of shape (rows, width) or (rows, heads, width, width), got: {got}, '
+            f'beginning with {sample_name(batch, 0)}. Give one mask for all heads as `mask[:, None]`.'
+        )
+    bad = (labels < 0) & (labels != IGNORE_INDEX)
+    bad = bad if vocabulary is None else bad | (labels >= vocabulary)
+    if bool(bad.any()):
+        row = int(bad.any(dim=1).int().argmax())
+        last = 'one of the vocabulary' if vocabulary is None else f'from 0 to {vocabulary - 1}'
+        raise ValueError(
+            f'A label must be {IGNORE_INDEX} or an id {last}, got: {int(labels[row][bad[row]][0])} in '
+            f'{sample_name(batch, row)}. Take the tokenizer that belongs to the model, and mask placeholders of media.'
+        )
 
 
 def document_starts(batch: Mapping[str, Any]) -> torch.Tensor | None:

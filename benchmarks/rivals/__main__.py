@@ -72,7 +72,10 @@ def launch(module: str, ranks: int, plan: Any, *arguments: str, limit: float | N
             f'benchmarks.rivals.{module}',
         ]
         command += [str(given)] if plan is not None else []
-        environment = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT), 'TOKENIZERS_PARALLELISM': 'false'}
+        environment = {
+            **os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT), 'TOKENIZERS_PARALLELISM': 'false',
+            'GLOO_SOCKET_IFNAME': 'lo',  # ODB makes a gloo group a loader, which may find no way to another address
+        }  # fmt: skip
         process = subprocess.Popen(
             [*command, str(found), *arguments], cwd=ROOT, env=environment, start_new_session=True
         )

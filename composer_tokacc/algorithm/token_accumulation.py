@@ -17,7 +17,6 @@ from composer.utils import dist
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from composer_tokacc.algorithm.check_batch import check_batch
 from composer_tokacc.algorithm.filler_rows import filler_rows
 from composer_tokacc.algorithm.first_batch import FirstBatchCheck, check_sharding, kinds_of, split_of
 from composer_tokacc.algorithm.functional import RankSum
@@ -32,6 +31,7 @@ from composer_tokacc.counting import (
     TOKEN_WEIGHTS,
     Batch,
     carry,
+    check_batch,
     check_rule,
     is_counted,
     loss_weight,

@@ -19,8 +19,7 @@ from itertools import pairwise
 import numpy as np
 
 from composer_tokacc.planning.compiled import compiled
-from composer_tokacc.planning.cost import CostModel
-from composer_tokacc.planning.rows import OrderedRows, Rows
+from composer_tokacc.planning.rows import CostModel, OrderedRows, Rows
 
 __all__ = ['LeastPaddedCuts', 'cut', 'equal_cost_cut', 'fill', 'least_padded_cut', 'microbatch_costs', 'split_largest']
 

@@ -14,9 +14,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from composer_tokacc.planning.cost import CostModel
 from composer_tokacc.planning.cuts import LeastPaddedCuts, equal_cost_cut, microbatch_costs, split_largest
-from composer_tokacc.planning.rows import OrderedRows, Rows
+from composer_tokacc.planning.rows import CostModel, OrderedRows, Rows
 from composer_tokacc.planning.share import deal_columns, rebalance, share_columns, share_longest_first
 
 __all__ = ['Microbatch', 'MicrobatchPlan', 'PlanStats', 'lower_bound', 'plan_microbatches']
