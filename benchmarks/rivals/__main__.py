@@ -148,6 +148,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument('--results', type=Path, default=RESULTS)
     parser.add_argument('--document', type=Path, default=DOCUMENT)
     given = parser.parse_args()
+    tables = os.environ.get('COMPOSER_TOKACC_LENGTHS')
+    if tables and not list(Path(tables).glob('*.csv.gz')):
+        parser.error(f'COMPOSER_TOKACC_LENGTHS must name a folder of tables (*.csv.gz), got: {tables}.')
     if given.samples % given.global_batch or given.global_batch % (given.microbatch * max(given.ranks)):
         parser.error(
             '`--samples` must hold whole global batches, and `--global-batch` whole microbatches of every rank.'

@@ -470,9 +470,17 @@ def _settings(cells: Sequence[Row]) -> list[str]:
         if found:
             given = ', '.join(f'{key}={value!r}' for key, value in found[0]['settings'].items())
             lines.append(f'- {CONTENDER_TITLES[rival]} ({_where(found[0])}): `{given}`')
-    sizes = cells[0]['sizes']
-    about = ', '.join(f'{key}={value}' for key, value in sizes.items() if key != 'model')
-    return ['## How each was called\n', f'Sizes: `{about}`.\n', '\n'.join(lines) + '\n']
+    sizes: dict[str, list[str]] = {}
+    for cell in cells:
+        about = ', '.join(f'{key}={value}' for key, value in cell['sizes'].items() if key != 'model')
+        sizes.setdefault(about, []).append(_where(cell))
+    usual = max(sizes, key=lambda about: len(sizes[about]))
+    others = [
+        f'Other sizes, not to be compared: `{about}` ({"; ".join(where)}).\n'
+        for about, where in sizes.items()
+        if about != usual
+    ]
+    return ['## How each was called\n', f'Sizes: `{usual}`.\n', *others, '\n'.join(lines) + '\n']
 
 
 def _where(cell: Row) -> str:
