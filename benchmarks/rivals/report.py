@@ -109,6 +109,9 @@ LEFT_OUT = """## Left out, and why
   `padding_free` for vision datasets. With Llama it runs through SDPA; the Flash Attention it is meant for needs a GPU.
 - ODB runs with `no_warmup=True`: an epoch this short would end inside the ramp in which its window grows. Its guide's
   window of 4 workers x 64 is kept as 1 worker x 256.
+- ODB on two ranks at times stood still at the start of an epoch: it makes a gloo group for each loader, whose
+  connection failed on one rank (`connectFullMesh failed`), which then tried again alone. Cells of two ranks that lack
+  it or have fewer rounds ended there.
 - Where rows need not be of the width of the longest (`batch_rebalance`, padding-free) the rival gets as many rows a
   microbatch as keep within the memory, the most that a user would find by trying.
 - `group_by_length` sorts within a quarter of an epoch this short, or within 50 global batches of a long one: in the
@@ -116,7 +119,7 @@ LEFT_OUT = """## Left out, and why
 - Ours plans with its default prices: 128 tokens a launch. Fitted to these models by hand it is 125 (Llama) and 132
   (LLaVA).
 - What lies between ours packed and the bound: the samples of a step fill their microbatches less (Llama, one rank,
-  lognormal 0.9: PACKED of them an epoch, where the bound has FULL), attention goes document by document, and a model
+  lognormal 0.9: 39 of them an epoch, where the bound has 35), attention goes document by document, and a model
   this small feels what Composer's loop, counting and checking do around a microbatch.
 - A GPU: none has run this yet.
 """
