@@ -341,11 +341,14 @@ class MicrobatchSplit:
         pending = list(reversed(pieces))
         while pending:
             piece = pending.pop()
-            num, width = len(piece.places), max(spare_width, *piece.lengths)
+            num = len(piece.places)
             held = _held(piece, media)
             # What other ranks have is not known yet: without any media, all that may be needed are counted.
             num_lacking = len(in_batch - held) if held else len(spares)
-            fits = (num + num_lacking) * width <= budget and (not held or self._fits_images(piece, spare_images))
+            size = (num + num_lacking) * max(spare_width, *piece.lengths)
+            if self.packing:  # one row of them all, as wide as they are together
+                size = sum(piece.lengths) + num_lacking * spare_width
+            fits = size <= budget and (not held or self._fits_images(piece, spare_images))
             if not num_lacking or num == 1 or fits:
                 fitting.append(piece)
             else:

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from composer_tokacc import BatchLayout, token_data_spec
+from composer_tokacc.algorithm.first_batch import split_of
 from composer_tokacc.counting import carried, carry, num_samples, with_carried
 from composer_tokacc.data_spec.added_rows import add_rows, blank_row, smallest_row, zero_weight
+from composer_tokacc.data_spec.packing import pack_lengths
 from tests.support import family_models
 from tests.support.families import FAMILIES, IMAGE_FAMILIES, FamilyCase
 from tests.support.family_media import MEDIA, TokenIds
@@ -196,3 +198,23 @@ def test_glm_gets_no_video_beside_an_image_where_another_rank_has_the_other_kind
     for microbatch in microbatches:
         model(**{key: value for key, value in microbatch.items() if torch.is_tensor(value)}).loss.backward()
         assert ('pixel_values' in microbatch) != ('pixel_values_videos' in microbatch)
+
+
+def test_packed_rows_are_halved_only_where_the_added_row_does_not_fit(monkeypatch):
+    case = case_of('llava')
+    layout = BatchLayout.for_model(case.model)
+    batch = layout.concat([batch_of(case, [1], 'right'), *[batch_of(case, TEXT_ROWS[:1], 'right')] * 8])
+    lengths = layout.lengths(batch)
+    budget = lengths[0] + sum(lengths[1:6])
+    groups = pack_lengths(lengths, budget)
+    [text] = [group for group in groups if 0 not in group]
+    assert sum(lengths[row] for row in text) + lengths[0] <= budget < (len(text) + 1) * max(lengths[0], *lengths[1:])
+    monkeypatch.setattr('composer_tokacc.data_spec.split.dist.get_world_size', lambda: 2)
+    monkeypatch.setattr('composer_tokacc.data_spec.split.max_over_ranks', list)
+    given = loader(batch)
+    spec = token_data_spec(given, layout=layout, packing=True, slot_tokens=budget)
+    split_of(given).checked = True
+    microbatches = spec.split_batch(batch, 1)
+    assert len(microbatches) == len(groups) == 2
+    assert all('pixel_values' in microbatch for microbatch in microbatches)
+    assert max(microbatch['input_ids'].numel() for microbatch in microbatches) <= budget
