@@ -25,7 +25,6 @@ __all__ = [
     'TokenCounts',
     'carried',
     'carry',
-    'check_batch',
     'check_rule',
     'count_tokens',
     'is_counted',
