@@ -46,7 +46,7 @@ from composer_tokacc.counting import (
     sample_name,
     without_carried,
 )
-from composer_tokacc.layout import BatchLayout, ReadyBatch, microbatches_of
+from composer_tokacc.layout import BatchLayout, microbatches_of
 from composer_tokacc.layout.families import UNITS
 
 if TYPE_CHECKING:
@@ -141,10 +141,17 @@ def check_sharding(model: torch.nn.Module) -> None:
 
 def kinds_of(layout: BatchLayout | None, batch: Batch) -> tuple[int, ...]:
     """Which of :data:`KINDS` the batch has, as ones and zeros."""
-    if isinstance(batch, ReadyBatch):
-        return _kinds_of_any([kinds_of(layout, microbatch) for microbatch in batch.microbatches])
+    of_each = [_names_of_kinds(layout, one) for one in microbatches_of(batch)]
+    found = set().union(*of_each)
+    has_media = [not names.isdisjoint(UNITS) for names in of_each]
+    if any(has_media) and not all(has_media):
+        found.add('mixed')
+    return tuple(int(kind in found) for kind in KINDS)
+
+
+def _names_of_kinds(layout: BatchLayout | None, batch: Batch) -> set[str]:
     if layout is None or batch.get('input_ids') is None:
-        return (0,) * len(KINDS)
+        return set()
     side = '' if bool(layout.real_positions(batch).all()) else layout.padding_side(batch)
     media = {unit: layout.units_per_row(batch, unit) for unit in layout.media_of(batch)}
     has_media = [any(counts) for counts in zip(*media.values(), strict=True)]
@@ -154,20 +161,12 @@ def kinds_of(layout: BatchLayout | None, batch: Batch) -> tuple[int, ...]:
     if side == 'left':
         found ^= {'left', 'positions'} if has_positions(batch) else set()
         found |= {f'left over {width}' for width in WIDTHS if layout.width(batch) > width}
-    return tuple(int(kind in found) for kind in KINDS)
+    return found
 
 
 def has_positions(batch: Batch) -> bool:
     """Whether the batch says which positions its tokens have."""
     return batch.get('position_ids') is not None
-
-
-def _kinds_of_any(of_microbatches: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The kinds of all microbatches; they are mixed as well if some have media and others have none."""
-    kinds = [int(any(of_kind)) for of_kind in zip(*of_microbatches, strict=True)]
-    has_media = [any(kinds[KINDS.index('image') : KINDS.index('mixed')]) for kinds in of_microbatches]
-    kinds[KINDS.index('mixed')] |= int(any(has_media) and not all(has_media))
-    return tuple(kinds)
 
 
 class FirstBatchCheck:

@@ -148,6 +148,10 @@ class TokenAccumulation(Algorithm):
             f'token_weights={self.token_weights!r}, check_loss={self.check_loss})'
         )
 
+    def __str__(self) -> str:
+        """Its name in the engine's traces, which Composer writes anew at every event."""
+        return 'TokenAccumulation'
+
     @property
     def is_weighted(self) -> bool:
         """Whether tokens may weigh unlike."""

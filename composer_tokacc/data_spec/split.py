@@ -133,9 +133,13 @@ class MicrobatchSplit:
                 'with the width, which packing changes. Set `packing=False`, which keeps it.'
             )
         self._has_packed = self._has_packed or self.packing
-        if isinstance(batch, ReadyBatch) and not self._hands_on(layout, batch):
+        spans = [layout.span(one) for one in microbatches_of(batch)]
+        if isinstance(batch, ReadyBatch) and not self._hands_on(layout, batch, [side for side, _ in spans]):
             batch = batch.joined(layout)
-        sources = [self._rows_of(layout, source) for source in microbatches_of(batch)]
+            spans = [layout.span(batch)]
+        sources = [
+            self._rows_of(layout, source, *span) for source, span in zip(microbatches_of(batch), spans, strict=True)
+        ]
         budget = int(microbatch_size * (self.options.slot_tokens or max(map(_width, sources))))
         pieces = []
         for number, rows in enumerate(sources):
@@ -187,12 +191,11 @@ class MicrobatchSplit:
             trimmed['position_ids'] = torch.arange(start, start + width).expand(rows, width).contiguous()
         return trimmed
 
-    def _lengths(self, layout: BatchLayout, batch: Batch) -> list[int]:
-        """Columns that each row needs; all of them where its padding stays."""
-        lengths = layout.lengths(batch)
+    def _lengths(self, layout: BatchLayout, batch: Batch, side: str, lengths: list[int]) -> list[int]:
+        """Columns that each row needs by the rules: all of them where its padding stays."""
         if self.packing or batch.get('input_ids') is None:
             return lengths
-        side, width = layout.padding_side(batch), batch['input_ids'].shape[1]
+        width = batch['input_ids'].shape[1]
         if self.rules.way(side, batch) == 'keep' or layout.width_matters(batch):
             return [width] * len(lengths)
         if side == 'left':
@@ -206,9 +209,9 @@ class MicrobatchSplit:
                 )  # fmt: skip
         return lengths
 
-    def _rows_of(self, layout: BatchLayout, source: Batch) -> _Rows:
-        """All rows of a batch."""
-        lengths = self._lengths(layout, source)
+    def _rows_of(self, layout: BatchLayout, source: Batch, side: str, lengths: list[int]) -> _Rows:
+        """All rows of a batch, padded on that side, that are as long as that."""
+        lengths = self._lengths(layout, source, side, lengths)
         is_capped = self.options.max_image_tokens is not None
         images = layout.image_tokens_per_row(source) if is_capped else [0] * len(lengths)
         return _Rows(source, list(range(len(lengths))), lengths, images)
@@ -254,7 +257,7 @@ class MicrobatchSplit:
             cost=options.cost,
         )
 
-    def _hands_on(self, layout: BatchLayout, batch: ReadyBatch) -> bool:
+    def _hands_on(self, layout: BatchLayout, batch: ReadyBatch, sides: Sequence[str]) -> bool:
         """Whether microbatches that a loader has collated are good as they are, or at least each for itself.
 
         Where padding on the left decides positions, or what a first label is predicted from, each of them would mean
@@ -264,7 +267,7 @@ class MicrobatchSplit:
             return False
         if any(map(layout.width_matters, batch.microbatches)):
             return False
-        left = [one for one in batch.microbatches if layout.padding_side(one) == 'left']
+        left = [one for one, side in zip(batch.microbatches, sides, strict=True) if side == 'left']
         way = self.rules.way('left', max(batch.microbatches, key=layout.width))
         return not left or (way == 'trim' and not any(any(_labels_behind_padding(layout, one)) for one in left))
 
@@ -288,11 +291,11 @@ class MicrobatchSplit:
         return microbatches
 
     def _selected(self, layout: BatchLayout, pieces: Sequence[_Rows]) -> Iterator[tuple[_Rows, dict[str, Any]]]:
-        """The rows of each piece, trimmed; a whole batch without a column too many as it is."""
+        """The rows of each piece, trimmed where they need fewer columns than the batch has."""
         for _, of_source in groupby(pieces, key=lambda piece: id(piece.source)):
             same = list(of_source)
             for piece, selected in zip(same, layout.split(same[0].source, [one.places for one in same]), strict=True):
-                is_trim = self._trimmed_width(piece) == _width(piece) and len(same) == 1
+                is_trim = self._trimmed_width(piece) == _width(piece)
                 yield piece, selected if is_trim else self._trimmed(layout, selected, self.rules)
 
     def _in_step(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -286,11 +286,18 @@ class BatchLayout:
 
     def lengths(self, batch: Batch) -> list[int]:
         """Width that each row needs by itself, once trimmed; at least 1."""
+        return self.span(batch)[1]
+
+    def span(self, batch: Batch) -> tuple[str, list[int]]:
+        """:meth:`padding_side` and :meth:`lengths`, from one look at the batch."""
         real = self.real_positions(batch)
-        width = real.shape[1]
+        rows, width = real.shape
+        if bool(real.all()):
+            return 'right', [width] * rows
+        side = _padding_side(real)
         positions = torch.arange(1, width + 1, device=real.device)
-        distance = positions.flip(0) if _padding_side(real) == 'left' else positions
-        return (real * distance).amax(dim=1).clamp(min=1).tolist()
+        distance = positions.flip(0) if side == 'left' else positions
+        return side, (real * distance).amax(dim=1).clamp(min=1).tolist()
 
     # New batches out of old ones.
 
@@ -318,15 +325,15 @@ class BatchLayout:
         everything, groups = list(range(self.num_rows(batch))), [list(rows) for rows in groups]
         if all(rows == everything for rows in groups):
             return [dict(batch) for _ in groups]
-        units = {unit: self.units_per_row(batch, unit) for unit in {'row', *units} - {'shared'}}
-        return [dict(batch) if rows == everything else self._select(batch, units, rows) for rows in groups]
+        ends = {unit: [0, *accumulate(self.units_per_row(batch, unit))] for unit in {'row', *units} - {'shared'}}
+        return [dict(batch) if rows == everything else self._select(batch, ends, rows) for rows in groups]
 
-    def _select(self, batch: Batch, units: Mapping[str, Sequence[int]], rows: Sequence[int]) -> dict[str, Any]:
+    def _select(self, batch: Batch, ends: Mapping[str, Sequence[int]], rows: Sequence[int]) -> dict[str, Any]:
         selected: dict[str, Any] = {}
         for key, value in batch.items():
             if isinstance(value, torch.Tensor):
                 entry = self.entry(key, value)
-                chosen = _select_units(key, value, entry, units, rows)
+                chosen = _select_units(key, value, entry, ends, rows)
                 # A model takes no image entries for no images, rather than empty ones.
                 if not entry.is_media or chosen.numel() > 0:
                     selected[key] = chosen
@@ -347,11 +354,11 @@ class BatchLayout:
     def trim(self, batch: Batch, *, width_multiple: int = 1) -> dict[str, Any]:
         """Cuts the columns that no row needs; widths round up to ``width_multiple``, never beyond the batch's own."""
         width = self.width(batch)
-        needed = max(self.lengths(batch))
-        needed = min(-(-needed // width_multiple) * width_multiple, width)
+        side, lengths = self.span(batch)
+        needed = min(-(-max(lengths) // width_multiple) * width_multiple, width)
         if needed == width:
             return dict(batch)
-        start = width - needed if self.padding_side(batch) == 'left' else 0
+        start = width - needed if side == 'left' else 0
         trimmed: dict[str, Any] = dict(batch)
         for key, value in batch.items():
             if isinstance(value, torch.Tensor):
@@ -534,20 +541,20 @@ def _match(tokens: list[int], sizes: list[int]) -> list[int] | None:
 
 
 def _select_units(
-    key: str, value: torch.Tensor, entry: Entry, units: Mapping[str, Sequence[int]], rows: Sequence[int]
+    key: str, value: torch.Tensor, entry: Entry, ends: Mapping[str, Sequence[int]], rows: Sequence[int]
 ) -> torch.Tensor:
+    """The entries of the rows; ``ends``: by unit, how many there are up to each row and in all."""
     if entry.unit == 'shared':
         return value
-    counts = units[entry.unit]
-    if sum(counts) != value.shape[entry.row_dim]:
+    of_unit = ends[entry.unit]
+    if of_unit[-1] != value.shape[entry.row_dim]:
         raise ValueError(
-            f'`batch[{key!r}]` must have {sum(counts)} entries, one per {entry.unit} of its rows, got: '
-            f'{value.shape[entry.row_dim]} (by row: {list(counts)}).'
+            f'`batch[{key!r}]` must have {of_unit[-1]} entries, one per {entry.unit} of its rows, got: '
+            f'{value.shape[entry.row_dim]} (by row: {[end - start for start, end in pairwise(of_unit)]}).'
         )
-    starts = [0, *accumulate(counts)]
-    chosen = _take(value, entry.row_dim, [unit for row in rows for unit in range(starts[row], starts[row + 1])])
+    chosen = _take(value, entry.row_dim, [unit for row in rows for unit in range(of_unit[row], of_unit[row + 1])])
     if entry.slot_dim is not None:
-        num_slots = max((units['image'][row] for row in rows), default=0)
+        num_slots = max((ends['image'][row + 1] - ends['image'][row] for row in rows), default=0)
         # The models view rows and slots as one dimension, which a narrowed tensor does not allow.
         chosen = _compact(chosen.narrow(entry.slot_dim, 0, min(num_slots, chosen.shape[entry.slot_dim])), like=value)
     return chosen
@@ -556,14 +563,18 @@ def _select_units(
 # Memory. These three are all that touch it, so that tests can stand in for a GPU.
 
 
+_has_gpu = cache(torch.cuda.is_available)
+"""Asked of every tensor of every microbatch, and torch reads the environment each time."""
+
+
 def _on_the_way_to_a_gpu(value: torch.Tensor) -> bool:
     # Composer deep-copies each microbatch after its move to the device, and a deep copy of a view copies all that it is
     # a view of. The move to a GPU makes it a tensor of its own; on the CPU nothing does.
-    return torch.cuda.is_available() and value.device.type == 'cpu'
+    return _has_gpu() and value.device.type == 'cpu'
 
 
 def _is_page_locked(value: torch.Tensor) -> bool:
-    return torch.cuda.is_available() and value.is_pinned()
+    return _has_gpu() and value.is_pinned()
 
 
 def _empty(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
@@ -572,10 +583,11 @@ def _empty(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
 
 def _take(value: torch.Tensor, dim: int, index: list[int]) -> torch.Tensor:
     """The entries at the indices: a view where that is allowed, otherwise one copy, page-locked if the tensor was."""
-    if index and index == list(range(index[0], index[-1] + 1)) and _on_the_way_to_a_gpu(value):
+    if index and index == list(range(index[0], index[-1] + 1)):
         view = value.narrow(dim, index[0], len(index))
-        if view.is_contiguous():
+        if view.is_contiguous() and _on_the_way_to_a_gpu(value):
             return view
+        return _empty(view.shape, value).copy_(view)
     shape = list(value.shape)
     shape[dim] = len(index)
     target = _empty(shape, value)
