@@ -449,3 +449,8 @@ def loss_weight(batch: Mapping[str, Any]) -> float:
 def num_loss_tokens(batch: Mapping[str, Any]) -> int:
     """Loss-generating tokens that the batch carries."""
     return sum(batch[f'{CARRIED}loss_tokens'])
+
+
+def num_microbatches(batch: Mapping[str, Any]) -> int:
+    """Microbatches with samples that this rank makes of the step; 0 where a split says nothing of it."""
+    return next(iter(batch.get(f'{CARRIED}microbatches', ())), 0)

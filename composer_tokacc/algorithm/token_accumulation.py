@@ -36,6 +36,7 @@ from composer_tokacc.counting import (
     is_counted,
     loss_weight,
     num_loss_tokens,
+    num_microbatches,
     num_rows,
     num_samples,
     sample_name,
@@ -128,6 +129,9 @@ class TokenAccumulation(Algorithm):
         self._hidden: tuple[dict[str, Any], Any, Any] = ({}, None, None)
         self._weighing: Weighing | None = None
         self._raw_loss: Any = None
+        self._reduces_once = False
+        self._reduces: list[bool] = []
+        """For each microbatch of an attempt, whether DDP reduces gradients in its backward."""
         self._actions = {
             Event.FIT_START: self._start_fit,
             Event.BATCH_START: self._count,
@@ -172,11 +176,15 @@ class TokenAccumulation(Algorithm):
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values only: Composer's next release loads checkpoints with ``weights_only=True``."""
-        return {'rule': self.rule, 'num_empty_steps': self.num_empty_steps}
+        return {'rule': self.rule, 'num_empty_steps': self.num_empty_steps, 'reduces_once': self._reduces_once}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the count of empty steps; rule and rows are checked afresh, since versions may have changed."""
+        """Restores the count of empty steps; rule and rows are checked afresh, since versions may have changed.
+
+        A resumed run must add the very rows that the unbroken one would, to end with the same bits.
+        """
         self.num_empty_steps = state['num_empty_steps']
+        self._reduces_once = state.get('reduces_once', False)
 
     def _start_fit(self, state: State, logger: Logger) -> None:
         """FIT_START: the model is wrapped now. A second fit may bring another loader, so rows are checked again."""
@@ -238,8 +246,9 @@ class TokenAccumulation(Algorithm):
         if split is not None:  # what another model has left there says nothing of this one
             split.layout, split.checked = split.given_layout, False
         self._layout = _layout_of(state, split)
+        self._reduces_once = self._reduces_once and self._can_reduce_once(state)
         if split is not None:
-            split.layout = self._layout
+            split.layout, split.reduces_once = self._layout, self._reduces_once
         model: Any = state.model.module if isinstance(state.model, DistributedDataParallel) else state.model
         terms = self.loss_terms
         if terms.given_units is None:
@@ -271,6 +280,7 @@ class TokenAccumulation(Algorithm):
         """BEFORE_TRAIN_BATCH: fires once per attempt (an OOM retry or a closure called again starts afresh)."""
         assert self._guard is not None, 'BATCH_START comes before BEFORE_TRAIN_BATCH'
         self._guard.start_attempt()
+        self._reduces = []
 
     def _hide_carried(self, state: State, logger: Logger) -> None:
         """BEFORE_FORWARD: the totals are read, as Composer has just waited for its own; the model sees its own batch.
@@ -281,6 +291,7 @@ class TokenAccumulation(Algorithm):
         """
         guard = self._guard
         assert guard is not None
+        self._see_whether_reduced(state)
         if guard.loss_weight == 0 and guard.tokens:
             raise RuntimeError(
                 f'The weights of a step must not all be 0, got: 0 for each of its {guard.tokens} loss-generating '
@@ -338,7 +349,7 @@ class TokenAccumulation(Algorithm):
             loss_weight=loss_weight(batch),
             num_samples=num_samples(batch),
             # Composer's own split makes microbatches of a fixed number of rows; ours says how many it made.
-            num_microbatches=next(iter(batch.get(f'{CARRIED}microbatches', ())), 0)
+            num_microbatches=num_microbatches(batch)
             or -(-guard.local_samples // int(state.device_train_microbatch_size or 1)),
             labelled={key: batch[key] for key in ('labels', 'attention_mask') if key in batch},
             step=guard,
@@ -373,6 +384,29 @@ class TokenAccumulation(Algorithm):
                 mean = mean_token_loss(logits.detach(), state.batch, self.rule, microbatch.loss_weight, weights)
             guard.add_mean(self.loss_terms.token_term(state.loss), mean)
 
+    def _can_reduce_once(self, state: State) -> bool:
+        """Whether ranks may meet in the last microbatch of a step alone, where DDP reduces gradients.
+
+        In automatic microbatching they ask each other after every forward whether memory ran out, synchronized batch
+        norms meet within it, and losses of coupled rows may gather those of other ranks.
+        """
+        if not isinstance(state.model, DistributedDataParallel) or state.auto_microbatching or self.loss_terms.coupled:
+            return False
+        return not any(isinstance(module, torch.nn.SyncBatchNorm) for module in state.model.modules())
+
+    def _see_whether_reduced(self, state: State) -> None:
+        """BEFORE_FORWARD: whether DDP reduces gradients in the backward of this microbatch."""
+        if not isinstance(state.model, DistributedDataParallel):
+            return
+        self._reduces.append(state.model.require_backward_grad_sync)
+        count = num_microbatches(state.batch)
+        if self._reduces_once and self._reduces[-1] and len(self._reduces) < count:
+            raise RuntimeError(
+                'Gradients must be reduced in the last microbatch of a step alone, as they were in the steps before, '
+                f'got: a reduction in microbatch {len(self._reduces)} of {count}. Leave `Trainer(ddp_sync_strategy=)` '
+                'as it was when the checkpoint was written.'
+            )
+
     def _is_look_due(self) -> bool:
         """The first steps of a run, and then one of some."""
         return self._num_steps < NUM_FIRST_STEPS or self._num_steps % LOOK_EVERY == 0
@@ -400,8 +434,8 @@ class TokenAccumulation(Algorithm):
         )
         assert self._check is not None
         kinds = [int(count > 0) for count in guard.totals.read()[3:]]
+        split = split_of(state.dataloader)
         if self._check.is_new(kinds):
-            split = split_of(state.dataloader)
             had_companions = split is None or split.rules.companions
             own = kinds_of(self._layout, self._device_batch)
             self._check.prove(self._device_batch, split, own, [kinds])
@@ -411,6 +445,8 @@ class TokenAccumulation(Algorithm):
                     'seen first in this step, which was cut without regard to it. Start again with such rows in the '
                     'first batch; then every microbatch gets a row with media.'
                 )
+        if split is not None and len(self._reduces) > 1 and self._can_reduce_once(state):
+            self._reduces_once = split.reduces_once = not any(self._reduces[:-1])
         self._device_batch = {}
         self._num_steps += 1
         if guard.tokens == 0:

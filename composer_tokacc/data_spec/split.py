@@ -36,7 +36,7 @@ class SplitOptions:
 
     slot_tokens: int | None
     regroup: bool
-    equal_counts: bool
+    equal_counts: bool | str
     width_multiple: int
     packing: bool | str
     cost: CostModel | None
@@ -62,6 +62,9 @@ class MicrobatchSplit:
         causal model can see, may go; on the left it may move positions."""
         self.checked = False
         """Whether the first-batch check has seen the model."""
+        self.reduces_once = False
+        """Whether ranks meet in the last microbatch of a step alone, where DDP reduces gradients: then the others may
+        leave an encoder unused, and ranks may make unequally many. The algorithm sees it happen."""
         self.microbatch_transforms: Callable[[Any], Any] | None = None
         """What is done to microbatches on the device; the first-batch check must do it as well."""
         self.packing = options.packing is True
@@ -146,17 +149,17 @@ class MicrobatchSplit:
             is_ready = isinstance(batch, ReadyBatch)
             indices = batch.indices[number] if isinstance(batch, ReadyBatch) and batch.indices else None
             self._check_caps(rows, budget, indices)
-            if is_ready and len(rows.lengths) * self._trimmed_width(rows) <= budget and self._fits_images(rows):
+            if is_ready and self._fits(rows, [], budget):
                 pieces.append(rows)
             else:
                 pieces += [rows.take(places) for places in self._cut(rows, budget)]
         if dist.get_world_size() > 1:
             return self._in_step(layout, sources, pieces, budget)
         if not self.rules.companions:
-            return self._microbatches(layout, pieces, [], {})
+            return self._microbatches(layout, [(piece, []) for piece in pieces])
         media = _media_of(layout, sources)
         spares = [row for row in _own_rows(layout, sources, media).values() if row is not None][:1]
-        return self._microbatches(layout, self._make_room(layout, pieces, spares, media, budget), spares, media)
+        return self._microbatches(layout, self._with_media(layout, pieces, _spares(layout, spares), media, budget))
 
     def assemble(self, layout: BatchLayout, batch: Batch, rows: Sequence[int], rules: CutRules) -> dict[str, Any]:
         """The microbatch of the given rows, cut by the given rules and, where asked, packed."""
@@ -216,10 +219,15 @@ class MicrobatchSplit:
         images = layout.image_tokens_per_row(source) if is_capped else [0] * len(lengths)
         return _Rows(source, list(range(len(lengths))), lengths, images)
 
-    def _fits_images(self, rows: _Rows, more: int = 0) -> bool:
-        """Whether a microbatch may hold the image tokens of the rows, and so many more."""
-        cap = self.options.max_image_tokens
-        return cap is None or sum(rows.image_tokens) + more <= cap
+    def _fits(self, rows: _Rows, added: Sequence[_Spare], budget: int) -> bool:
+        """Whether a microbatch of the rows, and of the added ones, is within the caps."""
+        widths, cap = [row.width for row in added], self.options.max_image_tokens
+        size = (len(rows.lengths) + len(added)) * max([self._trimmed_width(rows), *widths])
+        if self.packing:  # one row of them all, as wide as they are together
+            size = sum(rows.lengths) + sum(widths)
+        images, added_images = sum(rows.image_tokens), sum(row.image_tokens for row in added)
+        # An added row that is over the cap of images by itself stays so, however few rows it is beside.
+        return size <= budget and (cap is None or not images or images + added_images <= cap)
 
     def _check_caps(self, rows: _Rows, budget: int, indices: Sequence[int] | None) -> None:
         """Refuses, or names, the row that is furthest over a cap by itself."""
@@ -275,88 +283,97 @@ class MicrobatchSplit:
         multiple = self.options.width_multiple
         return min(-(-max(rows.lengths) // multiple) * multiple, _width(rows))
 
-    def _microbatches(
-        self, layout: BatchLayout, pieces: Sequence[_Rows], spares: Sequence[Batch], media: Media
-    ) -> list[dict[str, Any]]:
-        """The pieces, trimmed; with spare rows of the media that they lack; packed where asked."""
-        units = [{unit for unit in UNITS if any(layout.units_per_row(row, unit))} for row in spares]
+    def _microbatches(self, layout: BatchLayout, planned: Sequence[Planned]) -> list[dict[str, Any]]:
+        """The pieces, trimmed, each with the rows that are added to it; packed where asked."""
         microbatches = []
-        for piece, selected in self._selected(layout, pieces):
-            held = _held(piece, media) if spares else set()
-            missing = [row for row, of_row in zip(spares, units, strict=True) if not of_row <= held]
-            missing = [] if layout.family.one_kind and held else missing
-            microbatch = add_rows(layout, selected, missing) if missing else selected
+        selected = self._selected(layout, [piece for piece, _ in planned])
+        for microbatch, (_, added) in zip(selected, planned, strict=True):
+            microbatch = add_rows(layout, microbatch, [spare.row for spare in added]) if added else microbatch
             microbatch = pack_rows(layout, microbatch, self._attention) if self.packing else microbatch
-            microbatches.append(with_carried(microbatch, microbatches=[len(pieces)] * num_rows(microbatch)))
+            microbatches.append(with_carried(microbatch, microbatches=[len(planned)] * num_rows(microbatch)))
         return microbatches
 
-    def _selected(self, layout: BatchLayout, pieces: Sequence[_Rows]) -> Iterator[tuple[_Rows, dict[str, Any]]]:
+    def _selected(self, layout: BatchLayout, pieces: Sequence[_Rows]) -> Iterator[dict[str, Any]]:
         """The rows of each piece, trimmed where they need fewer columns than the batch has."""
         for _, of_source in groupby(pieces, key=lambda piece: id(piece.source)):
             same = list(of_source)
             for piece, selected in zip(same, layout.split(same[0].source, [one.places for one in same]), strict=True):
                 is_trim = self._trimmed_width(piece) == _width(piece)
-                yield piece, selected if is_trim else self._trimmed(layout, selected, self.rules)
+                yield selected if is_trim else self._trimmed(layout, selected, self.rules)
 
     def _in_step(
         self, layout: BatchLayout, sources: Sequence[_Rows], pieces: list[_Rows], budget: int
     ) -> list[dict[str, Any]]:
-        """Several ranks: every microbatch uses the towers that any uses, and counts are equal where they must be.
+        """Several ranks: encoders are used on all ranks alike, and counts are equal where they must be.
 
-        A tower that one rank leaves unused makes DDP raise or skip its reduction, and FSDP hang.
+        An encoder that one rank leaves unused makes DDP raise or skip its reduction, and FSDP hang. FSDP gathers the
+        weights in every microbatch; DDP looks for gradients where it reduces them, in most runs in the last one alone.
         """
         media = _media_of(layout, sources)
         own = _own_rows(layout, sources, media)
         spares = {unit: own[unit] or blank_row(layout, sources[0].source, unit) for unit in UNITS}
-        possible = [row for row in spares.values() if row is not None]
-        pieces = self._make_room(layout, pieces, possible, media, budget)
-        counts = max_over_ranks([len(pieces), *(row is not None for row in own.values())])
-        in_use = [unit for unit, used in zip(UNITS, counts[1:], strict=True) if used]
+        may_have_media = self.layout is None or bool(self.layout.family.media or self.layout.extra)
+        flags = [*(row is not None for row in own.values()), *(row is None for row in spares.values())]
+        flags = max_over_ranks(flags) if may_have_media else flags
+        in_use = [unit for unit, used in zip(UNITS, flags, strict=False) if used]
+        lacking = {unit for unit, lacked in zip(UNITS, flags[len(UNITS) :], strict=True) if lacked}
         needed = _units_needed(layout.family, in_use)
-        if in_use and any(max_over_ranks([int(spares[unit] is None) for unit in needed])):
+        if in_use and not lacking.isdisjoint(needed):
             spares = {unit: _from_any_rank(spares[unit]) for unit in needed}
         rows = [row for unit in needed if (row := spares.get(unit)) is not None]
-        # A text row that must not see an image where no row of the step has one: the tower is used by a microbatch of
-        # its own, the last, because DDP looks for unused parameters in that one alone.
+        # A text row that must not see an image where no row of the step has one: the encoder is used by a microbatch of
+        # its own, the last.
         apart = self.rules.companions and not in_use
-        microbatches = self._microbatches(layout, pieces, [] if apart else rows, media)
-        count = (counts[0] if self.options.equal_counts else len(pieces)) + apart
-        if len(microbatches) < count:
+        added = [] if apart else _spares(layout, rows)
+        if self.reduces_once and not self.rules.companions:
+            planned = self._with_media_in_last(layout, pieces, added, media, budget)
+        else:
+            planned = self._with_media(layout, pieces, added, media, budget)
+        is_equal = self.options.equal_counts
+        is_equal = not self.reduces_once if is_equal == 'auto' else is_equal
+        count = (max_over_ranks([len(planned)])[0] if is_equal else len(planned)) + apart
+        microbatches = self._microbatches(layout, planned)
+        if len(planned) < count:
             shortest = min(pieces, key=lambda piece: min(piece.lengths))
             place = shortest.places[shortest.lengths.index(min(shortest.lengths))]
             text = zero_weight(self._trimmed(layout, layout.select(shortest.source, [place]), self.rules))
             filler = layout.concat(rows) if rows and (apart or len(rows) > 1) else (rows[0] if rows else text)
-            filler = with_carried(filler, microbatches=[len(pieces)] * num_rows(filler))
-            microbatches += [filler] * (count - len(microbatches))
+            filler = with_carried(filler, microbatches=[len(planned)] * num_rows(filler))
+            microbatches += [filler] * (count - len(planned))
         return microbatches
 
-    def _make_room(
-        self, layout: BatchLayout, pieces: list[_Rows], spares: Sequence[Batch], media: Media, budget: int
-    ) -> list[_Rows]:
-        """Halves microbatches until the rows with the media that they lack fit under the cap as well."""
-        if not spares:
-            return pieces
-        in_batch = set().union(*(_held(piece, media) for piece in pieces))
-        spare_width = max(row['input_ids'].shape[1] for row in spares)
-        is_capped = self.options.max_image_tokens is not None
-        spare_images = sum(sum(layout.image_tokens_per_row(row)) for row in spares) if is_capped else 0
-        fitting: list[_Rows] = []
+    def _with_media_in_last(
+        self, layout: BatchLayout, pieces: Sequence[_Rows], spares: Sequence[_Spare], media: Media, budget: int
+    ) -> list[Planned]:
+        """The pieces in an order in which the last one holds the media, or is the smallest and gets rows with them."""
+        *others, last = pieces
+        if spares and self.regroups:
+            units = set().union(*(spare.units for spare in spares))
+            sizes = [(-len(units & _held(piece, media)), sum(piece.lengths)) for piece in pieces]
+            place = sizes.index(min(sizes))
+            *others, last = *pieces[:place], *pieces[place + 1 :], pieces[place]
+        missing = _missing(layout, last, spares, media)
+        while missing and len(last.places) > 1 and not self._fits(last, missing, budget):
+            half = len(last.places) // 2
+            others.append(last.take(range(half)))
+            last = last.take(range(half, len(last.places)))
+            missing = _missing(layout, last, spares, media)
+        return [*((piece, []) for piece in others), (last, missing)]
+
+    def _with_media(
+        self, layout: BatchLayout, pieces: Sequence[_Rows], spares: Sequence[_Spare], media: Media, budget: int
+    ) -> list[Planned]:
+        """Each piece with spare rows of the media that it lacks; halved until they fit under the caps as well."""
+        planned: list[Planned] = []
         pending = list(reversed(pieces))
         while pending:
             piece = pending.pop()
-            num = len(piece.places)
-            held = _held(piece, media)
-            # What other ranks have is not known yet: without any media, all that may be needed are counted.
-            num_lacking = len(in_batch - held) if held else len(spares)
-            size = (num + num_lacking) * max(spare_width, *piece.lengths)
-            if self.packing:  # one row of them all, as wide as they are together
-                size = sum(piece.lengths) + num_lacking * spare_width
-            fits = size <= budget and (not held or self._fits_images(piece, spare_images))
-            if not num_lacking or num == 1 or fits:
-                fitting.append(piece)
+            missing, num = _missing(layout, piece, spares, media), len(piece.places)
+            if not missing or num == 1 or self._fits(piece, missing, budget):
+                planned.append((piece, missing))
             else:
                 pending += [piece.take(range(num // 2, num)), piece.take(range(num // 2))]
-        return fitting
+        return planned
 
 
 Media = Mapping[int, Mapping[str, Sequence[int]]]
@@ -379,6 +396,38 @@ class _Rows(NamedTuple):
         which = list(which)
         columns = (self.places, self.lengths, self.image_tokens)
         return _Rows(self.source, *([column[k] for k in which] for column in columns))
+
+
+class _Spare(NamedTuple):
+    """A row that weighs nothing, to be added where its media lack."""
+
+    row: Batch
+    units: set[str]
+    width: int
+    image_tokens: int
+
+
+Planned = tuple[_Rows, Sequence[_Spare]]
+"""A microbatch: rows of a batch, and those that are added to them."""
+
+
+def _missing(layout: BatchLayout, piece: _Rows, spares: Sequence[_Spare], media: Media) -> list[_Spare]:
+    """The spare rows whose media the piece lacks."""
+    held = _held(piece, media) if spares else set()
+    return [] if layout.family.one_kind and held else [spare for spare in spares if not spare.units <= held]
+
+
+def _spares(layout: BatchLayout, rows: Sequence[Batch]) -> list[_Spare]:
+    """What is asked of the rows for every microbatch, found out once."""
+    return [
+        _Spare(
+            row,
+            {unit for unit in UNITS if any(layout.units_per_row(row, unit))},
+            layout.width(row),
+            sum(layout.image_tokens_per_row(row)) if layout.config is not None else 0,
+        )
+        for row in rows
+    ]
 
 
 def _width(rows: _Rows) -> int:

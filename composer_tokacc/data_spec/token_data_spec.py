@@ -74,8 +74,8 @@ def token_data_spec(
         max_image_tokens: Most placeholders of images, videos and audios in a microbatch, a second hard cap: where the
             towers need the memory. Default: no cap.
         regroup: Whether to sort rows by real length before cutting. ``False`` keeps their order. Default: ``True``.
-        equal_counts: Whether all ranks make the same number of microbatches, as FSDP and DDP's MULTI_AUTO_SYNC need.
-            ``'auto'``: with more than one rank.
+        equal_counts: Whether all ranks make the same number of microbatches. ``'auto'``: unless the algorithm has seen
+            that gradients are reduced in the last one alone, as DDP does if left to itself.
         width_multiple: Round microbatch widths up to a multiple of this, never beyond the batch's own.
         packing: Whether to string a microbatch's rows into one packed row without any padding, with attention document
             by document. The model's must go through transformers' ``AttentionInterface``, which the first-batch check
@@ -126,7 +126,7 @@ def token_data_spec(
     options = SplitOptions(
         slot_tokens=slot_tokens,
         regroup=regroup,
-        equal_counts=dist.get_world_size() > 1 if equal_counts == 'auto' else bool(equal_counts),
+        equal_counts=equal_counts,
         width_multiple=width_multiple,
         packing=packing,
         cost=cost,

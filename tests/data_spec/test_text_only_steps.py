@@ -9,7 +9,7 @@ import json
 
 import pytest
 
-from tests.support.launch import launch_json
+from tests.support.launch import launch, launch_json
 
 SCRIPT = 'tests/ranks/text_only.py'
 FAMILIES = ['llava', 'llava_next', 'qwen2_5_vl', 'idefics3', 'mistral3', 'qwen2_vl_video', 'qwen2_audio']
@@ -27,6 +27,41 @@ def test_steps_without_media_are_exact_on_two_ranks():
     for arguments, result in zip(runs, run(2, runs), strict=True):
         assert len(result['errors']) == len(arguments['steps'])
         assert max(result['errors']) < 1e-6, (arguments, result['errors'])
+
+
+@pytest.mark.slow
+def test_once_ddp_was_seen_to_reduce_in_the_last_microbatch_alone_only_that_one_gets_rows_with_media():
+    once = [{'family': name} for name in ('llava', 'qwen2_5_vl', 'idefics3', 'qwen2_vl_video')]
+    once.append({'family': 'llava', 'ddp_sync_strategy': 'forced_sync'})
+    always = [{'family': 'llava', 'ddp_sync_strategy': 'multi_auto_sync'}]
+    runs = [{'steps': 'mtmt', 'rows': 16, **one} for one in (*once, *always)]
+    for arguments, result in zip(runs, run(2, runs), strict=True):
+        assert max(result['errors']) < 1e-6, (arguments, result['errors'])
+        for first, *steps in result['added']:
+            assert len(first) > 2
+            assert sum(map(bool, first)) >= len(first) - 1  # one has media of its own
+            for step in steps:
+                assert any(step[:-1]) == ('multi' in arguments.get('ddp_sync_strategy', '')), (arguments, step)
+
+
+@pytest.mark.slow
+def test_text_models_get_no_rows_at_all_once_ddp_was_seen_to_reduce_in_the_last_microbatch_alone():
+    """Ranks may make unequally many microbatches, if they are not told otherwise."""
+    runs = [{'family': family, 'steps': 'tttt', 'rows': 16} for family in ('llama', 'gpt2')]
+    results = run(2, runs)
+    assert max(error for result in results for error in result['errors']) < 1e-6
+    assert not any(any(step) for result in results for _, *steps in result['added'] for step in steps)
+    assert any([*map(len, one)] != [*map(len, other)] for one, other in (result['added'] for result in results))
+
+
+@pytest.mark.slow
+def test_another_way_of_reducing_than_that_of_the_checkpoint_is_refused_before_the_optimizer_moves(tmp_path):
+    whole = {'family': 'llava', 'steps': 'tttt', 'rows': 16, 'folder': str(tmp_path)}
+    resumed = {**whole, 'folder': None, 'load_path': str(tmp_path / 'ba2.pt'), 'ddp_sync_strategy': 'multi_auto_sync'}
+    done = launch([SCRIPT, json.dumps([whole, resumed]), str(tmp_path / 'results.json')], ranks=2)
+    assert done.returncode
+    assert 'Gradients must be reduced in the last microbatch of a step alone' in done.stdout + done.stderr
+    assert len(json.loads((tmp_path / 'results.json').read_text())) == 1
 
 
 @pytest.mark.slow

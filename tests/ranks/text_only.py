@@ -15,44 +15,70 @@ import random
 from typing import Any
 
 import torch
+from composer.core import Callback, State
+from composer.loggers import Logger
 from composer.utils import dist
 
 from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
+from composer_tokacc.counting import num_rows, num_samples
 from tests.matrix.collator import join
 from tests.matrix.harness import plain_gradients
 from tests.matrix.subjects import SUBJECTS, Subject
 from tests.support.training import loader, rank_share, relative_error, train, unwrapped, write_runs
 
-NUM_ROWS = 6
 MEDIA = ('pixel_values', 'pixel_values_videos', 'input_features')
 
 
+class AddedRows(Callback):
+    """Rows that are no samples in each microbatch of each step."""
+
+    def __init__(self) -> None:
+        self.steps: list[list[int]] = []
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        self.steps.append([])
+
+    def after_loss(self, state: State, logger: Logger) -> None:
+        self.steps[-1].append(num_rows(state.batch) - num_samples(state.batch))
+
+
 def run(
-    *, family: str, steps: str, lr: float = 0.0, folder: str | None = None, load_path: str | None = None
+    *,
+    family: str,
+    steps: str,
+    rows: int = 6,
+    lr: float = 0.0,
+    folder: str | None = None,
+    load_path: str | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """One Trainer.
 
     Args:
         family: Name of a subject.
         steps: A letter a step: ``'t'`` text only, ``'m'`` some rows with media, on the first rank alone.
+        rows: Of a step, over all ranks.
         lr: Learning rate; with 0 the gradients of all steps are known.
         folder: Where checkpoints go, one a step.
         load_path: Checkpoint to resume from.
+        options: Of the Trainer.
     """
     subject = SUBJECTS[family]
-    batches = [rows_of(subject, kind, seed) for seed, kind in enumerate(steps)]
+    batches = [rows_of(subject, kind, seed, rows) for seed, kind in enumerate(steps)]
     model = subject.model('large')
     # DDP waits for every parameter that wants a gradient, and some no loss ever reaches (a last norm of a tower).
-    reached = plain_gradients(model, join(rows_of(subject, 'm', 99), side='right', slots=subject.slots))
+    some = rows_of(subject, 'm' if BatchLayout.for_model(model).family.media else 't', 99, rows)
+    reached = plain_gradients(model, join(some, side='right', slots=subject.slots))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in reached)
     # Models with query tokens take no batch without media.
-    whole = [join(rows, side='right', slots=subject.slots) for rows in batches]
+    whole = [join(batch, side='right', slots=subject.slots) for batch in batches]
     expected = [plain_gradients(model, BatchLayout.for_model(model).with_media(batch)) for batch in whole]
-    size = NUM_ROWS // dist.get_world_size()
-    shares = [rank_share(rows, [size] * dist.get_world_size()) for rows in batches]
-    data = loader(*(join(rows, side='right', slots=subject.slots) for rows in shares))
+    size = rows // dist.get_world_size()
+    shares = [rank_share(batch, [size] * dist.get_world_size()) for batch in batches]
+    data = loader(*(join(share, side='right', slots=subject.slots) for share in shares))
     saving = {'save_folder': folder, 'save_interval': '1ba', 'save_filename': 'ba{batch}.pt'} if folder else {}
+    added = AddedRows()
     recorder, _, trainer = train(
         model,
         token_data_spec(data),
@@ -61,7 +87,9 @@ def run(
         optimizer=torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0),
         max_duration=f'{len(steps)}ba',
         load_path=load_path,
+        callbacks=[added],
         **saving,
+        **options,
     )
     dist.barrier()
     values = torch.cat([p.detach().flatten() for p in unwrapped(trainer.state.model).parameters()])
@@ -70,13 +98,14 @@ def run(
     return {
         'errors': [relative_error(found, expected) for found, expected in pairs],
         'parameters': hashlib.sha256(values.numpy().tobytes()).hexdigest(),
+        'added': dist.all_gather_object(added.steps),
     }
 
 
-def rows_of(subject: Subject, kind: str, seed: int) -> list[dict[str, Any]]:
+def rows_of(subject: Subject, kind: str, seed: int, count: int) -> list[dict[str, Any]]:
     rng = random.Random(f'{subject.name} {kind} {seed}')
     rows: list[dict[str, Any]] = []
-    while len(rows) < NUM_ROWS:
+    while len(rows) < count:
         row = subject.row(rng)
         has_media = any(key in row for key in MEDIA)
         if has_media == (kind == 'm' and len(rows) < 2) and (row['labels'][:, 1:] != -100).any():
