@@ -139,7 +139,7 @@ def suggest_microbatching(
         slot_tokens: Width of a slot; by default the longest sample.
         max_image_tokens: Image budget of a microbatch; by default whatever the rows in it have.
         regroup: Whether microbatches may sort rows.
-        equal_counts: Whether all ranks make the same number of microbatches.
+        equal_counts: Whether all ranks make the same number of microbatches. ``'auto'``: with FSDP.
         width_multiple: Widths are rounded up to it.
         packing: Whether a microbatch's rows become one packed row.
         sample_ids: Names of the samples, for messages.
@@ -180,7 +180,7 @@ def suggest_microbatching(
         num_ranks=num_ranks,
         options=CutOptions(
             regroup=regroup,
-            equal_counts=num_ranks > 1 if equal_counts == 'auto' else bool(equal_counts),
+            equal_counts=memory.strategy == 'fsdp' if equal_counts == 'auto' else bool(equal_counts),
             width_multiple=width_multiple,
             packing=packing,
             max_image_tokens=max_image_tokens,

@@ -200,6 +200,21 @@ def test_glm_gets_no_video_beside_an_image_where_another_rank_has_the_other_kind
         assert ('pixel_values' in microbatch) != ('pixel_values_videos' in microbatch)
 
 
+def test_cap_holds_where_another_rank_has_media_of_a_kind_that_this_one_lacks(monkeypatch):
+    case = MEDIA['qwen2_5_vl']()
+    layout = BatchLayout.for_model(case.model)
+    rows = [row for row, kind in zip(case.rows, case.kinds, strict=True) if kind == 'image'][:2]
+    batch = layout.concat([*rows, *rows], pad_token_id=case.pad_token_id)
+    widths, video = layout.lengths(batch), layout.blank_row('video', like=batch)
+    budget = 2 * max(*widths, layout.width(video))
+    monkeypatch.setattr('composer_tokacc.data_spec.split.dist.get_world_size', lambda: 2)
+    agreed = lambda values: [1, 1, 0, *values[3:]] if len(values) == 6 else list(values)  # noqa: E731
+    monkeypatch.setattr('composer_tokacc.data_spec.split.max_over_ranks', agreed)
+    microbatches = token_data_spec(loader(batch), layout=layout, slot_tokens=budget).split_batch(batch, 1)
+    assert all('pixel_values_videos' in microbatch for microbatch in microbatches)
+    assert max(microbatch['input_ids'].numel() for microbatch in microbatches) <= budget
+
+
 def test_packed_rows_are_halved_only_where_the_added_row_does_not_fit(monkeypatch):
     case = case_of('llava')
     layout = BatchLayout.for_model(case.model)
