@@ -309,18 +309,7 @@ class MicrobatchSplit:
         An encoder that one rank leaves unused makes DDP raise or skip its reduction, and FSDP hang. FSDP gathers the
         weights in every microbatch; DDP looks for gradients where it reduces them, in most runs in the last one alone.
         """
-        media = _media_of(layout, sources)
-        own = _own_rows(layout, sources, media)
-        spares = {unit: own[unit] or blank_row(layout, sources[0].source, unit) for unit in UNITS}
-        may_have_media = self.layout is None or bool(self.layout.family.media or self.layout.extra)
-        flags = [*(row is not None for row in own.values()), *(row is None for row in spares.values())]
-        flags = max_over_ranks(flags) if may_have_media else flags
-        in_use = [unit for unit, used in zip(UNITS, flags, strict=False) if used]
-        lacking = {unit for unit, lacked in zip(UNITS, flags[len(UNITS) :], strict=True) if lacked}
-        needed = _units_needed(layout.family, in_use)
-        if in_use and not lacking.isdisjoint(needed):
-            spares = {unit: _from_any_rank(spares[unit]) for unit in needed}
-        rows = [row for unit in needed if (row := spares.get(unit)) is not None]
+        media, in_use, rows = self._media_in_use(layout, sources)
         # A text row that must not see an image where no row of the step has one: the encoder is used by a microbatch of
         # its own, the last.
         apart = self.rules.companions and not in_use
@@ -341,6 +330,21 @@ class MicrobatchSplit:
             filler = with_carried(filler, microbatches=[len(planned)] * num_rows(filler))
             microbatches += [filler] * (count - len(planned))
         return microbatches
+
+    def _media_in_use(self, layout: BatchLayout, sources: Sequence[_Rows]) -> tuple[Media, list[str], list[Batch]]:
+        """Media of the rows, those that some rank has, and a row for every encoder that must be used; a collective."""
+        if self.layout is not None and not (layout.family.media or layout.extra):
+            return {}, [], []
+        media = _media_of(layout, sources)
+        own = _own_rows(layout, sources, media)
+        spares = {unit: own[unit] or blank_row(layout, sources[0].source, unit) for unit in UNITS}
+        flags = max_over_ranks([*(own[unit] is not None for unit in UNITS), *(spares[unit] is None for unit in UNITS)])
+        in_use = [unit for unit, used in zip(UNITS, flags, strict=False) if used]
+        lacking = {unit for unit, lacked in zip(UNITS, flags[len(UNITS) :], strict=True) if lacked}
+        needed = _units_needed(layout.family, in_use)
+        if in_use and not lacking.isdisjoint(needed):
+            spares = {unit: _from_any_rank(spares[unit]) for unit in needed}
+        return media, in_use, [row for unit in needed if (row := spares.get(unit)) is not None]
 
     def _with_media_in_last(
         self, layout: BatchLayout, pieces: Sequence[_Rows], spares: Sequence[_Spare], media: Media, budget: int
@@ -480,6 +484,6 @@ def _from_any_rank(row: Batch | None) -> Batch | None:
 def max_over_ranks(values: Sequence[int]) -> list[int]:
     """One integer all-reduce; on the GPU only where the backend knows no other."""
     on_gpu = torch.distributed.get_backend() == 'nccl'
-    tensor = torch.tensor(list(values), device=torch.cuda.current_device() if on_gpu else 'cpu')
+    tensor = torch.tensor([int(value) for value in values], device=torch.cuda.current_device() if on_gpu else 'cpu')
     dist.all_reduce(tensor, reduce_operation='MAX')
     return tensor.tolist()
