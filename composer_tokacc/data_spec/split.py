@@ -71,7 +71,7 @@ class MicrobatchSplit:
         """Whether a microbatch's rows become one packed row; with ``'auto'`` known once the first batch is."""
         self._attention: DocumentAttention | None = None
         self._has_packed = False
-        self._warned = False
+        self._warned: set[str] = set()
 
     @property
     def regroups(self) -> bool:
@@ -204,13 +204,18 @@ class MicrobatchSplit:
         if side == 'left':
             kept = _labels_behind_padding(layout, batch)
             lengths = [width if keep else length for keep, length in zip(kept, lengths, strict=True)]
-            if any(kept) and not self._warned:
-                self._warned = True
-                log.warning(
+            if any(kept):
+                self._warn(
                     '%d of %d rows have a label on their first token, which padding on the left lets a pad predict. '
                     'They are computed untrimmed. Mask that label (-100), or pad on the right.', sum(kept), len(kept)
                 )  # fmt: skip
         return lengths
+
+    def _warn(self, message: str, *values: Any) -> None:
+        """Once a split."""
+        if message not in self._warned:
+            self._warned.add(message)
+            log.warning(message, *values)
 
     def _rows_of(self, layout: BatchLayout, source: Batch, side: str, lengths: list[int]) -> _Rows:
         """All rows of a batch, padded on that side, that are as long as that."""
@@ -310,23 +315,24 @@ class MicrobatchSplit:
         weights in every microbatch; DDP looks for gradients where it reduces them, in most runs in the last one alone.
         """
         media, in_use, rows = self._media_in_use(layout, sources)
-        # A text row that must not see an image where no row of the step has one: the encoder is used by a microbatch of
-        # its own, the last.
-        apart = self.rules.companions and not in_use
-        added = [] if apart else _spares(layout, rows)
-        if self.reduces_once and not self.rules.companions:
-            planned = self._with_media_in_last(layout, pieces, added, media, budget)
+        spares = _spares(layout, rows)
+        if self.rules.companions and not in_use:
+            # A text row must not see an image where no row of the step has one: a microbatch of its own, the last,
+            # uses the encoder.
+            planned, apart = [(piece, []) for piece in pieces], True
+        elif self.reduces_once and not self.rules.companions:
+            planned, apart = self._with_media_in_last(layout, pieces, spares, media, budget)
         else:
-            planned = self._with_media(layout, pieces, added, media, budget)
-        is_equal = self.options.equal_counts
-        is_equal = not self.reduces_once if is_equal == 'auto' else is_equal
-        count = (max_over_ranks([len(planned)])[0] if is_equal else len(planned)) + apart
+            planned, apart = self._with_media(layout, pieces, spares, media, budget), False
+        count, is_equal = len(planned) + apart, self.options.equal_counts
+        if is_equal is True or (is_equal == 'auto' and not self.reduces_once):
+            (count,) = max_over_ranks([count])
         microbatches = self._microbatches(layout, planned)
         if len(planned) < count:
             shortest = min(pieces, key=lambda piece: min(piece.lengths))
             place = shortest.places[shortest.lengths.index(min(shortest.lengths))]
             text = zero_weight(self._trimmed(layout, layout.select(shortest.source, [place]), self.rules))
-            filler = layout.concat(rows) if rows and (apart or len(rows) > 1) else (rows[0] if rows else text)
+            filler = layout.concat(rows) if rows else text
             filler = with_carried(filler, microbatches=[len(planned)] * num_rows(filler))
             microbatches += [filler] * (count - len(planned))
         return microbatches
@@ -337,7 +343,8 @@ class MicrobatchSplit:
             return {}, [], []
         media = _media_of(layout, sources)
         own = _own_rows(layout, sources, media)
-        spares = {unit: own[unit] or blank_row(layout, sources[0].source, unit) for unit in UNITS}
+        blank = {unit: blank_row(layout, sources[0].source, unit) for unit in UNITS}
+        spares = {unit: min(filter(None, (own[unit], blank[unit])), key=layout.width, default=None) for unit in UNITS}
         flags = max_over_ranks([*(own[unit] is not None for unit in UNITS), *(spares[unit] is None for unit in UNITS)])
         in_use = [unit for unit, used in zip(UNITS, flags, strict=False) if used]
         lacking = {unit for unit, lacked in zip(UNITS, flags[len(UNITS) :], strict=True) if lacked}
@@ -348,8 +355,11 @@ class MicrobatchSplit:
 
     def _with_media_in_last(
         self, layout: BatchLayout, pieces: Sequence[_Rows], spares: Sequence[_Spare], media: Media, budget: int
-    ) -> list[Planned]:
-        """The pieces in an order in which the last one holds the media, or is the smallest and gets rows with them."""
+    ) -> tuple[list[Planned], bool]:
+        """The pieces in an order in which the last one holds the media, or is the smallest and gets rows with them.
+
+        And whether they find no room there, and need a microbatch of their own behind it.
+        """
         *others, last = pieces
         if spares and self.regroups:
             units = set().union(*(spare.units for spare in spares))
@@ -357,12 +367,8 @@ class MicrobatchSplit:
             place = sizes.index(min(sizes))
             *others, last = *pieces[:place], *pieces[place + 1 :], pieces[place]
         missing = _missing(layout, last, spares, media)
-        while missing and len(last.places) > 1 and not self._fits(last, missing, budget):
-            half = len(last.places) // 2
-            others.append(last.take(range(half)))
-            last = last.take(range(half, len(last.places)))
-            missing = _missing(layout, last, spares, media)
-        return [*((piece, []) for piece in others), (last, missing)]
+        has_room = not missing or self._fits(last, missing, budget)
+        return [*((piece, []) for piece in others), (last, missing if has_room else [])], not has_room
 
     def _with_media(
         self, layout: BatchLayout, pieces: Sequence[_Rows], spares: Sequence[_Spare], media: Media, budget: int
@@ -373,10 +379,19 @@ class MicrobatchSplit:
         while pending:
             piece = pending.pop()
             missing, num = _missing(layout, piece, spares, media), len(piece.places)
-            if not missing or num == 1 or self._fits(piece, missing, budget):
+            has_room = not missing or self._fits(piece, missing, budget)
+            if has_room or num == 1:
                 planned.append((piece, missing))
             else:
                 pending += [piece.take(range(num // 2, num)), piece.take(range(num // 2))]
+            if num == 1 and not has_room:
+                self._warn(
+                    '%s must fit into a microbatch together with the zero-weight rows that keep the encoders of all '
+                    'ranks in use, got: %d tokens and %d image tokens beside rows of %s tokens, over the caps of %d '
+                    'and %s. They are computed over the cap. Raise it by the difference.',
+                    sample_name(piece.source, piece.places[0]), piece.lengths[0], piece.image_tokens[0],
+                    [spare.width for spare in missing], budget, self.options.max_image_tokens,
+                )  # fmt: skip
         return planned
 
 

@@ -180,6 +180,11 @@ def test_padding_is_no_placeholder_where_a_row_begins_with_one():
     torch.testing.assert_close(case.loss_sum(batch), case.loss_sum(row), rtol=1e-5, atol=0)
 
 
+def images_and_videos_somewhere(values):
+    """What ranks agree on: for each kind of media whether it is used, and whether a row with it is lacked; a count."""
+    return [1, 1, 0, *values[3:]] if len(values) == 6 else list(values)
+
+
 @pytest.mark.parametrize('unit', ['image', 'video'])
 def test_glm_gets_no_video_beside_an_image_where_another_rank_has_the_other_kind(unit, monkeypatch):
     """Its forward takes one kind of placeholders for both, and refuses a batch with both."""
@@ -190,29 +195,12 @@ def test_glm_gets_no_video_beside_an_image_where_another_rank_has_the_other_kind
     text['input_ids'] += 10
     batch = layout.concat([text, layout.blank_row(unit, like=text)])
     monkeypatch.setattr('composer_tokacc.data_spec.split.dist.get_world_size', lambda: 2)
-    # Ranks agree on whether there are images, videos and audios, and a row of each can be had; then on counts.
-    agreed = lambda values: [1, 1, 0, *values[3:]] if len(values) == 6 else list(values)  # noqa: E731
-    monkeypatch.setattr('composer_tokacc.data_spec.split.max_over_ranks', agreed)
+    monkeypatch.setattr('composer_tokacc.data_spec.split.max_over_ranks', images_and_videos_somewhere)
     microbatches = token_data_spec(loader(batch), layout=layout).split_batch(batch, 1)
     assert len(microbatches) == 3
     for microbatch in microbatches:
         model(**{key: value for key, value in microbatch.items() if torch.is_tensor(value)}).loss.backward()
         assert ('pixel_values' in microbatch) != ('pixel_values_videos' in microbatch)
-
-
-def test_cap_holds_where_another_rank_has_media_of_a_kind_that_this_one_lacks(monkeypatch):
-    case = MEDIA['qwen2_5_vl']()
-    layout = BatchLayout.for_model(case.model)
-    rows = [row for row, kind in zip(case.rows, case.kinds, strict=True) if kind == 'image'][:2]
-    batch = layout.concat([*rows, *rows], pad_token_id=case.pad_token_id)
-    widths, video = layout.lengths(batch), layout.blank_row('video', like=batch)
-    budget = 2 * max(*widths, layout.width(video))
-    monkeypatch.setattr('composer_tokacc.data_spec.split.dist.get_world_size', lambda: 2)
-    agreed = lambda values: [1, 1, 0, *values[3:]] if len(values) == 6 else list(values)  # noqa: E731
-    monkeypatch.setattr('composer_tokacc.data_spec.split.max_over_ranks', agreed)
-    microbatches = token_data_spec(loader(batch), layout=layout, slot_tokens=budget).split_batch(batch, 1)
-    assert all('pixel_values_videos' in microbatch for microbatch in microbatches)
-    assert max(microbatch['input_ids'].numel() for microbatch in microbatches) <= budget
 
 
 def test_packed_rows_are_halved_only_where_the_added_row_does_not_fit(monkeypatch):
@@ -233,3 +221,72 @@ def test_packed_rows_are_halved_only_where_the_added_row_does_not_fit(monkeypatc
     assert len(microbatches) == len(groups) == 2
     assert all('pixel_values' in microbatch for microbatch in microbatches)
     assert max(microbatch['input_ids'].numel() for microbatch in microbatches) <= budget
+
+
+def packed_microbatches(monkeypatch, batch, layout, agreed=list, **options):
+    """On a rank of two."""
+    monkeypatch.setattr('composer_tokacc.data_spec.split.dist.get_world_size', lambda: 2)
+    monkeypatch.setattr('composer_tokacc.data_spec.split.max_over_ranks', agreed)
+    given = loader(batch)
+    spec = token_data_spec(given, layout=layout, packing=True, **options)
+    split_of(given).checked = True
+    return spec.split_batch(batch, 1)
+
+
+@pytest.mark.parametrize('name', ['llava_next', 'qwen2_5_vl'])
+def test_added_row_is_a_blank_one_where_that_is_smaller_than_the_batchs_own(name, monkeypatch):
+    case = case_of(name)
+    layout = BatchLayout.for_model(case.model)
+    batch = layout.concat([batch_of(case, [row], 'right') for row in (3, 0, 0)])
+    budget = max(layout.lengths(batch))
+    for cap in (None, max(layout.image_tokens_per_row(batch))):
+        options = {'slot_tokens': budget, 'max_image_tokens': cap}
+        microbatches = packed_microbatches(monkeypatch, batch, layout, **options)
+        assert len(microbatches) > 1
+        assert all('pixel_values' in microbatch for microbatch in microbatches)
+        assert max(microbatch['input_ids'].numel() for microbatch in microbatches) <= budget
+
+
+def test_rows_with_media_of_other_ranks_find_room_as_well(monkeypatch):
+    """Rows with images in a step in which only another rank has a video."""
+    case = case_of('qwen2_5_vl')
+    layout = BatchLayout.for_model(case.model)
+    rows = batch_of(case, [1], 'right')
+    batch = layout.concat([rows] * 4)
+    budget = 2 * layout.lengths(rows)[0]
+    microbatches = packed_microbatches(
+        monkeypatch, batch, layout, images_and_videos_somewhere, slot_tokens=budget, max_image_tokens=None
+    )
+    assert all('pixel_values_videos' in microbatch for microbatch in microbatches)
+    assert max(microbatch['input_ids'].numel() for microbatch in microbatches) <= budget
+
+
+def test_a_row_that_leaves_no_room_for_the_added_one_is_named(monkeypatch, caplog):
+    case = case_of('llava')
+    layout = BatchLayout.for_model(case.model)
+    batch = layout.concat([batch_of(case, [row], 'right') for row in (1, *TEXT_ROWS)])
+    budget = max(layout.lengths(batch))
+    assert budget == layout.lengths(batch)[2]
+    packed_microbatches(monkeypatch, batch, layout, slot_tokens=budget)
+    assert "sample 'sample-4' must fit into a microbatch together with the zero-weight rows" in caplog.text
+    assert f'over the caps of {budget} and None' in caplog.text
+
+
+@pytest.mark.parametrize('budget', ['tight', 'wide'])
+def test_where_ddp_reduces_once_the_last_microbatch_has_the_media_within_the_cap(budget, monkeypatch):
+    case = case_of('llava')
+    layout = BatchLayout.for_model(case.model)
+    text = layout.concat([batch_of(case, TEXT_ROWS, 'right')] * 4)
+    cap = max(layout.lengths(text)) if budget == 'tight' else text['input_ids'].numel() + 100
+    monkeypatch.setattr('composer_tokacc.data_spec.split.dist.get_world_size', lambda: 2)
+    agreed = lambda values: [1, 0, 0, *values[3:]] if len(values) == 6 else list(values)  # noqa: E731
+    monkeypatch.setattr('composer_tokacc.data_spec.split.max_over_ranks', agreed)
+    given = loader(text)
+    spec = token_data_spec(given, layout=layout, slot_tokens=cap)
+    split_of(given).reduces_once = True
+    *others, last = spec.split_batch(text, 1)
+    assert 'pixel_values' in last
+    assert not any('pixel_values' in microbatch for microbatch in others)
+    assert max(microbatch['input_ids'].numel() for microbatch in (*others, last)) <= cap
+    assert num_samples(last) == (0 if budget == 'tight' else 8)
+    assert sum(map(num_samples, others)) == (8 if budget == 'tight' else 0)
