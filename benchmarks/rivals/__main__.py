@@ -146,8 +146,19 @@ def arguments() -> argparse.Namespace:
     parser.add_argument('--steps', type=int, default=300, help='of curves and stalls')
     parser.add_argument('--limit', type=float, default=3600, help='seconds for a set of `speed`')
     parser.add_argument('--results', type=Path, default=RESULTS)
-    parser.add_argument('--document', type=Path, default=DOCUMENT)
+    parser.add_argument('--document', type=Path, help='default: docs/rivals.md; beside results that are elsewhere')
     given = parser.parse_args()
+    given.results = given.results.resolve()
+    given.document = given.document or (DOCUMENT if given.results == RESULTS else given.results.with_suffix('.md'))
+    counts = {name: value for name, value in vars(given).items() if isinstance(value, (int, float))}
+    for name, value in [*counts.items(), *(('ranks', number) for number in given.ranks)]:
+        if value < (name != 'workers'):
+            parser.error(f'`--{name.replace("_", "-")}` must be at least {int(name != "workers")}, got: {value}.')
+    try:
+        if not read(given.results) and given.parts == ['report']:
+            raise ValueError('which holds nothing to report')
+    except ValueError as error:
+        parser.error(f'`--results` must name a file of results or a new one, got: {given.results}, {error}.')
     tables = os.environ.get('COMPOSER_TOKACC_LENGTHS')
     if tables and not list(Path(tables).glob('*.csv.gz')):
         parser.error(f'COMPOSER_TOKACC_LENGTHS must name a folder of tables (*.csv.gz), got: {tables}.')
@@ -158,14 +169,33 @@ def arguments() -> argparse.Namespace:
     return given
 
 
+def read(path: Path) -> dict[str, Any]:
+    """What the file holds so far, or nothing; raises ValueError where that is no results."""
+    results = json.loads(path.read_text()) if path.exists() else {}
+    kinds = {'exactness': list, 'cells': list, 'longer': dict}
+    if isinstance(results, dict) and all(isinstance(results.get(key, kind()), kind) for key, kind in kinds.items()):
+        return results
+    raise ValueError('which holds something else')
+
+
 def keep(path: Path, part: str, found: Any, *keys: str) -> None:
-    """Puts what was found into the file: new rows in place of old ones of the same keys, or new entries."""
-    results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    if keys:
-        rows = [*results.get(part, []), *({**row, 'measured_on': measured_on()} for row in found)]
-        results[part] = list({tuple(row[key] for key in keys): row for row in rows}.values())
-    else:
-        results[part] = {**results.get(part, {}), **found, 'measured_on': measured_on()}
+    """Puts what was found into the file: new rows in place of old ones of the same keys."""
+    results = read(path)
+    rows = [*results.get(part, []), *({**row, 'measured_on': measured_on()} for row in found)]
+    results[part] = list({tuple(row[key] for key in keys): row for row in rows}.values())
+    write_at_once(path, dumps(results))
+
+
+def keep_longer(path: Path, found: dict[str, Any]) -> None:
+    """As above, of the longer epoch; those of another set or other sizes, not to be compared, are dropped."""
+    results = read(path)
+    about = {key: found[key] for key in ('set', 'sizes')}
+    old = results.get('longer', {})
+    old = old if old.items() >= about.items() else {}
+    for part in ('curves', 'stalls'):
+        rows = {name: {**row, 'measured_on': measured_on()} for name, row in found.get(part, {}).items()}
+        about |= {part: {**old.get(part, {}), **rows}} if rows or part in old else {}
+    results['longer'] = {**old, **about}
     write_at_once(path, dumps(results))
 
 
@@ -183,16 +213,16 @@ def main() -> None:
         plan = {'sizes': {**sizes, 'model': model}, 'set': name, 'rivals': rivals, 'rounds': given.rounds}
         keep(file, 'cells', measure_cells(plan, ranks, given.limit), 'model', 'set', 'ranks', 'rival')
     longer = [part for part in ('curves', 'stalls') if part in parts]
-    if longer:
+    names = [name for name in given.rivals or NAMES if name in NAMES]
+    if longer and names:
         small = {'model': 'llama', 'hidden': 64, 'layers': 2, 'mean': 32, 'samples': given.steps * given.global_batch}
-        names = [name for name in given.rivals or NAMES if name in NAMES]
         plan = {'sizes': {**sizes, **small}, 'set': 'lognormal 0.9', 'rivals': names, 'parts': longer}
-        keep(file, 'longer', launch('curves', 1, plan))
-    results = json.loads(file.read_text())
+        keep_longer(file, launch('curves', 1, plan))
+    results = read(file)
     given.document.write_text(write(results))
     if given.results == RESULTS:
         README.write_text(with_overview(README.read_text(), results))
-    if 'curves' in results.get('longer', {}):
+    if results.get('longer', {}).get('curves'):
         picture(results['longer'], file.with_suffix('.png'))
     print(f'{file}, {given.document}')
 

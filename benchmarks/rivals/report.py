@@ -454,9 +454,11 @@ def _longer(longer: Row) -> list[str]:
                 body,
             ),
         ]
-        machine = longer['measured_on']['machine']
-        if machine['load_average'] > BUSY * machine['cores']:
-            parts.append(f'(Taken beside other work, load average {machine["load_average"]:.0f}.)\n')
+        rows = longer['stalls'].values()
+        machines = [(one.get('measured_on') or longer['measured_on'])['machine'] for one in rows]
+        loads = [one['load_average'] for one in machines if one['load_average'] > BUSY * one['cores']]
+        if loads:
+            parts.append(f'(Taken beside other work, load average {max(loads):.0f}.)\n')
     return parts
 
 
@@ -508,7 +510,8 @@ def picture(longer: Row, path: Path) -> None:
     from matplotlib import pyplot
 
     curves = longer['curves']
-    figure, axes = pyplot.subplots(1, len(curves), figsize=(3.4 * len(curves), 3.6), sharey=True, layout='constrained')
+    size = (3.4 * len(curves), 3.6)
+    figure, (axes,) = pyplot.subplots(1, len(curves), figsize=size, sharey=True, layout='constrained', squeeze=False)
     batch = longer['sizes']['global_batch']
     stock = curves.get('hf')
     for axis, (name, one) in zip(axes, curves.items(), strict=True):

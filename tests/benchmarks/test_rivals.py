@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 from dataclasses import replace
 from itertools import chain
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 import transformers
 
+from benchmarks.rivals import __main__ as program
 from benchmarks.rivals import adapters, report, speed
 from benchmarks.rivals.contenders import CONTENDERS
 from benchmarks.rivals.data import Samples, Sizes, build_processor, collate, lengths_of, new_model
@@ -84,6 +86,50 @@ def test_packed_rows_of_an_epoch_are_as_many_as_the_page_says():
     full = cells['bound']['settings']['microbatches']
     page = ' '.join(report.DOCUMENT.read_text().split())
     assert f'{packed} of them an epoch, where the bound has {full})' in page
+
+
+# ---- the program
+
+
+def test_what_is_measured_again_leaves_the_other_curves_and_their_machine(tmp_path, monkeypatch):
+    path = tmp_path / 'rivals.json'
+    busy, quiet = ({'machine': {'cores': 2, 'load_average': load}, 'versions': {}} for load in (9.0, 0.1))
+    found = {'set': 'digits', 'sizes': {'samples': 64}}
+    both = {part: {name: {'at': part} for name in ('hf', 'odb')} for part in ('curves', 'stalls')}
+    monkeypatch.setattr(program, 'measured_on', lambda: busy)
+    program.keep_longer(path, {**found, **both})
+    monkeypatch.setattr(program, 'measured_on', lambda: quiet)
+    program.keep_longer(path, {**found, 'curves': {'odb': {'at': 'again'}}})
+    longer = json.loads(path.read_text())['longer']
+    assert {part: list(longer[part]) for part in both} == {part: ['hf', 'odb'] for part in both}
+    assert [one['at'] for one in longer['curves'].values()] == ['curves', 'again']
+    assert longer['curves']['odb']['measured_on'] == quiet
+    assert [one['measured_on'] for one in longer['stalls'].values()] == [busy, busy]
+    program.keep_longer(path, {**found, 'sizes': {'samples': 32}, 'curves': {'odb': {'at': 'other sizes'}}})
+    longer = json.loads(path.read_text())['longer']
+    assert list(longer['curves']) == ['odb']
+    assert 'stalls' not in longer
+
+
+@pytest.mark.parametrize(
+    'wrong', [['--ranks', '0'], ['--rounds', '0'], ['--microbatch', '0'], ['--workers', '-1'], ['--limit', '0']]
+)
+def test_numbers_that_measure_nothing_are_refused(wrong, monkeypatch, capsys):
+    monkeypatch.setattr('sys.argv', ['rivals', 'speed', *wrong])
+    with pytest.raises(SystemExit):
+        program.arguments()
+    assert f'`{wrong[0]}` must be at least' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('text', ['', '{', '[]', '{"cells": 3}'])
+def test_results_that_are_none_are_refused_before_anything_is_measured(text, monkeypatch, capsys, tmp_path):
+    path = tmp_path / 'mine.json'
+    monkeypatch.setattr('sys.argv', ['rivals', 'speed', '--results', str(path)])
+    assert program.arguments().document == tmp_path / 'mine.md'  # not the page of the results that are kept
+    path.write_text(text)
+    with pytest.raises(SystemExit):
+        program.arguments()
+    assert '`--results` must name a file of results or a new one' in capsys.readouterr().err
 
 
 # ---- the adapters
