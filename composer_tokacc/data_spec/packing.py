@@ -84,6 +84,9 @@ def pack_rows(
         raise ValueError('`position_ids` must be absent for packing, got: a tensor. Set `packing=False`.')
     real = layout.real_positions(batch)
     _check_runs(batch, real)
+    if not bool(real.any()):  # a model takes no row of nothing
+        real = torch.zeros_like(real)
+        real[0, 0] = True
     num_rows = layout.num_rows(batch)
     positions = (real.cumsum(dim=1) - 1)[real][None]
     packed: dict[str, Any] = {}

@@ -110,3 +110,18 @@ def test_one_label_right_behind_the_tokens_is_exact():
         model, token_data_spec(loader(batch), packing=True), algorithms=[TokenAccumulation()], microbatch_size=2
     )
     assert relative_error(recorder.gradients, expected) < 1e-6
+
+
+@pytest.mark.parametrize('side', ['left', 'right'])
+def test_rows_without_any_token_are_packed_as_well(side):
+    """As a rank's share of a step, or of several microbatches."""
+    model, plain, nothing = text_model(), collate(text_rows(SHAPE)), collate(text_rows(SHAPE), side=side)
+    nothing['attention_mask'][:] = 0
+    nothing['labels'][:] = -100
+    recorder, memory, _ = train(
+        model, token_data_spec(loader(plain, nothing, plain), packing=True), algorithms=[TokenAccumulation()],
+        microbatch_size=2, max_duration='3ba',
+    )  # fmt: skip
+    assert not any(gradient.any() for gradient in recorder.steps[1].values())
+    assert relative_error(recorder.steps[2], recorder.steps[0]) < 1e-6
+    assert logged(memory, 'loss/train/total')[1] == 0
