@@ -35,12 +35,13 @@ from transformers import LlavaConfig
 from benchmarks.machine import machine
 from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, token_data_spec
 from composer_tokacc.algorithm.first_batch import CutRules, kinds_of, split_of
-from composer_tokacc.counting import carry, num_loss_tokens, num_samples
-from composer_tokacc.layout import BatchLayout
+from composer_tokacc.counting import carry, check_batch, num_loss_tokens, num_samples
+from composer_tokacc.layout import BatchLayout, microbatches_of
 from composer_tokacc.planning import CostModel
 
 RESULTS = Path(__file__).resolve().parent / 'results'
 IMAGE_TOKEN, IMAGE_LENGTH, SIDE = 32000, 576, 336
+VOCABULARY = IMAGE_TOKEN + 64
 SLOT_TOKENS, MICROBATCH_SIZE = 2048, 4
 NUM_SAMPLES = 4096
 
@@ -111,6 +112,8 @@ def ours(spec: DataSpec, layout: BatchLayout) -> Callable[[Any], Any]:
         batch = spec.batch_transforms(batch)
         spec.get_num_samples_in_batch(batch)
         spec.get_num_tokens_in_batch(batch)
+        for microbatch in microbatches_of(batch):
+            check_batch(microbatch, VOCABULARY)
         kinds_of(layout, batch)
         batch = carry(batch, 'causal')
         num_loss_tokens(batch), num_samples(batch)
@@ -152,7 +155,8 @@ def specs(given: dict[str, DataLoader], layout: BatchLayout) -> dict[str, Callab
     for name, loader in given.items():
         spec = token_data_spec(loader, layout=layout, slot_tokens=SLOT_TOKENS, loss_tokens='causal')
         split: Any = split_of(loader)
-        split.rules, split.checked = CutRules(left='trim', right='trim'), True
+        # As the algorithm leaves it after the first step under DDP.
+        split.rules, split.checked, split.reduces_once = CutRules(left='trim', right='trim'), True, True
         prepared[name] = ours(spec, layout)
     return {**prepared, 'stock': stock(DataSpec(given['foreign'])), 'copy': plain_copy}
 

@@ -163,9 +163,10 @@ def check_batch(batch: Any, vocabulary: int | None = None) -> None:
             f'`attention_mask` must be a tensor of shape (rows, width) or (rows, heads, width, width), got: {got}, '
             f'beginning with {sample_name(batch, 0)}. Give one mask for all heads as `mask[:, None]`.'
         )
-    bad = (labels < 0) & (labels != IGNORE_INDEX)
-    bad = bad if vocabulary is None else bad | (labels >= vocabulary)
-    if bool(bad.any()):
+    ids = labels.masked_fill(labels == IGNORE_INDEX, 0)
+    low, high = (int(bound) for bound in ids.aminmax())
+    if low < 0 or (vocabulary is not None and high >= vocabulary):
+        bad = ids < 0 if vocabulary is None else (ids < 0) | (ids >= vocabulary)
         row = int(bad.any(dim=1).int().argmax())
         last = 'one of the vocabulary' if vocabulary is None else f'from 0 to {vocabulary - 1}'
         raise ValueError(
@@ -431,7 +432,7 @@ def num_rows(batch: Mapping[str, Any]) -> int:
     """Rows of the batch, by ``input_ids`` or, where its main input is another one, by ``labels``."""
     if isinstance(batch, ReadyBatch):
         return sum(map(num_rows, batch.microbatches))
-    return len(text_of(batch))
+    return text_of(batch).shape[0]
 
 
 def num_samples(batch: Mapping[str, Any]) -> int:

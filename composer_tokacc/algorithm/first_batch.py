@@ -48,6 +48,7 @@ from composer_tokacc.counting import (
 )
 from composer_tokacc.layout import BatchLayout, microbatches_of
 from composer_tokacc.layout.families import UNITS
+from composer_tokacc.layout.layout import padding_side_of
 
 if TYPE_CHECKING:
     from composer_tokacc.data_spec.split import MicrobatchSplit
@@ -152,7 +153,8 @@ def kinds_of(layout: BatchLayout | None, batch: Batch) -> tuple[int, ...]:
 def _names_of_kinds(layout: BatchLayout | None, batch: Batch) -> set[str]:
     if layout is None or batch.get('input_ids') is None:
         return set()
-    side = '' if bool(layout.real_positions(batch).all()) else layout.padding_side(batch)
+    real = layout.real_positions(batch)
+    side = '' if bool(real.all()) else padding_side_of(real)
     media = {unit: layout.units_per_row(batch, unit) for unit in layout.media_of(batch)}
     has_media = [any(counts) for counts in zip(*media.values(), strict=True)]
     found = {side, *(unit for unit, counts in media.items() if any(counts))}

@@ -6,14 +6,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 
 from composer_tokacc.counting import CARRIED, IGNORE_INDEX, num_rows, with_carried
 from composer_tokacc.layout import Batch, BatchLayout
+from composer_tokacc.layout.families import UNITS
 
-__all__ = ['add_rows', 'blank_row', 'smallest_row', 'zero_weight']
+__all__ = ['AddedRow', 'MediaRows', 'add_rows', 'blank_row', 'smallest_row', 'zero_weight']
 
 
 def zero_weight(batch: Batch) -> dict[str, Any]:
@@ -62,6 +64,78 @@ def add_rows(layout: BatchLayout, microbatch: Batch, rows: Sequence[Batch]) -> d
         plain &= ~found if found is not None else True
     side = layout.padding_side(microbatch)
     return layout.concat([microbatch, *fitting], padding_side=side, pad_token_id=int(ids[plain][-1]))
+
+
+class AddedRow(NamedTuple):
+    """A zero-weight row with media, and what it takes of a microbatch."""
+
+    row: Batch
+    width: int
+    image_tokens: int
+
+
+class MediaRows:
+    """What media the rows of a rank's step have, and zero-weight rows with media, made when they are asked for.
+
+    Args:
+        layout: How tensors belong to rows.
+        batches: Each with the columns that its rows need.
+    """
+
+    def __init__(self, layout: BatchLayout, batches: Sequence[tuple[Batch, Sequence[int]]]) -> None:
+        self._layout, self._batches = layout, batches
+        self._counts: dict[int, dict[str, list[int]]] = {}
+        self._made: dict[str, AddedRow | None] = {}
+        self.needed: Sequence[str] = ()
+        """Media that a microbatch must have."""
+
+    def held(self, batch: Batch, rows: Sequence[int]) -> set[str]:
+        """Media that some of these rows have."""
+        return {unit for unit, counts in self._counts_of(batch).items() if any(counts[row] for row in rows)}
+
+    @cached_property
+    def present(self) -> set[str]:
+        """Media that some row has."""
+        found: set[str] = set()
+        everything = set(UNITS if self._layout.extra else self._layout.family.media)
+        for batch, _ in self._batches:
+            if everything <= found:
+                break
+            found |= {unit for unit, counts in self._counts_of(batch).items() if any(counts)}
+        return found
+
+    def _counts_of(self, batch: Batch) -> dict[str, list[int]]:
+        """How many of each of its media every row has; found out when it is asked for, as it takes a while."""
+        if id(batch) not in self._counts:
+            layout = self._layout
+            self._counts[id(batch)] = {unit: layout.units_per_row(batch, unit) for unit in layout.media_of(batch)}
+        return self._counts[id(batch)]
+
+    def missing(self, batch: Batch, rows: Sequence[int]) -> list[AddedRow]:
+        """For each of the media that are needed and that none of these rows has a row with them."""
+        held = self.held(batch, rows) if self.needed else set()
+        if self._layout.family.one_kind and held:
+            return []
+        return [row for unit in self.needed if unit not in held and (row := self.row(unit)) is not None]
+
+    def row(self, unit: str) -> AddedRow | None:
+        """The smallest row with the media, or a blank one where that is smaller; None: neither can be had."""
+        if unit not in self._made:
+            found = [blank_row(self._layout, self._batches[0][0], unit)]
+            if unit in self.present:
+                counted = [
+                    (batch, lengths, self._counts_of(batch).get(unit, [0] * len(lengths)))
+                    for batch, lengths in self._batches
+                ]
+                found.insert(0, smallest_row(self._layout, counted))
+            self.take(unit, min(filter(None, found), key=self._layout.width, default=None))
+        return self._made[unit]
+
+    def take(self, unit: str, row: Batch | None) -> None:
+        """The row with these media shall be that one."""
+        layout = self._layout
+        tokens = sum(layout.image_tokens_per_row(row)) if row is not None and layout.config is not None else 0
+        self._made[unit] = None if row is None else AddedRow(row, layout.width(row), tokens)
 
 
 def _with_lists(row: Batch, microbatch: Batch, per_row: set[str]) -> dict[str, Any]:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from composer.utils import dist
 
 from composer_tokacc.algorithm.first_batch import CutRules
 from composer_tokacc.counting import IGNORE_INDEX, num_rows, sample_name, with_carried, without_carried
-from composer_tokacc.data_spec.added_rows import add_rows, blank_row, smallest_row, zero_weight
+from composer_tokacc.data_spec.added_rows import AddedRow, MediaRows, add_rows, zero_weight
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.data_spec.packing import pack_lengths, pack_rows
 from composer_tokacc.layout import Batch, BatchLayout, Family, ReadyBatch, microbatches_of
@@ -157,17 +157,17 @@ class MicrobatchSplit:
             return self._in_step(layout, sources, pieces, budget)
         if not self.rules.companions:
             return self._microbatches(layout, [(piece, []) for piece in pieces])
-        media = _media_of(layout, sources)
-        spares = [row for row in _own_rows(layout, sources, media).values() if row is not None][:1]
-        return self._microbatches(layout, self._with_media(layout, pieces, _spares(layout, spares), media, budget))
+        media = MediaRows(layout, [(rows.source, rows.lengths) for rows in sources])
+        media.needed = sorted(media.present)[:1]
+        return self._microbatches(layout, self._with_media(pieces, media, budget))
 
     def assemble(self, layout: BatchLayout, batch: Batch, rows: Sequence[int], rules: CutRules) -> dict[str, Any]:
         """The microbatch of the given rows, cut by the given rules and, where asked, packed."""
         microbatch = self._trimmed(layout, layout.select(batch, rows), rules)
         if rules.companions and not any(layout.media_per_row(microbatch)):
-            whole = [_Rows(batch, list(range(layout.num_rows(batch))), layout.lengths(batch), [])]
-            spares = [row for row in _own_rows(layout, whole, _media_of(layout, whole)).values() if row is not None][:1]
-            microbatch = add_rows(layout, microbatch, spares) if spares else microbatch
+            media = MediaRows(layout, [(batch, layout.lengths(batch))])
+            added = [row for unit in sorted(media.present)[:1] if (row := media.row(unit)) is not None]
+            microbatch = add_rows(layout, microbatch, [one.row for one in added]) if added else microbatch
         microbatch = pack_rows(layout, microbatch, self._attention) if self.packing else microbatch
         return without_carried(microbatch)
 
@@ -224,7 +224,7 @@ class MicrobatchSplit:
         images = layout.image_tokens_per_row(source) if is_capped else [0] * len(lengths)
         return _Rows(source, list(range(len(lengths))), lengths, images)
 
-    def _fits(self, rows: _Rows, added: Sequence[_Spare], budget: int) -> bool:
+    def _fits(self, rows: _Rows, added: Sequence[AddedRow], budget: int) -> bool:
         """Whether a microbatch of the rows, and of the added ones, is within the caps."""
         widths, cap = [row.width for row in added], self.options.max_image_tokens
         size = (len(rows.lengths) + len(added)) * max([self._trimmed_width(rows), *widths])
@@ -293,7 +293,7 @@ class MicrobatchSplit:
         microbatches = []
         selected = self._selected(layout, [piece for piece, _ in planned])
         for microbatch, (_, added) in zip(selected, planned, strict=True):
-            microbatch = add_rows(layout, microbatch, [spare.row for spare in added]) if added else microbatch
+            microbatch = add_rows(layout, microbatch, [one.row for one in added]) if added else microbatch
             microbatch = pack_rows(layout, microbatch, self._attention) if self.packing else microbatch
             microbatches.append(with_carried(microbatch, microbatches=[len(planned)] * num_rows(microbatch)))
         return microbatches
@@ -314,16 +314,15 @@ class MicrobatchSplit:
         An encoder that one rank leaves unused makes DDP raise or skip its reduction, and FSDP hang. FSDP gathers the
         weights in every microbatch; DDP looks for gradients where it reduces them, in most runs in the last one alone.
         """
-        media, in_use, rows = self._media_in_use(layout, sources)
-        spares = _spares(layout, rows)
+        media, in_use = self._media_in_use(layout, sources)
         if self.rules.companions and not in_use:
             # A text row must not see an image where no row of the step has one: a microbatch of its own, the last,
             # uses the encoder.
             planned, apart = [(piece, []) for piece in pieces], True
         elif self.reduces_once and not self.rules.companions:
-            planned, apart = self._with_media_in_last(layout, pieces, spares, media, budget)
+            planned, apart = self._with_media_in_last(pieces, media, budget)
         else:
-            planned, apart = self._with_media(layout, pieces, spares, media, budget), False
+            planned, apart = self._with_media(pieces, media, budget), False
         count, is_equal = len(planned) + apart, self.options.equal_counts
         if is_equal is True or (is_equal == 'auto' and not self.reduces_once):
             (count,) = max_over_ranks([count])
@@ -332,53 +331,51 @@ class MicrobatchSplit:
             shortest = min(pieces, key=lambda piece: min(piece.lengths))
             place = shortest.places[shortest.lengths.index(min(shortest.lengths))]
             text = zero_weight(self._trimmed(layout, layout.select(shortest.source, [place]), self.rules))
+            rows = [row.row for unit in media.needed if (row := media.row(unit)) is not None]
             filler = layout.concat(rows) if rows else text
             filler = with_carried(filler, microbatches=[len(planned)] * num_rows(filler))
             microbatches += [filler] * (count - len(planned))
         return microbatches
 
-    def _media_in_use(self, layout: BatchLayout, sources: Sequence[_Rows]) -> tuple[Media, list[str], list[Batch]]:
-        """Media of the rows, those that some rank has, and a row for every encoder that must be used; a collective."""
-        if self.layout is not None and not (layout.family.media or layout.extra):
-            return {}, [], []
-        media = _media_of(layout, sources)
-        own = _own_rows(layout, sources, media)
-        blank = {unit: blank_row(layout, sources[0].source, unit) for unit in UNITS}
-        spares = {unit: min(filter(None, (own[unit], blank[unit])), key=layout.width, default=None) for unit in UNITS}
-        flags = max_over_ranks([*(own[unit] is not None for unit in UNITS), *(spares[unit] is None for unit in UNITS)])
+    def _media_in_use(self, layout: BatchLayout, sources: Sequence[_Rows]) -> tuple[MediaRows, list[str]]:
+        """Media of the rows with those that must be in use, and the media that some rank has; a collective."""
+        may_have_media = self.layout is None or layout.family.media or layout.extra
+        media = MediaRows(layout, [(rows.source, rows.lengths) for rows in sources] if may_have_media else [])
+        if not may_have_media:
+            return media, []
+        present = media.present
+        lacks = [unit not in present and media.row(unit) is None for unit in UNITS]
+        flags = max_over_ranks([*(unit in present for unit in UNITS), *lacks])
         in_use = [unit for unit, used in zip(UNITS, flags, strict=False) if used]
         lacking = {unit for unit, lacked in zip(UNITS, flags[len(UNITS) :], strict=True) if lacked}
-        needed = _units_needed(layout.family, in_use)
-        if in_use and not lacking.isdisjoint(needed):
-            spares = {unit: _from_any_rank(spares[unit]) for unit in needed}
-        return media, in_use, [row for unit in needed if (row := spares.get(unit)) is not None]
+        media.needed = _units_needed(layout.family, in_use)
+        if in_use and not lacking.isdisjoint(media.needed):
+            for unit in media.needed:
+                own = media.row(unit)
+                media.take(unit, _from_any_rank(None if own is None else own.row))
+        return media, in_use
 
-    def _with_media_in_last(
-        self, layout: BatchLayout, pieces: Sequence[_Rows], spares: Sequence[_Spare], media: Media, budget: int
-    ) -> tuple[list[Planned], bool]:
+    def _with_media_in_last(self, pieces: Sequence[_Rows], media: MediaRows, budget: int) -> tuple[list[Planned], bool]:
         """The pieces in an order in which the last one holds the media, or is the smallest and gets rows with them.
 
         And whether they find no room there, and need a microbatch of their own behind it.
         """
         *others, last = pieces
-        if spares and self.regroups:
-            units = set().union(*(spare.units for spare in spares))
-            sizes = [(-len(units & _held(piece, media)), sum(piece.lengths)) for piece in pieces]
-            place = sizes.index(min(sizes))
+        if self.regroups and media.missing(last.source, last.places):
+            num_missing = [len(media.missing(piece.source, piece.places)) for piece in pieces]
+            place = min(range(len(pieces)), key=lambda k: (num_missing[k], sum(pieces[k].lengths)))
             *others, last = *pieces[:place], *pieces[place + 1 :], pieces[place]
-        missing = _missing(layout, last, spares, media)
+        missing = media.missing(last.source, last.places)
         has_room = not missing or self._fits(last, missing, budget)
         return [*((piece, []) for piece in others), (last, missing if has_room else [])], not has_room
 
-    def _with_media(
-        self, layout: BatchLayout, pieces: Sequence[_Rows], spares: Sequence[_Spare], media: Media, budget: int
-    ) -> list[Planned]:
-        """Each piece with spare rows of the media that it lacks; halved until they fit under the caps as well."""
+    def _with_media(self, pieces: Sequence[_Rows], media: MediaRows, budget: int) -> list[Planned]:
+        """Each piece with rows of the media that it lacks; halved until they fit under the caps as well."""
         planned: list[Planned] = []
         pending = list(reversed(pieces))
         while pending:
             piece = pending.pop()
-            missing, num = _missing(layout, piece, spares, media), len(piece.places)
+            missing, num = media.missing(piece.source, piece.places), len(piece.places)
             has_room = not missing or self._fits(piece, missing, budget)
             if has_room or num == 1:
                 planned.append((piece, missing))
@@ -390,13 +387,9 @@ class MicrobatchSplit:
                     'ranks in use, got: %d tokens and %d image tokens beside rows of %s tokens, over the caps of %d '
                     'and %s. They are computed over the cap. Raise it by the difference.',
                     sample_name(piece.source, piece.places[0]), piece.lengths[0], piece.image_tokens[0],
-                    [spare.width for spare in missing], budget, self.options.max_image_tokens,
+                    [row.width for row in missing], budget, self.options.max_image_tokens,
                 )  # fmt: skip
         return planned
-
-
-Media = Mapping[int, Mapping[str, Sequence[int]]]
-"""By the id of a batch, and by unit: how many each of its rows holds."""
 
 
 class _Rows(NamedTuple):
@@ -417,36 +410,8 @@ class _Rows(NamedTuple):
         return _Rows(self.source, *([column[k] for k in which] for column in columns))
 
 
-class _Spare(NamedTuple):
-    """A row that weighs nothing, to be added where its media lack."""
-
-    row: Batch
-    units: set[str]
-    width: int
-    image_tokens: int
-
-
-Planned = tuple[_Rows, Sequence[_Spare]]
+Planned = tuple[_Rows, Sequence[AddedRow]]
 """A microbatch: rows of a batch, and those that are added to them."""
-
-
-def _missing(layout: BatchLayout, piece: _Rows, spares: Sequence[_Spare], media: Media) -> list[_Spare]:
-    """The spare rows whose media the piece lacks."""
-    held = _held(piece, media) if spares else set()
-    return [] if layout.family.one_kind and held else [spare for spare in spares if not spare.units <= held]
-
-
-def _spares(layout: BatchLayout, rows: Sequence[Batch]) -> list[_Spare]:
-    """What is asked of the rows for every microbatch, found out once."""
-    return [
-        _Spare(
-            row,
-            {unit for unit in UNITS if any(layout.units_per_row(row, unit))},
-            layout.width(row),
-            sum(layout.image_tokens_per_row(row)) if layout.config is not None else 0,
-        )
-        for row in rows
-    ]
 
 
 def _width(rows: _Rows) -> int:
@@ -470,25 +435,6 @@ def _units_needed(family: Family, in_use: Sequence[str]) -> list[str]:
     towers = [tower for tower in family.towers if not set(tower) & set(in_use)]
     needed = [*in_use, *(tower[0] for tower in towers)]
     return needed[:1] if family.one_kind else needed
-
-
-def _media_of(layout: BatchLayout, sources: Sequence[_Rows]) -> Media:
-    """Counted once, because much is asked of them."""
-    return {id(rows.source): {unit: layout.units_per_row(rows.source, unit) for unit in UNITS} for rows in sources}
-
-
-def _held(piece: _Rows, media: Media) -> set[str]:
-    """Units that some row of the piece has."""
-    of_source = media[id(piece.source)]
-    return {unit for unit in UNITS if any(of_source[unit][place] for place in piece.places)}
-
-
-def _own_rows(layout: BatchLayout, sources: Sequence[_Rows], media: Media) -> dict[str, dict[str, Any] | None]:
-    """By unit the smallest row with such media, weighing nothing; None where there is none."""
-    return {
-        unit: smallest_row(layout, [(rows.source, rows.lengths, media[id(rows.source)][unit]) for rows in sources])
-        for unit in UNITS
-    }
 
 
 def _from_any_rank(row: Batch | None) -> Batch | None:

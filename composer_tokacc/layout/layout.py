@@ -139,7 +139,7 @@ class BatchLayout:
 
     def num_rows(self, batch: Batch) -> int:
         """Number of rows."""
-        return len(text_of(batch))
+        return text_of(batch).shape[0]
 
     def width(self, batch: Batch) -> int:
         """Number of columns of the rows' text."""
@@ -216,7 +216,7 @@ class BatchLayout:
 
     def _units_by_items(self, batch: Batch, unit: str) -> list[int]:
         num_rows, carried = self.num_rows(batch), batch.get(f'num_{unit}s')
-        sizes = {key: len(value) for key, value in self.tensors_of(batch, unit).items()}
+        sizes = {key: value.shape[0] for key, value in self.tensors_of(batch, unit).items()}
         if not sizes:
             return [0] * num_rows if carried is None else list(carried)
         num_items = max(sizes.values())
@@ -282,7 +282,7 @@ class BatchLayout:
 
     def padding_side(self, batch: Batch) -> str:
         """``'left'`` if every row ends at the last column and some do not start at the first, else ``'right'``."""
-        return _padding_side(self.real_positions(batch, slice(None, None, max(self.width(batch) - 1, 1))))
+        return padding_side_of(self.real_positions(batch, slice(None, None, max(self.width(batch) - 1, 1))))
 
     def lengths(self, batch: Batch) -> list[int]:
         """Width that each row needs by itself, once trimmed; at least 1."""
@@ -294,7 +294,7 @@ class BatchLayout:
         rows, width = real.shape
         if bool(real.all()):
             return 'right', [width] * rows
-        side = _padding_side(real)
+        side = padding_side_of(real)
         positions = torch.arange(1, width + 1, device=real.device)
         distance = positions.flip(0) if side == 'left' else positions
         return side, (real * distance).amax(dim=1).clamp(min=1).tolist()
@@ -510,7 +510,8 @@ class BatchLayout:
         return {**completed, **needs}
 
 
-def _padding_side(real: torch.Tensor) -> str:
+def padding_side_of(real: torch.Tensor) -> str:
+    """The side on which rows are padded, from what :meth:`BatchLayout.real_positions` gives."""
     return 'left' if bool(real[:, -1].all()) and not bool(real[:, 0].all()) else 'right'
 
 
