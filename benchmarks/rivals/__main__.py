@@ -180,8 +180,8 @@ def read(path: Path) -> dict[str, Any]:
 
 def keep(path: Path, part: str, found: Any, *keys: str) -> None:
     """Puts what was found into the file: new rows in place of old ones of the same keys."""
-    results = read(path)
-    rows = [*results.get(part, []), *({**row, 'measured_on': measured_on()} for row in found)]
+    results, here = read(path), measured_on()  # once, as rows of one run are told by it
+    rows = [*results.get(part, []), *({**row, 'measured_on': here} for row in found)]
     results[part] = list({tuple(row[key] for key in keys): row for row in rows}.values())
     write_at_once(path, dumps(results))
 

@@ -74,6 +74,21 @@ def test_a_rival_that_is_faster_is_named_with_a_reason():
     assert 'over the cap, in all sets: none' not in report.write({'cells': cells})
 
 
+def test_rounds_of_two_runs_are_not_held_to_each_other():
+    rounds = {'ours': [10.0, 30.0, 20.0], 'odb': [30.0, 10.0, 20.0]}
+    cells = [
+        {
+            'rival': name, 'rounds': [{'tokens_per_second': one} for one in speeds],
+            'tokens_per_second': speed.quartiles(speeds),
+            'measured_on': {'machine': {'cores': 2, 'load_average': 0.5}},
+        } for name, speeds in rounds.items()
+    ]  # fmt: skip
+    cells[0]['rounds'][2]['tokens_per_second'] = 40.0
+    assert report.against(cells, 'odb') == pytest.approx(2.0)
+    cells[1]['measured_on'] = {'machine': {'cores': 2, 'load_average': 0.6}}
+    assert report.against(cells, 'odb') == pytest.approx(1.0)
+
+
 def test_packed_rows_of_an_epoch_are_as_many_as_the_page_says():
     sizes = Sizes(model='llama')
     lengths = Samples(sizes, lengths_of('lognormal 0.9', sizes.mean)).lengths
