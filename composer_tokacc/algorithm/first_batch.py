@@ -851,9 +851,10 @@ class _Rows:
         if failure is None and is_compared and not self._agree(answer.own, self._together.own):
             failure = f'packed: a mean loss of {answer.own:.6f}, and of {self._together.own:.6f} padded'
         if failure is not None:
+            pads = ', or a pad predicts a label on the first token of a row (mask it, -100)' * (self._side == 'left')
             raise RuntimeError(
                 f'The model must tell packed documents apart, got: {failure}. Attention, positions or states leak from '
-                'one document to the next. Set `packing=False`, which is exact.'
+                f'one document to the next{pads}. Set `packing=False`, which is exact.'
             )
 
     def _neighbours_seen(self, packed: Batch, logits: torch.Tensor) -> str | None:

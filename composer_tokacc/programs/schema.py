@@ -150,7 +150,8 @@ class MicrobatchingConfig:
     regroup: bool = True
     """Sort rows by length, fill each microbatch up to the token budget, trim it to its own longest row."""
     equal_counts: bool | str = 'auto'
-    """Same number of microbatches on every rank, which FSDP needs."""
+    """Same number of microbatches on every rank, which FSDP needs; ``auto``: unless DDP was seen to reduce gradients in
+    the last one alone."""
     width_multiple: int = 1
     """Round the width of a microbatch up to a multiple, e.g. 64 for tensor cores."""
     packing: bool | str = False
