@@ -121,8 +121,8 @@ LEFT_OUT = """## Left out, and why
 - What lies between ours packed and the bound: the samples of a step fill their microbatches less (Llama, one rank,
   lognormal 0.9: 39 of them an epoch, where the bound has 35), attention goes document by document, and a model
   this small feels what Composer's loop, counting and checking do around a microbatch.
-- On the digits the memory is that of 120 tokens. Where several ranks train, a microbatch without an image gets one more
-  row with an image, so that all ranks use the vision tower: so little memory feels it (the padding of ours, packed).
+- On the digits the memory is that of 120 tokens. Where several ranks train, the last microbatch of a step gets one more
+  row with an image, where it has none, so that all ranks use the vision tower: so little memory feels it.
 - A GPU: none has run this yet.
 """
 
