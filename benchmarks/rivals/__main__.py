@@ -179,10 +179,17 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def keep(path: Path, part: str, found: Any, *keys: str) -> None:
-    """Puts what was found into the file: new rows in place of old ones of the same keys."""
+    """Puts what was found into the file: new rows in place of old ones of the same keys.
+
+    A rival that stood still before its first round leaves the row that it has.
+    """
     results, here = read(path), measured_on()  # once, as rows of one run are told by it
-    rows = [*results.get(part, []), *({**row, 'measured_on': here} for row in found)]
-    results[part] = list({tuple(row[key] for key in keys): row for row in rows}.values())
+    rows = {tuple(row[key] for key in keys): row for row in results.get(part, [])}
+    for row in found:
+        key = tuple(row[name] for name in keys)
+        if 'rounds' in row or 'error' in row or 'rounds' not in rows.get(key, {}):
+            rows[key] = {**row, 'measured_on': here}
+    results[part] = list(rows.values())
     write_at_once(path, dumps(results))
 
 

@@ -126,6 +126,18 @@ def test_what_is_measured_again_leaves_the_other_curves_and_their_machine(tmp_pa
     assert 'stalls' not in longer
 
 
+def test_a_rival_that_stood_still_leaves_the_row_that_it_has(tmp_path):
+    path, keys = tmp_path / 'results.json', ('set', 'rival')
+    measured, still = {'set': 'digits', 'rival': 'odb', 'rounds': [1]}, {'set': 'digits', 'rival': 'odb'}
+    program.keep(path, 'cells', [still], *keys)
+    program.keep(path, 'cells', [measured], *keys)
+    program.keep(path, 'cells', [still, {'set': 'digits', 'rival': 'hf', 'rounds': [2]}], *keys)
+    rows = json.loads(path.read_text())['cells']
+    assert [(row['rival'], row.get('rounds')) for row in rows] == [('odb', [1]), ('hf', [2])]
+    program.keep(path, 'cells', [{**measured, 'rounds': [3]}], *keys)
+    assert json.loads(path.read_text())['cells'][0]['rounds'] == [3]
+
+
 @pytest.mark.parametrize(
     'wrong', [['--ranks', '0'], ['--rounds', '0'], ['--microbatch', '0'], ['--workers', '-1'], ['--limit', '0']]
 )
