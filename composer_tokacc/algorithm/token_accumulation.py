@@ -129,7 +129,7 @@ class TokenAccumulation(Algorithm):
         self._hidden: tuple[dict[str, Any], Any, Any] = ({}, None, None)
         self._weighing: Weighing | None = None
         self._raw_loss: Any = None
-        self._reduces_once = False
+        self._reduces_once = self._can_reduce_once = False
         self._reduces: list[bool] = []
         """For each microbatch of an attempt, whether DDP reduces gradients in its backward."""
         self._actions = {
@@ -246,7 +246,8 @@ class TokenAccumulation(Algorithm):
         if split is not None:  # what another model has left there says nothing of this one
             split.layout, split.checked = split.given_layout, False
         self._layout = _layout_of(state, split)
-        self._reduces_once = self._reduces_once and self._can_reduce_once(state)
+        self._can_reduce_once = self._ranks_may_meet_once(state)
+        self._reduces_once = self._reduces_once and self._can_reduce_once
         if split is not None:
             split.layout, split.reduces_once = self._layout, self._reduces_once
         model: Any = state.model.module if isinstance(state.model, DistributedDataParallel) else state.model
@@ -384,7 +385,7 @@ class TokenAccumulation(Algorithm):
                 mean = mean_token_loss(logits.detach(), state.batch, self.rule, microbatch.loss_weight, weights)
             guard.add_mean(self.loss_terms.token_term(state.loss), mean)
 
-    def _can_reduce_once(self, state: State) -> bool:
+    def _ranks_may_meet_once(self, state: State) -> bool:
         """Whether ranks may meet in the last microbatch of a step alone, where DDP reduces gradients.
 
         In automatic microbatching they ask each other after every forward whether memory ran out, synchronized batch
@@ -445,7 +446,7 @@ class TokenAccumulation(Algorithm):
                     'seen first in this step, which was cut without regard to it. Start again with such rows in the '
                     'first batch; then every microbatch gets a row with media.'
                 )
-        if split is not None and len(self._reduces) > 1 and self._can_reduce_once(state):
+        if split is not None and len(self._reduces) > 1 and self._can_reduce_once:
             self._reduces_once = split.reduces_once = not any(self._reduces[:-1])
         self._device_batch = {}
         self._num_steps += 1

@@ -136,10 +136,7 @@ class MicrobatchSplit:
                 'with the width, which packing changes. Set `packing=False`, which keeps it.'
             )
         self._has_packed = self._has_packed or self.packing
-        spans = [layout.span(one) for one in microbatches_of(batch)]
-        if isinstance(batch, ReadyBatch) and not self._hands_on(layout, batch, [side for side, _ in spans]):
-            batch = batch.joined(layout)
-            spans = [layout.span(batch)]
+        batch, spans = self._with_spans(layout, batch)
         sources = [
             self._rows_of(layout, source, *span) for source, span in zip(microbatches_of(batch), spans, strict=True)
         ]
@@ -157,16 +154,14 @@ class MicrobatchSplit:
             return self._in_step(layout, sources, pieces, budget)
         if not self.rules.companions:
             return self._microbatches(layout, [(piece, []) for piece in pieces])
-        media = MediaRows(layout, [(rows.source, rows.lengths) for rows in sources])
-        media.needed = sorted(media.present)[:1]
+        media = _companions(layout, [(rows.source, rows.lengths) for rows in sources])
         return self._microbatches(layout, self._with_media(pieces, media, budget))
 
     def assemble(self, layout: BatchLayout, batch: Batch, rows: Sequence[int], rules: CutRules) -> dict[str, Any]:
         """The microbatch of the given rows, cut by the given rules and, where asked, packed."""
         microbatch = self._trimmed(layout, layout.select(batch, rows), rules)
-        if rules.companions and not any(layout.media_per_row(microbatch)):
-            media = MediaRows(layout, [(batch, layout.lengths(batch))])
-            added = [row for unit in sorted(media.present)[:1] if (row := media.row(unit)) is not None]
+        if rules.companions:
+            added = _companions(layout, [(batch, layout.lengths(batch))]).missing(batch, rows)
             microbatch = add_rows(layout, microbatch, [one.row for one in added]) if added else microbatch
         microbatch = pack_rows(layout, microbatch, self._attention) if self.packing else microbatch
         return without_carried(microbatch)
@@ -270,14 +265,22 @@ class MicrobatchSplit:
             cost=options.cost,
         )
 
+    def _with_spans(self, layout: BatchLayout, batch: Batch) -> tuple[Batch, list[tuple[str, list[int]]]]:
+        """The batch with the span of each of its microbatches; joined, unless a loader's are good as they are."""
+        if isinstance(batch, ReadyBatch):
+            if self.options.regroup and not self.packing and self.rules.right == 'trim':
+                spans = [layout.span(one) for one in batch.microbatches]
+                if self._hands_on(layout, batch, [side for side, _ in spans]):
+                    return batch, spans
+            batch = batch.joined(layout)
+        return batch, [layout.span(batch)]
+
     def _hands_on(self, layout: BatchLayout, batch: ReadyBatch, sides: Sequence[str]) -> bool:
         """Whether microbatches that a loader has collated are good as they are, or at least each for itself.
 
         Where padding on the left decides positions, or what a first label is predicted from, each of them would mean
         what it means only beside the others.
         """
-        if not self.options.regroup or self.packing or self.rules.right != 'trim':
-            return False
         if any(map(layout.width_matters, batch.microbatches)):
             return False
         left = [one for one, side in zip(batch.microbatches, sides, strict=True) if side == 'left']
@@ -377,11 +380,11 @@ class MicrobatchSplit:
             piece = pending.pop()
             missing, num = media.missing(piece.source, piece.places), len(piece.places)
             has_room = not missing or self._fits(piece, missing, budget)
-            if has_room or num == 1:
-                planned.append((piece, missing))
-            else:
+            if num > 1 and not has_room:
                 pending += [piece.take(range(num // 2, num)), piece.take(range(num // 2))]
-            if num == 1 and not has_room:
+                continue
+            planned.append((piece, missing))
+            if not has_room:
                 self._warn(
                     '%s must fit into a microbatch together with the zero-weight rows that keep the encoders of all '
                     'ranks in use, got: %d tokens and %d image tokens beside rows of %s tokens, over the caps of %d '
@@ -390,6 +393,13 @@ class MicrobatchSplit:
                     [row.width for row in missing], budget, self.options.max_image_tokens,
                 )  # fmt: skip
         return planned
+
+
+def _companions(layout: BatchLayout, batches: Sequence[tuple[Batch, Sequence[int]]]) -> MediaRows:
+    """Media of the rows, of which every microbatch needs the first kind: beside it rows without have their loss."""
+    media = MediaRows(layout, batches)
+    media.needed = [unit for unit in UNITS if unit in media.present][:1]
+    return media
 
 
 class _Rows(NamedTuple):

@@ -316,16 +316,16 @@ class BatchLayout:
         Each row's media are copied once; not at all where a group is a run of rows in order and the batch is on its way
         to a GPU. Page-locked tensors stay page-locked.
         """
-        units: dict[str, list[int]] = {}
+        units = {'row'}
         for key, value in batch.items():
             self._check(batch, key, value)
             if isinstance(value, torch.Tensor):
                 entry = self.entry(key, value)
-                units.setdefault('image' if entry.slot_dim is not None else entry.unit, [])
+                units.add('image' if entry.slot_dim is not None else entry.unit)
         everything, groups = list(range(self.num_rows(batch))), [list(rows) for rows in groups]
         if all(rows == everything for rows in groups):
             return [dict(batch) for _ in groups]
-        ends = {unit: [0, *accumulate(self.units_per_row(batch, unit))] for unit in {'row', *units} - {'shared'}}
+        ends = {unit: [0, *accumulate(self.units_per_row(batch, unit))] for unit in units - {'shared'}}
         return [dict(batch) if rows == everything else self._select(batch, ends, rows) for rows in groups]
 
     def _select(self, batch: Batch, ends: Mapping[str, Sequence[int]], rows: Sequence[int]) -> dict[str, Any]:

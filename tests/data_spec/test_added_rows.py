@@ -212,12 +212,7 @@ def test_packed_rows_are_halved_only_where_the_added_row_does_not_fit(monkeypatc
     groups = pack_lengths(lengths, budget)
     [text] = [group for group in groups if 0 not in group]
     assert sum(lengths[row] for row in text) + lengths[0] <= budget < (len(text) + 1) * max(lengths[0], *lengths[1:])
-    monkeypatch.setattr('composer_tokacc.data_spec.split.dist.get_world_size', lambda: 2)
-    monkeypatch.setattr('composer_tokacc.data_spec.split.max_over_ranks', list)
-    given = loader(batch)
-    spec = token_data_spec(given, layout=layout, packing=True, slot_tokens=budget)
-    split_of(given).checked = True
-    microbatches = spec.split_batch(batch, 1)
+    microbatches = packed_microbatches(monkeypatch, batch, layout, slot_tokens=budget)
     assert len(microbatches) == len(groups) == 2
     assert all('pixel_values' in microbatch for microbatch in microbatches)
     assert max(microbatch['input_ids'].numel() for microbatch in microbatches) <= budget
