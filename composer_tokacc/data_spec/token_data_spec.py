@@ -234,6 +234,8 @@ class _TokenDataSpec(DataSpec):
 
     def _transform_microbatch(self, batch: Any) -> Any:
         batch = self._as_the_model_takes_it(batch)
+        if type(batch) is dict and not self._split.has_train_metrics:
+            batch = _Uncopied(batch)
         if self._model is None or not carried(batch):
             return batch
         # No algorithm hides what the batch carries from a compiled forward, which would be compiled anew for each list.
@@ -258,3 +260,14 @@ class _TokenDataSpec(DataSpec):
             'total': sum(of_one.num_real for of_one in counts),
             'loss_generating': sum(of_one.num_loss_generating for of_one in counts),
         }
+
+
+class _Uncopied(dict):
+    """A microbatch whose deep copy shares its tensors.
+
+    Composer keeps a deep copy of every microbatch, on its device, for the metrics of training, also where there are
+    none: images are copied for nothing then.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return dict(self)

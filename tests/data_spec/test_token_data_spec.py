@@ -8,6 +8,7 @@ import random
 
 import pytest
 import torch
+from composer.core import Callback
 from composer.metrics import LanguageCrossEntropy
 from torch.utils.data import DataLoader, Dataset
 
@@ -15,7 +16,7 @@ from composer_tokacc import TokenAccumulation, token_data_spec
 from composer_tokacc.counting import carried
 from composer_tokacc.planning import CostModel
 from tests.support.text import collate, text_model, text_rows
-from tests.support.training import hugging_face, loader, logged, reference_gradients, train
+from tests.support.training import hugging_face, loader, logged, reference_gradients, relative_error, train
 
 SHAPE = [(4, 2), (5, 3), (9, 7), (14, 11), (6, 1), (3, 2)]
 
@@ -121,6 +122,30 @@ def test_loss_train_total_equals_composers_token_mean_metric():
     )
     metric = logged(memory, 'metrics/train/LanguageCrossEntropy')[-1:]
     assert logged(memory, 'loss/train/total') == pytest.approx(metric, rel=1e-6)
+
+
+@pytest.mark.parametrize('has_metrics', [False, True])
+def test_microbatches_are_copied_for_train_metrics_alone(has_metrics, monkeypatch):
+    copied = []
+    original = torch.Tensor.__deepcopy__
+    monkeypatch.setattr(torch.Tensor, '__deepcopy__', lambda one, memo: (copied.append(one), original(one, memo))[1])
+    composer_model = hugging_face(text_model(), metrics=[LanguageCrossEntropy()] if has_metrics else None)
+    batch = collate(text_rows(SHAPE))
+    data, copied_of = token_data_spec(loader(batch)), [0]
+
+    class Watch(Callback):
+        def before_train_batch(self, state, logger):
+            copied.clear()
+
+        def after_train_batch(self, state, logger):
+            copied_of[0] = sum(one.dtype == torch.long and one.dim() == 2 for one in copied)
+
+    expected, _ = reference_gradients(composer_model.model, batch)
+    recorder, _, _ = train(
+        composer_model, data, algorithms=[TokenAccumulation()], callbacks=[Watch()], microbatch_size=2
+    )
+    assert relative_error(recorder.gradients, expected) < 1e-6
+    assert bool(copied_of[0]) == has_metrics
 
 
 @pytest.mark.parametrize(
