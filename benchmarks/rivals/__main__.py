@@ -37,7 +37,7 @@ from benchmarks.gpu_parts.store import write_at_once
 from benchmarks.machine import machine
 from benchmarks.rivals.adapters import ADAPTERS
 from benchmarks.rivals.contenders import CONTENDERS
-from benchmarks.rivals.curves import NAMES
+from benchmarks.rivals.curves import NAMES, WINDOW
 from benchmarks.rivals.data import MODELS, SETS, Sizes
 from benchmarks.rivals.exactness import SUBJECTS
 from benchmarks.rivals.report import DOCUMENT, README, RESULTS, picture, with_overview, write
@@ -154,6 +154,8 @@ def arguments() -> argparse.Namespace:
     for name, value in [*counts.items(), *(('ranks', number) for number in given.ranks)]:
         if value < (name != 'workers'):
             parser.error(f'`--{name.replace("_", "-")}` must be at least {int(name != "workers")}, got: {value}.')
+    if given.steps < WINDOW and 'curves' in (given.parts or PARTS):
+        parser.error(f'`--steps` must be at least {WINDOW}, over which a curve is smoothed, got: {given.steps}.')
     try:
         if not read(given.results) and given.parts == ['report']:
             raise ValueError('which holds nothing to report')

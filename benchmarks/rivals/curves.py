@@ -21,7 +21,7 @@ from composer.utils import dist
 
 from benchmarks.rivals.contenders import CONTENDERS
 from benchmarks.rivals.data import Samples, Sizes, lengths_of
-from benchmarks.rivals.speed import HELD_OUT, begin, held_out_loss, run, say
+from benchmarks.rivals.speed import HELD_OUT, begin, end, held_out_loss, run, say
 
 NAMES = ('hf', 'hf_group', 'odb', 'ours_sampler', 'ours_packed')
 STOCK = 'hf'
@@ -83,6 +83,7 @@ def main() -> None:
                 say(f'{part}, {name}: {shown}')
     if dist.get_global_rank() == 0:
         path.write_text(json.dumps(found))
+    end()
 
 
 if __name__ == '__main__':

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import statistics
+import sys
 import time
 import traceback
 import warnings
@@ -19,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from composer.utils import dist, get_device
@@ -222,13 +223,19 @@ def begin() -> tuple[dict[str, Any], Path]:
     return json.loads(given.plan.read_text()), given.results
 
 
+def end() -> NoReturn:
+    """Ends this rank at once: a loader process that a package leaves behind would be waited for without end."""
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)
+
+
 def main() -> None:
     plan, path = begin()
     for cells in measure(Sizes(**plan['sizes']), plan['set'], plan['rivals'], plan['rounds']):
         if dist.get_global_rank() == 0:
             path.write_text(json.dumps(cells))
-    dist.barrier()
-    os._exit(0)  # a loader process that a package leaves behind would be waited for without end
+    end()
 
 
 if __name__ == '__main__':

@@ -8,6 +8,8 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import chain
 
@@ -139,10 +141,18 @@ def test_a_rival_that_stood_still_leaves_the_row_that_it_has(tmp_path):
 
 
 @pytest.mark.parametrize(
-    'wrong', [['--ranks', '0'], ['--rounds', '0'], ['--microbatch', '0'], ['--workers', '-1'], ['--limit', '0']]
+    'wrong',
+    [
+        ['--steps', '20'],
+        ['--ranks', '0'],
+        ['--rounds', '0'],
+        ['--microbatch', '0'],
+        ['--workers', '-1'],
+        ['--limit', '0'],
+    ],
 )
 def test_numbers_that_measure_nothing_are_refused(wrong, monkeypatch, capsys):
-    monkeypatch.setattr('sys.argv', ['rivals', 'speed', *wrong])
+    monkeypatch.setattr('sys.argv', ['rivals', 'speed', 'curves', *wrong])
     with pytest.raises(SystemExit):
         program.arguments()
     assert f'`{wrong[0]}` must be at least' in capsys.readouterr().err
@@ -322,3 +332,11 @@ def test_a_rival_sees_every_sample_once(name):
     assert cell['every_sample_once']
     assert cell['unknown_rows'] == cell['filler_rows'] == 0
     assert (cell['global_batches'] == 'the same') == (name in ('trl', 'lightning'))
+
+
+def test_the_program_ends_though_a_rival_leaves_a_loader_process_behind(tmp_path):
+    pytest.importorskip('odb')
+    results = tmp_path / 'results.json'
+    command = [sys.executable, '-m', 'benchmarks.rivals', 'stalls', '--results', str(results), '--steps', '4']
+    subprocess.run([*command, '--rivals', 'odb', 'ours_packed'], cwd=ROOT, check=True, timeout=240)
+    assert list(json.loads(results.read_text())['longer']['stalls']) == ['odb', 'ours_packed']
