@@ -190,8 +190,8 @@ def _measured_on(rows: Sequence[Row]) -> list[str]:
         }
     )
     found = [f'{"; ".join(machines)}; {", ".join(versions)}.\n']
-    timed = [row['measured_on']['machine'] for row in rows if row.get('rounds')]
-    loads = [machine['load_average'] for machine in timed if machine['load_average'] > BUSY * machine['cores']]
+    timed = [row for row in rows if row.get('rounds')]
+    loads = [_load(row) for row in timed if _is_disturbed(row)]
     if loads:
         found.append(
             f'**{len(loads)} of {len(timed)} timed cells were taken beside other work (load average up to '
@@ -296,8 +296,17 @@ def against(cells: Sequence[Row], rival: str, ours: Sequence[str] = OURS) -> flo
 
 
 def _disturbed(cells: Sequence[Row]) -> bool:
-    machines = [cell['measured_on']['machine'] for cell in cells if cell.get('rounds')]
-    return any(machine['load_average'] > BUSY * machine['cores'] for machine in machines)
+    return any(_is_disturbed(cell) for cell in cells if cell.get('rounds'))
+
+
+def _is_disturbed(row: Row) -> bool:
+    return _load(row) > BUSY * row['measured_on']['machine']['cores']
+
+
+def _load(row: Row) -> float:
+    """Highest load average of the rounds; results from before rounds noted theirs have that of the set's end."""
+    at_end = row['measured_on']['machine']['load_average']
+    return max(one.get('load_average', at_end) for one in row.get('rounds', [{}]))
 
 
 def _wins(cells: Sequence[Row]) -> list[str]:

@@ -152,6 +152,7 @@ def timed(name: str, sizes: Sizes, samples: Samples) -> Row:
         'longest_step': max(steps) / statistics.median(steps),
         'loader_wait_share': sum(seen.waits[1:]) / seconds,
         'rss_mib': max(rss for *_, rss in ranks) / 2**20,
+        'load_average': round(os.getloadavg()[0], 2),
     }
 
 

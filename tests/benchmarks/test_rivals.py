@@ -91,6 +91,20 @@ def test_rounds_of_two_runs_are_not_held_to_each_other():
     assert report.against(cells, 'odb') == pytest.approx(1.0)
 
 
+def test_other_work_in_the_middle_of_a_set_leaves_processor_time_to_compare():
+    quiet = {'tokens_per_second': 10.0, 'tokens_per_processor_second': 5.0, 'load_average': 0.5}
+    cells = [
+        {
+            'rival': name, 'rounds': [quiet, {**quiet, 'tokens_per_processor_second': of_cpu, 'load_average': load}],
+            'tokens_per_second': [10.0] * 3, 'tokens_per_processor_second': [of_cpu] * 3,
+            'measured_on': {'machine': {'cores': 2, 'load_average': 0.5}},
+        } for name, of_cpu, load in (('ours', 15.0, 0.5), ('odb', 5.0, 3.5))
+    ]  # fmt: skip
+    assert report.against(cells, 'odb') == pytest.approx(2.0)  # 1 and 3, round by round
+    cells[1]['rounds'][1]['load_average'] = 0.5
+    assert report.against(cells, 'odb') == pytest.approx(1.0)
+
+
 def test_packed_rows_of_an_epoch_are_as_many_as_the_page_says():
     sizes = Sizes(model='llama')
     lengths = Samples(sizes, lengths_of('lognormal 0.9', sizes.mean)).lengths
