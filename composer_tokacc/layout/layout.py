@@ -569,8 +569,8 @@ _has_gpu = cache(torch.cuda.is_available)
 
 
 def _on_the_way_to_a_gpu(value: torch.Tensor) -> bool:
-    # Composer deep-copies each microbatch after its move to the device, and a deep copy of a view copies all that it is
-    # a view of. The move to a GPU makes it a tensor of its own; on the CPU nothing does.
+    # For metrics of training Composer deep-copies each microbatch after its move to the device, and a deep copy of a
+    # view copies all that it is a view of. The move to a GPU makes it a tensor of its own; on the CPU nothing does.
     return _has_gpu() and value.device.type == 'cpu'
 
 

@@ -193,7 +193,7 @@ def _unpacked(
     memory: torch.Tensor, places: list[dict[str, Any]], max_tokens: int, indices: list[list[int]] | None
 ) -> ReadyBatch:
     """The batch, whose tensors are windows on the memory that arrived."""
-    # Not views of one tensor: Composer deep-copies each microbatch, and the copy of a view copies all it is a view of.
+    # Not views of one tensor: Composer deep-copies microbatches for metrics, and of a view all that it is a view of.
     everything = memory.numpy()
 
     def tensor_at(place: _Place) -> torch.Tensor:

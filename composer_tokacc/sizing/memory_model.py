@@ -123,7 +123,7 @@ class MemoryModel:
     def terms(self, shape: BatchShape, *, num_ranks: int = 1) -> dict[str, float]:
         """Bytes by term at the peak of a microbatch of this shape.
 
-        Pixels and ids count twice: Composer copies each microbatch on the device.
+        Pixels and ids count twice: for metrics of training Composer copies each microbatch on the device.
         """
         # The phase that holds most.
         parts = max((phase.predict(shape) for phase in self.phases.values()), key=lambda parts: sum(parts.values()))
