@@ -48,7 +48,7 @@ from composer_tokacc.counting import (
 )
 from composer_tokacc.layout import BatchLayout, microbatches_of
 from composer_tokacc.layout.families import UNITS
-from composer_tokacc.layout.layout import padding_side_of
+from composer_tokacc.layout.layout import own_labels, padding_side_of
 
 if TYPE_CHECKING:
     from composer_tokacc.data_spec.split import MicrobatchSplit
@@ -600,11 +600,11 @@ class _Rows:
     def _failure_behind_padding(self) -> str | None:
         """How a row fails behind more padding than the loader gave it; None: it does not, or it cannot be told."""
         columns = min(MORE_COLUMNS, (self._layout.num_positions or 0) - self._layout.width(self._rows))
-        mask, labels = self._rows.get('attention_mask'), labels_of(self._rows)
+        mask, labels = self._rows.get('attention_mask'), own_labels(self._rows)
         if columns <= 0 or mask is None or mask.dim() != 2:
             return None
         rows = list(range(self._count))
-        if labels.shape == mask.shape:  # a label on a row's first token is predicted from padding
+        if labels is not None:  # a label on a row's first token is predicted from padding
             first = self._layout.real_positions(self._rows).int().argmax(dim=1, keepdim=True)
             rows = [row for row in rows if int(labels[row, first[row]]) == IGNORE_INDEX]
         if not rows:

@@ -258,7 +258,8 @@ class Probe:
         rest = [1.0] * (len(labels_of(batch)) - len(is_large))
         states = torch.tensor([*(2.0 if large else 1.0 for large in is_large), *rest])[:, None, None]
         logits = torch.tensor([*(high / 2 if large else high / 16 for large in is_large), *rest])[:, None, None]
-        mask = batch.get('attention_mask')
+        # The mask of an encoder may be as wide as its decoder's labels, until its rows are trimmed.
+        mask = batch.get('decoder_attention_mask' if 'decoder_input_ids' in batch else 'attention_mask')
         if isinstance(mask, torch.Tensor) and mask.shape == labels_of(batch).shape:
             logits = logits * torch.where(mask.cpu() == 0, 4.0, 1.0)[..., None]
         vocabulary = None if answer.logits is None else answer.logits.shape[-1]

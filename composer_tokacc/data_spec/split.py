@@ -23,6 +23,7 @@ from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.data_spec.packing import pack_lengths, pack_rows
 from composer_tokacc.layout import Batch, BatchLayout, Family, ReadyBatch, microbatches_of
 from composer_tokacc.layout.families import UNITS
+from composer_tokacc.layout.layout import own_labels
 from composer_tokacc.planning import CostModel, cut
 
 __all__ = ['MicrobatchSplit', 'SplitOptions', 'max_over_ranks']
@@ -142,7 +143,8 @@ class MicrobatchSplit:
         sources = [
             self._rows_of(layout, source, *span) for source, span in zip(microbatches_of(batch), spans, strict=True)
         ]
-        budget = int(microbatch_size * (self.options.slot_tokens or max(map(_width, sources))))
+        slot = (self.options.slot_tokens or max(map(_width, sources))) + max(rows.decoder_width for rows in sources)
+        budget = int(microbatch_size * slot)
         pieces = []
         for number, rows in enumerate(sources):
             is_ready = isinstance(batch, ReadyBatch)
@@ -219,12 +221,12 @@ class MicrobatchSplit:
         lengths = self._lengths(layout, source, side, lengths)
         is_capped = self.options.max_image_tokens is not None
         images = layout.image_tokens_per_row(source) if is_capped else [0] * len(lengths)
-        return _Rows(source, list(range(len(lengths))), lengths, images)
+        return _Rows(source, list(range(len(lengths))), lengths, images, _decoder_width(layout, source))
 
     def _fits(self, rows: _Rows, added: Sequence[AddedRow], budget: int) -> bool:
         """Whether a microbatch of the rows, and of the added ones, is within the caps."""
         widths, cap = [row.width for row in added], self.options.max_image_tokens
-        size = (len(rows.lengths) + len(added)) * max([self._trimmed_width(rows), *widths])
+        size = (len(rows.lengths) + len(added)) * (max([self._trimmed_width(rows), *widths]) + rows.decoder_width)
         if self.packing:  # one row of them all, as wide as they are together
             size = sum(rows.lengths) + sum(widths)
         images, added_images = sum(rows.image_tokens), sum(row.image_tokens for row in added)
@@ -234,7 +236,7 @@ class MicrobatchSplit:
     def _check_caps(self, rows: _Rows, budget: int, indices: Sequence[int] | None) -> None:
         """Refuses, or names, the row that is furthest over a cap by itself."""
         for sizes, cap, unit, setting in (
-            (rows.lengths, budget, 'tokens', '`device_train_microbatch_size` x `slot_tokens`'),
+            (_sizes(rows), budget, 'tokens', '`device_train_microbatch_size` x `slot_tokens`'),
             (rows.image_tokens, self.options.max_image_tokens, 'image tokens', '`max_image_tokens`'),
         ):
             if cap is None or max(sizes) <= cap:
@@ -256,14 +258,18 @@ class MicrobatchSplit:
         options = self.options
         if self.packing:
             return pack_lengths(rows.lengths, budget, rows.image_tokens, options.max_image_tokens)
+        multiple = options.width_multiple
+        if rows.decoder_width:  # what is rounded up is the width without it
+            widths = [self._trimmed_width(rows.take([k])) for k in range(len(rows.lengths))]
+            rows, multiple = rows._replace(lengths=widths), 1
         return cut(
-            rows.lengths,
+            _sizes(rows),
             budget,
             regroup=options.regroup,
             image_tokens=rows.image_tokens,
             max_image_tokens=options.max_image_tokens,
-            width_multiple=options.width_multiple,
-            max_width=_width(rows),
+            width_multiple=multiple,
+            max_width=_width(rows) + rows.decoder_width,
             cost=options.cost,
         )
 
@@ -414,12 +420,14 @@ class _Rows(NamedTuple):
     """Columns that each of them needs."""
     image_tokens: list[int]
     """Image tokens of each of them; zeros without a cap of them."""
+    decoder_width: int
+    """Columns that each of them has besides, of a decoder's own text, which is not trimmed."""
 
     def take(self, which: Iterable[int]) -> _Rows:
         """Some of these rows."""
         which = list(which)
         columns = (self.places, self.lengths, self.image_tokens)
-        return _Rows(self.source, *([column[k] for k in which] for column in columns))
+        return _Rows(self.source, *([column[k] for k in which] for column in columns), self.decoder_width)
 
 
 Planned = tuple[_Rows, Sequence[AddedRow]]
@@ -432,10 +440,25 @@ def _width(rows: _Rows) -> int:
     return max(rows.lengths) if ids is None else ids.shape[1]
 
 
+def _sizes(rows: _Rows) -> list[int]:
+    """Columns of each row, those of a decoder's own text included."""
+    return [length + rows.decoder_width for length in rows.lengths]
+
+
+def _decoder_width(layout: BatchLayout, batch: Batch) -> int:
+    """Columns of a text that is not the rows' own: what a decoder is given, where the rows' is an encoder's."""
+    texts = {key: batch.get(key) for key in ('labels', 'decoder_input_ids') if 'input_ids' in batch}
+    widths = [
+        text.shape[1] for key, text in texts.items()
+        if isinstance(text, torch.Tensor) and text.dim() == 2 and not layout.entry_of(batch, key).seq_dims
+    ]  # fmt: skip
+    return max(widths, default=0)
+
+
 def _labels_behind_padding(layout: BatchLayout, batch: Batch) -> list[bool]:
     """Which left-padded rows have a label on their first token: it is predicted from a pad, which trimming takes."""
-    labels, real = batch.get('labels'), layout.real_positions(batch)
-    if labels is None or labels.shape != real.shape:
+    labels, real = own_labels(batch), layout.real_positions(batch)
+    if labels is None:
         return [False] * len(real)
     first = real.int().argmax(dim=1)
     labelled = labels.gather(1, first[:, None])[:, 0] != IGNORE_INDEX

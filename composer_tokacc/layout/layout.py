@@ -275,10 +275,8 @@ class BatchLayout:
             real = attended.flatten(1, -2).any(dim=1).expand_as(ids)[:, columns]
         else:
             real = mask[:, columns] != 0
-        labels = batch.get('labels')
-        if labels is None or labels.shape != ids.shape:
-            return real
-        return real | (labels[:, columns] != IGNORE_INDEX)
+        labels = own_labels(batch)
+        return real if labels is None else real | (labels[:, columns] != IGNORE_INDEX)
 
     def padding_side(self, batch: Batch) -> str:
         """``'left'`` if every row ends at the last column and some do not start at the first, else ``'right'``."""
@@ -513,6 +511,13 @@ class BatchLayout:
 def padding_side_of(real: torch.Tensor) -> str:
     """The side on which rows are padded, from what :meth:`BatchLayout.real_positions` gives."""
     return 'left' if bool(real[:, -1].all()) and not bool(real[:, 0].all()) else 'right'
+
+
+def own_labels(batch: Batch) -> torch.Tensor | None:
+    """The labels where they stand at the positions of the rows' text; those of a decoder may be as wide by chance."""
+    labels = batch.get('labels')
+    is_own = isinstance(labels, torch.Tensor) and labels.shape == text_of(batch).shape
+    return labels if is_own and 'decoder_input_ids' not in batch else None
 
 
 def text_of(batch: Batch) -> torch.Tensor:

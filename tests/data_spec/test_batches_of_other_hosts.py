@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Batches and algorithms that are not ours: Whisper's entries, Composer's SeqLengthWarmup."""
+"""Batches and algorithms that are not ours: Whisper's and T5's entries, Composer's SeqLengthWarmup."""
 
 from __future__ import annotations
 
@@ -57,6 +57,66 @@ def test_batch_without_input_ids_is_exact(whisper, seed, regroup):
 def test_packed_batch_without_input_ids_is_exact_or_refused(whisper):
     outcome = measure(whisper, whisper_batch(0), 2, packing=True)
     assert outcome.kind in ('exact', 'refused'), outcome
+
+
+@pytest.mark.parametrize('size', [1, 3])
+def test_rows_without_input_ids_keep_their_number_whatever_their_labels(size):
+    """What an encoder makes of sound is as large for a short text as for a long one."""
+    batch = whisper_batch(0)
+    spec = token_data_spec([batch])
+    microbatches = spec.split_batch(spec.batch_transforms(batch), size)
+    assert [len(one['labels']) for one in microbatches] == [size] * (6 // size)
+
+
+def seq2seq_batch(lengths, widths, *, has_decoder_ids=True):
+    """As llm-foundry's collator makes it for T5, where both widths are one, or a Hugging Face one."""
+    generator, rows = torch.Generator().manual_seed(0), len(lengths)
+    batch = {
+        'input_ids': torch.zeros(rows, widths[0], dtype=torch.long),
+        'attention_mask': torch.zeros(rows, widths[0], dtype=torch.long),
+        'labels': torch.full((rows, widths[1]), -100),
+    }
+    for row, (source, target) in enumerate(lengths):
+        batch['input_ids'][row, :source] = torch.randint(3, VOCABULARY, (source,), generator=generator)
+        batch['attention_mask'][row, :source] = 1
+        batch['labels'][row, :target] = torch.randint(3, VOCABULARY, (target,), generator=generator)
+    if has_decoder_ids:
+        labels = batch['labels']
+        batch['decoder_input_ids'] = torch.nn.functional.pad(labels[:, :-1].clamp(min=0), (1, 0))
+        batch['decoder_attention_mask'] = torch.nn.functional.pad((labels[:, :-1] != -100).long(), (1, 0), value=1)
+    return batch
+
+
+@pytest.fixture(scope='module')
+def t5():
+    config = transformers.T5Config(
+        vocab_size=VOCABULARY, d_model=32, d_kv=16, d_ff=48, num_layers=2, num_heads=2, dropout_rate=0.0,
+        decoder_start_token_id=0, use_cache=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return HuggingFaceModel(transformers.T5ForConditionalGeneration(config).train(), use_logits=True)
+
+
+@pytest.mark.parametrize('widths', [(24, 24), (24, 30), (32, 12)])
+@pytest.mark.parametrize('has_decoder_ids', [True, False])
+def test_decoder_with_a_text_of_its_own_is_exact(t5, widths, has_decoder_ids):
+    batch = seq2seq_batch([(5, 12), (24, 1), (3, 3), (4, 2), (9, 7), (2, 1)], widths, has_decoder_ids=has_decoder_ids)
+    outcome = measure(t5, batch, 2)
+    assert outcome.kind == 'exact', outcome
+
+
+@pytest.mark.parametrize('has_decoder_ids', [True, False])
+@pytest.mark.parametrize('multiple', [1, 8])
+def test_cap_holds_for_the_texts_of_encoder_and_decoder_together(multiple, has_decoder_ids):
+    rng = random.Random(0)
+    for _ in range(100):
+        widths, size = (rng.randint(8, 40), rng.randint(8, 40)), rng.randint(1, 4)
+        lengths = [(rng.randint(1, widths[0]), rng.randint(1, widths[1])) for _ in range(16)]
+        batch = seq2seq_batch(lengths, widths, has_decoder_ids=has_decoder_ids)
+        spec = token_data_spec([batch], width_multiple=multiple)
+        microbatches = spec.split_batch(spec.batch_transforms(batch), size)
+        assert sum(len(one['labels']) for one in microbatches) == 16
+        assert max(one['input_ids'].numel() + one['labels'].numel() for one in microbatches) <= size * sum(widths)
 
 
 def test_sequence_length_warmup_beside_token_data_spec_is_exact():
