@@ -426,8 +426,8 @@ class _Rows(NamedTuple):
     def take(self, which: Iterable[int]) -> _Rows:
         """Some of these rows."""
         which = list(which)
-        columns = (self.places, self.lengths, self.image_tokens)
-        return _Rows(self.source, *([column[k] for k in which] for column in columns), self.decoder_width)
+        places, lengths, images = ([column[k] for k in which] for column in self[1:4])
+        return self._replace(places=places, lengths=lengths, image_tokens=images)
 
 
 Planned = tuple[_Rows, Sequence[AddedRow]]
