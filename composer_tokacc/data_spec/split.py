@@ -426,7 +426,9 @@ class _Rows(NamedTuple):
     def take(self, which: Iterable[int]) -> _Rows:
         """Some of these rows."""
         which = list(which)
-        places, lengths, images = ([column[k] for k in which] for column in self[1:4])
+        places, lengths, images = (
+            [column[k] for k in which] for column in (self.places, self.lengths, self.image_tokens)
+        )
         return self._replace(places=places, lengths=lengths, image_tokens=images)
 
 
