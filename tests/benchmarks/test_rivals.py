@@ -183,6 +183,24 @@ def test_results_that_are_none_are_refused_before_anything_is_measured(text, mon
     assert '`--results` must name a file of results or a new one' in capsys.readouterr().err
 
 
+def test_results_of_other_sizes_are_not_mixed_with_those_that_are_there(monkeypatch, capsys):
+    monkeypatch.setattr('sys.argv', ['rivals', 'speed', '--rivals', 'hf'])
+    program.arguments()
+    monkeypatch.setattr('sys.argv', ['rivals', 'speed', '--rivals', 'hf', '--samples', '128'])
+    with pytest.raises(SystemExit):
+        program.arguments()
+    assert 'whose cells are of other sizes and would be held to these' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('end', [['mine.md'], ['mine.png'], ['mine.json', '--document', 'mine.json']])
+def test_results_are_not_written_over_by_their_page_or_picture(end, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr('sys.argv', ['rivals', 'speed', '--results', *end])
+    with pytest.raises(SystemExit):
+        program.arguments()
+    assert '`--results` must be another file' in capsys.readouterr().err
+
+
 # ---- the adapters
 
 
