@@ -171,9 +171,11 @@ def arguments() -> argparse.Namespace:
     tables = os.environ.get('COMPOSER_TOKACC_LENGTHS')
     if tables and not list(Path(tables).glob('*.csv.gz')):
         parser.error(f'COMPOSER_TOKACC_LENGTHS must name a folder of tables (*.csv.gz), got: {tables}.')
-    if given.samples % given.global_batch or given.global_batch % (given.microbatch * max(given.ranks)):
+    is_short = given.samples < 2 * given.global_batch  # the first step is not timed
+    if is_short or given.samples % given.global_batch or given.global_batch % (given.microbatch * max(given.ranks)):
         parser.error(
-            '`--samples` must hold whole global batches, and `--global-batch` whole microbatches of every rank.'
+            '`--samples` must hold two or more whole global batches, and `--global-batch` whole microbatches of every '
+            'rank.'
         )
     return given
 

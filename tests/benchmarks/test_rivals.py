@@ -172,6 +172,14 @@ def test_numbers_that_measure_nothing_are_refused(wrong, monkeypatch, capsys):
     assert f'`{wrong[0]}` must be at least' in capsys.readouterr().err
 
 
+@pytest.mark.parametrize('samples', ['64', '100'])
+def test_an_epoch_of_one_step_or_of_parts_of_steps_is_refused(samples, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr('sys.argv', ['rivals', 'speed', '--samples', samples, '--results', str(tmp_path / 'a.json')])
+    with pytest.raises(SystemExit):
+        program.arguments()
+    assert '`--samples` must hold two or more whole global batches' in capsys.readouterr().err
+
+
 @pytest.mark.parametrize('text', ['', '{', '[]', '{"cells": 3}'])
 def test_results_that_are_none_are_refused_before_anything_is_measured(text, monkeypatch, capsys, tmp_path):
     path = tmp_path / 'mine.json'
