@@ -235,9 +235,10 @@ class _TokenDataSpec(DataSpec):
 
     def _transform_microbatch(self, batch: Any) -> Any:
         batch = self._as_the_model_takes_it(batch)
-        if type(batch) is dict and self._split.state is not None and not self._split.state.train_metrics:
+        state = self._split.state
+        if state is not None and type(batch) is dict and not state.train_metrics:
             batch = _Uncopied(batch)
-        if self._model is None or not carried(batch):
+        if self._model is None or state is not None or not carried(batch):
             return batch
         # No algorithm hides what the batch carries from a compiled forward, which would be compiled anew for each list.
         self._on_device = (ref(batch['labels']), carried(batch))
