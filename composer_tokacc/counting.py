@@ -40,6 +40,7 @@ __all__ = [
     'token_weights_of',
     'with_carried',
     'with_one_label',
+    'with_own_tensors',
     'without_carried',
 ]
 
@@ -284,6 +285,11 @@ def with_carried(batch: Mapping[str, Any], **facts: Sequence[Any]) -> dict[str, 
 def without_carried(batch: Mapping[str, Any]) -> dict[str, Any]:
     """The batch as its loader made it."""
     return {key: value for key, value in batch.items() if not (isinstance(key, str) and key.startswith(CARRIED))}
+
+
+def with_own_tensors(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch with copies of its tensors, so that whoever writes into them changes no other batch."""
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
 
 
 def is_counted(batch: Any, loss_tokens: str | None = None) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from composer.utils import dist
 
-from composer_tokacc.counting import Batch, labels_of, loss_mask, without_carried
+from composer_tokacc.counting import Batch, labels_of, loss_mask, with_own_tensors, without_carried
 from composer_tokacc.layout import BatchLayout
 
 __all__ = ['Gradients', 'InvarianceCase', 'InvarianceReport', 'relative_error', 'verify_invariance']
@@ -104,7 +104,8 @@ def verify_invariance(
         The cases and a verdict: ``assert report.is_exact, report``.
 
     Raises:
-        ValueError: With rows that prove nothing: fewer than two, as many labels in all, or unlike numbers on the ranks.
+        ValueError: With rows that prove nothing: fewer than two, as many labels in every row or on every rank, or
+            unlike numbers of rows on the ranks.
 
     Example:
         >>> import torch
@@ -133,19 +134,27 @@ def verify_invariance(
         for batch in batches
         for row in range(layout.num_rows(batch))
     ]
-    everyone = [row for of_rank in dist.all_gather_object(own) for row in of_rank]
-    labels = [int(loss_mask(row, 'unshifted').sum()) for row in everyone]
-    if len(set(labels)) == 1:
-        raise ValueError(
-            f'`rows` must differ in their numbers of labels, got: {labels[0]} in each of {len(everyone)} rows. Among '
-            'such rows a mean of means is the mean over all tokens, and nothing is proven.'
-        )
+    of_ranks = dist.all_gather_object(own)
+    everyone = [row for of_rank in of_ranks for row in of_rank]
+    for rule in ('unshifted', 'causal'):  # whichever the model counts by
+        for who, parts in (('row', [[row] for row in everyone]), ('rank', of_ranks)):
+            labels = [sum(int(loss_mask(row, rule).sum()) for row in part) for part in parts]
+            if len(parts) > 1 and len(set(labels)) == 1:
+                raise ValueError(
+                    f'`rows` must differ in their numbers of labels, got: {labels[0]} in each of {len(parts)} {who}s, '
+                    f'counted {rule}. Among such {who}s a mean of means is the mean over all tokens, and nothing is '
+                    'proven.'
+                )
+    if any(size < 1 for size in microbatch_sizes or ()):
+        raise ValueError(f'`microbatch_sizes` must be positive, got: {microbatch_sizes}.')
     cases = []
-    for padding in padding_sides:
+    for padding in [padding_sides] if isinstance(padding_sides, str) else padding_sides:
         whole = dict(layout.with_media(layout.concat(everyone, padding_side=padding)))
-        expected = _copied(reference(whole) if reference is not None else gradients([whole]))
+        given = with_own_tensors(whole)
+        expected = _copied(reference(given) if reference is not None else gradients([given]))
         for cut, size, microbatches in _cuts(layout, own, whole, padding, microbatch_sizes):
-            found = gradients([dict(layout.with_media(microbatch)) for microbatch in microbatches])
+            # Copies, as a trainer may write into its batches, and cuts share their tensors.
+            found = gradients([dict(layout.with_media(with_own_tensors(one))) for one in microbatches])
             error, reason = relative_error(found, expected)
             factor = _factor(found, expected)
             case = InvarianceCase(

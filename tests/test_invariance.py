@@ -60,6 +60,21 @@ def test_a_step_that_differs_from_itself_is_found_by_asking_again():
     assert (again.cut, again.factor) == ('again', pytest.approx(2.0))
 
 
+def test_a_trainer_that_writes_into_its_batches_changes_no_other_cut():
+    model = text_model()
+    right = step_mean(model)
+
+    def writes(microbatches):
+        found = right(microbatches)
+        for microbatch in microbatches:
+            microbatch['labels'][:, 1:-1] = microbatch['labels'][:, 2:].clone()
+        return found
+
+    report = verify_invariance(writes, text_rows(ROWS), padding_sides='left')
+    assert report.is_exact, report
+    assert {case.padding for case in report.cases} == {'left'}
+
+
 def test_a_wrong_whole_is_found_with_a_reference_alone():
     model = text_model()
     halved = lambda microbatches: {n: v / 2 for n, v in step_mean(model)(microbatches).items()}  # noqa: E731
@@ -101,6 +116,11 @@ def test_rows_that_prove_nothing_are_refused():
     right = step_mean(text_model())
     with pytest.raises(ValueError, match=r'differ in their numbers of labels, got: 3 in each of 2 rows'):
         verify_invariance(right, text_rows([(4, 3), (9, 3)]))
+    # The label of a first token is counted by few models.
+    with pytest.raises(ValueError, match=r'numbers of labels, got: 3 in each of 2 rows, counted causal'):
+        verify_invariance(right, text_rows([(4, 4), (9, 3)]))
+    with pytest.raises(ValueError, match=r'`microbatch_sizes` must be positive, got: \[-1\]'):
+        verify_invariance(right, text_rows(ROWS), microbatch_sizes=[-1])
     with pytest.raises(ValueError, match=r'at least 2, got: \[1\]'):
         verify_invariance(right, text_rows([(4, 3)]))
     with pytest.raises(ValueError, match=r'at least 2, got: \[0\]'):
@@ -116,6 +136,7 @@ def test_ranks_that_average_means_are_off_and_ranks_that_count_together_are_not(
     # Composer's token-weighted flag and most trainers: exact on each rank, and a mean over ranks of unlike counts.
     assert results['mean of each rank'] > 1e-2
     assert 'as many rows on every rank, and at least 2, got: [3, 2]' in results['refused']
+    assert 'got: 22 in each of 2 ranks' in results['same rows']
 
 
 def test_parameters_without_a_gradient_count_as_an_error():

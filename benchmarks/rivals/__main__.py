@@ -150,6 +150,8 @@ def arguments() -> argparse.Namespace:
     given = parser.parse_args()
     given.results = given.results.resolve()
     given.document = given.document or (DOCUMENT if given.results == RESULTS else given.results.with_suffix('.md'))
+    if given.results in (given.document.resolve(), given.results.with_suffix('.png')):
+        parser.error(f'`--results` must be another file than its page and its picture, got: {given.results}.')
     counts = {name: value for name, value in vars(given).items() if isinstance(value, (int, float))}
     for name, value in [*counts.items(), *(('ranks', number) for number in given.ranks)]:
         if value < (name != 'workers'):
@@ -157,16 +159,23 @@ def arguments() -> argparse.Namespace:
     if given.steps < WINDOW and 'curves' in (given.parts or PARTS):
         parser.error(f'`--steps` must be at least {WINDOW}, over which a curve is smoothed, got: {given.steps}.')
     try:
-        if not read(given.results) and given.parts == ['report']:
+        results = read(given.results)
+        if not results and given.parts == ['report']:
             raise ValueError('which holds nothing to report')
-    except ValueError as error:
+        sizes = {name: getattr(given, name) for name in asdict(Sizes()) if name in given}
+        others = any(not cell.get('sizes', sizes).items() >= sizes.items() for cell in results.get('cells', []))
+        if 'speed' in (given.parts or PARTS) and others:
+            raise ValueError('whose cells are of other sizes and would be held to these')
+    except (OSError, ValueError) as error:
         parser.error(f'`--results` must name a file of results or a new one, got: {given.results}, {error}.')
     tables = os.environ.get('COMPOSER_TOKACC_LENGTHS')
     if tables and not list(Path(tables).glob('*.csv.gz')):
         parser.error(f'COMPOSER_TOKACC_LENGTHS must name a folder of tables (*.csv.gz), got: {tables}.')
-    if given.samples % given.global_batch or given.global_batch % (given.microbatch * max(given.ranks)):
+    is_short = given.samples < 2 * given.global_batch  # the first step is not timed
+    if is_short or given.samples % given.global_batch or given.global_batch % (given.microbatch * max(given.ranks)):
         parser.error(
-            '`--samples` must hold whole global batches, and `--global-batch` whole microbatches of every rank.'
+            '`--samples` must hold two or more whole global batches, and `--global-batch` whole microbatches of every '
+            'rank.'
         )
     return given
 

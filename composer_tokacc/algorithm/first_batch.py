@@ -44,6 +44,7 @@ from composer_tokacc.counting import (
     loss_mask,
     num_rows,
     sample_name,
+    with_own_tensors,
     without_carried,
 )
 from composer_tokacc.layout import BatchLayout, microbatches_of
@@ -310,7 +311,7 @@ class FirstBatchCheck:
         return found, shown
 
     def _on_device(self, batch: Batch) -> Any:
-        return self._to_device(without_carried(batch))
+        return self._to_device(with_own_tensors(without_carried(batch)))
 
     def _shared_rows(self, batch: Batch, kinds: Sequence[int]) -> dict[str, Any]:
         """The rows that all ranks probe with."""

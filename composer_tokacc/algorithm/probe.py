@@ -22,7 +22,15 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from composer_tokacc.algorithm.loss_terms import LossTerms, router_loss_of
 from composer_tokacc.algorithm.weighted_labels import Weighing, weigh_labels
-from composer_tokacc.counting import IGNORE_INDEX, LOSS_RULES, LOSS_WEIGHTS, Batch, labels_of, loss_mask
+from composer_tokacc.counting import (
+    IGNORE_INDEX,
+    LOSS_RULES,
+    LOSS_WEIGHTS,
+    Batch,
+    labels_of,
+    loss_mask,
+    with_own_tensors,
+)
 
 __all__ = [
     'Answer',
@@ -172,7 +180,9 @@ class Probe:
             return None
 
     def _answer(self, batch: Batch, precision: contextlib.AbstractContextManager[Any]) -> Answer:
-        batch, weighing = self._weighed(batch)
+        # A copy, the same for forward and loss as in training: models that write into it change no other answer.
+        batch, weighing = self._weighed(with_own_tensors(batch))
+        given = dict(batch)
         leaves: list[torch.Tensor] = []
 
         def begin_graph(module: torch.nn.Module, args: Any, output: Any) -> Any:
@@ -183,8 +193,8 @@ class Probe:
             return leaves[0]
 
         with precision, _hooked(_leaves(self.model) if self._asks_gradients_of else [], begin_graph), torch.no_grad():
-            outputs = self._forward(dict(batch))
-            every = self._loss(outputs, dict(batch))  # once, as what it weighs is added up
+            outputs = self._forward(given)
+            every = self._loss(outputs, given)  # once, as what it weighs is added up
             loss = self._terms.token_term(self._terms.split(every, outputs))
             by_sample = self._terms.sample_term(every)
         gradient = None

@@ -245,7 +245,6 @@ class TokenAccumulation(Algorithm):
         check_rows_are_independent(state.model, self.loss_terms.coupled if regroups else [], strict=self.check_loss)
         if split is not None:  # what another model has left there says nothing of this one
             split.layout, split.checked = split.given_layout, False
-            split.has_train_metrics = bool(state.train_metrics)
         self._layout = _layout_of(state, split)
         self._can_reduce_once = self._ranks_may_meet_once(state)
         self._reduces_once = self._reduces_once and self._can_reduce_once
@@ -283,6 +282,9 @@ class TokenAccumulation(Algorithm):
         assert self._guard is not None, 'BATCH_START comes before BEFORE_TRAIN_BATCH'
         self._guard.start_attempt()
         self._reduces = []
+        split = split_of(state.dataloader)
+        if split is not None:
+            split.state = state
 
     def _hide_carried(self, state: State, logger: Logger) -> None:
         """BEFORE_FORWARD: the totals are read, as Composer has just waited for its own; the model sees its own batch.

@@ -62,7 +62,9 @@ def add_rows(layout: BatchLayout, microbatch: Batch, rows: Sequence[Batch]) -> d
     for unit, media in layout.family.media.items():
         found = media.placeholders(microbatch, layout.config, unit)
         plain &= ~found if found is not None else True
-    side = layout.padding_side(microbatch)
+    side, positions = layout.padding_side(microbatch), microbatch.get('position_ids')
+    if positions is not None and positions.dim() == 2:  # trimming has written them; a row of no weight takes any
+        fitting = [{'position_ids': torch.arange(layout.width(row))[None], **row} for row in fitting]
     return layout.concat([microbatch, *fitting], padding_side=side, pad_token_id=int(ids[plain][-1]))
 
 

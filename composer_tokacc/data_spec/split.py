@@ -66,8 +66,8 @@ class MicrobatchSplit:
         self.reduces_once = False
         """Whether ranks meet in the last microbatch of a step alone, where DDP reduces gradients: then the others may
         leave an encoder unused, and ranks may make unequally many. The algorithm sees it happen."""
-        self.has_train_metrics = True
-        """Whether metrics are computed in training, from a copy of each microbatch. The algorithm knows."""
+        self.state: Any = None
+        """The trainer's in a step of the algorithm: it knows whether metrics read a copy of each microbatch."""
         self.microbatch_transforms: Callable[[Any], Any] | None = None
         """What is done to microbatches on the device; the first-batch check must do it as well."""
         self.packing = options.packing is True

@@ -192,6 +192,7 @@ class _TokenDataSpec(DataSpec):
             )
         # Two specs may share a loader; the algorithm asks for the one that the trainer uses.
         register_split(self.dataloader, self._split)
+        self._split.state = None
         if 'labels' not in batch or torch.is_grad_enabled():
             return batch  # in training carry() masks, which knows the rule
         return batch.map(mask_document_starts) if isinstance(batch, ReadyBatch) else mask_document_starts(batch)
@@ -234,9 +235,10 @@ class _TokenDataSpec(DataSpec):
 
     def _transform_microbatch(self, batch: Any) -> Any:
         batch = self._as_the_model_takes_it(batch)
-        if type(batch) is dict and not self._split.has_train_metrics:
+        state = self._split.state
+        if state is not None and type(batch) is dict and not state.train_metrics:
             batch = _Uncopied(batch)
-        if self._model is None or not carried(batch):
+        if self._model is None or state is not None or not carried(batch):
             return batch
         # No algorithm hides what the batch carries from a compiled forward, which would be compiled anew for each list.
         self._on_device = (ref(batch['labels']), carried(batch))

@@ -73,6 +73,30 @@ def test_padding_that_comes_after_the_first_batch_is_proven_before_the_optimizer
     assert data.split_batch.__self__._split.rules == known[side]
 
 
+class Writing(GPT2LMHeadModel):
+    """Writes into what it is given, as models do that normalise images in place."""
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, use_cache=None):
+        input_ids.add_(1).remainder_(VOCABULARY)
+        return super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels, use_cache=False)
+
+
+@pytest.mark.parametrize('by', ['model', 'transforms'])
+@pytest.mark.parametrize('shape', [[(9, 3)], [(14, 11), (5, 3)]], ids=['one row', 'longest first'])
+def test_the_check_leaves_the_batch_alone_though_models_and_transforms_write_into_it(by, shape):
+    model = (Writing if by == 'model' else GPT2LMHeadModel)(gpt2().config)
+    batch, options = collate(text_rows(shape)), {}
+    given = {**batch, 'input_ids': (batch['input_ids'] + 1) % VOCABULARY}
+    if by == 'transforms':
+        options['microbatch_transforms'] = lambda one: (one['input_ids'].add_(1).remainder_(VOCABULARY), one)[1]
+    data = token_data_spec(loader(batch), **options)
+    recorder, _, _ = train(model, data, algorithms=[TokenAccumulation()], microbatch_size=2)
+    plain = gpt2()
+    plain.load_state_dict(model.state_dict())
+    expected, _ = reference_gradients(plain, given)
+    assert relative_error(recorder.gradients, expected) < 1e-6
+
+
 class Meddling(torch.nn.Module):
     """Lets every row see the mean of the rows beside it."""
 

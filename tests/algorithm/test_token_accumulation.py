@@ -57,6 +57,15 @@ def test_native_flag_is_exact_with_our_counters(model):
     assert logged(memory, 'loss/train/total') == pytest.approx([loss], rel=TOLERANCE)
 
 
+def test_algorithm_together_with_a_model_to_count_by_is_exact(model):
+    batch = collate(text_rows(RAGGED))
+    expected, _ = reference_gradients(model, batch)
+    recorder, _, _ = train(
+        model, token_data_spec(loader(batch), model=model), algorithms=[TokenAccumulation()], microbatch_size=2
+    )
+    assert relative_error(recorder.gradients, expected) < TOLERANCE
+
+
 @pytest.mark.parametrize('rule', ['auto', 'causal', 'unshifted'])
 def test_native_flag_without_a_model_to_count_by_is_refused(model, rule):
     batch = collate(text_rows(RAGGED))

@@ -172,6 +172,14 @@ def test_numbers_that_measure_nothing_are_refused(wrong, monkeypatch, capsys):
     assert f'`{wrong[0]}` must be at least' in capsys.readouterr().err
 
 
+@pytest.mark.parametrize('samples', ['64', '100'])
+def test_an_epoch_of_one_step_or_of_parts_of_steps_is_refused(samples, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr('sys.argv', ['rivals', 'speed', '--samples', samples, '--results', str(tmp_path / 'a.json')])
+    with pytest.raises(SystemExit):
+        program.arguments()
+    assert '`--samples` must hold two or more whole global batches' in capsys.readouterr().err
+
+
 @pytest.mark.parametrize('text', ['', '{', '[]', '{"cells": 3}'])
 def test_results_that_are_none_are_refused_before_anything_is_measured(text, monkeypatch, capsys, tmp_path):
     path = tmp_path / 'mine.json'
@@ -181,6 +189,24 @@ def test_results_that_are_none_are_refused_before_anything_is_measured(text, mon
     with pytest.raises(SystemExit):
         program.arguments()
     assert '`--results` must name a file of results or a new one' in capsys.readouterr().err
+
+
+def test_results_of_other_sizes_are_not_mixed_with_those_that_are_there(monkeypatch, capsys):
+    monkeypatch.setattr('sys.argv', ['rivals', 'speed', '--rivals', 'hf'])
+    program.arguments()
+    monkeypatch.setattr('sys.argv', ['rivals', 'speed', '--rivals', 'hf', '--samples', '128'])
+    with pytest.raises(SystemExit):
+        program.arguments()
+    assert 'whose cells are of other sizes and would be held to these' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('end', [['mine.md'], ['mine.png'], ['mine.json', '--document', 'mine.json']])
+def test_results_are_not_written_over_by_their_page_or_picture(end, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr('sys.argv', ['rivals', 'speed', '--results', *end])
+    with pytest.raises(SystemExit):
+        program.arguments()
+    assert '`--results` must be another file' in capsys.readouterr().err
 
 
 # ---- the adapters

@@ -15,6 +15,8 @@ from composer_tokacc.algorithm.first_batch import split_of
 from composer_tokacc.counting import carried, carry, num_samples, with_carried
 from composer_tokacc.data_spec.added_rows import add_rows, blank_row, smallest_row, zero_weight
 from composer_tokacc.data_spec.packing import pack_lengths
+from tests.matrix.harness import measure_steps
+from tests.matrix.subjects import SUBJECTS
 from tests.support import family_models
 from tests.support.families import FAMILIES, IMAGE_FAMILIES, FamilyCase
 from tests.support.family_media import MEDIA, TokenIds
@@ -285,3 +287,11 @@ def test_where_ddp_reduces_once_the_last_microbatch_has_the_media_within_the_cap
     assert max(microbatch['input_ids'].numel() for microbatch in (*others, last)) <= cap
     assert num_samples(last) == (0 if budget == 'tight' else 8)
     assert sum(map(num_samples, others)) == (8 if budget == 'tight' else 0)
+
+
+def test_rows_are_added_where_trimming_has_written_positions():
+    """Mllama padded on the left, one of whose microbatches has text alone."""
+    subject = SUBJECTS['mllama_mixed']
+    batch = subject.batch(499905, side='left')
+    [outcome] = measure_steps(subject.model('large'), [batch], 3)
+    assert outcome.kind == 'exact', str(outcome)

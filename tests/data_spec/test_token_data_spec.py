@@ -8,6 +8,7 @@ import random
 
 import pytest
 import torch
+from composer import Trainer
 from composer.core import Callback
 from composer.metrics import LanguageCrossEntropy
 from torch.utils.data import DataLoader, Dataset
@@ -146,6 +147,29 @@ def test_microbatches_are_copied_for_train_metrics_alone(has_metrics, monkeypatc
     )
     assert relative_error(recorder.gradients, expected) < 1e-6
     assert bool(copied_of[0]) == has_metrics
+
+
+def test_train_metrics_that_come_late_leave_the_labels_alone(monkeypatch):
+    """Composer's eval_forward shifts the labels of the copy in place; a closure called again would train on them."""
+    monkeypatch.setattr(Trainer, '_use_closures', lambda _: True)
+
+    class Twice(torch.optim.SGD):
+        def step(self, closure):
+            closure()
+            return super().step(closure)
+
+    class Late(Callback):
+        def before_train_batch(self, state, logger):
+            state.train_metrics = {'late': LanguageCrossEntropy()}
+
+    composer_model, batch = hugging_face(text_model()), collate(text_rows([(4, 1), (9, 5), (14, 11), (6, 2)]))
+    expected, loss = reference_gradients(composer_model.model, batch)
+    recorder, memory, _ = train(
+        composer_model, token_data_spec(loader(batch)), algorithms=[TokenAccumulation()], callbacks=[Late()],
+        optimizer=Twice(composer_model.parameters(), lr=0.0), microbatch_size=2,
+    )  # fmt: skip
+    assert [relative_error(found, expected) < 1e-6 for found in recorder.steps] == [True, True]
+    assert logged(memory, 'metrics/train/late')[-1] == pytest.approx(loss, rel=1e-6)
 
 
 @pytest.mark.parametrize(
