@@ -87,7 +87,7 @@ def launch(module: str, ranks: int, plan: Any, *arguments: str, limit: float | N
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # loader processes that a package left behind
-        if not found.exists():
+        if not found.exists() or (limit is None and process.returncode):
             if limit is not None:
                 return []
             raise SystemExit(f'{module} on {ranks} ranks ended with {process.returncode}; its output is above.')
@@ -147,7 +147,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument('--limit', type=float, default=3600, help='seconds for a set of `speed`')
     parser.add_argument('--results', type=Path, default=RESULTS)
     parser.add_argument('--document', type=Path, help='default: docs/rivals.md; beside results that are elsewhere')
-    given = parser.parse_args()
+    return _checked(parser, parser.parse_args())
+
+
+def _checked(parser: argparse.ArgumentParser, given: argparse.Namespace) -> argparse.Namespace:
+    """Refuses what would measure nothing, or mix or write over results."""
     given.results = given.results.resolve()
     given.document = given.document or (DOCUMENT if given.results == RESULTS else given.results.with_suffix('.md'))
     if given.results in (given.document.resolve(), given.results.with_suffix('.png')):
@@ -156,7 +160,10 @@ def arguments() -> argparse.Namespace:
     for name, value in [*counts.items(), *(('ranks', number) for number in given.ranks)]:
         if value < (name != 'workers'):
             parser.error(f'`--{name.replace("_", "-")}` must be at least {int(name != "workers")}, got: {value}.')
-    if given.steps < WINDOW and 'curves' in (given.parts or PARTS):
+    asked = {*(given.parts or PARTS)}
+    if given.rivals and asked <= {'curves', 'stalls', 'report'} and not {*given.rivals} & {*NAMES}:
+        parser.error(f'`--rivals` must name some of {list(NAMES)} for curves and stalls, got: {given.rivals}.')
+    if given.steps < WINDOW and 'curves' in asked:
         parser.error(f'`--steps` must be at least {WINDOW}, over which a curve is smoothed, got: {given.steps}.')
     try:
         results = read(given.results)
@@ -164,7 +171,7 @@ def arguments() -> argparse.Namespace:
             raise ValueError('which holds nothing to report')
         sizes = {name: getattr(given, name) for name in asdict(Sizes()) if name in given}
         others = any(not cell.get('sizes', sizes).items() >= sizes.items() for cell in results.get('cells', []))
-        if 'speed' in (given.parts or PARTS) and others:
+        if 'speed' in asked and others:
             raise ValueError('whose cells are of other sizes and would be held to these')
     except (OSError, ValueError) as error:
         parser.error(f'`--results` must name a file of results or a new one, got: {given.results}, {error}.')
@@ -192,13 +199,13 @@ def read(path: Path) -> dict[str, Any]:
 def keep(path: Path, part: str, found: Any, *keys: str) -> None:
     """Puts what was found into the file: new rows in place of old ones of the same keys.
 
-    A rival that stood still before its first round leaves the row that it has.
+    A rival that stood still or died before its first round leaves the row that it has.
     """
     results, here = read(path), measured_on()  # once, as rows of one run are told by it
     rows = {tuple(row[key] for key in keys): row for row in results.get(part, [])}
     for row in found:
         key = tuple(row[name] for name in keys)
-        if 'rounds' in row or 'error' in row or 'rounds' not in rows.get(key, {}):
+        if 'rounds' in row or 'rounds' not in rows.get(key, {}):
             rows[key] = {**row, 'measured_on': here}
     results[part] = list(rows.values())
     write_at_once(path, dumps(results))

@@ -403,8 +403,16 @@ class TokenAccumulation(Algorithm):
         if not isinstance(state.model, DistributedDataParallel):
             return
         self._reduces.append(state.model.require_backward_grad_sync)
-        count = num_microbatches(state.batch)
-        if self._reduces_once and self._reduces[-1] and len(self._reduces) < count:
+        count, split = num_microbatches(state.batch), split_of(state.dataloader)
+        if not self._reduces[-1] or len(self._reduces) >= count:
+            return
+        if split is not None and split.options.equal_counts is False:
+            raise RuntimeError(
+                'Ranks must make equally many microbatches where gradients are reduced in each, or they wait for each '
+                f'other without end, got: a reduction in microbatch {len(self._reduces)} of {count} with '
+                "`equal_counts=False`. Leave it at 'auto', or `Trainer(ddp_sync_strategy=)` as it is by default."
+            )
+        if self._reduces_once:
             raise RuntimeError(
                 'Gradients must be reduced in the last microbatch of a step alone, as they were in the steps before, '
                 f'got: a reduction in microbatch {len(self._reduces)} of {count}. Leave `Trainer(ddp_sync_strategy=)` '

@@ -147,6 +147,7 @@ def test_a_rival_that_stood_still_leaves_the_row_that_it_has(tmp_path):
     measured, still = {'set': 'digits', 'rival': 'odb', 'rounds': [1]}, {'set': 'digits', 'rival': 'odb'}
     program.keep(path, 'cells', [still], *keys)
     program.keep(path, 'cells', [measured], *keys)
+    program.keep(path, 'cells', [{**still, 'error': 'died'}], *keys)
     program.keep(path, 'cells', [still, {'set': 'digits', 'rival': 'hf', 'rounds': [2]}], *keys)
     rows = json.loads(path.read_text())['cells']
     assert [(row['rival'], row.get('rounds')) for row in rows] == [('odb', [1]), ('hf', [2])]
@@ -170,6 +171,13 @@ def test_numbers_that_measure_nothing_are_refused(wrong, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         program.arguments()
     assert f'`{wrong[0]}` must be at least' in capsys.readouterr().err
+
+
+def test_curves_of_rivals_that_have_none_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr('sys.argv', ['rivals', 'curves', '--rivals', 'trl'])
+    with pytest.raises(SystemExit):
+        program.arguments()
+    assert "got: ['trl']" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize('samples', ['64', '100'])

@@ -65,6 +65,16 @@ def test_another_way_of_reducing_than_that_of_the_checkpoint_is_refused_before_t
 
 
 @pytest.mark.slow
+def test_unequal_counts_are_refused_where_every_microbatch_is_reduced(tmp_path):
+    options = {'equal_counts': False, 'ddp_sync_strategy': 'multi_auto_sync'}
+    run = {'family': 'llama', 'steps': 'tt', 'rows': 16, **options}
+    done = launch([SCRIPT, json.dumps([run]), str(tmp_path / 'results.json')], ranks=2)
+    assert done.returncode
+    assert 'Ranks must make equally many microbatches where gradients are reduced in each' in done.stdout + done.stderr
+    assert not (tmp_path / 'results.json').exists()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ('ranks', 'kinds'),
     [

@@ -50,6 +50,7 @@ def run(
     lr: float = 0.0,
     folder: str | None = None,
     load_path: str | None = None,
+    equal_counts: bool | str = 'auto',
     **options: Any,
 ) -> dict[str, Any]:
     """One Trainer.
@@ -61,6 +62,7 @@ def run(
         lr: Learning rate; with 0 the gradients of all steps are known.
         folder: Where checkpoints go, one a step.
         load_path: Checkpoint to resume from.
+        equal_counts: Of the data spec.
         options: Of the Trainer.
     """
     subject = SUBJECTS[family]
@@ -81,7 +83,7 @@ def run(
     added = AddedRows()
     recorder, _, trainer = train(
         model,
-        token_data_spec(data),
+        token_data_spec(data, equal_counts=equal_counts),
         algorithms=[TokenAccumulation()],
         microbatch_size=2,
         optimizer=torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0),
