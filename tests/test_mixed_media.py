@@ -9,6 +9,7 @@ import json
 
 import pytest
 
+from tests.matrix.harness import LARGEST_ROUND_OFF, TOLERANCE
 from tests.support.family_media import MEDIA, SLOT_MEDIA
 from tests.support.launch import launch_json
 
@@ -28,13 +29,18 @@ ALL_KINDS = [['audio+none', 'video'], ['image&video&audio', 'none'], ['none', 'a
 APART = [step for step in PAIRS if not any('&' in kinds for kinds in step)]
 
 
+def allowed(round_off):
+    """Some processors round so that one plain forward is further off: Qwen2.5-Omni's is 1.1e-6 on an AMD EPYC."""
+    return max(TOLERANCE, min(2 * round_off, LARGEST_ROUND_OFF))
+
+
 def run(ranks, runs):
     for arguments, steps in zip(runs, launch_json(SCRIPT, json.dumps(runs), ranks=ranks), strict=True):
         assert len(steps) == len(arguments['steps'])
         wrong = [
             (what, step)
             for what, step in zip(arguments['steps'], steps, strict=True)
-            if not (step['error'] < 1e-6 and step['loss_error'] < 1e-6)
+            if not (step['error'] < allowed(step['round_off']) and step['loss_error'] < TOLERANCE)
         ]
         assert not wrong, (arguments, wrong)
 

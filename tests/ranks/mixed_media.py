@@ -15,6 +15,7 @@ from typing import Any
 
 os.environ['FSDP_VERSION'] = '2'
 
+import torch
 from composer.utils import dist
 
 from composer_tokacc import TokenAccumulation, token_data_spec
@@ -63,7 +64,11 @@ def run(
         # On the right, where eager attention has a reference in float64.
         whole = join([row for rows in step for row in rows], side='right', slots=slots)
         expected, own = reference_gradients(case.model, whole)
-        found.append({'error': relative_error(gradients, expected), 'loss_error': abs(loss - own) / own})
+        plain, _ = reference_gradients(case.model, whole, torch.float32)
+        found.append({
+            'error': relative_error(gradients, expected), 'loss_error': abs(loss - own) / own,
+            'round_off': relative_error(plain, expected),
+        })  # fmt: skip
     return found
 
 
