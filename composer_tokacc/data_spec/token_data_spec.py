@@ -192,7 +192,7 @@ class _TokenDataSpec(DataSpec):
             )
         # Two specs may share a loader; the algorithm asks for the one that the trainer uses.
         register_split(self.dataloader, self._split)
-        self._split.state = None
+        self._split.state = None  # until the algorithm, if there is one, has begun with this batch
         if 'labels' not in batch or torch.is_grad_enabled():
             return batch  # in training carry() masks, which knows the rule
         return batch.map(mask_document_starts) if isinstance(batch, ReadyBatch) else mask_document_starts(batch)
