@@ -1,0 +1,194 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""What each token weighs in a loss, read off the gradient of that loss by the logits.
+
+The gradient of a sum of cross-entropies, of which that of token t is multiplied by ``w_t``, is at the logits ``z_t`` that
+predict it, and at no others,
+
+.. math:: g_t = w_t (\\mathrm{softmax}(z_t) - \\mathrm{onehot}(y_t))
+
+So the weight of a token follows by projection, what the loss holds besides is what is left over, and a factor on ``g_t``
+is a factor on ``w_t``. Everything is computed a few positions at a time, and nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+
+from composer_tokacc.counting import IGNORE_INDEX, Batch, labels_of, loss_mask
+
+__all__ = [
+    'MeasuredTokens',
+    'deviation',
+    'label_deviation',
+    'logits_of',
+    'measure',
+    'sketch',
+    'targets_of',
+    'token_losses',
+    'weigh_tokens',
+]
+
+CHUNK = 2**23
+"""Logits that are turned to float32 at a time: 32 MiB, 56 positions for a vocabulary of 150,000."""
+SKETCH_WIDTH = 64
+"""Random sums of a gradient that stand for it in a comparison. Differences keep their size to 18 % (Johnson and
+Lindenstrauss); what is compared lies two to five orders of magnitude apart."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredTokens:
+    """What the tokens of one forward weigh.
+
+    Args:
+        weights: float32 ``(rows, width)``, at the positions that predict; 0 where the loss does not look.
+        targets: int64 ``(rows, width)``, the token that each position is held to; -100: none.
+        residual: Norm of what no token's cross-entropy explains, over that of the gradient; ``()``.
+    """
+
+    weights: torch.Tensor
+    targets: torch.Tensor
+    residual: torch.Tensor
+
+
+def logits_of(outputs: Any) -> torch.Tensor | None:
+    """Returns the logits in a model's outputs, ``(rows, width, vocabulary)``, or None where it gives none."""
+    logits = outputs.get('logits') if isinstance(outputs, Mapping) else getattr(outputs, 'logits', None)
+    if logits is None and isinstance(outputs, torch.Tensor):
+        logits = outputs
+    return logits if isinstance(logits, torch.Tensor) and logits.dim() == 3 else None
+
+
+def targets_of(batch: Batch, rule: str) -> torch.Tensor:
+    """Returns the token that the logits of each position are held to, ``(rows, width)``; -100: none.
+
+    Args:
+        batch: A batch with ``labels``.
+        rule: Which labels carry loss, see :func:`.loss_mask`.
+    """
+    targets = labels_of(batch).masked_fill(~loss_mask(batch, rule), IGNORE_INDEX)
+    return targets if rule == 'unshifted' else F.pad(targets[:, 1:], (0, 1), value=IGNORE_INDEX)
+
+
+def measure(logits: torch.Tensor, gradient: torch.Tensor, targets: torch.Tensor | None = None) -> MeasuredTokens:
+    """Measures what each token weighs in the loss whose gradient this is.
+
+    Args:
+        logits: ``(rows, width, vocabulary)``, those that the loss was computed of.
+        gradient: Of the loss by them, of their shape.
+        targets: As of :func:`targets_of`. None: read off the gradient, whose largest entry is that of the label, as the
+            others sum up to it.
+    """
+    weights, found, left, whole = [], [], [], []
+    for z, g, y in _chunks(logits, gradient, targets):
+        if y is None:
+            y = torch.where(g.any(dim=-1), g.abs().argmax(dim=-1), IGNORE_INDEX)
+        r = _direction(z, y)
+        weight = (g * r).sum(dim=-1) / r.square().sum(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+        left.append((g - weight[:, None] * r).square().sum())
+        whole.append(g.square().sum())
+        weights.append(weight)
+        found.append(y)
+    shape = logits.shape[:2]
+    residual = (torch.stack(left).sum() / torch.stack(whole).sum()).sqrt()
+    return MeasuredTokens(
+        weights=torch.cat(weights).view(shape), targets=torch.cat(found).view(shape), residual=residual
+    )
+
+
+def deviation(
+    logits: torch.Tensor, gradient: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Returns how far the gradient of each position is from what it must be, float32 ``(rows x width,)``.
+
+    Args:
+        logits: ``(rows, width, vocabulary)``.
+        gradient: Of the loss by them, of their shape; divided by the weight of a plain token.
+        targets: As of :func:`targets_of`.
+        weights: What tokens must weigh beside a plain one, ``(rows, width)``.
+    """
+    norms, start = [], 0
+    for z, g, y in _chunks(logits, gradient, targets):
+        expected = _direction(z, y) * weights.flatten()[start : start + len(z), None]
+        norms.append((g - expected).square().sum(dim=-1).sqrt())
+        start += len(z)
+    return torch.cat(norms)
+
+
+def label_deviation(
+    logits: torch.Tensor, gradient: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """As :func:`deviation`, of some positions and of the label's own entry alone, which is enough to see a weight.
+
+    Args:
+        logits: ``(rows, width, vocabulary)``.
+        gradient: As there.
+        targets: As there.
+        weights: As there.
+        positions: Numbers of positions with a target, counted through all rows.
+    """
+    z, labels = _whole(logits.flatten(0, 1)[positions]), targets.flatten()[positions, None]
+    g = _whole(gradient.flatten(0, 1)[positions]).gather(1, labels)
+    probability = (z.gather(1, labels).float() - z.float().logsumexp(dim=-1, keepdim=True)).exp()
+    return (g.float() - weights.flatten()[positions, None] * (probability - 1)).abs()[:, 0]
+
+
+def sketch(gradient: torch.Tensor) -> torch.Tensor:
+    """Returns random sums of the last dimension, by which gradients too large to keep are compared; on the CPU."""
+    size = gradient.shape[-1]
+    if size <= SKETCH_WIDTH:
+        return gradient.float().cpu()
+    generator = torch.Generator().manual_seed(size)
+    signs = torch.randint(2, (size, SKETCH_WIDTH), generator=generator).mul_(2).sub_(1).to(gradient.device).float()
+    parts = [g @ signs for _, g, _ in _chunks(gradient, gradient, None)]
+    return torch.cat(parts).view(*gradient.shape[:2], SKETCH_WIDTH).cpu() / SKETCH_WIDTH**0.5
+
+
+def token_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Returns the cross-entropy at each position, float32 ``(rows, width)``, 0 where there is no target."""
+    parts = [
+        F.cross_entropy(z, y, reduction='none', ignore_index=IGNORE_INDEX) for z, _, y in _chunks(logits, None, targets)
+    ]
+    return torch.cat(parts).view(targets.shape)
+
+
+def weigh_tokens(logits: torch.Tensor, weights: torch.Tensor) -> None:
+    """Multiplies what each token weighs in any loss of the logits that is computed, now or before.
+
+    Args:
+        logits: As the model returned them, ``(rows, width, vocabulary)``, in the graph of the loss.
+        weights: Factor of each position that predicts, ``(rows, width)``, as of :func:`targets_of`.
+    """
+    logits.register_hook(lambda gradient: gradient * weights[..., None].to(gradient))
+
+
+def _direction(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Gradient of the plain cross-entropies, ``(positions, vocabulary)``; 0 where there is no target."""
+    direction = z.softmax(dim=-1)
+    direction.scatter_add_(1, y.clamp(min=0)[:, None], direction.new_full((len(z), 1), -1.0))
+    return direction * (y != IGNORE_INDEX)[:, None]
+
+
+def _chunks(logits: torch.Tensor, gradient: Any, targets: Any) -> Iterator[tuple[torch.Tensor, Any, Any]]:
+    """Some positions at a time: their logits and gradients in float32, and targets."""
+    step = max(CHUNK // logits.shape[-1], 1)
+    flat = logits.detach().flatten(0, 1)
+    for start in range(0, len(flat), step):
+        part = slice(start, start + step)
+        yield (
+            _whole(flat[part]).float(),
+            None if gradient is None else _whole(gradient.detach().flatten(0, 1)[part]).float(),
+            None if targets is None else targets.flatten()[part],
+        )
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of the vocabulary, where ranks hold parts of it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
