@@ -1,15 +1,15 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What each token weighs in a loss, read off the gradient of that loss by the logits.
+r"""What each token weighs in a loss, read off the gradient of that loss by the logits.
 
-The gradient of a sum of cross-entropies, of which that of token t is multiplied by ``w_t``, is at the logits ``z_t`` that
-predict it, and at no others,
+The gradient of a sum of cross-entropies, of which that of token t is multiplied by ``w_t``, is at the logits ``z_t``
+that predict it, and at no others,
 
-.. math:: g_t = w_t (\\mathrm{softmax}(z_t) - \\mathrm{onehot}(y_t))
+.. math:: g_t = w_t (\mathrm{softmax}(z_t) - \mathrm{onehot}(y_t))
 
-So the weight of a token follows by projection, what the loss holds besides is what is left over, and a factor on ``g_t``
-is a factor on ``w_t``. Everything is computed a few positions at a time, and nothing waits for the device.
+So the weight of a token follows by projection, what the loss holds besides is what is left over, and a factor on
+``g_t`` is a factor on ``w_t``. Everything is computed a few positions at a time, and nothing waits for the device.
 """
 
 from __future__ import annotations
