@@ -34,8 +34,10 @@ from transformers import LlavaConfig
 
 from benchmarks.machine import machine
 from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, token_data_spec
-from composer_tokacc.algorithm.first_batch import CutRules, kinds_of, split_of
+from composer_tokacc.checks.rows import kinds_of
 from composer_tokacc.counting import carry, check_batch, num_loss_tokens, num_samples
+from composer_tokacc.data_spec.cut_rules import CutRules
+from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.layout import BatchLayout, microbatches_of
 from composer_tokacc.planning import CostModel
 
@@ -156,7 +158,7 @@ def specs(given: dict[str, DataLoader], layout: BatchLayout) -> dict[str, Callab
         spec = token_data_spec(loader, layout=layout, slot_tokens=SLOT_TOKENS, loss_tokens='causal')
         split: Any = split_of(loader)
         # As the algorithm leaves it after the first step under DDP.
-        split.rules, split.checked, split.reduces_once = CutRules(left='trim', right='trim'), True, True
+        split.adopt(CutRules(left='trim', right='trim'), reduces_once=True)
         prepared[name] = ours(spec, layout)
     return {**prepared, 'stock': stock(DataSpec(given['foreign'])), 'copy': plain_copy}
 

@@ -24,12 +24,12 @@ from typing import Any
 from composer.core import Callback, State
 from composer.loggers import InMemoryLogger, Logger
 from composer.utils import dist
+from composer_tokacc.algorithm.weighted_labels import Weighing
 
 from benchmarks.machine import machine
 from composer_tokacc import TokenAccumulation
 from composer_tokacc.algorithm.functional import RankSum
-from composer_tokacc.algorithm.step_guard import StepGuard
-from composer_tokacc.algorithm.weighted_labels import Weighing
+from composer_tokacc.checks.step import StepCheck
 from composer_tokacc.programs import load_config
 from composer_tokacc.programs.run import build_parts, build_trainer, check_config
 
@@ -76,7 +76,7 @@ def main() -> None:
     trainer.state.callbacks.append(steps)
     algorithm = next(one for one in trainer.state.algorithms if isinstance(one, TokenAccumulation))
     algorithm.apply = steps.timed(algorithm.apply, 'algorithm')  # pyright: ignore[reportAttributeAccessIssue]
-    StepGuard.observe = steps.timed(StepGuard.observe, 'algorithm')
+    StepCheck.observe = steps.timed(StepCheck.observe, 'algorithm')
     Weighing.apply = steps.timed(Weighing.apply, 'algorithm')
     RankSum.__init__ = steps.timed(RankSum.__init__, 'all_reduce')
     RankSum.read = steps.timed(RankSum.read, 'all_reduce')

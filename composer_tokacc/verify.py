@@ -32,7 +32,10 @@ from composer.utils import dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from composer_tokacc.algorithm import TokenAccumulation
-from composer_tokacc.algorithm.probe import Probe, find_loss_rule, mean_token_loss
+from composer_tokacc.checks.first_batch import find_loss_rule
+from composer_tokacc.checks.logits import targets_of
+from composer_tokacc.checks.probe import Probe
+from composer_tokacc.checks.rows import telling_batch
 from composer_tokacc.counting import IGNORE_INDEX, token_weights_of
 from composer_tokacc.data_spec import token_data_spec
 from composer_tokacc.invariance import Gradients, relative_error
@@ -109,7 +112,8 @@ def verify(config: TrainConfig, *, max_rows: int = 8) -> list[dict[str, Any]]:
     rule = ''
     if weights != 'token':
         telling = max(everyone, key=lambda row: int((row['labels'] != IGNORE_INDEX).sum()))
-        rule = find_loss_rule(Probe.of_model(parts.model), _on_device(parts.model, layout.with_media(telling)))
+        telling = layout.with_media(telling_batch(layout, telling))
+        rule = find_loss_rule(Probe.from_model(parts.model), _on_device(parts.model, telling))
     for padding in ('right', 'left'):
         together = layout.with_media(layout.concat(everyone, padding_side=padding))
         expected = _whole_gradient(parts, together, weights, rule)
@@ -218,7 +222,10 @@ def _whole_gradient(parts: RunParts, batch: Mapping[str, Any], weights: str, rul
         loss = model.loss(outputs, batch)
     else:
         weight, _ = token_weights_of(batch, weights, rule)
-        loss = mean_token_loss(outputs.logits, batch, rule, float(weight.sum()), weight)
+        weight = weight if rule == 'unshifted' else weight.roll(-1, dims=1)
+        targets = targets_of(batch, rule)
+        losses = torch.nn.functional.cross_entropy(outputs.logits.transpose(1, 2), targets, reduction='none')
+        loss = (losses * weight).sum() / weight.sum()
     loss.backward()
     gradients = _gradients_of(model)
     model.zero_grad(set_to_none=True)

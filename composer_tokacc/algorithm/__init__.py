@@ -5,6 +5,5 @@
 
 from composer_tokacc.algorithm.functional import sample_weight, step_loss_weights, token_weight
 from composer_tokacc.algorithm.token_accumulation import TokenAccumulation
-from composer_tokacc.algorithm.weighted_labels import with_token_weights
 
-__all__ = ['TokenAccumulation', 'sample_weight', 'step_loss_weights', 'token_weight', 'with_token_weights']
+__all__ = ['TokenAccumulation', 'sample_weight', 'step_loss_weights', 'token_weight']

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
-__all__ = ['LOSS_UNITS', 'LossTerms', 'attached_zero', 'router_coefficient', 'router_loss_of']
+from composer_tokacc.checks.probe import router_loss_of
+
+__all__ = ['LOSS_UNITS', 'LossTerms', 'attached_zero', 'router_coefficient']
 
 LOSS_UNITS = ('tokens', 'samples', 'coupled_samples', 'microbatches')
 SPLIT_UNITS = {'tokens': 'tokens', 'router': 'microbatches'}
@@ -122,12 +124,30 @@ class LossTerms:
             )
         return _sum_as_given([value for name, value in named.items() if self.unit(name) == 'tokens'] or [loss['total']])
 
-    def sample_term(self, loss: Any) -> torch.Tensor | None:
-        """The sum of all terms that are declared as means over samples; None: there are none."""
-        if self.loss_units is None or not isinstance(loss, Mapping):
-            return None
-        terms = [value for name, value in loss.items() if name != 'total' and self.unit(name) == 'samples']
-        return _sum(terms) if terms else None
+    def by_unit(self, loss: Any, outputs: Any) -> dict[str, torch.Tensor]:
+        """Returns the sum of the terms of each unit that no cut may change: tokens, and samples where there are such."""
+        loss = self.split(loss, outputs)
+        found = {'tokens': self.token_term(loss)}
+        if self.loss_units is not None and isinstance(loss, Mapping):
+            terms = [value for name, value in loss.items() if name != 'total' and self.unit(name) == 'samples']
+            found |= {'samples': _sum(terms)} if terms else {}
+        return found
+
+    def token_terms(self, loss: Any) -> list[torch.Tensor]:
+        """Returns the terms that are means over tokens, of which a microbatch may lack some; asks nothing of them."""
+        if not isinstance(loss, Mapping) or self.loss_units is None:
+            return list(_terms(loss))
+        return [value for name, value in loss.items() if name != 'total' and self.unit(name) == 'tokens']
+
+    def add(self, loss: Any, change: torch.Tensor) -> Any:
+        """Returns the loss with a number more in its terms over tokens, and in their total."""
+        if isinstance(loss, torch.Tensor):
+            return loss + change
+        if not isinstance(loss, Mapping):
+            first, *others = loss
+            return type(loss)([first + change, *others])
+        first = next(name for name in loss if name != 'total' and self.unit(name) == 'tokens')
+        return {name: value + change if name in (first, 'total') else value for name, value in loss.items()}
 
     def terms(self, loss: Any) -> list[torch.Tensor]:
         """All terms of a loss."""
@@ -181,12 +201,6 @@ class LossTerms:
                 f'`loss_units` must go with a dict loss, got: a loss of type {type(loss).__name__}. Return a dict with '
                 f'the terms {sorted(self.given_units)} from the model, or drop `loss_units`.'
             )
-
-
-def router_loss_of(outputs: Any) -> torch.Tensor | None:
-    """The load-balancing loss of a mixture of experts in a model's outputs."""
-    found = outputs.get('aux_loss') if isinstance(outputs, Mapping) else getattr(outputs, 'aux_loss', None)
-    return found if isinstance(found, torch.Tensor) else None
 
 
 def router_coefficient(model: Any) -> float | None:

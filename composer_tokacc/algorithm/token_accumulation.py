@@ -6,27 +6,30 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from composer.core import Algorithm, Event, State
 from composer.core.precision import get_precision_context
 from composer.loggers import Logger
+from composer.models import HuggingFaceModel
 from composer.utils import dist
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from composer_tokacc.algorithm.filler_rows import filler_rows
-from composer_tokacc.algorithm.first_batch import FirstBatchCheck, check_sharding, kinds_of, split_of
-from composer_tokacc.algorithm.functional import RankSum
-from composer_tokacc.algorithm.loss_terms import LossTerms, attached_zero, router_coefficient
-from composer_tokacc.algorithm.probe import Probe, logits_of, mean_token_loss, vocabulary_of
-from composer_tokacc.algorithm.row_coupling import check_rows_are_independent
-from composer_tokacc.algorithm.step_guard import MicrobatchWeight, StepGuard
-from composer_tokacc.algorithm.weighted_labels import Weighing, weigh_labels
+from composer_tokacc.algorithm.ddp_sync import ReductionWatch, check_reduced, check_sharding
+from composer_tokacc.algorithm.functional import RankSum, sample_weight, token_weight
+from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, LossTerms, attached_zero, router_coefficient
+from composer_tokacc.checks.first_batch import FirstBatchCheck
+from composer_tokacc.checks.logits import logits_of, targets_of, token_losses, weigh_tokens
+from composer_tokacc.checks.probe import Probe, router_loss_of
+from composer_tokacc.checks.row_coupling import check_rows_are_independent
+from composer_tokacc.checks.rows import kinds_of
+from composer_tokacc.checks.step import MicrobatchRecord, StepCheck, WatchedTokens, has_bypass
 from composer_tokacc.counting import (
     CARRIED,
+    IGNORE_INDEX,
     LOSS_WEIGHTS,
     TOKEN_WEIGHTS,
     Batch,
@@ -44,14 +47,16 @@ from composer_tokacc.counting import (
     with_one_label,
     without_carried,
 )
+from composer_tokacc.data_spec.split import MicrobatchSplit, split_of
 from composer_tokacc.layout import BatchLayout, microbatches_of
+from composer_tokacc.sampling.filler_rows import filler_rows
 
 __all__ = ['TokenAccumulation']
 
 log = logging.getLogger(__name__)
 
 NUM_FIRST_STEPS, LOOK_EVERY = 10, 16
-"""In which steps the loss of a microbatch is held to the losses of its tokens."""
+"""Steps in which every token is measured, and steps from one look at all gradients to the next."""
 
 
 class TokenAccumulation(Algorithm):
@@ -124,14 +129,18 @@ class TokenAccumulation(Algorithm):
         self._num_steps = 0
         self._check: FirstBatchCheck | None = None
         self._layout: BatchLayout | None = None
-        self._guard: StepGuard | None = None
+        self._totals: RankSum | None = None
+        """Loss-generating tokens, samples and weight of the step over all ranks, and how many have rows of each kind."""
+        self._step = StepCheck(rule='causal', local_tokens=0, local_samples=0, local_weight=0.0)
         self._device_batch: Batch = {}
         self._hidden: tuple[dict[str, Any], Any, Any] = ({}, None, None)
-        self._weighing: Weighing | None = None
+        self._targets: torch.Tensor | None = None
+        self._token_sums: list[torch.Tensor] = []
         self._raw_loss: Any = None
-        self._reduces_once = self._can_reduce_once = False
-        self._reduces: list[bool] = []
-        """For each microbatch of an attempt, whether DDP reduces gradients in its backward."""
+        self._reduces_once = False
+        self._reductions: ReductionWatch | None = None
+        self._has_bypass: bool | None = None
+        self._said_unmeasured = False
         self._actions = {
             Event.FIT_START: self._start_fit,
             Event.BATCH_START: self._count,
@@ -189,9 +198,9 @@ class TokenAccumulation(Algorithm):
     def _start_fit(self, state: State, logger: Logger) -> None:
         """FIT_START: the model is wrapped now. A second fit may bring another loader, so rows are checked again."""
         check_sharding(state.model)
-        self._check = None
+        self._check = self._has_bypass = None
 
-    def _end_fit(self, state: State, logger: Logger) -> None:
+    def _end_fit(self, state: State, logger: Logger | None) -> None:
         """FIT_END: the model is the user's again."""
         split = split_of(state.dataloader)
         if split is not None:
@@ -206,32 +215,37 @@ class TokenAccumulation(Algorithm):
         if fillers:
             rows = num_rows(state.batch)
             state.batch = with_carried(state.batch, samples=[1] * (rows - fillers) + [0] * fillers)
-        kinds = None
-        if self._check is None:
+        is_first = self._check is None
+        if is_first:
             self._check = self._new_check(state)
-            kinds = kinds_of(self._layout, state.batch)
-            self._check.prove(state.batch, split_of(state.dataloader), kinds, dist.all_gather_object(kinds))
-            if self.loss_terms.is_split:
-                log.warning(
-                    'The mean over tokens is exact. The load-balancing loss of the router is a statistic of each '
-                    "microbatch; the step's is the mean of its microbatches', and depends on how the batch is cut."
-                )
-        kinds = kinds or kinds_of(self._layout, state.batch)
+        kinds = kinds_of(self._layout, state.batch)
+        if is_first:
+            self._prove(state, state.batch, kinds, dist.all_gather_object(kinds))
         assert self.rule is not None
         # Carried by the batch, so that split_batch hands each microbatch its own counts.
         state.batch = self._device_batch = carry(state.batch, self.rule, self.token_weights)
-        local_tokens, local_samples = num_loss_tokens(state.batch), num_samples(state.batch)
-        local_weight = loss_weight(state.batch)
-        dtype = torch.float64 if self.is_weighted else torch.int64
-        totals = torch.tensor([local_tokens, local_samples, local_weight, *kinds], dtype=dtype)
-        self._guard = StepGuard(
+        self._step = StepCheck(
             rule=self.rule,
-            totals=RankSum(state.device.tensor_to_device(totals)),
-            local_tokens=local_tokens,
-            local_samples=local_samples,
-            local_weight=local_weight,
-            world_size=dist.get_world_size(),
+            local_tokens=num_loss_tokens(state.batch),
+            local_samples=num_samples(state.batch),
+            local_weight=loss_weight(state.batch),
+            has_bypass=self._has_bypass,
         )
+        totals = [self._step.local_tokens, self._step.local_samples, self._step.local_weight, *kinds]
+        dtype = torch.float64 if self.is_weighted else torch.int64
+        self._totals = RankSum(state.device.tensor_to_device(torch.tensor(totals, dtype=dtype)))
+
+    def _prove(self, state: State, batch: Batch, kinds: Sequence[int], of_ranks: Sequence[Sequence[int]]) -> None:
+        """Has the check look at rows of every kind that is new, and the split cut by what it finds."""
+        assert self._check is not None
+        split = split_of(state.dataloader)
+        try:
+            rules = self._check.prove(batch, split, None if split is None else split.rules, kinds, of_ranks)
+        except BaseException:
+            self._end_fit(state, None)
+            raise
+        if split is not None:
+            split.adopt(rules, reduces_once=self._reduces_once)
 
     def _new_check(self, state: State) -> FirstBatchCheck:
         """The questions to this model, and the layout that it shares with the split."""
@@ -243,29 +257,31 @@ class TokenAccumulation(Algorithm):
             )
         regroups = split is not None and split.regroups
         check_rows_are_independent(state.model, self.loss_terms.coupled if regroups else [], strict=self.check_loss)
-        if split is not None:  # what another model has left there says nothing of this one
-            split.layout, split.checked = split.given_layout, False
         self._layout = _layout_of(state, split)
-        self._can_reduce_once = self._ranks_may_meet_once(state)
-        self._reduces_once = self._reduces_once and self._can_reduce_once
-        if split is not None:
-            split.layout, split.reduces_once = self._layout, self._reduces_once
+        self._reductions = ReductionWatch(state, is_coupled=bool(self.loss_terms.coupled))
+        self._reduces_once = self._reduces_once and self._reductions.may_meet_once
         model: Any = state.model.module if isinstance(state.model, DistributedDataParallel) else state.model
-        terms = self.loss_terms
-        if terms.given_units is None:
-            terms.router_coefficient = router_coefficient(model)
+        microbatch_size = state.device_train_microbatch_size or 1
+        if split is not None:  # what another model has left there says nothing of this one
+            split.start(model, self._layout, state.batch, microbatch_size)
+        if self.loss_terms.given_units is None:
+            self.loss_terms.router_coefficient = router_coefficient(model)
+        if self.loss_terms.router_coefficient is not None and self._num_steps == 0:
+            log.warning(
+                'The mean over tokens is exact. The load-balancing loss of a router is a statistic of each '
+                "microbatch; the step's is the mean of its microbatches', and depends on how the batch is cut."
+            )
         probe = Probe(
             model,
             model.loss,
             model,
             lambda: get_precision_context(state.precision, state.precision_config),
-            terms,
+            self.loss_terms.by_unit,
         )
-        transforms = split.microbatch_transforms if split is not None else None
 
         def to_device(batch: Batch) -> Any:
             moved = state.device.batch_to_device(batch)
-            return moved if transforms is None else transforms(moved)
+            return moved if split is None else split.as_the_model_takes_it(moved)
 
         return FirstBatchCheck(
             probe,
@@ -273,18 +289,21 @@ class TokenAccumulation(Algorithm):
             to_device,
             loss_tokens=self.loss_tokens,
             check_loss=self.check_loss,
-            microbatch_size=state.device_train_microbatch_size or 1,
-            is_weighted=self.is_weighted,
+            microbatch_size=microbatch_size,
         )
 
     def _start_attempt(self, state: State, logger: Logger) -> None:
         """BEFORE_TRAIN_BATCH: fires once per attempt (an OOM retry or a closure called again starts afresh)."""
-        assert self._guard is not None, 'BATCH_START comes before BEFORE_TRAIN_BATCH'
-        self._guard.start_attempt()
-        self._reduces = []
+        assert self._reductions is not None, 'BATCH_START comes before BEFORE_TRAIN_BATCH'
+        self._step.start_attempt()
+        self._reductions.start_attempt()
+        self._token_sums = []
+        scaler = state.scaler
+        if scaler is not None and scaler.is_enabled():
+            self._step.gradient_scale = scaler.get_scale()
         split = split_of(state.dataloader)
         if split is not None:
-            split.state = state
+            split.begin_step(copies_microbatches=lambda: bool(state.train_metrics))
 
     def _hide_carried(self, state: State, logger: Logger) -> None:
         """BEFORE_FORWARD: the totals are read, as Composer has just waited for its own; the model sees its own batch.
@@ -293,42 +312,39 @@ class TokenAccumulation(Algorithm):
         loss-generating tokens gets one label for the forward: a loss that divides by their number, and computes its
         gradient in the forward as fused ones do, would make NaNs that no weight of zero takes out again.
         """
-        guard = self._guard
-        assert guard is not None
-        self._see_whether_reduced(state)
-        if guard.loss_weight == 0 and guard.tokens:
+        assert self._totals is not None
+        assert self._reductions is not None
+        split = split_of(state.dataloader)
+        unequal = split is not None and split.options.equal_counts is False
+        self._reductions.see(num_microbatches(state.batch), has_unequal_counts=unequal, reduced_once=self._reduces_once)
+        tokens, _, weight = self._totals.read()[:3]
+        if weight == 0 and tokens:
             raise RuntimeError(
-                f'The weights of a step must not all be 0, got: 0 for each of its {guard.tokens} loss-generating '
+                f'The weights of a step must not all be 0, got: 0 for each of its {tokens:.0f} loss-generating '
                 f'tokens, {sample_name(self._device_batch, 0)} among them. Mend `{LOSS_WEIGHTS}`, or leave '
                 'samples of no weight out of the data.'
             )
         batch, has_counts = state.batch, is_counted(state.batch)
-        state.batch, self._weighing = without_carried(batch), None
+        state.batch = without_carried(batch)
+        if self.is_weighted and has_counts and state.batch.pop(LOSS_WEIGHTS, None) is None:
+            raise RuntimeError(
+                f'Microbatches must carry the `{LOSS_WEIGHTS}` written at BATCH_START, got: {sorted(batch)}. A '
+                'custom `split_batch` or `microbatch_transforms` drops them; cut them as labels are cut, or use '
+                'token_data_spec().'
+            )
         if has_counts and self._is_empty(batch):
             state.batch = with_one_label(state.batch)
-        elif has_counts and self.is_weighted:
-            if LOSS_WEIGHTS not in batch:
-                raise RuntimeError(
-                    f'Microbatches must carry the `{LOSS_WEIGHTS}` written at BATCH_START, got: {sorted(batch)}. A '
-                    'custom `split_batch` or `microbatch_transforms` drops them; cut them as labels are cut, or use '
-                    'token_data_spec().'
-                )
-            state.batch, self._weighing = weigh_labels(
-                state.batch, batch[LOSS_WEIGHTS], num_tokens=num_loss_tokens(batch), total=loss_weight(batch)
-            )
         hidden = {key: value for key, value in batch.items() if key not in state.batch}
         self._hidden = (hidden, state.batch.get('labels'), batch.get('labels'))
 
     def _replace_empty(self, state: State, logger: Logger) -> None:
         """AFTER_LOSS: the loss of a microbatch without tokens is zero; callbacks see what the batch carries again."""
-        # What other algorithms have changed meanwhile stays changed, for the guard to see.
+        # What other algorithms have changed meanwhile stays changed, for the check to see.
         hidden, made_up, labels = self._hidden
         # A model may take labels out of its batch.
         state.batch = {'labels': labels, **state.batch, **hidden}
         if labels is not None and state.batch.get('labels') is made_up:
             state.batch['labels'] = labels
-        if self._weighing is not None:
-            self._weighing.check_used()
         if self._num_steps == 0:
             self.loss_terms.check_coefficient(state.loss, state.outputs)
         state.loss = self.loss_terms.split(state.loss, state.outputs)
@@ -340,88 +356,80 @@ class TokenAccumulation(Algorithm):
 
     def _scale(self, state: State, logger: Logger) -> None:
         """BEFORE_BACKWARD: the last point where ``state.loss`` matters, so nothing may rescale it afterwards."""
-        guard, batch = self._guard, state.batch
-        assert guard is not None
+        batch, world_size = state.batch, dist.get_world_size()
+        assert self._totals is not None
         if not is_counted(batch):
             raise RuntimeError(
                 f'Microbatches must carry the counts written at BATCH_START ({CARRIED}...), got: {sorted(batch)}. '
                 'A custom `split_batch` or `microbatch_transforms` drops them; keep lists with one entry per row, or '
                 'use token_data_spec().'
             )
-        microbatch = MicrobatchWeight(
-            num_tokens=num_loss_tokens(batch),
-            loss_weight=loss_weight(batch),
-            num_samples=num_samples(batch),
-            # Composer's own split makes microbatches of a fixed number of rows; ours says how many it made.
-            num_microbatches=num_microbatches(batch)
-            or -(-guard.local_samples // int(state.device_train_microbatch_size or 1)),
-            labelled={key: batch[key] for key in ('labels', 'attention_mask') if key in batch},
-            step=guard,
+        _, step_samples, step_weight = self._totals.read()[:3]
+        samples, weight = num_samples(batch), loss_weight(batch)
+        composers_weight = sample_weight(samples, int(step_samples), world_size=world_size)
+        # Composer's own split makes microbatches of a fixed number of rows; ours says how many it made.
+        count = num_microbatches(batch) or -(-self._step.local_samples // int(state.device_train_microbatch_size or 1))
+        terms = self.loss_terms.token_terms(state.loss)
+        watched, bypass = None, False
+        if weight and samples:
+            watched, bypass = self._watch(state, terms, token_weight(1, step_weight, world_size=world_size))
+        self._step.records.append(
+            MicrobatchRecord(
+                batch=batch,
+                num_tokens=num_loss_tokens(batch),
+                loss_weight=weight,
+                num_samples=samples,
+                num_microbatches=count,
+                composers_weight=composers_weight,
+                losses=[loss.detach() for loss in self.loss_terms.terms(state.loss)],
+                watched=watched,
+                bypass=bypass,
+            )
         )
-        guard.add_microbatch(microbatch)
-        if self._weighing is not None:
-            guard.weighings.append(self._weighing)
-            guard.add_mean(self.loss_terms.token_term(state.loss), self._weighing.mean)
-        self._look_at_loss(state, guard)
+        scales = dict.fromkeys(LOSS_UNITS, 1.0 if samples else 0.0)
+        if samples:
+            scales['tokens'] = token_weight(weight, step_weight, world_size=world_size) / composers_weight
+            scales['microbatches'] = 1.0 / (count * composers_weight)
         self._raw_loss = self.loss_terms.joined(state.loss)
-        guard.add_losses(self.loss_terms.terms(state.loss))
-        state.loss = self.loss_terms.scale(state.loss, microbatch.scales(), observe=guard.observe)
+        state.loss = self.loss_terms.scale(state.loss, scales, observe=self._step.observe)
 
-    def _look_at_loss(self, state: State, guard: StepGuard) -> None:
-        """Now and then holds a microbatch's loss to the losses of its tokens: later batches may have what none had yet.
+    def _watch(self, state: State, terms: Sequence[torch.Tensor], unit: float) -> tuple[WatchedTokens | None, bool]:
+        """Sets the weights of a microbatch's tokens, and listens to what they are; and whether its loss has more terms.
 
-        In the first steps and in one of sixteen, one microbatch each, another one every time: for a small model with a
-        large vocabulary reading the logits once more costs a tenth of a microbatch.
+        Args:
+            state: The trainer's.
+            terms: Those of its loss that are means over tokens.
+            unit: What a token of weight 1 must weigh in the gradient.
         """
+        batch, logits = state.batch, logits_of(state.outputs)
         assert self._check is not None
         assert self.rule is not None
-        step, microbatch = self._num_steps, guard.latest
-        if not (self._is_look_due() and self._check.is_plain and microbatch.loss_weight):
-            return
-        turn = step if step < NUM_FIRST_STEPS else step // LOOK_EVERY
-        if guard.num_added - 1 != turn % max(microbatch.num_microbatches, 1):
-            return
-        logits = logits_of(state.outputs)
-        if logits is not None and logits.shape[:2] == state.batch['labels'].shape:
+        if logits is None or not logits.requires_grad or logits.shape[:2] != batch['labels'].shape:
+            return None, False
+        bypass = has_bypass(terms, [logits, *filter(None, [router_loss_of(state.outputs)])])
+        targets, weights, num_tokens = targets_of(batch, self.rule), None, num_loss_tokens(batch)
+        if self.is_weighted:
+            weights = batch[LOSS_WEIGHTS] * (num_tokens / loss_weight(batch))
+            weights = weights if self.rule == 'unshifted' else weights.roll(-1, dims=1)
+            weigh_tokens(logits, weights)
             with torch.no_grad():
-                weights = state.batch[LOSS_WEIGHTS] if self.is_weighted else None
-                mean = mean_token_loss(logits.detach(), state.batch, self.rule, microbatch.loss_weight, weights)
-            guard.add_mean(self.loss_terms.token_term(state.loss), mean)
-
-    def _ranks_may_meet_once(self, state: State) -> bool:
-        """Whether ranks may meet in the last microbatch of a step alone, where DDP reduces gradients.
-
-        In automatic microbatching they ask each other after every forward whether memory ran out, synchronized batch
-        norms meet within it, and losses of coupled rows may gather those of other ranks.
-        """
-        if not isinstance(state.model, DistributedDataParallel) or state.auto_microbatching or self.loss_terms.coupled:
-            return False
-        return not any(isinstance(module, torch.nn.SyncBatchNorm) for module in state.model.modules())
-
-    def _see_whether_reduced(self, state: State) -> None:
-        """BEFORE_FORWARD: whether DDP reduces gradients in the backward of this microbatch."""
-        if not isinstance(state.model, DistributedDataParallel):
-            return
-        self._reduces.append(state.model.require_backward_grad_sync)
-        count, split = num_microbatches(state.batch), split_of(state.dataloader)
-        if not self._reduces[-1] or len(self._reduces) >= count:
-            return
-        if split is not None and split.options.equal_counts is False:
-            raise RuntimeError(
-                'Ranks must make equally many microbatches where gradients are reduced in each, or they wait for each '
-                f'other without end, got: a reduction in microbatch {len(self._reduces)} of {count} with '
-                "`equal_counts=False`. Leave it at 'auto', or `Trainer(ddp_sync_strategy=)` as it is by default."
-            )
-        if self._reduces_once:
-            raise RuntimeError(
-                'Gradients must be reduced in the last microbatch of a step alone, as they were in the steps before, '
-                f'got: a reduction in microbatch {len(self._reduces)} of {count}. Leave `Trainer(ddp_sync_strategy=)` '
-                'as it was when the checkpoint was written.'
-            )
-
-    def _is_look_due(self) -> bool:
-        """The first steps of a run, and then one of some."""
-        return self._num_steps < NUM_FIRST_STEPS or self._num_steps % LOOK_EVERY == 0
+                losses = token_losses(logits, targets)
+                change = (losses * (weights - 1) * (targets != IGNORE_INDEX)).sum() / num_tokens
+            self._token_sums.append(self.loss_terms.token_term(state.loss).detach().float().mean() * num_tokens)
+            state.loss = self.loss_terms.add(state.loss, change)
+        # Terms of other units may go through the logits as well.
+        is_told = self.loss_terms.given_units is None or set(self.loss_terms.given_units.values()) == {'tokens'}
+        scale = self._check.token_scale if is_told else None
+        unit *= (scale or 1.0) * self._step.gradient_scale * loss_weight(batch) / num_tokens
+        watched = WatchedTokens(
+            logits,
+            targets,
+            weights,
+            None if scale is None else unit,
+            num_tokens=num_tokens,
+            is_whole=self._num_steps < NUM_FIRST_STEPS,
+        )
+        return watched, bypass
 
     def _restore(self, state: State, logger: Logger) -> None:
         """AFTER_BACKWARD: callbacks read ``state.loss`` at the end of the batch and expect the model's own."""
@@ -430,56 +438,92 @@ class TokenAccumulation(Algorithm):
 
     def _finish(self, state: State, logger: Logger) -> None:
         """AFTER_TRAIN_BATCH: gradients are whole, the optimizer has not moved yet."""
-        guard = self._guard
-        assert guard is not None
-        _check_reduced(state.model)
-        scaler = state.scaler
-        is_scaled = scaler is not None and scaler.is_enabled()
+        step, split = self._step, split_of(state.dataloader)
+        assert self._check is not None
+        assert self._totals is not None
+        assert self._reductions is not None
+        check_reduced(state.model)
+        self._check_reached()
         # Of all that a cut does, only a microbatch without tokens makes NaNs (0 / 0). Those that the model makes by
         # itself a forward over the whole batch would make too, and reading every gradient costs a hundredth of a step.
-        is_due = guard.num_empty > 0 or self._is_look_due()
-        guard.check(
-            # Infinities under a loss scale are the scaler's own business: it skips the step.
-            gradients=_gradients(state.optimizers) if is_due and not is_scaled else [],
-            gradient_scale=scaler.get_scale() if is_scaled and scaler is not None else 1.0,
-            by_microbatch=self.loss_terms.needs_microbatches,
-        )
-        assert self._check is not None
-        kinds = [int(count > 0) for count in guard.totals.read()[3:]]
-        split = split_of(state.dataloader)
+        is_due = step.num_empty > 0 or self._num_steps < NUM_FIRST_STEPS or self._num_steps % LOOK_EVERY == 0
+        # Infinities under a loss scale are the scaler's own business: it skips the step.
+        gradients = _gradients(state.optimizers) if is_due and step.gradient_scale == 1.0 else []
+        step.check(gradients=gradients, by_microbatch=self.loss_terms.needs_microbatches)
+        if self._has_bypass is None and step.local_weight:
+            self._has_bypass = any(record.bypass for record in step.records)
+        kinds = [int(count > 0) for count in self._totals.read()[3:]]
         if self._check.is_new(kinds):
             had_companions = split is None or split.rules.companions
-            own = kinds_of(self._layout, self._device_batch)
-            self._check.prove(self._device_batch, split, own, [kinds])
+            self._prove(state, self._device_batch, kinds_of(self._layout, self._device_batch), [kinds])
             if split is not None and split.rules.companions and not had_companions:
                 raise RuntimeError(
                     'Rows without media must have the same loss beside rows with media and without, got: another one, '
                     'seen first in this step, which was cut without regard to it. Start again with such rows in the '
                     'first batch; then every microbatch gets a row with media.'
                 )
-        if split is not None and len(self._reduces) > 1 and self._can_reduce_once:
-            self._reduces_once = split.reduces_once = not any(self._reduces[:-1])
+        reduced_once = self._reductions.reduced_once()
+        if split is not None and reduced_once is not None:
+            self._reduces_once = reduced_once
+            split.adopt(split.rules, reduces_once=reduced_once)
         self._device_batch = {}
         self._num_steps += 1
-        if guard.tokens == 0:
+        self._log(state, logger)
+
+    def _check_reached(self) -> None:
+        """Raises RuntimeError if tokens should weigh unlike and do not; says once if nothing tells what they weigh."""
+        records = [record for record in self._step.records if record.loss_weight and record.num_samples]
+        reached = all(record.watched is not None and record.watched.was_reached for record in records)
+        if self.is_weighted and not reached:
+            raise RuntimeError(
+                "The model's own loss must be made of the logits that it returns for `token_weights`, got: a loss whose "
+                'gradient does not come by them (a fused kernel, a compiled forward that returns loss and logits '
+                "together). Switch the kernel off or leave out `compile_config`, or set `token_weights='token'`, which is "
+                'exact for it.'
+            )
+        if not self._said_unmeasured and not (reached and self._check and self._check.token_scale):
+            self._said_unmeasured = True
+            log.info(
+                'What tokens weigh is not measured in training, as %s. The first batch was looked at, and all counts are '
+                'checked in every step.',
+                'the loss is no plain mean of cross-entropies' if reached else 'no gradient comes by the logits',
+            )
+
+    def _log(self, state: State, logger: Logger) -> None:
+        assert self._totals is not None
+        tokens = int(self._totals.read()[0])
+        if tokens == 0:
             # Zero gradients would still decay weights and move momentum; no gradients move nothing.
             for optimizer in state.optimizers:
                 optimizer.zero_grad(set_to_none=True)
             self.num_empty_steps += 1
-        metrics = {
-            'token_accumulation/loss_generating_tokens': guard.tokens,
-            'token_accumulation/empty_microbatches': guard.num_empty,
+        metrics: dict[str, float] = {
+            'token_accumulation/loss_generating_tokens': tokens,
+            'token_accumulation/empty_microbatches': self._step.num_empty,
             'token_accumulation/empty_steps': self.num_empty_steps,
         }
         if self.is_weighted:
-            metrics['token_accumulation/token_mean_loss'] = guard.token_mean(state.device.tensor_to_device)
+            sums = torch.stack(self._token_sums).double().sum() if self._token_sums else torch.zeros(()).double()
+            total = RankSum(state.device.tensor_to_device(sums.cpu()[None])).read()[0]
+            metrics['token_accumulation/token_mean_loss'] = total / max(tokens, 1)
         logger.log_metrics(metrics)
 
 
-def _layout_of(state: State, split: Any) -> BatchLayout | None:
+def vocabulary_of(model: Any) -> int | None:
+    """Returns how many ids a label may have, by the last layer of a Hugging Face model; None where that is not known."""
+    model = getattr(model, 'module', model)
+    if not isinstance(model, HuggingFaceModel):
+        return None
+    try:
+        return getattr(model.model.get_output_embeddings(), 'out_features', None)
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def _layout_of(state: State, split: MicrobatchSplit | None) -> BatchLayout | None:
     """The layout that the user gave, else the model's own, else that of the batch; None: rows cannot be told apart."""
-    if split is not None and split.layout is not None:
-        return split.layout
+    if split is not None and split.given_layout is not None:
+        return split.given_layout
     try:
         layout = BatchLayout.for_model(state.model)
     except (AttributeError, ValueError):  # no config, or a vision model of no known family
@@ -501,22 +545,6 @@ def _layout_of(state: State, split: Any) -> BatchLayout | None:
         except (KeyError, ValueError):  # only the user's own split knows
             return None
     return layout
-
-
-def _check_reduced(model: torch.nn.Module) -> None:
-    """Raises RuntimeError if DDP left gradients unreduced, which it says itself only at the next forward."""
-    if not isinstance(model, DistributedDataParallel):
-        return
-    try:
-        model._check_reducer_finalized()  # private: DDP asks itself this at the start of its next forward
-    except RuntimeError as error:
-        without = [name for name, p in model.module.named_parameters() if p.requires_grad and p.grad is None]
-        raise RuntimeError(
-            'Every trained parameter must be reached by the last microbatch of each rank, or DDP does not reduce the '
-            f'gradients, got: {len(without)} that no microbatch of this rank reaches, such as {without[:3]}. Freeze '
-            'what no loss reaches, and let token_data_spec() with a `layout` that knows the media of the model give '
-            'every microbatch a row with media.'
-        ) from error
 
 
 def _gradients(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:

@@ -33,6 +33,7 @@ __all__ = [
     'sketch',
     'targets_of',
     'token_losses',
+    'tolerance_of',
     'weigh_tokens',
 ]
 
@@ -50,12 +51,17 @@ class MeasuredTokens:
     Args:
         weights: float32 ``(rows, width)``, at the positions that predict; 0 where the loss does not look.
         targets: int64 ``(rows, width)``, the token that each position is held to; -100: none.
+        sizes: float32 ``(rows, width)``, norm of the gradient of a plain cross-entropy: near 0 where the model is sure,
+            and where its weight therefore hardly matters and is hardly known.
         residual: Norm of what no token's cross-entropy explains, over that of the gradient; ``()``.
+        dtype: Of the gradient that was measured.
     """
 
     weights: torch.Tensor
     targets: torch.Tensor
+    sizes: torch.Tensor
     residual: torch.Tensor
+    dtype: torch.dtype
 
 
 def logits_of(outputs: Any) -> torch.Tensor | None:
@@ -64,6 +70,11 @@ def logits_of(outputs: Any) -> torch.Tensor | None:
     if logits is None and isinstance(outputs, torch.Tensor):
         logits = outputs
     return logits if isinstance(logits, torch.Tensor) and logits.dim() == 3 else None
+
+
+def tolerance_of(dtype: torch.dtype) -> float:
+    """Returns how far from its weight a token may be measured, of gradients of this type."""
+    return 1e-5 + 4 * (torch.finfo(dtype).eps if dtype != torch.float64 else 0.0)
 
 
 def targets_of(batch: Batch, rule: str) -> torch.Tensor:
@@ -86,44 +97,55 @@ def measure(logits: torch.Tensor, gradient: torch.Tensor, targets: torch.Tensor 
         targets: As of :func:`targets_of`. None: read off the gradient, whose largest entry is that of the label, as the
             others sum up to it.
     """
-    weights, found, left, whole = [], [], [], []
+    weights, found, sizes, left, whole = [], [], [], [], []
     for z, g, y in _chunks(logits, gradient, targets):
         if y is None:
             y = torch.where(g.any(dim=-1), g.abs().argmax(dim=-1), IGNORE_INDEX)
         r = _direction(z, y)
-        weight = (g * r).sum(dim=-1) / r.square().sum(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+        size = r.square().sum(dim=-1)
+        weight = (g * r).sum(dim=-1) / size.clamp(min=torch.finfo(torch.float32).tiny)
         left.append((g - weight[:, None] * r).square().sum())
         whole.append(g.square().sum())
         weights.append(weight)
         found.append(y)
-    shape = logits.shape[:2]
+        sizes.append(size.sqrt())
+    weights, found, sizes = (torch.cat(parts).view(logits.shape[:2]) for parts in (weights, found, sizes))
     residual = (torch.stack(left).sum() / torch.stack(whole).sum()).sqrt()
-    return MeasuredTokens(
-        weights=torch.cat(weights).view(shape), targets=torch.cat(found).view(shape), residual=residual
-    )
+    return MeasuredTokens(weights=weights, targets=found, sizes=sizes, residual=residual, dtype=gradient.dtype)
 
 
 def deviation(
-    logits: torch.Tensor, gradient: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor
+    logits: torch.Tensor, gradient: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None, unit: float
 ) -> torch.Tensor:
     """Returns how far the gradient of each position is from what it must be, float32 ``(rows x width,)``.
 
+    In parts of a plain token's weight, so that a token that the model is sure of, of which little is left but round-off,
+    is not far off.
+
     Args:
         logits: ``(rows, width, vocabulary)``.
-        gradient: Of the loss by them, of their shape; divided by the weight of a plain token.
+        gradient: Of the loss by them, of their shape.
         targets: As of :func:`targets_of`.
-        weights: What tokens must weigh beside a plain one, ``(rows, width)``.
+        weights: What tokens must weigh beside a plain one, ``(rows, width)``; None: the same.
+        unit: What a plain one must weigh.
     """
     norms, start = [], 0
     for z, g, y in _chunks(logits, gradient, targets):
-        expected = _direction(z, y) * weights.flatten()[start : start + len(z), None]
-        norms.append((g - expected).square().sum(dim=-1).sqrt())
+        expected = _direction(z, y)
+        if weights is not None:
+            expected *= weights.flatten()[start : start + len(z), None]
+        norms.append((g / unit - expected).square().sum(dim=-1).sqrt())
         start += len(z)
     return torch.cat(norms)
 
 
 def label_deviation(
-    logits: torch.Tensor, gradient: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, positions: torch.Tensor
+    logits: torch.Tensor,
+    gradient: torch.Tensor,
+    targets: torch.Tensor,
+    weights: torch.Tensor | None,
+    unit: float,
+    positions: torch.Tensor,
 ) -> torch.Tensor:
     """As :func:`deviation`, of some positions and of the label's own entry alone, which is enough to see a weight.
 
@@ -132,12 +154,17 @@ def label_deviation(
         gradient: As there.
         targets: As there.
         weights: As there.
+        unit: As there.
         positions: Numbers of positions with a target, counted through all rows.
     """
-    z, labels = _whole(logits.flatten(0, 1)[positions]), targets.flatten()[positions, None]
-    g = _whole(gradient.flatten(0, 1)[positions]).gather(1, labels)
-    probability = (z.gather(1, labels).float() - z.float().logsumexp(dim=-1, keepdim=True)).exp()
-    return (g.float() - weights.flatten()[positions, None] * (probability - 1)).abs()[:, 0]
+    places = (positions // targets.shape[1], positions % targets.shape[1])
+    labels = targets[places][:, None]
+    z = _whole(logits[places]).float()
+    g = _whole(gradient[places]).gather(1, labels)[:, 0]
+    expected = (z.gather(1, labels)[:, 0] - z.logsumexp(dim=-1)).exp() - 1
+    if weights is not None:
+        expected = expected * weights[places]
+    return (g.float() / unit - expected).abs()
 
 
 def sketch(gradient: torch.Tensor) -> torch.Tensor:

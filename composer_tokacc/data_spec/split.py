@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 import torch.distributed
 from composer.utils import dist
 
-from composer_tokacc.algorithm.first_batch import CutRules
+from composer_tokacc.checks.rows import has_positions, widest_like
 from composer_tokacc.counting import IGNORE_INDEX, num_rows, sample_name, with_carried, without_carried
 from composer_tokacc.data_spec.added_rows import AddedRow, MediaRows, add_rows, zero_weight
+from composer_tokacc.data_spec.cut_rules import CutRules
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.data_spec.packing import pack_lengths, pack_rows
 from composer_tokacc.layout import Batch, BatchLayout, Family, ReadyBatch, microbatches_of
@@ -26,7 +28,7 @@ from composer_tokacc.layout.families import UNITS
 from composer_tokacc.layout.layout import own_labels
 from composer_tokacc.planning import CostModel, cut
 
-__all__ = ['MicrobatchSplit', 'SplitOptions', 'max_over_ranks']
+__all__ = ['MicrobatchSplit', 'SplitOptions', 'max_over_ranks', 'register_split', 'split_of']
 
 log = logging.getLogger(__name__)
 
@@ -52,9 +54,16 @@ class MicrobatchSplit:
         dataloader: The loader whose batches it splits; held, because the algorithm finds the split by it.
         layout: How tensors belong to rows. None: the model's own, once it is known; until then that of each batch.
         options: What the user asked for.
+        microbatch_transforms: The user's, done to microbatches on the device.
     """
 
-    def __init__(self, dataloader: Any, layout: BatchLayout | None, options: SplitOptions) -> None:
+    def __init__(
+        self,
+        dataloader: Any,
+        layout: BatchLayout | None,
+        options: SplitOptions,
+        microbatch_transforms: Callable[[Any], Any] | None = None,
+    ) -> None:
         self.dataloader = dataloader
         self.layout = self.given_layout = layout
         self.options = options
@@ -66,25 +75,49 @@ class MicrobatchSplit:
         self.reduces_once = False
         """Whether ranks meet in the last microbatch of a step alone, where DDP reduces gradients: then the others may
         leave an encoder unused, and ranks may make unequally many. The algorithm sees it happen."""
-        self.state: Any = None
-        """The trainer's in a step of the algorithm: it knows whether metrics read a copy of each microbatch."""
-        self.microbatch_transforms: Callable[[Any], Any] | None = None
-        """What is done to microbatches on the device; the first-batch check must do it as well."""
-        self.packing = options.packing is True
-        """Whether a microbatch's rows become one packed row; with ``'auto'`` known once the first batch is."""
+        self.copies_microbatches: Callable[[], bool] | None = None
+        """Asks whether metrics of training read a copy of each microbatch; None: no algorithm is in this step."""
+        self._microbatch_transforms = microbatch_transforms
+        self._model: Any = None
         self._attention: DocumentAttention | None = None
-        self._has_packed = False
+        self._wants_packing = self._has_packed = False
         self._warned: set[str] = set()
+
+    def start(self, model: Any, layout: BatchLayout | None, batch: Batch, microbatch_size: float) -> None:
+        """Begins with a model, of which nothing is known but its layout; a collective."""
+        self.attend_as_before()
+        self._model, self.layout = model, layout or self.given_layout
+        self.rules, self.checked = CutRules(), False
+        self._wants_packing = self.options.packing is True
+        if self.options.packing == 'auto' and self.layout is not None:
+            self._wants_packing = self._choose_packing(self.layout, batch, microbatch_size)
+
+    def adopt(self, rules: CutRules, *, reduces_once: bool = False) -> None:
+        """Cuts by these rules from now on."""
+        self.rules, self.checked, self.reduces_once = rules, True, reduces_once
+        self._attend(rules.packing)
+
+    def begin_step(self, *, copies_microbatches: Callable[[], bool] | None) -> None:
+        """Learns what the trainer does with the microbatches of a step."""
+        self.copies_microbatches = copies_microbatches
+
+    def as_the_model_takes_it(self, batch: Any) -> Any:
+        """Returns a microbatch on the device as the model gets it."""
+        batch = self._microbatch_transforms(batch) if self._microbatch_transforms is not None else batch
+        return batch if self.layout is None else self.layout.with_media(batch)
+
+    @property
+    def packing(self) -> bool:
+        """Whether a microbatch's rows become one packed row."""
+        return bool(self.rules.packing)
 
     @property
     def regroups(self) -> bool:
         """Whether rows may change their company."""
         return self.options.regroup or bool(self.options.packing)
 
-    def choose_packing(self, layout: BatchLayout, batch: Batch, microbatch_size: float) -> None:
-        """With ``packing='auto'``: packs if that costs less on this batch, over all ranks; a collective."""
-        if self.options.packing != 'auto':
-            return
+    def _choose_packing(self, layout: BatchLayout, batch: Batch, microbatch_size: float) -> bool:
+        """Whether packing costs less on this batch, over all ranks; a collective."""
         cost = self.options.cost or CostModel()
         lengths = [length for one in microbatches_of(batch) for length in layout.lengths(one)]
         budget = int(microbatch_size * (self.options.slot_tokens or max(map(layout.width, microbatches_of(batch)))))
@@ -93,19 +126,42 @@ class MicrobatchSplit:
         padded = float((np.array([len(rows) for rows in cuts]) * cost.rows(widths) + cost.launch).sum())
         packed = sum(cost.packed([lengths[row] for row in rows]) for rows in pack_lengths(lengths, budget))
         packed, padded = map(sum, zip(*dist.all_gather_object((packed, padded)), strict=True))
-        self.packing = packed < padded
-        log.info('packing=%s: the first batch costs %.0f packed and %.0f padded.', self.packing, packed, padded)
+        log.info('packing=%s: the first batch costs %.0f packed and %.0f padded.', packed < padded, packed, padded)
+        return packed < padded
 
     @property
     def must_pack(self) -> bool:
         """Whether rows are packed or the run stops: asked for, or begun so."""
         return self.options.packing is True or self._has_packed
 
-    def attend_by_document(self, model: torch.nn.Module, *, by_positions: bool = False) -> None:
-        """Has the model's attention take packed rows; called again it changes nothing."""
-        if self._attention is None or (by_positions and self._attention.has_masks):
+    def candidates(self, layout: BatchLayout, rows: Batch, known: CutRules) -> Iterator[CutRules]:
+        """Gives the rules that are to be tried on such rows, cheapest first; ``known``: those found on other rows."""
+        if known.packing or (self._wants_packing and not self.checked):
+            yield replace(known, packing=known.packing or 'documents')
+            if self.must_pack and not known.packing:
+                yield replace(known, packing='positions')
+            if self.must_pack:
+                return
+        side, media = layout.padding_side(rows), layout.media_per_row(rows)
+        companions = [False] if all(media) or not any(media) else [False, True]
+        known = replace(known, packing='', companions=known.companions or bool(layout.family.coupling))
+        ways: tuple[str, ...] = ('trim', 'columns', 'keep') if side == 'left' else ('trim', 'keep')
+        if bool(layout.real_positions(rows).all()):
+            ways = (getattr(known, side),)  # nothing to trim, so nothing is learnt of trimming
+        elif side == 'left':
+            known = replace(known, left_width=widest_like(layout.width(rows)), left_given=has_positions(rows))
+        for way in ways:
+            for companion in companions:
+                yield replace(known, **{side: way, 'companions': companion or known.companions})
+
+    def _attend(self, packing: str) -> None:
+        """Has the model's attention take rows that are so packed; called again it changes nothing."""
+        by_positions = packing == 'positions'
+        if not packing:
             self.attend_as_before()
-            self._attention = DocumentAttention(model, by_positions=by_positions)
+        elif self._model is not None and (self._attention is None or self._attention.has_masks == by_positions):
+            self.attend_as_before()
+            self._attention = DocumentAttention(self._model, by_positions=by_positions)
 
     def attend_as_before(self) -> None:
         """Gives the model its own attention back, where it had to change."""
@@ -167,7 +223,11 @@ class MicrobatchSplit:
         if rules.companions:
             added = _companions(layout, [(batch, layout.lengths(batch))]).missing(batch, rows)
             microbatch = add_rows(layout, microbatch, [one.row for one in added]) if added else microbatch
-        microbatch = pack_rows(layout, microbatch, self._attention) if self.packing else microbatch
+        if rules.packing and layout.family.coupling:
+            raise RuntimeError(f'rows that are not independent: {layout.family.coupling}')
+        if rules.packing:
+            self._attend(rules.packing)
+            microbatch = pack_rows(layout, microbatch, self._attention)
         return without_carried(microbatch)
 
     def _chunks(self, layout: BatchLayout, batch: Batch, size: int) -> list[dict[str, Any]]:
@@ -485,3 +545,20 @@ def max_over_ranks(values: Sequence[int]) -> list[int]:
     tensor = torch.tensor([int(value) for value in values], device=torch.cuda.current_device() if on_gpu else 'cpu')
     dist.all_reduce(tensor, reduce_operation='MAX')
     return tensor.tolist()
+
+
+_SPLITS: WeakValueDictionary[int, MicrobatchSplit] = WeakValueDictionary()
+
+
+def register_split(dataloader: Any, split: MicrobatchSplit) -> None:
+    """Lets :func:`split_of` find the split of a loader; the split must hold on to its loader."""
+    _SPLITS[id(dataloader)] = split
+
+
+def split_of(dataloader: Any) -> MicrobatchSplit | None:
+    """Returns the split that ``token_data_spec`` made for a loader.
+
+    The trainer shows an algorithm the loader, not the DataSpec, and nothing of ours may lie in a batch before
+    BATCH_START: Composer's own algorithms clone every entry of it.
+    """
+    return _SPLITS.get(id(dataloader))

@@ -14,8 +14,9 @@ from composer.core import DataSpec
 from composer.utils import dist
 from torch.utils.data import DataLoader
 
-from composer_tokacc.algorithm.first_batch import FirstBatchCheck, kinds_of, register_split
-from composer_tokacc.algorithm.probe import Probe
+from composer_tokacc.checks.first_batch import FirstBatchCheck
+from composer_tokacc.checks.probe import Probe
+from composer_tokacc.checks.rows import kinds_of
 from composer_tokacc.counting import (
     carried,
     carry,
@@ -27,7 +28,7 @@ from composer_tokacc.counting import (
     real_tokens,
     without_carried,
 )
-from composer_tokacc.data_spec.split import MicrobatchSplit, SplitOptions, max_over_ranks
+from composer_tokacc.data_spec.split import MicrobatchSplit, SplitOptions, max_over_ranks, register_split
 from composer_tokacc.layout import BatchLayout, ReadyBatch, microbatches_of
 from composer_tokacc.planning import CostModel
 
@@ -135,7 +136,7 @@ def token_data_spec(
     )
     if layout is None and model is not None:
         layout = BatchLayout.for_model(model) if hasattr(getattr(model, 'module', model), 'config') else None
-    split = MicrobatchSplit(dataloader, layout, options)
+    split = MicrobatchSplit(dataloader, layout, options, data_spec_kwargs.pop('microbatch_transforms', None))
     register_split(dataloader, split)
     return _TokenDataSpec(dataloader, split, model, loss_tokens, **data_spec_kwargs)
 
@@ -151,12 +152,10 @@ class _TokenDataSpec(DataSpec):
         loss_tokens: str,
         *,
         batch_transforms: Callable[[Any], Any] | None = None,
-        microbatch_transforms: Callable[[Any], Any] | None = None,
         **kwargs: Any,
     ) -> None:
         self._split, self._model, self._rule = split, model, loss_tokens
-        self._batch_transforms, self._microbatch_transforms = batch_transforms, microbatch_transforms
-        split.microbatch_transforms = self._as_the_model_takes_it
+        self._batch_transforms = batch_transforms
         self._on_device: tuple[Any, Mapping[str, Any]] = (None, {})
         self._first_batch: FirstBatchCheck | None = None
         super().__init__(
@@ -192,7 +191,7 @@ class _TokenDataSpec(DataSpec):
             )
         # Two specs may share a loader; the algorithm asks for the one that the trainer uses.
         register_split(self.dataloader, self._split)
-        self._split.state = None  # until the algorithm, if there is one, has begun with this batch
+        self._split.begin_step(copies_microbatches=None)  # until the algorithm, if there is one, begins with this batch
         if 'labels' not in batch or torch.is_grad_enabled():
             return batch  # in training carry() masks, which knows the rule
         return batch.map(mask_document_starts) if isinstance(batch, ReadyBatch) else mask_document_starts(batch)
@@ -206,10 +205,11 @@ class _TokenDataSpec(DataSpec):
 
     def _check(self, batch: Any, microbatch_size: int | float) -> None:
         """Without the algorithm: has the check look at rows of every kind that the model was not asked about yet."""
-        layout = self._split.layout or BatchLayout.infer(batch)
+        layout = self._split.given_layout or BatchLayout.infer(batch)
         if self._first_batch is None:
+            self._split.start(self._model, self._split.given_layout, batch, microbatch_size)
             self._first_batch = FirstBatchCheck(
-                Probe.of_model(self._model),
+                Probe.from_model(self._model),
                 layout,
                 self._on_models_device,
                 loss_tokens=self._rule,
@@ -219,7 +219,7 @@ class _TokenDataSpec(DataSpec):
         self._first_batch.layout = layout  # of this batch, where the model does not tell
         kinds = kinds_of(layout, batch)
         present = max_over_ranks(kinds) if dist.get_world_size() > 1 else kinds
-        self._first_batch.prove(batch, self._split, kinds, [present])
+        self._split.adopt(self._first_batch.prove(batch, self._split, self._split.rules, kinds, [present]))
         assert self._first_batch.rule is not None
         self._rule = self._first_batch.rule
 
@@ -227,18 +227,14 @@ class _TokenDataSpec(DataSpec):
         """As the trainer moves a microbatch to the device and transforms it there."""
         device = next(self._model.parameters()).device
         moved = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
-        return self._as_the_model_takes_it(moved)
-
-    def _as_the_model_takes_it(self, batch: Any) -> Any:
-        batch = self._microbatch_transforms(batch) if self._microbatch_transforms is not None else batch
-        return batch if self._split.layout is None else self._split.layout.with_media(batch)
+        return self._split.as_the_model_takes_it(moved)
 
     def _transform_microbatch(self, batch: Any) -> Any:
-        batch = self._as_the_model_takes_it(batch)
-        state = self._split.state
-        if state is not None and type(batch) is dict and not state.train_metrics:
+        batch = self._split.as_the_model_takes_it(batch)
+        copies_microbatches = self._split.copies_microbatches
+        if type(batch) is dict and copies_microbatches is not None and not copies_microbatches():
             batch = _Uncopied(batch)
-        if self._model is None or state is not None or not carried(batch):
+        if self._model is None or copies_microbatches is not None or not carried(batch):
             return batch
         # No algorithm hides what the batch carries from a compiled forward, which would be compiled anew for each list.
         self._on_device = (ref(batch['labels']), carried(batch))

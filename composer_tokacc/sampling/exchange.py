@@ -19,8 +19,8 @@ import torch.distributed
 from composer.utils import dist
 from torch.utils.data import DataLoader, Dataset
 
-from composer_tokacc.algorithm.filler_rows import repeated_rows
 from composer_tokacc.planning import CostModel
+from composer_tokacc.sampling.filler_rows import repeated_rows
 from composer_tokacc.sampling.rank_share import LoadPlanner, RankShare
 
 __all__ = ['ExchangingDataLoader', 'SampleExchange', 'pack', 'unpack']

@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-
 from composer_tokacc.algorithm.probe import Probe, find_loss_rule, token_losses
+
 from tests.support.text import text_model, text_row
 
 

@@ -13,7 +13,7 @@ from composer.core import Algorithm, DataSpec, Event
 
 from composer_tokacc import TokenAccumulation, token_data_spec
 from composer_tokacc.algorithm.functional import RankSum
-from composer_tokacc.algorithm.step_guard import StepGuard
+from composer_tokacc.checks.step import StepCheck
 from tests.support.text import collate, text_model, text_row, text_rows
 from tests.support.training import hugging_face, loader, logged, reference_gradients, relative_error, train
 
@@ -369,7 +369,7 @@ def test_no_host_sync_a_microbatch(model, monkeypatch, units):
     algorithm = TokenAccumulation(loss_units=units)
     for event in microbatch_events:
         algorithm._actions[event] = forbid(algorithm._actions[event], event.value)
-    monkeypatch.setattr(StepGuard, 'observe', forbid(StepGuard.observe, 'hook'))
+    monkeypatch.setattr(StepCheck, 'observe', forbid(StepCheck.observe, 'hook'))
     batch = collate(text_rows([*RAGGED, (5, 0)]))
     given = hugging_face(model)
     if units:
@@ -411,10 +411,10 @@ def test_labels_on_pads_count_where_the_model_counts_them(model):
         assert logged(memory, 'loss/train/total') == pytest.approx([loss], rel=TOLERANCE)
 
 
-def test_wrong_rule_is_refused_with_both_means(model):
+def test_wrong_rule_is_refused_with_the_positions_that_the_gradient_is_at(model):
     batch = collate(text_rows(RAGGED))
     with pytest.raises(
-        RuntimeError, match=r"'unshifted', but the model averages by 'causal' \(\d+\.\d+ where .* unshifted \d+\.\d+"
+        RuntimeError, match=r"'unshifted', but the model averages by 'causal' \(the gradient .* positions \[9, 10, 11, 12\]"
     ):
         train(model, loader(batch), algorithms=[TokenAccumulation(loss_tokens='unshifted')], microbatch_size=2)
 

@@ -13,6 +13,7 @@ import torch
 from composer.algorithms import GradientClipping
 from composer.callbacks import NaNMonitor
 from composer.core import Callback
+from composer_tokacc.algorithm.weighted_labels import weigh_labels
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from composer_tokacc import (
@@ -23,7 +24,6 @@ from composer_tokacc import (
     token_data_spec,
 )
 from composer_tokacc.algorithm import step_loss_weights, with_token_weights
-from composer_tokacc.algorithm.weighted_labels import weigh_labels
 from composer_tokacc.counting import token_weights_of
 from tests.algorithm.test_attacked import Terms, by_token
 from tests.support.families import FAMILIES

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from composer_tokacc import BatchLayout, token_data_spec
-from composer_tokacc.algorithm.first_batch import split_of
 from composer_tokacc.counting import carried, carry, num_samples, with_carried
 from composer_tokacc.data_spec.added_rows import add_rows, blank_row, smallest_row, zero_weight
+from composer_tokacc.data_spec.cut_rules import CutRules
 from composer_tokacc.data_spec.packing import pack_lengths
+from composer_tokacc.data_spec.split import split_of
 from tests.matrix.harness import measure_steps
 from tests.matrix.subjects import SUBJECTS
 from tests.support import family_models
@@ -226,7 +227,7 @@ def packed_microbatches(monkeypatch, batch, layout, agreed=list, **options):
     monkeypatch.setattr('composer_tokacc.data_spec.split.max_over_ranks', agreed)
     given = loader(batch)
     spec = token_data_spec(given, layout=layout, packing=True, **options)
-    split_of(given).checked = True
+    split_of(given).adopt(CutRules(packing='documents'))
     return spec.split_batch(batch, 1)
 
 
@@ -280,7 +281,8 @@ def test_where_ddp_reduces_once_the_last_microbatch_has_the_media_within_the_cap
     monkeypatch.setattr('composer_tokacc.data_spec.split.max_over_ranks', agreed)
     given = loader(text)
     spec = token_data_spec(given, layout=layout, slot_tokens=cap)
-    split_of(given).reduces_once = True
+    split = split_of(given)
+    split.adopt(split.rules, reduces_once=True)
     *others, last = spec.split_batch(text, 1)
     assert 'pixel_values' in last
     assert not any('pixel_values' in microbatch for microbatch in others)

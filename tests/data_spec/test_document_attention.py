@@ -245,7 +245,7 @@ def test_a_small_convolution_over_the_documents_is_refused():
     model = text_model()
     model.model.layers[1] = Convolved(model.model.layers[1])
     rows = text_rows([(12, 1), (13, 1), (14, 2), (11, 1)])  # losses far from the bounds
-    with pytest.raises(RuntimeError, match='words of another document'):
+    with pytest.raises(RuntimeError, match='must tell packed documents apart, got: '):
         train(
             model, token_data_spec(loader(collate(rows)), packing=True), algorithms=[TokenAccumulation()],
             microbatch_size=2,

@@ -14,8 +14,9 @@ import torch
 from torch.utils.data import Dataset
 
 from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, TokenAccumulation, token_data_spec
-from composer_tokacc.algorithm.first_batch import CutRules, split_of
 from composer_tokacc.counting import carried, num_samples
+from composer_tokacc.data_spec.cut_rules import CutRules
+from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.layout import BatchLayout, ReadyBatch
 from tests.support.families import FAMILIES
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
@@ -46,7 +47,9 @@ def spec_for(*, images=False, checked=True, left='trim', right='trim', companion
     source = []
     spec = token_data_spec(source, layout=BatchLayout(family=LLAVA if images else TEXT), slot_tokens=10, **kwargs)
     split = spec.split_batch.__self__._split
-    split.rules, split.checked = CutRules(left=left, right=right, companions=companions), checked
+    packing = 'documents' if kwargs.get('packing') else ''
+    split.adopt(CutRules(left=left, right=right, companions=companions, packing=packing))
+    split.checked = checked
     return spec
 
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset
 
-from composer_tokacc.algorithm.filler_rows import filler_rows
 from composer_tokacc.sampling import RegroupingBatchSampler
+from composer_tokacc.sampling.filler_rows import filler_rows
 
 
 @settings(deadline=None, max_examples=150)

@@ -1,0 +1,94 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""When ranks reduce their gradients: DDP does it in the last microbatch of a step alone, if left to itself."""
+
+from __future__ import annotations
+
+import torch
+from composer.core import State
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ['ReductionWatch', 'check_reduced', 'check_sharding']
+
+
+class ReductionWatch:
+    """Sees in which microbatches of a step gradients are reduced, and refuses what would wait without end.
+
+    Args:
+        state: The trainer's.
+        is_coupled: Whether the loss may gather rows of other ranks.
+    """
+
+    def __init__(self, state: State, *, is_coupled: bool) -> None:
+        self._model = state.model
+        self._reduces: list[bool] = []
+        # In automatic microbatching ranks ask each other after every forward whether memory ran out, synchronized batch
+        # norms meet within it, and losses of coupled rows may gather those of other ranks.
+        self.may_meet_once = (
+            isinstance(state.model, DistributedDataParallel)
+            and not (state.auto_microbatching or is_coupled)
+            and not any(isinstance(module, torch.nn.SyncBatchNorm) for module in state.model.modules())
+        )
+
+    def start_attempt(self) -> None:
+        """Forgets an attempt that failed half-way."""
+        self._reduces = []
+
+    def see(self, num_microbatches: int, *, has_unequal_counts: bool, reduced_once: bool) -> None:
+        """Notes whether gradients are reduced in the backward of the microbatch that comes now.
+
+        Args:
+            num_microbatches: How many this rank makes of the step.
+            has_unequal_counts: Whether ranks may make unequally many by the user's word.
+            reduced_once: Whether they were reduced in the last one alone in the steps before.
+        """
+        if not isinstance(self._model, DistributedDataParallel):
+            return
+        self._reduces.append(self._model.require_backward_grad_sync)
+        if not self._reduces[-1] or len(self._reduces) >= num_microbatches:
+            return
+        got = f'got: a reduction in microbatch {len(self._reduces)} of {num_microbatches}'
+        if has_unequal_counts:
+            raise RuntimeError(
+                'Ranks must make equally many microbatches where gradients are reduced in each, or they wait for each '
+                f"other without end, {got} with `equal_counts=False`. Leave it at 'auto', or "
+                '`Trainer(ddp_sync_strategy=)` as it is by default.'
+            )
+        if reduced_once:
+            raise RuntimeError(
+                'Gradients must be reduced in the last microbatch of a step alone, as they were in the steps before, '
+                f'{got}. Leave `Trainer(ddp_sync_strategy=)` as it was when the checkpoint was written.'
+            )
+
+    def reduced_once(self) -> bool | None:
+        """Returns whether this step reduced in its last microbatch alone; None: it had one, or ranks may meet in all."""
+        return not any(self._reduces[:-1]) if len(self._reduces) > 1 and self.may_meet_once else None
+
+
+def check_sharding(model: torch.nn.Module) -> None:
+    """Raises RuntimeError if FSDP2 leaves out parameters: nobody reduces them, and every rank trains its own copy."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    whole = [name for name, parameter in trained.items() if not isinstance(parameter, DTensor)]
+    if 0 < len(whole) < len(trained):
+        raise RuntimeError(
+            f'FSDP must shard every trained parameter, got: {len(whole)} whole ones, such as {whole[:3]}, which no '
+            'rank shares. Let Composer wrap the model itself (no `_fsdp_wrap = False` on it), or freeze them.'
+        )
+
+
+def check_reduced(model: torch.nn.Module) -> None:
+    """Raises RuntimeError if DDP left gradients unreduced, which it says itself only at the next forward."""
+    if not isinstance(model, DistributedDataParallel):
+        return
+    try:
+        model._check_reducer_finalized()  # private: DDP asks itself this at the start of its next forward
+    except RuntimeError as error:
+        without = [name for name, p in model.module.named_parameters() if p.requires_grad and p.grad is None]
+        raise RuntimeError(
+            'Every trained parameter must be reached by the last microbatch of each rank, or DDP does not reduce the '
+            f'gradients, got: {len(without)} that no microbatch of this rank reaches, such as {without[:3]}. Freeze '
+            'what no loss reaches, and let token_data_spec() with a `layout` that knows the media of the model give '
+            'every microbatch a row with media.'
+        ) from error

@@ -1,0 +1,311 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The run's own model on a few rows, as it will train: its loss, and the gradient of that at the end of its layers."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+
+from composer_tokacc.checks.logits import MeasuredTokens, logits_of, measure, sketch, token_losses
+from composer_tokacc.counting import Batch, labels_of, with_own_tensors
+
+__all__ = ['NOISE_FACTOR', 'Probe', 'ProbeResult', 'router_loss_of']
+
+log = logging.getLogger(__name__)
+
+NOISE_FACTOR = 8
+"""Tolerance over the measured round-off: kernels for other shapes round every sum, the measurement only its result."""
+ROUNDING_FLOOR = 64
+"""Of the rounding of a loss: kernels for other shapes sum in another order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeResult:
+    """What one forward of a few rows gave.
+
+    Args:
+        losses: Sum of the terms of each unit that a cut must leave alone: ``'tokens'``, ``'samples'``.
+        gradients: Of these by what the last layers give, ``(rows, width, entries)`` each: by the states that logits are
+            made of, as far as the loss uses them besides, and by the logits; None where it does not use them.
+        measured: What tokens weigh; None: the model gives no logits that its loss is made of.
+        explained: What the cross-entropies of the tokens, so weighted, sum up to; None likewise.
+        vocabulary: Number of logits of a position, if any are given.
+        has_router_loss: Whether the model gives the load-balancing loss of a mixture of experts as well.
+        eps: Machine epsilon of the loss; not less than that of float32.
+    """
+
+    losses: Mapping[str, float]
+    gradients: Mapping[str, Sequence[torch.Tensor | None]]
+    measured: MeasuredTokens | None
+    explained: float | None
+    vocabulary: int | None
+    has_router_loss: bool
+    eps: float
+
+    def loss_tolerance(self, unit: str, noise: float) -> float:
+        """Returns by how much two losses may differ and be the same."""
+        return NOISE_FACTOR * noise + ROUNDING_FLOOR * self.eps * (1 + abs(self.losses[unit]))
+
+
+class Probe:
+    """Runs the model's own forward and loss without a graph but at its end, and leaves no trace in the run.
+
+    The layers run as in training but for dropout: a loss may be another one there. Where the forward is random all the
+    same, and no two of them could be compared, they run as in evaluation.
+
+    Args:
+        forward: The model's forward, as the trainer calls it.
+        loss: Its loss, of outputs and batch.
+        model: The module, for its mode and its weights' precision.
+        precision: Context in which the trainer runs the forward. Weights in float32 are probed without it, because in
+            float32 a leak of 2e-3 is plain to see and in bfloat16 it is not.
+        terms: The terms of a loss by their unit, of loss and outputs. None: all are means over tokens.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[Any], Any],
+        loss: Callable[[Any, Any], Any],
+        model: torch.nn.Module,
+        precision: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        terms: Callable[[Any, Any], Mapping[str, torch.Tensor]] | None = None,
+    ) -> None:
+        self.model = model
+        self._forward, self._loss, self._precision = forward, loss, precision
+        self._terms = terms or (lambda loss, outputs: {'tokens': loss})
+        self.is_training = True
+        self._layers: list[torch.nn.Module] = []
+        self._has_looked = False
+        """What gives the states that logits are made of, most often a norm, and what makes the logits."""
+        parameter = next(model.parameters(), None)
+        self._in_full = parameter is not None and parameter.dtype == torch.float32
+        self._device_type = parameter.device.type if parameter is not None else 'cpu'
+
+    @classmethod
+    def from_model(cls, model: Any) -> Probe:
+        """Makes one of a ComposerModel, or of a Hugging Face model that computes its own loss."""
+        if hasattr(model, 'eval_forward'):
+            return cls(model, lambda outputs, batch: model.loss(outputs, batch), model)
+        named = inspect.signature(model.forward).parameters
+
+        def forward(batch: Batch) -> Any:
+            return model(**{key: value for key, value in batch.items() if key in named})
+
+        return cls(forward, lambda outputs, batch: outputs['loss'], model)
+
+    def run(self, batch: Batch) -> ProbeResult:
+        """Runs a batch on its device; eager, leaving random numbers, modes and buffers as they were."""
+        if not self._has_looked:
+            self._layers, self._has_looked = self._find_layers(batch), True
+        return self._run_as_in_training(batch)
+
+    def _find_layers(self, batch: Batch) -> list[torch.nn.Module]:
+        """Also finds whether the forward is random in training even without dropout."""
+        found: list[tuple[torch.nn.Module, int]] = []
+
+        def note(module: torch.nn.Module, args: Any, output: Any) -> None:
+            if _is_of_positions(output, batch):
+                found.append((module, output.shape[-1]))
+
+        with _hooked(_leaves(self.model), note):
+            result = self._run_as_in_training(batch)
+        other = self._run_as_in_training(batch, seed=1)
+        moved = any(
+            abs(other.losses[unit] - loss) > other.loss_tolerance(unit, 0) for unit, loss in result.losses.items()
+        )
+        if moved and self.is_training:
+            log.info('The loss is random in training even without dropout, so it was looked at in evaluation only.')
+            self.is_training = False
+            return self._find_layers(batch)
+        makers = [place for place, (_, size) in enumerate(found) if size == result.vocabulary]
+        last = makers[-1] if makers else len(found)
+        return [module for module, _ in found[max(last - 1, 0) : last + 1]]
+
+    def _run_as_in_training(self, batch: Batch, seed: int = 0) -> ProbeResult:
+        with torch.no_grad(), _undisturbed(self.model, training=self.is_training):
+            torch.manual_seed(seed)
+            with torch.compiler.set_stance('force_eager'):
+                if self._in_full:
+                    try:
+                        return self._run(batch, torch.autocast(self._device_type, enabled=False))
+                    except RuntimeError:  # a kernel that knows half precision only, as flash attention does
+                        self._in_full = False
+                return self._run(batch, self._precision())
+
+    def _run(self, batch: Batch, precision: contextlib.AbstractContextManager[Any]) -> ProbeResult:
+        leaves: dict[torch.nn.Module, torch.Tensor] = {}
+
+        def begin_graph(module: torch.nn.Module, args: Any, output: Any) -> Any:
+            if not _is_of_positions(output, batch):
+                return None
+            # Two leaves, and no graph of the layer between them, whose weights FSDP has for a forward of its own only.
+            torch.set_grad_enabled(module is self._layers[-1])
+            leaves[module] = output.detach().requires_grad_()
+            return leaves[module]
+
+        # A copy, the same for forward and loss as in training: models that write into it change no other run.
+        given = with_own_tensors(batch)
+        with precision, _hooked(self._layers, begin_graph), torch.no_grad():
+            outputs = self._forward(given)
+            loss = self._loss(outputs, given)  # once, as what it counts may be added up
+            terms = self._terms(loss, outputs)
+        logits = logits_of(outputs)
+        if logits is not None:
+            _check_width(logits, batch)
+        points = [leaves[layer] for layer in self._layers if layer in leaves]
+        if logits is not None and logits.requires_grad and all(logits is not leaf for leaf in points):
+            points.append(logits)
+        gradients = {unit: _gradients(value, points) for unit, value in terms.items()}
+        at_logits = next((g for p, g in zip(points, gradients.get('tokens', []), strict=False) if p is logits), None)
+        measured = None if logits is None or at_logits is None else measure(logits, at_logits)
+        explained = None
+        if logits is not None and measured is not None:
+            explained = (token_losses(logits, measured.targets) * measured.weights).double().sum().item()
+        return ProbeResult(
+            losses={unit: value.float().mean().item() for unit, value in terms.items()},
+            gradients={
+                unit: [None if one is None else sketch(one) for one in found] for unit, found in gradients.items()
+            },
+            measured=measured,
+            explained=explained,
+            vocabulary=None if logits is None else logits.shape[-1],
+            has_router_loss=router_loss_of(outputs) is not None,
+            eps=max(torch.finfo(value.dtype).eps for value in (*terms.values(), torch.zeros(()))),
+        )
+
+    @contextlib.contextmanager
+    def with_varied_norms(self) -> Iterator[None]:
+        """Runs as if every channel of a norm were scaled by a factor of its own.
+
+        The weights of fresh norms are all alike, and hide from the loss and the logits, not from the gradient by the
+        weights, that a norm behind the rotary embedding (HunYuan) makes attention depend on absolute positions.
+        """
+
+        def scale(module: torch.nn.Module, args: Any, output: Any) -> Any:
+            weight = getattr(module, 'weight', None)
+            if not isinstance(weight, torch.Tensor) or not isinstance(output, torch.Tensor):
+                return output
+            if weight.dim() != 1 or output.dim() == 0 or output.shape[-1] != len(weight):
+                return output
+            draws = torch.rand(len(weight), generator=torch.Generator().manual_seed(len(weight)))
+            return output * (0.75 + 0.5 * draws).to(output)
+
+        with _hooked(_leaves(self.model), scale):
+            yield
+
+    @contextlib.contextmanager
+    def with_rounding(self) -> Iterator[None]:
+        """Runs with every layer's output moved by its last digit, up or down: by how much round-off moves the rest.
+
+        The same rows in another order or number would not do: kernels then make the very same sums.
+        """
+        generators: dict[torch.device, torch.Generator] = {}
+
+        def move(module: torch.nn.Module, args: Any, output: Any) -> Any:
+            if not isinstance(output, torch.Tensor) or not output.dtype.is_floating_point:
+                return output
+            if output.device not in generators:
+                generators[output.device] = torch.Generator(output.device).manual_seed(0)
+            up = torch.rand(output.shape, generator=generators[output.device], device=output.device) < 0.5
+            eps = torch.finfo(output.dtype).eps
+            return output * torch.where(up, 1 + eps, 1 - eps).to(output.dtype)
+
+        with _hooked(_leaves(self.model), move):
+            yield
+
+
+class _NoDropout(TorchFunctionMode):
+    """Leaves out every dropout of torch, that of attention included, whatever asks for it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """As torch's own, with a probability of 0."""
+        kwargs = dict(kwargs or {})
+        name = getattr(func, '__name__', '')
+        if name == 'scaled_dot_product_attention':
+            args, kwargs['dropout_p'] = (*args[:4], *([0.0] if len(args) > 4 else []), *args[5:]), 0.0
+            if len(args) > 4:
+                del kwargs['dropout_p']
+        elif 'dropout' in name and (args or 'input' in kwargs):
+            return args[0] if args else kwargs['input']
+        return func(*args, **kwargs)
+
+
+def router_loss_of(outputs: Any) -> torch.Tensor | None:
+    """Returns the load-balancing loss of a mixture of experts in a model's outputs."""
+    found = outputs.get('aux_loss') if isinstance(outputs, Mapping) else getattr(outputs, 'aux_loss', None)
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def _gradients(value: torch.Tensor, points: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """The gradient of a loss by each of the points."""
+    if not (points and value.requires_grad):
+        return [None] * len(points)
+    with torch.enable_grad():
+        return list(torch.autograd.grad(value.float().mean(), points, allow_unused=True, retain_graph=True))
+
+
+def _check_width(logits: torch.Tensor, batch: Batch) -> None:
+    labels = labels_of(batch)
+    if logits.shape[:2] != labels.shape:
+        raise RuntimeError(
+            f"The model's logits must be as wide as the labels, got: {tuple(logits.shape[:2])} for labels of "
+            f'{tuple(labels.shape)}. The model expands or truncates the sequence inside forward, so a count of the '
+            "batch's labels is not its own. Expand image placeholders in the processor instead (transformers >= 4.51)."
+        )
+
+
+def _is_of_positions(output: Any, batch: Batch) -> bool:
+    """Whether a layer's output has a vector for every position of the labels."""
+    if not isinstance(output, torch.Tensor) or not output.dtype.is_floating_point or output.dim() != 3:
+        return False
+    return output.shape[:2] == labels_of(batch).shape
+
+
+def _leaves(model: torch.nn.Module) -> list[torch.nn.Module]:
+    return [module for module in model.modules() if next(module.children(), None) is None]
+
+
+@contextlib.contextmanager
+def _hooked(modules: Iterable[torch.nn.Module], change: Callable[..., Any]) -> Iterator[None]:
+    """Has ``change`` make what the modules return, of ``(module, inputs, output)``."""
+    hooks = [module.register_forward_hook(change) for module in modules]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextlib.contextmanager
+def _undisturbed(model: torch.nn.Module, *, training: bool) -> Iterator[None]:
+    """The run is the same with and without the probe: random state, modes and buffers are put back.
+
+    In training modules stay in the mode they are in, but for BatchNorm, and no dropout drops.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()] if training else []
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    try:
+        with torch.random.fork_rng(devices=devices), _NoDropout():
+            for module, was_training in modes:
+                module.training = training and was_training and not isinstance(module, _BatchNorm)
+            yield
+    finally:
+        for module, was_training in modes:
+            module.training = was_training
+        for buffer, kept in buffers:
+            buffer.copy_(kept)
+        for module, _ in modes:
+            if isinstance(module, FSDPModule):  # a forward leaves the root whole, without gradients, until a backward
+                module.reshard()

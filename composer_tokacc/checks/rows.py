@@ -1,0 +1,203 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Rows of a batch by which a model is judged: which there are that matter, and the few that show them all."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from composer_tokacc.counting import IGNORE_INDEX, Batch, labels_of, loss_mask, without_carried
+from composer_tokacc.layout import BatchLayout, microbatches_of
+from composer_tokacc.layout.families import UNITS
+from composer_tokacc.layout.layout import padding_side_of
+
+__all__ = [
+    'KINDS',
+    'chosen_rows',
+    'documents_of',
+    'has_positions',
+    'kinds_of',
+    'telling_batch',
+    'widest_like',
+    'with_unequal_row',
+]
+
+WIDTHS = tuple(2**power for power in range(4, 21))
+KINDS = ('left', 'right', *UNITS, 'mixed', 'positions', *(f'left over {width}' for width in WIDTHS))
+"""What rows of a batch can be like, as far as it matters to a cut: padded on the left or right, with media of a kind,
+or some with media and some without; padded on the left with ``position_ids`` given, or wider than any before (Llama 4
+and Ministral 3 scale attention by the column, but not in the first thousands of columns)."""
+NUM_LABELS = 4
+"""Labels of the row that is asked for the rule."""
+
+
+def kinds_of(layout: BatchLayout | None, batch: Batch) -> tuple[int, ...]:
+    """Which of :data:`KINDS` the batch has, as ones and zeros."""
+    of_each = [_names_of_kinds(layout, one) for one in microbatches_of(batch)]
+    found = set().union(*of_each)
+    has_media = [not names.isdisjoint(UNITS) for names in of_each]
+    if any(has_media) and not all(has_media):
+        found.add('mixed')
+    return tuple(int(kind in found) for kind in KINDS)
+
+
+def _names_of_kinds(layout: BatchLayout | None, batch: Batch) -> set[str]:
+    if layout is None or batch.get('input_ids') is None:
+        return set()
+    real = layout.real_positions(batch)
+    side = '' if bool(real.all()) else padding_side_of(real)
+    media = {unit: layout.units_per_row(batch, unit) for unit in layout.media_of(batch)}
+    has_media = [any(counts) for counts in zip(*media.values(), strict=True)]
+    found = {side, *(unit for unit, counts in media.items() if any(counts))}
+    if any(has_media) and not all(has_media):
+        found.add('mixed')
+    if side == 'left':
+        found ^= {'left', 'positions'} if has_positions(batch) else set()
+        found |= {f'left over {width}' for width in WIDTHS if layout.width(batch) > width}
+    return found
+
+
+def has_positions(batch: Batch) -> bool:
+    """Whether the batch says which positions its tokens have."""
+    return batch.get('position_ids') is not None
+
+
+def widest_like(width: int) -> int:
+    """Returns the width of the widest batch that is of the kinds of one so wide."""
+    return next((limit for limit in WIDTHS if width <= limit), sys.maxsize)
+
+
+def chosen_rows(layout: BatchLayout, batch: Batch, wanted: Sequence[int], max_rows: int) -> dict[str, Any]:
+    """A few unlike rows, as the loader padded them: first those that show the wanted kinds; each with a label.
+
+    Args:
+        layout: How tensors belong to rows.
+        batch: The device batch.
+        wanted: Which of :data:`KINDS` must be shown.
+        max_rows: Rows at the most.
+    """
+    lengths, media = layout.lengths(batch), layout.media_per_row(batch)
+    labels = labels_of(batch)
+    indices = range(len(lengths))
+    # Rows with labels before those that need made-up ones.
+    labelled = (labels[:, 1:] != IGNORE_INDEX).any(dim=1).tolist()
+
+    def best(key: Callable[[int], Any]) -> int:
+        return min(indices, key=lambda row: (not labelled[row], key(row), lengths[row]))
+
+    units = [unit for unit, is_wanted in zip(KINDS, wanted, strict=True) if is_wanted and unit in UNITS]
+    counts = {unit: layout.units_per_row(batch, unit) for unit in units}
+    first = layout.real_positions(batch).int().argmax(dim=1).tolist()
+    # A label on the first token behind padding is the hardest to keep.
+    hardest = [
+        row for row in indices
+        if 0 < first[row] < labels.shape[1] and int(labels[row, first[row]]) != IGNORE_INDEX
+    ]  # fmt: skip
+    roles = [
+        best(lambda row: -lengths[row]),
+        best(lambda row: lengths[row]),
+        *(best(lambda row, unit=unit: not counts[unit][row]) for unit in units),
+        *([best(lambda row: media[row] > 0)] if any(media) else []),
+        *hardest[:1],
+        best(lambda row: -media[row]),
+        *sorted(indices, key=lambda row: (not labelled[row], lengths[row])),
+    ]
+    rows = list(dict.fromkeys(roles))[: max(max_rows, 2 + len(units))]
+    return _with_labels(layout, layout.select(without_carried(batch), rows))
+
+
+def _with_labels(layout: BatchLayout, batch: dict[str, Any]) -> dict[str, Any]:
+    """Rows get labels on all real positions but the first, as what leaks into a row may show nowhere else.
+
+    Rows with media, whose placeholders a model may not count, keep theirs, as does the row with the longest prompt, by
+    which a term over other positions shows; without any they get one on their last real position.
+    """
+    labels, ids = batch['labels'], batch.get('input_ids')
+    if ids is None or ids.shape != labels.shape or 'decoder_input_ids' in batch:
+        return batch
+    labels = labels.clone()
+    real, media = layout.real_positions(batch), layout.media_per_row(batch)
+    unlabelled = (real & (labels == IGNORE_INDEX)).sum(dim=1)
+    for row in range(len(labels)):
+        places = real[row].nonzero().flatten()[1:]
+        own = labels[row, 1:][labels[row, 1:] != IGNORE_INDEX]
+        if not own.numel() and len(places):
+            labels[row, places[-1]] = ids[row, places[-1]]
+        elif own.numel() and not media[row] and row != int(unlabelled.argmax()):
+            empty = places[labels[row, places] == IGNORE_INDEX]
+            labels[row, empty] = own[torch.arange(len(empty)) % len(own)]
+    return {**batch, 'labels': labels}
+
+
+def documents_of(packed: Batch) -> torch.Tensor:
+    """Which document each position of a packed row belongs to, ``(1, width)``."""
+    mask = packed.get('attention_mask')
+    if mask is not None:
+        return mask.int().argmax(dim=0)[None]
+    positions = packed['position_ids']  # of text come first
+    return (positions.flatten(0, -2)[:1] == 0).cumsum(dim=1) - 1
+
+
+def with_unequal_row(layout: BatchLayout, rows: dict[str, Any], rule: str) -> dict[str, Any]:
+    """Rows of nearly as many labels get one of fewer or more beside them.
+
+    Among rows of equally many tokens a mean of the rows' means is a mean over tokens, and the formula proves nothing.
+    """
+    counts = loss_mask(rows, rule).sum(dim=1).tolist()
+    if max(counts) >= 2 * min(counts) and max(counts) > min(counts):
+        return rows
+    lengths = layout.lengths(rows)
+    copied = layout.select(rows, [*range(len(counts)), min(range(len(counts)), key=lambda row: lengths[row] < 4)])
+    labels = copied['labels'] = copied['labels'].clone()
+    counted = loss_mask(copied, rule)[-1].nonzero().flatten().tolist()
+    if len(counted) > 1:
+        labels[-1, counted[:-1]] = IGNORE_INDEX
+    elif counted and (ids := copied.get('input_ids')) is not None and ids.shape == labels.shape:
+        # Behind its first token, as a label there may be predicted from padding; ids of placeholders are no labels.
+        places = layout.real_positions(copied)[-1].nonzero().flatten().tolist()[1:]
+        labels[-1, places] = int(labels[-1, counted[0]])
+    return copied
+
+
+def telling_batch(layout: BatchLayout | None, rows: Batch) -> dict[str, Any]:
+    """Returns one of the rows with labels at which the rules differ: on its first position, and on an unattended one.
+
+    All labels are one and the same token, of which the model can be sure at one position at most. Where rows cannot be
+    told apart the others stay, without labels.
+    """
+    if layout is not None:
+        counts = (labels_of(rows)[:, 1:] != IGNORE_INDEX).sum(dim=1).tolist()
+        media = layout.media_per_row(rows)  # with media if it can be, as some models take no other
+        best = min(range(len(counts)), key=lambda row: (counts[row] < 2, counts[row] < 4, not media[row]))
+        rows = layout.select(rows, [best])
+    labels, mask = labels_of(rows), rows.get('attention_mask')
+    has_mask = isinstance(mask, torch.Tensor) and mask.shape == labels.shape
+    places = _after_the_first(labels[0] != IGNORE_INDEX)
+    if len(places) < 2:
+        attended = mask[0] != 0 if has_mask else torch.ones_like(labels[0], dtype=torch.bool)
+        places = _after_the_first(attended) or [labels.shape[1] - 1]
+    places = places[-NUM_LABELS:]
+    changed = {**rows, 'labels': torch.full_like(labels, IGNORE_INDEX)}
+    changed['labels'][0, [0, *places]] = _token_of(rows)
+    if has_mask and len(places) > 1:
+        changed['attention_mask'] = mask.clone()
+        changed['attention_mask'][0, places[-1]] = 0
+    return changed
+
+
+def _after_the_first(where: torch.Tensor) -> list[int]:
+    return [place for place in where.nonzero().flatten().tolist() if place > 0]
+
+
+def _token_of(row: Batch) -> int:
+    """A label of the row, else one of its tokens."""
+    labels, ids = labels_of(row), row.get('input_ids')
+    own = labels[labels != IGNORE_INDEX]
+    if not own.numel() and isinstance(ids, torch.Tensor) and ids.shape == labels.shape:
+        own = ids.flatten()
+    return int(own[-1]) if own.numel() else 0

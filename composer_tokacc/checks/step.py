@@ -1,0 +1,287 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Checks, before the optimizer moves, that a step was exact: what its tokens really weighed, and that all were there."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from composer_tokacc.checks.logits import deviation, label_deviation, tolerance_of
+from composer_tokacc.counting import IGNORE_INDEX, loss_mask, sample_name
+
+__all__ = ['MicrobatchRecord', 'StepCheck', 'WatchedTokens', 'has_bypass']
+
+# Composer computes its weight in double and applies it in float32.
+RELATIVE_TOLERANCE = 1e-5
+NUM_SAMPLED = 16
+"""Tokens of a microbatch that are measured. A loss that divides by something else than the number of tokens changes the
+weight of every token in a microbatch, so that any of them shows it."""
+
+
+CHOICE = random.Random(0)
+"""Chooses them, so that the run's own random numbers are left alone."""
+
+
+class WatchedTokens:
+    """Hears the gradient by the logits of a microbatch go by, and notes how far tokens are from what they must weigh.
+
+    Args:
+        logits: ``(rows, width, vocabulary)``, in the graph of the loss.
+        targets: As of :func:`.targets_of`.
+        weights: What tokens must weigh beside a plain one, ``(rows, width)``; None: the same.
+        unit: What a plain token must weigh in the gradient; None: no token is measured.
+        num_tokens: How many there are.
+        is_whole: Whether to measure all of them, and all entries of the gradient, rather than a few.
+    """
+
+    def __init__(
+        self,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        weights: torch.Tensor | None,
+        unit: float | None,
+        *,
+        num_tokens: int,
+        is_whole: bool,
+    ) -> None:
+        self.was_reached = False
+        self.deviations: torch.Tensor | None = None
+        self.allowed = 0.0
+        self._logits, self._targets, self._weights = logits.detach(), targets, weights
+        self._unit, self._num_tokens, self._is_whole = unit, num_tokens, is_whole
+        self._positions: torch.Tensor | None = None
+        logits.register_hook(self._note)
+
+    def _note(self, gradient: torch.Tensor) -> None:
+        self.was_reached = True
+        if self._unit is None:
+            return
+        self.allowed = tolerance_of(gradient.dtype)
+        if self._is_whole:
+            self.deviations = deviation(self._logits, gradient, self._targets, self._weights, self._unit)
+        else:
+            self._positions = self._chosen_positions()
+            self.deviations = label_deviation(
+                self._logits, gradient, self._targets, self._weights, self._unit, self._positions
+            )
+        self._logits = gradient.new_zeros(())  # not kept until the end of the step
+
+    def _chosen_positions(self) -> torch.Tensor:
+        """Numbers of some positions with a target; nothing waits for the device to say which have one."""
+        ranks = torch.tensor(CHOICE.choices(range(1, self._num_tokens + 1), k=NUM_SAMPLED), device=self._targets.device)
+        return torch.searchsorted((self._targets != IGNORE_INDEX).flatten().cumsum(dim=0), ranks)
+
+    def worst(self) -> tuple[int, int]:
+        """Returns row and target of the token that is furthest off."""
+        assert self.deviations is not None
+        worst = self.deviations.nan_to_num(nan=-1.0).argmax()
+        place = int(worst if self._positions is None else self._positions[worst])
+        return place // self._targets.shape[1], int(self._targets.flatten()[place])
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicrobatchRecord:
+    """What is to be checked of one microbatch.
+
+    Args:
+        batch: With its labels, and attention mask where there is one, on the device.
+        num_tokens: Loss-generating tokens that were counted before it was moved there.
+        loss_weight: Sum of their weights: their number, where all weigh the same.
+        num_samples: Rows that are samples.
+        num_microbatches: Number of microbatches with samples that this rank was to make of the step.
+        composers_weight: What Composer is to multiply its loss by.
+        losses: The terms of its loss, as the model gave them.
+        watched: What its tokens weigh; None: there are no logits to tell.
+        bypass: Whether its loss has a term that is not made of the logits.
+    """
+
+    batch: Mapping[str, Any]
+    num_tokens: int
+    loss_weight: float
+    num_samples: int
+    num_microbatches: int
+    composers_weight: float
+    losses: Sequence[torch.Tensor]
+    watched: WatchedTokens | None
+    bypass: bool
+
+
+@dataclass(kw_only=True)
+class StepCheck:
+    """Collects what happened in one optimizer step and refuses it if it was not exact.
+
+    Args:
+        rule: Which labels carry loss.
+        local_tokens: Loss-generating tokens of this rank.
+        local_samples: Samples of this rank.
+        local_weight: Weight of its tokens.
+        gradient_scale: Loss scale of mixed precision, 1 without.
+        has_bypass: Whether the loss of steps before had a term that is not made of the logits; None: there were none.
+    """
+
+    rule: str
+    local_tokens: int
+    local_samples: int
+    local_weight: float
+    gradient_scale: float = 1.0
+    has_bypass: bool | None = None
+    records: list[MicrobatchRecord] = field(default_factory=list)
+    _observed: list[torch.Tensor] = field(default_factory=list)
+
+    def start_attempt(self) -> None:
+        """Forgets an attempt that failed half-way."""
+        self.records.clear()
+        self._observed.clear()
+
+    def observe(self, gradient: torch.Tensor) -> None:
+        """A tensor hook: the gradient that reaches the scaled loss is the weight that Composer applied."""
+        self._observed.append(gradient.detach().sum(dtype=torch.float32))
+
+    @property
+    def num_empty(self) -> int:
+        """Microbatches of this rank without loss-generating tokens."""
+        return sum(record.num_tokens == 0 for record in self.records)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the tokens of every microbatch were measured."""
+        return all(
+            record.watched is not None and record.watched.deviations is not None for record in self._with_tokens()
+        )
+
+    def check(self, *, gradients: Sequence[torch.Tensor], by_microbatch: bool = False) -> None:
+        """Raises RuntimeError unless all samples, tokens and weights of the step are accounted for.
+
+        Args:
+            gradients: This rank's gradients, to be finite where the losses are; none: not looked at.
+            by_microbatch: Whether a term was divided by the number of microbatches.
+        """
+        # The only device sync: once a step, where Composer reads the loss anyway.
+        counts = [loss_mask(record.batch, self.rule).sum() for record in self.records]
+        losses = [loss.isfinite().all() for record in self.records for loss in record.losses]
+        finite = [torch.stack(losses).all()] if losses else []
+        finite += [torch.nn.utils.get_total_norm(gradients).isfinite()] if gradients else []
+        measured = [watched for watched in self._watched() if watched.deviations is not None]
+        worst = [watched.deviations.amax() for watched in measured if watched.deviations is not None]
+        values = [*counts, *finite, *self._observed, *worst]
+        read = iter(torch.stack([value.double() for value in values]).tolist() if values else [])
+        labelled, flags = [next(read) for _ in counts], [next(read) for _ in finite]
+        observed, deviations = [next(read) / self.gradient_scale for _ in self._observed], list(read)
+        if flags == [1, 0]:  # losses finite, gradients not; where a loss is not, the gradient only follows it
+            raise RuntimeError(
+                f'Gradients must be finite where every loss is, got: NaN or infinity, with {self.num_empty} microbatches '
+                'without loss-generating tokens. A loss that divides by its number of tokens gives 0 / 0 there; divide '
+                'by at least 1, or keep samples without labels out of the data.'
+            )
+        self._check_rows()
+        self._check_labels(labelled)
+        self._check_weights(observed)
+        self._check_tokens(measured, deviations)
+        found = sum(record.num_samples > 0 for record in self.records)
+        if by_microbatch and any(record.num_microbatches != found for record in self.records):
+            raise RuntimeError(
+                f"A term in units of 'microbatches' needs their number beforehand, got: {found} microbatches where "
+                f'{self.records[0].num_microbatches} were expected. Split with token_data_spec().'
+            )
+
+    def _with_tokens(self) -> list[MicrobatchRecord]:
+        return [record for record in self.records if record.loss_weight]
+
+    def _watched(self) -> list[WatchedTokens]:
+        return [record.watched for record in self._with_tokens() if record.watched is not None]
+
+    def _check_rows(self) -> None:
+        samples = sum(record.num_samples for record in self.records)
+        tokens = sum(record.num_tokens for record in self.records)
+        weight = sum(record.loss_weight for record in self.records)
+        is_whole = math.isclose(weight, self.local_weight, rel_tol=RELATIVE_TOLERANCE)
+        if (samples, tokens) != (self.local_samples, self.local_tokens) or not is_whole:
+            raise RuntimeError(
+                f'The microbatches of a step must hold its {self.local_samples} samples and {self.local_tokens} '
+                f'loss-generating tokens of weight {self.local_weight:g}, got: {samples} and {tokens} of weight '
+                f'{weight:g}. `split_batch` drops or repeats rows, or a later '
+                'algorithm changes the batch; put TokenAccumulation last, or use token_data_spec().'
+            )
+
+    def _check_labels(self, labelled: Sequence[float]) -> None:
+        for index, (record, found) in enumerate(zip(self.records, labelled, strict=True)):
+            if record.num_tokens != found:
+                raise RuntimeError(
+                    f'Labels must not change after BATCH_START, got: {found:.0f} loss-generating tokens in microbatch '
+                    f'{index} where {record.num_tokens} were counted. `microbatch_transforms` or an algorithm '
+                    'changes them; do it in `batch_transforms`, which runs before the count.'
+                )
+
+    def _check_weights(self, observed: Sequence[float]) -> None:
+        expected = [record.composers_weight for record in self.records]
+        if not observed and self.local_tokens == 0:
+            return  # nothing required a gradient
+        if len(observed) != len(expected):
+            raise RuntimeError(
+                f'Composer must run backward on the scaled loss of {len(expected)} microbatches, got: {len(observed)}. '
+                'A later algorithm replaces `state.loss` at BEFORE_BACKWARD; put TokenAccumulation last.'
+            )
+        pairs = zip(observed, expected, strict=True)
+        if all(math.isclose(found, weight, rel_tol=RELATIVE_TOLERANCE, abs_tol=1e-9) for found, weight in pairs):
+            return
+        raise RuntimeError(
+            f'Composer must weight microbatches by their samples {_rounded(expected)}, got: {_rounded(observed)}. '
+            'Either `accumulate_train_batch_on_tokens` is on as well (set it to False: TokenAccumulation does its work, '
+            'exactly), or `get_num_samples_in_batch` does not count rows (use the counters of token_data_spec()), or a '
+            'later algorithm rescales the loss (put TokenAccumulation last).'
+        )
+
+    def _check_tokens(self, measured: Sequence[WatchedTokens], deviations: Sequence[float]) -> None:
+        for watched, found in zip(measured, deviations, strict=True):
+            if found <= watched.allowed or not math.isfinite(found):
+                continue
+            record = next(one for one in self.records if one.watched is watched)
+            row, token = watched.worst()
+            raise RuntimeError(
+                "The model's own loss must stay the mean over its loss-generating tokens, got: a gradient by its logits "
+                f'that is {found:.1e} of a token off in {sample_name(record.batch, row)}, at a position that is held to '
+                f'the token {token} (round-off is {watched.allowed:.0e}). Its loss leaves out or weights some labels '
+                '(class weights, label smoothing, a term that begins later), divides by something else than the number '
+                'of tokens, is another one in training mode, or an algorithm changes labels around the forward.'
+            )
+        began = [record for record in self._with_tokens() if record.bypass and self.has_bypass is False]
+        if began:
+            raise RuntimeError(
+                "The model's own loss must be made of its logits alone, as it was before, got: a term besides, which "
+                f'began in this step, in a microbatch with {sample_name(began[0].batch, 0)}. What it is a mean over '
+                'could not be found out: have it in the loss from the first batch, with a factor of 0 if need be, or '
+                'return a dict of terms and name the unit of each in `loss_units`.'
+            )
+
+
+def has_bypass(losses: Sequence[torch.Tensor], through: Sequence[torch.Tensor]) -> bool:
+    """Returns whether a loss reaches parameters by another way than through some tensors: by the graph, no host sync.
+
+    Args:
+        losses: Terms of a loss.
+        through: Where every way must lead through: the logits, and other terms that are judged by themselves.
+    """
+    stops = {tensor.grad_fn for tensor in through}
+    pending = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        if node in stops:
+            continue
+        if hasattr(node, 'variable'):  # a parameter
+            return True
+        following = [other for other, _ in node.next_functions if other is not None and other not in seen]
+        seen.update(following)
+        pending += following
+    return False
+
+
+def _rounded(weights: Sequence[float]) -> list[float]:
+    return [round(weight, 6) for weight in weights[:8]]
