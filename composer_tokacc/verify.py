@@ -32,6 +32,7 @@ from composer.utils import dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from composer_tokacc.algorithm import TokenAccumulation
+from composer_tokacc.algorithm.functional import at_predictions
 from composer_tokacc.checks.first_batch import find_loss_rule
 from composer_tokacc.checks.logits import targets_of
 from composer_tokacc.checks.probe import Probe
@@ -222,7 +223,7 @@ def _whole_gradient(parts: RunParts, batch: Mapping[str, Any], weights: str, rul
         loss = model.loss(outputs, batch)
     else:
         weight, _ = token_weights_of(batch, weights, rule)
-        weight = weight if rule == 'unshifted' else weight.roll(-1, dims=1)
+        weight = at_predictions(weight, rule)
         targets = targets_of(batch, rule)
         losses = torch.nn.functional.cross_entropy(outputs.logits.transpose(1, 2), targets, reduction='none')
         loss = (losses * weight).sum() / weight.sum()

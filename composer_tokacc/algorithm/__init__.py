@@ -3,7 +3,7 @@
 
 """TokenAccumulation: exact weights for every loss-generating token, and the checks that prove them."""
 
-from composer_tokacc.algorithm.functional import sample_weight, step_loss_weights, token_weight
+from composer_tokacc.algorithm.functional import apply_token_weights, sample_weight, step_loss_weights, token_weight
 from composer_tokacc.algorithm.token_accumulation import TokenAccumulation
 
-__all__ = ['TokenAccumulation', 'sample_weight', 'step_loss_weights', 'token_weight']
+__all__ = ['TokenAccumulation', 'apply_token_weights', 'sample_weight', 'step_loss_weights', 'token_weight']

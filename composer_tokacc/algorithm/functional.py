@@ -11,9 +11,10 @@ from typing import Any
 import torch
 import torch.distributed
 
+from composer_tokacc.checks.logits import weigh_tokens
 from composer_tokacc.counting import token_weights_of
 
-__all__ = ['RankSum', 'sample_weight', 'step_loss_weights', 'token_weight']
+__all__ = ['RankSum', 'apply_token_weights', 'at_predictions', 'sample_weight', 'step_loss_weights', 'token_weight']
 
 
 def token_weight(num_tokens: float, step_tokens: float, *, world_size: int = 1) -> float:
@@ -60,8 +61,8 @@ def step_loss_weights(
     Args:
         microbatches: This rank's part of the step; each has ``labels`` of shape ``(rows, width)``.
         loss_tokens: By which rule the model averages, see :func:`.counting.loss_mask`.
-        token_weights: What tokens weigh, see :class:`.TokenAccumulation`. Those of a microbatch must come from
-            :func:`.with_token_weights`, or its loss is not their weighted mean.
+        token_weights: What tokens weigh, see :class:`.TokenAccumulation`. Within a microbatch
+            :func:`apply_token_weights` sees to it.
         device: Where the process group reduces.
 
     Returns:
@@ -78,6 +79,28 @@ def step_loss_weights(
     world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     (step_tokens,) = RankSum(torch.tensor([sum(counts)], dtype=torch.float64, device=device)).read()
     return [token_weight(count, step_tokens, world_size=world_size) for count in counts]
+
+
+def apply_token_weights(
+    logits: torch.Tensor, batch: Mapping[str, Any], token_weights: str, *, loss_tokens: str = 'causal'
+) -> None:
+    """Makes the gradient of a mean over tokens that of their weighted mean; for a loop without a Trainer.
+
+    Args:
+        logits: Of a microbatch, ``(rows, width, vocabulary)``, as the model returned them, before backward. The value
+            of the loss stays the plain mean.
+        batch: The microbatch with ``labels``, and ``loss_weights`` for ``'column'``.
+        token_weights: ``'token'``, ``'sqrt'``, ``'sample'`` or ``'column'``, see :class:`.TokenAccumulation`.
+        loss_tokens: By which rule the model averages, see :func:`.counting.loss_mask`.
+    """
+    weights, counted = token_weights_of(batch, token_weights, loss_tokens)
+    total = weights.sum(dtype=torch.float64)
+    weigh_tokens(logits, at_predictions(weights * (counted.sum() / total.clamp(min=1e-30)).float(), loss_tokens))
+
+
+def at_predictions(values: torch.Tensor, rule: str) -> torch.Tensor:
+    """Moves a value of each label, ``(rows, width)``, to the position whose logits predict it."""
+    return values if rule == 'unshifted' else values.roll(-1, dims=1)  # column 0 never counts
 
 
 class RankSum:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from composer_tokacc.algorithm.ddp_sync import ReductionWatch, check_reduced, check_sharding
-from composer_tokacc.algorithm.functional import RankSum, sample_weight, token_weight
+from composer_tokacc.algorithm.functional import RankSum, at_predictions, sample_weight, token_weight
 from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, LossTerms, attached_zero, router_coefficient
 from composer_tokacc.checks.first_batch import FirstBatchCheck
 from composer_tokacc.checks.logits import logits_of, targets_of, token_losses, weigh_tokens
@@ -288,7 +288,7 @@ class TokenAccumulation(Algorithm):
             self._layout,
             to_device,
             loss_tokens=self.loss_tokens,
-            check_loss=self.check_loss,
+            check_loss=self.check_loss or self.is_weighted,
             microbatch_size=microbatch_size,
         )
 
@@ -384,6 +384,7 @@ class TokenAccumulation(Algorithm):
                 losses=[loss.detach() for loss in self.loss_terms.terms(state.loss)],
                 watched=watched,
                 bypass=bypass,
+                is_weighted=self.is_weighted,
             )
         )
         scales = dict.fromkeys(LOSS_UNITS, 1.0 if samples else 0.0)
@@ -409,8 +410,7 @@ class TokenAccumulation(Algorithm):
         bypass = has_bypass(terms, [logits, *filter(None, [router_loss_of(state.outputs)])])
         targets, weights, num_tokens = targets_of(batch, self.rule), None, num_loss_tokens(batch)
         if self.is_weighted:
-            weights = batch[LOSS_WEIGHTS] * (num_tokens / loss_weight(batch))
-            weights = weights if self.rule == 'unshifted' else weights.roll(-1, dims=1)
+            weights = at_predictions(batch[LOSS_WEIGHTS] * (num_tokens / loss_weight(batch)), self.rule)
             weigh_tokens(logits, weights)
             with torch.no_grad():
                 losses = token_losses(logits, targets)

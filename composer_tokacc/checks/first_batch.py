@@ -325,7 +325,7 @@ class RowComparison:
 
     def first_exact(self, cutter: Cutter | None, rules: Any) -> Any:
         """Returns the first rules under which every row keeps its gradient."""
-        failure = None
+        failures = []
         for candidate in [rules] if cutter is None else cutter.candidates(self._layout, self._rows, rules):
             failure = self._failure(cutter, candidate)
             if failure is None and cutter is not None and not self.has_shown_trimming:
@@ -333,9 +333,9 @@ class RowComparison:
             if failure is None:
                 return candidate
             log.info('%s: %s', candidate, failure)
-            if cutter is not None and cutter.must_pack and candidate.packing:
-                break
-        raise RuntimeError(failure)
+            failures.append(failure)
+        # Where rows must be packed, the first says why; else the last, of the cut that leaves most alone.
+        raise RuntimeError(failures[0 if cutter is not None and cutter.must_pack else -1])
 
     def _check_positions(self, moved: Batch) -> None:
         """The gradient of the tokens' terms is 0 at the logits of all positions that predict no counted label."""

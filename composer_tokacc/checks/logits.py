@@ -193,7 +193,8 @@ def weigh_tokens(logits: torch.Tensor, weights: torch.Tensor) -> None:
         logits: As the model returned them, ``(rows, width, vocabulary)``, in the graph of the loss.
         weights: Factor of each position that predicts, ``(rows, width)``, as of :func:`targets_of`.
     """
-    logits.register_hook(lambda gradient: gradient * weights[..., None].to(gradient))
+    # A compiled forward that returns loss and logits together has no gradient by its logits.
+    logits.register_hook(lambda gradient: None if gradient is None else gradient * weights[..., None].to(gradient))
 
 
 def _direction(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -14,12 +14,14 @@ from typing import Any
 import torch
 
 from composer_tokacc.checks.logits import deviation, label_deviation, tolerance_of
-from composer_tokacc.counting import IGNORE_INDEX, loss_mask, sample_name
+from composer_tokacc.counting import IGNORE_INDEX, LOSS_WEIGHTS, loss_mask, sample_name
 
 __all__ = ['MicrobatchRecord', 'StepCheck', 'WatchedTokens', 'has_bypass']
 
 # Composer computes its weight in double and applies it in float32.
 RELATIVE_TOLERANCE = 1e-5
+WEIGHT_TOLERANCE = 1e-3
+"""Of sums in float32, in another order."""
 NUM_SAMPLED = 16
 """Tokens of a microbatch that are measured. A loss that divides by something else than the number of tokens changes the
 weight of every token in a microbatch, so that any of them shows it."""
@@ -59,9 +61,9 @@ class WatchedTokens:
         self._positions: torch.Tensor | None = None
         logits.register_hook(self._note)
 
-    def _note(self, gradient: torch.Tensor) -> None:
-        self.was_reached = True
-        if self._unit is None:
+    def _note(self, gradient: torch.Tensor | None) -> None:
+        self.was_reached = gradient is not None
+        if self._unit is None or gradient is None:
             return
         self.allowed = tolerance_of(gradient.dtype)
         if self._is_whole:
@@ -100,6 +102,7 @@ class MicrobatchRecord:
         losses: The terms of its loss, as the model gave them.
         watched: What its tokens weigh; None: there are no logits to tell.
         bypass: Whether its loss has a term that is not made of the logits.
+        is_weighted: Whether the batch says what its tokens weigh.
     """
 
     batch: Mapping[str, Any]
@@ -111,6 +114,7 @@ class MicrobatchRecord:
     losses: Sequence[torch.Tensor]
     watched: WatchedTokens | None
     bypass: bool
+    is_weighted: bool = False
 
 
 @dataclass(kw_only=True)
@@ -164,15 +168,21 @@ class StepCheck:
             by_microbatch: Whether a term was divided by the number of microbatches.
         """
         # The only device sync: once a step, where Composer reads the loss anyway.
-        counts = [loss_mask(record.batch, self.rule).sum() for record in self.records]
+        masks = [loss_mask(record.batch, self.rule) for record in self.records]
+        counts = [mask.sum() for mask in masks]
+        weights = [
+            (record.batch[LOSS_WEIGHTS] * mask).sum() if record.is_weighted else torch.zeros_like(count)
+            for record, mask, count in zip(self.records, masks, counts, strict=True)
+        ]
         losses = [loss.isfinite().all() for record in self.records for loss in record.losses]
         finite = [torch.stack(losses).all()] if losses else []
         finite += [torch.nn.utils.get_total_norm(gradients).isfinite()] if gradients else []
         measured = [watched for watched in self._watched() if watched.deviations is not None]
         worst = [watched.deviations.amax() for watched in measured if watched.deviations is not None]
-        values = [*counts, *finite, *self._observed, *worst]
+        values = [*counts, *weights, *finite, *self._observed, *worst]
         read = iter(torch.stack([value.double() for value in values]).tolist() if values else [])
-        labelled, flags = [next(read) for _ in counts], [next(read) for _ in finite]
+        labelled, weighed = [next(read) for _ in counts], [next(read) for _ in weights]
+        flags = [next(read) for _ in finite]
         observed, deviations = [next(read) / self.gradient_scale for _ in self._observed], list(read)
         if flags == [1, 0]:  # losses finite, gradients not; where a loss is not, the gradient only follows it
             raise RuntimeError(
@@ -181,7 +191,7 @@ class StepCheck:
                 'by at least 1, or keep samples without labels out of the data.'
             )
         self._check_rows()
-        self._check_labels(labelled)
+        self._check_labels(labelled, weighed)
         self._check_weights(observed)
         self._check_tokens(measured, deviations)
         found = sum(record.num_samples > 0 for record in self.records)
@@ -210,8 +220,14 @@ class StepCheck:
                 'algorithm changes the batch; put TokenAccumulation last, or use token_data_spec().'
             )
 
-    def _check_labels(self, labelled: Sequence[float]) -> None:
-        for index, (record, found) in enumerate(zip(self.records, labelled, strict=True)):
+    def _check_labels(self, labelled: Sequence[float], weighed: Sequence[float]) -> None:
+        for index, (record, found, weight) in enumerate(zip(self.records, labelled, weighed, strict=True)):
+            if record.is_weighted and not math.isclose(weight, record.loss_weight, rel_tol=WEIGHT_TOLERANCE):
+                raise RuntimeError(
+                    f'Weights must not change after BATCH_START, got: {weight:g} in microbatch {index} where '
+                    f'{record.loss_weight:g} was counted. `microbatch_transforms` or an algorithm changes '
+                    f'`{LOSS_WEIGHTS}`; do it in `batch_transforms`, which runs before the count.'
+                )
             if record.num_tokens != found:
                 raise RuntimeError(
                     f'Labels must not change after BATCH_START, got: {found:.0f} loss-generating tokens in microbatch '

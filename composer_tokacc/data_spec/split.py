@@ -96,6 +96,10 @@ class MicrobatchSplit:
         """Cuts by these rules from now on."""
         self.rules, self.checked, self.reduces_once = rules, True, reduces_once
         self._attend(rules.packing)
+        if rules.packing == 'positions':
+            self._warn(
+                'Every packed row gets a mask as wide as all its documents: attention document by document fails.'
+            )
 
     def begin_step(self, *, copies_microbatches: Callable[[], bool] | None) -> None:
         """Learns what the trainer does with the microbatches of a step."""

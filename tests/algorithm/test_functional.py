@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from composer_tokacc.algorithm import sample_weight, step_loss_weights, token_weight, with_token_weights
+from composer_tokacc.algorithm import apply_token_weights, sample_weight, step_loss_weights, token_weight
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import reference_gradients, relative_error
 
@@ -41,7 +41,7 @@ def test_an_unknown_rule_is_refused_rather_than_counted_as_causal():
     with pytest.raises(ValueError, match=r"`loss_tokens` must be one of .*, got: 'auto'"):
         step_loss_weights([batch], loss_tokens='auto')
     with pytest.raises(ValueError, match=r"`loss_tokens` must be one of .*, got: 'shifted'"):
-        with_token_weights(batch, 'sqrt', loss_tokens='shifted')
+        apply_token_weights(torch.zeros(6, 14, 9), batch, 'sqrt', loss_tokens='shifted')
 
 
 def test_a_microbatch_without_loss_tokens_weighs_nothing():

@@ -91,7 +91,10 @@ def test_rule_that_is_another_one_is_refused(logits_in_eval):
 
 @pytest.mark.parametrize('logits_in_eval', [True, False])
 def test_loss_that_shifts_in_evaluation_alone_is_counted_as_in_training(logits_in_eval):
-    model, batch = fused(logits_in_eval=logits_in_eval, shift_in_training=0), collate(text_rows([(4, 4), (9, 9), (5, 2)]))
+    model, batch = (
+        fused(logits_in_eval=logits_in_eval, shift_in_training=0),
+        collate(text_rows([(4, 4), (9, 9), (5, 2)])),
+    )
     model(**batch).loss.backward()
     expected = {f'model.{name}': p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
@@ -104,7 +107,9 @@ def test_loss_that_shifts_in_evaluation_alone_is_counted_as_in_training(logits_i
 @pytest.mark.parametrize('logits_in_eval', [True, False])
 def test_weights_that_reach_no_token_are_refused(logits_in_eval):
     data = token_data_spec(loader(collate(text_rows(SHAPE))))
-    with pytest.raises(RuntimeError, match='made of the logits that it returns for `token_weights`, got: .*a fused kernel'):
+    with pytest.raises(
+        RuntimeError, match='made of the logits that it returns for `token_weights`, got: .*a fused kernel'
+    ):
         train(
             fused(logits_in_eval=logits_in_eval), data, algorithms=[TokenAccumulation(token_weights='sqrt')],
             microbatch_size=2,

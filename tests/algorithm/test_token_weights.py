@@ -13,7 +13,6 @@ import torch
 from composer.algorithms import GradientClipping
 from composer.callbacks import NaNMonitor
 from composer.core import Callback
-from composer_tokacc.algorithm.weighted_labels import weigh_labels
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from composer_tokacc import (
@@ -23,7 +22,9 @@ from composer_tokacc import (
     TokenAccumulation,
     token_data_spec,
 )
-from composer_tokacc.algorithm import step_loss_weights, with_token_weights
+from composer_tokacc.algorithm import apply_token_weights, step_loss_weights
+from composer_tokacc.checks.logits import token_losses, weigh_tokens
+from composer_tokacc.checks.step import WatchedTokens
 from composer_tokacc.counting import token_weights_of
 from tests.algorithm.test_attacked import Terms, by_token
 from tests.support.families import FAMILIES
@@ -151,8 +152,9 @@ def test_functional_form_in_a_plain_loop(model, token_weights):
     microbatches = [layout.select(batch, rows) for rows in ([0, 3], [1, 2, 4], [5])]
     weights = step_loss_weights(microbatches, token_weights=token_weights)
     for microbatch, weight in zip(microbatches, weights, strict=True):
-        inputs = with_token_weights(microbatch, token_weights)
-        (model(**{key: inputs[key] for key in ('input_ids', 'attention_mask', 'labels')}).loss * weight).backward()
+        outputs = model(**{key: microbatch[key] for key in ('input_ids', 'attention_mask', 'labels')})
+        apply_token_weights(outputs.logits, microbatch, token_weights)
+        (outputs.loss * weight).backward()
     found = {f'model.{name}': p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert relative_error(found, expected) < TOLERANCE
 
@@ -273,7 +275,7 @@ def test_weights_that_a_transform_drops_or_changes_are_noticed(model):
     def change(batch):
         return {**batch, 'loss_weights': batch['loss_weights'] * (torch.arange(len(batch['labels'])) % 2)[:, None]}
 
-    for transform, message in ((drop, 'must carry the `loss_weights`'), (change, 'must be the mean over')):
+    for transform, message in ((drop, 'must carry the `loss_weights`'), (change, 'Weights must not change')):
         data = token_data_spec(loader(batch_of()), microbatch_transforms=transform)
         with pytest.raises(RuntimeError, match=message):
             train(model, data, algorithms=[TokenAccumulation(token_weights='sqrt')], microbatch_size=6)
@@ -284,44 +286,52 @@ def test_logits_are_kept_once(model):
     batch = batch_of()
     kept = {}
     for token_weights in ('token', 'column'):
-        logits = torch.randn(*batch['labels'].shape, 64, requires_grad=True)
-        inputs, sizes = with_token_weights(batch, token_weights), {}
+        logits, sizes = torch.randn(*batch['labels'].shape, 64, requires_grad=True), {}
 
         def note(tensor, sizes=sizes):
             sizes[tensor.data_ptr()] = tensor.numel()
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            ForCausalLMLoss(logits, inputs['labels'], 64)
+            apply_token_weights(logits, batch, token_weights)
+            ForCausalLMLoss(logits, batch['labels'], 64)
         kept[token_weights] = sum(numel >= logits.numel() for numel in sizes.values())
     assert kept == {'token': 1, 'column': 1}
 
 
-@pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split('.')[:2])) > (2, 7),
-    reason='the compiler of torch 2.15 fails on labels of a class of their own, before the first step',
-)
-@pytest.mark.parametrize('backend', ['eager', 'aot_eager'])
-def test_compiled_forward(model, backend):
+def compiled_run(model, batch, backend):
     torch._dynamo.reset()
+    try:
+        return train(
+            model, token_data_spec(loader(batch)), algorithms=[TokenAccumulation(token_weights='column')],
+            microbatch_size=3, compile_config={'backend': backend},
+        )[0]  # fmt: skip
+    finally:
+        torch._dynamo.reset()
+
+
+def test_compiled_forward(model):
     batch = batch_of()
     expected, _, _ = weighted_reference(model, batch, 'column')
-    recorder, _, _ = train(
-        model, token_data_spec(loader(batch)), algorithms=[TokenAccumulation(token_weights='column')],
-        microbatch_size=3, compile_config={'backend': backend},
-    )  # fmt: skip
-    assert relative_error(recorder.gradients, expected) < TOLERANCE
-    torch._dynamo.reset()
+    assert relative_error(compiled_run(model, batch, 'eager').gradients, expected) < TOLERANCE
 
 
-def test_nothing_is_asked_of_the_device():
+def test_compiled_forward_that_returns_loss_and_logits_together_is_refused(model):
+    """The gradient by its logits stays inside the one graph, where no weight reaches it."""
+    with pytest.raises(RuntimeError, match='leave out `compile_config`'):
+        compiled_run(model, batch_of(), 'aot_eager')
+
+
+@pytest.mark.parametrize('is_whole', [True, False])
+def test_nothing_is_asked_of_the_device(is_whole):
     """Tensors without content: whatever reads one, as `.item()` does, would raise."""
     labels = torch.zeros(6, 14, dtype=torch.long, device='meta')
-    inputs, weighing = weigh_labels({'labels': labels}, labels.float(), num_tokens=26, total=9.5)
-    loss = ForCausalLMLoss(torch.zeros(6, 14, 64, device='meta', requires_grad=True), inputs['labels'], 64)
-    loss.backward()
-    assert weighing.num_calls == 1
-    assert weighing.mean.device.type == 'meta'
+    logits = torch.zeros(6, 14, 64, device='meta', requires_grad=True)
+    weigh_tokens(logits, labels.float())
+    watched = WatchedTokens(logits, labels, labels.float(), 1.0, num_tokens=26, is_whole=is_whole)
+    (ForCausalLMLoss(logits, labels, 64) + token_losses(logits, labels).sum()).backward()
+    assert watched.was_reached
+    assert watched.deviations.device.type == 'meta'
 
 
 def test_model_in_bfloat16_has_no_more_than_its_own_noise(model):

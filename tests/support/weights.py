@@ -57,7 +57,13 @@ def weighted_reference(
 
 
 def weighted_gradients(
-    model: Any, batch: dict[str, Any], token_weights: str, *, shift: int = 1, label_smoothing: float = 0.0
+    model: Any,
+    batch: dict[str, Any],
+    token_weights: str,
+    *,
+    shift: int = 1,
+    label_smoothing: float = 0.0,
+    z_weight: float = 0.0,
 ) -> Gradients:
     """Of one plain forward of a Composer model over the whole batch, for its logits; column 0 counts without shift."""
     model.zero_grad(set_to_none=True)
@@ -67,9 +73,8 @@ def weighted_gradients(
     for row in range(len(labels)):
         places = [place for place in range(shift, labels.shape[1]) if int(labels[row, place]) != -100]
         predicted = logits[row, [place - shift for place in places]]
-        losses.append(
-            F.cross_entropy(predicted, labels[row, places], reduction='none', label_smoothing=label_smoothing)
-        )
+        of_row = F.cross_entropy(predicted, labels[row, places], reduction='none', label_smoothing=label_smoothing)
+        losses.append(of_row + z_weight * predicted.logsumexp(dim=-1).square())
         if token_weights == 'column':
             weights.append(batch['loss_weights'][row, places])
         else:

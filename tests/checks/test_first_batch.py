@@ -111,7 +111,10 @@ def test_rows_that_see_each_other_are_refused_by_name_and_nothing_moves(make):
     before = copy.deepcopy(model.state_dict())
     ids = [f'sample-{row}' for row in range(len(SHAPE))]
     batch = {**collate(text_rows(SHAPE)), 'sample_ids': ids}
-    with pytest.raises(RuntimeError, match=r"must not depend on the rows beside.* sample 'sample-\d': the gradient at its logits changes by"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"must not depend on the rows beside.* sample 'sample-\d': the gradient at its logits changes by",
+    ):
         train(
             model, make(batch), algorithms=[TokenAccumulation()], microbatch_size=2,
             optimizer=torch.optim.SGD(model.parameters(), lr=1.0),

@@ -1,0 +1,132 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Weights, targets and the rest of a loss, read off its gradient by the logits, beside losses written out by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from composer_tokacc.checks import logits as measured
+from composer_tokacc.checks.logits import (
+    deviation,
+    label_deviation,
+    measure,
+    sketch,
+    targets_of,
+    token_losses,
+    tolerance_of,
+    weigh_tokens,
+)
+
+LABELS = torch.tensor([[5, 6, -100, 2], [-100, -100, 7, 0], [1, 1, 1, 1]])
+WEIGHTS = torch.tensor([[0.5, 2.0, 0.0, 1.0], [0.0, 3.0, 0.25, 0.0], [1.0, 1.5, 4.0, 0.0]])
+"""At the positions that predict."""
+
+
+@pytest.fixture(autouse=True, params=[2**23, 20], ids=['at once', 'two positions at a time'])
+def chunk(request, monkeypatch):
+    monkeypatch.setattr(measured, 'CHUNK', request.param)
+
+
+def written_out(logits, weights, shift=1):
+    """The weighted sum of the tokens' losses, one position after the other."""
+    places = [(row, place) for row in range(3) for place in range(shift, 4) if int(LABELS[row, place]) != -100]
+    losses = [
+        -logits[row, p - shift].log_softmax(dim=-1)[LABELS[row, p]] * weights[row, p - shift] for row, p in places
+    ]
+    return torch.stack(losses).sum()
+
+
+def gradient_of(function, dtype=torch.float32):
+    torch.manual_seed(0)
+    logits = (3 * torch.randn(3, 4, 9)).to(dtype).requires_grad_()
+    return logits.detach(), *torch.autograd.grad(function(logits), logits)
+
+
+@pytest.mark.parametrize('is_told', [True, False])
+def test_weights_and_targets_are_those_of_the_loss(is_told):
+    logits, gradient = gradient_of(lambda z: written_out(z, WEIGHTS))
+    targets = targets_of({'labels': LABELS}, 'causal')
+    found = measure(logits, gradient, targets if is_told else None)
+    carried = (targets != -100) & (WEIGHTS > 0)
+    torch.testing.assert_close(found.weights[carried], WEIGHTS[carried])
+    assert not found.weights[~carried].any()
+    assert torch.equal(found.targets[carried], targets[carried])
+    assert found.residual < 1e-6
+
+
+def test_negative_weights_have_their_targets_as_well():
+    logits, gradient = gradient_of(lambda z: written_out(z, -WEIGHTS))
+    found, targets = measure(logits, gradient), targets_of({'labels': LABELS}, 'causal')
+    carried = (targets != -100) & (WEIGHTS > 0)
+    assert torch.equal(found.targets[carried], targets[carried])
+    torch.testing.assert_close(found.weights[carried], -WEIGHTS[carried])
+
+
+def test_residual_is_the_share_of_what_no_cross_entropy_explains():
+    def z_loss(logits):
+        return 1e-3 * logits.logsumexp(dim=-1).square().sum()
+
+    logits, gradient = gradient_of(lambda z: written_out(z, WEIGHTS) + z_loss(z))
+    _, added = gradient_of(z_loss)
+    found = measure(logits, gradient, targets_of({'labels': LABELS}, 'causal'))
+    # What lies along the tokens' own gradients is taken for a part of their weights.
+    assert 0 < found.residual <= added.norm() / gradient.norm()
+
+
+@pytest.mark.parametrize(('rule', 'shift'), [('causal', 1), ('unshifted', 0)])
+def test_deviation_is_none_of_the_right_weights_and_as_large_as_a_wrong_one(rule, shift):
+    targets = targets_of({'labels': LABELS}, rule)
+    logits, gradient = gradient_of(lambda z: 0.01 * written_out(z, WEIGHTS, shift))
+    positions = (targets != -100).flatten().nonzero()[:, 0]
+    assert deviation(logits, gradient, targets, WEIGHTS, 0.01).max() < 1e-6
+    assert label_deviation(logits, gradient, targets, WEIGHTS, 0.01, positions).max() < 1e-6
+    wrong = WEIGHTS.clone()
+    wrong[2, 1] += 1
+    logits, gradient = gradient_of(lambda z: 0.01 * written_out(z, wrong, shift))
+    probability = logits[2, 1].softmax(dim=-1)[1]
+    found = label_deviation(logits, gradient, targets, WEIGHTS, 0.01, positions)
+    assert float(found.max()) == pytest.approx(float(1 - probability), rel=1e-4)
+    assert int(positions[found.argmax()]) == 9
+    assert int(deviation(logits, gradient, targets, WEIGHTS, 0.01).argmax()) == 9
+
+
+def test_round_off_of_shorter_types_is_within_their_tolerance():
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        logits, gradient = gradient_of(lambda z: written_out(z.float(), WEIGHTS), dtype)
+        targets = targets_of({'labels': LABELS}, 'causal')
+        assert deviation(logits, gradient, targets, WEIGHTS, 1.0).max() < tolerance_of(dtype) * 4
+
+
+def test_sketches_keep_the_size_of_a_difference():
+    torch.manual_seed(0)
+    one, other = torch.randn(3, 4, 5000), torch.randn(3, 4, 5000)
+    whole = (one - other).norm()
+    assert (sketch(one) - sketch(other)).norm() == pytest.approx(float(whole), rel=0.1)
+    assert torch.equal(sketch(one[..., :9]), one[..., :9])
+
+
+def test_token_losses_are_those_of_plain_cross_entropy():
+    logits, _ = gradient_of(lambda z: z.sum())
+    losses = token_losses(logits, targets_of({'labels': LABELS}, 'causal'))
+    assert float((losses * WEIGHTS).sum()) == pytest.approx(float(written_out(logits, WEIGHTS)), rel=1e-6)
+    assert losses[:, -1].tolist() == [0, 0, 0]
+
+
+def test_factors_on_the_gradient_are_weights_in_any_sum_over_positions():
+    def smoothed(logits, factors):
+        losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), LABELS[:, 1:], reduction='none', label_smoothing=0.1)
+        return (losses * factors[:, :-1]).sum()
+
+    _, expected = gradient_of(lambda z: smoothed(z, WEIGHTS))
+
+    def hooked(logits):
+        given = logits * 1
+        weigh_tokens(given, WEIGHTS)
+        return smoothed(given, torch.ones_like(WEIGHTS))
+
+    _, found = gradient_of(hooked)
+    torch.testing.assert_close(found, expected)

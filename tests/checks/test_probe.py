@@ -1,0 +1,188 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""What the probe finds out of a model by running it, without a Trainer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from composer_tokacc.checks.first_batch import FirstBatchCheck, find_loss_rule
+from composer_tokacc.checks.probe import Probe
+from composer_tokacc.checks.rows import kinds_of, telling_batch
+from composer_tokacc.layout import BatchLayout
+from tests.support.text import collate, text_model, text_row, text_rows
+
+
+def causal(logits, batch):
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch['labels'][:, 1:].flatten())
+
+
+def attended(logits, batch):
+    labels = batch['labels'].masked_fill(batch['attention_mask'] == 0, -100)
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def unshifted(logits, batch):
+    return F.cross_entropy(logits.flatten(0, 1), batch['labels'].flatten())
+
+
+def smoothed(logits, batch):
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch['labels'][:, 1:].flatten(), label_smoothing=0.1)
+
+
+def over_all_positions(logits, batch):
+    labels = batch['labels'][:, 1:]
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten(), reduction='sum') / labels.numel()
+
+
+def summed(logits, batch):
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch['labels'][:, 1:].flatten(), reduction='sum')
+
+
+def truncated(logits, batch):
+    labels = batch['labels'].clone()
+    labels[:, -2:] = -100
+    return causal(logits, {'labels': labels})
+
+
+def probe_of(loss, *, with_logits: bool = True, model=None):
+    model = model or text_model()
+
+    def forward(batch):
+        logits = model(input_ids=batch['input_ids'], attention_mask=batch['attention_mask']).logits
+        return {'loss': loss(logits, batch), **({'logits': logits} if with_logits else {})}
+
+    return Probe(forward, lambda outputs, batch: outputs['loss'], model)
+
+
+def telling_row():
+    return telling_batch(None, text_row(12, 6))
+
+
+def prove(loss, *, with_logits=True, loss_tokens='auto'):
+    batch = collate(text_rows([(4, 2), (9, 3), (5, 4), (14, 11)]))
+    layout = BatchLayout.infer(batch)
+    check = FirstBatchCheck(
+        probe_of(loss, with_logits=with_logits),
+        layout,
+        dict,
+        loss_tokens=loss_tokens,
+        check_loss=True,
+        microbatch_size=4,
+    )
+    kinds = kinds_of(layout, batch)
+    check.prove(batch, None, None, kinds, [kinds])
+    return check
+
+
+@pytest.mark.parametrize('with_logits', [True, False])
+@pytest.mark.parametrize(
+    ('loss', 'rule'),
+    [(causal, 'causal'), (attended, 'causal_attended'), (unshifted, 'unshifted'), (smoothed, 'causal')],
+)
+def test_rule_is_where_the_gradient_is(loss, rule, with_logits):
+    assert find_loss_rule(probe_of(loss, with_logits=with_logits), telling_row()) == rule
+
+
+@pytest.mark.parametrize('with_logits', [True, False])
+@pytest.mark.parametrize('loss', [over_all_positions, summed])
+def test_loss_that_is_no_mean_over_its_tokens_is_refused(loss, with_logits):
+    with pytest.raises(RuntimeError, match=r'must be the mean over its loss-generating tokens, got: .* times as much'):
+        prove(loss, with_logits=with_logits)
+
+
+def test_labels_that_change_inside_the_forward_are_refused():
+    with pytest.raises(RuntimeError, match='no rule explains. The model changes labels inside forward'):
+        prove(truncated)
+
+
+@pytest.mark.parametrize('with_logits', [True, False])
+def test_rule_that_is_not_the_models_is_refused_with_the_right_one(with_logits):
+    with pytest.raises(RuntimeError, match=r"Set `loss_tokens='unshifted'`"):
+        prove(unshifted, with_logits=with_logits, loss_tokens='causal')
+
+
+@pytest.mark.parametrize(
+    ('loss', 'scale'), [(causal, 1.0), (lambda *given: 7 * causal(*given), 7.0), (smoothed, None), (attended, 1.0)]
+)
+def test_tokens_weigh_the_same_or_are_not_measured_in_training(loss, scale):
+    found = prove(loss).token_scale
+    assert found == (scale if scale is None else pytest.approx(scale, rel=1e-5))
+
+
+def test_round_off_is_of_the_order_of_the_models_precision():
+    row, found = text_row(40, 30), []
+    for dtype in (torch.float32, torch.bfloat16):
+        probe = probe_of(causal, model=text_model().to(dtype))
+        plain = probe.run(row).gradients['tokens'][-1]
+        with probe.with_rounding():
+            moved = probe.run(row).gradients['tokens'][-1]
+        found.append(float((moved - plain).norm() / plain.norm()))
+    assert 1e-9 < found[0] < 1e-6
+    assert 1e-5 < found[1] < 1e-1
+
+
+def test_float32_weights_are_probed_in_float32_whatever_the_autocast():
+    row, probe = text_row(40, 30), probe_of(causal)
+    expected = probe.run(row)
+    with torch.autocast('cpu', dtype=torch.bfloat16):
+        found = probe.run(row)
+    assert found.losses == expected.losses
+    assert found.measured is not None
+    assert found.measured.dtype == torch.float32
+
+
+def test_kernel_that_knows_half_precision_only_is_probed_in_the_runs_own():
+    model = text_model()
+
+    def forward(batch):
+        if not torch.is_autocast_enabled('cpu'):
+            raise RuntimeError('FlashAttention only support fp16 and bf16 data type')
+        logits = model(input_ids=batch['input_ids']).logits
+        return {'loss': causal(logits, batch), 'logits': logits}
+
+    probe = Probe(
+        forward, lambda outputs, batch: outputs['loss'], model, lambda: torch.autocast('cpu', dtype=torch.bfloat16)
+    )
+    assert find_loss_rule(probe, telling_row()) == 'causal'
+
+
+def test_no_dropout_drops_whatever_asks_for_it():
+    """That of attention is an argument of a kernel, and others call the function."""
+
+    def loss(logits, batch):
+        return causal(F.dropout(logits, 0.5, training=True), batch)
+
+    model = text_model(attention_dropout=0.5).train()
+    probe, row = probe_of(loss, model=model), text_row(12, 6)
+    expected = probe_of(causal, model=text_model()).run(row)
+    assert probe.run(row).losses == pytest.approx(expected.losses, rel=1e-6)
+    assert probe.is_training
+
+
+def test_a_forward_that_is_random_all_the_same_is_looked_at_in_evaluation():
+    model = text_model().train()
+    model.model.norm.register_forward_hook(
+        lambda module, args, output: output + torch.randn_like(output) * 0.1 if module.training else output
+    )
+    probe, row = probe_of(causal, model=model), text_row(12, 6)
+    assert probe.run(row).losses == probe.run(row).losses
+    assert not probe.is_training
+
+
+def test_running_leaves_mode_and_random_numbers_alone():
+    model = text_model(attention_dropout=0.5).train()
+    model.model.layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    state = torch.get_rng_state()
+    probe, row = probe_of(causal, model=model), text_row(12, 6)
+    assert probe.run(row).losses == probe.run(row).losses
+    with probe.with_rounding(), probe.with_varied_norms():
+        probe.run(row)
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not any(module._forward_hooks for module in model.modules())
+    assert all(parameter.grad is None for parameter in model.parameters())
