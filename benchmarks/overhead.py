@@ -24,12 +24,12 @@ from typing import Any
 from composer.core import Callback, State
 from composer.loggers import InMemoryLogger, Logger
 from composer.utils import dist
-from composer_tokacc.algorithm.weighted_labels import Weighing
 
 from benchmarks.machine import machine
 from composer_tokacc import TokenAccumulation
 from composer_tokacc.algorithm.functional import RankSum
-from composer_tokacc.checks.step import StepCheck
+from composer_tokacc.algorithm.token_accumulation import NUM_FIRST_STEPS
+from composer_tokacc.checks.step import StepCheck, WatchedTokens
 from composer_tokacc.programs import load_config
 from composer_tokacc.programs.run import build_parts, build_trainer, check_config
 
@@ -77,12 +77,12 @@ def main() -> None:
     algorithm = next(one for one in trainer.state.algorithms if isinstance(one, TokenAccumulation))
     algorithm.apply = steps.timed(algorithm.apply, 'algorithm')  # pyright: ignore[reportAttributeAccessIssue]
     StepCheck.observe = steps.timed(StepCheck.observe, 'algorithm')
-    Weighing.apply = steps.timed(Weighing.apply, 'algorithm')
+    WatchedTokens._note = steps.timed(WatchedTokens._note, 'algorithm')  # pyright: ignore[reportPrivateUsage]
     RankSum.__init__ = steps.timed(RankSum.__init__, 'all_reduce')
     RankSum.read = steps.timed(RankSum.read, 'all_reduce')
     trainer.fit()
-    # The first step pays for the probe, once a run.
-    measured = steps.steps[1:]
+    # The first step pays for the probe, once a run, and the first ten measure every token.
+    measured = steps.steps[NUM_FIRST_STEPS:]
     shares = {
         'with_all_reduce': statistics.median(one['algorithm'] / one['step'] for one in measured),
         'without_all_reduce': statistics.median(

@@ -125,7 +125,7 @@ class LossTerms:
         return _sum_as_given([value for name, value in named.items() if self.unit(name) == 'tokens'] or [loss['total']])
 
     def by_unit(self, loss: Any, outputs: Any) -> dict[str, torch.Tensor]:
-        """Returns the sum of the terms of each unit that no cut may change: tokens, and samples where there are such."""
+        """Returns the sum of the terms of each unit that no cut may change: tokens, and samples if there are any."""
         loss = self.split(loss, outputs)
         found = {'tokens': self.token_term(loss)}
         if self.loss_units is not None and isinstance(loss, Mapping):

@@ -18,7 +18,6 @@ from composer.utils import dist
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from composer_tokacc.algorithm.ddp_sync import ReductionWatch, check_reduced, check_sharding
 from composer_tokacc.algorithm.functional import RankSum, at_predictions, sample_weight, token_weight
 from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, LossTerms, attached_zero, router_coefficient
 from composer_tokacc.checks.first_batch import FirstBatchCheck
@@ -47,6 +46,7 @@ from composer_tokacc.counting import (
     with_one_label,
     without_carried,
 )
+from composer_tokacc.data_spec.reduction import ReductionWatch, check_reduced, check_sharding
 from composer_tokacc.data_spec.split import MicrobatchSplit, split_of
 from composer_tokacc.layout import BatchLayout, microbatches_of
 from composer_tokacc.sampling.filler_rows import filler_rows
@@ -130,7 +130,7 @@ class TokenAccumulation(Algorithm):
         self._check: FirstBatchCheck | None = None
         self._layout: BatchLayout | None = None
         self._totals: RankSum | None = None
-        """Loss-generating tokens, samples and weight of the step over all ranks, and how many have rows of each kind."""
+        """Loss-generating tokens, samples and weight of the step, and how many ranks have rows of each kind."""
         self._step = StepCheck(rule='causal', local_tokens=0, local_samples=0, local_weight=0.0)
         self._device_batch: Batch = {}
         self._hidden: tuple[dict[str, Any], Any, Any] = ({}, None, None)
@@ -476,16 +476,14 @@ class TokenAccumulation(Algorithm):
         reached = all(record.watched is not None and record.watched.was_reached for record in records)
         if self.is_weighted and not reached:
             raise RuntimeError(
-                "The model's own loss must be made of the logits that it returns for `token_weights`, got: a loss whose "
-                'gradient does not come by them (a fused kernel, a compiled forward that returns loss and logits '
-                "together). Switch the kernel off or leave out `compile_config`, or set `token_weights='token'`, which is "
-                'exact for it.'
+                "The model's own loss must be made of the logits that it returns for `token_weights`, got: a loss "
+                'whose gradient does not come by them (a fused kernel, a compiled forward). Switch the kernel off or leave out '
+                "`compile_config`, or set `token_weights='token'`, which is exact for it."
             )
         if not self._said_unmeasured and not (reached and self._check and self._check.token_scale):
             self._said_unmeasured = True
             log.info(
-                'What tokens weigh is not measured in training, as %s. The first batch was looked at, and all counts are '
-                'checked in every step.',
+                'What tokens weigh is not measured in training, as %s. Counts are checked in every step.',
                 'the loss is no plain mean of cross-entropies' if reached else 'no gradient comes by the logits',
             )
 

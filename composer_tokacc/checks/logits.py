@@ -119,8 +119,7 @@ def deviation(
 ) -> torch.Tensor:
     """Returns how far the gradient of each position is from what it must be, float32 ``(rows x width,)``.
 
-    In parts of a plain token's weight, so that a token that the model is sure of, of which little is left but round-off,
-    is not far off.
+    In parts of a plain token's weight: one that the model is sure of, of which only round-off is left, is not far off.
 
     Args:
         logits: ``(rows, width, vocabulary)``.

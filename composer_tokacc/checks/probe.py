@@ -161,8 +161,12 @@ class Probe:
             loss = self._loss(outputs, given)  # once, as what it counts may be added up
             terms = self._terms(loss, outputs)
         logits = logits_of(outputs)
-        if logits is not None:
-            _check_width(logits, batch)
+        if logits is not None and logits.shape[:2] != labels_of(batch).shape:
+            raise RuntimeError(
+                f"The model's logits must be as wide as the labels, got: {tuple(logits.shape[:2])} for labels of "
+                f'{tuple(labels_of(batch).shape)}. The model expands or truncates the sequence inside forward, so a '
+                "count of the batch's labels is not its own. Expand image placeholders in the processor instead."
+            )
         points = [leaves[layer] for layer in self._layers if layer in leaves]
         if logits is not None and logits.requires_grad and all(logits is not leaf for leaf in points):
             points.append(logits)
@@ -194,11 +198,9 @@ class Probe:
 
         def scale(module: torch.nn.Module, args: Any, output: Any) -> Any:
             weight = getattr(module, 'weight', None)
-            if not isinstance(weight, torch.Tensor) or not isinstance(output, torch.Tensor):
+            if not isinstance(output, torch.Tensor) or getattr(weight, 'shape', None) != output.shape[-1:]:
                 return output
-            if weight.dim() != 1 or output.dim() == 0 or output.shape[-1] != len(weight):
-                return output
-            draws = torch.rand(len(weight), generator=torch.Generator().manual_seed(len(weight)))
+            draws = torch.rand(output.shape[-1], generator=torch.Generator().manual_seed(output.shape[-1]))
             return output * (0.75 + 0.5 * draws).to(output)
 
         with _hooked(_leaves(self.model), scale):
@@ -210,16 +212,12 @@ class Probe:
 
         The same rows in another order or number would not do: kernels then make the very same sums.
         """
-        generators: dict[torch.device, torch.Generator] = {}
 
         def move(module: torch.nn.Module, args: Any, output: Any) -> Any:
             if not isinstance(output, torch.Tensor) or not output.dtype.is_floating_point:
                 return output
-            if output.device not in generators:
-                generators[output.device] = torch.Generator(output.device).manual_seed(0)
-            up = torch.rand(output.shape, generator=generators[output.device], device=output.device) < 0.5
-            eps = torch.finfo(output.dtype).eps
-            return output * torch.where(up, 1 + eps, 1 - eps).to(output.dtype)
+            step = torch.finfo(output.dtype).eps * (2 * (torch.rand_like(output) < 0.5) - 1)
+            return output * (1 + step).to(output.dtype)
 
         with _hooked(_leaves(self.model), move):
             yield
@@ -230,13 +228,11 @@ class _NoDropout(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """As torch's own, with a probability of 0."""
-        kwargs = dict(kwargs or {})
-        name = getattr(func, '__name__', '')
+        kwargs, name = dict(kwargs or {}), getattr(func, '__name__', '')
         if name == 'scaled_dot_product_attention':
-            args, kwargs['dropout_p'] = (*args[:4], *([0.0] if len(args) > 4 else []), *args[5:]), 0.0
-            if len(args) > 4:
-                del kwargs['dropout_p']
-        elif 'dropout' in name and (args or 'input' in kwargs):
+            args, kwargs = args[:4], {**dict(zip(('dropout_p', 'is_causal'), args[4:], strict=False)), **kwargs}
+            kwargs['dropout_p'] = 0.0
+        elif 'dropout' in name:
             return args[0] if args else kwargs['input']
         return func(*args, **kwargs)
 
@@ -253,16 +249,6 @@ def _gradients(value: torch.Tensor, points: Sequence[torch.Tensor]) -> list[torc
         return [None] * len(points)
     with torch.enable_grad():
         return list(torch.autograd.grad(value.float().mean(), points, allow_unused=True, retain_graph=True))
-
-
-def _check_width(logits: torch.Tensor, batch: Batch) -> None:
-    labels = labels_of(batch)
-    if logits.shape[:2] != labels.shape:
-        raise RuntimeError(
-            f"The model's logits must be as wide as the labels, got: {tuple(logits.shape[:2])} for labels of "
-            f'{tuple(labels.shape)}. The model expands or truncates the sequence inside forward, so a count of the '
-            "batch's labels is not its own. Expand image placeholders in the processor instead (transformers >= 4.51)."
-        )
 
 
 def _is_of_positions(output: Any, batch: Batch) -> bool:

@@ -3,15 +3,9 @@
 
 """Refusal of models and losses where the gradient depends on which rows share a microbatch.
 
-Rows are independent in a language model's cross-entropy. They are not where
-
-- BatchNorm in training mode normalises by the statistics of the microbatch: found in the model;
-- a loss term compares rows with each other (in-batch contrastive losses, preference pairs): declared by
-  ``loss_units={'name': 'coupled_samples'}``;
-- a loss term is a statistic of the microbatch (the balance of a mixture's router): declared by
-  ``loss_units={'name': 'microbatches'}``.
-
-The last two keep their order with ``token_data_spec(..., regroup=False)``. The first is exact in no cut.
+BatchNorm in training mode normalises by statistics of the microbatch, which is exact in no cut. Terms that compare rows
+(contrastive losses) or are such statistics (a router's balance) are declared in ``loss_units``, and keep the order of
+rows with ``token_data_spec(..., regroup=False)``.
 """
 
 from __future__ import annotations

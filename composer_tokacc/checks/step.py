@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Checks, before the optimizer moves, that a step was exact: what its tokens really weighed, and that all were there."""
+"""Checks, before the optimizer moves, that a step was exact: what its tokens weighed, and that all were there."""
 
 from __future__ import annotations
 
@@ -186,9 +186,9 @@ class StepCheck:
         observed, deviations = [next(read) / self.gradient_scale for _ in self._observed], list(read)
         if flags == [1, 0]:  # losses finite, gradients not; where a loss is not, the gradient only follows it
             raise RuntimeError(
-                f'Gradients must be finite where every loss is, got: NaN or infinity, with {self.num_empty} microbatches '
-                'without loss-generating tokens. A loss that divides by its number of tokens gives 0 / 0 there; divide '
-                'by at least 1, or keep samples without labels out of the data.'
+                f'Gradients must be finite where every loss is, got: NaN or infinity, with {self.num_empty} of '
+                f'{len(self.records)} microbatches without loss-generating tokens. A loss that divides by their number '
+                'gives 0 / 0 there; divide by at least 1, or keep samples without labels out of the data.'
             )
         self._check_rows()
         self._check_labels(labelled, weighed)
@@ -249,9 +249,9 @@ class StepCheck:
             return
         raise RuntimeError(
             f'Composer must weight microbatches by their samples {_rounded(expected)}, got: {_rounded(observed)}. '
-            'Either `accumulate_train_batch_on_tokens` is on as well (set it to False: TokenAccumulation does its work, '
-            'exactly), or `get_num_samples_in_batch` does not count rows (use the counters of token_data_spec()), or a '
-            'later algorithm rescales the loss (put TokenAccumulation last).'
+            'Either `accumulate_train_batch_on_tokens` is on as well (set it to False), or `get_num_samples_in_batch` '
+            'does not count rows (use token_data_spec()), or a later algorithm rescales the loss (put '
+            'TokenAccumulation last).'
         )
 
     def _check_tokens(self, measured: Sequence[WatchedTokens], deviations: Sequence[float]) -> None:
@@ -261,19 +261,18 @@ class StepCheck:
             record = next(one for one in self.records if one.watched is watched)
             row, token = watched.worst()
             raise RuntimeError(
-                "The model's own loss must stay the mean over its loss-generating tokens, got: a gradient by its logits "
-                f'that is {found:.1e} of a token off in {sample_name(record.batch, row)}, at a position that is held to '
-                f'the token {token} (round-off is {watched.allowed:.0e}). Its loss leaves out or weights some labels '
-                '(class weights, label smoothing, a term that begins later), divides by something else than the number '
-                'of tokens, is another one in training mode, or an algorithm changes labels around the forward.'
+                "The model's own loss must stay the mean over its loss-generating tokens, got: a gradient by its "
+                f'logits that is {found:.1e} of a token off in {sample_name(record.batch, row)}, where the label is '
+                f'{token} (round-off is {watched.allowed:.0e}). Its loss leaves out or weights some labels (classes, '
+                'label smoothing, a term that begins later), divides by something else than their number, is another '
+                'one in training mode, or an algorithm changes labels around the forward.'
             )
         began = [record for record in self._with_tokens() if record.bypass and self.has_bypass is False]
         if began:
             raise RuntimeError(
-                "The model's own loss must be made of its logits alone, as it was before, got: a term besides, which "
-                f'began in this step, in a microbatch with {sample_name(began[0].batch, 0)}. What it is a mean over '
-                'could not be found out: have it in the loss from the first batch, with a factor of 0 if need be, or '
-                'return a dict of terms and name the unit of each in `loss_units`.'
+                "The model's own loss must be made of its logits alone, as it was before, got: another term, which "
+                f'began in a microbatch with {sample_name(began[0].batch, 0)}. What it is a mean over was not looked at: '
+                'have it in the loss from the first batch on, or name the terms of a dict in `loss_units`.'
             )
 
 

@@ -63,7 +63,7 @@ class ReductionWatch:
             )
 
     def reduced_once(self) -> bool | None:
-        """Returns whether this step reduced in its last microbatch alone; None: it had one, or ranks may meet in all."""
+        """Returns whether this step reduced in its last microbatch alone; None: nothing tells, or ranks meet in all."""
         return not any(self._reduces[:-1]) if len(self._reduces) > 1 and self.may_meet_once else None
 
 

@@ -1,0 +1,352 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Some rows as the loader padded them, and every cut of them held against that: one question, one number.
+
+Everything this package does rests on one fact: where a step has T loss-generating tokens, T times the gradient of the
+loss by the logits of a row is the same in every cut, whatever rows are beside it, and however it is padded, trimmed or
+packed. It is true of most models and losses and false of some, and where it is false nothing shows.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+
+from composer_tokacc.checks.logits import targets_of, tolerance_of
+from composer_tokacc.checks.probe import NOISE_FACTOR, Probe, ProbeResult
+from composer_tokacc.checks.rows import documents_of
+from composer_tokacc.counting import IGNORE_INDEX, Batch, loss_mask, sample_name
+from composer_tokacc.layout import BatchLayout
+from composer_tokacc.layout.layout import own_labels
+
+__all__ = ['Cutter', 'RowComparison']
+
+log = logging.getLogger(__name__)
+
+MORE_COLUMNS = 256
+"""Padding before a row that shows whether columns matter: a scale that grows with them hardly moves with a few."""
+GRADIENT_TOLERANCE = 3e-6
+"""Largest relative change of a row's gradient where rounding moves it less. Independent rows differ by 1e-7, the
+weakest leaks and undeclared terms that matter by 5e-5."""
+SMALL_ROW = 1e-3
+"""A gradient below this part of the largest row's is compared with that: of a row that the model is sure of little is
+left but round-off."""
+
+MEAN = "The model's own loss must be the mean over its loss-generating tokens, got: "
+SAMPLES = "The terms that `loss_units` calls 'samples' must be means over samples, got: "
+OTHER_POSITIONS_REMEDY = (
+    'The loss holds a mean over other positions (prompts, padding) or over rows. Take it over the positions whose '
+    'labels count, return the terms as a dict and name the unit of each in `loss_units`, or leave it out.'
+)
+ROUTER_REMEDY = (
+    'Name what it is multiplied by in `router_aux_loss_coef` of its config, or set `output_router_logits=False` there, '
+    'or return a dict of terms from `loss` and declare it: '
+    "`loss_units={'lm': 'tokens', 'router': 'microbatches'}` with `token_data_spec(..., regroup=False)`."
+)
+
+
+class Cutter(Protocol):
+    """A split, as far as it is asked: the rules are its own, and the check only finds those that hold."""
+
+    @property
+    def must_pack(self) -> bool:
+        """Whether rows are packed or the run stops."""
+        ...
+
+    def candidates(self, layout: BatchLayout, rows: Batch, known: Any) -> Iterable[Any]:
+        """Rules that are to be tried on such rows, cheapest first; ``known``: those found on other rows."""
+        ...
+
+    def assemble(self, layout: BatchLayout, batch: Batch, rows: Sequence[int], rules: Any) -> dict[str, Any]:
+        """The microbatch of some rows by such rules."""
+        ...
+
+
+class RowComparison:
+    """Some rows together, as the loader padded them, and every cut of them that is held against that.
+
+    Args:
+        probe: The model.
+        layout: How tensors belong to rows.
+        on_device: Moves a batch to the model's device.
+        rule: Which labels carry loss.
+        rows: As of :func:`.chosen_rows`.
+        check_loss: Whether the rows must weigh in the loss what their tokens say.
+    """
+
+    def __init__(
+        self,
+        probe: Probe,
+        layout: BatchLayout,
+        on_device: Callable[[Batch], Any],
+        rule: str,
+        rows: dict[str, Any],
+        check_loss: bool,
+    ) -> None:
+        self._probe, self._layout, self._on_device, self._rule = probe, layout, on_device, rule
+        self._rows, self._check_loss = rows, check_loss
+        self._side = layout.padding_side(rows)
+        self._counts = loss_mask(rows, rule).sum(dim=1).tolist()
+        moved = on_device(rows)
+        found = loss_mask(moved, rule).sum(dim=1).tolist()
+        if found != self._counts:
+            raise RuntimeError(
+                f'`microbatch_transforms` must leave labels alone, got: {sum(found)} loss-generating tokens where '
+                f'{sum(self._counts)} were counted. Change labels in `batch_transforms`, which runs before the count.'
+            )
+        self.whole = probe.run(moved)
+        with probe.with_rounding():
+            rounded = probe.run(moved)
+        self._noise = {unit: abs(rounded.losses[unit] - loss) for unit, loss in self.whole.losses.items()}
+        everyone = list(range(len(self._counts)))
+        self._expected = self._gradients_of(moved, self.whole, everyone)
+        of_rounded = self._gradients_of(moved, rounded, everyone)
+        self._allowed = {
+            key: max(GRADIENT_TOLERANCE, NOISE_FACTOR * float(_relative(of_rounded[key], expected).max()))
+            for key, expected in self._expected.items()
+        }
+        self._narrowest = self._width
+        if check_loss:
+            self._refuse_router_loss()
+            self._check_positions(moved)
+
+    @property
+    def _width(self) -> int:
+        """Padded width of the rows, by the labels."""
+        return self._rows['labels'].shape[1]
+
+    @property
+    def has_shown_trimming(self) -> bool:
+        """Whether any row was computed narrower than it came."""
+        return self._narrowest < self._width
+
+    def token_scale(self) -> float | None:
+        """What all tokens weigh in the loss, times their number, if they weigh the same and nothing else is in it."""
+        measured = self.whole.measured
+        if measured is None or not sum(self._counts):
+            return None
+        squares = measured.sizes.square() * (measured.targets != IGNORE_INDEX)
+        mean = float((measured.weights * squares).sum() / squares.sum())
+        if not mean or not math.isfinite(mean):
+            return None
+        worst = float(((measured.weights / mean - 1).abs() * measured.sizes).max())
+        is_same = max(worst, float(measured.residual)) <= tolerance_of(measured.dtype)
+        return mean * sum(self._counts) if is_same else None
+
+    def first_exact(self, cutter: Cutter | None, rules: Any) -> Any:
+        """Returns the first rules under which every row keeps its gradient."""
+        failures = []
+        for candidate in [rules] if cutter is None else cutter.candidates(self._layout, self._rows, rules):
+            failure = self._failure(cutter, candidate)
+            if failure is None and cutter is not None and not self.has_shown_trimming:
+                return candidate.with_side_of(rules, self._side)  # a label behind padding keeps a row as wide as it is
+            if failure is None:
+                return candidate
+            log.info('%s: %s', candidate, failure)
+            failures.append(failure)
+        # Where rows must be packed, the first says why; else the last, of the cut that leaves most alone.
+        raise RuntimeError(failures[0 if cutter is not None and cutter.must_pack else -1])
+
+    def _check_positions(self, moved: Batch) -> None:
+        """The gradient of the tokens' terms is 0 at the logits of all positions that predict no counted label."""
+        measured = self.whole.measured
+        if measured is None:
+            return
+        norms = (measured.weights * measured.sizes).cpu()
+        at_tokens = targets_of(moved, self._rule).cpu() != IGNORE_INDEX
+        share = float(norms[~at_tokens].norm() / norms[at_tokens].norm().clamp(min=torch.finfo(torch.float32).tiny))
+        if share > GRADIENT_TOLERANCE:
+            raise RuntimeError(
+                "The gradient of the model's own loss by its logits must be 0 where no label counts, got: "
+                f'{share:.1e} of what it is where one does. {OTHER_POSITIONS_REMEDY}'
+            )
+
+    def _refuse_router_loss(self) -> None:
+        """A statistic of the microbatch, however small its weight: below every tolerance it is still not exact."""
+        whole = self.whole
+        if not whole.has_router_loss:
+            return
+        rest = math.inf if whole.explained is None else abs(whole.losses['tokens'] - whole.explained)
+        if self.token_scale() is None or rest > whole.loss_tolerance('tokens', 0):
+            raise RuntimeError(
+                f'{MEAN}one that holds the load-balancing loss of its router as well, a statistic of the microbatch. '
+                f'{ROUTER_REMEDY}'
+            )
+
+    def _failure(self, cutter: Cutter | None, rules: Any) -> str | None:
+        """How the first microbatch fails in which another cut changes a gradient; None: none does."""
+        everyone, packing = list(range(len(self._counts))), getattr(rules, 'packing', '')
+        # A leak runs from one document into the next, so every document must have been behind the others.
+        groups = [everyone, everyone[::-1]] if packing else [[row] for row in everyone]
+        errors = (AttributeError, IndexError, TypeError, ValueError, *((RuntimeError, KeyError) if packing else ()))
+        losses: dict[str, list[tuple[float, int]]] = {unit: [] for unit in self.whole.losses}
+        for group in groups:
+            try:
+                part = self._cut(cutter, group, rules)
+                result = self._probe.run(self._on_device(part))
+            except errors as error:  # BLIP-2 takes no batch without images
+                what = 'packed rows' if packing else f'{sample_name(self._rows, group[0])} by itself'
+                return (
+                    f'The model must take {what}, got: {_without_stop(error)}.{" Set `packing=False`." * bool(packing)}'
+                )
+            failure = self._difference(part, result, group, 'packed' if packing else 'by itself')
+            if failure is not None:
+                return failure
+            for unit, number in self._numbers(part, group).items():
+                if unit in result.losses and number:
+                    losses[unit].append((result.losses[unit], number))
+            self._narrowest = min(self._narrowest, part['labels'].shape[1])
+        if self._side == 'left' and (packing or getattr(rules, 'left', '') == 'trim'):
+            failure = self._failure_behind_padding(packing)
+        return failure or (self._loss_failure(losses) if self._check_loss else None)
+
+    def _cut(self, cutter: Cutter | None, rows: Sequence[int], rules: Any) -> dict[str, Any]:
+        if cutter is None:
+            return self._layout.select(self._rows, rows)
+        return cutter.assemble(self._layout, self._rows, rows, rules)
+
+    def _numbers(self, part: Batch, group: Sequence[int]) -> dict[str, int]:
+        """Of what the terms of each unit are a mean."""
+        numbers = {'tokens': int(loss_mask(part, self._rule).sum()), 'samples': len(group)}
+        return {unit: numbers[unit] for unit in self.whole.losses}
+
+    def _gradients_of(
+        self, part: Batch, result: ProbeResult, group: Sequence[int]
+    ) -> dict[tuple[str, int], torch.Tensor]:
+        """Gradients of each row times the number of what they are a mean of, where the whole has its positions."""
+        numbers, found = self._numbers(part, group), {}
+        for unit, points in result.gradients.items():
+            for index, point in enumerate(points):
+                point = torch.zeros(*part['labels'].shape, 1) if point is None else point
+                found[unit, index] = self._aligned(part, point, group) * numbers[unit]
+        return found
+
+    def _aligned(self, part: Batch, point: torch.Tensor, group: Sequence[int]) -> torch.Tensor:
+        whole = point.new_zeros(len(group), self._width, point.shape[-1])
+        if len(point) < len(group):  # one row of documents
+            real, documents = self._layout.real_positions(self._rows), documents_of(part)[0]
+            for place, row in enumerate(group):
+                whole[place, real[row]] = point[0, documents == place]
+            return whole
+        start = self._width - point.shape[1] if self._side == 'left' else 0
+        whole[:, start : start + point.shape[1]] = point[: len(group), : self._width]
+        return whole
+
+    def _difference(self, part: Batch, result: ProbeResult, group: Sequence[int], how: str) -> str | None:
+        """How the gradients of some rows differ from what they are beside the others; None: by round-off."""
+        count = int(loss_mask(part, self._rule).sum())
+        expected_count = sum(self._counts[row] for row in group)
+        if count != expected_count:
+            return self._explained(f'{count} loss-generating tokens {how} instead of {expected_count}', how)
+        for key, found in self._gradients_of(part, result, group).items():
+            expected = self._expected[key]
+            factors = _factors(found, expected[group])
+            if not self._check_loss:
+                found = found / factors[:, None, None]
+            errors = _relative(found, expected[group], float(expected.flatten(1).norm(dim=1).max()))
+            worst = int(errors.argmax())
+            if float(errors[worst]) <= self._allowed[key]:
+                continue
+            name = sample_name(self._rows, group[worst])
+            scaled = found[worst : worst + 1] / factors[worst]
+            rest = float(_relative(scaled, expected[group][worst : worst + 1]))
+            if key[0] == 'samples':
+                return (
+                    f'{SAMPLES}a gradient of {name} that changes by {float(errors[worst]):.1e} {how}. A mean over '
+                    'columns changes with the padding: take it over the tokens of each row, or give its unit.'
+                )
+            if rest < 0.1 * float(errors[worst]):
+                return (
+                    f'{MEAN}{name}, whose tokens weigh {float(factors[worst]):.6f} times as much {how} as beside '
+                    f'{len(self._counts) - 1} others. It is a sum, a mean over rows or columns, or one by weights of '
+                    'classes. Divide by the number of tokens, or return a dict of terms and name them in `loss_units`.'
+                )
+            failure = f'{name}: the gradient at its logits changes by {float(errors[worst]):.1e} {how}'
+            return self._explained(f'{failure} (round-off is {self._allowed[key]:.0e})', how)
+        return None
+
+    def _failure_behind_padding(self, packing: str) -> str | None:
+        """How a row fails behind more padding than the loader gave it; None: it does not, or it cannot be told."""
+        columns = min(MORE_COLUMNS, (self._layout.num_positions or 0) - self._layout.width(self._rows))
+        mask, labels = self._rows.get('attention_mask'), own_labels(self._rows)
+        if columns <= 0 or mask is None or mask.dim() != 2:
+            return None
+        rows = list(range(len(self._counts)))
+        if labels is not None:  # a label on a row's first token is predicted from padding
+            first = self._layout.real_positions(self._rows).int().argmax(dim=1, keepdim=True)
+            rows = [row for row in rows if int(labels[row, first[row]]) == IGNORE_INDEX]
+        if not rows:
+            return None
+        row = max(rows, key=self._counts.__getitem__)
+        part = self._layout.select(self._rows, [row])
+        result = self._probe.run(self._on_device(self._layout.pad_left(part, columns)))
+        kept = {
+            unit: [None if one is None else one[:, columns:] for one in points]
+            for unit, points in result.gradients.items()
+        }
+        failure = self._difference(part, replace(result, gradients=kept), [row], 'behind more padding')
+        if failure is not None and packing:
+            return (
+                f"A row's losses must not depend on its columns for it to be packed, got: {failure} Pad on the right, "
+                'or set `packing=False`, which is exact.'
+            )
+        return failure
+
+    def _loss_failure(self, losses: dict[str, list[tuple[float, int]]]) -> str | None:
+        """The formula itself: the loss of all rows is the mean of those of the microbatches, by tokens or samples."""
+        for unit, found in losses.items():
+            expected = self.whole.losses[unit]
+            total = sum(number for _, number in found)
+            if not total or (unit == 'samples' and len(found) < len(self._counts)):
+                continue  # a term that is absent for one row alone says nothing of the others
+            mean = sum(loss * number for loss, number in found) / total
+            if abs(mean - expected) <= self.whole.loss_tolerance(unit, self._noise[unit]):
+                continue
+            got = f'{expected:.6f} for {len(self._counts)} rows together, and {mean:.6f} as their mean one by one'
+            if unit == 'samples':
+                return f'{SAMPLES}{got}. Give their own unit.'
+            if self.whole.has_router_loss:
+                return f'{MEAN}{got}. The model adds the load-balancing loss of its router. {ROUTER_REMEDY}'
+            return (
+                f'{MEAN}{got}. It holds a term that depends on which rows share a microbatch. Return the terms as a '
+                "dict and name the unit of each in `loss_units` ('samples', 'coupled_samples' or 'microbatches')."
+            )
+        return None
+
+    def _explained(self, failure: str, how: str) -> str:
+        if how == 'packed':
+            pads = ', or a pad predicts a label on the first token of a row (mask it, -100)' * (self._side == 'left')
+            return (
+                f'The model must tell packed documents apart, got: {failure}. Attention, positions or states leak from '
+                f'one document to the next{pads}. Set `packing=False`, which is exact.'
+            )
+        return (
+            f"A row's losses must not depend on the rows beside it nor on its padding, got: {failure}. No cut leaves "
+            'them alone: rows see each other in this model (statistics of the batch, attention over padding, a state '
+            'that runs on). Exact is one microbatch a rank that holds the whole device batch, on one rank; else pad '
+            'rows on the other side, freeze the layer, or pass `position_ids` and an `attention_mask` that tell '
+            'padding apart.'
+        )
+
+
+def _relative(found: torch.Tensor, expected: torch.Tensor, largest: float | None = None) -> torch.Tensor:
+    """Norm of the difference over that of what is expected, by row; ``largest``: of all rows."""
+    sizes = expected.flatten(1).norm(dim=1)
+    least = SMALL_ROW * (float(sizes.max()) if largest is None else largest)
+    return ((found - expected).flatten(1).norm(dim=1) / sizes.clamp(min=least or 1e-30)).nan_to_num(nan=torch.inf)
+
+
+def _factors(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """How much longer the gradients of each row are than expected, along these; 1 where there are none."""
+    along, square = (found * expected).flatten(1).sum(dim=1), expected.square().flatten(1).sum(dim=1)
+    return torch.where((square > 0) & (along != 0), along / square, torch.ones_like(square))
+
+
+def _without_stop(error: Exception) -> str:
+    return str(error).rstrip('.')
