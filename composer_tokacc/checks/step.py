@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from composer_tokacc.checks.logits import deviation, label_deviation, tolerance_of
+from composer_tokacc.checks.logits import deviation, label_entries, tolerance_of
 from composer_tokacc.counting import IGNORE_INDEX, LOSS_WEIGHTS, loss_mask, sample_name
 
 __all__ = ['MicrobatchRecord', 'StepCheck', 'WatchedTokens', 'has_bypass']
@@ -54,12 +54,35 @@ class WatchedTokens:
         is_whole: bool,
     ) -> None:
         self.was_reached = False
-        self.deviations: torch.Tensor | None = None
         self.allowed = 0.0
         self._logits, self._targets, self._weights = logits.detach(), targets, weights
         self._unit, self._num_tokens, self._is_whole = unit, num_tokens, is_whole
+        self._ranks = (targets != IGNORE_INDEX).flatten().cumsum(dim=0)
+        self.count = self._ranks[-1]
+        """Positions with a target, on the device."""
+        self._entries: torch.Tensor | None = None
         self._positions: torch.Tensor | None = None
         logits.register_hook(self._note)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the gradient came by, and some token was measured."""
+        return self._entries is not None
+
+    def deviations(self) -> torch.Tensor:
+        """Returns how far each measured position is from what it must be, in parts of a plain token's weight."""
+        assert self._entries is not None
+        if self._is_whole:
+            return self._entries
+        found, expected = self._entries
+        weights = 1.0 if self._weights is None else self._weights.flatten()[self._positions]
+        return (found / self._unit - weights * expected).abs()
+
+    def worst(self) -> tuple[int, int]:
+        """Returns row and target of the position that is furthest off."""
+        place = self.deviations().nan_to_num(nan=-1.0).argmax()
+        place = int(place if self._positions is None else self._positions[place])
+        return place // self._targets.shape[1], int(self._targets.flatten()[place])
 
     def _note(self, gradient: torch.Tensor | None) -> None:
         self.was_reached = gradient is not None
@@ -67,25 +90,13 @@ class WatchedTokens:
             return
         self.allowed = tolerance_of(gradient.dtype)
         if self._is_whole:
-            self.deviations = deviation(self._logits, gradient, self._targets, self._weights, self._unit)
+            self._entries = deviation(self._logits, gradient, self._targets, self._weights, self._unit)
         else:
-            self._positions = self._chosen_positions()
-            self.deviations = label_deviation(
-                self._logits, gradient, self._targets, self._weights, self._unit, self._positions
-            )
-        self._logits = gradient.new_zeros(())  # not kept until the end of the step
-
-    def _chosen_positions(self) -> torch.Tensor:
-        """Numbers of some positions with a target; nothing waits for the device to say which have one."""
-        ranks = torch.tensor(CHOICE.choices(range(1, self._num_tokens + 1), k=NUM_SAMPLED), device=self._targets.device)
-        return torch.searchsorted((self._targets != IGNORE_INDEX).flatten().cumsum(dim=0), ranks)
-
-    def worst(self) -> tuple[int, int]:
-        """Returns row and target of the token that is furthest off."""
-        assert self.deviations is not None
-        worst = self.deviations.nan_to_num(nan=-1.0).argmax()
-        place = int(worst if self._positions is None else self._positions[worst])
-        return place // self._targets.shape[1], int(self._targets.flatten()[place])
+            # Nothing waits for the device to say which positions have a target: the n-th one is chosen.
+            chosen = CHOICE.choices(range(1, self._num_tokens + 1), k=NUM_SAMPLED)
+            self._positions = torch.searchsorted(self._ranks, torch.tensor(chosen, device=self._ranks.device))
+            self._entries = label_entries(self._logits, gradient, self._targets, self._positions)
+        self._logits = self._ranks = gradient.new_zeros(())  # not kept until the end of the step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,13 +164,6 @@ class StepCheck:
         """Microbatches of this rank without loss-generating tokens."""
         return sum(record.num_tokens == 0 for record in self.records)
 
-    @property
-    def is_measured(self) -> bool:
-        """Whether the tokens of every microbatch were measured."""
-        return all(
-            record.watched is not None and record.watched.deviations is not None for record in self._with_tokens()
-        )
-
     def check(self, *, gradients: Sequence[torch.Tensor], by_microbatch: bool = False) -> None:
         """Raises RuntimeError unless all samples, tokens and weights of the step are accounted for.
 
@@ -167,23 +171,21 @@ class StepCheck:
             gradients: This rank's gradients, to be finite where the losses are; none: not looked at.
             by_microbatch: Whether a term was divided by the number of microbatches.
         """
-        # The only device sync: once a step, where Composer reads the loss anyway.
-        masks = [loss_mask(record.batch, self.rule) for record in self.records]
-        counts = [mask.sum() for mask in masks]
-        weights = [
-            (record.batch[LOSS_WEIGHTS] * mask).sum() if record.is_weighted else torch.zeros_like(count)
-            for record, mask, count in zip(self.records, masks, counts, strict=True)
-        ]
+        measured = [watched for watched in self._watched() if watched.is_measured]
         losses = [loss.isfinite().all() for record in self.records for loss in record.losses]
-        finite = [torch.stack(losses).all()] if losses else []
-        finite += [torch.nn.utils.get_total_norm(gradients).isfinite()] if gradients else []
-        measured = [watched for watched in self._watched() if watched.deviations is not None]
-        worst = [watched.deviations.amax() for watched in measured if watched.deviations is not None]
-        values = [*counts, *weights, *finite, *self._observed, *worst]
-        read = iter(torch.stack([value.double() for value in values]).tolist() if values else [])
-        labelled, weighed = [next(read) for _ in counts], [next(read) for _ in weights]
-        flags = [next(read) for _ in finite]
-        observed, deviations = [next(read) / self.gradient_scale for _ in self._observed], list(read)
+        groups: dict[str, list[torch.Tensor]] = {
+            'labels': [self._count(record) for record in self.records],
+            'weights': [self._weight(record) for record in self.records if record.is_weighted],
+            'finite': [torch.stack(losses).all()] if losses else [],
+            'gradients': [torch.nn.utils.get_total_norm(gradients).isfinite()] if gradients else [],
+            'factors': self._observed,
+            'tokens': [watched.deviations().amax() for watched in measured],
+        }
+        # The only device sync: once a step, where Composer reads the loss anyway.
+        stacked = [torch.stack(values).double() for values in groups.values() if values]
+        read = iter(torch.cat(stacked).tolist() if stacked else [])
+        found = {name: [next(read) for _ in values] for name, values in groups.items()}
+        flags = found['finite'] + found['gradients']
         if flags == [1, 0]:  # losses finite, gradients not; where a loss is not, the gradient only follows it
             raise RuntimeError(
                 f'Gradients must be finite where every loss is, got: NaN or infinity, with {self.num_empty} of '
@@ -191,15 +193,22 @@ class StepCheck:
                 'gives 0 / 0 there; divide by at least 1, or keep samples without labels out of the data.'
             )
         self._check_rows()
-        self._check_labels(labelled, weighed)
-        self._check_weights(observed)
-        self._check_tokens(measured, deviations)
-        found = sum(record.num_samples > 0 for record in self.records)
-        if by_microbatch and any(record.num_microbatches != found for record in self.records):
+        self._check_labels(found['labels'], found['weights'])
+        self._check_factors([factor / self.gradient_scale for factor in found['factors']])
+        self._check_tokens(measured, found['tokens'])
+        count = sum(record.num_samples > 0 for record in self.records)
+        if by_microbatch and any(record.num_microbatches != count for record in self.records):
             raise RuntimeError(
-                f"A term in units of 'microbatches' needs their number beforehand, got: {found} microbatches where "
+                f"A term in units of 'microbatches' needs their number beforehand, got: {count} microbatches where "
                 f'{self.records[0].num_microbatches} were expected. Split with token_data_spec().'
             )
+
+    def _count(self, record: MicrobatchRecord) -> torch.Tensor:
+        """Loss-generating tokens of a microbatch, of its labels on the device."""
+        return loss_mask(record.batch, self.rule).sum() if record.watched is None else record.watched.count
+
+    def _weight(self, record: MicrobatchRecord) -> torch.Tensor:
+        return (record.batch[LOSS_WEIGHTS] * loss_mask(record.batch, self.rule)).sum()
 
     def _with_tokens(self) -> list[MicrobatchRecord]:
         return [record for record in self.records if record.loss_weight]
@@ -221,21 +230,22 @@ class StepCheck:
             )
 
     def _check_labels(self, labelled: Sequence[float], weighed: Sequence[float]) -> None:
-        for index, (record, found, weight) in enumerate(zip(self.records, labelled, weighed, strict=True)):
-            if record.is_weighted and not math.isclose(weight, record.loss_weight, rel_tol=WEIGHT_TOLERANCE):
-                raise RuntimeError(
-                    f'Weights must not change after BATCH_START, got: {weight:g} in microbatch {index} where '
-                    f'{record.loss_weight:g} was counted. `microbatch_transforms` or an algorithm changes '
-                    f'`{LOSS_WEIGHTS}`; do it in `batch_transforms`, which runs before the count.'
-                )
+        for index, (record, found) in enumerate(zip(self.records, labelled, strict=True)):
             if record.num_tokens != found:
                 raise RuntimeError(
                     f'Labels must not change after BATCH_START, got: {found:.0f} loss-generating tokens in microbatch '
                     f'{index} where {record.num_tokens} were counted. `microbatch_transforms` or an algorithm '
                     'changes them; do it in `batch_transforms`, which runs before the count.'
                 )
+        for record, found in zip((one for one in self.records if one.is_weighted), weighed, strict=True):
+            if not math.isclose(found, record.loss_weight, rel_tol=WEIGHT_TOLERANCE):
+                raise RuntimeError(
+                    f'Weights must not change after BATCH_START, got: {found:g} in a microbatch where '
+                    f'{record.loss_weight:g} was counted. `microbatch_transforms` or an algorithm changes '
+                    f'`{LOSS_WEIGHTS}`; do it in `batch_transforms`, which runs before the count.'
+                )
 
-    def _check_weights(self, observed: Sequence[float]) -> None:
+    def _check_factors(self, observed: Sequence[float]) -> None:
         expected = [record.composers_weight for record in self.records]
         if not observed and self.local_tokens == 0:
             return  # nothing required a gradient

@@ -331,7 +331,7 @@ def test_nothing_is_asked_of_the_device(is_whole):
     watched = WatchedTokens(logits, labels, labels.float(), 1.0, num_tokens=26, is_whole=is_whole)
     (ForCausalLMLoss(logits, labels, 64) + token_losses(logits, labels).sum()).backward()
     assert watched.was_reached
-    assert watched.deviations.device.type == 'meta'
+    assert watched.deviations().device.type == 'meta'
 
 
 def test_model_in_bfloat16_has_no_more_than_its_own_noise(model):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from composer_tokacc.checks import logits as measured
 from composer_tokacc.checks.logits import (
     deviation,
-    label_deviation,
+    label_entries,
     measure,
     sketch,
     targets_of,
@@ -83,14 +83,16 @@ def test_deviation_is_none_of_the_right_weights_and_as_large_as_a_wrong_one(rule
     logits, gradient = gradient_of(lambda z: 0.01 * written_out(z, WEIGHTS, shift))
     positions = (targets != -100).flatten().nonzero()[:, 0]
     assert deviation(logits, gradient, targets, WEIGHTS, 0.01).max() < 1e-6
-    assert label_deviation(logits, gradient, targets, WEIGHTS, 0.01, positions).max() < 1e-6
+    found, expected = label_entries(logits, gradient, targets, positions)
+    assert (found / 0.01 - WEIGHTS.flatten()[positions] * expected).abs().max() < 1e-6
     wrong = WEIGHTS.clone()
     wrong[2, 1] += 1
     logits, gradient = gradient_of(lambda z: 0.01 * written_out(z, wrong, shift))
     probability = logits[2, 1].softmax(dim=-1)[1]
-    found = label_deviation(logits, gradient, targets, WEIGHTS, 0.01, positions)
-    assert float(found.max()) == pytest.approx(float(1 - probability), rel=1e-4)
-    assert int(positions[found.argmax()]) == 9
+    found, expected = label_entries(logits, gradient, targets, positions)
+    change = (found / 0.01 - WEIGHTS.flatten()[positions] * expected).abs()
+    assert float(change.max()) == pytest.approx(float(1 - probability), rel=1e-4)
+    assert int(positions[change.argmax()]) == 9
     assert int(deviation(logits, gradient, targets, WEIGHTS, 0.01).argmax()) == 9
 
 
