@@ -93,6 +93,11 @@ class LossTerms:
         """Terms that are declared to depend on which rows share a microbatch."""
         return [name for name, unit in (self.given_units or {}).items() if unit in ('coupled_samples', 'microbatches')]
 
+    @property
+    def has_tokens_alone(self) -> bool:
+        """Whether no term that was declared is of another unit."""
+        return set((self.given_units or {}).values()) <= {'tokens'}
+
     def unit(self, name: str) -> str:
         """The unit of a dict term."""
         if self.loss_units is None:

@@ -11,24 +11,22 @@ from typing import Any
 
 import torch
 from composer.core import Algorithm, Event, State
-from composer.core.precision import get_precision_context
 from composer.loggers import Logger
-from composer.models import HuggingFaceModel
 from composer.utils import dist
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from composer_tokacc.algorithm.functional import RankSum, at_predictions, sample_weight, token_weight
 from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, LossTerms, attached_zero, router_coefficient
+from composer_tokacc.algorithm.setup import first_batch_check, layout_of, vocabulary_of
 from composer_tokacc.checks.first_batch import FirstBatchCheck
 from composer_tokacc.checks.logits import logits_of, targets_of, token_losses, weigh_tokens
-from composer_tokacc.checks.probe import Probe, router_loss_of
+from composer_tokacc.checks.probe import router_loss_of
 from composer_tokacc.checks.row_coupling import check_rows_are_independent
 from composer_tokacc.checks.rows import kinds_of
 from composer_tokacc.checks.step import MicrobatchRecord, StepCheck, WatchedTokens, has_bypass
 from composer_tokacc.counting import (
     CARRIED,
-    IGNORE_INDEX,
     LOSS_WEIGHTS,
     TOKEN_WEIGHTS,
     Batch,
@@ -47,7 +45,7 @@ from composer_tokacc.counting import (
     without_carried,
 )
 from composer_tokacc.data_spec.reduction import ReductionWatch, check_reduced, check_sharding
-from composer_tokacc.data_spec.split import MicrobatchSplit, split_of
+from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.layout import BatchLayout, microbatches_of
 from composer_tokacc.sampling.filler_rows import filler_rows
 
@@ -134,7 +132,6 @@ class TokenAccumulation(Algorithm):
         self._step = StepCheck(rule='causal', local_tokens=0, local_samples=0, local_weight=0.0)
         self._device_batch: Batch = {}
         self._hidden: tuple[dict[str, Any], Any, Any] = ({}, None, None)
-        self._targets: torch.Tensor | None = None
         self._token_sums: list[torch.Tensor] = []
         self._raw_loss: Any = None
         self._reduces_once = False
@@ -221,6 +218,11 @@ class TokenAccumulation(Algorithm):
         kinds = kinds_of(self._layout, state.batch)
         if is_first:
             self._prove(state, state.batch, kinds, dist.all_gather_object(kinds))
+            if self.loss_terms.is_split:
+                log.warning(
+                    'The mean over tokens is exact. The load-balancing loss of the router is a statistic of each '
+                    "microbatch; the step's is the mean of its microbatches', and depends on how the batch is cut."
+                )
         assert self.rule is not None
         # Carried by the batch, so that split_batch hands each microbatch its own counts.
         state.batch = self._device_batch = carry(state.batch, self.rule, self.token_weights)
@@ -257,7 +259,7 @@ class TokenAccumulation(Algorithm):
             )
         regroups = split is not None and split.regroups
         check_rows_are_independent(state.model, self.loss_terms.coupled if regroups else [], strict=self.check_loss)
-        self._layout = _layout_of(state, split)
+        self._layout = layout_of(state, split)
         self._reductions = ReductionWatch(state, is_coupled=bool(self.loss_terms.coupled))
         self._reduces_once = self._reduces_once and self._reductions.may_meet_once
         model: Any = state.model.module if isinstance(state.model, DistributedDataParallel) else state.model
@@ -266,30 +268,14 @@ class TokenAccumulation(Algorithm):
             split.start(model, self._layout, state.batch, microbatch_size)
         if self.loss_terms.given_units is None:
             self.loss_terms.router_coefficient = router_coefficient(model)
-        if self.loss_terms.router_coefficient is not None and self._num_steps == 0:
-            log.warning(
-                'The mean over tokens is exact. The load-balancing loss of a router is a statistic of each '
-                "microbatch; the step's is the mean of its microbatches', and depends on how the batch is cut."
-            )
-        probe = Probe(
+        return first_batch_check(
+            state,
             model,
-            model.loss,
-            model,
-            lambda: get_precision_context(state.precision, state.precision_config),
-            self.loss_terms.by_unit,
-        )
-
-        def to_device(batch: Batch) -> Any:
-            moved = state.device.batch_to_device(batch)
-            return moved if split is None else split.as_the_model_takes_it(moved)
-
-        return FirstBatchCheck(
-            probe,
             self._layout,
-            to_device,
+            split,
+            self.loss_terms,
             loss_tokens=self.loss_tokens,
             check_loss=self.check_loss or self.is_weighted,
-            microbatch_size=microbatch_size,
         )
 
     def _start_attempt(self, state: State, logger: Logger) -> None:
@@ -369,67 +355,47 @@ class TokenAccumulation(Algorithm):
         composers_weight = sample_weight(samples, int(step_samples), world_size=world_size)
         # Composer's own split makes microbatches of a fixed number of rows; ours says how many it made.
         count = num_microbatches(batch) or -(-self._step.local_samples // int(state.device_train_microbatch_size or 1))
-        terms = self.loss_terms.token_terms(state.loss)
-        watched, bypass = None, False
-        if weight and samples:
-            watched, bypass = self._watch(state, terms, token_weight(1, step_weight, world_size=world_size))
-        self._step.records.append(
-            MicrobatchRecord(
-                batch=batch,
-                num_tokens=num_loss_tokens(batch),
-                loss_weight=weight,
-                num_samples=samples,
-                num_microbatches=count,
-                composers_weight=composers_weight,
-                losses=[loss.detach() for loss in self.loss_terms.terms(state.loss)],
-                watched=watched,
-                bypass=bypass,
-                is_weighted=self.is_weighted,
-            )
+        record = MicrobatchRecord(
+            batch=batch,
+            num_tokens=num_loss_tokens(batch),
+            loss_weight=weight,
+            num_samples=samples,
+            num_microbatches=count,
+            composers_weight=composers_weight,
+            losses=[loss.detach() for loss in self.loss_terms.terms(state.loss)],
+            is_weighted=self.is_weighted,
         )
-        scales = dict.fromkeys(LOSS_UNITS, 1.0 if samples else 0.0)
+        self._step.records.append(record)
+        if weight and samples:
+            self._watch(state, record, token_weight(weight, step_weight, world_size=world_size))
+        scales: dict[str, float] = dict.fromkeys(LOSS_UNITS, 1.0 if samples else 0.0)
         if samples:
             scales['tokens'] = token_weight(weight, step_weight, world_size=world_size) / composers_weight
             scales['microbatches'] = 1.0 / (count * composers_weight)
         self._raw_loss = self.loss_terms.joined(state.loss)
         state.loss = self.loss_terms.scale(state.loss, scales, observe=self._step.observe)
 
-    def _watch(self, state: State, terms: Sequence[torch.Tensor], unit: float) -> tuple[WatchedTokens | None, bool]:
-        """Sets the weights of a microbatch's tokens, and listens to what they are; and whether its loss has more terms.
-
-        Args:
-            state: The trainer's.
-            terms: Those of its loss that are means over tokens.
-            unit: What a token of weight 1 must weigh in the gradient.
-        """
-        batch, logits = state.batch, logits_of(state.outputs)
+    def _watch(self, state: State, record: MicrobatchRecord, share: float) -> None:
+        """Sets what a microbatch's tokens weigh beside each other, and listens to what they weigh in its gradient."""
         assert self._check is not None
         assert self.rule is not None
-        if logits is None or not logits.requires_grad or logits.shape[:2] != batch['labels'].shape:
-            return None, False
-        bypass = has_bypass(terms, [logits, *filter(None, [router_loss_of(state.outputs)])])
-        targets, weights, num_tokens = targets_of(batch, self.rule), None, num_loss_tokens(batch)
+        logits, terms = logits_of(state.outputs), self.loss_terms.token_terms(state.loss)
+        if logits is None or not logits.requires_grad or logits.shape[:2] != state.batch['labels'].shape:
+            return
+        record.bypass = has_bypass(terms, [logits, *filter(None, [router_loss_of(state.outputs)])])
+        targets, weights = targets_of(state.batch, self.rule), None
         if self.is_weighted:
-            weights = at_predictions(batch[LOSS_WEIGHTS] * (num_tokens / loss_weight(batch)), self.rule)
+            weights = at_predictions(state.batch[LOSS_WEIGHTS] * (record.num_tokens / record.loss_weight), self.rule)
             weigh_tokens(logits, weights)
-            with torch.no_grad():
-                losses = token_losses(logits, targets)
-                change = (losses * (weights - 1) * (targets != IGNORE_INDEX)).sum() / num_tokens
-            self._token_sums.append(self.loss_terms.token_term(state.loss).detach().float().mean() * num_tokens)
+            mean = self.loss_terms.token_term(state.loss).detach().float().mean()
+            self._token_sums.append(mean * record.num_tokens)
+            change = (token_losses(logits, targets) * (weights - 1)).sum() / record.num_tokens
             state.loss = self.loss_terms.add(state.loss, change)
         # Terms of other units may go through the logits as well.
-        is_told = self.loss_terms.given_units is None or set(self.loss_terms.given_units.values()) == {'tokens'}
-        scale = self._check.token_scale if is_told else None
-        unit *= (scale or 1.0) * self._step.gradient_scale * loss_weight(batch) / num_tokens
-        watched = WatchedTokens(
-            logits,
-            targets,
-            weights,
-            None if scale is None else unit,
-            num_tokens=num_tokens,
-            is_whole=self._num_steps < NUM_FIRST_STEPS,
-        )
-        return watched, bypass
+        scale = self._check.token_scale if self.loss_terms.has_tokens_alone else None
+        unit = None if scale is None else scale * share * self._step.gradient_scale / record.num_tokens
+        is_whole = self._num_steps < NUM_FIRST_STEPS
+        record.watched = WatchedTokens(logits, targets, weights, unit, num_tokens=record.num_tokens, is_whole=is_whole)
 
     def _restore(self, state: State, logger: Logger) -> None:
         """AFTER_BACKWARD: callbacks read ``state.loss`` at the end of the batch and expect the model's own."""
@@ -443,7 +409,12 @@ class TokenAccumulation(Algorithm):
         assert self._totals is not None
         assert self._reductions is not None
         check_reduced(state.model)
-        self._check_reached()
+        if self.is_weighted:
+            step.check_reached()
+        elif not self._said_unmeasured and not step.is_measured:
+            self._said_unmeasured = True
+            why = 'no gradient comes by the logits' if self._check.token_scale else 'the loss is no plain mean of them'
+            log.info('What tokens weigh is not measured in training, as %s. All are counted in every step.', why)
         # Of all that a cut does, only a microbatch without tokens makes NaNs (0 / 0). Those that the model makes by
         # itself a forward over the whole batch would make too, and reading every gradient costs a hundredth of a step.
         is_due = step.num_empty > 0 or self._num_steps < NUM_FIRST_STEPS or self._num_steps % LOOK_EVERY == 0
@@ -470,23 +441,6 @@ class TokenAccumulation(Algorithm):
         self._num_steps += 1
         self._log(state, logger)
 
-    def _check_reached(self) -> None:
-        """Raises RuntimeError if tokens should weigh unlike and do not; says once if nothing tells what they weigh."""
-        records = [record for record in self._step.records if record.loss_weight and record.num_samples]
-        reached = all(record.watched is not None and record.watched.was_reached for record in records)
-        if self.is_weighted and not reached:
-            raise RuntimeError(
-                "The model's own loss must be made of the logits that it returns for `token_weights`, got: a loss "
-                'whose gradient does not come by them (a fused kernel, a compiled forward). Switch the kernel off or leave out '
-                "`compile_config`, or set `token_weights='token'`, which is exact for it."
-            )
-        if not self._said_unmeasured and not (reached and self._check and self._check.token_scale):
-            self._said_unmeasured = True
-            log.info(
-                'What tokens weigh is not measured in training, as %s. Counts are checked in every step.',
-                'the loss is no plain mean of cross-entropies' if reached else 'no gradient comes by the logits',
-            )
-
     def _log(self, state: State, logger: Logger) -> None:
         assert self._totals is not None
         tokens = int(self._totals.read()[0])
@@ -505,44 +459,6 @@ class TokenAccumulation(Algorithm):
             total = RankSum(state.device.tensor_to_device(sums.cpu()[None])).read()[0]
             metrics['token_accumulation/token_mean_loss'] = total / max(tokens, 1)
         logger.log_metrics(metrics)
-
-
-def vocabulary_of(model: Any) -> int | None:
-    """Returns how many ids a label may have, by the last layer of a Hugging Face model; None where that is not known."""
-    model = getattr(model, 'module', model)
-    if not isinstance(model, HuggingFaceModel):
-        return None
-    try:
-        return getattr(model.model.get_output_embeddings(), 'out_features', None)
-    except (AttributeError, NotImplementedError):
-        return None
-
-
-def _layout_of(state: State, split: MicrobatchSplit | None) -> BatchLayout | None:
-    """The layout that the user gave, else the model's own, else that of the batch; None: rows cannot be told apart."""
-    if split is not None and split.given_layout is not None:
-        return split.given_layout
-    try:
-        layout = BatchLayout.for_model(state.model)
-    except (AttributeError, ValueError):  # no config, or a vision model of no known family
-        found = None
-        try:
-            found = BatchLayout.infer(state.batch)
-        except (KeyError, ValueError):
-            if split is not None:
-                raise
-        inferred = [one for one in dist.all_gather_object(found) if one is not None]
-        if len(inferred) < dist.get_world_size():
-            return None
-        layout = max(inferred, key=lambda one: len(one.family.entries))  # a rank without media sees a text model
-    if split is None:
-        try:
-            layout = layout.with_row_entries(state.batch)
-            layout.select(state.batch, [0])
-            layout.media_per_row(state.batch)
-        except (KeyError, ValueError):  # only the user's own split knows
-            return None
-    return layout
 
 
 def _gradients(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:

@@ -99,7 +99,7 @@ class WatchedTokens:
         self._logits = self._ranks = gradient.new_zeros(())  # not kept until the end of the step
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class MicrobatchRecord:
     """What is to be checked of one microbatch.
 
@@ -111,9 +111,9 @@ class MicrobatchRecord:
         num_microbatches: Number of microbatches with samples that this rank was to make of the step.
         composers_weight: What Composer is to multiply its loss by.
         losses: The terms of its loss, as the model gave them.
+        is_weighted: Whether the batch says what its tokens weigh.
         watched: What its tokens weigh; None: there are no logits to tell.
         bypass: Whether its loss has a term that is not made of the logits.
-        is_weighted: Whether the batch says what its tokens weigh.
     """
 
     batch: Mapping[str, Any]
@@ -123,9 +123,9 @@ class MicrobatchRecord:
     num_microbatches: int
     composers_weight: float
     losses: Sequence[torch.Tensor]
-    watched: WatchedTokens | None
-    bypass: bool
-    is_weighted: bool = False
+    is_weighted: bool
+    watched: WatchedTokens | None = None
+    bypass: bool = False
 
 
 @dataclass(kw_only=True)
@@ -203,6 +203,21 @@ class StepCheck:
                 f'{self.records[0].num_microbatches} were expected. Split with token_data_spec().'
             )
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether some token of every microbatch was measured."""
+        return all(one.watched is not None and one.watched.is_measured for one in self._with_tokens())
+
+    def check_reached(self) -> None:
+        """Raises RuntimeError if some microbatch's gradient does not come by its logits, where weights are set."""
+        if all(one.watched is not None and one.watched.was_reached for one in self._with_tokens()):
+            return
+        raise RuntimeError(
+            "The model's own loss must be made of the logits that it returns for `token_weights`, got: one whose "
+            'gradient does not come by them (a fused kernel, a compiled forward). Switch the kernel off or leave out '
+            "`compile_config`, or set `token_weights='token'`, which is exact for it."
+        )
+
     def _count(self, record: MicrobatchRecord) -> torch.Tensor:
         """Loss-generating tokens of a microbatch, of its labels on the device."""
         return loss_mask(record.batch, self.rule).sum() if record.watched is None else record.watched.count
@@ -211,7 +226,7 @@ class StepCheck:
         return (record.batch[LOSS_WEIGHTS] * loss_mask(record.batch, self.rule)).sum()
 
     def _with_tokens(self) -> list[MicrobatchRecord]:
-        return [record for record in self.records if record.loss_weight]
+        return [record for record in self.records if record.loss_weight and record.num_samples]
 
     def _watched(self) -> list[WatchedTokens]:
         return [record.watched for record in self._with_tokens() if record.watched is not None]
@@ -281,8 +296,8 @@ class StepCheck:
         if began:
             raise RuntimeError(
                 "The model's own loss must be made of its logits alone, as it was before, got: another term, which "
-                f'began in a microbatch with {sample_name(began[0].batch, 0)}. What it is a mean over was not looked at: '
-                'have it in the loss from the first batch on, or name the terms of a dict in `loss_units`.'
+                f'began in a microbatch with {sample_name(began[0].batch, 0)}. Have it in the loss from the first batch '
+                'on, which shows what it is a mean over, or name the terms of a dict in `loss_units`.'
             )
 
 
