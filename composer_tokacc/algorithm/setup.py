@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What a run brings to the algorithm: how its batches belong to rows, and its model as the first-batch check asks it."""
+"""What a run brings to the algorithm: how its batches belong to rows, and its model as the first check runs it."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def first_batch_check(
     layout: BatchLayout | None,
     split: MicrobatchSplit | None,
     terms: LossTerms,
-    **options: Any,
+    **given: Any,
 ) -> FirstBatchCheck:
-    """Returns the check of a trainer's model, with ``loss_tokens`` and ``check_loss`` among the options."""
+    """Returns the check of a trainer's model, with ``loss_tokens`` and ``check_loss`` among those given."""
     probe = Probe(
         model,
         model.loss,
@@ -43,7 +43,7 @@ def first_batch_check(
         moved = state.device.batch_to_device(batch)
         return moved if split is None else split.as_the_model_takes_it(moved)
 
-    return FirstBatchCheck(probe, layout, to_device, microbatch_size=state.device_train_microbatch_size or 1, **options)
+    return FirstBatchCheck(probe, layout, to_device, microbatch_size=state.device_train_microbatch_size or 1, **given)
 
 
 def vocabulary_of(model: Any) -> int | None:

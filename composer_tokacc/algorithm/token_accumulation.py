@@ -424,7 +424,7 @@ class TokenAccumulation(Algorithm):
         if self._has_bypass is None and step.local_weight:
             self._has_bypass = any(record.bypass for record in step.records)
         kinds = [int(count > 0) for count in self._totals.read()[3:]]
-        if self._check.is_new(kinds):
+        if self._check.is_due(kinds, self._num_steps):
             had_companions = split is None or split.rules.companions
             self._prove(state, self._device_batch, kinds_of(self._layout, self._device_batch), [kinds])
             if split is not None and split.rules.companions and not had_companions:

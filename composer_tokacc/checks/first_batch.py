@@ -24,6 +24,8 @@ __all__ = ['FirstBatchCheck', 'find_loss_rule']
 
 log = logging.getLogger(__name__)
 
+LOOK_AGAIN = 16
+"""Step from which on a loss that is no plain mean of cross-entropies is looked at again: 16, 32, 64 and so on."""
 MAX_ROWS = 6
 """Rows of a check at the most. Without gradients a row takes about half of the memory that it takes in training, so a
 microbatch of k rows leaves room for 2 k; at least four are needed to show the ways in which rows differ."""
@@ -64,6 +66,12 @@ class FirstBatchCheck:
         self._proven = [False] * len(KINDS)
         self._was_run = False
 
+    def is_due(self, kinds: Sequence[int], step: int) -> bool:
+        """Whether any of the kinds was not looked at yet; what steps do not measure is looked at again now and then."""
+        if self.token_scale is None and step >= LOOK_AGAIN and step & (step - 1) == 0:
+            self._was_run = False
+        return self.is_new(kinds) or not self._was_run
+
     def is_new(self, kinds: Sequence[int]) -> bool:
         """Whether any of the kinds was not looked at yet."""
         return any(kind and not seen for kind, seen in zip(kinds, self._proven, strict=True))
@@ -87,8 +95,7 @@ class FirstBatchCheck:
             RuntimeError: On all ranks, if no cut leaves the gradients of the rows alone.
         """
         present = [any(of_kind) for of_kind in zip(*of_ranks, strict=True)]
-        # The first check looks at the rows of a batch without any kind as well.
-        while self.is_new(present) or not self._was_run:
+        while self.is_new(present) or not self._was_run:  # of a batch without any kind as well
             new = [bool(kind and not seen) for kind, seen in zip(present, self._proven, strict=True)]
             wanted = [int(kind and is_new) for kind, is_new in zip(kinds, new, strict=True)]
             try:

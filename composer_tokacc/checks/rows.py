@@ -176,15 +176,15 @@ def telling_batch(layout: BatchLayout | None, rows: Batch) -> dict[str, Any]:
         best = min(range(len(counts)), key=lambda row: (counts[row] < 2, counts[row] < 4, not media[row]))
         rows = layout.select(rows, [best])
     labels, mask = labels_of(rows), rows.get('attention_mask')
-    has_mask = isinstance(mask, torch.Tensor) and mask.shape == labels.shape
+    mask = mask if isinstance(mask, torch.Tensor) and mask.shape == labels.shape else None
     places = _after_the_first(labels[0] != IGNORE_INDEX)
     if len(places) < 2:
-        attended = mask[0] != 0 if has_mask else torch.ones_like(labels[0], dtype=torch.bool)
+        attended = torch.ones_like(labels[0], dtype=torch.bool) if mask is None else mask[0] != 0
         places = _after_the_first(attended) or [labels.shape[1] - 1]
     places = places[-NUM_LABELS:]
     changed = {**rows, 'labels': torch.full_like(labels, IGNORE_INDEX)}
     changed['labels'][0, [0, *places]] = _token_of(rows)
-    if has_mask and len(places) > 1:
+    if mask is not None and len(places) > 1:
         changed['attention_mask'] = mask.clone()
         changed['attention_mask'][0, places[-1]] = 0
     return changed

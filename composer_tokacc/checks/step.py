@@ -72,6 +72,7 @@ class WatchedTokens:
     def deviations(self) -> torch.Tensor:
         """Returns how far each measured position is from what it must be, in parts of a plain token's weight."""
         assert self._entries is not None
+        assert self._unit is not None
         if self._is_whole:
             return self._entries
         found, expected = self._entries
@@ -296,8 +297,8 @@ class StepCheck:
         if began:
             raise RuntimeError(
                 "The model's own loss must be made of its logits alone, as it was before, got: another term, which "
-                f'began in a microbatch with {sample_name(began[0].batch, 0)}. Have it in the loss from the first batch '
-                'on, which shows what it is a mean over, or name the terms of a dict in `loss_units`.'
+                f'began in a microbatch with {sample_name(began[0].batch, 0)}. Have it in the loss from the first '
+                'batch on, which shows what it is a mean over, or name the terms of a dict in `loss_units`.'
             )
 
 
