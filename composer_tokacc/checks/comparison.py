@@ -155,10 +155,9 @@ class RowComparison:
 
     def _check_positions(self, moved: Batch) -> None:
         """The gradient of the tokens' terms is 0 at the logits of all positions that predict no counted label."""
-        measured = self.whole.measured
-        if measured is None:
+        if self.whole.measured is None:
             return
-        norms = (measured.weights * measured.sizes).cpu()
+        norms = self.whole.gradients['tokens'][-1].norm(dim=-1)  # by the logits, as they are there
         at_tokens = targets_of(moved, self._rule).cpu() != IGNORE_INDEX
         share = float(norms[~at_tokens].norm() / norms[at_tokens].norm().clamp(min=torch.finfo(torch.float32).tiny))
         if share > GRADIENT_TOLERANCE:
