@@ -1,0 +1,183 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""What each token weighed in the gradient that was really computed: in any trainer, any loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from composer_tokacc.checks.logits import logits_of, measure, token_losses
+from composer_tokacc.counting import IGNORE_INDEX
+
+__all__ = ['TokenWeightsReport', 'measure_token_weights']
+
+SURE = 1e-3
+"""1 - p of a label below which its gradient is mostly round-off. Above it, float32 weights are right to 3e-6."""
+OTHER = 0.5
+"""Residual of a position whose gradient is that of no label: of a z-loss where there is none, of soft labels."""
+ROUND_OFF = {4: 1e-5, 2: 5e-2}
+"""How far equal weights may spread, by the bytes of a number of the gradient; 2e-2 measured in bfloat16."""
+
+
+class _Backward(NamedTuple):
+    """What one gradient of logits told, left on its device: to read it in the hook would make the host wait."""
+
+    weights: torch.Tensor  # float32 (positions,)
+    tells: torch.Tensor  # bool (positions,)
+    num_left_out: torch.Tensor
+    residual: torch.Tensor
+
+
+class TokenWeightsReport:
+    """What :func:`.measure_token_weights` has measured so far; printed as a table."""
+
+    def __init__(self) -> None:
+        self._backwards: list[_Backward] = []
+        self._had_forward, self._is_open, self._num_watched, self._round_off = False, True, 0, 0.0
+
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        """What tokens weighed, float32 ``(tokens,)``: a tensor for each gradient of logits, in the order they came."""
+        return [backward.weights[backward.tells] for backward in self._backwards]
+
+    @property
+    def spread(self) -> float:
+        """Largest over smallest weight, signs apart, of all backwards and ranks; NaN where no token tells.
+
+        Where ``torch.distributed`` is initialised, every rank must ask for it.
+        """
+        extremes = self._extremes()
+        if dist.is_available() and dist.is_initialized():
+            # By the backend, as a rank may have measured nothing.
+            extremes = extremes.to('cuda' if 'nccl' in dist.get_backend() else 'cpu')
+            dist.all_reduce(extremes, dist.ReduceOp.MAX)
+        return float(extremes[0] / -extremes[1])
+
+    @property
+    def residual(self) -> float:
+        """Largest share of a gradient of logits that no token's cross-entropy explains (of its norm); of this rank."""
+        return max((float(backward.residual) for backward in self._backwards), default=float('nan'))
+
+    def __str__(self) -> str:
+        lines = [f'{"backward":>8}{"tokens":>10}{"smallest":>15}{"mean":>15}{"largest":>15}{"residual":>10}']
+        for number, (weights, backward) in enumerate(zip(self.weights, self._backwards, strict=True), start=1):
+            figures = [weights.min(), weights.mean(), weights.max()] if len(weights) else [torch.nan] * 3
+            cells = ''.join(f'{float(figure):>15.7g}' for figure in figures)
+            lines.append(f'{number:>8}{len(weights):>10,}{cells}{float(backward.residual):>10.1e}')
+        # Of this rank alone: whoever prints on rank 0 only must not wait for the others.
+        where = ' on this rank' if dist.is_available() and dist.is_initialized() else ''
+        largest, smallest = self._extremes().abs().tolist()
+        if largest < torch.inf:
+            verdict = 'weigh' if largest <= smallest * (1 + self._round_off) else 'do NOT weigh'
+            lines.append(f'tokens {verdict} the same{where}: largest over smallest weight {largest / smallest:.7f}')
+        if left_out := sum(int(backward.num_left_out) for backward in self._backwards):
+            lines.append(f'{left_out:,} left out: 1 - p of the label below {SURE}, or a gradient that is of no label')
+        if (unread := self._num_watched - len(self._backwards)) > 0:
+            lines.append(f'{unread:,} of {self._num_watched:,} forwards had no gradient at their logits')
+        return '\n'.join(lines)
+
+    def _extremes(self) -> torch.Tensor:
+        """The largest size of a weight and the smallest, negated, so that both are the largest over ranks."""
+        sizes = torch.cat([weights.abs().cpu() for weights in self.weights] or [torch.empty(0)])
+        return torch.stack([sizes.max(), -sizes.min()]) if len(sizes) else torch.full((2,), -torch.inf)
+
+    def _watch(self, module: torch.nn.Module, args: Any, outputs: Any, *, is_outer: bool) -> None:
+        """Has the gradient of a forward's logits measured when it comes; a forward hook."""
+        if not torch.is_grad_enabled():
+            return
+        self._had_forward = True
+        logits = _logits_in(outputs, is_outer=is_outer)
+        if logits is None or logits.grad_fn is None:
+            return
+        node: Any = logits.grad_fn
+        index = logits.output_nr
+        # accelerate and FSDP hand out a copy in float32; the loss is of what it was made of.
+        while node.name() == 'ToCopyBackward0':
+            node, index = node.next_functions[0]
+        if (self, index) in node.metadata:  # the same logits again, from a module around that one
+            return
+        node.metadata[self, index] = True
+        self._num_watched += 1
+        # Detached: a graph whose hook holds its own logits is never freed.
+        node.register_prehook(partial(self._measure, logits.detach(), index))
+
+    def _measure(self, logits: torch.Tensor, index: int, gradients: Any) -> None:
+        """Measures, and leaves the gradients as they are; a hook of the graph."""
+        gradient = gradients[index]
+        if gradient is None or not self._is_open:
+            return
+        found = measure(logits, gradient)
+        carries_loss = found.targets != IGNORE_INDEX
+        doubt = -torch.expm1(-token_losses(logits, found.targets))
+        tells = carries_loss & (doubt >= SURE) & (found.residuals <= OTHER)
+        left_out = carries_loss.sum() - tells.sum()
+        self._backwards.append(_Backward(found.weights.flatten(), tells.flatten(), left_out, found.residual))
+        self._round_off = max(self._round_off, ROUND_OFF[min(gradient.element_size(), 4)])
+
+    def _require_measured(self, name: str) -> None:
+        why = 'no gradient came to its logits. Call `backward` inside, of a loss of the logits that it returns'
+        if not self._had_forward:
+            why = 'it made no forward with gradients. Give the module that is trained, whose forward makes the logits'
+        elif not self._num_watched:
+            why = 'its outputs hold no logits (rows, width, vocabulary). Turn a fused loss off, which makes none'
+        if not self._backwards:
+            raise RuntimeError(f'No token weight was measured of {name}: {why}. See docs/token_weights.md#limits')
+
+
+@contextmanager
+def measure_token_weights(model: torch.nn.Module) -> Iterator[TokenWeightsReport]:
+    """Measures what each token weighs in the gradient, in whatever trains the model inside of the context.
+
+    A token that weighs w adds ``w * (softmax(logits) - onehot(label))`` to the gradient by its logits: hooks there read
+    w off it, without labels. Compiled models run eagerly meanwhile; nothing else changes. Enter it for one optimizer
+    step: between steps of unlike numbers of tokens, weights differ rightly.
+
+    Args:
+        model: Whose forward returns logits ``(rows, width, vocabulary)``: alone, in a tuple or as ``.logits``. Also
+            what wraps a Hugging Face model (Composer's, PEFT's, Lightning's), DDP and ``torch.compile``.
+
+    Yields:
+        ``weights``, ``spread`` and ``residual`` so far.
+
+    Raises:
+        RuntimeError: At the end, if no gradient of logits was seen.
+
+    Example:
+        >>> import torch
+        >>> from composer_tokacc import measure_token_weights
+        >>> model = torch.nn.Embedding(9, 9)
+        >>> with measure_token_weights(model) as report:  # a mean of means, over four targets and over one
+        ...     for ids in torch.tensor([[1, 2, 3, 4, 5]]), torch.tensor([[6, 7]]):
+        ...         (torch.nn.functional.cross_entropy(model(ids)[0, :-1], ids[0, 1:]) / 2).backward()
+        >>> [round(weight, 4) for weight in torch.cat(report.weights).tolist()]
+        [0.125, 0.125, 0.125, 0.125, 0.5]
+    """
+    report, inner = TokenWeightsReport(), model
+    while [*inner._modules] in (['module'], ['_orig_mod']):  # of DDP and of torch.compile
+        [inner] = inner.children()
+    # Trainers may call a part of what they were given. Parts of Hugging Face models that have a head have this method.
+    parts = [part for part in inner.modules() if part is inner or hasattr(part, 'get_output_embeddings')]
+    hooks = [part.register_forward_hook(partial(report._watch, is_outer=part is inner)) for part in parts]
+    try:
+        # A compiled forward that returns the loss, too, has no gradient at its logits.
+        with torch.compiler.set_stance('force_eager'):
+            yield report
+    finally:
+        report._is_open = False
+        for hook in hooks:
+            hook.remove()
+    report._require_measured(type(inner).__name__)
+
+
+def _logits_in(outputs: Any, *, is_outer: bool) -> torch.Tensor | None:
+    """Returns the logits in outputs; only the outermost module may return them without their name."""
+    if isinstance(outputs, (tuple, list)) and is_outer:
+        return next((logits for each in outputs if (logits := logits_of(each)) is not None), None)
+    return logits_of(outputs) if is_outer or not isinstance(outputs, torch.Tensor) else None
