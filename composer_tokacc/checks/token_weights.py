@@ -93,7 +93,9 @@ class TokenWeightsReport:
         if not torch.is_grad_enabled():
             return
         self._had_forward = True
-        logits = _logits_in(outputs, is_outer=is_outer)
+        logits, mask = _logits_in(outputs, is_outer=is_outer), None
+        if logits is None:  # TRL's fused head hands out log-probabilities of the labels alone
+            logits, mask = getattr(outputs, 'log_probs', None), getattr(outputs, 'label_mask', None)
         if logits is None or logits.grad_fn is None:
             return
         node: Any = logits.grad_fn
@@ -106,12 +108,17 @@ class TokenWeightsReport:
         node.metadata[self, index] = True
         self._num_watched += 1
         # Detached: a graph whose hook holds its own logits is never freed.
-        node.register_prehook(partial(self._measure, logits.detach(), index))
+        node.register_prehook(partial(self._measure, logits.detach(), mask, index))
 
-    def _measure(self, logits: torch.Tensor, index: int, gradients: Any) -> None:
+    def _measure(self, logits: torch.Tensor, mask: torch.Tensor | None, index: int, gradients: Any) -> None:
         """Measures, and leaves the gradients as they are; a hook of the graph."""
         gradient = gradients[index]
         if gradient is None or not self._is_open:
+            return
+        self._round_off = max(self._round_off, ROUND_OFF[min(gradient.element_size(), 4)])
+        if mask is not None:  # the gradient by a log-probability is the weight itself, negated
+            weights, nothing = -gradient.float().flatten(), gradient.new_zeros(())
+            self._backwards.append(_Backward(weights, mask.flatten() & (weights != 0), nothing.long(), nothing))
             return
         found = measure(logits, gradient)
         carries_loss = found.targets != IGNORE_INDEX
@@ -119,7 +126,6 @@ class TokenWeightsReport:
         tells = carries_loss & (doubt >= SURE) & (found.residuals <= OTHER)
         left_out = carries_loss.sum() - tells.sum()
         self._backwards.append(_Backward(found.weights.flatten(), tells.flatten(), left_out, found.residual))
-        self._round_off = max(self._round_off, ROUND_OFF[min(gradient.element_size(), 4)])
 
     def _require_measured(self, name: str) -> None:
         why = 'no gradient came to its logits. Call `backward` inside, of a loss of the logits that it returns'
