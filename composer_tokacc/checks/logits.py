@@ -39,8 +39,8 @@ __all__ = [
 
 CHUNK = 2**23
 """Logits that are turned to float32 at a time: 32 MiB, 56 positions for a vocabulary of 150,000."""
-ALIKE = 0.02
-"""Relative difference of two entries of a gradient that may be round-off: twice that of bfloat16, eight bits."""
+ALIKE = 1e-3
+"""Relative difference of two entries of a float32 gradient that may be round-off, where 1 - p is 1e-3 and more."""
 SKETCH_WIDTH = 64
 """Random sums of a gradient that stand for it in a comparison. Differences keep their size to 18 % (Johnson and
 Lindenstrauss); what is compared lies two to five orders of magnitude apart."""
@@ -110,7 +110,7 @@ def measure(logits: torch.Tensor, gradient: torch.Tensor, targets: torch.Tensor 
     tiny = torch.finfo(torch.float32).tiny
     for z, g, y in _chunks(logits, gradient, targets):
         if y is None:
-            y = _read_targets(g)
+            y = _read_targets(g, alike=ALIKE + 2.5 * torch.finfo(gradient.dtype).eps)
         r = _direction(z, y)
         size = r.square().sum(dim=-1)
         weight = (g * r).sum(dim=-1) / size.clamp(min=tiny)
@@ -201,14 +201,14 @@ def weigh_tokens(logits: torch.Tensor, weights: torch.Tensor) -> None:
     logits.register_hook(lambda gradient: None if gradient is None else gradient * weights[..., None].to(gradient))
 
 
-def _read_targets(g: torch.Tensor) -> torch.Tensor:
+def _read_targets(g: torch.Tensor, *, alike: float) -> torch.Tensor:
     """Returns the label at each position, read off the gradient: its entry is the largest, as the others sum up to it.
 
     Where one other token has nearly all of the rest, both entries are alike but for round-off, and either could be the
     label. The negative one is taken, that of a positive weight: the other way round, equal weights would look unlike.
     """
     low, high = g.min(dim=-1), g.max(dim=-1)
-    labels = torch.where(high.values > -low.values * (1 + ALIKE), high.indices, low.indices)
+    labels = torch.where(high.values > -low.values * (1 + alike), high.indices, low.indices)
     return labels.masked_fill(~g.any(dim=-1), IGNORE_INDEX)
 
 

@@ -13,17 +13,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from composer_tokacc.checks.logits import logits_of, measure, token_losses
+from composer_tokacc.checks.logits import logits_of, measure, tolerance_of
 from composer_tokacc.counting import IGNORE_INDEX
 
 __all__ = ['TokenWeightsReport', 'measure_token_weights']
 
 SURE = 1e-3
-"""1 - p of a label below which its gradient is mostly round-off. Above it, float32 weights are right to 3e-6."""
+"""Size of softmax - onehot, 1 - p of the label or a little more, below which a gradient is mostly round-off."""
 OTHER = 0.5
 """Residual of a position whose gradient is that of no label: of a z-loss where there is none, of soft labels."""
-ROUND_OFF = {4: 1e-5, 2: 5e-2}
-"""How far equal weights may spread, by the bytes of a number of the gradient; 2e-2 measured in bfloat16."""
 
 
 class _Backward(NamedTuple):
@@ -40,7 +38,7 @@ class TokenWeightsReport:
 
     def __init__(self) -> None:
         self._backwards: list[_Backward] = []
-        self._had_forward, self._is_open, self._num_watched, self._round_off = False, True, 0, 0.0
+        self._had_forward, self._is_open, self._num_watched, self._tolerance = False, True, 0, 0.0
 
     @property
     def weights(self) -> list[torch.Tensor]:
@@ -55,7 +53,6 @@ class TokenWeightsReport:
         """
         extremes = self._extremes()
         if dist.is_available() and dist.is_initialized():
-            # By the backend, as a rank may have measured nothing.
             extremes = extremes.to('cuda' if 'nccl' in dist.get_backend() else 'cpu')
             dist.all_reduce(extremes, dist.ReduceOp.MAX)
         return float(extremes[0] / -extremes[1])
@@ -63,7 +60,11 @@ class TokenWeightsReport:
     @property
     def residual(self) -> float:
         """Largest share of a gradient of logits that no token's cross-entropy explains (of its norm); of this rank."""
-        return max((float(backward.residual) for backward in self._backwards), default=float('nan'))
+        residuals = [backward.residual for backward in self._backwards]
+        return float(torch.stack(residuals).max()) if residuals else float('nan')
+
+    def __deepcopy__(self, memo: Any) -> TokenWeightsReport:
+        return self  # a copy of the model (an average of weights) keeps its hooks: they must end with these
 
     def __str__(self) -> str:
         lines = [f'{"backward":>8}{"tokens":>10}{"smallest":>15}{"mean":>15}{"largest":>15}{"residual":>10}']
@@ -74,9 +75,10 @@ class TokenWeightsReport:
         # Of this rank alone: whoever prints on rank 0 only must not wait for the others.
         where = ' on this rank' if dist.is_available() and dist.is_initialized() else ''
         largest, smallest = self._extremes().abs().tolist()
-        if largest < torch.inf:
-            verdict = 'weigh' if largest <= smallest * (1 + self._round_off) else 'do NOT weigh'
-            lines.append(f'tokens {verdict} the same{where}: largest over smallest weight {largest / smallest:.7f}')
+        if smallest != torch.inf:
+            known = 2 * (self._tolerance + self.residual)  # one weight may be too large and another too small
+            verdict = f'{"weigh" if largest <= smallest * (1 + known) else "do NOT weigh"} the same, to {known:.0e}'
+            lines.append(f'tokens {verdict}{where}: largest over smallest weight {largest / smallest:.7f}')
         if left_out := sum(int(backward.num_left_out) for backward in self._backwards):
             lines.append(f'{left_out:,} left out: 1 - p of the label below {SURE}, or a gradient that is of no label')
         if (unread := self._num_watched - len(self._backwards)) > 0:
@@ -90,7 +92,7 @@ class TokenWeightsReport:
 
     def _watch(self, module: torch.nn.Module, args: Any, outputs: Any, *, is_outer: bool) -> None:
         """Has the gradient of a forward's logits measured when it comes; a forward hook."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or not self._is_open:
             return
         self._had_forward = True
         logits, mask = _logits_in(outputs, is_outer=is_outer), None
@@ -115,26 +117,23 @@ class TokenWeightsReport:
         gradient = gradients[index]
         if gradient is None or not self._is_open:
             return
-        self._round_off = max(self._round_off, ROUND_OFF[min(gradient.element_size(), 4)])
+        self._tolerance = max(self._tolerance, tolerance_of(gradient.dtype))
         if mask is not None:  # the gradient by a log-probability is the weight itself, negated
             weights, nothing = -gradient.float().flatten(), gradient.new_zeros(())
             self._backwards.append(_Backward(weights, mask.flatten() & (weights != 0), nothing.long(), nothing))
             return
         found = measure(logits, gradient)
         carries_loss = found.targets != IGNORE_INDEX
-        doubt = -torch.expm1(-token_losses(logits, found.targets))
-        tells = carries_loss & (doubt >= SURE) & (found.residuals <= OTHER)
+        tells = carries_loss & ~(found.sizes < SURE) & ~(found.residuals > OTHER)  # NaN tells
         left_out = carries_loss.sum() - tells.sum()
         self._backwards.append(_Backward(found.weights.flatten(), tells.flatten(), left_out, found.residual))
 
-    def _require_measured(self, name: str) -> None:
-        why = 'no gradient came to its logits. Call `backward` inside, of a loss of the logits that it returns'
+    def _why_empty(self) -> str:
         if not self._had_forward:
-            why = 'it made no forward with gradients. Give the module that is trained, whose forward makes the logits'
-        elif not self._num_watched:
-            why = 'its outputs hold no logits (rows, width, vocabulary). Turn a fused loss off, which makes none'
-        if not self._backwards:
-            raise RuntimeError(f'No token weight was measured of {name}: {why}. See docs/token_weights.md#limits')
+            return 'it made no forward with gradients. Give the module that is trained, whose forward makes the logits'
+        if not self._num_watched:
+            return 'its outputs hold no logits (rows, width, vocabulary). Turn a fused loss off, which makes none'
+        return 'no gradient came to its logits. Call `backward` inside, of a loss of the logits that it returns'
 
 
 @contextmanager
@@ -153,7 +152,7 @@ def measure_token_weights(model: torch.nn.Module) -> Iterator[TokenWeightsReport
         ``weights``, ``spread`` and ``residual`` so far.
 
     Raises:
-        RuntimeError: At the end, if no gradient of logits was seen.
+        RuntimeError: At the end, if no gradient of logits came.
 
     Example:
         >>> import torch
@@ -179,7 +178,9 @@ def measure_token_weights(model: torch.nn.Module) -> Iterator[TokenWeightsReport
         report._is_open = False
         for hook in hooks:
             hook.remove()
-    report._require_measured(type(inner).__name__)
+    if not report._backwards:
+        name = type(inner).__name__
+        raise RuntimeError(f'No token weight was measured of {name}: {report._why_empty()}. See docs/token_weights.md')
 
 
 def _logits_in(outputs: Any, *, is_outer: bool) -> torch.Tensor | None:

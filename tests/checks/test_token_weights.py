@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import copy
+import doctest
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import torch.nn.functional as F
 from composer import DataSpec
 
 from composer_tokacc import TokenAccumulation, measure_token_weights, token_data_spec
+from composer_tokacc.checks import token_weights
 from tests.support.launch import launch_json
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import hugging_face, loader, train
@@ -51,7 +54,7 @@ def test_stock_composer_weighs_tokens_by_the_rows_of_their_microbatch():
     relative = torch.cat(report.weights) * sum(TARGETS)
     assert (round(relative.min().item(), 2), round(relative.max().item(), 2)) == (0.62, 1.94)
     assert report.spread == pytest.approx(1.9375 / 0.62277, rel=1e-4)
-    assert 'do NOT weigh the same: largest over smallest weight 3.11' in str(report)
+    assert 'do NOT weigh the same, to 2e-05: largest over smallest weight 3.11' in str(report)
 
 
 @pytest.mark.parametrize('dropout', [0.0, 0.1])
@@ -278,6 +281,55 @@ def test_an_error_inside_is_the_one_that_is_raised_and_no_hook_stays():
     with pytest.raises(KeyError, match='inside'), measure_token_weights(model):
         {'hooks': num_hooks(model) or pytest.fail('none')}['inside']
     assert num_hooks(model) == 0
+
+
+def test_a_copy_that_is_made_inside_is_measured_no_longer_than_the_model():
+    model = text_model()
+    with measure_token_weights(model) as report:
+        average = copy.deepcopy(model)
+        model(**BATCH).loss.backward()
+    average(**BATCH).loss.backward()
+    assert len(report.weights) == 1
+    assert 'forwards had no gradient' not in str(report)
+
+
+def test_gradients_that_are_not_finite_are_said():
+    model = text_model()
+    with measure_token_weights(model) as report:
+        (model(**BATCH).loss * torch.nan).backward()
+        model(**BATCH).loss.backward()
+    assert report.spread != report.spread
+    assert report.residual != report.residual
+    assert 'do NOT weigh the same' in str(report)
+
+
+def test_label_smoothing_alone_is_not_taken_for_unlike_weights():
+    model = text_model()
+    with measure_token_weights(model) as report:
+        logits, labels = shifted(model)
+        F.cross_entropy(logits, labels, label_smoothing=0.1).backward()
+    assert report.spread > 1.0001
+    assert 'tokens weigh the same, to 3e-03' in str(report)
+
+
+def test_a_fused_head_that_hands_out_log_probabilities():
+    """As TRL's: no logits; what the loss does with a label's log-probability is the token's weight."""
+
+    class FusedHead(FusedLoss):
+        def forward(self, **batch):
+            labels = batch['labels'][:, 1:]
+            logits = self.llama.lm_head(self.llama.model(batch['input_ids'])[0])[:, :-1]
+            found = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+            return SimpleNamespace(log_probs=found.masked_fill(labels == -100, 0), label_mask=labels != -100)
+
+    model = FusedHead()
+    with measure_token_weights(model) as report:
+        (-model(**BATCH).log_probs.sum() / 7).backward()
+    torch.testing.assert_close(report.weights, [torch.full((sum(TARGETS),), 1 / 7)])
+
+
+def test_the_example_of_the_docstring_runs():
+    assert doctest.testmod(token_weights) == (0, 5)
 
 
 def test_a_backward_after_the_end_is_not_measured():
