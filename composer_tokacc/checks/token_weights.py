@@ -73,7 +73,7 @@ class TokenWeightsReport:
             cells = ''.join(f'{float(figure):>15.7g}' for figure in figures)
             lines.append(f'{number:>8}{len(weights):>10,}{cells}{float(backward.residual):>10.1e}')
         # Of this rank alone: whoever prints on rank 0 only must not wait for the others.
-        where = ' on this rank' if dist.is_available() and dist.is_initialized() else ''
+        where = ' on this rank (`.spread` asks all)' if dist.is_available() and dist.is_initialized() else ''
         largest, smallest = self._extremes().abs().tolist()
         if smallest != torch.inf:
             known = 2 * (self._tolerance + self.residual)  # one weight may be too large and another too small
@@ -132,7 +132,7 @@ class TokenWeightsReport:
         if not self._had_forward:
             return 'it made no forward with gradients. Give the module that is trained, whose forward makes the logits'
         if not self._num_watched:
-            return 'its outputs hold no logits (rows, width, vocabulary). Turn a fused loss off, which makes none'
+            return 'its outputs hold no logits (rows, width, vocabulary). Turn a fused loss off; call `model()` itself'
         return 'no gradient came to its logits. Call `backward` inside, of a loss of the logits that it returns'
 
 
