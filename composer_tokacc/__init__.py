@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from composer_tokacc.algorithm import TokenAccumulation
+    from composer_tokacc.checks.token_weights import measure_token_weights
     from composer_tokacc.counting import TokenCounts, count_tokens
     from composer_tokacc.data_spec import token_data_spec
     from composer_tokacc.invariance import verify_invariance
@@ -32,6 +33,7 @@ __all__ = [
     'TokenCounts',
     'TokenMonitor',
     'count_tokens',
+    'measure_token_weights',
     'plan_microbatches',
     'suggest_microbatching',
     'token_data_spec',
@@ -50,6 +52,7 @@ _ROOMS = {
     'TokenCounts': 'counting',
     'TokenMonitor': 'monitor',
     'count_tokens': 'counting',
+    'measure_token_weights': 'checks.token_weights',
     'plan_microbatches': 'planning',
     'suggest_microbatching': 'sizing',
     'token_data_spec': 'data_spec',

@@ -24,7 +24,7 @@ __all__ = ['MODULES', 'surface']
 
 MODULES = (
     '', 'counting', 'planning', 'layout', 'algorithm', 'data_spec', 'sampling', 'monitor', 'invariance', 'data',
-    'sizing', 'programs', 'train', 'size', 'verify', 'export', 'examples',
+    'sizing', 'programs', 'train', 'size', 'verify', 'export', 'examples', 'checks.token_weights',
 )  # fmt: skip
 
 

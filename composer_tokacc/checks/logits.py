@@ -39,6 +39,8 @@ __all__ = [
 
 CHUNK = 2**23
 """Logits that are turned to float32 at a time: 32 MiB, 56 positions for a vocabulary of 150,000."""
+ALIKE = 1e-3
+"""Relative difference of two entries of a float32 gradient that may be round-off, where 1 - p is 1e-3 and more."""
 SKETCH_WIDTH = 64
 """Random sums of a gradient that stand for it in a comparison. Differences keep their size to 18 % (Johnson and
 Lindenstrauss); what is compared lies two to five orders of magnitude apart."""
@@ -53,7 +55,8 @@ class MeasuredTokens:
         targets: int64 ``(rows, width)``, the token that each position is held to; -100: none.
         sizes: float32 ``(rows, width)``, norm of the gradient of a plain cross-entropy: near 0 where the model is sure,
             and where its weight therefore hardly matters and is hardly known.
-        residual: Norm of what no token's cross-entropy explains, over that of the gradient; ``()``.
+        residual: Norm of what no token's cross-entropy explains, over that of the gradient; ``()``; 0 of a zero one.
+        residuals: The same of each position's own gradient, ``(rows, width)``.
         dtype: Of the gradient that was measured.
     """
 
@@ -61,6 +64,7 @@ class MeasuredTokens:
     targets: torch.Tensor
     sizes: torch.Tensor
     residual: torch.Tensor
+    residuals: torch.Tensor
     dtype: torch.dtype
 
 
@@ -100,24 +104,28 @@ def measure(logits: torch.Tensor, gradient: torch.Tensor, targets: torch.Tensor 
     Args:
         logits: ``(rows, width, vocabulary)``, those that the loss was computed of.
         gradient: Of the loss by them, of their shape.
-        targets: As of :func:`targets_of`. None: read off the gradient, whose largest entry is that of the label, as the
-            others sum up to it.
+        targets: As of :func:`targets_of`. None: read off the gradient, see :func:`_read_targets`.
     """
     weights, found, sizes, left, whole = [], [], [], [], []
+    tiny = torch.finfo(torch.float32).tiny
     for z, g, y in _chunks(logits, gradient, targets):
         if y is None:
-            y = torch.where(g.any(dim=-1), g.abs().argmax(dim=-1), IGNORE_INDEX)
+            y = _read_targets(g, alike=ALIKE + 2.5 * torch.finfo(gradient.dtype).eps)
         r = _direction(z, y)
         size = r.square().sum(dim=-1)
-        weight = (g * r).sum(dim=-1) / size.clamp(min=torch.finfo(torch.float32).tiny)
-        left.append((g - weight[:, None] * r).square().sum())
-        whole.append(g.square().sum())
+        weight = (g * r).sum(dim=-1) / size.clamp(min=tiny)
+        left.append((g - weight[:, None] * r).square().sum(dim=-1))
+        whole.append(g.square().sum(dim=-1))
         weights.append(weight)
         found.append(y)
         sizes.append(size.sqrt())
-    weights, found, sizes = (torch.cat(parts).view(logits.shape[:2]) for parts in (weights, found, sizes))
-    residual = (torch.stack(left).sum() / torch.stack(whole).sum()).sqrt()
-    return MeasuredTokens(weights=weights, targets=found, sizes=sizes, residual=residual, dtype=gradient.dtype)
+    weights, found, sizes, left, whole = (
+        torch.cat(parts).view(logits.shape[:2]) for parts in (weights, found, sizes, left, whole)
+    )
+    return MeasuredTokens(
+        weights=weights, targets=found, sizes=sizes, residual=(left.sum() / whole.sum().clamp(min=tiny)).sqrt(),
+        residuals=(left / whole.clamp(min=tiny)).sqrt(), dtype=gradient.dtype,
+    )  # fmt: skip
 
 
 def deviation(
@@ -191,6 +199,17 @@ def weigh_tokens(logits: torch.Tensor, weights: torch.Tensor) -> None:
     """
     # A compiled forward that returns loss and logits together has no gradient by its logits.
     logits.register_hook(lambda gradient: None if gradient is None else gradient * weights[..., None].to(gradient))
+
+
+def _read_targets(g: torch.Tensor, *, alike: float) -> torch.Tensor:
+    """Returns the label at each position, read off the gradient: its entry is the largest, as the others sum up to it.
+
+    Where one other token has nearly all of the rest, both entries are alike but for round-off, and either could be the
+    label. The negative one is taken, that of a positive weight: the other way round, equal weights would look unlike.
+    """
+    low, high = g.min(dim=-1), g.max(dim=-1)
+    labels = torch.where(high.values > -low.values * (1 + alike), high.indices, low.indices)
+    return labels.masked_fill(~g.any(dim=-1), IGNORE_INDEX)
 
 
 def _direction(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.token_weights import table as table_of_weights
 from tests.data.formats_page import page as formats_page
 from tests.support.launch import ROOT
 
@@ -113,6 +114,18 @@ def test_what_the_algorithm_costs():
     share = results('overhead')['shares']['with_all_reduce']
     for page in ('docs/benchmarks.md', 'docs/limits.md', 'composer_tokacc/algorithm/README.md'):
         assert f'{share:.1%}'.replace('%', ' %') + ' of a step' in (ROOT / page).read_text()
+
+
+def test_what_tokens_weigh():
+    rows = results('token_weights')['rows']
+    assert table_of_weights(rows) in (ROOT / 'docs' / 'token_weights.md').read_text(), (
+        'python -m benchmarks.token_weights --hosts'
+    )
+    [stock] = [row for row in rows if (row['subject'], row['host'], row['ranks']) == ('mixture', 'composer', 1)]
+    assert stock['source'] == 'real tables: ai2d, chartqa, docvqa'
+    span = f'{stock["smallest"]:.2f} to {stock["largest"]:.2f} times their mean'
+    assert span in ' '.join((ROOT / 'README.md').read_text().split())
+    assert all(row['spread'] < 1 + 1e-5 for row in rows if row['host'] == 'ours')
 
 
 def test_formats_are_those_of_the_tests():

@@ -1,0 +1,190 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""What each token weighed in the gradient that was really computed: in any trainer, any loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from composer_tokacc.checks.logits import logits_of, measure, tolerance_of
+from composer_tokacc.counting import IGNORE_INDEX
+
+__all__ = ['TokenWeightsReport', 'measure_token_weights']
+
+SURE = 1e-3
+"""Size of softmax - onehot, 1 - p of the label or a little more, below which a gradient is mostly round-off."""
+OTHER = 0.5
+"""Residual of a position whose gradient is that of no label: of a z-loss where there is none, of soft labels."""
+
+
+class _Backward(NamedTuple):
+    """What one gradient of logits told, left on its device: to read it in the hook would make the host wait."""
+
+    weights: torch.Tensor  # float32 (positions,)
+    tells: torch.Tensor  # bool (positions,)
+    num_left_out: torch.Tensor
+    residual: torch.Tensor
+
+
+class TokenWeightsReport:
+    """What :func:`.measure_token_weights` has measured so far; printed as a table."""
+
+    def __init__(self) -> None:
+        self._backwards: list[_Backward] = []
+        self._had_forward, self._is_open, self._num_watched, self._tolerance = False, True, 0, 0.0
+
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        """What tokens weighed, float32 ``(tokens,)``: a tensor for each gradient of logits, in the order they came."""
+        return [backward.weights[backward.tells] for backward in self._backwards]
+
+    @property
+    def spread(self) -> float:
+        """Largest over smallest weight, signs apart, of all backwards and ranks; NaN where no token tells.
+
+        Where ``torch.distributed`` is initialised, every rank must ask for it.
+        """
+        extremes = self._extremes()
+        if dist.is_available() and dist.is_initialized():
+            extremes = extremes.to('cuda' if 'nccl' in dist.get_backend() else 'cpu')
+            dist.all_reduce(extremes, dist.ReduceOp.MAX)
+        return float(extremes[0] / -extremes[1])
+
+    @property
+    def residual(self) -> float:
+        """Largest share of a gradient of logits that no token's cross-entropy explains (of its norm); of this rank."""
+        residuals = [backward.residual for backward in self._backwards]
+        return float(torch.stack(residuals).max()) if residuals else float('nan')
+
+    def __deepcopy__(self, memo: Any) -> TokenWeightsReport:
+        return self  # a copy of the model (an average of weights) keeps its hooks: they must end with these
+
+    def __str__(self) -> str:
+        lines = [f'{"backward":>8}{"tokens":>10}{"smallest":>15}{"mean":>15}{"largest":>15}{"residual":>10}']
+        for number, (weights, backward) in enumerate(zip(self.weights, self._backwards, strict=True), start=1):
+            figures = [weights.min(), weights.mean(), weights.max()] if len(weights) else [torch.nan] * 3
+            cells = ''.join(f'{float(figure):>15.7g}' for figure in figures)
+            lines.append(f'{number:>8}{len(weights):>10,}{cells}{float(backward.residual):>10.1e}')
+        # Of this rank alone: whoever prints on rank 0 only must not wait for the others.
+        where = ' on this rank (`.spread` asks all)' if dist.is_available() and dist.is_initialized() else ''
+        largest, smallest = self._extremes().abs().tolist()
+        if smallest != torch.inf:
+            known = 2 * (self._tolerance + self.residual)  # one weight may be too large and another too small
+            verdict = f'{"weigh" if largest <= smallest * (1 + known) else "do NOT weigh"} the same, to {known:.0e}'
+            lines.append(f'tokens {verdict}{where}: largest over smallest weight {largest / smallest:.7f}')
+        if left_out := sum(int(backward.num_left_out) for backward in self._backwards):
+            lines.append(f'{left_out:,} left out: 1 - p of the label below {SURE}, or a gradient that is of no label')
+        if (unread := self._num_watched - len(self._backwards)) > 0:
+            lines.append(f'{unread:,} of {self._num_watched:,} forwards had no gradient at their logits')
+        return '\n'.join(lines)
+
+    def _extremes(self) -> torch.Tensor:
+        """The largest size of a weight and the smallest, negated, so that both are the largest over ranks."""
+        sizes = torch.cat([weights.abs().cpu() for weights in self.weights] or [torch.empty(0)])
+        return torch.stack([sizes.max(), -sizes.min()]) if len(sizes) else torch.full((2,), -torch.inf)
+
+    def _watch(self, module: torch.nn.Module, args: Any, outputs: Any, *, is_outer: bool) -> None:
+        """Has the gradient of a forward's logits measured when it comes; a forward hook."""
+        if not torch.is_grad_enabled() or not self._is_open:
+            return
+        self._had_forward = True
+        logits, mask = _logits_in(outputs, is_outer=is_outer), None
+        if logits is None:  # TRL's fused head hands out log-probabilities of the labels alone
+            logits, mask = getattr(outputs, 'log_probs', None), getattr(outputs, 'label_mask', None)
+        if logits is None or logits.grad_fn is None:
+            return
+        node: Any = logits.grad_fn
+        index = logits.output_nr
+        # accelerate and FSDP hand out a copy in float32; the loss is of what it was made of.
+        while node.name() == 'ToCopyBackward0':
+            node, index = node.next_functions[0]
+        if (self, index) in node.metadata:  # the same logits again, from a module around that one
+            return
+        node.metadata[self, index] = True
+        self._num_watched += 1
+        # Detached: a graph whose hook holds its own logits is never freed.
+        node.register_prehook(partial(self._measure, logits.detach(), mask, index))
+
+    def _measure(self, logits: torch.Tensor, mask: torch.Tensor | None, index: int, gradients: Any) -> None:
+        """Measures, and leaves the gradients as they are; a hook of the graph."""
+        gradient = gradients[index]
+        if gradient is None or not self._is_open:
+            return
+        self._tolerance = max(self._tolerance, tolerance_of(gradient.dtype))
+        if mask is not None:  # the gradient by a log-probability is the weight itself, negated
+            weights, nothing = -gradient.float().flatten(), gradient.new_zeros(())
+            self._backwards.append(_Backward(weights, mask.flatten() & (weights != 0), nothing.long(), nothing))
+            return
+        found = measure(logits, gradient)
+        carries_loss = found.targets != IGNORE_INDEX
+        tells = carries_loss & ~(found.sizes < SURE) & ~(found.residuals > OTHER)  # NaN tells
+        left_out = carries_loss.sum() - tells.sum()
+        self._backwards.append(_Backward(found.weights.flatten(), tells.flatten(), left_out, found.residual))
+
+    def _why_empty(self) -> str:
+        if not self._had_forward:
+            return 'it made no forward with gradients. Give the module that is trained, whose forward makes the logits'
+        if not self._num_watched:
+            return 'its outputs hold no logits (rows, width, vocabulary). Turn a fused loss off; call `model()` itself'
+        return 'no gradient came to its logits. Call `backward` inside, of a loss of the logits that it returns'
+
+
+@contextmanager
+def measure_token_weights(model: torch.nn.Module) -> Iterator[TokenWeightsReport]:
+    """Measures what each token weighs in the gradient, in whatever trains the model inside of the context.
+
+    A token that weighs w adds ``w * (softmax(logits) - onehot(label))`` to the gradient by its logits: hooks there read
+    w off it, without labels. Compiled models run eagerly meanwhile; nothing else changes. Enter it for one optimizer
+    step: between steps of unlike numbers of tokens, weights differ rightly.
+
+    Args:
+        model: Whose forward returns logits ``(rows, width, vocabulary)``: alone, in a tuple or as ``.logits``. Also
+            what wraps a Hugging Face model (Composer's, PEFT's, Lightning's), DDP and ``torch.compile``.
+
+    Yields:
+        ``weights``, ``spread`` and ``residual`` so far.
+
+    Raises:
+        RuntimeError: At the end, if no gradient of logits came.
+
+    Example:
+        >>> import torch
+        >>> from composer_tokacc import measure_token_weights
+        >>> model = torch.nn.Embedding(9, 9)
+        >>> with measure_token_weights(model) as report:  # a mean of means, over four targets and over one
+        ...     for ids in torch.tensor([[1, 2, 3, 4, 5]]), torch.tensor([[6, 7]]):
+        ...         (torch.nn.functional.cross_entropy(model(ids)[0, :-1], ids[0, 1:]) / 2).backward()
+        >>> [round(weight, 4) for weight in torch.cat(report.weights).tolist()]
+        [0.125, 0.125, 0.125, 0.125, 0.5]
+    """
+    report, inner = TokenWeightsReport(), model
+    while [*inner._modules] in (['module'], ['_orig_mod']):  # of DDP and of torch.compile
+        [inner] = inner.children()
+    # Trainers may call a part of what they were given. Parts of Hugging Face models that have a head have this method.
+    parts = [part for part in inner.modules() if part is inner or hasattr(part, 'get_output_embeddings')]
+    hooks = [part.register_forward_hook(partial(report._watch, is_outer=part is inner)) for part in parts]
+    try:
+        # A compiled forward that returns the loss, too, has no gradient at its logits.
+        with torch.compiler.set_stance('force_eager'):
+            yield report
+    finally:
+        report._is_open = False
+        for hook in hooks:
+            hook.remove()
+    if not report._backwards:
+        name = type(inner).__name__
+        raise RuntimeError(f'No token weight was measured of {name}: {report._why_empty()}. See docs/token_weights.md')
+
+
+def _logits_in(outputs: Any, *, is_outer: bool) -> torch.Tensor | None:
+    """Returns the logits in outputs; only the outermost module may return them without their name."""
+    if isinstance(outputs, (tuple, list)) and is_outer:
+        return next((logits for each in outputs if (logits := logits_of(each)) is not None), None)
+    return logits_of(outputs) if is_outer or not isinstance(outputs, torch.Tensor) else None

@@ -1,0 +1,380 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""What tokens weighed, as measured, against weights that are worked out by hand."""
+
+from __future__ import annotations
+
+import copy
+import doctest
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from composer import DataSpec
+
+from composer_tokacc import TokenAccumulation, measure_token_weights, token_data_spec
+from composer_tokacc.checks import token_weights
+from tests.support.launch import launch_json
+from tests.support.text import collate, text_model, text_rows
+from tests.support.training import hugging_face, loader, train
+
+LENGTHS = [5, 9, 14, 30, 7, 22, 11, 3]
+TARGETS = [length - 1 for length in LENGTHS]  # the model shifts its labels
+BATCH = collate(text_rows([(length, length) for length in LENGTHS]))
+FLOAT32 = {'rtol': 3e-6, 'atol': 0}
+MICROBATCHES = [slice(0, 3), slice(3, 6), slice(6, 8)]
+
+
+def shifted(model, batch=BATCH):
+    """Logits and the labels that they are held to, flat."""
+    return model(batch['input_ids']).logits[:, :-1].flatten(0, 1), batch['labels'][:, 1:].flatten()
+
+
+def stock(batch):
+    return DataSpec(loader(batch), get_num_samples_in_batch=lambda batch: len(batch['input_ids']))
+
+
+def fit(model, data, **options):
+    with measure_token_weights(model) as report:
+        train(model, data, microbatch_size=3, **options)
+    return report
+
+
+def test_stock_composer_weighs_tokens_by_the_rows_of_their_microbatch():
+    report = fit(hugging_face(text_model()), stock(BATCH))
+    tokens = [sum(TARGETS[part]) for part in MICROBATCHES]
+    expected = [
+        torch.full((count,), (part.stop - part.start) / len(LENGTHS) / count)
+        for count, part in zip(tokens, MICROBATCHES, strict=True)
+    ]
+    torch.testing.assert_close(report.weights, expected, **FLOAT32)
+    relative = torch.cat(report.weights) * sum(TARGETS)
+    assert (round(relative.min().item(), 2), round(relative.max().item(), 2)) == (0.62, 1.94)
+    assert report.spread == pytest.approx(1.9375 / 0.62277, rel=1e-4)
+    assert 'do NOT weigh the same, to 2e-05: largest over smallest weight 3.11' in str(report)
+
+
+@pytest.mark.parametrize('dropout', [0.0, 0.1])
+@pytest.mark.parametrize(
+    'make', [stock, lambda batch: token_data_spec(loader(batch))], ids=['stock split', 'our split']
+)
+def test_with_the_algorithm_every_token_weighs_the_same(make, dropout):
+    model = hugging_face(text_model(attention_dropout=dropout).train())
+    report = fit(model, make(BATCH), algorithms=[TokenAccumulation()])
+    weights = torch.cat(report.weights)
+    torch.testing.assert_close(weights, torch.full((sum(TARGETS),), 1 / sum(TARGETS)), **FLOAT32)
+    assert report.spread < 1 + 1e-5
+    assert report.residual < 1e-6
+    assert 'tokens weigh the same' in str(report)
+
+
+def test_square_root_weights_are_those_of_the_formula():
+    report = fit(hugging_face(text_model()), stock(BATCH), algorithms=[TokenAccumulation(token_weights='sqrt')])
+    weights = torch.cat([torch.full((count,), count**-0.5) for count in TARGETS])
+    torch.testing.assert_close(torch.cat(report.weights), weights / weights.sum(), **FLOAT32)
+
+
+@pytest.mark.parametrize('signed', [False, True], ids=['positive', 'advantages'])
+def test_weights_of_a_weighted_loss_with_their_signs(signed):
+    model, generator = text_model(), torch.Generator().manual_seed(0)
+    with measure_token_weights(model) as report:
+        logits, labels = shifted(model)
+        weights = torch.rand(len(labels), generator=generator) + 0.1
+        if signed:
+            weights *= torch.randint(2, weights.shape, generator=generator) * 2 - 1
+        (F.cross_entropy(logits, labels, reduction='none') * weights).sum().backward()
+    weights = weights[labels != -100]
+    torch.testing.assert_close(report.weights, [weights], **FLOAT32)
+    assert report.spread == pytest.approx(float(weights.abs().max() / weights.abs().min()), rel=1e-5)
+
+
+def test_other_positions_and_the_gradient_of_the_model_are_left_alone():
+    model = text_model()
+    model(**BATCH).loss.backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    with measure_token_weights(model) as report:
+        model(**BATCH).loss.backward()
+    assert all(torch.equal(p.grad, old) for p, old in zip(model.parameters(), expected, strict=True))
+    assert [len(weights) for weights in report.weights] == [sum(TARGETS)]
+
+
+def test_a_label_that_one_other_token_rivals_is_not_taken_for_the_other():
+    """The entries of both are alike but for round-off: the wrong one gives a negative weight without a residual."""
+    model = torch.nn.Embedding(4, 4, dtype=torch.bfloat16)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([0.0, 0.85, -20.0, -20.0]))
+    ids, labels = torch.zeros(1, 3, dtype=torch.long), torch.tensor([0, 0, 1])
+    with measure_token_weights(model) as report:
+        F.cross_entropy(model(ids)[0].float(), labels, reduction='sum').backward()
+    torch.testing.assert_close(report.weights, [torch.ones(3)], rtol=2e-2, atol=0)
+
+
+def test_tokens_that_the_model_is_sure_of_are_left_out_and_counted():
+    model = torch.nn.Embedding(4, 4)
+    with torch.no_grad():
+        model.weight.copy_(torch.eye(4) * 12)
+    ids, labels = torch.tensor([[0, 1, 2, 3]]), torch.tensor([0, 1, 3, 0])
+    with measure_token_weights(model) as report:
+        F.cross_entropy(model(ids)[0], labels).backward()
+    torch.testing.assert_close(report.weights, [torch.full((2,), 0.25)], **FLOAT32)
+    assert '2 left out: 1 - p of the label below 0.001' in str(report)
+
+
+@pytest.mark.parametrize(
+    ('term', 'residual'),
+    [
+        (lambda logits, labels: 1e-2 * logits.logsumexp(-1).square().mean(), 1e-3),
+        (lambda logits, labels: 0.1 * F.cross_entropy(logits, labels, label_smoothing=1.0), 1e-3),
+    ],
+    ids=['z-loss', 'label smoothing'],
+)
+def test_what_is_no_cross_entropy_shows_as_a_residual(term, residual):
+    model = text_model()
+    with measure_token_weights(model) as report:
+        logits, labels = shifted(model)
+        (F.cross_entropy(logits, labels) + term(logits, labels)).backward()
+    assert residual < report.residual < 0.2
+    assert [len(weights) for weights in report.weights] == [sum(TARGETS)], 'positions without a label are no tokens'
+
+
+def in_bfloat16(model, batch):
+    model.bfloat16()(**batch).loss.backward()
+
+
+def in_autocast(model, batch):
+    with torch.autocast('cpu', torch.bfloat16):
+        loss = model(**batch).loss
+    loss.backward()
+
+
+def by_accelerate(model, batch):
+    """Whose forward hands out a copy of the logits that the loss was computed of."""
+    from accelerate.utils.operations import convert_outputs_to_fp32
+
+    model.forward = convert_outputs_to_fp32(torch.autocast('cpu', torch.bfloat16)(model.forward))
+    model(**batch).loss.backward()
+
+
+@pytest.mark.parametrize('run', [in_bfloat16, in_autocast, by_accelerate])
+def test_short_floats_weigh_the_same_up_to_their_round_off(run):
+    model = text_model()
+    with measure_token_weights(model) as report:
+        run(model, BATCH)
+    expected = torch.full((sum(TARGETS),), 1 / sum(TARGETS))
+    torch.testing.assert_close(report.weights, [expected], rtol=1e-2, atol=0)
+    assert 1e-4 < report.residual < 1e-2
+    assert 'tokens weigh the same' in str(report)
+
+
+class NextToken(torch.nn.Module):
+    """Returns logits and loss, as plain loops often have it."""
+
+    def __init__(self, bare):
+        super().__init__()
+        self.module, self.head, self.bare = torch.nn.Embedding(64, 8), torch.nn.Linear(8, 64), bare
+
+    def forward(self, input_ids, attention_mask, labels):
+        logits = self.head(self.module(input_ids))
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return logits if self.bare else (logits, loss)
+
+
+@pytest.mark.parametrize('bare', [False, True])
+def test_models_of_ones_own(bare):
+    model = NextToken(bare)
+    with measure_token_weights(model) as report:
+        outputs = model(**BATCH)
+        if bare:
+            outputs = None, F.cross_entropy(outputs[:, :-1].flatten(0, 1), BATCH['labels'][:, 1:].flatten())
+        outputs[1].backward()
+    torch.testing.assert_close(report.weights, [torch.full((sum(TARGETS),), 1 / sum(TARGETS))], **FLOAT32)
+
+
+def peft(model):
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(target_modules=['q_proj']))
+
+
+def compiled_before(model):
+    model = torch.compile(model, backend='aot_eager')
+    model(**BATCH).loss.backward()
+    return model
+
+
+def checkpointed(model):
+    model.train().gradient_checkpointing_enable()
+    return model
+
+
+@pytest.mark.parametrize('wrap', [peft, compiled_before, checkpointed, hugging_face])
+def test_models_that_are_wrapped_are_measured_once(wrap):
+    model = wrap(text_model())
+    with measure_token_weights(model) as report:
+        (model(BATCH) if wrap is hugging_face else model(**BATCH)).loss.backward()
+    torch.testing.assert_close(report.weights, [torch.full((sum(TARGETS),), 1 / sum(TARGETS))], **FLOAT32)
+    assert 'had no gradient' not in str(report)
+
+
+def test_two_forwards_in_a_step_and_evaluation_inside():
+    model = text_model()
+    with measure_token_weights(model) as report:
+        (model(**BATCH).loss + model(**BATCH).loss / 2).backward()
+        with torch.no_grad():
+            model(**BATCH)
+        model(**BATCH)
+    assert [round(weights.mean().item() * sum(TARGETS), 5) for weights in sorted(report.weights, key=torch.sum)] == [
+        0.5,
+        1,
+    ]
+    assert '1 of 3 forwards had no gradient at their logits' in str(report)
+
+
+def test_nested_measurements_agree():
+    model = text_model()
+    with measure_token_weights(model) as outer, measure_token_weights(model) as inner:
+        model(**BATCH).loss.backward()
+    assert torch.equal(outer.weights[0], inner.weights[0])
+
+
+class FusedLoss(torch.nn.Module):
+    """Makes a loss and no logits."""
+
+    def __init__(self):
+        super().__init__()
+        self.llama = text_model()
+
+    def forward(self, **batch):
+        return {'loss': self.llama.model(batch['input_ids'])[0].square().mean(), 'logits': None}
+
+
+@pytest.mark.parametrize(
+    ('make', 'run', 'said'),
+    [
+        (text_model, lambda model: None, 'made no forward with gradients'),
+        (text_model, lambda model: copy.deepcopy(model).eval(), 'made no forward with gradients'),
+        (text_model, lambda model: torch.no_grad()(model)(**BATCH), 'made no forward with gradients'),
+        (FusedLoss, lambda model: model(**BATCH)['loss'].backward(), 'outputs hold no logits'),
+        (text_model, lambda model: model(**BATCH), 'no gradient came to its logits'),
+        (text_model, lambda model: shifted(model)[0].detach(), 'no gradient came to its logits'),
+    ],
+    ids=['no forward', 'a copy', 'no grad', 'no logits', 'no backward', 'detached'],
+)
+def test_nothing_measured_is_refused_with_the_reason(make, run, said):
+    model = make()
+    refused = pytest.raises(RuntimeError, match=rf'No token weight was measured of {type(model).__name__}: .*{said}')
+    with refused, measure_token_weights(model):
+        run(model)
+    assert num_hooks(model) == 0
+
+
+def num_hooks(model):
+    return sum(len(module._forward_hooks) for module in model.modules())
+
+
+def test_an_error_inside_is_the_one_that_is_raised_and_no_hook_stays():
+    model = text_model()
+    with pytest.raises(KeyError, match='inside'), measure_token_weights(model):
+        {'hooks': num_hooks(model) or pytest.fail('none')}['inside']
+    assert num_hooks(model) == 0
+
+
+def test_a_copy_that_is_made_inside_is_measured_no_longer_than_the_model():
+    model = text_model()
+    with measure_token_weights(model) as report:
+        average = copy.deepcopy(model)
+        model(**BATCH).loss.backward()
+    average(**BATCH).loss.backward()
+    assert len(report.weights) == 1
+    assert 'forwards had no gradient' not in str(report)
+
+
+def test_gradients_that_are_not_finite_are_said():
+    model = text_model()
+    with measure_token_weights(model) as report:
+        (model(**BATCH).loss * torch.nan).backward()
+        model(**BATCH).loss.backward()
+    assert report.spread != report.spread
+    assert report.residual != report.residual
+    assert 'do NOT weigh the same' in str(report)
+
+
+def test_label_smoothing_alone_is_not_taken_for_unlike_weights():
+    model = text_model()
+    with measure_token_weights(model) as report:
+        logits, labels = shifted(model)
+        F.cross_entropy(logits, labels, label_smoothing=0.1).backward()
+    assert report.spread > 1.0001
+    assert 'tokens weigh the same, to 3e-03' in str(report)
+
+
+def test_a_fused_head_that_hands_out_log_probabilities():
+    """As TRL's: no logits; what the loss does with a label's log-probability is the token's weight."""
+
+    class FusedHead(FusedLoss):
+        def forward(self, **batch):
+            labels = batch['labels'][:, 1:]
+            logits = self.llama.lm_head(self.llama.model(batch['input_ids'])[0])[:, :-1]
+            found = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+            return SimpleNamespace(log_probs=found.masked_fill(labels == -100, 0), label_mask=labels != -100)
+
+    model = FusedHead()
+    with measure_token_weights(model) as report:
+        (-model(**BATCH).log_probs.sum() / 7).backward()
+    torch.testing.assert_close(report.weights, [torch.full((sum(TARGETS),), 1 / 7)])
+
+
+def test_the_example_of_the_docstring_runs():
+    assert doctest.testmod(token_weights) == (0, 5)
+
+
+def test_a_backward_after_the_end_is_not_measured():
+    model = text_model()
+    with measure_token_weights(model) as report:
+        late = model(**BATCH).loss
+        model(**BATCH).loss.backward()
+    late.backward()
+    assert len(report.weights) == 1
+    assert '1 of 2 forwards' in str(report)
+
+
+def test_a_report_without_tokens_can_be_read():
+    model = text_model()
+    with measure_token_weights(model) as report:
+        assert 'backward' in str(report)
+        assert report.spread != report.spread
+        (model(**BATCH).loss * 0).backward()
+    assert report.residual == 0
+    assert [len(weights) for weights in report.weights] == [0]
+
+
+class Sentinel:
+    """Goes where its holder goes."""
+
+
+def test_the_graph_is_freed_with_its_logits():
+    model = text_model()
+    with measure_token_weights(model) as report:
+        outputs = model(**BATCH)
+        outputs.loss.backward()
+        outputs.logits.grad_fn.metadata['sentinel'] = sentinel = Sentinel()
+        sentinel = weakref.ref(sentinel)
+        assert sentinel() is not None
+        del outputs
+        assert sentinel() is None
+    assert len(report.weights) == 1
+
+
+@pytest.mark.slow
+def test_two_ranks_tell_the_spread_over_both():
+    found = launch_json('tests/ranks/measured_weights.py', ranks=2)
+    # Rank 0 has rows of 4 + 8 targets, rank 1 of 2: each rank's own tokens weigh the same in a mean of means.
+    assert found['plain']['own'] == pytest.approx([1.0, 1.0], abs=1e-5)
+    assert found['plain']['spread'] == pytest.approx([6.0, 6.0], rel=1e-5)
+    assert found['ours']['spread'] == pytest.approx([1.0, 1.0], abs=1e-5)
+    assert all('on this rank' in text for text in found['plain']['printed'])
+    assert found['nothing on rank 1']['spread'] == pytest.approx([1.0, 1.0], abs=1e-5)

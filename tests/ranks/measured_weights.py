@@ -1,0 +1,53 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Under the composer launcher: what tokens weigh on ranks of unlike numbers of them; rank 0 writes what each saw."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from composer.utils import dist
+
+from composer_tokacc import TokenAccumulation, measure_token_weights, token_data_spec
+from tests.support.text import collate, text_model, text_rows
+from tests.support.training import loader, train
+
+LENGTHS = [[5, 9], [3, 3]]
+"""Rows of each rank; the second row of rank 1 carries no loss."""
+
+
+def seen(report: Any) -> dict[str, Any]:
+    weights = torch.cat(report.weights)
+    own = float(weights.max() / weights.min()) if len(weights) else 1.0
+    of_ranks = dist.all_gather_object({'own': own, 'spread': report.spread, 'printed': str(report)})
+    return {key: [one[key] for one in of_ranks] for key in of_ranks[0]}
+
+
+def main() -> None:
+    rank = dist.get_global_rank()
+    rows = text_rows([(length, length) for length in LENGTHS[rank]])
+    if rank == 1:
+        rows[1]['labels'][:] = -100
+    batch, found = collate(rows), {}
+    model = torch.nn.parallel.DistributedDataParallel(text_model())
+    with measure_token_weights(model) as report:
+        model(**batch).loss.backward()
+    found['plain'] = seen(report)
+    with measure_token_weights(model) as report:
+        (model(**batch).loss * (rank == 0)).backward()
+    found['nothing on rank 1'] = seen(report)
+    llama = text_model()
+    with measure_token_weights(llama) as report:
+        train(llama, token_data_spec(loader(batch)), algorithms=[TokenAccumulation()], microbatch_size=1)
+    found['ours'] = seen(report)
+    if rank == 0:
+        Path(sys.argv[-1]).write_text(json.dumps(found))
+
+
+if __name__ == '__main__':
+    main()
