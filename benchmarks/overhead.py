@@ -27,9 +27,9 @@ from composer.utils import dist
 
 from benchmarks.machine import machine
 from composer_tokacc import TokenAccumulation
-from composer_tokacc.algorithm.functional import RankSum
 from composer_tokacc.algorithm.token_accumulation import NUM_FIRST_STEPS
 from composer_tokacc.checks.step import StepCheck, WatchedTokens
+from composer_tokacc.collectives import RankSum
 from composer_tokacc.programs import load_config
 from composer_tokacc.programs.run import build_parts, build_trainer, check_config
 

@@ -12,9 +12,10 @@ import torch
 import torch.distributed
 
 from composer_tokacc.checks.logits import weigh_tokens
+from composer_tokacc.collectives import RankSum
 from composer_tokacc.counting import token_weights_of
 
-__all__ = ['RankSum', 'apply_token_weights', 'at_predictions', 'sample_weight', 'step_loss_weights', 'token_weight']
+__all__ = ['apply_token_weights', 'at_predictions', 'sample_weight', 'step_loss_weights', 'token_weight']
 
 
 def token_weight(num_tokens: float, step_tokens: float, *, world_size: int = 1) -> float:
@@ -101,29 +102,3 @@ def apply_token_weights(
 def at_predictions(values: torch.Tensor, rule: str) -> torch.Tensor:
     """Moves a value of each label, ``(rows, width)``, to the position whose logits predict it."""
     return values if rule == 'unshifted' else values.roll(-1, dims=1)  # column 0 never counts
-
-
-class RankSum:
-    """Starts one all-reduce of numbers; :meth:`read` waits for it the first time.
-
-    Composer's own ``dist.all_reduce`` waits at once, for a rank that may be late. Here the waiting is left to whichever
-    collective the host needs first, so it is never paid twice.
-
-    Args:
-        values: This rank's numbers, int64 or float64, equally many on all ranks, where the process group reduces.
-    """
-
-    def __init__(self, values: torch.Tensor) -> None:
-        self._values: tuple[float, ...] | None = None
-        self._tensor = values
-        self._work = None
-        if torch.distributed.is_initialized():
-            self._work = torch.distributed.all_reduce(self._tensor, async_op=True)
-
-    def read(self) -> tuple[float, ...]:
-        """The sums over all ranks."""
-        if self._values is None:
-            if self._work is not None:
-                self._work.wait()
-            self._values = tuple(self._tensor.tolist())
-        return self._values

@@ -10,7 +10,6 @@ from typing import Any
 from composer.core import State
 from composer.core.precision import get_precision_context
 from composer.models import HuggingFaceModel
-from composer.utils import dist
 
 from composer_tokacc.algorithm.loss_terms import LossTerms
 from composer_tokacc.checks.first_batch import FirstBatchCheck
@@ -19,7 +18,7 @@ from composer_tokacc.counting import Batch
 from composer_tokacc.data_spec.split import MicrobatchSplit
 from composer_tokacc.layout import BatchLayout
 
-__all__ = ['first_batch_check', 'layout_of', 'vocabulary_of']
+__all__ = ['first_batch_check', 'vocabulary_of']
 
 
 def first_batch_check(
@@ -55,30 +54,3 @@ def vocabulary_of(model: Any) -> int | None:
         return getattr(model.model.get_output_embeddings(), 'out_features', None)
     except (AttributeError, NotImplementedError):
         return None
-
-
-def layout_of(state: State, split: MicrobatchSplit | None) -> BatchLayout | None:
-    """The layout that the user gave, else the model's own, else that of the batch; None: rows cannot be told apart."""
-    if split is not None and split.given_layout is not None:
-        return split.given_layout
-    try:
-        layout = BatchLayout.for_model(state.model)
-    except (AttributeError, ValueError):  # no config, or a vision model of no known family
-        found = None
-        try:
-            found = BatchLayout.infer(state.batch)
-        except (KeyError, ValueError):
-            if split is not None:
-                raise
-        inferred = [one for one in dist.all_gather_object(found) if one is not None]
-        if len(inferred) < dist.get_world_size():
-            return None
-        layout = max(inferred, key=lambda one: len(one.family.entries))  # a rank without media sees a text model
-    if split is None:
-        try:
-            layout = layout.with_row_entries(state.batch)
-            layout.select(state.batch, [0])
-            layout.media_per_row(state.batch)
-        except (KeyError, ValueError):  # only the user's own split knows
-            return None
-    return layout

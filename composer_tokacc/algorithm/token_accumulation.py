@@ -16,15 +16,15 @@ from composer.utils import dist
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from composer_tokacc.algorithm.functional import RankSum, at_predictions, sample_weight, token_weight
+from composer_tokacc.algorithm.functional import at_predictions, sample_weight, token_weight
 from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, LossTerms, attached_zero, router_coefficient
-from composer_tokacc.algorithm.setup import first_batch_check, layout_of, vocabulary_of
+from composer_tokacc.algorithm.setup import first_batch_check, vocabulary_of
 from composer_tokacc.checks.first_batch import FirstBatchCheck
 from composer_tokacc.checks.logits import logits_of, targets_of, token_losses, weigh_tokens
 from composer_tokacc.checks.probe import router_loss_of
 from composer_tokacc.checks.row_coupling import check_rows_are_independent
-from composer_tokacc.checks.rows import kinds_of
 from composer_tokacc.checks.step import MicrobatchRecord, StepCheck, WatchedTokens, has_bypass
+from composer_tokacc.collectives import RankSum
 from composer_tokacc.counting import (
     CARRIED,
     LOSS_WEIGHTS,
@@ -45,8 +45,9 @@ from composer_tokacc.counting import (
     without_carried,
 )
 from composer_tokacc.data_spec.reduction import ReductionWatch, check_reduced, check_sharding
-from composer_tokacc.data_spec.split import split_of
+from composer_tokacc.data_spec.split import layout_of, split_of
 from composer_tokacc.layout import BatchLayout, microbatches_of
+from composer_tokacc.layout.kinds import kinds_of
 from composer_tokacc.sampling.filler_rows import filler_rows
 
 __all__ = ['TokenAccumulation']

@@ -157,7 +157,9 @@ class RowComparison:
         """The gradient of the tokens' terms is 0 at the logits of all positions that predict no counted label."""
         if self.whole.measured is None:
             return
-        norms = self.whole.gradients['tokens'][-1].norm(dim=-1)  # by the logits, as they are there
+        at_logits = self.whole.gradients['tokens'][-1]
+        assert at_logits is not None
+        norms = at_logits.norm(dim=-1)
         at_tokens = targets_of(moved, self._rule).cpu() != IGNORE_INDEX
         share = float(norms[~at_tokens].norm() / norms[at_tokens].norm().clamp(min=torch.finfo(torch.float32).tiny))
         if share > GRADIENT_TOLERANCE:

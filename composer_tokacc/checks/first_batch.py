@@ -16,9 +16,10 @@ from composer.utils import dist
 from composer_tokacc.checks.comparison import MEAN, Cutter, RowComparison
 from composer_tokacc.checks.logits import targets_of
 from composer_tokacc.checks.probe import Probe
-from composer_tokacc.checks.rows import KINDS, chosen_rows, kinds_of, telling_batch, with_unequal_row
+from composer_tokacc.checks.rows import chosen_rows, telling_batch, with_unequal_row
 from composer_tokacc.counting import IGNORE_INDEX, LOSS_RULES, Batch, num_rows, with_own_tensors, without_carried
 from composer_tokacc.layout import BatchLayout, microbatches_of
+from composer_tokacc.layout.kinds import KINDS, kinds_of
 
 __all__ = ['FirstBatchCheck', 'find_loss_rule']
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, replace
 
-from composer_tokacc.checks.rows import has_positions
 from composer_tokacc.layout import Batch
+from composer_tokacc.layout.kinds import has_positions
 
 __all__ = ['CutRules']
 

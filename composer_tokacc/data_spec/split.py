@@ -14,10 +14,10 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
-import torch.distributed
+from composer.core import State
 from composer.utils import dist
 
-from composer_tokacc.checks.rows import has_positions, widest_like
+from composer_tokacc.collectives import from_any_rank, max_over_ranks
 from composer_tokacc.counting import IGNORE_INDEX, num_rows, sample_name, with_carried, without_carried
 from composer_tokacc.data_spec.added_rows import AddedRow, MediaRows, add_rows, zero_weight
 from composer_tokacc.data_spec.cut_rules import CutRules
@@ -25,10 +25,11 @@ from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.data_spec.packing import pack_lengths, pack_rows
 from composer_tokacc.layout import Batch, BatchLayout, Family, ReadyBatch, microbatches_of
 from composer_tokacc.layout.families import UNITS
+from composer_tokacc.layout.kinds import has_positions, widest_like
 from composer_tokacc.layout.layout import own_labels
 from composer_tokacc.planning import CostModel, cut
 
-__all__ = ['MicrobatchSplit', 'SplitOptions', 'max_over_ranks', 'register_split', 'split_of']
+__all__ = ['MicrobatchSplit', 'SplitOptions', 'layout_of', 'register_split', 'split_of']
 
 log = logging.getLogger(__name__)
 
@@ -427,7 +428,7 @@ class MicrobatchSplit:
         if in_use and not lacking.isdisjoint(media.needed):
             for unit in media.needed:
                 own = media.row(unit)
-                media.take(unit, _from_any_rank(None if own is None else own.row))
+                media.take(unit, from_any_rank(None if own is None else own.row))
         return media, in_use
 
     def _with_media_in_last(self, pieces: Sequence[_Rows], media: MediaRows, budget: int) -> tuple[list[Planned], bool]:
@@ -538,19 +539,6 @@ def _units_needed(family: Family, in_use: Sequence[str]) -> list[str]:
     return needed[:1] if family.one_kind else needed
 
 
-def _from_any_rank(row: Batch | None) -> Batch | None:
-    """The row of the first rank that has one; a collective."""
-    return next((found for found in dist.all_gather_object(row) if found is not None), None)
-
-
-def max_over_ranks(values: Sequence[int]) -> list[int]:
-    """One integer all-reduce; on the GPU only where the backend knows no other."""
-    on_gpu = torch.distributed.get_backend() == 'nccl'
-    tensor = torch.tensor([int(value) for value in values], device=torch.cuda.current_device() if on_gpu else 'cpu')
-    dist.all_reduce(tensor, reduce_operation='MAX')
-    return tensor.tolist()
-
-
 _SPLITS: WeakValueDictionary[int, MicrobatchSplit] = WeakValueDictionary()
 
 
@@ -566,3 +554,30 @@ def split_of(dataloader: Any) -> MicrobatchSplit | None:
     BATCH_START: Composer's own algorithms clone every entry of it.
     """
     return _SPLITS.get(id(dataloader))
+
+
+def layout_of(state: State, split: MicrobatchSplit | None) -> BatchLayout | None:
+    """The layout that the user gave, else the model's own, else that of the batch; None: rows cannot be told apart."""
+    if split is not None and split.given_layout is not None:
+        return split.given_layout
+    try:
+        layout = BatchLayout.for_model(state.model)
+    except (AttributeError, ValueError):  # no config, or a vision model of no known family
+        found = None
+        try:
+            found = BatchLayout.infer(state.batch)
+        except (KeyError, ValueError):
+            if split is not None:
+                raise
+        inferred = [one for one in dist.all_gather_object(found) if one is not None]
+        if len(inferred) < dist.get_world_size():
+            return None
+        layout = max(inferred, key=lambda one: len(one.family.entries))  # a rank without media sees a text model
+    if split is None:
+        try:
+            layout = layout.with_row_entries(state.batch)
+            layout.select(state.batch, [0])
+            layout.media_per_row(state.batch)
+        except (KeyError, ValueError):  # only the user's own split knows
+            return None
+    return layout

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from composer_tokacc.checks.first_batch import FirstBatchCheck
 from composer_tokacc.checks.probe import Probe
-from composer_tokacc.checks.rows import kinds_of
+from composer_tokacc.collectives import max_over_ranks
 from composer_tokacc.counting import (
     carried,
     carry,
@@ -28,8 +28,9 @@ from composer_tokacc.counting import (
     real_tokens,
     without_carried,
 )
-from composer_tokacc.data_spec.split import MicrobatchSplit, SplitOptions, max_over_ranks, register_split
+from composer_tokacc.data_spec.split import MicrobatchSplit, SplitOptions, register_split
 from composer_tokacc.layout import BatchLayout, ReadyBatch, microbatches_of
+from composer_tokacc.layout.kinds import kinds_of
 from composer_tokacc.planning import CostModel
 
 __all__ = ['token_data_spec']

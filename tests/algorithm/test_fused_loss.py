@@ -108,7 +108,7 @@ def test_loss_that_shifts_in_evaluation_alone_is_counted_as_in_training(logits_i
 def test_weights_that_reach_no_token_are_refused(logits_in_eval):
     data = token_data_spec(loader(collate(text_rows(SHAPE))))
     with pytest.raises(
-        RuntimeError, match='made of the logits that it returns for `token_weights`, got: .*a fused kernel'
+        RuntimeError, match=r'made of the logits that it returns for `token_weights`, got: .*a fused kernel'
     ):
         train(
             fused(logits_in_eval=logits_in_eval), data, algorithms=[TokenAccumulation(token_weights='sqrt')],

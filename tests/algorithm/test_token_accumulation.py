@@ -12,8 +12,8 @@ from composer.callbacks import NaNMonitor
 from composer.core import Algorithm, DataSpec, Event
 
 from composer_tokacc import TokenAccumulation, token_data_spec
-from composer_tokacc.algorithm.functional import RankSum
 from composer_tokacc.checks.step import StepCheck
+from composer_tokacc.collectives import RankSum
 from tests.support.text import collate, text_model, text_row, text_rows
 from tests.support.training import hugging_face, loader, logged, reference_gradients, relative_error, train
 

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 
 from composer_tokacc.checks.first_batch import FirstBatchCheck, find_loss_rule
 from composer_tokacc.checks.probe import Probe
-from composer_tokacc.checks.rows import kinds_of, telling_batch
+from composer_tokacc.checks.rows import telling_batch
 from composer_tokacc.layout import BatchLayout
+from composer_tokacc.layout.kinds import kinds_of
 from tests.support.text import collate, text_model, text_row, text_rows
 
 
@@ -95,7 +96,7 @@ def test_loss_that_is_no_mean_over_its_tokens_is_refused(loss, with_logits):
 
 
 def test_labels_that_change_inside_the_forward_are_refused():
-    with pytest.raises(RuntimeError, match='no rule explains. The model changes labels inside forward'):
+    with pytest.raises(RuntimeError, match=r'no rule explains\. The model changes labels inside forward'):
         prove(truncated)
 
 
