@@ -367,6 +367,8 @@ class TokenAccumulation(Algorithm):
             is_weighted=self.is_weighted,
         )
         self._step.records.append(record)
+        if self.is_weighted and record.num_tokens:
+            self._token_sums.append(self.loss_terms.token_term(state.loss).detach().float().mean() * record.num_tokens)
         if weight and samples:
             self._watch(state, record, token_weight(weight, step_weight, world_size=world_size))
         scales: dict[str, float] = dict.fromkeys(LOSS_UNITS, 1.0 if samples else 0.0)
@@ -388,8 +390,6 @@ class TokenAccumulation(Algorithm):
         if self.is_weighted:
             weights = at_predictions(state.batch[LOSS_WEIGHTS] * (record.num_tokens / record.loss_weight), self.rule)
             weigh_tokens(logits, weights)
-            mean = self.loss_terms.token_term(state.loss).detach().float().mean()
-            self._token_sums.append(mean * record.num_tokens)
             change = (token_losses(logits, targets) * (weights - 1)).sum() / record.num_tokens
             state.loss = self.loss_terms.add(state.loss, change)
         # Terms of other units may go through the logits as well.

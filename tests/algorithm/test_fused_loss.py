@@ -133,4 +133,4 @@ def test_liger_kernel_itself_is_exact():
     assert set(found['rules']) == {'causal'}
     assert len(found['errors']) == 6
     assert max(found['errors'].values()) < 1e-6, found
-    assert 'cross-entropy of its labels for `token_weights`' in found['refusal']
+    assert 'made of the logits that it returns for `token_weights`' in found['refusal']
