@@ -386,17 +386,23 @@ class TokenAccumulation(Algorithm):
         if logits is None or not logits.requires_grad or logits.shape[:2] != state.batch['labels'].shape:
             return
         record.bypass = has_bypass(terms, [logits, *filter(None, [router_loss_of(state.outputs)])])
-        targets, weights = targets_of(state.batch, self.rule), None
+        weights = None
         if self.is_weighted:
             weights = at_predictions(state.batch[LOSS_WEIGHTS] * (record.num_tokens / record.loss_weight), self.rule)
             weigh_tokens(logits, weights)
-            change = (token_losses(logits, targets) * (weights - 1)).sum() / record.num_tokens
-            state.loss = self.loss_terms.add(state.loss, change)
+            losses = token_losses(logits, targets_of(state.batch, self.rule))
+            state.loss = self.loss_terms.add(state.loss, (losses * (weights - 1)).sum() / record.num_tokens)
         # Terms of other units may go through the logits as well.
         scale = self._check.token_scale if self.loss_terms.has_tokens_alone else None
-        unit = None if scale is None else scale * share * self._step.gradient_scale / record.num_tokens
-        is_whole = self._num_steps < NUM_FIRST_STEPS
-        record.watched = WatchedTokens(logits, targets, weights, unit, num_tokens=record.num_tokens, is_whole=is_whole)
+        record.watched = WatchedTokens(
+            logits,
+            state.batch,
+            self.rule,
+            weights,
+            None if scale is None else scale * share * self._step.gradient_scale / record.num_tokens,
+            num_tokens=record.num_tokens,
+            is_whole=self._num_steps < NUM_FIRST_STEPS,
+        )
 
     def _restore(self, state: State, logger: Logger) -> None:
         """AFTER_BACKWARD: callbacks read ``state.loss`` at the end of the batch and expect the model's own."""

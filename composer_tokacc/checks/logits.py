@@ -14,7 +14,7 @@ So the weight of a token follows by projection, what the loss holds besides is w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from composer_tokacc.counting import IGNORE_INDEX, Batch, labels_of, loss_mask
 
 __all__ = [
     'MeasuredTokens',
+    'counted_labels',
     'deviation',
     'label_entries',
     'logits_of',
@@ -88,14 +89,23 @@ def targets_of(batch: Batch, rule: str) -> torch.Tensor:
         batch: A batch with ``labels``.
         rule: Which labels carry loss, see :func:`.loss_mask`.
     """
-    labels = labels_of(batch)
-    if rule == 'causal_attended':
-        labels = labels.masked_fill(~loss_mask(batch, rule), IGNORE_INDEX)
-    if rule == 'unshifted':
+    labels, shift = counted_labels(batch, rule)
+    if not shift:
         return labels
     targets = labels.roll(-1, dims=1)  # F.pad takes ten times as long
     targets[:, -1:] = IGNORE_INDEX
     return targets
+
+
+def counted_labels(batch: Batch, rule: str) -> tuple[torch.Tensor, int]:
+    """Returns the labels, -100 where the rule does not count them, and by how many columns they are shifted.
+
+    What is shifted out, of column 0, does not count either.
+    """
+    labels = labels_of(batch)
+    if rule == 'causal_attended':
+        labels = labels.masked_fill(~loss_mask(batch, rule), IGNORE_INDEX)
+    return labels, int(rule != 'unshifted')
 
 
 def measure(logits: torch.Tensor, gradient: torch.Tensor, targets: torch.Tensor | None = None) -> MeasuredTokens:
@@ -153,22 +163,31 @@ def deviation(
 
 
 def label_entries(
-    logits: torch.Tensor, gradient: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor
-) -> torch.Tensor:
-    """Returns the label's own entry of the gradient of some positions, and what it is for a weight of 1; ``(2, n)``.
+    logits: torch.Tensor, gradient: torch.Tensor, labels: torch.Tensor, shift: int, numbers: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns what the gradient says of a few tokens, whose label's own entry is enough to see a weight.
 
-    It is enough to see a weight, and a step has room for a few operations a microbatch.
+    A step has room for a few operations a microbatch, and none that waits for the device: so tokens are chosen by their
+    numbers among those that count, which the host knows.
 
     Args:
         logits: ``(rows, width, vocabulary)``.
         gradient: Of the loss by them, of their shape.
-        targets: As of :func:`targets_of`.
-        positions: Numbers of positions with a target, counted through all rows, ``(n,)``.
+        labels: As of :func:`counted_labels`.
+        shift: Likewise.
+        numbers: Of tokens, from 1.
+
+    Returns:
+        The entries of the gradient; the tokens' cross-entropies; their positions, counted through all rows, each
+        ``(numbers,)``; and how many tokens count, ``()``.
     """
-    labels = targets.flatten().index_select(0, positions)
+    ranks = (labels[:, shift:] != IGNORE_INDEX).flatten().cumsum(dim=0)
+    positions = torch.searchsorted(ranks, torch.tensor(numbers, device=ranks.device))
+    positions += positions // (labels.shape[1] - shift) * shift
+    targets = labels.flatten().index_select(0, positions + shift)
     z = _whole(logits.flatten(0, 1).index_select(0, positions)).float()
-    g = (_whole(gradient) if isinstance(gradient, DTensor) else gradient).flatten(0, 1)[positions, labels]
-    return torch.stack([g.float(), (-F.cross_entropy(z, labels, reduction='none')).expm1()])
+    entries = (_whole(gradient) if isinstance(gradient, DTensor) else gradient).flatten(0, 1)[positions, targets]
+    return entries, F.cross_entropy(z, targets, reduction='none'), positions, ranks[-1]
 
 
 def sketch(gradient: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,8 @@ __all__ = [
     'with_unequal_row',
 ]
 
+MIN_ROWS = 4
+"""Rows of a check, where the batch has as many: what one of them sees of the others differs."""
 NUM_LABELS = 4
 """Labels of the row that is asked for the rule."""
 
@@ -59,9 +61,10 @@ def chosen_rows(layout: BatchLayout, batch: Batch, wanted: Sequence[int], max_ro
         *([best(lambda row: media[row] > 0)] if any(media) else []),
         *hardest[:1],
         best(lambda row: -media[row]),
-        *sorted(indices, key=lambda row: (not labelled[row], lengths[row])),
     ]
     rows = list(dict.fromkeys(roles))[: max(max_rows, 2 + len(units))]
+    others = sorted(set(indices) - set(rows), key=lambda row: (not labelled[row], lengths[row]))
+    rows += others[: max(MIN_ROWS - len(rows), 0)]
     return _with_labels(layout, layout.select(without_carried(batch), rows))
 
 

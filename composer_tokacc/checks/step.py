@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from composer_tokacc.checks.logits import deviation, label_entries, tolerance_of
+from composer_tokacc.checks.logits import counted_labels, deviation, label_entries, targets_of, tolerance_of
 from composer_tokacc.counting import IGNORE_INDEX, LOSS_WEIGHTS, loss_mask, sample_name
 
 __all__ = ['MicrobatchRecord', 'StepCheck', 'WatchedTokens', 'has_bypass']
@@ -36,8 +36,10 @@ class WatchedTokens:
 
     Args:
         logits: ``(rows, width, vocabulary)``, in the graph of the loss.
-        targets: As of :func:`.targets_of`.
-        weights: What tokens must weigh beside a plain one, ``(rows, width)``; None: the same.
+        batch: Its labels, and attention mask where there is one, on the same device.
+        rule: Which labels carry loss.
+        weights: What tokens must weigh beside a plain one, ``(rows, width)`` at the positions that predict; None: the
+            same.
         unit: What a plain token must weigh in the gradient; None: no token is measured.
         num_tokens: How many there are.
         is_whole: Whether to measure all of them, and all entries of the gradient, rather than a few.
@@ -46,7 +48,8 @@ class WatchedTokens:
     def __init__(
         self,
         logits: torch.Tensor,
-        targets: torch.Tensor,
+        batch: Mapping[str, Any],
+        rule: str,
         weights: torch.Tensor | None,
         unit: float | None,
         *,
@@ -55,35 +58,30 @@ class WatchedTokens:
     ) -> None:
         self.was_reached = False
         self.allowed = 0.0
-        self._logits, self._targets, self._weights = logits.detach(), targets, weights
+        self.count: torch.Tensor | None = None
+        """Tokens that count, on the device, where they were looked at."""
+        self._logits, self._batch, self._rule, self._weights = logits.detach(), batch, rule, weights
         self._unit, self._num_tokens, self._is_whole = unit, num_tokens, is_whole
-        self._ranks = (targets != IGNORE_INDEX).flatten().cumsum(dim=0)
-        self.count = self._ranks[-1]
-        """Positions with a target, on the device."""
-        self._entries: torch.Tensor | None = None
+        self._deviations: torch.Tensor | None = None
         self._positions: torch.Tensor | None = None
         logits.register_hook(self._note)
 
     @property
     def is_measured(self) -> bool:
         """Whether the gradient came by, and some token was measured."""
-        return self._entries is not None
+        return self._deviations is not None
 
     def deviations(self) -> torch.Tensor:
         """Returns how far each measured position is from what it must be, in parts of a plain token's weight."""
-        assert self._entries is not None
-        assert self._unit is not None
-        if self._is_whole:
-            return self._entries
-        found, expected = self._entries
-        weights = 1.0 if self._weights is None else self._weights.flatten()[self._positions]
-        return (found / self._unit - weights * expected).abs()
+        assert self._deviations is not None
+        return self._deviations
 
     def worst(self) -> tuple[int, int]:
         """Returns row and target of the position that is furthest off."""
         place = self.deviations().nan_to_num(nan=-1.0).argmax()
         place = int(place if self._positions is None else self._positions[place])
-        return place // self._targets.shape[1], int(self._targets.flatten()[place])
+        targets = targets_of(self._batch, self._rule)
+        return place // targets.shape[1], int(targets.flatten()[place])
 
     def _note(self, gradient: torch.Tensor | None) -> None:
         self.was_reached = gradient is not None
@@ -91,13 +89,18 @@ class WatchedTokens:
             return
         self.allowed = tolerance_of(gradient.dtype)
         if self._is_whole:
-            self._entries = deviation(self._logits, gradient, self._targets, self._weights, self._unit)
+            targets = targets_of(self._batch, self._rule)
+            self.count = (targets != IGNORE_INDEX).sum()
+            self._deviations = deviation(self._logits, gradient, targets, self._weights, self._unit)
         else:
-            # Nothing waits for the device to say which positions have a target: the n-th one is chosen.
-            chosen = CHOICE.choices(range(1, self._num_tokens + 1), k=NUM_SAMPLED)
-            self._positions = torch.searchsorted(self._ranks, torch.tensor(chosen, device=self._ranks.device))
-            self._entries = label_entries(self._logits, gradient, self._targets, self._positions)
-        self._logits = self._ranks = gradient.new_zeros(())  # not kept until the end of the step
+            numbers = CHOICE.choices(range(1, self._num_tokens + 1), k=NUM_SAMPLED)
+            labels, shift = counted_labels(self._batch, self._rule)
+            entries, losses, self._positions, self.count = label_entries(self._logits, gradient, labels, shift, numbers)
+            expected = losses.neg_().expm1_()
+            if self._weights is not None:
+                expected = expected * self._weights.flatten()[self._positions]
+            self._deviations = (entries.float() / self._unit - expected).abs_()
+        self._logits = gradient.new_zeros(())  # not kept until the end of the step
 
 
 @dataclass(kw_only=True)
@@ -221,7 +224,8 @@ class StepCheck:
 
     def _count(self, record: MicrobatchRecord) -> torch.Tensor:
         """Loss-generating tokens of a microbatch, of its labels on the device."""
-        return loss_mask(record.batch, self.rule).sum() if record.watched is None else record.watched.count
+        count = None if record.watched is None else record.watched.count
+        return loss_mask(record.batch, self.rule).sum() if count is None else count
 
     def _weight(self, record: MicrobatchRecord) -> torch.Tensor:
         return (record.batch[LOSS_WEIGHTS] * loss_mask(record.batch, self.rule)).sum()

@@ -328,7 +328,7 @@ def test_nothing_is_asked_of_the_device(is_whole):
     labels = torch.zeros(6, 14, dtype=torch.long, device='meta')
     logits = torch.zeros(6, 14, 64, device='meta', requires_grad=True)
     weigh_tokens(logits, labels.float())
-    watched = WatchedTokens(logits, labels, labels.float(), 1.0, num_tokens=26, is_whole=is_whole)
+    watched = WatchedTokens(logits, {'labels': labels}, 'causal', labels.float(), 1.0, num_tokens=26, is_whole=is_whole)
     (ForCausalLMLoss(logits, labels, 64) + token_losses(logits, labels).sum()).backward()
     assert watched.was_reached
     assert watched.deviations().device.type == 'meta'

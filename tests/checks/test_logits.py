@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from composer_tokacc.checks import logits as measured
 from composer_tokacc.checks.logits import (
+    counted_labels,
     deviation,
     label_entries,
     measure,
@@ -77,22 +78,30 @@ def test_residual_is_the_share_of_what_no_cross_entropy_explains():
     assert 0 < found.residual <= added.norm() / gradient.norm()
 
 
+def changes(logits, gradient, rule):
+    """How far each token is off, by its position."""
+    labels, shift = counted_labels({'labels': LABELS}, rule)
+    numbers = range(1, int((labels[:, shift:] != -100).sum()) + 1)
+    entries, losses, positions, count = label_entries(logits, gradient, labels, shift, numbers)
+    assert count == len(numbers)
+    change = (entries / 0.01 - WEIGHTS.flatten()[positions] * ((-losses).exp() - 1)).abs()
+    return dict(zip(positions.tolist(), change.tolist(), strict=True))
+
+
 @pytest.mark.parametrize(('rule', 'shift'), [('causal', 1), ('unshifted', 0)])
 def test_deviation_is_none_of_the_right_weights_and_as_large_as_a_wrong_one(rule, shift):
     targets = targets_of({'labels': LABELS}, rule)
     logits, gradient = gradient_of(lambda z: 0.01 * written_out(z, WEIGHTS, shift))
-    positions = (targets != -100).flatten().nonzero()[:, 0]
     assert deviation(logits, gradient, targets, WEIGHTS, 0.01).max() < 1e-6
-    found, expected = label_entries(logits, gradient, targets, positions)
-    assert (found / 0.01 - WEIGHTS.flatten()[positions] * expected).abs().max() < 1e-6
+    assert max(changes(logits, gradient, rule).values()) < 1e-6
     wrong = WEIGHTS.clone()
     wrong[2, 1] += 1
     logits, gradient = gradient_of(lambda z: 0.01 * written_out(z, wrong, shift))
     probability = logits[2, 1].softmax(dim=-1)[1]
-    found, expected = label_entries(logits, gradient, targets, positions)
-    change = (found / 0.01 - WEIGHTS.flatten()[positions] * expected).abs()
-    assert float(change.max()) == pytest.approx(float(1 - probability), rel=1e-4)
-    assert int(positions[change.argmax()]) == 9
+    found = changes(logits, gradient, rule)
+    assert set(found) == set((targets != -100).flatten().nonzero()[:, 0].tolist())
+    assert max(found, key=found.__getitem__) == 9
+    assert found[9] == pytest.approx(float(1 - probability), rel=1e-4)
     assert int(deviation(logits, gradient, targets, WEIGHTS, 0.01).argmax()) == 9
 
 
