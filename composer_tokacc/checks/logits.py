@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from composer_tokacc.counting import IGNORE_INDEX, Batch, labels_of, loss_mask
 
 __all__ = [
+    'LabelEntries',
     'MeasuredTokens',
     'counted_labels',
     'deviation',
@@ -67,6 +68,19 @@ class MeasuredTokens:
     residual: torch.Tensor
     residuals: torch.Tensor
     dtype: torch.dtype
+
+
+class LabelEntries(NamedTuple):
+    """What the gradient by the logits says of a few tokens, each ``(tokens,)``."""
+
+    entries: torch.Tensor
+    """Of the gradient, those of the labels: of a token of weight w, ``w * (exp(-loss) - 1)``."""
+    losses: torch.Tensor
+    """Their cross-entropies."""
+    positions: torch.Tensor
+    """Where they are predicted, counted through all rows."""
+    count: torch.Tensor
+    """How many tokens count in all, ``()``."""
 
 
 def logits_of(outputs: Any) -> torch.Tensor | None:
@@ -164,7 +178,7 @@ def deviation(
 
 def label_entries(
     logits: torch.Tensor, gradient: torch.Tensor, labels: torch.Tensor, shift: int, numbers: Sequence[int]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> LabelEntries:
     """Returns what the gradient says of a few tokens, whose label's own entry is enough to see a weight.
 
     A step has room for a few operations a microbatch, and none that waits for the device: so tokens are chosen by their
@@ -176,18 +190,16 @@ def label_entries(
         labels: As of :func:`counted_labels`.
         shift: Likewise.
         numbers: Of tokens, from 1.
-
-    Returns:
-        The entries of the gradient; the tokens' cross-entropies; their positions, counted through all rows, each
-        ``(numbers,)``; and how many tokens count, ``()``.
     """
     ranks = (labels[:, shift:] != IGNORE_INDEX).flatten().cumsum(dim=0)
     positions = torch.searchsorted(ranks, torch.tensor(numbers, device=ranks.device))
-    positions += positions // (labels.shape[1] - shift) * shift
+    if shift:
+        positions += positions // (labels.shape[1] - 1)
     targets = labels.flatten().index_select(0, positions + shift)
     z = _whole(logits.flatten(0, 1).index_select(0, positions)).float()
     entries = (_whole(gradient) if isinstance(gradient, DTensor) else gradient).flatten(0, 1)[positions, targets]
-    return entries, F.cross_entropy(z, targets, reduction='none'), positions, ranks[-1]
+    losses = F.cross_entropy(z, targets, reduction='none')
+    return LabelEntries(entries=entries, losses=losses, positions=positions, count=ranks[-1])
 
 
 def sketch(gradient: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,14 @@ from typing import Any
 
 import torch
 
-from composer_tokacc.checks.logits import counted_labels, deviation, label_entries, targets_of, tolerance_of
+from composer_tokacc.checks.logits import (
+    LabelEntries,
+    counted_labels,
+    deviation,
+    label_entries,
+    targets_of,
+    tolerance_of,
+)
 from composer_tokacc.counting import IGNORE_INDEX, LOSS_WEIGHTS, loss_mask, sample_name
 
 __all__ = ['MicrobatchRecord', 'StepCheck', 'WatchedTokens', 'has_bypass']
@@ -63,23 +70,27 @@ class WatchedTokens:
         self._logits, self._batch, self._rule, self._weights = logits.detach(), batch, rule, weights
         self._unit, self._num_tokens, self._is_whole = unit, num_tokens, is_whole
         self._deviations: torch.Tensor | None = None
-        self._positions: torch.Tensor | None = None
+        self._sample: LabelEntries | None = None
         logits.register_hook(self._note)
 
     @property
     def is_measured(self) -> bool:
         """Whether the gradient came by, and some token was measured."""
-        return self._deviations is not None
+        return self._deviations is not None or self._sample is not None
 
     def deviations(self) -> torch.Tensor:
         """Returns how far each measured position is from what it must be, in parts of a plain token's weight."""
-        assert self._deviations is not None
-        return self._deviations
+        if self._sample is None:
+            assert self._deviations is not None
+            return self._deviations
+        assert self._unit is not None
+        weights = 1.0 if self._weights is None else self._weights.flatten()[self._sample.positions]
+        return (self._sample.entries.float() / self._unit - weights * self._sample.losses.neg().expm1()).abs()
 
     def worst(self) -> tuple[int, int]:
         """Returns row and target of the position that is furthest off."""
         place = self.deviations().nan_to_num(nan=-1.0).argmax()
-        place = int(place if self._positions is None else self._positions[place])
+        place = int(place if self._sample is None else self._sample.positions[place])
         targets = targets_of(self._batch, self._rule)
         return place // targets.shape[1], int(targets.flatten()[place])
 
@@ -95,12 +106,9 @@ class WatchedTokens:
         else:
             numbers = CHOICE.choices(range(1, self._num_tokens + 1), k=NUM_SAMPLED)
             labels, shift = counted_labels(self._batch, self._rule)
-            entries, losses, self._positions, self.count = label_entries(self._logits, gradient, labels, shift, numbers)
-            expected = losses.neg_().expm1_()
-            if self._weights is not None:
-                expected = expected * self._weights.flatten()[self._positions]
-            self._deviations = (entries.float() / self._unit - expected).abs_()
-        self._logits = gradient.new_zeros(())  # not kept until the end of the step
+            self._sample = label_entries(self._logits, gradient, labels, shift, numbers)
+            self.count = self._sample.count
+        del self._logits  # not kept until the end of the step
 
 
 @dataclass(kw_only=True)
@@ -176,11 +184,11 @@ class StepCheck:
             by_microbatch: Whether a term was divided by the number of microbatches.
         """
         measured = [watched for watched in self._watched() if watched.is_measured]
-        losses = [loss.isfinite().all() for record in self.records for loss in record.losses]
+        losses = [loss.flatten().float() for record in self.records for loss in record.losses]
         groups: dict[str, list[torch.Tensor]] = {
             'labels': [self._count(record) for record in self.records],
             'weights': [self._weight(record) for record in self.records if record.is_weighted],
-            'finite': [torch.stack(losses).all()] if losses else [],
+            'finite': [torch.cat(losses).isfinite().all()] if losses else [],
             'gradients': [torch.nn.utils.get_total_norm(gradients).isfinite()] if gradients else [],
             'factors': self._observed,
             'tokens': [watched.deviations().amax() for watched in measured],

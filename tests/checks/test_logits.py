@@ -82,10 +82,10 @@ def changes(logits, gradient, rule):
     """How far each token is off, by its position."""
     labels, shift = counted_labels({'labels': LABELS}, rule)
     numbers = range(1, int((labels[:, shift:] != -100).sum()) + 1)
-    entries, losses, positions, count = label_entries(logits, gradient, labels, shift, numbers)
-    assert count == len(numbers)
-    change = (entries / 0.01 - WEIGHTS.flatten()[positions] * ((-losses).exp() - 1)).abs()
-    return dict(zip(positions.tolist(), change.tolist(), strict=True))
+    found = label_entries(logits, gradient, labels, shift, numbers)
+    assert found.count == len(numbers)
+    change = (found.entries / 0.01 - WEIGHTS.flatten()[found.positions] * ((-found.losses).exp() - 1)).abs()
+    return dict(zip(found.positions.tolist(), change.tolist(), strict=True))
 
 
 @pytest.mark.parametrize(('rule', 'shift'), [('causal', 1), ('unshifted', 0)])
