@@ -26,7 +26,7 @@ VENV_RIVALS ?= .venv-rivals
 STAMP_RIVALS := $(VENV_RIVALS)/.installed
 
 # What other packages broke before, and soonest; SLICE= for all tests. (Qwen2.5-Omni's processor takes minutes on Transformers 4.57.)
-SLICE ?= tests/sizing/test_trace.py tests/algorithm tests/data_spec tests/layout tests/data/test_media_training.py \
+SLICE ?= tests/sizing/test_trace.py tests/checks tests/algorithm tests/data_spec tests/layout tests/data/test_media_training.py \
 	tests/programs/test_models.py tests/programs/test_schema.py --ignore=tests/algorithm/test_token_weights.py \
 	--deselect='tests/data/test_media_training.py::test_gradient_is_that_of_one_forward[qwen2_5_omni]'
 

@@ -36,7 +36,7 @@ from benchmarks.machine import machine
 from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, token_data_spec
 from composer_tokacc.counting import carry, check_batch, num_loss_tokens, num_samples
 from composer_tokacc.data_spec.cut_rules import CutRules
-from composer_tokacc.data_spec.split import split_of
+from composer_tokacc.data_spec.registry import split_of
 from composer_tokacc.layout import BatchLayout, microbatches_of
 from composer_tokacc.layout.kinds import kinds_of
 from composer_tokacc.planning import CostModel

@@ -36,7 +36,7 @@ from benchmarks.small_llava import build_model, make_rows
 from benchmarks.throughput_report import picture, show
 from benchmarks.timed_steps import METHODS, Row, StepClock, bound_seconds, data_of, equal_widths, timed
 from composer_tokacc import BatchLayout
-from composer_tokacc.data_spec.split import split_of
+from composer_tokacc.data_spec.registry import split_of
 from composer_tokacc.planning import CostModel
 from examples.digits import DigitsDataset, build_digits_processor
 

@@ -45,7 +45,7 @@ from composer_tokacc.counting import (
     without_carried,
 )
 from composer_tokacc.data_spec.reduction import ReductionWatch, check_reduced, check_sharding
-from composer_tokacc.data_spec.split import layout_of, split_of
+from composer_tokacc.data_spec.registry import layout_of, split_of
 from composer_tokacc.layout import BatchLayout, microbatches_of
 from composer_tokacc.layout.kinds import kinds_of
 from composer_tokacc.sampling.filler_rows import filler_rows
@@ -408,6 +408,8 @@ class TokenAccumulation(Algorithm):
         """AFTER_BACKWARD: callbacks read ``state.loss`` at the end of the batch and expect the model's own."""
         state.loss = self._raw_loss
         self._raw_loss = None
+        if (watched := self._step.records[-1].watched) is not None:
+            watched.release()
 
     def _finish(self, state: State, logger: Logger) -> None:
         """AFTER_TRAIN_BATCH: gradients are whole, the optimizer has not moved yet."""

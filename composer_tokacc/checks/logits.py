@@ -192,12 +192,14 @@ def label_entries(
         numbers: Of tokens, from 1.
     """
     ranks = (labels[:, shift:] != IGNORE_INDEX).flatten().cumsum(dim=0)
-    positions = torch.searchsorted(ranks, torch.tensor(numbers, device=ranks.device))
+    # Within bounds also where there are fewer labels than the host knows, which the count tells.
+    positions = torch.searchsorted(ranks, torch.tensor(numbers, device=ranks.device)).clamp_(max=len(ranks) - 1)
     if shift:
         positions += positions // (labels.shape[1] - 1)
     targets = labels.flatten().index_select(0, positions + shift)
     z = _whole(logits.flatten(0, 1).index_select(0, positions)).float()
-    entries = (_whole(gradient) if isinstance(gradient, DTensor) else gradient).flatten(0, 1)[positions, targets]
+    gradient = _whole(gradient) if isinstance(gradient, DTensor) else gradient
+    entries = gradient.flatten(0, 1)[positions, targets.clamp(min=0)]
     losses = F.cross_entropy(z, targets, reduction='none')
     return LabelEntries(entries=entries, losses=losses, positions=positions, count=ranks[-1])
 

@@ -33,7 +33,6 @@ NUM_SAMPLED = 16
 """Tokens of a microbatch that are measured. A loss that divides by something else than the number of tokens changes the
 weight of every token in a microbatch, so that any of them shows it."""
 
-
 CHOICE = random.Random(0)
 """Chooses them, so that the run's own random numbers are left alone."""
 
@@ -67,7 +66,8 @@ class WatchedTokens:
         self.allowed = 0.0
         self.count: torch.Tensor | None = None
         """Tokens that count, on the device, where they were looked at."""
-        self._logits, self._batch, self._rule, self._weights = logits.detach(), batch, rule, weights
+        self._logits: torch.Tensor | None = logits.detach()
+        self._batch, self._rule, self._weights = batch, rule, weights
         self._unit, self._num_tokens, self._is_whole = unit, num_tokens, is_whole
         self._deviations: torch.Tensor | None = None
         self._sample: LabelEntries | None = None
@@ -96,7 +96,7 @@ class WatchedTokens:
 
     def _note(self, gradient: torch.Tensor | None) -> None:
         self.was_reached = gradient is not None
-        if self._unit is None or gradient is None:
+        if self._unit is None or gradient is None or self._logits is None:
             return
         self.allowed = tolerance_of(gradient.dtype)
         if self._is_whole:
@@ -108,7 +108,10 @@ class WatchedTokens:
             labels, shift = counted_labels(self._batch, self._rule)
             self._sample = label_entries(self._logits, gradient, labels, shift, numbers)
             self.count = self._sample.count
-        del self._logits  # not kept until the end of the step
+
+    def release(self) -> None:
+        """Lets go of the logits once backward is through; until then whatever comes last counts."""
+        self._logits = None
 
 
 @dataclass(kw_only=True)

@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from composer_tokacc.layout import Batch
-from composer_tokacc.layout.kinds import has_positions
+from composer_tokacc.layout import Batch, BatchLayout
+from composer_tokacc.layout.kinds import has_positions, widest_like
 
-__all__ = ['CutRules']
+__all__ = ['CutRules', 'padded_candidates']
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,3 +50,24 @@ class CutRules:
     def with_side_of(self, known: CutRules, side: str) -> CutRules:
         """Returns these rules with what is known of rows padded on that side, where nothing was learnt of them."""
         return replace(self, **{name: value for name, value in vars(known).items() if name.startswith(side)})
+
+
+def padded_candidates(layout: BatchLayout, rows: Batch, known: CutRules) -> Iterator[CutRules]:
+    """Gives the rules of padded microbatches that are to be tried on such rows, cheapest first.
+
+    Args:
+        layout: How tensors belong to rows.
+        rows: A few rows, as the loader padded them.
+        known: Rules that were found on other rows.
+    """
+    side, media = layout.padding_side(rows), layout.media_per_row(rows)
+    companions = [False] if all(media) or not any(media) else [False, True]
+    known = replace(known, packing='', companions=known.companions or bool(layout.family.coupling))
+    ways: tuple[str, ...] = ('trim', 'columns', 'keep') if side == 'left' else ('trim', 'keep')
+    if bool(layout.real_positions(rows).all()):
+        ways = (getattr(known, side),)  # nothing to trim, so nothing is learnt of trimming
+    elif side == 'left':
+        known = replace(known, left_width=widest_like(layout.width(rows)), left_given=has_positions(rows))
+    for way in ways:
+        for companion in companions:
+            yield replace(known, **{side: way, 'companions': companion or known.companions})

@@ -10,26 +10,23 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
-from composer.core import State
 from composer.utils import dist
 
 from composer_tokacc.collectives import from_any_rank, max_over_ranks
 from composer_tokacc.counting import IGNORE_INDEX, num_rows, sample_name, with_carried, without_carried
 from composer_tokacc.data_spec.added_rows import AddedRow, MediaRows, add_rows, zero_weight
-from composer_tokacc.data_spec.cut_rules import CutRules
+from composer_tokacc.data_spec.cut_rules import CutRules, padded_candidates
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.data_spec.packing import pack_lengths, pack_rows
 from composer_tokacc.layout import Batch, BatchLayout, Family, ReadyBatch, microbatches_of
 from composer_tokacc.layout.families import UNITS
-from composer_tokacc.layout.kinds import has_positions, widest_like
 from composer_tokacc.layout.layout import own_labels
 from composer_tokacc.planning import CostModel, cut
 
-__all__ = ['MicrobatchSplit', 'SplitOptions', 'layout_of', 'register_split', 'split_of']
+__all__ = ['MicrobatchSplit', 'SplitOptions']
 
 log = logging.getLogger(__name__)
 
@@ -147,17 +144,7 @@ class MicrobatchSplit:
                 yield replace(known, packing='positions')
             if self.must_pack:
                 return
-        side, media = layout.padding_side(rows), layout.media_per_row(rows)
-        companions = [False] if all(media) or not any(media) else [False, True]
-        known = replace(known, packing='', companions=known.companions or bool(layout.family.coupling))
-        ways: tuple[str, ...] = ('trim', 'columns', 'keep') if side == 'left' else ('trim', 'keep')
-        if bool(layout.real_positions(rows).all()):
-            ways = (getattr(known, side),)  # nothing to trim, so nothing is learnt of trimming
-        elif side == 'left':
-            known = replace(known, left_width=widest_like(layout.width(rows)), left_given=has_positions(rows))
-        for way in ways:
-            for companion in companions:
-                yield replace(known, **{side: way, 'companions': companion or known.companions})
+        yield from padded_candidates(layout, rows, known)
 
     def _attend(self, packing: str) -> None:
         """Has the model's attention take rows that are so packed; called again it changes nothing."""
@@ -537,47 +524,3 @@ def _units_needed(family: Family, in_use: Sequence[str]) -> list[str]:
     towers = [tower for tower in family.towers if not set(tower) & set(in_use)]
     needed = [*in_use, *(tower[0] for tower in towers)]
     return needed[:1] if family.one_kind else needed
-
-
-_SPLITS: WeakValueDictionary[int, MicrobatchSplit] = WeakValueDictionary()
-
-
-def register_split(dataloader: Any, split: MicrobatchSplit) -> None:
-    """Lets :func:`split_of` find the split of a loader; the split must hold on to its loader."""
-    _SPLITS[id(dataloader)] = split
-
-
-def split_of(dataloader: Any) -> MicrobatchSplit | None:
-    """Returns the split that ``token_data_spec`` made for a loader.
-
-    The trainer shows an algorithm the loader, not the DataSpec, and nothing of ours may lie in a batch before
-    BATCH_START: Composer's own algorithms clone every entry of it.
-    """
-    return _SPLITS.get(id(dataloader))
-
-
-def layout_of(state: State, split: MicrobatchSplit | None) -> BatchLayout | None:
-    """The layout that the user gave, else the model's own, else that of the batch; None: rows cannot be told apart."""
-    if split is not None and split.given_layout is not None:
-        return split.given_layout
-    try:
-        layout = BatchLayout.for_model(state.model)
-    except (AttributeError, ValueError):  # no config, or a vision model of no known family
-        found = None
-        try:
-            found = BatchLayout.infer(state.batch)
-        except (KeyError, ValueError):
-            if split is not None:
-                raise
-        inferred = [one for one in dist.all_gather_object(found) if one is not None]
-        if len(inferred) < dist.get_world_size():
-            return None
-        layout = max(inferred, key=lambda one: len(one.family.entries))  # a rank without media sees a text model
-    if split is None:
-        try:
-            layout = layout.with_row_entries(state.batch)
-            layout.select(state.batch, [0])
-            layout.media_per_row(state.batch)
-        except (KeyError, ValueError):  # only the user's own split knows
-            return None
-    return layout

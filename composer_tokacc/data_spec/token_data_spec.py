@@ -28,7 +28,8 @@ from composer_tokacc.counting import (
     real_tokens,
     without_carried,
 )
-from composer_tokacc.data_spec.split import MicrobatchSplit, SplitOptions, register_split
+from composer_tokacc.data_spec.registry import register_split
+from composer_tokacc.data_spec.split import MicrobatchSplit, SplitOptions
 from composer_tokacc.layout import BatchLayout, ReadyBatch, microbatches_of
 from composer_tokacc.layout.kinds import kinds_of
 from composer_tokacc.planning import CostModel

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, TokenAccumulation, token_data_spec
 from composer_tokacc.counting import carried, num_samples
 from composer_tokacc.data_spec.cut_rules import CutRules
-from composer_tokacc.data_spec.split import split_of
+from composer_tokacc.data_spec.registry import split_of
 from composer_tokacc.layout import BatchLayout, ReadyBatch
 from tests.support.families import FAMILIES
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples

@@ -1,0 +1,60 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Which split, and which layout, goes with a loader."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakValueDictionary
+
+from composer.core import State
+from composer.utils import dist
+
+from composer_tokacc.data_spec.split import MicrobatchSplit
+from composer_tokacc.layout import BatchLayout
+
+__all__ = ['layout_of', 'register_split', 'split_of']
+
+_SPLITS: WeakValueDictionary[int, MicrobatchSplit] = WeakValueDictionary()
+
+
+def register_split(dataloader: Any, split: MicrobatchSplit) -> None:
+    """Lets :func:`split_of` find the split of a loader; the split must hold on to its loader."""
+    _SPLITS[id(dataloader)] = split
+
+
+def split_of(dataloader: Any) -> MicrobatchSplit | None:
+    """Returns the split that ``token_data_spec`` made for a loader.
+
+    The trainer shows an algorithm the loader, not the DataSpec, and nothing of ours may lie in a batch before
+    BATCH_START: Composer's own algorithms clone every entry of it.
+    """
+    return _SPLITS.get(id(dataloader))
+
+
+def layout_of(state: State, split: MicrobatchSplit | None) -> BatchLayout | None:
+    """The layout that the user gave, else the model's own, else that of the batch; None: rows cannot be told apart."""
+    if split is not None and split.given_layout is not None:
+        return split.given_layout
+    try:
+        layout = BatchLayout.for_model(state.model)
+    except (AttributeError, ValueError):  # no config, or a vision model of no known family
+        found = None
+        try:
+            found = BatchLayout.infer(state.batch)
+        except (KeyError, ValueError):
+            if split is not None:
+                raise
+        inferred = [one for one in dist.all_gather_object(found) if one is not None]
+        if len(inferred) < dist.get_world_size():
+            return None
+        layout = max(inferred, key=lambda one: len(one.family.entries))  # a rank without media sees a text model
+    if split is None:
+        try:
+            layout = layout.with_row_entries(state.batch)
+            layout.select(state.batch, [0])
+            layout.media_per_row(state.batch)
+        except (KeyError, ValueError):  # only the user's own split knows
+            return None
+    return layout
