@@ -14,6 +14,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -100,21 +101,28 @@ class RowComparison:
                 f'`microbatch_transforms` must leave labels alone, got: {sum(found)} loss-generating tokens where '
                 f'{sum(self._counts)} were counted. Change labels in `batch_transforms`, which runs before the count.'
             )
-        self.whole = probe.run(moved)
-        with probe.with_rounding():
-            rounded = probe.run(moved)
-        self._noise = {unit: abs(rounded.losses[unit] - loss) for unit, loss in self.whole.losses.items()}
-        everyone = list(range(len(self._counts)))
-        self._expected = self._gradients_of(moved, self.whole, everyone)
-        of_rounded = self._gradients_of(moved, rounded, everyone)
-        self._allowed = {
-            key: max(GRADIENT_TOLERANCE, NOISE_FACTOR * float(_relative(of_rounded[key], expected).max()))
-            for key, expected in self._expected.items()
-        }
+        self.whole, self._moved = probe.run(moved), moved
+        self._expected = self._gradients_of(moved, self.whole, range(len(self._counts)))
         self._narrowest = self._width
         if check_loss:
             self._refuse_router_loss()
             self._check_positions(moved)
+
+    @cached_property
+    def _rounded(self) -> ProbeResult:
+        """The whole with one more rounding at every layer; few models are so deep that anyone asks."""
+        with self._probe.with_rounding():
+            return self._probe.run(self._moved)
+
+    def _noise(self, unit: str) -> float:
+        return abs(self._rounded.losses[unit] - self.whole.losses[unit])
+
+    def _allowed(self, key: tuple[str, int], error: float) -> float:
+        """By how much a row's gradient may change and be the same, if it has changed by ``error``."""
+        if error <= GRADIENT_TOLERANCE:
+            return GRADIENT_TOLERANCE
+        rounded = self._gradients_of(self._moved, self._rounded, range(len(self._counts)))[key]
+        return max(GRADIENT_TOLERANCE, NOISE_FACTOR * float(_relative(rounded, self._expected[key]).max()))
 
     @property
     def _width(self) -> int:
@@ -252,7 +260,8 @@ class RowComparison:
                 found = found / factors[:, None, None]
             errors = _relative(found, expected[group], float(expected.flatten(1).norm(dim=1).max()))
             worst = int(errors.argmax())
-            if float(errors[worst]) <= self._allowed[key]:
+            allowed = self._allowed(key, float(errors[worst]))
+            if float(errors[worst]) <= allowed:
                 continue
             name = sample_name(self._rows, group[worst])
             scaled = found[worst : worst + 1] / factors[worst]
@@ -269,7 +278,7 @@ class RowComparison:
                     'classes. Divide by the number of tokens, or return a dict of terms and name them in `loss_units`.'
                 )
             failure = f'{name}: the gradient at its logits changes by {float(errors[worst]):.1e} {how}'
-            return self._explained(f'{failure} (round-off is {self._allowed[key]:.0e})', how)
+            return self._explained(f'{failure} (round-off is {allowed:.0e})', how)
         return None
 
     def _failure_behind_padding(self, packing: str) -> str | None:
@@ -307,7 +316,8 @@ class RowComparison:
             if not total or (unit == 'samples' and len(found) < len(self._counts)):
                 continue  # a term that is absent for one row alone says nothing of the others
             mean = sum(loss * number for loss, number in found) / total
-            if abs(mean - expected) <= self.whole.loss_tolerance(unit, self._noise[unit]):
+            change, tolerance = abs(mean - expected), self.whole.loss_tolerance
+            if change <= tolerance(unit, 0) or change <= tolerance(unit, self._noise(unit)):
                 continue
             got = f'{expected:.6f} for {len(self._counts)} rows together, and {mean:.6f} as their mean one by one'
             if unit == 'samples':

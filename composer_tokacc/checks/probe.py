@@ -106,12 +106,8 @@ class Probe:
 
     def run(self, batch: Batch) -> ProbeResult:
         """Runs a batch on its device; eager, leaving random numbers, modes and buffers as they were."""
-        if not self._has_looked:
-            self._layers, self._has_looked = self._find_layers(batch), True
-        return self._run_as_in_training(batch)
-
-    def _find_layers(self, batch: Batch) -> list[torch.nn.Module]:
-        """Also finds whether the forward is random in training even without dropout."""
+        if self._has_looked:
+            return self._run_as_in_training(batch)
         found: list[tuple[torch.nn.Module, int]] = []
 
         def note(module: torch.nn.Module, args: Any, output: Any) -> None:
@@ -119,18 +115,18 @@ class Probe:
                 found.append((module, output.shape[-1]))
 
         with _hooked(_leaves(self.model), note):
-            result = self._run_as_in_training(batch)
-        other = self._run_as_in_training(batch, seed=1)
-        moved = any(
-            abs(other.losses[unit] - loss) > other.loss_tolerance(unit, 0) for unit, loss in result.losses.items()
-        )
-        if moved and self.is_training:
-            log.info('The loss is random in training even without dropout, so it was looked at in evaluation only.')
-            self.is_training = False
-            return self._find_layers(batch)
-        makers = [place for place, (_, size) in enumerate(found) if size == result.vocabulary]
+            first = self._run_as_in_training(batch, seed=1)
+        makers = [place for place, (_, size) in enumerate(found) if size == first.vocabulary]
         last = makers[-1] if makers else len(found)
-        return [module for module, _ in found[max(last - 1, 0) : last + 1]]
+        self._layers = [module for module, _ in found[max(last - 1, 0) : last + 1]]
+        result = self._run_as_in_training(batch)
+        changes = {unit: abs(first.losses[unit] - loss) for unit, loss in result.losses.items()}
+        if self.is_training and any(change > result.loss_tolerance(unit, 0) for unit, change in changes.items()):
+            log.info('The loss is random in training even without dropout, so it was looked at in evaluation only.')
+            self.is_training, self._layers = False, []
+            return self.run(batch)
+        self._has_looked = True
+        return result
 
     def _run_as_in_training(self, batch: Batch, seed: int = 0) -> ProbeResult:
         with torch.no_grad(), _undisturbed(self.model, training=self.is_training):
