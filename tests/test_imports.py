@@ -57,6 +57,25 @@ def test_the_plugin_loads_no_data_no_sizing_and_no_program():
     assert not found & BELOW
 
 
+ORDER = ('collectives', 'planning', 'layout', 'counting', 'checks', 'sampling', 'data_spec', 'algorithm')
+"""Rooms of the plugin: each may import those before it."""
+
+
+def imported_rooms(path):
+    """Rooms of ours that a module imports anywhere, for a type checker alone included."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or '').startswith('composer_tokacc.'):
+            yield (node.module or '').split('.')[1]
+
+
+@pytest.mark.parametrize('room', ORDER)
+def test_rooms_of_the_plugin_import_downwards(room):
+    base = ROOT / 'composer_tokacc' / room
+    below = set(ORDER[: ORDER.index(room) + 1])
+    for path in base.glob('*.py') if base.is_dir() else [base.with_suffix('.py')]:
+        assert set(imported_rooms(path)) <= below, path
+
+
 def test_every_public_name_is_found_listed_and_typed():
     for name in composer_tokacc.__all__:
         assert getattr(composer_tokacc, name).__name__ == name
