@@ -5,44 +5,79 @@
 
 from __future__ import annotations
 
+import logging
+from contextlib import AbstractContextManager
 from typing import Any
 
 from composer.core import State
 from composer.core.precision import get_precision_context
 from composer.models import HuggingFaceModel
+from torch.nn.parallel import DistributedDataParallel
 
-from composer_tokacc.algorithm.loss_terms import LossTerms
+from composer_tokacc.algorithm.loss_terms import LossTerms, router_coefficient
 from composer_tokacc.checks.first_batch import FirstBatchCheck
 from composer_tokacc.checks.probe import Probe
-from composer_tokacc.counting import Batch
+from composer_tokacc.checks.row_coupling import check_rows_are_independent
+from composer_tokacc.counting import LOSS_WEIGHTS, Batch
+from composer_tokacc.data_spec.reduction import ReductionWatch
+from composer_tokacc.data_spec.registry import layout_of
 from composer_tokacc.data_spec.split import MicrobatchSplit
-from composer_tokacc.layout import BatchLayout
+from composer_tokacc.layout import BatchLayout, microbatches_of
 
-__all__ = ['first_batch_check', 'vocabulary_of']
+__all__ = ['set_up', 'vocabulary_of']
+
+log = logging.getLogger(__name__)
 
 
-def first_batch_check(
+def set_up(
     state: State,
-    model: Any,
-    layout: BatchLayout | None,
     split: MicrobatchSplit | None,
     terms: LossTerms,
-    **given: Any,
-) -> FirstBatchCheck:
-    """Returns the check of a trainer's model, with ``loss_tokens`` and ``check_loss`` among those given."""
-    probe = Probe(
-        model,
-        model.loss,
-        model,
-        lambda: get_precision_context(state.precision, state.precision_config),
-        terms.by_unit,
-    )
+    *,
+    loss_tokens: str,
+    token_weights: str,
+    check_loss: bool,
+) -> tuple[FirstBatchCheck, BatchLayout | None, ReductionWatch]:
+    """Returns what a fit begins with, of its first batch; a collective.
+
+    Args:
+        state: The trainer's, with the whole device batch.
+        split: That of the loader; it gets to know the model.
+        terms: The loss; it gets to know the coefficient of a router.
+        loss_tokens: As given to the algorithm.
+        token_weights: Likewise.
+        check_loss: Likewise.
+    """
+    if token_weights != 'column' and any(LOSS_WEIGHTS in one for one in microbatches_of(state.batch)):
+        log.warning(
+            'The data have `%s`, of which no use is made. Set `token_weights=column` to weigh tokens by them.',
+            LOSS_WEIGHTS,
+        )
+    regroups = split is not None and split.regroups
+    check_rows_are_independent(state.model, terms.coupled if regroups else [], strict=check_loss)
+    layout, microbatch_size = layout_of(state, split), state.device_train_microbatch_size or 1
+    model: Any = state.model.module if isinstance(state.model, DistributedDataParallel) else state.model
+    if split is not None:  # what another model has left there says nothing of this one
+        split.start(model, layout, state.batch, microbatch_size)
+    if terms.given_units is None:
+        terms.router_coefficient = router_coefficient(model)
 
     def to_device(batch: Batch) -> Any:
         moved = state.device.batch_to_device(batch)
         return moved if split is None else split.as_the_model_takes_it(moved)
 
-    return FirstBatchCheck(probe, layout, to_device, microbatch_size=state.device_train_microbatch_size or 1, **given)
+    def precision() -> AbstractContextManager[Any]:
+        return get_precision_context(state.precision, state.precision_config)
+
+    check = FirstBatchCheck(
+        Probe(model, model.loss, model, precision, terms.by_unit),
+        layout,
+        to_device,
+        loss_tokens=loss_tokens,
+        check_loss=check_loss or token_weights != 'token',
+        microbatch_size=microbatch_size,
+    )
+    return check, layout, ReductionWatch(state, is_coupled=bool(terms.coupled))
 
 
 def vocabulary_of(model: Any) -> int | None:

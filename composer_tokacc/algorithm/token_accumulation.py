@@ -14,16 +14,13 @@ from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 from composer.utils import dist
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
-from composer_tokacc.algorithm.functional import at_predictions, sample_weight, token_weight
-from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, LossTerms, attached_zero, router_coefficient
-from composer_tokacc.algorithm.setup import first_batch_check, vocabulary_of
+from composer_tokacc.algorithm.functional import sample_weight, token_weight
+from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, LossTerms, attached_zero
+from composer_tokacc.algorithm.microbatch import HiddenEntries, is_empty, record_of, watch_tokens
+from composer_tokacc.algorithm.setup import set_up, vocabulary_of
 from composer_tokacc.checks.first_batch import FirstBatchCheck
-from composer_tokacc.checks.logits import logits_of, targets_of, token_losses, weigh_tokens
-from composer_tokacc.checks.probe import router_loss_of
-from composer_tokacc.checks.row_coupling import check_rows_are_independent
-from composer_tokacc.checks.step import MicrobatchRecord, StepCheck, WatchedTokens, has_bypass
+from composer_tokacc.checks.step import StepCheck
 from composer_tokacc.collectives import RankSum
 from composer_tokacc.counting import (
     CARRIED,
@@ -41,11 +38,9 @@ from composer_tokacc.counting import (
     num_samples,
     sample_name,
     with_carried,
-    with_one_label,
-    without_carried,
 )
 from composer_tokacc.data_spec.reduction import ReductionWatch, check_reduced, check_sharding
-from composer_tokacc.data_spec.registry import layout_of, split_of
+from composer_tokacc.data_spec.registry import split_of
 from composer_tokacc.layout import BatchLayout, microbatches_of
 from composer_tokacc.layout.kinds import kinds_of
 from composer_tokacc.sampling.filler_rows import filler_rows
@@ -72,10 +67,9 @@ class TokenAccumulation(Algorithm):
     sums of their weights. Together with Composer's weight the gradient is that of one forward over the whole global
     batch, whatever the microbatch size, the number of ranks or the padding.
 
-    Runs on ``Event.BATCH_START`` (counts; starts the one all-reduce of a step), ``Event.BEFORE_FORWARD`` (has
-    its result), ``Event.AFTER_LOSS``, ``Event.BEFORE_BACKWARD`` (scales), ``Event.AFTER_BACKWARD``
-    (restores the raw loss) and ``Event.AFTER_TRAIN_BATCH`` (checks the weights that Composer really applied,
-    before the optimizer steps).
+    Runs on ``Event.BATCH_START`` (counts; starts the one all-reduce of a step), ``BEFORE_FORWARD``, ``AFTER_LOSS``,
+    ``BEFORE_BACKWARD`` (scales), ``AFTER_BACKWARD`` (restores the raw loss) and ``AFTER_TRAIN_BATCH`` (checks what
+    tokens really weighed, before the optimizer steps).
 
     Args:
         loss_tokens (str): Which labels the model's loss averages over: ``'causal'``, ``'causal_attended'``,
@@ -87,8 +81,8 @@ class TokenAccumulation(Algorithm):
             refused with a split that regroups rows. Default: ``None``, all terms are means over tokens.
         token_weights (str): What a token weighs: the loss-generating tokens of its sample to the power 0 (``'token'``:
             all weigh the same), -1/2 (``'sqrt'``) or -1 (``'sample'``: samples weigh the same), or what the batch says
-            (``'column'``: ``batch['loss_weights']``, a float per row or per position of the labels). The model's loss
-            becomes the weighted mean, which must be made of torch's cross-entropy. Default: ``'token'``.
+            (``'column'``: ``batch['loss_weights']``, a float per row or per position of the labels). The loss must be
+            made of the logits that the model returns. Default: ``'token'``.
         check_loss (bool): Whether to hold the rule to the model's own loss by the probe. Default: ``True``.
 
     Raises:
@@ -111,17 +105,8 @@ class TokenAccumulation(Algorithm):
         token_weights: str = 'token',
         check_loss: bool = True,
     ) -> None:
-        if token_weights not in tuple(TOKEN_WEIGHTS):
-            raise ValueError(f'`token_weights` must be one of {tuple(TOKEN_WEIGHTS)}, got: {token_weights!r}.')
-        self.token_weights = token_weights
-        self.loss_tokens = check_rule(loss_tokens, allow_auto=True)
-        if loss_tokens == 'auto' and not check_loss:
-            raise ValueError(
-                "`loss_tokens` must be an explicit rule with `check_loss=False`, got: 'auto'. The rule is found by the "
-                "check; give 'causal' (most decoders), 'causal_attended' or 'unshifted'."
-            )
-        if not isinstance(check_loss, bool):
-            raise ValueError(f'`check_loss` must be True or False, got: {check_loss!r}.')
+        _check_arguments(loss_tokens, token_weights, check_loss)
+        self.loss_tokens, self.token_weights = loss_tokens, token_weights
         self.check_loss = check_loss
         self.loss_terms = LossTerms(loss_units)
         self.num_empty_steps = 0
@@ -130,15 +115,14 @@ class TokenAccumulation(Algorithm):
         self._layout: BatchLayout | None = None
         self._totals: RankSum | None = None
         """Loss-generating tokens, samples and weight of the step, and how many ranks have rows of each kind."""
-        self._step = StepCheck(rule='causal', local_tokens=0, local_samples=0, local_weight=0.0)
+        self._step = StepCheck('causal', 0, 0, 0.0)
         self._device_batch: Batch = {}
-        self._hidden: tuple[dict[str, Any], Any, Any] = ({}, None, None)
+        self._hidden: HiddenEntries | None = None
         self._token_sums: list[torch.Tensor] = []
         self._raw_loss: Any = None
         self._reduces_once = False
         self._reductions: ReductionWatch | None = None
         self._has_bypass: bool | None = None
-        self._said_unmeasured = False
         self._actions = {
             Event.FIT_START: self._start_fit,
             Event.BATCH_START: self._count,
@@ -153,15 +137,13 @@ class TokenAccumulation(Algorithm):
 
     def __repr__(self) -> str:
         """As it would be written."""
-        units = self.loss_terms.loss_units
-        return (
-            f'TokenAccumulation(loss_tokens={self.loss_tokens!r}, loss_units={units}, '
-            f'token_weights={self.token_weights!r}, check_loss={self.check_loss})'
-        )
+        units, weights = self.loss_terms.loss_units, self.token_weights
+        given = f'loss_units={units}, token_weights={weights!r}, check_loss={self.check_loss}'
+        return f'TokenAccumulation(loss_tokens={self.loss_tokens!r}, {given})'
 
     def __str__(self) -> str:
         """Its name in the engine's traces, which Composer writes anew at every event."""
-        return 'TokenAccumulation'
+        return type(self).__name__
 
     @property
     def is_weighted(self) -> bool:
@@ -186,10 +168,7 @@ class TokenAccumulation(Algorithm):
         return {'rule': self.rule, 'num_empty_steps': self.num_empty_steps, 'reduces_once': self._reduces_once}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the count of empty steps; rule and rows are checked afresh, since versions may have changed.
-
-        A resumed run must add the very rows that the unbroken one would, to end with the same bits.
-        """
+        """Restores what makes a resumed run end with the same bits; rule and rows are checked afresh."""
         self.num_empty_steps = state['num_empty_steps']
         self._reduces_once = state.get('reduces_once', False)
 
@@ -215,7 +194,11 @@ class TokenAccumulation(Algorithm):
             state.batch = with_carried(state.batch, samples=[1] * (rows - fillers) + [0] * fillers)
         is_first = self._check is None
         if is_first:
-            self._check = self._new_check(state)
+            self._check, self._layout, self._reductions = set_up(
+                state, split_of(state.dataloader), self.loss_terms, loss_tokens=self.loss_tokens,
+                token_weights=self.token_weights, check_loss=self.check_loss,
+            )  # fmt: skip
+            self._reduces_once = self._reduces_once and self._reductions.may_meet_once
         kinds = kinds_of(self._layout, state.batch)
         if is_first:
             self._prove(state, state.batch, kinds, dist.all_gather_object(kinds))
@@ -227,14 +210,9 @@ class TokenAccumulation(Algorithm):
         assert self.rule is not None
         # Carried by the batch, so that split_batch hands each microbatch its own counts.
         state.batch = self._device_batch = carry(state.batch, self.rule, self.token_weights)
-        self._step = StepCheck(
-            rule=self.rule,
-            local_tokens=num_loss_tokens(state.batch),
-            local_samples=num_samples(state.batch),
-            local_weight=loss_weight(state.batch),
-            has_bypass=self._has_bypass,
-        )
-        totals = [self._step.local_tokens, self._step.local_samples, self._step.local_weight, *kinds]
+        local = (num_loss_tokens(state.batch), num_samples(state.batch), loss_weight(state.batch))
+        self._step = StepCheck(self.rule, *local, has_bypass=self._has_bypass)
+        totals = [*local, *kinds]
         dtype = torch.float64 if self.is_weighted else torch.int64
         self._totals = RankSum(state.device.tensor_to_device(torch.tensor(totals, dtype=dtype)))
 
@@ -250,55 +228,20 @@ class TokenAccumulation(Algorithm):
         if split is not None:
             split.adopt(rules, reduces_once=self._reduces_once)
 
-    def _new_check(self, state: State) -> FirstBatchCheck:
-        """The questions to this model, and the layout that it shares with the split."""
-        split = split_of(state.dataloader)
-        if self.token_weights != 'column' and any(LOSS_WEIGHTS in one for one in microbatches_of(state.batch)):
-            log.warning(
-                'The data have `%s`, of which no use is made. Set `token_weights=column` to weigh tokens by them.',
-                LOSS_WEIGHTS,
-            )
-        regroups = split is not None and split.regroups
-        check_rows_are_independent(state.model, self.loss_terms.coupled if regroups else [], strict=self.check_loss)
-        self._layout = layout_of(state, split)
-        self._reductions = ReductionWatch(state, is_coupled=bool(self.loss_terms.coupled))
-        self._reduces_once = self._reduces_once and self._reductions.may_meet_once
-        model: Any = state.model.module if isinstance(state.model, DistributedDataParallel) else state.model
-        microbatch_size = state.device_train_microbatch_size or 1
-        if split is not None:  # what another model has left there says nothing of this one
-            split.start(model, self._layout, state.batch, microbatch_size)
-        if self.loss_terms.given_units is None:
-            self.loss_terms.router_coefficient = router_coefficient(model)
-        return first_batch_check(
-            state,
-            model,
-            self._layout,
-            split,
-            self.loss_terms,
-            loss_tokens=self.loss_tokens,
-            check_loss=self.check_loss or self.is_weighted,
-        )
-
     def _start_attempt(self, state: State, logger: Logger) -> None:
         """BEFORE_TRAIN_BATCH: fires once per attempt (an OOM retry or a closure called again starts afresh)."""
         assert self._reductions is not None, 'BATCH_START comes before BEFORE_TRAIN_BATCH'
         self._step.start_attempt()
         self._reductions.start_attempt()
         self._token_sums = []
-        scaler = state.scaler
-        if scaler is not None and scaler.is_enabled():
-            self._step.gradient_scale = scaler.get_scale()
+        if state.scaler is not None and state.scaler.is_enabled():
+            self._step.gradient_scale = state.scaler.get_scale()
         split = split_of(state.dataloader)
         if split is not None:
             split.begin_step(copies_microbatches=lambda: bool(state.train_metrics))
 
     def _hide_carried(self, state: State, logger: Logger) -> None:
-        """BEFORE_FORWARD: the totals are read, as Composer has just waited for its own; the model sees its own batch.
-
-        A compiled forward would be compiled anew for each list that the batch carries. A microbatch without
-        loss-generating tokens gets one label for the forward: a loss that divides by their number, and computes its
-        gradient in the forward as fused ones do, would make NaNs that no weight of zero takes out again.
-        """
+        """BEFORE_FORWARD: totals are read, as Composer has just waited for its own; the model sees its own batch."""
         assert self._totals is not None
         assert self._reductions is not None
         split = split_of(state.dataloader)
@@ -311,35 +254,18 @@ class TokenAccumulation(Algorithm):
                 f'tokens, {sample_name(self._device_batch, 0)} among them. Mend `{LOSS_WEIGHTS}`, or leave '
                 'samples of no weight out of the data.'
             )
-        batch, has_counts = state.batch, is_counted(state.batch)
-        state.batch = without_carried(batch)
-        if self.is_weighted and has_counts and state.batch.pop(LOSS_WEIGHTS, None) is None:
-            raise RuntimeError(
-                f'Microbatches must carry the `{LOSS_WEIGHTS}` written at BATCH_START, got: {sorted(batch)}. A '
-                'custom `split_batch` or `microbatch_transforms` drops them; cut them as labels are cut, or use '
-                'token_data_spec().'
-            )
-        if has_counts and self._is_empty(batch):
-            state.batch = with_one_label(state.batch)
-        hidden = {key: value for key, value in batch.items() if key not in state.batch}
-        self._hidden = (hidden, state.batch.get('labels'), batch.get('labels'))
+        self._hidden = HiddenEntries(state.batch, is_weighted=self.is_weighted)
+        state.batch = self._hidden.batch
 
     def _replace_empty(self, state: State, logger: Logger) -> None:
         """AFTER_LOSS: the loss of a microbatch without tokens is zero; callbacks see what the batch carries again."""
-        # What other algorithms have changed meanwhile stays changed, for the check to see.
-        hidden, made_up, labels = self._hidden
-        # A model may take labels out of its batch.
-        state.batch = {'labels': labels, **state.batch, **hidden}
-        if labels is not None and state.batch.get('labels') is made_up:
-            state.batch['labels'] = labels
+        assert self._hidden is not None
+        state.batch = self._hidden.put_back(state.batch)
         if self._num_steps == 0:
             self.loss_terms.check_coefficient(state.loss, state.outputs)
         state.loss = self.loss_terms.split(state.loss, state.outputs)
-        if is_counted(state.batch) and self._is_empty(state.batch):
+        if is_counted(state.batch) and is_empty(state.batch):
             state.loss = self.loss_terms.replace_empty(state.loss, attached_zero(state.outputs, state.loss))
-
-    def _is_empty(self, batch: Batch) -> bool:
-        return num_loss_tokens(batch) == 0 or num_samples(batch) == 0
 
     def _scale(self, state: State, logger: Logger) -> None:
         """BEFORE_BACKWARD: the last point where ``state.loss`` matters, so nothing may rescale it afterwards."""
@@ -354,55 +280,20 @@ class TokenAccumulation(Algorithm):
         _, step_samples, step_weight = self._totals.read()[:3]
         samples, weight = num_samples(batch), loss_weight(batch)
         composers_weight = sample_weight(samples, int(step_samples), world_size=world_size)
-        # Composer's own split makes microbatches of a fixed number of rows; ours says how many it made.
-        count = num_microbatches(batch) or -(-self._step.local_samples // int(state.device_train_microbatch_size or 1))
-        record = MicrobatchRecord(
-            batch=batch,
-            num_tokens=num_loss_tokens(batch),
-            loss_weight=weight,
-            num_samples=samples,
-            num_microbatches=count,
-            composers_weight=composers_weight,
-            losses=[loss.detach() for loss in self.loss_terms.terms(state.loss)],
-            is_weighted=self.is_weighted,
-        )
-        self._step.records.append(record)
+        record = record_of(state, self._step, self.loss_terms, composers_weight, is_weighted=self.is_weighted)
         if self.is_weighted and record.num_tokens:
             self._token_sums.append(self.loss_terms.token_term(state.loss).detach().float().mean() * record.num_tokens)
         if weight and samples:
-            self._watch(state, record, token_weight(weight, step_weight, world_size=world_size))
+            assert self._check is not None
+            share = token_weight(weight, step_weight, world_size=world_size) * self._step.gradient_scale
+            is_whole = self._num_steps < NUM_FIRST_STEPS
+            watch_tokens(state, record, self.loss_terms, self._check, share=share, is_whole=is_whole)
         scales: dict[str, float] = dict.fromkeys(LOSS_UNITS, 1.0 if samples else 0.0)
         if samples:
             scales['tokens'] = token_weight(weight, step_weight, world_size=world_size) / composers_weight
-            scales['microbatches'] = 1.0 / (count * composers_weight)
+            scales['microbatches'] = 1.0 / (record.num_microbatches * composers_weight)
         self._raw_loss = self.loss_terms.joined(state.loss)
         state.loss = self.loss_terms.scale(state.loss, scales, observe=self._step.observe)
-
-    def _watch(self, state: State, record: MicrobatchRecord, share: float) -> None:
-        """Sets what a microbatch's tokens weigh beside each other, and listens to what they weigh in its gradient."""
-        assert self._check is not None
-        assert self.rule is not None
-        logits, terms = logits_of(state.outputs), self.loss_terms.token_terms(state.loss)
-        if logits is None or not logits.requires_grad or logits.shape[:2] != state.batch['labels'].shape:
-            return
-        record.bypass = has_bypass(terms, [logits, *filter(None, [router_loss_of(state.outputs)])])
-        weights = None
-        if self.is_weighted:
-            weights = at_predictions(state.batch[LOSS_WEIGHTS] * (record.num_tokens / record.loss_weight), self.rule)
-            weigh_tokens(logits, weights)
-            losses = token_losses(logits, targets_of(state.batch, self.rule))
-            state.loss = self.loss_terms.add(state.loss, (losses * (weights - 1)).sum() / record.num_tokens)
-        # Terms of other units may go through the logits as well.
-        scale = self._check.token_scale if self.loss_terms.has_tokens_alone else None
-        record.watched = WatchedTokens(
-            logits,
-            state.batch,
-            self.rule,
-            weights,
-            None if scale is None else scale * share * self._step.gradient_scale / record.num_tokens,
-            num_tokens=record.num_tokens,
-            is_whole=self._num_steps < NUM_FIRST_STEPS,
-        )
 
     def _restore(self, state: State, logger: Logger) -> None:
         """AFTER_BACKWARD: callbacks read ``state.loss`` at the end of the batch and expect the model's own."""
@@ -420,8 +311,7 @@ class TokenAccumulation(Algorithm):
         check_reduced(state.model)
         if self.is_weighted:
             step.check_reached()
-        elif not self._said_unmeasured and not step.is_measured:
-            self._said_unmeasured = True
+        elif self._num_steps == 0 and not step.is_measured:
             why = 'no gradient comes by the logits' if self._check.token_scale else 'the loss is no plain mean of them'
             log.info('What tokens weigh is not measured in training, as %s. All are counted in every step.', why)
         # Of all that a cut does, only a microbatch without tokens makes NaNs (0 / 0). Those that the model makes by
@@ -434,14 +324,7 @@ class TokenAccumulation(Algorithm):
             self._has_bypass = any(record.bypass for record in step.records)
         kinds = [int(count > 0) for count in self._totals.read()[3:]]
         if self._check.is_due(kinds, self._num_steps):
-            had_companions = split is None or split.rules.companions
             self._prove(state, self._device_batch, kinds_of(self._layout, self._device_batch), [kinds])
-            if split is not None and split.rules.companions and not had_companions:
-                raise RuntimeError(
-                    'Rows without media must have the same loss beside rows with media and without, got: another one, '
-                    'seen first in this step, which was cut without regard to it. Start again with such rows in the '
-                    'first batch; then every microbatch gets a row with media.'
-                )
         reduced_once = self._reductions.reduced_once()
         if split is not None and reduced_once is not None:
             self._reduces_once = reduced_once
@@ -468,6 +351,18 @@ class TokenAccumulation(Algorithm):
             total = RankSum(state.device.tensor_to_device(sums.cpu()[None])).read()[0]
             metrics['token_accumulation/token_mean_loss'] = total / max(tokens, 1)
         logger.log_metrics(metrics)
+
+
+def _check_arguments(loss_tokens: Any, token_weights: Any, check_loss: Any) -> None:
+    if token_weights not in tuple(TOKEN_WEIGHTS):
+        raise ValueError(f'`token_weights` must be one of {tuple(TOKEN_WEIGHTS)}, got: {token_weights!r}.')
+    if check_rule(loss_tokens, allow_auto=True) == 'auto' and not check_loss:
+        raise ValueError(
+            "`loss_tokens` must be an explicit rule with `check_loss=False`, got: 'auto'. The rule is found by the "
+            "check; give 'causal' (most decoders), 'causal_attended' or 'unshifted'."
+        )
+    if not isinstance(check_loss, bool):
+        raise ValueError(f'`check_loss` must be True or False, got: {check_loss!r}.')
 
 
 def _gradients(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:

@@ -140,7 +140,9 @@ class FirstBatchCheck:
         with self._probe.with_varied_norms():
             comparison = RowComparison(self._probe, self.layout, self._on_device, self.rule, rows, self._check_loss)
             found = comparison.first_exact(cutter, rules)
-        self.token_scale, self.vocabulary = comparison.token_scale(), comparison.whole.vocabulary
+        scales = dist.all_gather_object(comparison.token_scale())  # ranks must agree on what they look at again
+        self.token_scale = None if None in scales else scales[0]
+        self.vocabulary = comparison.whole.vocabulary
         log.info('The first-batch check took %.2f s. %s', time.perf_counter() - started, found)
         shown = kinds_of(self.layout, rows)
         if not comparison.has_shown_trimming:

@@ -143,7 +143,7 @@ class MicrobatchRecord:
     bypass: bool = False
 
 
-@dataclass(kw_only=True)
+@dataclass
 class StepCheck:
     """Collects what happened in one optimizer step and refuses it if it was not exact.
 

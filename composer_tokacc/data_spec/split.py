@@ -91,7 +91,17 @@ class MicrobatchSplit:
             self._wants_packing = self._choose_packing(self.layout, batch, microbatch_size)
 
     def adopt(self, rules: CutRules, *, reduces_once: bool = False) -> None:
-        """Cuts by these rules from now on."""
+        """Cuts by these rules from now on.
+
+        Raises:
+            RuntimeError: If microbatches of this step should have had other rows beside them.
+        """
+        if self.checked and rules.companions and not self.rules.companions:
+            raise RuntimeError(
+                'Rows without media must have the same loss beside rows with media and without, got: another one, '
+                'seen first in this step, which was cut without regard to it. Start again with such rows in the '
+                'first batch; then every microbatch gets a row with media.'
+            )
         self.rules, self.checked, self.reduces_once = rules, True, reduces_once
         self._attend(rules.packing)
         if rules.packing == 'positions':

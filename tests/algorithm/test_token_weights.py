@@ -97,7 +97,7 @@ def test_images_beside_text(name, token_weights, microbatch_size):
     batch = layout.concat(rows, pad_token_id=case.pad_token_id)
     batch['loss_weights'] = column(batch)
     model = case.model
-    if name.endswith('packed'):  # its float32 forward alone is 1.1e-6 off with torch 2.6
+    if name.startswith('llava'):  # its float32 forward alone is 1.1e-6 off with torch 2.6
         model = in_double(model)
         batch['pixel_values'] = batch['pixel_values'].double()
     data = token_data_spec(loader(batch), packing=name.endswith('packed'))
