@@ -104,7 +104,7 @@ def watch_tokens(
     """
     assert check.rule is not None
     logits, labels = logits_of(state.outputs), state.batch['labels']
-    if logits is None or not logits.requires_grad or logits.shape[:2] != labels.shape:
+    if logits is None or logits.grad_fn is None or logits.shape[:2] != labels.shape:
         return
     router = router_loss_of(state.outputs)
     record.bypass = has_bypass(terms.token_terms(state.loss), [logits] if router is None else [logits, router])

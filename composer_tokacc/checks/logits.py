@@ -14,7 +14,7 @@ So the weight of a token follows by projection, what the loss holds besides is w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,6 +32,8 @@ __all__ = [
     'label_entries',
     'logits_of',
     'measure',
+    'node_of',
+    'on_gradient',
     'sketch',
     'targets_of',
     'token_losses',
@@ -230,8 +232,38 @@ def weigh_tokens(logits: torch.Tensor, weights: torch.Tensor) -> None:
         logits: As the model returned them, ``(rows, width, vocabulary)``, in the graph of the loss.
         weights: Factor of each position that predicts, ``(rows, width)``, as of :func:`targets_of`.
     """
-    # A compiled forward that returns loss and logits together has no gradient by its logits.
-    logits.register_hook(lambda gradient: None if gradient is None else gradient * weights[..., None].to(gradient))
+    on_gradient(logits, lambda gradient: gradient * weights[..., None].to(gradient))
+
+
+def on_gradient(logits: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+    """Has a function see, and change if it likes, the gradient by the logits; not called where none comes.
+
+    Args:
+        logits: As a model returned them, not a leaf.
+        hook: Gives another gradient, or None.
+    """
+    node, index = node_of(logits)
+    if node is logits.grad_fn:  # before whatever looks at the node
+        logits.register_hook(lambda gradient: None if gradient is None else hook(gradient))
+        return
+
+    def change(gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:
+        gradient = gradients[index]
+        changed = None if gradient is None else hook(gradient)
+        return None if changed is None else (*gradients[:index], changed, *gradients[index + 1 :])
+
+    node.register_prehook(change)
+
+
+def node_of(logits: torch.Tensor) -> tuple[Any, int]:
+    """Returns where the graph makes the logits, and which output they are there.
+
+    accelerate and FSDP hand out a copy in another type; the loss is of what it was made of.
+    """
+    node, index = logits.grad_fn, logits.output_nr
+    while node is not None and node.name() == 'ToCopyBackward0':
+        node, index = node.next_functions[0]
+    return node, index
 
 
 def _read_targets(g: torch.Tensor, *, alike: float) -> torch.Tensor:

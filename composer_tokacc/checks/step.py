@@ -18,6 +18,8 @@ from composer_tokacc.checks.logits import (
     counted_labels,
     deviation,
     label_entries,
+    node_of,
+    on_gradient,
     targets_of,
     tolerance_of,
 )
@@ -71,7 +73,7 @@ class WatchedTokens:
         self._unit, self._num_tokens, self._is_whole = unit, num_tokens, is_whole
         self._deviations: torch.Tensor | None = None
         self._sample: LabelEntries | None = None
-        logits.register_hook(self._note)
+        on_gradient(logits, self._note)
 
     @property
     def is_measured(self) -> bool:
@@ -94,9 +96,9 @@ class WatchedTokens:
         targets = targets_of(self._batch, self._rule)
         return place // targets.shape[1], int(targets.flatten()[place])
 
-    def _note(self, gradient: torch.Tensor | None) -> None:
-        self.was_reached = gradient is not None
-        if self._unit is None or gradient is None or self._logits is None:
+    def _note(self, gradient: torch.Tensor) -> None:
+        self.was_reached = True
+        if self._unit is None or self._logits is None:
             return
         self.allowed = tolerance_of(gradient.dtype)
         if self._is_whole:
@@ -324,7 +326,7 @@ def has_bypass(losses: Sequence[torch.Tensor], through: Sequence[torch.Tensor]) 
         losses: Terms of a loss.
         through: Where every way must lead through: the logits, and other terms that are judged by themselves.
     """
-    stops = {tensor.grad_fn for tensor in through}
+    stops = {node_of(tensor)[0] for tensor in through}
     pending = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
     seen = set(pending)
     while pending:

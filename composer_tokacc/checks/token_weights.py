@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from composer_tokacc.checks.logits import logits_of, measure, tolerance_of
+from composer_tokacc.checks.logits import logits_of, measure, node_of, tolerance_of
 from composer_tokacc.counting import IGNORE_INDEX
 
 __all__ = ['TokenWeightsReport', 'measure_token_weights']
@@ -100,11 +100,7 @@ class TokenWeightsReport:
             logits, mask = getattr(outputs, 'log_probs', None), getattr(outputs, 'label_mask', None)
         if logits is None or logits.grad_fn is None:
             return
-        node: Any = logits.grad_fn
-        index = logits.output_nr
-        # accelerate and FSDP hand out a copy in float32; the loss is of what it was made of.
-        while node.name() == 'ToCopyBackward0':
-            node, index = node.next_functions[0]
+        node, index = node_of(logits)
         if (self, index) in node.metadata:  # the same logits again, from a module around that one
             return
         node.metadata[self, index] = True

@@ -286,7 +286,7 @@ def test_logits_are_kept_once(model):
     batch = batch_of()
     kept = {}
     for token_weights in ('token', 'column'):
-        logits, sizes = torch.randn(*batch['labels'].shape, 64, requires_grad=True), {}
+        logits, sizes = torch.randn(*batch['labels'].shape, 64, requires_grad=True) * 1, {}
 
         def note(tensor, sizes=sizes):
             sizes[tensor.data_ptr()] = tensor.numel()
@@ -326,7 +326,7 @@ def test_compiled_forward_that_returns_loss_and_logits_together_is_refused(model
 def test_nothing_is_asked_of_the_device(is_whole):
     """Tensors without content: whatever reads one, as `.item()` does, would raise."""
     labels = torch.zeros(6, 14, dtype=torch.long, device='meta')
-    logits = torch.zeros(6, 14, 64, device='meta', requires_grad=True)
+    logits = torch.zeros(6, 14, 64, device='meta', requires_grad=True) * 1
     weigh_tokens(logits, labels.float())
     watched = WatchedTokens(logits, {'labels': labels}, 'causal', labels.float(), 1.0, num_tokens=26, is_whole=is_whole)
     (ForCausalLMLoss(logits, labels, 64) + token_losses(logits, labels).sum()).backward()

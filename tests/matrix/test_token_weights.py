@@ -139,6 +139,24 @@ def twice(logits, labels):
     return (selected(logits, labels) + transposed(logits, labels)) / 2
 
 
+class Copying(NativeModel):
+    """Hands out a copy of its logits in another type, as FSDP and accelerate do."""
+
+    def forward(self, batch: Any) -> Any:
+        outputs = super().forward(batch)
+        return {**outputs, 'logits': outputs['logits'].double()}
+
+
+@pytest.mark.parametrize('token_weights', ['token', 'column'])
+def test_logits_that_are_a_copy_of_those_of_the_loss(token_weights, caplog):
+    model, batch = Copying('causal'), collate(text_rows(SHAPE))
+    batch['loss_weights'] = column(batch)
+    with caplog.at_level('INFO', logger='composer_tokacc'):
+        outcome = measure(model, batch, 2, **weighted(token_weights))
+    assert outcome.kind == 'exact', outcome
+    assert 'not measured in training' not in caplog.text
+
+
 @pytest.mark.parametrize(
     'of',
     [
