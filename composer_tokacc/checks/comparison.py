@@ -35,6 +35,8 @@ MORE_COLUMNS = 256
 GRADIENT_TOLERANCE = 3e-6
 """Largest relative change of a row's gradient where rounding moves it less. Independent rows differ by 1e-7, the
 weakest leaks and undeclared terms that matter by 5e-5."""
+MOST_ROUNDINGS, MOST_NOISE = 1e4, 0.3
+"""Above these multiples of the machine epsilon, and above this, nothing is taken for round-off."""
 SMALL_ROW = 1e-3
 """A gradient below this part of the largest row's is compared with that: of a row that the model is sure of little is
 left but round-off."""
@@ -122,7 +124,10 @@ class RowComparison:
         if error <= GRADIENT_TOLERANCE:
             return GRADIENT_TOLERANCE
         rounded = self._gradients_of(self._moved, self._rounded, range(len(self._counts)))[key]
-        return max(GRADIENT_TOLERANCE, NOISE_FACTOR * float(_relative(rounded, self._expected[key]).max()))
+        noise = NOISE_FACTOR * float(_relative(rounded, self._expected[key]).max())
+        # The gradient is rounded itself; and what differs by more than any round-off is no round-off (a stale state).
+        eps = self.whole.gradient_eps
+        return max(GRADIENT_TOLERANCE, eps, min(noise, MOST_ROUNDINGS * eps, MOST_NOISE))
 
     @property
     def _width(self) -> int:

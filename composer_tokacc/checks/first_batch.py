@@ -26,7 +26,8 @@ __all__ = ['FirstBatchCheck', 'find_loss_rule']
 log = logging.getLogger(__name__)
 
 LOOK_AGAIN = 16
-"""Step from which on a loss that is no plain mean of cross-entropies is looked at again: 16, 32, 64 and so on."""
+"""Step from which on rows are looked at again: 16, 32, 64 and so on. Models and losses change in what steps do not
+measure: rows that begin to see each other, terms of inner states."""
 MAX_ROWS = 6
 """Rows of a check at the most. Without gradients a row takes about half of the memory that it takes in training, so a
 microbatch of k rows leaves room for 2 k; at least four are needed to show the ways in which rows differ."""
@@ -68,8 +69,8 @@ class FirstBatchCheck:
         self._was_run = False
 
     def is_due(self, kinds: Sequence[int], step: int) -> bool:
-        """Whether any of the kinds was not looked at yet; what steps do not measure is looked at again now and then."""
-        if self.token_scale is None and step >= LOOK_AGAIN and step & (step - 1) == 0:
+        """Whether any of the kinds was not looked at yet; all are looked at again now and then."""
+        if step >= LOOK_AGAIN and step & (step - 1) == 0:
             self._was_run = False
         return self.is_new(kinds) or not self._was_run
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
@@ -43,6 +46,7 @@ class ProbeResult:
         vocabulary: Number of logits of a position, if any are given.
         has_router_loss: Whether the model gives the load-balancing loss of a mixture of experts as well.
         eps: Machine epsilon of the loss; not less than that of float32.
+        gradient_eps: Of the gradients, the coarsest.
     """
 
     losses: Mapping[str, float]
@@ -52,6 +56,7 @@ class ProbeResult:
     vocabulary: int | None
     has_router_loss: bool
     eps: float
+    gradient_eps: float
 
     def loss_tolerance(self, unit: str, noise: float) -> float:
         """Returns by how much two losses may differ and be the same."""
@@ -86,7 +91,7 @@ class Probe:
         self._terms = terms or (lambda loss, outputs: {'tokens': loss})
         self.is_training = True
         self._layers: list[torch.nn.Module] = []
-        self._has_looked = False
+        self._has_looked, self._logits_at = False, None
         """What gives the states that logits are made of, most often a norm, and what makes the logits."""
         parameter = next(model.parameters(), None)
         self._in_full = parameter is not None and parameter.dtype == torch.float32
@@ -108,17 +113,19 @@ class Probe:
         """Runs a batch on its device; eager, leaving random numbers, modes and buffers as they were."""
         if self._has_looked:
             return self._run_as_in_training(batch)
-        found: list[tuple[torch.nn.Module, int]] = []
+        found: list[tuple[torch.nn.Module, int, int]] = []
 
         def note(module: torch.nn.Module, args: Any, output: Any) -> None:
             if _is_of_positions(output, batch):
-                found.append((module, output.shape[-1]))
+                found.append((module, output.shape[-1], output.data_ptr()))
 
         with _hooked(_leaves(self.model), note):
             first = self._run_as_in_training(batch, seed=1)
-        makers = [place for place, (_, size) in enumerate(found) if size == first.vocabulary]
-        last = makers[-1] if makers else len(found)
-        self._layers = [module for module, _ in found[max(last - 1, 0) : last + 1]]
+        makers = [place for place, (_, size, _) in enumerate(found) if size == first.vocabulary]
+        # A teacher's head may come after the model's own, whose output is the logits, unless they are changed again.
+        own = [place for place in makers if found[place][2] == self._logits_at]
+        last = (own or makers or [len(found)])[-1]
+        self._layers = [module for module, *_ in found[max(last - 1, 0) : last + 1]]
         result = self._run_as_in_training(batch)
         changes = {unit: abs(first.losses[unit] - loss) for unit, loss in result.losses.items()}
         if self.is_training and any(change > result.loss_tolerance(unit, 0) for unit, change in changes.items()):
@@ -157,6 +164,7 @@ class Probe:
             loss = self._loss(outputs, given)  # once, as what it counts may be added up
             terms = self._terms(loss, outputs)
         logits = logits_of(outputs)
+        self._logits_at = None if logits is None or isinstance(logits, DTensor) else logits.data_ptr()
         if logits is not None and logits.shape[:2] != labels_of(batch).shape:
             raise RuntimeError(
                 f"The model's logits must be as wide as the labels, got: {tuple(logits.shape[:2])} for labels of "
@@ -182,6 +190,7 @@ class Probe:
             vocabulary=None if logits is None else logits.shape[-1],
             has_router_loss=router_loss_of(outputs) is not None,
             eps=max(torch.finfo(value.dtype).eps for value in (*terms.values(), torch.zeros(()))),
+            gradient_eps=max(torch.finfo(point.dtype).eps for point in (*points, torch.zeros(()))),
         )
 
     @contextlib.contextmanager
@@ -277,13 +286,18 @@ def _undisturbed(model: torch.nn.Module, *, training: bool) -> Iterator[None]:
     """
     modes = [(module, module.training) for module in model.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()] if training else []
+    python_state, numpy_state = random.getstate(), np.random.get_state()
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     try:
         with torch.random.fork_rng(devices=devices), _NoDropout():
+            random.seed(0)
+            np.random.seed(0)
             for module, was_training in modes:
                 module.training = training and was_training and not isinstance(module, _BatchNorm)
             yield
     finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
         for module, was_training in modes:
             module.training = was_training
         for buffer, kept in buffers:

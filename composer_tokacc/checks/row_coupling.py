@@ -10,12 +10,12 @@ rows with ``token_data_spec(..., regroup=False)``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-__all__ = ['check_rows_are_independent']
+__all__ = ['batch_norms', 'check_norms_are_frozen', 'check_rows_are_independent']
 
 
 def check_rows_are_independent(model: nn.Module, coupled_terms: Sequence[str], *, strict: bool) -> None:
@@ -32,10 +32,21 @@ def check_rows_are_independent(model: nn.Module, coupled_terms: Sequence[str], *
             'value depends on which rows share a microbatch. Set `token_data_spec(..., regroup=False)`, which keeps '
             'the order of rows.'
         )
-    norms = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm) and module.training]
-    if norms and strict:
+    check_norms_are_frozen(batch_norms(model), strict=strict)
+
+
+def batch_norms(model: nn.Module) -> dict[str, nn.Module]:
+    """Returns the layers that normalise by the statistics of their microbatch while they are in training mode."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
+
+
+def check_norms_are_frozen(norms: Mapping[str, nn.Module], *, strict: bool) -> None:
+    """Raises RuntimeError if one is in training mode: evaluation puts the whole model back into it, frozen ones too."""
+    training = [name for name, module in norms.items() if module.training]
+    if training and strict:
         raise RuntimeError(
-            f'Rows must be independent of the rows beside them, got: {len(norms)} BatchNorm in training mode, such as '
-            f'{norms[0]!r}, which normalises by the statistics of its microbatch. Freeze it in eval mode; with '
-            '`check_loss=False` and an explicit `loss_tokens` the run goes on, and depends on how batches are cut.'
+            f'Rows must be independent of the rows beside them, got: {len(training)} BatchNorm in training mode, such '
+            f'as {training[0]!r}, which normalises by the statistics of its microbatch. Freeze it in eval mode (again '
+            'after each evaluation, which undoes it); with `check_loss=False` and an explicit `loss_tokens` the run '
+            'goes on, and depends on how batches are cut.'
         )

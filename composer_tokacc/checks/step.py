@@ -227,12 +227,13 @@ class StepCheck:
 
     def check_reached(self) -> None:
         """Raises RuntimeError if some microbatch's gradient does not come by its logits, where weights are set."""
-        if all(one.watched is not None and one.watched.was_reached for one in self._with_tokens()):
+        records = self._with_tokens()
+        if all(one.watched is not None and one.watched.was_reached and not one.bypass for one in records):
             return
         raise RuntimeError(
             "The model's own loss must be made of the logits that it returns for `token_weights`, got: one whose "
-            'gradient does not come by them (a fused kernel, a compiled forward). Switch the kernel off or leave out '
-            "`compile_config`, or set `token_weights='token'`, which is exact for it."
+            'gradient does not come by them, or not all of it (a fused kernel, a compiled forward, another term). '
+            "Switch the kernel off, leave out `compile_config` or the term, or set `token_weights='token'`."
         )
 
     def _count(self, record: MicrobatchRecord) -> torch.Tensor:

@@ -318,7 +318,7 @@ def test_compiled_forward(model):
 
 def test_compiled_forward_that_returns_loss_and_logits_together_is_refused(model):
     """The gradient by its logits stays inside the one graph, where no weight reaches it."""
-    with pytest.raises(RuntimeError, match='leave out `compile_config`'):
+    with pytest.raises(RuntimeError, match='leave out `compile_config` or the term'):
         compiled_run(model, batch_of(), 'aot_eager')
 
 
