@@ -94,9 +94,9 @@ class LossTerms:
         return [name for name, unit in (self.given_units or {}).items() if unit in ('coupled_samples', 'microbatches')]
 
     @property
-    def has_tokens_alone(self) -> bool:
-        """Whether no term that was declared is of another unit."""
-        return set((self.given_units or {}).values()) <= {'tokens'}
+    def is_one_mean(self) -> bool:
+        """Whether the loss was declared to have no terms besides one mean over tokens."""
+        return list((self.given_units or {'lm': 'tokens'}).values()) == ['tokens']
 
     def unit(self, name: str) -> str:
         """The unit of a dict term."""

@@ -114,8 +114,8 @@ def watch_tokens(
         weigh_tokens(logits, weights)
         losses = token_losses(logits, targets_of(state.batch, check.rule))
         state.loss = terms.add(state.loss, (losses * (weights - 1)).sum() / record.num_tokens)
-    # Terms of other units may go through the logits as well.
-    scale = check.token_scale if terms.has_tokens_alone else None
+    # Other terms may go through the logits as well.
+    scale = check.token_scale if terms.is_one_mean else None
     unit = None if scale is None else scale * share / record.num_tokens
     record.watched = WatchedTokens(
         logits, state.batch, check.rule, weights, unit, num_tokens=record.num_tokens, is_whole=is_whole

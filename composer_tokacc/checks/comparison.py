@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from composer_tokacc.checks.logits import targets_of, tolerance_of
+from composer_tokacc.checks.logits import targets_of
 from composer_tokacc.checks.probe import NOISE_FACTOR, Probe, ProbeResult
 from composer_tokacc.checks.rows import documents_of
 from composer_tokacc.counting import IGNORE_INDEX, Batch, loss_mask, sample_name
@@ -37,6 +37,8 @@ GRADIENT_TOLERANCE = 3e-6
 weakest leaks and undeclared terms that matter by 5e-5."""
 MOST_ROUNDINGS, MOST_NOISE = 1e4, 0.3
 """Above these multiples of the machine epsilon, and above this, nothing is taken for round-off."""
+PLAIN_TOLERANCE = 2e-6
+"""Above it a loss is no plain mean of cross-entropies: closer than steps are held to, as small terms grow."""
 SMALL_ROW = 1e-3
 """A gradient below this part of the largest row's is compared with that: of a row that the model is sure of little is
 left but round-off."""
@@ -149,8 +151,8 @@ class RowComparison:
         if not mean or not math.isfinite(mean):
             return None
         worst = float(((measured.weights / mean - 1).abs() * measured.sizes).max())
-        is_same = max(worst, float(measured.residual)) <= tolerance_of(measured.dtype)
-        return mean * sum(self._counts) if is_same else None
+        is_same = max(worst, float(measured.residual)) <= PLAIN_TOLERANCE + torch.finfo(measured.dtype).eps
+        return mean * sum(self._counts) if is_same and self._check_loss else None
 
     def first_exact(self, cutter: Cutter | None, rules: Any) -> Any:
         """Returns the first rules under which every row keeps its gradient."""

@@ -308,8 +308,9 @@ class StepCheck:
                 "The model's own loss must stay the mean over its loss-generating tokens, got: a gradient by its "
                 f'logits that is {found:.1e} of a token off in {sample_name(record.batch, row)}, where the label is '
                 f'{token} (round-off is {watched.allowed:.0e}). Its loss leaves out or weights some labels (classes, '
-                'label smoothing, a term that begins later), divides by something else than their number, is another '
-                'one in training mode, or an algorithm changes labels around the forward.'
+                'label smoothing), divides by something else than their number, is another one in training mode, or an '
+                'algorithm changes labels around the forward. Terms and factors that change on purpose: name the terms '
+                'of a dict in `loss_units`, or set `check_loss=False` with an explicit `loss_tokens`.'
             )
         began = [record for record in self._with_tokens() if record.bypass and self.has_bypass is False]
         if began:
