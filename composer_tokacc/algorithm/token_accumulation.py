@@ -305,8 +305,7 @@ class TokenAccumulation(Algorithm):
 
     def _restore(self, state: State, logger: Logger) -> None:
         """AFTER_BACKWARD: callbacks read ``state.loss`` at the end of the batch and expect the model's own."""
-        state.loss = self._raw_loss
-        self._raw_loss = None
+        state.loss, self._raw_loss = self._raw_loss, None
         if (watched := self._step.records[-1].watched) is not None:
             watched.release()
 
