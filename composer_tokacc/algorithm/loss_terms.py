@@ -58,6 +58,11 @@ class LossTerms:
 
         The balance is a statistic of the microbatch, and no mean over tokens: every microbatch's own weighs the same.
         """
+        for name, term in loss.items() if isinstance(loss, Mapping) else ():
+            if not isinstance(term, torch.Tensor):
+                raise RuntimeError(
+                    f'`loss[{name!r}]` must be a tensor, got: {term!r}. Leave out what a microbatch does not have.'
+                )
         router = router_loss_of(outputs)
         if self.router_coefficient is None or router is None or not isinstance(loss, torch.Tensor):
             return loss

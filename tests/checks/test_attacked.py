@@ -151,3 +151,20 @@ def test_a_loss_that_changes_on_purpose_runs_where_it_is_not_held_to_what_it_was
 
     assert steps(Changing(of, 12), num_steps=16) == 12
     assert steps(Changing(of, 12), num_steps=16, check_loss=False, loss_tokens='causal') == 16
+
+
+@pytest.mark.parametrize('term', [None, 0.5])
+def test_a_term_that_is_no_tensor_is_named(term):
+    class Two(NativeModel):
+        def loss(self, outputs: Any, batch: Any) -> Any:
+            return {'lm': outputs['loss'], 'box': term}
+
+    outcome = measure(
+        Two('causal'),
+        collate(text_rows(SHAPE)),
+        2,
+        algorithms=[TokenAccumulation(loss_units={'lm': 'tokens', 'box': 'samples'})],
+        reference=lambda model, batch: {},
+    )
+    assert outcome.kind == 'refused', outcome
+    assert "`loss['box']` must be a tensor" in outcome.message
