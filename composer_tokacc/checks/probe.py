@@ -90,8 +90,8 @@ class Probe:
         self._forward, self._loss, self._precision = forward, loss, precision
         self._terms = terms or (lambda loss, outputs: {'tokens': loss})
         self.is_training = True
-        self._layers: list[torch.nn.Module] = []
         self._has_looked, self._logits_at = False, None
+        self._layers: list[torch.nn.Module] = []
         """What gives the states that logits are made of, most often a norm, and what makes the logits."""
         parameter = next(model.parameters(), None)
         self._in_full = parameter is not None and parameter.dtype == torch.float32
