@@ -21,9 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from composer_tokacc.layout import Batch
-
-__all__ = ['DocumentAttention']
+from composer_tokacc.batch import Batch
 
 PREFIX = 'documents_'
 """Of the names by which our attention is registered, before that of the plain one."""

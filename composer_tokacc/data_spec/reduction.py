@@ -10,8 +10,6 @@ from composer.core import State
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ['ReductionWatch', 'check_reduced', 'check_sharding']
-
 
 class ReductionWatch:
     """Sees in which microbatches of a step gradients are reduced, and refuses what would wait without end.
