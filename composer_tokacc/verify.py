@@ -38,6 +38,7 @@ from composer_tokacc.checks.first_batch import find_loss_rule
 from composer_tokacc.checks.logits import targets_of
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.checks.rows import telling_batch
+from composer_tokacc.compat import Dropout
 from composer_tokacc.data_spec import token_data_spec
 from composer_tokacc.invariance import Gradients, relative_error
 from composer_tokacc.layout import BatchLayout
@@ -251,7 +252,7 @@ def _leave_zero(model: torch.nn.Module) -> None:
 def _switch_off_dropout(model: torch.nn.Module) -> None:
     """Random masks would differ between one forward and many."""
     for module in model.modules():
-        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+        if isinstance(module, Dropout):
             module.p = 0.0
         for name in ('attention_dropout', 'dropout'):
             if isinstance(getattr(module, name, None), float):
