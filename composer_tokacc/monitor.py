@@ -18,8 +18,6 @@ from composer_tokacc.counting import check_rule, count_tokens, loss_mask
 from composer_tokacc.layout import microbatches_of
 from composer_tokacc.metadata import is_annotated, metadata_of, num_samples
 
-__all__ = ['TokenMonitor']
-
 # What each rank contributes to a step's one reduction, in this order.
 FIELDS = ('real', 'device_positions', 'positions', 'tokens', 'samples', 'microbatches', 'empty', 'last_variation')
 
