@@ -12,8 +12,6 @@ from typing import Any, TypeVar, cast
 from numba import njit
 from numba.core.caching import FunctionCache
 
-__all__ = ['compiled']
-
 Function = TypeVar('Function', bound=Callable[..., Any])
 
 
