@@ -30,7 +30,7 @@ from composer_tokacc import BatchLayout, TokenAccumulation
 
 LENGTHS = (40, 9, 64, 17, 120, 33, 28, 12)
 FIRST_SHARE = 5
-UNITS = ('DecoderLayer', 'EncoderLayer')
+MODALITIES = ('DecoderLayer', 'EncoderLayer')
 
 
 class WholeGradients(Callback):
@@ -81,7 +81,7 @@ def main() -> None:
         model, recorder = build_llava(config, device), WholeGradients()
         arguments: dict[str, Any] = {}
         if wrapper != 'ddp':
-            model.fsdp_wrap_fn = lambda module: type(module).__name__.endswith(UNITS)
+            model.fsdp_wrap_fn = lambda module: type(module).__name__.endswith(MODALITIES)
             arguments = {'parallelism_config': {'fsdp': {'state_dict_type': 'full'}}}
         fit(
             model, data_of('ours', [layout.concat(share)], layout), size, num_steps=1, device=device,

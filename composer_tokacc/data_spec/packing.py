@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
-from composer_tokacc.counting import CARRIED, IGNORE_INDEX, sample_name
+from composer_tokacc.batch import IGNORE_INDEX, sample_name
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.layout import BatchLayout
-
-__all__ = ['pack_rows']
+from composer_tokacc.metadata import METADATA_PREFIX
 
 
 def pack_rows(
@@ -53,7 +52,7 @@ def pack_rows(
     for key, value in batch.items():
         if key == 'attention_mask':
             continue
-        if key == f'{CARRIED}rule':
+        if key == f'{METADATA_PREFIX}rule':
             packed[key] = value[:1]
         elif isinstance(value, torch.Tensor):
             packed[key] = _pack_tensor(layout, key, value, real)

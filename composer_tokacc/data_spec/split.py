@@ -15,18 +15,15 @@ import numpy as np
 import torch
 from composer.utils import dist
 
+from composer_tokacc.batch import IGNORE_INDEX, MODALITIES, Batch, own_labels, sample_name
 from composer_tokacc.collectives import from_any_rank, max_over_ranks
-from composer_tokacc.counting import IGNORE_INDEX, num_rows, sample_name, with_carried, without_carried
 from composer_tokacc.data_spec.added_rows import AddedRow, MediaRows, add_rows, zero_weight
 from composer_tokacc.data_spec.cut_rules import CutRules, padded_candidates
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.data_spec.packing import pack_rows
-from composer_tokacc.layout import Batch, BatchLayout, Family, ReadyBatch, microbatches_of
-from composer_tokacc.layout.families import UNITS
-from composer_tokacc.layout.layout import own_labels
+from composer_tokacc.layout import BatchLayout, Family, ReadyBatch, microbatches_of
+from composer_tokacc.metadata import num_rows, with_metadata, without_metadata
 from composer_tokacc.planning import CutOptions, cut_rows, pack_lengths
-
-__all__ = ['MicrobatchSplit']
 
 log = logging.getLogger(__name__)
 
@@ -217,7 +214,7 @@ class MicrobatchSplit:
         if rules.packing:
             self._attend(rules.packing)
             microbatch = pack_rows(layout, microbatch, self._attention)
-        return without_carried(microbatch)
+        return without_metadata(microbatch)
 
     def _chunks(self, layout: BatchLayout, batch: Batch, size: int) -> list[dict[str, Any]]:
         num_rows = layout.num_rows(batch)
@@ -346,7 +343,7 @@ class MicrobatchSplit:
         for microbatch, (_, added) in zip(selected, planned, strict=True):
             microbatch = add_rows(layout, microbatch, [one.row for one in added]) if added else microbatch
             microbatch = pack_rows(layout, microbatch, self._attention) if self.packing else microbatch
-            microbatches.append(with_carried(microbatch, microbatches=[len(planned)] * num_rows(microbatch)))
+            microbatches.append(with_metadata(microbatch, microbatches=[len(planned)] * num_rows(microbatch)))
         return microbatches
 
     def _selected(self, layout: BatchLayout, pieces: Sequence[_Rows]) -> Iterator[dict[str, Any]]:
@@ -384,7 +381,7 @@ class MicrobatchSplit:
             text = zero_weight(self._trimmed(layout, layout.select(shortest.source, [place]), self.rules))
             rows = [row.row for unit in media.needed if (row := media.row(unit)) is not None]
             filler = layout.concat(rows) if rows else text
-            filler = with_carried(filler, microbatches=[len(planned)] * num_rows(filler))
+            filler = with_metadata(filler, microbatches=[len(planned)] * num_rows(filler))
             microbatches += [filler] * (count - len(planned))
         return microbatches
 
@@ -395,10 +392,10 @@ class MicrobatchSplit:
         if not may_have_media:
             return media, []
         present = media.present
-        lacks = [unit not in present and media.row(unit) is None for unit in UNITS]
-        flags = max_over_ranks([*(unit in present for unit in UNITS), *lacks])
-        in_use = [unit for unit, used in zip(UNITS, flags, strict=False) if used]
-        lacking = {unit for unit, lacked in zip(UNITS, flags[len(UNITS) :], strict=True) if lacked}
+        lacks = [unit not in present and media.row(unit) is None for unit in MODALITIES]
+        flags = max_over_ranks([*(unit in present for unit in MODALITIES), *lacks])
+        in_use = [unit for unit, used in zip(MODALITIES, flags, strict=False) if used]
+        lacking = {unit for unit, lacked in zip(MODALITIES, flags[len(MODALITIES) :], strict=True) if lacked}
         media.needed = _units_needed(layout.family, in_use)
         if in_use and not lacking.isdisjoint(media.needed):
             for unit in media.needed:
@@ -446,7 +443,7 @@ class MicrobatchSplit:
 def _companions(layout: BatchLayout, batches: Sequence[tuple[Batch, Sequence[int]]]) -> MediaRows:
     """Media of the rows, of which every microbatch needs the first kind: beside it rows without have their loss."""
     media = MediaRows(layout, batches)
-    media.needed = [unit for unit in UNITS if unit in media.present][:1]
+    media.needed = [unit for unit in MODALITIES if unit in media.present][:1]
     return media
 
 

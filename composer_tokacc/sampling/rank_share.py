@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
-from composer_tokacc.counting import with_carried
-from composer_tokacc.layout import Batch, ReadyBatch
+from composer_tokacc.batch import Batch
+from composer_tokacc.layout import ReadyBatch
 from composer_tokacc.layout.ready import widened
+from composer_tokacc.metadata import with_metadata
 from composer_tokacc.planning import CutOptions, Microbatch, MicrobatchPlan, plan_rows
 
 __all__ = ['LoadPlanner', 'RankShare']
@@ -84,5 +85,5 @@ class LoadPlanner:
             if not hasattr(batch, 'keys'):
                 raise ValueError(f'`collate_fn` must return a mapping, got: {type(batch).__name__}. Name its entries.')
             batch = widened({key: batch[key] for key in batch.keys()}, self.options.width_multiple)  # noqa: SIM118
-            microbatches.append(with_carried(batch, samples=[0]) if share.is_copy else batch)
+            microbatches.append(with_metadata(batch, samples=[0]) if share.is_copy else batch)
         return ReadyBatch(microbatches, max_tokens=self.options.max_tokens, indices=share.microbatches)
