@@ -212,7 +212,7 @@ def tables(results: dict[str, Any]) -> list[str]:
 
 
 def _in_columns(rows: list[dict[str, Any]]) -> str:
-    lines = ['| samples | model | ranks x rows | tower | text | step over the bound | without | tower of the step |']
+    lines = ['| samples | model | ranks x rows | vision | text | step over the bound | without | vision of the step |']
     lines.append('|' + '---|' * 8)
     for row in rows:
         known, plain = row['patches'], row['none']

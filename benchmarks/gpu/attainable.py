@@ -3,7 +3,7 @@
 
 """What part (b) can show at most, without a GPU: positions computed, stock's over each other way's.
 
-    python -m benchmarks.gpu_parts.attainable [--lengths DIR]
+    python -m benchmarks.gpu.attainable [--lengths DIR]
 
 A GPU that is busy takes time in proportion to positions, but for attention, which favours narrow rows further.
 """
@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.gpu_parts.scale import FULL, Scale
-from benchmarks.gpu_parts.speed import TARGETS, lengths_of
+from benchmarks.gpu.scale import FULL, Scale
+from benchmarks.gpu.speed import TARGETS, lengths_of
 from composer_tokacc.planning import CutOptions, cut_rows
 
 BATCHES = 40
