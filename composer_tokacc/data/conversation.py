@@ -16,9 +16,10 @@ import torch
 from jinja2 import TemplateError
 from tokenizers import Encoding
 
-from composer_tokacc.counting import IGNORE_INDEX, LOSS_WEIGHTS
+from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.data.formats import Record
 from composer_tokacc.data.media import Video, VideoSampling, open_media
+from composer_tokacc.weights import LOSS_WEIGHTS
 
 __all__ = ['ConversationEncoder']
 

@@ -26,7 +26,7 @@ from composer.utils import dist
 from torch.utils.data import ConcatDataset, DataLoader, Dataset
 from tqdm.auto import tqdm
 
-from composer_tokacc.counting import IGNORE_INDEX
+from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.data.formats import KINDS, BadSampleError
 from composer_tokacc.data.headers import Row, rows_from_headers
 from composer_tokacc.data.identity import class_name, identify_data, identify_processor, identify_vocabulary
