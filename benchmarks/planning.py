@@ -22,7 +22,7 @@ from benchmarks.length_sets import LengthSet, lognormal, read_tables
 from benchmarks.machine import machine
 from benchmarks.pages import show
 from benchmarks.record import RESULTS, write
-from composer_tokacc.planning import cut, plan_microbatches
+from composer_tokacc.planning import CutOptions, cut_rows, plan_microbatches
 
 MICROBATCH = 4
 SIZES = [(256, 8), (1024, 8), (4096, 8), (16384, 8), (1024, 64), (4096, 64), (16384, 64)]
@@ -61,7 +61,8 @@ def measure(sets: list[LengthSet], repeats: int) -> list[dict[str, Any]]:
                 times = time_call(plan, max(15, repeats * 256 // size))
                 rows.append({'set': length_set.name, 'objective': objective, 'samples': size, 'ranks': ranks, **times})
     rank = sets[0].draw(32, seed=0)
-    times = time_call(lambda: cut(rank.lengths, MICROBATCH * int(rank.lengths.max())), repeats)
+    options = CutOptions(max_tokens=MICROBATCH * int(rank.lengths.max()))
+    times = time_call(lambda: cut_rows(rank.lengths, options), repeats)
     return [*rows, {'set': rank.name, 'objective': 'cut, one rank', 'samples': 32, 'ranks': 1, **times}]
 
 

@@ -30,7 +30,7 @@ from benchmarks.machine import machine
 from benchmarks.modelled import STOCK, Rivals
 from benchmarks.pages import show
 from benchmarks.record import RESULTS, write
-from composer_tokacc.planning import CostModel, Rows, lower_bound
+from composer_tokacc.planning import CostModel, CutOptions, Rows, lower_bound
 from composer_tokacc.sampling import RegroupingBatchSampler
 
 MICROBATCH = 4
@@ -51,7 +51,11 @@ def simulate(length_set: LengthSet, num_ranks: int, per_rank: int, steps: int) -
     found[HF_GROUPED] = rivals.length_grouped(epoch, global_batch)
     bounds = [
         lower_bound(
-            Rows(batch.lengths, MICROBATCH * int(batch.lengths.max()), image_tokens=batch.image_tokens, cost=cost),
+            Rows(
+                batch.lengths,
+                CutOptions(max_tokens=MICROBATCH * int(batch.lengths.max()), cost=cost),
+                image_tokens=batch.image_tokens,
+            ),
             num_ranks,
         )
         for batch in batches

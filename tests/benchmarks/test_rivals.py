@@ -26,8 +26,8 @@ from benchmarks.rivals.data import Samples, Sizes, build_processor, collate, lay
 from benchmarks.rivals.names import BOUND, CONTENDER_TITLES, TRAINER_TITLES
 from benchmarks.rivals.probe import watched
 from composer_tokacc import verify_invariance
-from composer_tokacc.data_spec.packing import pack_lengths
 from composer_tokacc.invariance import relative_error
+from composer_tokacc.planning import pack_lengths
 from tests.support.launch import ROOT
 from tests.support.text import text_model, text_rows
 

@@ -13,9 +13,9 @@ import torch
 from composer_tokacc import BatchLayout, token_data_spec
 from composer_tokacc.data_spec.added_rows import add_rows, blank_row, smallest_row, zero_weight
 from composer_tokacc.data_spec.cut_rules import CutRules
-from composer_tokacc.data_spec.packing import pack_lengths
 from composer_tokacc.data_spec.registry import split_of
 from composer_tokacc.metadata import annotate, metadata_of, num_samples, with_metadata
+from composer_tokacc.planning import pack_lengths
 from tests.matrix.harness import measure_steps
 from tests.matrix.subjects import SUBJECTS
 from tests.support import family_models
