@@ -33,17 +33,19 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from composer_tokacc.algorithm import TokenAccumulation
 from composer_tokacc.algorithm.functional import at_predictions
+from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.checks.first_batch import find_loss_rule
 from composer_tokacc.checks.logits import targets_of
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.checks.rows import telling_batch
-from composer_tokacc.counting import IGNORE_INDEX, token_weights_of
+from composer_tokacc.compat import Dropout
 from composer_tokacc.data_spec import token_data_spec
 from composer_tokacc.invariance import Gradients, relative_error
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.programs import TrainConfig
 from composer_tokacc.programs.run import RunParts, build_parts, command_line, run_program
 from composer_tokacc.programs.schema import raised_here
+from composer_tokacc.weights import token_weights_of
 
 __all__ = ['UnusedParameters', 'main', 'verify']
 
@@ -250,7 +252,7 @@ def _leave_zero(model: torch.nn.Module) -> None:
 def _switch_off_dropout(model: torch.nn.Module) -> None:
     """Random masks would differ between one forward and many."""
     for module in model.modules():
-        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+        if isinstance(module, Dropout):
             module.p = 0.0
         for name in ('attention_dropout', 'dropout'):
             if isinstance(getattr(module, name, None), float):

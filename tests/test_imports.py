@@ -47,7 +47,7 @@ def test_the_package_alone_loads_nothing_of_the_hosts():
 
 def test_the_planner_loads_neither_torch_nor_composer():
     modules = loaded('from composer_tokacc import plan_microbatches\nimport composer_tokacc.planning')
-    assert rooms(modules) == {'planning'}
+    assert rooms(modules) == {'planning', 'compat'}
     assert not modules & {'torch', 'composer', 'transformers'}
 
 
@@ -57,7 +57,20 @@ def test_the_plugin_loads_no_data_no_sizing_and_no_program():
     assert not found & BELOW
 
 
-ORDER = ('collectives', 'planning', 'layout', 'counting', 'checks', 'sampling', 'data_spec', 'algorithm')
+ORDER = (
+    'compat',
+    'batch',
+    'collectives',
+    'planning',
+    'layout',
+    'counting',
+    'weights',
+    'metadata',
+    'checks',
+    'sampling',
+    'data_spec',
+    'algorithm',
+)
 """Rooms of the plugin: each may import those before it."""
 
 

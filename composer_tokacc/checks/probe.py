@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
+from composer_tokacc.batch import Batch, labels_of, with_own_tensors
 from composer_tokacc.checks.logits import MeasuredTokens, logits_of, measure, sketch, token_losses
-from composer_tokacc.counting import Batch, labels_of, with_own_tensors
+from composer_tokacc.compat import BatchNorm
 
 __all__ = ['NOISE_FACTOR', 'Probe', 'ProbeResult', 'router_loss_of']
 
@@ -293,7 +293,7 @@ def _undisturbed(model: torch.nn.Module, *, training: bool) -> Iterator[None]:
             random.seed(0)
             np.random.seed(0)
             for module, was_training in modes:
-                module.training = training and was_training and not isinstance(module, _BatchNorm)
+                module.training = training and was_training and not isinstance(module, BatchNorm)
             yield
     finally:
         random.setstate(python_state)

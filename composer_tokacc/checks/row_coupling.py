@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from composer_tokacc.compat import BatchNorm
 
 __all__ = ['batch_norms', 'check_norms_are_frozen', 'check_rows_are_independent']
 
@@ -37,7 +38,7 @@ def check_rows_are_independent(model: nn.Module, coupled_terms: Sequence[str], *
 
 def batch_norms(model: nn.Module) -> dict[str, nn.Module]:
     """Returns the layers that normalise by the statistics of their microbatch while they are in training mode."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
+    return {name: module for name, module in model.named_modules() if isinstance(module, BatchNorm)}
 
 
 def check_norms_are_frozen(norms: Mapping[str, nn.Module], *, strict: bool) -> None:

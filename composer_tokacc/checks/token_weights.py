@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.checks.logits import logits_of, measure, node_of, tolerance_of
-from composer_tokacc.counting import IGNORE_INDEX
+from composer_tokacc.compat import inner_model
 
 __all__ = ['TokenWeightsReport', 'measure_token_weights']
 
@@ -160,9 +161,7 @@ def measure_token_weights(model: torch.nn.Module) -> Iterator[TokenWeightsReport
         >>> [round(weight, 4) for weight in torch.cat(report.weights).tolist()]
         [0.125, 0.125, 0.125, 0.125, 0.5]
     """
-    report, inner = TokenWeightsReport(), model
-    while [*inner._modules] in (['module'], ['_orig_mod']):  # of DDP and of torch.compile
-        [inner] = inner.children()
+    report, inner = TokenWeightsReport(), inner_model(model)
     # Trainers may call a part of what they were given. Parts of Hugging Face models that have a head have this method.
     parts = [part for part in inner.modules() if part is inner or hasattr(part, 'get_output_embeddings')]
     hooks = [part.register_forward_hook(partial(report._watch, is_outer=part is inner)) for part in parts]

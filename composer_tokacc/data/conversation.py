@@ -15,10 +15,11 @@ import torch
 from jinja2 import TemplateError
 from tokenizers import Encoding
 
-from composer_tokacc.counting import IGNORE_INDEX, LOSS_WEIGHTS
+from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.data.media import decode_media
 from composer_tokacc.data.records import MediaFile, Record
 from composer_tokacc.data.videos import Video, VideoSampling
+from composer_tokacc.weights import LOSS_WEIGHTS
 
 Message = Mapping[str, Any]
 

@@ -21,9 +21,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from composer_tokacc.layout import Batch
-
-__all__ = ['DocumentAttention']
+from composer_tokacc.batch import Batch
+from composer_tokacc.compat import attention_of
 
 PREFIX = 'documents_'
 """Of the names by which our attention is registered, before that of the plain one."""
@@ -53,7 +52,7 @@ class DocumentAttention:
         self._parts = [host for host in hosts if type(host.config) is text]
         if 'chunked_attention' in (getattr(self._parts[0].config, 'layer_types', None) or ()):
             raise RuntimeError('Attention must not be in chunks that are counted from column 0, got: such layers.')
-        self._plain = str(self._parts[0].config._attn_implementation).removeprefix(PREFIX)
+        self._plain = attention_of(self._parts[0].config).removeprefix(PREFIX)
         self.has_masks = self._plain in ('sdpa', 'eager') and not by_positions
         """Whether packed rows say by their mask which documents they have. Flash and flex attention take no mask: they
         find the documents themselves where ``position_ids`` restart."""
@@ -74,7 +73,7 @@ class DocumentAttention:
     def _set(self, name: str) -> None:
         for part in self._parts:
             part.set_attn_implementation({'': name})
-            if part.config._attn_implementation != name:
+            if attention_of(part.config) != name:
                 raise RuntimeError(
                     "The model's attention must go through transformers' AttentionInterface, got: that of "
                     f'{type(part).__name__} does not.'

@@ -10,7 +10,7 @@ from composer.core import State
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ['ReductionWatch', 'check_reduced', 'check_sharding']
+from composer_tokacc.compat import check_reducer_finalized
 
 
 class ReductionWatch:
@@ -83,7 +83,7 @@ def check_reduced(model: torch.nn.Module) -> None:
     if not isinstance(model, DistributedDataParallel):
         return
     try:
-        model._check_reducer_finalized()  # private: DDP asks itself this at the start of its next forward
+        check_reducer_finalized(model)
     except RuntimeError as error:
         without = [name for name, p in model.module.named_parameters() if p.requires_grad and p.grad is None]
         raise RuntimeError(

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from composer_tokacc.layout.families import FAMILIES, TEXT_ENTRIES, Batch, Entry
+from composer_tokacc.batch import Batch
+from composer_tokacc.compat import new_shared_storage
+from composer_tokacc.layout.families import FAMILIES, TEXT_ENTRIES, Entry
 from composer_tokacc.layout.layout import BatchLayout
-
-__all__ = ['ReadyBatch', 'microbatches_of', 'widened', 'with_columns']
 
 ALIGNMENT = 64
 """Bytes; tensors of any type may begin there."""
@@ -181,7 +181,7 @@ def _packed(microbatches: Sequence[Mapping[str, Any]]) -> tuple[torch.Tensor, li
                 end += -(-value.numel() * value.element_size() // ALIGNMENT) * ALIGNMENT
         places.append(of_microbatch)
     # As torch's own default_collate does in a worker: what is shared from the beginning is not copied for sending.
-    memory = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(max(end, 1)))
+    memory = torch.empty(0, dtype=torch.uint8).set_(new_shared_storage(max(end, 1)))
     for place, value in tensors:
         memory[place.start : place.start + value.numel() * value.element_size()].view(place.dtype).view(
             place.shape

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 from numba import njit
 from numba.core.caching import FunctionCache
 
-__all__ = ['compiled']
+from composer_tokacc.compat import set_machine_code_cache
 
 Function = TypeVar('Function', bound=Callable[..., Any])
 
@@ -23,7 +23,7 @@ def compiled(function: Function) -> Function:
     # As `cache=True` does, with a cache class of our own. numba raises where neither the package folder nor the user's
     # cache folder can be written: no cache then.
     with contextlib.suppress(RuntimeError):
-        dispatcher._cache = _ForgivingCache(function)  # pyright: ignore[reportAttributeAccessIssue]
+        set_machine_code_cache(dispatcher, _ForgivingCache(function))
     return cast(Function, dispatcher)
 
 

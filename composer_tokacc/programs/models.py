@@ -23,8 +23,6 @@ from composer.metrics import LanguageCrossEntropy, MaskedAccuracy
 from composer.models import HuggingFaceModel
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from transformers import (
     CONFIG_MAPPING,
@@ -40,6 +38,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
 )
 
+from composer_tokacc.compat import FakeTensorMode, detect_fake_mode, skip_embedding_resize
 from composer_tokacc.programs.lora import (
     check_lora,
     four_bit_options,
@@ -376,6 +375,7 @@ def _freeze_unreached_vision_layers(model: Any) -> set[str]:
     return names
 
 
+@skip_embedding_resize
 class _RunModel(HuggingFaceModel):
     """HuggingFaceModel whose checkpoints hold all that :mod:`composer_tokacc.export` needs, the image processor too."""
 
@@ -383,9 +383,6 @@ class _RunModel(HuggingFaceModel):
         # Peft's own filter would leave out `modules_to_save`; see keep_trained_only().
         super().__init__(model, tokenizer=tokenizer_of(processor), should_save_peft_only=False, **options)
         self.processor = processor
-
-    def _check_tokenizer_and_maybe_resize_embeddings(self, allow_embedding_resizing: bool) -> None:
-        """Nothing to do: the embeddings fit, and configs that keep ``vocab_size`` in their text part would not pass."""
 
     def get_metadata(self) -> dict[str, Any]:
         """As Composer's, with every file of the processor and the generation config."""

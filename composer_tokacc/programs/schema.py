@@ -360,14 +360,15 @@ def _check_shape(layer: Any, path: str | Path) -> None:
     """Omegaconf merges scalars and lists into sections with messages that name no key."""
     if not OmegaConf.is_dict(layer):
         raise ConfigError(f'`{path}` must hold sections (`model:`, `loader:`, ...), got: no mapping')
+    given: Any = OmegaConf.to_container(layer, resolve=False)
     for section in dataclasses.fields(TrainConfig):
-        value = layer._get_node(section.name)
-        if value is not None and section.name != 'seed' and not OmegaConf.is_dict(value):
+        value = given.get(section.name, {})
+        if section.name != 'seed' and not isinstance(value, dict):
             raise ConfigError(f'`{section.name}` must be a mapping, got: {value}. Leave it out for its defaults')
     for key in ('model.config', 'model.lora', 'microbatching.cost'):
         section, name = key.split('.')
-        value = layer[section]._get_node(name) if layer.get(section) else None
-        if value is not None and not (value._is_none() or OmegaConf.is_dict(value) or value._is_interpolation()):
+        value = given.get(section, {}).get(name)
+        if value is not None and not (isinstance(value, dict) or str(value).startswith('${')):
             raise ConfigError(f'`{key}` must be a mapping, got: {value}. Leave it out, or write null, for none')
 
 

@@ -19,6 +19,7 @@ from scipy.optimize import nnls
 from torch import nn
 
 from composer_tokacc.cache import fingerprint, keep, load_kept, whole_file
+from composer_tokacc.compat import attention_of
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.sizing.shapes import BatchShape, probe_batches
 from composer_tokacc.sizing.trace import FakeRun, StaticBytes
@@ -211,7 +212,7 @@ def calibrate_fake(
             batch['attention_mask'] = torch.ones_like(batch['attention_mask'])
     probes = [run.measure(batch) for batch in batches]
     shapes = [probe.shape for probe in probes]
-    area = 'always' if run.model.config._attn_implementation == 'eager' else 'padded' if has_mask else 'never'
+    area = 'always' if attention_of(run.model.config) == 'eager' else 'padded' if has_mask else 'never'
     memory = MemoryModel(
         static=run.static,
         phases={

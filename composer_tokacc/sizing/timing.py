@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from composer.core import Callback, State
 from composer.loggers import Logger
-from torch.utils._pytree import tree_iter
 
+from composer_tokacc.compat import tree_iter
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.planning import CostModel
 from composer_tokacc.sizing.memory_model import non_negative_fit

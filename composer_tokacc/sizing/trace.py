@@ -14,15 +14,23 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only, tree_unflatten
 
+from composer_tokacc.compat import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    let_fake_weights_be_swapped,
+    storage_key,
+    tree_flatten,
+    tree_iter,
+    tree_map_only,
+    tree_unflatten,
+)
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.sizing.shapes import BatchShape
 
@@ -263,9 +271,7 @@ class FakeRun:
         if strategy not in STRATEGIES:
             raise ValueError(f'`strategy` must be one of {STRATEGIES}, got: {strategy!r}.')
         self._mode = _SharedMode(allow_non_fake_inputs=True)
-        # In the newest torch `nn.Module.to`, which peft calls, swaps fake weights, and refuses those that the mode's
-        # own cache refers to.
-        with self._mode, patch('weakref.getweakrefs', lambda _: []):
+        with self._mode, let_fake_weights_be_swapped():  # peft calls `Module.to`
             model = build()
         self.model: Any = model.model if hasattr(model, 'shift_labels') else model
         self.layout = BatchLayout.for_model(self.model)
@@ -468,7 +474,7 @@ def cast_model(model: nn.Module, dtype: torch.dtype) -> None:
     """
     cast_of: dict[int, torch.Tensor] = {}  # tied weights stay tied
     for module in model.modules():
-        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+        for name, tensor in [*module.named_parameters('', False, False), *module.named_buffers('', False, False)]:
             if tensor is None or not tensor.is_floating_point() or tensor.dtype == dtype:
                 continue
             if id(tensor) not in cast_of:
@@ -476,11 +482,6 @@ def cast_model(model: nn.Module, dtype: torch.dtype) -> None:
                 is_weight = isinstance(tensor, nn.Parameter)
                 cast_of[id(tensor)] = nn.Parameter(converted, tensor.requires_grad) if is_weight else converted
             setattr(module, name, cast_of[id(tensor)])
-
-
-def storage_key(tensor: torch.Tensor) -> int:
-    """Identity of the memory behind a tensor, the same for all its views; valid while one of them lives."""
-    return tensor.untyped_storage()._cdata
 
 
 def transformer_blocks(model: nn.Module) -> list[nn.Module]:

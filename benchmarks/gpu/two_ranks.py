@@ -3,7 +3,7 @@
 
 """One of two ranks: its share of a global batch, text-only microbatches among them; rank 0 writes the errors.
 
-Started by `benchmarks.gpu_parts.ranks`, which sets the environment of a launcher.
+Started by `benchmarks.gpu.ranks`, which sets the environment of a launcher.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from composer.utils import dist, get_device
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from benchmarks.device import CPU, GPU
-from benchmarks.gpu_parts.exactness import Gradients, one_forward, relative_error, small_config
-from benchmarks.gpu_parts.scale import build_llava
+from benchmarks.gpu.exactness import Gradients, one_forward, relative_error, small_config
+from benchmarks.gpu.scale import build_llava
 from benchmarks.small_llava import make_rows
 from benchmarks.timed_steps import data_of, fit
 from composer_tokacc import BatchLayout, TokenAccumulation
 
 LENGTHS = (40, 9, 64, 17, 120, 33, 28, 12)
 FIRST_SHARE = 5
-UNITS = ('DecoderLayer', 'EncoderLayer')
+MODALITIES = ('DecoderLayer', 'EncoderLayer')
 
 
 class WholeGradients(Callback):
@@ -81,7 +81,7 @@ def main() -> None:
         model, recorder = build_llava(config, device), WholeGradients()
         arguments: dict[str, Any] = {}
         if wrapper != 'ddp':
-            model.fsdp_wrap_fn = lambda module: type(module).__name__.endswith(UNITS)
+            model.fsdp_wrap_fn = lambda module: type(module).__name__.endswith(MODALITIES)
             arguments = {'parallelism_config': {'fsdp': {'state_dict_type': 'full'}}}
         fit(
             model, data_of('ours', [layout.concat(share)], layout), size, num_steps=1, device=device,

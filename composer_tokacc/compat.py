@@ -1,0 +1,123 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Private names of the hosts: a release that changes one breaks this module, and no other.
+
+Each is read in torch 2.7, transformers 5.23, mosaicml 0.32 and numba 0.68. Nothing is imported before it is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+if TYPE_CHECKING:
+    import torch
+    from torch._guards import detect_fake_mode
+    from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+    from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+    from torch.nn.modules.dropout import _DropoutNd as Dropout
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only, tree_unflatten
+
+__all__ = [
+    'BatchNorm',
+    'DataDependentOutputException',
+    'Dropout',
+    'FakeTensor',
+    'FakeTensorMode',
+    'TorchDispatchMode',
+    'attention_of',
+    'check_reducer_finalized',
+    'detect_fake_mode',
+    'inner_model',
+    'let_fake_weights_be_swapped',
+    'new_shared_storage',
+    'set_machine_code_cache',
+    'skip_embedding_resize',
+    'storage_key',
+    'tree_flatten',
+    'tree_iter',
+    'tree_map_only',
+    'tree_unflatten',
+]
+
+_PLACES = {
+    # Memory of a model whose weights are nowhere: torch.compile's tensors without data.
+    'FakeTensor': ('torch._subclasses.fake_tensor', 'FakeTensor'),
+    'FakeTensorMode': ('torch._subclasses.fake_tensor', 'FakeTensorMode'),
+    'DataDependentOutputException': ('torch._subclasses.fake_tensor', 'DataDependentOutputException'),
+    'detect_fake_mode': ('torch._guards', 'detect_fake_mode'),
+    # What sees every operation; public extensions of torch subclass it all the same.
+    'TorchDispatchMode': ('torch.utils._python_dispatch', 'TorchDispatchMode'),
+    # Tensors inside of nested arguments; `torch.utils.pytree` came after 2.7.
+    'tree_flatten': ('torch.utils._pytree', 'tree_flatten'),
+    'tree_iter': ('torch.utils._pytree', 'tree_iter'),
+    'tree_map_only': ('torch.utils._pytree', 'tree_map_only'),
+    'tree_unflatten': ('torch.utils._pytree', 'tree_unflatten'),
+    # The common bases of layers of one, two and three dimensions, and of those that synchronise over ranks.
+    'BatchNorm': ('torch.nn.modules.batchnorm', '_BatchNorm'),
+    'Dropout': ('torch.nn.modules.dropout', '_DropoutNd'),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+    module, attribute = _PLACES[name]
+    globals()[name] = found = getattr(importlib.import_module(module), attribute)
+    return found
+
+
+def inner_model(model: torch.nn.Module) -> torch.nn.Module:
+    """Returns the model inside of DDP and of torch.compile, which keeps it as ``_orig_mod``."""
+    while [name for name, _ in model.named_children()] in (['module'], ['_orig_mod']):
+        [model] = model.children()
+    return model
+
+
+def check_reducer_finalized(model: torch.nn.parallel.DistributedDataParallel) -> None:
+    """Raises RuntimeError if DDP left gradients unreduced; DDP asks itself only at the start of its next forward."""
+    model._check_reducer_finalized()
+
+
+def new_shared_storage(num_bytes: int) -> torch.UntypedStorage:
+    """Returns memory that other processes see, as ``default_collate`` takes it in a worker: it is sent uncopied."""
+    import torch
+
+    return torch.UntypedStorage._new_shared(num_bytes)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Returns the identity of the memory behind a tensor, while one of its views lives; fake ones have no address."""
+    return tensor.untyped_storage()._cdata
+
+
+@contextmanager
+def let_fake_weights_be_swapped() -> Iterator[None]:
+    """Hides weak references: the newest ``Module.to`` swaps fake weights, and refuses those in the mode's own cache."""
+    with patch('weakref.getweakrefs', lambda _: []):
+        yield
+
+
+def attention_of(config: Any) -> str:
+    """Returns the attention implementation that Transformers chose; the public name only sets it."""
+    return str(config._attn_implementation)
+
+
+def set_machine_code_cache(dispatcher: Any, cache: Any) -> None:
+    """Gives a compiled function a cache of its own; numba's ``cache=True`` takes its own class alone."""
+    dispatcher._cache = cache
+
+
+def skip_embedding_resize(model_class: type) -> type:
+    """Switches off Composer's check of embeddings, which fails for configs whose ``vocab_size`` is in their text part.
+
+    Args:
+        model_class: A subclass of ``HuggingFaceModel`` whose embeddings are known to fit.
+    """
+    model_class._check_tokenizer_and_maybe_resize_embeddings = lambda self, allow_embedding_resizing: None
+    return model_class

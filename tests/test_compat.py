@@ -1,0 +1,122 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Private names of the hosts: each is still there, and still does what we use it for."""
+
+from __future__ import annotations
+
+import ast
+
+import numba
+import numpy as np
+import pytest
+import torch
+from composer.models import HuggingFaceModel
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from composer_tokacc import compat
+from tests.support.launch import ROOT
+
+PUBLIC_UNDERSCORES = {'_replace', '_exit'}
+"""Of named tuples and of ``os``."""
+
+
+@pytest.mark.parametrize('name', sorted(compat.__all__))
+def test_each_name_is_found_where_the_table_says(name):
+    assert callable(getattr(compat, name))
+
+
+def test_a_name_that_is_not_listed_is_refused():
+    with pytest.raises(AttributeError, match="no attribute 'FakeTensors'"):
+        _ = compat.FakeTensors
+
+
+def test_bases_of_layers_hold_what_we_look_for():
+    assert all(issubclass(layer, compat.BatchNorm) for layer in (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm))
+    assert all(issubclass(layer, compat.Dropout) for layer in (nn.Dropout, nn.Dropout2d, nn.AlphaDropout))
+
+
+def test_the_model_is_found_inside_of_a_compiled_one():
+    model = nn.Sequential(nn.Linear(2, 2))
+    assert compat.inner_model(torch.compile(model)) is model
+    assert compat.inner_model(model) is model
+
+
+def test_ddp_still_asks_itself_whether_its_gradients_are_reduced():
+    from torch.nn.parallel import DistributedDataParallel
+
+    assert callable(DistributedDataParallel._check_reducer_finalized)
+
+
+def test_shared_memory_is_shared_from_the_beginning():
+    tensor = torch.empty(0, dtype=torch.uint8).set_(compat.new_shared_storage(8))
+    assert tensor.is_shared()
+    assert tensor.numel() == 8
+
+
+def test_views_have_the_key_of_their_memory_fake_ones_too():
+    mode = compat.FakeTensorMode()
+    for one, other in (torch.zeros(2, 3), torch.zeros(2, 3)), (mode.from_tensor(torch.zeros(2)), torch.zeros(2)):
+        assert compat.storage_key(one) == compat.storage_key(one[0])
+        assert compat.storage_key(one) != compat.storage_key(other)
+    assert compat.detect_fake_mode([mode.from_tensor(torch.zeros(2))]) is mode
+
+
+def test_fake_weights_may_be_cast_as_peft_does():
+    mode = compat.FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, compat.let_fake_weights_be_swapped():
+        assert nn.Linear(2, 2).to(torch.bfloat16).weight.dtype == torch.bfloat16
+
+
+def test_nested_tensors_are_found():
+    values, spec = compat.tree_flatten({'a': [1, 2], 'b': 3})
+    assert values == list(compat.tree_iter({'a': [1, 2], 'b': 3})) == [1, 2, 3]
+    assert compat.tree_unflatten([2, 3, 4], spec) == compat.tree_map_only(int, lambda n: n + 1, {'a': [1, 2], 'b': 3})
+
+
+def test_the_attention_that_transformers_chose_is_read():
+    config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8)
+    config._attn_implementation = 'eager'
+    assert compat.attention_of(LlamaForCausalLM(config).config) == 'eager'
+
+
+def test_numba_reads_machine_code_through_the_cache_it_is_given():
+    asked = []
+
+    class Cache(type(numba.njit(cache=True)(lambda: 0)._cache)):
+        def load_overload(self, sig, target_context):
+            asked.append(sig)
+
+        def save_overload(self, sig, data):
+            pass
+
+    def double(numbers):
+        return numbers * 2
+
+    compiled = numba.njit(double)
+    compat.set_machine_code_cache(compiled, Cache(double))
+    assert compiled(np.ones(1)) == 2
+    assert asked
+
+
+def test_composers_check_of_embeddings_is_off():
+    name = '_check_tokenizer_and_maybe_resize_embeddings'
+    assert callable(getattr(HuggingFaceModel, name))
+    model_class = compat.skip_embedding_resize(type('Model', (HuggingFaceModel,), {}))
+    assert getattr(model_class, name) is not getattr(HuggingFaceModel, name)
+
+
+def test_no_other_module_uses_a_private_name_of_a_host():
+    found = {}
+    for path in (ROOT / 'composer_tokacc').rglob('*.py'):
+        tree = ast.parse(path.read_text())
+        attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+        own = {node.attr for node in attributes if ast.unparse(node.value) == 'self'} | PUBLIC_UNDERSCORES
+        own |= {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+        used = {node.attr for node in attributes if not ast.unparse(node.value).endswith(('self', 'cls', 'aten'))} - own
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module != '__future__':
+                used |= {*(node.module or '').split('.'), *(alias.name for alias in node.names)}
+        found[path.name] = {name for name in used if name.startswith('_') and not name.startswith('__')}
+    assert not {name: names for name, names in found.items() if names and name != 'compat.py'}
