@@ -30,7 +30,7 @@ from composer_tokacc.layout import BatchLayout
 from composer_tokacc.planning import CostModel, CutOptions
 from composer_tokacc.programs import TrainConfig, load_config
 from composer_tokacc.programs.run import RunParts, build_parts, check_config
-from composer_tokacc.programs.sources import build_dataset, build_processor, measure_dataset
+from composer_tokacc.programs.sources import source_of
 from composer_tokacc.programs.suggest import device_memory_gib, memory_of_run, suggest_for_run
 from composer_tokacc.size import time_shapes, time_steps
 from composer_tokacc.sizing import MicrobatchTimer, SampleSizes, draw_batches, simulate_steps
@@ -81,9 +81,10 @@ def main() -> None:
     torch.set_num_threads(1)
     config = load_config(given.yaml)
     check_config(config, num_ranks=1)
-    processor = build_processor(config)
-    dataset = build_dataset(config, processor, held_out=False)
-    table = measure_dataset(config, dataset, processor)
+    source = source_of(config)
+    processor = source.build_processor()
+    dataset = source.build_dataset(processor)
+    table = source.measure(dataset, processor)
     memory = memory_of_run(config, dataset, processor, table)
     gib = device_memory_gib(config)
     report = suggest_for_run(config, memory, table, num_ranks=1, gib=gib)
