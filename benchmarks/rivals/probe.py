@@ -102,7 +102,7 @@ class _Watcher:
     def __init__(self, model: Any, inspect: bool, curve: bool) -> None:
         self.model, self.inspect, self.curve = model, inspect, curve
         self.seen = Seen()
-        blank = BatchLayout.for_model(model).blank_row()
+        blank = BatchLayout.for_model(model).dummy_row()
         self.blank = blank and blank['input_ids'][0].tolist()
         self.steps: list[list[dict[str, Any]]] = []
         self._begin()

@@ -4,8 +4,23 @@
 """How the entries of a multimodal batch belong to its rows, family by family."""
 
 from composer_tokacc.batch import Batch
+from composer_tokacc.layout.dummy_rows import dummy_row, with_media
+from composer_tokacc.layout.facts import RowFacts, describe
 from composer_tokacc.layout.families import FAMILIES, Entry, Family, Media
 from composer_tokacc.layout.layout import BatchLayout
-from composer_tokacc.layout.ready import ReadyBatch, microbatches_of
+from composer_tokacc.layout.pre_split import PreSplitBatch, microbatches_of
 
-__all__ = ['FAMILIES', 'Batch', 'BatchLayout', 'Entry', 'Family', 'Media', 'ReadyBatch', 'microbatches_of']
+__all__ = [
+    'FAMILIES',
+    'Batch',
+    'BatchLayout',
+    'Entry',
+    'Family',
+    'Media',
+    'PreSplitBatch',
+    'RowFacts',
+    'describe',
+    'dummy_row',
+    'microbatches_of',
+    'with_media',
+]

@@ -146,7 +146,7 @@ class StandIns:
         self.processor = processor
         self.blank: dict[str, Any] | None = None
         if processor is None and table.image_tokens.any():
-            self.blank = BatchLayout.for_model(config).blank_row('image')
+            self.blank = BatchLayout.for_model(config).dummy_row('image')
             side = getattr(getattr(config, 'vision_config', None), 'image_size', None)
             # The smallest image that a tower of any size takes says nothing of real ones.
             if self.blank is None or self.blank['pixel_values'].shape[-1] != side:

@@ -348,7 +348,7 @@ def test_image_model_that_takes_no_text_alone_gets_an_image_beside_it():
     layout = BatchLayout.for_model(case)
     text = text_batch([7, 4, 3])
     text['input_ids'] += 10
-    blank = layout.blank_row('image')
+    blank = layout.dummy_row('image')
     ids = torch.cat([blank['input_ids'], text['input_ids'][:1]], dim=1)
     labels = torch.cat([blank['labels'], text['input_ids'][:1]], dim=1)
     image = {**blank, 'input_ids': ids, 'attention_mask': torch.ones_like(ids), 'labels': labels}

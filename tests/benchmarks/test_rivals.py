@@ -303,7 +303,7 @@ def test_a_blank_row_is_no_stranger_though_a_label_keeps_its_loss_finite():
     sizes, samples = small_samples(model='llava')
     model = new_model(sizes)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    blank = layout_of(model).blank_row()
+    blank = layout_of(model).dummy_row()
     blank['labels'][:, -1] = 5
     with watched(model, samples) as seen:
         model(**collate([samples[1]])).loss.backward()

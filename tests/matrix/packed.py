@@ -64,7 +64,7 @@ def _other(name: str) -> Subject:
         config = getattr(transformers, f'{prefix}Config')(**settings)
         return getattr(transformers, f'{prefix}ForCausalLM'), config
 
-    return Subject(name=name, group='text', blank=blank, row=text_row)
+    return Subject(name=name, group='text', dummy=blank, row=text_row)
 
 
 FAMILIES: dict[str, Subject] = {

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from composer_tokacc import BatchLayout, token_data_spec
-from composer_tokacc.data_spec.added_rows import add_rows, blank_row, smallest_row, zero_weight
+from composer_tokacc.data_spec.dummy_rows import add_rows, dummy_row, smallest_row, zero_weight
 from composer_tokacc.data_spec.cut_rules import CutRules
 from composer_tokacc.data_spec.packing import pack_lengths
 from composer_tokacc.data_spec.registry import split_of
@@ -136,10 +136,10 @@ def test_spare_row_is_the_smallest_of_the_batch_or_made_from_the_config_and_of_n
     """A resumed run, which has not seen the earlier batches, must add the same row."""
     case = case_of(name)
     layout = BatchLayout.for_model(case.model)
-    made = blank_row(layout, batch_of(case, TEXT_ROWS, 'right'), 'image')
+    made = dummy_row(layout, batch_of(case, TEXT_ROWS, 'right'), 'image')
     whole = batch_of(case, range(6), 'left')
     row = smallest_row(layout, [(whole, layout.lengths(whole), layout.images_per_row(whole))])
-    again = blank_row(layout, batch_of(case, TEXT_ROWS, 'right'), 'image')
+    again = dummy_row(layout, batch_of(case, TEXT_ROWS, 'right'), 'image')
     fewest = min(layout.images_per_row(batch_of(case, [row], 'left'))[0] for row in (1, 2, 3, 5))
     assert layout.images_per_row(row) == [fewest]
     assert row['sample_ids'][0] in ('sample-1', 'sample-2')
@@ -155,7 +155,7 @@ def test_row_made_from_the_config_changes_neither_loss_nor_gradient(name, side):
     case = case_of(name)
     layout = BatchLayout.for_model(case.model)
     microbatch = batch_of(case, TEXT_ROWS, side)
-    padded = add_rows(layout, microbatch, [blank_row(layout, microbatch, 'image')])
+    padded = add_rows(layout, microbatch, [dummy_row(layout, microbatch, 'image')])
     padded_loss, padded_gradients = loss_and_gradients(case, padded)
     loss, gradients = loss_and_gradients(case, own_rows(case, side))
     torch.testing.assert_close(padded_loss, loss, rtol=1e-6, atol=0)
@@ -178,7 +178,7 @@ def test_padding_is_no_placeholder_where_a_row_begins_with_one():
     layout = BatchLayout.for_model(case.model)
     row = next(row for row, truth in zip(case.rows, case.truth, strict=True) if truth == {'image': 2, 'video': 0})
     assert row['input_ids'][0, 0] == case.model.config.image_token_id
-    batch = add_rows(layout, row, [zero_weight(layout.blank_row('video', like=row))])
+    batch = add_rows(layout, row, [zero_weight(layout.dummy_row('video', like=row))])
     assert layout.images_per_row(batch) == [2, 0]
     torch.testing.assert_close(case.loss_sum(batch), case.loss_sum(row), rtol=1e-5, atol=0)
 
@@ -196,7 +196,7 @@ def test_glm_gets_no_video_beside_an_image_where_another_rank_has_the_other_kind
     layout = BatchLayout.for_model(model)
     text = {**text_batch([5, 3]), 'mm_token_type_ids': torch.zeros(2, 5).long()}
     text['input_ids'] += 10
-    batch = layout.concat([text, layout.blank_row(unit, like=text)])
+    batch = layout.concat([text, layout.dummy_row(unit, like=text)])
     monkeypatch.setattr('composer_tokacc.data_spec.split.dist.get_world_size', lambda: 2)
     monkeypatch.setattr('composer_tokacc.data_spec.split.max_over_ranks', images_and_videos_somewhere)
     microbatches = token_data_spec(loader(batch), layout=layout).split_batch(batch, 1)
