@@ -26,12 +26,13 @@ from composer.core import DataSpec
 from benchmarks.machine import machine
 from composer_tokacc import size as size_program
 from composer_tokacc.layout import BatchLayout
+from composer_tokacc.planning import CostModel, CutOptions
 from composer_tokacc.programs import TrainConfig, load_config
 from composer_tokacc.programs.run import RunParts, build_parts, check_config
 from composer_tokacc.programs.sources import build_dataset, build_processor, measure_dataset
 from composer_tokacc.programs.suggest import device_memory_gib, memory_of_run, suggest_for_run
 from composer_tokacc.size import time_shapes, time_steps
-from composer_tokacc.sizing import CutOptions, MicrobatchTimer, SampleSizes, draw_batches, simulate_steps
+from composer_tokacc.sizing import MicrobatchTimer, SampleSizes, draw_batches, simulate_steps
 
 ROOT = Path(__file__).resolve().parent
 LIMIT = 0.15
@@ -92,10 +93,11 @@ def main() -> None:
     batches = draw_batches(len(sizes), config.loader.global_batch_size, num_batches=40)
     own = config.microbatching
     options = CutOptions(
+        max_tokens=size * slot,
         regroup=own.regroup,
         width_multiple=own.width_multiple,
         packing=own.packing,
-        cost=own.cost,
+        cost=own.cost or CostModel(),
     )
     predicted = {}
     ours = 'planned' if config.regroups_ranks else 'split'
@@ -106,7 +108,6 @@ def main() -> None:
             method=method,
             num_ranks=1,
             microbatch_rows=size,
-            max_tokens=size * slot,
             options=options,
             price=cost,
         )

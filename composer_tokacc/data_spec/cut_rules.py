@@ -9,8 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from composer_tokacc.layout import RowFacts
-from composer_tokacc.layout.kinds import widest_like
+from composer_tokacc.layout import RowFacts, widest_like
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,9 @@ from composer_tokacc.metadata import num_rows, with_metadata
 from composer_tokacc.planning import CutOptions
 
 
-def dummies_in_step(layout: BatchLayout, sources: Sequence[RowFacts], *, may_have_media: bool) -> tuple[DummyRows, bool]:
+def dummies_in_step(
+    layout: BatchLayout, sources: Sequence[RowFacts], *, may_have_media: bool
+) -> tuple[DummyRows, bool]:
     """Returns the dummy rows that ranks need, and whether any rank has media; a collective.
 
     Args:
@@ -37,7 +39,9 @@ def dummies_in_step(layout: BatchLayout, sources: Sequence[RowFacts], *, may_hav
     lacks = [modality not in present and dummies.row(modality) is None for modality in MODALITIES]
     flags = max_over_ranks([*(modality in present for modality in MODALITIES), *lacks])
     in_use = [modality for modality, is_used in zip(MODALITIES, flags, strict=False) if is_used]
-    lacking = {modality for modality, is_lacking in zip(MODALITIES, flags[len(MODALITIES) :], strict=True) if is_lacking}
+    lacking = {
+        modality for modality, is_lacking in zip(MODALITIES, flags[len(MODALITIES) :], strict=True) if is_lacking
+    }
     # Those that the step has, and one for each encoder that it would not use.
     unused = [encoder for encoder in layout.family.encoders if not set(encoder) & set(in_use)]
     needed = [*in_use, *(encoder[0] for encoder in unused)]

@@ -21,7 +21,15 @@ from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.data_spec.dummy_rows import DummyRows
 from composer_tokacc.data_spec.in_step import dummies_in_step, empty_microbatch, in_step, with_dummies
 from composer_tokacc.data_spec.pieces import Piece
-from composer_tokacc.layout import BatchLayout, PreSplitBatch, RowFacts, describe, microbatches_of, with_media
+from composer_tokacc.layout import (
+    BatchLayout,
+    PreSplitBatch,
+    RowFacts,
+    describe,
+    describe_all,
+    microbatches_of,
+    with_media,
+)
 from composer_tokacc.metadata import num_rows, with_metadata, without_metadata
 from composer_tokacc.planning import CutOptions, cut_rows, pack_lengths
 
@@ -73,7 +81,7 @@ class MicrobatchSplit:
         self.rules, self.checked = CutRules(), False
         self._wants_packing = self.options.packing is True
         if self.options.packing == 'auto' and self.layout is not None:
-            sources = [describe(self.layout, one) for one in microbatches_of(batch)]
+            sources = describe_all(self.layout, batch)
             self._wants_packing = self._packing_costs_less(sources, microbatch_size)
 
     def _packing_costs_less(self, sources: Sequence[RowFacts], microbatch_size: float) -> bool:
@@ -213,7 +221,7 @@ class MicrobatchSplit:
         if not isinstance(batch, PreSplitBatch):
             return [describe(layout, batch)], None
         if self.options.regroup and not self.packing and self.rules.right == 'trim':
-            sources = [describe(layout, one) for one in batch.microbatches]
+            sources = describe_all(layout, batch)
             if self._stand_alone(sources):
                 return sources, batch
         return [describe(layout, batch.joined(layout))], None
@@ -245,9 +253,7 @@ class MicrobatchSplit:
             )
         self._has_packed = self._has_packed or self.packing
 
-    def _cut(
-        self, sources: Sequence[RowFacts], pre_split: PreSplitBatch | None, options: CutOptions
-    ) -> list[Piece]:
+    def _cut(self, sources: Sequence[RowFacts], pre_split: PreSplitBatch | None, options: CutOptions) -> list[Piece]:
         """Returns pieces under the caps; those that a loader has collated, as they are where they fit."""
         pieces: list[Piece] = []
         indices = pre_split.indices if pre_split is not None else None

@@ -12,6 +12,7 @@ import torch
 
 from composer_tokacc.batch import IGNORE_INDEX, Batch, own_labels, real_positions, span, text_of
 from composer_tokacc.layout.layout import BatchLayout
+from composer_tokacc.layout.pre_split import microbatches_of
 
 
 @dataclass(frozen=True)
@@ -88,3 +89,8 @@ def describe(layout: BatchLayout, batch: Batch) -> RowFacts:
     """Returns the facts about a batch's rows; one look at its masks and labels, and at its media when asked."""
     side, lengths = span(batch)
     return RowFacts(batch, layout, side, text_of(batch).shape[1], lengths)
+
+
+def describe_all(layout: BatchLayout | None, batch: Batch) -> list[RowFacts]:
+    """Returns the facts of a device batch, or of each of its microbatches; none where rows cannot be told apart."""
+    return [] if layout is None else [describe(layout, one) for one in microbatches_of(batch)]

@@ -28,8 +28,8 @@ class RegroupingDataLoader(DataLoader):
     """A DataLoader over a :class:`RegroupingBatchSampler` that Composer takes for one of fixed batch size.
 
     - ``batch_size`` is ``global_batch_size / num_replicas``, so that Composer finds its initial microbatch size.
-    - Batches are a :class:`.PreSplitBatch`: each planned microbatch is collated by itself, in the worker that read it, at
-      its own width, and page-locked where ``pin_memory=True`` asks. The split of ``token_data_spec`` hands them on.
+    - Batches are a :class:`.PreSplitBatch`: each planned microbatch is collated by itself, in the worker that read it,
+      at its own width, and page-locked where ``pin_memory=True`` asks. The split of ``token_data_spec`` hands them on.
     - Where a global batch has fewer samples than ranks, ranks without one get a zero-weight row, which is no sample.
     - Seeds of workers depend on seed and epoch alone, and iterating consumes no global random numbers.
     - Batches that will be thrown away are not read, see :meth:`skip_to`.

@@ -43,12 +43,12 @@ def ready(shapes=SHAPES, *, side='right', images=False):
     return PreSplitBatch(microbatches, max_tokens=CAP, indices=[[next(places) for _ in lengths] for lengths in shapes])
 
 
-def spec_for(*, images=False, checked=True, left='trim', right='trim', companions=False, **kwargs):
+def spec_for(*, images=False, checked=True, left='trim', right='trim', needs_media=False, **kwargs):
     source = []
     spec = token_data_spec(source, layout=BatchLayout(family=LLAVA if images else TEXT), slot_tokens=10, **kwargs)
     split = spec.split_batch.__self__._split
     packing = 'documents' if kwargs.get('packing') else ''
-    split.adopt(CutRules(left=left, right=right, companions=companions, packing=packing))
+    split.adopt(CutRules(left=left, right=right, needs_media=needs_media, packing=packing))
     split.checked = checked
     return spec
 
@@ -61,7 +61,7 @@ def names(microbatches):
 def two_ranks(monkeypatch):
     """This process is one of two ranks, which all say what this one says."""
     monkeypatch.setattr('composer_tokacc.data_spec.split.dist.get_world_size', lambda: 2)
-    monkeypatch.setattr('composer_tokacc.data_spec.split.max_over_ranks', list)
+    monkeypatch.setattr('composer_tokacc.data_spec.in_step.max_over_ranks', list)
 
 
 def is_handed_on(microbatches, batch):
@@ -127,7 +127,7 @@ def test_columns_that_no_row_needs_are_cut_off():
         ({'packing': True}, 'right'),
         ({'right': 'keep'}, 'right'),
         ({'left': 'keep'}, 'left'),
-        ({'left': 'columns'}, 'left'),
+        ({'left': 'shift'}, 'left'),
     ],
 )
 def test_where_rows_mean_something_only_side_by_side_they_are_joined_first(kwargs, side):

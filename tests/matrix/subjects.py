@@ -111,7 +111,7 @@ def _text(name: str) -> Subject:
         name=name,
         group='text',
         packs=name in PACKS,
-        dummy=lambda: (getattr(transformers, model_class), text_families.text_config(name)),
+        blank=lambda: (getattr(transformers, model_class), text_families.text_config(name)),
         row=text_families.ROWS.get(name, text_families.text_row),
     )
 
@@ -127,7 +127,7 @@ def _processor(name: str, *, source: str = '', has_image: bool | None = None) ->
         name=name,
         group='image',
         packs=name in PACKS,
-        dummy=blank,
+        blank=blank,
         row=lambda rng: media_families.processor_row(source, rng, has_image=has_image),
         slots=source in ('idefics3', 'smolvlm', 'mllama'),
     )
@@ -139,7 +139,7 @@ def _hand_made(name: str) -> Subject:
         name=name,
         group='audio' if 'audio' in name else 'video' if 'video' in name else 'image',
         packs=name in PACKS,
-        dummy=lambda: (getattr(transformers, model_class), media_families.hand_made_config(name)),
+        blank=lambda: (getattr(transformers, model_class), media_families.hand_made_config(name)),
         row=lambda rng: media_families.hand_made_row(name, rng),
     )
 

@@ -75,7 +75,7 @@ def test_plans_are_made_with_the_cost_of_the_patches_of_each_sample(tmp_path):
         expected = plan_microbatches(
             lengths,
             num_ranks=1,
-            max_tokens=sampler.planner.max_tokens,
+            max_tokens=sampler.planner.options.max_tokens,
             image_tokens=images,
             vision_cost=[3.0 * (n > 0) + 2.0 * n + 5.0 * n * n for n in images],
             cost=CostModel(launch=1.0),

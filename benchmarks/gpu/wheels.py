@@ -4,7 +4,7 @@
 """Collects the wheels that a GPU machine without network lacks for `benchmarks.gpu` and `pytest -m gpu`.
 
     pip list --format=freeze > present.txt        # on that machine
-    python -m benchmarks.gpu_wheels wheels --python 3.12 --platform x86_64 --present present.txt     # here
+    python -m benchmarks.gpu.wheels wheels --python 3.12 --platform x86_64 --present present.txt     # here
 
     # on that machine, with the repository and the folder copied there:
     pip install --no-index --no-deps --target site wheels/*.whl && PYTHONPATH=site:. python -m benchmarks.gpu

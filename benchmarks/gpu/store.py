@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.device import ComputeDevice
-
-__all__ = ['Store', 'write_at_once']
+from benchmarks.record import write
 
 
 @dataclass(frozen=True)
@@ -50,21 +49,13 @@ class Store:
             result = {'error': f'{type(error).__name__}: {error}'[:2000], 'traceback': traceback.format_exc()[-6000:]}
         seconds = round(time.perf_counter() - started, 2)
         written = {'machine': self.device.report(), 'seconds': seconds, 'result': result}
-        write_at_once(path, json.dumps(written, indent=1) + '\n')
+        write(path, written)
         print(f'{name}: {seconds} s{", FAILED: " + result["error"][:300] if "error" in result else ""}', flush=True)
         # A traceback, or Composer, may hold the last model.
         gc.collect()
         if self.device.is_gpu:
             torch.cuda.empty_cache()
         return result
-
-
-def write_at_once(path: Path, text: str) -> None:
-    """Writes a file whole or not at all, as a benchmark may be killed while it writes."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    begun = path.with_suffix('.part')
-    begun.write_text(text)
-    begun.replace(path)
 
 
 def _read(path: Path) -> dict[str, Any]:

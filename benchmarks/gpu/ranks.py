@@ -17,11 +17,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_parts.scale import Scale
-from benchmarks.gpu_parts.store import Store
+from benchmarks.gpu.scale import Scale
+from benchmarks.gpu.store import Store
 from benchmarks.machine import free_port
-
-__all__ = ['run']
 
 TIMEOUT = {'cuda': 90, 'cpu': 300}  # a rehearsal may share its cores
 LIMIT = 1e-5
@@ -42,7 +40,7 @@ def launch(wrapper: str, backend: str, device: str) -> dict[str, Any]:
                 'GLOO_SOCKET_IFNAME': 'lo', 'FSDP_VERSION': '2' if wrapper == 'fsdp2' else '1',
                 'PYTHONPATH': f'{ROOT}{os.pathsep}{os.environ.get("PYTHONPATH", "")}',
             }  # fmt: skip
-            command = [sys.executable, '-m', 'benchmarks.gpu_parts.two_ranks', wrapper, backend, device, str(found)]
+            command = [sys.executable, '-m', 'benchmarks.gpu.two_ranks', wrapper, backend, device, str(found)]
             log = (Path(folder) / f'{rank}.log').open('w+')
             process = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
             ranks.append((process, log))

@@ -7,7 +7,7 @@ import zipfile
 
 import pytest
 
-from benchmarks import gpu_wheels
+from benchmarks.gpu import wheels
 
 # What each made-up package needs, as wheels say it.
 PACKAGES = {
@@ -25,7 +25,7 @@ def asked(monkeypatch):
     found = []
 
     def download(requirement, folder, python, machine):
-        name = gpu_wheels.canonicalize_name(gpu_wheels.Requirement(requirement).name)
+        name = wheels.canonicalize_name(wheels.Requirement(requirement).name)
         found.append(requirement)
         wheel = folder / f'{name.replace("-", "_")}-1-py3-none-any.whl'
         with zipfile.ZipFile(wheel, 'w') as archive:
@@ -33,18 +33,18 @@ def asked(monkeypatch):
             archive.writestr(f'{name}-1.dist-info/METADATA', '\n'.join(['Name: x', *lines, '']))
         return wheel
 
-    monkeypatch.setattr(gpu_wheels, 'download', download)
-    monkeypatch.setattr(gpu_wheels, 'WANTED', ('trainer==1',))
+    monkeypatch.setattr(wheels, 'download', download)
+    monkeypatch.setattr(wheels, 'WANTED', ('trainer==1',))
     return found
 
 
 def test_all_that_is_needed_there_once_and_nothing_that_is_present(asked, tmp_path):
     present = tmp_path / 'present.txt'
     present.write_text('PyYAML==6.0\nnumpy==2.4\n')
-    gpu_wheels.collect(tmp_path, '3.12', 'x86_64', gpu_wheels.read_present(present))
+    wheels.collect(tmp_path, '3.12', 'x86_64', wheels.read_present(present))
     assert asked == ['trainer==1', 'client>=1', 'Web_Sockets']
 
 
 def test_markers_are_those_of_the_other_python(asked, tmp_path):
-    gpu_wheels.collect(tmp_path, '3.10', 'x86_64', gpu_wheels.read_present(None))
+    wheels.collect(tmp_path, '3.10', 'x86_64', wheels.read_present(None))
     assert asked == ['trainer==1', 'client>=1', 'old-typing', 'Web_Sockets', 'pyyaml']

@@ -1,27 +1,20 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Measured peaks: the same probes on a real GPU."""
+"""Measured peaks of memory: steps of a model on a real GPU."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from composer_tokacc.layout import BatchLayout
-from composer_tokacc.sizing import BatchShape, MemoryModel
-from composer_tokacc.sizing.memory_model import fit_activations
-from composer_tokacc.sizing.shapes import probe_batches
 from composer_tokacc.sizing.trace import AUTOCAST
-
-__all__ = ['GpuRun', 'calibrate_gpu']
 
 
 class GpuRun:
@@ -75,40 +68,3 @@ class GpuRun:
             self._outputs = self.model(**inputs)
         self._outputs.loss.backward()
         del moved
-
-
-def calibrate_gpu(
-    memory: MemoryModel,
-    build: Callable[[], nn.Module],
-    samples: Sequence[Mapping[str, Any]],
-    *,
-    width: int,
-    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
-    precision: str = 'amp_bf16',
-) -> MemoryModel:
-    """Corrects a traced memory model by measured peaks.
-
-    A measured peak is one number, so the trace says how it divides among text, logits and vision.
-
-    Args:
-        memory: From :func:`.calibrate_fake` for the same run.
-        build: See :class:`GpuRun`.
-        samples: See :func:`.probe_batches`.
-        width: Width of the widest probe. All probes must fit.
-        make_optimizer: See :class:`GpuRun`.
-        precision: As in ``Trainer(precision=...)``.
-    """
-    layout = BatchLayout.for_model(build())
-    batches = probe_batches(layout, samples, width)
-    run = GpuRun(build, batches[0], make_optimizer=make_optimizer, precision=precision)
-    shapes = [BatchShape.of(batch, layout) for batch in batches]
-    measured = []
-    for shape, batch in zip(shapes, batches, strict=True):
-        inputs = memory.terms(shape)['inputs']
-        parts = max((phase.predict(shape) for phase in memory.phases.values()), key=lambda held: sum(held.values()))
-        copies = parts['weights']
-        activations = max(run.peak(batch) - run.static_bytes - inputs - copies, 1.0)
-        scale = activations / max(sum(parts.values()) - copies, 1.0)
-        measured.append({part: int(copies if part == 'weights' else held * scale) for part, held in parts.items()})
-    area = next(iter(memory.phases.values())).area
-    return replace(memory, phases={'measured': fit_activations(shapes, measured, area=area)})

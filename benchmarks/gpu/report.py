@@ -9,8 +9,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-__all__ = ['write_report']
-
 NAMES = {
     'stock': 'stock Composer',
     'collate': 'padded per microbatch, as Hugging Face does',

@@ -15,12 +15,10 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 
 from benchmarks.device import ComputeDevice
-from benchmarks.gpu_parts.exactness import accumulated_gradients, relative_error, small_config
-from benchmarks.gpu_parts.scale import Scale
-from benchmarks.gpu_parts.store import Store
+from benchmarks.gpu.exactness import accumulated_gradients, relative_error, small_config
+from benchmarks.gpu.scale import Scale
+from benchmarks.gpu.store import Store
 from benchmarks.small_llava import make_rows
-
-__all__ = ['run']
 
 ROWS = 32
 LONGEST = 2048

@@ -3,7 +3,7 @@
 
 """What part (b) can show at most, without a GPU: positions computed, stock's over each other way's.
 
-    python -m benchmarks.gpu_parts.attainable [--lengths DIR]
+    python -m benchmarks.gpu.attainable [--lengths DIR]
 
 A GPU that is busy takes time in proportion to positions, but for attention, which favours narrow rows further.
 """
@@ -17,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.gpu_parts.scale import FULL, Scale
-from benchmarks.gpu_parts.speed import TARGETS, lengths_of
-from composer_tokacc.planning import CostModel, cut
+from benchmarks.gpu.scale import FULL, Scale
+from benchmarks.gpu.speed import TARGETS, lengths_of
+from composer_tokacc.planning import CutOptions, cut_rows
 
 BATCHES = 40
 
@@ -27,7 +27,7 @@ BATCHES = 40
 def positions(lengths: np.ndarray, microbatch: int) -> dict[str, int]:
     """Positions that each way computes of one device batch, for the memory of `microbatch` rows of its width."""
     width = int(lengths.max())
-    groups = cut(lengths.tolist(), microbatch * width, max_width=width, cost=CostModel())
+    groups = cut_rows(lengths.tolist(), CutOptions(max_tokens=microbatch * width), max_width=width)
     chunks = [lengths[start : start + microbatch] for start in range(0, len(lengths), microbatch)]
     return {
         'stock': width * len(lengths),

@@ -11,13 +11,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_parts.scale import Scale
-from benchmarks.gpu_parts.store import Store
+from benchmarks.gpu.scale import Scale
+from benchmarks.gpu.store import Store
 from benchmarks.small_llava import make_rows
 from benchmarks.timed_steps import Row, data_of
 from composer_tokacc import BatchLayout
-
-__all__ = ['run']
 
 ROUNDS = 7
 TEXT = 64

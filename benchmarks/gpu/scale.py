@@ -13,8 +13,6 @@ from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForCon
 
 from benchmarks.device import CPU, GPU, ComputeDevice
 
-__all__ = ['FULL', 'REHEARSAL', 'Scale', 'build_llava', 'count_parameters', 'for_memory']
-
 GIB = 2**30
 
 

@@ -22,13 +22,11 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import composer_tokacc
-from benchmarks.gpu_parts.scale import Scale, build_llava
-from benchmarks.gpu_parts.store import Store
+from benchmarks.gpu.scale import Scale, build_llava
+from benchmarks.gpu.store import Store
 from benchmarks.small_llava import make_rows
 from benchmarks.timed_steps import Row, data_of, fit
 from composer_tokacc import BatchLayout, TokenAccumulation
-
-__all__ = ['idle_gap', 'run', 'syncs_by_line']
 
 PACKAGE = Path(composer_tokacc.__file__).parent
 

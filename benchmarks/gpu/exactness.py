@@ -15,13 +15,11 @@ from torch.utils.data import DataLoader
 from transformers import LlavaConfig
 
 from benchmarks.device import ComputeDevice
-from benchmarks.gpu_parts.scale import REHEARSAL, Scale, build_llava
-from benchmarks.gpu_parts.store import Store
+from benchmarks.gpu.scale import REHEARSAL, Scale, build_llava
+from benchmarks.gpu.store import Store
 from benchmarks.small_llava import build_model, make_rows
 from benchmarks.timed_steps import Row, data_of, fit
 from composer_tokacc import BatchLayout, TokenAccumulation
-
-__all__ = ['GradientRecorder', 'accumulated_gradients', 'one_forward', 'relative_error', 'run', 'small_config']
 
 LENGTHS = (40, 9, 300, 17, 120, 64, 33, 511, 12, 75, 260, 28)
 SIZES = (1, 2, 4)

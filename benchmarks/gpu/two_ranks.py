@@ -3,7 +3,7 @@
 
 """One of two ranks: its share of a global batch, text-only microbatches among them; rank 0 writes the errors.
 
-Started by `benchmarks.gpu_parts.ranks`, which sets the environment of a launcher.
+Started by `benchmarks.gpu.ranks`, which sets the environment of a launcher.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from composer.utils import dist, get_device
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from benchmarks.device import CPU, GPU
-from benchmarks.gpu_parts.exactness import Gradients, one_forward, relative_error, small_config
-from benchmarks.gpu_parts.scale import build_llava
+from benchmarks.gpu.exactness import Gradients, one_forward, relative_error, small_config
+from benchmarks.gpu.scale import build_llava
 from benchmarks.small_llava import make_rows
 from benchmarks.timed_steps import data_of, fit
 from composer_tokacc import BatchLayout, TokenAccumulation

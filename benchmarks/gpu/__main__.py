@@ -14,7 +14,7 @@ costs a step, its host syncs, the idle gap at its read; (d) host cost between st
 
 Every part runs in a process of its own and writes each result at once into results/gpu/, with machine and versions. A
 part that fails writes its traceback there, and the others go on. Needs torch 2.7 or newer, transformers 4.57 or newer
-and Composer, with or without its pins; `benchmarks.gpu_wheels` brings what a machine without network lacks. DIR holds
+and Composer, with or without its pins; `benchmarks.gpu.wheels` brings what a machine without network lacks. DIR holds
 tables `tokens,image_tiles` as .csv.gz; without it the tables are synthetic ones.
 """
 
@@ -33,12 +33,12 @@ from pathlib import Path
 import torch
 
 from benchmarks.device import CPU, GPU
-from benchmarks.gpu_parts import exactness, memory, out_of_memory, overhead, pinned, ranks, speed
-from benchmarks.gpu_parts.report import write_report
-from benchmarks.gpu_parts.scale import FULL, REHEARSAL, Scale, for_memory
-from benchmarks.gpu_parts.store import Store
+from benchmarks.gpu import exactness, memory, out_of_memory, overhead, pinned, ranks, speed
+from benchmarks.gpu.report import write_report
+from benchmarks.gpu.scale import FULL, REHEARSAL, Scale, for_memory
+from benchmarks.gpu.store import Store
 
-RESULTS = Path(__file__).resolve().parent / 'results' / 'gpu'
+RESULTS = Path(__file__).resolve().parents[1] / 'results' / 'gpu'
 # The short ones first, so that a run that is cut off has most answers.
 PARTS = {
     'a': exactness, 'c': overhead, 'd': pinned, 'f': out_of_memory, 'b': speed, 'e': memory, 'g': ranks,
