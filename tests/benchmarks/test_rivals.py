@@ -211,7 +211,7 @@ def test_results_of_other_sizes_are_not_mixed_with_those_that_are_there(monkeypa
     monkeypatch.setattr('sys.argv', ['rivals', 'speed', '--rivals', 'hf', '--samples', '128'])
     with pytest.raises(SystemExit):
         program.arguments()
-    assert 'whose cells are of other sizes and would be held to these' in capsys.readouterr().err
+    assert '`--results` must be of the same sizes' in capsys.readouterr().err
 
 
 def test_results_are_not_written_over_by_their_picture(monkeypatch, capsys, tmp_path):
