@@ -103,8 +103,9 @@ def _place(tensor: torch.Tensor) -> int:
 @contextmanager
 def ranks(count: int) -> Iterator[None]:
     """Makes the split take itself for one rank of several, which all answer as this one."""
-    split = 'composer_tokacc.data_spec.split'
-    with mock.patch(f'{split}.dist.get_world_size', return_value=count), mock.patch(f'{split}.max_over_ranks', list):
+    room = 'composer_tokacc.data_spec'
+    world = mock.patch(f'{room}.split.dist.get_world_size', return_value=count)
+    with world, mock.patch(f'{room}.in_step.max_over_ranks', list):
         yield
 
 
