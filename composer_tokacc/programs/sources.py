@@ -39,9 +39,11 @@ from composer_tokacc.data.media import count_patches
 from composer_tokacc.data_spec import token_data_spec
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.planning import CostModel
+from composer_tokacc.programs.errors import ConfigError, unknown_name
 from composer_tokacc.programs.models import read_config, read_from, vision_patch_size
-from composer_tokacc.programs.registry import check_arguments, check_names, import_by_name, without
-from composer_tokacc.programs.schema import ConfigError, TrainConfig, section, unknown_name
+from composer_tokacc.programs.registry import import_by_name, without
+from composer_tokacc.programs.schema import TrainConfig
+from composer_tokacc.programs.values import check_arguments, check_names
 from composer_tokacc.sampling import ExchangingDataLoader, Mixture, RegroupingBatchSampler, RegroupingDataLoader
 
 __all__ = [
@@ -79,21 +81,19 @@ def build_processor(config: TrainConfig) -> Any:
     """
     arguments = dict(config.dataset.get('processor') or {})
     if config.model.pretrained is not None:
-        with section('model'), read_from(config.model.pretrained):
+        with read_from(config.model.pretrained):
             ask_hub(config.model.pretrained, 'model')
             return AutoProcessor.from_pretrained(config.model.pretrained, **arguments)
     vision = (config.model.config or {}).get('vision_config', {})
     arguments = {**{key: vision[key] for key in ('image_size', 'patch_size') if key in vision}, **arguments}
-    with section('dataset', config.dataset):
-        return source_of(config).small_processor(arguments)
+    return source_of(config).small_processor(arguments)
 
 
 def build_dataset(config: TrainConfig, processor: Any, *, held_out: bool) -> Any:
     """The training set, or the held-out set (None where ``dataset.eval`` is absent)."""
     if held_out and not config.dataset.get('eval'):
         return None
-    with section('dataset.eval' if held_out else 'dataset', config.dataset):
-        return source_of(config).build_dataset(processor, held_out=held_out)
+    return source_of(config).build_dataset(processor, held_out=held_out)
 
 
 def measure_dataset(config: TrainConfig, dataset: Any, processor: Any) -> LengthTable:
@@ -125,8 +125,7 @@ def build_loader(
         'persistent_workers': config.loader.num_workers > 0,
         'pin_memory': config.loader.pin_memory,
     }
-    with section('loader'):
-        dataloader, slot_tokens = source_of(config).build_loader(dataset, processor, reading, held_out=held_out)
+    dataloader, slot_tokens = source_of(config).build_loader(dataset, processor, reading, held_out=held_out)
     if not config.trainer.get('accumulate_train_batch_on_tokens'):
         model = None
     return token_data_spec_of(config, dataloader, slot_tokens=slot_tokens, layout=layout, model=model)
@@ -135,8 +134,7 @@ def build_loader(
 def token_data_spec_of(config: TrainConfig, dataloader: Any, *, slot_tokens: int | None, **others: Any) -> DataSpec:
     """:func:`.token_data_spec` with the ``microbatching`` section."""
     given = without(vars(config.microbatching), 'device_train_microbatch_size', 'device_memory_gib', 'slot_tokens')
-    with section('microbatching'):
-        return token_data_spec(dataloader, slot_tokens=slot_tokens, **given, **others)
+    return token_data_spec(dataloader, slot_tokens=slot_tokens, **given, **others)
 
 
 class FileSource:
@@ -476,8 +474,7 @@ def _check_arguments(path: str, part: dict[str, Any], *, own_keys: tuple[str, ..
 def _check_video(path: str, part: dict[str, Any]) -> None:
     """Holds the section ``video`` of a dataset to the arguments of :class:`.VideoSampling`."""
     check_arguments(f'{path}.video', VideoSampling, part.get('video'))
-    with section(f'{path}.video', inspect.signature(VideoSampling).parameters):
-        VideoSampling(**(part.get('video') or {}))
+    VideoSampling(**(part.get('video') or {}))
 
 
 def _patch_size(config: TrainConfig, processor: Any) -> int | None:

@@ -14,7 +14,7 @@ import torch
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.planning import CostModel, plan_microbatches
 from composer_tokacc.programs import ConfigError, load_config
-from composer_tokacc.programs.run import check_config
+from composer_tokacc.programs.config_checks import check_config
 from composer_tokacc.programs.sources import build_dataset, build_loader, build_processor, source_of
 from composer_tokacc.sampling import RegroupingDataLoader
 from examples.digits.dataset import load_scans, split_scans
