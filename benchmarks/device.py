@@ -14,8 +14,6 @@ from composer.devices import Device, DeviceCPU, DeviceGPU
 
 from benchmarks.machine import machine
 
-__all__ = ['CPU', 'GPU', 'ComputeDevice', 'peak_flops']
-
 # Dense bf16 by the vendor's datasheets, operations a second, by what the name of the device contains.
 BF16_FLOPS = {
     'B200': 2250e12, 'H200': 989e12, 'H100': 989e12, 'GH200': 989e12, 'A100': 312e12, 'L40S': 362e12, 'A10': 125e12,

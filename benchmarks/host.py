@@ -34,11 +34,12 @@ from transformers import LlavaConfig
 
 from benchmarks.machine import machine
 from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, token_data_spec
-from composer_tokacc.counting import carry, check_batch, num_loss_tokens, num_samples
+from composer_tokacc.batch import check_batch
 from composer_tokacc.data_spec.cut_rules import CutRules
 from composer_tokacc.data_spec.registry import split_of
 from composer_tokacc.layout import BatchLayout, microbatches_of
 from composer_tokacc.layout.kinds import kinds_of
+from composer_tokacc.metadata import annotate, num_loss_tokens, num_samples
 from composer_tokacc.planning import CostModel
 
 RESULTS = Path(__file__).resolve().parent / 'results'
@@ -117,7 +118,7 @@ def ours(spec: DataSpec, layout: BatchLayout) -> Callable[[Any], Any]:
         for microbatch in microbatches_of(batch):
             check_batch(microbatch, VOCABULARY)
         kinds_of(layout, batch)
-        batch = carry(batch, 'causal')
+        batch = annotate(batch, 'causal')
         num_loss_tokens(batch), num_samples(batch)
         return spec.split_batch(batch, MICROBATCH_SIZE)
 

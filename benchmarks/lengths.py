@@ -148,7 +148,7 @@ def compare(path: Path, processor: Any) -> dict[str, Any]:
         'headers_seconds': quick_seconds,
         'reading_seconds': full_seconds,
         'times_faster': {name: round(full_seconds[name] / quick_seconds[name], 1) for name in quick_seconds},
-        'equal': {name: bool((getattr(quick, name) == getattr(full, name)).all()) for name in lengths.COLUMNS},
+        'equal': {name: bool((getattr(quick, name) == getattr(full, name)).all()) for name in lengths.TABLE_COLUMNS},
         'mean_length': round(float(full.lengths.mean()), 1),
     }
 

@@ -13,8 +13,6 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ['free_port', 'machine']
-
 PACKAGES = ('mosaicml', 'torch', 'transformers', 'numpy', 'numba')
 
 

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ['made_up_sample']
-
 # A word that stands for any text; ids of special tokens lie at the ends of a vocabulary, seldom here.
 _WORD_ID = 11
 

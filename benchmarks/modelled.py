@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 
 from benchmarks.length_sets import LengthSet
-from composer_tokacc.planning import CostModel, MicrobatchPlan, Rows, cut, plan_microbatches
+from composer_tokacc.planning import CostModel, CutOptions, MicrobatchPlan, Rows, cut_rows, plan_microbatches
 from composer_tokacc.planning.cuts import fill
 
 STOCK = 'stock Composer'
@@ -71,7 +71,7 @@ class Rivals:
         budget = self._max_tokens(batch)
 
         def load(lengths: np.ndarray) -> float:
-            ordered = Rows(lengths, budget, cost=self.cost).by_length()
+            ordered = Rows(lengths, CutOptions(max_tokens=budget, cost=self.cost)).by_length()
             bounds = fill(ordered.row_costs, ordered.vision, ordered.reach, np.inf)
             return self._price(lengths, [ordered.order[a:b] for a, b in pairwise(bounds.tolist())])
 
@@ -81,7 +81,8 @@ class Rivals:
         """Each rank cuts its own rows as our split does."""
         budget = self._max_tokens(batch)
         return self._vision(batch) + [
-            self._price(lengths, cut(lengths, budget, cost=self.cost)) for lengths in self._dealt(batch.lengths)
+            self._price(lengths, cut_rows(lengths, CutOptions(max_tokens=budget, cost=self.cost)))
+            for lengths in self._dealt(batch.lengths)
         ]
 
     def even_chunks(self, batch: LengthSet) -> np.ndarray:

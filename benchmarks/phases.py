@@ -26,7 +26,7 @@ import numpy as np
 from numba import njit
 
 from benchmarks.length_sets import TOKENS_PER_TILE, LengthSet, half_text, read_tables
-from composer_tokacc.planning import CostModel, MicrobatchPlan, Rows, plan_microbatches
+from composer_tokacc.planning import CostModel, CutOptions, MicrobatchPlan, Rows, plan_microbatches
 from composer_tokacc.planning.cuts import equal_cost_cut
 
 RESULTS = Path(__file__).resolve().parent / 'results'
@@ -152,7 +152,9 @@ def least_text(source: LengthSet, num_ranks: int, rows: int, count: int, cost: C
     shares = []
     for batch in source.draw(num_ranks * rows * count, seed=1).global_batches(num_ranks * rows):
         plain = np.flatnonzero(batch.image_tokens == 0)
-        ordered = Rows(batch.lengths, MICROBATCH * int(batch.lengths.max()), cost=cost).by_length(plain)
+        ordered = Rows(
+            batch.lengths, CutOptions(max_tokens=MICROBATCH * int(batch.lengths.max()), cost=cost)
+        ).by_length(plain)
         costs, reach = ordered.row_costs, ordered.reach
         needed = float(costs.sum()) / num_ranks
         limits = np.geomspace(costs[-1], 2 * max(needed, costs[0]), 6000)
@@ -210,7 +212,7 @@ def tables(results: dict[str, Any]) -> list[str]:
 
 
 def _in_columns(rows: list[dict[str, Any]]) -> str:
-    lines = ['| samples | model | ranks x rows | tower | text | step over the bound | without | tower of the step |']
+    lines = ['| samples | model | ranks x rows | vision | text | step over the bound | without | vision of the step |']
     lines.append('|' + '---|' * 8)
     for row in rows:
         known, plain = row['patches'], row['none']

@@ -25,7 +25,7 @@ import numpy as np
 from benchmarks.length_sets import LengthSet, half_text, lognormal, read_tables
 from benchmarks.machine import machine
 from benchmarks.modelled import STOCK, Rivals
-from composer_tokacc.planning import CostModel, cut, plan_microbatches
+from composer_tokacc.planning import CostModel, CutOptions, cut_rows, plan_microbatches
 
 RESULTS = Path(__file__).resolve().parent / 'results'
 NUM_RANKS = 8
@@ -66,7 +66,8 @@ def measure_latency(sets: list[LengthSet], repeats: int) -> tuple[list[dict[str,
                 times = time_call(plan, max(15, repeats * 256 // size))
                 rows.append({'set': length_set.name, 'objective': objective, 'samples': size, 'ranks': ranks, **times})
     rank = sets[0].draw(32, seed=0)
-    times = time_call(lambda: cut(rank.lengths, MICROBATCH * int(rank.lengths.max())), repeats)
+    options = CutOptions(max_tokens=MICROBATCH * int(rank.lengths.max()))
+    times = time_call(lambda: cut_rows(rank.lengths, options), repeats)
     rows.append({'set': rank.name, 'objective': 'cut, one rank', 'samples': 32, 'ranks': 1, **times})
     growth = {}
     for length_set in sets:

@@ -30,7 +30,7 @@ from benchmarks.length_sets import LengthSet, lognormal, read_tables
 from benchmarks.machine import machine
 from benchmarks.modelled import STOCK, Rivals
 from benchmarks.planning import show
-from composer_tokacc.planning import CostModel, Rows, lower_bound
+from composer_tokacc.planning import CostModel, CutOptions, Rows, lower_bound
 from composer_tokacc.sampling import RegroupingBatchSampler
 
 RESULTS = Path(__file__).resolve().parent / 'results'
@@ -52,7 +52,11 @@ def simulate(length_set: LengthSet, num_ranks: int, per_rank: int, steps: int) -
     found[HF_GROUPED] = rivals.length_grouped(epoch, global_batch)
     bounds = [
         lower_bound(
-            Rows(batch.lengths, MICROBATCH * int(batch.lengths.max()), image_tokens=batch.image_tokens, cost=cost),
+            Rows(
+                batch.lengths,
+                CutOptions(max_tokens=MICROBATCH * int(batch.lengths.max()), cost=cost),
+                image_tokens=batch.image_tokens,
+            ),
             num_ranks,
         )
         for batch in batches

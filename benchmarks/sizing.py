@@ -26,13 +26,14 @@ from composer.core import DataSpec
 from benchmarks.machine import machine
 from composer_tokacc import size as size_program
 from composer_tokacc.layout import BatchLayout
+from composer_tokacc.planning import CostModel, CutOptions
 from composer_tokacc.programs import TrainConfig, load_config
 from composer_tokacc.programs.build import RunParts, build_parts
 from composer_tokacc.programs.config_checks import check_config
-from composer_tokacc.programs.sources import build_dataset, build_processor, measure_dataset
+from composer_tokacc.programs.sources import source_of
 from composer_tokacc.programs.suggest import device_memory_gib, memory_of_run, suggest_for_run
 from composer_tokacc.size import time_shapes, time_steps
-from composer_tokacc.sizing import CutOptions, MicrobatchTimer, SampleSizes, draw_batches, simulate_steps
+from composer_tokacc.sizing import MicrobatchTimer, SampleSizes, draw_batches, simulate_steps
 
 ROOT = Path(__file__).resolve().parent
 LIMIT = 0.15
@@ -81,9 +82,10 @@ def main() -> None:
     torch.set_num_threads(1)
     config = load_config(given.yaml)
     check_config(config, num_ranks=1)
-    processor = build_processor(config)
-    dataset = build_dataset(config, processor, held_out=False)
-    table = measure_dataset(config, dataset, processor)
+    source = source_of(config)
+    processor = source.build_processor()
+    dataset = source.build_dataset(processor)
+    table = source.measure(dataset, processor)
     memory = memory_of_run(config, dataset, processor, table)
     gib = device_memory_gib(config)
     report = suggest_for_run(config, memory, table, num_ranks=1, gib=gib)
@@ -93,10 +95,11 @@ def main() -> None:
     batches = draw_batches(len(sizes), config.loader.global_batch_size, num_batches=40)
     own = config.microbatching
     options = CutOptions(
+        max_tokens=size * slot,
         regroup=own.regroup,
         width_multiple=own.width_multiple,
         packing=own.packing,
-        cost=own.cost,
+        cost=own.cost or CostModel(),
     )
     predicted = {}
     ours = 'planned' if config.regroups_ranks else 'split'
@@ -107,7 +110,6 @@ def main() -> None:
             method=method,
             num_ranks=1,
             microbatch_rows=size,
-            max_tokens=size * slot,
             options=options,
             price=cost,
         )

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
-__all__ = ['build_model', 'make_rows']
-
 VOCABULARY, IMAGE_TOKEN, IMAGE_LENGTH = 512, 3, 4
 Row = dict[str, Any]
 

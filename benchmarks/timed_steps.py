@@ -22,8 +22,6 @@ from benchmarks.small_llava import make_rows
 from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
 from composer_tokacc.planning import CostModel
 
-__all__ = ['METHODS', 'Batches', 'Row', 'StepClock', 'bound_seconds', 'data_of', 'equal_widths', 'fit', 'timed']
-
 METHODS = {
     'stock': 'stock Composer',
     'trim': 'stock + trimming each microbatch',

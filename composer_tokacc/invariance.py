@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from composer.utils import dist
 
-from composer_tokacc.counting import Batch, labels_of, loss_mask, with_own_tensors, without_carried
+from composer_tokacc.batch import Batch, labels_of, with_own_tensors
+from composer_tokacc.counting import loss_mask
 from composer_tokacc.layout import BatchLayout
+from composer_tokacc.metadata import without_metadata
 
 __all__ = ['Gradients', 'InvarianceCase', 'InvarianceReport', 'relative_error', 'verify_invariance']
 
@@ -129,7 +131,7 @@ def verify_invariance(
     # Those with media have the most entries, and tell the layout.
     layout = layout or BatchLayout.infer(max(batches, key=len))
     own = [
-        layout.trim(layout.select(without_carried(batch), [row]))
+        layout.trim(layout.select(without_metadata(batch), [row]))
         for batch in batches
         for row in range(layout.num_rows(batch))
     ]

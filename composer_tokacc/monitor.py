@@ -13,9 +13,10 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
 
-from composer_tokacc.counting import carried, check_rule, count_tokens, is_counted, loss_mask, num_samples
+from composer_tokacc.batch import text_of
+from composer_tokacc.counting import check_rule, count_tokens, loss_mask
 from composer_tokacc.layout import microbatches_of
-from composer_tokacc.layout.layout import text_of
+from composer_tokacc.metadata import is_annotated, metadata_of, num_samples
 
 __all__ = ['TokenMonitor']
 
@@ -56,8 +57,8 @@ class TokenMonitor(Callback):
 
     def batch_start(self, state: State, logger: Logger) -> None:
         """Counts the device batch where nobody has, while it is on the CPU."""
-        facts = carried(state.batch)
-        counts = None if is_counted(state.batch) else count_tokens(state.batch, self.loss_tokens)
+        facts = metadata_of(state.batch)
+        counts = None if is_annotated(state.batch) else count_tokens(state.batch, self.loss_tokens)
         self._step = {
             'real': sum(facts['real_tokens']) if counts is None else counts.num_real,
             'device_positions': _positions(state.batch),
@@ -73,8 +74,8 @@ class TokenMonitor(Callback):
     def before_backward(self, state: State, logger: Logger) -> None:
         """Notes a microbatch by its shape and counts, which are counted on the device where it carries none."""
         batch: Mapping[str, Any] = state.batch
-        facts = carried(batch)
-        num_tokens = sum(facts['loss_tokens']) if is_counted(batch) else loss_mask(batch, self.loss_tokens).sum()
+        facts = metadata_of(batch)
+        num_tokens = sum(facts['loss_tokens']) if is_annotated(batch) else loss_mask(batch, self.loss_tokens).sum()
         self._microbatches.append((num_samples(batch), num_tokens))
         self._step['positions'] += _positions(batch)
         self._step['microbatches'] += 1

@@ -33,12 +33,12 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from composer_tokacc.algorithm import TokenAccumulation
 from composer_tokacc.algorithm.functional import at_predictions
+from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.checks.first_batch import find_loss_rule
 from composer_tokacc.checks.logits import targets_of
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.checks.rows import telling_batch
 from composer_tokacc.compat import Dropout
-from composer_tokacc.counting import IGNORE_INDEX, token_weights_of
 from composer_tokacc.data_spec import token_data_spec
 from composer_tokacc.invariance import Gradients, relative_error
 from composer_tokacc.layout import BatchLayout
@@ -46,6 +46,7 @@ from composer_tokacc.programs import TrainConfig
 from composer_tokacc.programs.build import RunParts, build_parts
 from composer_tokacc.programs.errors import raised_here
 from composer_tokacc.programs.process import command_line, run_program, without_warnings
+from composer_tokacc.weights import token_weights_of
 
 __all__ = ['UnusedParameters', 'main', 'verify']
 

@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from sphinx.ext.napoleon import GoogleDocstring
 from sphinx.util import logging
 
 import composer_tokacc
+from docs.figures import rooms
 from tests.public_api import MODULES
 
 project = 'composer_tokacc'
@@ -85,8 +87,13 @@ def _every_public_name_is_described(app: Any, env: Any) -> None:
             logging.getLogger(__name__).warning('%s.%s is on no page of the API reference', module.__name__, name)
 
 
+def _draw_rooms(app: Any) -> None:
+    rooms.draw(Path(rooms.__file__).with_suffix('.svg'))
+
+
 def setup(app: Any) -> None:
     """Sphinx's hook."""
+    app.connect('builder-inited', _draw_rooms)
     app.connect('autodoc-skip-member', _skip_twice_listed)
     app.connect('autodoc-process-docstring', _help_as_it_stands)
     app.connect('env-check-consistency', _every_public_name_is_described)

@@ -9,7 +9,7 @@ from composer.core.data_spec import DataSpec
 from transformers import T5Config, T5ForConditionalGeneration
 
 from composer_tokacc import TokenAccumulation, TokenCounts, count_tokens, token_data_spec
-from composer_tokacc.counting import CARRIED, carry
+from composer_tokacc.metadata import METADATA_PREFIX, annotate
 from tests.support.text import VOCABULARY, collate, text_model, text_row, text_rows
 from tests.support.training import loader, logged, reference_gradients, relative_error, train
 
@@ -70,8 +70,8 @@ def test_without_attention_mask_all_positions_are_real():
 
 
 def test_counts_are_python_ints_in_lists_one_a_row():
-    batch = carry(collate(text_rows([(3, 2), (6, 4)])))
-    tokens, real = batch[f'{CARRIED}loss_tokens'], batch[f'{CARRIED}real_tokens']
+    batch = annotate(collate(text_rows([(3, 2), (6, 4)])))
+    tokens, real = batch[f'{METADATA_PREFIX}loss_tokens'], batch[f'{METADATA_PREFIX}real_tokens']
     assert tokens == [2, 4]
     assert all(type(count) is int for count in tokens + real)
 

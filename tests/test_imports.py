@@ -57,7 +57,20 @@ def test_the_plugin_loads_no_data_no_sizing_and_no_program():
     assert not found & BELOW
 
 
-ORDER = ('compat', 'collectives', 'planning', 'layout', 'counting', 'checks', 'sampling', 'data_spec', 'algorithm')
+ORDER = (
+    'compat',
+    'batch',
+    'collectives',
+    'planning',
+    'layout',
+    'counting',
+    'weights',
+    'metadata',
+    'checks',
+    'sampling',
+    'data_spec',
+    'algorithm',
+)
 """Rooms of the plugin: each may import those before it."""
 
 

@@ -7,14 +7,15 @@
     python -m benchmarks.rivals speed --sets 'lognormal 0.9' --rivals hf ours_sampler --ranks 1 --rounds 1
     python -m benchmarks.rivals exactness --ranks 1 2
     python -m benchmarks.rivals curves stalls
-    python -m benchmarks.rivals report                         # docs/rivals.md again, from the results alone
+    python -m benchmarks.rivals report                         # the pages again, from the results alone
 
 `speed`: an epoch of every contender on every set of lengths, in one process, first once to look (what reached the
-model, the gradient of the first step, memory, held-out loss), then timed, the contenders taking turns in every round.
+model, the gradient of the first step, memory, eval loss), then timed, the contenders taking turns in every round.
 `exactness`: `verify_invariance` attached to each trainer. `curves`, `stalls`: every step of a longer epoch.
 
-What is measured is put into results/rivals.json, where what is left out keeps its last figures; docs/rivals.md and
-results/rivals.png are made from it. The folder of real length tables is given as COMPOSER_TOKACC_LENGTHS.
+What is measured is put into results/rivals.json, where what is left out keeps its last figures; results/rivals.png and
+the tables of docs/rivals.md, docs/rivals_speed.md and the README are made from it. COMPOSER_TOKACC_LENGTHS names the
+folder of real length tables.
 """
 
 from __future__ import annotations
@@ -26,21 +27,22 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_parts.store import write_at_once
+from benchmarks.launch import COMPOSER, environment
 from benchmarks.machine import machine
+from benchmarks.pages import ROOT
+from benchmarks.record import write_at_once
 from benchmarks.rivals.adapters import ADAPTERS
 from benchmarks.rivals.contenders import CONTENDERS
 from benchmarks.rivals.curves import NAMES, WINDOW
 from benchmarks.rivals.data import MODELS, SETS, Sizes
 from benchmarks.rivals.exactness import SUBJECTS
-from benchmarks.rivals.report import DOCUMENT, README, RESULTS, picture, with_overview, write
+from benchmarks.rivals.report import RESULTS, picture, write_pages
 
 PARTS = ('speed', 'exactness', 'curves', 'stalls', 'report')
 PACKAGES = (
@@ -53,31 +55,17 @@ PACKAGES = (
     'online-dynamic-batching',
     'datasets',
 )
-ROOT = Path(__file__).resolve().parents[2]
 
 
-def launch(module: str, ranks: int, plan: Any, *arguments: str, limit: float | None = None) -> Any:
+def launch(module: str, ranks: int, *arguments: str, limit: float | None = None) -> Any:
     """Runs a part under the composer launcher and gives what it wrote, or had written in so many seconds."""
     with tempfile.TemporaryDirectory() as folder:
-        given, found = Path(folder) / 'plan.json', Path(folder) / 'found.json'
-        given.write_text(json.dumps(plan))
-        composer = str(Path(sys.executable).with_name('composer'))
-        command = [
-            composer,
-            '-n',
-            str(ranks),
-            '--stdout',
-            f'{folder}/rank{{rank}}.out',
-            '-m',
-            f'benchmarks.rivals.{module}',
-        ]
-        command += [str(given)] if plan is not None else []
-        environment = {
-            **os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT), 'TOKENIZERS_PARALLELISM': 'false',
-            'GLOO_SOCKET_IFNAME': 'lo',  # ODB makes a gloo group a loader, which may find no way to another address
-        }  # fmt: skip
+        found = Path(folder) / 'found.json'
+        command = [COMPOSER, '-n', str(ranks), '--stdout', f'{folder}/rank{{rank}}.out', '-m']
+        # ODB makes a gloo group a loader, which may find no way to another address.
+        own = environment(TOKENIZERS_PARALLELISM='false', GLOO_SOCKET_IFNAME='lo')
         process = subprocess.Popen(
-            [*command, str(found), *arguments], cwd=ROOT, env=environment, start_new_session=True
+            [*command, f'benchmarks.rivals.{module}', str(found), *arguments], cwd=ROOT, env=own, start_new_session=True
         )
         try:
             process.wait(timeout=limit)
@@ -87,11 +75,11 @@ def launch(module: str, ranks: int, plan: Any, *arguments: str, limit: float | N
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # loader processes that a package left behind
-        if not found.exists() or (limit is None and process.returncode):
-            if limit is not None:
-                return []
-            raise SystemExit(f'{module} on {ranks} ranks ended with {process.returncode}; its output is above.')
-        return json.loads(found.read_text())
+        if found.exists() and (limit is not None or not process.returncode):
+            return json.loads(found.read_text())
+        if limit is not None:
+            return []
+        raise SystemExit(f'{module} on {ranks} ranks ended with {process.returncode}; its output is above.')
 
 
 def measure_cells(plan: dict[str, Any], ranks: int, limit: float) -> list[dict[str, Any]]:
@@ -99,7 +87,7 @@ def measure_cells(plan: dict[str, Any], ranks: int, limit: float) -> list[dict[s
     names = [name for name in plan['rivals'] if plan['sizes']['model'] in CONTENDERS[name].models]
     failed: list[dict[str, Any]] = []
     while names:
-        found = launch('speed', ranks, {**plan, 'rivals': names}, limit=limit)
+        found = launch('speed', ranks, json.dumps({**plan, 'rivals': names}), limit=limit)
         missing = [name for name in names if name not in {cell['rival'] for cell in found}]
         if not missing:
             return [*found, *failed]
@@ -146,16 +134,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument('--steps', type=int, default=300, help='of curves and stalls')
     parser.add_argument('--limit', type=float, default=3600, help='seconds for a set of `speed`')
     parser.add_argument('--results', type=Path, default=RESULTS)
-    parser.add_argument('--document', type=Path, help='default: docs/rivals.md; beside results that are elsewhere')
     return _checked(parser, parser.parse_args())
 
 
 def _checked(parser: argparse.ArgumentParser, given: argparse.Namespace) -> argparse.Namespace:
     """Refuses what would measure nothing, or mix or write over results."""
     given.results = given.results.resolve()
-    given.document = given.document or (DOCUMENT if given.results == RESULTS else given.results.with_suffix('.md'))
-    if given.results in (given.document.resolve(), given.results.with_suffix('.png')):
-        parser.error(f'`--results` must be another file than its page and its picture, got: {given.results}.')
+    if given.results.suffix != '.json':
+        parser.error(f'`--results` must be a .json file, got: {given.results}.')
     counts = {name: value for name, value in vars(given).items() if isinstance(value, (int, float))}
     for name, value in [*counts.items(), *(('ranks', number) for number in given.ranks)]:
         if value < (name != 'workers'):
@@ -230,7 +216,7 @@ def main() -> None:
     sizes = {name: getattr(given, name) for name in asdict(Sizes()) if name in given}
     for ranks in given.ranks if 'exactness' in parts else ():
         names = [name for name in given.rivals or ADAPTERS if name in ADAPTERS]
-        found = launch('exactness', ranks, None, '--subjects', *given.subjects, '--rivals', *names)
+        found = launch('exactness', ranks, '--subjects', *given.subjects, '--rivals', *names)
         keep(file, 'exactness', found, 'subject', 'ranks', 'trainer')
     rivals = [name for name in given.rivals or CONTENDERS if name in CONTENDERS]
     cases = product(given.ranks, given.models, given.sets) if 'speed' in parts else ()
@@ -242,14 +228,13 @@ def main() -> None:
     if longer and names:
         small = {'model': 'llama', 'hidden': 64, 'layers': 2, 'mean': 32, 'samples': given.steps * given.global_batch}
         plan = {'sizes': {**sizes, **small}, 'set': 'lognormal 0.9', 'rivals': names, 'parts': longer}
-        keep_longer(file, launch('curves', 1, plan))
+        keep_longer(file, launch('curves', 1, json.dumps(plan)))
     results = read(file)
-    given.document.write_text(write(results))
-    if given.results == RESULTS:
-        README.write_text(with_overview(README.read_text(), results))
+    if file == RESULTS:
+        write_pages(results)
     if results.get('longer', {}).get('curves'):
         picture(results['longer'], file.with_suffix('.png'))
-    print(f'{file}, {given.document}')
+    print(file)
 
 
 if __name__ == '__main__':

@@ -196,7 +196,7 @@ def composer(task: Task, *, flag: bool = False) -> Settings:
 
 
 def ours(task: Task, *, sampler: bool = False, packing: bool = False) -> Settings:
-    """README, "In an existing Trainer": three lines; the sampler's loader; packing."""
+    """docs/trainer.md: three lines; the sampler's loader; packing."""
     from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, TokenAccumulation, token_data_spec
 
     settings: Settings = {'packing': packing}

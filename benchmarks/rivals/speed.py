@@ -213,15 +213,15 @@ def begin() -> tuple[dict[str, Any], Path]:
     """The plan on this launch's command line and where its results go; one thread, ranks joined, packages quiet."""
     warnings.simplefilter('ignore')
     parser = argparse.ArgumentParser()
-    parser.add_argument('plan', type=Path)
     parser.add_argument('results', type=Path)
+    parser.add_argument('plan', type=json.loads)
     given = parser.parse_args()
     torch.set_num_threads(1)
     torch.multiprocessing.set_sharing_strategy('file_system')
     dist.initialize_dist(get_device('cpu'))
     for noisy in ('transformers', 'lightning.pytorch', 'lightning', 'composer', 'accelerate'):
         logging.getLogger(noisy).setLevel(logging.ERROR)
-    return json.loads(given.plan.read_text()), given.results
+    return given.plan, given.results
 
 
 def end() -> NoReturn:

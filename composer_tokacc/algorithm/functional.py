@@ -13,7 +13,7 @@ import torch.distributed
 
 from composer_tokacc.checks.logits import weigh_tokens
 from composer_tokacc.collectives import RankSum
-from composer_tokacc.counting import token_weights_of
+from composer_tokacc.weights import token_weights_of
 
 __all__ = ['apply_token_weights', 'at_predictions', 'sample_weight', 'step_loss_weights', 'token_weight']
 

@@ -11,21 +11,21 @@ from composer.core import State
 
 from composer_tokacc.algorithm.functional import at_predictions
 from composer_tokacc.algorithm.loss_terms import LossTerms
+from composer_tokacc.batch import Batch
 from composer_tokacc.checks.first_batch import FirstBatchCheck
 from composer_tokacc.checks.logits import logits_of, targets_of, token_losses, weigh_tokens
 from composer_tokacc.checks.probe import router_loss_of
 from composer_tokacc.checks.step import MicrobatchRecord, StepCheck, WatchedTokens, has_bypass
-from composer_tokacc.counting import (
-    LOSS_WEIGHTS,
-    Batch,
-    is_counted,
+from composer_tokacc.counting import with_one_label
+from composer_tokacc.metadata import (
+    is_annotated,
     loss_weight,
     num_loss_tokens,
     num_microbatches,
     num_samples,
-    with_one_label,
-    without_carried,
+    without_metadata,
 )
+from composer_tokacc.weights import LOSS_WEIGHTS
 
 __all__ = ['HiddenEntries', 'is_empty', 'record_of', 'watch_tokens']
 
@@ -42,15 +42,15 @@ class HiddenEntries:
     """
 
     def __init__(self, batch: Batch, *, is_weighted: bool) -> None:
-        self.batch = without_carried(batch)
+        self.batch = without_metadata(batch)
         """What the model sees."""
-        if is_weighted and is_counted(batch) and self.batch.pop(LOSS_WEIGHTS, None) is None:
+        if is_weighted and is_annotated(batch) and self.batch.pop(LOSS_WEIGHTS, None) is None:
             raise RuntimeError(
                 f'Microbatches must carry the `{LOSS_WEIGHTS}` written at BATCH_START, got: {sorted(batch)}. A '
                 'custom `split_batch` or `microbatch_transforms` drops them; cut them as labels are cut, or use '
                 'token_data_spec().'
             )
-        if is_counted(batch) and is_empty(batch):
+        if is_annotated(batch) and is_empty(batch):
             self.batch = with_one_label(self.batch)
         self._hidden = {key: value for key, value in batch.items() if key not in self.batch}
         self._made_up, self._labels = self.batch.get('labels'), batch.get('labels')

@@ -15,14 +15,15 @@ from composer.models import HuggingFaceModel
 from torch.nn.parallel import DistributedDataParallel
 
 from composer_tokacc.algorithm.loss_terms import LossTerms, router_coefficient
+from composer_tokacc.batch import Batch
 from composer_tokacc.checks.first_batch import FirstBatchCheck
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.checks.row_coupling import check_rows_are_independent
-from composer_tokacc.counting import LOSS_WEIGHTS, Batch
 from composer_tokacc.data_spec.reduction import ReductionWatch
 from composer_tokacc.data_spec.registry import layout_of
 from composer_tokacc.data_spec.split import MicrobatchSplit
 from composer_tokacc.layout import BatchLayout, microbatches_of
+from composer_tokacc.weights import LOSS_WEIGHTS
 
 __all__ = ['set_up', 'vocabulary_of']
 

@@ -20,32 +20,29 @@ from composer_tokacc.algorithm.functional import sample_weight, token_weight
 from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, LossTerms, attached_zero
 from composer_tokacc.algorithm.microbatch import HiddenEntries, is_empty, record_of, watch_tokens
 from composer_tokacc.algorithm.setup import set_up, vocabulary_of
+from composer_tokacc.batch import Batch, check_batch, sample_name
 from composer_tokacc.checks.first_batch import FirstBatchCheck
 from composer_tokacc.checks.row_coupling import batch_norms, check_norms_are_frozen
 from composer_tokacc.checks.step import StepCheck
 from composer_tokacc.collectives import RankSum
-from composer_tokacc.counting import (
-    CARRIED,
-    LOSS_WEIGHTS,
-    TOKEN_WEIGHTS,
-    Batch,
-    carry,
-    check_batch,
-    check_rule,
-    is_counted,
+from composer_tokacc.counting import check_rule
+from composer_tokacc.data_spec.reduction import ReductionWatch, check_reduced, check_sharding
+from composer_tokacc.data_spec.registry import split_of
+from composer_tokacc.layout import BatchLayout, microbatches_of
+from composer_tokacc.layout.kinds import kinds_of
+from composer_tokacc.metadata import (
+    METADATA_PREFIX,
+    annotate,
+    is_annotated,
     loss_weight,
     num_loss_tokens,
     num_microbatches,
     num_rows,
     num_samples,
-    sample_name,
-    with_carried,
+    with_metadata,
 )
-from composer_tokacc.data_spec.reduction import ReductionWatch, check_reduced, check_sharding
-from composer_tokacc.data_spec.registry import split_of
-from composer_tokacc.layout import BatchLayout, microbatches_of
-from composer_tokacc.layout.kinds import kinds_of
 from composer_tokacc.sampling.filler_rows import filler_rows
+from composer_tokacc.weights import LOSS_WEIGHTS, TOKEN_WEIGHTS
 
 __all__ = ['TokenAccumulation']
 
@@ -197,7 +194,7 @@ class TokenAccumulation(Algorithm):
         fillers = filler_rows(state.dataloader, int(state.timestamp.batch_in_epoch))
         if fillers:
             rows = num_rows(state.batch)
-            state.batch = with_carried(state.batch, samples=[1] * (rows - fillers) + [0] * fillers)
+            state.batch = with_metadata(state.batch, samples=[1] * (rows - fillers) + [0] * fillers)
         is_first = self._check is None
         if is_first:
             self._check, self._layout, self._reductions = set_up(
@@ -216,7 +213,7 @@ class TokenAccumulation(Algorithm):
                 )
         assert self.rule is not None
         # Carried by the batch, so that split_batch hands each microbatch its own counts.
-        state.batch = self._device_batch = carry(state.batch, self.rule, self.token_weights)
+        state.batch = self._device_batch = annotate(state.batch, self.rule, self.token_weights)
         local = (num_loss_tokens(state.batch), num_samples(state.batch), loss_weight(state.batch))
         self._step = StepCheck(self.rule, *local, has_bypass=self._has_bypass)
         totals = [*local, *kinds]
@@ -272,16 +269,17 @@ class TokenAccumulation(Algorithm):
         if self._num_steps & (self._num_steps - 1) == 0:  # again now and then: schedules may change it
             self.loss_terms.check_coefficient(state.loss, state.outputs)
         state.loss = self.loss_terms.split(state.loss, state.outputs)
-        if is_counted(state.batch) and is_empty(state.batch):
+        if is_annotated(state.batch) and is_empty(state.batch):
             state.loss = self.loss_terms.replace_empty(state.loss, attached_zero(state.outputs, state.loss))
 
     def _scale(self, state: State, logger: Logger) -> None:
         """BEFORE_BACKWARD: the last point where ``state.loss`` matters, so nothing may rescale it afterwards."""
         batch, world_size = state.batch, dist.get_world_size()
         assert self._totals is not None
-        if not is_counted(batch):
+        if not is_annotated(batch):
             raise RuntimeError(
-                f'Microbatches must carry the counts written at BATCH_START ({CARRIED}...), got: {sorted(batch)}. '
+                f'Microbatches must carry the counts written at BATCH_START ({METADATA_PREFIX}...), got: '
+                f'{sorted(batch)}. '
                 'A custom `split_batch` or `microbatch_transforms` drops them; keep lists with one entry per row, or '
                 'use token_data_spec().'
             )

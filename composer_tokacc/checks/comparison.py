@@ -19,12 +19,12 @@ from typing import Any, Protocol
 
 import torch
 
+from composer_tokacc.batch import IGNORE_INDEX, Batch, own_labels, sample_name
 from composer_tokacc.checks.logits import targets_of
 from composer_tokacc.checks.probe import NOISE_FACTOR, Probe, ProbeResult
 from composer_tokacc.checks.rows import documents_of
-from composer_tokacc.counting import IGNORE_INDEX, Batch, loss_mask, sample_name
+from composer_tokacc.counting import loss_mask
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.layout.layout import own_labels
 
 __all__ = ['Cutter', 'RowComparison']
 

@@ -13,13 +13,15 @@ from typing import Any
 import torch
 from composer.utils import dist
 
+from composer_tokacc.batch import IGNORE_INDEX, Batch, with_own_tensors
 from composer_tokacc.checks.comparison import MEAN, Cutter, RowComparison
 from composer_tokacc.checks.logits import targets_of
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.checks.rows import chosen_rows, telling_batch, with_unequal_row
-from composer_tokacc.counting import IGNORE_INDEX, LOSS_RULES, Batch, num_rows, with_own_tensors, without_carried
+from composer_tokacc.counting import LOSS_RULES
 from composer_tokacc.layout import BatchLayout, microbatches_of
 from composer_tokacc.layout.kinds import KINDS, kinds_of
+from composer_tokacc.metadata import num_rows, without_metadata
 
 __all__ = ['FirstBatchCheck', 'find_loss_rule']
 
@@ -154,7 +156,7 @@ class FirstBatchCheck:
         return found, shown
 
     def _on_device(self, batch: Batch) -> Any:
-        return self._to_device(with_own_tensors(without_carried(batch)))
+        return self._to_device(with_own_tensors(without_metadata(batch)))
 
     def _shared_rows(self, batch: Batch, kinds: Sequence[int]) -> dict[str, Any]:
         """The rows that all ranks probe with."""

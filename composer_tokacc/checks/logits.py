@@ -22,7 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from composer_tokacc.counting import IGNORE_INDEX, Batch, labels_of, loss_mask
+from composer_tokacc.batch import IGNORE_INDEX, Batch, labels_of
+from composer_tokacc.counting import loss_mask
 
 __all__ = [
     'LabelEntries',

@@ -19,9 +19,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from composer_tokacc.batch import Batch, labels_of, with_own_tensors
 from composer_tokacc.checks.logits import MeasuredTokens, logits_of, measure, sketch, token_losses
 from composer_tokacc.compat import BatchNorm
-from composer_tokacc.counting import Batch, labels_of, with_own_tensors
 
 __all__ = ['NOISE_FACTOR', 'Probe', 'ProbeResult', 'router_loss_of']
 

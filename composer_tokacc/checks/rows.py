@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from composer_tokacc.counting import IGNORE_INDEX, Batch, labels_of, loss_mask, without_carried
+from composer_tokacc.batch import IGNORE_INDEX, MODALITIES, Batch, labels_of
+from composer_tokacc.counting import loss_mask
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.layout.families import UNITS
 from composer_tokacc.layout.kinds import KINDS
+from composer_tokacc.metadata import without_metadata
 
 __all__ = [
     'chosen_rows',
@@ -46,7 +47,7 @@ def chosen_rows(layout: BatchLayout, batch: Batch, wanted: Sequence[int], max_ro
     def best(key: Callable[[int], Any]) -> int:
         return min(indices, key=lambda row: (not labelled[row], key(row), lengths[row]))
 
-    units = [unit for unit, is_wanted in zip(KINDS, wanted, strict=True) if is_wanted and unit in UNITS]
+    units = [unit for unit, is_wanted in zip(KINDS, wanted, strict=True) if is_wanted and unit in MODALITIES]
     counts = {unit: layout.units_per_row(batch, unit) for unit in units}
     first = layout.real_positions(batch).int().argmax(dim=1).tolist()
     # A label on the first token behind padding is the hardest to keep.
@@ -65,7 +66,7 @@ def chosen_rows(layout: BatchLayout, batch: Batch, wanted: Sequence[int], max_ro
     rows = list(dict.fromkeys(roles))[: max(max_rows, 2 + len(units))]
     others = sorted(set(indices) - set(rows), key=lambda row: (not labelled[row], lengths[row]))
     rows += others[: max(MIN_ROWS - len(rows), 0)]
-    return _with_labels(layout, layout.select(without_carried(batch), rows))
+    return _with_labels(layout, layout.select(without_metadata(batch), rows))
 
 
 def _with_labels(layout: BatchLayout, batch: dict[str, Any]) -> dict[str, Any]:

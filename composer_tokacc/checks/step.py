@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from composer_tokacc.batch import IGNORE_INDEX, sample_name
 from composer_tokacc.checks.logits import (
     LabelEntries,
     counted_labels,
@@ -23,7 +24,8 @@ from composer_tokacc.checks.logits import (
     targets_of,
     tolerance_of,
 )
-from composer_tokacc.counting import IGNORE_INDEX, LOSS_WEIGHTS, loss_mask, sample_name
+from composer_tokacc.counting import loss_mask
+from composer_tokacc.weights import LOSS_WEIGHTS
 
 __all__ = ['MicrobatchRecord', 'StepCheck', 'WatchedTokens', 'has_bypass']
 

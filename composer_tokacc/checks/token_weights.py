@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.checks.logits import logits_of, measure, node_of, tolerance_of
 from composer_tokacc.compat import inner_model
-from composer_tokacc.counting import IGNORE_INDEX
 
 __all__ = ['TokenWeightsReport', 'measure_token_weights']
 

@@ -11,18 +11,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from composer_tokacc.counting import CARRIED, IGNORE_INDEX, num_rows, with_carried
-from composer_tokacc.layout import Batch, BatchLayout
-from composer_tokacc.layout.families import UNITS
-
-__all__ = ['AddedRow', 'MediaRows', 'add_rows', 'blank_row', 'smallest_row', 'zero_weight']
+from composer_tokacc.batch import IGNORE_INDEX, MODALITIES, Batch
+from composer_tokacc.layout import BatchLayout
+from composer_tokacc.metadata import METADATA_PREFIX, num_rows, with_metadata
 
 
 def zero_weight(batch: Batch) -> dict[str, Any]:
     """A copy without labels, whose rows are no samples."""
     none = [0] * num_rows(batch)
     emptied = {**batch, 'labels': torch.full_like(batch['labels'], IGNORE_INDEX)}
-    return with_carried(emptied, loss_tokens=none, real_tokens=none, samples=none, weights=none)
+    return with_metadata(emptied, loss_tokens=none, real_tokens=none, samples=none, weights=none)
 
 
 def smallest_row(
@@ -99,7 +97,7 @@ class MediaRows:
     def present(self) -> set[str]:
         """Media that some row has."""
         found: set[str] = set()
-        everything = set(UNITS if self._layout.extra else self._layout.family.media)
+        everything = set(MODALITIES if self._layout.extra else self._layout.family.media)
         for batch, _ in self._batches:
             if everything <= found:
                 break
@@ -144,6 +142,6 @@ def _with_lists(row: Batch, microbatch: Batch, per_row: set[str]) -> dict[str, A
     """The row with just the lists that the microbatch has; what a blank row cannot know is None, or no media."""
     kept = {key: value for key, value in row.items() if not isinstance(value, (list, tuple)) or key in per_row}
     for key in per_row - kept.keys():
-        is_count = key.startswith('num_') or key == f'{CARRIED}microbatches'
-        kept[key] = microbatch[key][:1] if key == f'{CARRIED}rule' else [0 if is_count else None]
+        is_count = key.startswith('num_') or key == f'{METADATA_PREFIX}microbatches'
+        kept[key] = microbatch[key][:1] if key == f'{METADATA_PREFIX}rule' else [0 if is_count else None]
     return kept

@@ -9,10 +9,9 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from composer_tokacc.layout import Batch, BatchLayout
+from composer_tokacc.batch import Batch
+from composer_tokacc.layout import BatchLayout
 from composer_tokacc.layout.kinds import has_positions, widest_like
-
-__all__ = ['CutRules', 'padded_candidates']
 
 
 @dataclass(frozen=True, kw_only=True)

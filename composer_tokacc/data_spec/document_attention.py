@@ -21,10 +21,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from composer_tokacc.batch import Batch
 from composer_tokacc.compat import attention_of
-from composer_tokacc.layout import Batch
-
-__all__ = ['DocumentAttention']
 
 PREFIX = 'documents_'
 """Of the names by which our attention is registered, before that of the plain one."""

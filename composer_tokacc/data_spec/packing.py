@@ -5,56 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
-from composer_tokacc.counting import CARRIED, IGNORE_INDEX, sample_name
+from composer_tokacc.batch import IGNORE_INDEX, sample_name
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.layout import BatchLayout
-
-__all__ = ['pack_lengths', 'pack_rows']
-
-
-def pack_lengths(
-    lengths: Sequence[int],
-    max_tokens: int,
-    image_tokens: Sequence[int] | None = None,
-    max_image_tokens: int | None = None,
-) -> list[list[int]]:
-    """Groups rows so that their lengths and their image tokens sum to at most the caps: first fit, longest first.
-
-    First-fit-decreasing needs at most 11/9 of the fewest groups, plus one (Dosa 2007). A row over the cap goes alone.
-
-    Args:
-        lengths: Real length of each row.
-        max_tokens: Token budget of a microbatch.
-        image_tokens: Image tokens of each row.
-        max_image_tokens: Image budget of a microbatch.
-
-    Returns:
-        Row indices of each group, longest first, so that rows of one length, which attention computes at once, are
-        beside each other; groups in order of their longest row.
-
-    Example:
-        >>> pack_lengths([7, 2, 8, 2, 2], 10)
-        [[2, 1], [0, 3], [4]]
-    """
-    sizes = np.array([lengths, [0] * len(lengths) if image_tokens is None else image_tokens]).T
-    caps = np.array([max_tokens, np.inf if max_image_tokens is None else max_image_tokens])
-    groups: list[list[int]] = []
-    room: list[np.ndarray] = []
-    for row in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
-        fit = next((index for index, left in enumerate(room) if (sizes[row] <= left).all()), None)
-        if fit is None:
-            groups.append([])
-            room.append(caps)
-            fit = len(groups) - 1
-        groups[fit].append(row)
-        room[fit] = room[fit] - sizes[row]
-    return groups
+from composer_tokacc.metadata import METADATA_PREFIX
 
 
 def pack_rows(
@@ -93,7 +52,7 @@ def pack_rows(
     for key, value in batch.items():
         if key == 'attention_mask':
             continue
-        if key == f'{CARRIED}rule':
+        if key == f'{METADATA_PREFIX}rule':
             packed[key] = value[:1]
         elif isinstance(value, torch.Tensor):
             packed[key] = _pack_tensor(layout, key, value, real)

@@ -12,8 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from composer_tokacc.compat import check_reducer_finalized
 
-__all__ = ['ReductionWatch', 'check_reduced', 'check_sharding']
-
 
 class ReductionWatch:
     """Sees in which microbatches of a step gradients are reduced, and refuses what would wait without end.

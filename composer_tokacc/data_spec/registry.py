@@ -14,8 +14,6 @@ from composer.utils import dist
 from composer_tokacc.data_spec.split import MicrobatchSplit
 from composer_tokacc.layout import BatchLayout
 
-__all__ = ['layout_of', 'register_split', 'split_of']
-
 _SPLITS: WeakValueDictionary[int, MicrobatchSplit] = WeakValueDictionary()
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -15,34 +15,17 @@ import numpy as np
 import torch
 from composer.utils import dist
 
+from composer_tokacc.batch import IGNORE_INDEX, MODALITIES, Batch, own_labels, sample_name
 from composer_tokacc.collectives import from_any_rank, max_over_ranks
-from composer_tokacc.counting import IGNORE_INDEX, num_rows, sample_name, with_carried, without_carried
 from composer_tokacc.data_spec.added_rows import AddedRow, MediaRows, add_rows, zero_weight
 from composer_tokacc.data_spec.cut_rules import CutRules, padded_candidates
 from composer_tokacc.data_spec.document_attention import DocumentAttention
-from composer_tokacc.data_spec.packing import pack_lengths, pack_rows
-from composer_tokacc.layout import Batch, BatchLayout, Family, ReadyBatch, microbatches_of
-from composer_tokacc.layout.families import UNITS
-from composer_tokacc.layout.layout import own_labels
-from composer_tokacc.planning import CostModel, cut
-
-__all__ = ['MicrobatchSplit', 'SplitOptions']
+from composer_tokacc.data_spec.packing import pack_rows
+from composer_tokacc.layout import BatchLayout, Family, ReadyBatch, microbatches_of
+from composer_tokacc.metadata import num_rows, with_metadata, without_metadata
+from composer_tokacc.planning import CutOptions, cut_rows, pack_lengths
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SplitOptions:
-    """Arguments of :func:`.token_data_spec` that the split needs, described there."""
-
-    slot_tokens: int | None
-    regroup: bool
-    equal_counts: bool | str
-    width_multiple: int
-    packing: bool | str
-    cost: CostModel | None
-    max_image_tokens: int | None
-    on_oversize: str
 
 
 class MicrobatchSplit:
@@ -59,7 +42,7 @@ class MicrobatchSplit:
         self,
         dataloader: Any,
         layout: BatchLayout | None,
-        options: SplitOptions,
+        options: CutOptions,
         microbatch_transforms: Callable[[Any], Any] | None = None,
     ) -> None:
         self.dataloader = dataloader
@@ -130,10 +113,11 @@ class MicrobatchSplit:
 
     def _choose_packing(self, layout: BatchLayout, batch: Batch, microbatch_size: float) -> bool:
         """Whether packing costs less on this batch, over all ranks; a collective."""
-        cost = self.options.cost or CostModel()
+        cost = self.options.cost
         lengths = [length for one in microbatches_of(batch) for length in layout.lengths(one)]
         budget = int(microbatch_size * (self.options.slot_tokens or max(map(layout.width, microbatches_of(batch)))))
-        cuts = cut(lengths, max(budget, *lengths), regroup=self.options.regroup, max_width=max(lengths), cost=cost)
+        options = CutOptions(max_tokens=max(budget, *lengths), regroup=self.options.regroup, cost=cost)
+        cuts = cut_rows(lengths, options, max_width=max(lengths))
         widths = np.array([max(lengths[row] for row in rows) for rows in cuts])
         padded = float((np.array([len(rows) for rows in cuts]) * cost.rows(widths) + cost.launch).sum())
         packed = sum(cost.packed([lengths[row] for row in rows]) for rows in pack_lengths(lengths, budget))
@@ -230,7 +214,7 @@ class MicrobatchSplit:
         if rules.packing:
             self._attend(rules.packing)
             microbatch = pack_rows(layout, microbatch, self._attention)
-        return without_carried(microbatch)
+        return without_metadata(microbatch)
 
     def _chunks(self, layout: BatchLayout, batch: Batch, size: int) -> list[dict[str, Any]]:
         num_rows = layout.num_rows(batch)
@@ -317,23 +301,14 @@ class MicrobatchSplit:
             log.warning('%s. It is computed alone.', message)
 
     def _cut(self, rows: _Rows, budget: int) -> list[list[int]]:
-        options = self.options
+        options = replace(self.options, max_tokens=budget, packing=self.packing)
         if self.packing:
-            return pack_lengths(rows.lengths, budget, rows.image_tokens, options.max_image_tokens)
-        multiple = options.width_multiple
+            return cut_rows(rows.lengths, options, image_tokens=rows.image_tokens)
         if rows.decoder_width:  # what is rounded up is the width without it
             widths = [self._trimmed_width(rows.take([k])) for k in range(len(rows.lengths))]
-            rows, multiple = rows._replace(lengths=widths), 1
-        return cut(
-            _sizes(rows),
-            budget,
-            regroup=options.regroup,
-            image_tokens=rows.image_tokens,
-            max_image_tokens=options.max_image_tokens,
-            width_multiple=multiple,
-            max_width=_width(rows) + rows.decoder_width,
-            cost=options.cost,
-        )
+            rows, options = rows._replace(lengths=widths), replace(options, width_multiple=1)
+        max_width = _width(rows) + rows.decoder_width
+        return cut_rows(_sizes(rows), options, image_tokens=rows.image_tokens, max_width=max_width)
 
     def _with_spans(self, layout: BatchLayout, batch: Batch) -> tuple[Batch, list[tuple[str, list[int]]]]:
         """The batch with the span of each of its microbatches; joined, unless a loader's are good as they are."""
@@ -368,7 +343,7 @@ class MicrobatchSplit:
         for microbatch, (_, added) in zip(selected, planned, strict=True):
             microbatch = add_rows(layout, microbatch, [one.row for one in added]) if added else microbatch
             microbatch = pack_rows(layout, microbatch, self._attention) if self.packing else microbatch
-            microbatches.append(with_carried(microbatch, microbatches=[len(planned)] * num_rows(microbatch)))
+            microbatches.append(with_metadata(microbatch, microbatches=[len(planned)] * num_rows(microbatch)))
         return microbatches
 
     def _selected(self, layout: BatchLayout, pieces: Sequence[_Rows]) -> Iterator[dict[str, Any]]:
@@ -406,7 +381,7 @@ class MicrobatchSplit:
             text = zero_weight(self._trimmed(layout, layout.select(shortest.source, [place]), self.rules))
             rows = [row.row for unit in media.needed if (row := media.row(unit)) is not None]
             filler = layout.concat(rows) if rows else text
-            filler = with_carried(filler, microbatches=[len(planned)] * num_rows(filler))
+            filler = with_metadata(filler, microbatches=[len(planned)] * num_rows(filler))
             microbatches += [filler] * (count - len(planned))
         return microbatches
 
@@ -417,10 +392,10 @@ class MicrobatchSplit:
         if not may_have_media:
             return media, []
         present = media.present
-        lacks = [unit not in present and media.row(unit) is None for unit in UNITS]
-        flags = max_over_ranks([*(unit in present for unit in UNITS), *lacks])
-        in_use = [unit for unit, used in zip(UNITS, flags, strict=False) if used]
-        lacking = {unit for unit, lacked in zip(UNITS, flags[len(UNITS) :], strict=True) if lacked}
+        lacks = [unit not in present and media.row(unit) is None for unit in MODALITIES]
+        flags = max_over_ranks([*(unit in present for unit in MODALITIES), *lacks])
+        in_use = [unit for unit, used in zip(MODALITIES, flags, strict=False) if used]
+        lacking = {unit for unit, lacked in zip(MODALITIES, flags[len(MODALITIES) :], strict=True) if lacked}
         media.needed = _units_needed(layout.family, in_use)
         if in_use and not lacking.isdisjoint(media.needed):
             for unit in media.needed:
@@ -468,7 +443,7 @@ class MicrobatchSplit:
 def _companions(layout: BatchLayout, batches: Sequence[tuple[Batch, Sequence[int]]]) -> MediaRows:
     """Media of the rows, of which every microbatch needs the first kind: beside it rows without have their loss."""
     media = MediaRows(layout, batches)
-    media.needed = [unit for unit in UNITS if unit in media.present][:1]
+    media.needed = [unit for unit in MODALITIES if unit in media.present][:1]
     return media
 
 

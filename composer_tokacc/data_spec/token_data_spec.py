@@ -17,24 +17,13 @@ from torch.utils.data import DataLoader
 from composer_tokacc.checks.first_batch import FirstBatchCheck
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.collectives import max_over_ranks
-from composer_tokacc.counting import (
-    carried,
-    carry,
-    check_rule,
-    count_tokens,
-    is_counted,
-    mask_document_starts,
-    num_samples,
-    real_tokens,
-    without_carried,
-)
+from composer_tokacc.counting import check_rule, count_tokens, mask_document_starts, real_tokens
 from composer_tokacc.data_spec.registry import register_split
-from composer_tokacc.data_spec.split import MicrobatchSplit, SplitOptions
+from composer_tokacc.data_spec.split import MicrobatchSplit
 from composer_tokacc.layout import BatchLayout, ReadyBatch, microbatches_of
 from composer_tokacc.layout.kinds import kinds_of
-from composer_tokacc.planning import CostModel
-
-__all__ = ['token_data_spec']
+from composer_tokacc.metadata import annotate, is_annotated, metadata_of, num_samples, without_metadata
+from composer_tokacc.planning import CostModel, CutOptions
 
 OWN_KWARGS = ('split_batch', 'get_num_samples_in_batch', 'get_num_tokens_in_batch')
 
@@ -105,34 +94,18 @@ def token_data_spec(
             )
     """
     check_rule(loss_tokens, allow_auto=True)
-    for name, value in (
-        ('slot_tokens', slot_tokens),
-        ('max_image_tokens', max_image_tokens),
-        ('width_multiple', width_multiple),
-    ):
-        is_absent = value is None and name != 'width_multiple'
-        if not is_absent and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise ValueError(f'`{name}` must be a positive integer, got: {value!r}.')
-    if not isinstance(regroup, bool):
-        raise ValueError(f'`regroup` must be True or False, got: {regroup!r}.')
-    for name, value in (('equal_counts', equal_counts), ('packing', packing)):
-        if not isinstance(value, bool) and value != 'auto':
-            raise ValueError(f"`{name}` must be True, False or 'auto', got: {value!r}.")
-    for name, value, kind in (('layout', layout, BatchLayout), ('cost', cost, CostModel)):
-        if value is not None and not isinstance(value, kind):
-            raise ValueError(f'`{name}` must be a {kind.__name__}, got: {value!r}.')
-    if on_oversize not in ('raise', 'warn'):
-        raise ValueError(f"`on_oversize` must be 'raise' or 'warn', got: {on_oversize!r}.")
+    if layout is not None and not isinstance(layout, BatchLayout):
+        raise ValueError(f'`layout` must be a BatchLayout, got: {layout!r}.')
     for name in OWN_KWARGS:
         if name in data_spec_kwargs:
             raise ValueError(f'`{name}` must be left to token_data_spec(), which is exact only with its own. Drop it.')
-    options = SplitOptions(
+    options = CutOptions(
         slot_tokens=slot_tokens,
         regroup=regroup,
         equal_counts=equal_counts,
         width_multiple=width_multiple,
         packing=packing,
-        cost=cost,
+        cost=CostModel() if cost is None else cost,
         max_image_tokens=max_image_tokens,
         on_oversize=on_oversize,
     )
@@ -172,7 +145,7 @@ class _TokenDataSpec(DataSpec):
 
     def get_num_tokens_in_batch(self, batch: Any, token_type: str = 'total') -> int:
         """As Composer's, which asks for ``'loss_generating'`` only if ``accumulate_train_batch_on_tokens`` is on."""
-        if token_type == 'loss_generating' and 'microbatches' in carried(batch) and not self._split.checked:
+        if token_type == 'loss_generating' and 'microbatches' in metadata_of(batch) and not self._split.checked:
             raise RuntimeError(
                 '`token_data_spec` must know the model to count for `accumulate_train_batch_on_tokens`, got: no '
                 "`model=`. A rule that is not the model's own would weight tokens wrongly without a word: pass "
@@ -195,14 +168,14 @@ class _TokenDataSpec(DataSpec):
         register_split(self.dataloader, self._split)
         self._split.begin_step(copies_microbatches=None)  # until the algorithm, if there is one, begins with this batch
         if 'labels' not in batch or torch.is_grad_enabled():
-            return batch  # in training carry() masks, which knows the rule
+            return batch  # in training annotate() masks, which knows the rule
         return batch.map(mask_document_starts) if isinstance(batch, ReadyBatch) else mask_document_starts(batch)
 
     def _split_counted(self, batch: Any, microbatch_size: int | float) -> list[dict[str, Any]]:
-        if self._model is not None and torch.is_grad_enabled() and not is_counted(batch):
+        if self._model is not None and torch.is_grad_enabled() and not is_annotated(batch):
             self._check(batch, microbatch_size)
-        if not is_counted(batch) and 'labels' in batch:
-            batch = carry(batch, 'causal' if self._rule == 'auto' else self._rule)
+        if not is_annotated(batch) and 'labels' in batch:
+            batch = annotate(batch, 'causal' if self._rule == 'auto' else self._rule)
         return self._split(batch, microbatch_size)
 
     def _check(self, batch: Any, microbatch_size: int | float) -> None:
@@ -236,15 +209,15 @@ class _TokenDataSpec(DataSpec):
         copies_microbatches = self._split.copies_microbatches
         if type(batch) is dict and copies_microbatches is not None and not copies_microbatches():
             batch = _Uncopied(batch)
-        if self._model is None or copies_microbatches is not None or not carried(batch):
+        if self._model is None or copies_microbatches is not None or not metadata_of(batch):
             return batch
         # No algorithm hides what the batch carries from a compiled forward, which would be compiled anew for each list.
-        self._on_device = (ref(batch['labels']), carried(batch))
-        return without_carried(batch)
+        self._on_device = (ref(batch['labels']), metadata_of(batch))
+        return without_metadata(batch)
 
     def _carried(self, batch: Any) -> Mapping[str, Any]:
         labels, facts = self._on_device
-        return facts if labels is not None and labels() is batch.get('labels') else carried(batch)
+        return facts if labels is not None and labels() is batch.get('labels') else metadata_of(batch)
 
     def _num_samples(self, batch: Any) -> int:
         facts = self._carried(batch)

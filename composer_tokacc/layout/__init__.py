@@ -3,7 +3,8 @@
 
 """How the entries of a multimodal batch belong to its rows, family by family."""
 
-from composer_tokacc.layout.families import FAMILIES, Batch, Entry, Family, Media
+from composer_tokacc.batch import Batch
+from composer_tokacc.layout.families import FAMILIES, Entry, Family, Media
 from composer_tokacc.layout.layout import BatchLayout
 from composer_tokacc.layout.ready import ReadyBatch, microbatches_of
 

@@ -18,8 +18,6 @@ import torch
 
 from composer_tokacc.layout import placeholders
 
-__all__ = ['plain_id', 'token_id']
-
 Row = dict[str, Any]
 GREY = 0.5
 AUDIO_FRAMES = 8

@@ -14,15 +14,8 @@ from typing import Any
 
 import torch
 
+from composer_tokacc.batch import IGNORE_INDEX, Batch
 from composer_tokacc.layout import blank_rows, placeholders
-from composer_tokacc.layout.placeholders import Batch
-
-__all__ = ['FAMILIES', 'IGNORE_INDEX', 'TEXT_ENTRIES', 'UNITS', 'Batch', 'Entry', 'Family', 'Media']
-
-IGNORE_INDEX = -100
-"""Label of a position without loss."""
-UNITS = ('image', 'video', 'audio')
-"""Kinds of media."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import sys
 
-from composer_tokacc.layout.families import UNITS, Batch
+from composer_tokacc.batch import MODALITIES, Batch
 from composer_tokacc.layout.layout import BatchLayout, padding_side_of
 from composer_tokacc.layout.ready import microbatches_of
 
-__all__ = ['KINDS', 'has_positions', 'kinds_of', 'widest_like']
-
 WIDTHS = tuple(2**power for power in range(4, 21))
-KINDS = ('left', 'right', *UNITS, 'mixed', 'positions', *(f'left over {width}' for width in WIDTHS))
+KINDS = ('left', 'right', *MODALITIES, 'mixed', 'positions', *(f'left over {width}' for width in WIDTHS))
 """What rows of a batch can be like, as far as it matters to a cut: padded on the left or right, with media of a kind,
 or some with media and some without; padded on the left with ``position_ids`` given, or wider than any before (Llama 4
 and Ministral 3 scale attention by the column, but not in the first thousands of columns)."""
@@ -24,7 +22,7 @@ def kinds_of(layout: BatchLayout | None, batch: Batch) -> tuple[int, ...]:
     """Which of :data:`KINDS` the batch has, as ones and zeros."""
     of_each = [_names_of_kinds(layout, one) for one in microbatches_of(batch)]
     found = set().union(*of_each)
-    has_media = [not names.isdisjoint(UNITS) for names in of_each]
+    has_media = [not names.isdisjoint(MODALITIES) for names in of_each]
     if any(has_media) and not all(has_media):
         found.add('mixed')
     return tuple(int(kind in found) for kind in KINDS)

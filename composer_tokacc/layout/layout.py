@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 
+from composer_tokacc.batch import IGNORE_INDEX, MODALITIES, Batch, own_labels, text_of
 from composer_tokacc.layout import blank_rows
-from composer_tokacc.layout.families import FAMILIES, IGNORE_INDEX, TEXT_ENTRIES, UNITS, Batch, Entry, Family
-
-__all__ = ['BatchLayout', 'text_of']
+from composer_tokacc.layout.families import FAMILIES, TEXT_ENTRIES, Entry, Family
 
 PATCHES = {'patch': ('image', 'image_grid_thw'), 'video_patch': ('video', 'video_grid_thw')}
 """Units that are parts of another: of which, and the tensor whose product says how many."""
@@ -102,7 +101,7 @@ class BatchLayout:
                 'Image tokens must be known to count them, got: a layout without the model. Pass `model=`, or use '
                 'TokenAccumulation.'
             )
-        found = (blank_rows.token_id(self.config, unit) for unit in UNITS)
+        found = (blank_rows.token_id(self.config, unit) for unit in MODALITIES)
         ids = torch.tensor([token_id for token_id in found if token_id is not None], dtype=torch.long)
         return torch.isin(text_of(batch), ids.to(text_of(batch).device)).sum(dim=1).tolist()
 
@@ -181,7 +180,7 @@ class BatchLayout:
         entries = [self.entry(key, value) for key, value in batch.items() if isinstance(value, torch.Tensor)]
         units = {'image' if entry.slot_dim is not None else entry.unit for entry in entries}
         units |= {PATCHES[unit][0] for unit in units & PATCHES.keys()}
-        return [unit for unit in UNITS if unit in units]
+        return [unit for unit in MODALITIES if unit in units]
 
     # What each row holds.
 
@@ -191,7 +190,7 @@ class BatchLayout:
 
     def media_per_row(self, batch: Batch) -> list[int]:
         """Number of images, videos and audios of each row."""
-        return [sum(row) for row in zip(*(self.units_per_row(batch, unit) for unit in UNITS), strict=True)]
+        return [sum(row) for row in zip(*(self.units_per_row(batch, unit) for unit in MODALITIES), strict=True)]
 
     def units_per_row(self, batch: Batch, unit: str) -> list[int]:
         """How many of a unit (``'image'``, ``'video'``, ``'audio'``, ``'patch'``, ...) every row holds.
@@ -405,7 +404,7 @@ class BatchLayout:
                 joined[key] = [item for batch in batches for item in batch[key]]
             else:
                 joined[key] = first
-        for unit in UNITS:
+        for unit in MODALITIES:
             if f'num_{unit}s' in joined:
                 # A one-row sample tells its tiles; once joined, only the placeholders would.
                 joined[f'num_{unit}s'] = [count for batch in batches for count in self._carried_counts(batch, unit)]
@@ -511,21 +510,6 @@ class BatchLayout:
 def padding_side_of(real: torch.Tensor) -> str:
     """The side on which rows are padded, from what :meth:`BatchLayout.real_positions` gives."""
     return 'left' if bool(real[:, -1].all()) and not bool(real[:, 0].all()) else 'right'
-
-
-def own_labels(batch: Batch) -> torch.Tensor | None:
-    """The labels where they stand at the positions of the rows' text; those of a decoder may be as wide by chance."""
-    labels = batch.get('labels')
-    is_own = isinstance(labels, torch.Tensor) and labels.shape == text_of(batch).shape
-    return labels if is_own and 'decoder_input_ids' not in batch else None
-
-
-def text_of(batch: Batch) -> torch.Tensor:
-    """The ids or labels whose rows are the batch's."""
-    for key in ('input_ids', 'labels', 'decoder_input_ids'):
-        if isinstance(batch.get(key), torch.Tensor):
-            return batch[key]
-    raise ValueError(f'`batch` must have `input_ids`, or `labels` of shape (rows, width), got: {sorted(batch)}.')
 
 
 def _neutral(values: Sequence[Any]) -> Any:

@@ -10,25 +10,12 @@ batch holds ``num_items`` items and ``num_tokens`` placeholders in all; an empty
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-__all__ = [
-    'anyres',
-    'anyres_capped',
-    'audio_frames',
-    'best_resolution',
-    'equal',
-    'frame_queries',
-    'image_grid',
-    'patch_counts',
-    'queries',
-    'video_grid',
-]
-
-Batch = Mapping[str, Any]
+from composer_tokacc.batch import Batch
 
 
 def equal(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:

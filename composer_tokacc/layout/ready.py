@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from composer_tokacc.batch import Batch
 from composer_tokacc.compat import new_shared_storage
-from composer_tokacc.layout.families import FAMILIES, TEXT_ENTRIES, Batch, Entry
+from composer_tokacc.layout.families import FAMILIES, TEXT_ENTRIES, Entry
 from composer_tokacc.layout.layout import BatchLayout
-
-__all__ = ['ReadyBatch', 'microbatches_of', 'widened', 'with_columns']
 
 ALIGNMENT = 64
 """Bytes; tensors of any type may begin there."""

@@ -26,7 +26,7 @@ from composer_tokacc.programs.process import DIST_TIMEOUT, say
 from composer_tokacc.programs.registry import build_all, build_section, without
 from composer_tokacc.programs.resume_guard import SameData
 from composer_tokacc.programs.schema import TrainConfig
-from composer_tokacc.programs.sources import build_dataset, build_loader, build_processor
+from composer_tokacc.programs.sources import source_of
 from composer_tokacc.programs.suggest import apply_suggestion
 from composer_tokacc.sampling import RestoreRandomState, SkipReadBatches
 
@@ -69,22 +69,24 @@ def _build_parts(config: TrainConfig) -> RunParts:
         say(f'waiting for {dist.get_world_size()} ranks ...')
     dist.initialize_dist(get_device(config.trainer.get('device')), config.trainer.get('dist_timeout', DIST_TIMEOUT))
     say('reading the data ...')
-    processor = build_processor(config)
-    train_dataset, eval_dataset = (build_dataset(config, processor, held_out=held_out) for held_out in (False, True))
+    source = source_of(config)
+    processor = source.build_processor()
+    train_dataset, eval_dataset = (source.build_dataset(processor, is_eval=is_eval) for is_eval in (False, True))
     say('building the model ...')
     model = build_model(processor=processor, seed=config.seed, **asdict(config.model))
     if config.microbatching.device_train_microbatch_size == 'suggest':
         size, slot_tokens = apply_suggestion(config, train_dataset, processor)
         sized = replace(config.microbatching, device_train_microbatch_size=size, slot_tokens=slot_tokens)
         config = replace(config, microbatching=sized)
-    loader_of = partial(build_loader, config, processor=processor, layout=BatchLayout.for_model(model), model=model)
+        source = source_of(config)
+    build_loader = partial(source.build_loader, processor=processor, layout=BatchLayout.for_model(model), model=model)
     return RunParts(
         processor=processor,
         model=model,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
-        train_loader=loader_of(train_dataset, held_out=False),
-        eval_loader=None if eval_dataset is None else loader_of(eval_dataset, held_out=True),
+        train_loader=build_loader(train_dataset),
+        eval_loader=None if eval_dataset is None else build_loader(eval_dataset, is_eval=True),
         microbatch_size=config.microbatching.device_train_microbatch_size,
     )
 

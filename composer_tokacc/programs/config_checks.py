@@ -23,7 +23,8 @@ from composer_tokacc.programs.errors import ConfigError, in_words_of
 from composer_tokacc.programs.models import check_model
 from composer_tokacc.programs.registry import check_host_arguments, check_part, import_by_name, without
 from composer_tokacc.programs.schema import TrainConfig, precision_of
-from composer_tokacc.programs.sources import source_of, token_data_spec_of
+from composer_tokacc.programs.source import token_data_spec_of
+from composer_tokacc.programs.sources import source_of
 from composer_tokacc.programs.values import check_arguments, check_names, check_numbers, check_time
 
 # Arguments of the Trainer that other sections fill.

@@ -39,7 +39,6 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from composer_tokacc.compat import FakeTensorMode, detect_fake_mode, skip_embedding_resize
-from composer_tokacc.data.media import side_of_patch
 from composer_tokacc.programs.errors import unknown_name
 from composer_tokacc.programs.lora import (
     check_lora,
@@ -257,11 +256,6 @@ def _check_heads(config: PretrainedConfig) -> None:
                 f'`num_attention_heads` of {part.model_type} must be a multiple of `num_key_value_heads`, got: {heads} '
                 f'and {groups}'
             )
-
-
-def vision_patch_size(config: PretrainedConfig) -> int | None:
-    """Returns the side of the vision encoder's patches in pixels; None where its config names none (timm's)."""
-    return side_of_patch(getattr(getattr(config, 'vision_config', None), 'patch_size', None))
 
 
 def tokenizer_of(processor: Any) -> Any:

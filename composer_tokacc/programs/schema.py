@@ -147,9 +147,9 @@ class TrainConfig:
     """``folder`` of ``result.json``; ``export: true`` writes the model there, as :mod:`composer_tokacc.export` does;
     perhaps the dotted ``name`` of a function that adds to the result, and its arguments."""
 
-    def batch_size(self, *, held_out: bool) -> int:
+    def batch_size(self, *, is_eval: bool) -> int:
         """Returns the samples of one batch over all ranks, of training or of evaluation."""
-        return (self.loader.global_eval_batch_size if held_out else None) or self.loader.global_batch_size
+        return (self.loader.global_eval_batch_size if is_eval else None) or self.loader.global_batch_size
 
     @property
     def regroups_ranks(self) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from composer.models import HuggingFaceModel
 
-from composer_tokacc.counting import IGNORE_INDEX
+from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.programs.models import tokenizer_of
 

@@ -12,7 +12,7 @@ from tests.support.text import collate, text_model, text_rows
 from tests.support.training import loader, logged, relative_error, train
 
 SHAPE = [(4, 2), (5, 3), (9, 0), (14, 11), (6, 1)]
-UNITS = {'lm': 'tokens', 'router': 'microbatches', 'contrastive': 'samples'}
+MODALITIES = {'lm': 'tokens', 'router': 'microbatches', 'contrastive': 'samples'}
 
 
 class TermsModel(HuggingFaceModel):
@@ -69,7 +69,7 @@ def test_every_term_has_its_own_denominator(form, microbatch_size):
     expected = gradients_of(model, sum(terms.values()))
     model.zero_grad()
     recorder, memory, _ = train(
-        TermsModel(model, form=form), loader(batch), algorithms=[TokenAccumulation(loss_units=UNITS)],
+        TermsModel(model, form=form), loader(batch), algorithms=[TokenAccumulation(loss_units=MODALITIES)],
         microbatch_size=microbatch_size,
     )  # fmt: skip
     assert relative_error(recorder.gradients, expected) < 1e-6
@@ -86,7 +86,7 @@ def test_term_absent_in_some_microbatches():
     model.zero_grad()
     recorder, memory, _ = train(
         TermsModel(model, absent=('contrastive',)), loader(batch),
-        algorithms=[TokenAccumulation(loss_units=UNITS)], microbatch_size=2,
+        algorithms=[TokenAccumulation(loss_units=MODALITIES)], microbatch_size=2,
     )  # fmt: skip
     assert relative_error(recorder.gradients, expected) < 1e-6
     assert logged(memory, 'loss/train/contrastive') == pytest.approx([terms['contrastive'].item()], rel=1e-6)
@@ -119,7 +119,7 @@ def test_number_of_microbatches_of_our_split_is_known():
     data = token_data_spec(loader(batch), regroup=False)
     assert [len(m['input_ids']) for m in data.split_batch(data.batch_transforms(batch), 2)] == [3, 2]
     recorder, memory, _ = train(
-        TermsModel(model), data, algorithms=[TokenAccumulation(loss_units=UNITS)], microbatch_size=2
+        TermsModel(model), data, algorithms=[TokenAccumulation(loss_units=MODALITIES)], microbatch_size=2
     )
     assert relative_error(recorder.gradients, expected) < 1e-6
     assert logged(memory, 'loss/train/router') == pytest.approx([terms['router'].item()], rel=1e-6)

@@ -25,7 +25,7 @@ from composer_tokacc import (
 from composer_tokacc.algorithm import apply_token_weights, step_loss_weights
 from composer_tokacc.checks.logits import token_losses, weigh_tokens
 from composer_tokacc.checks.step import WatchedTokens
-from composer_tokacc.counting import token_weights_of
+from composer_tokacc.weights import token_weights_of
 from tests.algorithm.test_attacked import Terms, by_token
 from tests.support.families import FAMILIES
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples

@@ -20,9 +20,9 @@ import torch
 from torch.autograd import DeviceType
 
 from benchmarks.device import CPU
-from benchmarks.gpu_parts import attainable, overhead, scale, speed
-from benchmarks.gpu_parts.report import write_report
-from benchmarks.gpu_parts.store import Store
+from benchmarks.gpu import attainable, overhead, scale, speed
+from benchmarks.gpu.report import write_report
+from benchmarks.gpu.store import Store
 from composer_tokacc import count_tokens
 
 ROOT = Path(__file__).resolve().parents[2]

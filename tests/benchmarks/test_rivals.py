@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,15 +18,16 @@ import pytest
 import torch
 import transformers
 
+from benchmarks.pages import filled
 from benchmarks.rivals import __main__ as program
 from benchmarks.rivals import adapters, report, speed
 from benchmarks.rivals.contenders import CONTENDERS
 from benchmarks.rivals.data import Samples, Sizes, build_processor, collate, layout_of, lengths_of, new_model
-from benchmarks.rivals.names import CONTENDER_TITLES, TRAINER_TITLES
+from benchmarks.rivals.names import BOUND, CONTENDER_TITLES, TRAINER_TITLES
 from benchmarks.rivals.probe import watched
 from composer_tokacc import verify_invariance
-from composer_tokacc.data_spec.packing import pack_lengths
 from composer_tokacc.invariance import relative_error
+from composer_tokacc.planning import pack_lengths
 from tests.support.launch import ROOT
 from tests.support.text import text_model, text_rows
 
@@ -44,14 +46,17 @@ def small_samples(**changes):
 # ---- the page
 
 
-def test_the_page_is_what_the_results_file_says():
-    assert report.DOCUMENT.read_text() == report.write(report.read()), 'run: python -m benchmarks.rivals report'
+@pytest.mark.parametrize('page', report.PAGES, ids=lambda page: page.name)
+def test_the_page_shows_the_results_file(page):
+    assert page.read_text() == filled(page.read_text(), report.parts_of(report.read())), (
+        'python -m benchmarks.rivals report'
+    )
 
 
-def test_the_readme_shows_the_results_file():
-    readme = (ROOT / 'README.md').read_text()
-    assert report.overview(report.read()) in readme
-    assert readme == report.with_overview(readme, report.read()), 'run: python -m benchmarks.rivals report'
+def test_every_table_of_the_results_is_on_a_page_once():
+    made = [name for page in report.PAGES for name in re.findall(r'<!-- made: (\w+) -->', page.read_text())]
+    assert sorted(set(made)) == sorted(report.parts_of(report.read()))
+    assert len(made) == len(set(made)) + 1  # where it was measured stands on both
 
 
 def test_results_have_a_title_for_every_row_and_settings_for_every_cell():
@@ -63,17 +68,17 @@ def test_results_have_a_title_for_every_row_and_settings_for_every_cell():
         assert 'error' in row or 'trainer' in row or row['settings']
 
 
-def test_a_rival_that_is_faster_is_named_with_a_reason():
-    results = report.read()
-    cells = [cell for cell in copy.deepcopy(results['cells']) if 'rounds' in cell]
+def test_a_rival_that_is_faster_is_named_with_its_cell_and_so_is_who_breaks_the_cap():
+    cells = [cell for cell in copy.deepcopy(report.read()['cells']) if 'rounds' in cell]
     for one in next(cell for cell in cells if cell['rival'] == 'odb')['rounds']:
         for figure in ('tokens_per_second', 'tokens_per_processor_second'):
             one[figure] *= 1000
-    wins = report.write({'cells': cells}).split('faster than the best of ours')[1].split('##')[0]
-    assert CONTENDER_TITLES['odb'] in wins
-    assert report.WHY['odb'] in wins
-    cells[0]['within_cap'] = False
-    assert 'over the cap, in all sets: none' not in report.write({'cells': cells})
+    [row] = [line for line in report.ratios(cells).splitlines() if line.startswith(f'| {CONTENDER_TITLES["odb"]} |')]
+    assert row.split('|')[3].strip() in row.split('|')[5]
+    rivals = [cell for cell in cells if cell['rival'] != BOUND]
+    assert 'over the cap, in all sets: none.' in report.reached_the_model(rivals)
+    rivals[0]['within_cap'] = False
+    assert 'over the cap, in all sets: none.' not in report.reached_the_model(rivals)
 
 
 def test_rounds_of_two_runs_are_not_held_to_each_other():
@@ -115,7 +120,7 @@ def test_packed_rows_of_an_epoch_are_as_many_as_the_page_says():
     steps = lengths.reshape(-1, sizes.global_batch)
     packed = sum(len(pack_lengths(step.tolist(), cells['ours_packed']['cap'])) for step in steps)
     full = cells['bound']['settings']['microbatches']
-    page = ' '.join(report.DOCUMENT.read_text().split())
+    page = ' '.join(report.PAGES[-1].read_text().split())
     assert f'{packed} of them an epoch, where the bound has {full})' in page
 
 
@@ -192,7 +197,7 @@ def test_an_epoch_of_one_step_or_of_parts_of_steps_is_refused(samples, monkeypat
 def test_results_that_are_none_are_refused_before_anything_is_measured(text, monkeypatch, capsys, tmp_path):
     path = tmp_path / 'mine.json'
     monkeypatch.setattr('sys.argv', ['rivals', 'speed', '--results', str(path)])
-    assert program.arguments().document == tmp_path / 'mine.md'  # not the page of the results that are kept
+    program.arguments()
     path.write_text(text)
     with pytest.raises(SystemExit):
         program.arguments()
@@ -208,13 +213,11 @@ def test_results_of_other_sizes_are_not_mixed_with_those_that_are_there(monkeypa
     assert 'whose cells are of other sizes and would be held to these' in capsys.readouterr().err
 
 
-@pytest.mark.parametrize('end', [['mine.md'], ['mine.png'], ['mine.json', '--document', 'mine.json']])
-def test_results_are_not_written_over_by_their_page_or_picture(end, monkeypatch, capsys, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr('sys.argv', ['rivals', 'speed', '--results', *end])
+def test_results_are_not_written_over_by_their_picture(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr('sys.argv', ['rivals', 'speed', '--results', str(tmp_path / 'mine.png')])
     with pytest.raises(SystemExit):
         program.arguments()
-    assert '`--results` must be another file' in capsys.readouterr().err
+    assert '`--results` must be a .json file' in capsys.readouterr().err
 
 
 # ---- the adapters

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from composer_tokacc.data import BadSampleError
-from composer_tokacc.data.formats import Record
+from composer_tokacc.data.records import Record
 from tests.data.test_formats import FORMATS, MEDIA, REFUSED, parse
 
 __all__ = ['page']
 
-HEAD = """# Formats
+HEAD = """# File formats
 
 Records as each project's own documentation writes them, and what becomes of them: who says what, and which files belong
 to it. `(no loss)` marks an answer that is read and not learned. What to type for which file: [your data](data.md).

@@ -10,10 +10,10 @@ import json
 import pytest
 import torch
 
-from composer_tokacc.counting import token_weights_of
 from composer_tokacc.data import BadSampleError, LlavaDataset, VisionLanguageCollator
 from composer_tokacc.data.files import read_raw_records
 from composer_tokacc.data.formats import parse_record
+from composer_tokacc.weights import token_weights_of
 from tests.data.chat_processors import small
 
 WEIGHTS = [0.5, 2.0, 0.0]

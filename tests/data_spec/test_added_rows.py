@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from composer_tokacc import BatchLayout, token_data_spec
-from composer_tokacc.counting import carried, carry, num_samples, with_carried
 from composer_tokacc.data_spec.added_rows import add_rows, blank_row, smallest_row, zero_weight
 from composer_tokacc.data_spec.cut_rules import CutRules
-from composer_tokacc.data_spec.packing import pack_lengths
 from composer_tokacc.data_spec.registry import split_of
+from composer_tokacc.metadata import annotate, metadata_of, num_samples, with_metadata
+from composer_tokacc.planning import pack_lengths
 from tests.matrix.harness import measure_steps
 from tests.matrix.subjects import SUBJECTS
 from tests.support import family_models
@@ -36,7 +36,7 @@ def case_of(name: str) -> FamilyCase:
 def batch_of(case: FamilyCase, rows, side: str):
     """Rows of the whole batch, trimmed: what a split makes."""
     layout = BatchLayout.for_model(case.model)
-    batch = carry(layout.concat(case.rows, padding_side=side, pad_token_id=case.pad_token_id))
+    batch = annotate(layout.concat(case.rows, padding_side=side, pad_token_id=case.pad_token_id))
     return layout.trim(layout.select(batch, rows))
 
 
@@ -90,7 +90,7 @@ def test_spare_row_with_its_labels_would_change_the_gradient(name, side):
     case = case_of(name)
     layout = BatchLayout.for_model(case.model)
     _, gradients = loss_and_gradients(case, own_rows(case, side))
-    labelled = with_carried(batch_of(case, [1], side), samples=[0])
+    labelled = with_metadata(batch_of(case, [1], side), samples=[0])
     padded = add_rows(layout, batch_of(case, TEXT_ROWS, side), [labelled])
     assert relative_error(loss_and_gradients(case, padded)[1], gradients) > 1e-4
 
@@ -104,7 +104,7 @@ def test_added_rows_are_no_samples_and_carry_no_tokens(name):
     assert layout.num_rows(padded) == 3
     assert num_samples(padded) == num_samples(microbatch) == 2
     for name in ('loss_tokens', 'real_tokens', 'samples'):
-        assert carried(padded)[name] == [*carried(microbatch)[name], 0]
+        assert metadata_of(padded)[name] == [*metadata_of(microbatch)[name], 0]
     spec = token_data_spec(loader(microbatch))
     assert spec.get_num_samples_in_batch(padded) == 2
     assert spec.get_num_tokens_in_batch(padded) == spec.get_num_tokens_in_batch(microbatch)
@@ -126,7 +126,7 @@ def test_row_of_its_own_weighs_nothing():
     case = case_of('llava')
     filler = zero_weight(batch_of(case, [1], 'right'))
     assert num_samples(filler) == 0
-    assert carried(filler)['loss_tokens'] == carried(filler)['real_tokens'] == [0]
+    assert metadata_of(filler)['loss_tokens'] == metadata_of(filler)['real_tokens'] == [0]
     assert (filler['labels'] == -100).all()
     assert (case.rows[1]['labels'] != -100).any()  # the original keeps its labels
 

@@ -14,8 +14,8 @@ from composer.core import Callback, Event
 from torch.utils.data import Dataset
 
 from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, TokenAccumulation, token_data_spec
-from composer_tokacc.data_spec.packing import pack_lengths
 from composer_tokacc.layout import BatchLayout, ReadyBatch
+from composer_tokacc.planning import pack_lengths
 from tests.support.families import FAMILIES
 from tests.support.training import loader, reference_gradients, relative_error, train
 

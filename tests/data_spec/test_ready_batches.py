@@ -14,10 +14,10 @@ import torch
 from torch.utils.data import Dataset
 
 from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, TokenAccumulation, token_data_spec
-from composer_tokacc.counting import carried, num_samples
 from composer_tokacc.data_spec.cut_rules import CutRules
 from composer_tokacc.data_spec.registry import split_of
 from composer_tokacc.layout import BatchLayout, ReadyBatch
+from composer_tokacc.metadata import metadata_of, num_samples
 from tests.support.families import FAMILIES
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
 from tests.support.small_batches import LLAVA, TEXT, text_batch
@@ -70,7 +70,7 @@ def is_handed_on(microbatches, batch):
     for microbatch, source in zip(microbatches, batch.microbatches, strict=True):
         for key, value in source.items():
             assert microbatch[key] is value if isinstance(value, torch.Tensor) else microbatch[key] == value, key
-        assert carried(microbatch)['microbatches'] == [len(microbatches)] * len(microbatch['names'])
+        assert metadata_of(microbatch)['microbatches'] == [len(microbatches)] * len(microbatch['names'])
 
 
 @pytest.mark.parametrize('side', ['right', 'left'])

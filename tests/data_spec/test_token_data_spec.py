@@ -14,7 +14,7 @@ from composer.metrics import LanguageCrossEntropy
 from torch.utils.data import DataLoader, Dataset
 
 from composer_tokacc import TokenAccumulation, token_data_spec
-from composer_tokacc.counting import carried
+from composer_tokacc.metadata import metadata_of
 from composer_tokacc.planning import CostModel
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import hugging_face, loader, logged, reference_gradients, relative_error, train
@@ -56,7 +56,7 @@ def test_cap_is_hard_and_every_row_is_there_once(side, regroup):
 def test_order_is_kept_without_regrouping():
     batch = collate(text_rows(SHAPE))
     microbatches = split(batch, 2, regroup=False)
-    longest = [carried(microbatch)['real_tokens'] for microbatch in microbatches]
+    longest = [metadata_of(microbatch)['real_tokens'] for microbatch in microbatches]
     assert [count for counts in longest for count in counts] == [length for length, _ in SHAPE]
 
 

@@ -155,6 +155,13 @@ def _anchors(text: str) -> set[str]:
     return {re.sub(r'[^\w\- ]', '', heading.lower()).replace(' ', '-') for heading in headings}
 
 
+def test_error_messages_end_in_anchors_that_exist():
+    for path in (ROOT / 'composer_tokacc').rglob('*.py'):
+        for page, anchor in re.findall(r'(docs/[\w/]+\.md)(?:#([\w-]+))?', path.read_text()):
+            assert (ROOT / page).exists(), f'{path}: {page}'
+            assert not anchor or anchor in _anchors((ROOT / page).read_text()), f'{path}: {page}#{anchor}'
+
+
 def test_commands_of_llm_foundrys_page_are_those_of_its_target():
     """None of them runs here: its environment takes seven gigabytes."""
     target = (ROOT / 'Makefile').read_text().replace('$(VENV_FOUNDRY)/bin/', '')

@@ -14,8 +14,8 @@ from composer.devices import DeviceGPU
 from torch.utils.data import DataLoader
 
 from benchmarks.device import GPU
-from benchmarks.gpu_parts.scale import REHEARSAL, build_llava
-from benchmarks.gpu_peaks import GpuRun
+from benchmarks.gpu.peaks import GpuRun
+from benchmarks.gpu.scale import REHEARSAL, build_llava
 from benchmarks.small_llava import make_rows
 from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
 from composer_tokacc.data import VisionLanguageCollator

@@ -14,9 +14,9 @@ import torch
 import torch.multiprocessing
 from torch.utils.data import DataLoader, Dataset
 
-from composer_tokacc.counting import carry, num_samples
 from composer_tokacc.layout import BatchLayout, ReadyBatch
 from composer_tokacc.layout.ready import widened
+from composer_tokacc.metadata import annotate, num_samples
 
 PAD, IMAGE = 0, 99
 
@@ -73,7 +73,7 @@ def test_knowing_what_it_holds_and_counting_joins_no_tensor(monkeypatch):
     monkeypatch.setattr(ReadyBatch, '_joined_tensor', lambda self, key: pytest.fail(f'joined {key}'))
     assert 'labels' in batch
     assert batch['names'] == ['5', '2', '3']
-    counted = carry(batch)
+    counted = annotate(batch)
     assert counted['composer_tokacc.loss_tokens'] == [4, 1, 2]
     assert num_samples(counted) == num_samples(batch) == 3
     assert 'composer_tokacc.samples' not in batch

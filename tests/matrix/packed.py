@@ -133,7 +133,7 @@ def lines(names: Iterable[str]) -> Iterator[dict[str, Any]]:
             yield {'family': name, 'kernel': kernel, 'release': release, **found}
 
 
-HEAD = f"""# Packed rows
+HEAD = f"""# Sequence packing
 
 `token_data_spec(..., packing=True)` strings a microbatch's rows into one, without any padding, and has the model
 attend document by document. The mask of a packed row has a row for each document; transformers hands it to an

@@ -25,7 +25,7 @@ COLUMNS = [
     (packing, side, regroup) for packing in (False, True) for side in ('right', 'left') for regroup in (True, False)
 ]
 
-HEAD = """# Families
+HEAD = """# Supported model families
 
 Tiny models from configs on a CPU, ragged batches with and without media, microbatches of one to four rows; each cell is
 four random batches, packed ten.

@@ -20,7 +20,7 @@ PACKAGE = Path(composer_tokacc.__file__).parent
 
 PLANS = """
 import numpy as np
-from composer_tokacc.planning import CostModel, cut, plan_microbatches
+from composer_tokacc.planning import CostModel, CutOptions, cut_rows, plan_microbatches
 rng = np.random.default_rng(7)
 for trial in range(12):
     n = int(rng.integers(1, 90))
@@ -31,11 +31,13 @@ for trial in range(12):
     for objective in ('ddp', 'fsdp'):
         print(plan_microbatches(lengths, num_ranks=4, max_tokens=cap, image_tokens=images, max_image_tokens=400,
                                 objective=objective, cost=cost))
-    print(cut(lengths, cap, cost=cost), cut(lengths, cap, regroup=False, cost=cost))
+    for regroup in (True, False):
+        print(cut_rows(lengths, CutOptions(max_tokens=cap, cost=cost, regroup=regroup)))
 """
 ONE_PLAN = """
-from composer_tokacc.planning import cut, cuts
-print(cut([7, 2, 8, 2, 2], 16), type(getattr(cuts.least_padded_cut, '_cache', None)).__name__)
+from composer_tokacc.planning import CutOptions, cut_rows, cuts
+print(cut_rows([7, 2, 8, 2, 2], CutOptions(max_tokens=16)), end=' ')
+print(type(getattr(cuts.least_padded_cut, '_cache', None)).__name__)
 """
 
 

@@ -18,8 +18,8 @@ from composer.utils import dist, get_device
 from torch.utils.data import IterableDataset
 
 from composer_tokacc import TokenAccumulation, token_data_spec
-from composer_tokacc.counting import num_samples
 from composer_tokacc.data import BadSampleError
+from composer_tokacc.metadata import num_samples
 from composer_tokacc.sampling import ExchangingDataLoader
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
 from tests.support.text import text_model

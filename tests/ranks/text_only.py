@@ -20,7 +20,7 @@ from composer.loggers import Logger
 from composer.utils import dist
 
 from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
-from composer_tokacc.counting import num_rows, num_samples
+from composer_tokacc.metadata import num_rows, num_samples
 from tests.matrix.collator import join
 from tests.matrix.harness import plain_gradients
 from tests.matrix.subjects import SUBJECTS, Subject

@@ -1,0 +1,99 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""A batch, and what is asked of it before anything is known of its layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+Batch = Mapping[str, Any]
+IGNORE_INDEX = -100
+"""Label of a position without loss."""
+MODALITIES = ('image', 'video', 'audio')
+
+
+def text_of(batch: Batch) -> torch.Tensor:
+    """The ids or labels whose rows are the batch's."""
+    for key in ('input_ids', 'labels', 'decoder_input_ids'):
+        if isinstance(batch.get(key), torch.Tensor):
+            return batch[key]
+    raise ValueError(f'`batch` must have `input_ids`, or `labels` of shape (rows, width), got: {sorted(batch)}.')
+
+
+def own_labels(batch: Batch) -> torch.Tensor | None:
+    """The labels where they stand at the positions of the rows' text; those of a decoder may be as wide by chance."""
+    labels = batch.get('labels')
+    is_own = isinstance(labels, torch.Tensor) and labels.shape == text_of(batch).shape
+    return labels if is_own and 'decoder_input_ids' not in batch else None
+
+
+def labels_of(batch: Any) -> torch.Tensor:
+    """The labels of a batch, integers ``(rows, width)``.
+
+    Raises:
+        ValueError: If there are none, or they are of another shape or type.
+    """
+    if not isinstance(batch, Mapping) or not isinstance(batch.get('labels'), torch.Tensor):
+        got = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
+        raise ValueError(
+            f'`batch` must be a mapping with a `labels` tensor of shape (rows, width), got: {got}. Token accumulation '
+            'counts loss-generating labels; write them in the collator.'
+        )
+    labels = batch['labels']
+    if labels.dim() != 2 or labels.is_floating_point():
+        raise ValueError(
+            f'`labels` must be integers of shape (rows, width), one for each token, got: {labels.dtype} of shape '
+            f'{tuple(labels.shape)}. Losses of whole rows or of several codes a token are no means over tokens.'
+        )
+    return labels
+
+
+def check_batch(batch: Any, vocabulary: int | None = None) -> None:
+    """Raises ValueError, naming the sample, where torch would only say that an index is out of range.
+
+    Args:
+        batch: A batch or microbatch with ``labels``, on the CPU.
+        vocabulary: Ids that a label may have; None: not known.
+    """
+    labels = labels_of(batch)
+    if labels.dtype != torch.int64:
+        raise ValueError(
+            f'`labels` must be int64, as cross-entropy takes them, got: {labels.dtype}. Give it `.long()`.'
+        )
+    if not labels.numel():
+        raise ValueError(
+            f'A batch must hold at least one row of one token, got: labels of shape {tuple(labels.shape)}. Have the '
+            'loader leave such batches out, on all ranks alike.'
+        )
+    mask = batch.get('attention_mask')
+    if mask is not None and (not isinstance(mask, torch.Tensor) or mask.dim() not in (2, 4)):
+        got = f'shape {tuple(mask.shape)}' if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise ValueError(
+            f'`attention_mask` must be a tensor of shape (rows, width) or (rows, heads, width, width), got: {got}, '
+            f'beginning with {sample_name(batch, 0)}. Give one mask for all heads as `mask[:, None]`.'
+        )
+    ids = labels.masked_fill(labels == IGNORE_INDEX, 0)
+    low, high = (int(bound) for bound in ids.aminmax())
+    if low < 0 or (vocabulary is not None and high >= vocabulary):
+        bad = ids < 0 if vocabulary is None else (ids < 0) | (ids >= vocabulary)
+        row = int(bad.any(dim=1).int().argmax())
+        last = 'one of the vocabulary' if vocabulary is None else f'from 0 to {vocabulary - 1}'
+        raise ValueError(
+            f'A label must be {IGNORE_INDEX} or an id {last}, got: {int(labels[row][bad[row]][0])} in '
+            f'{sample_name(batch, row)}. Take the tokenizer that belongs to the model, and mask placeholders of media.'
+        )
+
+
+def sample_name(batch: Mapping[str, Any], row: int) -> str:
+    """What a message calls a row: the sample by its id, or where the batch has none the row by its number."""
+    ids = batch.get('sample_ids')
+    return f'sample {ids[row]!r}' if isinstance(ids, (list, tuple)) and len(ids) > row else f'row {row}'
+
+
+def with_own_tensors(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch with copies of its tensors, so that whoever writes into them changes no other batch."""
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in batch.items()}

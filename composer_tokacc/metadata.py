@@ -1,0 +1,137 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""What travels with a batch of ours: counts and weights of its rows, as lists, so that reading them syncs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from composer_tokacc.batch import IGNORE_INDEX, text_of
+from composer_tokacc.counting import count_tokens, mask_document_starts
+from composer_tokacc.layout import ReadyBatch
+from composer_tokacc.weights import LOSS_WEIGHTS, token_weights_of
+
+METADATA_PREFIX = 'composer_tokacc.'
+"""Prefix of the entries of a batch that are ours, so that none can be taken for a collator's own. Each is a list with
+one value per row:
+
+=================== ============= ================================================= ===================================
+Key after prefix    Values        Meaning                                           Written by
+=================== ============= ================================================= ===================================
+``loss_tokens``     int           loss-generating tokens, by ``rule``               :func:`annotate`
+``real_tokens``     int           attended positions                                :func:`annotate`
+``weights``         float         sum of the tokens' weights, where they are not    :func:`annotate`
+                                  all 1
+``rule``            str           by which ``loss_tokens`` were counted             :func:`annotate`
+``samples``         int           samples of the dataset: 1, 0 for a row that was   loaders (rows that fill up a rank),
+                                  added, several for a packed row                   the split (added and packed rows)
+``microbatches``    int           microbatches with samples that this rank makes    the split
+                                  of the step
+=================== ============= ================================================= ===================================
+
+Composer's own split cuts lists with the rows, its own sample counter takes nothing but tensors and lists, and moving a
+batch to a device leaves them alone, so reading them costs no device sync; ``HuggingFaceModel.forward`` drops them.
+"""
+
+
+def metadata_keys(batch: Mapping[str, Any]) -> list[str]:
+    """Returns the keys of the batch that are ours."""
+    return [key for key in batch if isinstance(key, str) and key.startswith(METADATA_PREFIX)]
+
+
+def metadata_of(batch: Any) -> dict[str, list[Any]]:
+    """Returns what the batch brings of ours, by name without the prefix."""
+    return (
+        {key.removeprefix(METADATA_PREFIX): batch[key] for key in metadata_keys(batch)}
+        if isinstance(batch, Mapping)
+        else {}
+    )
+
+
+def with_metadata(batch: Mapping[str, Any], **facts: Sequence[Any]) -> dict[str, Any]:
+    """Returns the batch with lists of ours, one value per row each, in place of those of the same names."""
+    return {**batch, **{f'{METADATA_PREFIX}{name}': list(values) for name, values in facts.items()}}
+
+
+def without_metadata(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the batch as its loader made it."""
+    own = metadata_keys(batch)
+    return {key: value for key, value in batch.items() if key not in own}
+
+
+def is_annotated(batch: Any, loss_tokens: str | None = None) -> bool:
+    """Whether the batch carries its counts; by the given rule, if one is given."""
+    rules = batch.get(f'{METADATA_PREFIX}rule') if isinstance(batch, Mapping) else None
+    return rules is not None and (loss_tokens is None or set(rules) <= {loss_tokens})
+
+
+def annotate(batch: Mapping[str, Any], loss_tokens: str = 'causal', token_weights: str = 'token') -> Mapping[str, Any]:
+    """The batch with the counts of its rows (see :data:`METADATA_PREFIX`), and packed rows masked as they are counted.
+
+    Args:
+        batch: A batch with ``labels``, on the CPU where counting shall sync nothing.
+        loss_tokens: The rule, see :func:`.loss_mask`.
+        token_weights: What the tokens weigh, see :data:`TOKEN_WEIGHTS`.
+    """
+    if isinstance(batch, ReadyBatch):
+        return batch.map(lambda microbatch: annotate(microbatch, loss_tokens, token_weights))
+    is_plain = token_weights == 'token'
+    if is_annotated(batch, loss_tokens) and (is_plain or 'weights' in metadata_of(batch)):
+        return dict(batch)
+    samples = metadata_of(batch).get('samples', [1] * num_rows(batch))
+    batch = _without_added_labels(batch, samples)
+    batch = batch if loss_tokens == 'unshifted' else mask_document_starts(batch)
+    counts = count_tokens(batch, loss_tokens)
+    facts: dict[str, Sequence[Any]] = {
+        'loss_tokens': counts.loss_generating,
+        'real_tokens': counts.real,
+        'samples': samples,
+        'rule': [loss_tokens] * len(samples),
+    }
+    if not is_plain:
+        weights, _ = token_weights_of(batch, token_weights, loss_tokens)
+        batch = {**batch, LOSS_WEIGHTS: weights}
+        facts['weights'] = weights.sum(dim=1, dtype=torch.float64).tolist()
+    return with_metadata(batch, **facts)
+
+
+def _without_added_labels(batch: Mapping[str, Any], samples: Sequence[int]) -> Mapping[str, Any]:
+    """Rows that are no samples weigh nothing, whatever labels their loader left on them."""
+    if all(samples):
+        return batch
+    labels = batch['labels'].clone()
+    labels[[row for row, number in enumerate(samples) if number == 0]] = IGNORE_INDEX
+    return {**batch, 'labels': labels}
+
+
+def num_rows(batch: Mapping[str, Any]) -> int:
+    """Rows of the batch, by ``input_ids`` or, where its main input is another one, by ``labels``."""
+    if isinstance(batch, ReadyBatch):
+        return sum(map(num_rows, batch.microbatches))
+    return text_of(batch).shape[0]
+
+
+def num_samples(batch: Mapping[str, Any]) -> int:
+    """Samples of the dataset in the batch: its rows, but for added ones, and several in a packed row."""
+    samples = batch.get(f'{METADATA_PREFIX}samples')
+    return num_rows(batch) if samples is None else sum(samples)
+
+
+def loss_weight(batch: Mapping[str, Any]) -> float:
+    """Sum of the weights of the batch's loss-generating tokens: their number, where all weigh the same."""
+    weights = batch.get(f'{METADATA_PREFIX}weights')
+    return num_loss_tokens(batch) if weights is None else sum(weights)
+
+
+def num_loss_tokens(batch: Mapping[str, Any]) -> int:
+    """Loss-generating tokens that the batch carries."""
+    return sum(batch[f'{METADATA_PREFIX}loss_tokens'])
+
+
+def num_microbatches(batch: Mapping[str, Any]) -> int:
+    """Microbatches with samples that this rank makes of the step; 0 where a split says nothing of it."""
+    return next(iter(batch.get(f'{METADATA_PREFIX}microbatches', ())), 0)
