@@ -44,16 +44,15 @@ from composer.loggers import InMemoryLogger
 from composer.utils import reproducibility
 from omegaconf import OmegaConf
 
-from composer_tokacc.data.lengths import chosen_patch_size
-from composer_tokacc.data.media import count_patches
+from composer_tokacc.data import count_patches, patch_size_of
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.planning import CostModel
 from composer_tokacc.programs import ConfigError, TrainConfig
 from composer_tokacc.programs.length_file import StandIns, lengths_of
-from composer_tokacc.programs.models import read_config, vision_patch_size
+from composer_tokacc.programs.models import read_config
 from composer_tokacc.programs.run import build_parts, build_trainer, command_line, run_program
 from composer_tokacc.programs.schema import merge, refuse, section
-from composer_tokacc.programs.sources import build_dataset, build_processor, measure_dataset
+from composer_tokacc.programs.sources import source_of
 from composer_tokacc.programs.suggest import device_memory_gib, memory_of_run, suggest_for_run
 from composer_tokacc.sizing import MicrobatchTimer, SizingReport, draw_report, fit_cost
 
@@ -123,17 +122,18 @@ def size(config: TrainConfig, options: SizeOptions) -> SizingReport:
         ConfigError: An argument is out of range, or nothing fits.
     """
     reproducibility.seed_all(config.seed)
+    source = source_of(config)
     if options.lengths is not None:
         if options.time_steps:
             raise ConfigError('`time_steps` needs the data itself, got: `lengths`. Leave one of them out')
         table = lengths_of(options.lengths, longest=config.dataset.get('max_length'), seed=config.seed)
-        processor = None if config.model.pretrained is None else build_processor(config)
+        processor = None if config.model.pretrained is None else source.build_processor()
         with section('model'):
             dataset = StandIns(table, processor, read_config(config.model.pretrained, config.model.config, processor))
     else:
-        processor = build_processor(config)
-        dataset = build_dataset(config, processor, held_out=False)
-        table = measure_dataset(config, dataset, processor)
+        processor = source.build_processor()
+        dataset = source.build_dataset(processor)
+        table = source.measure(dataset, processor)
     memory = memory_of_run(config, dataset, processor, table)
     gib = config.microbatching.device_memory_gib
     if gib is None and config.trainer.get('device') != 'cpu' and not torch.cuda.is_available():
@@ -185,7 +185,7 @@ def time_steps(
     config.trainer.update(max_duration=f'{num_steps}ba', progress_bar=False)
     parts = build_parts(config)
     model = parts.model.model.config
-    patch_size = chosen_patch_size(parts.processor, vision_patch_size(model))
+    patch_size = patch_size_of(model, parts.processor)
     timer = MicrobatchTimer(
         BatchLayout.for_model(parts.model),
         model.get_text_config().hidden_size,

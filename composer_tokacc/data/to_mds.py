@@ -24,20 +24,20 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from composer_tokacc.data.files import read_raw_records
-from composer_tokacc.data.formats import BadSampleError, Medium, RawRecord, Record, Turn, parse_record
-from composer_tokacc.data.media import MediaFolders, open_media
+from composer_tokacc.data.formats import parse_record
+from composer_tokacc.data.media import decode_media
+from composer_tokacc.data.records import BadSampleError, Medium, RawRecord, Record, Turn
+from composer_tokacc.data.user_files import MediaFolders, open_files
 
-__all__ = ['Written', 'from_row', 'main', 'write_shards']
-
-COLUMNS = {'media': 'bytes', 'record': 'json'}
+SHARD_COLUMNS = {'media': 'bytes', 'record': 'json'}
 """Columns of a shard and their MDS encodings: files byte for byte, one behind the other, and all else."""
-CHUNK = 256
+SAMPLES_AT_ONCE = 256
 """Samples that are read at once, and so held in memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """What came of it."""
+    """What became of the records of a file."""
 
     num_samples: int
     num_shards: int
@@ -63,7 +63,7 @@ def write_shards(
 
     Args:
         path: As for :class:`.LlavaDataset`.
-        image_dir: Folder that names of images, videos and sounds start from.
+        image_dir: Folder that names of media start from.
         out: Folder for the shards; empty or absent. If anything raises, nothing is left there.
         size_limit: Largest shard, in bytes or as ``'64mb'``; a sample that is larger has a shard of its own.
         on_error: ``'raise'`` at the first bad sample, or ``'skip'`` it, print why and count it.
@@ -142,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _open_writer(out: Path, size_limit: int | str) -> Any:
-    """A writer that starts no new shard while the present one is empty, as MDSWriter does before an oversize sample."""
+    """Returns a writer that starts no shard while one is empty, as MDSWriter does before an oversize sample."""
     from streaming import MDSWriter  # pyright: ignore[reportMissingImports]
     from streaming.base.util import bytes_to_int  # pyright: ignore[reportMissingImports]
 
@@ -154,36 +154,36 @@ def _open_writer(out: Path, size_limit: int | str) -> Any:
     limit = bytes_to_int(size_limit)
     if not 0 < limit < 2**32:
         raise ValueError(f'`size_limit` must be above 0 and below 4gb (offsets are 32 bits), got: {size_limit}.')
-    return Writer(columns=COLUMNS, out=str(out), size_limit=limit)
+    return Writer(columns=SHARD_COLUMNS, out=str(out), size_limit=limit)
 
 
 def _read_rows(
     raw_records: Iterable[RawRecord], image_dir: Path, folders: MediaFolders
 ) -> Iterator[dict[str, Any] | BadSampleError]:
-    """Rows in order, read by several threads: file systems and image decoders do without Python's lock."""
+    """Yields rows in order, read by several threads: file systems and image decoders do without Python's lock."""
 
     def read(raw: RawRecord) -> dict[str, Any] | BadSampleError:
         try:
             record = parse_record(raw)
             folders.check(record, image_dir)
             try:
-                opened = record.files(image_dir)
-                files = [file.read_bytes() if isinstance(file, Path) else file.read() for file in opened]
+                opened = open_files(record, image_dir)
+                files = [file.read() if isinstance(file, BytesIO) else Path(file).read_bytes() for file in opened]
             except OSError as error:
                 raise record.error(f'file {error.filename} cannot be read: {error.strerror}') from error
-            open_media(record, [BytesIO(file) for file in files])
+            decode_media(record, [BytesIO(file) for file in files])
             return _to_row(record, files)
         except BadSampleError as error:
             return error
 
     items = iter(raw_records)
     with ThreadPoolExecutor() as pool:
-        while chunk := list(islice(items, CHUNK)):
+        while chunk := list(islice(items, SAMPLES_AT_ONCE)):
             yield from pool.map(read, chunk)
 
 
 def _to_row(record: Record, files: Sequence[bytes]) -> dict[str, Any]:
-    """The row of a record and the content of its files, in their order."""
+    """Returns the row of a record and the content of its files, in their order."""
     return {
         'record': {
             'id': record.sample_id,
@@ -192,7 +192,7 @@ def _to_row(record: Record, files: Sequence[bytes]) -> dict[str, Any]:
                 {'from': turn.role, 'value': turn.text, **({} if turn.carries_loss else {'weight': 0})}
                 for turn in record.turns
             ],
-            'media': [[medium.kind, medium.names] for medium in record.media],
+            'media': [[medium.modality, medium.names] for medium in record.media],
             'bytes': [len(file) for file in files],
             **({} if record.loss_weights is None else {'loss_weights': record.loss_weights}),
         },
@@ -201,14 +201,14 @@ def _to_row(record: Record, files: Sequence[bytes]) -> dict[str, Any]:
 
 
 def from_row(row: dict[str, Any]) -> tuple[Record, list[bytes]]:
-    """The record and the content of its files that a row of a shard was made of.
+    """Returns the record and the content of its files that a row of a shard was made of.
 
     Raises:
         ValueError: If the row is of other columns, so not written by this program.
     """
-    if row.keys() != COLUMNS.keys():
+    if row.keys() != SHARD_COLUMNS.keys():
         raise ValueError(
-            f'shards must have the columns {sorted(COLUMNS)}, got: {sorted(row)}. Write them with '
+            f'shards must have the columns {sorted(SHARD_COLUMNS)}, got: {sorted(row)}. Write them with '
             '`python -m composer_tokacc.data.to_mds`.'
         )
     raw = row['record']
@@ -216,7 +216,7 @@ def from_row(row: dict[str, Any]) -> tuple[Record, list[bytes]]:
         sample_id=raw['id'],
         source=raw['source'],
         turns=tuple(Turn(turn['from'], turn['value'], turn.get('weight') != 0) for turn in raw['conversations']),
-        media=tuple(Medium(kind, tuple(names)) for kind, names in raw['media']),
+        media=tuple(Medium(modality, tuple(names)) for modality, names in raw['media']),
         loss_weights=raw.get('loss_weights'),
     )
     ends = accumulate(raw['bytes'], initial=0)

@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 from transformers import BitsAndBytesConfig
 
+from composer_tokacc.cache import fingerprint
 from composer_tokacc.programs.schema import ConfigError, unknown_name
 from composer_tokacc.sizing import cast_model
 
@@ -199,14 +199,16 @@ def identify_adapter(model: nn.Module) -> dict[str, Any]:
         return {}
     found = {f'model.lora.{name}': getattr(config, _NAMES.get(name, name)) for name in _BESIDE_WEIGHTS}
     if config.base_model_name_or_path is not None:
-        digest = hashlib.sha256()
-        for name, parameter in model.named_parameters():
-            if parameter.dim() > 1 and not parameter.requires_grad and not re.search(_IN_ADAPTER, name):
-                values = parameter.detach().flatten()
-                ends = torch.cat([values[:NUM_VALUES], values[-NUM_VALUES:]]).to(torch.bfloat16).float()
-                digest.update(_name_in_base(name).encode() + ends.cpu().numpy().tobytes())
-        found['model.pretrained'] = digest.hexdigest()[:32]
+        found['model.pretrained'] = fingerprint(_ends_of_base(model))
     return found
+
+
+def _ends_of_base(model: nn.Module) -> Iterator[bytes]:
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1 and not parameter.requires_grad and not re.search(_IN_ADAPTER, name):
+            values = parameter.detach().flatten()
+            ends = torch.cat([values[:NUM_VALUES], values[-NUM_VALUES:]]).to(torch.bfloat16).float()
+            yield _name_in_base(name).encode() + ends.cpu().numpy().tobytes()
 
 
 def _all_words(names: list[Any]) -> bool:

@@ -39,7 +39,6 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from composer_tokacc.compat import FakeTensorMode, detect_fake_mode, skip_embedding_resize
-from composer_tokacc.data.media import side_of_patch
 from composer_tokacc.programs.lora import (
     check_lora,
     four_bit_options,
@@ -61,7 +60,6 @@ __all__ = [
     'read_from',
     'set_cache',
     'tokenizer_of',
-    'vision_patch_size',
 ]
 
 log = logging.getLogger(__name__)
@@ -276,11 +274,6 @@ def _check_heads(config: PretrainedConfig) -> None:
                 f'`num_attention_heads` of {part.model_type} must be a multiple of `num_key_value_heads`, got: {heads} '
                 f'and {groups}'
             )
-
-
-def vision_patch_size(config: PretrainedConfig) -> int | None:
-    """Side of the vision tower's patches in pixels; None without a tower, or where its config names none (timm's)."""
-    return side_of_patch(getattr(getattr(config, 'vision_config', None), 'patch_size', None))
 
 
 def tokenizer_of(processor: Any) -> Any:

@@ -13,6 +13,7 @@ import signal
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from composer import Trainer
@@ -41,13 +42,8 @@ from composer_tokacc.programs.schema import (
     say,
     section,
 )
-from composer_tokacc.programs.sources import (
-    build_dataset,
-    build_loader,
-    build_processor,
-    source_of,
-    token_data_spec_of,
-)
+from composer_tokacc.programs.source import token_data_spec_of
+from composer_tokacc.programs.sources import source_of
 from composer_tokacc.programs.suggest import apply_suggestion
 from composer_tokacc.sampling import RestoreRandomState, SkipReadBatches
 
@@ -191,8 +187,9 @@ def build_parts(config: TrainConfig) -> RunParts:
         say(f'waiting for {dist.get_world_size()} ranks ...')
     dist.initialize_dist(get_device(config.trainer.get('device')), config.trainer.get('dist_timeout', DIST_TIMEOUT))
     say('reading the data ...')
-    processor = build_processor(config)
-    train_dataset, eval_dataset = (build_dataset(config, processor, held_out=held_out) for held_out in (False, True))
+    source = source_of(config)
+    processor = source.build_processor()
+    train_dataset, eval_dataset = (source.build_dataset(processor, is_eval=is_eval) for is_eval in (False, True))
     say('building the model ...')
     with section('model'):
         model = build_model(processor=processor, seed=config.seed, **asdict(config.model))
@@ -202,17 +199,16 @@ def build_parts(config: TrainConfig) -> RunParts:
             size, slot_tokens = apply_suggestion(config, train_dataset, processor)
         sized = replace(config.microbatching, device_train_microbatch_size=size, slot_tokens=slot_tokens)
         config = replace(config, microbatching=sized)
-
-    def loader_of(dataset: Any, *, held_out: bool) -> DataSpec:
-        return build_loader(config, dataset, processor, layout, held_out=held_out, model=model)
+        source = source_of(config)
+    build_loader = partial(source.build_loader, processor=processor, layout=layout, model=model)
 
     return RunParts(
         processor=processor,
         model=model,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
-        train_loader=loader_of(train_dataset, held_out=False),
-        eval_loader=None if eval_dataset is None else loader_of(eval_dataset, held_out=True),
+        train_loader=build_loader(train_dataset),
+        eval_loader=None if eval_dataset is None else build_loader(eval_dataset, is_eval=True),
         microbatch_size=config.microbatching.device_train_microbatch_size,
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+from io import BytesIO
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from composer_tokacc.data import (
 )
 from composer_tokacc.data.files import read_raw_records
 from composer_tokacc.data.lengths import build_length_table
+from composer_tokacc.data.user_files import MediaFolders
 from composer_tokacc.layout import BatchLayout
 from tests.data.chat_processors import small
 from tests.support.clips import sine, write_media_folder, write_sound, write_video
@@ -133,7 +135,7 @@ def test_lengths_of_films_are_found_without_reading_them(tmp_path, name, monkeyp
     monkeypatch.setattr(lengths, 'NUM_CHECKED', 0)
     monkeypatch.delattr(LlavaDataset, '__getitem__')
     table = build_length_table(dataset, case.processor)
-    for column in lengths.COLUMNS:
+    for column in lengths.TABLE_COLUMNS:
         assert getattr(table, column).tolist() == getattr(expected, column).tolist()
 
 
@@ -216,7 +218,7 @@ def test_bad_media_are_skipped_and_counted(tmp_path):
 def test_sound_that_would_be_cut_off_is_refused(tmp_path):
     write_sound(tmp_path / 'long.wav', sine(1.2, rate=8000), rate=8000)
     dataset = LlavaDataset(ask(tmp_path, 'audio', 'long.wav'), MEDIA['qwen2_audio']().processor)
-    with pytest.raises(BadSampleError, match=r'sample "a" .*a sound must be at most 1\.0 s, .* got: 1\.2 s'):
+    with pytest.raises(BadSampleError, match=r'sample "a" .*an audio must be at most 1\.0 s, .* got: 1\.2 s'):
         dataset[0]
 
 
@@ -248,11 +250,11 @@ def test_rows_of_shards_are_the_records(tmp_path, name):
     """The columns that streaming writes, without streaming."""
     _, dataset = load(name, tmp_path)
     raw_records = read_raw_records(tmp_path / 'data.json')
-    rows = list(to_mds._read_rows(raw_records, tmp_path, to_mds.MediaFolders()))
+    rows = list(to_mds._read_rows(raw_records, tmp_path, MediaFolders()))
     for index, row in enumerate(rows):
-        assert row.keys() == to_mds.COLUMNS.keys()
+        assert row.keys() == to_mds.SHARD_COLUMNS.keys()
         record, files = to_mds.from_row({**row, 'record': json.loads(json.dumps(row['record']))})
-        again, sample = dataset.encoder.encode_record(record, [to_mds.BytesIO(file) for file in files]), dataset[index]
+        again, sample = dataset.encoder.encode_record(record, [BytesIO(file) for file in files]), dataset[index]
         assert again.keys() == sample.keys()
         for key, value in sample.items():
             assert torch.equal(again[key], value) if isinstance(value, torch.Tensor) else again[key] == value

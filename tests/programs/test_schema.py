@@ -62,5 +62,5 @@ def test_one_rank_of_a_node_speaks_where_all_meet_the_mistake(monkeypatch, capsy
 
 def test_a_bad_sample_of_a_worker_process_is_one_line(capsys):
     raised = 'Caught BadSampleError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n'
-    assert refuse(BadSampleError(f'{raised}composer_tokacc.data.formats.BadSampleError: sample "a": broken\n')) == 2
+    assert refuse(BadSampleError(f'{raised}composer_tokacc.data.records.BadSampleError: sample "a": broken\n')) == 2
     assert capsys.readouterr().err == 'error: sample "a": broken\n'
