@@ -41,7 +41,7 @@ from composer_tokacc.checks.rows import telling_batch
 from composer_tokacc.compat import Dropout
 from composer_tokacc.data_spec import token_data_spec
 from composer_tokacc.invariance import Gradients, relative_error
-from composer_tokacc.layout import BatchLayout
+from composer_tokacc.layout import BatchLayout, with_media
 from composer_tokacc.programs import TrainConfig
 from composer_tokacc.programs.build import RunParts, build_parts
 from composer_tokacc.programs.errors import raised_here
@@ -113,10 +113,10 @@ def verify(config: TrainConfig, *, max_rows: int = 8) -> list[dict[str, Any]]:
     rule = ''
     if weights != 'token':
         telling = max(everyone, key=lambda row: int((row['labels'] != IGNORE_INDEX).sum()))
-        telling = layout.with_media(telling_batch(layout, telling))
+        telling = with_media(layout, telling_batch(layout, telling))
         rule = find_loss_rule(Probe.from_model(parts.model), _on_device(parts.model, telling))
     for padding in ('right', 'left'):
-        together = layout.with_media(layout.concat(everyone, padding_side=padding))
+        together = with_media(layout, layout.concat(everyone, padding_side=padding))
         expected = _whole_gradient(parts, together, weights, rule)
         own = layout.concat(rows, padding_side=padding)
         for split, size, data, algorithm in _cases(own, layout, weights):
@@ -144,7 +144,7 @@ def _cases(batch: Row, layout: BatchLayout, weights: str) -> Iterator[tuple[str,
             spec = DataSpec(
                 loader,
                 split_batch=stock,
-                microbatch_transforms=layout.with_media,
+                microbatch_transforms=partial(with_media, layout),
                 get_num_samples_in_batch=lambda batch: len(batch['input_ids']),
             )
             yield 'stock Composer', size, spec, UnusedParameters()

@@ -107,11 +107,11 @@ def length_table(
 
     Args:
         dataset: Map-style, or a ``ConcatDataset`` of such, each with a file of its own. A ``fingerprint`` method
-            without arguments is used where there is one; see :func:`table_name`. So is ``measured``, a pair of a patch
+            without arguments is used where there is one; see ``table_name``. So is ``measured``, a pair of a patch
             size and the table that was made with it.
         processor: Its Hugging Face processor or tokenizer.
         folder: Where tables are kept. Default: ``composer_tokacc/lengths`` in the user's cache folder.
-        patch_size: As for :func:`build_length_table`.
+        patch_size: As for ``build_length_table``.
         num_workers: Likewise.
         on_error: Likewise.
 

@@ -362,6 +362,7 @@ def test_python_does_not_collect_garbage_at_its_end(monkeypatch):
     assert registered == [gc.freeze]
 
 
+@pytest.mark.slow
 def test_launcher_shows_the_line_once_and_no_traceback():
     done = launch(['-m', 'composer_tokacc.train', str(DIGITS), 'microbatching.device_train_microbatch_size=0'], ranks=2)
     said = [line for line in done.stderr.splitlines() if line.startswith('error:')]
