@@ -108,7 +108,7 @@ def length_table(
     Args:
         dataset: Map-style, or a ``ConcatDataset`` of such, each with a file of its own; samples hold ``input_ids`` and
             ``labels`` of shape ``(1, length)``. Used where there are such: a ``fingerprint`` method, see
-            :func:`table_name`; ``measured``, a pair of a patch size and the table that was made with it; and over 512
+            ``table_name``; ``measured``, a pair of a patch size and the table that was made with it; and over 512
             samples ``unexpanded``, as :class:`.LlavaDataset` has it: most are not read then (``'raise'`` only), and a
             file that is damaged behind its header is found by whoever reads it.
         processor: Its Hugging Face processor or tokenizer.

@@ -110,7 +110,7 @@ class LlavaDataset(Dataset):
         return self.encoder.encode_record(record, open_files(record, self.folders[index]), shapes_only=shapes_only)
 
     def unexpanded(self, indices: Sequence[int]) -> list[tuple[dict[str, Any], list[tuple[int, int]]] | None]:
-        """Returns some samples before their placeholders are expanded, and image sizes: :mod:`.headers` needs no more.
+        """Returns some samples before their placeholders are expanded, and image sizes: ``headers`` needs no more.
 
         None for a sample that has to be read, be it for its videos, or only to learn what is wrong with it.
         """

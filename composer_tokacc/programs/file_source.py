@@ -14,9 +14,10 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
 from composer_tokacc.data import LlavaDataset, build_small_processor
 from composer_tokacc.planning import CostModel
-from composer_tokacc.programs.registry import check_arguments, import_by_name, without
-from composer_tokacc.programs.schema import ConfigError, unknown_name
+from composer_tokacc.programs.errors import ConfigError, unknown_name
+from composer_tokacc.programs.registry import import_by_name, without
 from composer_tokacc.programs.source import Source, check_video
+from composer_tokacc.programs.values import check_arguments
 from composer_tokacc.sampling import Mixture, RegroupingBatchSampler, RegroupingDataLoader
 
 # Keys of one of several parts that are not arguments of the dataset class.

@@ -18,9 +18,10 @@ from composer.utils import dist
 from torch.utils.data import DataLoader, Subset
 
 from composer_tokacc.data import build_small_processor, count_patches, image_token_ids
-from composer_tokacc.programs.registry import check_arguments, check_names, without
-from composer_tokacc.programs.schema import ConfigError
+from composer_tokacc.programs.errors import ConfigError
+from composer_tokacc.programs.registry import without
 from composer_tokacc.programs.source import Source, check_video
+from composer_tokacc.programs.values import check_arguments, check_names
 from composer_tokacc.sampling import ExchangingDataLoader
 
 log = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from itertools import chain
 from typing import Any
 
 from composer_tokacc.batch import Batch
-from composer_tokacc.layout import ReadyBatch
-from composer_tokacc.layout.ready import widened
+from composer_tokacc.layout import PreSplitBatch
+from composer_tokacc.layout.pre_split import widened
 from composer_tokacc.metadata import with_metadata
 from composer_tokacc.planning import CutOptions, Microbatch, MicrobatchPlan, plan_rows
 
@@ -66,7 +66,9 @@ class LoadPlanner:
             plan = plan_rows(lengths, replace(self.options, objective='ddp'), **given)
         return plan
 
-    def collate(self, collate_fn: Callable[[list[Any]], Any], samples: Sequence[Any], share: RankShare) -> ReadyBatch:
+    def collate(
+        self, collate_fn: Callable[[list[Any]], Any], samples: Sequence[Any], share: RankShare
+    ) -> PreSplitBatch:
         """Collates each microbatch of a share by itself.
 
         Args:
@@ -86,4 +88,4 @@ class LoadPlanner:
                 raise ValueError(f'`collate_fn` must return a mapping, got: {type(batch).__name__}. Name its entries.')
             batch = widened({key: batch[key] for key in batch.keys()}, self.options.width_multiple)  # noqa: SIM118
             microbatches.append(with_metadata(batch, samples=[0]) if share.is_copy else batch)
-        return ReadyBatch(microbatches, max_tokens=self.options.max_tokens, indices=share.microbatches)
+        return PreSplitBatch(microbatches, max_tokens=self.options.max_tokens, indices=share.microbatches)

@@ -16,7 +16,7 @@ from composer_tokacc.data.lengths import length_table
 from composer_tokacc.data.to_mds import write_shards
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.programs import ConfigError, load_config
-from composer_tokacc.programs.run import check_config
+from composer_tokacc.programs.config_checks import check_config
 from composer_tokacc.programs.sources import source_of
 from composer_tokacc.sampling import ExchangingDataLoader
 from tests.support.launch import ROOT, launch
