@@ -29,7 +29,8 @@ from composer_tokacc import size as size_program
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.planning import CostModel, CutOptions
 from composer_tokacc.programs import TrainConfig, load_config
-from composer_tokacc.programs.run import RunParts, build_parts, check_config
+from composer_tokacc.programs.build import RunParts, build_parts
+from composer_tokacc.programs.config_checks import check_config
 from composer_tokacc.programs.sources import source_of
 from composer_tokacc.programs.suggest import device_memory_gib, memory_of_run, suggest_for_run
 from composer_tokacc.size import time_shapes, time_steps

@@ -198,6 +198,7 @@ def test_table_from_headers_is_that_of_the_samples(name, padding_side, path, tmp
         assert len(set(table.image_tokens.tolist())) > 5, 'sizes make no difference'
 
 
+@pytest.mark.slow
 def test_workers_find_the_same(path, by_headers, monkeypatch):
     monkeypatch.setattr(headers, 'FEWEST_CHUNKS', 0)
     monkeypatch.setattr(headers, 'FEWEST_SIZES', 0)

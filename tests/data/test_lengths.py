@@ -55,7 +55,7 @@ class CountReads(DigitsDataset):
         return super().__getitem__(index)
 
 
-@pytest.mark.parametrize('num_samples', [40, 600])
+@pytest.mark.parametrize('num_samples', [40, pytest.param(600, marks=pytest.mark.slow)])
 def test_table_says_what_the_samples_say(num_samples):
     dataset = DigitsDataset(num_samples=num_samples)
     before = torch.get_rng_state()
