@@ -15,7 +15,7 @@ from composer.utils import dist
 from composer_tokacc.batch import Batch, labels_of, with_own_tensors
 from composer_tokacc.checks.logits import logits_of
 from composer_tokacc.counting import loss_mask
-from composer_tokacc.layout import BatchLayout
+from composer_tokacc.layout import BatchLayout, with_media
 from composer_tokacc.metadata import without_metadata
 
 Gradients = Mapping[str, torch.Tensor]
@@ -144,6 +144,25 @@ def verify_invariance(
         False
     """
     batches = [rows] if isinstance(rows, Mapping) else list(rows)
+    layout, own, everyone = _telling_rows(layout, batches)
+    if any(size < 1 for size in microbatch_sizes or ()):
+        raise ValueError(f'`microbatch_sizes` must be positive, got: {microbatch_sizes}.')
+    cases = []
+    for padding in [padding_sides] if isinstance(padding_sides, str) else padding_sides:
+        whole = dict(with_media(layout, layout.concat(everyone, padding_side=padding)))
+        given = with_own_tensors(whole)
+        expected = _copied(reference(given) if reference is not None else gradients([given]))
+        for cut, size, microbatches in _cuts(layout, own, whole, padding, microbatch_sizes):
+            # Copies, as a trainer may write into its batches, and cuts share their tensors.
+            found = gradients([dict(with_media(layout, with_own_tensors(one))) for one in microbatches])
+            cases.append(InvarianceCase.from_gradients(found, expected, cut=cut, padding=padding, microbatch_size=size))
+    return InvarianceReport(cases=tuple(cases), tolerance=tolerance)
+
+
+def _telling_rows(
+    layout: BatchLayout | None, batches: Sequence[Batch]
+) -> tuple[BatchLayout, list[dict[str, Any]], list[dict[str, Any]]]:
+    """The layout, this rank's rows one by one, and those of all ranks; refuses what proves nothing. A collective."""
     counts = dist.all_gather_object(sum(len(labels_of(batch)) for batch in batches))
     if len(set(counts)) > 1 or counts[0] < 2:
         raise ValueError(f'`rows` must hold as many rows on every rank, and at least 2, got: {counts}.')
@@ -170,18 +189,7 @@ def verify_invariance(
         order = sorted(range(len(everyone)), key=lambda row: [labels[row] for labels in counts.values()])
         everyone = [everyone[row] for row in order]
         own = everyone[dist.get_global_rank() * len(own) :][: len(own)]
-    if any(size < 1 for size in microbatch_sizes or ()):
-        raise ValueError(f'`microbatch_sizes` must be positive, got: {microbatch_sizes}.')
-    cases = []
-    for padding in [padding_sides] if isinstance(padding_sides, str) else padding_sides:
-        whole = dict(layout.with_media(layout.concat(everyone, padding_side=padding)))
-        given = with_own_tensors(whole)
-        expected = _copied(reference(given) if reference is not None else gradients([given]))
-        for cut, size, microbatches in _cuts(layout, own, whole, padding, microbatch_sizes):
-            # Copies, as a trainer may write into its batches, and cuts share their tensors.
-            found = gradients([dict(layout.with_media(with_own_tensors(one))) for one in microbatches])
-            cases.append(InvarianceCase.from_gradients(found, expected, cut=cut, padding=padding, microbatch_size=size))
-    return InvarianceReport(cases=tuple(cases), tolerance=tolerance)
+    return layout, own, everyone
 
 
 def relative_error(found: Gradients, expected: Gradients) -> tuple[float, str]:

@@ -13,16 +13,16 @@ out: DDP computes the same gradient.
 
 from __future__ import annotations
 
-import gc
 import sys
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from composer_tokacc.programs.process import prepare
+
 if __name__ == '__main__':
-    gc.disable()  # until all is loaded: looking for garbage takes a fifth of that time, and finds none
+    prepare(__doc__)
 
 import torch
 from composer import DataSpec, Trainer
@@ -40,20 +40,17 @@ from composer_tokacc.checks.rows import rule_batch
 from composer_tokacc.compat import Dropout
 from composer_tokacc.data_spec import token_data_spec
 from composer_tokacc.invariance import Gradients, InvarianceCase, InvarianceReport
-from composer_tokacc.layout import BatchLayout
+from composer_tokacc.layout import BatchLayout, with_media
 from composer_tokacc.programs import TrainConfig
-from composer_tokacc.programs.run import RunParts, build_parts, command_line, run_program
-from composer_tokacc.programs.schema import raised_here
+from composer_tokacc.programs.build import RunParts, build_parts
+from composer_tokacc.programs.errors import raised_here
+from composer_tokacc.programs.process import command_line, run_program, without_warnings
 from composer_tokacc.weights import token_weights_of
-
-_USAGE = 'composer -n RANKS -m composer_tokacc.verify FILE.yaml [--rows 8] [--tolerance 1e-6] [key=value ...]'
-
-Row = dict[str, Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the program; see the module's docstring."""
-    parser = command_line(_USAGE, __doc__)
+    parser = command_line(__doc__)
     parser.add_argument('--rows', type=int, default=8, help='rows of each rank, at most')
     parser.add_argument('--tolerance', type=float, default=1e-6)
     given, overrides = parser.parse_known_args(arguments)
@@ -63,8 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _report(max_rows: int, tolerance: float, config: TrainConfig) -> int:
     """Prints the table and the verdict; gives 1 where the run is not exact."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter('ignore')  # of the hosts, over and over: a Trainer for every case
+        with without_warnings():  # a Trainer for every case
             report = verify(config, max_rows=max_rows, tolerance=tolerance)
     except RuntimeError as error:  # TokenAccumulation says why the run cannot be exact
         if type(error) is not RuntimeError or not raised_here(error):
@@ -102,11 +98,11 @@ def verify(config: TrainConfig, *, max_rows: int = 8, tolerance: float = 1e-6) -
     rule = ''
     if weights != 'token':
         labelled = max(everyone, key=lambda row: int((row['labels'] != IGNORE_INDEX).sum()))
-        probed = _on_device(parts.model, layout.with_media(rule_batch(layout, labelled)))
+        probed = _on_device(parts.model, with_media(layout, rule_batch(layout, labelled)))
         rule = find_loss_rule(Probe.from_model(parts.model), probed)
     cases = []
     for padding in ('right', 'left'):
-        together = layout.with_media(layout.concat(everyone, padding_side=padding))
+        together = with_media(layout, layout.concat(everyone, padding_side=padding))
         expected = _whole_gradient(parts, together, weights, rule)
         own = layout.concat(rows, padding_side=padding)
         for cut, size, data, algorithm in _cuts(own, layout, weights):
@@ -120,11 +116,11 @@ def verify(config: TrainConfig, *, max_rows: int = 8, tolerance: float = 1e-6) -
     return InvarianceReport(cases=tuple(cases), tolerance=tolerance)
 
 
-def _cuts(batch: Row, layout: BatchLayout, weights: str) -> Iterator[tuple[str, int, DataSpec, Algorithm]]:
+def _cuts(batch: dict[str, Any], layout: BatchLayout, weights: str) -> Iterator[tuple[str, int, DataSpec, Algorithm]]:
     """Stock Composer with a split that keeps image rows, and ours."""
     num_rows = layout.num_rows(batch)
 
-    def stock(batch: Row, size: int | float) -> list[Row]:
+    def stock(batch: dict[str, Any], size: int | float) -> list[dict[str, Any]]:
         starts = range(0, num_rows, int(size))
         return [layout.select(batch, range(start, min(start + int(size), num_rows))) for start in starts]
 
@@ -133,7 +129,7 @@ def _cuts(batch: Row, layout: BatchLayout, weights: str) -> Iterator[tuple[str, 
         yield 'stock Composer', size, DataSpec(
             loader,
             split_batch=stock,
-            microbatch_transforms=layout.with_media,
+            microbatch_transforms=partial(with_media, layout),
             get_num_samples_in_batch=lambda batch: len(batch['input_ids']),
         ), UnusedParameters()  # fmt: skip
         for cut, regroup in (('in order', False), ('regrouped', True)):
@@ -142,10 +138,10 @@ def _cuts(batch: Row, layout: BatchLayout, weights: str) -> Iterator[tuple[str, 
 
 
 class _OneBatch(IterableDataset):
-    def __init__(self, batch: Row) -> None:
+    def __init__(self, batch: dict[str, Any]) -> None:
         self.batch = batch
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[dict[str, Any]]:
         yield dict(self.batch)
 
 
@@ -193,7 +189,7 @@ def _trained_gradient(parts: RunParts, data: DataSpec, size: int, algorithm: Alg
     return recorder.gradients
 
 
-def _on_device(model: torch.nn.Module, batch: Mapping[str, Any]) -> Row:
+def _on_device(model: torch.nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
     device = next(model.parameters()).device
     return {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
 

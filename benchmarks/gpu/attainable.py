@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.gpu.scale import FULL, Scale
 from benchmarks.gpu.speed import TARGETS, lengths_of
-from composer_tokacc.planning import CostModel, cut
+from composer_tokacc.planning import CutOptions, cut_rows
 
 BATCHES = 40
 
@@ -27,7 +27,7 @@ BATCHES = 40
 def positions(lengths: np.ndarray, microbatch: int) -> dict[str, int]:
     """Positions that each way computes of one device batch, for the memory of `microbatch` rows of its width."""
     width = int(lengths.max())
-    groups = cut(lengths.tolist(), microbatch * width, max_width=width, cost=CostModel())
+    groups = cut_rows(lengths.tolist(), CutOptions(max_tokens=microbatch * width), max_width=width)
     chunks = [lengths[start : start + microbatch] for start in range(0, len(lengths), microbatch)]
     return {
         'stock': width * len(lengths),

@@ -63,7 +63,7 @@ def begin_fit(
     split, model = split_of(state.dataloader), state.model
     model: Any = model.module if isinstance(model, DistributedDataParallel) else model
     terms = LossTerms(loss_units, None if loss_units else router_coefficient(model))
-    if terms.coupled and split is not None and split.regroups:
+    if terms.coupled and split is not None and (split.options.regroup or split.options.packing):
         raise RuntimeError(
             f'Rows must be independent to be regrouped, got: the terms {terms.coupled} of `loss_units`, whose value '
             'depends on which rows share a microbatch. Set `token_data_spec(..., regroup=False)` '

@@ -26,8 +26,7 @@ from composer_tokacc.collectives import RankSum
 from composer_tokacc.counting import check_rule
 from composer_tokacc.data_spec.reduction import check_reduced, check_sharding
 from composer_tokacc.data_spec.registry import split_of
-from composer_tokacc.layout import microbatches_of
-from composer_tokacc.layout.kinds import kinds_of
+from composer_tokacc.layout import describe_all, kinds_of, microbatches_of
 from composer_tokacc.metadata import (
     METADATA_PREFIX,
     annotate,
@@ -195,13 +194,13 @@ class TokenAccumulation(Algorithm):
     def _fit_of(self, state: State, logger: Logger) -> tuple[Fit, Sequence[int]]:
         """What is known of the fit, and the kinds of rows of a batch; the first batch is looked at."""
         if self._fit is not None:
-            return self._fit, kinds_of(self._fit.layout, state.batch)
+            return self._fit, kinds_of(describe_all(self._fit.layout, state.batch))
         fit = self._fit = begin_fit(
             state, loss_units=self.loss_units, loss_tokens=self.loss_tokens, token_weights=self.token_weights,
             check_loss=self.check_loss,
         )  # fmt: skip
         self._reduces_once = self._reduces_once and fit.reductions.may_meet_once
-        kinds = kinds_of(fit.layout, state.batch)
+        kinds = kinds_of(describe_all(fit.layout, state.batch))
         self._prove(state, logger, state.batch, kinds, dist.all_gather_object(kinds))
         if fit.check.has_router_loss and fit.terms.router_coefficient is not None:
             log.warning(
@@ -312,7 +311,8 @@ class TokenAccumulation(Algorithm):
         fit.has_bypass = step.has_bypass
         kinds = [int(count > 0) for count in self._totals.read()[3:]]
         if fit.check.is_due(kinds, self._num_steps):
-            self._prove(state, logger, self._device_batch, kinds_of(fit.layout, self._device_batch), [kinds])
+            own = kinds_of(describe_all(fit.layout, self._device_batch))
+            self._prove(state, logger, self._device_batch, own, [kinds])
         split, reduced_once = split_of(state.dataloader), fit.reductions.reduced_once()
         if split is not None and reduced_once is not None:
             self._reduces_once = reduced_once

@@ -37,14 +37,10 @@ TINY = torch.finfo(torch.float32).tiny
 class MeasuredTokens(NamedTuple):
     """What the tokens of one forward weigh: float32 ``(rows, width)`` each, at the positions that predict."""
 
-    weights: torch.Tensor
-    """0 where the loss does not look."""
-    targets: torch.Tensor
-    """int64, the token that each position is held to; -100: none."""
-    sizes: torch.Tensor
-    """Norms of the gradient of one plain cross-entropy: near 0 where the model is sure of the token."""
-    rests: torch.Tensor
-    """Norms of what no cross-entropy explains of the gradient."""
+    weights: torch.Tensor  # 0 where the loss does not look
+    targets: torch.Tensor  # int64, the token that each position is held to; -100: none
+    sizes: torch.Tensor  # norms of the gradient of a pure cross-entropy: near 0 where the model is sure of the token
+    rests: torch.Tensor  # norms of what no cross-entropy explains of the gradient
 
     @property
     def norms(self) -> torch.Tensor:
@@ -57,26 +53,18 @@ class MeasuredTokens(NamedTuple):
         return self.rests.norm() / self.norms.norm().clamp(min=TINY)
 
     def deviations(self, unit: float, weights: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns how far each position's gradient is from what it must be, in parts of a plain token's weight.
-
-        Args:
-            unit: What a plain token must weigh.
-            weights: What tokens must weigh beside a plain one, ``(rows, width)``; None: the same.
-        """
+        """Returns how far each position's gradient is from that of a token of ``unit`` times its weight, over unit."""
         return torch.hypot(
             (self.weights / unit - (1.0 if weights is None else weights)) * self.sizes, self.rests / unit
         )
 
 
 class TokenDeviations(NamedTuple):
-    """How far tokens of a microbatch are from what they must weigh; nobody has waited for it."""
+    """How far tokens of a microbatch are from what they must weigh; on the device."""
 
-    deviations: torch.Tensor
-    """Of each one's gradient, in parts of a plain token's weight, ``(tokens,)``."""
-    count: torch.Tensor
-    """How many tokens carry loss, ``()``."""
-    positions: torch.Tensor | None = None
-    """Where they are predicted, counted through all rows, ``(tokens,)``; None: at every position."""
+    deviations: torch.Tensor  # of each one's gradient, in parts of a plain token's weight, (tokens,)
+    count: torch.Tensor  # of all that carry loss, ()
+    positions: torch.Tensor | None = None  # where they are predicted, counted through all rows; None: at every one
 
 
 def logits_of(outputs: Any) -> torch.Tensor | None:
@@ -103,12 +91,9 @@ def targets_of(batch: Batch, rule: str) -> torch.Tensor:
 
 
 def measure(logits: torch.Tensor, gradient: torch.Tensor, targets: torch.Tensor | None = None) -> MeasuredTokens:
-    """Measures what each token weighs in the loss whose gradient this is.
+    """Measures what each token weighs in the loss whose gradient by the logits ``(rows, width, vocabulary)`` this is.
 
-    Args:
-        logits: ``(rows, width, vocabulary)``, those that the loss was computed of.
-        gradient: Of the loss by them, of their shape.
-        targets: As of :func:`targets_of`. None: read off the gradient, see :func:`_read_targets`.
+    ``targets`` are as of :func:`targets_of`; None: read off the gradient, see :func:`_read_targets`.
     """
     found = []
     for z, g, y in _chunks(logits, gradient, targets):
@@ -137,15 +122,8 @@ def sample_tokens(
 ) -> TokenDeviations:
     """Measures a few tokens, by the label's own entry: ``w (p - 1)``. A step has no time for more a microbatch.
 
-    Args:
-        logits: ``(rows, width, vocabulary)``, detached.
-        gradient: Of the loss by them, of their shape.
-        labels: ``(rows, width)``.
-        counted: Those that carry loss, as of :func:`.loss_mask`.
-        weights: What tokens must weigh beside a plain one, where they are predicted; None: the same.
-        unit: What a plain token must weigh.
-        numbers: Of tokens among those that carry loss, from 1; the host knows how many there are.
-        shift: By how many positions labels are predicted ahead.
+    ``numbers`` count the tokens that carry loss (``counted``), from 1: the host knows how many there are, so nothing
+    waits for the device. Labels are predicted ``shift`` positions ahead; the others as of :class:`TokenDeviations`.
     """
     ordinals = counted.flatten().cumsum(dim=0)
     wanted = torch.arange(numbers.start, numbers.stop, numbers.step, device=labels.device)
@@ -177,12 +155,7 @@ def token_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def weigh_tokens(logits: torch.Tensor, weights: torch.Tensor) -> None:
-    """Multiplies what each token weighs in any loss of the logits that is computed, now or before.
-
-    Args:
-        logits: As the model returned them, ``(rows, width, vocabulary)``, in the graph of the loss.
-        weights: Factor of each position that predicts, ``(rows, width)``.
-    """
+    """Multiplies what each token weighs, ``(rows, width)`` where predicted, in any loss that is computed of logits."""
     on_gradient(logits, lambda gradient: gradient * weights[..., None].to(gradient))
 
 

@@ -40,17 +40,12 @@ class ProbeResult:
     gradients: Mapping[str, Sequence[torch.Tensor | None]]
     """Of these by what the last layers give, ``(rows, width, entries)`` each: by the states that logits are made of, as
     far as the loss uses them besides, and by the logits; None where it does not use them."""
-    measured: MeasuredTokens | None
-    """What tokens weigh, where that was asked; None: the model gives no logits that its loss is made of."""
-    explained: float | None
-    """What the cross-entropies of the tokens, so weighted, sum up to."""
-    vocabulary: int | None
-    """Number of logits of a position, if any are given."""
+    measured: MeasuredTokens | None  # where that was asked, of a model with logits that its loss is made of
+    explained: float | None  # what the cross-entropies of the tokens, so weighted, sum up to
+    vocabulary: int | None  # number of logits of a position, if any are given
     has_router_loss: bool
-    eps: float
-    """Machine epsilon of the loss; not less than that of float32."""
-    gradient_eps: float
-    """Of the gradients, the coarsest."""
+    eps: float  # machine epsilon of the loss, float32's or coarser
+    gradient_eps: float  # of the coarsest gradient
 
     def is_same_loss(self, unit: str, other: float, noise: float = 0.0) -> bool:
         """Whether another loss differs by round-off alone."""
@@ -105,12 +100,7 @@ class Probe:
         return cls(forward, lambda outputs, batch: outputs['loss'], model)
 
     def run(self, batch: Batch, *, measured: bool = False) -> ProbeResult:
-        """Runs a batch on its device, eagerly, and leaves random numbers, modes and buffers as they were.
-
-        Args:
-            batch: The rows, with labels.
-            measured: Whether to tell what tokens weigh.
-        """
+        """Runs a batch on its device, eagerly; leaves random numbers, modes and buffers as they were."""
         run = self._run_as_in_training if self._has_looked else self._look
         return run(batch, measured=measured)
 

@@ -39,48 +39,31 @@ CHOICE = random.Random(0)
 
 @dataclass(kw_only=True, eq=False)
 class MicrobatchRecord:
-    """What was counted of a microbatch before it was moved, and what is heard of it in its backward.
+    """What was counted of a microbatch on the CPU, and what is heard of it in its backward."""
 
-    Args:
-        batch: With its labels, and attention mask where there is one, on the device.
-        rule: Which labels carry loss.
-        num_tokens: Loss-generating tokens.
-        loss_weight: Sum of their weights: their number, where all weigh the same.
-        num_samples: Rows that are samples.
-        num_microbatches: Microbatches with samples that this rank was to make of the step, where a term of the loss is
-            divided by them.
-        composers_weight: What Composer is to multiply its loss by.
-        losses: The terms of its loss, as the model gave them.
-    """
-
-    batch: Batch
+    batch: Batch  # on the device
     rule: str
     num_tokens: int
-    loss_weight: float = 0.0
+    loss_weight: float = 0.0  # of all its tokens
     num_samples: int = 1
-    num_microbatches: int | None = None
-    composers_weight: float = 1.0
+    num_microbatches: int | None = None  # that this rank was to make of the step, where a term is divided by them
+    composers_weight: float = 1.0  # that its loss is to be multiplied by
     losses: Sequence[torch.Tensor] = ()
-    has_bypass: bool = False
-    """Whether its loss has a term that is not made of the logits."""
-    factor: torch.Tensor | None = None
-    """What Composer has multiplied its loss by."""
-    was_reached: bool = False
-    """Whether a gradient came by its logits."""
+    has_bypass: bool = False  # whether its loss has a term that is not made of the logits
+    factor: torch.Tensor | None = None  # that its loss was multiplied by
+    was_reached: bool = False  # whether a gradient came by its logits
     tokens: TokenDeviations | None = None
-    """What was measured of it."""
     tolerance: float = 0.0
     _logits: torch.Tensor | None = None
 
     def watch(self, logits: torch.Tensor, weights: torch.Tensor | None, unit: float | None, *, is_whole: bool) -> None:
-        """Listens to the gradient by the logits.
+        """Listens to the gradient by the logits, of which all or a few tokens are measured.
 
         Args:
             logits: ``(rows, width, vocabulary)``, in the graph of the loss.
-            weights: What tokens must weigh beside a plain one, ``(rows, width)`` where they are predicted; None: the
-                same.
+            weights: What tokens must weigh beside a plain one, ``(rows, width)`` where predicted; None: the same.
             unit: What a plain token must weigh; None: no token is measured.
-            is_whole: Whether to measure all of the gradient, rather than a few tokens.
+            is_whole: Whether all are.
         """
         self._logits = logits.detach()
         on_gradient(logits, partial(self._hear, weights, unit, is_whole))
@@ -125,23 +108,14 @@ class MicrobatchRecord:
 
 @dataclass
 class StepCheck:
-    """Collects what happened in one optimizer step and refuses it if it was not exact.
-
-    Args:
-        num_tokens: Loss-generating tokens of this rank.
-        num_samples: Samples of this rank.
-        loss_weight: Weight of its tokens.
-        is_weighted: Whether tokens may have weights of their own.
-        gradient_scale: Loss scale of mixed precision, 1 without.
-        had_bypass: Whether the loss of steps before had a term that is not made of the logits; None: there were none.
-    """
+    """Collects what happened in one optimizer step on this rank and refuses it if it was not exact."""
 
     num_tokens: int
     num_samples: int
     loss_weight: float
-    is_weighted: bool = False
-    gradient_scale: float = 1.0
-    had_bypass: bool | None = None
+    is_weighted: bool = False  # whether tokens may have weights of their own
+    had_bypass: bool | None = None  # of the loss in steps before; None: there were none
+    gradient_scale: float = 1.0  # of mixed precision
     records: list[MicrobatchRecord] = field(default_factory=list)
 
     @property
@@ -173,8 +147,9 @@ class StepCheck:
         if self.is_weighted and not all(record.was_reached and not record.has_bypass for record in self._with_tokens):
             raise RuntimeError(
                 "The model's own loss must be made of the logits that it returns for `token_weights`, got: one whose "
-                'gradient does not come by them, or not all of it. Switch off the fused kernel, leave out '
-                "`compile_config` or the term, or set `token_weights='token'` (docs/errors.md#model-loss)."
+                'gradient does not come by them, or not all of it (a fused kernel, a compiled forward, another term). '
+                'Switch the kernel off, leave out `compile_config` or the term, or set '
+                "`token_weights='token'` (docs/errors.md#model-loss)."
             )
         found = self._read(gradients)
         if found['finite'] == [1] and found['gradients'] == [0]:  # where a loss is not, the gradient only follows it

@@ -5,55 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
-from composer_tokacc.batch import IGNORE_INDEX, sample_name
+from composer_tokacc.batch import IGNORE_INDEX, real_positions, sample_name
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.metadata import METADATA_PREFIX
-
-
-def pack_lengths(
-    lengths: Sequence[int],
-    max_tokens: int,
-    image_tokens: Sequence[int] | None = None,
-    max_image_tokens: int | None = None,
-) -> list[list[int]]:
-    """Groups rows so that their lengths and their image tokens sum to at most the caps: first fit, longest first.
-
-    First-fit-decreasing needs at most 11/9 of the fewest groups, plus one (Dosa 2007). A row over the cap goes alone.
-
-    Args:
-        lengths: Real length of each row.
-        max_tokens: Token budget of a microbatch.
-        image_tokens: Image tokens of each row.
-        max_image_tokens: Image budget of a microbatch.
-
-    Returns:
-        Row indices of each group, longest first, so that rows of one length, which attention computes at once, are
-        beside each other; groups in order of their longest row.
-
-    Example:
-        >>> pack_lengths([7, 2, 8, 2, 2], 10)
-        [[2, 1], [0, 3], [4]]
-    """
-    sizes = np.array([lengths, [0] * len(lengths) if image_tokens is None else image_tokens]).T
-    caps = np.array([max_tokens, np.inf if max_image_tokens is None else max_image_tokens])
-    groups: list[list[int]] = []
-    room: list[np.ndarray] = []
-    for row in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
-        fit = next((index for index, left in enumerate(room) if (sizes[row] <= left).all()), None)
-        if fit is None:
-            groups.append([])
-            room.append(caps)
-            fit = len(groups) - 1
-        groups[fit].append(row)
-        room[fit] = room[fit] - sizes[row]
-    return groups
 
 
 def pack_rows(
@@ -81,7 +41,7 @@ def pack_rows(
         raise ValueError(f'`attention_mask` must be 2-D for packing, got: {mask.dim()}-D. Set `packing=False`.')
     if batch.get('position_ids') is not None:
         raise ValueError('`position_ids` must be absent for packing, got: a tensor. Set `packing=False`.')
-    real = layout.real_positions(batch)
+    real = real_positions(batch)
     _check_runs(batch, real)
     if not bool(real.any()):  # a model takes no row of nothing
         real = torch.zeros_like(real)

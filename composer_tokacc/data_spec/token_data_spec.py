@@ -19,11 +19,10 @@ from composer_tokacc.checks.probe import Probe
 from composer_tokacc.collectives import max_over_ranks
 from composer_tokacc.counting import check_rule, count_tokens, mask_document_starts, real_tokens
 from composer_tokacc.data_spec.registry import register_split
-from composer_tokacc.data_spec.split import MicrobatchSplit, SplitOptions
-from composer_tokacc.layout import BatchLayout, ReadyBatch, microbatches_of
-from composer_tokacc.layout.kinds import kinds_of
+from composer_tokacc.data_spec.split import MicrobatchSplit
+from composer_tokacc.layout import BatchLayout, PreSplitBatch, describe_all, kinds_of, microbatches_of
 from composer_tokacc.metadata import annotate, is_annotated, metadata_of, num_samples, without_metadata
-from composer_tokacc.planning import CostModel
+from composer_tokacc.planning import CostModel, CutOptions
 
 OWN_KWARGS = ('split_batch', 'get_num_samples_in_batch', 'get_num_tokens_in_batch')
 
@@ -94,34 +93,18 @@ def token_data_spec(
             )
     """
     check_rule(loss_tokens, allow_auto=True)
-    for name, value in (
-        ('slot_tokens', slot_tokens),
-        ('max_image_tokens', max_image_tokens),
-        ('width_multiple', width_multiple),
-    ):
-        is_absent = value is None and name != 'width_multiple'
-        if not is_absent and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise ValueError(f'`{name}` must be a positive integer, got: {value!r}.')
-    if not isinstance(regroup, bool):
-        raise ValueError(f'`regroup` must be True or False, got: {regroup!r}.')
-    for name, value in (('equal_counts', equal_counts), ('packing', packing)):
-        if not isinstance(value, bool) and value != 'auto':
-            raise ValueError(f"`{name}` must be True, False or 'auto', got: {value!r}.")
-    for name, value, kind in (('layout', layout, BatchLayout), ('cost', cost, CostModel)):
-        if value is not None and not isinstance(value, kind):
-            raise ValueError(f'`{name}` must be a {kind.__name__}, got: {value!r}.')
-    if on_oversize not in ('raise', 'warn'):
-        raise ValueError(f"`on_oversize` must be 'raise' or 'warn', got: {on_oversize!r}.")
+    if layout is not None and not isinstance(layout, BatchLayout):
+        raise ValueError(f'`layout` must be a BatchLayout, got: {layout!r}.')
     for name in OWN_KWARGS:
         if name in data_spec_kwargs:
             raise ValueError(f'`{name}` must be left to token_data_spec(), which is exact only with its own. Drop it.')
-    options = SplitOptions(
+    options = CutOptions(
         slot_tokens=slot_tokens,
         regroup=regroup,
         equal_counts=equal_counts,
         width_multiple=width_multiple,
         packing=packing,
-        cost=cost,
+        cost=CostModel() if cost is None else cost,
         max_image_tokens=max_image_tokens,
         on_oversize=on_oversize,
     )
@@ -175,7 +158,7 @@ class _TokenDataSpec(DataSpec):
     def _transform(self, batch: Any) -> Any:
         transforms = self._batch_transforms
         if transforms is not None:
-            batch = batch.map(transforms) if isinstance(batch, ReadyBatch) else transforms(batch)
+            batch = batch.map(transforms) if isinstance(batch, PreSplitBatch) else transforms(batch)
         if not isinstance(batch, Mapping):
             raise ValueError(
                 f'The dataloader must yield mappings with `input_ids` and `labels`, got: {type(batch).__name__}.'
@@ -185,7 +168,7 @@ class _TokenDataSpec(DataSpec):
         self._split.begin_step(copies_microbatches=None)  # until the algorithm, if there is one, begins with this batch
         if 'labels' not in batch or torch.is_grad_enabled():
             return batch  # in training annotate() masks, which knows the rule
-        return batch.map(mask_document_starts) if isinstance(batch, ReadyBatch) else mask_document_starts(batch)
+        return batch.map(mask_document_starts) if isinstance(batch, PreSplitBatch) else mask_document_starts(batch)
 
     def _split_counted(self, batch: Any, microbatch_size: int | float) -> list[dict[str, Any]]:
         if self._model is not None and torch.is_grad_enabled() and not is_annotated(batch):
@@ -208,7 +191,7 @@ class _TokenDataSpec(DataSpec):
                 microbatch_size=microbatch_size,
             )
         self._first_batch.layout = layout  # of this batch, where the model does not tell
-        kinds = kinds_of(layout, batch)
+        kinds = kinds_of(describe_all(layout, batch))
         present = max_over_ranks(kinds) if dist.get_world_size() > 1 else kinds
         self._split.adopt(self._first_batch.prove(batch, self._split, self._split.rules, kinds, [present]))
         assert self._first_batch.rule is not None

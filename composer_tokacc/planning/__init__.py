@@ -3,8 +3,30 @@
 
 """Token-budget microbatches: pure functions that cut and share a global batch. No Composer and no torch here."""
 
-from composer_tokacc.planning.cuts import cut
-from composer_tokacc.planning.plan import Microbatch, MicrobatchPlan, PlanStats, lower_bound, plan_microbatches
-from composer_tokacc.planning.rows import CostModel, Rows
+from composer_tokacc.planning.cuts import cut_rows
+from composer_tokacc.planning.options import CostModel, CutOptions
+from composer_tokacc.planning.packing import pack_lengths
+from composer_tokacc.planning.plan import (
+    Microbatch,
+    MicrobatchPlan,
+    PlanStats,
+    lower_bound,
+    plan_microbatches,
+    plan_rows,
+)
+from composer_tokacc.planning.rows import Rows, padded_widths
 
-__all__ = ['CostModel', 'Microbatch', 'MicrobatchPlan', 'PlanStats', 'Rows', 'cut', 'lower_bound', 'plan_microbatches']
+__all__ = [
+    'CostModel',
+    'CutOptions',
+    'Microbatch',
+    'MicrobatchPlan',
+    'PlanStats',
+    'Rows',
+    'cut_rows',
+    'lower_bound',
+    'pack_lengths',
+    'padded_widths',
+    'plan_microbatches',
+    'plan_rows',
+]

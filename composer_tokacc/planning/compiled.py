@@ -14,8 +14,6 @@ from numba.core.caching import FunctionCache
 
 from composer_tokacc.compat import set_machine_code_cache
 
-__all__ = ['compiled']
-
 Function = TypeVar('Function', bound=Callable[..., Any])
 
 

@@ -19,27 +19,23 @@ from itertools import pairwise
 import numpy as np
 
 from composer_tokacc.planning.compiled import compiled
-from composer_tokacc.planning.rows import CostModel, OrderedRows, Rows
-
-__all__ = ['LeastPaddedCuts', 'cut', 'equal_cost_cut', 'fill', 'least_padded_cut', 'microbatch_costs', 'split_largest']
+from composer_tokacc.planning.options import CutOptions
+from composer_tokacc.planning.packing import pack_lengths
+from composer_tokacc.planning.rows import OrderedRows, Rows
 
 PRECISION = 1e-4
 """Relative width at which the bisection of :func:`equal_cost_cut` stops: far below what one row more or less in a
 microbatch changes."""
 
 
-def cut(
+def cut_rows(
     lengths: Sequence[int] | np.ndarray,
-    max_tokens: int,
+    options: CutOptions,
     *,
-    regroup: bool = True,
     image_tokens: Sequence[int] | np.ndarray | None = None,
-    max_image_tokens: int | None = None,
-    width_multiple: int = 1,
     max_width: int | None = None,
-    cost: CostModel | None = None,
 ) -> list[list[int]]:
-    """Cut the rows of one rank into microbatches of least cost under hard caps.
+    """Cuts the rows of one rank into microbatches of least cost under hard caps, or of fewest where they are packed.
 
     A microbatch is as wide as its longest row, rounded up to ``width_multiple`` but not past ``max_width``. Rows times
     width never exceeds ``max_tokens``, the image tokens of its rows never exceed ``max_image_tokens``. A row which
@@ -47,40 +43,31 @@ def cut(
 
     Args:
         lengths: Real length of each row in tokens, (n,).
-        max_tokens: Token budget of a microbatch, padding included.
-        regroup: Whether to regroup the rows by length, or to keep their order.
+        options: Caps, cost, and whether rows are regrouped or packed.
         image_tokens: Image tokens of each row, (n,).
-        max_image_tokens: Image budget of a microbatch.
-        width_multiple: Round widths up to a multiple of this.
         max_width: Width of the collated batch, which rounding does not exceed.
-        cost: Cost model of a microbatch.
 
     Returns:
-        Row indices of each microbatch, ascending; the costliest microbatch first, or in the order of the rows.
+        Row indices of each microbatch: ascending, and the costliest microbatch first, or in the order of the rows; of
+        packed ones see :func:`.pack_lengths`.
 
     Raises:
         ValueError: An argument is out of range.
 
     Example:
-        >>> cut([7, 2, 8, 2, 2], 16)
+        >>> cut_rows([7, 2, 8, 2, 2], CutOptions(max_tokens=16))
         [[0, 2], [1, 3, 4]]
-        >>> cut([7, 2, 8, 2, 2], 16, regroup=False)
+        >>> cut_rows([7, 2, 8, 2, 2], CutOptions(max_tokens=16, regroup=False))
         [[0, 1], [2], [3, 4]]
     """
-    checked = Rows(
-        lengths,
-        max_tokens,
-        image_tokens=image_tokens,
-        max_image_tokens=max_image_tokens,
-        width_multiple=width_multiple,
-        max_width=max_width,
-        cost=cost,
-    )
-    rows = checked.by_length() if regroup else checked.in_order(np.arange(len(checked.lengths)))
-    launch = checked.cost.launch
+    if options.packing is True:
+        return pack_lengths(lengths, options.max_tokens, image_tokens, options.max_image_tokens)
+    checked = Rows(lengths, options, image_tokens=image_tokens, max_width=max_width)
+    rows = checked.by_length() if options.regroup else checked.in_order(np.arange(len(checked.lengths)))
+    launch = options.cost.launch
     bounds = least_padded_cut(rows.row_costs, rows.reach, launch)
     microbatches = [sorted(rows.order[start:end].tolist()) for start, end in pairwise(bounds.tolist())]
-    if not regroup:
+    if not options.regroup:
         return microbatches
     costs = microbatch_costs(rows.row_costs, rows.vision, bounds, launch)
     return [microbatches[k] for k in np.argsort(-costs, kind='stable').tolist()]

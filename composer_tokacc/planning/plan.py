@@ -15,10 +15,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from composer_tokacc.planning.cuts import LeastPaddedCuts, equal_cost_cut, microbatch_costs, split_largest
-from composer_tokacc.planning.rows import CostModel, OrderedRows, Rows
+from composer_tokacc.planning.options import CostModel, CutOptions
+from composer_tokacc.planning.rows import OrderedRows, Rows
 from composer_tokacc.planning.share import deal_columns, rebalance, share_columns, share_longest_first
-
-__all__ = ['Microbatch', 'MicrobatchPlan', 'PlanStats', 'lower_bound', 'plan_microbatches']
 
 # Chosen on 460 plans for each objective: 16 to 2,048 samples of AI2D, ChartQA, DocVQA and of lognormal length, 2 to 64
 # ranks, memory of 1 to 8 rows. What is said of other values is the modelled time of a step against the chosen one.
@@ -87,7 +86,6 @@ class MicrobatchPlan:
     ranks: tuple[tuple[Microbatch, ...], ...]
     """Microbatches of each rank, costliest first; for ``'fsdp'`` the k-th of all ranks run side by side."""
     _rows: Rows = field(repr=False, compare=False)
-    _objective: str = field(repr=False, compare=False)
 
     @cached_property
     def stats(self) -> PlanStats:
@@ -95,7 +93,7 @@ class MicrobatchPlan:
         rows, computed = self._rows, [microbatch for rank in self.ranks for microbatch in rank]
         loads = np.array([sum(microbatch.cost for microbatch in rank) for rank in self.ranks])
         slowest = float(loads.max())
-        if self._objective == 'fsdp':  # as many microbatches on every rank
+        if rows.options.objective == 'fsdp':  # as many microbatches on every rank
             slowest = sum(map(self._column_time, zip(*self.ranks, strict=True)))
         num_tokens = int(rows.lengths.sum())
         return PlanStats(
@@ -157,32 +155,41 @@ def plan_microbatches(
         >>> [[microbatch.indices for microbatch in rank] for rank in plan.ranks]
         [[(0, 5)], [(2,), (1, 3, 4)]]
     """
+    options = CutOptions(
+        max_tokens=max_tokens,
+        max_image_tokens=max_image_tokens,
+        objective=objective,
+        cost=CostModel() if cost is None else cost,
+        width_multiple=width_multiple,
+    )
+    return plan_rows(lengths, options, num_ranks=num_ranks, image_tokens=image_tokens, vision_cost=vision_cost)
+
+
+def plan_rows(
+    lengths: Sequence[int] | np.ndarray,
+    options: CutOptions,
+    *,
+    num_ranks: int,
+    image_tokens: Sequence[int] | np.ndarray | None = None,
+    vision_cost: Sequence[float] | np.ndarray | None = None,
+) -> MicrobatchPlan:
+    """Plans as :func:`.plan_microbatches`, with options that are checked already."""
     if num_ranks < 1:
         raise ValueError(f'`num_ranks` must be at least 1, got: {num_ranks}.')
-    if objective not in ('ddp', 'fsdp'):
-        raise ValueError(f"`objective` must be 'ddp' or 'fsdp', got: {objective!r}.")
-    checked = Rows(
-        lengths,
-        max_tokens,
-        image_tokens=image_tokens,
-        vision_cost=vision_cost,
-        max_image_tokens=max_image_tokens,
-        width_multiple=width_multiple,
-        cost=cost,
-    )
+    checked = Rows(lengths, options, image_tokens=image_tokens, vision_cost=vision_cost)
+    columns = options.objective == 'fsdp'
     # Samples that may run side by side: all of them, or under 'fsdp' those with images and those without.
     groups: list[np.ndarray | None] = [None]
     with_images = checked.image_tokens > 0
-    if objective == 'fsdp' and with_images.any() and not with_images.all():
+    if columns and with_images.any() and not with_images.all():
         groups = [np.flatnonzero(with_images), np.flatnonzero(~with_images)]
-    columns = objective == 'fsdp'
-    shared = [_CutSearch(checked.by_length(one), num_ranks, checked.cost, columns).shared() for one in groups]
+    shared = [_CutSearch(checked.by_length(one), num_ranks, options.cost, columns).shared() for one in groups]
     ranks = shared[0]
     if columns:
         # The columns of all groups in one order, costliest first.
         both = [column for of_group in shared for column in zip(*of_group, strict=True)]
         ranks = zip(*sorted(both, key=lambda column: -max(microbatch.cost for microbatch in column)), strict=True)
-    return MicrobatchPlan(ranks=tuple(map(tuple, ranks)), _rows=checked, _objective=objective)
+    return MicrobatchPlan(ranks=tuple(map(tuple, ranks)), _rows=checked)
 
 
 def lower_bound(rows: Rows, num_ranks: int) -> float:
@@ -197,11 +204,11 @@ def lower_bound(rows: Rows, num_ranks: int) -> float:
     Returns:
         In units of the cost model: the time of one token of text.
     """
-    cost, images = rows.cost, rows.image_tokens
+    options, cost = rows.options, rows.options.cost
     prices = cost.rows(rows.lengths) + rows.vision_cost
-    launches = max(num_ranks, _fewest(rows.lengths, rows.max_tokens))
-    if rows.max_image_tokens is not None:
-        launches = max(launches, _fewest(images, rows.max_image_tokens))
+    launches = max(num_ranks, _fewest(rows.lengths, options.max_tokens))
+    if options.max_image_tokens is not None:
+        launches = max(launches, _fewest(rows.image_tokens, options.max_image_tokens))
     return max((float(prices.sum()) + launches * cost.launch) / num_ranks, float(prices.max()) + cost.launch)
 
 

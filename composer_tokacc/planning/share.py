@@ -14,8 +14,6 @@ import numpy as np
 
 from composer_tokacc.planning.compiled import compiled
 
-__all__ = ['deal_columns', 'rebalance', 'share_columns', 'share_longest_first']
-
 CLOSE_ENOUGH = 1e-3
 """Excess of the slowest rank over the mean at which it is left alone: predicted steps are off by ten times as much."""
 

@@ -19,7 +19,7 @@ import torch.distributed
 from composer.utils import dist
 from torch.utils.data import DataLoader, Dataset
 
-from composer_tokacc.planning import CostModel
+from composer_tokacc.planning import CostModel, CutOptions
 from composer_tokacc.sampling.filler_rows import repeated_rows
 from composer_tokacc.sampling.rank_share import LoadPlanner, RankShare
 
@@ -85,16 +85,14 @@ class ExchangingDataLoader(DataLoader):
         self._collate = collate_fn
         self._pin = pin_memory
         self._image_token_ids = torch.tensor(list(image_token_ids))
-        self._planner = LoadPlanner(
-            num_ranks=dist.get_world_size(),
+        options = CutOptions(
             max_tokens=max_tokens,
             max_image_tokens=max_image_tokens,
             objective=objective,
-            cost=cost,
+            cost=CostModel() if cost is None else cost,
             width_multiple=width_multiple,
         )
-        self._planner.plan([1], [0])  # refuses bad options now
-        self._cost = CostModel() if cost is None else cost
+        self._planner = LoadPlanner(dist.get_world_size(), options)
         self._patches = None if cost is None else patches  # without a cost the tower is free: no need to look
         self._exchange = SampleExchange()
         self._num_samples = 0
@@ -108,7 +106,7 @@ class ExchangingDataLoader(DataLoader):
             if not any(sizes):
                 return
             lengths, image_tokens, patches = np.array([size for of_rank in sizes for size in of_rank]).T
-            towers = self._cost.tower(image_tokens, patches)
+            towers = planner.options.cost.tower(image_tokens, patches)
             plan = planner.plan(lengths, image_tokens, towers).ranks  # of nothing but the sizes: the same on every rank
             shares = [RankShare.from_plan(microbatches, range(len(lengths))) for microbatches in plan]
             to_compute = self._exchange.share(samples, list(map(len, sizes)), [list(share) for share in shares])

@@ -6,15 +6,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 from composer_tokacc.batch import Batch
-from composer_tokacc.layout import ReadyBatch
-from composer_tokacc.layout.ready import widened
+from composer_tokacc.layout import PreSplitBatch
+from composer_tokacc.layout.pre_split import widened
 from composer_tokacc.metadata import with_metadata
-from composer_tokacc.planning import CostModel, Microbatch, MicrobatchPlan, plan_microbatches
+from composer_tokacc.planning import CutOptions, Microbatch, MicrobatchPlan, plan_rows
 
 __all__ = ['LoadPlanner', 'RankShare']
 
@@ -44,16 +44,12 @@ class RankShare:
         return cls(microbatches, is_copy=not computed)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class LoadPlanner:
-    """How a run cuts, shares and collates its global batches: the options of :func:`.plan_microbatches`."""
+    """How a run cuts, shares and collates its global batches."""
 
     num_ranks: int
-    max_tokens: int
-    max_image_tokens: int | None = None
-    objective: Literal['ddp', 'fsdp'] = 'ddp'
-    cost: CostModel | None = None
-    width_multiple: int = 1
+    options: CutOptions
 
     def plan(self, lengths: Any, image_tokens: Any, vision_cost: Any = None) -> MicrobatchPlan:
         """The plan of a global batch, with a sample for every rank where there are enough.
@@ -62,18 +58,17 @@ class LoadPlanner:
             lengths: Of its samples, (n,) ints.
             image_tokens: Likewise, or None where no sample has any.
             vision_cost: Likewise, floats, or None where image tokens tell it.
-
-        Raises:
-            ValueError: If an option is out of range.
         """
-        options = {**vars(self), 'image_tokens': image_tokens, 'vision_cost': vision_cost}
-        plan = plan_microbatches(lengths, **options)
+        given: dict[str, Any] = {'num_ranks': self.num_ranks, 'image_tokens': image_tokens, 'vision_cost': vision_cost}
+        plan = plan_rows(lengths, self.options, **given)
         if len(lengths) >= self.num_ranks and any(all(one.filled for one in rank) for rank in plan.ranks):
             # Under 'fsdp' columns by modality can leave a rank without samples, and an empty batch cannot be collated.
-            plan = plan_microbatches(lengths, **{**options, 'objective': 'ddp'})
+            plan = plan_rows(lengths, replace(self.options, objective='ddp'), **given)
         return plan
 
-    def collate(self, collate_fn: Callable[[list[Any]], Any], samples: Sequence[Any], share: RankShare) -> ReadyBatch:
+    def collate(
+        self, collate_fn: Callable[[list[Any]], Any], samples: Sequence[Any], share: RankShare
+    ) -> PreSplitBatch:
         """Collates each microbatch of a share by itself.
 
         Args:
@@ -91,6 +86,6 @@ class LoadPlanner:
             # A tokenizer's BatchEncoding is no Mapping by type, but reads like one.
             if not hasattr(batch, 'keys'):
                 raise ValueError(f'`collate_fn` must return a mapping, got: {type(batch).__name__}. Name its entries.')
-            batch = widened({key: batch[key] for key in batch.keys()}, self.width_multiple)  # noqa: SIM118
+            batch = widened({key: batch[key] for key in batch.keys()}, self.options.width_multiple)  # noqa: SIM118
             microbatches.append(with_metadata(batch, samples=[0]) if share.is_copy else batch)
-        return ReadyBatch(microbatches, max_tokens=self.max_tokens, indices=share.microbatches)
+        return PreSplitBatch(microbatches, max_tokens=self.options.max_tokens, indices=share.microbatches)

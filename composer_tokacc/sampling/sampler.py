@@ -15,7 +15,7 @@ import torch
 from composer.utils import dist
 from torch.utils.data import Dataset, DistributedSampler
 
-from composer_tokacc.planning import CostModel, MicrobatchPlan
+from composer_tokacc.planning import CostModel, CutOptions, MicrobatchPlan
 from composer_tokacc.sampling.mixture import Mixture, mixed_batches
 from composer_tokacc.sampling.rank_share import LoadPlanner, RankShare
 
@@ -122,14 +122,14 @@ class RegroupingBatchSampler(DistributedSampler):
         self.mixture = Mixture([num_samples]) if mixture is None and modality == 'per_step' else mixture
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
         self.global_batch_size = global_batch_size
-        self.planner = LoadPlanner(
-            num_ranks=num_replicas,
+        options = CutOptions(
             max_tokens=max_tokens,
             max_image_tokens=max_image_tokens,
             objective=objective,
-            cost=cost,
+            cost=CostModel() if cost is None else cost,
             width_multiple=width_multiple,
         )
+        self.planner = LoadPlanner(num_replicas, options)
         self._plan(np.zeros(1, dtype=np.int64))  # refuses bad options now
         self.first_batch = 0
         """Where the next iteration starts."""

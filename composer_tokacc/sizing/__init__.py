@@ -12,7 +12,7 @@ from composer_tokacc.sizing.memory_model import GIB, MemoryModel, calibrate_fake
 from composer_tokacc.sizing.profile import SampleSizes
 from composer_tokacc.sizing.report import SizingReport, draw_report
 from composer_tokacc.sizing.shapes import BatchShape
-from composer_tokacc.sizing.simulate import CutOptions, draw_batches, simulate_steps
+from composer_tokacc.sizing.simulate import draw_batches, simulate_steps
 from composer_tokacc.sizing.suggestion import Capacity, suggest_microbatching
 from composer_tokacc.sizing.timing import MicrobatchTimer, fit_cost
 from composer_tokacc.sizing.trace import StaticBytes, cast_model, transformer_blocks
@@ -21,7 +21,6 @@ __all__ = [
     'GIB',
     'BatchShape',
     'Capacity',
-    'CutOptions',
     'MemoryModel',
     'MicrobatchTimer',
     'SampleSizes',

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from composer_tokacc.data.lengths import LengthTable
+    from composer_tokacc.data import LengthTable
 
 __all__ = ['DatasetProfile', 'SampleSizes']
 

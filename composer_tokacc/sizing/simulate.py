@@ -8,32 +8,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from composer_tokacc.data_spec.packing import pack_lengths
-from composer_tokacc.planning import CostModel, cut, plan_microbatches
+from composer_tokacc.planning import CostModel, CutOptions, cut_rows, padded_widths, plan_rows
 from composer_tokacc.sizing.profile import SampleSizes
 
-__all__ = ['METHODS', 'CutOptions', 'StepFigures', 'draw_batches', 'simulate_steps']
+__all__ = ['METHODS', 'StepFigures', 'draw_batches', 'simulate_steps']
 
 METHODS = ('stock', 'split', 'planned')
 """Composer's own split of padded device batches; :func:`.token_data_spec`; :class:`.RegroupingBatchSampler` as well."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CutOptions:
-    """How a run cuts its batches; all but the last are arguments of :func:`.token_data_spec`, described there."""
-
-    regroup: bool = True
-    equal_counts: bool = True
-    width_multiple: int = 1
-    packing: bool = False
-    max_image_tokens: int | None = None
-    cost: CostModel | None = None
-    objective: Literal['ddp', 'fsdp'] = 'ddp'
-    """``'ddp'``: ranks wait for each other once a step; ``'fsdp'``: at every microbatch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +63,6 @@ def simulate_steps(
     method: str,
     num_ranks: int,
     microbatch_rows: int,
-    max_tokens: int,
     options: CutOptions,
     price: CostModel,
 ) -> StepFigures:
@@ -90,8 +74,7 @@ def simulate_steps(
         method: One of ``METHODS``.
         num_ranks: Ranks; rank r has the samples r, r + num_ranks, ... of a batch, except where batches are planned.
         microbatch_rows: Rows of a stock microbatch.
-        max_tokens: Token budget of ours.
-        options: How the run cuts.
+        options: How the run cuts, its ``max_tokens`` included.
         price: What a microbatch costs on the machine; the run cuts by ``options.cost``, whatever it costs.
     """
     costs, imbalances, counts, computed, real = [], [], [], 0, 0
@@ -102,9 +85,9 @@ def simulate_steps(
         if method == 'stock':
             ranks = [_stock(table, share, microbatch_rows) for share in shares]
         elif method == 'split':
-            ranks = _in_step(table, shares, [_split(table, share, max_tokens, options) for share in shares], options)
+            ranks = _in_step(table, shares, [_split(table, share, options) for share in shares], options)
         else:
-            ranks = _planned(table, batch, num_ranks, max_tokens, options)
+            ranks = _planned(table, batch, num_ranks, options)
         priced = [[_price(piece, price, towers) for piece in pieces] for pieces in ranks]
         loads = [sum(map(sum, prices)) for prices in priced]
         longest = max(len(prices) for prices in priced)
@@ -139,48 +122,30 @@ def _stock(table: SampleSizes, share: np.ndarray, rows: int) -> list[_Piece]:
     return [_Piece([width] * len(chunk), chunk) for chunk in chunks]
 
 
-def _split(table: SampleSizes, share: np.ndarray, max_tokens: int, options: CutOptions) -> list[_Piece]:
+def _split(table: SampleSizes, share: np.ndarray, options: CutOptions) -> list[_Piece]:
     """As :class:`composer_tokacc.data_spec.split.MicrobatchSplit` cuts a device batch."""
-    lengths, images = table.tokens[share], table.image_tokens[share]
-    if options.packing:
-        groups = pack_lengths(lengths.tolist(), max_tokens, images.tolist(), options.max_image_tokens)
-        widths = [lengths[rows].tolist() for rows in groups]
-    else:
-        widest, multiple = int(lengths.max()), options.width_multiple
-        groups = cut(
-            lengths,
-            max_tokens,
-            regroup=options.regroup,
-            image_tokens=images,
-            max_image_tokens=options.max_image_tokens,
-            width_multiple=multiple,
-            max_width=widest,
-            cost=options.cost,
-        )
-        widths = [[min(-(-int(lengths[rows].max()) // multiple) * multiple, widest)] * len(rows) for rows in groups]
-    return [_Piece(width, share[rows], options.packing) for width, rows in zip(widths, groups, strict=True)]
+    lengths, widest = table.tokens[share], int(table.tokens[share].max())
+    groups = cut_rows(lengths, options, image_tokens=table.image_tokens[share], max_width=widest)
+    if options.packing is True:
+        return [_Piece(lengths[rows].tolist(), share[rows], is_packed=True) for rows in groups]
+    widths = padded_widths(np.array([lengths[rows].max() for rows in groups]), options.width_multiple, widest)
+    return [_Piece([width] * len(rows), share[rows]) for width, rows in zip(widths.tolist(), groups, strict=True)]
 
 
-def _planned(
-    table: SampleSizes, batch: np.ndarray, num_ranks: int, max_tokens: int, options: CutOptions
-) -> list[list[_Piece]]:
+def _planned(table: SampleSizes, batch: np.ndarray, num_ranks: int, options: CutOptions) -> list[list[_Piece]]:
     """As :class:`.RegroupingBatchSampler` plans a global batch."""
     patches = None if table.vision_patches is None else table.vision_patches[batch]
-    plan = plan_microbatches(
+    plan = plan_rows(
         table.tokens[batch],
+        options,
         num_ranks=num_ranks,
-        max_tokens=max_tokens,
         image_tokens=table.image_tokens[batch],
-        vision_cost=(options.cost or CostModel()).tower(table.image_tokens[batch], patches),
-        max_image_tokens=options.max_image_tokens,
-        objective=options.objective,
-        width_multiple=options.width_multiple,
-        cost=options.cost,
+        vision_cost=options.cost.tower(table.image_tokens[batch], patches),
     )
     shares = [batch[[index for one in rank for index in one.indices]] for rank in plan.ranks]
     if options.packing:
         # The plan says which rank reads which samples, and the split packs those anew.
-        return _in_step(table, shares, [_split(table, share, max_tokens, options) for share in shares], options)
+        return _in_step(table, shares, [_split(table, share, options) for share in shares], options)
     ranks = [[_Piece([one.width] * len(one.indices), batch[list(one.indices)]) for one in rank] for rank in plan.ranks]
     return _in_step(table, shares, ranks, options)
 
@@ -193,7 +158,8 @@ def _in_step(
     Where the step has images the row has one, or a rank would leave the vision tower unused.
     """
     most = max(len(pieces) for pieces in ranks)
-    if not options.equal_counts or all(len(pieces) == most for pieces in ranks):
+    is_equal = options.objective == 'fsdp' if options.equal_counts == 'auto' else options.equal_counts
+    if not is_equal or all(len(pieces) == most for pieces in ranks):
         return ranks
     samples = np.concatenate(shares)
     seeing = samples[table.image_tokens[samples] > 0]

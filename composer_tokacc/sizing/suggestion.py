@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 
-from composer_tokacc.planning import CostModel, Rows, lower_bound
+from composer_tokacc.planning import CostModel, CutOptions, Rows, lower_bound
 from composer_tokacc.sizing.memory_model import GIB, MemoryModel
 from composer_tokacc.sizing.profile import SampleSizes
 from composer_tokacc.sizing.report import SizeRow, SizingReport
 from composer_tokacc.sizing.shapes import BatchShape
-from composer_tokacc.sizing.simulate import METHODS, CutOptions, StepFigures, draw_batches, simulate_steps
+from composer_tokacc.sizing.simulate import METHODS, StepFigures, draw_batches, simulate_steps
 
 if TYPE_CHECKING:
-    from composer_tokacc.data.lengths import LengthTable
+    from composer_tokacc.data import LengthTable
 
 __all__ = ['Capacity', 'suggest_microbatching']
 
@@ -152,8 +152,17 @@ def suggest_microbatching(
         ValueError: An argument is out of range, or not even the shortest sample fits.
     """
     table = SampleSizes.of(lengths, sample_ids)
-    positive = {'slot_tokens': slot_tokens, 'max_image_tokens': max_image_tokens, 'width_multiple': width_multiple}
-    _check(num_ranks, global_batch_size, device_memory_gib, safety, positive)
+    _check(num_ranks, global_batch_size, device_memory_gib, safety)
+    options = CutOptions(
+        slot_tokens=slot_tokens,
+        max_image_tokens=max_image_tokens,
+        width_multiple=width_multiple,
+        cost=CostModel() if cost is None else cost,
+        regroup=regroup,
+        equal_counts=equal_counts,
+        packing=packing,
+        objective=cast(Literal['ddp', 'fsdp'], memory.strategy),
+    )
     capacity = Capacity(
         memory=memory,
         table=table,
@@ -171,43 +180,25 @@ def suggest_microbatching(
     max_tokens, terms = size * slot, capacity.terms(size * slot)
     plain = replace(capacity, max_image_tokens=None).max_tokens()
     stock_rows = max(min(plain // int(table.tokens.max()), rows_per_rank), 1)
-    price = measured_cost or cost or CostModel()
+    price = measured_cost or options.cost
     batches = draw_batches(len(table), global_batch_size, num_batches=NUM_BATCHES, seed=seed)
-    simulate = partial(
-        simulate_steps,
-        table,
-        batches,
-        num_ranks=num_ranks,
-        options=CutOptions(
-            regroup=regroup,
-            equal_counts=memory.strategy == 'fsdp' if equal_counts == 'auto' else bool(equal_counts),
-            width_multiple=width_multiple,
-            packing=packing,
-            max_image_tokens=max_image_tokens,
-            cost=cost,
-            objective=cast(Literal['ddp', 'fsdp'], memory.strategy),
-        ),
-        price=price,
-    )
     towers = price.tower(table.image_tokens, table.vision_patches)
+    judged = replace(options, max_tokens=max_tokens, cost=price)
     bounds = [
         lower_bound(
-            Rows(
-                table.tokens[batch],
-                max_tokens,
-                image_tokens=table.image_tokens[batch],
-                vision_cost=towers[batch],
-                max_image_tokens=max_image_tokens,
-                cost=price,
-            ),
+            Rows(table.tokens[batch], judged, image_tokens=table.image_tokens[batch], vision_cost=towers[batch]),
             num_ranks,
         )
         for batch in batches
     ]
+    simulate = partial(simulate_steps, table, batches, num_ranks=num_ranks, price=price)
 
     def figures(size: int, stock_rows: int) -> dict[str, StepFigures]:
         return {
-            method: simulate(method=method, microbatch_rows=stock_rows, max_tokens=size * slot) for method in METHODS
+            method: simulate(
+                method=method, microbatch_rows=stock_rows, options=replace(options, max_tokens=size * slot)
+            )
+            for method in METHODS
         }
 
     return SizingReport(
@@ -261,13 +252,7 @@ def _size_row(capacity: Capacity, size: int, slot_tokens: int, figures: dict[str
     )
 
 
-def _check(
-    num_ranks: int,
-    global_batch_size: int,
-    device_memory_gib: float,
-    safety: float,
-    positive: dict[str, int | None],
-) -> None:
+def _check(num_ranks: int, global_batch_size: int, device_memory_gib: float, safety: float) -> None:
     if num_ranks < 1:
         raise ValueError(f'`num_ranks` must be at least 1, got: {num_ranks}.')
     if global_batch_size < 1 or global_batch_size % num_ranks:
@@ -279,9 +264,6 @@ def _check(
         raise ValueError(f'`device_memory_gib` must be positive, got: {device_memory_gib}.')
     if not 0 < safety <= 1:
         raise ValueError(f'`safety` must be over 0 and at most 1, got: {safety}.')
-    for name, value in positive.items():
-        if value is not None and value < 1:
-            raise ValueError(f'`{name}` must be at least 1, got: {value}.')
 
 
 def _largest(fits: Callable[[int], bool]) -> int:

@@ -31,7 +31,7 @@ from composer_tokacc.compat import (
     tree_map_only,
     tree_unflatten,
 )
-from composer_tokacc.layout import BatchLayout
+from composer_tokacc.layout import BatchLayout, with_media
 from composer_tokacc.sizing.shapes import BatchShape
 
 __all__ = [
@@ -315,7 +315,7 @@ class FakeRun:
 
     def _step(self, batch: Mapping[str, Any]) -> torch.dtype | None:
         """Forward and backward, as the Trainer does them; returns the type of the logits."""
-        inputs = {key: value for key, value in self.layout.with_media(batch).items() if key in self._named}
+        inputs = {key: value for key, value in with_media(self.layout, batch).items() if key in self._named}
         # Around the backward pass too: checkpointing recomputes there, under the autocast of the forward pass.
         with self._tracked(), CudaAutocast() if self._on_gpu else nullcontext():
             # Composer's state.outputs holds the logits of the microbatch before until the new ones are there.

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from composer_tokacc.checks.first_batch import FirstBatchCheck, find_loss_rule
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.checks.rows import rule_batch
-from composer_tokacc.layout import BatchLayout
-from composer_tokacc.layout.kinds import kinds_of
+from composer_tokacc.layout import BatchLayout, describe, kinds_of
 from tests.support.text import collate, text_model, text_row, text_rows
 
 
@@ -74,7 +73,7 @@ def prove(loss, *, with_logits=True, loss_tokens='auto'):
         check_loss=True,
         microbatch_size=4,
     )
-    kinds = kinds_of(layout, batch)
+    kinds = kinds_of([describe(layout, batch)])
     check.prove(batch, None, None, kinds, [kinds])
     return check
 

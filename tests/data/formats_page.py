@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from composer_tokacc.data import BadSampleError
-from composer_tokacc.data.formats import Record
+from composer_tokacc.data.records import Record
 from tests.data.test_formats import FORMATS, MEDIA, REFUSED, parse
 
 __all__ = ['page']
@@ -50,7 +50,7 @@ def _refused() -> Iterator[str]:
 
 def _read(record: Record) -> str:
     said = [f'{turn.role}: {turn.text}{"" if turn.carries_loss else " (no loss)"}' for turn in record.turns]
-    files = [f'{medium.kind} {", ".join(medium.names)}' for medium in record.media]
+    files = [f'{medium.modality} {", ".join(medium.names)}' for medium in record.media]
     return '<br>'.join(_cell(_short(line)) for line in (*said, *files))
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from composer_tokacc import BatchLayout, TokenAccumulation, TokenMonitor, token_data_spec
-from composer_tokacc.data_spec.packing import pack_lengths, pack_rows
+from composer_tokacc.data_spec.packing import pack_rows
+from composer_tokacc.planning import pack_lengths
 from tests.support.families import FAMILIES
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import hugging_face, loader, logged, reference_gradients, relative_error, train

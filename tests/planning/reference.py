@@ -10,12 +10,13 @@ from collections import Counter
 
 import numpy as np
 
-from composer_tokacc.planning import CostModel, MicrobatchPlan, Rows
+from composer_tokacc.planning import CostModel, CutOptions, MicrobatchPlan, Rows
 from composer_tokacc.planning.rows import OrderedRows
 
 
 def sorted_rows(lengths, max_tokens, images=None, max_images=None, cost=None) -> OrderedRows:
-    return Rows(lengths, max_tokens, image_tokens=images, max_image_tokens=max_images, cost=cost).by_length()
+    options = CutOptions(max_tokens=max_tokens, max_image_tokens=max_images, cost=cost or CostModel())
+    return Rows(lengths, options, image_tokens=images).by_length()
 
 
 def price_of(cost: CostModel, num_rows: int, width: int, image_tokens: int = 0) -> float:

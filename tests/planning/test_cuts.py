@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from composer_tokacc.planning import CostModel, cut
+from composer_tokacc.planning import CostModel, CutOptions, cut_rows
 from composer_tokacc.planning.cuts import (
     LeastPaddedCuts,
     equal_cost_cut,
@@ -195,7 +196,7 @@ def test_largest_microbatch_is_split_first(lengths, count):
 @pytest.mark.parametrize('regroup', [True, False])
 def test_cap_is_hard(regroup):
     """8 samples of 7 under a cap of 8: no microbatch of 14 (verl issue 3035)."""
-    assert sorted(cut([7] * 8, 8, regroup=regroup)) == [[row] for row in range(8)]
+    assert sorted(cut_rows([7] * 8, CutOptions(max_tokens=8, regroup=regroup))) == [[row] for row in range(8)]
 
 
 @pytest.mark.parametrize('regroup', [True, False])
@@ -203,9 +204,8 @@ def test_cap_is_hard(regroup):
 @given(SAMPLES, st.integers(1, 120), st.integers(1, 20))
 def test_caps_hold_and_every_row_is_there_once(regroup, samples, max_tokens, max_images):
     lengths, images = map(list, zip(*samples, strict=True))
-    microbatches = cut(
-        lengths, max_tokens, regroup=regroup, image_tokens=images, max_image_tokens=max_images, cost=COST
-    )
+    options = CutOptions(max_tokens=max_tokens, regroup=regroup, max_image_tokens=max_images, cost=COST)
+    microbatches = cut_rows(lengths, options, image_tokens=images)
     check_cut(microbatches, lengths, max_tokens, images, max_images)
     if not regroup:
         assert [row for rows in microbatches for row in rows] == list(range(len(lengths)))
@@ -224,50 +224,52 @@ def test_cost_is_what_exhaustive_search_finds(regroup, samples, max_tokens, max_
     lengths, images = map(list, zip(*samples, strict=True))
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row]) if regroup else None
     truth = least_padded(lengths, max_tokens, _price, order=order, images=images, max_images=max_images)
-    microbatches = cut(
-        lengths, max_tokens, regroup=regroup, image_tokens=images, max_image_tokens=max_images, cost=COST
-    )
+    options = CutOptions(max_tokens=max_tokens, regroup=regroup, max_image_tokens=max_images, cost=COST)
+    microbatches = cut_rows(lengths, options, image_tokens=images)
     total = _padded(microbatches, lengths) + COST.launch * len(microbatches)
     assert total == pytest.approx(min(cost + COST.launch * count for count, cost in truth.items()))
 
 
 def test_width_multiple_counts_against_the_cap():
-    assert sorted(cut([9, 9], 20)) == [[0, 1]]
-    assert sorted(cut([9, 9], 20, width_multiple=8)) == [[0], [1]]
+    assert sorted(cut_rows([9, 9], CutOptions(max_tokens=20))) == [[0, 1]]
+    assert sorted(cut_rows([9, 9], CutOptions(max_tokens=20, width_multiple=8))) == [[0], [1]]
 
 
 def test_rounding_stops_at_the_collated_width():
-    assert sorted(cut([9, 9], 20, width_multiple=8, max_width=10)) == [[0, 1]]
+    assert sorted(cut_rows([9, 9], CutOptions(max_tokens=20, width_multiple=8), max_width=10)) == [[0, 1]]
 
 
 def test_rounding_alone_does_not_make_a_row_oversize():
-    assert cut([9], 10, width_multiple=8) == [[0]]
+    assert cut_rows([9], CutOptions(max_tokens=10, width_multiple=8)) == [[0]]
 
 
 @pytest.mark.parametrize('regroup', [True, False])
 def test_row_over_a_cap_is_placed_alone(regroup):
-    assert [1] in cut([3, 50, 3], 20, regroup=regroup)
-    assert [1] in cut([3, 3, 3], 20, regroup=regroup, image_tokens=[1, 9, 1], max_image_tokens=4)
+    options = CutOptions(max_tokens=20, regroup=regroup)
+    assert [1] in cut_rows([3, 50, 3], options)
+    assert [1] in cut_rows([3, 3, 3], replace(options, max_image_tokens=4), image_tokens=[1, 9, 1])
 
 
 @pytest.mark.parametrize('regroup', [True, False])
 @pytest.mark.parametrize(
-    ('lengths', 'max_tokens', 'options', 'message'),
+    ('lengths', 'max_tokens', 'given', 'message'),
     [
         ([], 8, {}, '`lengths` must hold at least one'),
         ([3, 0], 8, {}, 'must be positive, got: 0 at sample 1'),
         ([3, -2], 8, {}, 'must be positive, got: -2 at sample 1'),
         ([3.5], 8, {}, 'must be integers'),
-        ([3], 0, {}, '`max_tokens` must be at least 1, got: 0'),
-        ([3], 8, {'width_multiple': 0}, '`width_multiple` must be at least 1'),
+        ([3], 0, {}, '`max_tokens` must be a positive integer, got: 0'),
+        ([3], 8, {'width_multiple': 0}, '`width_multiple` must be a positive integer'),
         ([3], 8, {'max_width': 2}, '`max_width` must be at least the longest'),
         ([3, 4], 8, {'image_tokens': [1]}, 'one entry per sample, got: 1 for 2'),
         ([3], 8, {'image_tokens': [-1]}, 'must not be negative'),
         ([3], 8, {'max_image_tokens': 4}, '`image_tokens` must be given'),
-        ([3], 8, {'image_tokens': [1], 'max_image_tokens': 0}, '`max_image_tokens` must be at least 1'),
+        ([3], 8, {'image_tokens': [1], 'max_image_tokens': 0}, '`max_image_tokens` must be a positive integer'),
     ],
 )
-def test_bad_input_is_one_clear_line(regroup, lengths, max_tokens, options, message):
+def test_bad_input_is_one_clear_line(regroup, lengths, max_tokens, given, message):
+    of_rows = {name: value for name, value in given.items() if name in ('image_tokens', 'max_width')}
+    options = {name: value for name, value in given.items() if name not in of_rows}
     with pytest.raises(ValueError, match=message) as caught:
-        cut(lengths, max_tokens, regroup=regroup, **options)
+        cut_rows(lengths, CutOptions(max_tokens=max_tokens, regroup=regroup, **options), **of_rows)
     assert '\n' not in str(caught.value)

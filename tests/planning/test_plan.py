@@ -228,7 +228,7 @@ def test_share_of_the_bound_on_lognormal_lengths(objective, global_batch, least)
     [
         ({'num_ranks': 0}, '`num_ranks` must be at least 1, got: 0'),
         ({'objective': 'zero'}, "`objective` must be 'ddp' or 'fsdp', got: 'zero'"),
-        ({'max_tokens': 0}, '`max_tokens` must be at least 1'),
+        ({'max_tokens': 0}, '`max_tokens` must be a positive integer, got: 0'),
         ({'lengths': []}, '`lengths` must hold at least one sample'),
         ({'lengths': [4, 0]}, '`lengths` must be positive'),
         ({'image_tokens': [1, 2, 3]}, '`image_tokens` must have one entry per sample, got: 3 for 2'),

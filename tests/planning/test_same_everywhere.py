@@ -20,7 +20,7 @@ PACKAGE = Path(composer_tokacc.__file__).parent
 
 PLANS = """
 import numpy as np
-from composer_tokacc.planning import CostModel, cut, plan_microbatches
+from composer_tokacc.planning import CostModel, CutOptions, cut_rows, plan_microbatches
 rng = np.random.default_rng(7)
 for trial in range(12):
     n = int(rng.integers(1, 90))
@@ -31,11 +31,13 @@ for trial in range(12):
     for objective in ('ddp', 'fsdp'):
         print(plan_microbatches(lengths, num_ranks=4, max_tokens=cap, image_tokens=images, max_image_tokens=400,
                                 objective=objective, cost=cost))
-    print(cut(lengths, cap, cost=cost), cut(lengths, cap, regroup=False, cost=cost))
+    for regroup in (True, False):
+        print(cut_rows(lengths, CutOptions(max_tokens=cap, cost=cost, regroup=regroup)))
 """
 ONE_PLAN = """
-from composer_tokacc.planning import cut, cuts
-print(cut([7, 2, 8, 2, 2], 16), type(getattr(cuts.least_padded_cut, '_cache', None)).__name__)
+from composer_tokacc.planning import CutOptions, cut_rows, cuts
+print(cut_rows([7, 2, 8, 2, 2], CutOptions(max_tokens=16)), end=' ')
+print(type(getattr(cuts.least_padded_cut, '_cache', None)).__name__)
 """
 
 
@@ -54,6 +56,7 @@ def _run(script: str, root: Path = PACKAGE.parent, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_hash_seed_does_not_matter_nor_does_compilation():
     """Interpreted, an index out of bounds raises; compiled, it reads whatever lies there."""
     digests = {
@@ -76,6 +79,7 @@ def _leave_caches(_: str, names: list[str]) -> list[str]:
     return [name for name in names if name == '__pycache__']
 
 
+@pytest.mark.slow
 def test_no_folder_can_be_written(installed):
     """Neither that of the package nor the user's: files stand in their places, which stops root as well."""
     blocked = installed / 'blocked'
@@ -85,12 +89,14 @@ def test_no_folder_can_be_written(installed):
     assert printed == '[[0, 2], [1, 3, 4]] NullCache\n'
 
 
+@pytest.mark.slow
 def test_disk_is_full(installed):
     """Files can be made, but not a byte written."""
     full = 'import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))' + ONE_PLAN
     assert _run(full, installed, PYTHONDONTWRITEBYTECODE='1').startswith('[[0, 2], [1, 3, 4]] _ForgivingCache')
 
 
+@pytest.mark.slow
 def test_damaged_cache_is_written_anew(installed):
     assert _run(ONE_PLAN, installed).startswith('[[0, 2], [1, 3, 4]] _ForgivingCache')
     files = sorted((installed / 'composer_tokacc' / 'planning' / '__pycache__').glob('cuts.least_padded_cut*.nb?'))

@@ -101,7 +101,7 @@ def test_state_is_that_of_the_dataset_in_samples_of_all_ranks():
     [
         ({'batch_size': None}, '`batch_size` must be what each rank reads'),
         ({'max_tokens': 0}, '`max_tokens` must be'),
-        ({'max_image_tokens': 0}, '`max_image_tokens` must be at least 1'),
+        ({'max_image_tokens': 0}, '`max_image_tokens` must be a positive integer'),
         ({'objective': 'zero'}, "`objective` must be 'ddp' or 'fsdp', got: 'zero'"),
     ],
 )

@@ -251,7 +251,7 @@ def test_state_of_other_global_batches_is_refused():
         ({'image_tokens': [0, -2, 7, 0]}, '`image_tokens` must be at least 0, got: -2 at sample 1'),
         ({'global_batch_size': 8, 'drop_last': True}, 'at most the dataset with `drop_last`, got: 8 > 4 samples'),
         ({'objective': 'zero'}, "`objective` must be 'ddp' or 'fsdp', got: 'zero'"),
-        ({'width_multiple': 0}, '`width_multiple` must be at least 1, got: 0'),
+        ({'width_multiple': 0}, '`width_multiple` must be a positive integer, got: 0'),
     ],
 )
 def test_bad_arguments_are_refused_in_one_line(kwargs, message):

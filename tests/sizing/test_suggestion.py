@@ -12,11 +12,10 @@ import pytest
 import yaml
 
 from composer_tokacc.data.lengths import LengthTable
-from composer_tokacc.planning import CostModel
+from composer_tokacc.planning import CostModel, CutOptions
 from composer_tokacc.sizing import (
     GIB,
     BatchShape,
-    CutOptions,
     MemoryModel,
     SampleSizes,
     StaticBytes,
@@ -187,8 +186,7 @@ def test_ranks_with_fewer_microbatches_compute_weightless_rows(
         method='split',
         num_ranks=2,
         microbatch_rows=1,
-        max_tokens=500,
-        options=CutOptions(equal_counts=equal_counts),
+        options=CutOptions(max_tokens=500, equal_counts=equal_counts),
         price=CostModel(),
     )
     computed = 500 + 500 + 2 * 30 + weightless
@@ -283,7 +281,7 @@ def test_image_cap_of_the_run_is_kept_in_memory_steps_and_yaml() -> None:
         ({'device_memory_gib': 2.0}, r'must hold the model and its shortest sample.*sharding with FSDP, freezing'),
         ({'device_memory_gib': 0.0}, '`device_memory_gib` must be positive'),
         ({'safety': 1.2}, '`safety` must be over 0 and at most 1'),
-        ({'slot_tokens': 0}, '`slot_tokens` must be at least 1'),
+        ({'slot_tokens': 0}, '`slot_tokens` must be a positive integer'),
     ],
 )
 def test_bad_input_is_refused_in_one_line(arguments: dict[str, Any], message: str) -> None:

@@ -1,0 +1,141 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Options of a cut into microbatches, and the cost model of one.
+
+Costs are in units of one token through the dense layers.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostModel:
+    """Cost of a microbatch of ``n`` rows of width ``w``: ``n * (w + w^2 / quadratic) + vision + launch``.
+
+    The unit is the time of one token position in the dense layers, so that the cost of a short row is its width.
+
+    Args:
+        quadratic: Width at which attention costs as much as the dense layers; six times the hidden size for a
+            standard transformer block (hidden size 4096 by default). ``math.inf`` for no quadratic term.
+        vision_per_token: Cost of one image token in the vision tower, where that is all that is known of it.
+        vision_per_image: Cost of the tower that does not depend on the patches of the image, and
+        vision_per_patch: that of each patch, and
+        vision_per_square: that of the patches squared: attention over the whole of an image.
+        launch: Cost of starting a microbatch, whatever is in it. Zero would make microbatches of one row free.
+        document: Cost of starting attention for one document of a packed row.
+        seconds_per_token: Seconds of one unit where the model was fitted to measured times. Plans do not use it.
+
+    Example:
+        >>> CostModel(quadratic=1000.0).rows(np.array([100, 200]))
+        array([110., 240.])
+    """
+
+    quadratic: float = 6 * 4096.0
+    vision_per_token: float = 0.0
+    vision_per_image: float = 0.0
+    vision_per_patch: float = 0.0
+    vision_per_square: float = 0.0
+    launch: float = 128.0
+    document: float = 8.0
+    seconds_per_token: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.quadratic > 0:
+            raise ValueError(f'`quadratic` must be positive, got: {self.quadratic}. Use math.inf for no such term.')
+        names = ('vision_per_token', 'vision_per_image', 'vision_per_patch', 'vision_per_square', 'launch', 'document')
+        for name in names:
+            value = getattr(self, name)
+            if not 0 <= value < float('inf'):
+                raise ValueError(f'`{name}` must be finite and not negative, got: {value}.')
+
+    def rows(self, widths: np.ndarray) -> np.ndarray:
+        """Cost of one row at each width, without vision and launch, float64 of the same shape."""
+        widths = np.asarray(widths, dtype=np.float64)
+        return widths + widths * widths / self.quadratic
+
+    def tower(self, image_tokens: np.ndarray, patches: np.ndarray | None = None) -> np.ndarray:
+        """Cost of each sample in the vision tower, float64 (n,): ``vision_cost`` of :func:`.plan_microbatches`.
+
+        Args:
+            image_tokens: Image tokens of each sample, (n,).
+            patches: Patches that the tower computes for it, (n,), taken for those of one image; None where unknown.
+
+        Example:
+            >>> CostModel(vision_per_image=5.0, vision_per_patch=0.1).tower(np.array([64, 0]), np.array([256, 0]))
+            array([30.6,  0. ])
+        """
+        cost = np.asarray(image_tokens) * self.vision_per_token
+        if patches is None:
+            return cost
+        patches = np.asarray(patches, dtype=np.float64)
+        return cost + (
+            (patches > 0) * self.vision_per_image
+            + patches * self.vision_per_patch
+            + patches * patches * self.vision_per_square
+        )
+
+    def packed(self, lengths: Sequence[int]) -> float:
+        """Cost of a microbatch that is one packed row of documents, without vision."""
+        return float(self.rows(np.array(lengths)).sum()) + self.document * len(lengths) + self.launch
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutOptions:
+    """How rows are cut into microbatches; held by split, sampler, exchange, planner and sizing helper alike.
+
+    Args:
+        max_tokens: Token budget of a microbatch, padding included. The split's is ``slot_tokens`` times the microbatch
+            size of each batch.
+        slot_tokens: Width of a slot; None: that of each device batch.
+        max_image_tokens: Image budget of a microbatch; None: no cap.
+        width_multiple: Widths are rounded up to a multiple of this.
+        cost: Cost model of a microbatch.
+        regroup: Whether rows are sorted by length, or keep their order.
+        equal_counts: Whether all ranks make equally many microbatches; ``'auto'``: where they must.
+        packing: Whether a microbatch's rows become one packed row; ``'auto'``: where it can and costs less.
+        objective: ``'ddp'``: ranks wait for each other once a step; ``'fsdp'``: at every microbatch.
+        on_oversize: A row over a cap by itself: ``'raise'`` or ``'warn'``.
+
+    Raises:
+        ValueError: One of them is out of range.
+    """
+
+    max_tokens: int = sys.maxsize
+    slot_tokens: int | None = None
+    max_image_tokens: int | None = None
+    width_multiple: int = 1
+    cost: CostModel = CostModel()
+    regroup: bool = True
+    equal_counts: bool | str = 'auto'
+    packing: bool | str = False
+    objective: Literal['ddp', 'fsdp'] = 'ddp'
+    on_oversize: str = 'raise'
+
+    def __post_init__(self) -> None:
+        for name in ('max_tokens', 'slot_tokens', 'max_image_tokens', 'width_multiple'):
+            value, may_be_none = getattr(self, name), name in ('slot_tokens', 'max_image_tokens')
+            is_positive = isinstance(value, (int, np.integer)) and not isinstance(value, bool) and value > 0
+            if not (is_positive or (value is None and may_be_none)):
+                raise ValueError(f'`{name}` must be a positive integer, got: {value!r}.')
+        if not isinstance(self.cost, CostModel):
+            raise ValueError(f'`cost` must be a CostModel, got: {self.cost!r}.')
+        for name, choices in (
+            ('regroup', (True, False)),
+            ('equal_counts', (True, False, 'auto')),
+            ('packing', (True, False, 'auto')),
+            ('objective', ('ddp', 'fsdp')),
+            ('on_oversize', ('raise', 'warn')),
+        ):
+            value = getattr(self, name)
+            # Not by `in` alone: 1 equals True.
+            if value not in choices or type(value) not in map(type, choices):
+                *others, last = map(repr, choices)
+                raise ValueError(f'`{name}` must be {", ".join(others)} or {last}, got: {value!r}.')
