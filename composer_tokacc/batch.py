@@ -105,16 +105,19 @@ def real_positions(batch: Batch) -> torch.Tensor:
 
 
 def _real_columns(batch: Batch, columns: slice) -> torch.Tensor:
+    real, labels = attended_positions(batch, columns), own_labels(batch)
+    return real if labels is None else real | (labels[:, columns] != IGNORE_INDEX)
+
+
+def attended_positions(batch: Batch, columns: slice = slice(None)) -> torch.Tensor:
+    """Returns ``(rows, columns)`` bool: all that the mask does not hide; those of a mask of another input are all."""
     ids, mask = text_of(batch), batch.get('attention_mask')
     if mask is None or 'input_ids' not in batch:
         return torch.ones_like(ids[:, columns], dtype=torch.bool)
     if mask.dim() > 2:  # additive masks hold 0 where a key is attended, boolean ones True
         attended = mask == 0 if mask.dtype.is_floating_point else mask.bool()
-        real = attended.flatten(1, -2).any(dim=1).expand_as(ids)[:, columns]
-    else:
-        real = mask[:, columns] != 0
-    labels = own_labels(batch)
-    return real if labels is None else real | (labels[:, columns] != IGNORE_INDEX)
+        return attended.flatten(1, -2).any(dim=1).expand_as(ids)[:, columns]
+    return mask[:, columns] != 0
 
 
 def padding_side(batch: Batch) -> str:
