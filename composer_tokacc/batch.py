@@ -17,7 +17,7 @@ MODALITIES = ('image', 'video', 'audio')
 
 
 def text_of(batch: Batch) -> torch.Tensor:
-    """The ids or labels whose rows are the batch's."""
+    """Returns the ids or labels whose rows are the batch's."""
     for key in ('input_ids', 'labels', 'decoder_input_ids'):
         if isinstance(batch.get(key), torch.Tensor):
             return batch[key]
@@ -32,7 +32,7 @@ def own_labels(batch: Batch) -> torch.Tensor | None:
 
 
 def labels_of(batch: Any) -> torch.Tensor:
-    """The labels of a batch, integers ``(rows, width)``.
+    """Returns the labels of a batch, integers ``(rows, width)``.
 
     Raises:
         ValueError: If there are none, or they are of another shape or type.
@@ -89,13 +89,13 @@ def check_batch(batch: Any, vocabulary: int | None = None) -> None:
 
 
 def sample_name(batch: Mapping[str, Any], row: int) -> str:
-    """What a message calls a row: the sample by its id, or where the batch has none the row by its number."""
+    """Returns what a message calls a row: the sample by its id, or where the batch has none the row by its number."""
     ids = batch.get('sample_ids')
     return f'sample {ids[row]!r}' if isinstance(ids, (list, tuple)) and len(ids) > row else f'row {row}'
 
 
 def with_own_tensors(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The batch with copies of its tensors, so that whoever writes into them changes no other batch."""
+    """Returns the batch with copies of its tensors, so that whoever writes into them changes no other batch."""
     return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
 
 

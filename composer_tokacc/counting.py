@@ -52,7 +52,7 @@ class TokenCounts:
 
 
 def check_rule(loss_tokens: str, *, allow_auto: bool = False) -> str:
-    """The rule, if there is such a one; ``'auto'`` is one where it is allowed.
+    """Returns the rule, if there is such a one; ``'auto'`` is one where it is allowed.
 
     Raises:
         ValueError: If not; names the valid ones.
@@ -102,7 +102,7 @@ def _say_that_labels_are_masked() -> None:
 
 
 def loss_mask(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> torch.Tensor:
-    """Which labels carry loss, ``(rows, width)`` bool on the labels' device; no host sync.
+    """Returns which labels carry loss, ``(rows, width)`` bool on the labels' device; no host sync.
 
     Args:
         batch: A batch with ``labels``, and for ``'causal_attended'`` a 2-D ``attention_mask``.
@@ -167,7 +167,7 @@ def real_tokens(batch: Mapping[str, Any]) -> list[int]:
 
 
 def with_one_label(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The batch with one label, at a position that counts by every rule where there is one; no host sync.
+    """Returns the batch with one label, at a position that counts by every rule where there is one; no host sync.
 
     The label is token 0, which every vocabulary has; ids of image placeholders may lie outside it.
     """

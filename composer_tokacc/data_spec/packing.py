@@ -19,7 +19,7 @@ from composer_tokacc.metadata import METADATA_PREFIX
 def pack_rows(
     layout: BatchLayout, batch: Mapping[str, Any], attention: DocumentAttention | None = None
 ) -> dict[str, Any]:
-    """One row of all rows' real tokens, whose mask says which of them make a document.
+    """Returns one row of all rows' real tokens, whose mask says which of them make a document.
 
     ``use_cache=False`` travels with the batch: keys and values that nobody asks for again would be kept.
 

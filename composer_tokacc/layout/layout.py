@@ -43,7 +43,7 @@ class BatchLayout:
 
     @classmethod
     def infer(cls, batch: Batch) -> BatchLayout:
-        """The layout that the batch's own keys and shapes imply.
+        """Returns the layout that the batch's own keys and shapes imply.
 
         Raises:
             ValueError: If no known family puts its images into a batch in this way.
@@ -72,11 +72,11 @@ class BatchLayout:
         return cls(family=families[0] if families else FAMILIES[-1], config=config)
 
     def with_entries(self, **entries: Entry) -> BatchLayout:
-        """A layout that knows further entries, e.g. ``with_entries(ocr_boxes=Entry(unit='image'))``."""
+        """Returns a layout that knows further entries, e.g. ``with_entries(ocr_boxes=Entry(unit='image'))``."""
         return replace(self, extra={**self.extra, **entries})
 
     def with_row_entries(self, batch: Batch) -> BatchLayout:
-        """A layout that takes unknown tensors with one entry per row for just that."""
+        """Returns a layout that takes unknown tensors with one entry per row for just that."""
         unknown = {}
         for key, value in batch.items():
             if isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == self.num_rows(batch):
@@ -92,7 +92,7 @@ class BatchLayout:
         return dummy_media.token_id(self.config, 'image')
 
     def image_tokens_per_row(self, batch: Batch) -> list[int]:
-        """Placeholders of images, videos and audios in each row.
+        """Returns placeholders of images, videos and audios in each row.
 
         Raises:
             ValueError: If the layout knows no config, which names them.
@@ -138,15 +138,15 @@ class BatchLayout:
     # Which entry is what.
 
     def num_rows(self, batch: Batch) -> int:
-        """Number of rows."""
+        """Returns the number of rows."""
         return text_of(batch).shape[0]
 
     def width(self, batch: Batch) -> int:
-        """Number of columns of the rows' text."""
+        """Returns the number of columns of the rows' text."""
         return text_of(batch).shape[1]
 
     def entry(self, key: str, value: torch.Tensor) -> Entry:
-        """How one tensor belongs to rows; unknown keys are refused by name."""
+        """Returns how one tensor belongs to rows; unknown keys are refused by name."""
         for entries in (self.extra, self.family.entries, TEXT_ENTRIES):
             if key in entries:
                 if key == 'loss_weights' and value.dim() == 1:
@@ -172,12 +172,12 @@ class BatchLayout:
         return entry if has_width else replace(entry, seq_dims=())
 
     def tensors_of(self, batch: Batch, unit: str) -> dict[str, torch.Tensor]:
-        """The tensors that have one entry per unit, by key."""
+        """Returns the tensors that have one entry per unit, by key."""
         tensors = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
         return {key: value for key, value in tensors.items() if self.entry(key, value).unit == unit}
 
     def media_of(self, batch: Batch) -> list[str]:
-        """Which of images, videos and audios have tensors in the batch."""
+        """Returns which of images, videos and audios have tensors in the batch."""
         entries = [self.entry(key, value) for key, value in batch.items() if isinstance(value, torch.Tensor)]
         units = {'image' if entry.slot_dim is not None else entry.unit for entry in entries}
         units |= {PATCHES[unit][0] for unit in units & PATCHES.keys()}
@@ -190,11 +190,11 @@ class BatchLayout:
         return self.units_per_row(batch, 'image')
 
     def media_per_row(self, batch: Batch) -> list[int]:
-        """Number of images, videos and audios of each row."""
+        """Returns the number of images, videos and audios of each row."""
         return [sum(row) for row in zip(*(self.units_per_row(batch, unit) for unit in MODALITIES), strict=True)]
 
     def units_per_row(self, batch: Batch, unit: str) -> list[int]:
-        """How many of a unit (``'image'``, ``'video'``, ``'audio'``, ``'patch'``, ...) every row holds.
+        """Returns how many of a unit (``'image'``, ``'video'``, ``'audio'``, ``'patch'``, ...) every row holds.
 
         Known by the family's slots, by the carried list ``num_<unit>s`` where it sums up to the items of the batch, or
         by the placeholders: rows hold whole items, whose placeholders the config and the batch tell, in order.
@@ -263,7 +263,7 @@ class BatchLayout:
     # New batches out of old ones.
 
     def select(self, batch: Batch, rows: Sequence[int]) -> dict[str, Any]:
-        """The batch of the given rows, in the given order, with exactly their images; same width.
+        """Returns the batch of the given rows, in the given order, with exactly their images; same width.
 
         Raises:
             ValueError: If the layout does not know an entry, or does not find its rows in it.
@@ -272,7 +272,7 @@ class BatchLayout:
         return selected
 
     def split(self, batch: Batch, groups: Iterable[Sequence[int]]) -> list[dict[str, Any]]:
-        """The batches of several groups of rows: as :meth:`select` for each, but rows are counted once.
+        """Returns the batches of several groups of rows: as :meth:`select` for each, but rows are counted once.
 
         Each row's media are copied once; not at all where a group is a run of rows in order and the batch is on its way
         to a GPU. Page-locked tensors stay page-locked.
@@ -332,7 +332,7 @@ class BatchLayout:
         return kept
 
     def pad_left(self, batch: Batch, columns: int) -> dict[str, Any]:
-        """The batch, padded on the left, with so many more columns of padding there."""
+        """Returns the batch, padded on the left, with so many more columns of padding there."""
         padding = text_of(batch)[~real_positions(batch)]
         padded: dict[str, Any] = dict(batch)
         for key, value in batch.items():
@@ -343,7 +343,7 @@ class BatchLayout:
         return padded
 
     def concat(self, batches: Sequence[Batch], *, padding_side: str = 'right', pad_token_id: int = 0) -> dict[str, Any]:
-        """One batch of all rows: sequence axes padded to the widest, images of all rows one after the other.
+        """Returns one batch of all rows: sequence axes padded to the widest, images of all rows one after the other.
 
         Args:
             batches: Batches, or one-row samples; those without images may lack the image entries.
@@ -396,7 +396,7 @@ class BatchLayout:
         return next((entry for entry in entries if not entry.seq_dims), entries[0])
 
     def _with_absent(self, batches: Sequence[Batch], key: str, entry: Entry) -> list[torch.Tensor]:
-        """The tensors to join; batches without one bring no media, or rows of the entry's ``absent`` value."""
+        """Returns the tensors to join; batches without one bring no media, or rows of the entry's ``absent`` value."""
         if entry.slot_dim is None and entry.is_media:
             return [batch[key] for batch in batches if batch.get(key) is not None]
         if entry.slot_dim is None and entry.absent is None:
