@@ -97,7 +97,7 @@ class PreSplitBatch(Mapping[str, Any]):
 
     def _joined_tensor(self, key: str) -> torch.Tensor:
         with_it = next(microbatch for microbatch in self.microbatches if microbatch.get(key) is not None)
-        layout = BatchLayout.infer(with_it).with_row_entries(with_it)
+        layout = BatchLayout.infer(with_it)
         wanted = {'input_ids', 'attention_mask', 'labels', 'decoder_input_ids', key}
         parts = [{name: value for name, value in one.items() if name in wanted} for one in self.microbatches]
         return _joined(layout, parts)[key]
