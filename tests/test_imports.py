@@ -51,6 +51,7 @@ def test_the_planner_loads_neither_torch_nor_composer():
     assert not modules & {'torch', 'composer', 'transformers'}
 
 
+@pytest.mark.slow
 def test_the_plugin_loads_no_data_no_sizing_and_no_program():
     found = rooms(loaded(f'from composer_tokacc import {", ".join(PLUGIN)}'))
     assert {'algorithm', 'data_spec', 'sampling', 'monitor'} <= found

@@ -54,10 +54,10 @@ def test_rehearsal_of_all_parts(tmp_path):
         assert results['b_throughput_1.0']['methods'][method]['tokens_per_second'] > 0
     padding = {method: found['padding'] for method, found in results['b_throughput_1.0']['methods'].items()}
     assert padding['stock'] > padding['ours'] >= padding['packing'] == 0
-    assert {path.name for path in tmp_path.iterdir()} >= {'throughput.png', 'section.md'}
     assert 'rehearsal' in (tmp_path / 'section.md').read_text()
 
 
+@pytest.mark.slow
 def test_failed_part_is_written_and_measured_again_and_a_good_one_is_kept(tmp_path):
     store, calls = Store(tmp_path, CPU), []
 

@@ -48,6 +48,7 @@ def small_set() -> LengthSet:
     return LengthSet('small', images + rng.integers(30, 600, 256), images)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('model', MODELS)
 def test_knowing_the_tower_makes_no_step_longer_than_a_fiftieth_where_samples_are_few(model):
     for objective in ('fsdp', 'ddp'):

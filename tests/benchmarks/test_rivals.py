@@ -232,7 +232,8 @@ def test_an_adapter_is_short_enough_to_copy(name):
 
 @pytest.mark.parametrize(('name', 'needs', 'exact'), [
     ('plain', None, False), ('composer', None, False), ('composer_flag', None, False), ('ours', None, True),
-    ('hf', 'accelerate', True), ('accelerate', 'accelerate', False), ('accelerate_tokens', 'accelerate', True),
+    pytest.param('hf', 'accelerate', True, marks=pytest.mark.slow), ('accelerate', 'accelerate', False),
+    ('accelerate_tokens', 'accelerate', True),
     ('lightning', 'lightning', False),
 ])  # fmt: skip
 def test_an_adapter_shows_what_its_trainer_does(name, needs, exact, monkeypatch):
@@ -363,7 +364,10 @@ def test_the_processor_makes_the_very_samples():
     assert with_images > 5
 
 
-@pytest.mark.parametrize('name', ['composer', 'ours', 'ours_sampler', 'ours_packed'])
+@pytest.mark.parametrize(
+    'name',
+    ['ours', *(pytest.param(name, marks=pytest.mark.slow) for name in ('composer', 'ours_sampler', 'ours_packed'))],
+)
 def test_an_epoch_of_ours_keeps_the_global_batches_within_the_cap(name):
     sizes, samples = small_samples(model='llava')
     held_out = Samples(sizes, samples.lengths, seed=1, count=4)
@@ -376,7 +380,7 @@ def test_an_epoch_of_ours_keeps_the_global_batches_within_the_cap(name):
     assert cell['settings']['device_train_microbatch_size'] == 2
 
 
-@pytest.mark.parametrize('name', ['odb', 'trl', 'lightning', 'hf_group'])
+@pytest.mark.parametrize('name', ['odb', 'trl', 'lightning', pytest.param('hf_group', marks=pytest.mark.slow)])
 def test_a_rival_sees_every_sample_once(name):
     pytest.importorskip({'odb': 'odb', 'trl': 'trl', 'lightning': 'lightning', 'hf_group': 'accelerate'}[name])
     sizes, samples = small_samples(model='llava', workers=1)
