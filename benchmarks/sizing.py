@@ -89,7 +89,7 @@ def main() -> None:
     report = suggest_for_run(config, memory, table, num_ranks=1, gib=gib)
     size, slot = given.size or report.device_train_microbatch_size, report.slot_tokens
     cost, outside = time_shapes(config, size=size, slot_tokens=slot)
-    sizes = SampleSizes.of(table)
+    sizes = SampleSizes.from_lengths(table)
     batches = draw_batches(len(sizes), config.loader.global_batch_size, num_batches=40)
     own = config.microbatching
     options = CutOptions(

@@ -174,7 +174,7 @@ def test_a_damaged_table_is_refused_by_line(tmp_path: Path, content: str | None,
     if content is not None:
         path.write_text(content)
     with pytest.raises(ValueError) as refused:
-        SampleSizes.of(read_lengths(str(path)))
+        SampleSizes.from_lengths(read_lengths(str(path)))
     assert message in str(refused.value)
 
 

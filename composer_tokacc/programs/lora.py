@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from transformers import BitsAndBytesConfig
 
+from composer_tokacc.model_structure import cast_model
 from composer_tokacc.programs.schema import ConfigError, unknown_name
-from composer_tokacc.sizing import cast_model
 
 __all__ = [
     'check_lora',

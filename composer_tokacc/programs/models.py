@@ -40,6 +40,7 @@ from transformers.models.auto.modeling_auto import (
 
 from composer_tokacc.compat import FakeTensorMode, detect_fake_mode, skip_embedding_resize
 from composer_tokacc.data.media import side_of_patch
+from composer_tokacc.model_structure import cast_model, transformer_blocks
 from composer_tokacc.programs.lora import (
     check_lora,
     four_bit_options,
@@ -48,7 +49,6 @@ from composer_tokacc.programs.lora import (
     with_adapter,
 )
 from composer_tokacc.programs.schema import unknown_name
-from composer_tokacc.sizing import cast_model, transformer_blocks
 
 __all__ = [
     'auto_class',

@@ -238,7 +238,7 @@ class FileSource:
             dataset,
             lengths=table.lengths,
             image_tokens=table.image_tokens if has_images else None,
-            vision_cost=(cost or CostModel()).tower(table.image_tokens, table.vision_patches),
+            vision_cost=(cost or CostModel()).vision(table.image_tokens, table.vision_patches),
             global_batch_size=config.loader.global_batch_size,
             max_tokens=size * slot_tokens,
             max_image_tokens=config.microbatching.max_image_tokens if has_images else None,
