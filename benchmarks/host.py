@@ -1,22 +1,21 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What the main process spends between two steps: transforms, counts, zero-weight rows and the split.
+"""What the main process spends between two steps: transforms, counts, dummy rows and the split.
 
-    python -m benchmarks.host [--batches 20] [--steps 200]
+    python -m benchmarks.host [--batches 20]
 
 LLaVA rows of lognormal text and one 336 x 336 image each, 32 and 128 on a rank, alone and as one of two ranks (the
 other is simulated: what it would wait for is left out). `ours` reads them with a RegroupingDataLoader, `foreign` with a
 plain DataLoader and token_data_spec, `stock` is Composer's own counting and split, which copies nothing because it cuts
-nothing off. `copy` is one plain copy of the batch. Bytes are those of new tensors made on the main process. Then the
-time that a step waits for its batch, with two workers and steps of a given length. Prints p50 and p99 of the clock, and
-p50 of processor time, which other work on the machine disturbs less; writes results/host.json.
+nothing off. `copy` is one plain copy of the batch. Bytes are those of new tensors made on the main process. Prints p50
+and p99 of the clock, and p50 of processor time, which other work on the machine disturbs less; writes
+results/host.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,6 +32,8 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import LlavaConfig
 
 from benchmarks.machine import machine
+from benchmarks.pages import show
+from benchmarks.record import RESULTS, write
 from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, token_data_spec
 from composer_tokacc.batch import check_batch
 from composer_tokacc.data_spec.cut_rules import CutRules
@@ -42,7 +43,6 @@ from composer_tokacc.layout.kinds import kinds_of
 from composer_tokacc.metadata import annotate, num_loss_tokens, num_samples
 from composer_tokacc.planning import CostModel
 
-RESULTS = Path(__file__).resolve().parent / 'results'
 IMAGE_TOKEN, IMAGE_LENGTH, SIDE = 32000, 576, 336
 VOCABULARY = IMAGE_TOKEN + 64
 SLOT_TOKENS, MICROBATCH_SIZE = 2048, 4
@@ -141,14 +141,14 @@ def plain_copy(batch: Any) -> Any:
     return {key: value.clone() for key, value in batch.items() if isinstance(value, torch.Tensor)}
 
 
-def loaders(dataset: Rows, num_rows: int, **kwargs: Any) -> dict[str, DataLoader]:
+def loaders(dataset: Rows, num_rows: int) -> dict[str, DataLoader]:
     sampler = RegroupingBatchSampler(
         dataset, lengths=dataset.lengths, image_tokens=np.full(NUM_SAMPLES, IMAGE_LENGTH), global_batch_size=num_rows,
         max_tokens=MICROBATCH_SIZE * SLOT_TOKENS, num_replicas=1, rank=0, cost=CostModel(), drop_last=True,
     )  # fmt: skip
     return {
-        'ours': RegroupingDataLoader(dataset, batch_sampler=sampler, collate_fn=collate, **kwargs),
-        'foreign': DataLoader(dataset, batch_size=num_rows, shuffle=True, collate_fn=collate, drop_last=True, **kwargs),
+        'ours': RegroupingDataLoader(dataset, batch_sampler=sampler, collate_fn=collate),
+        'foreign': DataLoader(dataset, batch_size=num_rows, shuffle=True, collate_fn=collate, drop_last=True),
     }
 
 
@@ -207,46 +207,20 @@ def between_steps(
     }
 
 
-def waits(dataset: Rows, num_rows: int, num_steps: int, step_seconds: float) -> dict[str, Any]:
-    """How long a step waits for its batch, when steps take so long and two workers read."""
-    found = {}
-    for name, loader in loaders(dataset, num_rows, num_workers=2).items():
-        seconds, iterator = [], iter(loader)
-        next(iterator)  # workers start
-        for _ in range(num_steps):
-            time.sleep(step_seconds)
-            started = time.perf_counter()
-            if next(iterator, None) is None:
-                iterator = iter(loader)
-                next(iterator)  # workers start anew, once an epoch
-                continue
-            seconds.append(time.perf_counter() - started)
-        found[name] = percentiles(seconds)
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--batches', type=int, default=20)
-    parser.add_argument('--steps', type=int, default=200)
-    parser.add_argument('--step-seconds', type=float, default=0.25)
     parser.add_argument('--results', type=Path, default=RESULTS)
     given = parser.parse_args()
     dataset = Rows()
     layout = BatchLayout.for_model(LlavaConfig(image_token_index=IMAGE_TOKEN, image_seq_length=IMAGE_LENGTH))
-    results: dict[str, Any] = {'machine': machine(), 'between_steps': {}, 'waits': {}}
+    results: dict[str, Any] = {'machine': machine(), 'between_steps': {}}
     for num_rows in (32, 128):
         for count in (1, 2):
             found = between_steps(dataset, layout, num_rows, num_ranks=count, num_batches=given.batches)
             results['between_steps'][f'{num_rows} rows, {count} rank{"s"[: count - 1]}'] = found
-            for name, row in found.items():
-                print(f'{num_rows:4d} rows, {count} ranks, {name:8s}', *(f'{k} {v:9.2f}' for k, v in row.items()))
-    found = waits(dataset, 32, given.steps, given.step_seconds)
-    results['waits'] = {'rows': 32, 'steps': given.steps, 'step_seconds': given.step_seconds, **found}
-    for name, row in found.items():
-        print(f'wait for 32 rows, 2 workers, {name:8s}', *(f'{k} {v:9.2f}' for k, v in row.items()))
-    given.results.mkdir(parents=True, exist_ok=True)
-    (given.results / 'host.json').write_text(json.dumps(results, indent=2) + '\n')
+            show(f'{num_rows} rows, {count} ranks', [{'': name, **row} for name, row in found.items()])
+    write(given.results / 'host.json', results)
 
 
 if __name__ == '__main__':

@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Sequence
@@ -35,14 +33,17 @@ from composer.utils import dist, get_device
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 from transformers import AutoModelForImageTextToText
 
+from benchmarks.launch import on_ranks
 from benchmarks.machine import machine
+from benchmarks.pages import show
+from benchmarks.record import RESULTS, write
 from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
 from composer_tokacc.data import VisionLanguageCollator
 from composer_tokacc.invariance import relative_error
 from composer_tokacc.verify import UnusedParameters
 from examples.digits import DigitsDataset, build_digits_processor, digits_model_config
 
-RESULTS = Path(__file__).resolve().parent / 'results'
+WORK = 'on-ranks'
 GLOBAL_BATCH = 128
 METHODS = {
     'stock': 'stock Composer',
@@ -155,21 +156,6 @@ def work(steps: int, microbatches: Sequence[int], path: Path) -> None:
         path.write_text(json.dumps(rows))
 
 
-def show(rows: list[dict[str, Any]], steps: int) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=f'Global batch {GLOBAL_BATCH}; one forward over it has loss {rows[0]["whole_batch_loss"]:.6f}')
-    for column in ('method', 'ranks', 'microbatch', 'first loss', f'loss at step {steps}', 'gradient error'):
-        table.add_column(column, justify='left' if column == 'method' else 'right')
-    for row in rows:
-        table.add_row(
-            METHODS[row['method']], str(row['ranks']), str(row['microbatch']), f'{row["first_loss"]:.6f}',
-            f'{row["last_loss"]:.5f}', f'{row["gradient_error"]:.1e}',
-        )  # fmt: skip
-    Console(width=110).print(table)
-
-
 def spread(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Largest relative difference between the runs of a method."""
     found = {}
@@ -184,18 +170,17 @@ def spread(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 def picture(rows: list[dict[str, Any]], path: Path) -> None:
     import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use('Agg')
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, len(METHODS), figsize=(13, 4), sharey=True, layout='constrained')
+    figure = Figure(figsize=(13, 4), layout='constrained')
+    axes = figure.subplots(1, len(METHODS), sharey=True)
     for axis, (method, title) in zip(axes, METHODS.items(), strict=True):
         mine = [row for row in rows if row['method'] == method]
         for row in mine:
             shade = 0.25 + 0.6 * mine.index(row) / max(len(mine) - 1, 1)
             label = f'{row["microbatch"]} x {row["ranks"]} ranks'
             steps = range(1, len(row['losses']) + 1)
-            axis.plot(steps, row['losses'], color=pyplot.get_cmap('viridis')(shade), lw=1.2, label=label)
+            axis.plot(steps, row['losses'], color=matplotlib.colormaps['viridis'](shade), lw=1.2, label=label)
         error = max(row['gradient_error'] for row in mine)
         axis.set_title(f'{title}\ngradient error up to {error:.0e}', fontsize=10)
         axis.set_xlabel('step')
@@ -207,35 +192,29 @@ def picture(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
+    if WORK in sys.argv:
+        path, _, steps, *sizes = sys.argv[1:]
+        work(int(steps), list(map(int, sizes)), Path(path))
+        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--steps', type=int, default=100)
     parser.add_argument('--ranks', type=int, nargs='+', default=[1, 2, 4])
     parser.add_argument('--microbatches', type=int, nargs='+', default=[16, 8, 1])
     parser.add_argument('--results', type=Path, default=RESULTS)
-    parser.add_argument('--work', type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.work:
-        work(given.steps, given.microbatches, given.work)
-        return
-    rows: list[dict[str, Any]] = []
-    composer = Path(sys.executable).with_name('composer')
     sizes = [str(size) for size in given.microbatches]
-    for ranks in given.ranks:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / 'rows.json'
-            command = [str(composer), '-n', str(ranks), '-m', 'benchmarks.invariance', '--steps', str(given.steps)]
-            subprocess.run([*command, '--microbatches', *sizes, '--work', str(path)], check=True)
-            rows += json.loads(path.read_text())
+    rows = [
+        row for ranks in given.ranks for row in on_ranks(ranks, 'benchmarks.invariance', WORK, str(given.steps), *sizes)
+    ]
     rows.sort(key=lambda row: list(METHODS).index(row['method']))
-    show(rows, given.steps)
+    columns = ('method', 'ranks', 'microbatch', 'first_loss', 'last_loss', 'gradient_error', 'whole_batch_loss')
+    show(f'Global batch {GLOBAL_BATCH}', [{name: row[name] for name in columns} for row in rows])
     spreads = spread(rows)
     for method, values in spreads.items():
         print(f'{METHODS[method]}: runs differ by {values["first_loss"]:.1e} in the first loss, '
               f'{values["last_loss"]:.1e} after {given.steps} steps')  # fmt: skip
-    given.results.mkdir(parents=True, exist_ok=True)
-    settings = {'machine': machine(), 'global_batch': GLOBAL_BATCH, 'steps': given.steps}
-    summary = {**settings, 'spread': spreads, 'runs': rows}
-    (given.results / 'invariance.json').write_text(json.dumps(summary, indent=1))
+    about = {'machine': machine(), 'global_batch': GLOBAL_BATCH, 'steps': given.steps}
+    write(given.results / 'invariance.json', {**about, 'spread': spreads, 'runs': rows})
     picture(rows, given.results / 'invariance.png')
 
 

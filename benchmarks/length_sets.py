@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import gzip
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+FOLDER = 'COMPOSER_TOKACC_LENGTHS'
 TOKENS_PER_TILE = 256
 # Share of image samples, and mean and deviation of text tokens, roughly as in the real tables.
 SYNTHETIC = {
@@ -48,8 +50,13 @@ class LengthSet:
         return [self.take(np.arange(start, start + size)) for start in range(0, len(self.lengths) - size + 1, size)]
 
 
-def read_tables(folder: Path | None) -> tuple[LengthSet, str]:
-    """The tables (`tokens,image_tiles` as .csv.gz) of a folder in one, or synthetic ones, and a line on which."""
+def read_tables(folder: Path | None = None) -> tuple[LengthSet, str]:
+    """The tables (`tokens,image_tiles` as .csv.gz) of a folder in one, or synthetic ones, and a line on which.
+
+    Without a folder it is that of the variable COMPOSER_TOKACC_LENGTHS.
+    """
+    if folder is None and os.environ.get(FOLDER):
+        folder = Path(os.environ[FOLDER])
     files = sorted(folder.glob('*.csv.gz')) if folder is not None else []
     if not files:
         where = f'no *.csv.gz in {folder.name}/' if folder is not None else 'no folder given'

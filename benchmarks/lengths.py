@@ -29,11 +29,11 @@ import transformers
 from PIL import Image
 
 from benchmarks.machine import machine
+from benchmarks.record import RESULTS, write
 from composer_tokacc.data import LlavaDataset, lengths
 from composer_tokacc.data.processor import train_tokenizer
 
 ROUNDS = 3
-RESULTS = Path(__file__).resolve().parent / 'results'
 SIDES = (200, 256, 336, 375, 480, 512, 640, 768, 800, 1024, 1280, 1600)
 QUESTIONS = ('What is shown here?', 'Describe the picture in detail.', 'How many objects are there, and which?')
 WORDS = ('a', 'the', 'red', 'small', 'house', 'stands', 'lies', 'beside', 'above', 'table', 'street', 'dog', 'car')
@@ -148,7 +148,7 @@ def compare(path: Path, processor: Any) -> dict[str, Any]:
         'headers_seconds': quick_seconds,
         'reading_seconds': full_seconds,
         'times_faster': {name: round(full_seconds[name] / quick_seconds[name], 1) for name in quick_seconds},
-        'equal': {name: bool((getattr(quick, name) == getattr(full, name)).all()) for name in lengths.COLUMNS},
+        'equal': {name: bool((getattr(quick, name) == getattr(full, name)).all()) for name in lengths.TABLE_COLUMNS},
         'mean_length': round(float(full.lengths.mean()), 1),
     }
 
@@ -177,8 +177,7 @@ def main() -> None:
                     f'{"equal" if all(found["equal"].values()) else "NOT EQUAL"}',
                     flush=True,
                 )
-    given.results.mkdir(parents=True, exist_ok=True)
-    (given.results / 'lengths.json').write_text(json.dumps(results, indent=2) + '\n')
+    write(given.results / 'lengths.json', results)
 
 
 if __name__ == '__main__':

@@ -32,15 +32,17 @@ from composer.utils import dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.machine import machine
+from benchmarks.pages import ROOT
+from benchmarks.record import RESULTS, write
 from composer_tokacc import TokenAccumulation
 from composer_tokacc.algorithm.token_accumulation import NUM_FIRST_STEPS
 from composer_tokacc.checks.step import StepCheck, WatchedTokens, has_bypass
 from composer_tokacc.collectives import RankSum
 from composer_tokacc.programs import load_config
-from composer_tokacc.programs.run import build_parts, build_trainer, check_config
+from composer_tokacc.programs.build import build_parts, build_trainer
+from composer_tokacc.programs.config_checks import check_config
 
-RESULTS = Path(__file__).resolve().parent / 'results'
-DEMO = Path(__file__).resolve().parents[1] / 'yamls' / 'digits.yaml'
+DEMO = ROOT / 'yamls' / 'digits.yaml'
 
 
 class Steps(Callback):
@@ -102,10 +104,9 @@ def measuring_of_a_large_vocabulary(rounds: int) -> dict[str, float]:
 
 def _write(folder: Path, found: dict[str, Any]) -> None:
     """Into the results file, beside what was measured otherwise."""
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / 'overhead.json'
     before = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps({**before, 'machine': machine(), **found}, indent=1))
+    write(path, {**before, 'machine': machine(), **found})
 
 
 def main() -> None:

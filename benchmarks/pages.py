@@ -36,4 +36,4 @@ def filled(page: str, parts: dict[str, Callable[[], str]]) -> str:
 
 
 def _cell(value: object) -> str:
-    return f'{value:.3f}' if isinstance(value, float) else '' if value is None else str(value)
+    return f'{value:.6g}' if isinstance(value, float) else '' if value is None else str(value)

@@ -5,8 +5,7 @@
 
     python -m benchmarks.phases [--lengths DIR] [--quick]
 
-DIR holds tables `tokens,image_tiles` as .csv.gz; COMPOSER_TOKACC_LENGTHS is used if it is not given, seeded synthetic
-tables if neither is there. Prints tables; writes results/phases.json, which docs/phases.md shows. Times are modelled
+Prints tables; writes results/phases.json, which docs/phases.md shows. Times are modelled
 (`CostModel`), not measured. Samples are those of the tables, alone or with as many of text alone, as models see
 them that make more or fewer tokens of a tile, under a tower of 1,024 patches a tile.
 """
@@ -14,8 +13,6 @@ them that make more or fewer tokens of a tile, under a tower of 1,024 patches a 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,13 +20,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
 from benchmarks.length_sets import TOKENS_PER_TILE, LengthSet, half_text, read_tables
-from composer_tokacc.planning import CostModel, CutOptions, MicrobatchPlan, Rows, plan_microbatches
-from composer_tokacc.planning.cuts import equal_cost_cut
+from benchmarks.pages import table
+from benchmarks.record import RESULTS, write
+from composer_tokacc.planning import CostModel, MicrobatchPlan, plan_microbatches
 
-RESULTS = Path(__file__).resolve().parent / 'results'
 PATCHES_PER_TILE = 1024
 MICROBATCH = 4
 """Memory of a microbatch, in rows of the longest."""
@@ -142,113 +138,55 @@ def measure(
     return figures
 
 
-def least_text(source: LengthSet, num_ranks: int, rows: int, count: int, cost: CostModel) -> float:
-    """Least time of the samples without images in columns, whatever the plan, over unpadded time with one launch.
-
-    Rows of like length belong together: whatever a plan, the microbatches of as many rows that are cut from the sorted
-    rows in the order of its widest ones are no wider. So one column is cut best by :func:`.equal_cost_cut`, two by
-    trying its slowest microbatches, and three or more take at least their launches.
-    """
-    shares = []
-    for batch in source.draw(num_ranks * rows * count, seed=1).global_batches(num_ranks * rows):
-        plain = np.flatnonzero(batch.image_tokens == 0)
-        ordered = Rows(
-            batch.lengths, CutOptions(max_tokens=MICROBATCH * int(batch.lengths.max()), cost=cost)
-        ).by_length(plain)
-        costs, reach = ordered.row_costs, ordered.reach
-        needed = float(costs.sum()) / num_ranks
-        limits = np.geomspace(costs[-1], 2 * max(needed, costs[0]), 6000)
-        times = [_least_of_two(costs, reach, num_ranks, limits) + 2 * cost.launch]
-        bounds = equal_cost_cut(costs, np.zeros(len(costs) + 1), reach, num_ranks)
-        if len(bounds) <= num_ranks + 1:
-            times.append(float((np.diff(bounds) * costs[bounds[:-1]]).max()) + cost.launch)
-        shares.append(min(*times, needed + 3 * cost.launch) / (needed + cost.launch))
-    return float(np.mean(shares))
-
-
-@njit
-def _least_of_two(costs, reach, num_ranks, limits):  # noqa: ANN001, ANN202 - typed by numba
-    """Least sum of the slowest microbatches of two columns, of limits that are close together."""
-    best = np.inf
-    for low in range(1, len(limits)):
-        if 2 * limits[low - 1] >= best:
-            break
-        below, high = low - 1, len(limits)
-        while high - below > 1:
-            middle = (below + high) // 2
-            if _fits(costs, reach, num_ranks, limits[middle], limits[low]):
-                high = middle
-            else:
-                below = middle
-        if high < len(limits):  # a limit may be too high by its distance from the one before
-            best = min(best, limits[max(high - 1, 0)] + limits[low - 1])
-    return best
-
-
-@njit
-def _fits(costs, reach, num_ranks, first, second):  # noqa: ANN001, ANN202 - typed by numba
-    """Whether all rows go into `num_ranks` microbatches under each of two limits: the furthest end for each number."""
-    end = np.full((num_ranks + 1, num_ranks + 1), -1)
-    end[0, 0] = 0
-    for a in range(num_ranks + 1):
-        for b in range(num_ranks + 1):
-            start = end[a, b]
-            if start < 0:
-                continue
-            if start >= len(costs):
-                return True
-            if a < num_ranks:
-                last = min(start + int(first / costs[start]), reach[start])
-                end[a + 1, b] = max(end[a + 1, b], last)
-            if b < num_ranks:
-                last = min(start + int(second / costs[start]), reach[start])
-                end[a, b + 1] = max(end[a, b + 1], last)
-    return False
-
-
 def tables(results: dict[str, Any]) -> list[str]:
     """The tables of docs/phases.md: in columns, on ranks that wait at the end, and by rows and memory."""
     return [_in_columns(results['fsdp']), _at_the_end(results['ddp']), _by_rows(results['rows'])]
 
 
 def _in_columns(rows: list[dict[str, Any]]) -> str:
-    lines = ['| samples | model | ranks x rows | vision | text | step over the bound | without | vision of the step |']
-    lines.append('|' + '---|' * 8)
-    for row in rows:
-        known, plain = row['patches'], row['none']
-        lines.append(
-            f'| {row["set"]} | {row["model"]} | {row["ranks"]} x {row["rows"]} | {known["tower"]:.2f} '
-            f'| {known["text"]:.2f} | {known["step"]:.2f} | {plain["step"]:.2f} | {row["tower_share"]:.0%} |'
-        )
-    return '\n'.join(lines)
+    columns = (
+        'samples',
+        'model',
+        'ranks x rows',
+        'vision',
+        'text',
+        'step over the bound',
+        'without',
+        'vision of the step',
+    )
+    return table(columns, [
+        [row['set'], row['model'], f'{row["ranks"]} x {row["rows"]}',
+         *(f'{row["patches"][name]:.2f}' for name in ('tower', 'text', 'step')), f'{row["none"]["step"]:.2f}',
+         f'{row["tower_share"]:.0%}']
+        for row in rows
+    ])  # fmt: skip
 
 
 def _at_the_end(rows: list[dict[str, Any]]) -> str:
-    lines = ['| samples | model | ranks x rows | step over the bound | by image tokens | without |', '|' + '---|' * 6]
-    for row in rows:
-        steps = ' | '.join(f'{row[known]["step"]:.2f}' for known in ('patches', 'tokens', 'none'))
-        lines.append(f'| {row["set"]} | {row["model"]} | {row["ranks"]} x {row["rows"]} | {steps} |')
-    return '\n'.join(lines)
+    columns = ('samples', 'model', 'ranks x rows', 'step over the bound', 'by image tokens', 'without')
+    return table(columns, [
+        [row['set'], row['model'], f'{row["ranks"]} x {row["rows"]}',
+         *(f'{row[known]["step"]:.2f}' for known in ('patches', 'tokens', 'none'))]
+        for row in rows
+    ])  # fmt: skip
 
 
 def _by_rows(rows: list[dict[str, Any]]) -> str:
-    memories = list(dict.fromkeys(row['memory'] for row in rows))
-    headings = ' | '.join(f'memory of {memory} rows' for memory in memories)
-    cells: dict[str, list[str]] = {}
+    memories = dict.fromkeys(f'memory of {row["memory"]} rows' for row in rows)
+    cells: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         pair = f'{row["patches"]["tower"]:.3f}, {row["patches"]["text"]:.3f}'
-        cells.setdefault(f'| {row["model"]} | {row["ranks"]} x {row["rows"]} ', []).append(pair)
-    lines = [f'{name}| {" | ".join(pairs)} |' for name, pairs in cells.items()]
-    return '\n'.join([f'| model | ranks x rows | {headings} |', '|' + '---|' * (2 + len(memories)), *lines])
+        cells.setdefault((row['model'], f'{row["ranks"]} x {row["rows"]}'), []).append(pair)
+    return table(('model', 'ranks x rows', *memories), [(*names, *pairs) for names, pairs in cells.items()])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--lengths', type=Path, default=os.environ.get('COMPOSER_TOKACC_LENGTHS'))
-    parser.add_argument('--output', type=Path, default=RESULTS)
+    parser.add_argument('--lengths', type=Path, help='folder of tables, by default COMPOSER_TOKACC_LENGTHS')
+    parser.add_argument('--results', type=Path, default=RESULTS)
     parser.add_argument('--quick', action='store_true', help='two global batches each')
     given = parser.parse_args()
-    found, source = read_tables(None if given.lengths is None else Path(given.lengths))
+    found, source = read_tables(given.lengths)
     print(source)
     sets = {'images': found, 'half text': half_text(found)}
     results: dict[str, Any] = {'source': source, 'microbatch': MICROBATCH, 'limit': LIMIT}
@@ -274,14 +212,8 @@ def main() -> None:
         for rows in sizes
         for memory in (2, 4, 16)
     ]
-    results['least_text'] = {
-        f'{ranks} x {rows}': least_text(sets['half text'], ranks, rows, 2 if given.quick else count, CostModel())
-        for ranks, (rows, count) in RANKS.items()
-    }
     print(*tables(results), sep='\n\n')
-    print('least time of text-only columns over unpadded time:', results['least_text'])
-    given.output.mkdir(parents=True, exist_ok=True)
-    (given.output / 'phases.json').write_text(json.dumps(results, indent=1) + '\n')
+    write(given.results / 'phases.json', results)
 
 
 if __name__ == '__main__':

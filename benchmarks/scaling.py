@@ -5,9 +5,8 @@
 
     python -m benchmarks.scaling [--lengths DIR] [--quick] [--no-timing]
 
-Modelled on 8 to 4,096 ranks, timed on 2 and 4 ranks of this machine, planned for an epoch of 1.2 million samples. DIR
-holds tables `tokens,image_tiles` as .csv.gz (real data); without it they are synthetic, and marked so. Prints tables;
-writes results/scaling.json and .png.
+Modelled on 8 to 4,096 ranks, timed on 2 and 4 ranks of this machine, planned for an epoch of 1.2 million samples.
+Prints tables; writes results/scaling.json and .png.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -26,14 +24,15 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.launch import on_ranks
 from benchmarks.length_sets import LengthSet, lognormal, read_tables
 from benchmarks.machine import machine
 from benchmarks.modelled import STOCK, Rivals
-from benchmarks.planning import show
+from benchmarks.pages import show
+from benchmarks.record import RESULTS, write
 from composer_tokacc.planning import CostModel, CutOptions, Rows, lower_bound
 from composer_tokacc.sampling import RegroupingBatchSampler
 
-RESULTS = Path(__file__).resolve().parent / 'results'
 MICROBATCH = 4
 WORLDS = ((8, 16, 40), (64, 32, 10), (512, 32, 4), (4096, 32, 1))
 """Ranks, samples a rank, global batches."""
@@ -123,15 +122,7 @@ def plan_epochs(length_set: LengthSet, sizes: list[int]) -> list[dict[str, float
 
 def time_ranks(ranks: int, rounds: int, steps: int) -> list[dict[str, Any]]:
     """Steps of the real Trainer under the composer launcher."""
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / 'result.json'
-        composer = str(Path(sys.executable).with_name('composer'))
-        script = ['-m', 'benchmarks.scaling_ranks', str(result), str(rounds), str(steps)]
-        environment = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': os.getcwd()}
-        done = subprocess.run([composer, '-n', str(ranks), *script], env=environment, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f'composer -n {ranks} must end well, got: {done.returncode}.\n{done.stderr[-4000:]}')
-        found = json.loads(result.read_text())
+    found = on_ranks(ranks, 'benchmarks.scaling_ranks', str(rounds), str(steps))
     methods, launch = found['methods'], found['cost']['launch']
     ours = methods['regrouped over ranks']
     return [
@@ -151,12 +142,10 @@ def time_ranks(ranks: int, rounds: int, steps: int) -> list[dict[str, Any]]:
 
 def picture(rows: list[dict[str, Any]], path: Path) -> None:
     """Imbalance and speed-up over the number of ranks, on the first set."""
-    import matplotlib as mpl
+    from matplotlib.figure import Figure
 
-    mpl.use('Agg')
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(13, 5))
+    figure = Figure(figsize=(13, 5), layout='constrained')
+    axes = figure.subplots(1, 2)
     rows = [row for row in rows if row['set'] == rows[0]['set']]
     for axis, key in zip(axes, ('slowest / mean', 'times stock'), strict=True):
         for name in dict.fromkeys(row['method'] for row in rows):
@@ -166,7 +155,6 @@ def picture(rows: list[dict[str, Any]], path: Path) -> None:
     axes[0].set_title('Slowest rank over the mean, modelled')
     axes[1].set_title('Times stock Composer, modelled, equal memory')
     axes[1].legend(fontsize=8)
-    figure.tight_layout()
     figure.savefig(path, dpi=110)
 
 
@@ -175,32 +163,26 @@ def main() -> None:
         table, num_ranks, global_batch, result = sys.argv[2:]
         Path(result).write_text(json.dumps(plan_epoch(np.load(table), int(num_ranks), int(global_batch))))
         return
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument('--lengths', type=Path, default=os.environ.get('COMPOSER_TOKACC_LENGTHS'))
-    parser.add_argument('--output', type=Path, default=RESULTS)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--lengths', type=Path, help='folder of tables, by default COMPOSER_TOKACC_LENGTHS')
+    parser.add_argument('--results', type=Path, default=RESULTS)
     parser.add_argument('--quick', action='store_true', help='fewer ranks, samples and rounds')
     parser.add_argument('--no-timing', action='store_true', help='leave the timed ranks out')
-    arguments = parser.parse_args()
-    tables, source = read_tables(None if arguments.lengths is None else Path(arguments.lengths))
-    print(source)
-    worlds = WORLDS[:2] if arguments.quick else WORLDS
+    given = parser.parse_args()
+    tables, source = read_tables(given.lengths)
+    worlds = WORLDS[:2] if given.quick else WORLDS
     rows = [row for length_set in (tables, lognormal(0.92)) for world in worlds for row in simulate(length_set, *world)]
-    show(f'Modelled, memory of {MICROBATCH} rows; * changes who is in a global batch', rows)
-    sizes = [75_000] if arguments.quick else [300_000, 600_000, 1_200_000]
-    planning = plan_epochs(tables, sizes)
+    show(f'Modelled, memory of {MICROBATCH} rows; * changes who is in a global batch; {source}', rows)
+    planning = plan_epochs(tables, [75_000] if given.quick else [300_000, 600_000, 1_200_000])
     show('Planning an epoch, one core', planning)
     timed = []
-    if not arguments.no_timing:
+    if not given.no_timing:
         for ranks in (2, 4):
-            timed += time_ranks(ranks, *((1, 2) if arguments.quick else (2, 12)))
+            timed += time_ranks(ranks, *((1, 2) if given.quick else (2, 12)))
         show('Timed on this machine, global batch of 64, lognormal lengths', timed)
-    arguments.output.mkdir(parents=True, exist_ok=True)
     report = {'source': source, 'machine': machine(), 'modelled': rows, 'planning': planning, 'timed': timed}
-    (arguments.output / 'scaling.json').write_text(json.dumps(report, indent=1) + '\n')
-    try:
-        picture(rows, arguments.output / 'scaling.png')
-    except ImportError:
-        print('matplotlib is not installed: no picture')
+    write(given.results / 'scaling.json', report)
+    picture(rows, given.results / 'scaling.png')
 
 
 if __name__ == '__main__':

@@ -14,7 +14,6 @@ both alternate, so that a busy machine slows both.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from pathlib import Path
 from typing import Any
@@ -24,17 +23,19 @@ import torch
 from composer.core import DataSpec
 
 from benchmarks.machine import machine
+from benchmarks.pages import ROOT
+from benchmarks.record import RESULTS, write
 from composer_tokacc import size as size_program
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.planning import CostModel, CutOptions
 from composer_tokacc.programs import TrainConfig, load_config
-from composer_tokacc.programs.run import RunParts, build_parts, check_config
-from composer_tokacc.programs.sources import build_dataset, build_processor, measure_dataset
+from composer_tokacc.programs.build import RunParts, build_parts
+from composer_tokacc.programs.config_checks import check_config
+from composer_tokacc.programs.sources import source_of
 from composer_tokacc.programs.suggest import device_memory_gib, memory_of_run, suggest_for_run
 from composer_tokacc.size import time_shapes, time_steps
 from composer_tokacc.sizing import MicrobatchTimer, SampleSizes, draw_batches, simulate_steps
 
-ROOT = Path(__file__).resolve().parent
 LIMIT = 0.15
 
 
@@ -72,21 +73,21 @@ def measure(config: TrainConfig, size: int, slot: int, *, stock: bool, steps: in
 def main() -> None:
     """Predicts, measures, prints and writes `results/sizing.json`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--yaml', default=str(ROOT.parent / 'yamls' / 'digits.yaml'))
+    parser.add_argument('--yaml', default=str(ROOT / 'yamls' / 'digits.yaml'))
     parser.add_argument('--size', type=int, default=0, help='rows of a microbatch; 0: what the helper suggests')
     parser.add_argument('--steps', type=int, default=20)
     parser.add_argument('--blocks', type=int, default=3)
-    parser.add_argument('--output', type=Path, default=ROOT / 'results')
+    parser.add_argument('--results', type=Path, default=RESULTS)
     given = parser.parse_args()
     torch.set_num_threads(1)
     config = load_config(given.yaml)
     check_config(config, num_ranks=1)
-    processor = build_processor(config)
-    dataset = build_dataset(config, processor, held_out=False)
-    table = measure_dataset(config, dataset, processor)
+    source = source_of(config)
+    processor = source.build_processor()
+    dataset = source.build_dataset(processor)
+    table = source.measure(dataset, processor)
     memory = memory_of_run(config, dataset, processor, table)
-    gib = device_memory_gib(config)
-    report = suggest_for_run(config, memory, table, num_ranks=1, gib=gib)
+    report = suggest_for_run(config, memory, table, num_ranks=1, gib=device_memory_gib(config))
     size, slot = given.size or report.device_train_microbatch_size, report.slot_tokens
     cost, outside = time_shapes(config, size=size, slot_tokens=slot)
     sizes = SampleSizes.from_lengths(table)
@@ -132,7 +133,7 @@ def main() -> None:
         'error': error,
     }
     name = 'sizing.json' if not given.size else f'sizing-{size}.json'
-    (given.output / name).write_text(json.dumps(result, indent=2) + '\n')
+    write(given.results / name, result)
     print(f'size {size} rows of {slot} tokens (suggested: {report.device_train_microbatch_size})')
     for method in blocks:
         print(f'{method:>7}: predicted {predicted[method]:.4f} s a step, measured {measured[method]:.4f}')

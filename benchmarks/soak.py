@@ -21,12 +21,10 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import os
 import random
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -40,12 +38,14 @@ from composer.core import Algorithm, Callback, Event, State
 from composer.loggers import Logger
 from composer.utils import dist
 
+from benchmarks.launch import COMPOSER, environment
 from benchmarks.machine import machine
+from benchmarks.pages import ROOT
+from benchmarks.record import RESULTS, write
 from composer_tokacc.data import VisionLanguageCollator
 from composer_tokacc.invariance import relative_error
 from examples.digits import DigitsDataset, build_digits_processor
 
-ROOT = Path(__file__).resolve().parents[1]
 SETTLED, CHECK_EVERY, OUT_OF_MEMORY_EVERY, SAVE_EVERY = 200, 10, 40, 100
 """Steps."""
 
@@ -167,11 +167,9 @@ def start(folder: Path, config: dict[str, Any], ranks: int) -> subprocess.Popen[
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / 'run.yaml'
     path.write_text(yaml.safe_dump(config, sort_keys=False))
-    composer = Path(sys.executable).with_name('composer')
-    command = [str(composer), '-n', str(ranks), '-m', 'composer_tokacc.train', str(path)]
-    environment = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT)}
+    command = [COMPOSER, '-n', str(ranks), '-m', 'composer_tokacc.train', str(path)]
     with (folder / 'screen.txt').open('a') as screen:
-        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=screen, stderr=screen, text=True)
+        return subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=screen, stderr=screen, text=True)
 
 
 def soak(folder: Path, steps: int, ranks: int) -> dict[str, Any]:
@@ -277,9 +275,8 @@ def main() -> None:
     parser.add_argument('--ranks', type=int, default=2)
     parser.add_argument('--kills', type=int, default=12, help='0 leaves them out')
     parser.add_argument('--seed', type=int, default=0)
-    parser.add_argument('--results', type=Path, default=Path(__file__).resolve().parent / 'results')
+    parser.add_argument('--results', type=Path, default=RESULTS)
     given = parser.parse_args()
-    given.results.mkdir(parents=True, exist_ok=True)
     path = given.results / 'soak.json'
     results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     results['machine'] = machine()
@@ -287,11 +284,11 @@ def main() -> None:
         if given.steps:
             results['soak'] = soak(Path(folder) / 'soak', given.steps, given.ranks)
             print(json.dumps(results['soak'], indent=1), flush=True)
-            path.write_text(json.dumps(results, indent=1) + '\n')
+            write(path, results)
         if given.kills:
             results['kills'] = kill_again_and_again(Path(folder) / 'kills', given.kills, given.ranks, given.seed)
             print(f'{results["kills"]["survived"]} kills; bitwise equal: {results["kills"]["bitwise_equal"]}')
-            path.write_text(json.dumps(results, indent=1) + '\n')
+            write(path, results)
 
 
 if __name__ == '__main__':

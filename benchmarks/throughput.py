@@ -3,13 +3,13 @@
 
 """Real tokens per second of the same steps, cut in six ways: one process, one memory cap, the same rows.
 
-    python -m benchmarks.throughput [--lengths DIR] [--sets 'NAME SIZE' ...] [--rounds 5] [--quick]
+    python -m benchmarks.throughput [--sets 'NAME SIZE' ...] [--rounds 5] [--quick]
 
 A small LLaVA (hidden size 512, 4 layers, fp32) trains through the real Composer Trainer. Every method gets the memory
 of `microbatch` rows as wide as the device batch. Rounds take the methods in turn; figures are medians over rounds. The
 bound times rows of many widths among rows of their own width, in microbatches of the same memory, and adds them up:
-no padding at all, perfectly cut. The planner's prices are fitted to such times, taken before. DIR holds tables
-`tokens,image_tiles` as .csv.gz (real data; scaled down in width for the CPU); without it those sets are left out.
+no padding at all, perfectly cut. The planner's prices are fitted to such times, taken before. The real
+tables (folder COMPOSER_TOKACC_LENGTHS) are scaled down in width for the CPU; without them that set is left out.
 Prints tables; writes results/throughput.json and .png.
 """
 
@@ -32,15 +32,15 @@ import torch
 from benchmarks.fitted import fit_cost_model
 from benchmarks.length_sets import lognormal, read_tables
 from benchmarks.machine import machine
+from benchmarks.pages import show
+from benchmarks.record import RESULTS, write
 from benchmarks.small_llava import build_model, make_rows
-from benchmarks.throughput_report import picture, show
 from benchmarks.timed_steps import METHODS, Row, StepClock, bound_seconds, data_of, equal_widths, timed
 from composer_tokacc import BatchLayout
 from composer_tokacc.data_spec.registry import split_of
 from composer_tokacc.planning import CostModel
 from examples.digits import DigitsDataset, build_digits_processor
 
-RESULTS = Path(__file__).resolve().parent / 'results'
 MICROBATCH = 4
 LONG = 'lognormal CV 0.9, mean 500'
 
@@ -140,29 +140,62 @@ def measure(name: str, lengths: np.ndarray, device_batch: int, methods: Sequence
     }  # fmt: skip
 
 
-def length_sets(folder: Path | None) -> dict[str, np.ndarray]:
+def length_sets() -> dict[str, np.ndarray]:
     sets = {'lognormal CV 0.9': np.clip(lognormal(0.92, mean=320).lengths, 12, 2048)}
     sets[LONG] = lognormal(0.92).lengths
     sets['no padding'] = np.full(1000, 128)
     digits = DigitsDataset(build_digits_processor(), num_samples=512)
     sets['digits'] = np.array([digits[index]['input_ids'].shape[1] for index in range(512)])
-    if folder is not None:
-        tables, _ = read_tables(folder)
+    tables, source = read_tables()
+    if source.startswith('real'):
         sets['real tables / 4'] = np.maximum(tables.lengths // 4, 4)
     return sets
+
+
+def picture(results: Sequence[Row], path: Path) -> None:
+    """Real tokens per second of each way to cut, one panel for a set."""
+    from matplotlib.figure import Figure
+
+    columns = min(len(results), 2)
+    rows = -(-len(results) // columns)
+    figure = Figure(figsize=(6.5 * columns, 2.9 * rows), layout='constrained')
+    axes = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axis in axes[len(results) :]:
+        axis.axis('off')
+    for axis, result in zip(axes, results, strict=False):
+        speeds = [row['tokens_per_second'] for row in result['methods']]
+        names = [row['method'] for row in result['methods']]
+        colors = [
+            {'token_data_spec': 'tab:green'}.get(name, 'tab:olive' if 'packing' in name else 'tab:gray')
+            for name in names
+        ]
+        bars = axis.barh(range(len(speeds)), speeds, color=colors)
+        labels = [
+            f'{speed / speeds[0]:.1f}x, {row["padding"]:.0%} padding'
+            for speed, row in zip(speeds, result['methods'], strict=True)
+        ]
+        axis.bar_label(bars, labels, padding=3, fontsize=8)
+        axis.axvline(result['bound_tokens_per_second'], color='tab:red', lw=1, ls='--', label='no padding at all')
+        axis.set_xlim(0, max(*speeds, result['bound_tokens_per_second']) * 1.4)
+        axis.set_yticks(range(len(speeds)), names, fontsize=8)
+        axis.invert_yaxis()
+        axis.set_title(f'{result["set"]}, {result["device_batch"]} rows a step', fontsize=10)
+        axis.set_xlabel('real tokens per second')
+    axes[0].legend(fontsize=8, loc='lower right')
+    figure.suptitle('Same rows, same memory in each panel: small LLaVA, fp32, CPU')
+    figure.savefig(path, dpi=130)
 
 
 def main() -> None:
     warnings.simplefilter('ignore')
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--lengths', type=Path, default=os.environ.get('COMPOSER_TOKACC_LENGTHS'))
     parser.add_argument('--sets', nargs='*', help="name and device batch, e.g. 'digits 32'")
     parser.add_argument('--rounds', type=int, default=5)
     parser.add_argument('--quick', action='store_true', help='one round of one step')
     parser.add_argument('--results', type=Path, default=RESULTS)
     given = parser.parse_args()
     torch.set_num_threads(os.cpu_count() or 1)
-    sets = length_sets(Path(given.lengths) if given.lengths else None)
+    sets = length_sets()
     # Many rows give the planner most to choose from; the slowest ways to cut them are left out there.
     runs = [(name, 32, tuple(METHODS), 2 if name in ('digits', 'no padding') else 1) for name in sets]
     runs.append((LONG, 128, ('greedy', 'ours'), 1))
@@ -176,10 +209,10 @@ def main() -> None:
         steps, rounds = (1, 1) if given.quick else (steps, given.rounds)
         found = measure(name, sets[name], device_batch, methods, steps, rounds)
         results[name, device_batch] = {'machine': machine(), **found}
-        show(found)
-    given.results.mkdir(parents=True, exist_ok=True)
+        rows = [{key: value for key, value in row.items() if key != 'seconds'} for row in found['methods']]
+        show(f'{name}, {device_batch} rows; bound {found["bound_tokens_per_second"]:,.0f} real tokens/s', rows)
     ordered = [results[name, size] for name, size, *_ in runs if (name, size) in results]
-    file.write_text(json.dumps({'results': ordered}, indent=1))
+    write(file, {'results': ordered})
     picture(ordered, given.results / 'throughput.png')
 
 

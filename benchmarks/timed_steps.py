@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from benchmarks.device import CPU, ComputeDevice
 from benchmarks.small_llava import make_rows
 from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
+from composer_tokacc.layout import describe
 from composer_tokacc.planning import CostModel
 
 METHODS = {
@@ -107,7 +108,7 @@ def split_of(method: str, layout: BatchLayout) -> Callable[[Row, int | float], l
         return [layout.concat(part) for part in chunks(rows, int(size))]
 
     def greedy(batch: Row, size: int | float) -> list[Row]:
-        lengths = layout.lengths(batch)
+        lengths = describe(layout, batch).lengths
         budget = int(size) * batch['input_ids'].shape[1]
         groups: list[list[int]] = [[]]
         for row in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
@@ -203,7 +204,7 @@ def timed(
     clock = StepClock(device)
     algorithms = [TokenAccumulation(loss_tokens='causal', check_loss=False)] if exact else []
     layout = BatchLayout.for_model(model)
-    by_length = sorted(range(layout.num_rows(batches[0])), key=layout.lengths(batches[0]).__getitem__)
+    by_length = sorted(range(layout.num_rows(batches[0])), key=describe(layout, batches[0]).lengths.__getitem__)
     few = layout.select(batches[0], sorted({*by_length[:2], *by_length[-2:]}))
     data = data_of(method, [few, *batches], layout, cost, slot_tokens)
     fit(

@@ -21,9 +21,6 @@ import argparse
 import json
 import logging
 import os
-import re
-import subprocess
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -36,12 +33,15 @@ from typing import Any
 import torch
 from composer.utils import dist, get_device
 
+from benchmarks.launch import on_ranks
 from benchmarks.length_sets import read_tables
 from benchmarks.machine import machine
+from benchmarks.pages import ROOT, filled, table
+from benchmarks.record import RESULTS as FOLDER
+from benchmarks.record import write_at_once
 from composer_tokacc import BatchLayout, TokenAccumulation, measure_token_weights, token_data_spec
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / 'benchmarks' / 'results' / 'token_weights.json'
+RESULTS = FOLDER / 'token_weights.json'
 PICTURE, PAGE = ROOT / 'docs' / 'figures' / 'token_weights.svg', ROOT / 'docs' / 'token_weights.md'
 SUBJECTS = {'eight rows': 'eight ragged rows', 'mixture': 'AI2D, ChartQA, DocVQA'}
 MICROBATCH = {'eight rows': 3, 'mixture': 4}
@@ -67,8 +67,7 @@ def lengths_of(subject: str) -> tuple[list[int], list[int], str]:
     """Tokens of each sample, image tokens among them, and where they are from."""
     if subject == 'eight rows':
         return list(EIGHT), [0] * len(EIGHT), 'written down'
-    folder = os.environ.get('COMPOSER_TOKACC_LENGTHS')
-    tables, source = read_tables(Path(folder) if folder else None)
+    tables, source = read_tables()
     drawn = tables.draw(SAMPLES, SEED)
     return drawn.lengths.tolist(), drawn.image_tokens.tolist(), source
 
@@ -213,17 +212,16 @@ def merged(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[st
     return sorted(rows.values(), key=lambda row: (row['subject'], row['ranks'], [*HOSTS].index(row['host'])))
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def table_of(rows: list[dict[str, Any]]) -> str:
     """The page's table: lightest and heaviest token of each trainer beside the mean of the step."""
     columns = [(subject, ranks) for subject, of in RANKS.items() for ranks in of]
     found = {(row['host'], row['subject'], row['ranks']): row for row in rows}
     versions = {row['host']: row['measured_on'][HOSTS[row['host']][1]] for row in rows}
     heads = [f'{subject}, {ranks} rank{"s" * (ranks > 1)}' for subject, ranks in columns]
-    lines = [f'| trainer | {" | ".join(heads)} |', '| --- ' * (len(columns) + 1) + '|']
-    for host, (title, package) in HOSTS.items():
-        cells = [_cell(found.get((host, *column))) for column in columns]
-        lines.append(f'| {title} ({package} {versions[host]}) | {" | ".join(cells)} |')
-    return '\n'.join(lines)
+    return table(['trainer', *heads], [
+        [f'{title} ({package} {versions[host]})', *(_cell(found.get((host, *column))) for column in columns)]
+        for host, (title, package) in HOSTS.items()
+    ])  # fmt: skip
 
 
 def _cell(row: dict[str, Any] | None) -> str:
@@ -261,41 +259,29 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, metadata={'Date': None})
 
 
-def write_page(rows: list[dict[str, Any]], page: Path) -> None:
-    """Puts the table in the place of the one that stands there."""
-    old = re.compile(r'^\| trainer \|.*\n(?:\|.*\n)*', re.MULTILINE)
-    text = old.sub(lambda _: f'{table(rows)}\n', page.read_text())
-    page.write_text(text)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--hosts', nargs='*', choices=[*HOSTS, []], default=list(HOSTS))
     parser.add_argument('--ranks', type=int, nargs='+', choices=(1, 2), default=[1, 2])
     parser.add_argument('--results', type=Path, default=RESULTS)
-    parser.add_argument('--work', type=Path, help=argparse.SUPPRESS)
+    parser.add_argument('work_results', type=Path, nargs='?', help=argparse.SUPPRESS)
     given = parser.parse_args()
     installed = [host for host in given.hosts if find_spec(HOSTS[host][1].replace('mosaicml', 'composer'))]
-    if given.work:
+    if given.work_results:
         [ranks] = given.ranks
-        work([(subject, host) for subject, of in RANKS.items() if ranks in of for host in installed], given.work)
+        work(
+            [(subject, host) for subject, of in RANKS.items() if ranks in of for host in installed], given.work_results
+        )
         return
     rows = json.loads(given.results.read_text())['rows'] if given.results.exists() else []
     for ranks in given.ranks if installed else ():
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / 'rows.json'
-            composer = str(Path(sys.executable).with_name('composer'))
-            command = [composer, '-n', str(ranks), '-m', 'benchmarks.token_weights', '--ranks', str(ranks)]
-            environment = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT)}
-            subprocess.run(
-                [*command, '--hosts', *installed, '--work', str(path)], check=True, cwd=ROOT, env=environment
-            )
-            rows = merged(rows, json.loads(path.read_text()))
-    given.results.write_text('{"rows": [\n' + ',\n'.join(json.dumps(row) for row in rows) + '\n]}\n')
-    print(table(rows))
+        arguments = ['--ranks', str(ranks), '--hosts', *installed]
+        rows = merged(rows, on_ranks(ranks, 'benchmarks.token_weights', *arguments))
+    write_at_once(given.results, '{"rows": [\n' + ',\n'.join(json.dumps(row) for row in rows) + '\n]}\n')
+    print(table_of(rows))
     if given.results.resolve() == RESULTS:
         draw(rows, PICTURE)
-        write_page(rows, PAGE)
+        PAGE.write_text(filled(PAGE.read_text(), {'weights': lambda: table_of(rows)}))
 
 
 if __name__ == '__main__':

@@ -97,3 +97,42 @@ def sample_name(batch: Mapping[str, Any], row: int) -> str:
 def with_own_tensors(batch: Mapping[str, Any]) -> dict[str, Any]:
     """The batch with copies of its tensors, so that whoever writes into them changes no other batch."""
     return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
+
+
+def real_positions(batch: Batch) -> torch.Tensor:
+    """Returns ``(rows, width)`` bool: attended, or labelled (a label on a pad counts for some models and must stay)."""
+    return _real_columns(batch, slice(None))
+
+
+def _real_columns(batch: Batch, columns: slice) -> torch.Tensor:
+    ids, mask = text_of(batch), batch.get('attention_mask')
+    if mask is None or 'input_ids' not in batch:
+        return torch.ones_like(ids[:, columns], dtype=torch.bool)
+    if mask.dim() > 2:  # additive masks hold 0 where a key is attended, boolean ones True
+        attended = mask == 0 if mask.dtype.is_floating_point else mask.bool()
+        real = attended.flatten(1, -2).any(dim=1).expand_as(ids)[:, columns]
+    else:
+        real = mask[:, columns] != 0
+    labels = own_labels(batch)
+    return real if labels is None else real | (labels[:, columns] != IGNORE_INDEX)
+
+
+def padding_side(batch: Batch) -> str:
+    """Returns ``'left'`` if every row ends at the last column and some do not start at the first, else ``'right'``."""
+    return _side_of(_real_columns(batch, slice(None, None, max(text_of(batch).shape[1] - 1, 1))))
+
+
+def _side_of(real: torch.Tensor) -> str:
+    return 'left' if bool(real[:, -1].all()) and not bool(real[:, 0].all()) else 'right'
+
+
+def span(batch: Batch) -> tuple[str, list[int]]:
+    """Returns the padding side, and the width that each row needs by itself once trimmed, at least 1."""
+    real = real_positions(batch)
+    rows, width = real.shape
+    if bool(real.all()):
+        return 'right', [width] * rows
+    side = _side_of(real)
+    positions = torch.arange(1, width + 1, device=real.device)
+    distance = positions.flip(0) if side == 'left' else positions
+    return side, (real * distance).amax(dim=1).clamp(min=1).tolist()

@@ -14,7 +14,7 @@ from composer.utils import dist
 
 from composer_tokacc.batch import Batch, labels_of, with_own_tensors
 from composer_tokacc.counting import loss_mask
-from composer_tokacc.layout import BatchLayout
+from composer_tokacc.layout import BatchLayout, with_media
 from composer_tokacc.metadata import without_metadata
 
 __all__ = ['Gradients', 'InvarianceCase', 'InvarianceReport', 'relative_error', 'verify_invariance']
@@ -155,12 +155,12 @@ def verify_invariance(
         raise ValueError(f'`microbatch_sizes` must be positive, got: {microbatch_sizes}.')
     cases = []
     for padding in [padding_sides] if isinstance(padding_sides, str) else padding_sides:
-        whole = dict(layout.with_media(layout.concat(everyone, padding_side=padding)))
+        whole = dict(with_media(layout, layout.concat(everyone, padding_side=padding)))
         given = with_own_tensors(whole)
         expected = _copied(reference(given) if reference is not None else gradients([given]))
         for cut, size, microbatches in _cuts(layout, own, whole, padding, microbatch_sizes):
             # Copies, as a trainer may write into its batches, and cuts share their tensors.
-            found = gradients([dict(layout.with_media(with_own_tensors(one))) for one in microbatches])
+            found = gradients([dict(with_media(layout, with_own_tensors(one))) for one in microbatches])
             error, reason = relative_error(found, expected)
             factor = _factor(found, expected)
             case = InvarianceCase(

@@ -12,7 +12,7 @@ import torch
 
 from composer_tokacc.batch import IGNORE_INDEX, text_of
 from composer_tokacc.counting import count_tokens, mask_document_starts
-from composer_tokacc.layout import ReadyBatch
+from composer_tokacc.layout import PreSplitBatch
 from composer_tokacc.weights import LOSS_WEIGHTS, token_weights_of
 
 METADATA_PREFIX = 'composer_tokacc.'
@@ -77,7 +77,7 @@ def annotate(batch: Mapping[str, Any], loss_tokens: str = 'causal', token_weight
         loss_tokens: The rule, see :func:`.loss_mask`.
         token_weights: What the tokens weigh, see :data:`TOKEN_WEIGHTS`.
     """
-    if isinstance(batch, ReadyBatch):
+    if isinstance(batch, PreSplitBatch):
         return batch.map(lambda microbatch: annotate(microbatch, loss_tokens, token_weights))
     is_plain = token_weights == 'token'
     if is_annotated(batch, loss_tokens) and (is_plain or 'weights' in metadata_of(batch)):
@@ -110,7 +110,7 @@ def _without_added_labels(batch: Mapping[str, Any], samples: Sequence[int]) -> M
 
 def num_rows(batch: Mapping[str, Any]) -> int:
     """Rows of the batch, by ``input_ids`` or, where its main input is another one, by ``labels``."""
-    if isinstance(batch, ReadyBatch):
+    if isinstance(batch, PreSplitBatch):
         return sum(map(num_rows, batch.microbatches))
     return text_of(batch).shape[0]
 

@@ -14,7 +14,7 @@ from sphinx.util import logging
 
 import composer_tokacc
 from docs.figures import rooms
-from tests.public_api import MODULES
+from tests.public_api import MODULES, public_names
 
 project = 'composer_tokacc'
 copyright = '2026, composer_tokacc authors'
@@ -32,7 +32,7 @@ autodoc_typehints = 'description'
 autodoc_typehints_description_target = 'documented'
 autodoc_preserve_defaults = True
 autodoc_member_order = 'bysource'
-autodoc_default_options = {'members': True, 'imported-members': True, 'show-inheritance': True, 'no-value': True}
+autodoc_default_options = {'members': True, 'show-inheritance': True, 'no-value': True}
 napoleon_google_docstring, napoleon_numpy_docstring = True, False
 napoleon_use_rtype = False
 
@@ -83,7 +83,7 @@ def _every_public_name_is_described(app: Any, env: Any) -> None:
     described = {name.rpartition('.')[2] for name in env.get_domain('py').objects}
     for room in MODULES:
         module = import_module('.'.join(filter(None, ('composer_tokacc', room))))
-        for name in sorted(set(module.__all__) - described):
+        for name in sorted(set(public_names(module)) - described):
             logging.getLogger(__name__).warning('%s.%s is on no page of the API reference', module.__name__, name)
 
 

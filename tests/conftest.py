@@ -9,7 +9,9 @@ draws others each time, to search for what nobody has thought of. Ranks that sta
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
 
 import pytest
 from hypothesis import settings
@@ -35,6 +37,13 @@ def _needs_ranks(item) -> bool:
 
 def _num_ranks(item) -> int:
     return item.callspec.params.get('ranks', 0) if _needs_ranks(item) and hasattr(item, 'callspec') else 0
+
+
+@pytest.fixture(scope='session', autouse=True)
+def _one_look_at_the_installation():
+    """Each Trainer looks through all files of Composer's installation for a commit, a tenth of a small test's time."""
+    if module := sys.modules.get('composer.utils.collect_env'):
+        module.get_composer_commit_hash = functools.cache(module.get_composer_commit_hash)
 
 
 def pytest_sessionfinish():

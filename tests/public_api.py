@@ -5,12 +5,14 @@
 
     python -m tests.public_api > tests/public_api.txt
 
-Public is what the package and each of its rooms list in ``__all__``, the arguments of the programs, and the sections of
-their YAML file. `CONTRIBUTING.md` says how long a name that is left stays.
+Public is what the package and each of its rooms list in ``__all__``, what single modules define without an underscore,
+the arguments of the programs, and the sections of their YAML file. `CONTRIBUTING.md` says how long a name that is left
+stays.
 """
 
 from __future__ import annotations
 
+import ast
 import inspect
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
@@ -20,7 +22,7 @@ from typing import Any
 
 from composer_tokacc.programs import schema
 
-__all__ = ['MODULES', 'surface']
+__all__ = ['MODULES', 'public_names', 'surface']
 
 MODULES = (
     '', 'counting', 'planning', 'layout', 'algorithm', 'data_spec', 'sampling', 'monitor', 'invariance', 'data',
@@ -39,8 +41,20 @@ def surface() -> str:
     return '\n\n'.join(blocks) + '\n'
 
 
+def public_names(module: ModuleType) -> list[str]:
+    """What a room lists, or a module of its own defines without an underscore."""
+    if hasattr(module, '__all__'):
+        return sorted(module.__all__)
+    tree = ast.parse(inspect.getsource(module))
+    defined = [node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, 'target', None)]
+        defined += [target.id for target in targets if isinstance(target, ast.Name)]
+    return sorted(name for name in defined if not name.startswith('_') and name != 'log')
+
+
 def _names(module: ModuleType, known: dict[int, str]) -> Iterator[str]:
-    for name in sorted(module.__all__):
+    for name in public_names(module):
         value = getattr(module, name)
         if inspect.isclass(value) or inspect.isfunction(value):
             if id(value) in known:

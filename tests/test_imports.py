@@ -66,6 +66,7 @@ def test_the_structure_of_a_model_is_known_without_the_sizing_helper():
     assert rooms(loaded('import composer_tokacc.model_structure')) == {'model_structure'}
 
 
+@pytest.mark.slow
 def test_the_plugin_loads_no_data_no_sizing_and_no_program():
     found = rooms(loaded(f'from composer_tokacc import {", ".join(PLUGIN)}'))
     assert {'algorithm', 'data_spec', 'sampling', 'monitor'} <= found

@@ -55,6 +55,7 @@ def test_digits_are_sized_and_a_smaller_device_gets_less(tmp_path: Path, capsys:
     assert tight['binds'] == 'text'
 
 
+@pytest.mark.slow
 def test_of_an_adapter_only_what_is_trained_has_gradients_and_states(tmp_path: Path) -> None:
     pytest.importorskip('peft')
     lora = {'r': 4, 'modules_to_save': ['multi_modal_projector']}
@@ -73,6 +74,7 @@ def test_of_an_adapter_only_what_is_trained_has_gradients_and_states(tmp_path: P
     assert held['optimizer states'] == 8 * numbers + 4 * len(trained)
 
 
+@pytest.mark.slow
 def test_a_table_of_lengths_stands_for_the_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     processor, config = build_digits_processor(), load_config(YAML).model.config
     build_model(config=config, processor=processor).model.save_pretrained(tmp_path / 'base')
@@ -95,6 +97,7 @@ LLAVA_7B = str(YAML_OF_FILES.with_name('llava15_7b.yaml'))
 FRESH_LLAVA = ['model.pretrained=null', 'model.config.model_type=llava']
 
 
+@pytest.mark.slow
 def test_a_stated_distribution_and_a_config_need_neither_data_nor_hub(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

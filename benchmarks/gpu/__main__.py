@@ -14,7 +14,7 @@ costs a step, its host syncs, the idle gap at its read; (d) host cost between st
 
 Every part runs in a process of its own and writes each result at once into results/gpu/, with machine and versions. A
 part that fails writes its traceback there, and the others go on. Needs torch 2.7 or newer, transformers 4.57 or newer
-and Composer, with or without its pins; `benchmarks.gpu.wheels` brings what a machine without network lacks. DIR holds
+and Composer, with or without its pins (docs/benchmarks.md: how a machine without network gets what it lacks). DIR holds
 tables `tokens,image_tiles` as .csv.gz; without it the tables are synthetic ones.
 """
 

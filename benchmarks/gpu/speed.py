@@ -21,6 +21,7 @@ from benchmarks.length_sets import lognormal, read_tables
 from benchmarks.small_llava import make_rows
 from benchmarks.timed_steps import Row, StepClock, bound_seconds, equal_widths, timed
 from composer_tokacc import BatchLayout
+from composer_tokacc.layout import describe
 
 TARGETS = {0.29: 1.73, 0.48: 1.77, 1.0: 2.46}
 """Times stock that ODB publishes for Qwen3-VL, by coefficient of variation of the lengths."""
@@ -91,7 +92,7 @@ def time_method(method: str, model: Any, batches: list[Row], scale: Scale) -> di
         method, model, [head, *batches], scale.microbatch, device=device, slot_tokens=width,
         exact=method in ('ours', 'packing'),
     )  # fmt: skip
-    real = [sum(layout.lengths(batch)) for batch in batches]
+    real = [sum(describe(layout, batch).lengths) for batch in batches]
     seconds = clock.whole[1:]
     return {
         'tokens_per_second': statistics.median(r / s for r, s in zip(real, seconds, strict=True)),

@@ -139,36 +139,28 @@ def arguments() -> argparse.Namespace:
 
 def _checked(parser: argparse.ArgumentParser, given: argparse.Namespace) -> argparse.Namespace:
     """Refuses what would measure nothing, or mix or write over results."""
-    given.results = given.results.resolve()
+    given.results, asked = given.results.resolve(), {*(given.parts or PARTS)}
     if given.results.suffix != '.json':
         parser.error(f'`--results` must be a .json file, got: {given.results}.')
     counts = {name: value for name, value in vars(given).items() if isinstance(value, (int, float))}
     for name, value in [*counts.items(), *(('ranks', number) for number in given.ranks)]:
         if value < (name != 'workers'):
             parser.error(f'`--{name.replace("_", "-")}` must be at least {int(name != "workers")}, got: {value}.')
-    asked = {*(given.parts or PARTS)}
     if given.rivals and asked <= {'curves', 'stalls', 'report'} and not {*given.rivals} & {*NAMES}:
         parser.error(f'`--rivals` must name some of {list(NAMES)} for curves and stalls, got: {given.rivals}.')
     if given.steps < WINDOW and 'curves' in asked:
         parser.error(f'`--steps` must be at least {WINDOW}, over which a curve is smoothed, got: {given.steps}.')
     try:
-        results = read(given.results)
-        if not results and given.parts == ['report']:
-            raise ValueError('which holds nothing to report')
-        sizes = {name: getattr(given, name) for name in asdict(Sizes()) if name in given}
-        others = any(not cell.get('sizes', sizes).items() >= sizes.items() for cell in results.get('cells', []))
-        if 'speed' in asked and others:
-            raise ValueError('whose cells are of other sizes and would be held to these')
-    except (OSError, ValueError) as error:
+        cells = read(given.results).get('cells', [])
+    except ValueError as error:
         parser.error(f'`--results` must name a file of results or a new one, got: {given.results}, {error}.')
-    tables = os.environ.get('COMPOSER_TOKACC_LENGTHS')
-    if tables and not list(Path(tables).glob('*.csv.gz')):
-        parser.error(f'COMPOSER_TOKACC_LENGTHS must name a folder of tables (*.csv.gz), got: {tables}.')
+    sizes = {name: getattr(given, name) for name in asdict(Sizes()) if name in given}
+    if 'speed' in asked and any(not cell.get('sizes', sizes).items() >= sizes.items() for cell in cells):
+        parser.error(f'`--results` must be of the same sizes, got: {given.results}, whose cells are of others.')
     is_short = given.samples < 2 * given.global_batch  # the first step is not timed
     if is_short or given.samples % given.global_batch or given.global_batch % (given.microbatch * max(given.ranks)):
         parser.error(
-            '`--samples` must hold two or more whole global batches, and `--global-batch` whole microbatches of every '
-            'rank.'
+            '`--samples` must hold two or more whole global batches, each of whole microbatches of every rank.'
         )
     return given
 

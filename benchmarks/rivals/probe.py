@@ -23,6 +23,7 @@ from torch.utils.data import dataloader
 
 from benchmarks.rivals.data import Samples
 from composer_tokacc import BatchLayout
+from composer_tokacc.layout import dummy_row
 
 Gradients = dict[str, torch.Tensor]
 UNKNOWN = -1
@@ -102,7 +103,7 @@ class _Watcher:
     def __init__(self, model: Any, inspect: bool, curve: bool) -> None:
         self.model, self.inspect, self.curve = model, inspect, curve
         self.seen = Seen()
-        blank = BatchLayout.for_model(model).blank_row()
+        blank = dummy_row(BatchLayout.for_model(model))
         self.blank = blank and blank['input_ids'][0].tolist()
         self.steps: list[list[dict[str, Any]]] = []
         self._begin()

@@ -54,7 +54,7 @@ def set_up(
             'The data have `%s`, of which no use is made. Set `token_weights=column` to weigh tokens by them.',
             LOSS_WEIGHTS,
         )
-    regroups = split is not None and split.regroups
+    regroups = split is not None and (split.options.regroup or split.options.packing)
     check_rows_are_independent(state.model, terms.coupled if regroups else [], strict=check_loss)
     layout, microbatch_size = layout_of(state, split), state.device_train_microbatch_size or 1
     model: Any = state.model.module if isinstance(state.model, DistributedDataParallel) else state.model

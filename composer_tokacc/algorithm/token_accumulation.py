@@ -28,8 +28,7 @@ from composer_tokacc.collectives import RankSum
 from composer_tokacc.counting import check_rule
 from composer_tokacc.data_spec.reduction import ReductionWatch, check_reduced, check_sharding
 from composer_tokacc.data_spec.registry import split_of
-from composer_tokacc.layout import BatchLayout, microbatches_of
-from composer_tokacc.layout.kinds import kinds_of
+from composer_tokacc.layout import BatchLayout, describe_all, kinds_of, microbatches_of
 from composer_tokacc.metadata import (
     METADATA_PREFIX,
     annotate,
@@ -203,7 +202,7 @@ class TokenAccumulation(Algorithm):
             )  # fmt: skip
             self._reduces_once = self._reduces_once and self._reductions.may_meet_once
             self._norms = batch_norms(state.model)
-        kinds = kinds_of(self._layout, state.batch)
+        kinds = kinds_of(describe_all(self._layout, state.batch))
         if is_first:
             self._prove(state, state.batch, kinds, dist.all_gather_object(kinds))
             if self.loss_terms.is_split:
@@ -329,7 +328,7 @@ class TokenAccumulation(Algorithm):
             self._has_bypass = any(record.bypass for record in step.records)
         kinds = [int(count > 0) for count in self._totals.read()[3:]]
         if self._check.is_due(kinds, self._num_steps):
-            self._prove(state, self._device_batch, kinds_of(self._layout, self._device_batch), [kinds])
+            self._prove(state, self._device_batch, kinds_of(describe_all(self._layout, self._device_batch)), [kinds])
         reduced_once = self._reductions.reduced_once()
         if split is not None and reduced_once is not None:
             self._reduces_once = reduced_once

@@ -19,12 +19,12 @@ from typing import Any, Protocol
 
 import torch
 
-from composer_tokacc.batch import IGNORE_INDEX, Batch, own_labels, sample_name
+from composer_tokacc.batch import IGNORE_INDEX, Batch, own_labels, real_positions, sample_name
 from composer_tokacc.checks.logits import targets_of
 from composer_tokacc.checks.probe import NOISE_FACTOR, Probe, ProbeResult
 from composer_tokacc.checks.rows import documents_of
 from composer_tokacc.counting import loss_mask
-from composer_tokacc.layout import BatchLayout
+from composer_tokacc.layout import BatchLayout, RowFacts, describe
 
 __all__ = ['Cutter', 'RowComparison']
 
@@ -64,11 +64,11 @@ class Cutter(Protocol):
         """Whether rows are packed or the run stops."""
         ...
 
-    def candidates(self, layout: BatchLayout, rows: Batch, known: Any) -> Iterable[Any]:
+    def candidates(self, facts: RowFacts, known: Any) -> Iterable[Any]:
         """Rules that are to be tried on such rows, cheapest first; ``known``: those found on other rows."""
         ...
 
-    def assemble(self, layout: BatchLayout, batch: Batch, rows: Sequence[int], rules: Any) -> dict[str, Any]:
+    def assemble(self, facts: RowFacts, rows: Sequence[int], rules: Any) -> dict[str, Any]:
         """The microbatch of some rows by such rules."""
         ...
 
@@ -96,7 +96,7 @@ class RowComparison:
     ) -> None:
         self._probe, self._layout, self._on_device, self._rule = probe, layout, on_device, rule
         self._rows, self._check_loss = rows, check_loss
-        self._side = layout.padding_side(rows)
+        self._facts = describe(layout, rows)
         self._counts = loss_mask(rows, rule).sum(dim=1).tolist()
         moved = on_device(rows)
         found = loss_mask(moved, rule).sum(dim=1).tolist()
@@ -157,10 +157,12 @@ class RowComparison:
     def first_exact(self, cutter: Cutter | None, rules: Any) -> Any:
         """Returns the first rules under which every row keeps its gradient."""
         failures = []
-        for candidate in [rules] if cutter is None else cutter.candidates(self._layout, self._rows, rules):
+        for candidate in [rules] if cutter is None else cutter.candidates(self._facts, rules):
             failure = self._failure(cutter, candidate)
             if failure is None and cutter is not None and not self.has_shown_trimming:
-                return candidate.with_side_of(rules, self._side)  # a label behind padding keeps a row as wide as it is
+                return candidate.with_side_of(
+                    rules, self._facts.side
+                )  # a label behind padding keeps a row as wide as it is
             if failure is None:
                 return candidate
             log.info('%s: %s', candidate, failure)
@@ -218,14 +220,14 @@ class RowComparison:
                 if unit in result.losses and number:
                     losses[unit].append((result.losses[unit], number))
             self._narrowest = min(self._narrowest, part['labels'].shape[1])
-        if self._side == 'left' and (packing or getattr(rules, 'left', '') == 'trim'):
+        if self._facts.side == 'left' and (packing or getattr(rules, 'left', '') == 'trim'):
             failure = self._failure_behind_padding(packing)
         return failure or (self._loss_failure(losses) if self._check_loss else None)
 
     def _cut(self, cutter: Cutter | None, rows: Sequence[int], rules: Any) -> dict[str, Any]:
         if cutter is None:
             return self._layout.select(self._rows, rows)
-        return cutter.assemble(self._layout, self._rows, rows, rules)
+        return cutter.assemble(self._facts, rows, rules)
 
     def _numbers(self, part: Batch, group: Sequence[int]) -> dict[str, int]:
         """Of what the terms of each unit are a mean."""
@@ -246,11 +248,11 @@ class RowComparison:
     def _aligned(self, part: Batch, point: torch.Tensor, group: Sequence[int]) -> torch.Tensor:
         whole = point.new_zeros(len(group), self._width, point.shape[-1])
         if len(point) < len(group):  # one row of documents
-            real, documents = self._layout.real_positions(self._rows), documents_of(part)[0]
+            real, documents = real_positions(self._rows), documents_of(part)[0]
             for place, row in enumerate(group):
                 whole[place, real[row]] = point[0, documents == place]
             return whole
-        start = self._width - point.shape[1] if self._side == 'left' else 0
+        start = self._width - point.shape[1] if self._facts.side == 'left' else 0
         whole[:, start : start + point.shape[1]] = point[: len(group), : self._width]
         return whole
 
@@ -296,7 +298,7 @@ class RowComparison:
             return None
         rows = list(range(len(self._counts)))
         if labels is not None:  # a label on a row's first token is predicted from padding
-            first = self._layout.real_positions(self._rows).int().argmax(dim=1, keepdim=True)
+            first = real_positions(self._rows).int().argmax(dim=1, keepdim=True)
             rows = [row for row in rows if int(labels[row, first[row]]) == IGNORE_INDEX]
         if not rows:
             return None
@@ -339,7 +341,9 @@ class RowComparison:
 
     def _explained(self, failure: str, how: str) -> str:
         if how == 'packed':
-            pads = ', or a pad predicts a label on the first token of a row (mask it, -100)' * (self._side == 'left')
+            pads = ', or a pad predicts a label on the first token of a row (mask it, -100)' * (
+                self._facts.side == 'left'
+            )
             return (
                 f'The model must tell packed documents apart, got: {failure}. Attention, positions or states leak from '
                 f'one document to the next{pads}. Set `packing=False`, which is exact.'

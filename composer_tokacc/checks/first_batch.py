@@ -19,8 +19,7 @@ from composer_tokacc.checks.logits import targets_of
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.checks.rows import chosen_rows, telling_batch, with_unequal_row
 from composer_tokacc.counting import LOSS_RULES
-from composer_tokacc.layout import BatchLayout, microbatches_of
-from composer_tokacc.layout.kinds import KINDS, kinds_of
+from composer_tokacc.layout import ROW_KINDS, BatchLayout, describe, kinds_of, microbatches_of
 from composer_tokacc.metadata import num_rows, without_metadata
 
 __all__ = ['FirstBatchCheck', 'find_loss_rule']
@@ -67,7 +66,7 @@ class FirstBatchCheck:
         self._probe, self._to_device = probe, to_device
         self._loss_tokens, self._check_loss = loss_tokens, check_loss
         self._max_rows = min(max(int(2 * microbatch_size), 4), MAX_ROWS)
-        self._proven = [False] * len(KINDS)
+        self._proven = [False] * len(ROW_KINDS)
         self._was_run = False
 
     def is_due(self, kinds: Sequence[int], step: int) -> bool:
@@ -89,7 +88,7 @@ class FirstBatchCheck:
             batch: This rank's device batch, on the CPU.
             cutter: The split whose cuts are tried; None: whole rows alone.
             rules: By which it cuts so far.
-            kinds: Which of :data:`KINDS` this rank's batch has.
+            kinds: Which of :data:`ROW_KINDS` this rank's batch has.
             of_ranks: Those of the ranks' batches, so that all ranks agree on what is new.
 
         Returns:
@@ -111,7 +110,7 @@ class FirstBatchCheck:
                     'to the model.'
                 ) from error
             if getattr(found, 'packing', False) != getattr(rules, 'packing', False):
-                self._proven = [False] * len(KINDS)  # what was proven of packed rows says nothing of padded ones
+                self._proven = [False] * len(ROW_KINDS)  # what was proven of packed rows says nothing of padded ones
             rules = found
             self._proven = [bool(old or kind) for old, kind in zip(self._proven, shown, strict=True)]
             if not any(kind and is_new for kind, is_new in zip(shown, new, strict=True)):
@@ -138,7 +137,7 @@ class FirstBatchCheck:
                 'Rows of the batch could not be told apart, so it was not checked that they are independent of each '
                 'other. Use token_data_spec(), with a `layout` that knows every entry.'
             )
-            return rules, kinds_of(None, batch)
+            return rules, kinds_of([])
         rows = with_unequal_row(self.layout, rows, self.rule)
         with self._probe.with_varied_norms():
             comparison = RowComparison(self._probe, self.layout, self._on_device, self.rule, rows, self._check_loss)
@@ -147,11 +146,11 @@ class FirstBatchCheck:
         self.token_scale = None if None in scales else scales[0]
         self.vocabulary = comparison.whole.vocabulary
         log.info('The first-batch check took %.2f s. %s', time.perf_counter() - started, found)
-        shown = kinds_of(self.layout, rows)
+        shown = kinds_of([describe(self.layout, rows)])
         if not comparison.has_shown_trimming:
             shown = tuple(
                 int(seen and kind not in ('left', 'positions', 'right'))
-                for kind, seen in zip(KINDS, shown, strict=True)
+                for kind, seen in zip(ROW_KINDS, shown, strict=True)
             )
         return found, shown
 

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from composer_tokacc.batch import IGNORE_INDEX, MODALITIES, Batch, labels_of
+from composer_tokacc.batch import IGNORE_INDEX, MODALITIES, Batch, labels_of, real_positions
 from composer_tokacc.counting import loss_mask
-from composer_tokacc.layout import BatchLayout
-from composer_tokacc.layout.kinds import KINDS
+from composer_tokacc.layout import ROW_KINDS, BatchLayout, describe
 from composer_tokacc.metadata import without_metadata
 
 __all__ = [
@@ -35,10 +34,11 @@ def chosen_rows(layout: BatchLayout, batch: Batch, wanted: Sequence[int], max_ro
     Args:
         layout: How tensors belong to rows.
         batch: The device batch.
-        wanted: Which of :data:`KINDS` must be shown.
+        wanted: Which of :data:`ROW_KINDS` must be shown.
         max_rows: Rows at the most.
     """
-    lengths, media = layout.lengths(batch), layout.media_per_row(batch)
+    facts = describe(layout, batch)
+    lengths, media = facts.lengths, facts.media
     labels = labels_of(batch)
     indices = range(len(lengths))
     # Rows with labels before those that need made-up ones.
@@ -47,9 +47,9 @@ def chosen_rows(layout: BatchLayout, batch: Batch, wanted: Sequence[int], max_ro
     def best(key: Callable[[int], Any]) -> int:
         return min(indices, key=lambda row: (not labelled[row], key(row), lengths[row]))
 
-    units = [unit for unit, is_wanted in zip(KINDS, wanted, strict=True) if is_wanted and unit in MODALITIES]
-    counts = {unit: layout.units_per_row(batch, unit) for unit in units}
-    first = layout.real_positions(batch).int().argmax(dim=1).tolist()
+    units = [unit for unit, is_wanted in zip(ROW_KINDS, wanted, strict=True) if is_wanted and unit in MODALITIES]
+    counts = {unit: facts.counts.get(unit, [0] * len(lengths)) for unit in units}
+    first = real_positions(batch).int().argmax(dim=1).tolist()
     # A label on the first token behind padding is the hardest to keep.
     hardest = [
         row for row in indices
@@ -79,7 +79,7 @@ def _with_labels(layout: BatchLayout, batch: dict[str, Any]) -> dict[str, Any]:
     if ids is None or ids.shape != labels.shape or 'decoder_input_ids' in batch:
         return batch
     labels = labels.clone()
-    real, media = layout.real_positions(batch), layout.media_per_row(batch)
+    real, media = real_positions(batch), layout.media_per_row(batch)
     unlabelled = (real & (labels == IGNORE_INDEX)).sum(dim=1)
     for row in range(len(labels)):
         places = real[row].nonzero().flatten()[1:]
@@ -109,7 +109,7 @@ def with_unequal_row(layout: BatchLayout, rows: dict[str, Any], rule: str) -> di
     counts = loss_mask(rows, rule).sum(dim=1).tolist()
     if max(counts) >= 2 * min(counts) and max(counts) > min(counts):
         return rows
-    lengths = layout.lengths(rows)
+    lengths = describe(layout, rows).lengths
     copied = layout.select(rows, [*range(len(counts)), min(range(len(counts)), key=lambda row: lengths[row] < 4)])
     labels = copied['labels'] = copied['labels'].clone()
     counted = loss_mask(copied, rule)[-1].nonzero().flatten().tolist()
@@ -117,7 +117,7 @@ def with_unequal_row(layout: BatchLayout, rows: dict[str, Any], rule: str) -> di
         labels[-1, counted[:-1]] = IGNORE_INDEX
     elif counted and (ids := copied.get('input_ids')) is not None and ids.shape == labels.shape:
         # Behind its first token, as a label there may be predicted from padding; ids of placeholders are no labels.
-        places = layout.real_positions(copied)[-1].nonzero().flatten().tolist()[1:]
+        places = real_positions(copied)[-1].nonzero().flatten().tolist()[1:]
         labels[-1, places] = int(labels[-1, counted[0]])
     return copied
 

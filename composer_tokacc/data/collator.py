@@ -8,14 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from composer_tokacc.data.formats import KINDS
+from composer_tokacc.data.records import MODALITIES
 from composer_tokacc.layout import BatchLayout
-
-__all__ = ['VisionLanguageCollator']
 
 
 class VisionLanguageCollator:
-    """Pads text and strings images, videos and sounds one after the other.
+    """Pads text and strings images, videos and audio one after the other.
 
     Args:
         tokenizer: The tokenizer, or the processor that holds it; says with what and on which side to pad.
@@ -47,7 +45,7 @@ class VisionLanguageCollator:
             The batch, ``input_ids`` of shape ``(len(samples), width)`` first, with the lists ``sample_ids``,
             ``num_images``, ...
         """
-        counts = [sum(sample.get(f'num_{unit}s', [0])[0] for unit in KINDS) for sample in samples]
+        counts = [sum(sample.get(f'num_{modality}s', [0])[0] for modality in MODALITIES) for sample in samples]
         layout = self.layout or BatchLayout.infer(samples[counts.index(max(counts))])
         batch = layout.concat(samples, padding_side=self.padding_side, pad_token_id=self.pad_token_id)
         # `input_ids` first: StreamingDataLoader takes the batch size from the first entry.

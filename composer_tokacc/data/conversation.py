@@ -8,36 +8,31 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import chain
-from os import PathLike
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jinja2 import TemplateError
 from tokenizers import Encoding
 
 from composer_tokacc.batch import IGNORE_INDEX
-from composer_tokacc.data.formats import Record
-from composer_tokacc.data.media import Video, VideoSampling, open_media
+from composer_tokacc.data.media import decode_media
+from composer_tokacc.data.records import MediaFile, Record
+from composer_tokacc.data.videos import Video, VideoSampling
 from composer_tokacc.weights import LOSS_WEIGHTS
 
-__all__ = ['ConversationEncoder']
-
 Message = Mapping[str, Any]
-Media = Mapping[str, Sequence[Any]]
-"""By kind, each in the order of their placeholders."""
 
-# The part of a processor that takes media of a kind, and the argument under which it is given them.
+# The part of a processor that takes media of a modality, and the argument under which it is given them.
 TAKEN_BY = {
     'image': ('image_processor', 'images'),
     'video': ('video_processor', 'videos'),
     'audio': ('feature_extractor', 'audio'),
 }
+# Python's lists of the rest take a third of the time of tokenizing.
 _IDS_ALONE = {'return_attention_mask': False, 'return_token_type_ids': False}
-"""Making Python's lists of the rest takes as long as a third of tokenizing."""
 
 MARKER = '\ue000{}\ue001'
-"""Stands for a text. Of private-use characters: no text holds them, no template strips them."""
+"""Stands for a text, in private-use characters: no text holds them, no template strips them."""
 
 
 class AnswerSpan(NamedTuple):
@@ -69,28 +64,26 @@ class ConversationEncoder:
         self.processor = processor
         self.max_length = max_length
         self.tokenizer = getattr(processor, 'tokenizer', processor)
-        self.parts = {
-            kind: part for kind, (name, _) in TAKEN_BY.items() if (part := getattr(processor, name, None)) is not None
-        }
+        parts = {modality: getattr(processor, name, None) for modality, (name, _) in TAKEN_BY.items()}
+        self.parts = {modality: part for modality, part in parts.items() if part is not None}
         video = video or VideoSampling()
         # A model that joins frames two by two refuses a single one.
         least = max(video.min_frames, getattr(self.parts.get('video'), 'temporal_patch_size', None) or 1)
         self.video = replace(video, min_frames=least)
-        if not (getattr(processor, 'chat_template', None) or getattr(self.tokenizer, 'chat_template', None)):
-            raise ValueError(
-                f'`processor` must have a chat template, got: {type(processor).__name__} without one. Set '
-                '`processor.chat_template`.'
-            )
-        if not getattr(self.tokenizer, 'is_fast', False):
-            raise ValueError(
-                f'`processor` must have a fast tokenizer (labels need its offsets), got: '
-                f'{type(self.tokenizer).__name__}. Load it with use_fast=True.'
-            )
-        if getattr(processor, 'num_query_tokens', 0) is None:  # BLIP: images would go nowhere
-            raise ValueError("`processor.num_query_tokens` must be that of the model's config, got: None. Set it.")
+        for missing, remedy in (
+            (
+                not getattr(self._template_owner(), 'chat_template', None) and 'a chat template',
+                'Set `processor.chat_template`',
+            ),
+            (not getattr(self.tokenizer, 'is_fast', False) and 'a fast tokenizer', 'Load it with use_fast=True'),
+            # BLIP's images would go nowhere.
+            (getattr(processor, 'num_query_tokens', 0) is None and '`num_query_tokens`', 'Set that of the model'),
+        ):
+            if missing:
+                raise ValueError(f'`processor` must have {missing}, got: {type(processor).__name__} without. {remedy}.')
         # Templates of text models take plain strings.
         self._takes_parts = bool(self.parts) and self._writes_parts()
-        self._written = {kind for kind in self.parts if self._writes_media(kind)}
+        self._written = {modality for modality in self.parts if self._writes_media(modality)}
         self._known_roles: set[tuple[str, ...]] = set()
         self.end_token = self._find_end_token()
 
@@ -119,10 +112,10 @@ class ConversationEncoder:
             lists ``sample_ids``, ``num_images``, and ``num_videos`` and ``num_audios`` where the processor takes such.
 
         Raises:
-            ValueError: If the sample is longer than ``max_length``, or a sound than the processor takes.
+            ValueError: If the sample is longer than ``max_length``, or an audio than the processor takes.
         """
         media = {'image': images, 'video': videos, 'audio': audios}
-        self._check_sounds(audios)
+        self._check_audio(audios)
         text, answers = self.render(messages)
         add_special_tokens = self._adds_special_tokens(text)
         encoded = self._encode(text, media, add_special_tokens)
@@ -132,41 +125,34 @@ class ConversationEncoder:
         if self.max_length is not None and length > self.max_length:
             raise ValueError(
                 f'`max_length` must be at least the sample, got: {self.max_length} < {length} tokens with '
-                f'{sum(map(len, media.values()))} images, videos and sounds. Raise it, or drop the sample '
-                '(on_error=skip).'
+                f'{sum(map(len, media.values()))} media. Raise it, or drop the sample (on_error=skip).'
             )
         labels = torch.full_like(encoded['input_ids'], IGNORE_INDEX)
         for start, end in self._token_spans(text, answers, encoded['input_ids'][0], add_special_tokens):
             labels[0, start:end] = encoded['input_ids'][0, start:end]
-        counts = {f'num_{kind}s': [len(media[kind])] for kind in {'image': None, **self.parts}}
+        counts = {f'num_{modality}s': [len(media[modality])] for modality in {'image': None, **self.parts}}
         return {**encoded, 'labels': labels, 'sample_ids': [sample_id], **counts}
 
-    def encode_record(
-        self, record: Record, files: Sequence[PathLike[str] | BinaryIO], *, outlines: bool = False
-    ) -> dict[str, Any]:
-        """The sample of a record, the same wherever record and files come from.
+    def encode_record(self, record: Record, files: Sequence[MediaFile], *, shapes_only: bool = False) -> dict[str, Any]:
+        """Encodes a record, the same wherever it and its files come from.
 
         Args:
-            record: The conversation.
+            record: The conversation; with ``loss_weights`` the sample has such, of the labels' shape.
             files: One path or open file for each file of ``record.media``.
-            outlines: Of the media only as much as the shapes of the sample need, see ``data.media.open_media``.
-
-        Returns:
-            As for messages and their media; with ``loss_weights`` of the labels' shape where the record has such.
+            shapes_only: Decode of the media no more than the shapes of the sample need.
 
         Raises:
             BadSampleError: If a file cannot be decoded, or the processor or its template refuses the sample; names it.
             RuntimeError: If one of them fails in another way, which is a fault of the program; names the sample too.
-            ValueError: If a decoder is not installed.
         """
         self.check_takes_media(record)
         rate = getattr(self.parts.get('audio'), 'sampling_rate', 16000)
-        media = open_media(record, files, video=self.video, sampling_rate=rate, outlines=outlines)
+        media = decode_media(record, files, video=self.video, sampling_rate=rate, shapes_only=shapes_only)
         try:
-            media = {f'{kind}s': items for kind, items in media.items()}
-            sample = self(record.messages(), **media, sample_id=record.sample_id)
+            named = {f'{modality}s': items for modality, items in media.items()}
+            sample = self(record.messages(), **named, sample_id=record.sample_id)
         except (ValueError, TemplateError) as error:
-            raise record.error(str(error)) from error
+            raise record.error(error) from error
         except Exception as error:  # no bad sample that `skip` may drop
             raise RuntimeError(str(record.error(f'{type(error).__name__}: {error}'))) from error
         if record.loss_weights is not None:
@@ -174,28 +160,22 @@ class ConversationEncoder:
         return sample
 
     def encode_unexpanded(self, conversations: Sequence[Sequence[Message]]) -> list[dict[str, torch.Tensor] | None]:
-        """What samples are before their placeholders are expanded: much faster, because no processor is asked.
-
-        Args:
-            conversations: As for one conversation.
+        """Encodes samples without expanding their placeholders: much faster, because no processor is run.
 
         Returns:
             ``input_ids`` and ``labels`` of each, ``(1, length)``; None where a conversation must be refused.
         """
-        rendered: list[tuple[str, list[AnswerSpan]] | None] = []
-        for messages in conversations:
-            try:
-                rendered.append(self.render(messages))
-            except Exception:  # whoever encodes the sample says what it is
-                rendered.append(None)
+        rendered: list[tuple[str, list[AnswerSpan]] | None] = [None] * len(conversations)
+        for i, messages in enumerate(conversations):
+            with suppress(Exception):  # whoever encodes the whole sample says what is wrong with it
+                rendered[i] = self.render(messages)
         samples: list[dict[str, torch.Tensor] | None] = [None] * len(rendered)
         for added in (True, False):
             rows = [(i, *one) for i, one in enumerate(rendered) if one and self._adds_special_tokens(one[0]) is added]
             if not rows:
                 continue
-            texts = [text for _, text, _ in rows]
-            plain = self.tokenizer(texts, add_special_tokens=added, **_IDS_ALONE)
-            for (i, _, answers), ids, encoding in zip(rows, plain['input_ids'], plain.encodings, strict=True):
+            tokens = self.tokenizer([text for _, text, _ in rows], add_special_tokens=added, **_IDS_ALONE)
+            for (i, _, answers), ids, encoding in zip(rows, tokens['input_ids'], tokens.encodings, strict=True):
                 input_ids, labels = torch.tensor([ids]), torch.full((1, len(ids)), IGNORE_INDEX)
                 for answer in answers:
                     first, last = _tokens_of(encoding, answer)
@@ -209,27 +189,24 @@ class ConversationEncoder:
         Raises:
             BadSampleError: If it has such media.
         """
-        for medium in record.media:
-            if medium.kind not in self.parts:
+        for modality in (medium.modality for medium in record.media):
+            if modality not in self.parts:
+                part = TAKEN_BY[modality][0]
+                raise record.error(f'has {modality}s, but the processor takes none; use one with `{part}`')
+            if modality not in self._written:
                 raise record.error(
-                    f'has {medium.kind}s, but the processor takes none; use one with `{TAKEN_BY[medium.kind][0]}`'
-                )
-            if medium.kind not in self._written:
-                raise record.error(
-                    f'has {medium.kind}s, but the chat template writes no placeholder for each of them; set '
+                    f'has {modality}s, but the chat template writes no placeholder for each of them; set '
                     '`processor.chat_template` to one that does'
                 )
 
-    def _check_sounds(self, sounds: Sequence[Any]) -> None:
-        """What is longer than their window, feature extractors cut off without a word."""
+    def _check_audio(self, audios: Sequence[Any]) -> None:
+        """Refuses what is longer than their window, which feature extractors cut off without a word."""
         extractor = self.parts.get('audio')
-        limit = getattr(extractor, 'n_samples', None)
-        for sound in sounds:
-            if limit is not None and len(sound) > limit:
-                seconds, window = (count / getattr(extractor, 'sampling_rate', 1) for count in (len(sound), limit))
-                raise ValueError(
-                    f'a sound must be at most {window:.1f} s, what the processor takes, got: {seconds:.1f} s. Cut it'
-                )
+        limit, longest = getattr(extractor, 'n_samples', None), max(map(len, audios), default=0)
+        if limit is not None and longest > limit:
+            seconds, window = (count / getattr(extractor, 'sampling_rate', 1) for count in (longest, limit))
+            found = f'{seconds:.1f} s. Cut it'
+            raise ValueError(f'an audio must be at most {window:.1f} s, what the processor takes, got: {found}')
 
     def render(self, messages: Sequence[Message]) -> tuple[str, list[AnswerSpan]]:
         """Writes the conversation out, image placeholders not expanded yet, and finds the answers in it.
@@ -239,21 +216,13 @@ class ConversationEncoder:
                 what another role says.
         """
         messages = [_stripped(message) for message in messages]
-        answers = [_text(message) for message in messages if message['role'] == 'assistant']
-        pieces = self._text_around_answers(messages)
-        joined = ''.join(chain.from_iterable(zip(pieces, [*answers, ''], strict=True)))
-        if joined != self._apply_template(messages):
-            raise ValueError(
-                '`chat_template` must write the assistant turns as they are, got: a template that changes them or what '
-                'stands around them, so the tokens that carry loss cannot be found. Use a training template.'
-            )
-        self._check_all_written(messages, joined)
-        text, *following = pieces
+        answers = [message for message in messages if message['role'] == 'assistant']
+        text, *following = self._text_around_answers(messages)
         spans: list[AnswerSpan] = []
-        said = [message for message in messages if message['role'] == 'assistant']
-        for message, after in zip(said, following, strict=True):
-            start = len(text)
-            text += _text(message)
+        written = text
+        for message, after in zip(answers, following, strict=True):
+            start, answer = len(text), _text(message)
+            text, written = text + answer, written + answer + after
             ending = after[: len(after) - len(after.lstrip())] + self.end_token
             if not after.startswith(ending):  # the template ends no answer: LLaVA-1.5's writes a space there
                 ending = self.end_token
@@ -261,54 +230,55 @@ class ConversationEncoder:
             if message.get('weight', 1):
                 spans.append(AnswerSpan(start, len(text) + len(ending)))
             text += after
+        if written != self._apply_template(messages):
+            raise ValueError(
+                '`chat_template` must write the assistant turns as they are, got: one that changes them or what '
+                'stands around them. Use a training template.'
+            )
+        self._check_all_written(messages, written)
         return text, spans
 
     def _check_all_written(self, messages: Sequence[Message], written: str) -> None:
-        """Templates leave out a role that they do not know, without a word."""
-        self._check_written(messages, written)
+        """Checks that no role is left out, as templates do without a word with one that they do not know."""
+        _check_written(messages, written)
         # What is said may stand elsewhere too, markers do not; one sample tells of all with the same roles.
         if (roles := tuple(message['role'] for message in messages)) not in self._known_roles:
             marked = [_marked(message, str(position)) for position, message in enumerate(messages)]
-            self._check_written(marked, self._apply_template(marked))
+            _check_written(marked, self._apply_template(marked))
             self._known_roles.add(roles)
 
-    def _check_written(self, messages: Sequence[Message], written: str) -> None:
-        for message in messages:
-            if any(part['type'] == 'text' and part['text'].strip() not in written for part in message['content']):
-                raise ValueError(
-                    f'`chat_template` must write what the {message["role"]} says, got: a template that leaves it out. '
-                    'Set one that knows the role, or write the text into the turn of another.'
-                )
-
     def _writes_parts(self) -> bool:
-        """Whether the template takes lists of parts: one for strings fails, or writes them as Python shows them."""
+        """Tells whether the template takes lists of parts: one for strings fails, or writes them as Python does."""
         self._takes_parts = True
         with suppress(TypeError, TemplateError):
             return "'text': 'q'" not in self._apply_template([_said('user', 'q')])
         return False
 
-    def _writes_media(self, kind: str) -> bool:
-        """Whether the template writes something for each medium of a kind, or the processor does it by itself."""
+    def _writes_media(self, modality: str) -> bool:
+        """Tells whether the template writes something for each medium, or the processor does it by itself."""
         if hasattr(self.processor, 'num_query_tokens'):
             return True
         question = _said('user', 'q')
         with suppress(TypeError, TemplateError):
-            asked = [{**question, 'content': [*[{'type': kind}] * count, *question['content']]} for count in range(3)]
+            media = ([{'type': modality}] * count for count in range(3))
+            asked = [{**question, 'content': [*some, *question['content']]} for some in media]
             none, one, two = (len(self._apply_template([message])) for message in asked)
             return none < one < two
         return False
+
+    def _template_owner(self) -> Any:
+        """Returns the processor, or the tokenizer: loaded from a folder, BLIP's processors drop their template."""
+        return self.processor if getattr(self.processor, 'chat_template', None) else self.tokenizer
 
     def _apply_template(self, messages: Sequence[Message]) -> str:
         messages = [
             {'role': message['role'], 'content': message['content'] if self._takes_parts else _text(message)}
             for message in messages
         ]
-        # Loaded from a folder, BLIP's processors drop their template, and the tokenizer keeps it.
-        owner = self.processor if getattr(self.processor, 'chat_template', None) else self.tokenizer
-        return owner.apply_chat_template(messages, tokenize=False)
+        return self._template_owner().apply_chat_template(messages, tokenize=False)
 
     def _text_around_answers(self, messages: Sequence[Message]) -> list[str]:
-        """What the template writes before the first answer, between two, and after the last."""
+        """Returns what the template writes before the first answer, between two, and after the last."""
         markers: list[str] = []
         marked: list[Message] = []
         for message in messages:
@@ -323,7 +293,7 @@ class ConversationEncoder:
         return [*pieces, rest]
 
     def _find_end_token(self) -> str:
-        """The token that the template puts behind an answer, or the tokenizer's ``eos_token``."""
+        """Returns the token that the template puts behind an answer, or the tokenizer's ``eos_token``."""
         after = self._text_around_answers([_said('user', 'q'), _said('assistant', 'a')])[1].lstrip()
         # Whole tokens, special or not: some tokenizers have ChatML's as plain added ones.
         whole = {*map(str, self.tokenizer.added_tokens_decoder.values()), *self.tokenizer.all_special_tokens}
@@ -336,45 +306,46 @@ class ConversationEncoder:
         return end_token
 
     def _adds_special_tokens(self, text: str) -> bool:
-        """A template that writes the first token itself must not get it a second time from the tokenizer."""
+        """Tells whether the tokenizer adds the first token: not a second time, where the template writes it."""
         bos = self.tokenizer.bos_token
         return not (bos and text.startswith(bos))
 
-    def _encode(self, text: str, media: Media, add_special_tokens: bool) -> dict[str, torch.Tensor]:
+    def _encode(
+        self, text: str, media: Mapping[str, Sequence[Any]], add_special_tokens: bool
+    ) -> dict[str, torch.Tensor]:
         options: dict[str, Any] = {'return_tensors': 'pt', 'add_special_tokens': add_special_tokens}
+        given = {modality: list(items) for modality, items in media.items() if items}
+        videos = given.get('video', [])
         if not self.parts:
             return dict(self.tokenizer([text], **options))
-        given = {kind: list(items) for kind, items in media.items() if items}
         if hasattr(self.processor, 'num_query_tokens'):  # a clip is an image to it
-            pictures = [*given.get('image', ()), *(video.frames for video in given.get('video', ()))]
-            return dict(self.processor(text=[text], **({'images': pictures} if pictures else {}), **options))
+            images = [*given.get('image', ()), *(video.frames for video in videos)]
+            return dict(self.processor(text=[text], **({'images': images} if images else {}), **options))
         if 'image' in given:
             given['image'] = [given['image']]  # of the one text: OneVision cuts a text's only image into tiles
-        if videos := given.get('video'):
+        if videos:
             given['video'] = [video.frames for video in videos]
             # The frames are chosen already.
             metadata = [dict(video.metadata) for video in videos]
             options['videos_kwargs'] = {'video_metadata': metadata, 'do_sample_frames': False}
         if 'audio' in given:
             options['audio_kwargs'] = {'sampling_rate': self.parts['audio'].sampling_rate}
-        arguments = {TAKEN_BY[kind][1]: items for kind, items in given.items()}
+        arguments = {TAKEN_BY[modality][1]: items for modality, items in given.items()}
         encoded = dict(self.processor(text=[text], **arguments, **options))
         has_slots = videos and 'pixel_values_videos' not in encoded and encoded['pixel_values'].dim() == 5
-        if has_slots and len(videos or ()) + len(given.get('image', ())) > 1:
+        if has_slots and len(videos) + len(given.get('image', ())) > 1:
             raise ValueError(
                 f'`processor` must join the pixels of all media, got: {type(self.processor).__name__}, which takes one '
                 'video in a conversation and no image beside it. Split the conversation, or use another processor'
             )
-        for key in ('video_second_per_grid', 'second_per_grid_ts'):
-            if key in encoded:
-                # Qwen-Omni's processor takes all frames for two a second, and Qwen2.5-VL's did in Transformers 4.57.
-                together = self.parts['video'].temporal_patch_size
-                seconds = [together * video.metadata['duration'] / len(video.frames) for video in videos or ()]
-                encoded[key] = torch.tensor(seconds)
+        for key in {'video_second_per_grid', 'second_per_grid_ts'} & encoded.keys():
+            # Qwen-Omni's processor takes all frames for two a second, and Qwen2.5-VL's did in Transformers 4.57.
+            together = self.parts['video'].temporal_patch_size
+            encoded[key] = torch.tensor([together * one.metadata['duration'] / len(one.frames) for one in videos])
         return encoded
 
     def _with_queries(self, encoded: dict[str, torch.Tensor], instruction: str) -> dict[str, torch.Tensor]:
-        """What a processor with query tokens (BLIP) encodes, checked; its query transformer sees no answer.
+        """Checks what a processor with query tokens (BLIP) encodes, and hides answers from its query transformer.
 
         Such a processor writes the queries of one image whatever the number of images, and its model does not count
         them. It takes all the text for the instruction, answers included, and writes one for samples without images.
@@ -391,9 +362,9 @@ class ConversationEncoder:
             )
         if 'qformer_input_ids' not in encoded:
             return encoded
-        plain = {key: value for key, value in encoded.items() if not key.startswith('qformer_')}
+        rest = {key: value for key, value in encoded.items() if not key.startswith('qformer_')}
         if pixels is None:
-            return plain
+            return rest
         tokenizer = self.processor.qformer_tokenizer
         instructed = tokenizer([instruction], return_tensors='pt', verbose=False)
         if (length := instructed['input_ids'].shape[1]) > tokenizer.model_max_length:
@@ -401,26 +372,26 @@ class ConversationEncoder:
                 f'`qformer_tokenizer` must have room for what stands before the first answer, got: {length} tokens, '
                 f'over its limit of {tokenizer.model_max_length}. Shorten it, or drop the sample (on_error=skip).'
             )
-        return {**plain, **{f'qformer_{key}': instructed[key] for key in ('input_ids', 'attention_mask')}}
+        return {**rest, **{f'qformer_{key}': instructed[key] for key in ('input_ids', 'attention_mask')}}
 
     def _token_spans(
         self, text: str, answers: Sequence[AnswerSpan], input_ids: torch.Tensor, add_special_tokens: bool
     ) -> list[tuple[int, int]]:
-        """Positions ``[start, end)`` of each answer in ``input_ids``, whose placeholders are expanded.
+        """Finds positions ``[start, end)`` of each answer in ``input_ids``, whose placeholders are expanded.
 
-        Found in the plain tokens of the text, where the tokenizer knows characters, and again by the last token of the
-        answer, which ends it and which no medium is made of: ``U <image> A Red.`` is plain ``[U, I, A, Red, .]`` and
+        First in the tokens of the text alone, where the tokenizer knows characters, then again by the last token of
+        the answer, which ends it and which no medium is made of: ``U <image> A Red.`` is ``[U, I, A, Red, .]`` and
         expanded, with three tokens an image, ``[U, I, I, I, A, Red, .]``, so that its only ``.`` moves from 4 to 6.
         """
-        plain = self.tokenizer(text, add_special_tokens=add_special_tokens, **_IDS_ALONE)
-        plain_ids = torch.tensor(plain['input_ids'])
+        tokens = self.tokenizer(text, add_special_tokens=add_special_tokens, **_IDS_ALONE)
+        text_ids = torch.tensor(tokens['input_ids'])
         spans = []
         for answer in answers:
-            first, last = _tokens_of(plain.encodings[0], answer)
-            before, after = ((ids == plain_ids[last - 1]).nonzero()[:, 0] for ids in (plain_ids, input_ids))
+            first, last = _tokens_of(tokens.encodings[0], answer)
+            before, after = ((ids == text_ids[last - 1]).nonzero()[:, 0] for ids in (text_ids, input_ids))
             last_at = int(after[before == last - 1]) + 1 if len(before) == len(after) else 0
             first_at = last_at - (last - first)
-            if not torch.equal(input_ids[first_at:last_at], plain_ids[first:last]):
+            if not torch.equal(input_ids[first_at:last_at], text_ids[first:last]):
                 raise ValueError(
                     f'`processor` must leave the text of answers as it is, got: {type(self.processor).__name__}, which '
                     f'writes other tokens for {text[answer.start : answer.end]!r}. Only placeholders may be expanded.'
@@ -429,8 +400,17 @@ class ConversationEncoder:
         return spans
 
 
+def _check_written(messages: Sequence[Message], written: str) -> None:
+    for message in messages:
+        if any(part['type'] == 'text' and part['text'].strip() not in written for part in message['content']):
+            raise ValueError(
+                f'`chat_template` must write what the {message["role"]} says, got: one that leaves it out. Set '
+                'another, or write the text into the turn of another role.'
+            )
+
+
 def _tokens_of(encoding: Encoding, answer: AnswerSpan) -> tuple[int, int]:
-    """Positions ``[first, last)`` of the tokens that hold characters of an answer; spaces may be in none."""
+    """Returns positions ``[first, last)`` of the tokens that hold characters of an answer; spaces may be in none."""
     characters = range(answer.start, answer.end)
     first, last = (
         next(token for place in places if (token := encoding.char_to_token(place)) is not None)
@@ -444,12 +424,10 @@ def _said(role: str, text: str) -> dict[str, Any]:
 
 
 def _marked(message: Message, name: str) -> Message:
-    """The same turn with a marker for each text."""
-    marked = [
-        {**part, 'text': MARKER.format(f'{name}.{number}')} if part['type'] == 'text' else part
-        for number, part in enumerate(message['content'])
-    ]
-    return {**message, 'content': marked}
+    """Returns the same turn with a marker for each text."""
+    parts = enumerate(message['content'])
+    marks = [{'text': MARKER.format(f'{name}.{i}')} if part['type'] == 'text' else {} for i, part in parts]
+    return {**message, 'content': [{**part, **mark} for part, mark in zip(message['content'], marks, strict=True)]}
 
 
 def _text(message: Message) -> str:
@@ -457,7 +435,5 @@ def _text(message: Message) -> str:
 
 
 def _stripped(message: Message) -> Message:
-    """An answer without the white space around it, which templates treat in different ways."""
-    if message['role'] != 'assistant':
-        return message
-    return {**message, 'content': [{'type': 'text', 'text': _text(message).strip()}]}
+    """Returns an answer without the white space around it, which templates treat in different ways."""
+    return {**message, **_said('assistant', _text(message).strip())} if message['role'] == 'assistant' else message

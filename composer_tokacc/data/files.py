@@ -14,48 +14,83 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from composer_tokacc.data.formats import EmbeddedFile, RawRecord
+from composer_tokacc.data.formats import parse_record
 from composer_tokacc.data.hub import ask_hub
-
-__all__ = ['HUB', 'image_folder', 'read_raw_records']
-
-PathLike = str | os.PathLike[str]
+from composer_tokacc.data.media import check_decoder
+from composer_tokacc.data.records import BadSampleError, EmbeddedFile, PathLike, RawRecord, Record
+from composer_tokacc.data.user_files import MediaFolders, regular_file
 
 HUB = 'hf://datasets/'
 """How a dataset of the hub is named: ``hf://datasets/owner/name``, perhaps ``/subset`` behind it."""
 
-# LLaMA-Factory's names of columns -> the keys of a record, and its names of roles -> those of a turn.
-COLUMNS = {
+# LLaMA-Factory's names of columns -> the keys of a record; those of `SAME` are called alike.
+SAME = ('history', 'system', 'tools', 'images', 'videos', 'audios', 'chosen', 'rejected', 'kto_tag')
+KEY_OF_COLUMN = {
+    **dict(zip(SAME, SAME, strict=True)),
     'prompt': 'instruction',
     'query': 'input',
     'response': 'output',
     'messages': 'conversations',
-    **{
-        key: key
-        for key in ('history', 'system', 'tools', 'images', 'videos', 'audios', 'chosen', 'rejected', 'kto_tag')
-    },
 }
 DEFAULT_COLUMNS = {
     'alpaca': {'prompt': 'instruction', 'query': 'input', 'response': 'output'},
     'sharegpt': {'messages': 'conversations'},
     'openai': {'messages': 'messages'},
 }
+# Its tags, what stands in a file under them where an entry says nothing, and the key or role of a turn.
 TAGS = {
-    'role_tag': 'from',
-    'content_tag': 'value',
-    'user_tag': 'human',
-    'assistant_tag': 'gpt',
-    'observation_tag': 'observation',
-    'function_tag': 'function_call',
-    'system_tag': 'system',
+    'role_tag': ('from', 'role'),
+    'content_tag': ('value', 'content'),
+    'user_tag': ('human', 'user'),
+    'assistant_tag': ('gpt', 'assistant'),
+    'observation_tag': ('observation', 'tool'),
+    'function_tag': ('function_call', 'function_call'),
+    'system_tag': ('system', 'system'),
 }
 ENTRY_KEYS = ('file_name', 'hf_hub_url', 'subset', 'split', 'formatting', 'columns', 'tags')
+JSON = json.JSONDecoder()
+
+
+def read_records(
+    paths: PathLike | Sequence[PathLike], *, image_dir: PathLike | None = None, allow_outside: bool = False
+) -> Iterator[tuple[Record, Path] | BadSampleError]:
+    """Yields the records of files, each with the folder of its media, which are there; or what is wrong with it.
+
+    Args:
+        paths: As for :class:`.LlavaDataset`.
+        image_dir: Folder that names of media start from. None: that of the file.
+        allow_outside: Whether names may lead out of that folder: ``../``, absolute ones, links.
+
+    Raises:
+        ValueError: As :func:`read_raw_records`, or if a decoder of videos and audio is not installed.
+    """
+    folders = MediaFolders(allow_outside=allow_outside)
+    for path in [paths] if isinstance(paths, (str, os.PathLike)) else paths:
+        folder = image_folder(path) if image_dir is None else Path(image_dir)
+        for raw in read_raw_records(path):
+            try:
+                record = parse_record(raw)
+                check_decoder(record)
+                folders.check(record, folder)
+            except BadSampleError as error:
+                yield error
+            else:
+                yield record, folder
+
+
+def read_texts(paths: PathLike | Sequence[PathLike]) -> Iterator[str]:
+    """Yields the text of every turn of files, without placeholders; bad records have none."""
+    for path in [paths] if isinstance(paths, (str, os.PathLike)) else paths:
+        for raw in read_raw_records(path):
+            with suppress(BadSampleError):
+                yield from parse_record(raw).texts
 
 
 def read_raw_records(path: PathLike) -> Iterator[RawRecord]:
@@ -71,11 +106,6 @@ def read_raw_records(path: PathLike) -> Iterator[RawRecord]:
     file, name = _split_name(path)
     if file.startswith(HUB) or Path(file).is_dir() or _is_parquet(file):
         yield from _read_table(file, name)
-    elif not Path(file).is_file():
-        raise ValueError(
-            f'`path` must be a JSON, JSONL or parquet file, a folder that `datasets` saved, or {HUB}owner/name, got: '
-            f'{file}, which does not exist.'
-        )
     elif name is not None:
         yield from _read_described(file, name)
     else:
@@ -83,7 +113,7 @@ def read_raw_records(path: PathLike) -> Iterator[RawRecord]:
 
 
 def image_folder(path: PathLike) -> Path:
-    """The folder that image names start from where none is given: that of the file."""
+    """Returns the folder that image names start from where none is given: that of the file."""
     file, _ = _split_name(path)
     return Path() if file.startswith(HUB) else Path(file).parent
 
@@ -101,22 +131,25 @@ def _is_parquet(file: str) -> bool:
 
 
 def _read_text(file: str) -> str:
-    """The text of a file, unpacked, without byte-order mark.
+    """Returns the text of a file, unpacked, without byte-order mark.
 
     Bytes that are no UTF-8 become surrogates, for which the record that holds them is refused later, by name.
     """
     try:
-        data = Path(file).read_bytes()
+        data = regular_file(Path(file)).read_bytes()
         if data.startswith(b'\x1f\x8b'):
             data = gzip.decompress(data)
         encoding = json.detect_encoding(data)
         return data.decode(encoding, 'surrogateescape' if encoding.startswith('utf-8') else 'strict')
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b'\n') + 1
+    except FileNotFoundError as error:
         raise ValueError(
-            f'`path` must be UTF-8, or UTF-16 throughout, got: {file} with a wrong byte at line {line}.'
+            f'`path` must be a JSON, JSONL or parquet file, a folder that `datasets` saved, or {HUB}owner/name, got: '
+            f'{file}, which does not exist.'
         ) from error
-    except (OSError, EOFError, zlib.error) as error:
+    except UnicodeDecodeError as error:
+        found = f'{file} with a wrong byte at line {error.object[: error.start].count(10) + 1}'
+        raise ValueError(f'`path` must be UTF-8, or UTF-16 throughout, got: {found}.') from error
+    except (OSError, EOFError, zlib.error, ValueError) as error:
         raise ValueError(f'`path` must be a file that can be read, got: {file}: {error}.') from error
 
 
@@ -138,7 +171,7 @@ def _read_json(file: str) -> Iterator[RawRecord]:
 
 def _loaded(line: str) -> Any:
     try:
-        return json.loads(line)
+        return JSON.decode(line)
     except json.JSONDecodeError as error:
         return ValueError(f'{error.msg} at column {error.colno}')
     except RecursionError:
@@ -146,7 +179,7 @@ def _loaded(line: str) -> Any:
 
 
 def _keys_of_object(text: str) -> list[str] | None:
-    """Keys, where the text is one object over several lines rather than JSON lines."""
+    """Returns the keys where the text is one object over several lines rather than JSON lines."""
     if not isinstance(_loaded(text.lstrip().partition('\n')[0]), ValueError):
         return None
     whole = _loaded(text)
@@ -154,11 +187,11 @@ def _keys_of_object(text: str) -> list[str] | None:
 
 
 def _read_array(text: str, file: str) -> Iterator[RawRecord]:
-    """One object after the other, because ``json.loads`` would not tell on which line each begins.
+    """Reads one object after the other, because ``json.loads`` would not tell on which line each begins.
 
     Entries of the same line are told apart by their number.
     """
-    decoder, separator = json.JSONDecoder(), re.compile(r'[\s,]*')
+    separator = re.compile(r'[\s,]*')
     has_lines = '\n' in text.strip()
     position, line, counted, number, last_line = text.index('[') + 1, 1, 0, 0, 0
     while True:
@@ -168,12 +201,12 @@ def _read_array(text: str, file: str) -> Iterator[RawRecord]:
             break
         number += 1
         try:
-            record, position = decoder.raw_decode(text, position)
+            record, position = JSON.raw_decode(text, position)
         except (json.JSONDecodeError, RecursionError) as error:
             at = (error.lineno, error.colno, error.msg) if isinstance(error, json.JSONDecodeError) else (line, 1, error)
             raise ValueError(
                 f'`path` must be a valid JSON file, got: {file} with a syntax error at line {at[0]}, column '
-                f'{at[1]} (entry {number}: {at[2]}). Mend it, or write JSON lines: there one bad line costs one sample.'
+                f'{at[1]} (entry {number}: {at[2]}). Fix it, or write JSON lines: there one bad line costs one sample.'
             ) from error
         yield RawRecord(file, f'line {line}' if has_lines and line != last_line else f'entry {number}', record)
         last_line = line
@@ -187,7 +220,7 @@ def _read_array(text: str, file: str) -> Iterator[RawRecord]:
 
 
 def _read_described(file: str, name: str) -> Iterator[RawRecord]:
-    """The records of one entry of LLaMA-Factory's ``dataset_info.json``, with the keys that this package knows.
+    """Yields records of an entry of LLaMA-Factory's ``dataset_info.json``, with the keys that this package knows.
 
     As there, a column that the entry does not name is not read.
     """
@@ -199,29 +232,27 @@ def _read_described(file: str, name: str) -> Iterator[RawRecord]:
     try:
         path, columns, tags = _check_entry(entry, Path(file).parent)
     except ValueError as error:
-        raise ValueError(
-            f'`path` must name a dataset that can be read, got: {file}#{name}: {str(error).rstrip(".")}.'
-        ) from error
+        raise ValueError(f'`path` must name a dataset that can be read, got: {file}#{name}: {error}.') from error
     for raw in read_raw_records(path):
         yield raw._replace(data=_renamed(raw.data, columns, tags)) if isinstance(raw.data, Mapping) else raw
 
 
 def _check_entry(entry: Mapping[str, Any], folder: Path) -> tuple[str, dict[str, str], dict[str, str]]:
-    """Path, columns and tags of a dataset."""
-    for key in ('columns', 'tags'):
-        names = entry.get(key) or {}
-        if not isinstance(names, dict) or not all(isinstance(name, str | None) for name in names.values()):
-            raise ValueError(f'`{key}` must map names to names, got: {names!r}')
+    """Returns path, columns and tags of a dataset."""
     for key in ENTRY_KEYS:
-        if key not in ('columns', 'tags') and not isinstance(entry.get(key, ''), str | None):
-            raise ValueError(f'`{key}` must be a string, got: {entry[key]!r}')
+        value = entry.get(key)
+        if key not in ('columns', 'tags'):
+            if not isinstance(value, str | None):
+                raise ValueError(f'`{key}` must be a string, got: {value!r}')
+        elif value and not (isinstance(value, dict) and all(isinstance(name, str | None) for name in value.values())):
+            raise ValueError(f'`{key}` must map names to names, got: {value!r}')
     formatting = entry.get('formatting') or 'alpaca'
     if formatting not in DEFAULT_COLUMNS:
         raise ValueError(f'`formatting` must be one of {list(DEFAULT_COLUMNS)}, got: {formatting!r}')
     columns = {**DEFAULT_COLUMNS[formatting], **(entry.get('columns') or {})}
-    tags = {**TAGS, **(entry.get('tags') or {})}
+    tags = {**{tag: default for tag, (default, _) in TAGS.items()}, **(entry.get('tags') or {})}
     unknown = [key for key, value in entry.items() if key not in ENTRY_KEYS and value]  # `ranking: false` says nothing
-    unknown += [*(columns.keys() - COLUMNS.keys()), *(tags.keys() - TAGS.keys())]
+    unknown += [*(columns.keys() - KEY_OF_COLUMN.keys()), *(tags.keys() - TAGS.keys())]
     if unknown:
         raise ValueError(f'`{unknown[0]}` is not supported')
     if entry.get('hf_hub_url'):
@@ -233,29 +264,20 @@ def _check_entry(entry: Mapping[str, Any], folder: Path) -> tuple[str, dict[str,
 
 
 def _renamed(data: Mapping[str, Any], columns: Mapping[str, str], tags: Mapping[str, str]) -> dict[str, Any]:
-    record = {COLUMNS[ours]: data[theirs] for ours, theirs in columns.items() if theirs in data}
+    record = {KEY_OF_COLUMN[ours]: data[theirs] for ours, theirs in columns.items() if theirs in data}
     record |= {key: data.get(key) for key in ('id', 'loss_weights')}
     turns = record.get('conversations')
     if isinstance(turns, list) and all(isinstance(turn, Mapping) for turn in turns):
-        role, content = tags['role_tag'], tags['content_tag']
-        roles = {
-            tags['user_tag']: 'user',
-            tags['assistant_tag']: 'assistant',
-            tags['observation_tag']: 'tool',
-            tags['function_tag']: 'function_call',
-            tags['system_tag']: 'system',
-        }
-        keys = {role: 'role', content: 'content'}
-        record['conversations'] = [
-            {keys.get(key, key): value for key, value in turn.items()}
-            | ({'role': roles[turn[role]]} if isinstance(turn.get(role), str) and turn[role] in roles else {})
-            for turn in turns
-        ]
+        keys, roles = ({tags[tag]: TAGS[tag][1] for tag in some} for some in (list(TAGS)[:2], list(TAGS)[2:]))
+        record['conversations'] = turns = [{keys.get(key, key): turn[key] for key in turn} for turn in turns]
+        for turn in turns:
+            if isinstance(role := turn.get('role'), str):
+                turn['role'] = roles.get(role, role)
     return record
 
 
 def _read_table(path: str, split: str | None) -> Iterator[RawRecord]:
-    """Rows of a table, whose media stay where they are until they are decoded."""
+    """Yields rows of a table, whose media stay where they are until they are decoded."""
     table = _open_table(path, split)
     features = type(table.features)(_undecoded(dict(table.features)))
     # Arrow's own values: `datasets` would decode every image.
@@ -267,10 +289,8 @@ def _read_table(path: str, split: str | None) -> Iterator[RawRecord]:
 
 def _open_table(path: str, split: str | None) -> Any:
     if importlib.util.find_spec('datasets') is None:
-        raise ValueError(
-            f"`path` must be a JSON or JSONL file where `datasets` is not installed, got: {path}. pip install "
-            "'composer_tokacc[datasets]'"
-        )  # fmt: skip
+        remedy = "pip install 'composer_tokacc[datasets]'"
+        raise ValueError(f'`path` must be JSON or JSONL where `datasets` is not installed, got: {path}. {remedy}')
     import datasets
 
     try:
@@ -286,9 +306,9 @@ def _open_table(path: str, split: str | None) -> Any:
         reason = ' '.join(str(error).split()) or type(error).__name__
         raise ValueError(f'`path` must be a table that `datasets` reads, got: {path}: {reason.rstrip(".")}.') from error
     if isinstance(found, datasets.Dataset):
-        if split is None:
-            return found
-        raise ValueError(f'`path` must not name a split of a table without, got: {path}#{split}.')
+        if split is not None:
+            raise ValueError(f'`path` must not name a split of a table without, got: {path}#{split}.')
+        return found
     if split is None and len(found) == 1:
         return next(iter(found.values()))
     if split not in found:
@@ -297,20 +317,20 @@ def _open_table(path: str, split: str | None) -> Any:
 
 
 def _undecoded(feature: Any) -> Any:
-    """The same feature with images, videos and sounds as bytes and paths."""
+    """Returns the same feature with images, videos and audios as bytes and paths."""
     if isinstance(feature, dict):
         return {name: _undecoded(inner) for name, inner in feature.items()}
     if isinstance(feature, list):
         return [_undecoded(inner) for inner in feature]
-    if hasattr(feature, 'feature'):
+    if hasattr(feature, 'feature'):  # List, LargeList and Sequence of `datasets`
         return replace(feature, feature=_undecoded(feature.feature))
-    if hasattr(feature, 'decode') and type(feature).__name__ != 'Json':
+    if hasattr(feature, 'decode') and type(feature).__name__ != 'Json':  # Image, Audio, Video
         return replace(feature, decode=False)
     return feature
 
 
 def _cell(arrow: Any, features: Any, index: int, keys: tuple[str | int, ...] = ()) -> Any:
-    """What stands in a row of a table behind the given keys."""
+    """Returns what stands in a row of a table behind the given keys."""
     value = features.decode_example(arrow[index].to_pylist()[0])
     for key in keys:
         value = value[key]
@@ -318,7 +338,7 @@ def _cell(arrow: Any, features: Any, index: int, keys: tuple[str | int, ...] = (
 
 
 def _embed(value: Any, read: Any, keys: tuple[str | int, ...]) -> Any:
-    """The value with every piece of bytes replaced by a file that is read when it is needed."""
+    """Returns the value with every piece of bytes replaced by a file that is read when it is needed."""
     if isinstance(value, bytes):
         return EmbeddedFile('.'.join(map(str, keys)), zlib.crc32(value), partial(read, keys)) if value else None
     if isinstance(value, Mapping):

@@ -9,86 +9,56 @@ What a record holds is used as its own project means it, or refused by name: not
 from __future__ import annotations
 
 import base64
-import binascii
 import os
 import re
-import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
-from io import BytesIO
-from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-__all__ = ['KINDS', 'BadSampleError', 'EmbeddedFile', 'Medium', 'RawRecord', 'Record', 'Turn', 'parse_record']
+from composer_tokacc.data.records import (
+    MODALITIES,
+    PLACEHOLDER,
+    EmbeddedFile,
+    Medium,
+    RawRecord,
+    Record,
+    Turn,
+)
 
-
-class MediaKind(NamedTuple):
-    """How records name media of one kind."""
-
-    keys: tuple[str, ...]
-    """Keys of a record that list its files."""
-    tags: tuple[str, ...]
-    """What stands in a text where one goes, the placeholder of this package first."""
-    parts: Mapping[str, tuple[str, ...]]
-    """Types of content parts -> the keys that may hold the file."""
-
-
-KINDS = {
-    'image': MediaKind(
-        keys=('image', 'images'),
-        tags=('<image>',),
-        parts={
-            'image': ('image', 'url', 'path', 'base64'),
-            'image_url': ('image_url',),
-            'input_image': ('image_url',),
-        },
-    ),
-    'video': MediaKind(
-        keys=('video', 'videos'),
-        tags=('<video>', '<vila/video>'),
-        parts={'video': ('video', 'url', 'path', 'base64'), 'video_url': ('video_url',)},
-    ),
-    'audio': MediaKind(
-        keys=('audio', 'audios', 'sound'),
-        tags=('<audio>', '<sound>'),
-        parts={
-            'audio': ('audio', 'audio_url', 'url', 'path', 'base64'),
-            'audio_url': ('audio_url',),
-            'input_audio': ('input_audio',),
-        },
-    ),
-}
-"""By the name that content parts and processors have for them."""
-PLACEHOLDER = re.compile(f'<({"|".join(KINDS)})>')
-PLACEHOLDER_ON_LINES = re.compile(rf'\n*{PLACEHOLDER.pattern}\n*')
+# Keys of a record that list the files of a modality.
+LIST_KEYS = {'image': ('image', 'images'), 'video': ('video', 'videos'), 'audio': ('audio', 'audios', 'sound')}
+MODALITY_OF_TAG = {**{f'<{name}>': name for name in MODALITIES}, '<vila/video>': 'video', '<sound>': 'audio'}
 # Every tag, or what Qwen-VL and Monkey write: the file's name inside the text.
-KIND_OF_TAG = {tag: name for name, kind in KINDS.items() for tag in kind.tags}
-MEDIUM_IN_TEXT = re.compile(rf'<img>(.*?)</img>|{"|".join(KIND_OF_TAG)}', re.DOTALL)
+MEDIUM_IN_TEXT = re.compile(rf'<img>(.*?)</img>|{"|".join(MODALITY_OF_TAG)}', re.DOTALL)
+# Types of content parts -> what they hold, and the keys that may hold it.
+PART_TYPES = {
+    **dict.fromkeys(('text', 'input_text', 'output_text'), ('text', ('text',))),
+    'image': ('image', ('image', 'url', 'path', 'base64')),
+    'image_url': ('image', ('image_url',)),
+    'input_image': ('image', ('image_url',)),
+    'video': ('video', ('video', 'url', 'path', 'base64')),
+    'video_url': ('video', ('video_url',)),
+    'audio': ('audio', ('audio', 'audio_url', 'url', 'path', 'base64')),
+    'audio_url': ('audio', ('audio_url',)),
+    'input_audio': ('audio', ('input_audio',)),
+}
+# An API of OpenAI's or a table makes use of these, and no training does: `index` is held to the order of the media.
+PART_NOTES = ('type', 'detail', 'index')
+FILE_NOTES = ('detail', 'format')
+TURN_KEYS = {'role', 'from', 'content', 'value', 'weight', 'loss', 'id', 'index', 'timestamp'}
 ROLES = {
-    'system': 'system',
+    **{name: name for name in ('system', 'user', 'assistant', 'tool')},
     'developer': 'system',
     'human': 'user',
-    'user': 'user',
     'gpt': 'assistant',
-    'assistant': 'assistant',
     'model': 'assistant',
-    'tool': 'tool',
     'observation': 'tool',
 }
 FOLLOWS = {'': ('user',), 'user': ('assistant',), 'assistant': ('user', 'tool'), 'tool': ('assistant', 'tool')}
 """Who may speak after whom; a tool's result stands in the place of a question. System turns may stand anywhere."""
-
-# Types of content parts, and the keys that may hold what they show or say.
-TEXT_PARTS = dict.fromkeys(('text', 'input_text', 'output_text'), ('text',))
-KIND_OF_PART = {part: name for name, kind in KINDS.items() for part in kind.parts}
-PARTS = {**TEXT_PARTS, **{part: keys for kind in KINDS.values() for part, keys in kind.parts.items()}}
-# Of these an API of OpenAI's or a table makes use, and no training does: `index` is held to the order of the media.
-PART_NOTES = ('type', 'detail', 'index')
-FILE_NOTES = ('detail', 'format')
-TURN_KEYS = {'role', 'from', 'content', 'value', 'weight', 'loss', 'id', 'index', 'timestamp'}
 
 _NO_TOOLS = "write what the model's own template makes of it into the text of the turns"
 _NO_PAIRS = 'this is training on answers, not on preferences'
@@ -97,132 +67,10 @@ REFUSED_KEYS = {
     **dict.fromkeys(('chosen', 'rejected', 'rejected_response', 'kto_tag'), _NO_PAIRS),
     **dict.fromkeys(('weight', 'loss_weight'), 'call the weight of a whole sample `loss_weights`'),
 }
-"""Keys of a record that would change the training, and why they are not taken or what to do."""
+"""Keys that would change the training, and why they are not taken or what to do."""
 
-
-class BadSampleError(ValueError):
-    """A sample that cannot be used; the message names its id, its file and its line."""
-
-
-class RawRecord(NamedTuple):
-    """What a file holds for one sample, nothing checked yet."""
-
-    path: str
-    where: str
-    """``line 3``, ``entry 3`` or ``row 3`` of the file."""
-    data: Any
-    """The object, or the error that reading it raised."""
-
-
-class Turn(NamedTuple):
-    """What one side says."""
-
-    role: str
-    """``system``, ``user``, ``assistant`` or ``tool``."""
-    text: str
-    """``<image>``, ``<video>`` or ``<audio>`` stands where one goes."""
-    carries_loss: bool = True
-    """False for an answer that the model reads and does not learn."""
-
-
-@dataclass(frozen=True)
-class EmbeddedFile:
-    """A file inside a record, which holds its content.
-
-    Args:
-        name: For messages.
-        checksum: Of the content.
-        read: Returns the content, so that a record of a table on disk need not hold it.
-    """
-
-    name: str
-    checksum: int
-    read: Callable[[], bytes]
-
-    @classmethod
-    def of(cls, name: str, content: bytes) -> EmbeddedFile:
-        """The file with the given content, which stays in memory."""
-        return cls(name, zlib.crc32(content), partial(bytes, content))
-
-
-class Medium(NamedTuple):
-    """An image, a video or a sound of a record."""
-
-    kind: str
-    """A key of ``KINDS``."""
-    files: tuple[str | EmbeddedFile, ...]
-    """One, named from the media folder or embedded; or several pictures, which are the frames of a video."""
-
-    @property
-    def names(self) -> list[str]:
-        """What messages call the files."""
-        return [file if isinstance(file, str) else file.name for file in self.files]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Record:
-    """One conversation of a file.
-
-    Args:
-        sample_id: The record's own ``id``, or ``line <n>``.
-        source: File and line, for messages.
-        turns: The turns in their order.
-        media: In the order of the placeholders.
-        loss_weights: What each of its tokens weighs, where a run asks for such weights; None: the data do not say.
-    """
-
-    sample_id: str
-    source: str
-    turns: tuple[Turn, ...]
-    media: tuple[Medium, ...]
-    loss_weights: float | None = None
-
-    @property
-    def texts(self) -> list[str]:
-        """Text of every turn, without placeholders."""
-        return [PLACEHOLDER.sub('', turn.text) for turn in self.turns]
-
-    def count(self, kind: str) -> int:
-        """How many media of a kind it has."""
-        return sum(medium.kind == kind for medium in self.media)
-
-    def files(self, folder: Path) -> list[Path | BinaryIO]:
-        """The files of all media, in their order: paths, and embedded ones as open files.
-
-        Raises:
-            BadSampleError: If a path is a folder, a pipe or a device, which would be waited for without an end.
-        """
-        opened: list[Path | BinaryIO] = []
-        for medium in self.media:
-            for file in medium.files:
-                if isinstance(file, EmbeddedFile):
-                    opened.append(BytesIO(file.read()))
-                    continue
-                path = folder / file
-                if path.exists() and not path.is_file():
-                    raise self.error(f'{medium.kind} file {path} cannot be read: it is no regular file')
-                opened.append(path)
-        return opened
-
-    def error(self, reason: str) -> BadSampleError:
-        """The error that says what is wrong with this sample."""
-        return BadSampleError(f'sample "{self.sample_id}" ({self.source}): {reason}')
-
-    def messages(self) -> list[dict[str, Any]]:
-        """Turns as chat templates want them, plus ``weight`` 0 for an answer without loss.
-
-        The line breaks around a placeholder belong to the template.
-        """
-        messages = []
-        for role, text, carries_loss in self.turns:
-            content: list[dict[str, str]] = []
-            for position, piece in enumerate(PLACEHOLDER_ON_LINES.split(text)):  # the kinds at the odd positions
-                if position % 2:
-                    content.append({'type': piece})
-                elif piece:
-                    content.append({'type': 'text', 'text': piece})
-            messages.append({'role': role, 'content': content, **({} if carries_loss else {'weight': 0})})
-        return messages
+# The modality of a placeholder, and the medium where the text itself names it.
+Slot = tuple[str, Medium | None]
 
 
 def parse_record(raw: RawRecord) -> Record:
@@ -232,42 +80,44 @@ def parse_record(raw: RawRecord) -> Record:
         BadSampleError: If it is no conversation, its media do not match its placeholders, or it holds what would be
             dropped.
     """
-    source, sample_id, data = f'{raw.path}, {raw.where}', raw.where, raw.data
+    # Printable, whatever the id holds.
+    own = raw.data.get('id') if isinstance(raw.data, dict) else None
+    name = raw.where if own is None else ' '.join(str(own).encode('utf-8', 'backslashreplace').decode().split())
+    record = Record(sample_id=name, source=f'{raw.path}, {raw.where}', turns=(), media=())
     try:
-        if isinstance(data, Exception):
-            raise ValueError(f'not valid JSON: {data}')
-        if not isinstance(data, dict):
-            raise ValueError(f'must be a JSON object, got: {type(data).__name__}')
-        if data.get('id') is not None:  # printable, whatever it holds
-            sample_id = ' '.join(str(data['id']).encode('utf-8', 'backslashreplace').decode().split())
-        for key, value in data.items():
-            if key in REFUSED_KEYS and _is_given(value):
-                raise ValueError(f'`{key}` is not supported, {REFUSED_KEYS[key]}')
-        slots: list[Slot] = []
-        turns = [_turn(turn, slots) for turn in _raw_turns(data)]
-        listed = {kind: _listed(data, kind) for kind in KINDS}
-        if listed['video'] and not listed['image'] and set(slots) == {('image', None)}:
-            # As LLaVA-Video has it.
-            slots = [('video', None)] * len(slots)
-            turns = [turn._replace(text=turn.text.replace('<image>', '<video>')) for turn in turns]
-        media = _fill(slots, listed)
-        _check_turns(turns)
-        weight = _loss_weights(data.get('loss_weights'))
-        for text in (*(turn.text for turn in turns), *(name for medium in media for name in medium.names)):
-            _check_characters(text)
+        turns, media = _conversation(raw.data)
+        return replace(record, turns=turns, media=media, loss_weights=_loss_weights(raw.data.get('loss_weights')))
     except ValueError as error:
-        raise BadSampleError(f'sample "{sample_id}" ({source}): {error}') from None
-    return Record(sample_id=sample_id, source=source, turns=tuple(turns), media=tuple(media), loss_weights=weight)
+        raise record.error(error) from None
+
+
+def _conversation(data: Any) -> tuple[tuple[Turn, ...], tuple[Medium, ...]]:
+    if isinstance(data, Exception):
+        raise ValueError(f'not valid JSON: {data}')
+    if not isinstance(data, dict):
+        raise ValueError(f'must be a JSON object, got: {type(data).__name__}')
+    for key, value in data.items():
+        if key in REFUSED_KEYS and _is_given(value):
+            raise ValueError(f'`{key}` is not supported, {REFUSED_KEYS[key]}')
+    slots: list[Slot] = []
+    turns = [_turn(turn, slots) for turn in _raw_turns(data)]
+    listed = {modality: _listed(data, modality) for modality in MODALITIES}
+    if listed['video'] and not listed['image'] and set(slots) == {('image', None)}:  # as LLaVA-Video has it
+        slots = [('video', None)] * len(slots)
+        turns = [turn._replace(text=turn.text.replace('<image>', '<video>')) for turn in turns]
+    media = _fill(slots, listed)
+    _check_turns(turns)
+    for text in (*(turn.text for turn in turns), *(name for medium in media for name in medium.names)):
+        _check_characters(text)
+    return tuple(turns), tuple(media)
 
 
 def _alpaca(
     data: Mapping[str, Any], *, question: str = 'instruction', detail: str = 'input', answer: str = 'output'
 ) -> list[Any]:
-    """Question and answer behind a history of such pairs; the detail stands on a line of its own."""
+    """Returns question and answer behind a history of such pairs; the detail stands on a line of its own."""
     pairs = data.get('history') or []
-    if not isinstance(pairs, list | tuple) or not all(
-        isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs
-    ):
+    if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
         raise ValueError(f'`history` must be a list of pairs of question and answer, got: {_short(pairs)}')
     asked = [data[question], *([data[detail]] if _is_given(data.get(detail)) else [])]
     if not all(isinstance(text, str) for text in asked):
@@ -277,19 +127,17 @@ def _alpaca(
 
 
 def _prompt_and_completion(data: Mapping[str, Any]) -> list[Any]:
-    """TRL's: loss on the completion only; media without placeholders stand before the first question."""
+    """Learns TRL's completion only; media without placeholders stand before the first question."""
     prompt, completion = data['prompt'], data['completion']
     if not all(
-        isinstance(part, list) and all(isinstance(turn, dict) for turn in part) for part in (prompt, completion)
+        isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns) for turns in (prompt, completion)
     ):
-        raise ValueError(
-            '`prompt` and `completion` must be lists of turns (a plain string says nobody speaks), got others'
-        )
+        raise ValueError('`prompt` and `completion` must be lists of turns (a plain string says nobody speaks)')
     answers = [turn.get('role', turn.get('from')) in ('assistant', 'gpt', 'model') for turn in prompt]
     prompt = [{**turn, 'weight': 0} if answer else turn for turn, answer in zip(prompt, answers, strict=True)]
     if all(isinstance(turn.get('content'), str) and not MEDIUM_IN_TEXT.search(turn['content']) for turn in prompt):
         first = next((i for i, turn in enumerate(prompt) if turn.get('role') == 'user'), 0)
-        placeholders = ''.join(f'<{kind}>' * len(_listed(data, kind)) for kind in KINDS)
+        placeholders = ''.join(f'<{modality}>' * len(_listed(data, modality)) for modality in MODALITIES)
         prompt[first] = {**prompt[first], 'content': placeholders + prompt[first]['content']}
     return [*prompt, *completion]
 
@@ -302,9 +150,6 @@ FORMATS: dict[tuple[str, ...], Callable[[Mapping[str, Any]], Any]] = {
     ('query', 'response'): partial(_alpaca, question='query', detail='', answer='response'),
 }
 """Keys that mark a format -> what makes a list of turns of its record. All may have a `system` text and media."""
-
-# The kind of a placeholder, and the medium where the text itself names it.
-Slot = tuple[str, Medium | None]
 
 
 def _raw_turns(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -321,7 +166,7 @@ def _raw_turns(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _turn(turn: Mapping[str, Any], slots: list[Slot]) -> Turn:
-    """A turn; each medium in it adds one to the slots."""
+    """Returns a turn; each medium in it adds one to the slots."""
     turn = {key: value for key, value in turn.items() if _is_given(value) or key in ('content', 'value')}
     name, content = _only(turn, 'role', 'from'), _only(turn, 'content', 'value')
     if others := turn.keys() - TURN_KEYS:
@@ -344,16 +189,14 @@ def _turn(turn: Mapping[str, Any], slots: list[Slot]) -> Turn:
 
 
 def _carries_loss(turn: Mapping[str, Any], role: str) -> bool:
-    """OpenAI's and ShareGPT's `weight`, ms-swift's `loss`."""
+    """Reads OpenAI's and ShareGPT's `weight`, ms-swift's `loss`."""
     given = {key: turn[key] for key in ('weight', 'loss') if key in turn}
     if not given:
         return True
     wrong = [value for value in given.values() if value not in (0, 1)]
     if wrong or len(set(given.values())) > 1 or (role != 'assistant' and 1 in given.values()):
-        raise ValueError(
-            f'`weight` (or `loss`) of a turn must be 0 or 1, and 1 only for an answer, got: {_short(given)} for a turn '
-            f'of the {role}. Weights between are not supported; write 0 or 1, or take them out'
-        )
+        found = f'{_short(given)} for a turn of the {role}'
+        raise ValueError(f'`weight` (or `loss`) of a turn must be 0 or 1, and 1 only for an answer, got: {found}')
     return role != 'assistant' or 0 not in given.values()
 
 
@@ -361,143 +204,130 @@ def _loss_weights(value: Any) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float('inf'):
-        raise ValueError(
-            f'`loss_weights` must be a finite number, 0 or more, for all tokens of the sample, got: {_short(value)}'
-        )
+        raise ValueError(f'`loss_weights` must be a finite number, 0 or more, got: {_short(value)}')
     return float(value)
 
 
 def _part(part: Any, slots: list[Slot]) -> str:
-    """The text of one part of a content list, a placeholder where it is a medium."""
+    """Returns the text of one part of a content list, a placeholder where it is a medium."""
     if not isinstance(part, dict):
         raise ValueError(f'a part of `content` must be an object, got: {_short(part)}')
     given = {key: value for key, value in part.items() if value is not None}
     part_type = given.get('type', next(iter(given)) if len(given) == 1 else None)  # Qwen-VL's parts are {'text': ...}
-    if not isinstance(part_type, str) or part_type not in PARTS:
-        raise ValueError(
-            f'a part of `content` must be of type {sorted(PARTS)}, got: {_short(part_type)}, which is not supported'
-        )
-    keys = PARTS[part_type]
+    if not isinstance(part_type, str) or part_type not in PART_TYPES:
+        raise ValueError(f'a part of `content` must be of type {sorted(PART_TYPES)}, got: {_short(part_type)}')
+    modality, keys = PART_TYPES[part_type]
     if others := given.keys() - {*keys, *PART_NOTES}:
         raise ValueError(f'`{min(others)}` of a part of type {part_type} is not supported; take it out')
-    if part_type in TEXT_PARTS:
+    if modality == 'text':
         if not isinstance(given.get('text'), str):
             raise ValueError(f'`text` of a part of `content` must be a string, got: {_short(given.get("text"))}')
         return _text(given['text'], slots)
-    kind = KIND_OF_PART[part_type]
-    number = sum(other == kind for other, _ in slots)
+    number = sum(other == modality for other, _ in slots)
     if given.get('index', number) != number:
-        raise ValueError(
-            f'`index` of {kind} parts must count up from 0, got: {_short(given["index"])} for {kind} {number}'
-        )
-    if not any(key in given for key in keys) and part_type != kind:
+        found = f'{_short(given["index"])} for {modality} {number}'
+        raise ValueError(f'`index` of {modality} parts must count up from 0, got: {found}')
+    if not any(key in given for key in keys) and part_type != modality:
         raise ValueError(f'a part of type {part_type} must have `{keys[0]}`, got: none (files by id cannot be read)')
     value = _only(given, *keys)
     if 'base64' in given:
-        value = f'data:{kind};base64,{value}'
-    slots.append((kind, None if value is None else _medium(kind, value)))
-    return f'<{kind}>'
+        value = f'data:{modality};base64,{value}'
+    slots.append((modality, None if value is None else _medium(modality, value)))
+    return f'<{modality}>'
 
 
 def _text(text: str, slots: list[Slot]) -> str:
-    """The text with one placeholder for each medium."""
+    """Returns the text with one placeholder for each medium."""
     if '<' not in text:
         return text
 
     def placeholder(match: re.Match[str]) -> str:
-        kind = KIND_OF_TAG.get(match[0], 'image')
-        slots.append((kind, None if match[1] is None else _medium(kind, match[1].strip())))
-        return f'<{kind}>'
+        modality = MODALITY_OF_TAG.get(match[0], 'image')
+        slots.append((modality, None if match[1] is None else _medium(modality, match[1].strip())))
+        return f'<{modality}>'
 
     text = MEDIUM_IN_TEXT.sub(placeholder, text)
     if '<img>' in text:
-        raise ValueError(
-            '`<img>` in a text stands for an image, and `</img>` must end its name; write the word in another way if '
-            'it is meant as text'
-        )
+        raise ValueError('`<img>` in a text stands for an image, and `</img>` must end its name')
     return text
 
 
-def _listed(data: Mapping[str, Any], kind: str) -> list[Medium]:
-    """What ``image`` or ``images``, ``video`` or ``videos``, ... name."""
+def _listed(data: Mapping[str, Any], modality: str) -> list[Medium]:
+    """Returns what ``image`` or ``images``, ``video`` or ``videos``, ... name."""
     listed = {
         key: data[key] if isinstance(data[key], list) else [data[key]]
-        for key in KINDS[kind].keys
+        for key in LIST_KEYS[modality]
         if _is_given(data.get(key))
     }
     if any(values != next(iter(listed.values())) for values in listed.values()):
         names = ' and '.join(f'`{key}`' for key in listed)
         raise ValueError(f'{names} must name the same, got: lists that differ. Keep one of them')
-    return [_medium(kind, value) for value in next(iter(listed.values()), [])]
+    return [_medium(modality, value) for value in next(iter(listed.values()), [])]
 
 
 def _fill(slots: list[Slot], listed: Mapping[str, list[Medium]]) -> list[Medium]:
-    """The media in the order of their placeholders; those of the lists go where no other stands."""
-    for kind in KINDS:
-        placeholders = [medium for other, medium in slots if other == kind]
-        num_media = len(listed[kind]) + sum(medium is not None for medium in placeholders)
+    """Returns the media in the order of their placeholders; those of the lists go where no other stands."""
+    for modality in MODALITIES:
+        placeholders = [medium for other, medium in slots if other == modality]
+        num_media = len(listed[modality]) + sum(medium is not None for medium in placeholders)
         if num_media != len(placeholders):
-            raise ValueError(
-                f'the number of {kind}s must match the `<{kind}>` placeholders, got: {num_media} {kind}s '
-                f'and {len(placeholders)} placeholders'
-            )
-    rest = {kind: iter(media) for kind, media in listed.items()}
-    return [next(rest[kind]) if medium is None else medium for kind, medium in slots]
+            found = f'{num_media} {modality}s and {len(placeholders)} placeholders'
+            raise ValueError(f'the number of {modality}s must match the `<{modality}>` placeholders, got: {found}')
+    rest = {modality: iter(media) for modality, media in listed.items()}
+    return [next(rest[modality]) if medium is None else medium for modality, medium in slots]
 
 
-def _medium(kind: str, value: Any) -> Medium:
-    """A medium of one file, or of a list of pictures, as LLaMA-Factory's and Qwen's videos may be."""
-    if kind == 'video' and isinstance(value, list) and value:
-        return Medium(kind, tuple(_file('image', frame) for frame in value))
-    return Medium(kind, (_file(kind, value),))
+def _medium(modality: str, value: Any) -> Medium:
+    """Returns a medium of one file, or of a list of images, as LLaMA-Factory's and Qwen's videos may be."""
+    if modality == 'video' and isinstance(value, list) and value:
+        return Medium(modality, tuple(_file('image', frame) for frame in value))
+    return Medium(modality, (_file(modality, value),))
 
 
-def _file(kind: str, value: Any) -> str | EmbeddedFile:
-    """A file by name or embedded; from a name, a URL, or a mapping of ``path``, ``url``, ``bytes`` and ``data``."""
+def _file(modality: str, value: Any) -> str | EmbeddedFile:
+    """Reads a name, a URL, or a mapping of ``path``, ``url``, ``bytes`` and ``data``."""
     if isinstance(value, EmbeddedFile):
         return value
     if isinstance(value, dict):  # of ms-swift, of `datasets`, of OpenAI's `image_url` and `input_audio`
         given = {key: item for key, item in value.items() if _is_given(item) and key not in FILE_NOTES}
         if others := given.keys() - {'path', 'url', 'bytes', 'data'}:
-            raise ValueError(f'`{min(others)}` of {_a(kind)} is not supported; take it out')
+            raise ValueError(f'`{min(others)}` of {_a(modality)} is not supported; take it out')
         for key in ('bytes', 'data'):
             if isinstance(given.get(key), str):
-                return _from_data_uri(kind, f'data:{kind};base64,{given[key]}')
-        return _file(kind, given.get('bytes', given.get('path', given.get('url'))))
+                return _from_data_uri(modality, f'data:{modality};base64,{given[key]}')
+        return _file(modality, given.get('bytes', given.get('path', given.get('url'))))
     if isinstance(value, bytes):
-        return EmbeddedFile.of('in the record', value)
+        return EmbeddedFile.from_bytes('in the record', value)
     if not isinstance(value, str) or not value:
-        raise ValueError(f'`{kind}` must be a file name or a list of file names, got: {_short(value)}')
+        raise ValueError(f'`{modality}` must be a file name or a list of file names, got: {_short(value)}')
     if value.startswith('data:'):
-        return _from_data_uri(kind, value)
+        return _from_data_uri(modality, value)
     if value.startswith('file://'):
         return url2pathname(urlsplit(value).path)
     if re.match(r'[A-Za-z][A-Za-z0-9+.-]*://', value):
-        raise ValueError(
-            f'`{kind}` must be a file, got: {_short(value)}, which is on a network. Download it and name the file'
-        )
+        raise ValueError(f'`{modality}` must be a file, got: {_short(value)}, which is on a network. Download it')
     if max(map(len, value.split(os.sep))) > 255:  # longer than file systems allow
-        raise ValueError(
-            f'`{kind}` must be a file name, got: {_short(value)}. Write bytes as `data:{kind}/<type>;base64,...`'
-        )
+        known = f'Write bytes as `data:{modality}/<type>;base64,...`'
+        raise ValueError(f'`{modality}` must be a file name, got: {_short(value)}. {known}')
     return value
 
 
-def _from_data_uri(kind: str, uri: str) -> EmbeddedFile:
+def _from_data_uri(modality: str, uri: str) -> EmbeddedFile:
+    what = f'a data: URI of {_a(modality)}'
     header, _, payload = uri.partition(',')
     if not payload:  # made of `base64` or `bytes`, which holds no header, or cut short
-        raise ValueError(f'a data: URI of {_a(kind)} must hold base64, got: {_short(uri)}')
+        raise ValueError(f'{what} must hold base64, got: {_short(uri)}')
     if not header.endswith(';base64'):
-        raise ValueError(f'a data: URI of {_a(kind)} must be base64, got: {_short(header)}')
+        raise ValueError(f'{what} must be base64, got: {_short(header)}')
     try:
         content = base64.b64decode(''.join(payload.split()), validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise ValueError(f'a data: URI of {_a(kind)} must be base64, got: {_short(uri)}: {error}') from error
-    return EmbeddedFile.of(header.removesuffix(';base64'), content)
+    except ValueError as error:
+        raise ValueError(f'{what} must be base64, got: {_short(uri)}: {error}') from error
+    return EmbeddedFile.from_bytes(header.removesuffix(';base64'), content)
 
 
-def _a(kind: str) -> str:
-    return f'{"a" if kind == "video" else "an"} {kind}'
+def _a(modality: str) -> str:
+    return f'{"a" if modality == "video" else "an"} {modality}'
 
 
 def _check_turns(turns: list[Turn]) -> None:
@@ -522,7 +352,7 @@ def _check_characters(text: str) -> None:
 
 
 def _only(values: Mapping[str, Any], *keys: str) -> Any:
-    """The value of the one key that is given."""
+    """Returns the value of the one key that is given."""
     given = [key for key in keys if values.get(key) is not None]
     if len(given) > 1:
         raise ValueError(f'only one of {", ".join(f"`{key}`" for key in given)} may be given, got: all of them')
@@ -534,7 +364,7 @@ def _quoted(keys: tuple[str, ...]) -> str:
 
 
 def _is_given(value: Any) -> bool:
-    """False for what tables and files write where there is nothing."""
+    """Returns False for what tables and files write where there is nothing."""
     return value is not None and not (isinstance(value, str | bytes | list | dict) and not value)
 
 

@@ -11,11 +11,8 @@ from typing import Literal
 from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-__all__ = ['ask_hub']
-
 PATIENCE = 5.0
 """Seconds."""
-_ASKED_FOR = {'model': 'config.json', 'dataset': 'README.md'}
 
 
 def ask_hub(name: str, kind: Literal['model', 'dataset']) -> None:
@@ -24,14 +21,13 @@ def ask_hub(name: str, kind: Literal['model', 'dataset']) -> None:
     Raises:
         OSError: If it does not answer, or the name cannot be one of the hub.
     """
-    file = _ASKED_FOR[kind]
+    file = {'model': 'config.json', 'dataset': 'README.md'}[kind]
     if constants.HF_HUB_OFFLINE or os.path.isdir(name):
         return
     try:
-        if isinstance(try_to_load_from_cache(name, file, repo_type=kind), str):
-            return
-        get_hf_file_metadata(hf_hub_url(name, file, repo_type=kind), timeout=PATIENCE)
-    except HfHubHTTPError:  # an answer; what the hub lacks is said by who asks for it
+        if not isinstance(try_to_load_from_cache(name, file, repo_type=kind), str):
+            get_hf_file_metadata(hf_hub_url(name, file, repo_type=kind), timeout=PATIENCE)
+    except HfHubHTTPError:  # an answer; what the hub lacks is reported by who reads it
         return
     except HFValidationError as error:
         raise OSError('there is no such folder, and the hub has no such names') from error

@@ -5,35 +5,32 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from typing import Any
 
 import numpy as np
 from torch.utils.data import ConcatDataset
 
-from composer_tokacc.data.formats import BadSampleError
+from composer_tokacc.cache import fingerprint
+from composer_tokacc.data.records import BadSampleError
 
-__all__ = ['class_name', 'identify_data', 'identify_processor', 'identify_vocabulary']
-
-NUM_PROBES = 64
+NUM_READ = 64
 """Samples that stand for a dataset that says nothing about itself."""
 
 
 def identify_data(dataset: Any) -> str:
-    """Changes with what a model is trained on, and not with where it lies.
+    """Returns what changes with what a model is trained on, and not with where it lies.
 
     That is ``dataset.identity()``, or ``dataset.fingerprint()``, where there is such a method. Otherwise it is the
     number of samples and the token ids of 64 of them, evenly spread: a change of samples between those goes unnoticed.
     Of a bad sample it is the reason; whoever reads all of them says what becomes of it.
     """
     if isinstance(dataset, ConcatDataset):
-        return _digest([identify_data(part) for part in dataset.datasets])
+        return fingerprint([identify_data(part) for part in dataset.datasets])
     own = getattr(dataset, 'identity', None) or getattr(dataset, 'fingerprint', None)
     if callable(own):
-        return _digest(own())
-    indices = np.unique(np.linspace(0, len(dataset) - 1, NUM_PROBES).astype(int)).tolist()
-    return _digest([len(dataset), *(_tokens_of(dataset, index) for index in indices)])
+        return fingerprint(own())
+    indices = np.unique(np.linspace(0, len(dataset) - 1, NUM_READ).astype(int)).tolist()
+    return fingerprint([len(dataset), *(_tokens_of(dataset, index) for index in indices)])
 
 
 def _tokens_of(dataset: Any, index: int) -> Any:
@@ -44,30 +41,21 @@ def _tokens_of(dataset: Any, index: int) -> Any:
 
 
 def identify_processor(processor: Any) -> str:
-    """Changes with what a processor makes of text and media, its vocabulary left out."""
+    """Returns what changes with what a processor makes of text and media, its vocabulary left out."""
     tokenizer = getattr(processor, 'tokenizer', processor)
     parts = [getattr(processor, name, None) for name in ('image_processor', 'video_processor', 'feature_extractor')]
-    return _digest(
-        [
-            class_name(processor),
-            processor.to_dict() if hasattr(processor, 'to_dict') else {},
-            [getattr(part, 'to_dict', dict)() for part in parts],
-            getattr(processor, 'chat_template', None) or getattr(tokenizer, 'chat_template', None),
-        ]
-    )
+    template = getattr(processor, 'chat_template', None) or getattr(tokenizer, 'chat_template', None)
+    settings = [getattr(part, 'to_dict', dict)() for part in (processor, *parts)]
+    return fingerprint([class_name(processor), settings[0], settings[1:], template])
 
 
 def identify_vocabulary(processor: Any) -> str:
-    """Changes with the tokens and their numbers, and with those that begin, end and fill up a text."""
+    """Returns what changes with the tokens and their numbers, and with those that begin, end and fill up a text."""
     tokenizer = getattr(processor, 'tokenizer', processor)
     tokens = sorted(tokenizer.get_vocab().items()) if hasattr(tokenizer, 'get_vocab') else []
-    return _digest([tokens, getattr(tokenizer, 'special_tokens_map', {})])
+    return fingerprint([tokens, getattr(tokenizer, 'special_tokens_map', {})])
 
 
 def class_name(thing: Any) -> str:
-    """The full name of an object's class."""
+    """Returns the full name of an object's class."""
     return f'{type(thing).__module__}.{type(thing).__qualname__}'
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:32]

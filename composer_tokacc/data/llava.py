@@ -5,57 +5,49 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from torch.utils.data import Dataset
 
+from composer_tokacc.cache import fingerprint
 from composer_tokacc.data.conversation import ConversationEncoder
-from composer_tokacc.data.files import image_folder, read_raw_records
-from composer_tokacc.data.formats import BadSampleError, EmbeddedFile, Record, parse_record
-from composer_tokacc.data.lengths import LengthTable, chosen_patch_size, length_table
-from composer_tokacc.data.media import MediaFolders, VideoSampling, image_size
-
-__all__ = ['LlavaDataset']
+from composer_tokacc.data.files import read_records, read_texts
+from composer_tokacc.data.images import image_size
+from composer_tokacc.data.lengths import LengthTable, length_table
+from composer_tokacc.data.patches import patch_size_of
+from composer_tokacc.data.records import BadSampleError, EmbeddedFile, PathLike, Record
+from composer_tokacc.data.user_files import open_files
+from composer_tokacc.data.videos import VideoSampling
 
 log = logging.getLogger(__name__)
 
-PathLike = str | os.PathLike[str]
-
 
 class LlavaDataset(Dataset):
-    r"""Conversations about images, videos and sounds, loss on the assistant's turns only, ending tokens included.
-
-    A record is ``{"id": ..., "image": "a.jpg" | ["a.jpg", ...], "conversations": [{"from": "human", "value":
-    "<image>\nWhat is this?"}, {"from": "gpt", "value": "A cat."}, ...]}``, or one of the other formats in
-    ``data.formats``; ``docs/data.md`` has a table of them.
+    """Conversations about images, videos and audio, loss on the assistant's turns only, ending tokens included.
 
     Bad samples are never replaced and never dropped in passing, so that every rank has the same samples at the same
-    indices:
-
-    - ``on_error='raise'``: a bad line, a missing file, or media that do not match their placeholders raise at the
-      start; an unreadable file or a sample over ``max_length`` raises when it is read.
-    - ``on_error='skip'``: every sample is read once, in parallel, the ranks sharing the work; bad ones are left out and
-      counted (``skipped``, :meth:`skip_report`). What was found is kept with the lengths, so that later runs on the
-      same files read nothing twice. A file that breaks after that still raises.
+    indices: with ``on_error='raise'`` a bad record raises at the start, an unreadable file or a sample over
+    ``max_length`` when it is read. With ``'skip'`` every sample is read once, in parallel, the ranks sharing the work;
+    bad ones are left out and counted (``skipped``, :meth:`skip_report`), and what was found is kept with the lengths.
 
     Args:
         path: JSON, JSONL or parquet file, ``dataset_info.json#name``, folder saved by ``datasets``, or
-            ``hf://datasets/owner/name#split``; or several.
+            ``hf://datasets/owner/name#split``; or several. ``docs/formats.md`` has the formats of records.
         processor: Hugging Face processor; for text alone a tokenizer will do.
-        image_dir: Folder that names of images, videos and sounds start from. ``None``: the folder of the file.
+        image_dir: Folder that names of media start from. ``None``: the folder of the file.
         allow_outside: Whether names may lead out of that folder: ``../``, absolute ones, links.
         video: Arguments of :class:`.VideoSampling`: ``num_frames``, or ``fps``; ``min_frames``, ``max_frames``.
         max_length: Longest sample allowed, in tokens, image tokens included. Nothing is ever truncated.
         on_error: ``'raise'`` or ``'skip'``.
         num_workers: Processes that read the samples (``skip`` only). ``None``: all cores.
         lengths_folder: Where what was found is kept (``skip`` only), see :func:`.length_table`.
-        patch_size: Of the vision tower, for the lengths that are kept with it; see there.
+        patch_size: Of the vision encoder, for the lengths that are kept with it; see there.
 
     Raises:
         BadSampleError: For the first bad sample (``raise``), or when no sample is good (``skip``).
@@ -84,21 +76,18 @@ class LlavaDataset(Dataset):
         self.records: list[Record] = []
         self.folders: list[Path] = []
         self.skipped: list[str] = []
-        folders = MediaFolders(allow_outside=allow_outside)
-        for file in _paths(path):
-            folder = image_folder(file) if image_dir is None else Path(image_dir)
-            for raw in read_raw_records(file):
-                try:
-                    record = parse_record(raw)
-                    self.encoder.check_takes_media(record)
-                    folders.check(record, folder)
-                except BadSampleError as error:
-                    if on_error == 'raise':
-                        raise
-                    self.skipped.append(str(error))
-                else:
-                    self.records.append(record)
-                    self.folders.append(folder)
+        for found in read_records(path, image_dir=image_dir, allow_outside=allow_outside):
+            try:
+                if isinstance(found, BadSampleError):
+                    raise found
+                self.encoder.check_takes_media(found[0])
+            except BadSampleError as error:
+                if on_error == 'raise':
+                    raise
+                self.skipped.append(str(error))
+            else:
+                self.records.append(found[0])
+                self.folders.append(found[1])
         if on_error == 'skip':
             self._skip_unreadable(patch_size, folder=lengths_folder, num_workers=num_workers)
         if not self.records:
@@ -107,42 +96,37 @@ class LlavaDataset(Dataset):
 
     @staticmethod
     def texts(path: PathLike | Sequence[PathLike]) -> Iterator[str]:
-        """Yields the text of every turn, without placeholders: what a tokenizer can be trained on."""
-        for file in _paths(path):
-            for raw in read_raw_records(file):
-                try:
-                    yield from parse_record(raw).texts
-                except BadSampleError:
-                    continue  # the dataset reports it
+        """Returns the text of every turn, without placeholders: what a tokenizer can be trained on."""
+        return read_texts(path)
 
     def __len__(self) -> int:
         return len(self.records)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        record = self.records[index]
-        return self.encoder.encode_record(record, record.files(self.folders[index]))
+        return self._encoded(index)
 
-    def outlines(self, indices: Sequence[int]) -> list[tuple[dict[str, Any], list[tuple[int, int]]] | None]:
-        """What ``data.headers`` makes lengths of: some samples before their placeholders are expanded, and image sizes.
+    def _encoded(self, index: int, *, shapes_only: bool = False) -> dict[str, Any]:
+        record = self.records[index]
+        return self.encoder.encode_record(record, open_files(record, self.folders[index]), shapes_only=shapes_only)
+
+    def unexpanded(self, indices: Sequence[int]) -> list[tuple[dict[str, Any], list[tuple[int, int]]] | None]:
+        """Returns some samples before their placeholders are expanded, and image sizes: ``headers`` needs no more.
 
         None for a sample that has to be read, be it for its videos, or only to learn what is wrong with it.
         """
-        plain = self.encoder.encode_unexpanded([self.records[index].messages() for index in indices])
-        outlines: list[tuple[dict[str, Any], list[tuple[int, int]]] | None] = [None] * len(plain)
-        for position, (index, sample) in enumerate(zip(indices, plain, strict=True)):
+        samples = self.encoder.encode_unexpanded([self.records[index].messages() for index in indices])
+        found: list[tuple[dict[str, Any], list[tuple[int, int]]] | None] = [None] * len(samples)
+        for position, (index, sample) in enumerate(zip(indices, samples, strict=True)):
             record = self.records[index]
             if sample is None or record.count('image') < len(record.media):
                 continue
             with suppress(Exception):  # no image
-                outlines[position] = sample, [image_size(file) for file in record.files(self.folders[index])]
-        return outlines
+                found[position] = sample, [image_size(file) for file in open_files(record, self.folders[index])]
+        return found
 
-    def outline_of_films(self, index: int) -> dict[str, Any] | None:
-        """The sample of the same shapes with one frame of each film decoded; None where there is no film to save."""
-        record = self.records[index]
-        if not record.count('video'):
-            return None
-        return self.encoder.encode_record(record, record.files(self.folders[index]), outlines=True)
+    def shapes_of_videos(self, index: int) -> dict[str, Any] | None:
+        """Returns a sample of the same shapes, one frame of each video decoded; None where there is no video."""
+        return self._encoded(index, shapes_only=True) if self.records[index].count('video') else None
 
     def identity(self) -> str:
         """Changes with what a model is trained on: the turns, and the files by name and size, or embedded content.
@@ -150,23 +134,21 @@ class LlavaDataset(Dataset):
         So it does with the frames that are taken of videos; not with where files lie, the ids of samples, or
         ``max_length``, which leaves out nothing in silence.
         """
-        digest = hashlib.sha256()
+        return _all_digits(self._identities())
+
+    def _identities(self) -> Iterator[tuple[Any, ...]]:
         for record, folder in zip(self.records, self.folders, strict=True):
-            media = [(medium.kind, [_named(file, folder) for file in medium.files]) for medium in record.media]
+            media = [(medium.modality, [_named(file, folder) for file in medium.files]) for medium in record.media]
             sampling = self.encoder.video if record.count('video') else None
-            weights = () if record.loss_weights is None else (record.loss_weights,)
-            digest.update(repr((record.turns, media, sampling, *weights)).encode())
-        return digest.hexdigest()
+            yield record.turns, media, sampling, *(() if record.loss_weights is None else (record.loss_weights,))
 
     def fingerprint(self) -> str:
         """Changes with all that decides on the length of a sample, or on what is said about a bad one."""
-        digest = hashlib.sha256(repr((self.identity(), self.encoder.max_length)).encode())
-        for record in self.records:
-            digest.update(repr((record.sample_id, record.source, [medium.names for medium in record.media])).encode())
-        return digest.hexdigest()
+        named = ((one.sample_id, one.source, [medium.names for medium in one.media]) for one in self.records)
+        return _all_digits(chain([(self.identity(), self.encoder.max_length)], named))
 
     def skip_report(self) -> str:
-        """One line for the end of a run: how many samples were left out, and why the first was."""
+        """Returns one line: how many samples were left out, and why the first was."""
         total = len(self.records) + len(self.skipped)
         first = f'; first: {self.skipped[0]}' if self.skipped else ''
         return f'skipped {len(self.skipped)} of {total} samples{first}'
@@ -174,7 +156,7 @@ class LlavaDataset(Dataset):
     def _skip_unreadable(self, patch_size: int | None, **options: Any) -> None:
         if not self.records:
             return
-        patch_size = chosen_patch_size(self.encoder.processor, patch_size)
+        patch_size = patch_size_of(patch_size, self.encoder.processor)
         table = length_table(self, self.encoder.processor, patch_size=patch_size, on_error='skip', **options)
         good = [index for index in range(len(self.records)) if index not in table.errors]
         self.skipped += table.errors.values()
@@ -185,11 +167,12 @@ class LlavaDataset(Dataset):
             log.warning(self.skip_report())
 
 
+def _all_digits(parts: Iterable[tuple[Any, ...]]) -> str:
+    """Returns a fingerprint as checkpoints of every release hold it."""
+    return fingerprint((repr(part).encode() for part in parts), length=64)
+
+
 def _named(file: str | EmbeddedFile, folder: Path) -> tuple[str, int]:
     if isinstance(file, EmbeddedFile):
         return '', file.checksum
     return os.path.basename(file), os.stat(folder / file).st_size
-
-
-def _paths(path: PathLike | Sequence[PathLike]) -> list[PathLike]:
-    return [path] if isinstance(path, (str, os.PathLike)) else list(path)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -16,17 +15,15 @@ from streaming import Stream, StreamingDataset  # pyright: ignore[reportMissingI
 from streaming.base.format import reader_from_json  # pyright: ignore[reportMissingImports]
 
 from composer_tokacc.data.conversation import ConversationEncoder
-from composer_tokacc.data.media import VideoSampling
+from composer_tokacc.data.records import PathLike
 from composer_tokacc.data.to_mds import from_row
-
-__all__ = ['LlavaStreamingDataset']
+from composer_tokacc.data.videos import VideoSampling
 
 
 class LlavaStreamingDataset(StreamingDataset):
-    """What ``python -m composer_tokacc.data.to_mds`` wrote, as samples for :class:`.VisionLanguageCollator`.
+    """What ``python -m composer_tokacc.data.to_mds`` wrote; a sample equals that of :class:`.LlavaDataset`.
 
-    A sample equals that of :class:`.LlavaDataset` for the same record and processor. Order, sharing among ranks,
-    downloads, caching and resumption are StreamingDataset's.
+    Order, sharing among ranks, downloads, caching and resumption are StreamingDataset's.
 
     Args:
         processor: Hugging Face processor; for text alone a tokenizer will do.
@@ -57,12 +54,12 @@ class LlavaStreamingDataset(StreamingDataset):
         super().__init__(streams=streams, **kwargs)
 
     def get_item(self, sample_id: int, retry: int = 7) -> dict[str, Any]:
-        """Sample by its number in the shards; downloads its shard where it is not there yet."""
+        """Returns a sample by its number in the shards; downloads its shard where it is not there yet."""
         record, files = from_row(super().get_item(sample_id, retry))
         return self.encoder.encode_record(record, list(map(BytesIO, files)))
 
     @staticmethod
-    def texts(*folders: str | os.PathLike[str]) -> Iterator[str]:
+    def texts(*folders: PathLike) -> Iterator[str]:
         """Yields the text of every turn, without placeholders: what a tokenizer can be trained on.
 
         Args:

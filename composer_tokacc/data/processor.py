@@ -10,16 +10,7 @@ from collections.abc import Iterable
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
 
-__all__ = [
-    'CHAT_TEMPLATE',
-    'SPECIAL_TOKENS',
-    'build_small_processor',
-    'small_llava_processor',
-    'train_tokenizer',
-    'wrap_tokenizer',
-]
-
-SPECIAL_TOKENS = ('<pad>', '<unk>', '<image>', '<|system|>', '<|user|>', '<|assistant|>', '<|end|>')
+RESERVED_TOKENS = ('<pad>', '<unk>', '<image>', '<|system|>', '<|user|>', '<|assistant|>', '<|end|>')
 
 # Every role has a token of its own, which also ends the turn before; only an answer needs an ending token.
 CHAT_TEMPLATE = (
@@ -39,9 +30,9 @@ def train_tokenizer(
     """Trains a byte-level BPE tokenizer, which can write any text, on the given ones; it pads on the right.
 
     Raises:
-        ValueError: If ``vocab_size`` has no room for :data:`SPECIAL_TOKENS` and the 256 bytes, which it includes.
+        ValueError: If ``vocab_size`` has no room for :data:`RESERVED_TOKENS` and the 256 bytes, which it includes.
     """
-    smallest = len(SPECIAL_TOKENS) + len(pre_tokenizers.ByteLevel.alphabet())
+    smallest = len(RESERVED_TOKENS) + len(pre_tokenizers.ByteLevel.alphabet())
     if vocab_size < smallest:
         raise ValueError(f'`vocab_size` must be at least {smallest} (special tokens and bytes), got: {vocab_size}.')
     tokenizer = Tokenizer(models.BPE())
@@ -49,7 +40,7 @@ def train_tokenizer(
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=list(SPECIAL_TOKENS),
+        special_tokens=list(RESERVED_TOKENS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -59,7 +50,7 @@ def train_tokenizer(
 
 def wrap_tokenizer(tokenizer: Tokenizer, *, model_max_length: int) -> PreTrainedTokenizerFast:
     """Gives a bare tokenizer its special tokens and its chat template."""
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in RESERVED_TOKENS])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token='<pad>',
@@ -75,19 +66,16 @@ def wrap_tokenizer(tokenizer: Tokenizer, *, model_max_length: int) -> PreTrained
 def small_llava_processor(
     tokenizer: PreTrainedTokenizerFast, *, image_size: int = 32, patch_size: int = 8
 ) -> LlavaProcessor:
-    """A ``LlavaProcessor`` around the given tokenizer: square images, ``(image_size / patch_size)**2`` tokens each.
+    """Returns a processor around the given tokenizer: square images, ``(image_size / patch_size)**2`` tokens each.
 
     Raises:
         ValueError: If ``image_size`` is no multiple of ``patch_size``.
     """
     if image_size % patch_size:
         raise ValueError(f'`image_size` must be a multiple of `patch_size`={patch_size}, got: {image_size}.')
+    square, half = {'height': image_size, 'width': image_size}, [0.5, 0.5, 0.5]
     image_processor = CLIPImageProcessor(
-        size={'height': image_size, 'width': image_size},
-        do_center_crop=False,
-        crop_size={'height': image_size, 'width': image_size},
-        image_mean=[0.5, 0.5, 0.5],
-        image_std=[0.5, 0.5, 0.5],
+        size=square, do_center_crop=False, crop_size=square, image_mean=half, image_std=half
     )
     return LlavaProcessor(
         image_processor=image_processor,
@@ -107,7 +95,7 @@ def build_small_processor(
     patch_size: int = 8,
     model_max_length: int = 2048,
 ) -> LlavaProcessor:
-    """A LLaVA processor that needs no download; see ``train_tokenizer`` and ``small_llava_processor``.
+    """Returns a LLaVA processor that needs no download; see ``train_tokenizer`` and ``small_llava_processor``.
 
     Args:
         texts: What the tokenizer is trained on, e.g. ``LlavaDataset.texts(path)``.

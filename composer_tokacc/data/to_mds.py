@@ -23,28 +23,25 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from composer_tokacc.data.files import read_raw_records
-from composer_tokacc.data.formats import BadSampleError, Medium, RawRecord, Record, Turn, parse_record
-from composer_tokacc.data.media import MediaFolders, open_media
+from composer_tokacc.data.files import read_records
+from composer_tokacc.data.media import decode_media
+from composer_tokacc.data.records import BadSampleError, Medium, Record, Turn
+from composer_tokacc.data.user_files import open_files
 
-__all__ = ['Written', 'from_row', 'main', 'write_shards']
-
-COLUMNS = {'media': 'bytes', 'record': 'json'}
+SHARD_COLUMNS = {'media': 'bytes', 'record': 'json'}
 """Columns of a shard and their MDS encodings: files byte for byte, one behind the other, and all else."""
-CHUNK = 256
+SAMPLES_AT_ONCE = 256
 """Samples that are read at once, and so held in memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """What came of it."""
+    """What became of the records of a file; ``skipped`` says why each bad sample was left out."""
 
     num_samples: int
     num_shards: int
     num_bytes: int
-    """Of all shards."""
     skipped: tuple[str, ...]
-    """Why each bad sample was left out; names it and its file."""
 
 
 def write_shards(
@@ -63,7 +60,7 @@ def write_shards(
 
     Args:
         path: As for :class:`.LlavaDataset`.
-        image_dir: Folder that names of images, videos and sounds start from.
+        image_dir: Folder that names of media start from.
         out: Folder for the shards; empty or absent. If anything raises, nothing is left there.
         size_limit: Largest shard, in bytes or as ``'64mb'``; a sample that is larger has a shard of its own.
         on_error: ``'raise'`` at the first bad sample, or ``'skip'`` it, print why and count it.
@@ -82,13 +79,12 @@ def write_shards(
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f'`out_folder` must be empty or absent, got: {out}, which is not. Name another, or remove it.')
-    raw_records = list(read_raw_records(path))
+    records = list(read_records(path, image_dir=image_dir, allow_outside=allow_outside))
     writer = _open_writer(out, size_limit)
     skipped: list[str] = []
     try:
-        with tqdm(total=len(raw_records), desc='writing samples', disable=None, leave=False) as bar:
-            folders = MediaFolders(allow_outside=allow_outside)
-            for row in _read_rows(raw_records, Path(image_dir), folders):
+        with tqdm(_read_rows(records), total=len(records), desc='writing samples', disable=None, leave=False) as bar:
+            for row in bar:
                 if not isinstance(row, BadSampleError):
                     writer.write(row)
                 elif on_error == 'raise':
@@ -96,8 +92,7 @@ def write_shards(
                 else:
                     skipped.append(str(row))
                     bar.write(f'skipped: {row}', file=sys.stderr)
-                bar.update()
-        if len(skipped) == len(raw_records):
+        if len(skipped) == len(records):
             raise ValueError(f'`path` must hold at least one good sample, got: {path} with none.')
         writer.finish()
     except BaseException:
@@ -105,7 +100,7 @@ def write_shards(
         shutil.rmtree(out)  # only what was written here: it was empty
         raise
     return Written(
-        num_samples=len(raw_records) - len(skipped),
+        num_samples=len(records) - len(skipped),
         num_shards=len(writer.shards),
         num_bytes=sum(shard['raw_data']['bytes'] for shard in writer.shards),
         skipped=tuple(skipped),
@@ -123,14 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument('--allow-outside', action='store_true', help='let names of media lead out of their folder')
     options = parser.parse_args(arguments)
     try:
-        written = write_shards(
-            options.path,
-            options.image_dir,
-            options.out,
-            size_limit=options.size_limit,
-            on_error=options.on_error,
-            allow_outside=options.allow_outside,
-        )
+        written = write_shards(**vars(options))
     except (ValueError, OSError, ImportError) as error:
         print(f'error: {" ".join(str(error).split())}', file=sys.stderr)
         return 2
@@ -142,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _open_writer(out: Path, size_limit: int | str) -> Any:
-    """A writer that starts no new shard while the present one is empty, as MDSWriter does before an oversize sample."""
+    """Returns a writer that starts no shard while one is empty, as MDSWriter does before an oversize sample."""
     from streaming import MDSWriter  # pyright: ignore[reportMissingImports]
     from streaming.base.util import bytes_to_int  # pyright: ignore[reportMissingImports]
 
@@ -154,36 +142,36 @@ def _open_writer(out: Path, size_limit: int | str) -> Any:
     limit = bytes_to_int(size_limit)
     if not 0 < limit < 2**32:
         raise ValueError(f'`size_limit` must be above 0 and below 4gb (offsets are 32 bits), got: {size_limit}.')
-    return Writer(columns=COLUMNS, out=str(out), size_limit=limit)
+    return Writer(columns=SHARD_COLUMNS, out=str(out), size_limit=limit)
 
 
 def _read_rows(
-    raw_records: Iterable[RawRecord], image_dir: Path, folders: MediaFolders
+    records: Iterable[tuple[Record, Path] | BadSampleError],
 ) -> Iterator[dict[str, Any] | BadSampleError]:
-    """Rows in order, read by several threads: file systems and image decoders do without Python's lock."""
-
-    def read(raw: RawRecord) -> dict[str, Any] | BadSampleError:
-        try:
-            record = parse_record(raw)
-            folders.check(record, image_dir)
-            try:
-                opened = record.files(image_dir)
-                files = [file.read_bytes() if isinstance(file, Path) else file.read() for file in opened]
-            except OSError as error:
-                raise record.error(f'file {error.filename} cannot be read: {error.strerror}') from error
-            open_media(record, [BytesIO(file) for file in files])
-            return _to_row(record, files)
-        except BadSampleError as error:
-            return error
-
-    items = iter(raw_records)
+    """Yields rows in order, read by several threads: file systems and image decoders do without Python's lock."""
+    items = iter(records)
     with ThreadPoolExecutor() as pool:
-        while chunk := list(islice(items, CHUNK)):
-            yield from pool.map(read, chunk)
+        while chunk := list(islice(items, SAMPLES_AT_ONCE)):
+            yield from pool.map(_read_row, chunk)
+
+
+def _read_row(found: tuple[Record, Path] | BadSampleError) -> dict[str, Any] | BadSampleError:
+    if isinstance(found, BadSampleError):
+        return found
+    record, folder = found
+    try:
+        opened = open_files(record, folder)
+        files = [file.read_bytes() if isinstance(file, Path) else file.read() for file in opened]
+        decode_media(record, [BytesIO(file) for file in files])
+        return _to_row(record, files)
+    except BadSampleError as error:
+        return error
+    except OSError as error:
+        return record.error(f'file {error.filename} cannot be read: {error.strerror}')
 
 
 def _to_row(record: Record, files: Sequence[bytes]) -> dict[str, Any]:
-    """The row of a record and the content of its files, in their order."""
+    """Returns the row of a record and the content of its files, in their order."""
     return {
         'record': {
             'id': record.sample_id,
@@ -192,7 +180,7 @@ def _to_row(record: Record, files: Sequence[bytes]) -> dict[str, Any]:
                 {'from': turn.role, 'value': turn.text, **({} if turn.carries_loss else {'weight': 0})}
                 for turn in record.turns
             ],
-            'media': [[medium.kind, medium.names] for medium in record.media],
+            'media': [[medium.modality, medium.names] for medium in record.media],
             'bytes': [len(file) for file in files],
             **({} if record.loss_weights is None else {'loss_weights': record.loss_weights}),
         },
@@ -201,22 +189,20 @@ def _to_row(record: Record, files: Sequence[bytes]) -> dict[str, Any]:
 
 
 def from_row(row: dict[str, Any]) -> tuple[Record, list[bytes]]:
-    """The record and the content of its files that a row of a shard was made of.
+    """Returns the record and the content of its files that a row of a shard was made of.
 
     Raises:
         ValueError: If the row is of other columns, so not written by this program.
     """
-    if row.keys() != COLUMNS.keys():
-        raise ValueError(
-            f'shards must have the columns {sorted(COLUMNS)}, got: {sorted(row)}. Write them with '
-            '`python -m composer_tokacc.data.to_mds`.'
-        )
+    if row.keys() != SHARD_COLUMNS.keys():
+        remedy = 'Write them with `python -m composer_tokacc.data.to_mds`'
+        raise ValueError(f'shards must have the columns {sorted(SHARD_COLUMNS)}, got: {sorted(row)}. {remedy}.')
     raw = row['record']
     record = Record(
         sample_id=raw['id'],
         source=raw['source'],
         turns=tuple(Turn(turn['from'], turn['value'], turn.get('weight') != 0) for turn in raw['conversations']),
-        media=tuple(Medium(kind, tuple(names)) for kind, names in raw['media']),
+        media=tuple(Medium(modality, tuple(names)) for modality, names in raw['media']),
         loss_weights=raw.get('loss_weights'),
     )
     ends = accumulate(raw['bytes'], initial=0)

@@ -9,9 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from composer_tokacc.batch import Batch
-from composer_tokacc.layout import BatchLayout
-from composer_tokacc.layout.kinds import has_positions, widest_like
+from composer_tokacc.layout import RowFacts, widest_like
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,15 +17,15 @@ class CutRules:
     """How rows may be cut so that their losses stay what they are in the device batch.
 
     Args:
-        left: For rows padded on the left: ``'trim'``; ``'columns'``: trim, and write the columns that are left as
+        left: For rows padded on the left: ``'trim'``; ``'shift'``: trim, and write the columns that are left as
             ``position_ids``, for models that count positions from column 0; ``'keep'`` the padding.
         left_width: Width up to which ``left`` was shown to hold. Wider batches keep their padding until one was looked
             at as well.
         left_given: Whether it was shown for batches that bring ``position_ids``; of the others the same is true.
         right: For rows padded on the right: ``'trim'`` or ``'keep'``.
-        companions: Whether a microbatch without media needs a zero-weight row with media beside it, where others of
-            the step have media. (Mllama skips its cross-attention in a batch without images, but lets a text row
-            beside a row with an image attend to padding.)
+        needs_media: Whether a microbatch without media needs a dummy row with media, where others of the step have
+            media. (Mllama skips its cross-attention in a batch without images, but lets a text row beside a row with an
+            image attend to padding.)
         packing: How a microbatch's rows become one packed row: ``''``: not at all; ``'documents'``: the model's own
             attention is computed document by document; ``'positions'``: it finds documents by ``position_ids`` itself.
     """
@@ -36,37 +34,47 @@ class CutRules:
     left_width: int = sys.maxsize
     left_given: bool = False
     right: str = 'keep'
-    companions: bool = False
+    needs_media: bool = False
     packing: str = ''
 
-    def way(self, side: str, batch: Batch) -> str:
-        """Returns what becomes of the padding of a batch of tokens that is on such a side."""
-        if side == 'right':
+    def policy(self, facts: RowFacts) -> str:
+        """Returns what becomes of a batch's padding: ``'trim'``, ``'shift'`` or ``'keep'``."""
+        if not facts.may_be_trimmed:
+            return 'keep'
+        if facts.side == 'right':
             return self.right
-        is_shown = has_positions(batch) == self.left_given and batch['input_ids'].shape[1] <= self.left_width
+        is_shown = facts.has_positions == self.left_given and facts.width <= self.left_width
         return self.left if is_shown else 'keep'
+
+    def widths(self, facts: RowFacts) -> list[int]:
+        """Returns the columns that each row keeps; where rows are packed, its own alone."""
+        if self.packing or facts.batch.get('input_ids') is None:
+            return facts.lengths
+        if self.policy(facts) == 'keep':
+            return [facts.width] * len(facts.lengths)
+        kept = zip(facts.has_label_behind_padding, facts.lengths, strict=True)
+        return [facts.width if is_kept else length for is_kept, length in kept]
 
     def with_side_of(self, known: CutRules, side: str) -> CutRules:
         """Returns these rules with what is known of rows padded on that side, where nothing was learnt of them."""
         return replace(self, **{name: value for name, value in vars(known).items() if name.startswith(side)})
 
 
-def padded_candidates(layout: BatchLayout, rows: Batch, known: CutRules) -> Iterator[CutRules]:
+def padded_candidates(facts: RowFacts, known: CutRules) -> Iterator[CutRules]:
     """Gives the rules of padded microbatches that are to be tried on such rows, cheapest first.
 
     Args:
-        layout: How tensors belong to rows.
-        rows: A few rows, as the loader padded them.
+        facts: A few rows, as the loader padded them.
         known: Rules that were found on other rows.
     """
-    side, media = layout.padding_side(rows), layout.media_per_row(rows)
-    companions = [False] if all(media) or not any(media) else [False, True]
-    known = replace(known, packing='', companions=known.companions or bool(layout.family.coupling))
-    ways: tuple[str, ...] = ('trim', 'columns', 'keep') if side == 'left' else ('trim', 'keep')
-    if bool(layout.real_positions(rows).all()):
-        ways = (getattr(known, side),)  # nothing to trim, so nothing is learnt of trimming
-    elif side == 'left':
-        known = replace(known, left_width=widest_like(layout.width(rows)), left_given=has_positions(rows))
-    for way in ways:
-        for companion in companions:
-            yield replace(known, **{side: way, 'companions': companion or known.companions})
+    media = facts.media
+    needs_media = [False] if all(media) or not any(media) else [False, True]
+    known = replace(known, packing='', needs_media=known.needs_media or bool(facts.layout.family.coupling))
+    policies: tuple[str, ...] = ('trim', 'shift', 'keep') if facts.side == 'left' else ('trim', 'keep')
+    if not facts.is_padded:
+        policies = (getattr(known, facts.side),)  # nothing to trim, so nothing is learnt of trimming
+    elif facts.side == 'left':
+        known = replace(known, left_width=widest_like(facts.width), left_given=facts.has_positions)
+    for policy in policies:
+        for is_needed in needs_media:
+            yield replace(known, **{facts.side: policy, 'needs_media': is_needed or known.needs_media})

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from composer_tokacc.batch import IGNORE_INDEX, sample_name
+from composer_tokacc.batch import IGNORE_INDEX, real_positions, sample_name
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.metadata import METADATA_PREFIX
@@ -41,7 +41,7 @@ def pack_rows(
         raise ValueError(f'`attention_mask` must be 2-D for packing, got: {mask.dim()}-D. Set `packing=False`.')
     if batch.get('position_ids') is not None:
         raise ValueError('`position_ids` must be absent for packing, got: a tensor. Set `packing=False`.')
-    real = layout.real_positions(batch)
+    real = real_positions(batch)
     _check_runs(batch, real)
     if not bool(real.any()):  # a model takes no row of nothing
         real = torch.zeros_like(real)

@@ -20,8 +20,7 @@ from composer_tokacc.collectives import max_over_ranks
 from composer_tokacc.counting import check_rule, count_tokens, mask_document_starts, real_tokens
 from composer_tokacc.data_spec.registry import register_split
 from composer_tokacc.data_spec.split import MicrobatchSplit
-from composer_tokacc.layout import BatchLayout, ReadyBatch, microbatches_of
-from composer_tokacc.layout.kinds import kinds_of
+from composer_tokacc.layout import BatchLayout, PreSplitBatch, describe_all, kinds_of, microbatches_of
 from composer_tokacc.metadata import annotate, is_annotated, metadata_of, num_samples, without_metadata
 from composer_tokacc.planning import CostModel, CutOptions
 
@@ -159,7 +158,7 @@ class _TokenDataSpec(DataSpec):
     def _transform(self, batch: Any) -> Any:
         transforms = self._batch_transforms
         if transforms is not None:
-            batch = batch.map(transforms) if isinstance(batch, ReadyBatch) else transforms(batch)
+            batch = batch.map(transforms) if isinstance(batch, PreSplitBatch) else transforms(batch)
         if not isinstance(batch, Mapping):
             raise ValueError(
                 f'The dataloader must yield mappings with `input_ids` and `labels`, got: {type(batch).__name__}.'
@@ -169,7 +168,7 @@ class _TokenDataSpec(DataSpec):
         self._split.begin_step(copies_microbatches=None)  # until the algorithm, if there is one, begins with this batch
         if 'labels' not in batch or torch.is_grad_enabled():
             return batch  # in training annotate() masks, which knows the rule
-        return batch.map(mask_document_starts) if isinstance(batch, ReadyBatch) else mask_document_starts(batch)
+        return batch.map(mask_document_starts) if isinstance(batch, PreSplitBatch) else mask_document_starts(batch)
 
     def _split_counted(self, batch: Any, microbatch_size: int | float) -> list[dict[str, Any]]:
         if self._model is not None and torch.is_grad_enabled() and not is_annotated(batch):
@@ -192,7 +191,7 @@ class _TokenDataSpec(DataSpec):
                 microbatch_size=microbatch_size,
             )
         self._first_batch.layout = layout  # of this batch, where the model does not tell
-        kinds = kinds_of(layout, batch)
+        kinds = kinds_of(describe_all(layout, batch))
         present = max_over_ranks(kinds) if dist.get_world_size() > 1 else kinds
         self._split.adopt(self._first_batch.prove(batch, self._split, self._split.rules, kinds, [present]))
         assert self._first_batch.rule is not None

@@ -4,8 +4,28 @@
 """How the entries of a multimodal batch belong to its rows, family by family."""
 
 from composer_tokacc.batch import Batch
+from composer_tokacc.layout.dummy_rows import dummy_row, with_media
+from composer_tokacc.layout.facts import RowFacts, describe, describe_all
 from composer_tokacc.layout.families import FAMILIES, Entry, Family, Media
+from composer_tokacc.layout.kinds import ROW_KINDS, kinds_of, widest_like
 from composer_tokacc.layout.layout import BatchLayout
-from composer_tokacc.layout.ready import ReadyBatch, microbatches_of
+from composer_tokacc.layout.pre_split import PreSplitBatch, microbatches_of
 
-__all__ = ['FAMILIES', 'Batch', 'BatchLayout', 'Entry', 'Family', 'Media', 'ReadyBatch', 'microbatches_of']
+__all__ = [
+    'FAMILIES',
+    'ROW_KINDS',
+    'Batch',
+    'BatchLayout',
+    'Entry',
+    'Family',
+    'Media',
+    'PreSplitBatch',
+    'RowFacts',
+    'describe',
+    'describe_all',
+    'dummy_row',
+    'kinds_of',
+    'microbatches_of',
+    'widest_like',
+    'with_media',
+]

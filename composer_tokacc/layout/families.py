@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from composer_tokacc.batch import IGNORE_INDEX, Batch
-from composer_tokacc.layout import blank_rows, placeholders
+from composer_tokacc.layout import dummy_media, placeholders
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class Media:
     Args:
         sizes: Placeholder tokens of each item, ``(batch, config, num_items, num_tokens) -> list[int]``: see
             ``layout.placeholders``. None: they do not tell the items apart.
-        blank: The smallest row with one item, ``(config) -> dict | None``: ``input_ids`` of shape ``(1, width)``, the
+        dummy: The smallest row with one item, ``(config) -> dict | None``: ``input_ids`` of shape ``(1, width)``, the
             media tensors, and whatever else the model wants for it. None: the family cannot say.
         token_type: What ``mm_token_type_ids`` calls its placeholders; 0: nothing does.
         frames: Whether its placeholders stand between the tokens that start and end a video; None: they have an id of
@@ -66,7 +66,7 @@ class Media:
     """
 
     sizes: Callable[[Batch, Any, int, int], list[int]] | None = None
-    blank: Callable[[Any], dict[str, Any] | None] | None = None
+    dummy: Callable[[Any], dict[str, Any] | None] | None = None
     token_type: int = 0
     frames: bool | None = None
 
@@ -74,7 +74,7 @@ class Media:
         """Where the placeholders stand, ``(rows, width)`` bool; None where neither config nor batch tells their id."""
         ids: torch.Tensor = batch['input_ids']
         types = batch.get('mm_token_type_ids')
-        token_id = blank_rows.token_id(config, unit if self.frames is None else 'image')
+        token_id = dummy_media.token_id(config, unit if self.frames is None else 'image')
         if token_id is None:
             return types == self.token_type if self.token_type and types is not None else None
         found = ids == token_id
@@ -114,11 +114,11 @@ class Family:
     coupling: str = ''
 
     @property
-    def towers(self) -> list[tuple[str, ...]]:
+    def encoders(self) -> list[tuple[str, ...]]:
         """Media by the encoder that they share."""
         pictures = tuple(unit for unit in ('image', 'video') if unit in self.media)
         shared = [(unit,) for unit in self.own_weights] or [pictures]
-        return [tower for tower in [*shared, *([('audio',)] if 'audio' in self.media else [])] if tower]
+        return [encoder for encoder in [*shared, *([('audio',)] if 'audio' in self.media else [])] if encoder]
 
 
 TEXT_ENTRIES: dict[str, Entry] = {
@@ -226,14 +226,14 @@ def _aspect_ratio_slots(batch: Batch) -> torch.Tensor:
 
 
 def _one_size(
-    name: str, model_type: str, blank: Any, *, sizes: Any = placeholders.equal, matches: Any = _never
+    name: str, model_type: str, dummy: Any, *, sizes: Any = placeholders.equal, matches: Any = _never
 ) -> Family:
     """A family whose images, or tiles of images, come one after the other in one tensor."""
     return Family(
         name=name,
         model_types=(model_type,),
         entries={'pixel_values': _IMAGE, 'image_sizes': _IMAGE},
-        media={'image': Media(sizes=sizes, blank=blank)},
+        media={'image': Media(sizes=sizes, dummy=dummy)},
         matches=matches,
     )
 
@@ -250,9 +250,9 @@ FAMILIES: tuple[Family, ...] = (
         model_types=('qwen2_5_omni_thinker',),
         entries={**_GRIDS, **_SOUNDS, 'audio_feature_lengths': _AUDIO, 'video_second_per_grid': _VIDEO},
         media={
-            'image': Media(sizes=placeholders.image_grid, blank=blank_rows.omni_image),
-            'video': Media(sizes=placeholders.video_grid, blank=blank_rows.omni_video),
-            'audio': Media(sizes=placeholders.audio_frames, blank=blank_rows.omni_audio),
+            'image': Media(sizes=placeholders.image_grid, dummy=dummy_media.omni_image),
+            'video': Media(sizes=placeholders.video_grid, dummy=dummy_media.omni_video),
+            'audio': Media(sizes=placeholders.audio_frames, dummy=dummy_media.omni_audio),
         },
         matches=_has_grid_and_audio,
     ),
@@ -261,8 +261,8 @@ FAMILIES: tuple[Family, ...] = (
         model_types=('qwen2_vl', 'qwen2_5_vl', 'qwen3_vl', 'qwen3_vl_moe'),
         entries={**_GRIDS, 'second_per_grid_ts': _VIDEO},
         media={
-            'image': Media(sizes=placeholders.image_grid, token_type=1, blank=blank_rows.qwen_image),
-            'video': Media(sizes=placeholders.video_grid, token_type=2, blank=blank_rows.qwen_video),
+            'image': Media(sizes=placeholders.image_grid, token_type=1, dummy=dummy_media.qwen_image),
+            'video': Media(sizes=placeholders.video_grid, token_type=2, dummy=dummy_media.qwen_video),
         },
         matches=_has_grid,
     ),
@@ -273,8 +273,8 @@ FAMILIES: tuple[Family, ...] = (
         one_kind=True,
         media={
             # Frames are written as images, between the tokens of a video.
-            'image': Media(sizes=placeholders.image_grid, token_type=1, blank=blank_rows.glm4v_image, frames=False),
-            'video': Media(sizes=placeholders.video_grid, token_type=2, blank=blank_rows.glm4v_video, frames=True),
+            'image': Media(sizes=placeholders.image_grid, token_type=1, dummy=dummy_media.glm4v_image, frames=False),
+            'video': Media(sizes=placeholders.video_grid, token_type=2, dummy=dummy_media.glm4v_video, frames=True),
         },
     ),
     Family(
@@ -286,7 +286,7 @@ FAMILIES: tuple[Family, ...] = (
             'aspect_ratio_mask': Entry(slot_dim=1),
             'cross_attention_mask': Entry(seq_dims=(1,), slot_dim=2),
         },
-        media={'image': Media(blank=blank_rows.mllama_image)},
+        media={'image': Media(dummy=dummy_media.mllama_image)},
         matches=_has_aspect_ratios,
         slots=_aspect_ratio_slots,
         # MllamaCrossAttentionDecoderLayer masks its MLP for such rows, but not its attention.
@@ -297,7 +297,7 @@ FAMILIES: tuple[Family, ...] = (
         name='Idefics3/SmolVLM',
         model_types=('idefics3', 'smolvlm'),
         entries=_SLOTS,
-        media={'image': Media(blank=blank_rows.idefics3_image)},
+        media={'image': Media(dummy=dummy_media.idefics3_image)},
         matches=_has_pixel_mask,
         slots=_masked_slots,
     ),
@@ -305,7 +305,7 @@ FAMILIES: tuple[Family, ...] = (
         name='Idefics2',
         model_types=('idefics2',),
         entries=_SLOTS,
-        media={'image': Media(blank=blank_rows.idefics2_image)},
+        media={'image': Media(dummy=dummy_media.idefics2_image)},
         slots=_masked_slots,
     ),
     Family(
@@ -313,7 +313,7 @@ FAMILIES: tuple[Family, ...] = (
         model_types=('instructblip',),
         has_queries=True,
         entries=_instructed(_IMAGE),
-        media={'image': Media(sizes=placeholders.queries, blank=blank_rows.instructblip_image)},
+        media={'image': Media(sizes=placeholders.queries, dummy=dummy_media.instructblip_image)},
         matches=_has_instructed_images,
     ),
     Family(
@@ -321,7 +321,7 @@ FAMILIES: tuple[Family, ...] = (
         model_types=('instructblipvideo',),
         has_queries=True,
         entries=_instructed(_VIDEO),
-        media={'video': Media(sizes=placeholders.frame_queries, blank=blank_rows.instructblip_video)},
+        media={'video': Media(sizes=placeholders.frame_queries, dummy=dummy_media.instructblip_video)},
         matches=_has_instructed_clips,
     ),
     Family(
@@ -329,13 +329,13 @@ FAMILIES: tuple[Family, ...] = (
         model_types=('blip-2',),
         has_queries=True,
         entries={'pixel_values': _IMAGE},
-        media={'image': Media(sizes=placeholders.queries, blank=blank_rows.blip2_image)},
+        media={'image': Media(sizes=placeholders.queries, dummy=dummy_media.blip2_image)},
     ),
     Family(
         name='LLaVA-NeXT',
         model_types=('llava_next',),
         entries=_TILES,
-        media={'image': Media(sizes=placeholders.anyres, blank=blank_rows.llava_next_image)},
+        media={'image': Media(sizes=placeholders.anyres, dummy=dummy_media.llava_next_image)},
         matches=_has_tiles,
     ),
     Family(
@@ -344,8 +344,8 @@ FAMILIES: tuple[Family, ...] = (
         own_weights=('image',),  # `image_newline`
         entries=_TILES,
         media={
-            'image': Media(sizes=placeholders.anyres, blank=blank_rows.llava_next_image),
-            'video': Media(sizes=placeholders.equal, blank=blank_rows.llava_next_video),
+            'image': Media(sizes=placeholders.anyres, dummy=dummy_media.llava_next_image),
+            'video': Media(sizes=placeholders.equal, dummy=dummy_media.llava_next_video),
         },
     ),
     Family(
@@ -354,8 +354,8 @@ FAMILIES: tuple[Family, ...] = (
         own_weights=('image', 'video'),
         entries={**_CLIPS, 'pixel_values': _IMAGE, 'pixel_values_images': _IMAGE},
         media={
-            'image': Media(sizes=placeholders.equal, blank=blank_rows.video_llava_image),
-            'video': Media(sizes=placeholders.equal, blank=blank_rows.video_llava_video),
+            'image': Media(sizes=placeholders.equal, dummy=dummy_media.video_llava_image),
+            'video': Media(sizes=placeholders.equal, dummy=dummy_media.video_llava_video),
         },
         matches=_has_images_by_their_own_name,
     ),
@@ -365,24 +365,24 @@ FAMILIES: tuple[Family, ...] = (
         # Images by row. OneVision cuts an image into tiles only where it is the row's only one.
         entries={**_TILES, 'batch_num_images': Entry(absent=0)},
         media={
-            'image': Media(sizes=placeholders.anyres_capped, blank=blank_rows.llava_onevision_image),
-            'video': Media(sizes=placeholders.equal, blank=blank_rows.llava_onevision_video),
+            'image': Media(sizes=placeholders.anyres_capped, dummy=dummy_media.llava_onevision_image),
+            'video': Media(sizes=placeholders.equal, dummy=dummy_media.llava_onevision_video),
         },
         matches=_has_tiles_or_clips,
     ),
-    _one_size('LLaVA', 'llava', blank_rows.llava_image, sizes=placeholders.patch_counts, matches=_has_plain_images),
-    _one_size('Mistral3', 'mistral3', blank_rows.pixtral_image, sizes=placeholders.patch_counts),
-    _one_size('VipLLaVA', 'vipllava', blank_rows.vipllava_image),
-    _one_size('PaliGemma', 'paligemma', blank_rows.paligemma_image),
-    _one_size('Gemma3', 'gemma3', blank_rows.gemma3_image),
-    _one_size('InternVL', 'internvl', blank_rows.internvl_image),
-    _one_size('GOT-OCR2', 'got_ocr2', blank_rows.got_ocr2_image),
-    _one_size('Aya Vision', 'aya_vision', blank_rows.aya_image),
+    _one_size('LLaVA', 'llava', dummy_media.llava_image, sizes=placeholders.patch_counts, matches=_has_plain_images),
+    _one_size('Mistral3', 'mistral3', dummy_media.pixtral_image, sizes=placeholders.patch_counts),
+    _one_size('VipLLaVA', 'vipllava', dummy_media.vipllava_image),
+    _one_size('PaliGemma', 'paligemma', dummy_media.paligemma_image),
+    _one_size('Gemma3', 'gemma3', dummy_media.gemma3_image),
+    _one_size('InternVL', 'internvl', dummy_media.internvl_image),
+    _one_size('GOT-OCR2', 'got_ocr2', dummy_media.got_ocr2_image),
+    _one_size('Aya Vision', 'aya_vision', dummy_media.aya_image),
     Family(
         name='Qwen-Audio',
         model_types=('qwen2_audio',),
         entries=_SOUNDS,
-        media={'audio': Media(sizes=placeholders.audio_frames, blank=blank_rows.qwen_audio)},
+        media={'audio': Media(sizes=placeholders.audio_frames, dummy=dummy_media.qwen_audio)},
         matches=_has_audio,
     ),
     Family(name='text', matches=_has_no_media),

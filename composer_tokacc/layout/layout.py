@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 
-from composer_tokacc.batch import IGNORE_INDEX, MODALITIES, Batch, own_labels, text_of
-from composer_tokacc.layout import blank_rows
+from composer_tokacc.batch import MODALITIES, Batch, real_positions, span, text_of
+from composer_tokacc.layout import dummy_media
 from composer_tokacc.layout.families import FAMILIES, TEXT_ENTRIES, Entry, Family
+from composer_tokacc.layout.tensors import cat_padded, compact, select_units
 
 PATCHES = {'patch': ('image', 'image_grid_thw'), 'video_patch': ('video', 'video_grid_thw')}
 """Units that are parts of another: of which, and the tensor whose product says how many."""
@@ -88,7 +89,7 @@ class BatchLayout:
     @property
     def image_token_id(self) -> int | None:
         """Placeholder id of an image, where the config names one."""
-        return blank_rows.token_id(self.config, 'image')
+        return dummy_media.token_id(self.config, 'image')
 
     def image_tokens_per_row(self, batch: Batch) -> list[int]:
         """Placeholders of images, videos and audios in each row.
@@ -101,7 +102,7 @@ class BatchLayout:
                 'Image tokens must be known to count them, got: a layout without the model. Pass `model=`, or use '
                 'TokenAccumulation.'
             )
-        found = (blank_rows.token_id(self.config, unit) for unit in MODALITIES)
+        found = (dummy_media.token_id(self.config, unit) for unit in MODALITIES)
         ids = torch.tensor([token_id for token_id in found if token_id is not None], dtype=torch.long)
         return torch.isin(text_of(batch), ids.to(text_of(batch).device)).sum(dim=1).tolist()
 
@@ -221,7 +222,7 @@ class BatchLayout:
         num_items = max(sizes.values())
         if min(sizes.values()) < num_items:
             raise ValueError(f'The tensors of {unit}s must have one entry per {unit} each, got: {sizes}.')
-        if self.family.has_queries and blank_rows.token_id(self.config, unit) is not None:
+        if self.family.has_queries and dummy_media.token_id(self.config, unit) is not None:
             return self._units_by_placeholders(batch, unit, num_items)
         if num_rows == 1:
             return [num_items]
@@ -259,43 +260,6 @@ class BatchLayout:
         images = self.images_per_row(batch) if self.family.coupling else [0]
         return self.family.coupling if any(images) and not all(images) else None
 
-    # The real span of the sequence axis.
-
-    def real_positions(self, batch: Batch, columns: slice = slice(None)) -> torch.Tensor:
-        """``(rows, width)`` bool: attended, or labelled (a label on a pad counts for some models and must stay).
-
-        ``columns`` are those to look at; by default all.
-        """
-        ids, mask = text_of(batch), batch.get('attention_mask')
-        if mask is None or 'input_ids' not in batch:
-            return torch.ones_like(ids[:, columns], dtype=torch.bool)
-        if mask.dim() > 2:  # additive masks hold 0 where a key is attended, boolean ones True
-            attended = mask == 0 if mask.dtype.is_floating_point else mask.bool()
-            real = attended.flatten(1, -2).any(dim=1).expand_as(ids)[:, columns]
-        else:
-            real = mask[:, columns] != 0
-        labels = own_labels(batch)
-        return real if labels is None else real | (labels[:, columns] != IGNORE_INDEX)
-
-    def padding_side(self, batch: Batch) -> str:
-        """``'left'`` if every row ends at the last column and some do not start at the first, else ``'right'``."""
-        return padding_side_of(self.real_positions(batch, slice(None, None, max(self.width(batch) - 1, 1))))
-
-    def lengths(self, batch: Batch) -> list[int]:
-        """Width that each row needs by itself, once trimmed; at least 1."""
-        return self.span(batch)[1]
-
-    def span(self, batch: Batch) -> tuple[str, list[int]]:
-        """:meth:`padding_side` and :meth:`lengths`, from one look at the batch."""
-        real = self.real_positions(batch)
-        rows, width = real.shape
-        if bool(real.all()):
-            return 'right', [width] * rows
-        side = padding_side_of(real)
-        positions = torch.arange(1, width + 1, device=real.device)
-        distance = positions.flip(0) if side == 'left' else positions
-        return side, (real * distance).amax(dim=1).clamp(min=1).tolist()
-
     # New batches out of old ones.
 
     def select(self, batch: Batch, rows: Sequence[int]) -> dict[str, Any]:
@@ -330,7 +294,7 @@ class BatchLayout:
         for key, value in batch.items():
             if isinstance(value, torch.Tensor):
                 entry = self.entry(key, value)
-                chosen = _select_units(key, value, entry, ends, rows)
+                chosen = select_units(key, value, entry, ends, rows)
                 # A model takes no image entries for no images, rather than empty ones.
                 if not entry.is_media or chosen.numel() > 0:
                     selected[key] = chosen
@@ -351,28 +315,31 @@ class BatchLayout:
     def trim(self, batch: Batch, *, width_multiple: int = 1) -> dict[str, Any]:
         """Cuts the columns that no row needs; widths round up to ``width_multiple``, never beyond the batch's own."""
         width = self.width(batch)
-        side, lengths = self.span(batch)
+        side, lengths = span(batch)
         needed = min(-(-max(lengths) // width_multiple) * width_multiple, width)
-        if needed == width:
-            return dict(batch)
-        start = width - needed if side == 'left' else 0
-        trimmed: dict[str, Any] = dict(batch)
+        return self.narrow(batch, width - needed if side == 'left' else 0, needed)
+
+    def narrow(self, batch: Batch, start: int, width: int) -> dict[str, Any]:
+        """Keeps so many columns of the rows' text from ``start`` on."""
+        kept: dict[str, Any] = dict(batch)
+        if width == self.width(batch):
+            return kept
         for key, value in batch.items():
             if isinstance(value, torch.Tensor):
                 for dim in self.entry_of(batch, key).seq_dims:
                     # Composer's LanguageCrossEntropy views labels flat, which a narrowed tensor does not allow.
-                    trimmed[key] = _compact(trimmed[key].narrow(dim, start, needed), like=value)
-        return trimmed
+                    kept[key] = compact(kept[key].narrow(dim, start, width), like=value)
+        return kept
 
     def pad_left(self, batch: Batch, columns: int) -> dict[str, Any]:
         """The batch, padded on the left, with so many more columns of padding there."""
-        padding = text_of(batch)[~self.real_positions(batch)]
+        padding = text_of(batch)[~real_positions(batch)]
         padded: dict[str, Any] = dict(batch)
         for key, value in batch.items():
             if isinstance(value, torch.Tensor) and (entry := self.entry_of(batch, key)).seq_dims:
                 if key == 'input_ids':
                     entry = replace(entry, fill=int(padding[0]) if len(padding) else 0)
-                padded[key] = _cat_padded([value], entry, self.width(batch) + columns, 'left')
+                padded[key] = cat_padded([value], entry, self.width(batch) + columns, 'left')
         return padded
 
     def concat(self, batches: Sequence[Batch], *, padding_side: str = 'right', pad_token_id: int = 0) -> dict[str, Any]:
@@ -398,7 +365,7 @@ class BatchLayout:
                     self._refuse_ragged_clips(batches, key)
                 if key == 'input_ids':
                     entry = replace(entry, fill=pad_token_id)
-                joined[key] = _cat_padded(self._with_absent(batches, key, entry), entry, width, padding_side)
+                joined[key] = cat_padded(self._with_absent(batches, key, entry), entry, width, padding_side)
             elif isinstance(first, (list, tuple)):
                 _refuse_absent(batches, key)
                 joined[key] = [item for batch in batches for item in batch[key]]
@@ -446,78 +413,6 @@ class BatchLayout:
             values.append(batch[key] if batch.get(key) is not None else like.new_full(shape, entry.absent or 0))
         return values
 
-    # Rows out of nothing.
-
-    def blank_row(self, unit: str = 'image', *, like: Batch | None = None) -> dict[str, Any] | None:
-        """The smallest row with one image, video or audio, without labels: a function of the config alone.
-
-        Joined with other rows it keeps the encoder in use; its loss has no tokens, so it changes no gradient.
-
-        Args:
-            unit: ``'image'``, ``'video'`` or ``'audio'``.
-            like: A batch to join it with: the row gets the entries of that batch that it lacks, other media excepted,
-                and keeps none of the text entries that the batch does without. In lists it counts 0, says what all rows
-                say, or None. None: ``attention_mask`` and ``labels``.
-
-        Returns:
-            dict | None: The row; None where the family has no such media, or its config does not tell their size.
-        """
-        media = self.family.media.get(unit)
-        if media is None or media.blank is None or self.config is None:
-            return None
-        row = media.blank(self.config)
-        if row is None:
-            return None
-        if like is not None and 'pixel_values' in like and 'pixel_values_images' in row:
-            row['pixel_values'] = row.pop('pixel_values_images')  # Video-LLaVA's newer processors say it so
-        ids = row['input_ids']
-        row = {**row, 'attention_mask': torch.ones_like(ids), 'labels': torch.full_like(ids, IGNORE_INDEX)}
-        return row if like is None else self._completed(row, like)
-
-    def with_media(self, batch: Batch) -> Batch:
-        """The batch, with media of no row where it has none and the model takes no batch without: see `has_queries`."""
-        if not self.family.has_queries or any(batch.get(key) is not None for key in self.family.entries):
-            return batch
-        (unit,) = self.family.media
-        blank = self.blank_row(unit) or {}
-        device = text_of(batch).device
-        return {**batch, **{key: blank[key].to(device) for key in blank.keys() & self.family.entries.keys()}}
-
-    def _completed(self, row: dict[str, Any], like: Batch) -> dict[str, Any]:
-        """The row with the entries of a batch that it is to join, no more and no less but for its media."""
-        width = self.width(row)
-        completed = {}
-        for key, value in like.items():
-            if key in row:
-                completed[key] = row[key]
-            elif not isinstance(value, (torch.Tensor, list, tuple)):
-                completed[key] = value
-            elif isinstance(value, (list, tuple)):
-                completed[key] = [_neutral(value)]
-            elif not (entry := self.entry_of(like, key)).is_media:
-                shape = list(value.shape)
-                shape[entry.row_dim] = shape[entry.row_dim] if entry.unit == 'shared' else 1
-                for dim in entry.seq_dims:
-                    shape[dim] = width
-                completed[key] = value if entry.unit == 'shared' else value.new_full(shape, entry.fill)
-        needs = {key: value for key, value in row.items() if self.entry(key, value).is_media}
-        needs |= {key: row[key] for key in row if self.entry(key, row[key]).absent is not None}
-        if 'position_ids' in completed:
-            completed['position_ids'] = torch.arange(width).expand_as(completed['position_ids']).clone()
-        return {**completed, **needs}
-
-
-def padding_side_of(real: torch.Tensor) -> str:
-    """The side on which rows are padded, from what :meth:`BatchLayout.real_positions` gives."""
-    return 'left' if bool(real[:, -1].all()) and not bool(real[:, 0].all()) else 'right'
-
-
-def _neutral(values: Sequence[Any]) -> Any:
-    """What a row that is no sample has in a list of per-row facts."""
-    if isinstance(values[0], (int, float)):
-        return type(values[0])()
-    return values[0] if all(value == values[0] for value in values) else None
-
 
 def _match(tokens: list[int], sizes: list[int]) -> list[int] | None:
     """Items per row, where rows hold whole items: 20 and 10 tokens of items of 10 are 2 and 1.
@@ -530,64 +425,6 @@ def _match(tokens: list[int], sizes: list[int]) -> list[int] | None:
     return [ends.index(stop) - ends.index(start) for start, stop in pairwise([0, *row_ends])]
 
 
-def _select_units(
-    key: str, value: torch.Tensor, entry: Entry, ends: Mapping[str, Sequence[int]], rows: Sequence[int]
-) -> torch.Tensor:
-    """The entries of the rows; ``ends``: by unit, how many there are up to each row and in all."""
-    if entry.unit == 'shared':
-        return value
-    of_unit = ends[entry.unit]
-    if of_unit[-1] != value.shape[entry.row_dim]:
-        raise ValueError(
-            f'`batch[{key!r}]` must have {of_unit[-1]} entries, one per {entry.unit} of its rows, got: '
-            f'{value.shape[entry.row_dim]} (by row: {[end - start for start, end in pairwise(of_unit)]}).'
-        )
-    chosen = _take(value, entry.row_dim, [unit for row in rows for unit in range(of_unit[row], of_unit[row + 1])])
-    if entry.slot_dim is not None:
-        num_slots = max((ends['image'][row + 1] - ends['image'][row] for row in rows), default=0)
-        # The models view rows and slots as one dimension, which a narrowed tensor does not allow.
-        chosen = _compact(chosen.narrow(entry.slot_dim, 0, min(num_slots, chosen.shape[entry.slot_dim])), like=value)
-    return chosen
-
-
-# Memory. These three are all that touch it, so that tests can stand in for a GPU.
-
-
-_has_gpu = cache(torch.cuda.is_available)
-"""Asked of every tensor of every microbatch, and torch reads the environment each time."""
-
-
-def _on_the_way_to_a_gpu(value: torch.Tensor) -> bool:
-    # For metrics of training Composer deep-copies each microbatch after its move to the device, and a deep copy of a
-    # view copies all that it is a view of. The move to a GPU makes it a tensor of its own; on the CPU nothing does.
-    return _has_gpu() and value.device.type == 'cpu'
-
-
-def _is_page_locked(value: torch.Tensor) -> bool:
-    return _has_gpu() and value.is_pinned()
-
-
-def _empty(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tuple(shape), dtype=like.dtype, device=like.device, pin_memory=_is_page_locked(like))
-
-
-def _take(value: torch.Tensor, dim: int, index: list[int]) -> torch.Tensor:
-    """The entries at the indices: a view where that is allowed, otherwise one copy, page-locked if the tensor was."""
-    if index and index == list(range(index[0], index[-1] + 1)):
-        view = value.narrow(dim, index[0], len(index))
-        if view.is_contiguous() and _on_the_way_to_a_gpu(value):
-            return view
-        return _empty(view.shape, value).copy_(view)
-    shape = list(value.shape)
-    shape[dim] = len(index)
-    target = _empty(shape, value)
-    return torch.index_select(value, dim, torch.tensor(index, dtype=torch.long, device=value.device), out=target)
-
-
-def _compact(view: torch.Tensor, *, like: torch.Tensor) -> torch.Tensor:
-    return view if view.is_contiguous() else _empty(view.shape, like).copy_(view)
-
-
 def _refuse_absent(batches: Sequence[Batch], key: str) -> None:
     num_present = sum(batch.get(key) is not None for batch in batches)
     if num_present < len(batches):
@@ -595,24 +432,3 @@ def _refuse_absent(batches: Sequence[Batch], key: str) -> None:
             f'`{key}` must be in every batch or in none, got: {num_present} of {len(batches)}. Encode all samples with '
             'the same processor.'
         )
-
-
-def _cat_padded(values: Sequence[torch.Tensor], entry: Entry, width: int, side: str) -> torch.Tensor:
-    """Concatenates along the rows, every other dimension padded to the largest."""
-    row_dim = entry.row_dim % values[0].dim()
-    seq_dims = {dim % values[0].dim() for dim in entry.seq_dims}
-    shape = [max(sizes) for sizes in zip(*(value.shape for value in values), strict=True)]
-    for dim in seq_dims:
-        shape[dim] = width
-    shape[row_dim] = sum(value.shape[row_dim] for value in values)
-    joined = values[0].new_full(shape, entry.fill)
-    start = 0
-    for value in values:
-        target = joined.narrow(row_dim, start, value.shape[row_dim])
-        for dim, size in enumerate(value.shape):
-            if dim != row_dim:
-                from_left = dim in seq_dims and side == 'left'
-                target = target.narrow(dim, target.shape[dim] - size if from_left else 0, size)
-        target.copy_(value)
-        start += value.shape[row_dim]
-    return joined

@@ -173,7 +173,7 @@ def plan_rows(
     image_tokens: Sequence[int] | np.ndarray | None = None,
     vision_cost: Sequence[float] | np.ndarray | None = None,
 ) -> MicrobatchPlan:
-    """Plans as :func:`plan_microbatches`, with options that are checked already."""
+    """Plans as :func:`.plan_microbatches`, with options that are checked already."""
     if num_ranks < 1:
         raise ValueError(f'`num_ranks` must be at least 1, got: {num_ranks}.')
     checked = Rows(lengths, options, image_tokens=image_tokens, vision_cost=vision_cost)

@@ -19,7 +19,7 @@ from PIL import Image
 from transformers import PretrainedConfig
 
 from composer_tokacc.data import LengthTable
-from composer_tokacc.layout import BatchLayout
+from composer_tokacc.layout import BatchLayout, dummy_row
 from composer_tokacc.programs.models import tokenizer_of
 from composer_tokacc.programs.schema import ConfigError, merge
 
@@ -146,7 +146,7 @@ class StandIns:
         self.processor = processor
         self.blank: dict[str, Any] | None = None
         if processor is None and table.image_tokens.any():
-            self.blank = BatchLayout.for_model(config).blank_row('image')
+            self.blank = dummy_row(BatchLayout.for_model(config))
             side = getattr(getattr(config, 'vision_config', None), 'image_size', None)
             # The smallest image that a tower of any size takes says nothing of real ones.
             if self.blank is None or self.blank['pixel_values'].shape[-1] != side:

@@ -16,12 +16,13 @@ import numpy as np
 import torch
 from composer.utils import dist
 
-from composer_tokacc.data.lengths import COLUMNS, LengthTable, cache_folder
+from composer_tokacc.cache import cache_folder
+from composer_tokacc.data import TABLE_COLUMNS, LengthTable
 from composer_tokacc.planning import CostModel
 from composer_tokacc.programs.models import build_transformers_model
 from composer_tokacc.programs.registry import build_section
-from composer_tokacc.programs.schema import TrainConfig, precision_of, section
-from composer_tokacc.programs.sources import measure_dataset
+from composer_tokacc.programs.schema import TrainConfig, precision_of
+from composer_tokacc.programs.sources import source_of
 from composer_tokacc.sizing import (
     GIB,
     MemoryModel,
@@ -44,7 +45,7 @@ def apply_suggestion(config: TrainConfig, dataset: Any, processor: Any) -> tuple
     Raises:
         ValueError: Nothing fits; raised on all ranks.
     """
-    table = measure_dataset(config, dataset, processor)
+    table = source_of(config).measure(dataset, processor)
     smallest = min(dist.all_gather_object(config.microbatching.device_memory_gib or device_memory_gib(config)))
     decided: list[Any] = [None]
     if dist.get_global_rank() == 0:
@@ -110,7 +111,7 @@ def memory_of_run(config: TrainConfig, dataset: Any, processor: Any, table: Leng
     build = partial(build_transformers_model, processor=processor, load_weights=False, **settings)
 
     def calibrate(key: Mapping[str, Any]) -> MemoryModel:
-        with section('model'), torch.device('meta'):
+        with torch.device('meta'):
             model_config = build().config
         return calibrate_fake(
             build,
@@ -145,7 +146,7 @@ def _key(config: TrainConfig, table: LengthTable) -> dict[str, Any]:
         'device': 'cpu' if config.trainer.get('device') == 'cpu' else 'gpu',
         'width': int(table.lengths.max()),
         # A film has other pixels a token than an image has.
-        'samples': [[int(getattr(table, name)[index]) for name in COLUMNS] for index in _telling_samples(table)],
+        'samples': [[int(getattr(table, name)[index]) for name in TABLE_COLUMNS] for index in _telling_samples(table)],
     }
 
 

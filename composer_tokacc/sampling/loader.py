@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from composer_tokacc.layout import ReadyBatch
+from composer_tokacc.layout import PreSplitBatch
 from composer_tokacc.sampling.rank_assignment import RankAssignment
 from composer_tokacc.sampling.sampler import RegroupingBatchSampler
 
@@ -26,7 +26,7 @@ class RegroupingDataLoader(DataLoader):
     """A DataLoader over a :class:`RegroupingBatchSampler` that Composer takes for one of fixed batch size.
 
     - ``batch_size`` is ``global_batch_size / num_replicas``, so that Composer finds its initial microbatch size.
-    - Batches are pre-split (:class:`.ReadyBatch`): each planned microbatch is collated by itself, in the worker that
+    - Batches are pre-split (:class:`.PreSplitBatch`): each planned microbatch is collated by itself, in the worker that
       read it, at its own width, and page-locked where ``pin_memory=True`` asks. ``token_data_spec`` hands them on.
     - Where a global batch has fewer samples than ranks, ranks without one get a dummy row, which is no sample.
     - Seeds of workers depend on seed and epoch alone, and iterating consumes no global random numbers.
@@ -128,7 +128,7 @@ class _PlannedDataset(Dataset):
     It offers no ``state_dict``: Composer would stop discarding batches on resume, and not restore random numbers.
     """
 
-    def __init__(self, dataset: Any, collate: Callable[[list[Any], RankAssignment], ReadyBatch]) -> None:
+    def __init__(self, dataset: Any, collate: Callable[[list[Any], RankAssignment], PreSplitBatch]) -> None:
         self.dataset = dataset
         self._collate = collate
 
@@ -138,7 +138,7 @@ class _PlannedDataset(Dataset):
     def __getitem__(self, index: int) -> Any:
         return self.dataset[index]
 
-    def __getitems__(self, assignment: RankAssignment) -> ReadyBatch:
+    def __getitems__(self, assignment: RankAssignment) -> PreSplitBatch:
         indices, read = list(assignment), getattr(self.dataset, '__getitems__', None)
         samples = read(indices) if read is not None else [self.dataset[index] for index in indices]
         return self._collate(samples, assignment)

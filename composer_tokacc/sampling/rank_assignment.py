@@ -11,8 +11,8 @@ from itertools import chain
 from typing import Any
 
 from composer_tokacc.batch import Batch
-from composer_tokacc.layout import ReadyBatch
-from composer_tokacc.layout.ready import widened
+from composer_tokacc.layout import PreSplitBatch
+from composer_tokacc.layout.pre_split import widened
 from composer_tokacc.metadata import with_metadata
 from composer_tokacc.planning import CutOptions, Microbatch, MicrobatchPlan, plan_rows
 
@@ -59,7 +59,7 @@ class LoadPlanner:
 
     def collate(
         self, collate_fn: Callable[[list[Any]], Any], samples: Sequence[Any], assignment: RankAssignment
-    ) -> ReadyBatch:
+    ) -> PreSplitBatch:
         """Collates each microbatch of an assignment by itself; `samples` are those of all, one after the other."""
         remaining = iter(samples)
         microbatches: list[Batch] = []
@@ -70,4 +70,4 @@ class LoadPlanner:
                 raise ValueError(f'`collate_fn` must return a mapping, got: {type(batch).__name__}. Name its entries.')
             batch = widened({key: batch[key] for key in batch.keys()}, self.options.width_multiple)  # noqa: SIM118
             microbatches.append(with_metadata(batch, samples=[0]) if assignment.is_copy else batch)
-        return ReadyBatch(microbatches, max_tokens=self.options.max_tokens, indices=assignment.microbatches)
+        return PreSplitBatch(microbatches, max_tokens=self.options.max_tokens, indices=assignment.microbatches)

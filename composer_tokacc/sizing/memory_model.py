@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ import transformers
 from scipy.optimize import nnls
 from torch import nn
 
+from composer_tokacc.cache import fingerprint, keep, load_kept, whole_file
 from composer_tokacc.compat import attention_of
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.sizing.shapes import BatchShape, probe_batches
@@ -146,8 +146,8 @@ class MemoryModel:
 
     def save(self, path: str | Path) -> None:
         """Writes the calibration as JSON."""
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps(asdict(self), indent=2) + '\n')
+        with whole_file(Path(path)) as written:
+            written.write_text(json.dumps(asdict(self), indent=2) + '\n')
 
     @classmethod
     def load(cls, path: str | Path) -> MemoryModel:
@@ -230,19 +230,11 @@ def load_or_calibrate(
         calibrate: Makes a new one and is given the whole key.
     """
     full = {**key, 'torch': torch.__version__, 'transformers': transformers.__version__, 'version': CALIBRATION_VERSION}
-    digest = hashlib.sha256(json.dumps(full, sort_keys=True, default=str).encode()).hexdigest()
-    path = Path(folder) / f'memory-{digest[:16]}.json'
-    try:
-        return MemoryModel.load(path)
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        log.warning('Calibrating again, because %s cannot be read: %s', path, error)
-    memory = calibrate(full)
-    try:
-        memory.save(path)
-    except OSError as error:
-        log.warning('The calibration is not kept for the next time: %s', error)
+    path = Path(folder) / f'memory-{fingerprint(full, length=16)}.json'
+    memory = load_kept(path, MemoryModel.load)
+    if memory is None:
+        memory = calibrate(full)
+        keep(path, memory.save)
     return memory
 
 

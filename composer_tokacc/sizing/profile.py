@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from composer_tokacc.data.lengths import LengthTable
+    from composer_tokacc.data import LengthTable
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 

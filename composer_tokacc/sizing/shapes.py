@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.layout.ready import with_columns
+from composer_tokacc.layout.pre_split import with_columns
 
 Sample = Mapping[str, Any]
 

@@ -20,7 +20,7 @@ from composer_tokacc.sizing.shapes import BatchShape
 from composer_tokacc.sizing.simulate import METHODS, StepFigures, draw_batches, simulate_steps
 
 if TYPE_CHECKING:
-    from composer_tokacc.data.lengths import LengthTable
+    from composer_tokacc.data import LengthTable
 
 NUM_BATCHES = 24
 """Global batches that are simulated for each figure."""

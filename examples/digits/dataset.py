@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from transformers import LlavaProcessor
 
 from composer_tokacc.data.conversation import ConversationEncoder
-from composer_tokacc.data.processor import SPECIAL_TOKENS, small_llava_processor, wrap_tokenizer
+from composer_tokacc.data.processor import RESERVED_TOKENS, small_llava_processor, wrap_tokenizer
 from examples.digits.questions import WORDS, draw_question
 
 __all__ = ['DigitsDataset', 'build_digits_processor', 'load_scans', 'split_scans']
@@ -59,7 +59,7 @@ def split_scans(split: str) -> np.ndarray:
 
 def build_digits_processor(*, image_size: int = 8, patch_size: int = 8) -> LlavaProcessor:
     """The processor of the task: one token a word, ``(image_size / patch_size)**2`` tokens an image."""
-    vocab = {token: index for index, token in enumerate(dict.fromkeys([*SPECIAL_TOKENS, *WORDS]))}
+    vocab = {token: index for index, token in enumerate(dict.fromkeys([*RESERVED_TOKENS, *WORDS]))}
     words = Tokenizer(models.WordLevel(vocab, unk_token='<unk>'))
     words.pre_tokenizer = pre_tokenizers.Split(Regex(r'[a-z]+|\d|[^\sa-z\d]'), behavior='removed', invert=True)
     tokenizer = wrap_tokenizer(words, model_max_length=2048)

@@ -17,6 +17,7 @@ from composer.models import ComposerModel, HuggingFaceModel
 
 from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
 from composer_tokacc.data_spec.registry import split_of
+from composer_tokacc.layout import dummy_row
 from tests.matrix.harness import measure_steps, plain_gradients
 from tests.matrix.native_models import NativeModel
 from tests.matrix.subjects import SUBJECTS
@@ -348,7 +349,7 @@ def test_image_model_that_takes_no_text_alone_gets_an_image_beside_it():
     layout = BatchLayout.for_model(case)
     text = text_batch([7, 4, 3])
     text['input_ids'] += 10
-    blank = layout.blank_row('image')
+    blank = dummy_row(layout, 'image')
     ids = torch.cat([blank['input_ids'], text['input_ids'][:1]], dim=1)
     labels = torch.cat([blank['labels'], text['input_ids'][:1]], dim=1)
     image = {**blank, 'input_ids': ids, 'attention_mask': torch.ones_like(ids), 'labels': labels}

@@ -310,12 +310,14 @@ def compiled_run(model, batch, backend):
         torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_compiled_forward(model):
     batch = batch_of()
     expected, _, _ = weighted_reference(model, batch, 'column')
     assert relative_error(compiled_run(model, batch, 'eager').gradients, expected) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_compiled_forward_that_returns_loss_and_logits_together_is_refused(model):
     """The gradient by its logits stays inside the one graph, where no weight reaches it."""
     with pytest.raises(RuntimeError, match='leave out `compile_config` or the term'):
@@ -346,6 +348,7 @@ def test_model_in_bfloat16_has_no_more_than_its_own_noise(model):
     assert relative_error(recorder.gradients, expected) < 3 * noise < 0.1
 
 
+@pytest.mark.slow
 def test_ready_microbatches_of_a_planning_loader(model):
     """Rows that fill up nothing, a last batch that is small, and weights of each sample's own."""
     dataset = LengthDataset(10)

@@ -58,6 +58,7 @@ def test_rehearsal_of_all_parts(tmp_path):
     assert 'rehearsal' in (tmp_path / 'section.md').read_text()
 
 
+@pytest.mark.slow
 def test_failed_part_is_written_and_measured_again_and_a_good_one_is_kept(tmp_path):
     store, calls = Store(tmp_path, CPU), []
 

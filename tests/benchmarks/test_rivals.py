@@ -27,6 +27,7 @@ from benchmarks.rivals.names import BOUND, CONTENDER_TITLES, TRAINER_TITLES
 from benchmarks.rivals.probe import watched
 from composer_tokacc import verify_invariance
 from composer_tokacc.invariance import relative_error
+from composer_tokacc.layout import dummy_row
 from composer_tokacc.planning import pack_lengths
 from tests.support.launch import ROOT
 from tests.support.text import text_model, text_rows
@@ -210,7 +211,7 @@ def test_results_of_other_sizes_are_not_mixed_with_those_that_are_there(monkeypa
     monkeypatch.setattr('sys.argv', ['rivals', 'speed', '--rivals', 'hf', '--samples', '128'])
     with pytest.raises(SystemExit):
         program.arguments()
-    assert 'whose cells are of other sizes and would be held to these' in capsys.readouterr().err
+    assert '`--results` must be of the same sizes' in capsys.readouterr().err
 
 
 def test_results_are_not_written_over_by_their_picture(monkeypatch, capsys, tmp_path):
@@ -231,7 +232,8 @@ def test_an_adapter_is_short_enough_to_copy(name):
 
 @pytest.mark.parametrize(('name', 'needs', 'exact'), [
     ('plain', None, False), ('composer', None, False), ('composer_flag', None, False), ('ours', None, True),
-    ('hf', 'accelerate', True), ('accelerate', 'accelerate', False), ('accelerate_tokens', 'accelerate', True),
+    pytest.param('hf', 'accelerate', True, marks=pytest.mark.slow), ('accelerate', 'accelerate', False),
+    ('accelerate_tokens', 'accelerate', True),
     ('lightning', 'lightning', False),
 ])  # fmt: skip
 def test_an_adapter_shows_what_its_trainer_does(name, needs, exact, monkeypatch):
@@ -306,7 +308,7 @@ def test_a_blank_row_is_no_stranger_though_a_label_keeps_its_loss_finite():
     sizes, samples = small_samples(model='llava')
     model = new_model(sizes)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    blank = layout_of(model).blank_row()
+    blank = dummy_row(layout_of(model))
     blank['labels'][:, -1] = 5
     with watched(model, samples) as seen:
         model(**collate([samples[1]])).loss.backward()
@@ -362,7 +364,10 @@ def test_the_processor_makes_the_very_samples():
     assert with_images > 5
 
 
-@pytest.mark.parametrize('name', ['composer', 'ours', 'ours_sampler', 'ours_packed'])
+@pytest.mark.parametrize(
+    'name',
+    ['ours', *(pytest.param(name, marks=pytest.mark.slow) for name in ('composer', 'ours_sampler', 'ours_packed'))],
+)
 def test_an_epoch_of_ours_keeps_the_global_batches_within_the_cap(name):
     sizes, samples = small_samples(model='llava')
     held_out = Samples(sizes, samples.lengths, seed=1, count=4)
@@ -375,7 +380,7 @@ def test_an_epoch_of_ours_keeps_the_global_batches_within_the_cap(name):
     assert cell['settings']['device_train_microbatch_size'] == 2
 
 
-@pytest.mark.parametrize('name', ['odb', 'trl', 'lightning', 'hf_group'])
+@pytest.mark.parametrize('name', ['odb', 'trl', 'lightning', pytest.param('hf_group', marks=pytest.mark.slow)])
 def test_a_rival_sees_every_sample_once(name):
     pytest.importorskip({'odb': 'odb', 'trl': 'trl', 'lightning': 'lightning', 'hf_group': 'accelerate'}[name])
     sizes, samples = small_samples(model='llava', workers=1)

@@ -53,7 +53,7 @@ def test_padding_on_the_left_is_trimmed_where_positions_follow_the_mask_or_are_r
 
 
 def test_positions_from_column_zero_are_written_where_the_model_takes_them():
-    assert rules_after(gpt2(), collate(text_rows(SHAPE), side='left')) == CutRules(left='columns', left_width=16)
+    assert rules_after(gpt2(), collate(text_rows(SHAPE), side='left')) == CutRules(left='shift', left_width=16)
 
 
 def test_padding_that_moves_positions_stays_where_the_model_takes_none():
@@ -69,7 +69,7 @@ def test_padding_that_comes_after_the_first_batch_is_proven_before_the_optimizer
     recorder, _, _ = train(model, data, algorithms=[TokenAccumulation()], microbatch_size=2, max_duration='3ba')
     for batch, gradients in zip(batches, recorder.steps, strict=True):
         assert relative_error(gradients, reference_gradients(model, batch)[0]) < 1e-6
-    known = {'left': CutRules(left='columns', left_width=16), 'right': CutRules(right='trim')}
+    known = {'left': CutRules(left='shift', left_width=16), 'right': CutRules(right='trim')}
     assert data.split_batch.__self__._split.rules == known[side]
 
 

@@ -211,7 +211,9 @@ def checkpointed(model):
     return model
 
 
-@pytest.mark.parametrize('wrap', [peft, compiled_before, checkpointed, hugging_face])
+@pytest.mark.parametrize(
+    'wrap', [peft, pytest.param(compiled_before, marks=pytest.mark.slow), checkpointed, hugging_face]
+)
 def test_models_that_are_wrapped_are_measured_once(wrap):
     model = wrap(text_model())
     with measure_token_weights(model) as report:

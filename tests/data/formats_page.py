@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from composer_tokacc.data import BadSampleError
-from composer_tokacc.data.formats import Record
+from composer_tokacc.data.records import Record
 from tests.data.test_formats import FORMATS, MEDIA, REFUSED, parse
 
 __all__ = ['page']

@@ -67,6 +67,7 @@ def test_bad_samples_of_parts_are_left_out_by_their_place_in_the_whole(tmp_path)
         length_table(parts, processor, folder=tmp_path)
 
 
+@pytest.mark.slow
 def test_workers_find_the_same():
     dataset = WithBadOnes(520)
     alone, workers = (build(dataset, on_error='skip', num_workers=number) for number in (0, 2))

@@ -8,8 +8,9 @@ from PIL import Image
 from tokenizers import AddedToken
 
 from composer_tokacc.data.conversation import ConversationEncoder
-from composer_tokacc.data.formats import BadSampleError, RawRecord, parse_record
+from composer_tokacc.data.formats import parse_record
 from composer_tokacc.data.processor import train_tokenizer
+from composer_tokacc.data.records import BadSampleError, RawRecord
 from tests.data.chat_processors import PROCESSORS, QWEN, TEXTS, blip2, llava, qwen2_vl, small
 
 

@@ -15,8 +15,10 @@ from PIL import Image
 
 from composer_tokacc.data import BadSampleError, LlavaDataset
 from composer_tokacc.data.files import read_raw_records
-from composer_tokacc.data.formats import RawRecord, parse_record
-from composer_tokacc.data.media import open_media
+from composer_tokacc.data.formats import parse_record
+from composer_tokacc.data.media import decode_media
+from composer_tokacc.data.records import RawRecord
+from composer_tokacc.data.user_files import open_files
 from tests.data.chat_processors import small
 
 
@@ -50,7 +52,9 @@ def said(record):
 def seen(record, folder):
     """Colour of each image."""
     names = {(255, 0, 0): 'red', (0, 0, 255): 'blue'}
-    return [names[image.getpixel((0, 0))] for image in open_media(record, record.files(folder)).get('image', [])]
+    return [
+        names[image.getpixel((0, 0))] for image in decode_media(record, open_files(record, folder)).get('image', [])
+    ]
 
 
 def asked_with(*parts):
@@ -257,7 +261,7 @@ MEDIA = {
 def test_videos_and_sounds_are_where_their_project_means_them(data, question, media):
     record = parse(data)
     assert record.turns[0].text == question
-    assert [(medium.kind, medium.names) for medium in record.media] == media
+    assert [(medium.modality, medium.names) for medium in record.media] == media
     parts = [part['type'] for part in record.messages()[0]['content'] if part['type'] != 'text']
     assert parts == [kind for kind, _ in media]
     assert '<' not in ''.join(record.texts)
@@ -531,7 +535,7 @@ def test_dataset_info_names_columns_of_videos_and_sounds(folder):
     turns = [{'from': 'human', 'value': '<video><audio>?'}, {'from': 'gpt', 'value': 'Red.'}]
     path = describe(folder, entry, [{'dialogue': turns, 'films': ['a.mp4'], 'sounds': ['a.wav']}])
     (record,) = map(parse_record, read_raw_records(path))
-    assert [(medium.kind, medium.names) for medium in record.media] == [('video', ['a.mp4']), ('audio', ['a.wav'])]
+    assert [(medium.modality, medium.names) for medium in record.media] == [('video', ['a.mp4']), ('audio', ['a.wav'])]
 
 
 @pytest.mark.parametrize(
@@ -564,7 +568,7 @@ def test_name_that_is_not_there_is_answered_with_those_that_are(folder):
 
 def decoded(path):
     record = parse(asked_with({'type': 'image', 'image': path.name}))
-    return open_media(record, record.files(path.parent))['image'][0]
+    return decode_media(record, open_files(record, path.parent))['image'][0]
 
 
 def test_16_bits_are_scaled_not_clipped(tmp_path):

@@ -19,8 +19,10 @@ import transformers
 from PIL import ExifTags, Image
 
 from composer_tokacc.data import BadSampleError, LlavaDataset, headers, lengths
+from composer_tokacc.data.images import image_size
 from composer_tokacc.data.lengths import build_length_table, length_table
-from composer_tokacc.data.media import image_size, open_media
+from composer_tokacc.data.media import decode_media
+from composer_tokacc.data.user_files import open_files
 from tests.data import chat_processors
 from tests.support.launch import launch_json
 
@@ -196,10 +198,11 @@ def test_table_from_headers_is_that_of_the_samples(name, padding_side, path, tmp
         assert len(set(table.image_tokens.tolist())) > 5, 'sizes make no difference'
 
 
+@pytest.mark.slow
 def test_workers_find_the_same(path, by_headers, monkeypatch):
     monkeypatch.setattr(headers, 'FEWEST_CHUNKS', 0)
     monkeypatch.setattr(headers, 'FEWEST_SIZES', 0)
-    monkeypatch.setattr(headers, 'CHUNK', 7)
+    monkeypatch.setattr(headers, 'TEXTS_TOGETHER', 7)
     processor = PROCESSORS['llava_next']()
     dataset = open_dataset(path, processor)
     assert_same(build_length_table(dataset, processor, num_workers=2), truth(dataset))
@@ -208,8 +211,8 @@ def test_workers_find_the_same(path, by_headers, monkeypatch):
 def test_headers_say_the_size_of_the_image_that_is_made(tmp_path, path):
     dataset = open_dataset(path, PROCESSORS['llava']())
     for record, folder in zip(dataset.records, dataset.folders, strict=True):
-        images = open_media(record, record.files(folder)).get('image', [])
-        assert [image_size(file) for file in record.files(folder)] == [image.size for image in images]
+        images = decode_media(record, open_files(record, folder)).get('image', [])
+        assert [image_size(file) for file in open_files(record, folder)] == [image.size for image in images]
     turned = {name: image_size(path.parent / 'images' / name) for name in ('turned1.png', 'turned6.png', 'late.png')}
     assert turned == {'turned1.png': (48, 20), 'turned6.png': (20, 48), 'late.png': (20, 48)}
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,12 +17,11 @@ from PIL import Image
 from torch.utils.data import ConcatDataset
 
 from composer_tokacc.data import LengthTable, LlavaDataset, lengths
-from composer_tokacc.data.lengths import build_length_table, fingerprint, image_token_ids, length_table
-from composer_tokacc.data.media import count_patches, declared_patch_size, side_of_patch
+from composer_tokacc.data.lengths import build_length_table, image_token_ids, length_table, table_name
+from composer_tokacc.data.patches import count_patches, patch_size_of
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.programs import load_config
-from composer_tokacc.programs.models import vision_patch_size
-from composer_tokacc.programs.sources import build_dataset, build_processor, measure_dataset
+from composer_tokacc.programs.sources import source_of
 from examples.digits import DigitsDataset, build_digits_processor
 from tests.support.families import FAMILIES, IMAGE_FAMILIES
 from tests.support.family_processors import PATCH_SIZE
@@ -55,7 +55,7 @@ class CountReads(DigitsDataset):
         return super().__getitem__(index)
 
 
-@pytest.mark.parametrize('num_samples', [40, 600])
+@pytest.mark.parametrize('num_samples', [40, pytest.param(600, marks=pytest.mark.slow)])
 def test_table_says_what_the_samples_say(num_samples):
     dataset = DigitsDataset(num_samples=num_samples)
     before = torch.get_rng_state()
@@ -81,7 +81,7 @@ def test_image_tokens_are_counted_by_patches_of_the_processor():
 def test_vision_patches_are_those_that_the_real_tower_computes(name):
     # Six samples with 0, 1, 1, 2, 0 and 3 images of unequal sizes.
     case = FAMILIES[name]()
-    patch_size = vision_patch_size(case.config)
+    patch_size = patch_size_of(case.config)
     table = build_length_table(case.rows, case.encode.processor, patch_size=patch_size)
     assert table.vision_patches.dtype == np.int32
     assert table.vision_patches.tolist() == [computed_patches(case.model, row) for row in case.rows]
@@ -113,7 +113,7 @@ def test_margins_of_an_image_that_pixtral_crops_are_not_counted():
 def test_patch_size_is_the_given_one_or_the_processors_or_the_commonest():
     case = FAMILIES['idefics3']()
     processor = case.encode.processor
-    assert declared_patch_size(processor) is None
+    assert patch_size_of(processor) == 14
     # Images of 16 x 16 pixels hold one square of 14; a run whose processor declares nothing still gets a table.
     guessed = build_length_table(case.rows, processor).vision_patches
     given = build_length_table(case.rows, processor, patch_size=8).vision_patches
@@ -122,15 +122,16 @@ def test_patch_size_is_the_given_one_or_the_processors_or_the_commonest():
     declared = build_length_table(llava.rows, llava.encode.processor).vision_patches
     given = build_length_table(llava.rows, llava.encode.processor, patch_size=8).vision_patches
     assert (declared == 4 * given).all()
-    sides = [side_of_patch(value) for value in (14, {'height': 14, 'width': 14}, (14, 14), None, {}, ())]
-    assert sides == [14, 14, 14, None, None, None]
+    named = [SimpleNamespace(patch_size=value) for value in (16, {'height': 16, 'width': 16}, (16, 16), None, {}, ())]
+    assert [patch_size_of(owner, 8) for owner in named] == [16, 16, 16, 8, 8, 8]
 
 
 def test_a_run_counts_the_patches_of_its_own_model(tmp_path):
     overrides = ['dataset.num_samples=20', f'loader.lengths_folder={tmp_path}', 'dataset.processor.patch_size=4']
     config = load_config(ROOT / 'yamls' / 'digits.yaml', overrides)
-    processor = build_processor(config)
-    table = measure_dataset(config, build_dataset(config, processor, held_out=False), processor)
+    source = source_of(config)
+    processor = source.build_processor()
+    table = source.measure(source.build_dataset(processor), processor)
     # The model's patches are as large as an image of 8 x 8; the processor was told otherwise.
     assert table.image_tokens.any()
     assert (4 * table.vision_patches == table.image_tokens).all()
@@ -173,30 +174,30 @@ def test_second_run_reads_only_what_the_fingerprint_needs(tmp_path):
 
 def test_fingerprint_changes_with_data_processor_vocabulary_and_template():
     dataset, processor = DigitsDataset(num_samples=20), build_digits_processor()
-    found = {fingerprint(dataset, processor), fingerprint(DigitsDataset(num_samples=20), build_digits_processor())}
+    found = {table_name(dataset, processor), table_name(DigitsDataset(num_samples=20), build_digits_processor())}
     assert len(found) == 1
-    found.add(fingerprint(DigitsDataset(num_samples=21), processor))
-    found.add(fingerprint(DigitsDataset(num_samples=20, seed=1), processor))
-    found.add(fingerprint(dataset, build_digits_processor(image_size=16, patch_size=8)))
+    found.add(table_name(DigitsDataset(num_samples=21), processor))
+    found.add(table_name(DigitsDataset(num_samples=20, seed=1), processor))
+    found.add(table_name(dataset, build_digits_processor(image_size=16, patch_size=8)))
     other = build_digits_processor()
     other.chat_template += ' '
-    found.add(fingerprint(dataset, other))
+    found.add(table_name(dataset, other))
     other = build_digits_processor()
     other.tokenizer.add_tokens(['new'])
-    found.add(fingerprint(dataset, other))
+    found.add(table_name(dataset, other))
     other = build_digits_processor()
     other.tokenizer.eos_token = '<unk>'
-    found.add(fingerprint(dataset, other))
-    found.add(fingerprint(dataset, processor, patch_size=4))
+    found.add(table_name(dataset, other))
+    found.add(table_name(dataset, processor, patch_size=4))
     assert len(found) == 8
-    assert fingerprint(dataset, processor, patch_size=8) in found  # what the processor declares
+    assert table_name(dataset, processor, patch_size=8) in found  # what the processor declares
 
 
 def test_files_of_an_older_version_are_not_read(tmp_path, monkeypatch):
     dataset = DigitsDataset(num_samples=8)
     with monkeypatch.context() as older:
-        older.setattr(lengths, 'VERSION', lengths.VERSION - 1)
-        older_file = tmp_path / f'{fingerprint(dataset, dataset.processor)}.npz'
+        older.setattr(lengths, 'TABLE_VERSION', lengths.TABLE_VERSION - 1)
+        older_file = tmp_path / f'{table_name(dataset, dataset.processor)}.npz'
     np.savez(older_file, lengths=[1] * 8, image_tokens=[0] * 8, loss_tokens=[1] * 8)
     table = length_table(dataset, dataset.processor, folder=tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
@@ -212,9 +213,9 @@ def test_own_fingerprint_of_a_dataset_goes_before_probes():
 
     dataset, processor = Named(num_samples=20), build_digits_processor()
     CountReads.reads = 0
-    first = fingerprint(dataset, processor)
+    first = table_name(dataset, processor)
     dataset.name = 'second'
-    assert fingerprint(dataset, processor) != first
+    assert table_name(dataset, processor) != first
     assert CountReads.reads == 0
 
 

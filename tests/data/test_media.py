@@ -19,9 +19,10 @@ pytest.importorskip('av')
 
 import av
 
-from composer_tokacc.data import BadSampleError, VideoSampling, media
-from composer_tokacc.data.formats import EmbeddedFile, Medium, Record, Turn
-from composer_tokacc.data.media import open_media
+from composer_tokacc.data import BadSampleError, VideoSampling, videos
+from composer_tokacc.data.media import decode_media
+from composer_tokacc.data.records import EmbeddedFile, Medium, Record, Turn
+from composer_tokacc.data.user_files import open_files
 from tests.support.clips import SHADES, sine, write_sound, write_video
 
 ALL = VideoSampling(num_frames=len(SHADES))
@@ -34,7 +35,7 @@ def record_of(kind, *files):
 
 def read(kind, *paths, **options):
     record = record_of(kind, *map(str, paths))
-    (content,) = open_media(record, record.files(Path()), **options)[kind]
+    (content,) = decode_media(record, open_files(record, Path()), **options)[kind]
     return content
 
 
@@ -203,11 +204,11 @@ def test_what_an_edit_list_cuts_off_is_no_frame(tmp_path):
 
 def test_place_that_lies_behind_the_frame_is_not_taken_for_it(tmp_path):
     path = film(tmp_path, 'mpeg4_b.avi')
-    with media._open_film(path) as (container, stream):
-        stamps, keys = media._read_stamps(container, stream)
+    with videos._open_video(path) as (container, stream):
+        stamps, keys = videos._read_stamps(container, stream)
     wrong = [(stamp, stamp) for stamp, _ in keys]  # this container looks for times of decoding
     assert wrong != keys
-    frames, expected = (media._read_frames(path, stamps[5:6], places) for places in (wrong, []))
+    frames, expected = (videos._read_frames(path, stamps[5:6], places) for places in (wrong, []))
     assert (frames[stamps[5]] == expected[stamps[5]]).all()
 
 
@@ -237,8 +238,8 @@ def test_name_that_looks_like_an_address(tmp_path, monkeypatch):
 
 def test_film_in_the_record(tmp_path):
     content = write_video(tmp_path / 'a.mp4').read_bytes()
-    record = record_of('video', EmbeddedFile.of('videos.0.bytes', content))
-    (video,) = open_media(record, record.files(Path()), video=ALL)['video']
+    record = record_of('video', EmbeddedFile.from_bytes('videos.0.bytes', content))
+    (video,) = decode_media(record, open_files(record, Path()), video=ALL)['video']
     assert shades_of(video) == close_to(SHADES)
 
 
@@ -276,14 +277,14 @@ BAD = {
     'text': (lambda folder: write_file(folder / 'a.mp4', b'film ' * 99), 'video', 'Invalid data'),
     'text by name too': (lambda folder: write_file(folder / 'a.txt', b'film ' * 99), 'video', 'it holds no video'),
     'sound as film': (lambda folder: write_sound(folder / 'a.wav', sine(0.1)), 'video', 'it holds no video'),
-    'film as sound': (lambda folder: write_video(folder / 'a.mp4'), 'audio', 'it holds no sound'),
+    'film as sound': (lambda folder: write_video(folder / 'a.mp4'), 'audio', 'it holds no audio'),
     'film as picture': (lambda folder: write_video(folder / 'a.mp4'), 'image', 'cannot identify image file'),
     'cut sound': (
         lambda folder: cut(write_sound(folder / 'a.wav', sine(2)), 0.5),
         'audio',
         r'it ends after 1\.0 of 2\.0 s|Invalid data found',  # the second by older decoders themselves
     ),
-    'silent file': (lambda folder: write_sound(folder / 'a.wav', sine(0)), 'audio', 'it holds no sound'),
+    'silent file': (lambda folder: write_sound(folder / 'a.wav', sine(0)), 'audio', 'it holds no audio'),
     'no numbers': (
         lambda folder: write_sound(folder / 'a.wav', np.full(99, np.nan, np.float32)),
         'audio',

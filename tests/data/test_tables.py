@@ -17,7 +17,8 @@ from PIL import Image
 from composer_tokacc.data import BadSampleError, LlavaDataset
 from composer_tokacc.data import files as files_module
 from composer_tokacc.data.files import image_folder, read_raw_records
-from composer_tokacc.data.formats import EmbeddedFile, parse_record
+from composer_tokacc.data.formats import parse_record
+from composer_tokacc.data.records import EmbeddedFile
 from tests.data.chat_processors import small
 
 datasets = pytest.importorskip('datasets')

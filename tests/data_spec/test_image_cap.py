@@ -14,7 +14,7 @@ from composer.core import Callback, Event
 from torch.utils.data import Dataset
 
 from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, TokenAccumulation, token_data_spec
-from composer_tokacc.layout import BatchLayout, ReadyBatch
+from composer_tokacc.layout import BatchLayout, PreSplitBatch
 from composer_tokacc.planning import pack_lengths
 from tests.support.families import FAMILIES
 from tests.support.training import loader, reference_gradients, relative_error, train
@@ -64,7 +64,7 @@ def test_a_foreign_batch_is_cut_under_both_caps(kwargs):
 
 @pytest.mark.parametrize('size', [len(ROWS), 2])
 def test_ready_microbatches_are_cut_again_under_both_caps_after_halving_too(size):
-    batch = ReadyBatch([joined(ROWS[:5]), joined(ROWS[5:])], max_tokens=10_000)
+    batch = PreSplitBatch([joined(ROWS[:5]), joined(ROWS[5:])], max_tokens=10_000)
     width = max(one['input_ids'].shape[1] for one in batch.microbatches)
     assert min(map(images_in, batch.microbatches)) > CAP
     spec = token_data_spec([], layout=LAYOUT, slot_tokens=width, max_image_tokens=CAP)
@@ -76,7 +76,7 @@ def test_ready_microbatches_are_cut_again_under_both_caps_after_halving_too(size
 
 def test_a_zero_weight_image_row_finds_room_under_the_cap(monkeypatch):
     monkeypatch.setattr('composer_tokacc.data_spec.split.dist.get_world_size', lambda: 2)
-    monkeypatch.setattr('composer_tokacc.data_spec.split.max_over_ranks', list)
+    monkeypatch.setattr('composer_tokacc.data_spec.in_step.max_over_ranks', list)
     batch = joined([ROWS[0], ROWS[4], ROWS[0], *ROWS[1:4]])
     spec = token_data_spec([], layout=LAYOUT, max_image_tokens=CAP)
     counts = [images_in(one) for one in spec.split_batch(batch, 3)]

@@ -30,7 +30,7 @@ from composer.cli import launcher
 from packaging.requirements import Requirement
 
 from composer_tokacc.programs import load_config
-from composer_tokacc.programs.run import check_config
+from composer_tokacc.programs.config_checks import check_config
 from tests.support.launch import ROOT
 
 __all__ = ['commands_of', 'dry_run']
@@ -166,7 +166,9 @@ def _pip(arguments: Sequence[str]) -> None:
     for one in given:
         if one == '--overrides':
             file = next(given)
-            assert Path(file).exists(), file
+            assert Path(file).exists() or (ROOT / file).exists(), file
+        elif one in ('--target', '--python-version', '--python-platform', '--only-binary'):
+            next(given)
         elif one not in ('-e', '--no-deps'):
             wanted = Requirement(re.sub(r'^\.(?=\[|$)', 'composer_tokacc', one))
             extras = setup['options.extras_require'] if wanted.name == setup['metadata']['name'] else ()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.token_weights import table as table_of_weights
+from benchmarks.token_weights import table_of as table_of_weights
 from tests.data.formats_page import page as formats_page
 from tests.support.launch import ROOT
 

@@ -40,6 +40,7 @@ def expected_answer(prompt, digits):
     return list(str(len(digits) if prompt[0] == 'count' else sum(digits)))
 
 
+@pytest.mark.slow
 def test_answers_follow_from_the_scans_that_are_shown(dataset, samples):
     scans, targets = load_digits().images, load_digits().target
     kinds = set()

@@ -13,8 +13,8 @@ import torch
 import transformers
 
 from composer_tokacc import BatchLayout
-from composer_tokacc.layout import FAMILIES, Entry, Family
-from composer_tokacc.layout import layout as layout_module
+from composer_tokacc.batch import padding_side
+from composer_tokacc.layout import FAMILIES, Entry, Family, describe, tensors
 from tests.support.families import FAMILIES as CASES
 from tests.support.small_batches import LLAVA, QWEN, TEXT, text_batch
 
@@ -26,8 +26,8 @@ IMAGE = 9
 @pytest.mark.parametrize('side', ['left', 'right'])
 def test_lengths_and_trim_on_either_side(side):
     batch, layout = text_batch([3, 5, 2], side=side, width=8), BatchLayout(family=TEXT)
-    assert layout.padding_side(batch) == side
-    assert layout.lengths(batch) == [3, 5, 2]
+    assert padding_side(batch) == side
+    assert describe(layout, batch).lengths == [3, 5, 2]
     trimmed = layout.trim(batch)
     expected = text_batch([3, 5, 2], side=side)
     for key, value in expected.items():
@@ -52,14 +52,14 @@ def test_pads_are_known_by_the_mask_and_not_by_their_id():
     batch = text_batch([3, 5], width=7)
     batch['input_ids'][0, 1] = 0  # a real token with the id of the pads
     batch['input_ids'][:, 5:] = 4  # pads with the id of a real token
-    assert layout.lengths(batch) == [3, 5]
+    assert describe(layout, batch).lengths == [3, 5]
 
 
 def test_first_pad_that_is_attended_stays():
     """Monkey and other Qwen-7B trainings attend to the end token they also pad with."""
     batch, layout = text_batch([3, 5], width=7), BatchLayout(family=TEXT)
     batch['attention_mask'][0, 3] = batch['attention_mask'][1, 5] = 1
-    assert layout.lengths(batch) == [4, 6]
+    assert describe(layout, batch).lengths == [4, 6]
     assert layout.trim(batch)['attention_mask'].sum() == batch['attention_mask'].sum()
 
 
@@ -67,20 +67,20 @@ def test_first_pad_that_is_attended_stays():
 def test_labels_on_pads_are_never_trimmed(side, column, length):
     batch, layout = text_batch([3, 2], side=side, width=8), BatchLayout(family=TEXT)
     batch['labels'][0, column] = 1
-    assert layout.lengths(batch) == [length, 2]
+    assert describe(layout, batch).lengths == [length, 2]
     assert (layout.trim(batch)['labels'] != -100).sum() == (batch['labels'] != -100).sum()
 
 
 def test_rows_without_any_real_position_keep_one_column():
     batch, layout = text_batch([0, 0], width=4), BatchLayout(family=TEXT)
-    assert layout.lengths(batch) == [1, 1]
+    assert describe(layout, batch).lengths == [1, 1]
     assert layout.trim(batch)['input_ids'].shape == (2, 1)
 
 
 def test_batch_without_mask_is_never_trimmed():
     batch, layout = text_batch([3, 5], width=7), BatchLayout(family=TEXT)
     del batch['attention_mask']
-    assert layout.lengths(batch) == [7, 7]
+    assert describe(layout, batch).lengths == [7, 7]
 
 
 @pytest.mark.parametrize('form', ['boolean', 'additive', 'integer', 'three-dimensional'])
@@ -97,8 +97,8 @@ def test_masks_that_carry_the_width_twice(form, side):
         'three-dimensional': square[:, 0],
     }[form]
     batch = {**flat, 'attention_mask': mask, 'labels': torch.full_like(flat['labels'], -100)}
-    assert layout.padding_side(batch) == side
-    assert layout.lengths(batch) == [3, 5, 2]
+    assert padding_side(batch) == side
+    assert describe(layout, batch).lengths == [3, 5, 2]
     row = layout.trim(layout.select(batch, [0]))
     assert row['attention_mask'].shape[-2:] == (3, 3)
     span = slice(5, 8) if side == 'left' else slice(0, 3)
@@ -106,7 +106,7 @@ def test_masks_that_carry_the_width_twice(form, side):
     # Joined again, no real position may attend to the new pads.
     joined = layout.concat([row, layout.trim(layout.select(batch, [1]))], padding_side=side)
     assert joined['attention_mask'].shape[-2:] == (5, 5)
-    assert layout.lengths(joined) == [3, 5]
+    assert describe(layout, joined).lengths == [3, 5]
 
 
 def test_additive_mask_keeps_the_loss_of_a_real_model():
@@ -413,8 +413,8 @@ def test_rows_of_whisper_are_those_of_its_labels():
     labels = torch.tensor([[3, 4, 5, 2], [6, 2, -100, -100], [7, 8, 2, -100]])
     batch = {'input_features': torch.rand(3, 4, 20), 'labels': labels, 'sample_ids': ['a', 'b', 'c']}
     for layout in (BatchLayout.for_model(model), BatchLayout.infer(batch)):
-        assert (layout.num_rows(batch), layout.width(batch), layout.lengths(batch)) == (3, 4, [4, 4, 4])
-        assert (layout.media_per_row(batch), layout.coupling(batch), layout.padding_side(batch)) == (
+        assert (layout.num_rows(batch), layout.width(batch), describe(layout, batch).lengths) == (3, 4, [4, 4, 4])
+        assert (layout.media_per_row(batch), layout.coupling(batch), padding_side(batch)) == (
             [0] * 3,
             None,
             'right',
@@ -470,7 +470,7 @@ def test_rows_are_counted_once_for_all_groups(monkeypatch):
     ('to_gpu', 'rows', 'is_view'), [(True, [1, 2], True), (True, [2, 1], False), (False, [1, 2], False)]
 )
 def test_run_of_rows_on_its_way_to_a_gpu_is_a_view(monkeypatch, to_gpu, rows, is_view):
-    monkeypatch.setattr(layout_module, '_on_the_way_to_a_gpu', lambda value: to_gpu)
+    monkeypatch.setattr(tensors, '_on_the_way_to_a_gpu', lambda value: to_gpu)
     layout, batch = BatchLayout(family=LLAVA), image_batch()
     batch['position_ids'] = torch.arange(36).view(3, 4, 3)
     part = layout.trim(layout.select(batch, rows))
@@ -493,16 +493,16 @@ def test_copies_of_page_locked_tensors_are_page_locked(monkeypatch):
 
     def empty(shape, like):
         made = torch.empty(shape, dtype=like.dtype)
-        if layout_module._is_page_locked(like):
+        if tensors._is_page_locked(like):
             locked.add(made.untyped_storage().data_ptr())
         return made
 
-    monkeypatch.setattr(layout_module, '_is_page_locked', lambda value: value.untyped_storage().data_ptr() in locked)
-    monkeypatch.setattr(layout_module, '_empty', empty)
+    monkeypatch.setattr(tensors, '_is_page_locked', lambda value: value.untyped_storage().data_ptr() in locked)
+    monkeypatch.setattr(tensors, '_empty', empty)
     layout = BatchLayout(family=LLAVA)
     part = layout.trim(layout.select(batch, [3, 1]))
     assert part['input_ids'].shape == (2, 2)
     for key, value in part.items():
-        assert not isinstance(value, torch.Tensor) or layout_module._is_page_locked(value), key
+        assert not isinstance(value, torch.Tensor) or tensors._is_page_locked(value), key
     batch['labels'] = batch['labels'].clone()
-    assert not layout_module._is_page_locked(layout.select(batch, [3, 1])['labels'])
+    assert not tensors._is_page_locked(layout.select(batch, [3, 1])['labels'])

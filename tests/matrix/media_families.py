@@ -21,6 +21,7 @@ from PIL import Image
 
 from tests.matrix.collator import Row, cat_padded
 from tests.support.families import FAMILIES, FamilyCase
+from tests.support.family_models import CLASSES, config_of
 from tests.support.sample_encoder import WORDS, Sample
 
 __all__ = ['HAND_MADE', 'hand_made_config', 'hand_made_row', 'processor_case', 'processor_row']
@@ -69,157 +70,42 @@ def processor_row(name: str, rng: random.Random, *, has_image: bool | None = Non
 VOCABULARY, PATCH, SIDE = 64, 4, 16
 IMAGE, VIDEO, AUDIO, BEGIN, END = 1, 2, 3, 4, 5
 MEL_BINS, FRAMES = 8, 16
-_TEXT = {
-    'vocab_size': VOCABULARY,
-    'hidden_size': 32,
-    'intermediate_size': 48,
-    'num_hidden_layers': 2,
-    'num_attention_heads': 2,
-    'num_key_value_heads': 1,
-    'max_position_embeddings': 1024,
-    'pad_token_id': 0,
-    'bos_token_id': 6,
-    'eos_token_id': 7,
-    'tie_word_embeddings': False,
+_SOURCES = {
+    'qwen2_vl_video': 'qwen2_vl',
+    'llava_onevision_video': 'llava_onevision',
+    'instructblip_video': 'instructblipvideo',
+    **{name: name for name in ('qwen3_vl', 'llava_next_video', 'mistral3', 'qwen2_audio', 'blip2', 'instructblip')},
 }
-_VISION = {
-    'hidden_size': 32,
-    'intermediate_size': 48,
-    'num_hidden_layers': 2,
-    'num_attention_heads': 2,
-    'image_size': SIDE,
-    'patch_size': PATCH,
-}
-_MROPE = {'rope_scaling': {'rope_type': 'default', 'type': 'mrope', 'mrope_section': [4, 2, 2]}}
-_QWEN_IDS = {
-    'image_token_id': IMAGE,
-    'video_token_id': VIDEO,
-    'vision_start_token_id': BEGIN,
-    'vision_end_token_id': END,
-    'tie_word_embeddings': False,
-}
-_QWEN_VISION = {'depth': 2, 'num_heads': 2, 'patch_size': PATCH, 'spatial_merge_size': 2, 'temporal_patch_size': 2}
-_SIGLIP = {'model_type': 'siglip_vision_model', 'vision_use_head': False, **_VISION}
-_PINPOINTS = [[16, 32], [32, 16], [32, 32]]
 
-_HAND_MADE: dict[str, tuple[str, str, Mapping[str, Any]]] = {
-    'qwen2_vl_video': (
-        'Qwen2VLForConditionalGeneration',
-        'Qwen2VLConfig',
-        {
-            'text_config': {**_TEXT, **_MROPE},
-            'vision_config': {**_QWEN_VISION, 'embed_dim': 32, 'hidden_size': 32, 'mlp_ratio': 2},
-            **_QWEN_IDS,
-        },
-    ),
-    'qwen3_vl': (
-        'Qwen3VLForConditionalGeneration',
-        'Qwen3VLConfig',
-        {
-            'text_config': {**_TEXT, **_MROPE, 'head_dim': 16},
-            'vision_config': {
-                **_QWEN_VISION,
-                'hidden_size': 32,
-                'intermediate_size': 48,
-                'out_hidden_size': 32,
-                'num_position_embeddings': 16,
-                'deepstack_visual_indexes': [0],
-            },
-            **_QWEN_IDS,
-        },
-    ),
-    'llava_onevision_video': (
-        'LlavaOnevisionForConditionalGeneration',
-        'LlavaOnevisionConfig',
-        {
-            'text_config': {'model_type': 'qwen2', **_TEXT},
-            'vision_config': _SIGLIP,
-            'image_token_index': IMAGE,
-            'video_token_index': VIDEO,
-            'vision_feature_layer': -1,
-            'image_grid_pinpoints': _PINPOINTS,
-        },
-    ),
-    'llava_next_video': (
-        'LlavaNextVideoForConditionalGeneration',
-        'LlavaNextVideoConfig',
-        {
-            'text_config': {'model_type': 'llama', **_TEXT},
-            'vision_config': {'model_type': 'clip_vision_model', **_VISION},
-            'image_token_index': IMAGE,
-            'video_token_index': VIDEO,
-            'vision_feature_layer': -1,
-            'image_grid_pinpoints': _PINPOINTS,
-        },
-    ),
-    'mistral3': (
-        'Mistral3ForConditionalGeneration',
-        'Mistral3Config',
-        {
-            'text_config': {'model_type': 'mistral', 'sliding_window': None, **_TEXT},
-            'vision_config': {'model_type': 'pixtral', **_VISION, 'image_size': 2 * SIDE},
-            'image_token_index': IMAGE,
-            'vision_feature_layer': -1,
-            'spatial_merge_size': 2,
-            'tie_word_embeddings': False,
-        },
-    ),
-    'qwen2_audio': (
-        'Qwen2AudioForConditionalGeneration',
-        'Qwen2AudioConfig',
-        {
-            'text_config': {'model_type': 'qwen2', **_TEXT},
-            'audio_config': {
-                'd_model': 32,
-                'encoder_layers': 2,
-                'encoder_attention_heads': 2,
-                'encoder_ffn_dim': 48,
-                'num_mel_bins': MEL_BINS,
-                'max_source_positions': FRAMES // 2,
-            },
-            'audio_token_index': AUDIO,
-        },
-    ),
-}
-_QUERIES = {
-    'qformer_config': {
-        'vocab_size': VOCABULARY,
-        'hidden_size': 32,
-        'num_hidden_layers': 2,
-        'num_attention_heads': 2,
-        'intermediate_size': 48,
-    },
-    'num_query_tokens': 4,
-    'vision_config': _VISION,
-}
-_HAND_MADE |= {
-    'blip2': (
-        'Blip2ForConditionalGeneration',
-        'Blip2Config',
-        {
-            'text_config': {'model_type': 'opt', 'ffn_dim': 48, 'word_embed_proj_dim': 32, **_TEXT},
-            'image_token_index': IMAGE,
-            **_QUERIES,
-        },
-    ),
-    'instructblip': (
-        'InstructBlipForConditionalGeneration',
-        'InstructBlipConfig',
-        {'text_config': {'model_type': 'llama', **_TEXT}, 'image_token_index': IMAGE, **_QUERIES},
-    ),
-    'instructblip_video': (
-        'InstructBlipVideoForConditionalGeneration',
-        'InstructBlipVideoConfig',
-        {'text_config': {'model_type': 'llama', **_TEXT}, 'video_token_index': VIDEO, **_QUERIES},
-    ),
-}
-HAND_MADE = {name: classes for name, classes in _HAND_MADE.items() if hasattr(transformers, classes[1])}
+
+class _Ids:
+    """Of the tokens in a config."""
+
+    tokenizer, pad_token_id = range(VOCABULARY), 0
+
+    def token_id(self, token: str) -> int:
+        named = {
+            '<s>': 6,
+            '</s>': 7,
+            'start': BEGIN,
+            'end': END,
+            'video': VIDEO,
+            'AUDIO': AUDIO,
+            'im': IMAGE,
+            'IMG': IMAGE,
+        }
+        return next(number for name, number in named.items() if name in token)
+
+
+HAND_MADE = {name: CLASSES[source] for name, source in _SOURCES.items() if hasattr(transformers, CLASSES[source])}
 
 
 def hand_made_config(name: str) -> Any:
     """A fresh config."""
-    _, config_class, settings = HAND_MADE[name]
-    return getattr(transformers, config_class)(**settings)
+    config = config_of(_SOURCES[name], _Ids(), hidden=32)
+    if name == 'qwen2_audio':
+        config.audio_config.max_source_positions = FRAMES // 2
+    return config
 
 
 class _Writer:

@@ -134,7 +134,7 @@ def _processor(name: str, *, source: str = '', has_image: bool | None = None) ->
 
 
 def _hand_made(name: str) -> Subject:
-    model_class = media_families.HAND_MADE[name][0]
+    model_class = media_families.HAND_MADE[name]
     return Subject(
         name=name,
         group='audio' if 'audio' in name else 'video' if 'video' in name else 'image',

@@ -56,6 +56,7 @@ def _run(script: str, root: Path = PACKAGE.parent, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_hash_seed_does_not_matter_nor_does_compilation():
     """Interpreted, an index out of bounds raises; compiled, it reads whatever lies there."""
     digests = {
@@ -78,6 +79,7 @@ def _leave_caches(_: str, names: list[str]) -> list[str]:
     return [name for name in names if name == '__pycache__']
 
 
+@pytest.mark.slow
 def test_no_folder_can_be_written(installed):
     """Neither that of the package nor the user's: files stand in their places, which stops root as well."""
     blocked = installed / 'blocked'
@@ -87,12 +89,14 @@ def test_no_folder_can_be_written(installed):
     assert printed == '[[0, 2], [1, 3, 4]] NullCache\n'
 
 
+@pytest.mark.slow
 def test_disk_is_full(installed):
     """Files can be made, but not a byte written."""
     full = 'import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))' + ONE_PLAN
     assert _run(full, installed, PYTHONDONTWRITEBYTECODE='1').startswith('[[0, 2], [1, 3, 4]] _ForgivingCache')
 
 
+@pytest.mark.slow
 def test_damaged_cache_is_written_anew(installed):
     assert _run(ONE_PLAN, installed).startswith('[[0, 2], [1, 3, 4]] _ForgivingCache')
     files = sorted((installed / 'composer_tokacc' / 'planning' / '__pycache__').glob('cuts.least_padded_cut*.nb?'))

@@ -14,23 +14,24 @@ import torch
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.planning import CostModel, plan_microbatches
 from composer_tokacc.programs import ConfigError, load_config
-from composer_tokacc.programs.run import check_config
-from composer_tokacc.programs.sources import build_dataset, build_loader, build_processor, source_of
+from composer_tokacc.programs.config_checks import check_config
+from composer_tokacc.programs.sources import source_of
 from composer_tokacc.sampling import RegroupingDataLoader
 from examples.digits.dataset import load_scans, split_scans
 from tests.support.launch import ROOT
 
 
-def build(tmp_path, *overrides, held_out=False):
+def build(tmp_path, *overrides, is_eval=False):
     config = load_config(
         ROOT / 'yamls' / 'digits.yaml',
         ['dataset.num_samples=60', 'dataset.eval.num_samples=20', 'loader.global_batch_size=16',
          f'loader.lengths_folder={tmp_path}', *overrides],
     )  # fmt: skip
-    processor = build_processor(config)
-    dataset = build_dataset(config, processor, held_out=held_out)
+    source = source_of(config)
+    processor = source.build_processor()
+    dataset = source.build_dataset(processor, is_eval=is_eval)
     sample = next(sample for sample in dataset if sample['num_images'][0])
-    return build_loader(config, dataset, processor, BatchLayout.infer(sample), held_out=held_out), dataset
+    return source.build_loader(dataset, processor, BatchLayout.infer(sample), is_eval=is_eval), dataset
 
 
 def test_a_dataset_read_by_index_is_measured_as_it_is(tmp_path):
@@ -87,7 +88,7 @@ def test_plans_are_made_with_the_cost_of_the_patches_of_each_sample(tmp_path):
 
 def test_image_cap_of_the_config_is_that_of_the_plans_and_of_the_split(tmp_path):
     free, dataset = build(tmp_path)
-    token_id = build_processor(load_config(ROOT / 'yamls' / 'digits.yaml')).image_token_id
+    token_id = source_of(load_config(ROOT / 'yamls' / 'digits.yaml')).build_processor().image_token_id
     cap = max(int((sample['input_ids'] == token_id).sum()) for sample in dataset)
     capped, _ = build(tmp_path, f'microbatching.max_image_tokens={cap}')
     most = [
@@ -107,7 +108,7 @@ def test_a_package_that_a_dataset_lacks_is_one_line(tmp_path, monkeypatch):
 
 
 def test_held_out_set_and_ordered_rows_use_the_stock_sampler(tmp_path):
-    for spec in (build(tmp_path, held_out=True)[0], build(tmp_path, 'microbatching.regroup=false')[0]):
+    for spec in (build(tmp_path, is_eval=True)[0], build(tmp_path, 'microbatching.regroup=false')[0]):
         assert not isinstance(spec.dataloader, RegroupingDataLoader)
     assert not list(tmp_path.iterdir()), 'lengths were measured for nothing'
 
@@ -168,7 +169,7 @@ def test_one_medium_a_step(tmp_path):
             '`microbatching.cost` key must be a known name, got: lunch. Did you mean launch',
         ),
         (['microbatching.cost={launch: -3}'], '`microbatching.cost.launch` must be finite and not negative, got: -3'),
-        (['loader.modality=video'], '`loader.modality` must be `mixed` or `per_step`, got: video'),
+        (['loader.modality=video'], '`loader.modality` must be a known name, got: video. Known: mixed, per_step'),
     ],
 )
 def test_bad_mixtures_are_refused_in_the_words_of_the_config(overrides, message):
@@ -180,7 +181,7 @@ def test_bad_mixtures_are_refused_in_the_words_of_the_config(overrides, message)
     ('overrides', 'message'),
     [
         (['dataset.video.num_frame=8'], '`dataset.video` key must be a known name, got: num_frame. Did you mean num_f'),
-        (['dataset.video=8'], '`dataset.video` must be a mapping of arguments, got: 8'),
+        (['dataset.video=8'], '`dataset.video` must be a mapping, got: 8'),
         (
             ['dataset.video.fps=often'],
             '`dataset.video.fps` must be of type float or null, got: often',
@@ -211,10 +212,10 @@ class _HasABug(torch.utils.data.Dataset):
 def test_a_package_that_a_dataset_needs_is_named():
     config = load_config(ROOT / 'yamls' / 'digits.yaml', [f'dataset.name={__name__}.{_NeedsAPackage.__name__}'])
     with pytest.raises(ConfigError, match="needs a package more, got: No module named 'no_such_package'"):
-        build_dataset(config, None, held_out=False)
+        source_of(config).build_dataset(None)
 
 
 def test_a_bug_of_a_dataset_keeps_its_traceback():
     config = load_config(ROOT / 'yamls' / 'digits.yaml', [f'dataset.name={__name__}.{_HasABug.__name__}'])
     with pytest.raises(ImportError, match='no_such_name'):
-        build_dataset(config, None, held_out=False)
+        source_of(config).build_dataset(None)

@@ -22,7 +22,7 @@ def main(path: str, num_checked: str, result: str) -> None:
     dataset = open_dataset(Path(path), PROCESSORS['llava_next']())
     with mock.patch.multiple(lengths, FEWEST_FOR_HEADERS=0, NUM_CHECKED=int(num_checked)):
         table = lengths.build_length_table(dataset, dataset.encoder.processor, num_workers=0)
-    columns = {name: getattr(table, name).tolist() for name in lengths.COLUMNS}
+    columns = {name: getattr(table, name).tolist() for name in lengths.TABLE_COLUMNS}
     gathered = dist.all_gather_object({'columns': columns, 'reads': dataset.reads})
     if dist.get_global_rank() == 0:
         Path(result).write_text(json.dumps(gathered))

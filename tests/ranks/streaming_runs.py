@@ -22,8 +22,7 @@ from streaming.base.util import clean_stale_shared_memory
 from torch.utils.data import DataLoader
 
 from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
-from composer_tokacc.data import VisionLanguageCollator, build_small_processor
-from composer_tokacc.data.lengths import image_token_ids
+from composer_tokacc.data import VisionLanguageCollator, build_small_processor, image_token_ids
 from composer_tokacc.data.llava_streaming import LlavaStreamingDataset
 from composer_tokacc.programs.models import build_model
 from composer_tokacc.sampling import ExchangingDataLoader, RestoreRandomState

@@ -118,7 +118,7 @@ def test_calibration_is_kept_for_its_key_and_made_anew_where_its_file_is_damaged
         path.write_text(path.read_text()[:40])
     with caplog.at_level(logging.WARNING):
         assert load_or_calibrate(tmp_path, {'model': 'a'}, calibrate) == MEMORY
-    assert 'cannot be read' in caplog.text
+    assert 'is damaged' in caplog.text
     (tmp_path / 'file').write_text('')
     assert load_or_calibrate(tmp_path / 'file', {'model': 'a'}, calibrate) == MEMORY  # no folder can be there
     assert 'not kept' in caplog.text

@@ -126,12 +126,15 @@ def assert_within(found: dict[str, float], limit: float) -> None:
     assert abs(found[worst]) < limit, f'{worst}: {found[worst]:+.2%}'
 
 
-@pytest.mark.parametrize('family', ['llama', 'llava', 'qwen2_5_vl'])
+@pytest.mark.parametrize(
+    'family', ['llama', *(pytest.param(name, marks=pytest.mark.slow) for name in ('llava', 'qwen2_5_vl'))]
+)
 def test_peak_of_unseen_microbatches(family: str) -> None:
     found = errors(FAMILIES[family](), 'sdpa', checkpointing=False)
     assert_within(found, 0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('family', ['qwen2_vl', 'video_llava'])
 def test_peak_of_a_run_of_videos_alone(family: str) -> None:
     case = MEDIA[family]()

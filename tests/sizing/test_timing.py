@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from composer_tokacc import BatchLayout, token_data_spec
-from composer_tokacc.data.media import count_patches
+from composer_tokacc.data import count_patches
 from composer_tokacc.sizing.timing import MicrobatchTimer, fit_cost
 from tests.data.test_lengths import computed_patches
 from tests.support.families import FAMILIES

@@ -106,6 +106,7 @@ def test_residual_stream_is_float32_under_autocast_alone_and_not_under_fsdp() ->
     assert held['fsdp']['weights'] == 0
 
 
+@pytest.mark.slow
 def test_recomputed_vision_blocks_see_the_types_of_the_first_pass() -> None:
     vision = {'hidden_size': 32, 'intermediate_size': 64, 'num_hidden_layers': 2, 'num_attention_heads': 2}
     config = LlavaConfig(

@@ -16,8 +16,8 @@ from composer_tokacc.data.lengths import length_table
 from composer_tokacc.data.to_mds import write_shards
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.programs import ConfigError, load_config
-from composer_tokacc.programs.run import check_config
-from composer_tokacc.programs.sources import build_dataset, build_loader, build_processor, source_of
+from composer_tokacc.programs.config_checks import check_config
+from composer_tokacc.programs.sources import source_of
 from composer_tokacc.sampling import ExchangingDataLoader
 from tests.support.launch import ROOT, launch
 from tests.support.llava_folder import write_llava_folder
@@ -45,12 +45,13 @@ def config_of(shards, *overrides):
     return load_config(FILE, [f'dataset.local={shards}/train', *SMALL, *overrides])
 
 
-def build(config, *, held_out=False):
+def build(config, *, is_eval=False):
     check_config(config, num_ranks=1)
-    processor = build_processor(config)
-    dataset = build_dataset(config, processor, held_out=held_out)
+    source = source_of(config)
+    processor = source.build_processor()
+    dataset = source.build_dataset(processor, is_eval=is_eval)
     sample = next(dataset[k] for k in range(dataset.size) if dataset[k]['num_images'][0])
-    return build_loader(config, dataset, processor, BatchLayout.infer(sample), held_out=held_out)
+    return source.build_loader(dataset, processor, BatchLayout.infer(sample), is_eval=is_eval)
 
 
 def names(spec):
@@ -72,11 +73,11 @@ def test_exchange_is_an_option_and_changes_no_global_batch(shards):
 
 
 def test_held_out_set_has_its_own_shards_in_their_order(shards):
-    spec = build(config_of(shards, f'dataset.eval.local={shards}/held_out'), held_out=True)
+    spec = build(config_of(shards, f'dataset.eval.local={shards}/held_out'), is_eval=True)
     assert type(spec.dataloader) is streaming.StreamingDataLoader
     assert [name for batch in spec.dataloader for name in batch['sample_ids']] == [f's{k}' for k in range(20)]
     spec = build(config_of(shards, f'dataset.local={shards}', 'dataset.split=train', 'dataset.eval.split=held_out'),
-                 held_out=True)  # fmt: skip
+                 is_eval=True)  # fmt: skip
     assert names(spec) == EVERY
 
 
@@ -88,11 +89,12 @@ def test_streams_of_a_mapping(shards):
 
 def test_measuring_sees_every_sample_whatever_the_epoch_and_the_ranks(shards, tmp_path):
     config = config_of(shards, 'dataset.epoch_size=10')
-    processor = build_processor(config)
-    dataset = build_dataset(config, processor, held_out=False)
+    source = source_of(config)
+    processor = source.build_processor()
+    dataset = source.build_dataset(processor)
     assert len(dataset) == 10
     expected = LlavaDataset(tmp_path / 'train' / 'data.json', processor, image_dir=tmp_path / 'train' / 'images')
-    everything = source_of(config).by_index(dataset)
+    everything = source.by_index(dataset)
     tables = [length_table(each, processor, folder=tmp_path / 'lengths') for each in (everything, expected)]
     assert tables[0].lengths.tolist() == tables[1].lengths.tolist()
     assert len(tables[0]) == 20
@@ -114,7 +116,7 @@ def open_plain(config):
 MISTAKES = {
     'dataset.sufle_seed=1': '`dataset` key must be a known name, got: sufle_seed. Did you mean shuffle_seed?',
     'dataset.shuffle=true': '`dataset.shuffle` must be left out, got: True. Set `loader.shuffle`',
-    'dataset.local=null': '`dataset` must name its shards, got: neither of local, remote, streams. Give `dataset.loc',
+    'dataset.local=null': '`dataset` must name its shards, got: none of local, remote, streams. Give `dataset.loc',
     'dataset.streams=[1]': '`dataset.streams` must be a mapping of names to arguments, got: [1]',
     'dataset.streams={a: {locl: x}}': '`dataset.streams.a` key must be a known name, got: locl. Did you mean local?',
     'dataset.eval.num_canonical_nodes=2': '`dataset.eval` must name shards of its own, got: none',

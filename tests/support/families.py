@@ -11,18 +11,17 @@ case.loss_sum(batch)        # the same for a batch as for its rows one by one
 
 from __future__ import annotations
 
-import inspect
+import copy
+import functools
 import random
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from PIL import Image
-from transformers import PreTrainedModel
 
 from tests.support import family_models, family_processors
-from tests.support.family_media import MediaCase
+from tests.support.family_media import Case
 from tests.support.sample_encoder import WORDS, Sample, SampleEncoder
 
 __all__ = ['FAMILIES', 'IMAGE_FAMILIES', 'FamilyCase', 'freeze_unreached', 'ragged_samples']
@@ -40,39 +39,18 @@ SAMPLES: tuple[tuple[tuple[tuple[int, int], ...], int, int], ...] = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class FamilyCase:
-    """A tiny model and one-row batches for it.
+class FamilyCase(Case):
+    """Rows with ``labels``, ``sample_ids`` and ``num_images``, as the processor returns them.
 
     Args:
         name: Key in :data:`FAMILIES`.
-        model: Hugging Face model, training mode, no dropout, no cache. Parameters that no row reaches are frozen.
-        rows: One-row batches with ``labels``, ``sample_ids`` and ``num_images``, as the processor returns them.
-        pad_token_id: Id to pad ``input_ids`` with.
         encode: Made the rows.
         samples: What the rows were made of.
     """
 
     name: str
-    model: PreTrainedModel
-    rows: list[dict[str, Any]]
-    pad_token_id: int
     encode: SampleEncoder
     samples: list[Sample]
-
-    @property
-    def config(self) -> Any:
-        """The model's config."""
-        return self.model.config
-
-    def loss(self, batch: Mapping[str, Any]) -> torch.Tensor:
-        """The model's own mean loss; what its forward does not name is dropped as ``HuggingFaceModel`` drops it."""
-        named = inspect.signature(self.model.forward).parameters
-        return self.model(**{key: value for key, value in batch.items() if key in named}).loss
-
-    def loss_sum(self, batch: Mapping[str, Any]) -> torch.Tensor:
-        """Sum of the model's loss over the labels that carry it, which does not depend on how rows are grouped."""
-        counted = batch['labels'][:, 1:] != -100
-        return self.loss(batch) * counted.sum()
 
 
 def ragged_samples(*, with_images: bool, seed: int = 0) -> list[Sample]:
@@ -102,13 +80,19 @@ def _image(rng: random.Random, width: int, height: int) -> Image.Image:
     return Image.frombytes('RGB', (width, height), rng.randbytes(3 * width * height))
 
 
+def _case(name: str) -> FamilyCase:
+    """A case of a test's own: it may train the model and change the rows."""
+    case = _build(name)
+    return replace(case, model=copy.deepcopy(case.model), rows=copy.deepcopy(case.rows))
+
+
+@functools.cache
 def _build(name: str) -> FamilyCase:
     encode = family_processors.ENCODERS[name]()
-    model = family_models.MODELS[name](encode)
     samples = ragged_samples(with_images=encode.takes_images)
     case = FamilyCase(
         name=name,
-        model=model,
+        model=family_models.MODELS[name](encode),
         rows=_rows(encode, samples),
         pad_token_id=encode.pad_token_id,
         encode=encode,
@@ -118,7 +102,7 @@ def _build(name: str) -> FamilyCase:
     return case
 
 
-def freeze_unreached(case: FamilyCase | MediaCase) -> None:
+def freeze_unreached(case: Case) -> None:
     """DDP waits for every parameter that wants a gradient; towers have some that no loss reaches (a last norm)."""
     for row in case.rows:
         case.loss(row).backward()
@@ -127,11 +111,7 @@ def freeze_unreached(case: FamilyCase | MediaCase) -> None:
         parameter.grad = None
 
 
-def _builder(name: str) -> Callable[[], FamilyCase]:
-    return lambda: _build(name)
-
-
 FAMILIES: dict[str, Callable[[], FamilyCase]] = {
-    name: _builder(name) for name in family_models.MODELS if name in family_processors.ENCODERS
+    name: functools.partial(_case, name) for name in family_models.MODELS if name in family_processors.ENCODERS
 }
 IMAGE_FAMILIES = [name for name in FAMILIES if name != 'llama']

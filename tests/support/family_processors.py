@@ -1,169 +1,203 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The families' own processors around a word tokenizer and image processors of a few pixels."""
+"""The families' own processors around a word tokenizer and image, video and audio processors of a few pixels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import transformers
 
 from tests.support.sample_encoder import SampleEncoder, word_tokenizer
 
-__all__ = ['ENCODERS', 'IMAGE_SIZE', 'MEAN_STD', 'PATCH_SIZE', 'PINPOINTS', 'SQUARE']
+__all__ = ['ENCODERS', 'IMAGE_SIZE', 'PATCH_SIZE', 'PINPOINTS', 'PROCESSORS']
 
 IMAGE_SIZE, PATCH_SIZE = 16, 4
 # LLaVA-NeXT and OneVision tile an image into one of these, besides the whole image.
 PINPOINTS = [[16, 32], [32, 16], [32, 32]]
-MEAN_STD = {'image_mean': [0.5] * 3, 'image_std': [0.5] * 3}
+MEAN_STD = dict(image_mean=[0.5] * 3, image_std=[0.5] * 3)
 SQUARE = {'height': IMAGE_SIZE, 'width': IMAGE_SIZE}
+CROPPED = dict(size={'shortest_edge': IMAGE_SIZE}, crop_size=SQUARE)
+GRID = dict(patch_size=PATCH_SIZE, merge_size=2, temporal_patch_size=2, **MEAN_STD)
+CLIP_TOKENS = dict(vision_feature_select_strategy='default', num_additional_image_tokens=1, patch_size=PATCH_SIZE)
+VIDEO_SIZES = {'shortest_edge': 64, 'longest_edge': 4096}
+IS_OLD = transformers.__version__.startswith('4.')
+QWEN_TOKENS = ('<|image_pad|>', '<|video_pad|>', '<|vision_start|>', '<|vision_end|>')
+# Which the processors write before the frames of a video, as words.
+QWEN3_WORDS = ('<', '>', '.', 'seconds', *map(str, range(10)))
+INTERNVL_WORDS = ('Frame1', 'Frame2', 'Frame3', ':')
+SMOLVLM_WORDS = ('You', 'are', 'provided', 'the', 'following', 'Frame', 'from', 'frames', 'series', ':')
 
 
-def _square_processor(name: str) -> Any:
-    return getattr(transformers, name)(size=SQUARE, crop_size=SQUARE, do_center_crop=False, **MEAN_STD)
+def _processor(
+    name: str, *tokens: str, words: str = '', named: Mapping[str, str] | None = None, video: Any = None, **parts: Any
+) -> Any:
+    """A processor of its parts; ``words`` is the class of tokenizer that it insists on up to transformers 4."""
+    if video is not None and (video_class := getattr(transformers, f'{video[0]}VideoProcessor', None)):  # since 4.53
+        parts['video_processor'] = video_class(**MEAN_STD | video[1])
+    tokenizer = word_tokenizer(*tokens, class_name=words, **(named or {}))
+    return getattr(transformers, f'{name}Processor')(tokenizer=tokenizer, **parts)
 
 
-def _video_processor(name: str) -> dict[str, Any]:
-    """Processors want one since 4.53; no sample has a video."""
-    cls = getattr(transformers, name, None)
-    return {} if cls is None else {'video_processor': cls()}
+def _images(name: str, **settings: Any) -> Any:
+    return getattr(transformers, f'{name}ImageProcessor')(**MEAN_STD | settings)
 
 
-def _llama() -> SampleEncoder:
-    return SampleEncoder(word_tokenizer())
+def _llava() -> Any:
+    images = _images('CLIP', size=SQUARE, crop_size=SQUARE, do_center_crop=False)
+    return _processor('Llava', '<image>', image_processor=images, **CLIP_TOKENS)
 
 
-def _llava() -> SampleEncoder:
-    processor = transformers.LlavaProcessor(
-        image_processor=_square_processor('CLIPImageProcessor'),
-        tokenizer=word_tokenizer('<image>'),
-        patch_size=PATCH_SIZE,
-        vision_feature_select_strategy='default',
-        num_additional_image_tokens=1,
-    )
-    return SampleEncoder(processor, image_text='<image>')
+def _llava_next() -> Any:
+    images = _images('LlavaNext', **CROPPED, image_grid_pinpoints=PINPOINTS)
+    return _processor('LlavaNext', '<image>', image_processor=images, **CLIP_TOKENS)
 
 
-def _llava_next() -> SampleEncoder:
-    image_processor = transformers.LlavaNextImageProcessor(
-        size={'shortest_edge': IMAGE_SIZE}, crop_size=SQUARE, image_grid_pinpoints=PINPOINTS, **MEAN_STD
-    )
-    processor = transformers.LlavaNextProcessor(
-        image_processor=image_processor,
-        tokenizer=word_tokenizer('<image>'),
-        patch_size=PATCH_SIZE,
-        vision_feature_select_strategy='default',
-        num_additional_image_tokens=1,
-    )
-    return SampleEncoder(processor, image_text='<image>')
+def _llava_next_video() -> Any:
+    images = _images('LlavaNext', **CROPPED, image_grid_pinpoints=PINPOINTS)
+    return _processor('LlavaNextVideo', '<image>', '<video>', words='LlamaTokenizerFast', image_processor=images,
+                      video=('LlavaNextVideo', CROPPED), **CLIP_TOKENS)  # fmt: skip
 
 
-def _llava_onevision() -> SampleEncoder:
-    processor = transformers.LlavaOnevisionProcessor(
-        image_processor=transformers.LlavaOnevisionImageProcessor(
-            size=SQUARE, image_grid_pinpoints=PINPOINTS, **MEAN_STD
-        ),
-        tokenizer=word_tokenizer('<image>', '<video>'),
-        num_image_tokens=(IMAGE_SIZE // PATCH_SIZE) ** 2,
-        vision_feature_select_strategy='full',
-        **_video_processor('LlavaOnevisionVideoProcessor'),
-    )
-    return SampleEncoder(processor, image_text='<image>', nested_images=True)
+def _llava_onevision() -> Any:
+    images = _images('LlavaOnevision', size=SQUARE, image_grid_pinpoints=PINPOINTS)
+    return _processor('LlavaOnevision', '<image>', '<video>', image_processor=images,
+                      video=('LlavaOnevision', dict(size=SQUARE)), num_image_tokens=(IMAGE_SIZE // PATCH_SIZE) ** 2,
+                      vision_feature_select_strategy='full')  # fmt: skip
 
 
-def _qwen(name: str) -> SampleEncoder:
-    image_processor = transformers.Qwen2VLImageProcessor(
-        patch_size=PATCH_SIZE, merge_size=2, temporal_patch_size=2, min_pixels=64, max_pixels=512, **MEAN_STD
-    )
-    special = ('<|image_pad|>', '<|video_pad|>', '<|vision_start|>', '<|vision_end|>')
-    tokenizer = word_tokenizer(*special, class_name='Qwen2TokenizerFast')
-    processor = getattr(transformers, name)(
-        image_processor=image_processor, tokenizer=tokenizer, **_video_processor('Qwen2VLVideoProcessor')
-    )
-    return SampleEncoder(processor, image_text='<|vision_start|><|image_pad|><|vision_end|>')
+def _video_llava() -> Any:
+    # Up to transformers 4 its images have a class of their own.
+    name = 'VideoLlava' if hasattr(transformers, 'VideoLlavaImageProcessor') else 'CLIP'
+    square = dict(size=SQUARE, crop_size=SQUARE)
+    return _processor('VideoLlava', '<image>', '<video>', image_processor=_images(name, **square),
+                      video=('VideoLlava', square), patch_size=PATCH_SIZE)  # fmt: skip
 
 
-def _idefics3() -> SampleEncoder:
-    # SmolVLM's own processor writes the same, but wants a package for videos that nothing else here needs. Images
-    # larger than a tile are cut into tiles, besides the whole image: several tensors for one placeholder.
-    image_processor = transformers.Idefics3ImageProcessor(
-        size={'longest_edge': 2 * IMAGE_SIZE}, max_image_size={'longest_edge': IMAGE_SIZE}, **MEAN_STD
-    )
+def _qwen(name: str) -> Any:
+    images = _images('Qwen2VL', min_pixels=64, max_pixels=512, **GRID)
+    tokens = (*QWEN_TOKENS, *(QWEN3_WORDS if name == 'Qwen3VL' else ()))
+    video = ('Qwen3VL' if name == 'Qwen3VL' else 'Qwen2VL', dict(size=VIDEO_SIZES, do_sample_frames=False, **GRID))
+    return _processor(name, *tokens, words='Qwen2TokenizerFast', image_processor=images, video=video)
+
+
+def _sounds() -> Any:
+    return transformers.WhisperFeatureExtractor(feature_size=8, chunk_length=1)
+
+
+def _omni() -> Any:
+    named = {f'{kind}_token': f'<|{kind.upper()}|>' for kind in ('image', 'audio', 'video')}
+    named |= {f'{mark}_token': f'<|{mark}|>' for mark in ('vision_bos', 'vision_eos', 'audio_bos', 'audio_eos')}
+    processor = _processor('Qwen2_5Omni', words='Qwen2TokenizerFast', named=named, feature_extractor=_sounds(),
+                           image_processor=_images('Qwen2VL', min_pixels=64, max_pixels=512, **GRID),
+                           video=('Qwen2VL', dict(size=VIDEO_SIZES, do_sample_frames=False, **GRID)))  # fmt: skip
+    # Its class has sizes of its own, which win over those of the video processor.
+    processor.videos_kwargs = {'size': VIDEO_SIZES}
+    return processor
+
+
+def _qwen2_audio() -> Any:
+    tokens = ('<|AUDIO|>', '<|audio_bos|>', '<|audio_eos|>')
+    return _processor('Qwen2Audio', *tokens, words='Qwen2TokenizerFast', feature_extractor=_sounds())
+
+
+def _idefics3() -> Any:
+    # Images larger than a tile are cut into tiles, besides the whole image: several tensors for one placeholder.
+    images = _images('Idefics3', size={'longest_edge': 2 * IMAGE_SIZE}, max_image_size={'longest_edge': IMAGE_SIZE})
     tiles = [f'<row_{row}_col_{col}>' for row in range(1, 7) for col in range(1, 7)]
-    tokenizer = word_tokenizer('<image>', '<fake_token_around_image>', '<global-img>', '<end_of_utterance>', *tiles)
-    processor = transformers.Idefics3Processor(
-        image_processor=image_processor, tokenizer=tokenizer, image_seq_len=(IMAGE_SIZE // PATCH_SIZE) ** 2 // 4
-    )
-    return SampleEncoder(processor, image_text='<image>', nested_images=True)
+    tokens = ('<image>', '<fake_token_around_image>', '<global-img>', '<end_of_utterance>', *tiles)
+    image_tokens = (IMAGE_SIZE // PATCH_SIZE) ** 2 // 4
+    return _processor('Idefics3', *tokens, image_processor=images, image_seq_len=image_tokens)
 
 
-def _paligemma() -> SampleEncoder:
-    image_processor = transformers.SiglipImageProcessor(size=SQUARE, **MEAN_STD)
-    image_processor.image_seq_length = (IMAGE_SIZE // PATCH_SIZE) ** 2
-    tokenizer = word_tokenizer('<image>', class_name='GemmaTokenizerFast')
-    processor = transformers.PaliGemmaProcessor(image_processor=image_processor, tokenizer=tokenizer)
-    return SampleEncoder(processor, image_text='<image>', nested_images=True, suffix=True)
+def _smolvlm_video() -> Any:
+    special = ('<image>', '<video>', '<fake_token_around_image>', '<global-img>', '<end_of_utterance>')
+    sizes = dict(size={'longest_edge': IMAGE_SIZE}, max_image_size={'longest_edge': IMAGE_SIZE})
+    processor = _processor('SmolVLM', *special, *SMOLVLM_WORDS, video=('SmolVLM', sizes),
+                           image_processor=_images('SmolVLM', do_image_splitting=False, **sizes),
+                           image_seq_len=(IMAGE_SIZE // PATCH_SIZE) ** 2 // 4)  # fmt: skip
+    processor.tokenizer.eos_token = '<end_of_utterance>'
+    return processor
 
 
-def _gemma3() -> SampleEncoder:
-    tokenizer = word_tokenizer(
-        class_name='GemmaTokenizerFast',
-        image_token='<image_soft_token>',
-        boi_token='<start_of_image>',
-        eoi_token='<end_of_image>',
-    )
-    processor = transformers.Gemma3Processor(
-        image_processor=transformers.Gemma3ImageProcessor(size=SQUARE, **MEAN_STD),
-        tokenizer=tokenizer,
-        image_seq_length=(IMAGE_SIZE // PATCH_SIZE) ** 2 // 4,
-    )
-    return SampleEncoder(processor, image_text='<start_of_image>', nested_images=True)
+def _paligemma() -> Any:
+    images = _images('Siglip', size=SQUARE)
+    images.image_seq_length = (IMAGE_SIZE // PATCH_SIZE) ** 2
+    return _processor('PaliGemma', '<image>', words='GemmaTokenizerFast', image_processor=images)
 
 
-def _mllama() -> SampleEncoder:
-    processor = transformers.MllamaProcessor(
-        image_processor=transformers.MllamaImageProcessor(size=SQUARE, max_image_tiles=4, **MEAN_STD),
-        tokenizer=word_tokenizer('<|image|>', '<|python_tag|>'),
-    )
-    return SampleEncoder(processor, image_text='<|image|>', nested_images=True)
+def _gemma3() -> Any:
+    named = dict(image_token='<image_soft_token>', boi_token='<start_of_image>', eoi_token='<end_of_image>')
+    return _processor('Gemma3', words='GemmaTokenizerFast', named=named, image_processor=_images('Gemma3', size=SQUARE),
+                      image_seq_length=(IMAGE_SIZE // PATCH_SIZE) ** 2 // 4)  # fmt: skip
 
 
-def _internvl() -> SampleEncoder:
-    # Cuts an image into tiles, besides the whole image: several tensors for one image.
-    name = 'GotOcr2ImageProcessor' + ('Fast' if transformers.__version__.startswith('4.') else '')
-    image_processor = getattr(transformers, name)(
+def _mllama() -> Any:
+    images = _images('Mllama', size=SQUARE, max_image_tiles=4)
+    return _processor('Mllama', '<|image|>', '<|python_tag|>', image_processor=images)
+
+
+def _internvl() -> Any:
+    """Tiles of images, besides the whole image, and frames of videos come in one tensor, in their order in the text."""
+    named = dict(start_image_token='<img>', end_image_token='</img>', context_image_token='<IMG_CONTEXT>',
+                 video_token='<video>')  # fmt: skip
+    images = getattr(transformers, 'GotOcr2ImageProcessor' + ('Fast' if IS_OLD else ''))(
         size=SQUARE, crop_to_patches=True, min_patches=1, max_patches=3, **MEAN_STD
     )
-    tokenizer = word_tokenizer(
-        class_name='Qwen2TokenizerFast',
-        start_image_token='<img>',
-        end_image_token='</img>',
-        context_image_token='<IMG_CONTEXT>',
-        video_token='<video>',
-    )
-    processor = transformers.InternVLProcessor(
-        image_processor=image_processor,
-        tokenizer=tokenizer,
-        image_seq_length=(IMAGE_SIZE // PATCH_SIZE) ** 2 // 4,
-        **_video_processor('InternVLVideoProcessor'),
-    )
-    return SampleEncoder(processor, image_text='<IMG_CONTEXT>')
+    return _processor('InternVL', *INTERNVL_WORDS, words='Qwen2TokenizerFast', named=named, image_processor=images,
+                      video=('InternVL', dict(size=SQUARE)),
+                      image_seq_length=(IMAGE_SIZE // PATCH_SIZE) ** 2 // 4)  # fmt: skip
 
 
-ENCODERS: dict[str, Callable[[], SampleEncoder]] = {
-    'llama': _llama,
+def _pixtral(merge: int) -> Any:
+    """Mistral3, whose patches are merged, and LLaVA with Pixtral's tower, whose are not."""
+    patches = {'height': PATCH_SIZE, 'width': PATCH_SIZE}
+    images = _images('Pixtral', size={'longest_edge': 32}, patch_size=patches)
+    return _processor('Pixtral', '[IMG]', '[IMG_BREAK]', '[IMG_END]', image_processor=images, patch_size=PATCH_SIZE,
+                      spatial_merge_size=merge)  # fmt: skip
+
+
+PROCESSORS: dict[str, Callable[[], Any]] = {
+    'llama': word_tokenizer,
     'llava': _llava,
     'llava_next': _llava_next,
     'llava_onevision': _llava_onevision,
-    'qwen2_vl': lambda: _qwen('Qwen2VLProcessor'),
-    'qwen2_5_vl': lambda: _qwen('Qwen2_5_VLProcessor'),
+    'qwen2_vl': partial(_qwen, 'Qwen2VL'),
+    'qwen2_5_vl': partial(_qwen, 'Qwen2_5_VL'),
     'idefics3': _idefics3,
-    'smolvlm': _idefics3,
+    'smolvlm': _idefics3,  # SmolVLM's own writes the same, but wants a package for videos
     'paligemma': _paligemma,
     'gemma3': _gemma3,
     'mllama': _mllama,
+    'internvl': _internvl,
+    'qwen3_vl': partial(_qwen, 'Qwen3VL'),
+    'qwen2_5_omni': _omni,
+    'qwen2_audio': _qwen2_audio,
+    'llava_next_video': _llava_next_video,
+    'video_llava': _video_llava,
+    'mistral3': partial(_pixtral, 2),
+    'llava_pixtral': partial(_pixtral, 1),
+    'smolvlm_video': _smolvlm_video,
 }
-if hasattr(transformers, 'InternVLProcessor'):  # since 4.52
-    ENCODERS['internvl'] = _internvl
+_ENCODERS: dict[str, dict[str, Any]] = {
+    'llama': {},
+    'llava': dict(image_text='<image>'),
+    'llava_next': dict(image_text='<image>'),
+    'llava_onevision': dict(image_text='<image>', nested_images=True),
+    **{name: dict(image_text='<|vision_start|><|image_pad|><|vision_end|>') for name in ('qwen2_vl', 'qwen2_5_vl')},
+    **{name: dict(image_text='<image>', nested_images=True) for name in ('idefics3', 'smolvlm')},
+    'paligemma': dict(image_text='<image>', nested_images=True, suffix=True),
+    'gemma3': dict(image_text='<start_of_image>', nested_images=True),
+    'mllama': dict(image_text='<|image|>', nested_images=True),
+    **({'internvl': dict(image_text='<IMG_CONTEXT>')} if hasattr(transformers, 'InternVLProcessor') else {}),  # 4.52
+}
+
+
+def _encoder(name: str) -> SampleEncoder:
+    return SampleEncoder(PROCESSORS[name](), **_ENCODERS[name])
+
+
+ENCODERS: dict[str, Callable[[], SampleEncoder]] = {name: partial(_encoder, name) for name in _ENCODERS}

@@ -14,8 +14,8 @@ import torch
 import torch.multiprocessing
 from torch.utils.data import DataLoader, Dataset
 
-from composer_tokacc.layout import BatchLayout, ReadyBatch
-from composer_tokacc.layout.ready import widened
+from composer_tokacc.layout import BatchLayout, PreSplitBatch
+from composer_tokacc.layout.pre_split import widened
 from composer_tokacc.metadata import annotate, num_samples
 
 PAD, IMAGE = 0, 99
@@ -43,7 +43,7 @@ def equal(first, second):
 
 
 def ready(*microbatches):
-    return ReadyBatch(microbatches, max_tokens=20, indices=[list(range(len(one['names']))) for one in microbatches])
+    return PreSplitBatch(microbatches, max_tokens=20, indices=[list(range(len(one['names']))) for one in microbatches])
 
 
 @pytest.mark.parametrize('left', [False, True])
@@ -70,7 +70,7 @@ def test_rows_without_media_bring_none():
 
 def test_knowing_what_it_holds_and_counting_joins_no_tensor(monkeypatch):
     batch = ready(microbatch([5, 2]), microbatch([3]))
-    monkeypatch.setattr(ReadyBatch, '_joined_tensor', lambda self, key: pytest.fail(f'joined {key}'))
+    monkeypatch.setattr(PreSplitBatch, '_joined_tensor', lambda self, key: pytest.fail(f'joined {key}'))
     assert 'labels' in batch
     assert batch['names'] == ['5', '2', '3']
     counted = annotate(batch)
@@ -130,7 +130,7 @@ def test_page_locking_keeps_the_microbatches(monkeypatch):
     monkeypatch.setattr(torch.Tensor, 'pin_memory', lambda tensor: locked.append(tensor) or tensor.clone())
     batch = ready(microbatch([5, 2], images=[0]), microbatch([3]))
     pinned = batch.pin_memory()
-    assert isinstance(pinned, ReadyBatch)
+    assert isinstance(pinned, PreSplitBatch)
     assert len(locked) == 7
     for one, other in zip(batch.microbatches, pinned.microbatches, strict=True):
         equal(one, other)

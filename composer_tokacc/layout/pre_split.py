@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from composer_tokacc.batch import Batch
+from composer_tokacc.batch import Batch, padding_side
 from composer_tokacc.compat import new_shared_storage
 from composer_tokacc.layout.families import FAMILIES, TEXT_ENTRIES, Entry
 from composer_tokacc.layout.layout import BatchLayout
@@ -21,7 +21,7 @@ ALIGNMENT = 64
 """Bytes; tensors of any type may begin there."""
 
 
-class ReadyBatch(Mapping[str, Any]):
+class PreSplitBatch(Mapping[str, Any]):
     """One rank's share of a global batch, in the microbatches that were planned, each collated by itself.
 
     Its microbatches are what is trained on. For callbacks that look at the whole batch it is a mapping as well:
@@ -52,18 +52,18 @@ class ReadyBatch(Mapping[str, Any]):
 
     def __repr__(self) -> str:
         """Keys and sizes."""
-        return f'ReadyBatch({len(self.microbatches)} microbatches of {list(self)}, max_tokens={self.max_tokens})'
+        return f'PreSplitBatch({len(self.microbatches)} microbatches of {list(self)}, max_tokens={self.max_tokens})'
 
-    def map(self, function: Callable[[dict[str, Any]], Batch]) -> ReadyBatch:
+    def map(self, function: Callable[[dict[str, Any]], Batch]) -> PreSplitBatch:
         """The batch whose microbatches are ``function`` of these."""
         changed = [function(microbatch) for microbatch in self.microbatches]
-        return ReadyBatch(changed, max_tokens=self.max_tokens, indices=self.indices)
+        return PreSplitBatch(changed, max_tokens=self.max_tokens, indices=self.indices)
 
     def joined(self, layout: BatchLayout) -> dict[str, Any]:
         """One plain batch of all rows, padded to the widest, on the side that the microbatches are padded on."""
         return _joined(layout, self.microbatches)
 
-    def pin_memory(self) -> ReadyBatch:
+    def pin_memory(self) -> PreSplitBatch:
         """The batch in page-locked memory. Torch's own pinning would make a plain dict of a mapping."""
         return self.map(lambda microbatch: {
             key: value.pin_memory() if isinstance(value, torch.Tensor) else value for key, value in microbatch.items()
@@ -104,7 +104,7 @@ class ReadyBatch(Mapping[str, Any]):
 
     # On the way from a worker process.
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ReadyBatch:
+    def __deepcopy__(self, memo: dict[int, Any]) -> PreSplitBatch:
         """A copy of its own, not by way of shared memory."""
         return self.map(lambda microbatch: copy.deepcopy(microbatch, memo))
 
@@ -116,7 +116,7 @@ class ReadyBatch(Mapping[str, Any]):
 
 def microbatches_of(batch: Batch) -> Sequence[Batch]:
     """The microbatches of a ready batch; any other one is taken as a whole."""
-    return batch.microbatches if isinstance(batch, ReadyBatch) else [batch]
+    return batch.microbatches if isinstance(batch, PreSplitBatch) else [batch]
 
 
 def widened(batch: Batch, width_multiple: int) -> Batch:
@@ -125,7 +125,7 @@ def widened(batch: Batch, width_multiple: int) -> Batch:
         return batch
     layout = BatchLayout(family=FAMILIES[-1])
     missing = -layout.width(batch) % width_multiple
-    left, pad_token_id = layout.padding_side(batch) == 'left', _pad_token_id([batch])
+    left, pad_token_id = padding_side(batch) == 'left', _pad_token_id([batch])
     wider: dict[str, Any] = dict(batch)
     for key, value in batch.items():
         if missing and key in TEXT_ENTRIES and isinstance(value, torch.Tensor):
@@ -146,7 +146,7 @@ def with_columns(value: torch.Tensor, entry: Entry, count: int, *, left: bool = 
 
 
 def _joined(layout: BatchLayout, batches: Sequence[Batch]) -> dict[str, Any]:
-    is_left = any(layout.padding_side(batch) == 'left' for batch in batches)
+    is_left = any(padding_side(batch) == 'left' for batch in batches)
     side = 'left' if is_left else 'right'
     return layout.concat(batches, padding_side=side, pad_token_id=_pad_token_id(batches))
 
@@ -191,7 +191,7 @@ def _packed(microbatches: Sequence[Mapping[str, Any]]) -> tuple[torch.Tensor, li
 
 def _unpacked(
     memory: torch.Tensor, places: list[dict[str, Any]], max_tokens: int, indices: list[list[int]] | None
-) -> ReadyBatch:
+) -> PreSplitBatch:
     """The batch, whose tensors are windows on the memory that arrived."""
     # Not views of one tensor: Composer deep-copies microbatches for metrics, and of a view all that it is a view of.
     everything = memory.numpy()
@@ -205,4 +205,4 @@ def _unpacked(
     microbatches = [
         {key: tensor_at(value) if isinstance(value, _Place) else value for key, value in one.items()} for one in places
     ]
-    return ReadyBatch(microbatches, max_tokens=max_tokens, indices=indices)
+    return PreSplitBatch(microbatches, max_tokens=max_tokens, indices=indices)

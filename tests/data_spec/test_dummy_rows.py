@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from composer_tokacc import BatchLayout, token_data_spec
-from composer_tokacc.data_spec.added_rows import add_rows, blank_row, smallest_row, zero_weight
 from composer_tokacc.data_spec.cut_rules import CutRules
+from composer_tokacc.data_spec.dummy_rows import add_rows, smallest_row, zero_weight
 from composer_tokacc.data_spec.registry import split_of
+from composer_tokacc.layout import describe, dummy_row
 from composer_tokacc.metadata import annotate, metadata_of, num_samples, with_metadata
 from composer_tokacc.planning import pack_lengths
 from tests.matrix.harness import measure_steps
@@ -136,14 +137,14 @@ def test_spare_row_is_the_smallest_of_the_batch_or_made_from_the_config_and_of_n
     """A resumed run, which has not seen the earlier batches, must add the same row."""
     case = case_of(name)
     layout = BatchLayout.for_model(case.model)
-    made = blank_row(layout, batch_of(case, TEXT_ROWS, 'right'), 'image')
+    made = zero_weight(dummy_row(layout, 'image', like=batch_of(case, TEXT_ROWS, 'right')))
     whole = batch_of(case, range(6), 'left')
-    row = smallest_row(layout, [(whole, layout.lengths(whole), layout.images_per_row(whole))])
-    again = blank_row(layout, batch_of(case, TEXT_ROWS, 'right'), 'image')
+    row = smallest_row([describe(layout, whole)], 'image')
+    again = zero_weight(dummy_row(layout, 'image', like=batch_of(case, TEXT_ROWS, 'right')))
     fewest = min(layout.images_per_row(batch_of(case, [row], 'left'))[0] for row in (1, 2, 3, 5))
     assert layout.images_per_row(row) == [fewest]
     assert row['sample_ids'][0] in ('sample-1', 'sample-2')
-    assert layout.lengths(row) == [row['input_ids'].shape[1]]
+    assert describe(layout, row).lengths == [row['input_ids'].shape[1]]
     assert layout.images_per_row(made)[0] >= 1
     assert num_samples(row) == num_samples(made) == 0
     assert all(torch.equal(value, again[key]) for key, value in made.items() if torch.is_tensor(value))
@@ -155,7 +156,7 @@ def test_row_made_from_the_config_changes_neither_loss_nor_gradient(name, side):
     case = case_of(name)
     layout = BatchLayout.for_model(case.model)
     microbatch = batch_of(case, TEXT_ROWS, side)
-    padded = add_rows(layout, microbatch, [blank_row(layout, microbatch, 'image')])
+    padded = add_rows(layout, microbatch, [zero_weight(dummy_row(layout, 'image', like=microbatch))])
     padded_loss, padded_gradients = loss_and_gradients(case, padded)
     loss, gradients = loss_and_gradients(case, own_rows(case, side))
     torch.testing.assert_close(padded_loss, loss, rtol=1e-6, atol=0)
@@ -178,7 +179,7 @@ def test_padding_is_no_placeholder_where_a_row_begins_with_one():
     layout = BatchLayout.for_model(case.model)
     row = next(row for row, truth in zip(case.rows, case.truth, strict=True) if truth == {'image': 2, 'video': 0})
     assert row['input_ids'][0, 0] == case.model.config.image_token_id
-    batch = add_rows(layout, row, [zero_weight(layout.blank_row('video', like=row))])
+    batch = add_rows(layout, row, [zero_weight(dummy_row(layout, 'video', like=row))])
     assert layout.images_per_row(batch) == [2, 0]
     torch.testing.assert_close(case.loss_sum(batch), case.loss_sum(row), rtol=1e-5, atol=0)
 
@@ -196,9 +197,9 @@ def test_glm_gets_no_video_beside_an_image_where_another_rank_has_the_other_kind
     layout = BatchLayout.for_model(model)
     text = {**text_batch([5, 3]), 'mm_token_type_ids': torch.zeros(2, 5).long()}
     text['input_ids'] += 10
-    batch = layout.concat([text, layout.blank_row(unit, like=text)])
+    batch = layout.concat([text, dummy_row(layout, unit, like=text)])
     monkeypatch.setattr('composer_tokacc.data_spec.split.dist.get_world_size', lambda: 2)
-    monkeypatch.setattr('composer_tokacc.data_spec.split.max_over_ranks', images_and_videos_somewhere)
+    monkeypatch.setattr('composer_tokacc.data_spec.in_step.max_over_ranks', images_and_videos_somewhere)
     microbatches = token_data_spec(loader(batch), layout=layout).split_batch(batch, 1)
     assert len(microbatches) == 3
     for microbatch in microbatches:
@@ -210,7 +211,7 @@ def test_packed_rows_are_halved_only_where_the_added_row_does_not_fit(monkeypatc
     case = case_of('llava')
     layout = BatchLayout.for_model(case.model)
     batch = layout.concat([batch_of(case, [1], 'right'), *[batch_of(case, TEXT_ROWS[:1], 'right')] * 8])
-    lengths = layout.lengths(batch)
+    lengths = describe(layout, batch).lengths
     budget = lengths[0] + sum(lengths[1:6])
     groups = pack_lengths(lengths, budget)
     [text] = [group for group in groups if 0 not in group]
@@ -224,7 +225,7 @@ def test_packed_rows_are_halved_only_where_the_added_row_does_not_fit(monkeypatc
 def packed_microbatches(monkeypatch, batch, layout, agreed=list, **options):
     """On a rank of two."""
     monkeypatch.setattr('composer_tokacc.data_spec.split.dist.get_world_size', lambda: 2)
-    monkeypatch.setattr('composer_tokacc.data_spec.split.max_over_ranks', agreed)
+    monkeypatch.setattr('composer_tokacc.data_spec.in_step.max_over_ranks', agreed)
     given = loader(batch)
     spec = token_data_spec(given, layout=layout, packing=True, **options)
     split_of(given).adopt(CutRules(packing='documents'))
@@ -236,7 +237,7 @@ def test_added_row_is_a_blank_one_where_that_is_smaller_than_the_batchs_own(name
     case = case_of(name)
     layout = BatchLayout.for_model(case.model)
     batch = layout.concat([batch_of(case, [row], 'right') for row in (3, 0, 0)])
-    budget = max(layout.lengths(batch))
+    budget = max(describe(layout, batch).lengths)
     for cap in (None, max(layout.image_tokens_per_row(batch))):
         options = {'slot_tokens': budget, 'max_image_tokens': cap}
         microbatches = packed_microbatches(monkeypatch, batch, layout, **options)
@@ -251,7 +252,7 @@ def test_rows_with_media_of_other_ranks_find_room_as_well(monkeypatch):
     layout = BatchLayout.for_model(case.model)
     rows = batch_of(case, [1], 'right')
     batch = layout.concat([rows] * 4)
-    budget = 2 * layout.lengths(rows)[0]
+    budget = 2 * describe(layout, rows).lengths[0]
     microbatches = packed_microbatches(
         monkeypatch, batch, layout, images_and_videos_somewhere, slot_tokens=budget, max_image_tokens=None
     )
@@ -263,10 +264,10 @@ def test_a_row_that_leaves_no_room_for_the_added_one_is_named(monkeypatch, caplo
     case = case_of('llava')
     layout = BatchLayout.for_model(case.model)
     batch = layout.concat([batch_of(case, [row], 'right') for row in (1, *TEXT_ROWS)])
-    budget = max(layout.lengths(batch))
-    assert budget == layout.lengths(batch)[2]
+    budget = max(describe(layout, batch).lengths)
+    assert budget == describe(layout, batch).lengths[2]
     packed_microbatches(monkeypatch, batch, layout, slot_tokens=budget)
-    assert "sample 'sample-4' must fit into a microbatch together with the zero-weight rows" in caplog.text
+    assert "sample 'sample-4' must fit into a microbatch together with the dummy rows" in caplog.text
     assert f'over the caps of {budget} and None' in caplog.text
 
 
@@ -275,10 +276,10 @@ def test_where_ddp_reduces_once_the_last_microbatch_has_the_media_within_the_cap
     case = case_of('llava')
     layout = BatchLayout.for_model(case.model)
     text = layout.concat([batch_of(case, TEXT_ROWS, 'right')] * 4)
-    cap = max(layout.lengths(text)) if budget == 'tight' else text['input_ids'].numel() + 100
+    cap = max(describe(layout, text).lengths) if budget == 'tight' else text['input_ids'].numel() + 100
     monkeypatch.setattr('composer_tokacc.data_spec.split.dist.get_world_size', lambda: 2)
     agreed = lambda values: [1, 0, 0, *values[3:]] if len(values) == 6 else list(values)  # noqa: E731
-    monkeypatch.setattr('composer_tokacc.data_spec.split.max_over_ranks', agreed)
+    monkeypatch.setattr('composer_tokacc.data_spec.in_step.max_over_ranks', agreed)
     given = loader(text)
     spec = token_data_spec(given, layout=layout, slot_tokens=cap)
     split = split_of(given)

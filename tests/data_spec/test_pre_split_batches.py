@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, TokenAccumulation, token_data_spec
 from composer_tokacc.data_spec.cut_rules import CutRules
 from composer_tokacc.data_spec.registry import split_of
-from composer_tokacc.layout import BatchLayout, ReadyBatch
+from composer_tokacc.layout import BatchLayout, PreSplitBatch
 from composer_tokacc.metadata import metadata_of, num_samples
 from tests.support.families import FAMILIES
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
@@ -40,15 +40,15 @@ def ready(shapes=SHAPES, *, side='right', images=False):
             batch['num_images'] = [0] * len(lengths)
         microbatches.append(batch)
     places = iter(range(100))
-    return ReadyBatch(microbatches, max_tokens=CAP, indices=[[next(places) for _ in lengths] for lengths in shapes])
+    return PreSplitBatch(microbatches, max_tokens=CAP, indices=[[next(places) for _ in lengths] for lengths in shapes])
 
 
-def spec_for(*, images=False, checked=True, left='trim', right='trim', companions=False, **kwargs):
+def spec_for(*, images=False, checked=True, left='trim', right='trim', needs_media=False, **kwargs):
     source = []
     spec = token_data_spec(source, layout=BatchLayout(family=LLAVA if images else TEXT), slot_tokens=10, **kwargs)
     split = spec.split_batch.__self__._split
     packing = 'documents' if kwargs.get('packing') else ''
-    split.adopt(CutRules(left=left, right=right, companions=companions, packing=packing))
+    split.adopt(CutRules(left=left, right=right, needs_media=needs_media, packing=packing))
     split.checked = checked
     return spec
 
@@ -61,7 +61,7 @@ def names(microbatches):
 def two_ranks(monkeypatch):
     """This process is one of two ranks, which all say what this one says."""
     monkeypatch.setattr('composer_tokacc.data_spec.split.dist.get_world_size', lambda: 2)
-    monkeypatch.setattr('composer_tokacc.data_spec.split.max_over_ranks', list)
+    monkeypatch.setattr('composer_tokacc.data_spec.in_step.max_over_ranks', list)
 
 
 def is_handed_on(microbatches, batch):
@@ -115,7 +115,7 @@ def test_lengths_that_turn_out_longer_than_planned_never_break_the_cap():
 
 
 def test_columns_that_no_row_needs_are_cut_off():
-    batch = ReadyBatch([text_batch([4, 3], width=9, names=['a', 'b'])], max_tokens=CAP)
+    batch = PreSplitBatch([text_batch([4, 3], width=9, names=['a', 'b'])], max_tokens=CAP)
     (microbatch,) = spec_for().split_batch(batch, 2)
     assert microbatch['input_ids'].shape == (2, 4)
 
@@ -127,7 +127,7 @@ def test_columns_that_no_row_needs_are_cut_off():
         ({'packing': True}, 'right'),
         ({'right': 'keep'}, 'right'),
         ({'left': 'keep'}, 'left'),
-        ({'left': 'columns'}, 'left'),
+        ({'left': 'shift'}, 'left'),
     ],
 )
 def test_where_rows_mean_something_only_side_by_side_they_are_joined_first(kwargs, side):
@@ -160,7 +160,7 @@ def test_users_transforms_see_plain_mappings():
 
     spec = token_data_spec([], batch_transforms=drop_names)
     changed = spec.batch_transforms(ready())
-    assert isinstance(changed, ReadyBatch)
+    assert isinstance(changed, PreSplitBatch)
     assert 'names' not in changed
     assert spec.get_num_samples_in_batch(changed) == 7
     assert spec.get_num_tokens_in_batch(changed) == sum(map(sum, SHAPES))

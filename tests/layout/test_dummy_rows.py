@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from composer_tokacc import BatchLayout
-from composer_tokacc.layout import Family, Media
+from composer_tokacc.layout import Family, Media, dummy_row
 from tests.support import family_models
 from tests.support.families import FAMILIES, IMAGE_FAMILIES
 from tests.support.family_media import MEDIA, TokenIds
@@ -54,7 +54,7 @@ def gradients(case, batch):
 @pytest.mark.parametrize(('name', 'unit'), dict.fromkeys(CASES))
 def test_blank_row_uses_every_parameter_that_real_media_use(name, unit):
     case, layout, text, media = case_of(name, unit)
-    batch = layout.concat([text[0], layout.blank_row(unit, like=text[0])], pad_token_id=case.pad_token_id)
+    batch = layout.concat([text[0], dummy_row(layout, unit, like=text[0])], pad_token_id=case.pad_token_id)
     assert layout.units_per_row(batch, unit) == [0, 1]
     found = gradients(case, batch)
     used = set().union(*(gradients(case, row).keys() for row in media))
@@ -68,7 +68,7 @@ def test_blank_row_uses_every_parameter_that_real_media_use(name, unit):
 def test_blank_row_leaves_the_gradient_of_the_others_alone(name, unit, side):
     case, layout, text, _ = case_of(name, unit)
     plain = layout.concat(text, padding_side=side, pad_token_id=case.pad_token_id)
-    row = layout.blank_row(unit, like=plain)
+    row = dummy_row(layout, unit, like=plain)
     batch = layout.concat([plain, row], padding_side=side, pad_token_id=case.pad_token_id)
     if name == 'mllama':  # the model couples rows, which the layout says
         assert layout.coupling(batch)
@@ -96,9 +96,9 @@ def test_blank_row_goes_through_models_that_have_no_processor_here(name, unit):
     layout = BatchLayout.for_model(model)
     text = text_batch([5])
     text['input_ids'] += 10
-    if 'mm_token_type_ids' in layout.blank_row(unit):
+    if 'mm_token_type_ids' in dummy_row(layout, unit):
         text['mm_token_type_ids'] = torch.zeros(1, 5).long()
-    batch = layout.concat([text, layout.blank_row(unit, like=text)])
+    batch = layout.concat([text, dummy_row(layout, unit, like=text)])
     assert layout.units_per_row(batch, unit) == [0, 1]
     model(**batch).loss.backward()
     without = [key for key, value in model.named_parameters() if value.grad is None]
@@ -109,9 +109,9 @@ def test_blank_row_goes_through_models_that_have_no_processor_here(name, unit):
 @pytest.mark.parametrize(('name', 'unit'), dict.fromkeys(CASES))
 def test_blank_row_is_a_function_of_the_config(name, unit):
     case, layout, _, media = case_of(name, unit)
-    first = layout.blank_row(unit)
+    first = dummy_row(layout, unit)
     torch.manual_seed(1)
-    second = BatchLayout.for_model(copy.deepcopy(case.model.config)).blank_row(unit)
+    second = dummy_row(BatchLayout.for_model(copy.deepcopy(case.model.config)), unit)
     assert first.keys() == second.keys()
     for key, value in first.items():
         torch.testing.assert_close(value, second[key], rtol=0, atol=0)
@@ -127,14 +127,14 @@ def test_blank_row_takes_on_what_the_others_carry():
     _, layout, _, _ = case_of('llava', 'image')
     like = text_batch([3, 5], sample_ids=['a', 'b'], rule=['causal'] * 2, real=[3, 5], num_images=[0, 0], step=4)
     like |= {'position_ids': torch.arange(5).expand(2, 5), 'loss_mask': torch.ones(2, 5).long()}
-    row = layout.blank_row(like=like)
+    row = dummy_row(layout, like=like)
     width = row['input_ids'].shape[1]
     assert (row['sample_ids'], row['rule'], row['real'], row['step']) == ([None], ['causal'], [0], 4)
     assert row['position_ids'].tolist() == [list(range(width))]
     assert row['loss_mask'].shape == (1, width)
     assert layout.concat([like, row])['num_images'] == [0, 0, 1]
     del like['attention_mask']
-    assert 'attention_mask' not in layout.blank_row(like=like)
+    assert 'attention_mask' not in dummy_row(layout, like=like)
 
 
 @pytest.mark.parametrize('name', ['qwen3_vl', 'llava_onevision', 'qwen2_5_omni'])
@@ -143,7 +143,7 @@ def test_blank_video_beside_images_brings_no_image(name):
     like = next(
         row for row, truth in zip(case.rows, case.truth, strict=True) if truth == {**truth, 'image': 2, 'video': 0}
     )
-    batch = layout.concat([like, layout.blank_row('video', like=like)], pad_token_id=case.pad_token_id)
+    batch = layout.concat([like, dummy_row(layout, 'video', like=like)], pad_token_id=case.pad_token_id)
     assert layout.images_per_row(batch) == [2, 0]
     assert layout.units_per_row(batch, 'video') == [0, 1]
     with torch.no_grad():
@@ -154,18 +154,18 @@ def test_blank_video_beside_images_brings_no_image(name):
 def test_every_family_says_for_every_kind_of_media_whether_it_has_a_row(name):
     model = (MEDIA if name in MEDIA else FAMILIES)[name]().model
     layout = BatchLayout.for_model(model)
-    made = {unit for unit in ('image', 'video', 'audio') if layout.blank_row(unit) is not None}
+    made = {unit for unit in ('image', 'video', 'audio') if dummy_row(layout, unit) is not None}
     assert made == set(layout.family.media)
 
 
 def test_no_blank_row_where_the_family_cannot_say():
     layout = BatchLayout.for_model(FAMILIES['llava']().model)
-    assert layout.blank_row('audio') is None
-    assert BatchLayout(family=layout.family).blank_row() is None
-    assert BatchLayout(family=TEXT, config=layout.config).blank_row() is None
+    assert dummy_row(layout, 'audio') is None
+    assert dummy_row(BatchLayout(family=layout.family)) is None
+    assert dummy_row(BatchLayout(family=TEXT, config=layout.config)) is None
     unknown_tower = copy.deepcopy(layout.config)
     unknown_tower.vision_config = transformers.Dinov2Config()
-    assert BatchLayout(family=layout.family, config=unknown_tower).blank_row() is None
+    assert dummy_row(BatchLayout(family=layout.family, config=unknown_tower)) is None
 
 
 def test_a_family_of_ones_own_may_bring_its_blank_row():
@@ -173,8 +173,8 @@ def test_a_family_of_ones_own_may_bring_its_blank_row():
         return {'input_ids': torch.tensor([[config.image_token_id, 0]]), 'pixel_values': torch.ones(1, 2)}
 
     family = Family(
-        name='new', entries=BatchLayout.infer(text_batch([1])).family.entries, media={'image': Media(blank=blank)}
+        name='new', entries=BatchLayout.infer(text_batch([1])).family.entries, media={'image': Media(dummy=blank)}
     )
-    row = BatchLayout(family=family, config=SimpleNamespace(image_token_id=5)).blank_row()
+    row = dummy_row(BatchLayout(family=family, config=SimpleNamespace(image_token_id=5)))
     assert row['input_ids'].tolist() == [[5, 0]]
     assert row['attention_mask'].tolist() == [[1, 1]]

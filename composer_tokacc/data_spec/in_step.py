@@ -1,0 +1,128 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Several ranks in step: encoders are used on all ranks alike, and counts are equal where they must be.
+
+An encoder that one rank leaves unused makes DDP raise or skip its reduction, and FSDP hang. FSDP gathers the weights in
+every microbatch; DDP looks for gradients where it reduces them, in most runs in the last one alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from composer_tokacc.batch import MODALITIES
+from composer_tokacc.collectives import from_any_rank, max_over_ranks
+from composer_tokacc.data_spec.cut_rules import CutRules
+from composer_tokacc.data_spec.dummy_rows import DummyRows, zero_weight
+from composer_tokacc.data_spec.pieces import Piece
+from composer_tokacc.layout import BatchLayout, RowFacts
+from composer_tokacc.metadata import num_rows, with_metadata
+from composer_tokacc.planning import CutOptions
+
+
+def dummies_in_step(
+    layout: BatchLayout, sources: Sequence[RowFacts], *, may_have_media: bool
+) -> tuple[DummyRows, bool]:
+    """Returns the dummy rows that ranks need, and whether any rank has media; a collective.
+
+    Args:
+        layout: How tensors belong to rows.
+        sources: This rank's batches.
+        may_have_media: Whether the model takes any, the same on all ranks.
+    """
+    dummies = DummyRows(layout, sources if may_have_media else [])
+    if not may_have_media:
+        return dummies, False
+    present = dummies.present
+    lacks = [modality not in present and dummies.row(modality) is None for modality in MODALITIES]
+    flags = max_over_ranks([*(modality in present for modality in MODALITIES), *lacks])
+    in_use = [modality for modality, is_used in zip(MODALITIES, flags, strict=False) if is_used]
+    lacking = {
+        modality for modality, is_lacking in zip(MODALITIES, flags[len(MODALITIES) :], strict=True) if is_lacking
+    }
+    # Those that the step has, and one for each encoder that it would not use.
+    unused = [encoder for encoder in layout.family.encoders if not set(encoder) & set(in_use)]
+    needed = [*in_use, *(encoder[0] for encoder in unused)]
+    dummies.needed = needed[:1] if layout.family.one_kind else needed
+    if in_use and not lacking.isdisjoint(dummies.needed):
+        for modality in dummies.needed:  # a rank whose config cannot make one takes another rank's
+            own = dummies.row(modality)
+            dummies.take(modality, from_any_rank(None if own is None else own.row))
+    return dummies, bool(in_use)
+
+
+def with_dummies(pieces: Sequence[Piece], dummies: DummyRows, rules: CutRules, options: CutOptions) -> list[Piece]:
+    """Returns each piece with rows of the modalities that it lacks; halved until they fit under the caps as well."""
+    done: list[Piece] = []
+    pending = list(reversed(pieces))
+    while pending:
+        piece, count = pending.pop(), 0
+        completed, count = piece._replace(dummies=dummies.missing(piece.facts, piece.rows)), len(piece.rows)
+        if count > 1 and completed.dummies and not completed.fits(rules, options):
+            pending += [piece.take(range(count // 2, count)), piece.take(range(count // 2))]
+        else:
+            done.append(completed)
+    return done
+
+
+def with_dummies_in_last(
+    pieces: Sequence[Piece], dummies: DummyRows, rules: CutRules, options: CutOptions, *, may_reorder: bool
+) -> tuple[list[Piece], bool]:
+    """Returns the pieces in an order in which the last holds the media, or is the smallest and gets rows with them.
+
+    And whether they find no room there, and need a microbatch of their own behind it.
+    """
+
+    def missing(piece: Piece) -> int:
+        return len(dummies.missing(piece.facts, piece.rows))
+
+    *others, last = pieces
+    if may_reorder and missing(last):
+        place = min(range(len(pieces)), key=lambda k: (missing(pieces[k]), sum(pieces[k].widths)))
+        *others, last = *pieces[:place], *pieces[place + 1 :], pieces[place]
+    completed = last._replace(dummies=dummies.missing(last.facts, last.rows))
+    has_room = not completed.dummies or completed.fits(rules, options)
+    return [*others, completed if has_room else last], not has_room
+
+
+def in_step(
+    pieces: Sequence[Piece],
+    dummies: DummyRows,
+    rules: CutRules,
+    options: CutOptions,
+    *,
+    has_media: bool,
+    reduces_once: bool,
+) -> tuple[list[Piece], int]:
+    """Returns the pieces with their dummy rows, and how many empty microbatches come behind them; a collective.
+
+    Args:
+        pieces: Those of this rank, at least one.
+        dummies: As of :func:`dummies_in_step`.
+        rules: How rows may be cut.
+        options: Caps, and whether counts must be equal.
+        has_media: Whether any rank has media.
+        reduces_once: Whether ranks meet in the last microbatch alone.
+    """
+    if rules.needs_media and not has_media:
+        # A text row must not see an image where no row of the step has one: a microbatch of its own, the last, uses
+        # the encoder.
+        planned, is_apart = list(pieces), True
+    elif reduces_once and not rules.needs_media:
+        may_reorder = options.regroup or bool(options.packing)
+        planned, is_apart = with_dummies_in_last(pieces, dummies, rules, options, may_reorder=may_reorder)
+    else:
+        planned, is_apart = with_dummies(pieces, dummies, rules, options), False
+    count = len(planned) + is_apart
+    if options.equal_counts is True or (options.equal_counts == 'auto' and not reduces_once):
+        (count,) = max_over_ranks([count])
+    return planned, count - len(planned)
+
+
+def empty_microbatch(layout: BatchLayout, dummies: DummyRows, text: dict[str, Any], num_planned: int) -> dict[str, Any]:
+    """Returns a microbatch of no weight: a row of each modality that is needed, else the text."""
+    rows = [row.row for modality in dummies.needed if (row := dummies.row(modality)) is not None]
+    empty = layout.concat(rows) if rows else zero_weight(text)
+    return with_metadata(empty, microbatches=[num_planned] * num_rows(empty))

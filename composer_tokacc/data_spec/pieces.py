@@ -1,0 +1,102 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Pieces: rows of a collated batch that go through the model together, under the caps, and not selected yet."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from composer_tokacc.batch import sample_name
+from composer_tokacc.data_spec.cut_rules import CutRules
+from composer_tokacc.data_spec.dummy_rows import DummyRow
+from composer_tokacc.layout import RowFacts
+from composer_tokacc.planning import CutOptions, cut_rows
+
+log = logging.getLogger(__name__)
+
+
+class Piece(NamedTuple):
+    """Some rows of a batch, and the dummy rows that are computed beside them."""
+
+    facts: RowFacts
+    rows: list[int]
+    widths: list[int]
+    """Columns that each of them keeps."""
+    image_tokens: list[int]
+    """Image tokens of each of them; zeros without a cap of them."""
+    dummies: Sequence[DummyRow] = ()
+
+    @classmethod
+    def from_facts(cls, facts: RowFacts, rules: CutRules, options: CutOptions) -> Piece:
+        """All rows of a batch."""
+        rows = list(range(len(facts.lengths)))
+        images = facts.image_tokens if options.max_image_tokens is not None else [0] * len(rows)
+        return cls(facts, rows, rules.widths(facts), images)
+
+    def take(self, which: Iterable[int]) -> Piece:
+        """Some of these rows."""
+        which = list(which)
+        rows, widths, images = ([values[k] for k in which] for values in (self.rows, self.widths, self.image_tokens))
+        return self._replace(rows=rows, widths=widths, image_tokens=images)
+
+    def width(self, options: CutOptions) -> int:
+        """Columns of their text once trimmed."""
+        return min(-(-max(self.widths) // options.width_multiple) * options.width_multiple, self.facts.width)
+
+    def fits(self, rules: CutRules, options: CutOptions) -> bool:
+        """Whether they are within the caps, together with their dummy rows."""
+        num_rows, dummy_widths = len(self.rows) + len(self.dummies), [row.width for row in self.dummies]
+        size = num_rows * (max([self.width(options), *dummy_widths]) + self.facts.decoder_width)
+        if rules.packing:  # one row of them all, as wide as they are together
+            size = sum(self.widths) + sum(dummy_widths)
+        own, cap = sum(self.image_tokens), options.max_image_tokens
+        # A dummy row that is over the cap of images by itself stays so, however few rows it is beside.
+        fits_images = cap is None or not own or own + sum(row.image_tokens for row in self.dummies) <= cap
+        return size <= options.max_tokens and fits_images
+
+    def cut(self, rules: CutRules, options: CutOptions) -> list[Piece]:
+        """The rows in pieces of least cost under the caps."""
+        options, extra = replace(options, packing=bool(rules.packing)), self.facts.decoder_width
+        if rules.packing:
+            groups = cut_rows(self.widths, options, image_tokens=self.image_tokens)
+        else:
+            widths = self.widths
+            if extra:  # what is rounded up is the width without it
+                widths = [self.take([k]).width(options) + extra for k in range(len(self.rows))]
+                options = replace(options, width_multiple=1)
+            groups = cut_rows(widths, options, image_tokens=self.image_tokens, max_width=self.facts.width + extra)
+        return [self.take(group) for group in groups]
+
+    def check_caps(self, options: CutOptions, indices: Sequence[int] | None) -> None:
+        """Refuses, or names, the row that is furthest over a cap by itself.
+
+        Args:
+            options: The caps, and what becomes of such rows.
+            indices: Of the rows in the dataset, where the sampler knows them.
+
+        Raises:
+            ValueError: If there is one, and it is not to be computed alone.
+        """
+        sizes_in_tokens = [width + self.facts.decoder_width for width in self.widths]
+        for sizes, cap, unit, setting in (
+            (sizes_in_tokens, options.max_tokens, 'tokens', '`device_train_microbatch_size` x `slot_tokens`'),
+            (self.image_tokens, options.max_image_tokens, 'image tokens', '`max_image_tokens`'),
+        ):
+            if cap is None or max(sizes) <= cap:
+                continue
+            row = max(range(len(sizes)), key=sizes.__getitem__)
+            name = sample_name(self.facts.batch, row)
+            if indices is not None and 'sample_ids' not in self.facts.batch:
+                name = f'sample number {indices[row]} of the dataset'
+            message = (
+                f'A row must fit into a microbatch, got: {name} of {sizes[row]} {unit}, over the cap of {cap} '
+                f'({setting}). Raise it, shorten the sample, or measure the lengths again if a table of lengths '
+                'promised less'
+            )
+            if options.on_oversize == 'raise':
+                raise ValueError(f"{message}; `on_oversize='warn'` computes it alone, over the cap.")
+            log.warning('%s. It is computed alone.', message)

@@ -1,0 +1,96 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Facts about the rows of a collated batch: all that a cut must know of them, described once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from composer_tokacc.batch import IGNORE_INDEX, Batch, own_labels, real_positions, span, text_of
+from composer_tokacc.layout.layout import BatchLayout
+from composer_tokacc.layout.pre_split import microbatches_of
+
+
+@dataclass(frozen=True)
+class RowFacts:
+    """The rows of one collated batch, as :func:`describe` finds them.
+
+    Args:
+        batch: The batch itself, whose rows are selected later.
+        layout: How its tensors belong to rows.
+        side: Where the rows are padded, ``'left'`` or ``'right'``.
+        width: Padded width of the rows.
+        lengths: Columns that each row needs by itself.
+    """
+
+    batch: Batch = field(repr=False)
+    layout: BatchLayout = field(repr=False)
+    side: str
+    width: int
+    lengths: list[int]
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether some row needs less than the width."""
+        return min(self.lengths) < self.width
+
+    @property
+    def has_positions(self) -> bool:
+        """Whether the batch says which positions its tokens have."""
+        return self.batch.get('position_ids') is not None
+
+    @property
+    def may_be_trimmed(self) -> bool:
+        """Whether columns of the rows' text may go at all: not where the model's positions depend on the width."""
+        return self.batch.get('input_ids') is not None and not self.layout.width_matters(self.batch)
+
+    @cached_property
+    def counts(self) -> dict[str, list[int]]:
+        """Number of images, videos and audios of each row, by modality, where the batch has tensors of it."""
+        layout, batch = self.layout, self.batch
+        return {modality: layout.units_per_row(batch, modality) for modality in layout.media_of(batch)}
+
+    @cached_property
+    def media(self) -> list[int]:
+        """Number of images, videos and audios of each row."""
+        return [sum(of_row) for of_row in zip(*self.counts.values(), strict=True)] or [0] * len(self.lengths)
+
+    @cached_property
+    def image_tokens(self) -> list[int]:
+        """Placeholders of images, videos and audios in each row."""
+        return self.layout.image_tokens_per_row(self.batch)
+
+    @cached_property
+    def decoder_width(self) -> int:
+        """Columns of a text of its own that a decoder is given, where the rows' is an encoder's; never trimmed."""
+        texts = {key: self.batch.get(key) for key in ('labels', 'decoder_input_ids') if 'input_ids' in self.batch}
+        widths = [
+            text.shape[1] for key, text in texts.items()
+            if isinstance(text, torch.Tensor) and text.dim() == 2 and not self.layout.entry_of(self.batch, key).seq_dims
+        ]  # fmt: skip
+        return max(widths, default=0)
+
+    @cached_property
+    def has_label_behind_padding(self) -> list[bool]:
+        """Which left-padded rows have a label on their first token: a pad predicts it, which trimming would take."""
+        labels = own_labels(self.batch)
+        if labels is None or self.side != 'left':
+            return [False] * len(self.lengths)
+        first = real_positions(self.batch).int().argmax(dim=1)
+        labelled = labels.gather(1, first[:, None])[:, 0] != IGNORE_INDEX
+        return (labelled & (first > 0)).tolist()
+
+
+def describe(layout: BatchLayout, batch: Batch) -> RowFacts:
+    """Returns the facts about a batch's rows; one look at its masks and labels, and at its media when asked."""
+    side, lengths = span(batch)
+    return RowFacts(batch, layout, side, text_of(batch).shape[1], lengths)
+
+
+def describe_all(layout: BatchLayout | None, batch: Batch) -> list[RowFacts]:
+    """Returns the facts of a device batch, or of each of its microbatches; none where rows cannot be told apart."""
+    return [] if layout is None else [describe(layout, one) for one in microbatches_of(batch)]

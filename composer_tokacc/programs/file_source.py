@@ -1,0 +1,194 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Samples that are read by index: of a file, a table, or a dataset class of the user's; one set, or several parts."""
+
+from __future__ import annotations
+
+import inspect
+from itertools import chain
+from typing import Any
+
+from composer.utils import dist
+from torch.utils.data import ConcatDataset, DataLoader, Dataset
+
+from composer_tokacc.data import LlavaDataset, build_small_processor
+from composer_tokacc.planning import CostModel
+from composer_tokacc.programs.errors import ConfigError, unknown_name
+from composer_tokacc.programs.registry import import_by_name, without
+from composer_tokacc.programs.source import Source, check_video
+from composer_tokacc.programs.values import check_arguments
+from composer_tokacc.sampling import Mixture, RegroupingBatchSampler, RegroupingDataLoader
+
+# Keys of one of several parts that are not arguments of the dataset class.
+_KEYS_OF_PART = ('name', 'epochs', 'weight')
+
+
+class FileSource(Source):
+    """Datasets read by index.
+
+    A class named in full takes ``processor`` and the section's other keys. For a fresh model it also has
+    ``build_processor(**arguments)``, a static method, or ``texts(path)``, on which a tokenizer is trained.
+    """
+
+    def check(self) -> None:
+        """Refuses unknown datasets and arguments, for training and, where there is one, for the eval set."""
+        if 'parts' in self.section:
+            self._check_parts()
+        else:
+            _check_dataset('dataset', self.section, own_keys=('name', 'processor', 'eval'))
+        if self.section.get('eval') is not None:
+            _check_dataset('dataset.eval', self._eval_section(), own_keys=('name',))
+        if self.config.loader.exchange_ranks:
+            raise ConfigError(
+                f'`loader.exchange_ranks` must be false for samples read by index, got: true with `dataset.name` '
+                f'{self.section.get("name")}. `loader.regroup_ranks` does the same without an exchange'
+            )
+        per_step = self.config.loader.modality == 'per_step'
+        # Only a RegroupingBatchSampler gives the parts the shares that are asked for.
+        has_shares = 'parts' in self.section and any(part.keys() & {'epochs', 'weight'} for part in self._parts())
+        if not self.config.regroups_ranks and (per_step or has_shares):
+            what = '`loader.modality: per_step`' if per_step else 'shares of `dataset.parts`'
+            raise ConfigError(
+                f'`loader.regroup_ranks` and `microbatching.regroup` must be on for {what}, got: off. Switch them on'
+            )
+
+    def _check_parts(self) -> None:
+        parts = self.section['parts']
+        if not isinstance(parts, dict) or not parts or not all(isinstance(part, dict) for part in parts.values()):
+            raise ConfigError(f'`dataset.parts` must map names to dataset sections, got: {parts}')
+        for name, part in zip(parts, self._parts(), strict=True):
+            _check_dataset(f'dataset.parts.{name}', part, own_keys=_KEYS_OF_PART)
+            for key in ('epochs', 'weight'):
+                value = part.get(key, 1)
+                if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
+                    raise ConfigError(f'`dataset.parts.{name}.{key}` must be a positive number, got: {value}')
+        weighted = [name for name, part in parts.items() if 'weight' in part]
+        timed = [name for name, part in parts.items() if 'epochs' in part]
+        if weighted and (len(weighted) < len(parts) or timed):
+            raise ConfigError(
+                f'`dataset.parts` must all have a `weight`, or none and perhaps `epochs`, got: `weight` in {weighted}, '
+                f'`epochs` in {timed}, of {list(parts)}'
+            )
+
+    def _parts(self) -> list[dict[str, Any]]:
+        """Returns the sections of the training sets; what stands beside ``parts`` holds for each."""
+        shared = without(self.section, 'processor', 'eval', 'parts')
+        return [{**shared, **part} for part in self.section.get('parts', {'only': {}}).values()]
+
+    def _eval_section(self) -> dict[str, Any]:
+        return {**without(self.section, 'processor', 'eval', 'parts'), **self.section['eval']}
+
+    def small_processor(self, arguments: dict[str, Any]) -> Any:
+        """Makes the dataset's own, or one around a tokenizer that is trained on the files."""
+        parts = [(_dataset_class('dataset', part['name']), part) for part in self._parts()]
+        own = next((cls.build_processor for cls, _ in parts if hasattr(cls, 'build_processor')), None)
+        if own is not None:
+            check_arguments('dataset.processor', own, arguments)
+            return own(**arguments)
+        for cls, part in parts:
+            if not hasattr(cls, 'texts'):
+                raise ConfigError(
+                    f'`model.pretrained` must be given for `dataset.name` {part["name"]}, which has neither '
+                    '`build_processor` nor `texts`, got: none. Name a checkpoint, or give the class one of them'
+                )
+        check_arguments('dataset.processor', build_small_processor, arguments, num_given=1)
+        return build_small_processor(chain.from_iterable(cls.texts(part['path']) for cls, part in parts), **arguments)
+
+    def open_dataset(self, processor: Any, *, is_eval: bool) -> Dataset:
+        """Opens one dataset, or the parts one behind the other."""
+        if is_eval:
+            return self._open(self._eval_section(), processor)
+        datasets = [self._open(part, processor) for part in self._parts()]
+        return ConcatDataset(datasets) if 'parts' in self.section else datasets[0]
+
+    def _open(self, part: dict[str, Any], processor: Any) -> Dataset:
+        cls = _dataset_class('dataset', part['name'])
+        arguments = without(part, *_KEYS_OF_PART)
+        if issubclass(cls, LlavaDataset) and arguments.get('on_error') == 'skip':
+            # It reads all samples to know the bad ones, and so measures them for the sampler too.
+            measuring = {
+                'lengths_folder': self.config.loader.lengths_folder,
+                'patch_size': self.patch_size(processor),
+            }
+            arguments = {**measuring, **arguments}
+        try:
+            return cls(processor=processor, **arguments)
+        except ImportError as error:
+            if error.name and not isinstance(error, ModuleNotFoundError):
+                raise  # a name that a module there lacks is a bug, ours or of the dataset's class
+            raise ConfigError(f'`dataset.name` {part["name"]} needs a package more, got: {error}') from error
+
+    def open_loader(
+        self, dataset: Any, processor: Any, options: dict[str, Any], *, is_eval: bool
+    ) -> tuple[DataLoader, int | None]:
+        """Opens the regrouping loader, or torch's where rows must keep their order."""
+        if not is_eval and self.config.regroups_ranks:
+            return self._regrouping_loader(dataset, processor, options)
+        drop_last = self.drops_last(len(dataset), is_eval=is_eval)
+        shuffle = self.config.loader.shuffle and not is_eval
+        sampler = dist.get_sampler(dataset, shuffle=shuffle, drop_last=drop_last, seed=self.config.seed)
+        size = self.rank_batch_size(is_eval=is_eval)
+        dataloader = DataLoader(dataset, batch_size=size, sampler=sampler, drop_last=drop_last, **options)
+        return dataloader, self.config.microbatching.slot_tokens
+
+    def _regrouping_loader(self, dataset: Any, processor: Any, options: Any) -> tuple[RegroupingDataLoader, int]:
+        """Opens a loader that shares each global batch by length.
+
+        The width of a device batch says little here, because a rank may get short samples only: without
+        ``slot_tokens`` a slot is as wide as the longest sample of the dataset.
+        """
+        loader, microbatching = self.config.loader, self.config.microbatching
+        table = self.measure(dataset, processor)
+        longest, size = int(table.lengths.max()), self.rows_of_microbatch
+        slot_tokens = microbatching.slot_tokens or longest
+        if size * slot_tokens < longest:
+            raise ConfigError(
+                '`microbatching.device_train_microbatch_size` times `slot_tokens` must be at least the longest sample, '
+                f'got: {size} x {slot_tokens} < {longest} (sample {int(table.lengths.argmax())}). Raise one of them, '
+                'set `dataset.max_length`, or let it go alone over the budget with `loader.regroup_ranks=false` and '
+                '`microbatching.on_oversize=warn`'
+            )
+        has_images = table.image_tokens.any() or loader.modality == 'per_step'
+        sampler = RegroupingBatchSampler(
+            dataset,
+            lengths=table.lengths,
+            image_tokens=table.image_tokens if has_images else None,
+            vision_cost=(microbatching.cost or CostModel()).vision(table.image_tokens, table.vision_patches),
+            global_batch_size=loader.global_batch_size,
+            max_tokens=size * slot_tokens,
+            max_image_tokens=microbatching.max_image_tokens if has_images else None,
+            seed=self.config.seed,
+            shuffle=loader.shuffle,
+            drop_last=loader.drop_last,
+            mixture=self._mixture(dataset) if 'parts' in self.section else None,
+            modality=loader.modality,  # pyright: ignore[reportArgumentType]  # refused by the sampler
+            **self.planning,
+        )
+        return RegroupingDataLoader(dataset, batch_sampler=sampler, **options), slot_tokens
+
+    def _mixture(self, dataset: Any) -> Mixture:
+        """Returns the shares of the parts."""
+        parts = self._parts()
+        weights = [part['weight'] for part in parts if 'weight' in part]
+        return Mixture(
+            [len(one) for one in dataset.datasets],
+            epochs=None if weights else [part.get('epochs', 1) for part in parts],
+            weights=weights or None,
+        )
+
+
+def _dataset_class(path: str, name: Any) -> Any:
+    if name == 'llava':
+        return LlavaDataset
+    if '.' in str(name):
+        return import_by_name(path, name)
+    known = ['llava', 'llava_streaming']
+    raise ConfigError(f'{unknown_name(f"`{path}.name`", str(name), known)}, or the dotted name of a dataset class')
+
+
+def _check_dataset(path: str, part: dict[str, Any], *, own_keys: tuple[str, ...]) -> None:
+    cls = _dataset_class(path, part.get('name'))
+    check_arguments(path, cls, {**part, 'processor': None}, own_keys=own_keys)
+    if inspect.isclass(cls) and issubclass(cls, LlavaDataset):
+        check_video(path, part)
