@@ -121,4 +121,4 @@ def test_calibration_is_kept_for_its_key_and_made_anew_where_its_file_is_damaged
     assert 'is damaged' in caplog.text
     (tmp_path / 'file').write_text('')
     assert load_or_calibrate(tmp_path / 'file', {'model': 'a'}, calibrate) == MEMORY  # no folder can be there
-    assert 'not kept' in caplog.text
+    assert 'cannot be kept' in caplog.text
