@@ -136,7 +136,7 @@ def test_lengths_are_as_the_figures_say() -> None:
     ('arguments', 'message'),
     [
         (['lengths.mean=-3'], '`lengths.mean` must be a figure that data can have, got: -3'),
-        (['lengths.mean=nan'], '`lengths.mean` must be a figure that data can have, got: nan'),
+        (['lengths.mean=nan'], '`lengths.mean` must be of type float, got: nan'),
         (['lengths.variation=1'], '`lengths.mean` must be given, got: nothing'),
         (['lengths.mean=200', 'lengths.image_tokens=4000'], '`lengths.image_tokens` must be a figure'),
         (['lengths.mean=200', 'lengths.with_images=90'], '`lengths.with_images` must be a figure'),
