@@ -140,7 +140,7 @@ def test_lengths_are_as_the_figures_say() -> None:
         (['lengths.variation=1'], '`lengths.mean` must be given, got: nothing'),
         (['lengths.mean=200', 'lengths.image_tokens=4000'], '`lengths.image_tokens` must be a figure'),
         (['lengths.mean=200', 'lengths.with_images=90'], '`lengths.with_images` must be a figure'),
-        (['lengths.maen=200'], 'maen. Did you mean mean?'),
+        (['lengths.mean=200', 'lengths.longst=9'], 'longst. Did you mean longest?'),
         (['lengths.mean=many'], '`lengths.mean`'),
         (['lengths=150'], '`lengths` must be a CSV file, plain or .gz, got: 150'),
     ],
@@ -212,12 +212,9 @@ def test_the_lora_recipe_fits_a_gpu_of_24_gib(tmp_path: Path) -> None:
     ('arguments', 'message'),
     [
         (['num_ranks=0'], '`num_ranks` must be at least 1, got: 0'),
-        (
-            ['num_ranks=two'],
-            "`num_ranks` must be valid, got: Value 'two' of type 'str' could not be converted to Integer",
-        ),
+        (['num_ranks=two'], '`num_ranks` must be of type int, got: two'),
         (['num_ranks=3'], 'must be divisible by the number of ranks, got: 32 on 3 ranks'),
-        (['device_memory_gib=-1'], '`microbatching.device_memory_gib` must be positive, got: -1'),
+        (['device_memory_gib=-1'], '`microbatching.device_memory_gib` must be above 0, got: -1'),
         (['device_memory_gib=0.01'], 'What would help: sharding with FSDP'),
         (['nonsense=1'], 'nonsense'),
     ],
