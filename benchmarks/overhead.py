@@ -39,7 +39,8 @@ from composer_tokacc.algorithm.token_accumulation import NUM_FIRST_STEPS
 from composer_tokacc.checks.step import StepCheck, WatchedTokens, has_bypass
 from composer_tokacc.collectives import RankSum
 from composer_tokacc.programs import load_config
-from composer_tokacc.programs.run import build_parts, build_trainer, check_config
+from composer_tokacc.programs.build import build_parts, build_trainer
+from composer_tokacc.programs.config_checks import check_config
 
 DEMO = ROOT / 'yamls' / 'digits.yaml'
 

@@ -45,7 +45,7 @@ __all__ = [
     'tree_unflatten',
 ]
 
-_PLACES = {
+_FOUND_IN = {
     # Memory of a model whose weights are nowhere: torch.compile's tensors without data.
     'FakeTensor': ('torch._subclasses.fake_tensor', 'FakeTensor'),
     'FakeTensorMode': ('torch._subclasses.fake_tensor', 'FakeTensorMode'),
@@ -65,9 +65,9 @@ _PLACES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
+    if name not in _FOUND_IN:
         raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-    module, attribute = _PLACES[name]
+    module, attribute = _FOUND_IN[name]
     globals()[name] = found = getattr(importlib.import_module(module), attribute)
     return found
 

@@ -14,12 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from composer_tokacc.programs.folder import export_checkpoint
-from composer_tokacc.programs.schema import ConfigError, refuse
-
 __all__ = ['main']
-
-_USAGE = 'usage: python -m composer_tokacc.export CHECKPOINT FOLDER [merge=true]'
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,8 +25,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     merge = 'merge=true' in arguments[2:]
     if len(arguments) != 2 + merge:
-        print(_USAGE, file=sys.stderr)
+        print('usage: python -m composer_tokacc.export CHECKPOINT FOLDER [merge=true]', file=sys.stderr)
         return 2
+    from composer_tokacc.programs.errors import ConfigError, refuse
+    from composer_tokacc.programs.export_folder import export_checkpoint  # takes seconds
+
     try:
         export_checkpoint(Path(arguments[0]), Path(arguments[1]), merge=merge)
     except ConfigError as error:

@@ -26,18 +26,18 @@ With `lengths` nothing is asked of the hub if `model.pretrained` is a folder wit
 from __future__ import annotations
 
 import copy
-import gc
 import sys
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from composer_tokacc.programs.process import prepare
+
 if __name__ == '__main__':
-    gc.disable()  # until all is loaded: looking for garbage takes a fifth of that time, and finds none
+    prepare(__doc__)
 
 import torch
 from composer.loggers import InMemoryLogger
@@ -48,17 +48,18 @@ from composer_tokacc.data import count_patches, patch_size_of
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.planning import CostModel
 from composer_tokacc.programs import ConfigError, TrainConfig
+from composer_tokacc.programs.build import build_parts, build_trainer
+from composer_tokacc.programs.errors import refuse
 from composer_tokacc.programs.length_file import StandIns, lengths_of
 from composer_tokacc.programs.models import read_config
-from composer_tokacc.programs.run import build_parts, build_trainer, command_line, run_program
-from composer_tokacc.programs.schema import merge, refuse, section
+from composer_tokacc.programs.process import command_line, run_program, without_warnings
+from composer_tokacc.programs.schema import merge
 from composer_tokacc.programs.sources import source_of
 from composer_tokacc.programs.suggest import device_memory_gib, memory_of_run, suggest_for_run
 from composer_tokacc.sizing import MicrobatchTimer, SizingReport, draw_report, fit_cost
 
 __all__ = ['SizeOptions', 'main', 'size', 'time_shapes', 'time_steps']
 
-_USAGE = 'python -m composer_tokacc.size FILE.yaml [num_ranks=8] [device_memory_gib=80] [key=value ...]'
 TIMED_STEPS = 6
 
 
@@ -75,7 +76,7 @@ class SizeOptions:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the program; see ``run_program`` for the exit status."""
-    given, overrides = command_line(_USAGE, __doc__).parse_known_args(arguments)
+    given, overrides = command_line(__doc__).parse_known_args(arguments)
     own = {option.name for option in fields(SizeOptions)}
     try:
         options = merge(SizeOptions, OmegaConf.from_dotlist([each for each in overrides if _first_key(each) in own]))
@@ -100,8 +101,7 @@ def _first_key(override: str) -> str:
 def _report(options: SizeOptions, config: TrainConfig) -> None:
     """Prints the report, and writes `size.json` and, where matplotlib is installed, `size.png`."""
     started = time.monotonic()
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore')  # of torch and transformers, between the lines of the report
+    with without_warnings():  # between the lines of the report
         report = size(config, options)
     print(report.text())
     folder = Path(options.folder)
@@ -128,8 +128,7 @@ def size(config: TrainConfig, options: SizeOptions) -> SizingReport:
             raise ConfigError('`time_steps` needs the data itself, got: `lengths`. Leave one of them out')
         table = lengths_of(options.lengths, longest=config.dataset.get('max_length'), seed=config.seed)
         processor = None if config.model.pretrained is None else source.build_processor()
-        with section('model'):
-            dataset = StandIns(table, processor, read_config(config.model.pretrained, config.model.config, processor))
+        dataset = StandIns(table, processor, read_config(config.model.pretrained, config.model.config, processor))
     else:
         processor = source.build_processor()
         dataset = source.build_dataset(processor)
@@ -149,8 +148,7 @@ def size(config: TrainConfig, options: SizeOptions) -> SizingReport:
         gib=gib or device_memory_gib(config),
         safety=options.safety,
     )
-    with section('microbatching'):
-        report = suggest()
+    report = suggest()
     if not options.time_steps:
         return report
     cost, outside = time_shapes(config, size=report.device_train_microbatch_size, slot_tokens=report.slot_tokens)

@@ -8,31 +8,24 @@ composer -n 2 -m composer_tokacc.train yamls/digits.yaml [key=value ...]
 
 from __future__ import annotations
 
-import gc
-import os
 import sys
 import time
 from collections.abc import Sequence
 
-if __name__ == '__main__':
-    gc.disable()  # until all is loaded: looking for garbage takes a fifth of that time, and finds none
-    if os.environ.get('RANK', '0') == '0':  # what follows takes ten seconds and more
-        print('loading torch, Composer and Transformers ...', file=sys.stderr, flush=True)
+from composer_tokacc.programs.process import allow_open_files, command_line, prepare, run_program, say, share_cores
 
-import torch
+if __name__ == '__main__':
+    prepare(__doc__, says_so=True)
+
 from composer.loggers import InMemoryLogger
 from composer.utils import dist
 
 from composer_tokacc.programs import TrainConfig
+from composer_tokacc.programs.build import build_loggers, build_parts, build_trainer
 from composer_tokacc.programs.checkpoints import checkpoint_folder, keep_to_whole_checkpoint, lock_folder
-from composer_tokacc.programs.faults import allow_open_files
-from composer_tokacc.programs.report import summarize, write_report
-from composer_tokacc.programs.run import build_parts, build_trainer, command_line, run_program
-from composer_tokacc.programs.schema import say
+from composer_tokacc.programs.run_result import summarize, write_report
 
 __all__ = ['main', 'run']
-
-_USAGE = 'composer -n RANKS -m composer_tokacc.train FILE.yaml [key=value ...]'
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,10 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: The YAML file, then ``key=value`` overrides; None takes them from the command line.
     """
-    given, overrides = command_line(_USAGE, __doc__).parse_known_args(arguments)
-    # By default each rank would start a thread on every core of its node.
-    if 'OMP_NUM_THREADS' not in os.environ:
-        torch.set_num_threads(max((os.cpu_count() or 1) // dist.get_local_world_size(), 1))
+    given, overrides = command_line(__doc__).parse_known_args(arguments)
+    share_cores(dist.get_local_world_size())
     allow_open_files()
     return run_program(run, given.config, overrides, trains=True)
 
@@ -64,9 +55,10 @@ def run(config: TrainConfig) -> None:
 
 
 def _train(config: TrainConfig) -> None:
-    parts, history = build_parts(config), InMemoryLogger()
+    loggers, history = build_loggers(config), InMemoryLogger()
+    parts = build_parts(config)
     say('starting the Trainer ...')
-    trainer = build_trainer(config, parts, history)
+    trainer = build_trainer(config, parts, history, loggers)
     first_step = int(trainer.state.timestamp.batch.value)
     started = time.monotonic()
     duration, elapsed = trainer.state.max_duration, trainer.state.timestamp

@@ -13,16 +13,16 @@ out: DDP computes the same gradient.
 
 from __future__ import annotations
 
-import gc
 import sys
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from composer_tokacc.programs.process import prepare
+
 if __name__ == '__main__':
-    gc.disable()  # until all is loaded: looking for garbage takes a fifth of that time, and finds none
+    prepare(__doc__)
 
 import torch
 from composer import DataSpec, Trainer
@@ -43,20 +43,19 @@ from composer_tokacc.data_spec import token_data_spec
 from composer_tokacc.invariance import Gradients, relative_error
 from composer_tokacc.layout import BatchLayout, with_media
 from composer_tokacc.programs import TrainConfig
-from composer_tokacc.programs.run import RunParts, build_parts, command_line, run_program
-from composer_tokacc.programs.schema import raised_here
+from composer_tokacc.programs.build import RunParts, build_parts
+from composer_tokacc.programs.errors import raised_here
+from composer_tokacc.programs.process import command_line, run_program, without_warnings
 from composer_tokacc.weights import token_weights_of
 
 __all__ = ['UnusedParameters', 'main', 'verify']
-
-_USAGE = 'composer -n RANKS -m composer_tokacc.verify FILE.yaml [--rows 8] [--tolerance 1e-6] [key=value ...]'
 
 Row = dict[str, Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the program; see the module's docstring."""
-    parser = command_line(_USAGE, __doc__)
+    parser = command_line(__doc__)
     parser.add_argument('--rows', type=int, default=8, help='rows of each rank, at most')
     parser.add_argument('--tolerance', type=float, default=1e-6)
     given, overrides = parser.parse_known_args(arguments)
@@ -66,8 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _report(max_rows: int, tolerance: float, config: TrainConfig) -> int:
     """Prints the table and the verdict; gives 1 where the run is not exact."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter('ignore')  # of the hosts, over and over: a Trainer for every case
+        with without_warnings():  # a Trainer for every case
             results = verify(config, max_rows=max_rows)
     except RuntimeError as error:  # TokenAccumulation says why the run cannot be exact
         if type(error) is not RuntimeError or not raised_here(error):

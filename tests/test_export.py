@@ -16,7 +16,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from composer_tokacc import TokenAccumulation, token_data_spec
 from composer_tokacc.data import VisionLanguageCollator
 from composer_tokacc.export import main
-from composer_tokacc.programs.folder import export_model
+from composer_tokacc.programs.export_folder import export_model
 from composer_tokacc.programs.models import build_model
 from composer_tokacc.train import main as train
 from examples.digits import DigitsDataset, build_digits_processor

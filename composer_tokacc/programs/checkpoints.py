@@ -17,17 +17,7 @@ from composer.utils import dist, format_name_with_dist
 from filelock import FileLock, Timeout
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from composer_tokacc.programs.schema import ConfigError
-
-__all__ = [
-    'checkpoint_folder',
-    'damage',
-    'keep_to_whole_checkpoint',
-    'latest_checkpoint',
-    'lock_folder',
-    'remember_unused_parameters',
-    'resume_on_shared_folder',
-]
+from composer_tokacc.programs.errors import ConfigError
 
 _LATEST = 'latest-rank{rank}.pt'
 """Composer's default for ``save_latest_filename``."""

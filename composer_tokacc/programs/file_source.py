@@ -14,9 +14,10 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
 from composer_tokacc.data import LlavaDataset, build_small_processor
 from composer_tokacc.planning import CostModel
-from composer_tokacc.programs.registry import check_arguments, import_by_name, without
-from composer_tokacc.programs.schema import ConfigError, unknown_name
+from composer_tokacc.programs.errors import ConfigError, unknown_name
+from composer_tokacc.programs.registry import import_by_name, without
 from composer_tokacc.programs.source import Source, check_video
+from composer_tokacc.programs.values import check_arguments
 from composer_tokacc.sampling import Mixture, RegroupingBatchSampler, RegroupingDataLoader
 
 # Keys of one of several parts that are not arguments of the dataset class.
@@ -106,10 +107,7 @@ class FileSource(Source):
         arguments = without(part, *_KEYS_OF_PART)
         if issubclass(cls, LlavaDataset) and arguments.get('on_error') == 'skip':
             # It reads all samples to know the bad ones, and so measures them for the sampler too.
-            measuring = {
-                'lengths_folder': self.config.loader.lengths_folder,
-                'patch_size': self.patch_size(processor),
-            }
+            measuring = {'lengths_folder': self.config.loader.lengths_folder, 'patch_size': self.patch_size(processor)}
             arguments = {**measuring, **arguments}
         try:
             return cls(processor=processor, **arguments)
@@ -119,19 +117,19 @@ class FileSource(Source):
             raise ConfigError(f'`dataset.name` {part["name"]} needs a package more, got: {error}') from error
 
     def open_loader(
-        self, dataset: Any, processor: Any, reading: dict[str, Any], *, is_eval: bool
+        self, dataset: Any, processor: Any, options: dict[str, Any], *, is_eval: bool
     ) -> tuple[DataLoader, int | None]:
         """Opens the regrouping loader, or torch's where rows must keep their order."""
         if not is_eval and self.config.regroups_ranks:
-            return self._regrouping_loader(dataset, processor, reading)
+            return self._regrouping_loader(dataset, processor, options)
         drop_last = self.drops_last(len(dataset), is_eval=is_eval)
         shuffle = self.config.loader.shuffle and not is_eval
         sampler = dist.get_sampler(dataset, shuffle=shuffle, drop_last=drop_last, seed=self.config.seed)
         size = self.rank_batch_size(is_eval=is_eval)
-        dataloader = DataLoader(dataset, batch_size=size, sampler=sampler, drop_last=drop_last, **reading)
+        dataloader = DataLoader(dataset, batch_size=size, sampler=sampler, drop_last=drop_last, **options)
         return dataloader, self.config.microbatching.slot_tokens
 
-    def _regrouping_loader(self, dataset: Any, processor: Any, reading: Any) -> tuple[RegroupingDataLoader, int]:
+    def _regrouping_loader(self, dataset: Any, processor: Any, options: Any) -> tuple[RegroupingDataLoader, int]:
         """Opens a loader that shares each global batch by length.
 
         The width of a device batch says little here, because a rank may get short samples only: without
@@ -164,7 +162,7 @@ class FileSource(Source):
             modality=loader.modality,  # pyright: ignore[reportArgumentType]  # refused by the sampler
             **self.planning,
         )
-        return RegroupingDataLoader(dataset, batch_sampler=sampler, **reading), slot_tokens
+        return RegroupingDataLoader(dataset, batch_sampler=sampler, **options), slot_tokens
 
     def _mixture(self, dataset: Any) -> Mixture:
         """Returns the shares of the parts."""

@@ -7,29 +7,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import nn
 from transformers import BitsAndBytesConfig
 
 from composer_tokacc.cache import fingerprint
-from composer_tokacc.programs.schema import ConfigError, unknown_name
+from composer_tokacc.programs.errors import ConfigError
+from composer_tokacc.programs.values import AT_LEAST_1, FRACTION, POSITIVE, check_arguments
 from composer_tokacc.sizing import cast_model
-
-__all__ = [
-    'check_lora',
-    'four_bit_options',
-    'identify_adapter',
-    'keep_trained_only',
-    'refuse_other_adapters',
-    'with_adapter',
-]
 
 # Names of the YAML section, as users write them, and of peft.
 _NAMES = {'alpha': 'lora_alpha', 'dropout': 'lora_dropout'}
-_SETTINGS = ('r', 'alpha', 'dropout', 'target_modules', 'modules_to_save', 'bias', 'use_rslora', 'use_dora', 'bits')
 _BESIDE_WEIGHTS = ('alpha', 'dropout', 'bias', 'use_rslora')
 """Settings that neither names nor shapes of an adapter's weights tell."""
 _DEFAULT_TARGETS = (
@@ -41,53 +33,53 @@ NUM_VALUES = 32
 """At both ends of a frozen tensor, by which a base is known again; the last are those of tokens that were added."""
 
 
+@dataclass(kw_only=True)
+class LoraSection:
+    """Settings of an adapter; null is as if left out."""
+
+    r: Annotated[int, AT_LEAST_1] | None = 8
+    alpha: Annotated[float, POSITIVE] | None = None
+    """Default: ``2 r``."""
+    dropout: Annotated[float, FRACTION] | None = None
+    target_modules: str | list[str] | None = None
+    """Names, or a regular expression of the whole name; default: the language model's linear layers."""
+    modules_to_save: list[str] | None = None
+    """Trained as a whole, such as ``['multi_modal_projector']``."""
+    bias: Literal['none', 'all', 'lora_only'] | None = None
+    use_rslora: bool | None = None
+    use_dora: bool | None = None
+    bits: Literal[4] | None = None
+
+
 def check_lora(lora: Mapping[str, Any], *, pretrained: str | None) -> None:
     """Refuses settings that no model can take, before any is loaded; :func:`with_adapter` refuses the rest.
 
     Raises:
-        ValueError: If a package or a GPU that is needed is not there, or a setting is unknown or out of range.
+        ConfigError: If a package or a GPU that is needed is not there, or a setting is unknown or out of range.
     """
-    if find_spec('peft') is None:
-        raise ValueError('`lora` needs the package peft, got: none. pip install peft')
-    for name in lora:
-        if name not in _SETTINGS:
-            raise ValueError(unknown_name('`lora` key', name, _SETTINGS))
-    r, alpha, dropout, bits = lora.get('r', 8), lora.get('alpha', 1), lora.get('dropout', 0), lora.get('bits')
-    if not isinstance(r, int) or isinstance(r, bool) or r < 1:
-        raise ValueError(f'`lora.r` must be a whole number of at least 1, got: {r}')
-    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not 0 < alpha < float('inf'):
-        raise ValueError(f'`lora.alpha` must be a positive number, got: {alpha}')
-    if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
-        raise ValueError(f'`lora.dropout` must be at least 0 and less than 1, got: {dropout}')
-    for name, kind in (('use_rslora', bool), ('use_dora', bool), ('bias', str)):
-        if not isinstance(lora.get(name), kind | None):
-            raise ValueError(f'`lora.{name}` must be of type {kind.__name__}, got: {lora[name]}')
+    check_arguments('model.lora', LoraSection, lora)
     for name in ('target_modules', 'modules_to_save'):
-        value = lora.get(name)
-        is_pattern = name == 'target_modules' and isinstance(value, str)
-        if value is not None and not is_pattern and not (isinstance(value, list) and value and _all_words(value)):
-            raise ValueError(f'`lora.{name}` must be a list of names of modules, got: {value!r}')
-    if bits is None:
-        return
-    if bits != 4:
-        raise ValueError(f'`lora.bits` must be 4, or left out, got: {bits}')
-    if pretrained is None:
-        raise ValueError('`lora.bits` needs weights to round, got: a model without `pretrained`. Leave it out')
-    if not torch.cuda.is_available():
-        raise ValueError('`lora.bits` needs a GPU, got: none. Leave it out to keep the base as `dtype` says')
-    for package in ('bitsandbytes', 'accelerate'):
+        if lora.get(name) is not None and not all(lora[name] or [None]):
+            raise ConfigError(f'`model.lora.{name}` must name modules, got: {lora[name]!r}')
+    needed = ['peft']
+    if lora.get('bits') is not None:
+        needed += ['bitsandbytes', 'accelerate']
+        if pretrained is None:
+            raise ConfigError('`model.lora.bits` must come with `model.pretrained`, got: no weights to round')
+        if not torch.cuda.is_available():
+            raise ConfigError('`model.lora.bits` must have a GPU, got: none. Leave it out to keep the base as `dtype`')
+    for package in needed:
         if find_spec(package) is None:
-            raise ValueError(f'`lora.bits` needs the package {package}, got: none. pip install {package}')
+            key = 'model.lora' if package == 'peft' else 'model.lora.bits'
+            raise ConfigError(f'`{key}` needs the package {package}, got: none. pip install {package}')
 
 
 def with_adapter(model: Any, lora: Mapping[str, Any], *, base: str | None, never_trained: Collection[str] = ()) -> Any:
-    """The model with a LoRA adapter; only that and ``modules_to_save`` are trained, and kept in float32.
+    """Returns the model with a fresh adapter; only that and ``modules_to_save`` are trained, and kept in float32.
 
     Args:
         model: A Transformers model.
-        lora: ``r`` (default 8), ``alpha`` (default ``2 r``), ``dropout``, ``target_modules`` (names, or a regular
-            expression of the whole name; default: the language model's linear layers), ``modules_to_save`` (trained as
-            a whole, such as ``['multi_modal_projector']``), and peft's ``bias``, ``use_rslora``, ``use_dora``.
+        lora: See :class:`LoraSection`.
         base: Folder or hub name of the frozen weights, which the exported adapter names.
         never_trained: Names of parameters that no loss reaches: neither they nor an adapter beside them is trained.
 
@@ -102,10 +94,11 @@ def with_adapter(model: Any, lora: Mapping[str, Any], *, base: str | None, never
     for name in settings.get('modules_to_save', ()):
         if not any(full == name or full.endswith(f'.{name}') for full, _ in model.named_modules()):
             raise ValueError(f'`lora.modules_to_save` must name modules of the model, got: {name!r}, which fits none')
+    widest = max((max(module.weight.shape) for module in model.modules() if isinstance(module, nn.Linear)), default=0)
+    if settings['r'] > widest > 0:
+        raise ValueError(f'`lora.r` must be at most the width of the widest layer, got: {settings["r"]} > {widest}')
     try:
-        config = peft.LoraConfig(**settings)
-        model = peft.get_peft_model(model, config)
-        config.base_model_name_or_path = base  # some releases put the model's own name there
+        model = _attach(model, peft.LoraConfig(**settings), base)
     except (ValueError, TypeError, NotImplementedError, re.error) as error:
         raise ValueError(f'`lora` must be what peft can add to this model, got: {dict(lora)} ({error})') from error
     for module in model.modules():
@@ -118,8 +111,53 @@ def with_adapter(model: Any, lora: Mapping[str, Any], *, base: str | None, never
     return model
 
 
+def with_saved_adapter(
+    model: Any, content: Mapping[str, Any], weights: Mapping[str, torch.Tensor], *, assign: bool = False
+) -> Any:
+    """Returns the model with the adapter of a checkpoint.
+
+    Args:
+        model: The base; what ``weights`` hold of it replaces its own.
+        content: The adapter's config, as peft writes it.
+        weights: Of the checkpoint.
+        assign: Whether the tensors themselves become the parameters.
+
+    Raises:
+        ConfigError: If weights are missing, unknown or of another shape.
+    """
+    import peft
+
+    model = _attach(model, peft.get_peft_config(dict(content)), content.get('base_model_name_or_path'))
+    found = load_weights(model, weights, assign=assign)
+    is_whole = any('.base_layer.' in name for name in weights)
+    lacking = [name for name in found.missing_keys if is_whole or re.search(_IN_ADAPTER, name)]
+    if found.unexpected_keys or lacking:
+        raise ConfigError(
+            f'the checkpoint must hold a whole adapter of its base, got: {len(lacking)} missing {lacking[:3]}, '
+            f'{len(found.unexpected_keys)} unknown {found.unexpected_keys[:3]}'
+        )
+    return model
+
+
+def _attach(model: Any, config: Any, base: str | None) -> Any:
+    import peft
+
+    model.name_or_path = base or ''  # peft warns where it differs
+    model = peft.get_peft_model(model, config)
+    config.base_model_name_or_path = base  # some releases put the model's own name there
+    return model
+
+
+def load_weights(model: Any, weights: Mapping[str, torch.Tensor], *, assign: bool) -> Any:
+    """Loads what a checkpoint holds and returns which names were missing and which unknown."""
+    try:
+        return model.load_state_dict(dict(weights), strict=False, assign=assign)
+    except RuntimeError as error:
+        raise ConfigError(f'the checkpoint must fit its model, got: {error}') from error
+
+
 def four_bit_options(lora: Mapping[str, Any], empty_model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
-    """Arguments of ``from_pretrained`` for a base in 4 bits, as QLoRA has it: normal floats, constants rounded too.
+    """Returns arguments of ``from_pretrained`` for a base in 4 bits, as QLoRA has it: normal floats, rounded twice.
 
     Only the language model's linear layers are rounded; encoders, head and ``modules_to_save`` stay as they are.
     """
@@ -189,7 +227,7 @@ def refuse_other_adapters(composer_model: nn.Module) -> None:
 
 
 def identify_adapter(model: nn.Module) -> dict[str, Any]:
-    """What the weights in a checkpoint of an adapter do not tell, by its name in the config; empty without one.
+    """Returns what the weights in a checkpoint of an adapter do not tell, by its name in the config.
 
     That is how it is applied, and the base that it was trained beside, by some values of each frozen matrix: that may
     lie elsewhere, in another type. A base that is nowhere else (``model.config``) is in the checkpoint itself.
@@ -211,12 +249,8 @@ def _ends_of_base(model: nn.Module) -> Iterator[bytes]:
             yield _name_in_base(name).encode() + ends.cpu().numpy().tobytes()
 
 
-def _all_words(names: list[Any]) -> bool:
-    return all(isinstance(name, str) and name for name in names)
-
-
 def _name_in_base(name: str) -> str:
-    """The parameter of the model without an adapter that a parameter stands for, or lies beside."""
+    """Returns the parameter of the model without an adapter that a parameter stands for, or lies beside."""
     name = name.removeprefix('base_model.model.')
     name = re.sub(r'\.(modules_to_save\.default|original_module|base_layer)', '', name)
     return re.sub(r'\.lora_.*', '.weight', name)

@@ -39,6 +39,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from composer_tokacc.compat import FakeTensorMode, detect_fake_mode, skip_embedding_resize
+from composer_tokacc.programs.errors import unknown_name
 from composer_tokacc.programs.lora import (
     check_lora,
     four_bit_options,
@@ -46,21 +47,7 @@ from composer_tokacc.programs.lora import (
     refuse_other_adapters,
     with_adapter,
 )
-from composer_tokacc.programs.schema import unknown_name
 from composer_tokacc.sizing import cast_model, transformer_blocks
-
-__all__ = [
-    'auto_class',
-    'build_model',
-    'build_transformers_model',
-    'check_model',
-    'empty_model',
-    'freeze_parameters',
-    'read_config',
-    'read_from',
-    'set_cache',
-    'tokenizer_of',
-]
 
 log = logging.getLogger(__name__)
 
@@ -68,8 +55,7 @@ log = logging.getLogger(__name__)
 _FEATURE_LAYER_FAMILIES = ('llava', 'llava_next', 'llava_next_video', 'llava_onevision', 'video_llava', 'vipllava')
 # Accepted by Transformers without being attributes of every config class.
 _ALWAYS_KNOWN = frozenset({'model_type', 'rope_theta', 'rope_scaling', 'rope_parameters', 'tie_word_embeddings'})
-_SPECIAL_TOKENS = ('pad_token_id', 'bos_token_id', 'eos_token_id')
-_DTYPES = ('float32', 'bfloat16', 'float16')
+_TOKEN_IDS = ('pad_token_id', 'bos_token_id', 'eos_token_id')
 
 
 def build_model(*, processor: Any = None, train_metrics: bool = False, **settings: Any) -> HuggingFaceModel:
@@ -120,7 +106,7 @@ def build_transformers_model(
     Raises:
         ValueError: For an unknown setting, or where ``freeze`` matches nothing; see also :func:`check_model`.
     """
-    check_model(pretrained, config, dtype, lora)
+    check_model(pretrained, config, lora)
     tokenizer = tokenizer_of(processor)
     options: dict[str, Any] = {} if attn_implementation is None else {'attn_implementation': attn_implementation}
     if lora is not None and lora.get('bits') is not None:
@@ -162,21 +148,17 @@ def build_transformers_model(
     return model
 
 
-def check_model(
-    pretrained: str | None, config: dict[str, Any] | None, dtype: str, lora: Mapping[str, Any] | None = None
-) -> None:
-    """Refuses a model from nowhere or from two places, a type that weights are not stored in, and a bad adapter.
+def check_model(pretrained: str | None, config: dict[str, Any] | None, lora: Mapping[str, Any] | None = None) -> None:
+    """Refuses a model from nowhere or from two places, and a bad adapter, before anything is loaded.
 
     Raises:
         ValueError: As said.
     """
     if (pretrained is None) == (not config):
         raise ValueError(
-            'exactly one of `pretrained` and `config` must be given, got: '
+            '`model` must have exactly one of `pretrained` and `config`, got: '
             + ('none. Name a checkpoint or a `model_type`' if not config else 'both. Remove one')
         )
-    if dtype not in _DTYPES:
-        raise ValueError(f'`dtype` must be one of {", ".join(_DTYPES)}, got: {dtype}')
     if lora is not None:
         check_lora(lora, pretrained=pretrained)
 
@@ -203,7 +185,7 @@ def freeze_parameters(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def read_config(pretrained: str | None, config: dict[str, Any] | None, processor: Any = None) -> PretrainedConfig:
-    """The config of a checkpoint, or that of a fresh model, without the model.
+    """Returns the config of a checkpoint, or that of a fresh model, without the model.
 
     Unlike Transformers itself it refuses names that the config class does not know.
 
@@ -244,7 +226,7 @@ def read_config(pretrained: str | None, config: dict[str, Any] | None, processor
 
 @contextmanager
 def read_from(pretrained: str) -> Iterator[None]:
-    """A folder or a name on the hub that lacks what is read from it is a mistake of the user's."""
+    """Refuses a folder or a name on the hub that lacks what is read from it."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -256,7 +238,7 @@ def read_from(pretrained: str) -> Iterator[None]:
 
 @contextmanager
 def _said_by_transformers(name: str) -> Iterator[None]:
-    """A model that its config's values, or its kernels, do not let be made is a mistake of the user's."""
+    """Refuses a model that its config's values, or its kernels, do not let be made."""
     try:
         yield
     except (ValueError, TypeError, RuntimeError, AssertionError, ImportError, StrictDataclassError) as error:
@@ -277,7 +259,7 @@ def _check_heads(config: PretrainedConfig) -> None:
 
 
 def tokenizer_of(processor: Any) -> Any:
-    """The tokenizer inside a processor, or the tokenizer itself, or None."""
+    """Returns the tokenizer inside a processor, or the tokenizer itself, or None."""
     return getattr(processor, 'tokenizer', processor)
 
 
@@ -287,7 +269,7 @@ def _lies_under(parameter_name: str, name: str) -> bool:
 
 
 def auto_class(config: PretrainedConfig) -> Any:
-    """The class of Transformers that builds a model of this config with its language head."""
+    """Returns the class of Transformers that builds a model of this config with its language head."""
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return AutoModelForImageTextToText
     is_seq2seq = type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING  # Qwen2-Audio; BART is in both
@@ -299,7 +281,7 @@ def auto_class(config: PretrainedConfig) -> Any:
 
 
 def empty_model(config: PretrainedConfig) -> Any:
-    """The model without memory for its weights."""
+    """Returns the model without memory for its weights."""
     with torch.device('meta'):
         return auto_class(config).from_config(config)
 
@@ -425,7 +407,7 @@ def _complete_text(text: dict[str, Any], tokenizer: Any) -> None:
             f"`vocab_size` must be at least the tokenizer's {num_tokens}, got: {text['vocab_size']}. "
             'Leave it out to take it from the tokenizer'
         )
-    for name in _SPECIAL_TOKENS:
+    for name in _TOKEN_IDS:
         # None too: Llama's default ids belong to another vocabulary.
         text.setdefault(name, getattr(tokenizer, name, None))
 

@@ -12,7 +12,6 @@ the others end in silence.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -21,7 +20,7 @@ from typing import Any
 from composer.utils import dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # documented there
 
-__all__ = ['RankWatch']
+from composer_tokacc.programs.process import end_process
 
 _EVERY = 1.0
 """Seconds between two looks at the store."""
@@ -109,11 +108,8 @@ class RankWatch:
         if self._stop.is_set():
             return
         if not self._is_first:
-            os._exit(0)
-        sys.stdout.flush()
-        print(f'\n{message}', file=sys.stderr, flush=True)
-        time.sleep(2 * _EVERY)  # as above
-        os._exit(status)
+            end_process('', 0)
+        end_process(message, status, delay=2 * _EVERY)  # as above
 
 
 def _connect(timeout: float) -> Any:  # torch's stubs do not know `check`

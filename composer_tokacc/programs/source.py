@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from functools import cached_property
 from typing import Any
@@ -25,9 +24,11 @@ from composer_tokacc.data import (
 )
 from composer_tokacc.data_spec import token_data_spec
 from composer_tokacc.layout import BatchLayout
+from composer_tokacc.programs.errors import ConfigError
 from composer_tokacc.programs.models import read_config, read_from
-from composer_tokacc.programs.registry import check_arguments, without
-from composer_tokacc.programs.schema import ConfigError, TrainConfig, section
+from composer_tokacc.programs.registry import without
+from composer_tokacc.programs.schema import TrainConfig
+from composer_tokacc.programs.values import check_arguments
 
 
 class Source(ABC):
@@ -51,9 +52,9 @@ class Source(ABC):
 
     @abstractmethod
     def open_loader(
-        self, dataset: Any, processor: Any, reading: dict[str, Any], *, is_eval: bool
+        self, dataset: Any, processor: Any, options: dict[str, Any], *, is_eval: bool
     ) -> tuple[DataLoader, int | None]:
-        """Opens a loader with the options of reading, and returns it with the slot width that it planned with."""
+        """Opens a loader with the options of torch's; returns it with the slot width that it plans with."""
 
     def by_index(self, dataset: Any) -> Any:
         """Returns all samples by their index."""
@@ -66,20 +67,18 @@ class Source(ABC):
         """
         model, arguments = self.config.model, dict(self.section.get('processor') or {})
         if model.pretrained is not None:
-            with section('model'), read_from(model.pretrained):
+            with read_from(model.pretrained):
                 ask_hub(model.pretrained, 'model')
                 return AutoProcessor.from_pretrained(model.pretrained, **arguments)
         vision = (model.config or {}).get('vision_config', {})
         arguments = {**{key: vision[key] for key in ('image_size', 'patch_size') if key in vision}, **arguments}
-        with section('dataset', self.section):
-            return self.small_processor(arguments)
+        return self.small_processor(arguments)
 
     def build_dataset(self, processor: Any, *, is_eval: bool = False) -> Any:
         """Returns the training set, or the eval set (None where ``dataset.eval`` is absent)."""
         if is_eval and not self.section.get('eval'):
             return None
-        with section('dataset.eval' if is_eval else 'dataset', self.section):
-            return self.open_dataset(processor, is_eval=is_eval)
+        return self.open_dataset(processor, is_eval=is_eval)
 
     def measure(self, dataset: Any, processor: Any) -> LengthTable:
         """Returns the length table of a dataset, with patches of the run's own vision encoder."""
@@ -103,15 +102,14 @@ class Source(ABC):
                 or the token budget has no room for the longest sample.
         """
         loader = self.config.loader
-        reading = {
+        options = {
             'collate_fn': VisionLanguageCollator(processor, layout=layout),
             'num_workers': loader.num_workers,
             'prefetch_factor': loader.prefetch_factor,
             'persistent_workers': loader.num_workers > 0,
             'pin_memory': loader.pin_memory,
         }
-        with section('loader'):
-            dataloader, slot_tokens = self.open_loader(dataset, processor, reading, is_eval=is_eval)
+        dataloader, slot_tokens = self.open_loader(dataset, processor, options, is_eval=is_eval)
         if not self.config.trainer.get('accumulate_train_batch_on_tokens'):
             model = None
         return token_data_spec_of(self.config, dataloader, slot_tokens=slot_tokens, layout=layout, model=model)
@@ -122,7 +120,7 @@ class Source(ABC):
 
     def rank_batch_size(self, *, is_eval: bool = False) -> int:
         """Returns the samples of a batch of one rank."""
-        return self.config.batch_size(held_out=is_eval) // dist.get_world_size()
+        return self.config.batch_size(is_eval=is_eval) // dist.get_world_size()
 
     @property
     def rows_of_microbatch(self) -> int:
@@ -154,12 +152,10 @@ class Source(ABC):
 def token_data_spec_of(config: TrainConfig, dataloader: Any, *, slot_tokens: int | None, **others: Any) -> DataSpec:
     """Returns :func:`.token_data_spec` with the ``microbatching`` section."""
     given = without(vars(config.microbatching), 'device_train_microbatch_size', 'device_memory_gib', 'slot_tokens')
-    with section('microbatching'):
-        return token_data_spec(dataloader, slot_tokens=slot_tokens, **given, **others)
+    return token_data_spec(dataloader, slot_tokens=slot_tokens, **given, **others)
 
 
 def check_video(path: str, part: dict[str, Any]) -> None:
     """Holds the section ``video`` of a dataset to the arguments of :class:`.VideoSampling`."""
     check_arguments(f'{path}.video', VideoSampling, part.get('video'))
-    with section(f'{path}.video', inspect.signature(VideoSampling).parameters):
-        VideoSampling(**(part.get('video') or {}))
+    VideoSampling(**(part.get('video') or {}))

@@ -21,7 +21,7 @@ from composer_tokacc.data import TABLE_COLUMNS, LengthTable
 from composer_tokacc.planning import CostModel
 from composer_tokacc.programs.models import build_transformers_model
 from composer_tokacc.programs.registry import build_section
-from composer_tokacc.programs.schema import TrainConfig, precision_of, section
+from composer_tokacc.programs.schema import TrainConfig, precision_of
 from composer_tokacc.programs.sources import source_of
 from composer_tokacc.sizing import (
     GIB,
@@ -111,7 +111,7 @@ def memory_of_run(config: TrainConfig, dataset: Any, processor: Any, table: Leng
     build = partial(build_transformers_model, processor=processor, load_weights=False, **settings)
 
     def calibrate(key: Mapping[str, Any]) -> MemoryModel:
-        with section('model'), torch.device('meta'):
+        with torch.device('meta'):
             model_config = build().config
         return calibrate_fake(
             build,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from composer_tokacc.programs.report import FinishedRun
+from composer_tokacc.programs.run_result import FinishedRun
 from examples.digits.answers import Answer, answer_held_out
 
 __all__ = ['answer_and_draw']

@@ -28,7 +28,7 @@ def page() -> str:
     """Markdown: a table of what is used as meant, and one of what is refused."""
     return '\n'.join([
         HEAD, '## Used as meant', '', '| format | record | is read as |', '|---|---|---|',
-        *_used('', FORMATS), *_used(', videos and sounds', MEDIA), '',
+        *_used('', FORMATS), *_used(', videos and audio', MEDIA), '',
         '## Refused', '', '| | record, or the part of it | message, behind id, file and line |', '|---|---|---|',
         *_refused(),
     ]) + '\n'  # fmt: skip
@@ -50,7 +50,7 @@ def _refused() -> Iterator[str]:
 
 def _read(record: Record) -> str:
     said = [f'{turn.role}: {turn.text}{"" if turn.carries_loss else " (no loss)"}' for turn in record.turns]
-    files = [f'{medium.kind} {", ".join(medium.names)}' for medium in record.media]
+    files = [f'{medium.modality} {", ".join(medium.names)}' for medium in record.media]
     return '<br>'.join(_cell(_short(line)) for line in (*said, *files))
 
 

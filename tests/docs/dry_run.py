@@ -30,7 +30,7 @@ from composer.cli import launcher
 from packaging.requirements import Requirement
 
 from composer_tokacc.programs import load_config
-from composer_tokacc.programs.run import check_config
+from composer_tokacc.programs.config_checks import check_config
 from tests.support.launch import ROOT
 
 __all__ = ['commands_of', 'dry_run']

@@ -32,7 +32,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from composer_tokacc.programs import TrainConfig, load_config
-from composer_tokacc.programs.run import check_config
+from composer_tokacc.programs.config_checks import check_config
 from tests.docs.dry_run import commands_of, dry_run
 from tests.support.launch import ROOT, environment
 

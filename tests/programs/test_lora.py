@@ -109,25 +109,26 @@ def test_a_checkpoint_without_its_base_is_loaded_strictly(processor, pretrained)
 @pytest.mark.parametrize(
     ('lora', 'message'),
     [
-        ({'rank': 4}, '`lora` key must be a known name, got: rank. Known: alpha, bias'),
+        ({'rank': 4}, '`model.lora` key must be a known name, got: rank. Known: alpha, bias'),
         ({'drop_out': 0.1}, 'got: drop_out. Did you mean dropout'),
-        ({'r': -1}, '`lora.r` must be a whole number of at least 1, got: -1'),
-        ({'r': 2.5}, '`lora.r` must be a whole number of at least 1, got: 2.5'),
-        ({'alpha': 'abc'}, '`lora.alpha` must be a positive number, got: abc'),
-        ({'dropout': 2}, '`lora.dropout` must be at least 0 and less than 1, got: 2'),
+        ({'r': -1}, '`model.lora.r` must be at least 1, got: -1'),
+        ({'r': 2.5}, '`model.lora.r` must be of type int or null, got: 2.5'),
+        ({'r': 100_000}, '`lora.r` must be at most the width of the widest layer, got: 100000 >'),
+        ({'alpha': 'abc'}, '`model.lora.alpha` must be of type float or null, got: abc'),
+        ({'dropout': 2}, '`model.lora.dropout` must be at least 0 and below 1, got: 2'),
         ({'modules_to_save': ['projektor']}, "`lora.modules_to_save` must name modules of the model, got: 'projektor'"),
-        ({'modules_to_save': 'lm_head'}, "`lora.modules_to_save` must be a list of names of modules, got: 'lm_head'"),
-        ({'target_modules': []}, '`lora.target_modules` must be a list of names of modules, got: []'),
+        ({'modules_to_save': 'lm_head'}, '`model.lora.modules_to_save` must be of type list or null, got: lm_head'),
+        ({'target_modules': []}, '`model.lora.target_modules` must name modules, got: []'),
         ({'target_modules': ['q_projection']}, '`lora` must be what peft can add to this model, got: .*q_projection'),
         ({'target_modules': '.*q_projection'}, '`lora` must be what peft can add to this model, got: .*q_projection'),
         ({'target_modules': '(q_proj'}, '`lora` must be what peft can add to this model, got: .*q_proj'),
         ({'target_modules': ['self_attn']}, '`lora` must be what peft can add to this model, got: .*self_attn'),
-        ({'bias': 'some'}, '`lora` must be what peft can add to this model, got: .*some'),
-        ({'bias': 3}, '`lora.bias` must be of type str, got: 3'),
-        ({'use_dora': 'maybe'}, '`lora.use_dora` must be of type bool, got: maybe'),
-        ({'alpha': True}, '`lora.alpha` must be a positive number, got: True'),
-        ({'bits': 8}, '`lora.bits` must be 4, or left out, got: 8'),
-        ({'bits': 4}, '`lora.bits` needs weights to round'),
+        ({'bias': 'some'}, '`model.lora.bias` must be a known name, got: some'),
+        ({'bias': 3}, '`model.lora.bias` must be of type null, or none, or all, or lora_only, got: 3'),
+        ({'use_dora': 'maybe'}, '`model.lora.use_dora` must be of type bool or null, got: maybe'),
+        ({'alpha': True}, '`model.lora.alpha` must be of type float or null, got: True'),
+        ({'bits': 8}, '`model.lora.bits` must be of type null, or 4, got: 8'),
+        ({'bits': 4}, '`model.lora.bits` must come with `model.pretrained`'),
     ],
 )  # fmt: skip
 def test_mistyped_settings_are_named(processor, lora, message):
@@ -139,7 +140,7 @@ def test_mistyped_settings_are_named(processor, lora, message):
 @pytest.mark.parametrize(
     ('lora', 'message'),
     [
-        ('{r: -1}', 'error: `model.lora.r` must be a whole number of at least 1, got: -1'),
+        ('{r: -1}', 'error: `model.lora.r` must be at least 1, got: -1'),
         ('{target_modules: [q_projection]}', 'error: `model.lora` must be what peft can add to this model, got: {'),
     ],
 )  # fmt: skip
@@ -155,7 +156,7 @@ def test_every_program_says_them_in_one_line(program, lora, message, capsys, tmp
 def test_four_bits_without_a_gpu_are_refused_before_anything_is_loaded(capsys):
     status = train_program.main([DIGITS, 'model.config=null', 'model.pretrained=no/such', 'model.lora={bits: 4}'])
     assert status == 2
-    assert '`model.lora.bits` needs a GPU, got: none' in capsys.readouterr().err
+    assert '`model.lora.bits` must have a GPU, got: none' in capsys.readouterr().err
 
 
 @pytest.mark.skipif(find_spec('bitsandbytes') is not None, reason='bitsandbytes is installed')

@@ -11,7 +11,7 @@ import pytest
 
 from composer_tokacc.data.to_mds import main
 from composer_tokacc.programs import ConfigError, load_config
-from composer_tokacc.programs.run import check_config
+from composer_tokacc.programs.config_checks import check_config
 from tests.support.launch import ROOT
 
 

@@ -20,7 +20,7 @@ import torch
 from composer.loggers import InMemoryLogger
 from composer.utils import dist
 
-from composer_tokacc.programs.run import build_parts, build_trainer
+from composer_tokacc.programs.build import build_parts, build_trainer
 from composer_tokacc.programs.schema import load_config
 
 

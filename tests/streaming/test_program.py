@@ -16,7 +16,7 @@ from composer_tokacc.data.lengths import length_table
 from composer_tokacc.data.to_mds import write_shards
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.programs import ConfigError, load_config
-from composer_tokacc.programs.run import check_config
+from composer_tokacc.programs.config_checks import check_config
 from composer_tokacc.programs.sources import source_of
 from composer_tokacc.sampling import ExchangingDataLoader
 from tests.support.launch import ROOT, launch
@@ -116,7 +116,7 @@ def open_plain(config):
 MISTAKES = {
     'dataset.sufle_seed=1': '`dataset` key must be a known name, got: sufle_seed. Did you mean shuffle_seed?',
     'dataset.shuffle=true': '`dataset.shuffle` must be left out, got: True. Set `loader.shuffle`',
-    'dataset.local=null': '`dataset` must name its shards, got: neither of local, remote, streams. Give `dataset.loc',
+    'dataset.local=null': '`dataset` must name its shards, got: none of local, remote, streams. Give `dataset.loc',
     'dataset.streams=[1]': '`dataset.streams` must be a mapping of names to arguments, got: [1]',
     'dataset.streams={a: {locl: x}}': '`dataset.streams.a` key must be a known name, got: locl. Did you mean local?',
     'dataset.eval.num_canonical_nodes=2': '`dataset.eval` must name shards of its own, got: none',

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dist_cp
 from PIL import Image
 
 from composer_tokacc.programs import ConfigError
-from composer_tokacc.programs.same_data import SameData
+from composer_tokacc.programs.resume_guard import SameData
 from composer_tokacc.train import main
 from examples.digits import build_digits_processor
 from tests.support.launch import ROOT, launch, launch_program
@@ -159,7 +159,7 @@ def test_a_dataset_that_says_nothing_about_itself_is_known_by_samples(tmp_path, 
 
 def test_the_switch_has_two_positions(tmp_path, capsys):
     assert main(command(tmp_path, tmp_path, 'loader.on_other_data=maybe')) == 2
-    assert '`loader.on_other_data` must be `raise` or `warn`, got: maybe' in capsys.readouterr().err
+    assert '`loader.on_other_data` must be a known name, got: maybe. Known: raise, warn' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

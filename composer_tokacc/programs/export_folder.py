@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A folder that Transformers loads, out of a Composer checkpoint or of a model in memory."""
+"""Writes a folder that Transformers loads, out of a Composer checkpoint or of a model in memory."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
+from composer_tokacc.programs.errors import ConfigError
+from composer_tokacc.programs.lora import load_weights, with_saved_adapter
 from composer_tokacc.programs.models import auto_class, empty_model, set_cache
-from composer_tokacc.programs.schema import ConfigError
-
-__all__ = ['export_checkpoint', 'export_model']
 
 
 def export_checkpoint(checkpoint: Path, folder: Path, *, merge: bool = False) -> None:
@@ -75,7 +74,7 @@ def _export(state: Mapping[str, Any], checkpoint: Path, folder: Path, *, merge: 
 
 
 def export_model(model: HuggingFaceModel, folder: Path) -> None:
-    """As :func:`export_checkpoint`, of a model in memory whose weights are whole on this rank; overwrites."""
+    """Writes a model in memory, whose weights are whole on this rank, as :func:`export_checkpoint`; overwrites."""
     inner: Any = model.model
     set_cache(inner.config, on=True)
     for pattern in ('*.safetensors*', '*config.json'):  # of an earlier run, perhaps of another kind of model
@@ -86,7 +85,7 @@ def export_model(model: HuggingFaceModel, folder: Path) -> None:
 
 
 def _read(checkpoint: Path, scratch: Path) -> dict[str, Any]:
-    """The ``state`` of a checkpoint; one that is sharded is put together in ``scratch``."""
+    """Reads the ``state`` of a checkpoint; one that is sharded is put together in ``scratch``."""
     path = checkpoint.resolve()  # `latest-rank0.pt` is a link
     if not path.exists():
         raise ConfigError(
@@ -110,7 +109,7 @@ def _read(checkpoint: Path, scratch: Path) -> dict[str, Any]:
 
 
 def _with_weights(model: Any, weights: Mapping[str, torch.Tensor]) -> Any:
-    found = _load(model, weights, assign=True)
+    found = load_weights(model, weights, assign=True)
     # A head that is tied to the embeddings may be stored once.
     model.tie_weights()
     missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
@@ -131,7 +130,7 @@ def _save_model(model: Any, metadata: Mapping[str, Any], folder: Path) -> None:
 
 
 def _save_pretrained(model: Any, folder: Path) -> None:
-    """Transformers writes no generation config that it reads with a warning, such as Vicuna's: greedy, warm."""
+    """Saves also a generation config that Transformers reads and does not write, such as Vicuna's: greedy, warm."""
     generation = getattr(model, 'generation_config', None)
     if not isinstance(model, PreTrainedModel) or generation is None:
         model.save_pretrained(folder)
@@ -147,13 +146,13 @@ def _save_pretrained(model: Any, folder: Path) -> None:
 def _save_adapter(
     config: PretrainedConfig, content: Mapping[str, Any], weights: Mapping[str, torch.Tensor], folder: Path
 ) -> None:
-    """``adapter_model.safetensors`` and its config, as peft itself writes them."""
+    """Writes ``adapter_model.safetensors`` and its config, as peft itself does."""
     import peft  # only those who train adapters need it
     from safetensors.torch import save_file
 
     if not content.get('base_model_name_or_path'):
         raise ConfigError('an adapter beside a base that is nowhere else must be merged, got: no merge=true. Add it')
-    model = _with_adapter(empty_model(config), content, weights, assign=True)
+    model = with_saved_adapter(empty_model(config), content, weights, assign=True)
     trained = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
     # With `bias: all` those are named too that no loss reaches, which are the base's.
     trained = {name: value.contiguous() for name, value in trained.items() if not value.is_meta}
@@ -176,7 +175,7 @@ def _merged(config: PretrainedConfig, content: Mapping[str, Any], weights: Mappi
     if head is not None and head.weight is model.get_input_embeddings().weight:
         was_tied = True  # and only one of them may have been trained
         head.weight = nn.Parameter(head.weight.detach().clone())
-    merged: Any = _with_adapter(model, content, weights).merge_and_unload()
+    merged: Any = with_saved_adapter(model, content, weights).merge_and_unload()
     if was_tied:
         is_tied = torch.equal(merged.get_output_embeddings().weight, merged.get_input_embeddings().weight)
         merged.config.tie_word_embeddings = merged.config.get_text_config().tie_word_embeddings = is_tied
@@ -184,33 +183,8 @@ def _merged(config: PretrainedConfig, content: Mapping[str, Any], weights: Mappi
     return merged
 
 
-def _with_adapter(
-    model: Any, content: Mapping[str, Any], weights: Mapping[str, torch.Tensor], *, assign: bool = False
-) -> Any:
-    import peft
-
-    model.name_or_path = content.get('base_model_name_or_path')  # peft warns where it differs
-    model = peft.get_peft_model(model, peft.get_peft_config(dict(content)))
-    found = _load(model, weights, assign=assign)
-    is_whole = any('.base_layer.' in name for name in weights)
-    lacking = [name for name in found.missing_keys if is_whole or '.lora_' in name or '.modules_to_save.' in name]
-    if found.unexpected_keys or lacking:
-        raise ConfigError(
-            f'the checkpoint must hold a whole adapter of its base, got: {len(lacking)} missing {lacking[:3]}, '
-            f'{len(found.unexpected_keys)} unknown {found.unexpected_keys[:3]}'
-        )
-    return model
-
-
-def _load(model: Any, weights: Mapping[str, torch.Tensor], *, assign: bool) -> Any:
-    try:
-        return model.load_state_dict(dict(weights), strict=False, assign=assign)
-    except RuntimeError as error:
-        raise ConfigError(f'the checkpoint must fit its model, got: {error}') from error
-
-
 def _write_processor(metadata: Mapping[str, Any], folder: Path) -> None:
-    """Every file of the processor (tokenizer, image processor, chat template), as it was saved with the run."""
+    """Writes every file of the processor (tokenizer, image processor, chat template), as it was saved with the run."""
     files = metadata.get('processor') or metadata.get('tokenizer') or {}
     if not files:
         print('The checkpoint holds no processor; save the one of the run beside the weights.', file=sys.stderr)

@@ -11,14 +11,6 @@ import re
 import resource
 import traceback
 
-__all__ = ['allow_open_files', 'fault_of_machine']
-
-
-def allow_open_files() -> None:
-    """Raises this process's limit of open files to what it may be: each tensor from a loader process needs one."""
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
 
 def fault_of_machine(error: BaseException | None) -> str:
     """What the machine lacked, in one line; empty where an error, and what it came from, is of another kind."""

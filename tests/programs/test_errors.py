@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import pytest
 import torch
 
@@ -12,16 +14,38 @@ from composer_tokacc import train
 from composer_tokacc.data import BadSampleError
 from composer_tokacc.planning import CostModel
 from composer_tokacc.programs import ConfigError
-from composer_tokacc.programs.schema import refuse, section
+from composer_tokacc.programs.errors import in_words_of, refuse
 from tests.support.programs import DIGITS, TINY_DIGITS
 
 
-def test_an_argument_is_named_as_in_the_file():
-    said = r'^`microbatching\.cost\.launch` must be finite and not negative, got: -1'
-    with pytest.raises(ConfigError, match=said), section('microbatching.cost', ['launch']):
-        CostModel(launch=-1)
-    with pytest.raises(ConfigError, match=r'^`loader`: `launch` must be'), section('loader', ['num_workers']):
-        CostModel(launch=-1)
+@dataclass
+class Sections:
+    """As a config: two sections with a key of one name."""
+
+    loader: dict = field(default_factory=lambda: {'num_workers': 2, 'cost': {'launch': -1}})
+    dataset: dict = field(default_factory=lambda: {'num_workers': 3, 'eval': {'path': 'b'}})
+
+
+@pytest.mark.parametrize(
+    ('said', 'expected'),
+    [
+        ('`launch` must be finite, got: -1', '`loader.cost.launch` must be finite, got: -1'),
+        ('`num_workers` must be less, got: 3', '`dataset.num_workers` must be less, got: 3'),
+        ('`num_workers` must be less', '`loader.num_workers` must be less'),
+        ('`loader` must be less', '`loader` must be less'),
+        ('`path.more` must\nbe less', '`dataset.eval.path.more` must be less'),
+        ('`unheard` must be less', '`unheard` must be less'),
+    ],
+)
+def test_an_argument_is_named_as_in_the_file(said, expected):
+    with pytest.raises(ConfigError) as caught, in_words_of(Sections()):
+        raise_here(ValueError(said))
+    assert str(caught.value) == expected
+
+
+def raise_here(error):
+    """As if by a line of the package."""
+    exec(compile('raise error', 'owner', 'exec'), {'__name__': 'composer_tokacc.owner', 'error': error})
 
 
 @pytest.mark.parametrize(
@@ -35,7 +59,7 @@ def test_an_argument_is_named_as_in_the_file():
     ],
 )
 def test_errors_of_others_keep_their_kind(fail, kind):
-    with pytest.raises(kind) as caught, section('dataset'):
+    with pytest.raises(kind) as caught, in_words_of(Sections()):
         fail()
     assert caught.type is kind
 

@@ -15,12 +15,10 @@ from composer.core import State
 from composer.loggers import InMemoryLogger
 from composer.models import HuggingFaceModel
 
-from composer_tokacc.programs.folder import export_model
+from composer_tokacc.programs.build import RunParts
+from composer_tokacc.programs.export_folder import export_model
 from composer_tokacc.programs.registry import import_by_name, without
-from composer_tokacc.programs.run import RunParts
 from composer_tokacc.programs.schema import TrainConfig
-
-__all__ = ['FinishedRun', 'summarize', 'write_report']
 
 _LOSS = 'loss/train/total'
 _EVAL = 'metrics/eval/'

@@ -25,9 +25,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from composer_tokacc.data import identify_data, identify_processor, identify_vocabulary
 from composer_tokacc.programs.checkpoints import latest_checkpoint
-from composer_tokacc.programs.schema import ConfigError
-
-__all__ = ['SameData']
+from composer_tokacc.programs.errors import ConfigError
 
 log = logging.getLogger(__name__)
 

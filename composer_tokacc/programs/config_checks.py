@@ -1,0 +1,245 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Checks what the sections of a config say together, before any process group, model or data."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from composer import Trainer
+from composer.core import Precision
+from composer.devices import DeviceGPU
+from composer.utils import get_device
+from composer.utils.parallelism import FSDP2Config, FSDPConfig, ParallelismConfig
+
+from composer_tokacc.programs.errors import ConfigError, in_words_of
+from composer_tokacc.programs.models import check_model
+from composer_tokacc.programs.registry import check_host_arguments, check_part, import_by_name, without
+from composer_tokacc.programs.schema import TrainConfig, precision_of
+from composer_tokacc.programs.source import token_data_spec_of
+from composer_tokacc.programs.sources import source_of
+from composer_tokacc.programs.values import check_arguments, check_names, check_numbers, check_time
+
+# Arguments of the Trainer that other sections fill.
+_FILLED_ELSEWHERE = {
+    'model': 'model',
+    'train_dataloader': 'dataset` and `loader',
+    'eval_dataloader': 'dataset.eval',
+    'algorithms': 'algorithms',
+    'callbacks': 'callbacks',
+    'optimizers': 'optimizer',
+    'schedulers': 'scheduler',
+    'device_train_microbatch_size': 'microbatching.device_train_microbatch_size',
+    'seed': 'seed',
+}
+_FSDP = 'trainer.parallelism_config.fsdp'
+_OF_THE_REPORT = ('folder', 'name', 'export')
+"""Keys of the section that are not for the function under ``name``."""
+
+
+def check_config(config: TrainConfig, *, num_ranks: int | None = None) -> None:
+    """Checks the sense of a config whose types are right, before any process group, model or data.
+
+    Raises:
+        ConfigError: For the first mistake, in one line that says what it is and how to fix it.
+    """
+    num_ranks = num_ranks or int(os.environ.get('WORLD_SIZE', '1'))
+    for section in dataclasses.fields(config):
+        if section.name != 'microbatching':  # whose cost model may have an infinite term
+            value = getattr(config, section.name)
+            check_numbers(section.name, vars(value) if dataclasses.is_dataclass(value) else value)
+    with in_words_of(config):
+        check_model(config.model.pretrained, config.model.config, config.model.lora)
+        if config.model.lora is not None:
+            _check_adapter(config, config.model.lora)
+        _check_batches(config, num_ranks)
+        source_of(config).check()
+        # The run's own, of no data.
+        token_data_spec_of(config, [], slot_tokens=config.microbatching.slot_tokens)
+    _check_parts(config)
+    _check_trainer(config.trainer)
+    _check_report(config)
+    if config.is_sharded:
+        _check_mesh(config.trainer['parallelism_config']['fsdp'] or {}, num_ranks)
+
+
+def _check_adapter(config: TrainConfig, lora: Mapping[str, Any]) -> None:
+    """Checks that parallelism and precision fit what is trained, which is in float32 whatever the base is in."""
+    if config.is_sharded and lora.get('bits') is not None:
+        raise ConfigError('`model.lora.bits` must be left out with FSDP, got: 4. Use DDP, or a base in float32')
+    if config.model.dtype == 'float32':
+        return
+    if config.is_sharded:
+        raise ConfigError(
+            '`model.dtype` must be float32 with `model.lora` and FSDP, which shards weights of one type together, got: '
+            f'{config.model.dtype} beside an adapter in float32. Set it, or use DDP'
+        )
+    if not precision_of(config).startswith('amp'):
+        raise ConfigError(
+            '`trainer.precision` must be amp_bf16 or amp_fp16 with `model.lora` on a base in half precision, got: '
+            f'{precision_of(config)}. Set it, or `model.dtype` to float32'
+        )
+
+
+def _check_batches(config: TrainConfig, num_ranks: int) -> None:
+    """Refuses batches that the ranks cannot share evenly, and what torch would refuse once the data is read."""
+    loader = config.loader
+    for name in ('global_batch_size', 'global_eval_batch_size'):
+        size = getattr(loader, name)
+        if size is not None and size % num_ranks:
+            below, above = size // num_ranks * num_ranks, (size // num_ranks + 1) * num_ranks
+            raise ConfigError(
+                f'`loader.{name}` must be divisible by the number of ranks, got: {size} on {num_ranks} ranks. '
+                f'Set it to {f"{below} or " if below else ""}{above}, or launch another number of ranks'
+            )
+    if loader.prefetch_factor is not None and not loader.num_workers:
+        raise ConfigError(
+            f'`loader.prefetch_factor` must come with `loader.num_workers`, got: {loader.prefetch_factor} with 0 '
+            'workers. Set `loader.num_workers`, or leave it out'
+        )
+    is_cpu = config.trainer.get('device') == 'cpu' or not torch.cuda.is_available()
+    if config.microbatching.device_train_microbatch_size == 'auto' and is_cpu:
+        raise ConfigError(
+            '`microbatching.device_train_microbatch_size` must be a number on CPU, got: auto. Composer can find it on '
+            'GPUs only'
+        )
+    for key in ('processor', 'eval'):
+        if not isinstance(config.dataset.get(key), dict | None):
+            raise ConfigError(f'`dataset.{key}` must be a mapping of arguments, got: {config.dataset[key]}')
+
+
+def _check_parts(config: TrainConfig) -> None:
+    """Checks the sections that name classes."""
+    loggers = config.trainer.get('loggers') or {}
+    if not isinstance(loggers, dict):
+        raise ConfigError(f'`trainer.loggers` must be a mapping of names to arguments, got: {loggers}')
+    for kind, parts in (('algorithms', config.algorithms), ('callbacks', config.callbacks), ('loggers', loggers)):
+        for name, arguments in parts.items():
+            check_part(kind, f'trainer.loggers.{name}' if kind == 'loggers' else f'{kind}.{name}', name, arguments)
+    weight = torch.nn.Parameter(torch.zeros(1))
+    for kind, section, given in (('optimizer', config.optimizer, [[weight]]), ('scheduler', config.scheduler, [])):
+        if 'name' not in section:
+            raise ConfigError(f'`{kind}.name` must be given, got: {section}')
+        check_part(kind, kind, section['name'], without(section, 'name'), *given)
+    if 'token_accumulation' in config.algorithms and config.trainer.get('accumulate_train_batch_on_tokens'):
+        raise ConfigError(
+            '`trainer.accumulate_train_batch_on_tokens` must be false with `algorithms.token_accumulation`, got: true. '
+            'Both weigh by tokens, and together the gradient is wrong; remove one'
+        )
+    clipping = config.algorithms.get('gradient_clipping') or {}
+    if clipping.get('clipping_type') == 'adaptive' and config.is_sharded and os.environ.get('FSDP_VERSION') != '2':
+        raise ConfigError(
+            '`algorithms.gradient_clipping.clipping_type` must be norm or value with FSDP, got: adaptive. Or use DDP'
+        )
+
+
+def _check_trainer(trainer: dict[str, Any]) -> None:
+    for name, own in _FILLED_ELSEWHERE.items():
+        if name in trainer:
+            raise ConfigError(f'`trainer.{name}` must be set in its own section, got: {trainer[name]}. Use `{own}`')
+    # `model` is the program's own; everything else has a default.
+    check_host_arguments('trainer', Trainer, {**trainer, 'model': None})
+    if trainer.get('max_duration') is None:
+        raise ConfigError('`trainer.max_duration` must be given, got: nothing. For example 2ep or 500ba')
+    for name in ('max_duration', 'eval_interval', 'save_interval'):
+        if name in trainer:
+            check_time(f'trainer.{name}', trainer[name])
+    if trainer.get('autoresume') and not (trainer.get('save_folder') and trainer.get('run_name')):
+        raise ConfigError(
+            '`trainer.autoresume` must come with `trainer.save_folder` and `trainer.run_name`, which say '
+            'where the checkpoints are, got: neither or one of them'
+        )
+    load_path = trainer.get('load_path')
+    if load_path and '://' not in load_path and '{' not in load_path and not Path(load_path).exists():
+        raise ConfigError(f'`trainer.load_path` must be an existing checkpoint, got: {load_path}')
+    parallelism = trainer.get('parallelism_config') or {}
+    check_host_arguments('trainer.parallelism_config', ParallelismConfig, parallelism)
+    # The Trainer reads FSDP2's settings (FSDP_VERSION=2) from the same mapping; the classes themselves take any name.
+    known = {known.name for config in (FSDPConfig, FSDP2Config) for known in dataclasses.fields(config)}
+    check_names(_FSDP, parallelism.get('fsdp') or {}, known)
+    check_host_arguments(_FSDP, FSDPConfig, parallelism.get('fsdp'))
+
+
+def _check_mesh(fsdp: Mapping[str, Any], num_ranks: int) -> None:
+    """Refuses groups of ranks that the ranks do not make, or that FSDP would silently not make."""
+    replicas, shards = fsdp.get('data_parallel_replicate_degree'), fsdp.get('data_parallel_shard_degree', -1)
+    if os.environ.get('FSDP_VERSION') == '2':
+        if replicas is not None or shards != -1:
+            raise ConfigError(
+                f'`{_FSDP}` must be without `data_parallel_replicate_degree` and `data_parallel_shard_degree` with '
+                f'FSDP_VERSION=2, which shards over all ranks whatever they say, got: {replicas} and {shards}'
+            )
+        return
+    if replicas is None and 'HYBRID' in str(fsdp.get('sharding_strategy')).upper():
+        raise ConfigError(
+            f'`{_FSDP}.data_parallel_replicate_degree` must be given with {fsdp["sharding_strategy"]}, which shards '
+            'over all ranks otherwise, got: nothing. Set it to the number of nodes'
+        )
+    degrees = [degree for degree in (replicas, shards) if degree is not None]
+    product = math.prod(degree for degree in degrees if degree > 0)
+    if degrees.count(-1) > 1 or num_ranks % product or (-1 not in degrees and product != num_ranks):
+        raise ConfigError(
+            f'`{_FSDP}.data_parallel_replicate_degree` times `data_parallel_shard_degree` must be the number of ranks, '
+            f'got: {replicas} and {shards} on {num_ranks} ranks. Leave the latter out, or set it to -1, for the rest'
+        )
+
+
+def _check_report(config: TrainConfig) -> None:
+    report = config.report
+    if not isinstance(report.get('folder'), str):
+        raise ConfigError(f'`report.folder` must be a path, got: {report.get("folder")}')
+    if not isinstance(report.get('export'), bool | None):
+        raise ConfigError(f'`report.export` must be true or false, got: {report["export"]}')
+    if 'name' in report:
+        function = import_by_name('report', str(report['name']))
+        check_arguments('report', function, without(report, *_OF_THE_REPORT), num_given=1)
+    else:
+        check_names('report', report, _OF_THE_REPORT)
+    reason, merge = '', ''
+    if config.is_sharded:
+        reason = 'FSDP, whose weights are on no rank whole'
+    elif config.model.lora is not None and config.model.pretrained is None:
+        reason, merge = '`model.lora` on a base that is nowhere else', ' merge=true'
+    if report.get('export') and reason:
+        raise ConfigError(
+            f'`report.export` must be false with {reason}, got: true. Export the checkpoint afterwards: '
+            f'python -m composer_tokacc.export CHECKPOINT FOLDER{merge}'
+        )
+
+
+def check_machine(config: TrainConfig) -> None:
+    """Refuses what this machine cannot do, and folders that it cannot write, before Composer finds out in its midst.
+
+    Raises:
+        ConfigError: As said.
+    """
+    trainer = config.trainer
+    try:
+        on_gpu = isinstance(get_device(trainer.get('device')), DeviceGPU)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f'`trainer.device` must be a device of this machine, got: {trainer["device"]} ({error})'
+        ) from error
+    if not on_gpu and trainer.get('precision', Precision.FP32) != Precision.FP32:
+        raise ConfigError(f'`trainer.precision` must be fp32 on a CPU, got: {trainer["precision"]}')
+    if config.is_sharded and not on_gpu and os.environ.get('FSDP_VERSION') != '2':
+        raise ConfigError(
+            '`trainer.parallelism_config` must be without `fsdp` where there is no GPU, got: one. Leave it out, or set '
+            'FSDP_VERSION=2 in the environment, which runs on CPUs'
+        )
+    folders = {'report.folder': config.report['folder'], 'trainer.save_folder': trainer.get('save_folder')}
+    for key, folder in folders.items():
+        if folder is None or '://' in folder:
+            continue
+        try:
+            run_name = str(trainer.get('run_name'))
+            Path(folder.replace('{run_name}', run_name).partition('{')[0]).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f'`{key}` must be a folder that can be made, got: {folder} ({error.strerror})') from error

@@ -1,0 +1,100 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Mistakes of the user's in one line, in the words of the YAML file. Loads nothing of the hosts."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+
+class ConfigError(ValueError):
+    """A mistake of the user's, said in one line; the programs print it without a traceback and end with status 2."""
+
+
+@contextmanager
+def in_words_of(config: Any) -> Iterator[None]:
+    """Makes a :class:`ConfigError` of what the owner of an argument says against its value.
+
+    Only of a plain ValueError that this package raises: those of torch, Transformers or Streaming, and faults of the
+    program, keep their type and their traceback. An argument gets its path: ``freeze`` becomes ``model.freeze``.
+
+    Args:
+        config: The config, a dataclass, whose values were handed on under their own names.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if type(error) is not ValueError or not raised_here(error):
+            raise
+        message = ' '.join(str(error).split())
+        if named := re.match(r'`(\w+)', message):
+            places = dict(_places_of(named[1], asdict(config)))
+            # Two sections may have the key: the message says which value it was.
+            said = (path for path, value in places.items() if value is not None and str(value) in message)
+            path = next(said, next(iter(places), named[1]))
+            message = f'`{path}{message[named.end() :]}'
+        raise ConfigError(message) from error
+
+
+def _places_of(name: str, section: Mapping[str, Any], path: str = '') -> Iterator[tuple[str, Any]]:
+    """Gives path and value of every key of that name."""
+    for key, value in section.items():
+        if key == name:
+            yield f'{path}{key}', value
+        elif isinstance(value, Mapping):
+            yield from _places_of(name, value, f'{path}{key}.')
+
+
+def raised_here(error: BaseException) -> bool:
+    """Returns whether a line of this package raised an error, rather than one of a host."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    return last is not None and str(last.tb_frame.f_globals.get('__name__')).startswith('composer_tokacc.')
+
+
+def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
+    """Returns one line that refuses ``name`` and suggests the nearest of ``known``."""
+    known = sorted(known)
+    nearest = difflib.get_close_matches(name, known, n=1)
+    listed = ', '.join(known[:40]) + (', ...' if len(known) > 40 else '')
+    return f'{what} must be a known name, got: {name}. ' + (
+        f'Did you mean {nearest[0]}?' if nearest else f'Known: {listed}'
+    )
+
+
+def one_line(error: Exception | str) -> str:
+    """Returns what the user reads of a mistake."""
+    # From a worker process the message comes behind the worker's traceback.
+    message = str(error).rpartition('BadSampleError: ')[2]
+    return f'error: {" ".join(message.split())}'
+
+
+def refuse(error: Exception, *, on_all_ranks: bool = False) -> int:
+    """Prints a mistake in one line and logs the chain of its causes as debug.
+
+    Args:
+        error: The mistake.
+        on_all_ranks: Whether every rank meets it for certain, as in a config before anything is built. The first rank
+            of a node then speaks for the others, which end as if all were well: for every rank that fails, Composer's
+            launcher ends the others, perhaps before they have spoken, and prints all that it wrote.
+
+    Returns:
+        The exit status: 2, or 0 for a rank that another one speaks for.
+    """
+    log.debug('The mistake was found here:', exc_info=error)
+    if on_all_ranks and int(os.environ.get('LOCAL_RANK', '0')) > 0:
+        return 0
+    print(one_line(error), file=sys.stderr, flush=True)
+    return 2
