@@ -38,7 +38,7 @@ from composer_tokacc.metadata import (
     num_samples,
     with_metadata,
 )
-from composer_tokacc.sampling.filler_rows import filler_rows
+from composer_tokacc.sampling.repeated_samples import num_repeated
 from composer_tokacc.weights import LOSS_WEIGHTS, TOKEN_WEIGHTS
 
 log = logging.getLogger(__name__)
@@ -179,8 +179,8 @@ class TokenAccumulation(Algorithm):
         vocabulary = vocabulary_of(state.model) if self._fit is None else self._fit.check.vocabulary
         for microbatch in microbatches_of(state.batch):
             check_batch(microbatch, vocabulary)
-        if fillers := filler_rows(state.dataloader, int(state.timestamp.batch_in_epoch)):
-            samples = [1] * (num_rows(state.batch) - fillers) + [0] * fillers
+        if num_copies := num_repeated(state.dataloader, int(state.timestamp.batch_in_epoch)):
+            samples = [1] * (num_rows(state.batch) - num_copies) + [0] * num_copies
             state.batch = with_metadata(state.batch, samples=samples)
         fit, kinds = self._fit_of(state, logger)
         assert fit.check.rule is not None

@@ -107,10 +107,7 @@ class FileSource(Source):
         arguments = without(part, *_KEYS_OF_PART)
         if issubclass(cls, LlavaDataset) and arguments.get('on_error') == 'skip':
             # It reads all samples to know the bad ones, and so measures them for the sampler too.
-            measuring = {
-                'lengths_folder': self.config.loader.lengths_folder,
-                'patch_size': self.patch_size(processor),
-            }
+            measuring = {'lengths_folder': self.config.loader.lengths_folder, 'patch_size': self.patch_size(processor)}
             arguments = {**measuring, **arguments}
         try:
             return cls(processor=processor, **arguments)
@@ -154,7 +151,7 @@ class FileSource(Source):
             dataset,
             lengths=table.lengths,
             image_tokens=table.image_tokens if has_images else None,
-            vision_cost=(microbatching.cost or CostModel()).tower(table.image_tokens, table.vision_patches),
+            vision_cost=(microbatching.cost or CostModel()).vision(table.image_tokens, table.vision_patches),
             global_batch_size=loader.global_batch_size,
             max_tokens=size * slot_tokens,
             max_image_tokens=microbatching.max_image_tokens if has_images else None,
