@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 import sys
 from pathlib import Path
 
@@ -320,6 +321,11 @@ def test_files_that_are_no_config_are_refused_in_one_line(tmp_path, text, expect
     file = tmp_path / 'bad.yaml'
     file.write_text(text)
     assert expected in mistake(file)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / 'a.yaml')
+    assert 'config file must be a file, got: ' in mistake(tmp_path / 'a.yaml')
 
 
 def test_missing_file_and_bad_arguments_are_refused():
