@@ -38,8 +38,7 @@ from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, token_
 from composer_tokacc.batch import check_batch
 from composer_tokacc.data_spec.cut_rules import CutRules
 from composer_tokacc.data_spec.registry import split_of
-from composer_tokacc.layout import BatchLayout, microbatches_of
-from composer_tokacc.layout.kinds import kinds_of
+from composer_tokacc.layout import BatchLayout, describe_all, kinds_of, microbatches_of
 from composer_tokacc.metadata import annotate, num_loss_tokens, num_samples
 from composer_tokacc.planning import CostModel
 
@@ -103,8 +102,9 @@ def _place(tensor: torch.Tensor) -> int:
 @contextmanager
 def ranks(count: int) -> Iterator[None]:
     """Makes the split take itself for one rank of several, which all answer as this one."""
-    split = 'composer_tokacc.data_spec.split'
-    with mock.patch(f'{split}.dist.get_world_size', return_value=count), mock.patch(f'{split}.max_over_ranks', list):
+    room = 'composer_tokacc.data_spec'
+    world = mock.patch(f'{room}.split.dist.get_world_size', return_value=count)
+    with world, mock.patch(f'{room}.in_step.max_over_ranks', list):
         yield
 
 
@@ -117,7 +117,7 @@ def ours(spec: DataSpec, layout: BatchLayout) -> Callable[[Any], Any]:
         spec.get_num_tokens_in_batch(batch)
         for microbatch in microbatches_of(batch):
             check_batch(microbatch, VOCABULARY)
-        kinds_of(layout, batch)
+        kinds_of(describe_all(layout, batch))
         batch = annotate(batch, 'causal')
         num_loss_tokens(batch), num_samples(batch)
         return spec.split_batch(batch, MICROBATCH_SIZE)

@@ -11,18 +11,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Literal
 
 import numpy as np
 
 from benchmarks.length_sets import LengthSet
-from composer_tokacc.planning import CostModel, CutOptions, MicrobatchPlan, Rows, cut_rows, plan_microbatches
-from composer_tokacc.planning.cuts import fill
+from composer_tokacc.planning import CostModel, CutOptions, MicrobatchPlan, cut_rows, plan_microbatches
 
 STOCK = 'stock Composer'
-MEGA_BATCHES = 50
-"""Global batches that Hugging Face's LengthGroupedSampler sorts at a time."""
 
 
 class Rivals:
@@ -43,8 +39,6 @@ class Rivals:
         """Name -> function from a global batch to the loads of the ranks, (W,)."""
         return {
             STOCK: self.stock,
-            'stock, trimmed': self.trimmed,
-            'sorted in the rank': self.greedy,
             'LLaVA even chunks': self.even_chunks,
             'NeMo-RL stride': self.stride,
             'token_data_spec alone': self.rank_local,
@@ -57,25 +51,6 @@ class Rivals:
         num_rows = rows.shape[1]
         launches = -(-num_rows // self.microbatch) * self.cost.launch
         return num_rows * self.cost.rows(rows.max(axis=1)) + launches + self._vision(batch)
-
-    def trimmed(self, batch: LengthSet) -> np.ndarray:
-        """The same microbatches, each padded to its own longest."""
-        rows = self._dealt(batch.lengths)
-        starts = np.arange(0, rows.shape[1], self.microbatch)
-        widths = np.maximum.reduceat(rows, starts, axis=1)
-        sizes = np.diff([*starts, rows.shape[1]])
-        return (sizes * self.cost.rows(widths)).sum(axis=1) + len(starts) * self.cost.launch + self._vision(batch)
-
-    def greedy(self, batch: LengthSet) -> np.ndarray:
-        """Each rank sorts its own rows and fills one microbatch after the other."""
-        budget = self._max_tokens(batch)
-
-        def load(lengths: np.ndarray) -> float:
-            ordered = Rows(lengths, CutOptions(max_tokens=budget, cost=self.cost)).by_length()
-            bounds = fill(ordered.row_costs, ordered.vision, ordered.reach, np.inf)
-            return self._price(lengths, [ordered.order[a:b] for a, b in pairwise(bounds.tolist())])
-
-        return np.array([load(lengths) for lengths in self._dealt(batch.lengths)]) + self._vision(batch)
 
     def rank_local(self, batch: LengthSet) -> np.ndarray:
         """Each rank cuts its own rows as our split does."""
@@ -126,17 +101,6 @@ class Rivals:
             objective=objective,
             cost=self.cost,
         )
-
-    def length_grouped(self, epoch: LengthSet, global_batch: int) -> list[np.ndarray]:
-        """Hugging Face's group_by_length over an epoch: mega-batches sorted, microbatches padded to their own longest.
-
-        It changes who is in a global batch, which the others do not.
-        """
-        num_samples = len(epoch.lengths)
-        mega = global_batch * max(1, min(num_samples // (global_batch * 4), MEGA_BATCHES))
-        parts = [np.arange(start, min(start + mega, num_samples)) for start in range(0, num_samples, mega)]
-        order = np.concatenate([part[np.argsort(-epoch.lengths[part], kind='stable')] for part in parts])
-        return [self.trimmed(epoch.take(batch)) for batch in order.reshape(-1, global_batch)]
 
     def _price(self, lengths: np.ndarray, microbatches: list[np.ndarray] | list[list[int]]) -> float:
         widths = np.array([int(lengths[rows].max()) for rows in microbatches])

@@ -36,7 +36,6 @@ from composer_tokacc.sampling import RegroupingBatchSampler
 MICROBATCH = 4
 WORLDS = ((8, 16, 40), (64, 32, 10), (512, 32, 4), (4096, 32, 1))
 """Ranks, samples a rank, global batches."""
-HF_GROUPED = 'HF group_by_length *'
 
 
 def simulate(length_set: LengthSet, num_ranks: int, per_rank: int, steps: int) -> list[dict[str, Any]]:
@@ -46,9 +45,6 @@ def simulate(length_set: LengthSet, num_ranks: int, per_rank: int, steps: int) -
     global_batch = num_ranks * per_rank
     batches = length_set.draw(global_batch * steps, seed=num_ranks).global_batches(global_batch)
     found = {name: [method(batch) for batch in batches] for name, method in rivals.methods().items()}
-    # Sorting needs an epoch: four global batches at least for each that is sorted.
-    epoch = length_set.draw(global_batch * max(8, steps), seed=num_ranks)
-    found[HF_GROUPED] = rivals.length_grouped(epoch, global_batch)
     bounds = [
         lower_bound(
             Rows(
@@ -172,7 +168,7 @@ def main() -> None:
     tables, source = read_tables(given.lengths)
     worlds = WORLDS[:2] if given.quick else WORLDS
     rows = [row for length_set in (tables, lognormal(0.92)) for world in worlds for row in simulate(length_set, *world)]
-    show(f'Modelled, memory of {MICROBATCH} rows; * changes who is in a global batch; {source}', rows)
+    show(f'Modelled, memory of {MICROBATCH} rows; {source}', rows)
     planning = plan_epochs(tables, [75_000] if given.quick else [300_000, 600_000, 1_200_000])
     show('Planning an epoch, one core', planning)
     timed = []

@@ -23,7 +23,7 @@ import torch
 from composer.core import DataSpec
 
 from benchmarks.machine import machine
-from benchmarks.pages import ROOT
+from benchmarks.pages import ROOT, show
 from benchmarks.record import RESULTS, write
 from composer_tokacc import size as size_program
 from composer_tokacc.layout import BatchLayout
@@ -70,6 +70,25 @@ def measure(config: TrainConfig, size: int, slot: int, *, stock: bool, steps: in
     return seconds_per_step(timer)
 
 
+def predict(config: TrainConfig, table: Any, methods: tuple[str, ...], size: int, slot: int) -> dict[str, float]:
+    """Seconds of a step that `size` would report, at prices fitted to steps of ours."""
+    cost, outside = time_shapes(config, size=size, slot_tokens=slot)
+    assert cost.seconds_per_token is not None
+    sizes, own = SampleSizes.of(table), config.microbatching
+    batches = draw_batches(len(sizes), config.loader.global_batch_size, num_batches=40)
+    options = CutOptions(
+        max_tokens=size * slot, regroup=own.regroup, width_multiple=own.width_multiple, packing=own.packing,
+        cost=own.cost or CostModel(),
+    )  # fmt: skip
+    figures = {
+        method: simulate_steps(
+            sizes, batches, method=method, num_ranks=1, microbatch_rows=size, options=options, price=cost
+        )
+        for method in methods
+    }
+    return {method: found.cost * cost.seconds_per_token + outside for method, found in figures.items()}
+
+
 def main() -> None:
     """Predicts, measures, prints and writes `results/sizing.json`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -87,57 +106,26 @@ def main() -> None:
     dataset = source.build_dataset(processor)
     table = source.measure(dataset, processor)
     memory = memory_of_run(config, dataset, processor, table)
-    gib = device_memory_gib(config)
-    report = suggest_for_run(config, memory, table, num_ranks=1, gib=gib)
+    report = suggest_for_run(config, memory, table, num_ranks=1, gib=device_memory_gib(config))
     size, slot = given.size or report.device_train_microbatch_size, report.slot_tokens
-    cost, outside = time_shapes(config, size=size, slot_tokens=slot)
-    sizes = SampleSizes.of(table)
-    batches = draw_batches(len(sizes), config.loader.global_batch_size, num_batches=40)
-    own = config.microbatching
-    options = CutOptions(
-        max_tokens=size * slot,
-        regroup=own.regroup,
-        width_multiple=own.width_multiple,
-        packing=own.packing,
-        cost=own.cost or CostModel(),
-    )
-    predicted = {}
-    ours = 'planned' if config.regroups_ranks else 'split'
-    for method in ('stock', ours):
-        figures = simulate_steps(
-            sizes,
-            batches,
-            method=method,
-            num_ranks=1,
-            microbatch_rows=size,
-            options=options,
-            price=cost,
-        )
-        assert cost.seconds_per_token is not None
-        predicted[method] = figures.cost * cost.seconds_per_token + outside
-    blocks: dict[str, list[float]] = {'stock': [], ours: []}
+    methods = ('stock', 'planned' if config.regroups_ranks else 'split')
+    predicted = predict(config, table, methods, size, slot)
+    blocks: dict[str, list[float]] = {method: [] for method in methods}
     for _ in range(given.blocks):
-        for method in blocks:
+        for method in methods:
             blocks[method].append(measure(config, size, slot, stock=method == 'stock', steps=given.steps))
     measured = {method: statistics.median(values) for method, values in blocks.items()}
-    ratios = {name: found['stock'] / found[ours] for name, found in (('predicted', predicted), ('measured', measured))}
+    ratios = {'predicted': predicted, 'measured': measured}
+    ratios = {name: found['stock'] / found[methods[1]] for name, found in ratios.items()}
     error = ratios['predicted'] / ratios['measured'] - 1
-    result = {
-        'machine': machine(),
-        'suggested': report.device_train_microbatch_size,
-        'size': size,
-        'slot_tokens': slot,
-        'predicted_seconds': predicted,
-        'measured_seconds': measured,
-        'blocks': blocks,
-        'speedup': ratios,
-        'error': error,
-    }
     name = 'sizing.json' if not given.size else f'sizing-{size}.json'
-    write(given.results / name, result)
-    print(f'size {size} rows of {slot} tokens (suggested: {report.device_train_microbatch_size})')
-    for method in blocks:
-        print(f'{method:>7}: predicted {predicted[method]:.4f} s a step, measured {measured[method]:.4f}')
+    write(given.results / name, {
+        'machine': machine(), 'suggested': report.device_train_microbatch_size, 'size': size, 'slot_tokens': slot,
+        'predicted_seconds': predicted, 'measured_seconds': measured, 'blocks': blocks, 'speedup': ratios,
+        'error': error,
+    })  # fmt: skip
+    rows = [{'': method, 'predicted s': predicted[method], 'measured s': measured[method]} for method in methods]
+    show(f'{size} rows of {slot} tokens (suggested: {report.device_train_microbatch_size})', rows)
     print(f'speed-up: predicted {ratios["predicted"]:.2f}x, measured {ratios["measured"]:.2f}x, off by {error:+.1%}')
     print('within the limit' if abs(error) <= LIMIT else f'NOT within {LIMIT:.0%}')
 

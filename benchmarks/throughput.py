@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Real tokens per second of the same steps, cut in six ways: one process, one memory cap, the same rows.
+"""Real tokens per second of the same steps, cut in four ways: one process, one memory cap, the same rows.
 
     python -m benchmarks.throughput [--sets 'NAME SIZE' ...] [--rounds 5] [--quick]
 
@@ -16,7 +16,6 @@ Prints tables; writes results/throughput.json and .png.
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import os
 import statistics
@@ -24,7 +23,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,48 +34,13 @@ from benchmarks.machine import machine
 from benchmarks.pages import show
 from benchmarks.record import RESULTS, write
 from benchmarks.small_llava import build_model, make_rows
-from benchmarks.timed_steps import METHODS, Row, StepClock, bound_seconds, data_of, equal_widths, timed
+from benchmarks.timed_steps import METHODS, Row, StepClock, bound_seconds, equal_widths, timed
 from composer_tokacc import BatchLayout
-from composer_tokacc.data_spec.registry import split_of
 from composer_tokacc.planning import CostModel
 from examples.digits import DigitsDataset, build_digits_processor
 
 MICROBATCH = 4
 LONG = 'lognormal CV 0.9, mean 500'
-
-
-def saved_bytes(method: str, model: Any, batch: Row, microbatch: int, cost: CostModel | None) -> int:
-    """Largest activation memory that a microbatch of the batch keeps for its backward."""
-    layout = BatchLayout.for_model(model)
-    spec = data_of(method, [batch], layout, cost)
-    batch = spec.batch_transforms(batch)
-    split = split_of(spec.dataloader)
-    if split is not None:
-        cast(Any, split).checked = True  # the benchmark's models are the tests' own
-        if split.packing:
-            split.attend_by_document(model)
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    named = inspect.signature(model.forward).parameters
-    peak = 0
-    for part in spec.split_batch(batch, microbatch):
-        storages: dict[int, torch.UntypedStorage] = {}
-
-        def keep(tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage] = storages) -> None:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in parameters:
-                storages[storage.data_ptr()] = storage
-            # The graph gets nothing: one that holds its own outputs is never freed.
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, _never_unpacked):
-            model(**{key: value for key, value in part.items() if key in named})
-        peak = max(peak, sum(storage.nbytes() for storage in storages.values()))
-    if split is not None:
-        split.attend_as_before()
-    return peak
-
-
-def _never_unpacked(nothing: None) -> torch.Tensor:
-    raise AssertionError('there is no backward pass')
 
 
 def fitted_cost(model: Any, lengths: np.ndarray, width: int) -> CostModel:
@@ -130,7 +94,6 @@ def measure(name: str, lengths: np.ndarray, device_batch: int, methods: Sequence
             'share_of_bound': against(bounds, method),
             'padding': 1 - real / sum(clocks[method].positions),
             'largest_microbatch': clocks[method].largest,
-            'saved_mib': saved_bytes(method, model, batches[0], MICROBATCH, cost) / 2**20,
             'seconds': seconds[method],
         })  # fmt: skip
     return {
@@ -196,9 +159,9 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(os.cpu_count() or 1)
     sets = length_sets()
-    # Many rows give the planner most to choose from; the slowest ways to cut them are left out there.
+    # Many rows give the planner most to choose from; the slow ways to cut them are left out there.
     runs = [(name, 32, tuple(METHODS), 2 if name in ('digits', 'no padding') else 1) for name in sets]
-    runs.append((LONG, 128, ('greedy', 'ours'), 1))
+    runs.append((LONG, 128, ('ours',), 1))
     file = given.results / 'throughput.json'
     # With --sets, what was measured of the others before stays.
     known = json.loads(file.read_text())['results'] if given.sets and file.exists() else []

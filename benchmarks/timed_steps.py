@@ -25,9 +25,7 @@ from composer_tokacc.planning import CostModel
 
 METHODS = {
     'stock': 'stock Composer',
-    'trim': 'stock + trimming each microbatch',
     'collate': 'Hugging Face style, padded per microbatch',
-    'greedy': 'sorted, cut greedily',
     'ours': 'token_data_spec',
     'packing': 'token_data_spec, packing=True',
 }
@@ -99,26 +97,12 @@ def split_of(method: str, layout: BatchLayout) -> Callable[[Row, int | float], l
     def stock(batch: Row, size: int | float) -> list[Row]:
         return [layout.select(batch, rows) for rows in chunks(range(layout.num_rows(batch)), int(size))]
 
-    def trim(batch: Row, size: int | float) -> list[Row]:
-        return [layout.trim(microbatch) for microbatch in stock(batch, size)]
-
     def collate(batch: Row, size: int | float) -> list[Row]:
         """What a loader with batches of `size` hands to gradient accumulation: rows joined afresh."""
         rows = [layout.trim(layout.select(batch, [row])) for row in range(layout.num_rows(batch))]
         return [layout.concat(part) for part in chunks(rows, int(size))]
 
-    def greedy(batch: Row, size: int | float) -> list[Row]:
-        lengths = describe(layout, batch).lengths
-        budget = int(size) * batch['input_ids'].shape[1]
-        groups: list[list[int]] = [[]]
-        for row in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-            # Longest first, so the first row of a group is its width.
-            if groups[-1] and (len(groups[-1]) + 1) * lengths[groups[-1][0]] > budget:
-                groups.append([])
-            groups[-1].append(row)
-        return [layout.trim(layout.select(batch, rows)) for rows in groups]
-
-    return {'stock': stock, 'trim': trim, 'collate': collate, 'greedy': greedy}[method]
+    return {'stock': stock, 'collate': collate}[method]
 
 
 def data_of(

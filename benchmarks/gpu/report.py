@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""From the results to a picture, a section for docs/benchmarks.md, and a line for each claim that holds or does not."""
+"""From the results to a section for docs/benchmarks.md, and a line for each claim that holds or does not."""
 
 from __future__ import annotations
 
@@ -9,18 +9,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-NAMES = {
-    'stock': 'stock Composer',
-    'collate': 'padded per microbatch, as Hugging Face does',
-    'ours': '`token_data_spec`',
-    'packing': '`token_data_spec(packing=True)`',
-}
-COLORS = {'stock': 'tab:gray', 'collate': 'silver', 'ours': 'tab:green', 'packing': 'tab:olive'}
 Results = dict[str, dict[str, Any]]
 
 
 def write_report(folder: Path) -> None:
-    """Reads all results of a folder; writes `throughput.png` and `section.md` beside them, and prints claims."""
+    """Reads all results of a folder; writes `section.md` beside them, and prints claims."""
     files = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob('[a-g]_*.json'))}
     results = {name: file['result'] for name, file in files.items()}
     for name, result in results.items():
@@ -34,7 +27,6 @@ def write_report(folder: Path) -> None:
     if throughput:
         machine = files[next(iter(throughput))]['machine']
         (folder / 'section.md').write_text(section(throughput, results, machine))
-        picture(throughput, machine, folder / 'throughput.png')
 
 
 def set_name(name: str, result: dict[str, Any]) -> str:
@@ -71,8 +63,7 @@ def section(throughput: Results, results: Results, machine: dict[str, Any]) -> s
     lines += ['', 'MFU counts the operations of real tokens alone, over a large bf16 product on the same machine.']
     for name, text in claims(results).items():
         lines.append(f'- {text}' if 'error' not in results[name] else f'- {name}: failed, see its JSON.')
-    lines += ['', '![Throughput by variation of the lengths](../benchmarks/results/gpu/throughput.png)', '']
-    return '\n'.join(lines)
+    return '\n'.join(lines) + '\n'
 
 
 def claims(results: Results) -> dict[str, str]:
@@ -102,35 +93,3 @@ def claims(results: Results) -> dict[str, str]:
             worst = max(result['errors'].values())
             found[name] = f'{name.removeprefix("g_ranks_").upper()}, two ranks over {result["backend"]}: {worst:.1e}.'
     return found
-
-
-def picture(throughput: Results, machine: dict[str, Any], path: Path) -> None:
-    """Bars of real tokens a second by length set; a line for the bound, a mark for ODB's published ratio."""
-    import matplotlib
-
-    matplotlib.use('Agg')
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(9, 4.2), layout='constrained')
-    width = 0.8 / len(NAMES)
-    for place, result in enumerate(throughput.values()):
-        stock = result['methods']['stock']['tokens_per_second']
-        for index, method in enumerate(NAMES):
-            speed = result['methods'][method].get('tokens_per_second')
-            if speed is None:
-                continue
-            label = NAMES[method].strip('`') if place == 0 else None
-            bar = axis.bar(place - 0.4 + (index + 0.5) * width, speed, width, color=COLORS[method], label=label)
-            axis.bar_label(bar, [f'{speed / stock:.2f}x'], fontsize=8, padding=2)
-        ends = (place - 0.4, place + 0.4)
-        bound = result['bound_tokens_per_second']
-        axis.hlines(bound, *ends, color='tab:red', ls='--', lw=1, label='no padding at all' if place == 0 else None)
-        if result['target']:
-            label = 'published ratio of ODB, times stock' if place == 0 else None
-            axis.hlines(result['target'] * stock, *ends, color='black', ls=':', lw=1, label=label)
-    axis.set_xticks(range(len(throughput)), [set_name(name, one) for name, one in throughput.items()], fontsize=8)
-    axis.set_ylabel('real tokens per second')
-    axis.margins(y=0.12)
-    axis.legend(fontsize=8)
-    axis.set_title(f'Same global batches, same memory: {machine.get("gpu", machine["processor"])}', fontsize=10)
-    figure.savefig(path, dpi=130)

@@ -16,7 +16,7 @@ import numpy as np
 from composer_tokacc.data.records import MediaFile
 
 CUT_SHARE = 0.05
-"""Share that may be missing at the end of a video or audio: durations in headers are round, and audio may end first."""
+"""Share that may be missing at the end: durations in headers are round, and the audio of a video may end first."""
 
 
 @contextmanager

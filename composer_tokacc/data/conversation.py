@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -29,8 +28,8 @@ TAKEN_BY = {
     'video': ('video_processor', 'videos'),
     'audio': ('feature_extractor', 'audio'),
 }
+# Python's lists of the rest take a third of the time of tokenizing.
 _IDS_ALONE = {'return_attention_mask': False, 'return_token_type_ids': False}
-"""Saves a third of the time of tokenizing, which Python's lists of the rest take."""
 
 MARKER = '\ue000{}\ue001'
 """Stands for a text, in private-use characters: no text holds them, no template strips them."""
@@ -71,14 +70,17 @@ class ConversationEncoder:
         # A model that joins frames two by two refuses a single one.
         least = max(video.min_frames, getattr(self.parts.get('video'), 'temporal_patch_size', None) or 1)
         self.video = replace(video, min_frames=least)
-        if not (getattr(processor, 'chat_template', None) or getattr(self.tokenizer, 'chat_template', None)):
-            name = type(processor).__name__
-            raise ValueError(f'`processor` must have a chat template, got: {name} without one. Set it.')
-        if not getattr(self.tokenizer, 'is_fast', False):
-            name = type(self.tokenizer).__name__
-            raise ValueError(f'`processor` must have a fast tokenizer, got: {name}. Load it with use_fast=True.')
-        if getattr(processor, 'num_query_tokens', 0) is None:  # BLIP: images would go nowhere
-            raise ValueError("`processor.num_query_tokens` must be that of the model's config, got: None. Set it.")
+        for missing, remedy in (
+            (
+                not getattr(self._template_owner(), 'chat_template', None) and 'a chat template',
+                'Set `processor.chat_template`',
+            ),
+            (not getattr(self.tokenizer, 'is_fast', False) and 'a fast tokenizer', 'Load it with use_fast=True'),
+            # BLIP's images would go nowhere.
+            (getattr(processor, 'num_query_tokens', 0) is None and '`num_query_tokens`', 'Set that of the model'),
+        ):
+            if missing:
+                raise ValueError(f'`processor` must have {missing}, got: {type(processor).__name__} without. {remedy}.')
         # Templates of text models take plain strings.
         self._takes_parts = bool(self.parts) and self._writes_parts()
         self._written = {modality for modality in self.parts if self._writes_media(modality)}
@@ -135,24 +137,20 @@ class ConversationEncoder:
         """Encodes a record, the same wherever it and its files come from.
 
         Args:
-            record: The conversation.
+            record: The conversation; with ``loss_weights`` the sample has such, of the labels' shape.
             files: One path or open file for each file of ``record.media``.
             shapes_only: Decode of the media no more than the shapes of the sample need.
-
-        Returns:
-            As for messages and their media; with ``loss_weights`` of the labels' shape where the record has such.
 
         Raises:
             BadSampleError: If a file cannot be decoded, or the processor or its template refuses the sample; names it.
             RuntimeError: If one of them fails in another way, which is a fault of the program; names the sample too.
-            ValueError: If a decoder is not installed.
         """
         self.check_takes_media(record)
         rate = getattr(self.parts.get('audio'), 'sampling_rate', 16000)
         media = decode_media(record, files, video=self.video, sampling_rate=rate, shapes_only=shapes_only)
         try:
-            media = {f'{modality}s': items for modality, items in media.items()}
-            sample = self(record.messages(), **media, sample_id=record.sample_id)
+            named = {f'{modality}s': items for modality, items in media.items()}
+            sample = self(record.messages(), **named, sample_id=record.sample_id)
         except (ValueError, TemplateError) as error:
             raise record.error(error) from error
         except Exception as error:  # no bad sample that `skip` may drop
@@ -162,27 +160,21 @@ class ConversationEncoder:
         return sample
 
     def encode_unexpanded(self, conversations: Sequence[Sequence[Message]]) -> list[dict[str, torch.Tensor] | None]:
-        """Encodes samples without expanding their placeholders: much faster, because no processor is asked.
-
-        Args:
-            conversations: As for one conversation.
+        """Encodes samples without expanding their placeholders: much faster, because no processor is run.
 
         Returns:
             ``input_ids`` and ``labels`` of each, ``(1, length)``; None where a conversation must be refused.
         """
-        rendered: list[tuple[str, list[AnswerSpan]] | None] = []
-        for messages in conversations:
-            try:
-                rendered.append(self.render(messages))
-            except Exception:  # whoever encodes the whole sample says what is wrong with it
-                rendered.append(None)
+        rendered: list[tuple[str, list[AnswerSpan]] | None] = [None] * len(conversations)
+        for i, messages in enumerate(conversations):
+            with suppress(Exception):  # whoever encodes the whole sample says what is wrong with it
+                rendered[i] = self.render(messages)
         samples: list[dict[str, torch.Tensor] | None] = [None] * len(rendered)
         for added in (True, False):
             rows = [(i, *one) for i, one in enumerate(rendered) if one and self._adds_special_tokens(one[0]) is added]
             if not rows:
                 continue
-            texts = [text for _, text, _ in rows]
-            tokens = self.tokenizer(texts, add_special_tokens=added, **_IDS_ALONE)
+            tokens = self.tokenizer([text for _, text, _ in rows], add_special_tokens=added, **_IDS_ALONE)
             for (i, _, answers), ids, encoding in zip(rows, tokens['input_ids'], tokens.encodings, strict=True):
                 input_ids, labels = torch.tensor([ids]), torch.full((1, len(ids)), IGNORE_INDEX)
                 for answer in answers:
@@ -213,9 +205,8 @@ class ConversationEncoder:
         limit, longest = getattr(extractor, 'n_samples', None), max(map(len, audios), default=0)
         if limit is not None and longest > limit:
             seconds, window = (count / getattr(extractor, 'sampling_rate', 1) for count in (longest, limit))
-            raise ValueError(
-                f'an audio must be at most {window:.1f} s, what the processor takes, got: {seconds:.1f} s. Cut it'
-            )
+            found = f'{seconds:.1f} s. Cut it'
+            raise ValueError(f'an audio must be at most {window:.1f} s, what the processor takes, got: {found}')
 
     def render(self, messages: Sequence[Message]) -> tuple[str, list[AnswerSpan]]:
         """Writes the conversation out, image placeholders not expanded yet, and finds the answers in it.
@@ -225,46 +216,36 @@ class ConversationEncoder:
                 what another role says.
         """
         messages = [_stripped(message) for message in messages]
-        answers = [_text(message) for message in messages if message['role'] == 'assistant']
-        pieces = self._text_around_answers(messages)
-        joined = ''.join(chain.from_iterable(zip(pieces, [*answers, ''], strict=True)))
-        if joined != self._apply_template(messages):
-            raise ValueError(
-                '`chat_template` must write the assistant turns as they are, got: one that changes them or what '
-                'stands around them. Use a training template.'
-            )
-        self._check_all_written(messages, joined)
-        text, *following = pieces
+        answers = [message for message in messages if message['role'] == 'assistant']
+        text, *following = self._text_around_answers(messages)
         spans: list[AnswerSpan] = []
-        weights = [message.get('weight', 1) for message in messages if message['role'] == 'assistant']
-        for answer, weight, after in zip(answers, weights, following, strict=True):
-            start = len(text)
-            text += answer
+        written = text
+        for message, after in zip(answers, following, strict=True):
+            start, answer = len(text), _text(message)
+            text, written = text + answer, written + answer + after
             ending = after[: len(after) - len(after.lstrip())] + self.end_token
             if not after.startswith(ending):  # the template ends no answer: LLaVA-1.5's writes a space there
                 ending = self.end_token
                 after = ending + after.lstrip(' ')
-            if weight:
+            if message.get('weight', 1):
                 spans.append(AnswerSpan(start, len(text) + len(ending)))
             text += after
+        if written != self._apply_template(messages):
+            raise ValueError(
+                '`chat_template` must write the assistant turns as they are, got: one that changes them or what '
+                'stands around them. Use a training template.'
+            )
+        self._check_all_written(messages, written)
         return text, spans
 
     def _check_all_written(self, messages: Sequence[Message], written: str) -> None:
         """Checks that no role is left out, as templates do without a word with one that they do not know."""
-        self._check_written(messages, written)
+        _check_written(messages, written)
         # What is said may stand elsewhere too, markers do not; one sample tells of all with the same roles.
         if (roles := tuple(message['role'] for message in messages)) not in self._known_roles:
             marked = [_marked(message, str(position)) for position, message in enumerate(messages)]
-            self._check_written(marked, self._apply_template(marked))
+            _check_written(marked, self._apply_template(marked))
             self._known_roles.add(roles)
-
-    def _check_written(self, messages: Sequence[Message], written: str) -> None:
-        for message in messages:
-            if any(part['type'] == 'text' and part['text'].strip() not in written for part in message['content']):
-                raise ValueError(
-                    f'`chat_template` must write what the {message["role"]} says, got: one that leaves it out. Set '
-                    'another, or write the text into the turn of another role.'
-                )
 
     def _writes_parts(self) -> bool:
         """Tells whether the template takes lists of parts: one for strings fails, or writes them as Python does."""
@@ -285,14 +266,16 @@ class ConversationEncoder:
             return none < one < two
         return False
 
+    def _template_owner(self) -> Any:
+        """Returns the processor, or the tokenizer: loaded from a folder, BLIP's processors drop their template."""
+        return self.processor if getattr(self.processor, 'chat_template', None) else self.tokenizer
+
     def _apply_template(self, messages: Sequence[Message]) -> str:
         messages = [
             {'role': message['role'], 'content': message['content'] if self._takes_parts else _text(message)}
             for message in messages
         ]
-        # Loaded from a folder, BLIP's processors drop their template, and the tokenizer keeps it.
-        owner = self.processor if getattr(self.processor, 'chat_template', None) else self.tokenizer
-        return owner.apply_chat_template(messages, tokenize=False)
+        return self._template_owner().apply_chat_template(messages, tokenize=False)
 
     def _text_around_answers(self, messages: Sequence[Message]) -> list[str]:
         """Returns what the template writes before the first answer, between two, and after the last."""
@@ -331,15 +314,16 @@ class ConversationEncoder:
         self, text: str, media: Mapping[str, Sequence[Any]], add_special_tokens: bool
     ) -> dict[str, torch.Tensor]:
         options: dict[str, Any] = {'return_tensors': 'pt', 'add_special_tokens': add_special_tokens}
+        given = {modality: list(items) for modality, items in media.items() if items}
+        videos = given.get('video', [])
         if not self.parts:
             return dict(self.tokenizer([text], **options))
-        given = {modality: list(items) for modality, items in media.items() if items}
         if hasattr(self.processor, 'num_query_tokens'):  # a clip is an image to it
-            images = [*given.get('image', ()), *(video.frames for video in given.get('video', ()))]
+            images = [*given.get('image', ()), *(video.frames for video in videos)]
             return dict(self.processor(text=[text], **({'images': images} if images else {}), **options))
         if 'image' in given:
             given['image'] = [given['image']]  # of the one text: OneVision cuts a text's only image into tiles
-        if videos := given.get('video'):
+        if videos:
             given['video'] = [video.frames for video in videos]
             # The frames are chosen already.
             metadata = [dict(video.metadata) for video in videos]
@@ -349,17 +333,15 @@ class ConversationEncoder:
         arguments = {TAKEN_BY[modality][1]: items for modality, items in given.items()}
         encoded = dict(self.processor(text=[text], **arguments, **options))
         has_slots = videos and 'pixel_values_videos' not in encoded and encoded['pixel_values'].dim() == 5
-        if has_slots and len(videos or ()) + len(given.get('image', ())) > 1:
+        if has_slots and len(videos) + len(given.get('image', ())) > 1:
             raise ValueError(
                 f'`processor` must join the pixels of all media, got: {type(self.processor).__name__}, which takes one '
                 'video in a conversation and no image beside it. Split the conversation, or use another processor'
             )
-        for key in ('video_second_per_grid', 'second_per_grid_ts'):
-            if key in encoded:
-                # Qwen-Omni's processor takes all frames for two a second, and Qwen2.5-VL's did in Transformers 4.57.
-                together = self.parts['video'].temporal_patch_size
-                seconds = [together * video.metadata['duration'] / len(video.frames) for video in videos or ()]
-                encoded[key] = torch.tensor(seconds)
+        for key in {'video_second_per_grid', 'second_per_grid_ts'} & encoded.keys():
+            # Qwen-Omni's processor takes all frames for two a second, and Qwen2.5-VL's did in Transformers 4.57.
+            together = self.parts['video'].temporal_patch_size
+            encoded[key] = torch.tensor([together * one.metadata['duration'] / len(one.frames) for one in videos])
         return encoded
 
     def _with_queries(self, encoded: dict[str, torch.Tensor], instruction: str) -> dict[str, torch.Tensor]:
@@ -418,6 +400,15 @@ class ConversationEncoder:
         return spans
 
 
+def _check_written(messages: Sequence[Message], written: str) -> None:
+    for message in messages:
+        if any(part['type'] == 'text' and part['text'].strip() not in written for part in message['content']):
+            raise ValueError(
+                f'`chat_template` must write what the {message["role"]} says, got: one that leaves it out. Set '
+                'another, or write the text into the turn of another role.'
+            )
+
+
 def _tokens_of(encoding: Encoding, answer: AnswerSpan) -> tuple[int, int]:
     """Returns positions ``[first, last)`` of the tokens that hold characters of an answer; spaces may be in none."""
     characters = range(answer.start, answer.end)
@@ -434,11 +425,9 @@ def _said(role: str, text: str) -> dict[str, Any]:
 
 def _marked(message: Message, name: str) -> Message:
     """Returns the same turn with a marker for each text."""
-    marked = [
-        {**part, 'text': MARKER.format(f'{name}.{number}')} if part['type'] == 'text' else part
-        for number, part in enumerate(message['content'])
-    ]
-    return {**message, 'content': marked}
+    parts = enumerate(message['content'])
+    marks = [{'text': MARKER.format(f'{name}.{i}')} if part['type'] == 'text' else {} for i, part in parts]
+    return {**message, 'content': [{**part, **mark} for part, mark in zip(message['content'], marks, strict=True)]}
 
 
 def _text(message: Message) -> str:
@@ -447,6 +436,4 @@ def _text(message: Message) -> str:
 
 def _stripped(message: Message) -> Message:
     """Returns an answer without the white space around it, which templates treat in different ways."""
-    if message['role'] != 'assistant':
-        return message
-    return {**message, 'content': [{'type': 'text', 'text': _text(message).strip()}]}
+    return {**message, **_said('assistant', _text(message).strip())} if message['role'] == 'assistant' else message

@@ -14,54 +14,83 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from composer_tokacc.data.formats import parse_record
 from composer_tokacc.data.hub import ask_hub
-from composer_tokacc.data.records import EmbeddedFile, PathLike, RawRecord
-from composer_tokacc.data.user_files import regular_file
+from composer_tokacc.data.media import check_decoder
+from composer_tokacc.data.records import BadSampleError, EmbeddedFile, PathLike, RawRecord, Record
+from composer_tokacc.data.user_files import MediaFolders, regular_file
 
 HUB = 'hf://datasets/'
 """How a dataset of the hub is named: ``hf://datasets/owner/name``, perhaps ``/subset`` behind it."""
 
-# LLaMA-Factory's names of columns -> the keys of a record.
+# LLaMA-Factory's names of columns -> the keys of a record; those of `SAME` are called alike.
+SAME = ('history', 'system', 'tools', 'images', 'videos', 'audios', 'chosen', 'rejected', 'kto_tag')
 KEY_OF_COLUMN = {
+    **dict(zip(SAME, SAME, strict=True)),
     'prompt': 'instruction',
     'query': 'input',
     'response': 'output',
     'messages': 'conversations',
-    **{
-        key: key
-        for key in ('history', 'system', 'tools', 'images', 'videos', 'audios', 'chosen', 'rejected', 'kto_tag')
-    },
 }
 DEFAULT_COLUMNS = {
     'alpaca': {'prompt': 'instruction', 'query': 'input', 'response': 'output'},
     'sharegpt': {'messages': 'conversations'},
     'openai': {'messages': 'messages'},
 }
-DEFAULT_TAGS = {
-    'role_tag': 'from',
-    'content_tag': 'value',
-    'user_tag': 'human',
-    'assistant_tag': 'gpt',
-    'observation_tag': 'observation',
-    'function_tag': 'function_call',
-    'system_tag': 'system',
+# Its tags, what stands in a file under them where an entry says nothing, and the key or role of a turn.
+TAGS = {
+    'role_tag': ('from', 'role'),
+    'content_tag': ('value', 'content'),
+    'user_tag': ('human', 'user'),
+    'assistant_tag': ('gpt', 'assistant'),
+    'observation_tag': ('observation', 'tool'),
+    'function_tag': ('function_call', 'function_call'),
+    'system_tag': ('system', 'system'),
 }
-# Its tags of roles -> the roles of a turn.
-ROLE_OF_TAG = {
-    'user_tag': 'user',
-    'assistant_tag': 'assistant',
-    'observation_tag': 'tool',
-    'function_tag': 'function_call',
-    'system_tag': 'system',
-}
-JSON = json.JSONDecoder()
 ENTRY_KEYS = ('file_name', 'hf_hub_url', 'subset', 'split', 'formatting', 'columns', 'tags')
+JSON = json.JSONDecoder()
+
+
+def read_records(
+    paths: PathLike | Sequence[PathLike], *, image_dir: PathLike | None = None, allow_outside: bool = False
+) -> Iterator[tuple[Record, Path] | BadSampleError]:
+    """Yields the records of files, each with the folder of its media, which are there; or what is wrong with it.
+
+    Args:
+        paths: As for :class:`.LlavaDataset`.
+        image_dir: Folder that names of media start from. None: that of the file.
+        allow_outside: Whether names may lead out of that folder: ``../``, absolute ones, links.
+
+    Raises:
+        ValueError: As :func:`read_raw_records`, or if a decoder of videos and audio is not installed.
+    """
+    folders = MediaFolders(allow_outside=allow_outside)
+    for path in [paths] if isinstance(paths, (str, os.PathLike)) else paths:
+        folder = image_folder(path) if image_dir is None else Path(image_dir)
+        for raw in read_raw_records(path):
+            try:
+                record = parse_record(raw)
+                check_decoder(record)
+                folders.check(record, folder)
+            except BadSampleError as error:
+                yield error
+            else:
+                yield record, folder
+
+
+def read_texts(paths: PathLike | Sequence[PathLike]) -> Iterator[str]:
+    """Yields the text of every turn of files, without placeholders; bad records have none."""
+    for path in [paths] if isinstance(paths, (str, os.PathLike)) else paths:
+        for raw in read_raw_records(path):
+            with suppress(BadSampleError):
+                yield from parse_record(raw).texts
 
 
 def read_raw_records(path: PathLike) -> Iterator[RawRecord]:
@@ -118,10 +147,8 @@ def _read_text(file: str) -> str:
             f'{file}, which does not exist.'
         ) from error
     except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b'\n') + 1
-        raise ValueError(
-            f'`path` must be UTF-8, or UTF-16 throughout, got: {file} with a wrong byte at line {line}.'
-        ) from error
+        found = f'{file} with a wrong byte at line {error.object[: error.start].count(10) + 1}'
+        raise ValueError(f'`path` must be UTF-8, or UTF-16 throughout, got: {found}.') from error
     except (OSError, EOFError, zlib.error, ValueError) as error:
         raise ValueError(f'`path` must be a file that can be read, got: {file}: {error}.') from error
 
@@ -205,9 +232,7 @@ def _read_described(file: str, name: str) -> Iterator[RawRecord]:
     try:
         path, columns, tags = _check_entry(entry, Path(file).parent)
     except ValueError as error:
-        raise ValueError(
-            f'`path` must name a dataset that can be read, got: {file}#{name}: {str(error).rstrip(".")}.'
-        ) from error
+        raise ValueError(f'`path` must name a dataset that can be read, got: {file}#{name}: {error}.') from error
     for raw in read_raw_records(path):
         yield raw._replace(data=_renamed(raw.data, columns, tags)) if isinstance(raw.data, Mapping) else raw
 
@@ -225,9 +250,9 @@ def _check_entry(entry: Mapping[str, Any], folder: Path) -> tuple[str, dict[str,
     if formatting not in DEFAULT_COLUMNS:
         raise ValueError(f'`formatting` must be one of {list(DEFAULT_COLUMNS)}, got: {formatting!r}')
     columns = {**DEFAULT_COLUMNS[formatting], **(entry.get('columns') or {})}
-    tags = {**DEFAULT_TAGS, **(entry.get('tags') or {})}
+    tags = {**{tag: default for tag, (default, _) in TAGS.items()}, **(entry.get('tags') or {})}
     unknown = [key for key, value in entry.items() if key not in ENTRY_KEYS and value]  # `ranking: false` says nothing
-    unknown += [*(columns.keys() - KEY_OF_COLUMN.keys()), *(tags.keys() - DEFAULT_TAGS.keys())]
+    unknown += [*(columns.keys() - KEY_OF_COLUMN.keys()), *(tags.keys() - TAGS.keys())]
     if unknown:
         raise ValueError(f'`{unknown[0]}` is not supported')
     if entry.get('hf_hub_url'):
@@ -243,13 +268,11 @@ def _renamed(data: Mapping[str, Any], columns: Mapping[str, str], tags: Mapping[
     record |= {key: data.get(key) for key in ('id', 'loss_weights')}
     turns = record.get('conversations')
     if isinstance(turns, list) and all(isinstance(turn, Mapping) for turn in turns):
-        keys = {tags['role_tag']: 'role', tags['content_tag']: 'content'}
-        roles = {tags[tag]: role for tag, role in ROLE_OF_TAG.items()}
-        turns = [{keys.get(key, key): value for key, value in turn.items()} for turn in turns]
+        keys, roles = ({tags[tag]: TAGS[tag][1] for tag in some} for some in (list(TAGS)[:2], list(TAGS)[2:]))
+        record['conversations'] = turns = [{keys.get(key, key): turn[key] for key in turn} for turn in turns]
         for turn in turns:
             if isinstance(role := turn.get('role'), str):
                 turn['role'] = roles.get(role, role)
-        record['conversations'] = turns
     return record
 
 
@@ -283,9 +306,9 @@ def _open_table(path: str, split: str | None) -> Any:
         reason = ' '.join(str(error).split()) or type(error).__name__
         raise ValueError(f'`path` must be a table that `datasets` reads, got: {path}: {reason.rstrip(".")}.') from error
     if isinstance(found, datasets.Dataset):
-        if split is None:
-            return found
-        raise ValueError(f'`path` must not name a split of a table without, got: {path}#{split}.')
+        if split is not None:
+            raise ValueError(f'`path` must not name a split of a table without, got: {path}#{split}.')
+        return found
     if split is None and len(found) == 1:
         return next(iter(found.values()))
     if split not in found:

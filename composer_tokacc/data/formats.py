@@ -30,13 +30,7 @@ from composer_tokacc.data.records import (
 
 # Keys of a record that list the files of a modality.
 LIST_KEYS = {'image': ('image', 'images'), 'video': ('video', 'videos'), 'audio': ('audio', 'audios', 'sound')}
-MODALITY_OF_TAG = {
-    '<image>': 'image',
-    '<video>': 'video',
-    '<vila/video>': 'video',
-    '<audio>': 'audio',
-    '<sound>': 'audio',
-}
+MODALITY_OF_TAG = {**{f'<{name}>': name for name in MODALITIES}, '<vila/video>': 'video', '<sound>': 'audio'}
 # Every tag, or what Qwen-VL and Monkey write: the file's name inside the text.
 MEDIUM_IN_TEXT = re.compile(rf'<img>(.*?)</img>|{"|".join(MODALITY_OF_TAG)}', re.DOTALL)
 # Types of content parts -> what they hold, and the keys that may hold it.
@@ -56,14 +50,11 @@ PART_NOTES = ('type', 'detail', 'index')
 FILE_NOTES = ('detail', 'format')
 TURN_KEYS = {'role', 'from', 'content', 'value', 'weight', 'loss', 'id', 'index', 'timestamp'}
 ROLES = {
-    'system': 'system',
+    **{name: name for name in ('system', 'user', 'assistant', 'tool')},
     'developer': 'system',
     'human': 'user',
-    'user': 'user',
     'gpt': 'assistant',
-    'assistant': 'assistant',
     'model': 'assistant',
-    'tool': 'tool',
     'observation': 'tool',
 }
 FOLLOWS = {'': ('user',), 'user': ('assistant',), 'assistant': ('user', 'tool'), 'tool': ('assistant', 'tool')}
@@ -213,9 +204,7 @@ def _loss_weights(value: Any) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float('inf'):
-        raise ValueError(
-            f'`loss_weights` must be a finite number, 0 or more, for all tokens of the sample, got: {_short(value)}'
-        )
+        raise ValueError(f'`loss_weights` must be a finite number, 0 or more, got: {_short(value)}')
     return float(value)
 
 
@@ -282,10 +271,8 @@ def _fill(slots: list[Slot], listed: Mapping[str, list[Medium]]) -> list[Medium]
         placeholders = [medium for other, medium in slots if other == modality]
         num_media = len(listed[modality]) + sum(medium is not None for medium in placeholders)
         if num_media != len(placeholders):
-            raise ValueError(
-                f'the number of {modality}s must match the `<{modality}>` placeholders, got: {num_media} {modality}s '
-                f'and {len(placeholders)} placeholders'
-            )
+            found = f'{num_media} {modality}s and {len(placeholders)} placeholders'
+            raise ValueError(f'the number of {modality}s must match the `<{modality}>` placeholders, got: {found}')
     rest = {modality: iter(media) for modality, media in listed.items()}
     return [next(rest[modality]) if medium is None else medium for modality, medium in slots]
 

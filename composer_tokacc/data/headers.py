@@ -51,23 +51,19 @@ def rows_from_headers(
         map_samples: Runs a function on some items, in several processes if they are more than the given number.
     """
     chunks = [indices[start : start + TEXTS_TOGETHER] for start in range(0, len(indices), TEXTS_TOGETHER)]
-    unexpanded = [
-        one for chunk in map_samples(partial(_unexpanded, dataset, row_of), chunks, FEWEST_CHUNKS) for one in chunk
-    ]
+    found = map_samples(partial(_unexpanded, dataset, row_of), chunks, FEWEST_CHUNKS)
+    unexpanded = [one for chunk in found for one in chunk]
     sizes_of: dict[int, set[Size]] = {}
-    for one in unexpanded:
-        if one is not None:
-            sizes_of.setdefault(len(one[1]), set()).update(one[1])
+    for _, sizes in filter(None, unexpanded):
+        sizes_of.setdefault(len(sizes), set()).update(sizes)
     processed = _SizesProcessed(dataset.encoder, row_of)
     added = _added_by_images(processed, sizes_of, map_samples)
     rows = [one and _expanded(one, added[len(one[1])], processed.num_marks) for one in unexpanded]
     longest = dataset.encoder.max_length
     rows = [row if row and (longest is None or row[0] <= longest) else None for row in rows]
     places = [place for place, row in enumerate(rows) if row is None]
-    with_videos = partial(_with_videos, dataset, row_of)
-    for place, row in zip(
-        places, map_samples(with_videos, [indices[place] for place in places], FEWEST_VIDEOS), strict=True
-    ):
+    found = map_samples(partial(_with_videos, dataset, row_of), [indices[place] for place in places], FEWEST_VIDEOS)
+    for place, row in zip(places, found, strict=True):
         rows[place] = row
     return rows
 

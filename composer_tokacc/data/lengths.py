@@ -106,14 +106,18 @@ def length_table(
     Under ``torch.distributed`` every rank must call it; they share the work, and one of each node writes the file.
 
     Args:
-        dataset: Map-style, or a ``ConcatDataset`` of such, each with a file of its own. A ``fingerprint`` method
-            without arguments is used where there is one; see ``table_name``. So is ``measured``, a pair of a patch
-            size and the table that was made with it.
+        dataset: Map-style, or a ``ConcatDataset`` of such, each with a file of its own; samples hold ``input_ids`` and
+            ``labels`` of shape ``(1, length)``. Used where there are such: a ``fingerprint`` method, see
+            ``table_name``; ``measured``, a pair of a patch size and the table that was made with it; and over 512
+            samples ``unexpanded``, as :class:`.LlavaDataset` has it: most are not read then (``'raise'`` only), and a
+            file that is damaged behind its header is found by whoever reads it.
         processor: Its Hugging Face processor or tokenizer.
         folder: Where tables are kept. Default: ``composer_tokacc/lengths`` in the user's cache folder.
-        patch_size: As for ``build_length_table``.
-        num_workers: Likewise.
-        on_error: Likewise.
+        patch_size: Side of the vision encoder's patches in pixels, for ``vision_patches`` alone. None: what the
+            processor declares, or 14, the commonest (Idefics3, Gemma3, InternVL, ... declare nothing).
+        num_workers: Processes on each rank. None: one for each CPU core that the ranks of this node leave it.
+        on_error: What to do with a sample that raises :class:`.BadSampleError`: ``'raise'``, or ``'skip'``: keep the
+            reason in ``errors``, for which all samples are read.
 
     Raises:
         BadSampleError: For the first bad sample (``'raise'``), on all ranks.
@@ -151,23 +155,7 @@ def build_length_table(
     patch_size: int | None = None,
     on_error: OnError = 'raise',
 ) -> LengthTable:
-    """Measures every sample of a dataset once, in parallel.
-
-    Args:
-        dataset: Map-style; samples hold ``input_ids`` and ``labels`` of shape ``(1, length)``. With ``unexpanded``, as
-            :class:`.LlavaDataset` has it, and over 512 samples, most are not read (``'raise'`` only): a file that is
-            damaged behind its header is then found by whoever reads it.
-        processor: Its Hugging Face processor or tokenizer.
-        num_workers: Processes on each rank. None: one for each CPU core that the ranks of this node leave it.
-        patch_size: Side of the vision encoder's patches in pixels, for ``vision_patches``. None: what the processor
-            declares; where it declares nothing (Idefics3, Gemma3, InternVL, ...), 14, the commonest, so that the column
-            is then pixels in squares of 14 rather than patches. Nothing else in the table depends on it.
-        on_error: What to do with a sample that raises :class:`.BadSampleError`: ``'raise'``, or ``'skip'``: keep the
-            reason in ``errors``, for which all samples are read.
-
-    Raises:
-        BadSampleError: For the first bad sample (``'raise'``), on all ranks.
-    """
+    """Measures every sample of a dataset once, in parallel; arguments as for :func:`length_table`."""
     # A script of the user's may come here under the launcher, before there is a process group: each reads all, then.
     rank, num_ranks = (dist.get_global_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if num_workers is None:
@@ -255,11 +243,8 @@ class _Measure:
 
 
 class _Results(Dataset):
-    """Results of a function for some items."""
-
     def __init__(self, function: Callable[[Any], Any], items: Sequence[Any]) -> None:
-        self.function = function
-        self.items = items
+        self.function, self.items = function, items
 
     def __len__(self) -> int:
         return len(self.items)
@@ -274,13 +259,13 @@ def _map_samples(
     """Yields results of a function for some items, made by worker processes where there are more than ``fewest``."""
     num_workers = num_workers if len(items) > fewest else 0
     # Own generator: a scan must not move the random numbers of the run.
-    options: dict[str, Any] = {'batch_size': None, 'generator': torch.Generator(), 'collate_fn': _unchanged}
+    options: dict[str, Any] = {'batch_size': None, 'generator': torch.Generator(), 'collate_fn': _as_it_is}
     loader = DataLoader(_Results(function, items), num_workers=num_workers, **options)
     yield from tqdm(loader, desc='measuring samples', disable=hide_bar, leave=False)
 
 
-def _unchanged(value: Any) -> Any:
-    return value
+def _as_it_is(result: Any) -> Any:
+    return result
 
 
 def _has_headers(dataset: Any, on_error: OnError) -> bool:

@@ -17,38 +17,28 @@ from torch.utils.data import Dataset
 
 from composer_tokacc.cache import fingerprint
 from composer_tokacc.data.conversation import ConversationEncoder
-from composer_tokacc.data.files import image_folder, read_raw_records
-from composer_tokacc.data.formats import parse_record
+from composer_tokacc.data.files import read_records, read_texts
 from composer_tokacc.data.images import image_size
 from composer_tokacc.data.lengths import LengthTable, length_table
-from composer_tokacc.data.media import check_decoder
 from composer_tokacc.data.patches import patch_size_of
 from composer_tokacc.data.records import BadSampleError, EmbeddedFile, PathLike, Record
-from composer_tokacc.data.user_files import MediaFolders, open_files
+from composer_tokacc.data.user_files import open_files
 from composer_tokacc.data.videos import VideoSampling
 
 log = logging.getLogger(__name__)
 
 
 class LlavaDataset(Dataset):
-    r"""Conversations about images, videos and audio, loss on the assistant's turns only, ending tokens included.
-
-    A record is ``{"id": ..., "image": "a.jpg" | ["a.jpg", ...], "conversations": [{"from": "human", "value":
-    "<image>\nWhat is this?"}, {"from": "gpt", "value": "A cat."}, ...]}``, or one of the other formats in
-    ``data.formats``; ``docs/data.md`` has a table of them.
+    """Conversations about images, videos and audio, loss on the assistant's turns only, ending tokens included.
 
     Bad samples are never replaced and never dropped in passing, so that every rank has the same samples at the same
-    indices:
-
-    - ``on_error='raise'``: a bad line, a missing file, or media that do not match their placeholders raise at the
-      start; an unreadable file or a sample over ``max_length`` raises when it is read.
-    - ``on_error='skip'``: every sample is read once, in parallel, the ranks sharing the work; bad ones are left out and
-      counted (``skipped``, :meth:`skip_report`). What was found is kept with the lengths, so that later runs on the
-      same files read nothing twice. A file that breaks after that still raises.
+    indices: with ``on_error='raise'`` a bad record raises at the start, an unreadable file or a sample over
+    ``max_length`` when it is read. With ``'skip'`` every sample is read once, in parallel, the ranks sharing the work;
+    bad ones are left out and counted (``skipped``, :meth:`skip_report`), and what was found is kept with the lengths.
 
     Args:
         path: JSON, JSONL or parquet file, ``dataset_info.json#name``, folder saved by ``datasets``, or
-            ``hf://datasets/owner/name#split``; or several.
+            ``hf://datasets/owner/name#split``; or several. ``docs/formats.md`` has the formats of records.
         processor: Hugging Face processor; for text alone a tokenizer will do.
         image_dir: Folder that names of media start from. ``None``: the folder of the file.
         allow_outside: Whether names may lead out of that folder: ``../``, absolute ones, links.
@@ -86,22 +76,18 @@ class LlavaDataset(Dataset):
         self.records: list[Record] = []
         self.folders: list[Path] = []
         self.skipped: list[str] = []
-        media_folders = MediaFolders(allow_outside=allow_outside)
-        for file in _paths(path):
-            folder = image_folder(file) if image_dir is None else Path(image_dir)
-            for raw in read_raw_records(file):
-                try:
-                    record = parse_record(raw)
-                    self.encoder.check_takes_media(record)
-                    check_decoder(record)
-                    media_folders.check(record, folder)
-                except BadSampleError as error:
-                    if on_error == 'raise':
-                        raise
-                    self.skipped.append(str(error))
-                else:
-                    self.records.append(record)
-                    self.folders.append(folder)
+        for found in read_records(path, image_dir=image_dir, allow_outside=allow_outside):
+            try:
+                if isinstance(found, BadSampleError):
+                    raise found
+                self.encoder.check_takes_media(found[0])
+            except BadSampleError as error:
+                if on_error == 'raise':
+                    raise
+                self.skipped.append(str(error))
+            else:
+                self.records.append(found[0])
+                self.folders.append(found[1])
         if on_error == 'skip':
             self._skip_unreadable(patch_size, folder=lengths_folder, num_workers=num_workers)
         if not self.records:
@@ -110,13 +96,8 @@ class LlavaDataset(Dataset):
 
     @staticmethod
     def texts(path: PathLike | Sequence[PathLike]) -> Iterator[str]:
-        """Yields the text of every turn, without placeholders: what a tokenizer can be trained on."""
-        for file in _paths(path):
-            for raw in read_raw_records(file):
-                try:
-                    yield from parse_record(raw).texts
-                except BadSampleError:
-                    continue  # the dataset reports it
+        """Returns the text of every turn, without placeholders: what a tokenizer can be trained on."""
+        return read_texts(path)
 
     def __len__(self) -> int:
         return len(self.records)
@@ -195,7 +176,3 @@ def _named(file: str | EmbeddedFile, folder: Path) -> tuple[str, int]:
     if isinstance(file, EmbeddedFile):
         return '', file.checksum
     return os.path.basename(file), os.stat(folder / file).st_size
-
-
-def _paths(path: PathLike | Sequence[PathLike]) -> list[PathLike]:
-    return [path] if isinstance(path, (str, os.PathLike)) else list(path)

@@ -21,10 +21,9 @@ from composer_tokacc.data.videos import VideoSampling
 
 
 class LlavaStreamingDataset(StreamingDataset):
-    """What ``python -m composer_tokacc.data.to_mds`` wrote, as samples for :class:`.VisionLanguageCollator`.
+    """What ``python -m composer_tokacc.data.to_mds`` wrote; a sample equals that of :class:`.LlavaDataset`.
 
-    A sample equals that of :class:`.LlavaDataset` for the same record and processor. Order, sharing among ranks,
-    downloads, caching and resumption are StreamingDataset's.
+    Order, sharing among ranks, downloads, caching and resumption are StreamingDataset's.
 
     Args:
         processor: Hugging Face processor; for text alone a tokenizer will do.

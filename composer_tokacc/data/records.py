@@ -49,17 +49,13 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True)
 class EmbeddedFile:
-    """A file inside a record, which holds its content.
-
-    Args:
-        name: For messages.
-        checksum: Of the content.
-        read: Returns the content, so that a record of a table on disk need not hold it.
-    """
+    """A file inside a record, which holds its content."""
 
     name: str
+    """For messages."""
     checksum: int
     read: Callable[[], bytes]
+    """Returns the content, so that a record of a table on disk need not hold it."""
 
     @classmethod
     def from_bytes(cls, name: str, content: bytes) -> EmbeddedFile:
@@ -82,21 +78,17 @@ class Medium(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One conversation of a file.
-
-    Args:
-        sample_id: The record's own ``id``, or ``line <n>``.
-        source: File and line, for messages.
-        turns: The turns in their order.
-        media: In the order of the placeholders.
-        loss_weights: What each of its tokens weighs, where a run asks for such weights; None: the data do not say.
-    """
+    """One conversation of a file."""
 
     sample_id: str
+    """The record's own ``id``, or ``line <n>``."""
     source: str
+    """File and line, for messages."""
     turns: tuple[Turn, ...]
     media: tuple[Medium, ...]
+    """In the order of the placeholders."""
     loss_weights: float | None = None
+    """What each of its tokens weighs, where a run asks for such weights; None: the data do not say."""
 
     @property
     def texts(self) -> list[str]:

@@ -23,11 +23,10 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from composer_tokacc.data.files import read_raw_records
-from composer_tokacc.data.formats import parse_record
+from composer_tokacc.data.files import read_records
 from composer_tokacc.data.media import decode_media
-from composer_tokacc.data.records import BadSampleError, Medium, RawRecord, Record, Turn
-from composer_tokacc.data.user_files import MediaFolders, open_files
+from composer_tokacc.data.records import BadSampleError, Medium, Record, Turn
+from composer_tokacc.data.user_files import open_files
 
 SHARD_COLUMNS = {'media': 'bytes', 'record': 'json'}
 """Columns of a shard and their MDS encodings: files byte for byte, one behind the other, and all else."""
@@ -37,14 +36,12 @@ SAMPLES_AT_ONCE = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """What became of the records of a file."""
+    """What became of the records of a file; ``skipped`` says why each bad sample was left out."""
 
     num_samples: int
     num_shards: int
     num_bytes: int
-    """Of all shards."""
     skipped: tuple[str, ...]
-    """Why each bad sample was left out; names it and its file."""
 
 
 def write_shards(
@@ -82,13 +79,12 @@ def write_shards(
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f'`out_folder` must be empty or absent, got: {out}, which is not. Name another, or remove it.')
-    raw_records = list(read_raw_records(path))
+    records = list(read_records(path, image_dir=image_dir, allow_outside=allow_outside))
     writer = _open_writer(out, size_limit)
     skipped: list[str] = []
     try:
-        with tqdm(total=len(raw_records), desc='writing samples', disable=None, leave=False) as bar:
-            folders = MediaFolders(allow_outside=allow_outside)
-            for row in _read_rows(raw_records, Path(image_dir), folders):
+        with tqdm(_read_rows(records), total=len(records), desc='writing samples', disable=None, leave=False) as bar:
+            for row in bar:
                 if not isinstance(row, BadSampleError):
                     writer.write(row)
                 elif on_error == 'raise':
@@ -96,8 +92,7 @@ def write_shards(
                 else:
                     skipped.append(str(row))
                     bar.write(f'skipped: {row}', file=sys.stderr)
-                bar.update()
-        if len(skipped) == len(raw_records):
+        if len(skipped) == len(records):
             raise ValueError(f'`path` must hold at least one good sample, got: {path} with none.')
         writer.finish()
     except BaseException:
@@ -105,7 +100,7 @@ def write_shards(
         shutil.rmtree(out)  # only what was written here: it was empty
         raise
     return Written(
-        num_samples=len(raw_records) - len(skipped),
+        num_samples=len(records) - len(skipped),
         num_shards=len(writer.shards),
         num_bytes=sum(shard['raw_data']['bytes'] for shard in writer.shards),
         skipped=tuple(skipped),
@@ -123,14 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument('--allow-outside', action='store_true', help='let names of media lead out of their folder')
     options = parser.parse_args(arguments)
     try:
-        written = write_shards(
-            options.path,
-            options.image_dir,
-            options.out,
-            size_limit=options.size_limit,
-            on_error=options.on_error,
-            allow_outside=options.allow_outside,
-        )
+        written = write_shards(**vars(options))
     except (ValueError, OSError, ImportError) as error:
         print(f'error: {" ".join(str(error).split())}', file=sys.stderr)
         return 2
@@ -158,28 +146,28 @@ def _open_writer(out: Path, size_limit: int | str) -> Any:
 
 
 def _read_rows(
-    raw_records: Iterable[RawRecord], image_dir: Path, folders: MediaFolders
+    records: Iterable[tuple[Record, Path] | BadSampleError],
 ) -> Iterator[dict[str, Any] | BadSampleError]:
     """Yields rows in order, read by several threads: file systems and image decoders do without Python's lock."""
-
-    def read(raw: RawRecord) -> dict[str, Any] | BadSampleError:
-        try:
-            record = parse_record(raw)
-            folders.check(record, image_dir)
-            try:
-                opened = open_files(record, image_dir)
-                files = [file.read() if isinstance(file, BytesIO) else Path(file).read_bytes() for file in opened]
-            except OSError as error:
-                raise record.error(f'file {error.filename} cannot be read: {error.strerror}') from error
-            decode_media(record, [BytesIO(file) for file in files])
-            return _to_row(record, files)
-        except BadSampleError as error:
-            return error
-
-    items = iter(raw_records)
+    items = iter(records)
     with ThreadPoolExecutor() as pool:
         while chunk := list(islice(items, SAMPLES_AT_ONCE)):
-            yield from pool.map(read, chunk)
+            yield from pool.map(_read_row, chunk)
+
+
+def _read_row(found: tuple[Record, Path] | BadSampleError) -> dict[str, Any] | BadSampleError:
+    if isinstance(found, BadSampleError):
+        return found
+    record, folder = found
+    try:
+        opened = open_files(record, folder)
+        files = [file.read_bytes() if isinstance(file, Path) else file.read() for file in opened]
+        decode_media(record, [BytesIO(file) for file in files])
+        return _to_row(record, files)
+    except BadSampleError as error:
+        return error
+    except OSError as error:
+        return record.error(f'file {error.filename} cannot be read: {error.strerror}')
 
 
 def _to_row(record: Record, files: Sequence[bytes]) -> dict[str, Any]:
@@ -207,10 +195,8 @@ def from_row(row: dict[str, Any]) -> tuple[Record, list[bytes]]:
         ValueError: If the row is of other columns, so not written by this program.
     """
     if row.keys() != SHARD_COLUMNS.keys():
-        raise ValueError(
-            f'shards must have the columns {sorted(SHARD_COLUMNS)}, got: {sorted(row)}. Write them with '
-            '`python -m composer_tokacc.data.to_mds`.'
-        )
+        remedy = 'Write them with `python -m composer_tokacc.data.to_mds`'
+        raise ValueError(f'shards must have the columns {sorted(SHARD_COLUMNS)}, got: {sorted(row)}. {remedy}.')
     raw = row['record']
     record = Record(
         sample_id=raw['id'],

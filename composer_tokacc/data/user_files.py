@@ -9,9 +9,9 @@ import os
 from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
-from composer_tokacc.data.records import EmbeddedFile, MediaFile, Medium, Record
+from composer_tokacc.data.records import EmbeddedFile, Medium, Record
 
 
 def regular_file(path: Path) -> Path:
@@ -25,13 +25,13 @@ def regular_file(path: Path) -> Path:
     return path
 
 
-def open_files(record: Record, folder: Path) -> list[MediaFile]:
+def open_files(record: Record, folder: Path) -> list[Path | BinaryIO]:
     """Returns the files of all media of a record, in their order: paths, and embedded ones as open files.
 
     Raises:
         BadSampleError: For a path that is no file to read; names sample and file.
     """
-    opened: list[MediaFile] = []
+    opened: list[Path | BinaryIO] = []
     for modality, file in ((medium.modality, file) for medium in record.media for file in medium.files):
         try:
             opened.append(BytesIO(file.read()) if isinstance(file, EmbeddedFile) else regular_file(folder / file))

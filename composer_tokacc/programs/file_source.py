@@ -120,19 +120,19 @@ class FileSource(Source):
             raise ConfigError(f'`dataset.name` {part["name"]} needs a package more, got: {error}') from error
 
     def open_loader(
-        self, dataset: Any, processor: Any, reading: dict[str, Any], *, is_eval: bool
+        self, dataset: Any, processor: Any, options: dict[str, Any], *, is_eval: bool
     ) -> tuple[DataLoader, int | None]:
         """Opens the regrouping loader, or torch's where rows must keep their order."""
         if not is_eval and self.config.regroups_ranks:
-            return self._regrouping_loader(dataset, processor, reading)
+            return self._regrouping_loader(dataset, processor, options)
         drop_last = self.drops_last(len(dataset), is_eval=is_eval)
         shuffle = self.config.loader.shuffle and not is_eval
         sampler = dist.get_sampler(dataset, shuffle=shuffle, drop_last=drop_last, seed=self.config.seed)
         size = self.rank_batch_size(is_eval=is_eval)
-        dataloader = DataLoader(dataset, batch_size=size, sampler=sampler, drop_last=drop_last, **reading)
+        dataloader = DataLoader(dataset, batch_size=size, sampler=sampler, drop_last=drop_last, **options)
         return dataloader, self.config.microbatching.slot_tokens
 
-    def _regrouping_loader(self, dataset: Any, processor: Any, reading: Any) -> tuple[RegroupingDataLoader, int]:
+    def _regrouping_loader(self, dataset: Any, processor: Any, options: Any) -> tuple[RegroupingDataLoader, int]:
         """Opens a loader that shares each global batch by length.
 
         The width of a device batch says little here, because a rank may get short samples only: without
@@ -165,7 +165,7 @@ class FileSource(Source):
             modality=loader.modality,  # pyright: ignore[reportArgumentType]  # refused by the sampler
             **self.planning,
         )
-        return RegroupingDataLoader(dataset, batch_sampler=sampler, **reading), slot_tokens
+        return RegroupingDataLoader(dataset, batch_sampler=sampler, **options), slot_tokens
 
     def _mixture(self, dataset: Any) -> Mixture:
         """Returns the shares of the parts."""

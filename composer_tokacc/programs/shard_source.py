@@ -48,18 +48,15 @@ class ShardSource(Source):
         self._check_arguments('dataset.eval', is_eval=True)
         if self.config.loader.modality == 'per_step':
             raise ConfigError('`loader.modality` must be `mixed` for streamed data, got: per_step. Use a JSON file')
-        if not self.config.loader.exchange_ranks:
-            return
-        if not self.config.microbatching.regroup:
-            raise ConfigError(
-                '`loader.exchange_ranks` needs `microbatching.regroup`, got: true with regroup=false. Set one of them'
-            )
-        if (self.section.get('replication') or 1) > 1:
-            raise ConfigError(
-                '`loader.exchange_ranks` must be false with `dataset.replication`, got: true. Set one of them'
-            )
-        if self.config.microbatching.device_train_microbatch_size != 'suggest':  # which sets the width as well
-            self._slot_tokens()
+        if self.config.loader.exchange_ranks:
+            if not self.config.microbatching.regroup:
+                raise ConfigError('`loader.exchange_ranks` needs `microbatching.regroup`, got: false. Set it')
+            if (self.section.get('replication') or 1) > 1:
+                raise ConfigError(
+                    '`loader.exchange_ranks` must be false with `dataset.replication`, got: true. Remove one'
+                )
+            if self.config.microbatching.device_train_microbatch_size != 'suggest':  # which sets the width as well
+                self._slot_tokens()
 
     def small_processor(self, arguments: dict[str, Any]) -> Any:
         """Makes one around a tokenizer that is trained on the shards, which must lie in a folder of this machine."""
@@ -93,7 +90,7 @@ class ShardSource(Source):
         return LlavaStreamingDataset(processor=processor, **arguments)
 
     def open_loader(
-        self, dataset: Any, processor: Any, reading: dict[str, Any], *, is_eval: bool
+        self, dataset: Any, processor: Any, options: dict[str, Any], *, is_eval: bool
     ) -> tuple[DataLoader, int | None]:
         """Opens StreamingDataLoader, or with ``loader.exchange_ranks`` the one that exchanges samples between ranks."""
         from streaming import StreamingDataLoader  # pyright: ignore[reportMissingImports]
@@ -103,7 +100,7 @@ class ShardSource(Source):
         if is_eval or not config.loader.exchange_ranks:
             # An own generator: seeding workers must not move the random numbers of the run.
             generator = torch.Generator().manual_seed(config.seed + dist.get_global_rank())
-            loader = StreamingDataLoader(dataset, batch_size=size, drop_last=drop_last, generator=generator, **reading)
+            loader = StreamingDataLoader(dataset, batch_size=size, drop_last=drop_last, generator=generator, **options)
             return loader, config.microbatching.slot_tokens
         slot_tokens = self._slot_tokens()
         exchanging = ExchangingDataLoader(
@@ -115,7 +112,7 @@ class ShardSource(Source):
             max_image_tokens=config.microbatching.max_image_tokens,
             patches=partial(count_patches, patch_size=self.patch_size(processor)),
             **self.planning,
-            **reading,
+            **options,
         )
         return exchanging, slot_tokens
 
@@ -139,7 +136,7 @@ class ShardSource(Source):
         if slot_tokens is None:
             raise ConfigError(
                 '`loader.exchange_ranks` needs the width of a slot before a batch is read, got: neither '
-                '`microbatching.slot_tokens` nor `dataset.max_length`. Set one to the tokens of a long sample'
+                '`microbatching.slot_tokens` nor `dataset.max_length`. Set one'
             )
         return slot_tokens
 

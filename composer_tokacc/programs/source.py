@@ -52,9 +52,9 @@ class Source(ABC):
 
     @abstractmethod
     def open_loader(
-        self, dataset: Any, processor: Any, reading: dict[str, Any], *, is_eval: bool
+        self, dataset: Any, processor: Any, options: dict[str, Any], *, is_eval: bool
     ) -> tuple[DataLoader, int | None]:
-        """Opens a loader with the options of reading, and returns it with the slot width that it planned with."""
+        """Opens a loader with the options of torch's; returns it with the slot width that it plans with."""
 
     def by_index(self, dataset: Any) -> Any:
         """Returns all samples by their index."""
@@ -102,14 +102,14 @@ class Source(ABC):
                 or the token budget has no room for the longest sample.
         """
         loader = self.config.loader
-        reading = {
+        options = {
             'collate_fn': VisionLanguageCollator(processor, layout=layout),
             'num_workers': loader.num_workers,
             'prefetch_factor': loader.prefetch_factor,
             'persistent_workers': loader.num_workers > 0,
             'pin_memory': loader.pin_memory,
         }
-        dataloader, slot_tokens = self.open_loader(dataset, processor, reading, is_eval=is_eval)
+        dataloader, slot_tokens = self.open_loader(dataset, processor, options, is_eval=is_eval)
         if not self.config.trainer.get('accumulate_train_batch_on_tokens'):
             model = None
         return token_data_spec_of(self.config, dataloader, slot_tokens=slot_tokens, layout=layout, model=model)

@@ -54,7 +54,6 @@ def test_rehearsal_of_all_parts(tmp_path):
         assert results['b_throughput_1.0']['methods'][method]['tokens_per_second'] > 0
     padding = {method: found['padding'] for method, found in results['b_throughput_1.0']['methods'].items()}
     assert padding['stock'] > padding['ours'] >= padding['packing'] == 0
-    assert {path.name for path in tmp_path.iterdir()} >= {'throughput.png', 'section.md'}
     assert 'rehearsal' in (tmp_path / 'section.md').read_text()
 
 

@@ -50,7 +50,7 @@ def _refused() -> Iterator[str]:
 
 def _read(record: Record) -> str:
     said = [f'{turn.role}: {turn.text}{"" if turn.carries_loss else " (no loss)"}' for turn in record.turns]
-    files = [f'{medium.kind} {", ".join(medium.names)}' for medium in record.media]
+    files = [f'{medium.modality} {", ".join(medium.names)}' for medium in record.media]
     return '<br>'.join(_cell(_short(line)) for line in (*said, *files))
 
 

@@ -29,9 +29,8 @@ from composer_tokacc.data import (
     lengths,
     to_mds,
 )
-from composer_tokacc.data.files import read_raw_records
+from composer_tokacc.data.files import read_records
 from composer_tokacc.data.lengths import build_length_table
-from composer_tokacc.data.user_files import MediaFolders
 from composer_tokacc.layout import BatchLayout
 from tests.data.chat_processors import small
 from tests.support.clips import sine, write_media_folder, write_sound, write_video
@@ -249,8 +248,7 @@ def test_models_that_join_frames_two_by_two_get_two():
 def test_rows_of_shards_are_the_records(tmp_path, name):
     """The columns that streaming writes, without streaming."""
     _, dataset = load(name, tmp_path)
-    raw_records = read_raw_records(tmp_path / 'data.json')
-    rows = list(to_mds._read_rows(raw_records, tmp_path, MediaFolders()))
+    rows = list(to_mds._read_rows(read_records(tmp_path / 'data.json')))
     for index, row in enumerate(rows):
         assert row.keys() == to_mds.SHARD_COLUMNS.keys()
         record, files = to_mds.from_row({**row, 'record': json.loads(json.dumps(row['record']))})

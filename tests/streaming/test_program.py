@@ -116,7 +116,7 @@ def open_plain(config):
 MISTAKES = {
     'dataset.sufle_seed=1': '`dataset` key must be a known name, got: sufle_seed. Did you mean shuffle_seed?',
     'dataset.shuffle=true': '`dataset.shuffle` must be left out, got: True. Set `loader.shuffle`',
-    'dataset.local=null': '`dataset` must name its shards, got: neither of local, remote, streams. Give `dataset.loc',
+    'dataset.local=null': '`dataset` must name its shards, got: none of local, remote, streams. Give `dataset.loc',
     'dataset.streams=[1]': '`dataset.streams` must be a mapping of names to arguments, got: [1]',
     'dataset.streams={a: {locl: x}}': '`dataset.streams.a` key must be a known name, got: locl. Did you mean local?',
     'dataset.eval.num_canonical_nodes=2': '`dataset.eval` must name shards of its own, got: none',
