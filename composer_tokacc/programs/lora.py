@@ -132,7 +132,7 @@ def _attach(model: Any, config: Any, base: str | None) -> Any:
 
 def load_weights(model: Any, weights: Mapping[str, torch.Tensor], *, assign: bool) -> Any:
     """Loads what a checkpoint holds and returns which names were missing and which unknown."""
-    with must('the checkpoint must fit its model', 'other shapes', RuntimeError):
+    with must('the checkpoint must fit its model', None, RuntimeError):
         return model.load_state_dict(dict(weights), strict=False, assign=assign)
 
 

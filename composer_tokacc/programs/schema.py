@@ -175,7 +175,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
         raise ConfigError(f'config file must be a file, got: {path}')
     with (
         must('config file must be readable', path, OSError),
-        must(f'`{path}` must be valid YAML', 'other text', yaml.YAMLError, ValueError, OmegaConfBaseException),
+        must(f'`{path}` must be valid YAML', None, yaml.YAMLError, ValueError, OmegaConfBaseException),
     ):
         layers = [OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides))]
     for layer in layers:
