@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from composer_tokacc.data.records import MODALITIES
+from composer_tokacc.batch import MODALITIES
 from composer_tokacc.layout import BatchLayout
 
 

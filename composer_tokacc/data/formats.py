@@ -18,15 +18,8 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from composer_tokacc.data.records import (
-    MODALITIES,
-    PLACEHOLDER,
-    EmbeddedFile,
-    Medium,
-    RawRecord,
-    Record,
-    Turn,
-)
+from composer_tokacc.batch import MODALITIES
+from composer_tokacc.data.records import PLACEHOLDER, EmbeddedFile, Medium, RawRecord, Record, Turn
 
 # Keys of a record that list the files of a modality.
 LIST_KEYS = {'image': ('image', 'images'), 'video': ('video', 'videos'), 'audio': ('audio', 'audios', 'sound')}

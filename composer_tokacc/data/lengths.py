@@ -23,12 +23,12 @@ from composer.utils import dist
 from torch.utils.data import ConcatDataset, DataLoader, Dataset
 from tqdm.auto import tqdm
 
-from composer_tokacc.batch import IGNORE_INDEX
+from composer_tokacc.batch import IGNORE_INDEX, MODALITIES
 from composer_tokacc.cache import cache_folder, fingerprint, keep, load_kept, whole_file
 from composer_tokacc.data.headers import TableRow, rows_from_headers
 from composer_tokacc.data.identity import class_name, identify_data, identify_processor, identify_vocabulary
 from composer_tokacc.data.patches import count_patches, patch_size_of
-from composer_tokacc.data.records import MODALITIES, BadSampleError
+from composer_tokacc.data.records import BadSampleError
 
 TABLE_VERSION = 5
 """Goes up with every change of what a table holds, so that files of older versions are not read."""

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, BinaryIO, NamedTuple
 
+from composer_tokacc.batch import MODALITIES
+
 PathLike = str | os.PathLike[str]
 MediaFile = os.PathLike[str] | BinaryIO
 
-MODALITIES = ('image', 'video', 'audio')
-"""As content parts and processors call them."""
 PLACEHOLDER = re.compile(f'<({"|".join(MODALITIES)})>')
 _PLACEHOLDER_ON_LINES = re.compile(rf'\n*{PLACEHOLDER.pattern}\n*')
 

@@ -15,11 +15,10 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from io import BytesIO
 from itertools import accumulate, islice, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm.auto import tqdm
 
@@ -34,8 +33,7 @@ SAMPLES_AT_ONCE = 256
 """Samples that are read at once, and so held in memory."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Written:
+class Written(NamedTuple):
     """What became of the records of a file; ``skipped`` says why each bad sample was left out."""
 
     num_samples: int
@@ -99,12 +97,8 @@ def write_shards(
         writer.cancel_future_jobs()
         shutil.rmtree(out)  # only what was written here: it was empty
         raise
-    return Written(
-        num_samples=len(records) - len(skipped),
-        num_shards=len(writer.shards),
-        num_bytes=sum(shard['raw_data']['bytes'] for shard in writer.shards),
-        skipped=tuple(skipped),
-    )
+    sizes = [shard['raw_data']['bytes'] for shard in writer.shards]
+    return Written(len(records) - len(skipped), len(sizes), sum(sizes), tuple(skipped))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -145,9 +139,7 @@ def _open_writer(out: Path, size_limit: int | str) -> Any:
     return Writer(columns=SHARD_COLUMNS, out=str(out), size_limit=limit)
 
 
-def _read_rows(
-    records: Iterable[tuple[Record, Path] | BadSampleError],
-) -> Iterator[dict[str, Any] | BadSampleError]:
+def _read_rows(records: Iterable[tuple[Record, Path] | BadSampleError]) -> Iterator[dict[str, Any] | BadSampleError]:
     """Yields rows in order, read by several threads: file systems and image decoders do without Python's lock."""
     items = iter(records)
     with ThreadPoolExecutor() as pool:

@@ -107,10 +107,7 @@ class FileSource(Source):
         arguments = without(part, *_KEYS_OF_PART)
         if issubclass(cls, LlavaDataset) and arguments.get('on_error') == 'skip':
             # It reads all samples to know the bad ones, and so measures them for the sampler too.
-            measuring = {
-                'lengths_folder': self.config.loader.lengths_folder,
-                'patch_size': self.patch_size(processor),
-            }
+            measuring = {'lengths_folder': self.config.loader.lengths_folder, 'patch_size': self.patch_size(processor)}
             arguments = {**measuring, **arguments}
         try:
             return cls(processor=processor, **arguments)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import torch
 import transformers
 from tokenizers import Tokenizer
 
@@ -195,3 +196,9 @@ PROCESSORS = {
     'qwen2_vl': (qwen2_vl, '<|im_end|>'),
     'idefics3': (idefics3, '<end_of_utterance>'),
 }
+
+
+def assert_same(sample: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert sample.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(sample[key], value) if isinstance(value, torch.Tensor) else sample[key] == value, key

@@ -28,7 +28,7 @@ def page() -> str:
     """Markdown: a table of what is used as meant, and one of what is refused."""
     return '\n'.join([
         HEAD, '## Used as meant', '', '| format | record | is read as |', '|---|---|---|',
-        *_used('', FORMATS), *_used(', videos and sounds', MEDIA), '',
+        *_used('', FORMATS), *_used(', videos and audio', MEDIA), '',
         '## Refused', '', '| | record, or the part of it | message, behind id, file and line |', '|---|---|---|',
         *_refused(),
     ]) + '\n'  # fmt: skip

@@ -41,50 +41,34 @@ def runs(labels):
     return found
 
 
+WHAT = text('What is this?')
 CONVERSATIONS = {
-    'one turn': [user(IMAGE, text('What is this?')), assistant('A red square.')],
+    'one turn': [user(IMAGE, WHAT), assistant('A red square.')],
     'several turns': [
-        user(IMAGE, text('What is this?')),
-        assistant('A red square.'),
-        user(text('And now?')),
-        assistant('A red square.'),
+        user(IMAGE, WHAT), assistant('A red square.'), user(text('And now?')), assistant('A red square.'),
     ],
     'images between answers': [
-        user(IMAGE, IMAGE, text('What is this?')),
-        assistant('Blue, I think: <b>7</b> of them.'),
-        user(IMAGE, text('And now?')),
-        assistant('A'),
-        user(text('Really?')),
-        assistant('Yes.\nTwo lines.'),
+        user(IMAGE, IMAGE, WHAT), assistant('Blue, I think: <b>7</b> of them.'), user(IMAGE, text('And now?')),
+        assistant('A'), user(text('Really?')), assistant('Yes.\nTwo lines.'),
     ],
     'an image a turn': [
-        user(IMAGE, text('What is this?')),
-        assistant('Blue.'),
-        user(text('And '), IMAGE, text('?')),
-        assistant('Blue.'),
-        user(IMAGE),
+        user(IMAGE, WHAT), assistant('Blue.'), user(text('And '), IMAGE, text('?')), assistant('Blue.'), user(IMAGE),
         assistant('A red square.'),
     ],
     'one image in each question': [
-        user(IMAGE, text('What is this?')),
-        assistant('A a a a a a.'),
-        user(IMAGE, text('And this?')),
-        assistant('A'),
-        user(IMAGE, text('And this?')),
-        assistant('A a a a a.'),
+        user(IMAGE, WHAT), assistant('A a a a a a.'), user(IMAGE, text('And this?')), assistant('A'),
+        user(IMAGE, text('And this?')), assistant('A a a a a.'),
     ],
     'image behind text': [user(text('Compare '), IMAGE, text(' with '), IMAGE), assistant('Same.')],
     'answers that look like the template': [
-        user(IMAGE, text('ASSISTANT: a [/INST] assistant')),
-        assistant('USER: assistant a'),
-        user(text('a')),
+        user(IMAGE, text('ASSISTANT: a [/INST] assistant')), assistant('USER: assistant a'), user(text('a')),
         assistant('a'),
     ],
-    'system turn': [SYSTEM, user(IMAGE, text('What is this?')), assistant('Blue.')],
+    'system turn': [SYSTEM, user(IMAGE, WHAT), assistant('Blue.')],
     'letters of several bytes': [user(IMAGE, text('Wie heißt das?')), assistant('Größe: 三 🙂')],
     'no image': [user(text('What is blue?')), assistant('A colour.')],
     'unanswered question at the end': [user(IMAGE, text('?')), assistant('Red.'), user(text('And?'))],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize('conversation', CONVERSATIONS)
@@ -142,11 +126,9 @@ def test_tokenizer_alone_serves_text():
 
 def test_sample_over_max_length_is_refused_with_both_lengths():
     length = ConversationEncoder(small())(CONVERSATIONS['no image'])['input_ids'].shape[1]
-    encoder = ConversationEncoder(small(), max_length=length)
-    encoder(CONVERSATIONS['no image'])
-    encoder = ConversationEncoder(small(), max_length=length - 1)
+    ConversationEncoder(small(), max_length=length)(CONVERSATIONS['no image'])
     with pytest.raises(ValueError, match=f'got: {length - 1} < {length} tokens'):
-        encoder(CONVERSATIONS['no image'])
+        ConversationEncoder(small(), max_length=length - 1)(CONVERSATIONS['no image'])
 
 
 @pytest.mark.parametrize(
@@ -195,8 +177,7 @@ def test_template_of_plain_strings_is_given_them(written):
 def test_media_for_which_the_template_writes_nothing_are_refused_by_name(kind):
     processor = qwen2_vl()  # whose template here knows no videos
     if kind == 'image':
-        processor.chat_template = processor.chat_template.replace('<|image_pad|>', '').replace('<|vision_start|>', '')
-        processor.chat_template = processor.chat_template.replace('<|vision_end|>', '')
+        processor.chat_template = processor.chat_template.replace('<|vision_start|><|image_pad|><|vision_end|>', '')
     data = {'id': 'a', f'{kind}s': ['x'], 'messages': [{'role': 'user', 'content': f'<{kind}>?'}, ANSWER]}
     record = parse_record(RawRecord('data.json', 'line 1', data))
     with pytest.raises(BadSampleError, match=f'sample "a" .*has {kind}s, but the chat template writes no placeholder'):

@@ -57,204 +57,138 @@ def seen(record, folder):
     ]
 
 
+def user(content):
+    return {'role': 'user', 'content': content}
+
+
+def answered(text):
+    return {'role': 'assistant', 'content': text}
+
+
 def asked_with(*parts):
-    return {'messages': [{'role': 'user', 'content': list(parts)}, ANSWER]}
+    return {'messages': [user(list(parts)), ANSWER]}
 
 
 def text_of(text):
-    return {'messages': [{'role': 'user', 'content': text}, ANSWER]}
+    return {'messages': [user(text), ANSWER]}
+
+
+def from_value(*pairs):
+    return [{'from': speaker, 'value': text} for speaker, text in pairs]
 
 
 TEXT = {'type': 'text', 'text': 'Which colour?'}
 PLAIN = [('user', '<image>Which colour?'), ('assistant', 'Red.')]
 
+RED_IMAGE = {'image': 'red.png'}
+SHOWN = {'type': 'image', 'image': 'red.png'}
+
 # Name -> record, what is said, images. The names of keys are those of each project's own documentation.
 FORMATS = {
     'VILA': (
-        {
-            'id': '1',
-            'image': 'red.png',
-            'conversations': [
-                {'from': 'human', 'value': '<image>Which colour?'},
-                {'from': 'gpt', 'value': 'Red.'},
-            ],
-        },
-        PLAIN,
-        ['red'],
+        {'id': '1', **RED_IMAGE,
+         'conversations': from_value(('human', '<image>Which colour?'), ('gpt', 'Red.'))},
+        PLAIN, ['red'],
     ),
     'LLaMA-Factory alpaca': (
-        {
-            'instruction': 'Which colour?',
-            'input': '<image>',
-            'output': 'Red.',
-            'system': 'Be brief.',
-            'history': [['Hello?', 'Hi.'], ['Ready?', 'Yes.']],
-            'images': ['red.png'],
-        },
-        [
-            ('system', 'Be brief.'),
-            ('user', 'Hello?'),
-            ('assistant', 'Hi.'),
-            ('user', 'Ready?'),
-            ('assistant', 'Yes.'),
-            ('user', 'Which colour?\n<image>'),
-            ('assistant', 'Red.'),
-        ],
+        {'instruction': 'Which colour?', 'input': '<image>', 'output': 'Red.', 'system': 'Be brief.',
+         'history': [['Hello?', 'Hi.'], ['Ready?', 'Yes.']], 'images': ['red.png']},
+        [('system', 'Be brief.'), ('user', 'Hello?'), ('assistant', 'Hi.'), ('user', 'Ready?'), ('assistant', 'Yes.'),
+         ('user', 'Which colour?\n<image>'), ('assistant', 'Red.')],
         ['red'],
     ),
     'alpaca without input': (
         {'instruction': 'Which colour has blood?', 'input': '', 'output': 'Red.'},
-        [('user', 'Which colour has blood?'), ('assistant', 'Red.')],
-        [],
+        [('user', 'Which colour has blood?'), ('assistant', 'Red.')], [],
     ),
     'LLaMA-Factory ShareGPT with an observation': (
-        {
-            'conversations': [
-                {'from': 'human', 'value': 'Weather?'},
-                {'from': 'gpt', 'value': 'Let me look.'},
-                {'from': 'observation', 'value': 'sunny'},
-                {'from': 'gpt', 'value': 'Sunny.'},
-            ],
-            'system': '',
-        },
-        [('user', 'Weather?'), ('assistant', 'Let me look.'), ('tool', 'sunny'), ('assistant', 'Sunny.')],
-        [],
+        {'conversations': from_value(('human', 'Weather?'), ('gpt', 'Let me look.'), ('observation', 'sunny'),
+                                     ('gpt', 'Sunny.')), 'system': ''},
+        [('user', 'Weather?'), ('assistant', 'Let me look.'), ('tool', 'sunny'), ('assistant', 'Sunny.')], [],
     ),
     'OpenAI image_url': (
-        {
-            'messages': [
-                {'role': 'developer', 'content': 'Be brief.'},
-                {
-                    'role': 'user',
-                    'content': [TEXT, {'type': 'image_url', 'image_url': {'url': RED_URI, 'detail': 'low'}}],
-                },
-                ANSWER,
-            ]
-        },
-        [('system', 'Be brief.'), ('user', 'Which colour?<image>'), ('assistant', 'Red.')],
-        ['red'],
+        {'messages': [{'role': 'developer', 'content': 'Be brief.'},
+                      user([TEXT, {'type': 'image_url', 'image_url': {'url': RED_URI, 'detail': 'low'}}]), ANSWER]},
+        [('system', 'Be brief.'), ('user', 'Which colour?<image>'), ('assistant', 'Red.')], ['red'],
     ),
     'OpenAI input_image': (
         asked_with({'type': 'input_image', 'image_url': RED_URI}, {'type': 'input_text', 'text': 'Which colour?'}),
-        PLAIN,
-        ['red'],
+        PLAIN, ['red'],
     ),
-    'Qwen2-VL': (asked_with({'type': 'image', 'image': 'red.png'}, TEXT), PLAIN, ['red']),
+    'Qwen2-VL': (asked_with(SHOWN, TEXT), PLAIN, ['red']),
     'Qwen2-VL base64': (asked_with({'type': 'image', 'image': f'data:image;base64,{RED_TEXT}'}, TEXT), PLAIN, ['red']),
     'transformers': (asked_with({'type': 'image', 'base64': RED_TEXT}, TEXT), PLAIN, ['red']),
     'TRL messages': ({'images': ['red.png'], **asked_with({'type': 'image'}, TEXT)}, PLAIN, ['red']),
     'TRL messages of a table': (
-        {
-            'images': [{'bytes': RED, 'path': None}],
-            **asked_with({'type': 'image', 'text': None, 'index': 0}, {**TEXT, 'index': None}),
-        },
-        PLAIN,
-        ['red'],
+        {'images': [{'bytes': RED, 'path': None}],
+         **asked_with({'type': 'image', 'text': None, 'index': 0}, {**TEXT, 'index': None})},
+        PLAIN, ['red'],
     ),
     'TRL prompt and completion': (
-        {
-            'images': ['red.png', 'blue.png'],
-            'prompt': [
-                {'role': 'user', 'content': 'Which colour?'},
-                {'role': 'assistant', 'content': 'Red?'},
-                {'role': 'user', 'content': 'And?'},
-            ],
-            'completion': [{'role': 'assistant', 'content': 'Blue.'}],
-        },
+        {'images': ['red.png', 'blue.png'], 'prompt': [user('Which colour?'), answered('Red?'), user('And?')],
+         'completion': [answered('Blue.')]},
         [('user', '<image><image>Which colour?'), ('assistant', 'Red?'), ('user', 'And?'), ('assistant', 'Blue.')],
         ['red', 'blue'],
     ),
     'ms-swift': ({'messages': [QUESTION, ANSWER], 'images': [{'bytes': None, 'path': 'red.png'}]}, PLAIN, ['red']),
     'ms-swift bytes': (
-        {'messages': [QUESTION, ANSWER], 'images': [{'bytes': RED_TEXT, 'path': 'x.png'}]},
-        PLAIN,
-        ['red'],
+        {'messages': [QUESTION, ANSWER], 'images': [{'bytes': RED_TEXT, 'path': 'x.png'}]}, PLAIN, ['red'],
     ),
     'ms-swift query': (
-        {'query': '<image>Which colour?', 'response': 'Red.', 'images': ['red.png'], 'history': []},
-        PLAIN,
-        ['red'],
+        {'query': '<image>Which colour?', 'response': 'Red.', 'images': ['red.png'], 'history': []}, PLAIN, ['red'],
     ),
     'Monkey beside a list': (
-        {
-            'image': 'blue.png',
-            'conversations': [
-                {'from': 'user', 'value': '<img>red.png</img><image>Which colours?'},
-                {'from': 'assistant', 'value': 'Red, blue.'},
-            ],
-        },
-        [('user', '<image><image>Which colours?'), ('assistant', 'Red, blue.')],
-        ['red', 'blue'],
+        {'image': 'blue.png', 'conversations': from_value(('user', '<img>red.png</img><image>Which colours?'),
+                                                          ('assistant', 'Red, blue.'))},
+        [('user', '<image><image>Which colours?'), ('assistant', 'Red, blue.')], ['red', 'blue'],
     ),
     'image and images the same': (
-        {'image': 'red.png', 'images': ['red.png'], 'messages': [QUESTION, ANSWER]},
-        PLAIN,
-        ['red'],
+        {'image': 'red.png', 'images': ['red.png'], 'messages': [QUESTION, ANSWER]}, PLAIN, ['red'],
     ),
-}
-
+}  # fmt: skip
 
 WAV_URI = f'data:audio;base64,{base64.b64encode(b"RIFF").decode()}'
 
-# Record, text of the question, kinds and names of the files.
+# Record, text of the question, modalities and names of the files.
+VIDEO, AUDIO, FRAMES = ('video', ['a.mp4']), ('audio', ['a.wav']), ('video', ['f1.png', 'f2.png'])
+EMBEDDED = ('audio', ['data:audio'])
 MEDIA = {
     'LLaMA-Factory ShareGPT': (
-        {
-            'messages': [{'role': 'user', 'content': '<image><video>What<audio>?<video>'}, ANSWER],
-            'images': ['a.png'],
-            'videos': ['a.mp4', ['f1.png', 'f2.png']],
-            'audios': ['a.wav'],
-        },
-        '<image><video>What<audio>?<video>',
-        [('image', ['a.png']), ('video', ['a.mp4']), ('audio', ['a.wav']), ('video', ['f1.png', 'f2.png'])],
+        {**text_of('<image><video>What<audio>?<video>'), 'images': ['a.png'],
+         'videos': ['a.mp4', ['f1.png', 'f2.png']], 'audios': ['a.wav']},
+        '<image><video>What<audio>?<video>', [('image', ['a.png']), VIDEO, AUDIO, FRAMES],
     ),
-    'Video-LLaVA': ({'video': 'a.mp4', **text_of('<video>\nWhat?')}, '<video>\nWhat?', [('video', ['a.mp4'])]),
-    'LLaVA-Video': ({'video': 'a.mp4', **text_of('<image>\nWhat?')}, '<video>\nWhat?', [('video', ['a.mp4'])]),
+    'Video-LLaVA': ({'video': 'a.mp4', **text_of('<video>\nWhat?')}, '<video>\nWhat?', [VIDEO]),
+    'LLaVA-Video': ({'video': 'a.mp4', **text_of('<image>\nWhat?')}, '<video>\nWhat?', [VIDEO]),
     'VILA': (
-        {'video': 'a.mp4', 'sound': 'a.wav', **text_of('<vila/video><sound>What?')},
-        '<video><audio>What?',
-        [('video', ['a.mp4']), ('audio', ['a.wav'])],
+        {'video': 'a.mp4', 'sound': 'a.wav', **text_of('<vila/video><sound>What?')}, '<video><audio>What?',
+        [VIDEO, AUDIO],
     ),
     'Qwen2-VL': (
         asked_with({'type': 'video', 'video': 'file:///tmp/a.mp4'}, {'type': 'video', 'video': ['f1.png', 'f2.png']}),
-        '<video><video>',
-        [('video', ['/tmp/a.mp4']), ('video', ['f1.png', 'f2.png'])],
+        '<video><video>', [('video', ['/tmp/a.mp4']), FRAMES],
     ),
-    'Qwen2-Audio': (
-        asked_with({'type': 'audio', 'audio_url': 'a.wav'}, TEXT),
-        '<audio>Which colour?',
-        [('audio', ['a.wav'])],
-    ),
+    'Qwen2-Audio': (asked_with({'type': 'audio', 'audio_url': 'a.wav'}, TEXT), '<audio>Which colour?', [AUDIO]),
     'transformers': (
         asked_with({'type': 'video', 'path': 'a.mp4'}, {'type': 'audio', 'path': 'a.wav'}, TEXT),
-        '<video><audio>Which colour?',
-        [('video', ['a.mp4']), ('audio', ['a.wav'])],
+        '<video><audio>Which colour?', [VIDEO, AUDIO],
     ),
     'OpenAI input_audio': (
         asked_with({'type': 'input_audio', 'input_audio': {'data': WAV_URI.partition(',')[2], 'format': 'wav'}}, TEXT),
-        '<audio>Which colour?',
-        [('audio', ['data:audio'])],
+        '<audio>Which colour?', [EMBEDDED],
     ),
     'vLLM': (
         asked_with({'type': 'audio_url', 'audio_url': {'url': WAV_URI}}, {'type': 'video_url', 'video_url': 'a.mp4'}),
-        '<audio><video>',
-        [('audio', ['data:audio']), ('video', ['a.mp4'])],
+        '<audio><video>', [EMBEDDED, VIDEO],
     ),
     'TRL': (
-        {
-            'videos': ['a.mp4'],
-            'prompt': [{'role': 'user', 'content': 'What?'}],
-            'completion': [{'role': 'assistant', 'content': 'Red.'}],
-        },
-        '<video>What?',
-        [('video', ['a.mp4'])],
+        {'videos': ['a.mp4'], 'prompt': [user('What?')], 'completion': [ANSWER]}, '<video>What?', [VIDEO],
     ),
     'ms-swift': (
         {'query': '<video><audio>What?', 'response': 'Red.', 'videos': [{'path': 'a.mp4'}], 'audios': ['a.wav']},
-        '<video><audio>What?',
-        [('video', ['a.mp4']), ('audio', ['a.wav'])],
+        '<video><audio>What?', [VIDEO, AUDIO],
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(('data', 'question', 'media'), MEDIA.values(), ids=MEDIA.keys())
@@ -263,7 +197,7 @@ def test_videos_and_sounds_are_where_their_project_means_them(data, question, me
     assert record.turns[0].text == question
     assert [(medium.modality, medium.names) for medium in record.media] == media
     parts = [part['type'] for part in record.messages()[0]['content'] if part['type'] != 'text']
-    assert parts == [kind for kind, _ in media]
+    assert parts == [modality for modality, _ in media]
     assert '<' not in ''.join(record.texts)
 
 
@@ -299,7 +233,7 @@ REFUSED = {
     'image by id': (asked_with({'type': 'input_image', 'file_id': 'file-1'}), '`file_id` of a part'),
     'unknown part': (asked_with({'type': 'point', 'xy': [1, 2]}), "got: 'point'"),
     'part without type': (asked_with({'image': 'red.png', 'text': 'x'}), 'got: None'),
-    'sizes of an image': (asked_with({'type': 'image', 'image': 'red.png', 'max_pixels': 9}), '`max_pixels` of a part'),
+    'sizes of an image': (asked_with({**SHOWN, 'max_pixels': 9}), '`max_pixels` of a part'),
     'images in another order': (
         {'images': ['red.png', 'blue.png'], **asked_with({'type': 'image', 'index': 1}, {'type': 'image', 'index': 0})},
         '`index` of image parts',
@@ -313,10 +247,7 @@ REFUSED = {
     'data URI of text': ({**turn(), 'image': 'data:image/svg+xml,<svg/>'}, 'must be base64'),
     'bare base64': ({**turn(), 'image': 'iVBORw0KGgo' * 100}, 'Write bytes as `data:image/<type>;base64'),
     'images beside image': ({**turn(), 'images': ['blue.png']}, '`image` and `images` must name the same'),
-    'more images than parts': (
-        {**asked_with({'type': 'image', 'image': 'red.png'}), 'image': 'red.png'},
-        'got: 2 images',
-    ),
+    'more images than parts': ({**asked_with(SHOWN), 'image': 'red.png'}, 'got: 2 images'),
     'tool_calls': (turn(tool_calls=[{'type': 'function'}]), '`tool_calls` of a turn is not supported'),
     'function_call role': ({'conversations': [{'from': 'function_call', 'value': '{}'}]}, 'must not be function_call'),
     'tools': ({**turn(), 'tools': '[{}]'}, '`tools` is not supported'),
@@ -325,22 +256,18 @@ REFUSED = {
     'weight 0.5': (turn(weight=0.5), 'must be 0 or 1'),
     'weight as text': (turn(weight='0'), 'must be 0 or 1'),
     'loss against weight': (turn(weight=1, loss=False), 'must be 0 or 1'),
-    'loss on a question': ({'messages': [{**QUESTION, 'weight': 1}, ANSWER], 'image': 'red.png'}, 'only for an answer'),
+    'loss on a question': ({'messages': [{**QUESTION, 'weight': 1}, ANSWER], **RED_IMAGE}, 'only for an answer'),
     'no answer with loss': (turn(weight=0), 'at least one answer must carry loss'),
     'video in a text': (text_of('<video>What happens?'), 'got: 0 videos and 1 placeholders'),
     'VILA video in a text': (text_of('<vila/video>What happens?'), 'got: 0 videos and 1 placeholders'),
     'audio in a text': (text_of('<audio>What is said?'), 'got: 0 audios and 1 placeholders'),
-    'video in an answer': (
-        {'messages': [QUESTION, {**ANSWER, 'content': '<video>'}]},
-        '`<video>` may stand in user turns only',
-    ),
+    'video in an answer': ({'messages': [QUESTION, answered('<video>')]}, '`<video>` may stand in user turns only'),
     'video without its placeholder': ({**text_of('What happens?'), 'videos': ['a.mp4']}, 'got: 1 videos and 0 pl'),
     'as many media of another kind': (
-        {**text_of('<video><audio>?'), 'videos': ['a.mp4', 'b.mp4']},
-        'got: 2 videos and 1 placeholders',
+        {**text_of('<video><audio>?'), 'videos': ['a.mp4', 'b.mp4']}, 'got: 2 videos and 1 placeholders',
     ),
     'image for a video beside an image': (
-        {**text_of('<image><image>?'), 'image': 'red.png', 'video': 'a.mp4'},
+        {**text_of('<image><image>?'), **RED_IMAGE, 'video': 'a.mp4'},
         'the number of images must match .* got: 1 images and 2 placeholders',
     ),
     'video on a network': (asked_with({'type': 'video_url', 'video_url': {'url': 'https://x/a.mp4'}}), 'Download it'),
@@ -362,15 +289,12 @@ REFUSED = {
     'no conversation': ({'text': 'x', 'label': 3}, r"got the keys: \['id', 'label', 'text'\]"),
     'prompt as text': ({'prompt': 'Hello?', 'completion': 'Hi.'}, 'must be lists of turns'),
     'history': ({'instruction': 'a', 'output': 'b', 'history': [['a']]}, '`history` must be a list of pairs'),
-    'two answers': ({'messages': [QUESTION, ANSWER, ANSWER], 'image': 'red.png'}, 'must alternate'),
-    'tool before an answer': (
-        {'messages': [QUESTION, {'role': 'tool', 'content': '4'}], 'image': 'red.png'},
-        'alternate',
-    ),
+    'two answers': ({'messages': [QUESTION, ANSWER, ANSWER], **RED_IMAGE}, 'must alternate'),
+    'tool before an answer': ({'messages': [QUESTION, {'role': 'tool', 'content': '4'}], **RED_IMAGE}, 'alternate'),
     'number as image': ({**turn(), 'image': 3}, 'must be a file name or a list of file names, got: 3'),
     'lone surrogate': (text_of('half \ud83d'), r'lone surrogate \\ud83d'),
     'lone surrogate in a name': ({**turn(), 'image': 'a\udc00.png'}, r'lone surrogate \\udc00'),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(('data', 'message'), REFUSED.values(), ids=REFUSED.keys())
@@ -385,12 +309,9 @@ def test_what_would_be_dropped_is_refused_in_one_line(data, message):
 
 def test_weight_0_takes_the_loss_from_that_answer_alone(folder):
     messages = [
-        QUESTION,
-        {**ANSWER, 'weight': 0},
-        {'role': 'user', 'content': 'Sure?'},
-        {'role': 'assistant', 'content': 'Yes.', 'weight': 1},
-        {'role': 'user', 'content': 'Really?'},
-        {'role': 'assistant', 'content': 'Red, yes.', 'loss': True},
+        *(QUESTION, {**ANSWER, 'weight': 0}),
+        *(user('Sure?'), {**answered('Yes.'), 'weight': 1}),
+        *(user('Really?'), {**answered('Red, yes.'), 'loss': True}),
     ]
     without = [{key: value for key, value in message.items() if key not in ('weight', 'loss')} for message in messages]
     path = folder / 'data.json'
@@ -410,7 +331,7 @@ def test_trl_learns_the_completion_only():
 
 def test_template_that_drops_a_role_is_refused(folder):
     processor = small()
-    messages = [QUESTION, ANSWER, {'role': 'tool', 'content': 'sunny'}, {'role': 'assistant', 'content': 'Sunny.'}]
+    messages = [QUESTION, ANSWER, {'role': 'tool', 'content': 'sunny'}, answered('Sunny.')]
     path = folder / 'data.json'
     path.write_text(json.dumps([{'id': 'a', 'image': 'red.png', 'messages': messages}]))
     assert 'sunny' in processor.tokenizer.decode(LlavaDataset(path, processor)[0]['input_ids'][0])
@@ -493,37 +414,26 @@ def describe(folder, entry, records, name='own.json'):
 
 DESCRIBED = {
     'alpaca': (
-        {'file_name': 'own.json', 'columns': {'prompt': 'q', 'query': 'more', 'response': 'a', 'images': 'pics'}},
+        {'columns': {'prompt': 'q', 'query': 'more', 'response': 'a', 'images': 'pics'}},
         {'q': '<image>Which colour?', 'more': '', 'a': 'Red.', 'pics': ['red.png'], 'system': 'not named, so not read'},
     ),
     'sharegpt': (
-        {
-            'file_name': 'own.json',
-            'formatting': 'sharegpt',
-            'ranking': False,
-            'columns': {'messages': 'dialogue', 'images': 'pics'},
-            'tags': {'role_tag': 'who', 'content_tag': 'what', 'user_tag': 'I', 'assistant_tag': 'bot'},
-        },
-        {
-            'dialogue': [{'who': 'I', 'what': '<image>Which colour?'}, {'who': 'bot', 'what': 'Red.'}],
-            'pics': ['red.png'],
-        },
+        {'formatting': 'sharegpt', 'ranking': False, 'columns': {'messages': 'dialogue', 'images': 'pics'},
+         'tags': {'role_tag': 'who', 'content_tag': 'what', 'user_tag': 'I', 'assistant_tag': 'bot'}},
+        {'dialogue': [{'who': 'I', 'what': '<image>Which colour?'}, {'who': 'bot', 'what': 'Red.'}],
+         'pics': ['red.png']},
     ),
     'openai': (
-        {
-            'file_name': 'own.json',
-            'formatting': 'sharegpt',
-            'columns': {'messages': 'messages', 'images': 'images'},
-            'tags': {'role_tag': 'role', 'content_tag': 'content', 'user_tag': 'user', 'assistant_tag': 'assistant'},
-        },
+        {'formatting': 'sharegpt', 'columns': {'messages': 'messages', 'images': 'images'},
+         'tags': {'role_tag': 'role', 'content_tag': 'content', 'user_tag': 'user', 'assistant_tag': 'assistant'}},
         {'messages': [QUESTION, ANSWER], 'images': ['red.png']},
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(('entry', 'record'), DESCRIBED.values(), ids=DESCRIBED.keys())
 def test_dataset_info_of_llama_factory(folder, entry, record):
-    dataset = LlavaDataset(describe(folder, entry, [record]), small())
+    dataset = LlavaDataset(describe(folder, {'file_name': 'own.json', **entry}, [record]), small())
     assert said(dataset.records[0]) == PLAIN
     assert seen(dataset.records[0], dataset.folders[0]) == ['red']
     assert dataset.records[0].source == f'{folder}/own.json, entry 1'

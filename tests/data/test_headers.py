@@ -26,18 +26,13 @@ from composer_tokacc.data.user_files import open_files
 from tests.data import chat_processors
 from tests.support.launch import launch_json
 
-COLUMNS = ('lengths', 'image_tokens', 'loss_tokens', 'vision_patches')
 SIZES = [(16, 16), (40, 16), (16, 48), (64, 24), (33, 31), (200, 120), (7, 90)]
 
 
 def qwen2_5_vl():
-    parts = chat_processors.qwen2_vl()
-    return transformers.Qwen2_5_VLProcessor(
-        image_processor=parts.image_processor,
-        tokenizer=parts.tokenizer,
-        video_processor=parts.video_processor,
-        chat_template=parts.chat_template,
-    )
+    parts = vars(chat_processors.qwen2_vl())
+    names = ('image_processor', 'tokenizer', 'video_processor', 'chat_template')
+    return transformers.Qwen2_5_VLProcessor(**{name: parts[name] for name in names})
 
 
 def gemma3():
@@ -174,7 +169,7 @@ def truth(dataset, **options):
 
 
 def assert_same(table, expected):
-    for name in COLUMNS:
+    for name in lengths.TABLE_COLUMNS:
         assert getattr(table, name).dtype == np.int32
         np.testing.assert_array_equal(getattr(table, name), getattr(expected, name), err_msg=name)
 
@@ -230,6 +225,14 @@ def write_rows(folder, *rows):
     return folder / 'data.json'
 
 
+def write_jpegs(folder):
+    """One that is whole, and one that is cut behind its header."""
+    buffer = io.BytesIO()
+    picture((200, 100)).save(buffer, 'JPEG')
+    (folder / 'good.jpg').write_bytes(buffer.getvalue())
+    (folder / 'cut.jpg').write_bytes(buffer.getvalue()[:2000])
+
+
 def test_sizes_that_headers_cannot_tell_are_read(path, by_headers, caplog):
     processor = gemma3()
     dataset = open_dataset(path, processor)
@@ -273,9 +276,7 @@ def test_a_placeholder_in_the_text_sends_the_sample_to_the_processor(tmp_path, b
 
 
 def test_a_file_that_is_no_image_is_named_at_the_start_and_a_cut_one_where_it_is_used(tmp_path, by_headers):
-    buffer = io.BytesIO()
-    picture((200, 100)).save(buffer, 'JPEG')
-    (tmp_path / 'cut.jpg').write_bytes(buffer.getvalue()[:2000])
+    write_jpegs(tmp_path)
     (tmp_path / 'none.jpg').write_bytes(b'no image')
     path = write_rows(tmp_path, ('cut.jpg', '<image>?', 'Red'), ('cut.jpg', '<image>?', 'Blue'))
     processor = PROCESSORS['llava_next']()
@@ -302,10 +303,7 @@ def test_a_sample_over_max_length_is_named(path, by_headers):
 
 
 def test_skip_reads_all_and_takes_no_table_of_headers(tmp_path, by_headers):
-    buffer = io.BytesIO()
-    picture((200, 100)).save(buffer, 'JPEG')
-    (tmp_path / 'good.jpg').write_bytes(buffer.getvalue())
-    (tmp_path / 'cut.jpg').write_bytes(buffer.getvalue()[:2000])
+    write_jpegs(tmp_path)
     path = write_rows(tmp_path, ('good.jpg', '<image>?', 'Red'), ('cut.jpg', '<image>?', 'Blue'))
     processor = PROCESSORS['llava']()
     kept = tmp_path / 'lengths'
@@ -327,7 +325,7 @@ def test_ranks_share_the_work(path):
     dataset = open_dataset(path, PROCESSORS['llava_next']())
     expected = truth(dataset)
     for rank in found:
-        assert rank['columns'] == {name: getattr(expected, name).tolist() for name in COLUMNS}
+        assert rank['columns'] == {name: getattr(expected, name).tolist() for name in lengths.TABLE_COLUMNS}
     first, second = (rank['reads'] for rank in found)
     assert len(first) + len(second) == 12
     assert all(index % 2 == 0 for index in first)

@@ -27,8 +27,6 @@ from tests.support.families import FAMILIES, IMAGE_FAMILIES
 from tests.support.family_processors import PATCH_SIZE
 from tests.support.launch import ROOT
 
-COLUMNS = ('lengths', 'image_tokens', 'loss_tokens', 'vision_patches')
-
 
 def computed_patches(model, batch):
     """Positions that come out of the patch embedding of the model's own vision tower."""
@@ -143,7 +141,7 @@ def test_parts_are_measured_one_by_one_and_read_again(tmp_path):
     first, again = (length_table(parts, case.encode.processor, folder=tmp_path) for _ in range(2))
     whole = build_length_table(case.rows, case.encode.processor)
     assert len(list(tmp_path.iterdir())) == 2
-    for name in COLUMNS:
+    for name in lengths.TABLE_COLUMNS:
         np.testing.assert_array_equal(getattr(first, name), getattr(whole, name))
         np.testing.assert_array_equal(getattr(again, name), getattr(whole, name))
 
@@ -167,30 +165,31 @@ def test_second_run_reads_only_what_the_fingerprint_needs(tmp_path):
     again = CountReads(num_samples=200)
     second = length_table(again, build_digits_processor(), folder=tmp_path, num_workers=0)
     assert CountReads.reads == 200 + 2 * 64
-    for name in COLUMNS:
+    for name in lengths.TABLE_COLUMNS:
         np.testing.assert_array_equal(getattr(first, name), getattr(second, name))
     assert [path.suffix for path in tmp_path.iterdir()] == ['.npz']
 
 
+def changed(change):
+    processor = build_digits_processor()
+    change(processor)
+    return processor
+
+
 def test_fingerprint_changes_with_data_processor_vocabulary_and_template():
     dataset, processor = DigitsDataset(num_samples=20), build_digits_processor()
-    found = {table_name(dataset, processor), table_name(DigitsDataset(num_samples=20), build_digits_processor())}
-    assert len(found) == 1
-    found.add(table_name(DigitsDataset(num_samples=21), processor))
-    found.add(table_name(DigitsDataset(num_samples=20, seed=1), processor))
-    found.add(table_name(dataset, build_digits_processor(image_size=16, patch_size=8)))
-    other = build_digits_processor()
-    other.chat_template += ' '
-    found.add(table_name(dataset, other))
-    other = build_digits_processor()
-    other.tokenizer.add_tokens(['new'])
-    found.add(table_name(dataset, other))
-    other = build_digits_processor()
-    other.tokenizer.eos_token = '<unk>'
-    found.add(table_name(dataset, other))
-    found.add(table_name(dataset, processor, patch_size=4))
-    assert len(found) == 8
-    assert table_name(dataset, processor, patch_size=8) in found  # what the processor declares
+    same = {table_name(DigitsDataset(num_samples=20), one) for one in (processor, build_digits_processor())}
+    assert same == {table_name(dataset, processor, patch_size=8)}  # what the processor declares
+    other_data = [DigitsDataset(num_samples=21), DigitsDataset(num_samples=20, seed=1)]
+    other_processors = [
+        build_digits_processor(image_size=16, patch_size=8),
+        changed(lambda other: setattr(other, 'chat_template', other.chat_template + ' ')),
+        changed(lambda other: other.tokenizer.add_tokens(['new'])),
+        changed(lambda other: setattr(other.tokenizer, 'eos_token', '<unk>')),
+    ]
+    others = {table_name(data, processor) for data in other_data} | {table_name(dataset, processor, patch_size=4)}
+    others |= {table_name(dataset, other) for other in other_processors}
+    assert len(others | same) == 8
 
 
 def test_files_of_an_older_version_are_not_read(tmp_path, monkeypatch):

@@ -10,12 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from composer_tokacc.data import (
-    BadSampleError,
-    LlavaDataset,
-    VisionLanguageCollator,
-    build_small_processor,
-)
+from composer_tokacc.data import BadSampleError, LlavaDataset, VisionLanguageCollator, build_small_processor
 from composer_tokacc.data.processor import train_tokenizer
 from tests.data.chat_processors import PROCESSORS, TEXTS, small
 
@@ -67,38 +62,23 @@ def shown(sample):
     return [tuple((pixels.mean(dim=(1, 2)) * 0.5 + 0.5).round().int().tolist()) for pixels in sample['pixel_values']]
 
 
+ASKED = turns('<image>Which colour?', 'Red.')
+MESSAGES = [{'role': 'user', 'content': '<image>Which colour?'}, {'role': 'assistant', 'content': 'Red.'}]
+PARTS = [{'type': 'image'}, {'type': 'text', 'text': 'Which colour?'}]
 FORMATS = {
-    'LLaVA': {'id': 'a', 'image': 'red.png', 'conversations': turns('<image>\nWhich colour?', 'Red.')},
+    'LLaVA': one_image('a'),
     'placeholder behind the question': {
-        'id': 'a',
-        'image': ['red.png'],
-        'conversations': turns('Which colour?\n<image>', 'Red.'),
+        'id': 'a', 'image': ['red.png'], 'conversations': turns('Which colour?\n<image>', 'Red.'),
     },
-    'LLaMA-Factory sharegpt': {
-        'images': ['red.png'],
-        'system': 'Be brief.',
-        'conversations': turns('<image>Which colour?', 'Red.'),
-    },
-    'LLaMA-Factory messages': {
-        'images': ['red.png'],
-        'messages': [{'role': 'user', 'content': '<image>Which colour?'}, {'role': 'assistant', 'content': 'Red.'}],
-    },
-    'content parts': {
-        'id': 7,
-        'images': ['red.png'],
-        'messages': [
-            {'role': 'user', 'content': [{'type': 'image'}, {'type': 'text', 'text': 'Which colour?'}]},
-            {'role': 'assistant', 'content': [{'type': 'text', 'text': 'Red.'}]},
-        ],
-    },
-    'Monkey': {
-        'id': 'a',
-        'conversations': [
-            {'from': 'user', 'value': '<img>red.png</img> Which colour?'},
-            {'from': 'assistant', 'value': 'Red.'},
-        ],
-    },
-}
+    'LLaMA-Factory sharegpt': {'images': ['red.png'], 'system': 'Be brief.', 'conversations': ASKED},
+    'LLaMA-Factory messages': {'images': ['red.png'], 'messages': MESSAGES},
+    'content parts': {'id': 7, 'images': ['red.png'], 'messages': [
+        {'role': 'user', 'content': PARTS}, {'role': 'assistant', 'content': [{'type': 'text', 'text': 'Red.'}]},
+    ]},
+    'Monkey': {'id': 'a', 'conversations': [
+        {'from': 'user', 'value': '<img>red.png</img> Which colour?'}, {'from': 'assistant', 'value': 'Red.'},
+    ]},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize('name', ['data.json', 'data.jsonl'])

@@ -11,7 +11,6 @@ import pickle
 from functools import partial
 
 import pytest
-import torch
 from PIL import Image
 
 from composer_tokacc.data import BadSampleError, LlavaDataset
@@ -19,7 +18,7 @@ from composer_tokacc.data import files as files_module
 from composer_tokacc.data.files import image_folder, read_raw_records
 from composer_tokacc.data.formats import parse_record
 from composer_tokacc.data.records import EmbeddedFile
-from tests.data.chat_processors import small
+from tests.data.chat_processors import assert_same, small
 
 datasets = pytest.importorskip('datasets')
 
@@ -102,9 +101,7 @@ def test_samples_are_those_of_the_json_file(tmp_path, save, kind):
     found = LlavaDataset(save(table(kind), tmp_path), small(), image_dir=tmp_path)
     assert len(found) == len(expected) == 3
     for one, other in zip(found, expected, strict=True):
-        assert one.keys() == other.keys()
-        for key, value in one.items():
-            assert torch.equal(value, other[key]) if isinstance(value, torch.Tensor) else value == other[key]
+        assert_same(one, other)
 
 
 def test_records_hold_no_image(tmp_path):

@@ -182,10 +182,7 @@ def test_bad_mixtures_are_refused_in_the_words_of_the_config(overrides, message)
     [
         (['dataset.video.num_frame=8'], '`dataset.video` key must be a known name, got: num_frame. Did you mean num_f'),
         (['dataset.video=8'], '`dataset.video` must be a mapping, got: 8'),
-        (
-            ['dataset.video.fps=often'],
-            '`dataset.video.fps` must be of type float or null, got: often',
-        ),
+        (['dataset.video.fps=often'], '`dataset.video.fps` must be of type float or null, got: often'),
         (['dataset.video={fps: 1, num_frames: 8}'], '`dataset.video.fps` must be left out beside `num_frames`'),
         (['dataset.eval={path: b.json, video: {fps: 0}}'], '`dataset.eval.video.fps` must be a positive number'),
         (
