@@ -34,7 +34,8 @@ def must(
         yield
     except kinds as error:
         said = ' '.join(str(error).split()) or type(error).__name__
-        raise raises(f'{requirement}, got: {said if got is None else f"{got} ({said})"}{remedy}') from error
+        shown = said if got is None else f'{got} ({said})'
+        raise raises(f'{requirement}, got: {shown}{remedy}') from error
 
 
 @contextmanager

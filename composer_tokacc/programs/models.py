@@ -113,9 +113,7 @@ def build_transformers_model(
             _make_room_for(tokenizer, model, has_lora=lora is not None)
         else:
             model_config = read_config(pretrained, config, processor)
-            with _makes_a_model(
-                'attn_implementation' if options else 'config', attn_implementation or model_config.model_type
-            ):
+            with _makes_a_model('attn_implementation' if options else 'config'):
                 model = auto_class(model_config).from_config(model_config, **options)
             cast_model(model, getattr(torch, dtype))
     if model.config.get_text_config().is_encoder_decoder:
@@ -196,7 +194,7 @@ def read_config(pretrained: str | None, config: dict[str, Any] | None, processor
         if names and token_id is not None and not settings.keys() & {f'{modality}_token_index', f'{modality}_token_id'}:
             settings[names[0]] = token_id
     settings.pop('model_type')
-    with _makes_a_model('config', model_type):
+    with _makes_a_model('config'):
         built = CONFIG_MAPPING[model_type](**settings)
     _check_heads(built)
     return built
@@ -209,10 +207,10 @@ def read_from(pretrained: str) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _makes_a_model(name: str, value: Any) -> Iterator[None]:
+def _makes_a_model(name: str) -> Iterator[None]:
     """Refuses a model that its config's values, or its kernels, do not let be made."""
     kinds = (ValueError, TypeError, RuntimeError, AssertionError, ImportError, StrictDataclassError, ArithmeticError)
-    with must(f'`{name}` must make a model', value, *kinds, raises=ValueError):
+    with must(f'`{name}` must make a model', None, *kinds, raises=ValueError):
         try:
             yield
         except torch.OutOfMemoryError as error:

@@ -96,7 +96,7 @@ def test_a_folder_belongs_to_one_run_at_a_time(tmp_path):
 @pytest.mark.parametrize('make', [lambda path: path.write_text('cut'), lambda path: path.mkdir(), os.mkfifo])
 def test_what_is_no_checkpoint_is_told_by_its_kind(make, tmp_path):
     make(tmp_path / 'a.pt')
-    with pytest.raises(ConfigError, match='must be a checkpoint file, or the folder of a sharded one, got: .*a.pt'):
+    with pytest.raises(ConfigError, match=r'must be a checkpoint file, or the folder of a sharded one, got: .*a\.pt'):
         check_checkpoint('`trainer.load_path`', tmp_path / 'a.pt')
     saved(tmp_path / 'b.pt', age=0)
     check_checkpoint('`trainer.load_path`', tmp_path / 'b.pt')

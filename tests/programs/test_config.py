@@ -270,7 +270,7 @@ def test_a_binary_file_is_no_config(tmp_path):
         ('trainer.device_train_microbatch_size=4', 1, 'Use `microbatching.device_train_microbatch_size`'),
         ('trainer.accumulate_train_batch_on_tokens=true', 1, 'Both weigh by tokens'),
         ('trainer.autoresume=true', 1, 'must come with `trainer.save_folder`'),
-        ('trainer.load_path=no/such.pt', 1, 'must be an existing checkpoint, got: no/such.pt'),
+        ('trainer.load_path=no/such.pt', 1, 'got: no/such.pt, which is not there'),
         (
             'model.pretrained=folder',
             1,
