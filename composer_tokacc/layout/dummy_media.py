@@ -4,8 +4,8 @@
 """The smallest row with one image, video or audio of each family, made of its config alone.
 
 Every function is ``(config) -> dict | None``: ``input_ids`` of one row and its media, or None where the config does
-not tell. Media are one shade of grey rather than zeros, which Idefics takes for padding and which leave a tower's norms
-nothing to norm; frames and sizes are the least that the model takes.
+not tell. Media are one shade of grey rather than zeros, which Idefics takes for padding and which leave the norms of an
+encoder nothing to norm; frames and sizes are the least that the model takes.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ def _grey(vision: Any, *leading: int, size: Sequence[int] | None = None) -> torc
 
 
 def _patches(vision: Any) -> int:
-    """Patches of an image of the tower's own size."""
+    """Patches of an image of the encoder's own size."""
     side = vision.patch_size if isinstance(vision.patch_size, int) else vision.patch_size[0]
     return math.prod(length // side for length in _size(vision))
 
 
-# Towers with one size of image.
+# Encoders with one size of image.
 
 
 def llava_image(config: Any) -> Row | None:
@@ -75,12 +75,12 @@ def llava_image(config: Any) -> Row | None:
 
 
 def _drops_first(config: Any) -> bool:
-    """Whether the default strategy leaves out the first token of the tower."""
+    """Whether the default strategy leaves out the first token of the encoder."""
     return getattr(config, 'vision_feature_select_strategy', 'default') == 'default'
 
 
 def _image_row(config: Any, count: int) -> Row:
-    """One image of the tower's own size, and as many placeholders."""
+    """One image of the encoder's own size, and as many placeholders."""
     return {'input_ids': _ids(config, 'image', count), 'pixel_values': _grey(config.vision_config, 1)}
 
 
@@ -128,7 +128,7 @@ def got_ocr2_image(config: Any) -> Row:
     return _image_row(config, _patches(config.vision_config) // 16)
 
 
-# Towers that tile.
+# Encoders that tile.
 
 
 def llava_next_image(config: Any) -> Row:
@@ -179,7 +179,7 @@ def video_llava_video(config: Any) -> Row:
     return {'input_ids': _ids(config, 'video', count), 'pixel_values_videos': _grey(config.vision_config, 1, 1)}
 
 
-# Towers with a grid of patches.
+# Encoders with a grid of patches.
 
 
 def qwen_image(config: Any) -> Row:
@@ -222,7 +222,7 @@ def _glm_row(config: Any, row: Row, unit: str) -> Row:
     return {**row, 'input_ids': ids, 'mm_token_type_ids': types}
 
 
-# Towers with slots.
+# Encoders with slots.
 
 
 def idefics2_image(config: Any) -> Row:
@@ -298,7 +298,7 @@ def _instructed(config: Any, row: Row | None) -> Row | None:
 
 
 def qwen_audio(config: Any) -> Row:
-    """Two tokens; the tower takes frames up to its own length, the rest of them masked."""
+    """Two tokens; the encoder takes frames up to its own length, the rest of them masked."""
     return _audio_row(config, 2 * config.audio_config.max_source_positions)
 
 

@@ -26,7 +26,7 @@ class ConfigError(ValueError):
 def must(
     requirement: str, got: Any, *kinds: type[Exception], remedy: str = '', raises: type[ValueError] = ConfigError
 ) -> Iterator[None]:
-    """Puts what a host raises against a value into our words: the requirement, the value if there is one, what the host says.
+    """Puts what a host raises against a value into our words: the requirement, the value, what the host says.
 
     With ``raises=ValueError`` the requirement names an argument by its own name, for :func:`in_words_of`.
     """
