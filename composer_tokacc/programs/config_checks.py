@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import os
 from collections.abc import Mapping
@@ -120,6 +121,12 @@ def _check_parts(config: TrainConfig) -> None:
     for kind, parts in (('algorithms', config.algorithms), ('callbacks', config.callbacks), ('loggers', loggers)):
         for name, arguments in parts.items():
             check_part(kind, f'trainer.loggers.{name}' if kind == 'loggers' else f'{kind}.{name}', name, arguments)
+    monitor = str((config.callbacks.get('early_stopper') or {}).get('monitor', ''))
+    if monitor.startswith('metrics/'):
+        raise ConfigError(
+            f"`callbacks.early_stopper.monitor` must be the metric's own name, got: {monitor}. "
+            f'Write {monitor.rpartition("/")[2]}'
+        )
     weight = torch.nn.Parameter(torch.zeros(1))
     for kind, section, given in (('optimizer', config.optimizer, [[weight]]), ('scheduler', config.scheduler, [])):
         if 'name' not in section:
@@ -157,6 +164,11 @@ def _check_trainer(trainer: dict[str, Any]) -> None:
     if load_path and '://' not in load_path and '{' not in load_path:
         check_checkpoint('`trainer.load_path`', Path(load_path))
     parallelism = trainer.get('parallelism_config') or {}
+    if parallelism.get('tp') is not None:
+        raise ConfigError(
+            f'`trainer.parallelism_config` must be of `fsdp` alone, got: tp {parallelism["tp"]}, whose plan is of '
+            'Python objects. Leave it out'
+        )
     check_host_arguments('trainer.parallelism_config', ParallelismConfig, parallelism)
     # The Trainer reads FSDP2's settings (FSDP_VERSION=2) from the same mapping; the classes themselves take any name.
     known = {known.name for config in (FSDPConfig, FSDP2Config) for known in dataclasses.fields(config)}
@@ -196,6 +208,8 @@ def _check_report(config: TrainConfig) -> None:
         raise ConfigError(f'`report.export` must be true or false, got: {report["export"]}')
     if 'name' in report:
         function = import_by_name('report', str(report['name']))
+        if inspect.isbuiltin(function):
+            raise ConfigError(f'`report.name` must be a function that takes a FinishedRun, got: {report["name"]}')
         check_arguments('report', function, without(report, *_OF_THE_REPORT), num_given=1)
     else:
         check_names('report', report, _OF_THE_REPORT)

@@ -51,10 +51,12 @@ def export_checkpoint(checkpoint: Path, folder: Path, *, merge: bool = False) ->
 def _export(state: Mapping[str, Any], checkpoint: Path, folder: Path, *, merge: bool) -> None:
     with must('the checkpoint must be one of a HuggingFaceModel', f'{checkpoint} with {sorted(state)}', KeyError):
         metadata = state['integrations']['huggingface']
-    weights = {name.removeprefix('model.'): value for name, value in state['model'].items()}
+        weights = {name.removeprefix('model.'): value for name, value in state['model'].items()}
     broken = [name for name, value in weights.items() if value.is_floating_point() and not value.isfinite().all()]
     if broken:
-        raise ConfigError(f'the weights must be finite numbers, got: {checkpoint} with others in {broken[:3]}')
+        raise ConfigError(
+            f'the weights must be finite numbers, got: {checkpoint} with NaN or infinite ones in {broken[:3]}'
+        )
     config = get_hf_config_from_composer_state_dict({'state': state})
     adapter = metadata['model'].get('peft_config')
     if adapter is None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -147,6 +148,8 @@ def check_model(pretrained: str | None, config: dict[str, Any] | None, lora: Map
             '`model` must have exactly one of `pretrained` and `config`, got: '
             + ('none. Name a checkpoint or a `model_type`' if not config else 'both. Remove one')
         )
+    if config:
+        read_config(None, config)
     if lora is not None:
         check_lora(lora, pretrained=pretrained)
 
@@ -196,7 +199,7 @@ def read_config(pretrained: str | None, config: dict[str, Any] | None, processor
     settings.pop('model_type')
     with _makes_a_model('config'):
         built = CONFIG_MAPPING[model_type](**settings)
-    _check_heads(built)
+    _check_shapes(built)
     return built
 
 
@@ -217,8 +220,13 @@ def _makes_a_model(name: str) -> Iterator[None]:
             raise MemoryError(str(error)) from error
 
 
-def _check_heads(config: PretrainedConfig) -> None:
-    """Refuses numbers of heads that do not divide, which shows in the first forward alone."""
+def _check_shapes(config: PretrainedConfig) -> None:
+    """Refuses what shows in the first forward alone: heads that do not divide, a layer that is not there."""
+    depth = getattr(getattr(config, 'vision_config', None), 'num_hidden_layers', None)
+    chosen = getattr(config, 'vision_feature_layer', None)
+    for layer in chosen if isinstance(chosen, list | tuple) else [chosen]:
+        if isinstance(layer, int) and isinstance(depth, int) and not -depth - 1 <= layer <= depth:
+            raise ValueError(f'`vision_feature_layer` must be one of {depth} layers, got: {layer}')
     for part in (config, *(value for value in vars(config).values() if isinstance(value, PretrainedConfig))):
         heads, groups = (getattr(part, f'num_{kind}_heads', None) for kind in ('attention', 'key_value'))
         if isinstance(heads, int) and isinstance(groups, int) and groups > 0 and heads % groups:
@@ -351,6 +359,9 @@ def _refuse_unknown(settings: dict[str, Any], default: PretrainedConfig, path: s
     for key, value in settings.items():
         if key not in known:
             raise ValueError(unknown_name(f'`{path}` key', key, known))
+        least = 1 if key.endswith('_size') else 0 if key.startswith('num_') else -math.inf
+        if isinstance(value, int | float) and value < least:
+            raise ValueError(f'`{path}.{key}` must be at least {least}, got: {value}')
         inner = getattr(default, key, None)
         if isinstance(value, dict) and isinstance(inner, PretrainedConfig):
             named = value.get('model_type', inner.model_type)

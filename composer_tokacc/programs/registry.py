@@ -26,7 +26,7 @@ from composer.distributed.mosaic_parallelism import SHARDING_MAP
 
 from composer_tokacc.programs.errors import ConfigError, must, unknown_name
 from composer_tokacc.programs.process import without_warnings
-from composer_tokacc.programs.values import AT_LEAST_0, AT_LEAST_1, FRACTION, POSITIVE, check_arguments
+from composer_tokacc.programs.values import AT_LEAST_0, AT_LEAST_1, FRACTION, POSITIVE, Range, check_arguments
 
 # Base class, a word that a YAML name may leave out (`tensorboard` for TensorboardLogger), and where the classes are.
 _SECTIONS: dict[str, tuple[type, str, tuple[Any, ...]]] = {
@@ -57,6 +57,7 @@ _HINTS: dict[str, Any] = {
     'mixed_precision': Literal['DEFAULT', 'PURE', 'FULL'],
     'momentum': Annotated[float, FRACTION],
     'precision': Literal[tuple(one.value for one in Precision)] | None,  # type: ignore[valid-type]
+    'save_num_checkpoints_to_keep': Annotated[int, Range(least=-1)],
     'sharding_strategy': Literal[tuple(SHARDING_MAP)],  # type: ignore[valid-type]
     'smoothing': Annotated[float, FRACTION],
     'state_dict_type': Literal['full', 'sharded'],

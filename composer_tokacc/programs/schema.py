@@ -109,7 +109,7 @@ class MicrobatchingConfig:
     equal_counts: bool | Literal['auto'] = 'auto'
     """Same number of microbatches on every rank, which FSDP needs; ``auto``: unless DDP was seen to reduce gradients in
     the last one alone."""
-    width_multiple: Whole = 1
+    width_multiple: Annotated[int, Range(least=1, most=65536)] = 1
     """Round the width of a microbatch up to a multiple, e.g. 64 for tensor cores."""
     packing: bool | Literal['auto'] = False
     """String the rows of a microbatch into one without any padding, where the model tells the documents apart; or
@@ -173,11 +173,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
             raise ConfigError(f'arguments after the file must be key=value, got: {override}')
     if Path(path).exists() and not Path(path).is_file():  # a pipe would be waited for
         raise ConfigError(f'config file must be a file, got: {path}')
-    with (
-        must('config file must be readable', path, OSError),
-        must(f'`{path}` must be valid YAML', None, yaml.YAMLError, ValueError, OmegaConfBaseException),
-    ):
-        layers = [OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides))]
+    unreadable = (yaml.YAMLError, ValueError, OmegaConfBaseException)
+    with must('config file must be readable', path, OSError), must(f'`{path}` must be valid YAML', None, *unreadable):
+        layers = [OmegaConf.load(path)]
+    for override in overrides:  # one by one, to name it
+        with must(f'`{override.partition("=")[0]}` must be valid YAML', None, *unreadable):
+            OmegaConf.from_dotlist([override])
+    layers.append(OmegaConf.from_dotlist(list(overrides)))
     for layer in layers:
         if not OmegaConf.is_dict(layer):
             raise ConfigError(f'`{path}` must hold sections (`model:`, `loader:`, ...), got: no mapping')

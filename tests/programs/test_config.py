@@ -246,7 +246,11 @@ def test_a_binary_file_is_no_config(tmp_path):
         ),
         ('microbatching.device_train_microbatch_size=auto', 1, 'must be a number on CPU, got: auto'),
         ('microbatching.slot_tokens=0', 1, '`microbatching.slot_tokens` must be at least 1, got: 0'),
-        ('microbatching.width_multiple=0', 1, '`microbatching.width_multiple` must be at least 1, got: 0'),
+        (
+            'microbatching.width_multiple=0',
+            1,
+            '`microbatching.width_multiple` must be at least 1 and at most 65536, got: 0',
+        ),
         (
             'microbatching.loss_tokens=all',
             1,
