@@ -140,10 +140,6 @@ class ConversationEncoder:
             record: The conversation; with ``loss_weights`` the sample has such, of the labels' shape.
             files: One path or open file for each file of ``record.media``.
             shapes_only: Decode of the media no more than the shapes of the sample need.
-
-        Raises:
-            BadSampleError: If a file cannot be decoded, or the processor or its template refuses the sample; names it.
-            RuntimeError: If one of them fails in another way, which is a fault of the program; names the sample too.
         """
         self.check_takes_media(record)
         rate = getattr(self.parts.get('audio'), 'sampling_rate', 16000)
@@ -184,11 +180,7 @@ class ConversationEncoder:
         return samples
 
     def check_takes_media(self, record: Record) -> None:
-        """Refuses a record with media that the processor does not take, which would drop them.
-
-        Raises:
-            BadSampleError: If it has such media.
-        """
+        """Refuses a record with media that the processor does not take, which would drop them."""
         for modality in (medium.modality for medium in record.media):
             if modality not in self.parts:
                 part = TAKEN_BY[modality][0]
@@ -209,12 +201,7 @@ class ConversationEncoder:
             raise ValueError(f'an audio must be at most {window:.1f} s, what the processor takes, got: {found}')
 
     def render(self, messages: Sequence[Message]) -> tuple[str, list[AnswerSpan]]:
-        """Writes the conversation out, image placeholders not expanded yet, and finds the answers in it.
-
-        Raises:
-            ValueError: If the template rewrites the text of an answer, so that it cannot be found again, or leaves out
-                what another role says.
-        """
+        """Writes the conversation out, image placeholders not expanded yet, and finds the answers in it."""
         messages = [_stripped(message) for message in messages]
         answers = [message for message in messages if message['role'] == 'assistant']
         text, *following = self._text_around_answers(messages)

@@ -67,9 +67,6 @@ def read_records(
         paths: As for :class:`.LlavaDataset`.
         image_dir: Folder that names of media start from. None: that of the file.
         allow_outside: Whether names may lead out of that folder: ``../``, absolute ones, links.
-
-    Raises:
-        ValueError: As :func:`read_raw_records`, or if a decoder of videos and audio is not installed.
     """
     folders = MediaFolders(allow_outside=allow_outside)
     for path in [paths] if isinstance(paths, (str, os.PathLike)) else paths:
@@ -97,11 +94,6 @@ def read_raw_records(path: PathLike) -> Iterator[RawRecord]:
     """Yields what a file, a table or a dataset of the hub holds, in its order.
 
     A line that is no JSON is yielded as the error that it raised.
-
-    Raises:
-        ValueError: If it is missing or in no known format, holds a JSON array with a syntax error (what follows one
-            cannot be read) or with something behind it, names no dataset or split where there are several, or is a
-            table and ``datasets`` is not installed.
     """
     file, name = _split_name(path)
     if file.startswith(HUB) or Path(file).is_dir() or _is_parquet(file):

@@ -95,10 +95,10 @@ class FileSource(Source):
         check_arguments('dataset.processor', build_small_processor, arguments, num_given=1)
         return build_small_processor(chain.from_iterable(cls.texts(part['path']) for cls, part in parts), **arguments)
 
-    def open_dataset(self, processor: Any, *, is_eval: bool) -> Dataset:
-        """Opens one dataset, or the parts one behind the other."""
+    def build_dataset(self, processor: Any, *, is_eval: bool = False) -> Dataset | None:
+        """Returns one dataset, or the parts one behind the other; None where there is no eval set."""
         if is_eval:
-            return self._open(self._eval_section(), processor)
+            return self._open(self._eval_section(), processor) if self.section.get('eval') else None
         datasets = [self._open(part, processor) for part in self._parts()]
         return ConcatDataset(datasets) if 'parts' in self.section else datasets[0]
 
