@@ -55,10 +55,8 @@ class MediaFolders:
             raise record.error(f'{medium.modality} file {file} does not exist; is `image_dir` right?')
         place = Path(os.path.realpath(file)).parent if found.is_link[file.name] else found.place
         if not self._allows_outside and not place.is_relative_to(root):
-            raise record.error(
-                f'{medium.modality} file {file} must lie under {folder}, got: {place}. Set `image_dir` to a folder '
-                'that holds all files, or `allow_outside=true` for files that you know'
-            )
+            remedy = 'Set another `image_dir`, or `allow_outside=true` for files that you know'
+            raise record.error(f'{medium.modality} file {file} must lie under {folder}, got: {place}. {remedy}')
 
     def _listing(self, folder: Path) -> _Listing:
         if folder not in self._listings:

@@ -135,10 +135,8 @@ class Source(ABC):
         """Tells whether the last, smaller batch is left out, and refuses a dataset of which nothing would be left."""
         drops_last = self.config.loader.drop_last and not is_eval
         if drops_last and num_samples < self.config.loader.global_batch_size:
-            raise ConfigError(
-                '`loader.global_batch_size` must be at most the dataset with `loader.drop_last`, got: '
-                f'{self.config.loader.global_batch_size} > {num_samples} samples. Lower it or set drop_last=false'
-            )
+            found = f'{self.config.loader.global_batch_size} > {num_samples} samples. Lower it or set drop_last=false'
+            raise ConfigError(f'`loader.global_batch_size` must be at most the dataset with `drop_last`, got: {found}')
         return drops_last
 
 
