@@ -74,7 +74,7 @@ def predict(config: TrainConfig, table: Any, methods: tuple[str, ...], size: int
     """Seconds of a step that `size` would report, at prices fitted to steps of ours."""
     cost, outside = time_shapes(config, size=size, slot_tokens=slot)
     assert cost.seconds_per_token is not None
-    sizes, own = SampleSizes.of(table), config.microbatching
+    sizes, own = SampleSizes.from_lengths(table), config.microbatching
     batches = draw_batches(len(sizes), config.loader.global_batch_size, num_batches=40)
     options = CutOptions(
         max_tokens=size * slot, regroup=own.regroup, width_multiple=own.width_multiple, packing=own.packing,

@@ -17,7 +17,7 @@ MODALITIES = ('image', 'video', 'audio')
 
 
 def text_of(batch: Batch) -> torch.Tensor:
-    """The ids or labels whose rows are the batch's."""
+    """Returns the ids or labels whose rows are the batch's."""
     for key in ('input_ids', 'labels', 'decoder_input_ids'):
         if isinstance(batch.get(key), torch.Tensor):
             return batch[key]
@@ -32,7 +32,7 @@ def own_labels(batch: Batch) -> torch.Tensor | None:
 
 
 def labels_of(batch: Any) -> torch.Tensor:
-    """The labels of a batch, integers ``(rows, width)``.
+    """Returns the labels of a batch, integers ``(rows, width)``.
 
     Raises:
         ValueError: If there are none, or they are of another shape or type.
@@ -89,13 +89,13 @@ def check_batch(batch: Any, vocabulary: int | None = None) -> None:
 
 
 def sample_name(batch: Mapping[str, Any], row: int) -> str:
-    """What a message calls a row: the sample by its id, or where the batch has none the row by its number."""
+    """Returns what a message calls a row: the sample by its id, or where the batch has none the row by its number."""
     ids = batch.get('sample_ids')
     return f'sample {ids[row]!r}' if isinstance(ids, (list, tuple)) and len(ids) > row else f'row {row}'
 
 
 def with_own_tensors(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The batch with copies of its tensors, so that whoever writes into them changes no other batch."""
+    """Returns the batch with copies of its tensors, so that whoever writes into them changes no other batch."""
     return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
 
 
@@ -105,16 +105,19 @@ def real_positions(batch: Batch) -> torch.Tensor:
 
 
 def _real_columns(batch: Batch, columns: slice) -> torch.Tensor:
+    real, labels = attended_positions(batch, columns), own_labels(batch)
+    return real if labels is None else real | (labels[:, columns] != IGNORE_INDEX)
+
+
+def attended_positions(batch: Batch, columns: slice = slice(None)) -> torch.Tensor:
+    """Returns ``(rows, columns)`` bool: all that the mask does not hide; those of a mask of another input are all."""
     ids, mask = text_of(batch), batch.get('attention_mask')
     if mask is None or 'input_ids' not in batch:
         return torch.ones_like(ids[:, columns], dtype=torch.bool)
     if mask.dim() > 2:  # additive masks hold 0 where a key is attended, boolean ones True
         attended = mask == 0 if mask.dtype.is_floating_point else mask.bool()
-        real = attended.flatten(1, -2).any(dim=1).expand_as(ids)[:, columns]
-    else:
-        real = mask[:, columns] != 0
-    labels = own_labels(batch)
-    return real if labels is None else real | (labels[:, columns] != IGNORE_INDEX)
+        return attended.flatten(1, -2).any(dim=1).expand_as(ids)[:, columns]
+    return mask[:, columns] != 0
 
 
 def padding_side(batch: Batch) -> str:

@@ -23,7 +23,7 @@ def from_any_rank(value: T | None) -> T | None:
 
 
 def max_over_ranks(values: Sequence[int]) -> list[int]:
-    """One integer all-reduce; on the GPU only where the backend knows no other."""
+    """Returns one integer all-reduce; on the GPU only where the backend knows no other."""
     on_gpu = torch.distributed.get_backend() == 'nccl'
     tensor = torch.tensor([int(value) for value in values], device=torch.cuda.current_device() if on_gpu else 'cpu')
     dist.all_reduce(tensor, reduce_operation='MAX')
@@ -48,7 +48,7 @@ class RankSum:
             self._work = torch.distributed.all_reduce(self._tensor, async_op=True)
 
     def read(self) -> tuple[float, ...]:
-        """The sums over all ranks."""
+        """Returns the sums over all ranks."""
         if self._values is None:
             if self._work is not None:
                 self._work.wait()

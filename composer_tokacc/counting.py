@@ -5,13 +5,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 
-from composer_tokacc.batch import IGNORE_INDEX, labels_of, text_of
+from composer_tokacc.batch import IGNORE_INDEX, attended_positions, labels_of, text_of
+
+log = logging.getLogger(__name__)
 
 LOSS_RULES = ('causal', 'causal_attended', 'unshifted')
 """Which labels a model's own loss averages over: see :func:`.loss_mask`."""
@@ -48,7 +52,7 @@ class TokenCounts:
 
 
 def check_rule(loss_tokens: str, *, allow_auto: bool = False) -> str:
-    """The rule, if there is such a one; ``'auto'`` is one where it is allowed.
+    """Returns the rule, if there is such a one; ``'auto'`` is one where it is allowed.
 
     Raises:
         ValueError: If not; names the valid ones.
@@ -60,23 +64,24 @@ def check_rule(loss_tokens: str, *, allow_auto: bool = False) -> str:
 
 
 def document_starts(batch: Mapping[str, Any]) -> torch.Tensor | None:
-    """``(rows, width)`` bool, where a further document starts in a packed row; None if the rows are not packed.
+    """Returns where a further document starts in a packed row, ``(rows, width)`` bool; None if no row is packed.
 
-    A packed row has ``position_ids`` that restart at 0 and no padding; with padding, a 0 after column 0 is merely the
-    first real token of a left-padded row.
+    A packed row has ``position_ids`` that restart at 0 behind its first attended token. Which rows are packed is a
+    property of each row, so that it depends on no other row beside it; where no position rises above 0, none is told.
     """
-    positions, mask = batch.get('position_ids'), batch.get('attention_mask')
-    if positions is None or positions.dim() != 2 or positions.shape != labels_of(batch).shape:
+    positions, labels = batch.get('position_ids'), labels_of(batch)
+    if positions is None or positions.dim() != 2 or positions.shape != labels.shape:
         return None
-    if mask is not None and (mask.dim() != 2 or not bool((mask != 0).all())):
+    attended = attended_positions(batch)
+    if attended.shape != labels.shape:  # of another input
         return None
-    starts = positions == 0
-    starts[:, 0] = False
+    is_first = attended & (attended.cumsum(dim=1) == 1)
+    starts = (positions == 0) & attended & ~is_first & (positions.amax(dim=1, keepdim=True) > 0)
     return starts if bool(starts.any()) else None
 
 
 def mask_document_starts(batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Masks the label of the first token of each document in packed rows.
+    """Masks the label of the first token of each document in packed rows, and says so once.
 
     The last token of one document would be trained to predict the first of the next, and models count that label
     unless it is masked: masked, the model's denominator and ours agree.
@@ -84,11 +89,20 @@ def mask_document_starts(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     starts = document_starts(batch)
     if starts is None or not bool((batch['labels'][starts] != IGNORE_INDEX).any()):
         return batch
+    _say_that_labels_are_masked()
     return {**batch, 'labels': batch['labels'].masked_fill(starts, IGNORE_INDEX)}
 
 
+@cache
+def _say_that_labels_are_masked() -> None:
+    log.warning(
+        'Rows are packed (`position_ids` restart at 0), and the first token of a further document has a label, which '
+        'the document before it would predict: it is set to -100, in this and all later batches.'
+    )
+
+
 def loss_mask(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> torch.Tensor:
-    """Which labels carry loss, ``(rows, width)`` bool on the labels' device; no host sync.
+    """Returns which labels carry loss, ``(rows, width)`` bool on the labels' device; no host sync.
 
     Args:
         batch: A batch with ``labels``, and for ``'causal_attended'`` a 2-D ``attention_mask``.
@@ -153,7 +167,7 @@ def real_tokens(batch: Mapping[str, Any]) -> list[int]:
 
 
 def with_one_label(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The batch with one label, at a position that counts by every rule where there is one; no host sync.
+    """Returns the batch with one label, at a position that counts by every rule where there is one; no host sync.
 
     The label is token 0, which every vocabulary has; ids of image placeholders may lie outside it.
     """

@@ -64,7 +64,7 @@ def without_metadata(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_annotated(batch: Any, loss_tokens: str | None = None) -> bool:
-    """Whether the batch carries its counts; by the given rule, if one is given."""
+    """Returns whether the batch carries its counts; by the given rule, if one is given."""
     rules = batch.get(f'{METADATA_PREFIX}rule') if isinstance(batch, Mapping) else None
     return rules is not None and (loss_tokens is None or set(rules) <= {loss_tokens})
 
@@ -100,7 +100,7 @@ def annotate(batch: Mapping[str, Any], loss_tokens: str = 'causal', token_weight
 
 
 def _without_added_labels(batch: Mapping[str, Any], samples: Sequence[int]) -> Mapping[str, Any]:
-    """Rows that are no samples weigh nothing, whatever labels their loader left on them."""
+    """Returns rows that are no samples weigh nothing, whatever labels their loader left on them."""
     if all(samples):
         return batch
     labels = batch['labels'].clone()
@@ -109,20 +109,20 @@ def _without_added_labels(batch: Mapping[str, Any], samples: Sequence[int]) -> M
 
 
 def num_rows(batch: Mapping[str, Any]) -> int:
-    """Rows of the batch, by ``input_ids`` or, where its main input is another one, by ``labels``."""
+    """Returns rows of the batch, by ``input_ids`` or, where its main input is another one, by ``labels``."""
     if isinstance(batch, PreSplitBatch):
         return sum(map(num_rows, batch.microbatches))
     return text_of(batch).shape[0]
 
 
 def num_samples(batch: Mapping[str, Any]) -> int:
-    """Samples of the dataset in the batch: its rows, but for added ones, and several in a packed row."""
+    """Returns samples of the dataset in the batch: its rows, but for added ones, and several in a packed row."""
     samples = batch.get(f'{METADATA_PREFIX}samples')
     return num_rows(batch) if samples is None else sum(samples)
 
 
 def loss_weight(batch: Mapping[str, Any]) -> float:
-    """Sum of the weights of the batch's loss-generating tokens: their number, where all weigh the same."""
+    """Returns the sum of the weights of the batch's loss-generating tokens: their number, where all weigh the same."""
     weights = batch.get(f'{METADATA_PREFIX}weights')
     return num_loss_tokens(batch) if weights is None else sum(weights)
 

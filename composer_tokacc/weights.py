@@ -23,7 +23,7 @@ TOKEN_WEIGHTS: dict[str, float | None] = {'token': 0.0, 'sqrt': 0.5, 'sample': 1
 def token_weights_of(
     batch: Mapping[str, Any], token_weights: str, loss_tokens: str = 'causal'
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the tokens of a batch weigh.
+    """Returns what the tokens of a batch weigh.
 
     Args:
         batch: A batch with ``labels``; with ``loss_weights`` for ``'column'``.
@@ -60,7 +60,7 @@ def _documents(batch: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _given_weights(batch: Mapping[str, Any], counted: torch.Tensor) -> torch.Tensor:
-    """The weights of the batch itself, float32 ``(rows, width)``."""
+    """Returns the weights of the batch itself, float32 ``(rows, width)``."""
     given: Any = batch.get(LOSS_WEIGHTS)
     if given is None:
         raise ValueError(

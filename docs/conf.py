@@ -52,8 +52,9 @@ _ELSEWHERE = (
     'typing',
 )
 # What annotations of packages without an inventory leave of theirs.
-nitpick_ignore = [('py:class', name) for name in ('Batch', 'Dataset', 'PathLike', 'Stream', 'optional')]
-nitpick_ignore_regex = [('py:.*', rf'({"|".join(_ELSEWHERE)})\..*')]
+nitpick_ignore = [('py:class', name) for name in ('Batch', 'Dataset', 'PathLike', 'Stream', 'inf', 'optional')]
+# Ranges stand in annotations of the YAML file's sections.
+nitpick_ignore_regex = [('py:.*', rf'({"|".join(_ELSEWHERE)})\..*'), ('py:class', r'.*\.values\.Range')]
 
 
 def _skip_twice_listed(app: Any, what: str, name: str, obj: object, skip: bool, options: Any) -> bool | None:

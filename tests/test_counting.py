@@ -8,7 +8,7 @@ import torch
 from composer.core.data_spec import DataSpec
 from transformers import T5Config, T5ForConditionalGeneration
 
-from composer_tokacc import TokenAccumulation, TokenCounts, count_tokens, token_data_spec
+from composer_tokacc import TokenAccumulation, TokenCounts, count_tokens, counting, token_data_spec
 from composer_tokacc.metadata import METADATA_PREFIX, annotate
 from tests.support.text import VOCABULARY, collate, text_model, text_row, text_rows
 from tests.support.training import loader, logged, reference_gradients, relative_error, train
@@ -115,6 +115,38 @@ def test_packed_rows_train_like_the_same_documents_padded(masked):
     recorder, memory, _ = train(model, loader(batch), algorithms=[TokenAccumulation()], microbatch_size=1)
     assert relative_error(recorder.gradients, expected) < 1e-6
     assert logged(memory, 'loss/train/total') == pytest.approx([loss], rel=1e-6)
+
+
+@pytest.mark.parametrize('side', ['left', 'right'])
+def test_which_rows_are_packed_depends_on_no_padding_beside_them(side):
+    whole = packed([text_row(5, 5, seed=1), text_row(3, 3, seed=2)], masked=False)
+    alone = count_tokens(whole).loss_generating
+    short = {key: value[:, :6] for key, value in whole.items()}  # the second document has one token
+    for mask in (torch.ones(1, 6), None):
+        assert count_tokens({**short, **({} if mask is None else {'attention_mask': mask})}).loss_generating == (4,)
+    padded = {key: torch.zeros(2, 8, dtype=torch.long) for key in ('input_ids', 'position_ids', 'attention_mask')}
+    padded['labels'] = torch.full((2, 8), -100)
+    columns = slice(2, 8) if side == 'left' else slice(0, 6)
+    for key, value in {**whole, 'attention_mask': torch.ones(1, 8)}.items():
+        padded[key][0] = value[0]
+        padded[key][1, columns] = value[0, :6]
+    # A label on the first token behind padding counts, as a pad predicts it.
+    assert count_tokens(padded).loss_generating == (*alone, 4 + (side == 'left'))
+    assert int((counting.mask_document_starts(padded)['labels'] != -100).sum()) == 7 + 5
+
+
+def test_labels_that_packing_masks_are_said(caplog):
+    counting._say_that_labels_are_masked.cache_clear()
+    batch = packed([text_row(5, 5, seed=1), text_row(3, 3, seed=2)], masked=False)
+    annotate(batch)
+    annotate(batch)
+    assert [record.message.count('it is set to -100') for record in caplog.records] == [1]
+
+
+def test_positions_that_are_all_zero_tell_no_documents():
+    batch = packed([text_row(5, 5, seed=1)], masked=False)
+    batch['position_ids'] = torch.zeros_like(batch['position_ids'])
+    assert count_tokens(batch).loss_generating == (4,)
 
 
 # Encoder-decoder: no shift.

@@ -51,6 +51,21 @@ def test_the_planner_loads_neither_torch_nor_composer():
     assert not modules & {'torch', 'composer', 'transformers'}
 
 
+@pytest.mark.parametrize(
+    ('name', 'unneeded'),
+    [
+        ('RegroupingBatchSampler', {'algorithm', 'checks', 'data_spec', *BELOW}),
+        ('suggest_microbatching', {'algorithm', 'checks', 'data_spec', 'data', 'programs'}),
+    ],
+)
+def test_a_name_loads_no_room_that_it_does_not_need(name, unneeded):
+    assert not rooms(loaded(f'from composer_tokacc import {name}')) & unneeded
+
+
+def test_the_structure_of_a_model_is_known_without_the_sizing_helper():
+    assert rooms(loaded('import composer_tokacc.model_structure')) == {'model_structure'}
+
+
 @pytest.mark.slow
 def test_the_plugin_loads_no_data_no_sizing_and_no_program():
     found = rooms(loaded(f'from composer_tokacc import {", ".join(PLUGIN)}'))

@@ -73,7 +73,7 @@ def compare(config: Any, memory: MemoryModel, run: GpuRun | None) -> list[dict[s
     for rows, width in SHAPES:
         batch = shape_batch(config, layout, rows, width)
         row: dict[str, Any] = {'rows': rows, 'width': width}
-        row['predicted_gib'] = memory.peak(BatchShape.of(batch, layout)) / GIB
+        row['predicted_gib'] = memory.peak(BatchShape.from_batch(batch, layout)) / GIB
         if run is not None:
             row['measured_gib'] = run.peak(batch) / GIB
             row['error'] = row['predicted_gib'] / row['measured_gib'] - 1
@@ -87,7 +87,7 @@ def try_largest(config: Any, memory: MemoryModel, run: GpuRun, width: int = 1024
     total = torch.cuda.get_device_properties(run.device).total_memory
 
     def predicted(rows: int) -> float:
-        return memory.peak(BatchShape.of(shape_batch(config, layout, rows, width), layout))
+        return memory.peak(BatchShape.from_batch(shape_batch(config, layout, rows, width), layout))
 
     rows = 1
     while predicted(rows + 1) <= SAFETY * total:

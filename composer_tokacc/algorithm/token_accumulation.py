@@ -40,7 +40,7 @@ from composer_tokacc.metadata import (
     num_samples,
     with_metadata,
 )
-from composer_tokacc.sampling.filler_rows import filler_rows
+from composer_tokacc.sampling.repeated_samples import num_repeated
 from composer_tokacc.weights import LOSS_WEIGHTS, TOKEN_WEIGHTS
 
 __all__ = ['TokenAccumulation']
@@ -190,10 +190,10 @@ class TokenAccumulation(Algorithm):
         vocabulary = vocabulary_of(state.model) if self._check is None else self._check.vocabulary
         for microbatch in microbatches_of(state.batch):
             check_batch(microbatch, vocabulary)
-        fillers = filler_rows(state.dataloader, int(state.timestamp.batch_in_epoch))
-        if fillers:
+        num_copies = num_repeated(state.dataloader, int(state.timestamp.batch_in_epoch))
+        if num_copies:
             rows = num_rows(state.batch)
-            state.batch = with_metadata(state.batch, samples=[1] * (rows - fillers) + [0] * fillers)
+            state.batch = with_metadata(state.batch, samples=[1] * (rows - num_copies) + [0] * num_copies)
         is_first = self._check is None
         if is_first:
             self._check, self._layout, self._reductions = set_up(

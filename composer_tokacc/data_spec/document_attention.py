@@ -122,7 +122,7 @@ def _in_plain_python(function: Callable[..., Any]) -> Any:
 
 
 def _masks(plain: str, **arguments: Any) -> Any:
-    """The mask function of our attention, as transformers calls it.
+    """Returns the mask function of our attention, as transformers calls it.
 
     Args:
         plain: The attention that each document gets.
@@ -156,7 +156,7 @@ def _attend(
     attention_mask: Any,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, Any]:
-    """The attention function, as transformers calls it: states are ``(1, heads, tokens, size)``."""
+    """Returns the attention function, as transformers calls it: states are ``(1, heads, tokens, size)``."""
     attend = _plain_attention(plain, module)
     if not isinstance(attention_mask, _Documents):
         return attend(module, query, key, value, attention_mask, **kwargs)

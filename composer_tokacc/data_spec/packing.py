@@ -19,7 +19,7 @@ from composer_tokacc.metadata import METADATA_PREFIX
 def pack_rows(
     layout: BatchLayout, batch: Mapping[str, Any], attention: DocumentAttention | None = None
 ) -> dict[str, Any]:
-    """One row of all rows' real tokens, whose mask says which of them make a document.
+    """Returns one row of all rows' real tokens, whose mask says which of them make a document.
 
     ``use_cache=False`` travels with the batch: keys and values that nobody asks for again would be kept.
 
@@ -36,11 +36,6 @@ def pack_rows(
     Raises:
         ValueError: If the batch has an entry that cannot be packed.
     """
-    mask = batch.get('attention_mask')
-    if mask is not None and mask.dim() != 2:
-        raise ValueError(f'`attention_mask` must be 2-D for packing, got: {mask.dim()}-D. Set `packing=False`.')
-    if batch.get('position_ids') is not None:
-        raise ValueError('`position_ids` must be absent for packing, got: a tensor. Set `packing=False`.')
     real = real_positions(batch)
     _check_runs(batch, real)
     if not bool(real.any()):  # a model takes no row of nothing
@@ -55,7 +50,7 @@ def pack_rows(
         if key == f'{METADATA_PREFIX}rule':
             packed[key] = value[:1]
         elif isinstance(value, torch.Tensor):
-            packed[key] = _pack_tensor(layout, key, value, real)
+            packed[key] = _pack_tensor(layout, batch, key, real)
         elif isinstance(value, (list, tuple)) and len(value) == num_rows:
             numbers = all(isinstance(item, (int, float)) for item in value)
             packed[key] = [sum(value)] if numbers else [list(value)]
@@ -80,6 +75,10 @@ def pack_rows(
 def _check_runs(batch: Mapping[str, Any], real: torch.Tensor) -> None:
     """Refuses rows that are not one run of tokens: what stands between or behind them would become tokens as well."""
     mask = batch.get('attention_mask')
+    if mask is not None and mask.dim() != 2:
+        raise ValueError(f'`attention_mask` must be 2-D for packing, got: {mask.dim()}-D. Set `packing=False`.')
+    if batch.get('position_ids') is not None:
+        raise ValueError('`position_ids` must be absent for packing, got: a tensor. Set `packing=False`.')
     attended = torch.ones_like(real) if mask is None else mask != 0
     before = torch.nn.functional.pad(attended[:, :-1], (1, 0))
     # A label right behind the last token is predicted from that token; one further on, from padding.
@@ -92,8 +91,8 @@ def _check_runs(batch: Mapping[str, Any], real: torch.Tensor) -> None:
         )
 
 
-def _pack_tensor(layout: BatchLayout, key: str, value: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    entry = layout.entry(key, value)
+def _pack_tensor(layout: BatchLayout, batch: Mapping[str, Any], key: str, real: torch.Tensor) -> torch.Tensor:
+    value, entry = batch[key], layout.entry_of(batch, key)
     if entry.slot_dim == 1 and not entry.seq_dims:
         return value.flatten(0, 1)[None]  # the rows' image slots one after the other
     if entry.unit != 'row' or entry.is_media:

@@ -32,23 +32,23 @@ class Piece(NamedTuple):
 
     @classmethod
     def from_facts(cls, facts: RowFacts, rules: CutRules, options: CutOptions) -> Piece:
-        """All rows of a batch."""
+        """Returns all rows of a batch."""
         rows = list(range(len(facts.lengths)))
         images = facts.image_tokens if options.max_image_tokens is not None else [0] * len(rows)
         return cls(facts, rows, rules.widths(facts), images)
 
     def take(self, which: Iterable[int]) -> Piece:
-        """Some of these rows."""
+        """Returns some of these rows."""
         which = list(which)
         rows, widths, images = ([values[k] for k in which] for values in (self.rows, self.widths, self.image_tokens))
         return self._replace(rows=rows, widths=widths, image_tokens=images)
 
     def width(self, options: CutOptions) -> int:
-        """Columns of their text once trimmed."""
+        """Returns columns of their text once trimmed."""
         return min(-(-max(self.widths) // options.width_multiple) * options.width_multiple, self.facts.width)
 
     def fits(self, rules: CutRules, options: CutOptions) -> bool:
-        """Whether they are within the caps, together with their dummy rows."""
+        """Returns whether they are within the caps, together with their dummy rows."""
         num_rows, dummy_widths = len(self.rows) + len(self.dummies), [row.width for row in self.dummies]
         size = num_rows * (max([self.width(options), *dummy_widths]) + self.facts.decoder_width)
         if rules.packing:  # one row of them all, as wide as they are together
@@ -59,7 +59,7 @@ class Piece(NamedTuple):
         return size <= options.max_tokens and fits_images
 
     def cut(self, rules: CutRules, options: CutOptions) -> list[Piece]:
-        """The rows in pieces of least cost under the caps."""
+        """Returns the rows in pieces of least cost under the caps."""
         options, extra = replace(options, packing=bool(rules.packing)), self.facts.decoder_width
         if rules.packing:
             groups = cut_rows(self.widths, options, image_tokens=self.image_tokens)

@@ -50,7 +50,6 @@ def layout_of(state: State, split: MicrobatchSplit | None) -> BatchLayout | None
         layout = max(inferred, key=lambda one: len(one.family.entries))  # a rank without media sees a text model
     if split is None:
         try:
-            layout = layout.with_row_entries(state.batch)
             layout.select(state.batch, [0])
             layout.media_per_row(state.batch)
         except (KeyError, ValueError):  # only the user's own split knows

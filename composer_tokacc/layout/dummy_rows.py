@@ -63,14 +63,14 @@ def _completed(layout: BatchLayout, row: dict[str, Any], like: Batch) -> dict[st
             completed[key] = [_neutral(value)]
         elif not isinstance(value, torch.Tensor):
             completed[key] = value
-        elif not (entry := layout.entry_of(like, key)).is_media:
+        elif not (entry := layout.entry_of(like, key)).is_media and entry.unit != 'shared':
             shape = list(value.shape)
-            shape[entry.row_dim] = shape[entry.row_dim] if entry.unit == 'shared' else 1
+            shape[entry.row_dim] = 1
             for dim in entry.seq_dims:
                 shape[dim] = width
-            completed[key] = value if entry.unit == 'shared' else value.new_full(shape, entry.fill)
-    needs = {key: value for key, value in row.items() if layout.entry(key, value).is_media}
-    needs |= {key: row[key] for key in row if layout.entry(key, row[key]).absent is not None}
+            completed[key] = value.new_full(shape, entry.fill)
+    needs = {key: value for key, value in row.items() if layout.entry_of(row, key).is_media}
+    needs |= {key: row[key] for key in row if layout.entry_of(row, key).absent is not None}
     if 'position_ids' in completed:
         completed['position_ids'] = torch.arange(width).expand_as(completed['position_ids']).clone()
     return {**completed, **needs}

@@ -228,7 +228,7 @@ def _aspect_ratio_slots(batch: Batch) -> torch.Tensor:
 def _one_size(
     name: str, model_type: str, dummy: Any, *, sizes: Any = placeholders.equal, matches: Any = _never
 ) -> Family:
-    """A family whose images, or tiles of images, come one after the other in one tensor."""
+    """Returns a family whose images, or tiles of images, come one after the other in one tensor."""
     return Family(
         name=name,
         model_types=(model_type,),

@@ -16,6 +16,7 @@ import torch
 from composer_tokacc.batch import MODALITIES, Batch, real_positions, span, text_of
 from composer_tokacc.layout import dummy_media
 from composer_tokacc.layout.families import FAMILIES, TEXT_ENTRIES, Entry, Family
+from composer_tokacc.layout.found import found_counts, found_entry, found_family, items_of_rows, placeholder_ids
 from composer_tokacc.layout.tensors import cat_padded, compact, select_units
 
 PATCHES = {'patch': ('image', 'image_grid_thw'), 'video_patch': ('video', 'video_grid_thw')}
@@ -43,48 +44,20 @@ class BatchLayout:
 
     @classmethod
     def infer(cls, batch: Batch) -> BatchLayout:
-        """The layout that the batch's own keys and shapes imply.
-
-        Raises:
-            ValueError: If no known family puts its images into a batch in this way.
-        """
-        for family in FAMILIES:
-            if family.matches(batch):
-                return cls(family=family)
-        shape = tuple(batch['pixel_values'].shape)
-        raise ValueError(
-            f'`layout` must be given for a batch with `pixel_values` of shape {shape} and keys {sorted(batch)}: no '
-            'family in composer_tokacc/layout/families.py has this format. Pass `layout=BatchLayout.for_model(model)`.'
-        )
+        """Returns the layout that the batch's own keys and shapes imply."""
+        return cls(family=next((family for family in FAMILIES if family.matches(batch)), Family(name='found')))
 
     @classmethod
     def for_model(cls, model: Any) -> BatchLayout:
         """The layout of a Hugging Face model (or its config, or a Composer ``HuggingFaceModel``, in DDP or not)."""
         model = getattr(model, 'module', model)
         config = getattr(model, 'config', model)
-        families = [family for family in FAMILIES if config.model_type in family.model_types]
-        if not families and hasattr(config, 'vision_config'):
-            known = sorted(kind for family in FAMILIES for kind in family.model_types)
-            raise ValueError(
-                f'`model_type` must be one of {known}, got: {config.model_type!r}. Add a Family to '
-                'composer_tokacc/layout/families.py, or pass BatchLayout(family=Family(...), config=model.config).'
-            )
-        return cls(family=families[0] if families else FAMILIES[-1], config=config)
+        registered = (family for family in FAMILIES if config.model_type in family.model_types)
+        return cls(family=next(registered, None) or found_family(config), config=config)
 
     def with_entries(self, **entries: Entry) -> BatchLayout:
-        """A layout that knows further entries, e.g. ``with_entries(ocr_boxes=Entry(unit='image'))``."""
+        """Returns a layout that knows further entries, e.g. ``with_entries(ocr_boxes=Entry(unit='image'))``."""
         return replace(self, extra={**self.extra, **entries})
-
-    def with_row_entries(self, batch: Batch) -> BatchLayout:
-        """A layout that takes unknown tensors with one entry per row for just that."""
-        unknown = {}
-        for key, value in batch.items():
-            if isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == self.num_rows(batch):
-                try:
-                    self.entry(key, value)
-                except ValueError:
-                    unknown[key] = Entry()
-        return self.with_entries(**unknown)
 
     @property
     def image_token_id(self) -> int | None:
@@ -92,7 +65,7 @@ class BatchLayout:
         return dummy_media.token_id(self.config, 'image')
 
     def image_tokens_per_row(self, batch: Batch) -> list[int]:
-        """Placeholders of images, videos and audios in each row.
+        """Returns placeholders of images, videos and audios in each row.
 
         Raises:
             ValueError: If the layout knows no config, which names them.
@@ -102,9 +75,13 @@ class BatchLayout:
                 'Image tokens must be known to count them, got: a layout without the model. Pass `model=`, or use '
                 'TokenAccumulation.'
             )
-        found = (dummy_media.token_id(self.config, unit) for unit in MODALITIES)
-        ids = torch.tensor([token_id for token_id in found if token_id is not None], dtype=torch.long)
+        found = [token_id for modality in MODALITIES for token_id in self._placeholder_ids(modality)]
+        ids = torch.tensor(found, dtype=torch.long)
         return torch.isin(text_of(batch), ids.to(text_of(batch).device)).sum(dim=1).tolist()
+
+    def _placeholder_ids(self, modality: str) -> tuple[int, ...]:
+        token_id = dummy_media.token_id(self.config, modality)
+        return placeholder_ids(self.config, modality) if token_id is None else (token_id,)
 
     @property
     def merge_size(self) -> int:
@@ -138,48 +115,50 @@ class BatchLayout:
     # Which entry is what.
 
     def num_rows(self, batch: Batch) -> int:
-        """Number of rows."""
+        """Returns the number of rows."""
         return text_of(batch).shape[0]
 
     def width(self, batch: Batch) -> int:
-        """Number of columns of the rows' text."""
+        """Returns the number of columns of the rows' text."""
         return text_of(batch).shape[1]
 
-    def entry(self, key: str, value: torch.Tensor) -> Entry:
-        """How one tensor belongs to rows; unknown keys are refused by name."""
-        for entries in (self.extra, self.family.entries, TEXT_ENTRIES):
-            if key in entries:
-                if key == 'loss_weights' and value.dim() == 1:
-                    return Entry(absent=entries[key].absent)  # of rows, not of positions
-                if key != 'attention_mask' or value.dim() == 2:
-                    return entries[key]
-                # (rows, width, width) and (rows, heads, width, width) carry the width twice; 0 in an additive mask
-                # would attend.
-                fill = torch.finfo(value.dtype).min if value.dtype.is_floating_point else 0
-                return Entry(seq_dims=(-2, -1), fill=fill)
-        raise ValueError(
-            f'`batch[{key!r}]` must be an entry that the {self.family.name} layout knows, got: a tensor of shape '
-            f'{tuple(value.shape)}. Register it: `layout.with_entries({key}=Entry(unit=...))`, with unit one of '
-            "'row', 'image', 'patch', 'video', 'video_patch', 'audio', 'shared'."
-        )
-
     def entry_of(self, batch: Batch, key: str) -> Entry:
-        """As :meth:`entry`, but a tensor with a width of its own (a decoder's labels) is not sequence-shaped."""
+        """Returns how a tensor belongs to rows; one with a width of its own (a decoder's labels) has no columns.
+
+        Raises:
+            ValueError: If neither the layout knows its name, nor its shape tells.
+        """
         value, width = batch[key], self.width(batch)
-        entry = self.entry(key, value)
+        known = (entries[key] for entries in (self.extra, self.family.entries, TEXT_ENTRIES) if key in entries)
+        entry = next(known, None) or found_entry(key, value, self.num_rows(batch), width)
+        if entry is None:
+            raise ValueError(
+                f'`batch[{key!r}]` must be an entry that the {self.family.name} layout knows, or of the rows, got: a '
+                f'tensor of shape {tuple(value.shape)}. Register it: `layout.with_entries({key}=Entry(unit=...))`, '
+                "with unit one of 'row', 'image', 'patch', 'video', 'video_patch', 'audio', 'shared'."
+            )
+        if key == 'loss_weights' and value.dim() == 1:
+            return Entry(absent=entry.absent)  # of rows, not of positions
+        if key == 'attention_mask' and value.dim() > 2:
+            # (rows, width, width) and (rows, heads, width, width) carry the width twice; 0 in an additive mask would
+            # attend.
+            fill = torch.finfo(value.dtype).min if value.dtype.is_floating_point else 0
+            entry = Entry(seq_dims=(-2, -1), fill=fill)
+        if key == 'position_ids' and value.shape == (1, width):
+            entry = Entry(unit='row' if self.num_rows(batch) == 1 else 'shared', seq_dims=(1,))
         is_decoders = 'input_ids' not in batch or (key in ('labels', 'loss_weights') and 'decoder_input_ids' in batch)
         has_width = all(value.shape[dim] == width for dim in entry.seq_dims) and not is_decoders
         return entry if has_width else replace(entry, seq_dims=())
 
     def tensors_of(self, batch: Batch, unit: str) -> dict[str, torch.Tensor]:
-        """The tensors that have one entry per unit, by key."""
+        """Returns the tensors that have one entry per unit, by key."""
         tensors = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
-        return {key: value for key, value in tensors.items() if self.entry(key, value).unit == unit}
+        return {key: value for key, value in tensors.items() if self.entry_of(batch, key).unit == unit}
 
     def media_of(self, batch: Batch) -> list[str]:
-        """Which of images, videos and audios have tensors in the batch."""
-        entries = [self.entry(key, value) for key, value in batch.items() if isinstance(value, torch.Tensor)]
-        units = {'image' if entry.slot_dim is not None else entry.unit for entry in entries}
+        """Returns which of images, videos and audios have tensors in the batch."""
+        entries = [self.entry_of(batch, key) for key, value in batch.items() if isinstance(value, torch.Tensor)]
+        units = {'image' if entry.slot_dim is not None else entry.unit.partition('/')[0] for entry in entries}
         units |= {PATCHES[unit][0] for unit in units & PATCHES.keys()}
         return [unit for unit in MODALITIES if unit in units]
 
@@ -190,11 +169,11 @@ class BatchLayout:
         return self.units_per_row(batch, 'image')
 
     def media_per_row(self, batch: Batch) -> list[int]:
-        """Number of images, videos and audios of each row."""
+        """Returns the number of images, videos and audios of each row."""
         return [sum(row) for row in zip(*(self.units_per_row(batch, unit) for unit in MODALITIES), strict=True)]
 
     def units_per_row(self, batch: Batch, unit: str) -> list[int]:
-        """How many of a unit (``'image'``, ``'video'``, ``'audio'``, ``'patch'``, ...) every row holds.
+        """Returns how many of a unit (``'image'``, ``'video'``, ``'audio'``, ``'patch'``, ...) every row holds.
 
         Known by the family's slots, by the carried list ``num_<unit>s`` where it sums up to the items of the batch, or
         by the placeholders: rows hold whole items, whose placeholders the config and the batch tell, in order.
@@ -212,11 +191,16 @@ class BatchLayout:
         if unit == 'image' and self.family.slots is not None and batch.get('pixel_values') is not None:
             occupied = self.family.slots(batch)
             return (occupied * torch.arange(1, occupied.shape[1] + 1, device=occupied.device)).amax(dim=1).tolist()
+        modality, _, count = unit.partition('/')
+        if count:
+            return found_counts(batch, self.config, modality, int(count), self.num_rows(batch))
         return self._units_by_items(batch, unit)
 
     def _units_by_items(self, batch: Batch, unit: str) -> list[int]:
         num_rows, carried = self.num_rows(batch), batch.get(f'num_{unit}s')
         sizes = {key: value.shape[0] for key, value in self.tensors_of(batch, unit).items()}
+        if not sizes and (found := self._found_units(batch, unit)):
+            return self.units_per_row(batch, found[0])
         if not sizes:
             return [0] * num_rows if carried is None else list(carried)
         num_items = max(sizes.values())
@@ -231,6 +215,12 @@ class BatchLayout:
             return list(carried)
         return self._units_by_placeholders(batch, unit, num_items)
 
+    def _found_units(self, batch: Batch, modality: str) -> list[str]:
+        """Returns what the found tensors of a modality enumerate, the fewest first: items before tiles and patches."""
+        entries = (self.entry_of(batch, key) for key, value in batch.items() if isinstance(value, torch.Tensor))
+        units = {entry.unit for entry in entries if entry.unit.startswith(f'{modality}/')}
+        return sorted(units, key=lambda unit: int(unit.partition('/')[2]))
+
     def _units_by_placeholders(self, batch: Batch, unit: str, num_items: int) -> list[int]:
         media, num_rows = self.family.media.get(unit), self.num_rows(batch)
         carry = f'Carry `num_{unit}s` in the batch, one int per row'
@@ -244,7 +234,7 @@ class BatchLayout:
             )
         tokens = is_placeholder.sum(dim=1).tolist()
         sizes = media.sizes(batch, self.config, num_items, sum(tokens))
-        found = _match(tokens, sizes)
+        found = items_of_rows(tokens, sizes)
         if found is None:
             remedy = f'{carry}, or do not cut rows inside their media'
             if self.family.has_queries:
@@ -263,7 +253,7 @@ class BatchLayout:
     # New batches out of old ones.
 
     def select(self, batch: Batch, rows: Sequence[int]) -> dict[str, Any]:
-        """The batch of the given rows, in the given order, with exactly their images; same width.
+        """Returns the batch of the given rows, in the given order, with exactly their images; same width.
 
         Raises:
             ValueError: If the layout does not know an entry, or does not find its rows in it.
@@ -272,7 +262,7 @@ class BatchLayout:
         return selected
 
     def split(self, batch: Batch, groups: Iterable[Sequence[int]]) -> list[dict[str, Any]]:
-        """The batches of several groups of rows: as :meth:`select` for each, but rows are counted once.
+        """Returns the batches of several groups of rows: as :meth:`select` for each, but rows are counted once.
 
         Each row's media are copied once; not at all where a group is a run of rows in order and the batch is on its way
         to a GPU. Page-locked tensors stay page-locked.
@@ -281,7 +271,7 @@ class BatchLayout:
         for key, value in batch.items():
             self._check(batch, key, value)
             if isinstance(value, torch.Tensor):
-                entry = self.entry(key, value)
+                entry = self.entry_of(batch, key)
                 units.add('image' if entry.slot_dim is not None else entry.unit)
         everything, groups = list(range(self.num_rows(batch))), [list(rows) for rows in groups]
         if all(rows == everything for rows in groups):
@@ -293,7 +283,7 @@ class BatchLayout:
         selected: dict[str, Any] = {}
         for key, value in batch.items():
             if isinstance(value, torch.Tensor):
-                entry = self.entry(key, value)
+                entry = self.entry_of(batch, key)
                 chosen = select_units(key, value, entry, ends, rows)
                 # A model takes no image entries for no images, rather than empty ones.
                 if not entry.is_media or chosen.numel() > 0:
@@ -332,7 +322,7 @@ class BatchLayout:
         return kept
 
     def pad_left(self, batch: Batch, columns: int) -> dict[str, Any]:
-        """The batch, padded on the left, with so many more columns of padding there."""
+        """Returns the batch, padded on the left, with so many more columns of padding there."""
         padding = text_of(batch)[~real_positions(batch)]
         padded: dict[str, Any] = dict(batch)
         for key, value in batch.items():
@@ -343,7 +333,7 @@ class BatchLayout:
         return padded
 
     def concat(self, batches: Sequence[Batch], *, padding_side: str = 'right', pad_token_id: int = 0) -> dict[str, Any]:
-        """One batch of all rows: sequence axes padded to the widest, images of all rows one after the other.
+        """Returns one batch of all rows: sequence axes padded to the widest, images of all rows one after the other.
 
         Args:
             batches: Batches, or one-row samples; those without images may lack the image entries.
@@ -361,6 +351,9 @@ class BatchLayout:
             first = next((batch[key] for batch in batches if batch.get(key) is not None), None)
             if isinstance(first, torch.Tensor):
                 entry = self._common_entry(batches, key)
+                if entry.unit == 'shared':
+                    joined[key] = max((one[key] for one in batches if one.get(key) is not None), key=torch.Tensor.numel)
+                    continue
                 if entry.unit == 'video' and first.dim() == 5:
                     self._refuse_ragged_clips(batches, key)
                 if key == 'input_ids':
@@ -393,10 +386,11 @@ class BatchLayout:
     def _common_entry(self, batches: Sequence[Batch], key: str) -> Entry:
         """Sequence-shaped only if so in every batch: a decoder's labels may have the encoder's width by chance."""
         entries = [self.entry_of(batch, key) for batch in batches if batch.get(key) is not None]
-        return next((entry for entry in entries if not entry.seq_dims), entries[0])
+        shared = (entry for entry in entries if entry.unit == 'shared')
+        return next(shared, None) or next((entry for entry in entries if not entry.seq_dims), entries[0])
 
     def _with_absent(self, batches: Sequence[Batch], key: str, entry: Entry) -> list[torch.Tensor]:
-        """The tensors to join; batches without one bring no media, or rows of the entry's ``absent`` value."""
+        """Returns the tensors to join; batches without one bring no media, or rows of the entry's ``absent`` value."""
         if entry.slot_dim is None and entry.is_media:
             return [batch[key] for batch in batches if batch.get(key) is not None]
         if entry.slot_dim is None and entry.absent is None:
@@ -412,17 +406,6 @@ class BatchLayout:
                 shape[entry.slot_dim] = 0
             values.append(batch[key] if batch.get(key) is not None else like.new_full(shape, entry.absent or 0))
         return values
-
-
-def _match(tokens: list[int], sizes: list[int]) -> list[int] | None:
-    """Items per row, where rows hold whole items: 20 and 10 tokens of items of 10 are 2 and 1.
-
-    There is one way at most, as every item has tokens and items come in the order of the rows.
-    """
-    ends, row_ends = [0, *accumulate(sizes)], list(accumulate(tokens))
-    if not sizes or min(sizes) < 1 or row_ends[-1] != ends[-1] or not set(row_ends) <= set(ends):
-        return None
-    return [ends.index(stop) - ends.index(start) for start, stop in pairwise([0, *row_ends])]
 
 
 def _refuse_absent(batches: Sequence[Batch], key: str) -> None:

@@ -99,12 +99,12 @@ def _pairs(sizes: Any) -> list[tuple[int, int]]:
 
 
 def _side(config: Any) -> int:
-    """Patches along one side of a tile."""
+    """Returns patches along one side of a tile."""
     return config.vision_config.image_size // config.vision_config.patch_size
 
 
 def _tiled(size: tuple[int, int], config: Any, *, cap: int | None = None) -> int:
-    """Tokens of one image, as ``pack_image_features`` of the models makes them."""
+    """Returns tokens of one image, as ``pack_image_features`` of the models makes them."""
     tile, side = config.vision_config.image_size, _side(config)
     best_height, best_width = best_resolution(size, config.image_grid_pinpoints)
     height, width = _unpadded(size, best_height // tile * side, best_width // tile * side)
@@ -128,7 +128,7 @@ def best_resolution(size: tuple[int, int], pinpoints: Sequence[Sequence[int]]) -
 
 
 def _unpadded(size: tuple[int, int], height: int, width: int) -> tuple[int, int]:
-    """The part of the patches that is not padding, as ``unpad_image`` of the models cuts it."""
+    """Returns the part of the patches that is not padding, as ``unpad_image`` of the models cuts it."""
     if size[1] / size[0] > width / height:
         new_height = int(round(size[0] * (width / size[1]), 7))
         return height - (height - new_height) // 2 * 2, width

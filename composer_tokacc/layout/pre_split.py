@@ -51,11 +51,11 @@ class PreSplitBatch(Mapping[str, Any]):
         self._joined: dict[str, Any] = {}
 
     def __repr__(self) -> str:
-        """Keys and sizes."""
+        """Returns keys and sizes."""
         return f'PreSplitBatch({len(self.microbatches)} microbatches of {list(self)}, max_tokens={self.max_tokens})'
 
     def map(self, function: Callable[[dict[str, Any]], Batch]) -> PreSplitBatch:
-        """The batch whose microbatches are ``function`` of these."""
+        """Returns the batch whose microbatches are ``function`` of these."""
         changed = [function(microbatch) for microbatch in self.microbatches]
         return PreSplitBatch(changed, max_tokens=self.max_tokens, indices=self.indices)
 
@@ -64,25 +64,25 @@ class PreSplitBatch(Mapping[str, Any]):
         return _joined(layout, self.microbatches)
 
     def pin_memory(self) -> PreSplitBatch:
-        """The batch in page-locked memory. Torch's own pinning would make a plain dict of a mapping."""
+        """Returns the batch in page-locked memory. Torch's own pinning would make a plain dict of a mapping."""
         return self.map(lambda microbatch: {
             key: value.pin_memory() if isinstance(value, torch.Tensor) else value for key, value in microbatch.items()
         })  # fmt: skip
 
     def __iter__(self) -> Iterator[str]:
-        """Keys of all microbatches: those with images have more."""
+        """Returns keys of all microbatches: those with images have more."""
         return iter(dict.fromkeys(key for microbatch in self.microbatches for key in microbatch))
 
     def __len__(self) -> int:
-        """Number of keys."""
+        """Returns the number of keys."""
         return sum(1 for _ in self)  # not len(list(self)), which asks for the length itself
 
     def __contains__(self, key: object) -> bool:
-        """Whether a microbatch has the key; joins nothing."""
+        """Returns whether a microbatch has the key; joins nothing."""
         return any(key in microbatch for microbatch in self.microbatches)
 
     def __getitem__(self, key: str) -> Any:
-        """The entry for all rows, joined on the first reading."""
+        """Returns the entry for all rows, joined on the first reading."""
         if key not in self:
             raise KeyError(key)
         if key not in self._joined:
@@ -97,7 +97,7 @@ class PreSplitBatch(Mapping[str, Any]):
 
     def _joined_tensor(self, key: str) -> torch.Tensor:
         with_it = next(microbatch for microbatch in self.microbatches if microbatch.get(key) is not None)
-        layout = BatchLayout.infer(with_it).with_row_entries(with_it)
+        layout = BatchLayout.infer(with_it)
         wanted = {'input_ids', 'attention_mask', 'labels', 'decoder_input_ids', key}
         parts = [{name: value for name, value in one.items() if name in wanted} for one in self.microbatches]
         return _joined(layout, parts)[key]
@@ -105,7 +105,7 @@ class PreSplitBatch(Mapping[str, Any]):
     # On the way from a worker process.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PreSplitBatch:
-        """A copy of its own, not by way of shared memory."""
+        """Returns a copy of its own, not by way of shared memory."""
         return self.map(lambda microbatch: copy.deepcopy(microbatch, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -115,12 +115,12 @@ class PreSplitBatch(Mapping[str, Any]):
 
 
 def microbatches_of(batch: Batch) -> Sequence[Batch]:
-    """The microbatches of a ready batch; any other one is taken as a whole."""
+    """Returns the microbatches of a ready batch; any other one is taken as a whole."""
     return batch.microbatches if isinstance(batch, PreSplitBatch) else [batch]
 
 
 def widened(batch: Batch, width_multiple: int) -> Batch:
-    """The batch with its text padded to a width that is a multiple, on the side where it is padded already."""
+    """Returns the batch with its text padded to a width that is a multiple, on the side where it is padded already."""
     if width_multiple == 1 or batch.get('input_ids') is None:
         return batch
     layout = BatchLayout(family=FAMILIES[-1])
@@ -136,7 +136,7 @@ def widened(batch: Batch, width_multiple: int) -> Batch:
 
 
 def with_columns(value: torch.Tensor, entry: Entry, count: int, *, left: bool = False) -> torch.Tensor:
-    """The tensor with so many columns of padding more in each dimension that has the width of the text."""
+    """Returns the tensor with so many columns of padding more in each dimension that has the width of the text."""
     for dim in entry.seq_dims:
         shape = list(value.shape)
         shape[dim] = count
@@ -192,7 +192,7 @@ def _packed(microbatches: Sequence[Mapping[str, Any]]) -> tuple[torch.Tensor, li
 def _unpacked(
     memory: torch.Tensor, places: list[dict[str, Any]], max_tokens: int, indices: list[list[int]] | None
 ) -> PreSplitBatch:
-    """The batch, whose tensors are windows on the memory that arrived."""
+    """Returns the batch, whose tensors are windows on the memory that arrived."""
     # Not views of one tensor: Composer deep-copies microbatches for metrics, and of a view all that it is a view of.
     everything = memory.numpy()
 

@@ -76,7 +76,7 @@ def cat_padded(values: Sequence[torch.Tensor], entry: Entry, width: int, side: s
 def select_units(
     key: str, value: torch.Tensor, entry: Entry, ends: Mapping[str, Sequence[int]], rows: Sequence[int]
 ) -> torch.Tensor:
-    """The entries of the rows; ``ends``: by unit, how many there are up to each row and in all."""
+    """Returns the entries of the rows; ``ends``: by unit, how many there are up to each row and in all."""
     if entry.unit == 'shared':
         return value
     of_unit = ends[entry.unit]

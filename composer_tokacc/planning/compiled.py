@@ -31,7 +31,7 @@ class _ForgivingCache(FunctionCache):
     """A cache that is only ever a help: a full disk or a damaged file costs a compilation, not the run."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """The machine code on disk, or None; files that cannot be read are emptied, to be written anew."""
+        """Returns the machine code on disk, or None; files that cannot be read are emptied, to be written again."""
         try:
             return super().load_overload(sig, target_context)
         except Exception:  # whatever unpickling a damaged file may raise

@@ -7,7 +7,7 @@ A cut is given by its bounds: microbatch ``k`` holds rows ``bounds[k]`` to ``bou
 microbatch may hold is given by ``reach``, int64 (n,): the one that starts at row ``i`` ends at ``reach[i]`` at the
 latest, which is never below ``i + 1``, so that a row over a cap is placed alone, and never falls from one row to the
 next. A microbatch costs its number of rows times ``row_costs`` of its widest row, float64 (n,), plus the vision cost of
-its rows, ``vision[end] - vision[start]``, float64 (n + 1,), plus the launch.
+its rows, ``vision[end] - vision[start]``, float64 (n + 1,), plus a fixed cost.
 """
 
 from __future__ import annotations
@@ -64,28 +64,28 @@ def cut_rows(
         return pack_lengths(lengths, options.max_tokens, image_tokens, options.max_image_tokens)
     checked = Rows(lengths, options, image_tokens=image_tokens, max_width=max_width)
     rows = checked.by_length() if options.regroup else checked.in_order(np.arange(len(checked.lengths)))
-    launch = options.cost.launch
-    bounds = least_padded_cut(rows.row_costs, rows.reach, launch)
+    fixed_cost = options.cost.launch
+    bounds = least_padded_cut(rows.row_costs, rows.reach, fixed_cost)
     microbatches = [sorted(rows.order[start:end].tolist()) for start, end in pairwise(bounds.tolist())]
     if not options.regroup:
         return microbatches
-    costs = microbatch_costs(rows.row_costs, rows.vision, bounds, launch)
+    costs = microbatch_costs(rows.row_costs, rows.vision, bounds, fixed_cost)
     return [microbatches[k] for k in np.argsort(-costs, kind='stable').tolist()]
 
 
 @compiled
-def microbatch_costs(row_costs: np.ndarray, vision: np.ndarray, bounds: np.ndarray, launch: float) -> np.ndarray:
-    """Cost of each microbatch of a cut of sorted rows, float64 (K,)."""
+def microbatch_costs(row_costs: np.ndarray, vision: np.ndarray, bounds: np.ndarray, fixed_cost: float) -> np.ndarray:
+    """Returns the cost of each microbatch of a cut of sorted rows, float64 (K,)."""
     costs = np.zeros(len(bounds) - 1)
     for k in range(len(costs)):
         start, end = bounds[k], bounds[k + 1]
-        costs[k] = (end - start) * row_costs[start] + (vision[end] - vision[start]) + launch
+        costs[k] = (end - start) * row_costs[start] + (vision[end] - vision[start]) + fixed_cost
     return costs
 
 
 @compiled
 def least_padded_cut(row_costs: np.ndarray, reach: np.ndarray, price: float) -> np.ndarray:
-    """Cut rows, sorted or not, so that padded cost plus ``price`` per microbatch is least.
+    """Cuts rows, sorted or not, so that padded cost plus ``price`` per microbatch is least.
 
     Plain dynamic programming over the ends of microbatches, in O(n * rows that a microbatch can hold). (On sorted rows
     O(n log n) is possible, with three times the code; measured, a whole plan of up to 1,024 rows took as long.)
@@ -161,7 +161,7 @@ class LeastPaddedCuts:
         self._corners[len(rows)] = (float(rows.row_costs.sum()), np.arange(len(rows) + 1, dtype=np.int64))
 
     def _try(self, price: float) -> int:
-        """Find the corner of a price, and return its number of microbatches."""
+        """Finds the corner of a price, and returns its number of microbatches."""
         bounds = least_padded_cut(self._rows.row_costs, self._rows.reach, price)
         padded = float(np.dot(np.diff(bounds), self._rows.row_costs[bounds[:-1]]))
         count = len(bounds) - 1
@@ -170,7 +170,7 @@ class LeastPaddedCuts:
         return count
 
     def exactly(self, count: int) -> np.ndarray:
-        """Bounds of the cut of least padded cost with ``count`` microbatches, ``fewest <= count <= n``.
+        """Returns bounds of the cut of least padded cost with ``count`` microbatches, ``fewest <= count <= n``.
 
         With a tolerance the cost is at most so much above the least one: it lies between the costs of the corners on
         either side, and a splice of the two costs no more than the costlier of them.
@@ -178,6 +178,7 @@ class LeastPaddedCuts:
         while count not in self._corners:
             below = max(k for k in self._corners if k < count)
             above = min(k for k in self._corners if k > count)
+            # Both corners are on the curve, and so is everything between them above their chord.
             saving = self._corners[below][0] - self._corners[above][0]
             between = below
             if saving > self._tolerance * self._corners[above][0]:
@@ -189,7 +190,7 @@ class LeastPaddedCuts:
 
 @compiled
 def _splice(few: np.ndarray, many: np.ndarray, count: int) -> np.ndarray:
-    """Follow `few`, then change over to `many` inside one microbatch of `few`, for `count` microbatches in all.
+    """Follows `few`, then changes over to `many` inside one microbatch of `few`, for `count` microbatches in all.
 
     Where both cuts are best at the same price, so is the result: it and the splice the other way round cost together no
     more than the two (exchange argument on a Monge cost). The microbatch of the change lies inside one of `few`, so it
@@ -209,9 +210,9 @@ def _splice(few: np.ndarray, many: np.ndarray, count: int) -> np.ndarray:
 
 @compiled
 def fill(row_costs: np.ndarray, vision: np.ndarray, reach: np.ndarray, limit: float) -> np.ndarray:
-    """Fill one microbatch of sorted rows after the other, up to caps and limit: no cut under both has fewer.
+    """Fills one microbatch of sorted rows after the other, up to caps and limit: no cut under both has fewer.
 
-    The limit is what no microbatch of two rows and more may cost, without launch.
+    The limit is what no microbatch of two rows and more may cost, without its fixed cost.
     """
     n = len(row_costs)
     bounds = np.zeros(n + 1, dtype=np.int64)
@@ -227,6 +228,7 @@ def fill(row_costs: np.ndarray, vision: np.ndarray, reach: np.ndarray, limit: fl
                 low = middle
             else:
                 high = middle - 1
+        # Now `low` is the last end under cap and limit: the microbatch is full, and the next one starts there.
         start = low
         count += 1
         bounds[count] = start
@@ -235,7 +237,7 @@ def fill(row_costs: np.ndarray, vision: np.ndarray, reach: np.ndarray, limit: fl
 
 @compiled
 def equal_cost_cut(row_costs: np.ndarray, vision: np.ndarray, reach: np.ndarray, count: int) -> np.ndarray:
-    """Cut sorted rows into at most ``count`` microbatches whose costliest one is as cheap as possible.
+    """Cuts sorted rows into at most ``count`` microbatches whose costliest one is as cheap as possible.
 
     ``count`` is at least the number of :func:`fill` without a limit.
     """
@@ -261,7 +263,7 @@ def equal_cost_cut(row_costs: np.ndarray, vision: np.ndarray, reach: np.ndarray,
 
 @compiled
 def split_largest(row_costs: np.ndarray, bounds: np.ndarray, count: int) -> np.ndarray:
-    """Split the largest microbatch of sorted rows, halfway down its rows, until there are ``count``, or one row each.
+    """Splits the largest microbatch of sorted rows, halfway down its rows, until there are ``count``, or one row each.
 
     Returns:
         Bounds of ``min(count, n)`` microbatches, or of K if that is more; those that came in are among them.

@@ -25,8 +25,8 @@ class CostModel:
     Args:
         quadratic: Width at which attention costs as much as the dense layers; six times the hidden size for a
             standard transformer block (hidden size 4096 by default). ``math.inf`` for no quadratic term.
-        vision_per_token: Cost of one image token in the vision tower, where that is all that is known of it.
-        vision_per_image: Cost of the tower that does not depend on the patches of the image, and
+        vision_per_token: Cost of one image token in the vision encoder, where that is all that is known of it.
+        vision_per_image: Cost of the encoder that does not depend on the patches of the image, and
         vision_per_patch: that of each patch, and
         vision_per_square: that of the patches squared: attention over the whole of an image.
         launch: Cost of starting a microbatch, whatever is in it. Zero would make microbatches of one row free.
@@ -61,15 +61,15 @@ class CostModel:
         widths = np.asarray(widths, dtype=np.float64)
         return widths + widths * widths / self.quadratic
 
-    def tower(self, image_tokens: np.ndarray, patches: np.ndarray | None = None) -> np.ndarray:
-        """Cost of each sample in the vision tower, float64 (n,): ``vision_cost`` of :func:`.plan_microbatches`.
+    def vision(self, image_tokens: np.ndarray, patches: np.ndarray | None = None) -> np.ndarray:
+        """Cost of each sample in the vision encoder, float64 (n,): ``vision_cost`` of :func:`.plan_microbatches`.
 
         Args:
             image_tokens: Image tokens of each sample, (n,).
-            patches: Patches that the tower computes for it, (n,), taken for those of one image; None where unknown.
+            patches: Patches that the encoder computes for it, (n,), taken for those of one image; None where unknown.
 
         Example:
-            >>> CostModel(vision_per_image=5.0, vision_per_patch=0.1).tower(np.array([64, 0]), np.array([256, 0]))
+            >>> CostModel(vision_per_image=5.0, vision_per_patch=0.1).vision(np.array([64, 0]), np.array([256, 0]))
             array([30.6,  0. ])
         """
         cost = np.asarray(image_tokens) * self.vision_per_token

@@ -14,10 +14,10 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from composer_tokacc.planning.assignment import assign_longest_first, assign_slots, best_slot_order, rebalance
 from composer_tokacc.planning.cuts import LeastPaddedCuts, equal_cost_cut, microbatch_costs, split_largest
 from composer_tokacc.planning.options import CostModel, CutOptions
 from composer_tokacc.planning.rows import OrderedRows, Rows
-from composer_tokacc.planning.share import deal_columns, rebalance, share_columns, share_longest_first
 
 # Chosen on 460 plans for each objective: 16 to 2,048 samples of AI2D, ChartQA, DocVQA and of lognormal length, 2 to 64
 # ranks, memory of 1 to 8 rows. What is said of other values is the modelled time of a step against the chosen one.
@@ -25,12 +25,12 @@ STEPS = 8
 """Numbers of microbatches tried between the fewest and one a sample. 4: 0.05 % slower in the mean, 3.6 % at worst; 12:
 as fast to 0.1 %."""
 NEAR = 4
-"""Numbers tried on each side of the best of those, in columns. 2: 0.6 % slower at worst; none: 1.7 %."""
+"""Numbers tried on each side of the best of those, in slots. 2: 0.6 % slower at worst; none: 1.7 %."""
 TOLERANCE = 0.001
 """Relative excess of padded cost that is accepted of a cut. 0.01: 0.1 % slower under ``'ddp'``; 0: as fast to 0.02 %,
 for more trials."""
 PROMISING = 8
-"""Cuts that are rebalanced, of those whose ranks were shared longest first. 4: 0.08 % slower; 1: 0.3 %, 4.7 % at worst;
+"""Cuts that are rebalanced, of those that were assigned longest first. 4: 0.08 % slower; 1: 0.3 %, 4.7 % at worst;
 16: 0.02 % faster, and the time of the plan grows."""
 
 _TIME = attrgetter('time')
@@ -44,9 +44,9 @@ class Microbatch(NamedTuple):
     width: int
     """Padded width in tokens."""
     cost: float
-    """Modelled cost, launch included."""
+    """Modelled cost, the fixed cost included."""
     filled: bool = False
-    """True for a zero-weight copy of a sample, added where a rank would have too few microbatches."""
+    """True for a dummy: a copy of a sample that weighs nothing, added where a rank would have too few microbatches."""
 
     @property
     def num_tokens(self) -> int:
@@ -61,17 +61,17 @@ class PlanStats:
     padding_before: float
     """Padding ratio with all samples padded to the longest."""
     padding_after: float
-    """Padding ratio of the plan, zero-weight copies counted as padding."""
+    """Padding ratio of the plan, dummies counted as padding."""
     rank_imbalance: float
     """Cost of the slowest rank over the mean, 1.0 at best."""
     cost: float
     """Modelled time of the step under the objective."""
     bound: float
-    """Time that no plan can beat: no padding, perfect balance, the fewest launches."""
+    """Time that no plan can beat: no padding, perfect balance, the fewest microbatches."""
     oversize: tuple[int, ...]
     """Samples that break a cap by themselves, and are therefore placed alone."""
     filled: int
-    """Zero-weight copies that were added."""
+    """Dummies that were added."""
 
     @property
     def share_of_bound(self) -> float:
@@ -94,7 +94,7 @@ class MicrobatchPlan:
         loads = np.array([sum(microbatch.cost for microbatch in rank) for rank in self.ranks])
         slowest = float(loads.max())
         if rows.options.objective == 'fsdp':  # as many microbatches on every rank
-            slowest = sum(map(self._column_time, zip(*self.ranks, strict=True)))
+            slowest = sum(map(self._slot_time, zip(*self.ranks, strict=True)))
         num_tokens = int(rows.lengths.sum())
         return PlanStats(
             padding_before=1.0 - num_tokens / (len(rows.lengths) * int(rows.lengths.max())),
@@ -106,9 +106,9 @@ class MicrobatchPlan:
             filled=sum(microbatch.filled for microbatch in computed),
         )
 
-    def _column_time(self, column: Sequence[Microbatch]) -> float:
-        vision = [float(self._rows.vision_cost[list(microbatch.indices)].sum()) for microbatch in column]
-        return max(vision) + max(microbatch.cost - part for microbatch, part in zip(column, vision, strict=True))
+    def _slot_time(self, slot: Sequence[Microbatch]) -> float:
+        vision = [float(self._rows.vision_cost[list(microbatch.indices)].sum()) for microbatch in slot]
+        return max(vision) + max(microbatch.cost - part for microbatch, part in zip(slot, vision, strict=True))
 
 
 def plan_microbatches(
@@ -123,11 +123,11 @@ def plan_microbatches(
     cost: CostModel | None = None,
     width_multiple: int = 1,
 ) -> MicrobatchPlan:
-    """Cut a global batch into microbatches and share them among ranks, for the shortest modelled step.
+    """Cuts a global batch into microbatches and assigns them to ranks, for the shortest modelled step.
 
     Every sample is in exactly one microbatch. Rows times width of a microbatch never exceeds ``max_tokens``, nor do its
     image tokens exceed ``max_image_tokens``; a sample that breaks a cap by itself is placed alone and listed in
-    ``stats.oversize``. Every rank has at least one microbatch: where samples run out, it is a zero-weight copy marked
+    ``stats.oversize``. Every rank has at least one microbatch: where samples run out, it is a dummy, marked
     ``filled``. The plan depends on nothing but the arguments.
 
     Args:
@@ -135,12 +135,12 @@ def plan_microbatches(
         num_ranks: Number of ranks.
         max_tokens: Token budget of a microbatch, padding included.
         image_tokens: Image tokens of each sample, (n,). With ``'fsdp'`` samples with and without images then never run
-            side by side, because a rank that leaves the vision tower unused hangs the others.
-        vision_cost: Cost of each sample in the vision tower, (n,), in the unit of :class:`.CostModel`, where image
-            tokens do not tell it, as :meth:`.CostModel.tower` has it; by default that of ``image_tokens`` alone.
+            side by side, because a rank that leaves the vision encoder unused hangs the others.
+        vision_cost: Cost of each sample in the vision encoder, (n,), in the unit of :class:`.CostModel`, where image
+            tokens do not tell it, as :meth:`.CostModel.vision` has it; by default that of ``image_tokens`` alone.
         max_image_tokens: Image budget of a microbatch.
         objective: ``'ddp'``: ranks wait for each other once a step, and may have unequal numbers of microbatches.
-            ``'fsdp'``: they wait at every microbatch, after its vision tower and at its end, and have equal numbers.
+            ``'fsdp'``: they wait at every microbatch, after its vision encoder and at its end, and have equal numbers.
         cost: Cost model of a microbatch.
         width_multiple: Round widths up to a multiple of this.
 
@@ -177,25 +177,25 @@ def plan_rows(
     if num_ranks < 1:
         raise ValueError(f'`num_ranks` must be at least 1, got: {num_ranks}.')
     checked = Rows(lengths, options, image_tokens=image_tokens, vision_cost=vision_cost)
-    columns = options.objective == 'fsdp'
+    in_slots = options.objective == 'fsdp'
     # Samples that may run side by side: all of them, or under 'fsdp' those with images and those without.
     groups: list[np.ndarray | None] = [None]
     with_images = checked.image_tokens > 0
-    if columns and with_images.any() and not with_images.all():
+    if in_slots and with_images.any() and not with_images.all():
         groups = [np.flatnonzero(with_images), np.flatnonzero(~with_images)]
-    shared = [_CutSearch(checked.by_length(one), num_ranks, options.cost, columns).shared() for one in groups]
-    ranks = shared[0]
-    if columns:
-        # The columns of all groups in one order, costliest first.
-        both = [column for of_group in shared for column in zip(*of_group, strict=True)]
-        ranks = zip(*sorted(both, key=lambda column: -max(microbatch.cost for microbatch in column)), strict=True)
+    planned = [_CutSearch(checked.by_length(one), num_ranks, options.cost, in_slots).ranks() for one in groups]
+    ranks = planned[0]
+    if in_slots:
+        # The slots of all groups in one order, costliest first.
+        slots = [slot for of_group in planned for slot in zip(*of_group, strict=True)]
+        ranks = zip(*sorted(slots, key=lambda slot: -max(microbatch.cost for microbatch in slot)), strict=True)
     return MicrobatchPlan(ranks=tuple(map(tuple, ranks)), _rows=checked)
 
 
 def lower_bound(rows: Rows, num_ranks: int) -> float:
     """Time that no plan can beat: ``max(sum cost / num_ranks, max cost)`` with zero padding.
 
-    Launches are counted as often as any plan needs them: once a rank, and as often as the budgets must be filled.
+    Fixed costs count as often as any plan needs a microbatch: one a rank, and as many as fill the budgets.
 
     Args:
         rows: One global batch with its budgets and cost model.
@@ -206,10 +206,10 @@ def lower_bound(rows: Rows, num_ranks: int) -> float:
     """
     options, cost = rows.options, rows.options.cost
     prices = cost.rows(rows.lengths) + rows.vision_cost
-    launches = max(num_ranks, _fewest(rows.lengths, options.max_tokens))
+    fewest = max(num_ranks, _fewest(rows.lengths, options.max_tokens))
     if options.max_image_tokens is not None:
-        launches = max(launches, _fewest(rows.image_tokens, options.max_image_tokens))
-    return max((float(prices.sum()) + launches * cost.launch) / num_ranks, float(prices.max()) + cost.launch)
+        fewest = max(fewest, _fewest(rows.image_tokens, options.max_image_tokens))
+    return max((float(prices.sum()) + fewest * cost.launch) / num_ranks, float(prices.max()) + cost.launch)
 
 
 def _fewest(sizes: np.ndarray, cap: int) -> int:
@@ -226,11 +226,11 @@ class _Cut(NamedTuple):
     bounds: np.ndarray
     """Bounds of the microbatches in the sorted rows, int64 (K + 1,)."""
     costs: np.ndarray
-    """Cost of each microbatch, and after them of the zero-weight copies, float64 (K + copies,)."""
-    dealt: np.ndarray
-    """The cost by which they are dealt, the greatest first, float64 likewise; in columns see :func:`.deal_columns`."""
+    """Cost of each microbatch, and after them of the dummies, float64 (K + dummies,)."""
+    order_by: np.ndarray
+    """The cost by which they are assigned, the greatest first, float64 likewise."""
     ranks: np.ndarray | None
-    """Rank of each of them, int64 (K + copies,); None where ranks run in columns, which are dealt at the end."""
+    """Rank of each of them, int64 (K + dummies,); None for step slots, which are assigned at the end."""
 
 
 class _CutSearch:
@@ -240,36 +240,36 @@ class _CutSearch:
     rows or images cost much (a microbatch of four long rows, for which all other ranks wait), and 1.3 times under
     ``'fsdp'``. The cut of most equal cost alone is up to 1.1 times slower, and 1.07 times.
 
-    Ranks run in columns where they wait for each other after every microbatch (``'fsdp'``), not after the last. There
-    they wait after the vision tower, too, so equal may be either phase: two cuts of equal cost are tried, one of towers
-    and one of all the rest. With :func:`.deal_columns` that makes the step 1 to 5 % shorter where 64 tokens stand for a
-    tile, 10 to 22 % where the text attends to images from outside, and up to 1 % where lengths tell the towers' cost.
-    Left out: costs mixed in other shares (1 % more), swaps of microbatches between columns (0 to 2 %), and, for half a
-    minute a plan, annealing of all rows (0 to 1 %).
+    Ranks run in step slots where they wait for each other after every microbatch (``'fsdp'``), not after the last.
+    There they wait after the vision encoder, too, so equal may be either phase: two cuts of equal cost are tried, one
+    of the encoder and one of all the rest. With :func:`.best_slot_order` that makes the step 1 to 5 % shorter where 64
+    tokens stand for a tile, 10 to 22 % where the text attends to images from outside, and up to 1 % where lengths tell
+    the encoder's cost. Left out: costs mixed otherwise (1 % more), swaps of microbatches between slots (0 to 2 %), and,
+    for half a minute a plan, annealing of all rows (0 to 1 %).
     """
 
-    def __init__(self, rows: OrderedRows, num_ranks: int, cost: CostModel, columns: bool) -> None:
+    def __init__(self, rows: OrderedRows, num_ranks: int, cost: CostModel, in_slots: bool) -> None:
         self._rows = rows
         self._num_ranks = num_ranks
-        self._launch = cost.launch
-        self._columns = columns
+        self._fixed_cost = cost.launch
+        self._in_slots = in_slots
         nothing = np.zeros_like(rows.vision)
         self._equals = [(rows.row_costs, rows.vision)]
-        """What is made equal: cost of the rows, and in the tower."""
-        if columns and rows.vision[-1] > 0.0:
+        """What is made equal: cost of the rows, and in the vision encoder."""
+        if in_slots and rows.vision[-1] > 0.0:
             self._equals = [(rows.row_costs, nothing), (nothing[1:], rows.vision)]
         self._padded = LeastPaddedCuts(rows, TOLERANCE)
         self._alone = rows.row_costs + np.diff(rows.vision) + cost.launch
         self._cheapest = int(np.argmin(self._alone))
 
-    def shared(self) -> list[list[Microbatch]]:
-        """The microbatches of each rank under the best cut, costliest first."""
+    def ranks(self) -> list[list[Microbatch]]:
+        """Returns the microbatches of each rank under the best cut, costliest first."""
         best, rows = self._best(), self._rows
         order, costs = rows.order.tolist(), best.costs.tolist()
         pieces, widths = list(pairwise(best.bounds.tolist())), rows.widths[best.bounds[:-1]].tolist()
-        rank_of = share_columns(best.dealt, self._num_ranks) if best.ranks is None else best.ranks
+        rank_of = assign_slots(best.order_by, self._num_ranks) if best.ranks is None else best.ranks
         ranks: list[list[Microbatch]] = [[] for _ in range(self._num_ranks)]
-        for k in np.argsort(-best.dealt, kind='stable').tolist():
+        for k in np.argsort(-best.order_by, kind='stable').tolist():
             if k < len(pieces):
                 indices = tuple(sorted(order[slice(*pieces[k])]))
                 microbatch = Microbatch(indices, widths[k], costs[k])
@@ -283,19 +283,19 @@ class _CutSearch:
         cuts: list[_Cut] = []
         for count in self._counts():
             cuts.extend(self._at(count))
-            # So far: the best cut of all counts tried. Launches grow with the count, so the bound does, too: once it
+            # So far: all cuts of the counts tried. Fixed costs grow with the count, so the bound does, too: once it
             # reaches the best time, no greater count can win.
             if self._least_time(count) >= min(cut.time for cut in cuts):
                 break
-        if self._columns:
-            # The time jumps from column to column, so the counts that were passed over near the best one matter.
+        if self._in_slots:
+            # The time jumps from slot to slot, so the counts that were passed over near the best one matter.
             for count in self._near(cuts):
                 cuts.extend(self._at(count))
         cuts.sort(key=_TIME)
-        if not self._columns:
-            # The best cut shared longest first is not always the best one rebalanced, but it is among the first.
+        if not self._in_slots:
+            # The best cut assigned longest first is not always the best one rebalanced, but it is among the first.
             for k, cut in enumerate(cuts[:PROMISING]):
-                assert cut.ranks is not None, 'columns alone are shared afterwards'
+                assert cut.ranks is not None, 'slots alone are assigned afterwards'
                 ranks, time = rebalance(cut.costs, cut.ranks, self._num_ranks)
                 cuts[k] = cut._replace(ranks=ranks, time=time)
         return min(cuts[:PROMISING], key=_TIME)
@@ -303,10 +303,10 @@ class _CutSearch:
     def _counts(self) -> Iterator[int]:
         """Numbers of microbatches to try, rising: the fewest and the next two, then by steps that grow.
 
-        Close together at first, where one microbatch more or less changes the load of a rank most. Columns are full:
+        Close together at first, where one microbatch more or less changes the load of a rank most. Slots are full:
         there the numbers are multiples of the number of ranks.
         """
-        step = self._num_ranks if self._columns else 1
+        step = self._num_ranks if self._in_slots else 1
         fewest = -(-max(self._padded.fewest, self._num_ranks) // step)
         most = max(fewest, -(-len(self._rows) // step))
         growth = max(1.06, (most / fewest) ** (1 / STEPS))
@@ -327,13 +327,13 @@ class _CutSearch:
 
     def _least_time(self, count: int) -> float:
         """Time which no plan of ``count`` or more microbatches beats: no padding, perfect balance."""
-        no_padding = float(self._alone.sum()) - len(self._rows) * self._launch
-        return (no_padding + count * self._launch) / self._num_ranks
+        no_padding = float(self._alone.sum()) - len(self._rows) * self._fixed_cost
+        return (no_padding + count * self._fixed_cost) / self._num_ranks
 
     def _at(self, count: int) -> list[_Cut]:
         """Cuts into ``count`` microbatches: of least padded cost, and of most equal cost."""
         rows = self._rows
-        if count > len(rows):  # a row each, and zero-weight copies
+        if count > len(rows):  # a row each, and dummies
             return [self._judge(np.arange(len(rows) + 1, dtype=np.int64), count)]
         cuts = [self._padded.exactly(count)]
         for row_costs, vision in self._equals:
@@ -342,14 +342,14 @@ class _CutSearch:
         return [self._judge(bounds, count) for bounds in cuts]
 
     def _judge(self, bounds: np.ndarray, count: int) -> _Cut:
-        """The cut with its modelled time; zero-weight copies of the cheapest row make up for what `count` lacks."""
-        rows, copies = self._rows, count + 1 - len(bounds)
-        costs = microbatch_costs(rows.row_costs, rows.vision, bounds, self._launch)
-        costs = np.concatenate([costs, np.full(copies, self._alone[self._cheapest])])
-        if self._columns:
-            tower = np.diff(rows.vision)[self._cheapest]
-            text = costs - np.concatenate([np.diff(rows.vision[bounds]), np.full(copies, tower)])
-            dealt, time = deal_columns(text, costs - text, self._num_ranks)
-            return _Cut(time, bounds, costs, dealt, None)
-        ranks, time = share_longest_first(costs, self._num_ranks)
+        """Returns the cut with its modelled time; dummies of the cheapest row make up for what `count` lacks."""
+        rows, dummies = self._rows, count + 1 - len(bounds)
+        costs = microbatch_costs(rows.row_costs, rows.vision, bounds, self._fixed_cost)
+        costs = np.concatenate([costs, np.full(dummies, self._alone[self._cheapest])])
+        if self._in_slots:
+            vision = np.diff(rows.vision)[self._cheapest]
+            text = costs - np.concatenate([np.diff(rows.vision[bounds]), np.full(dummies, vision)])
+            order_by, time = best_slot_order(text, costs - text, self._num_ranks)
+            return _Cut(time, bounds, costs, order_by, None)
+        ranks, time = assign_longest_first(costs, self._num_ranks)
         return _Cut(time, bounds, costs, costs, ranks)

@@ -29,7 +29,7 @@ class OrderedRows:
     row_costs: np.ndarray
     """Cost of one row of that width, without vision, float64 (n,)."""
     vision: np.ndarray
-    """Cost in the vision tower of all rows before each row, float64 (n + 1,). Never decreases."""
+    """Cost in the vision encoder of all rows before each row, float64 (n + 1,). Never decreases."""
     reach: np.ndarray
     """Where a microbatch that starts at the row must end at the latest, int64 (n,). Never decreases."""
 
@@ -61,7 +61,7 @@ class Rows:
         if options.max_image_tokens is not None and image_tokens is None:
             raise ValueError('`image_tokens` must be given with `max_image_tokens`, got: None.')
         self.image_tokens = _checked_image_tokens(image_tokens, len(self.lengths))
-        self.vision_cost = options.cost.tower(self.image_tokens)
+        self.vision_cost = options.cost.vision(self.image_tokens)
         if vision_cost is not None:
             self.vision_cost = _checked_vision_cost(vision_cost, len(self.lengths))
 

@@ -143,7 +143,7 @@ class FileSource(Source):
             dataset,
             lengths=table.lengths,
             image_tokens=table.image_tokens if has_images else None,
-            vision_cost=(microbatching.cost or CostModel()).tower(table.image_tokens, table.vision_patches),
+            vision_cost=(microbatching.cost or CostModel()).vision(table.image_tokens, table.vision_patches),
             global_batch_size=loader.global_batch_size,
             max_tokens=size * slot_tokens,
             max_image_tokens=microbatching.max_image_tokens if has_images else None,

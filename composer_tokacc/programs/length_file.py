@@ -25,7 +25,7 @@ from composer_tokacc.programs.schema import ConfigError, merge
 
 __all__ = ['LengthDistribution', 'StandIns', 'lengths_of', 'read_lengths']
 
-_COLUMNS = {'tokens': 'lengths', 'image_tokens': 'image_tokens', 'loss_tokens': 'loss_tokens',
+CSV_COLUMNS = {'tokens': 'lengths', 'image_tokens': 'image_tokens', 'loss_tokens': 'loss_tokens',
             'vision_patches': 'vision_patches'}  # fmt: skip
 _SIDES = (336, 1344)
 """Pixels of a small and a large image, which differ in tokens wherever the size decides."""
@@ -101,9 +101,9 @@ def read_lengths(path: str) -> LengthTable:
         with opener(path, 'rt', encoding='utf-8-sig') as file:
             lines = csv.reader(file)
             names = [name.strip() for name in next(lines, [])]
-            if 'tokens' not in names or not set(names) <= _COLUMNS.keys():
+            if 'tokens' not in names or not set(names) <= CSV_COLUMNS.keys():
                 raise ConfigError(
-                    f'`lengths` must have the column tokens, and perhaps {", ".join(list(_COLUMNS)[1:])}, got: '
+                    f'`lengths` must have the column tokens, and perhaps {", ".join(list(CSV_COLUMNS)[1:])}, got: '
                     f'{", ".join(names)} in {path}. Rename or remove the others'
                 )
             rows = [_row(path, lines.line_num, line, len(names)) for line in lines if line]
@@ -111,8 +111,8 @@ def read_lengths(path: str) -> LengthTable:
         raise ConfigError(f'`lengths` must be a CSV file, plain or .gz, got: {path} ({error})') from error
     if not rows:
         raise ConfigError(f'`lengths` must hold at least one sample, got: none in {path}')
-    columns = dict(zip((_COLUMNS[name] for name in names), np.array(rows, dtype=np.int32).T.copy(), strict=True))
-    for name in _COLUMNS.values():
+    columns = dict(zip((CSV_COLUMNS[name] for name in names), np.array(rows, dtype=np.int32).T.copy(), strict=True))
+    for name in CSV_COLUMNS.values():
         columns.setdefault(name, np.zeros(len(rows), dtype=np.int32))
     return LengthTable(**columns)
 

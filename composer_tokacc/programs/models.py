@@ -39,6 +39,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from composer_tokacc.compat import FakeTensorMode, detect_fake_mode, skip_embedding_resize
+from composer_tokacc.model_structure import cast_model, transformer_blocks
 from composer_tokacc.programs.errors import unknown_name
 from composer_tokacc.programs.lora import (
     check_lora,
@@ -47,7 +48,6 @@ from composer_tokacc.programs.lora import (
     refuse_other_adapters,
     with_adapter,
 )
-from composer_tokacc.sizing import cast_model, transformer_blocks
 
 log = logging.getLogger(__name__)
 

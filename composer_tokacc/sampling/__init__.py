@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Who reads what: sampler, mixture, loaders of ready microbatches, exchange between ranks, resumption."""
+"""Who reads what: sampler, mixture, loaders of pre-split batches, exchange between ranks, resumption."""
 
 from composer_tokacc.sampling.exchange import ExchangingDataLoader
 from composer_tokacc.sampling.loader import RegroupingDataLoader

@@ -20,10 +20,8 @@ from composer.utils import dist
 from torch.utils.data import DataLoader, Dataset
 
 from composer_tokacc.planning import CostModel, CutOptions
-from composer_tokacc.sampling.filler_rows import repeated_rows
-from composer_tokacc.sampling.rank_share import LoadPlanner, RankShare
-
-__all__ = ['ExchangingDataLoader', 'SampleExchange', 'pack', 'unpack']
+from composer_tokacc.sampling.rank_assignment import LoadPlanner, RankAssignment
+from composer_tokacc.sampling.repeated_samples import num_repeated_by
 
 
 class ExchangingDataLoader(DataLoader):
@@ -33,8 +31,8 @@ class ExchangingDataLoader(DataLoader):
     are and make the same plan, and samples go to the rank that will compute them. So a global batch holds what it would
     hold without, each sample once; only who computes what with whom changes, which token accumulation makes free.
     What torch's DistributedSampler repeats to fill up the ranks is thrown away. Ranks may get unequal numbers of
-    samples, never none unless there are fewer samples than ranks; then a rank gets a zero-weight copy, which is no
-    sample.
+    samples, never none unless there are fewer samples than ranks; then a rank gets a copy that weighs nothing and is
+    no sample.
 
     Composer resumes it as it resumes the dataset: it asks the dataset itself for its state, in samples of all ranks,
     and their number stays the same.
@@ -48,7 +46,7 @@ class ExchangingDataLoader(DataLoader):
         max_image_tokens: Image budget of a microbatch.
         objective: ``'ddp'``, or ``'fsdp'`` where ranks must have equal numbers of microbatches.
         cost: Cost model of a microbatch.
-        patches: Patches that the vision tower computes for a sample, for `cost`. Default: image tokens tell its cost.
+        patches: Patches that the vision encoder computes for a sample, for `cost`. Default: image tokens tell its cost.
         width_multiple: As given to ``token_data_spec``.
         pin_memory: Whether to copy batches to page-locked memory.
         **kwargs: Further arguments of :class:`torch.utils.data.DataLoader`; ``batch_size`` is what each rank reads.
@@ -59,7 +57,7 @@ class ExchangingDataLoader(DataLoader):
     """
 
     marks_added_rows = True
-    """Rows that only fill up the ranks weigh nothing here: ``filler_rows`` finds none."""
+    """Copies that fill up the ranks weigh nothing here: ``num_repeated`` finds none."""
 
     def __init__(
         self,
@@ -79,26 +77,23 @@ class ExchangingDataLoader(DataLoader):
         # An own generator: seeding workers must not move the random numbers of the run.
         kwargs.setdefault('generator', torch.Generator().manual_seed(torch.initial_seed() + dist.get_global_rank()))
         # Workers send each tensor through a file of its own, and samples are many: so they send one that holds all.
-        super().__init__(dataset, collate_fn=pack if kwargs.get('num_workers') else list, **kwargs)
+        super().__init__(dataset, collate_fn=to_bytes if kwargs.get('num_workers') else list, **kwargs)
         if self.batch_size is None:
             raise ValueError('`batch_size` must be what each rank reads in a step, got: None. Pass a number.')
         self._collate = collate_fn
         self._pin = pin_memory
         self._image_token_ids = torch.tensor(list(image_token_ids))
         options = CutOptions(
-            max_tokens=max_tokens,
-            max_image_tokens=max_image_tokens,
-            objective=objective,
-            cost=CostModel() if cost is None else cost,
-            width_multiple=width_multiple,
-        )
+            max_tokens=max_tokens, max_image_tokens=max_image_tokens, width_multiple=width_multiple,
+            objective=objective, cost=cost or CostModel(),
+        )  # fmt: skip
         self._planner = LoadPlanner(dist.get_world_size(), options)
-        self._patches = None if cost is None else patches  # without a cost the tower is free: no need to look
+        self._patches = None if cost is None else patches  # without a cost the encoder is free: no need to look
         self._exchange = SampleExchange()
         self._num_samples = 0
 
     def __iter__(self) -> Iterator[Any]:
-        """Yields this rank's share of each global batch, until no rank has samples left."""
+        """Yields what this rank computes of each global batch, until no rank has samples left."""
         self._num_samples = 0
         planner, reading = self._planner, super().__iter__()
         for batch in count():
@@ -106,12 +101,12 @@ class ExchangingDataLoader(DataLoader):
             if not any(sizes):
                 return
             lengths, image_tokens, patches = np.array([size for of_rank in sizes for size in of_rank]).T
-            towers = planner.options.cost.tower(image_tokens, patches)
-            plan = planner.plan(lengths, image_tokens, towers).ranks  # of nothing but the sizes: the same on every rank
-            shares = [RankShare.from_plan(microbatches, range(len(lengths))) for microbatches in plan]
-            to_compute = self._exchange.share(samples, list(map(len, sizes)), [list(share) for share in shares])
+            vision = planner.options.cost.vision(image_tokens, patches)
+            plan = planner.plan(lengths, image_tokens, vision).ranks  # of nothing but the sizes: the same on every rank
+            assignments = [RankAssignment.from_plan(microbatches, range(len(lengths))) for microbatches in plan]
+            to_compute = self._exchange.swap(samples, list(map(len, sizes)), [list(one) for one in assignments])
             self._num_samples += len(lengths)
-            ready = planner.collate(self._collate, to_compute, shares[dist.get_global_rank()])
+            ready = planner.collate(self._collate, to_compute, assignments[dist.get_global_rank()])
             ready.indices = None  # they count the samples of this step, and say nothing to a user
             yield ready.pin_memory() if self._pin else ready
 
@@ -133,22 +128,22 @@ class ExchangingDataLoader(DataLoader):
         failure = None
         try:
             samples = next(reading, [])
-            samples = unpack(samples) if isinstance(samples, torch.Tensor) else samples
+            samples = from_bytes(samples) if isinstance(samples, torch.Tensor) else samples
             assert self.batch_size is not None
-            samples = samples[: len(samples) - repeated_rows(self.sampler, self.batch_size, batch)]
+            samples = samples[: len(samples) - num_repeated_by(self.sampler, self.batch_size, batch)]
         except Exception as error:
             failure = error
         # What is wrong with the data is the same error everywhere; others need not survive the way to another process.
         reason = failure if failure is None or isinstance(failure, ValueError) else str(failure)
-        answers = self._exchange.gather((reason, [self._size(sample) for sample in samples]))
+        replies = self._exchange.gather((reason, [self._size(sample) for sample in samples]))
         if failure is not None:
             raise failure
-        for rank, (reason, _) in enumerate(answers):
+        for rank, (reason, _) in enumerate(replies):
             if isinstance(reason, ValueError):
                 raise reason
             if reason is not None:
                 raise RuntimeError(f'every rank must read its samples, got: an error on rank {rank}: {reason}')
-        return samples, [sizes for _, sizes in answers]
+        return samples, [sizes for _, sizes in replies]
 
     def _size(self, sample: Mapping[str, Any]) -> tuple[int, int, int]:
         ids = sample['input_ids']
@@ -173,29 +168,30 @@ class SampleExchange:
         torch.distributed.all_gather_object(values, value, group=self._gloo())
         return values
 
-    def share(self, samples: Sequence[Any], num_samples: Sequence[int], shares: Sequence[Sequence[int]]) -> list[Any]:
-        """Gives every rank the samples of its share.
+    def swap(self, samples: Sequence[Any], num_samples: Sequence[int], assigned: Sequence[Sequence[int]]) -> list[Any]:
+        """Gives every rank the samples that it computes.
 
         Args:
             samples: Those that this rank has.
             num_samples: How many each rank has. Samples of all ranks are counted through in the order of the ranks.
-            shares: Numbers of the samples that each rank shall have; a sample may be in several shares.
+            assigned: Numbers of the samples that each rank shall have; several may have the same.
 
         Returns:
-            The samples of this rank's share, in its order. Those that were here are the objects that were given.
+            The samples of this rank, in its order. Those that were here are the objects that were given.
         """
         rank = dist.get_global_rank()
         owners = [owner for owner, number in enumerate(num_samples) for _ in range(number)]
         first = sum(num_samples[:rank])
-        wanted = [[samples[index - first] for index in share if owners[index] == rank] for share in shares]
+        wanted = [[samples[index - first] for index in of_rank if owners[index] == rank] for of_rank in assigned]
         nothing = torch.empty(0, dtype=torch.uint8)
-        sending = [pack(chosen) if chosen and to != rank else nothing for to, chosen in enumerate(wanted)]
-        arrived = [iter(unpack(packed)) if len(packed) else iter(()) for packed in self._swap(sending)]
+        sending = [to_bytes(chosen) if chosen and to != rank else nothing for to, chosen in enumerate(wanted)]
+        arrived = [iter(from_bytes(packed)) if len(packed) else iter(()) for packed in self._all_to_all(sending)]
         return [
-            samples[index - first] if owners[index] == rank else next(arrived[owners[index]]) for index in shares[rank]
+            samples[index - first] if owners[index] == rank else next(arrived[owners[index]])
+            for index in assigned[rank]
         ]
 
-    def _swap(self, sending: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def _all_to_all(self, sending: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Bytes from every rank for bytes to every rank; the numbers of bytes go ahead of them."""
         if len(sending) == 1:
             return sending
@@ -213,14 +209,14 @@ class SampleExchange:
         return self._group
 
 
-def pack(samples: Sequence[Any]) -> torch.Tensor:
+def to_bytes(samples: Sequence[Any]) -> torch.Tensor:
     """Samples as bytes, uint8 (number of bytes,)."""
     buffer = io.BytesIO()
     torch.save(list(samples), buffer)
     return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
 
 
-def unpack(packed: torch.Tensor) -> list[Any]:
-    """The inverse of :func:`pack`."""
+def from_bytes(packed: torch.Tensor) -> list[Any]:
+    """The inverse of :func:`to_bytes`."""
     # Not weights_only: what one process of a run sends to another is whatever its dataset made.
     return torch.load(io.BytesIO(packed.numpy().tobytes()), weights_only=False)

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A DataLoader for RegroupingBatchSampler: ready microbatches, and no reading of what was seen before."""
+"""A DataLoader for RegroupingBatchSampler: pre-split batches, and no reading of what was seen before."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from composer_tokacc.layout import PreSplitBatch
-from composer_tokacc.sampling.rank_share import RankShare
+from composer_tokacc.sampling.rank_assignment import RankAssignment
 from composer_tokacc.sampling.sampler import RegroupingBatchSampler
-
-__all__ = ['RegroupingDataLoader', 'SkippedBatch']
 
 
 class SkippedBatch:
@@ -28,9 +26,9 @@ class RegroupingDataLoader(DataLoader):
     """A DataLoader over a :class:`RegroupingBatchSampler` that Composer takes for one of fixed batch size.
 
     - ``batch_size`` is ``global_batch_size / num_replicas``, so that Composer finds its initial microbatch size.
-    - Batches are a :class:`.PreSplitBatch`: each planned microbatch is collated by itself, in the worker that read it,
-      at its own width, and page-locked where ``pin_memory=True`` asks. The split of ``token_data_spec`` hands them on.
-    - Where a global batch has fewer samples than ranks, ranks without one get a zero-weight row, which is no sample.
+    - Batches are pre-split (:class:`.PreSplitBatch`): each planned microbatch is collated by itself, in the worker that
+      read it, at its own width, and page-locked where ``pin_memory=True`` asks. ``token_data_spec`` hands them on.
+    - Where a global batch has fewer samples than ranks, ranks without one get a dummy row, which is no sample.
     - Seeds of workers depend on seed and epoch alone, and iterating consumes no global random numbers.
     - Batches that will be thrown away are not read, see :meth:`skip_to`.
 
@@ -45,7 +43,7 @@ class RegroupingDataLoader(DataLoader):
     """
 
     marks_added_rows = True
-    """Rows that only fill up the ranks weigh nothing here: ``filler_rows`` finds none."""
+    """Copies that fill up the ranks weigh nothing here: ``num_repeated`` finds none."""
 
     def __init__(
         self,
@@ -125,12 +123,12 @@ class RegroupingDataLoader(DataLoader):
 
 
 class _PlannedDataset(Dataset):
-    """Reads the samples of a share, and makes a batch of them at once: collating sees nothing but samples.
+    """Reads the samples of an assignment, and makes a batch of them at once: collating sees nothing but samples.
 
     It offers no ``state_dict``: Composer would stop discarding batches on resume, and not restore random numbers.
     """
 
-    def __init__(self, dataset: Any, collate: Callable[[list[Any], RankShare], PreSplitBatch]) -> None:
+    def __init__(self, dataset: Any, collate: Callable[[list[Any], RankAssignment], PreSplitBatch]) -> None:
         self.dataset = dataset
         self._collate = collate
 
@@ -140,10 +138,10 @@ class _PlannedDataset(Dataset):
     def __getitem__(self, index: int) -> Any:
         return self.dataset[index]
 
-    def __getitems__(self, share: RankShare) -> PreSplitBatch:
-        indices, read = list(share), getattr(self.dataset, '__getitems__', None)
+    def __getitems__(self, assignment: RankAssignment) -> PreSplitBatch:
+        indices, read = list(assignment), getattr(self.dataset, '__getitems__', None)
         samples = read(indices) if read is not None else [self.dataset[index] for index in indices]
-        return self._collate(samples, share)
+        return self._collate(samples, assignment)
 
 
 class _Parcel:

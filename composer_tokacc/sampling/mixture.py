@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Which samples the global batches of an epoch hold when a run has several datasets, or one medium a step."""
+"""Which samples the global batches of an epoch hold when a run has several datasets, or one modality a step."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from fractions import Fraction
 
 import numpy as np
 import torch
-
-__all__ = ['Mixture', 'counts_of_first', 'interleave', 'mixed_batches']
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ class Mixture:
 
 @dataclass(frozen=True)
 class _Stream:
-    """The samples of one dataset (and one medium), pass after pass without end, each in another order."""
+    """The samples of one dataset (and one modality), pass after pass without end, each in another order."""
 
     samples: np.ndarray
     quota: Fraction
@@ -98,23 +96,23 @@ def mixed_batches(
     their borders: with `drop_last` the next epoch begins with what did not fill a global batch of the last, so even a
     dataset smaller than that is passed as often as any other.
 
-    With `media`, every global batch holds samples of one medium only; the batches of the media are merged evenly.
+    With `media`, every global batch holds samples of one modality only; their batches are merged evenly.
 
     Args:
         mixture: The datasets and their shares.
         global_batch_size: Samples of a global batch.
         drop_last: Whether all global batches are full. Otherwise the last one of an epoch (with `media`: of each
-            medium) holds the samples that are left.
+            modality) holds the samples that are left.
         seed: Seed of the run; None keeps each dataset's own order.
         epoch: Number of the epoch, from 0.
-        media: Medium of each sample, int (n,); None: global batches mix them.
+        media: Modality of each sample, int (n,); None: global batches mix them.
 
     Returns:
         Indices of the samples of each global batch, int64.
     """
     groups, size = _streams(mixture, media), global_batch_size
     quotas = [sum((stream.quota for stream in group), Fraction(0)) for group in groups]
-    # Where the epoch begins and ends in the endless sequence of each medium.
+    # Where the epoch begins and ends in the endless sequence of each modality.
     if drop_last:
         # Full batches alone are counted, so the end of an epoch is the beginning of the next, samples left included.
         num_batches = mixture.num_samples // size
@@ -126,21 +124,21 @@ def mixed_batches(
         ends = [(epoch + 1) * count for count in counts]
     orders = [_merged(group, begin, end, seed) for group, begin, end in zip(groups, begins, ends, strict=True)]
     batches = [[order[start : start + size] for start in range(0, len(order), size)] for order in orders if len(order)]
-    counts = [len(of_medium) for of_medium in batches]
-    media_of_batches, places = interleave([0] * len(counts), counts, [Fraction(count) for count in counts])
-    return [batches[medium][place] for medium, place in zip(media_of_batches, places, strict=True)]
+    counts = [len(of_modality) for of_modality in batches]
+    modalities, places = interleave([0] * len(counts), counts, [Fraction(count) for count in counts])
+    return [batches[modality][place] for modality, place in zip(modalities, places, strict=True)]
 
 
 def _streams(mixture: Mixture, media: np.ndarray | None) -> list[list[_Stream]]:
-    """Sequences to merge into each kind of global batch: one kind, or one for each medium."""
+    """Sequences to merge into each kind of global batch: one kind, or one for each modality."""
     ends = np.cumsum(mixture.sizes)
     datasets = [np.arange(end - size, end) for size, end in zip(mixture.sizes, ends, strict=True)]
     media = np.zeros(ends[-1], dtype=np.int64) if media is None else media
     groups = []
-    for medium in np.unique(media).tolist():
+    for modality in np.unique(media).tolist():
         group = []
         for samples, quota in zip(datasets, mixture.quotas, strict=True):
-            chosen = samples[media[samples] == medium]
+            chosen = samples[media[samples] == modality]
             if len(chosen):
                 group.append(_Stream(chosen, quota * len(chosen) / len(samples)))
         groups.append(group)

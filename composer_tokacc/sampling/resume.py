@@ -16,8 +16,6 @@ from composer.utils import reproducibility
 
 from composer_tokacc.sampling.loader import RegroupingDataLoader
 
-__all__ = ['RestoreRandomState', 'SkipReadBatches']
-
 
 class SkipReadBatches(Callback):
     """Resumes mid-epoch without reading what was trained on before.

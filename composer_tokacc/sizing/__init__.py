@@ -13,9 +13,9 @@ from composer_tokacc.sizing.profile import SampleSizes
 from composer_tokacc.sizing.report import SizingReport, draw_report
 from composer_tokacc.sizing.shapes import BatchShape
 from composer_tokacc.sizing.simulate import draw_batches, simulate_steps
+from composer_tokacc.sizing.static_bytes import StaticBytes
 from composer_tokacc.sizing.suggestion import Capacity, suggest_microbatching
 from composer_tokacc.sizing.timing import MicrobatchTimer, fit_cost
-from composer_tokacc.sizing.trace import StaticBytes, cast_model, transformer_blocks
 
 __all__ = [
     'GIB',
@@ -27,12 +27,10 @@ __all__ = [
     'SizingReport',
     'StaticBytes',
     'calibrate_fake',
-    'cast_model',
     'draw_batches',
     'draw_report',
     'fit_cost',
     'load_or_calibrate',
     'simulate_steps',
     'suggest_microbatching',
-    'transformer_blocks',
 ]

@@ -22,10 +22,8 @@ from composer_tokacc.cache import fingerprint, keep, load_kept, whole_file
 from composer_tokacc.compat import attention_of
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.sizing.shapes import BatchShape, probe_batches
-from composer_tokacc.sizing.trace import FakeRun, StaticBytes
-
-__all__ = ['GIB', 'ActivationFit', 'MemoryModel', 'calibrate_fake', 'fit_activations', 'load_or_calibrate',
-           'non_negative_fit', 'residual_warning']  # fmt: skip
+from composer_tokacc.sizing.static_bytes import StaticBytes
+from composer_tokacc.sizing.trace import MakeOptimizer, TracedStep
 
 log = logging.getLogger(__name__)
 
@@ -33,11 +31,11 @@ GIB = 1 << 30
 LARGE_RESIDUAL = 0.05
 """Residual from which a calibration says so: its figures are then rough."""
 
-VERSION = 4
+CALIBRATION_VERSION = 4
 """Goes up with every change of what a calibration holds, so that files of older versions are not read."""
 
 FEATURES = ('constant', 'tokens', 'area', 'image_tokens', 'pixel_bytes', 'image_area')
-# What the bytes of each part can depend on. Tokens and tokens x vocabulary are one column for one model, so text and
+# What the bytes of each part can depend on. Tokens and tokens x vocabulary are one feature for one model, so text and
 # logits are told apart where they are measured, not here.
 _FEATURES_OF = {
     'text': ('constant', 'tokens', 'area', 'image_tokens'),
@@ -55,7 +53,7 @@ class ActivationFit:
         coefficients: By part, then by feature.
         area: When attention holds ``rows x width^2`` entries: ``'always'`` (eager), ``'padded'`` (SDPA builds a mask
             where there is padding), ``'never'`` (flash attention).
-        residual: Largest relative error of the sum over the probes it was fitted to.
+        residual: Largest relative error of the sum over the microbatches it was fitted to.
     """
 
     coefficients: Mapping[str, Mapping[str, float]]
@@ -63,7 +61,7 @@ class ActivationFit:
     residual: float
 
     def predict(self, shape: BatchShape) -> dict[str, float]:
-        """Bytes of each part."""
+        """Returns the bytes of each part."""
         values: dict[str, float] = dict(zip(FEATURES, _features(shape, self.area), strict=True))
         return {
             part: sum(coefficient * values[name] for name, coefficient in terms.items())
@@ -72,7 +70,7 @@ class ActivationFit:
 
 
 def fit_activations(shapes: Sequence[BatchShape], measured: Sequence[Mapping[str, int]], *, area: str) -> ActivationFit:
-    """Fits the measured bytes by part of several probes; for `area` see :class:`ActivationFit`."""
+    """Fits the measured bytes by part of several microbatches; for `area` see :class:`ActivationFit`."""
     table = np.array([_features(shape, area) for shape in shapes], dtype=np.float64)
     totals = np.array([sum(parts.values()) - parts.get('weights', 0) for parts in measured], dtype=np.float64)
     coefficients: dict[str, dict[str, float]] = {}
@@ -80,12 +78,12 @@ def fit_activations(shapes: Sequence[BatchShape], measured: Sequence[Mapping[str
         values = np.array([parts[part] for parts in measured], dtype=np.float64)
         names = _FEATURES_OF[part]
         if part == 'weights':
-            # A text-only microbatch does not copy the tower's weights: the largest counts.
+            # A text-only microbatch does not copy the encoder's weights: the largest counts.
             coefficients[part] = {'constant': float(values.max())}
             continue
-        columns = table[:, [FEATURES.index(name) for name in names]]
+        features = table[:, [FEATURES.index(name) for name in names]]
         # Errors count relative to the whole, so that small microbatches weigh as much as large ones.
-        solution = non_negative_fit(columns / totals[:, None], values / totals)
+        solution = non_negative_fit(features / totals[:, None], values / totals)
         coefficients[part] = {name: float(x) for name, x in zip(names, solution, strict=True) if x > 0}
     fitted = ActivationFit(coefficients=coefficients, area=area, residual=0.0)
     predicted = [fitted.predict(shape) for shape in shapes]
@@ -94,11 +92,11 @@ def fit_activations(shapes: Sequence[BatchShape], measured: Sequence[Mapping[str
     return ActivationFit(coefficients=coefficients, area=area, residual=residual)
 
 
-def non_negative_fit(columns: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Solution (n,) of ``min |columns @ x - target|`` with ``x >= 0``, columns (m, n) and target (m,)."""
-    scale = np.abs(columns).max(axis=0)
-    scale[scale == 0] = 1.0  # columns differ by many orders of magnitude
-    solution = nnls(columns / scale, target)[0]
+def non_negative_fit(features: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Returns the solution (n,) of ``min |features @ x - target|`` with ``x >= 0``, features (m, n), target (m,)."""
+    scale = np.abs(features).max(axis=0)
+    scale[scale == 0] = 1.0  # features differ by many orders of magnitude
+    solution = nnls(features / scale, target)[0]
     solution[solution < 1e-9 * solution.max()] = 0.0  # noise of rounding is no term
     return solution / scale
 
@@ -113,7 +111,7 @@ class MemoryModel:
         static: What does not depend on the microbatch.
         phases: Fits of what is held beyond it at the peak of each phase of a step; the highest counts.
         strategy: ``'ddp'`` or ``'fsdp'``: the activations differ too, because FSDP casts the residual stream as well.
-        pixel_bytes_per_image_token: As the probes had it, at most.
+        pixel_bytes_per_image_token: The most that a traced microbatch had.
     """
 
     static: StaticBytes
@@ -122,11 +120,7 @@ class MemoryModel:
     pixel_bytes_per_image_token: float = 0.0
 
     def terms(self, shape: BatchShape, *, num_ranks: int = 1) -> dict[str, float]:
-        """Bytes by term at the peak of a microbatch of this shape.
-
-        Pixels and ids count twice: for metrics of training Composer copies each microbatch on the device.
-        """
-        # The phase that holds most.
+        """Returns bytes by term at the peak of a microbatch of this shape, in the phase that holds most."""
         parts = max((phase.predict(shape) for phase in self.phases.values()), key=lambda parts: sum(parts.values()))
         terms = self.static.terms(self.strategy, num_ranks)
         copies = parts.pop('weights', 0.0)
@@ -136,17 +130,18 @@ class MemoryModel:
         terms['text activations'] = parts['text']
         terms['logits'] = parts['logits']
         terms['vision activations'] = parts['vision']
+        # Twice: for metrics of training Composer copies each microbatch on the device.
         terms['inputs'] = 2.0 * (shape.pixel_bytes + shape.input_bytes)
         return terms
 
     def peak(self, shape: BatchShape, *, num_ranks: int = 1) -> float:
-        """Bytes at the peak of a step made of microbatches of this shape, the optimizer's step included."""
+        """Returns bytes at the peak of a step made of microbatches of this shape, the optimizer's step included."""
         held = sum(self.terms(shape, num_ranks=num_ranks).values())
         return max(held, self.static.optimizer_peak(self.strategy, num_ranks))
 
     @property
     def residual(self) -> float:
-        """Largest relative error of the activations, over the probes and the phases of a step."""
+        """Largest relative error of the activations, over the traced microbatches and the phases of a step."""
         return max(phase.residual for phase in self.phases.values())
 
     def save(self, path: str | Path) -> None:
@@ -166,11 +161,11 @@ class MemoryModel:
 
 
 def residual_warning(residual: float) -> str | None:
-    """One line where a fit is rough, else None."""
+    """Returns one line where a fit is rough, else None."""
     if residual <= LARGE_RESIDUAL:
         return None
     return (
-        f'The memory model misses its own probes by up to {residual:.1%} of the activations '
+        f'The memory model misses its own microbatches by up to {residual:.1%} of the activations '
         f'(more than {LARGE_RESIDUAL:.0%}): take its figures as rough, and leave room.'
     )
 
@@ -181,45 +176,41 @@ def calibrate_fake(
     samples: Sequence[Mapping[str, Any]],
     *,
     width: int,
-    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    make_optimizer: MakeOptimizer = torch.optim.AdamW,
     precision: str = 'fp32',
     strategy: str = 'ddp',
     on_gpu: bool = True,
     has_mask: bool = True,
 ) -> MemoryModel:
-    """Runs four to six probes of the model under fake tensors and fits the terms to them.
+    """Traces four to six microbatches of the model under fake tensors and fits the terms to them.
 
     Args:
         build: Makes the model on the CPU, as for training.
         config: Its Transformers config.
         samples: Samples as the processor returns them; see ``probe_batches``.
-        width: Width of the widest probe: about the longest sample of the dataset.
-        make_optimizer: See ``FakeRun``.
+        width: Width of the widest microbatch: about the longest sample of the dataset.
+        make_optimizer: Makes the optimizer of the parameters that train.
         precision: As in ``Trainer(precision=...)``.
         strategy: ``'ddp'`` or ``'fsdp'``.
         on_gpu: Whether the run will be on GPUs.
         has_mask: Whether attention holds a mask where there is padding, as SDPA does; flash attention has none.
 
     Raises:
-        ValueError: See ``FakeRun`` and ``probe_batches``.
+        ValueError: See ``TracedStep`` and ``probe_batches``.
     """
     batches = probe_batches(BatchLayout.for_model(config), samples, width)
-    run = FakeRun(
+    step = TracedStep(
         build, batches[0], make_optimizer=make_optimizer, precision=precision, strategy=strategy, on_gpu=on_gpu
     )
     if not has_mask:
         for batch in batches:
             batch['attention_mask'] = torch.ones_like(batch['attention_mask'])
-    probes = [run.measure(batch) for batch in batches]
-    shapes = [probe.shape for probe in probes]
-    area = 'always' if attention_of(run.model.config) == 'eager' else 'padded' if has_mask else 'never'
+    shapes, peaks = zip(*map(step.measure, batches), strict=True)
+    area = 'always' if attention_of(step.model.config) == 'eager' else 'padded' if has_mask else 'never'
     memory = MemoryModel(
-        static=run.static,
-        phases={
-            name: fit_activations(shapes, [probe.peaks[name] for probe in probes], area=area)
-            for name in probes[0].peaks
-        },
-        strategy=run.strategy,
+        static=step.static,
+        phases={name: fit_activations(shapes, [phases[name] for phases in peaks], area=area) for name in peaks[0]},
+        strategy=strategy,
         pixel_bytes_per_image_token=max(shape.pixel_bytes / max(shape.image_tokens, 1) for shape in shapes),
     )
     line = residual_warning(memory.residual)
@@ -231,14 +222,14 @@ def calibrate_fake(
 def load_or_calibrate(
     folder: str | Path, key: Mapping[str, Any], calibrate: Callable[[dict[str, Any]], MemoryModel]
 ) -> MemoryModel:
-    """The stored calibration of `key`, or a new one, which is stored.
+    """Returns the stored calibration of `key`, or a new one, which is stored.
 
     Args:
         folder: Where calibrations are kept; one that cannot be written keeps none.
         key: Model, dtype, precision, attention, checkpointing, frozen parts, optimizer, device; versions are added.
         calibrate: Makes a new one and is given the whole key.
     """
-    full = {**key, 'torch': torch.__version__, 'transformers': transformers.__version__, 'version': VERSION}
+    full = {**key, 'torch': torch.__version__, 'transformers': transformers.__version__, 'version': CALIBRATION_VERSION}
     path = Path(folder) / f'memory-{fingerprint(full, length=16)}.json'
     memory = load_kept(path, MemoryModel.load)
     if memory is None:
@@ -249,11 +240,5 @@ def load_or_calibrate(
 
 def _features(shape: BatchShape, area: str) -> list[float]:
     has_area = area == 'always' or (area == 'padded' and shape.is_padded)
-    return [
-        1.0,
-        float(shape.tokens),
-        float(shape.area if has_area else 0),
-        float(shape.image_tokens),
-        float(shape.pixel_bytes),
-        shape.image_area,
-    ]
+    sizes = (shape.tokens, shape.area * has_area, shape.image_tokens, shape.pixel_bytes, shape.image_area)
+    return [1.0, *map(float, sizes)]

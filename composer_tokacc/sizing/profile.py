@@ -14,8 +14,6 @@ import numpy as np
 if TYPE_CHECKING:
     from composer_tokacc.data import LengthTable
 
-__all__ = ['DatasetProfile', 'SampleSizes']
-
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 
 
@@ -30,19 +28,15 @@ class SampleSizes:
     loss_tokens: np.ndarray | None = None
     """Positions that carry loss, (n,); None where unknown."""
     vision_patches: np.ndarray | None = None
-    """Patches that the vision tower computes, (n,); None where unknown."""
+    """Patches that the vision encoder computes, (n,); None where unknown."""
     sample_ids: Sequence[str] | None = None
     """Names for messages; indices where None."""
 
     @classmethod
-    def of(
+    def from_lengths(
         cls, lengths: LengthTable | Sequence[int] | np.ndarray, sample_ids: Sequence[str] | None = None
     ) -> SampleSizes:
-        """The sizes of a scanned table, or of plain lengths.
-
-        Raises:
-            ValueError: There is no sample, or an empty one.
-        """
+        """Returns the sizes of a scanned table, or of plain lengths."""
         if isinstance(lengths, Sequence | np.ndarray):
             tokens = np.asarray(lengths)
             sizes = cls(tokens=tokens, image_tokens=np.zeros_like(tokens), sample_ids=sample_ids)
@@ -56,7 +50,7 @@ class SampleSizes:
                 sample_ids=sample_ids,
             )
         if len(sizes) == 0:
-            raise ValueError('`lengths` must hold at least one sample, got: none. Is the dataset empty?')
+            raise ValueError('`lengths` must hold at least one sample, got: none.')
         at = int(np.argmin(sizes.tokens))
         if sizes.tokens[at] < 1:
             raise ValueError(
@@ -68,7 +62,7 @@ class SampleSizes:
         return len(self.tokens)
 
     def names(self, chosen: np.ndarray) -> list[str]:
-        """Ids and lengths of the `chosen` samples, bool (n,), the longest first."""
+        """Returns ids and lengths of the `chosen` samples, bool (n,), the longest first."""
         indices = np.flatnonzero(chosen)
         order = indices[np.argsort(-self.tokens[indices], kind='stable')]
         return [f'{self._name(index)}: {self.tokens[index]} tokens' for index in order.tolist()]
@@ -77,7 +71,7 @@ class SampleSizes:
         return f'sample {index}' if self.sample_ids is None else f'"{self.sample_ids[index]}"'
 
     def profile(self) -> DatasetProfile:
-        """Figures of the dataset."""
+        """Returns figures of the dataset."""
         tokens, total, image_tokens = self.tokens, int(self.tokens.sum()), int(self.image_tokens.sum())
         patches = np.zeros(0) if self.vision_patches is None else self.vision_patches[self.vision_patches > 0]
         return DatasetProfile(
@@ -114,6 +108,6 @@ class DatasetProfile:
     text_only_share: float
     """Samples without an image."""
     patches_per_sample: float | None
-    """Patches that the vision tower computes for a sample with any, on average; None without images, or unknown."""
+    """Patches that the vision encoder computes for a sample with any, on average; None without images, or unknown."""
     patches_per_image_token: float | None
     """Of them, for each image token: 4 where the model merges squares of 2 x 2, large behind a resampler."""

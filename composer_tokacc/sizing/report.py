@@ -22,7 +22,7 @@ METHOD_NAMES = {'stock': 'stock Composer', 'split': 'split and trimmed', 'planne
 WORTH_SAYING = 0.02
 """Less than this of a step is within the error of the cost model."""
 STOCK, SPLIT, PLANNED, LIMIT = '#8a8f98', '#2a78b5', '#1f9d6b', '#c0392b'
-PARTS = {'model': '#8a8f98', 'text': '#2a78b5', 'logits': '#e0a030', 'vision': '#7d5ba6', 'inputs': '#333333'}
+PART_COLORS = {'model': '#8a8f98', 'text': '#2a78b5', 'logits': '#e0a030', 'vision': '#7d5ba6', 'inputs': '#333333'}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,7 +319,7 @@ def _draw_padding(axis: Any, report: SizingReport) -> None:
 def _draw_memory(axis: Any, report: SizingReport) -> None:
     places = range(len(report.sizes))
     below = [0.0] * len(report.sizes)
-    for part, color in PARTS.items():
+    for part, color in PART_COLORS.items():
         heights = [row.parts_gib.get(part, 0.0) for row in report.sizes]
         if any(heights):
             axis.bar(places, heights, bottom=below, color=color, label=part)

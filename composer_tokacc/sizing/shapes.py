@@ -14,8 +14,6 @@ import torch
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.layout.pre_split import with_columns
 
-__all__ = ['BatchShape', 'batch_of_width', 'probe_batches']
-
 Sample = Mapping[str, Any]
 
 
@@ -27,8 +25,8 @@ class BatchShape:
         rows: Rows.
         width: Padded width in tokens, image placeholders included.
         image_tokens: Image placeholders of all rows.
-        image_area: Sum over the images of squared image tokens: eager attention inside the vision tower.
-        pixel_bytes: Bytes of pixels and sounds, as the processor returns them.
+        image_area: Sum over the images of squared image tokens: eager attention inside the vision encoder.
+        pixel_bytes: Bytes of pixels and audio features, as the processor returns them.
         is_padded: Whether some position is padding. Without any, SDPA needs no mask.
     """
 
@@ -55,8 +53,8 @@ class BatchShape:
         return 3 * 8 * self.tokens
 
     @classmethod
-    def of(cls, batch: Mapping[str, Any], layout: BatchLayout) -> BatchShape:
-        """The shape of a batch."""
+    def from_batch(cls, batch: Mapping[str, Any], layout: BatchLayout) -> BatchShape:
+        """Returns the shape of a batch."""
         rows, width = batch['input_ids'].shape
         image_tokens = 0 if layout.config is None else sum(layout.image_tokens_per_row(batch))
         grids = [batch[key] for key in ('image_grid_thw', 'video_grid_thw') if key in batch]
@@ -79,16 +77,7 @@ class BatchShape:
 
 
 def batch_of_width(layout: BatchLayout, samples: Sequence[Sample], width: int) -> dict[str, Any]:
-    """A batch of the samples at exactly this width, the added positions masked.
-
-    Args:
-        layout: Of the model.
-        samples: Samples of one row; one may stand for several rows.
-        width: At least the longest sample.
-
-    Raises:
-        ValueError: A sample is longer than `width`.
-    """
+    """Returns a batch of the samples, one row each, at exactly this width, the added positions masked."""
     batch = dict(layout.concat(samples))
     missing = width - batch['input_ids'].shape[1]
     if missing < 0:
@@ -97,51 +86,43 @@ def batch_of_width(layout: BatchLayout, samples: Sequence[Sample], width: int) -
     for key, entry in entries.items():
         batch[key] = with_columns(batch[key], entry, missing)
     if bool((batch['attention_mask'] != 0).all()) and batch['input_ids'].shape[0] > 1:
-        # Samples of equal length: the last column of the last row stands for the padding that real batches have.
+        # Samples of equal length: the last position of the last row stands for the padding that real batches have.
         batch['attention_mask'] = batch['attention_mask'].clone()
         batch['attention_mask'][-1, -1] = 0
     return batch
 
 
 def probe_batches(layout: BatchLayout, samples: Sequence[Sample], width: int) -> list[dict[str, Any]]:
-    """Batches of real samples, widened with padding; the first is small and has an image where any sample has one.
+    """Returns batches of real samples, widened with padding: four of text, six where there are images.
 
     Rows, width and images vary independently: tokens, ``rows x width^2`` and image tokens are then no multiples of each
-    other. Every probe of several rows has padding, as real microbatches have.
+    other. Those of several rows have padding, as real microbatches have. The first is small and has an image where any
+    sample has one.
 
     Args:
         layout: Of the model.
         samples: Samples as the processor returns them, with and without images as the dataset has them, and with
             images of different sizes where they differ.
-        width: Width of the widest probe; raised to the longest sample in use.
-
-    Returns:
-        Four batches for a text run, six where there are images.
+        width: Width of the widest batch; raised to the longest sample in use.
     """
     if not samples:
         raise ValueError('`samples` must hold at least one sample, got: none.')
     by_length = sorted(samples, key=_length)
-    plain, seeing = (
-        [sample for sample in by_length if any(layout.media_per_row(sample)) == has_media]
-        for has_media in (False, True)
-    )
-    if not seeing:
-        wide = max(width, 4 * _length(plain[0]))
-        probes = [
-            (plain[0], rows, columns) for rows, columns in ((2, wide // 4), (2, wide), (4, wide // 2), (3, wide // 4))
+    with_images = [sample for sample in by_length if any(layout.media_per_row(sample))]
+    text = [sample for sample in by_length if not any(layout.media_per_row(sample))]
+    if not with_images:
+        small = text[0]
+        wide = max(width, 4 * _length(small))
+        sizes = [
+            (small, rows, columns) for rows, columns in ((2, wide // 4), (2, wide), (4, wide // 2), (3, wide // 4))
         ]
     else:
-        small, large = seeing[0], seeing[-1]
+        small, large = with_images[0], with_images[-1]
         wide = max(width, 2 * _length(small), _length(large) + 1)
-        probes = [
-            (small, 2, wide // 2),
-            (small, 4, wide // 2),
-            (small, 2, wide),
-            (large, 2, wide),
-            (large, 3, wide * 3 // 4),
-        ]
-        probes += [(text, 2, wide // 2) for text in plain[:1]]
-    return [batch_of_width(layout, [sample] * rows, max(columns, _length(sample))) for sample, rows, columns in probes]
+        sizes = [(small, 2, wide // 2), (small, 4, wide // 2), (small, 2, wide)]
+        sizes += [(large, 2, wide), (large, 3, wide * 3 // 4)]
+        sizes += [(sample, 2, wide // 2) for sample in text[:1]]
+    return [batch_of_width(layout, [sample] * rows, max(columns, _length(sample))) for sample, rows, columns in sizes]
 
 
 def _length(sample: Sample) -> int:

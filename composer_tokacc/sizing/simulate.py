@@ -12,10 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from composer_tokacc.planning import CostModel, CutOptions, cut_rows, padded_widths, plan_rows
+from composer_tokacc.planning import CostModel, CutOptions, cut_rows, padded_widths
+from composer_tokacc.sampling.rank_assignment import LoadPlanner
 from composer_tokacc.sizing.profile import SampleSizes
-
-__all__ = ['METHODS', 'StepFigures', 'draw_batches', 'simulate_steps']
 
 METHODS = ('stock', 'split', 'planned')
 """Composer's own split of padded device batches; :func:`.token_data_spec`; :class:`.RegroupingBatchSampler` as well."""
@@ -35,16 +34,20 @@ class StepFigures:
     """Cost of the slowest rank over the mean of the ranks."""
 
 
-class _Piece(NamedTuple):
-    """A microbatch, as far as its cost goes: sizes of the rows that are computed, and whose they are."""
+class _Computed(NamedTuple):
+    """A microbatch, as far as its cost goes: widths of the rows that are computed, and the samples they are."""
 
     widths: list[int]
     samples: np.ndarray
     is_packed: bool = False
 
 
+Ranks = list[list[_Computed]]
+"""Microbatches of each rank."""
+
+
 def draw_batches(num_samples: int, global_batch_size: int, *, num_batches: int, seed: int = 0) -> list[np.ndarray]:
-    """Global batches of an epoch in random order, at most `num_batches`; the last, smaller one is left out.
+    """Draws global batches of an epoch in random order, at most `num_batches`; the last, smaller one is left out.
 
     Returns:
         Indices of the samples of each, ``(global_batch_size,)``; of all samples, where they are fewer than one batch.
@@ -77,93 +80,79 @@ def simulate_steps(
         options: How the run cuts, its ``max_tokens`` included.
         price: What a microbatch costs on the machine; the run cuts by ``options.cost``, whatever it costs.
     """
-    costs, imbalances, counts, computed, real = [], [], [], 0, 0
-    towers = price.tower(table.image_tokens, table.vision_patches)
+    vision = price.vision(table.image_tokens, table.vision_patches)
+    costs, imbalances, counts, computed = [], [], [], 0
     for batch in batches:
-        shares = [batch[rank::num_ranks] for rank in range(num_ranks)]
-        shares = [share for share in shares if len(share)]
-        if method == 'stock':
-            ranks = [_stock(table, share, microbatch_rows) for share in shares]
-        elif method == 'split':
-            ranks = _in_step(table, shares, [_split(table, share, options) for share in shares], options)
-        else:
-            ranks = _planned(table, batch, num_ranks, options)
-        priced = [[_price(piece, price, towers) for piece in pieces] for pieces in ranks]
+        ranks = _ranks(table, batch, method, num_ranks, microbatch_rows, options)
+        priced = [[_price(one, price, vision) for one in microbatches] for microbatches in ranks]
         loads = [sum(map(sum, prices)) for prices in priced]
-        longest = max(len(prices) for prices in priced)
-        if options.objective == 'fsdp':
-            # Ranks wait for each other after the vision tower and at the end of every microbatch.
-            columns = list(zip_longest(*priced, fillvalue=(0.0, 0.0)))
-            costs.append(sum(max(tower for tower, _ in column) + max(rest for _, rest in column) for column in columns))
-        else:
-            costs.append(max(loads))
+        costs.append(_slots_time(priced) if options.objective == 'fsdp' else max(loads))
         imbalances.append(costs[-1] * num_ranks / sum(loads))
-        counts.append(longest)
-        computed += sum(sum(piece.widths) for pieces in ranks for piece in pieces)
-        real += int(table.tokens[batch].sum())
+        counts.append(max(map(len, ranks)))
+        computed += sum(sum(one.widths) for microbatches in ranks for one in microbatches)
     return StepFigures(
         cost=float(np.mean(costs)),
-        padding_ratio=1 - real / computed,
+        padding_ratio=1 - sum(int(table.tokens[batch].sum()) for batch in batches) / computed,
         microbatches=float(np.mean(counts)),
         imbalance=float(np.mean(imbalances)),
     )
 
 
-def _price(piece: _Piece, price: CostModel, towers: np.ndarray) -> tuple[float, float]:
-    """Of a microbatch: in the vision tower, and all the rest."""
-    rows = float(price.rows(np.array(piece.widths)).sum()) + price.launch
-    return float(towers[piece.samples].sum()), price.packed(piece.widths) if piece.is_packed else rows
+def _ranks(
+    table: SampleSizes, batch: np.ndarray, method: str, num_ranks: int, microbatch_rows: int, options: CutOptions
+) -> Ranks:
+    dealt = [batch[rank::num_ranks] for rank in range(min(num_ranks, len(batch)))]
+    if method == 'stock':
+        return [_stock(table, samples, microbatch_rows) for samples in dealt]
+    if method == 'planned':
+        patches = None if table.vision_patches is None else table.vision_patches[batch]
+        vision = options.cost.vision(table.image_tokens[batch], patches)
+        plan = LoadPlanner(num_ranks, options).plan(table.tokens[batch], table.image_tokens[batch], vision)
+        if options.packing is not True:
+            ranks = [[_Computed([m.width] * len(m.indices), batch[list(m.indices)]) for m in r] for r in plan.ranks]
+            return _in_step(table, batch, ranks, options)
+        # The plan says which rank reads which samples, and the split packs those again.
+        dealt = [batch[[index for microbatch in rank for index in microbatch.indices]] for rank in plan.ranks]
+    return _in_step(table, batch, [_split(table, samples, options) for samples in dealt], options)
 
 
-def _stock(table: SampleSizes, share: np.ndarray, rows: int) -> list[_Piece]:
-    """Every microbatch is as wide as the device batch: Composer's split slices rows and trims nothing."""
-    width = int(table.tokens[share].max())
-    chunks = [share[start : start + rows] for start in range(0, len(share), rows)]
-    return [_Piece([width] * len(chunk), chunk) for chunk in chunks]
+def _stock(table: SampleSizes, samples: np.ndarray, rows: int) -> list[_Computed]:
+    # Every microbatch is as wide as the device batch: Composer's split slices rows and trims nothing.
+    width = int(table.tokens[samples].max())
+    chunks = [samples[start : start + rows] for start in range(0, len(samples), rows)]
+    return [_Computed([width] * len(chunk), chunk) for chunk in chunks]
 
 
-def _split(table: SampleSizes, share: np.ndarray, options: CutOptions) -> list[_Piece]:
-    """As :class:`composer_tokacc.data_spec.split.MicrobatchSplit` cuts a device batch."""
-    lengths, widest = table.tokens[share], int(table.tokens[share].max())
-    groups = cut_rows(lengths, options, image_tokens=table.image_tokens[share], max_width=widest)
+def _split(table: SampleSizes, samples: np.ndarray, options: CutOptions) -> list[_Computed]:
+    lengths, widest = table.tokens[samples], int(table.tokens[samples].max())
+    groups = cut_rows(lengths, options, image_tokens=table.image_tokens[samples], max_width=widest)
     if options.packing is True:
-        return [_Piece(lengths[rows].tolist(), share[rows], is_packed=True) for rows in groups]
+        return [_Computed(lengths[rows].tolist(), samples[rows], is_packed=True) for rows in groups]
     widths = padded_widths(np.array([lengths[rows].max() for rows in groups]), options.width_multiple, widest)
-    return [_Piece([width] * len(rows), share[rows]) for width, rows in zip(widths.tolist(), groups, strict=True)]
+    return [_Computed([width] * len(rows), samples[rows]) for width, rows in zip(widths.tolist(), groups, strict=True)]
 
 
-def _planned(table: SampleSizes, batch: np.ndarray, num_ranks: int, options: CutOptions) -> list[list[_Piece]]:
-    """As :class:`.RegroupingBatchSampler` plans a global batch."""
-    patches = None if table.vision_patches is None else table.vision_patches[batch]
-    plan = plan_rows(
-        table.tokens[batch],
-        options,
-        num_ranks=num_ranks,
-        image_tokens=table.image_tokens[batch],
-        vision_cost=options.cost.tower(table.image_tokens[batch], patches),
-    )
-    shares = [batch[[index for one in rank for index in one.indices]] for rank in plan.ranks]
-    if options.packing:
-        # The plan says which rank reads which samples, and the split packs those anew.
-        return _in_step(table, shares, [_split(table, share, options) for share in shares], options)
-    ranks = [[_Piece([one.width] * len(one.indices), batch[list(one.indices)]) for one in rank] for rank in plan.ranks]
-    return _in_step(table, shares, ranks, options)
-
-
-def _in_step(
-    table: SampleSizes, shares: list[np.ndarray], ranks: list[list[_Piece]], options: CutOptions
-) -> list[list[_Piece]]:
-    """Ranks with fewer microbatches repeat their smallest row without weight, where counts must be equal.
-
-    Where the step has images the row has one, or a rank would leave the vision tower unused.
-    """
-    most = max(len(pieces) for pieces in ranks)
-    is_equal = options.objective == 'fsdp' if options.equal_counts == 'auto' else options.equal_counts
-    if not is_equal or all(len(pieces) == most for pieces in ranks):
+def _in_step(table: SampleSizes, batch: np.ndarray, ranks: Ranks, options: CutOptions) -> Ranks:
+    """Adds a dummy row for every microbatch that a rank lacks, where counts must be equal."""
+    most = max(map(len, ranks))
+    if options.equal_counts is False or (options.equal_counts == 'auto' and options.objective == 'ddp'):
         return ranks
-    samples = np.concatenate(shares)
-    seeing = samples[table.image_tokens[samples] > 0]
-    candidates = seeing if len(seeing) else samples
+    # The smallest row; where the step has images one with an image, or a rank would leave the vision encoder unused.
+    with_images = batch[table.image_tokens[batch] > 0]
+    candidates = with_images if len(with_images) else batch
     smallest = candidates[np.argmin(table.tokens[candidates])]
-    filler = _Piece([int(table.tokens[smallest])], np.array([smallest]))
-    return [pieces + [filler] * (most - len(pieces)) for pieces in ranks]
+    dummy = _Computed([int(table.tokens[smallest])], np.array([smallest]))
+    return [microbatches + [dummy] * (most - len(microbatches)) for microbatches in ranks]
+
+
+def _price(microbatch: _Computed, price: CostModel, vision: np.ndarray) -> tuple[float, float]:
+    """Returns the cost in the vision encoder, and of all the rest."""
+    rows = float(price.rows(np.array(microbatch.widths)).sum()) + price.launch
+    text = price.packed(microbatch.widths) if microbatch.is_packed else rows
+    return float(vision[microbatch.samples].sum()), text
+
+
+def _slots_time(priced: Sequence[Sequence[tuple[float, float]]]) -> float:
+    """Returns the time of ranks that wait for each other after vision encoder and end of every microbatch."""
+    slots = zip_longest(*priced, fillvalue=(0.0, 0.0))
+    return sum(max(vision for vision, _ in slot) + max(rest for _, rest in slot) for slot in slots)

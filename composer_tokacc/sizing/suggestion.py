@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
@@ -22,41 +22,28 @@ from composer_tokacc.sizing.simulate import METHODS, StepFigures, draw_batches, 
 if TYPE_CHECKING:
     from composer_tokacc.data import LengthTable
 
-__all__ = ['Capacity', 'suggest_microbatching']
-
 NUM_BATCHES = 24
 """Global batches that are simulated for each figure."""
-# Far beyond any device; bisection starts here.
-_MOST_TOKENS = 1 << 30
+MOST_TOKENS = 1 << 30
+"""Far beyond any device: where the search for the largest microbatch ends."""
 # Terms of the memory model that a smaller microbatch would lower.
-_KINDS = {'text': 'text activations', 'logits': 'logits', 'vision': 'vision activations'}
+SHRINKING_TERMS = {'text': 'text activations', 'logits': 'logits', 'vision': 'vision activations'}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Capacity:
-    """What fits on one rank.
-
-    Args:
-        memory: Memory model.
-        table: Sizes of the samples.
-        num_ranks: Ranks.
-        limit: Bytes that may be used: device memory times the safety factor.
-        max_image_tokens: Image budget of a microbatch.
-    """
+    """What fits on one rank."""
 
     memory: MemoryModel
     table: SampleSizes
     num_ranks: int
     limit: float
+    """Bytes that may be used: device memory times the safety factor."""
     max_image_tokens: int | None = None
 
     def worst_shape(self, tokens: int, image_tokens: int | None = None) -> BatchShape:
-        """The costliest microbatch of this many positions: the widest rows, and as many image tokens as they can have.
-
-        Args:
-            tokens: Positions, padding included.
-            image_tokens: Image tokens; by default the share of the sample that has the largest.
-        """
+        """Returns the costliest microbatch of this many positions: the widest rows, and as many image tokens."""
+        # By default as many as if all were the sample with the largest part of them, up to the cap.
         vision = self.table.image_tokens
         most: float = tokens * (vision / self.table.tokens).max() if image_tokens is None else image_tokens
         if image_tokens is None and self.max_image_tokens is not None:
@@ -71,23 +58,23 @@ class Capacity:
         )
 
     def peak(self, tokens: int, image_tokens: int | None = None) -> float:
-        """Bytes at the peak of the costliest microbatch of this many positions."""
+        """Returns bytes at the peak of the costliest microbatch of this many positions."""
         return self.memory.peak(self.worst_shape(tokens, image_tokens), num_ranks=self.num_ranks)
 
     def terms(self, tokens: int) -> dict[str, float]:
-        """The same by term."""
+        """Returns the same by term."""
         return self.memory.terms(self.worst_shape(tokens), num_ranks=self.num_ranks)
 
     def max_tokens(self) -> int:
-        """Most positions of a microbatch that fits; 0 where not even one does."""
+        """Returns the most positions of a microbatch that fits; 0 where not even one does."""
         return _largest(lambda tokens: self.peak(tokens) <= self.limit)
 
     def fitting_image_tokens(self, tokens: int) -> int:
-        """Most image tokens that fit beside this many positions, at most all of them."""
+        """Returns the most image tokens that fit beside this many positions, at most all of them."""
         return min(_largest(lambda images: self.peak(tokens, images) <= self.limit), tokens)
 
     def why_nothing_fits(self) -> str:
-        """One line for a model that leaves no room: what is held, and what would help."""
+        """Returns one line for a model that leaves no room: what is held, and what would help."""
         terms = self.terms(int(self.table.tokens.min()))
         largest = sorted(terms, key=lambda name: -terms[name])[:3]
         held = ', '.join(f'{name} {terms[name] / GIB:.2f}' for name in largest)
@@ -151,97 +138,92 @@ def suggest_microbatching(
     Raises:
         ValueError: An argument is out of range, or not even the shortest sample fits.
     """
-    table = SampleSizes.of(lengths, sample_ids)
+    table = SampleSizes.from_lengths(lengths, sample_ids)
     _check(num_ranks, global_batch_size, device_memory_gib, safety)
     options = CutOptions(
-        slot_tokens=slot_tokens,
-        max_image_tokens=max_image_tokens,
-        width_multiple=width_multiple,
-        cost=CostModel() if cost is None else cost,
-        regroup=regroup,
-        equal_counts=equal_counts,
-        packing=packing,
+        slot_tokens=slot_tokens, max_image_tokens=max_image_tokens, width_multiple=width_multiple, regroup=regroup,
+        equal_counts=equal_counts, packing=packing, cost=cost or CostModel(),
         objective=cast(Literal['ddp', 'fsdp'], memory.strategy),
-    )
-    capacity = Capacity(
-        memory=memory,
-        table=table,
-        num_ranks=num_ranks,
-        limit=safety * device_memory_gib * GIB,
-        max_image_tokens=max_image_tokens,
-    )
-    slot = slot_tokens or -(-int(table.tokens.max()) // width_multiple) * width_multiple
-    rows_per_rank = global_batch_size // num_ranks
-    fitting = capacity.max_tokens()
-    if fitting < int(table.tokens.min()):
-        raise ValueError(capacity.why_nothing_fits())
-    slot = min(slot, fitting)  # one wider than memory is narrowed to what fits
-    size = min(fitting // slot, rows_per_rank)
-    max_tokens, terms = size * slot, capacity.terms(size * slot)
-    plain = replace(capacity, max_image_tokens=None).max_tokens()
-    stock_rows = max(min(plain // int(table.tokens.max()), rows_per_rank), 1)
-    price = measured_cost or options.cost
+    )  # fmt: skip
+    limit = safety * device_memory_gib * GIB
+    capacity = Capacity(memory, table, num_ranks, limit, max_image_tokens)
     batches = draw_batches(len(table), global_batch_size, num_batches=NUM_BATCHES, seed=seed)
-    towers = price.tower(table.image_tokens, table.vision_patches)
-    judged = replace(options, max_tokens=max_tokens, cost=price)
-    bounds = [
-        lower_bound(
-            Rows(table.tokens[batch], judged, image_tokens=table.image_tokens[batch], vision_cost=towers[batch]),
-            num_ranks,
-        )
-        for batch in batches
-    ]
+    price = measured_cost or options.cost
+    return SizingReport(
+        profile=table.profile(), num_ranks=num_ranks, global_batch_size=global_batch_size, strategy=memory.strategy,
+        device_memory_gib=device_memory_gib, safety=safety, max_image_tokens=max_image_tokens, regroup=regroup,
+        width_multiple=width_multiple, packing=packing, memory_residual=memory.residual, measured_cost=measured_cost,
+        seconds_per_unit=price.seconds_per_token, seconds_per_step=seconds_per_step,
+        **_report(capacity, options, price, batches, global_batch_size // num_ranks),
+    )  # fmt: skip
+
+
+def _choose(capacity: Capacity, options: CutOptions, rows_per_rank: int) -> tuple[int, int]:
+    """Returns the largest safe microbatch size and the width of its slots."""
+    fitting = capacity.max_tokens()
+    if fitting < int(capacity.table.tokens.min()):
+        raise ValueError(capacity.why_nothing_fits())
+    longest = int(capacity.table.tokens.max())
+    slot = options.slot_tokens or -(-longest // options.width_multiple) * options.width_multiple
+    slot = min(slot, fitting)  # one wider than memory is narrowed to what fits
+    return min(fitting // slot, rows_per_rank), slot
+
+
+def _report(
+    capacity: Capacity, options: CutOptions, price: CostModel, batches: Sequence[np.ndarray], rows_per_rank: int
+) -> dict[str, Any]:
+    """Returns the fields of the report that follow from a size, and from steps of it and of others."""
+    table, num_ranks = capacity.table, capacity.num_ranks
+    size, slot = _choose(capacity, options, rows_per_rank)
+    max_tokens, terms = size * slot, capacity.terms(size * slot)
+    # Stock Composer has no cap of images, and pads every row to the longest.
+    stock_rows = replace(capacity, max_image_tokens=None).max_tokens() // int(table.tokens.max())
+    stock_rows = max(min(stock_rows, rows_per_rank), 1)
+    largest_term = max(SHRINKING_TERMS, key=lambda part: terms[SHRINKING_TERMS[part]])
     simulate = partial(simulate_steps, table, batches, num_ranks=num_ranks, price=price)
 
     def figures(size: int, stock_rows: int) -> dict[str, StepFigures]:
-        return {
-            method: simulate(
-                method=method, microbatch_rows=stock_rows, options=replace(options, max_tokens=size * slot)
-            )
-            for method in METHODS
-        }
+        sized = replace(options, max_tokens=size * slot)
+        return {method: simulate(method=method, microbatch_rows=stock_rows, options=sized) for method in METHODS}
 
-    return SizingReport(
-        profile=table.profile(),
-        num_ranks=num_ranks,
-        global_batch_size=global_batch_size,
-        strategy=memory.strategy,
-        device_memory_gib=device_memory_gib,
-        safety=safety,
-        device_train_microbatch_size=size,
-        slot_tokens=slot,
-        max_image_tokens=max_image_tokens,
-        fitting_image_tokens=capacity.fitting_image_tokens(max_tokens) if table.image_tokens.any() else None,
-        stock_microbatch_size=stock_rows,
-        regroup=regroup,
-        width_multiple=width_multiple,
-        packing=packing,
-        binds='global batch' if size == rows_per_rank else max(_KINDS, key=lambda kind: terms[_KINDS[kind]]),
-        terms={name: value / GIB for name, value in terms.items()},
-        peak_gib=capacity.peak(max_tokens) / GIB,
-        memory_residual=memory.residual,
-        figures=figures(size, stock_rows),
-        bound=float(np.mean(bounds)),
-        measured_cost=measured_cost,
-        seconds_per_unit=price.seconds_per_token,
-        seconds_per_step=seconds_per_step,
-        sizes=[_size_row(capacity, one, slot, figures(one, one)) for one in _compared_sizes(size, rows_per_rank)],
-        oversize=table.names((table.tokens > max_tokens) | (table.image_tokens > (max_image_tokens or max_tokens))),
-        too_large=table.names(table.tokens > fitting),
+    is_over = (table.tokens > max_tokens) | (table.image_tokens > (options.max_image_tokens or max_tokens))
+    return {
+        'device_train_microbatch_size': size,
+        'slot_tokens': slot,
+        'fitting_image_tokens': capacity.fitting_image_tokens(max_tokens) if table.image_tokens.any() else None,
+        'stock_microbatch_size': stock_rows,
+        'binds': 'global batch' if size == rows_per_rank else largest_term,
+        'terms': {name: value / GIB for name, value in terms.items()},
+        'peak_gib': capacity.peak(max_tokens) / GIB,
+        'figures': figures(size, stock_rows),
+        'bound': _bound(table, batches, replace(options, max_tokens=max_tokens, cost=price), num_ranks),
+        'sizes': [_size_row(capacity, one, slot, figures(one, one)) for one in _compared_sizes(size, rows_per_rank)],
+        'oversize': table.names(is_over),
+        'too_large': table.names(table.tokens > capacity.max_tokens()),
+    }
+
+
+def _bound(table: SampleSizes, batches: Sequence[np.ndarray], options: CutOptions, num_ranks: int) -> float:
+    """Returns the mean cost of a step that no plan beats."""
+    vision = options.cost.vision(table.image_tokens, table.vision_patches)
+    rows = (
+        Rows(table.tokens[batch], options, image_tokens=table.image_tokens[batch], vision_cost=vision[batch])
+        for batch in batches
     )
+    return float(np.mean([lower_bound(one, num_ranks) for one in rows]))
 
 
 def _compared_sizes(chosen: int, most: int) -> list[int]:
-    """Every power of two up to twice the choice, and the choice."""
+    """Returns every power of two up to twice the choice, and the choice."""
     sizes = {1 << k for k in range(max(2 * chosen, 2).bit_length())} | {chosen}
     return sorted(size for size in sizes if size <= most)
 
 
 def _size_row(capacity: Capacity, size: int, slot_tokens: int, figures: dict[str, StepFigures]) -> SizeRow:
-    """Padding, time and memory of one size."""
+    """Returns padding, time and memory of one size."""
     tokens = size * slot_tokens
     peak, terms = capacity.peak(tokens), capacity.terms(tokens)
-    parts = {short: terms[name] / GIB for short, name in {**_KINDS, 'inputs': 'inputs'}.items()}
+    parts = {short: terms[name] / GIB for short, name in {**SHRINKING_TERMS, 'inputs': 'inputs'}.items()}
     return SizeRow(
         size=size,
         padding={method: of.padding_ratio for method, of in figures.items()},
@@ -267,11 +249,11 @@ def _check(num_ranks: int, global_batch_size: int, device_memory_gib: float, saf
 
 
 def _largest(fits: Callable[[int], bool]) -> int:
-    """The largest number for which a predicate holds that is true up to some number; 0 where it never does."""
+    """Returns the largest number for which a predicate holds that is true up to some number; 0 where it never does."""
     if not fits(1):
         return 0
     low, high = 1, 2
-    while high <= _MOST_TOKENS and fits(high):
+    while high <= MOST_TOKENS and fits(high):
         low, high = high, high * 2
     while high - low > 1:
         middle = (low + high) // 2

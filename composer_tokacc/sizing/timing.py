@@ -17,11 +17,9 @@ from composer.loggers import Logger
 
 from composer_tokacc.compat import tree_iter
 from composer_tokacc.layout import BatchLayout
+from composer_tokacc.model_structure import vision_modules
 from composer_tokacc.planning import CostModel
 from composer_tokacc.sizing.memory_model import non_negative_fit
-from composer_tokacc.sizing.trace import VISION_MODULES
-
-__all__ = ['MicrobatchTimer', 'fit_cost']
 
 LATE = 1.5
 """Times over the fit from which a microbatch was held up by something else."""
@@ -34,7 +32,7 @@ class MicrobatchTimer(Callback):
     Args:
         layout: Of the model; None: of text alone.
         hidden_size: Of the language model.
-        patches: Patches that the vision tower computes for a batch of one row; None: they and the tower are not timed.
+        patches: Patches that the vision encoder computes for a batch of one row; None: it is not timed.
         skip: Steps at the start that are not noted: caches warm up.
     """
 
@@ -47,19 +45,18 @@ class MicrobatchTimer(Callback):
     image_tokens: list[int] = field(default_factory=list)
     row_patches: list[list[int]] = field(default_factory=list)
     """Of each row of a microbatch."""
-    tower_seconds: list[float] = field(default_factory=list)
-    """Of ``seconds`` those in the vision tower, forward and backward."""
+    vision_seconds: list[float] = field(default_factory=list)
+    """Of ``seconds`` those in the vision encoder, forward and backward."""
     seconds: list[float] = field(default_factory=list)
     outside: list[float] = field(default_factory=list)
     """Seconds of each step outside its microbatches: data, optimizer, logging."""
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Watches the vision tower, its projector and what lies between them."""
-        self._depth, self._in_tower, self._first_gradient = 0, 0.0, None
-        for name, module in state.model.named_modules():
-            if self.patches is not None and name.rpartition('.')[2] in VISION_MODULES:
-                module.register_forward_pre_hook(self._enter)
-                module.register_forward_hook(self._leave)
+        """Watches the vision encoder, its projector and what lies between them."""
+        self._depth, self._in_encoder, self._first_gradient = 0, 0.0, None
+        for module in vision_modules(state.model) if self.patches is not None else ():
+            module.register_forward_pre_hook(self._enter)
+            module.register_forward_hook(self._leave)
 
     def _enter(self, *_: Any) -> None:
         self._depth += 1
@@ -70,13 +67,13 @@ class MicrobatchTimer(Callback):
         self._depth -= 1
         if self._depth:
             return
-        self._in_tower += self._now() - self._entered
+        self._in_encoder += self._now() - self._entered
         for tensor in tree_iter(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(self._gradient_arrives)
 
     def _gradient_arrives(self, gradient: torch.Tensor) -> None:
-        # Images come first in the forward pass: when the gradient is back at what they gave, the tower alone is left.
+        # Images come first in the forward pass: when the gradient is back at what they gave, the encoder alone is left.
         if self._first_gradient is None:
             self._first_gradient = self._now()
 
@@ -98,7 +95,7 @@ class MicrobatchTimer(Callback):
         patches = [] if self.patches is None or self.layout is None else self._row_patches(self.layout, state.batch)
         self._shape = (*state.batch['input_ids'].shape, image_tokens)
         self._patches = patches
-        self._in_tower, self._first_gradient = 0.0, None
+        self._in_encoder, self._first_gradient = 0.0, None
         spent = self._now() - before  # on counting, which is no part of the run
         self._started += spent
         self._step_started += spent
@@ -114,12 +111,12 @@ class MicrobatchTimer(Callback):
         now = self._now()
         seconds, self._started = now - self._started, now
         self._inside += seconds
-        tower = self._in_tower + (0.0 if self._first_gradient is None else now - self._first_gradient)
+        tower = self._in_encoder + (0.0 if self._first_gradient is None else now - self._first_gradient)
         if int(state.timestamp.batch) >= self.skip:
             for column, value in zip((self.rows, self.widths, self.image_tokens), self._shape, strict=True):
                 column.append(value)
             self.row_patches.append(self._patches)
-            self.tower_seconds.append(tower)
+            self.vision_seconds.append(tower)
             self.seconds.append(seconds)
 
     def _now(self) -> float:
@@ -129,11 +126,11 @@ class MicrobatchTimer(Callback):
 
 
 def fit_cost(timers: Sequence[MicrobatchTimer], *, quadratic: float) -> tuple[CostModel, float]:
-    """The cost model of timed microbatches, and the median of the seconds of a step outside them.
+    """Returns the cost model of timed microbatches, and the median of the seconds of a step outside them.
 
-    Where the vision tower was timed by itself its cost is ``a * patches^2 + b * patches + c`` an image, and the rest of
-    a microbatch that of its text; else the tower costs by image tokens. A few noisy times do not tell the quadratic
-    term of the text from the linear one, so it is given.
+    Where the vision encoder was timed by itself its cost is ``a * patches^2 + b * patches + c`` an image, and the rest
+    of a microbatch that of its text; else images cost by their tokens. A few noisy times do not tell the quadratic term
+    of the text from the linear one, so it is given.
 
     Args:
         timers: Of runs with microbatches of many shapes.
@@ -149,25 +146,24 @@ def fit_cost(timers: Sequence[MicrobatchTimer], *, quadratic: float) -> tuple[Co
     rows, widths, images, seconds = (joined(name) for name in ('rows', 'widths', 'image_tokens', 'seconds'))
     if len(seconds) == 0:
         raise ValueError('`timers` must hold at least one microbatch, got: none. Run more steps.')
-    towers = joined('tower_seconds')
-    towers = towers if len(towers) else np.zeros_like(seconds)
-    seen = np.array([sum(patches) > 0 for timer in timers for patches in timer.row_patches], dtype=bool)
-    square = per_patch = per_picture = 0.0
-    if seen.any() and towers[seen].all():
-        powers = np.array([_powers(patches) for timer in timers for patches in timer.row_patches])
-        square, per_patch, per_picture = _fit(powers[seen], towers[seen]).tolist()
-        seconds, images = seconds - towers, np.zeros_like(images)
-    columns = np.stack([rows * (widths + widths**2 / quadratic), images, np.ones_like(rows)], axis=1)
-    per_token, per_image, per_launch = _fit(columns, seconds).tolist()
+    vision, row_patches = joined('vision_seconds'), [patches for timer in timers for patches in timer.row_patches]
+    has_images = np.array([sum(patches) > 0 for patches in row_patches], dtype=bool)
+    per_square = per_patch = per_image = 0.0
+    if has_images.any() and vision[has_images].all():
+        powers = np.array([_powers(patches) for patches in row_patches])[has_images]
+        per_square, per_patch, per_image = _fit(powers, vision[has_images]).tolist()
+        seconds, images = seconds - vision, np.zeros_like(images)
+    features = np.stack([rows * (widths + widths**2 / quadratic), images, np.ones_like(rows)], axis=1)
+    per_token, per_image_token, per_microbatch = _fit(features, seconds).tolist()
     if per_token <= 0:
         raise ValueError('Measured times must grow with the number of tokens, got: none that do. Time more steps.')
     cost = CostModel(
         quadratic=quadratic,
-        vision_per_token=per_image / per_token,
-        vision_per_image=per_picture / per_token,
+        vision_per_token=per_image_token / per_token,
+        vision_per_image=per_image / per_token,
         vision_per_patch=per_patch / per_token,
-        vision_per_square=square / per_token,
-        launch=per_launch / per_token,
+        vision_per_square=per_square / per_token,
+        launch=per_microbatch / per_token,
         seconds_per_token=per_token,
     )
     outside = joined('outside')
@@ -175,21 +171,18 @@ def fit_cost(timers: Sequence[MicrobatchTimer], *, quadratic: float) -> tuple[Co
 
 
 def _powers(patches: Sequence[int]) -> tuple[int, int, int]:
-    """Squares of the patches of the rows of a microbatch, patches and rows with any, summed up."""
+    """Returns squares of the patches of the rows of a microbatch, patches, and rows with any, summed up."""
     return sum(one * one for one in patches), sum(patches), sum(one > 0 for one in patches)
 
 
-def _fit(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Non-negative least squares of relative errors, (terms,).
-
-    A busy machine makes single microbatches late: those that took half as long again as the fit says are left out, and
-    the rest fitted again.
-    """
-    solution = np.zeros(columns.shape[1])
+def _fit(features: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """Returns non-negative least squares of relative errors, (terms,)."""
+    # A busy machine makes single microbatches late: they are left out, and the rest is fitted again.
+    solution = np.zeros(features.shape[1])
     kept = np.ones(len(seconds), dtype=bool)
     for _ in range(3):
-        solution = non_negative_fit(columns[kept] / seconds[kept, None], np.ones(int(kept.sum())))
-        kept = seconds <= LATE * np.maximum(columns @ solution, 1e-12)
+        solution = non_negative_fit(features[kept] / seconds[kept, None], np.ones(int(kept.sum())))
+        kept = seconds <= LATE * np.maximum(features @ solution, 1e-12)
         if not kept.any():
             break
     return solution

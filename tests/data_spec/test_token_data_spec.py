@@ -16,24 +16,11 @@ from torch.utils.data import DataLoader, Dataset
 from composer_tokacc import TokenAccumulation, token_data_spec
 from composer_tokacc.metadata import metadata_of
 from composer_tokacc.planning import CostModel
+from tests.support.exactness import rows_of, split
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import hugging_face, loader, logged, reference_gradients, relative_error, train
 
 SHAPE = [(4, 2), (5, 3), (9, 7), (14, 11), (6, 1), (3, 2)]
-
-
-def split(batch, size, **kwargs):
-    spec = token_data_spec(loader(batch), **kwargs)
-    return spec.split_batch(spec.batch_transforms(batch), size)
-
-
-def rows_of(microbatches):
-    """Every row as the tuple of its real ids."""
-    return sorted(
-        tuple(ids[mask.bool()].tolist())
-        for microbatch in microbatches
-        for ids, mask in zip(microbatch['input_ids'], microbatch['attention_mask'], strict=True)
-    )
 
 
 @pytest.mark.parametrize('side', ['left', 'right'])

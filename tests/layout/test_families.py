@@ -191,12 +191,3 @@ def test_only_mllama_couples_rows(name):
     assert (layout.coupling(batch) is not None) == (name == 'mllama')
     assert layout.coupling(joined(case, layout, TEXT_ROWS)) is None
     assert layout.coupling(joined(case, layout, IMAGE_ROWS)) is None
-
-
-def test_unknown_vision_family_is_refused_by_name():
-    class Config:
-        model_type = 'new_vl'
-        vision_config = object()
-
-    with pytest.raises(ValueError, match=r"one of \[.*'qwen2_vl'.*got: 'new_vl'"):
-        BatchLayout.for_model(Config())

@@ -220,16 +220,6 @@ def test_encoder_decoder_labels_keep_their_own_width():
         assert part['labels'].shape == part['decoder_input_ids'].shape == (2, width)
 
 
-def test_format_that_no_family_has_is_refused():
-    batch = {**text_batch([3]), 'pixel_values': torch.zeros(2, 3)}
-    with pytest.raises(ValueError, match=r'pixel_values` of shape \(2, 3\).*for_model'):
-        BatchLayout.infer(batch)
-    # LFM2-VL: a mask of patches, not of slots of images.
-    flat = {'pixel_values': torch.zeros(2, 16, 3), 'pixel_attention_mask': torch.ones(2, 16)}
-    with pytest.raises(ValueError, match=r'pixel_attention_mask.*for_model'):
-        BatchLayout.infer({**text_batch([3]), **flat})
-
-
 def test_unknown_family_can_be_passed():
     family = Family(name='new', entries={'pixel_values': Entry(unit='image')})
     batch = {**text_batch([3, 2]), 'num_images': [2, 1], 'pixel_values': torch.arange(3.0)[:, None]}

@@ -16,11 +16,11 @@ def test_formula_by_hand():
     np.testing.assert_allclose(cost.rows(np.array([10, 100])), [11.0, 200.0])
 
 
-def test_tower_by_hand():
+def test_vision_encoder_by_hand():
     cost = CostModel(vision_per_token=0.5, vision_per_image=7.0, vision_per_patch=0.1, vision_per_square=0.001)
     tokens, patches = np.array([10, 0, 4]), np.array([100, 0, 0])
-    np.testing.assert_allclose(cost.tower(tokens, patches), [5 + 7 + 10 + 10, 0, 2])
-    np.testing.assert_allclose(cost.tower(tokens), [5, 0, 2])
+    np.testing.assert_allclose(cost.vision(tokens, patches), [5 + 7 + 10 + 10, 0, 2])
+    np.testing.assert_allclose(cost.vision(tokens), [5, 0, 2])
 
 
 def test_no_quadratic_term():

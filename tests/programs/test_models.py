@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForImageTextToText
 
+from composer_tokacc.model_structure import transformer_blocks
 from composer_tokacc.programs.models import build_model, build_transformers_model, freeze_parameters
-from composer_tokacc.sizing import transformer_blocks
 from tests.support.text import VOCABULARY, text_model
 
 VISION = {

@@ -14,7 +14,7 @@ import torch
 from composer_tokacc import token_data_spec
 from composer_tokacc.planning import CostModel
 from composer_tokacc.sampling import ExchangingDataLoader
-from composer_tokacc.sampling.rank_share import LoadPlanner
+from composer_tokacc.sampling.rank_assignment import LoadPlanner
 from tests.ranks.exchange import BATCH, EPOCH, READ
 from tests.support.launch import launch_json
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
@@ -51,8 +51,8 @@ def test_patches_tell_what_a_sample_costs_in_the_tower(monkeypatch):
     monkeypatch.setattr(LoadPlanner, 'plan', lambda self, *sizes: seen.append(sizes) or plan(self, *sizes))
     cost = CostModel(vision_per_image=2.0, vision_per_patch=0.5)
     list(build(8, cost=cost, patches=lambda sample: 10 * sample['input_ids'].shape[1]))
-    lengths, _, towers = seen[-1]
-    assert towers.tolist() == [2.0 + 5.0 * length for length in lengths]
+    lengths, _, vision = seen[-1]
+    assert vision.tolist() == [2.0 + 5.0 * length for length in lengths]
 
 
 @pytest.mark.parametrize('num_workers', [0, 2])

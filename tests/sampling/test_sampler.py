@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from composer_tokacc.planning import CostModel, plan_microbatches
 from composer_tokacc.sampling import RegroupingBatchSampler
-from composer_tokacc.sampling.sampler import map_ahead
+from composer_tokacc.sampling.sampler import prefetch
 
 LONGEST = 64
 
@@ -286,7 +286,7 @@ def test_memory_grows_with_the_order_alone():
 
 
 def planning_threads():
-    return {thread for thread in threading.enumerate() if thread.name.startswith('map_ahead')}
+    return {thread for thread in threading.enumerate() if thread.name.startswith('prefetch')}
 
 
 def test_planning_thread_ends_with_the_iterator():
@@ -314,7 +314,7 @@ def test_results_come_in_order_from_another_thread_and_never_too_many_ahead():
             drawn.append(item)
             yield item
 
-    results = map_ahead(square, items(), depth=3)
+    results = prefetch(square, items(), depth=3)
     for expected in range(10):
         assert next(results) == expected**2
         assert len(drawn) <= expected + 4
@@ -327,7 +327,7 @@ def test_planning_errors_reach_the_loader_where_they_belong():
         return 6 // item
 
     before = planning_threads()
-    results = map_ahead(divide, [3, 2, 0, 1])
+    results = prefetch(divide, [3, 2, 0, 1])
     assert [next(results), next(results)] == [2, 3]
     with pytest.raises(ZeroDivisionError):
         next(results)

@@ -74,7 +74,7 @@ def test_widened_batch_keeps_its_images_and_is_padded() -> None:
     case = FAMILIES['qwen2_5_vl']()
     layout = BatchLayout.for_model(case.model)
     batch = batch_of_width(layout, [case.rows[3], case.rows[5]], 150)
-    shape = BatchShape.of(batch, layout)
+    shape = BatchShape.from_batch(batch, layout)
     tokens = [int(row['image_grid_thw'].prod(dim=1).sum()) // 4 for row in (case.rows[3], case.rows[5])]
     assert (shape.rows, shape.width, shape.image_tokens) == (2, 150, sum(tokens))
     assert shape.is_padded
@@ -86,7 +86,7 @@ def test_widened_batch_keeps_its_images_and_is_padded() -> None:
 
 def test_rows_of_equal_length_are_padded_too_and_those_that_do_not_fit_are_refused() -> None:
     layout = BatchLayout.infer(text_row(5, 2))
-    assert BatchShape.of(batch_of_width(layout, [text_row(5, 2)] * 2, 5), layout).is_padded
+    assert BatchShape.from_batch(batch_of_width(layout, [text_row(5, 2)] * 2, 5), layout).is_padded
     with pytest.raises(ValueError, match='`width` must be at least the longest sample, got: 4 < 5'):
         batch_of_width(layout, [text_row(5, 2)], 4)
 
@@ -121,4 +121,4 @@ def test_calibration_is_kept_for_its_key_and_made_anew_where_its_file_is_damaged
     assert 'is damaged' in caplog.text
     (tmp_path / 'file').write_text('')
     assert load_or_calibrate(tmp_path / 'file', {'model': 'a'}, calibrate) == MEMORY  # no folder can be there
-    assert 'not kept' in caplog.text
+    assert 'cannot be kept' in caplog.text

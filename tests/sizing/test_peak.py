@@ -107,17 +107,17 @@ def errors(
     )
     layout = BatchLayout.for_model(case.model)
     run = RealRun(build(), layout.concat(case.rows), precision)
-    probed = {BatchShape.of(batch, layout) for batch in probe_batches(layout, case.rows, PROBE_WIDTH)}
+    probed = {BatchShape.from_batch(batch, layout) for batch in probe_batches(layout, case.rows, PROBE_WIDTH)}
     found = {}
     for rows, width in SHAPES:
         batch = batch_of_width(layout, [case.rows[row] for row in rows], width)
-        assert BatchShape.of(batch, layout) not in probed
+        assert BatchShape.from_batch(batch, layout) not in probed
         found[f'{rows} x {width}'] = error(memory, run, batch)
     return found
 
 
 def error(memory: MemoryModel, run: RealRun, batch: dict[str, Any]) -> float:
-    predicted = sum(memory.terms(BatchShape.of(batch, BatchLayout.for_model(run.model))).values())
+    predicted = sum(memory.terms(BatchShape.from_batch(batch, BatchLayout.for_model(run.model))).values())
     return (predicted - run.static_bytes()) / (run.microbatch_peak(batch) - run.static_bytes()) - 1
 
 

@@ -177,7 +177,7 @@ def test_ranks_with_fewer_microbatches_compute_weightless_rows(
     """Rank 0 makes two microbatches of 500 tokens and rank 1 one, and where they must be equal repeats a row: the
     shortest, or the shortest with an image.
     """
-    sizes = SampleSizes.of(np.array([500, 10, 500, 30]))
+    sizes = SampleSizes.from_lengths(np.array([500, 10, 500, 30]))
     if images:
         sizes = replace(sizes, image_tokens=np.array([images, 0, images, images]))
     figures = simulate_steps(

@@ -63,16 +63,16 @@ def test_placeholders_of_videos_and_sounds_are_noted(family: str, kind: str) -> 
     assert timer.image_tokens[0] > 0
 
 
-def test_the_tower_has_terms_of_its_own() -> None:
+def test_the_encoder_has_terms_of_its_own() -> None:
     rng = np.random.default_rng(1)
     timer = timed()
     timer.row_patches = [rng.integers(16, 4096, int(rng.integers(1, 5))).tolist() for _ in timer.seconds]
     timer.row_patches[3] = [0, 0]
-    timer.tower_seconds = [
+    timer.vision_seconds = [
         sum(4e-9 * patches**2 + 1e-6 * patches + 2e-4 for patches in rows if patches) for rows in timer.row_patches
     ]
     images = np.array(timer.image_tokens)
-    timer.seconds = (np.array(timer.seconds) - PER_IMAGE_TOKEN * images + np.array(timer.tower_seconds)).tolist()
+    timer.seconds = (np.array(timer.seconds) - PER_IMAGE_TOKEN * images + np.array(timer.vision_seconds)).tolist()
     timer.seconds[20] *= 5
     cost, _ = fit_cost([timer], quadratic=QUADRATIC)
     assert cost.seconds_per_token == pytest.approx(PER_TOKEN, rel=0.05)
@@ -82,12 +82,12 @@ def test_the_tower_has_terms_of_its_own() -> None:
 
 
 @pytest.mark.parametrize('frozen', [False, True])
-def test_what_passes_in_the_tower_is_told_from_the_rest(frozen: bool) -> None:
-    """A clock of our own: a linear layer of the tower takes 1 forward and 10 backward, one of the text 100 and 1000."""
+def test_what_passes_in_the_encoder_is_told_from_the_rest(frozen: bool) -> None:
+    """Our own clock: a linear layer of the encoder takes 1 forward and 10 backward, one of the text 100 and 1000."""
     case = FAMILIES['qwen2_vl']()
-    towers = [module for name, module in case.model.named_modules() if name.endswith('visual')]
-    towers[0].requires_grad_(not frozen)
-    inside = {id(module) for module in towers[0].modules()}
+    encoders = [module for name, module in case.model.named_modules() if name.endswith('visual')]
+    encoders[0].requires_grad_(not frozen)
+    inside = {id(module) for module in encoders[0].modules()}
     clock = [0.0]
 
     def passes(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
@@ -95,7 +95,7 @@ def test_what_passes_in_the_tower_is_told_from_the_rest(frozen: bool) -> None:
         clock[0] += forward
 
         def arrives(gradient: torch.Tensor) -> None:
-            # On its way into the layer; the gradient of what the tower gave is there before.
+            # On its way into the layer; the gradient of what the encoder gave is there before.
             clock[0] += backward
 
         if inputs[0].requires_grad:
@@ -110,9 +110,9 @@ def test_what_passes_in_the_tower_is_told_from_the_rest(frozen: bool) -> None:
     batch = layout.concat(case.rows, pad_token_id=case.pad_token_id)
     train(case.model, token_data_spec(loader(batch)), callbacks=[timer], microbatch_size=len(case.rows))
     assert timer.row_patches == [[computed_patches(case.model, row) for row in case.rows]]
-    in_tower = sum(id(module) in inside for module in linear)
-    assert timer.tower_seconds == [in_tower * (1.0 if frozen else 11.0)]
-    assert timer.seconds[0] > 100.0 * (len(linear) - in_tower)
+    in_encoder = sum(id(module) in inside for module in linear)
+    assert timer.vision_seconds == [in_encoder * (1.0 if frozen else 11.0)]
+    assert timer.seconds[0] > 100.0 * (len(linear) - in_encoder)
 
 
 def test_nothing_timed_is_refused() -> None:

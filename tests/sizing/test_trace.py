@@ -14,7 +14,7 @@ from transformers import CLIPVisionConfig, LlamaConfig, LlamaForCausalLM, LlavaC
 from benchmarks.made_up import made_up_sample
 from composer_tokacc.sizing import GIB, BatchShape, calibrate_fake
 from composer_tokacc.sizing.memory_model import LARGE_RESIDUAL
-from composer_tokacc.sizing.trace import FakeRun
+from composer_tokacc.sizing.trace import TracedStep
 
 HIDDEN, INNER, LAYERS, VOCABULARY = 64, 96, 3, 200
 
@@ -33,7 +33,7 @@ def small_config(**changes: object) -> LlamaConfig:
 
 def test_parameters_gradients_and_states_by_hand() -> None:
     config = small_config()
-    run = FakeRun(lambda: LlamaForCausalLM(config).train(), made_up_sample(config, 10))
+    run = TracedStep(lambda: LlamaForCausalLM(config).train(), made_up_sample(config, 10))
     block = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER + 2 * HIDDEN
     outside = 2 * VOCABULARY * HIDDEN + HIDDEN
     numbers = LAYERS * block + outside
@@ -52,7 +52,7 @@ def test_frozen_parts_have_neither_gradient_nor_state() -> None:
         model.model.embed_tokens.requires_grad_(False)
         return model
 
-    static = FakeRun(build, made_up_sample(config, 10)).static
+    static = TracedStep(build, made_up_sample(config, 10)).static
     frozen = VOCABULARY * HIDDEN
     assert static.gradients == static.parameters - 4 * frozen
     assert static.optimizer < 2 * static.parameters - 8 * frozen + 200
@@ -62,7 +62,7 @@ def test_frozen_parts_have_neither_gradient_nor_state() -> None:
 
 def test_ranks_share_what_fsdp_shards_and_gather_the_rest() -> None:
     config = small_config()
-    static = FakeRun(lambda: LlamaForCausalLM(config).train(), made_up_sample(config, 10), strategy='fsdp').static
+    static = TracedStep(lambda: LlamaForCausalLM(config).train(), made_up_sample(config, 10), strategy='fsdp').static
     block = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER + 2 * HIDDEN
     outside = 2 * VOCABULARY * HIDDEN + HIDDEN
     shared = static.terms('fsdp', 8)
@@ -74,14 +74,14 @@ def test_ranks_share_what_fsdp_shards_and_gather_the_rest() -> None:
     with pytest.raises(ValueError, match='`num_ranks` must be at least 1, got: 0'):
         static.terms('ddp', 0)
     with pytest.raises(ValueError, match=r"`strategy` must be one of .*, got: 'tp'"):
-        FakeRun(lambda: LlamaForCausalLM(config), made_up_sample(config, 10), strategy='tp')
+        TracedStep(lambda: LlamaForCausalLM(config), made_up_sample(config, 10), strategy='tp')
 
 
 def test_autocast_copies_every_weight_once() -> None:
     config = small_config()
     sample = made_up_sample(config, 40)
-    run = FakeRun(lambda: LlamaForCausalLM(config).train(), sample, precision='amp_bf16')
-    held = run.measure(sample).peaks['head']
+    run = TracedStep(lambda: LlamaForCausalLM(config).train(), sample, precision='amp_bf16')
+    held = run.measure(sample).phases['head']
     matrices = LAYERS * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER) + VOCABULARY * HIDDEN
     assert held['weights'] == 2 * matrices  # the embedding is looked up, not multiplied
 
@@ -97,9 +97,9 @@ def test_residual_stream_is_float32_under_autocast_alone_and_not_under_fsdp() ->
 
     held = {}
     for strategy in ('ddp', 'fsdp'):
-        run = FakeRun(build, sample, precision='amp_bf16', strategy=strategy)
+        run = TracedStep(build, sample, precision='amp_bf16', strategy=strategy)
         assert run.static.parameters == 4 * sum(parameter.numel() for parameter in run.model.parameters())
-        held[strategy] = run.measure(sample).peaks['head']
+        held[strategy] = run.measure(sample).phases['head']
     # Checkpointing keeps each block's input; the rest is the last norm's.
     assert held['ddp']['text'] - held['fsdp']['text'] >= LAYERS * 40 * HIDDEN * 2
     assert held['ddp']['weights'] > 0
@@ -122,8 +122,8 @@ def test_recomputed_vision_blocks_see_the_types_of_the_first_pass() -> None:
         return model
 
     # Layer norms are float32 under a GPU's autocast, and under FSDP their inputs are not.
-    probe = FakeRun(build, sample, precision='amp_bf16', strategy='fsdp').measure(sample)
-    assert probe.peaks['blocks']['vision'] > 0
+    probe = TracedStep(build, sample, precision='amp_bf16', strategy='fsdp').measure(sample)
+    assert probe.phases['blocks']['vision'] > 0
 
 
 def test_model_is_cast_without_converting_parameters_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +134,7 @@ def test_model_is_cast_without_converting_parameters_in_place(monkeypatch: pytes
         raise RuntimeError("_apply(): Couldn't swap Embedding.weight")
 
     monkeypatch.setattr(torch.nn.Module, '_apply', refuse)
-    run = FakeRun(
+    run = TracedStep(
         lambda: LlamaForCausalLM(config).train(),
         made_up_sample(config, 10),
         precision='amp_bf16',
@@ -142,7 +142,7 @@ def test_model_is_cast_without_converting_parameters_in_place(monkeypatch: pytes
     )
     assert {parameter.dtype for parameter in run.model.parameters()} == {torch.bfloat16}
     assert run.model.lm_head.weight is run.model.model.embed_tokens.weight
-    assert run.measure(made_up_sample(config, 10)).peaks['head']['weights'] == 0
+    assert run.measure(made_up_sample(config, 10)).phases['head']['weights'] == 0
 
 
 NUM_TEXT, NUM_VISION = 12, 9

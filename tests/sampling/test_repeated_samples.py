@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset
 
 from composer_tokacc.sampling import RegroupingBatchSampler
-from composer_tokacc.sampling.filler_rows import filler_rows
+from composer_tokacc.sampling.repeated_samples import num_repeated
 
 
 @settings(deadline=None, max_examples=150)
@@ -26,7 +26,7 @@ from composer_tokacc.sampling.filler_rows import filler_rows
     drop_last=st.booleans(),
     epoch=st.integers(0, 2),
 )
-def test_without_the_filling_rows_every_sample_is_there_once(
+def test_without_the_repeated_samples_every_sample_is_there_once(
     num_samples, ranks, batch_size, shuffle, drop_last_batch, drop_last, epoch
 ):
     counts, dropped = Counter(), Counter()
@@ -37,10 +37,10 @@ def test_without_the_filling_rows_every_sample_is_there_once(
             range(num_samples), batch_size=batch_size, sampler=sampler, collate_fn=list, drop_last=drop_last_batch
         )
         for batch_index, batch in enumerate(loader):
-            fillers = filler_rows(loader, batch_index)
-            assert 0 <= fillers <= (batch_index == len(loader) - 1)
-            counts.update(batch[: len(batch) - fillers])
-            dropped.update(batch[len(batch) - fillers :])
+            copies = num_repeated(loader, batch_index)
+            assert 0 <= copies <= (batch_index == len(loader) - 1)
+            counts.update(batch[: len(batch) - copies])
+            dropped.update(batch[len(batch) - copies :])
     assert not counts or max(counts.values()) == 1
     if drop_last:
         assert not dropped
@@ -52,22 +52,22 @@ def test_without_the_filling_rows_every_sample_is_there_once(
 def test_sampler_that_reads_its_part_of_the_dataset():
     dataset = Subset(range(100), list(range(5)))
     loader = DataLoader(dataset, batch_size=2, sampler=DistributedSampler(dataset, 3, 2), collate_fn=list)
-    assert [filler_rows(loader, batch) for batch in range(2)] == [1, 0], 'its two rows are of positions 2 and 5 of 5'
+    assert [num_repeated(loader, batch) for batch in range(2)] == [1, 0], 'its two rows are of positions 2 and 5 of 5'
 
 
 @pytest.mark.parametrize('ranks', [1, 2, 3, 4])
 def test_ranks_that_the_regrouping_sampler_leaves_without_a_sample(ranks):
-    fillers = []
+    copies = []
     for rank in range(ranks):
         sampler = RegroupingBatchSampler(
             range(26), lengths=[5] * 26, global_batch_size=12, max_tokens=20, num_replicas=ranks, rank=rank
         )
         loader = DataLoader(range(26), batch_sampler=sampler, collate_fn=list)
-        fillers.append([filler_rows(loader, batch) for batch in range(3)])
-    assert [sum(step) for step in zip(*fillers, strict=True)] == [0, 0, max(ranks - 2, 0)]
+        copies.append([num_repeated(loader, batch) for batch in range(3)])
+    assert [sum(step) for step in zip(*copies, strict=True)] == [0, 0, max(ranks - 2, 0)]
 
 
-def test_other_samplers_and_loaders_have_no_filling_rows():
+def test_other_samplers_and_loaders_have_no_repeated_samples():
     class Stream(IterableDataset):
         def __iter__(self):
             return iter(range(5))
@@ -84,4 +84,4 @@ def test_other_samplers_and_loaders_have_no_filling_rows():
         DataLoader(Stream(), batch_size=2),
         [[0, 1], [2]],
     ]
-    assert [filler_rows(loader, batch) for loader in loaders for batch in range(3)] == [0] * 18
+    assert [num_repeated(loader, batch) for loader in loaders for batch in range(3)] == [0] * 18

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_tokacc.planning.share import deal_columns, rebalance, share_columns, share_longest_first
+from composer_tokacc.planning.assignment import assign_longest_first, assign_slots, best_slot_order, rebalance
 
 COSTS = st.lists(st.floats(0.5, 50.0), min_size=1, max_size=30).map(np.array)
 
@@ -27,7 +27,7 @@ def test_longest_first_goes_to_the_least_loaded_rank(costs, num_ranks):
         rank = loads.index(min(loads))
         expected[k] = rank
         loads[rank] += costs[k]
-    ranks, slowest = share_longest_first(costs, num_ranks)
+    ranks, slowest = assign_longest_first(costs, num_ranks)
     assert ranks.tolist() == expected
     assert slowest == pytest.approx(max(loads))
 
@@ -36,14 +36,14 @@ def test_longest_first_goes_to_the_least_loaded_rank(costs, num_ranks):
 @given(COSTS, st.integers(1, 6))
 def test_rebalancing_never_slows_the_slowest_rank_nor_empties_one(costs, num_ranks):
     costs = np.concatenate([costs, np.full(num_ranks, 1.0)])
-    ranks, slowest = share_longest_first(costs, num_ranks)
+    ranks, slowest = assign_longest_first(costs, num_ranks)
     better, reached = rebalance(costs, ranks, num_ranks)
     assert reached <= slowest * (1 + 1e-9)
     assert _loads(costs, better, num_ranks).max() == pytest.approx(reached)
     assert set(better.tolist()) == set(range(num_ranks))
 
 
-def test_rebalancing_gives_away_what_no_swap_mends():
+def test_rebalancing_gives_away_what_no_swap_helps():
     costs, ranks = np.array([2.0, 2.0, 2.0, 1.0]), np.array([0, 0, 0, 1])
     better, slowest = rebalance(costs, ranks, 2)
     assert slowest == 4.0
@@ -52,35 +52,35 @@ def test_rebalancing_gives_away_what_no_swap_mends():
 
 def test_rebalancing_finds_the_swap_that_longest_first_misses():
     costs = np.array([3.0, 3.0, 2.0, 2.0, 2.0])
-    ranks, slowest = share_longest_first(costs, 2)
+    ranks, slowest = assign_longest_first(costs, 2)
     assert slowest == 7.0
     assert rebalance(costs, ranks, 2)[1] == 6.0
 
 
 @pytest.mark.parametrize('seed', range(8))
-def test_no_other_columns_are_faster(seed):
+def test_no_other_slots_are_faster(seed):
     costs = np.random.default_rng(seed).integers(1, 9, 6).astype(float)
     truth = min(sum(max(order[k : k + 2]) for k in range(0, 6, 2)) for order in itertools.permutations(costs))
-    dealt, time = deal_columns(costs, np.zeros(6), 2)
-    assert (dealt.tolist(), time) == (costs.tolist(), truth)
-    ranks = share_columns(costs, 2)
+    order_by, time = best_slot_order(costs, np.zeros(6), 2)
+    assert (order_by.tolist(), time) == (costs.tolist(), truth)
+    ranks = assign_slots(costs, 2)
     columns = zip(*(sorted(costs[ranks == rank], reverse=True) for rank in range(2)), strict=True)
     assert sum(map(max, columns)) == truth
 
 
 @pytest.mark.parametrize(
-    ('vision', 'dealt', 'time'),
+    ('vision', 'order_by', 'time'),
     [
-        # Columns (8, 7) and (2, 1) either way: towers of 3 and 7.
+        # Slots (8, 7) and (2, 1) either way: towers of 3 and 7.
         ([1.0, 3.0, 7.0, 3.0], 'text', 8.0 + 3.0 + 2.0 + 7.0),
-        # Columns (8, 2) and (7, 1): by text there would be a tower of 9 in both.
+        # Slots (8, 2) and (7, 1): by text there would be a tower of 9 in both.
         ([9.0, 3.0, 9.0, 3.0], 'both', 8.0 + 9.0 + 7.0 + 3.0),
-        # Columns (8, 1) and (7, 2).
+        # Slots (8, 1) and (7, 2).
         ([5.5, 5.5, 0.0, 0.0], 'vision', 8.0 + 5.5 + 7.0 + 0.0),
     ],
 )
-def test_columns_wait_for_the_slowest_tower_and_then_for_the_slowest_rest(vision, dealt, time):
+def test_slots_wait_for_the_slowest_encoder_and_then_for_the_slowest_rest(vision, order_by, time):
     text, vision = np.array([8.0, 1.0, 2.0, 7.0]), np.array(vision)
-    by, found = deal_columns(text, vision, 2)
+    by, found = best_slot_order(text, vision, 2)
     assert found == time
-    assert by.tolist() == {'text': text, 'vision': vision, 'both': text + vision}[dealt].tolist()
+    assert by.tolist() == {'text': text, 'vision': vision, 'both': text + vision}[order_by].tolist()

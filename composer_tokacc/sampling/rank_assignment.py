@@ -16,12 +16,10 @@ from composer_tokacc.layout.pre_split import widened
 from composer_tokacc.metadata import with_metadata
 from composer_tokacc.planning import CutOptions, Microbatch, MicrobatchPlan, plan_rows
 
-__all__ = ['LoadPlanner', 'RankShare']
-
 
 @dataclass(frozen=True)
-class RankShare:
-    """What one rank loads. The split adds zero-weight copies where they are needed, but needs a row to begin with."""
+class RankAssignment:
+    """What one rank loads. The split adds dummy rows where they are needed, but needs a row to begin with."""
 
     microbatches: list[list[int]]
     """Samples of each microbatch; for a rank that has none, one that another rank computes."""
@@ -29,16 +27,15 @@ class RankShare:
     """Whether it is such a copy, which must weigh nothing."""
 
     def __iter__(self) -> Iterator[int]:
-        """All samples, microbatch by microbatch, as a plain DataLoader reads them."""
+        """Yields all samples, microbatch by microbatch, as a plain DataLoader reads them."""
         return chain.from_iterable(self.microbatches)
 
     def __len__(self) -> int:
-        """Number of samples."""
         return sum(map(len, self.microbatches))
 
     @classmethod
-    def from_plan(cls, planned: Sequence[Microbatch], members: Sequence[int]) -> RankShare:
-        """That of a rank with these planned microbatches, whose indices are places in `members`."""
+    def from_plan(cls, planned: Sequence[Microbatch], members: Sequence[int]) -> RankAssignment:
+        """Returns that of a rank with these planned microbatches, whose indices are places in `members`."""
         computed = [microbatch for microbatch in planned if not microbatch.filled]
         microbatches = [[members[place] for place in microbatch.indices] for microbatch in computed or planned[:1]]
         return cls(microbatches, is_copy=not computed)
@@ -46,46 +43,31 @@ class RankShare:
 
 @dataclass(frozen=True)
 class LoadPlanner:
-    """How a run cuts, shares and collates its global batches."""
+    """Cuts, assigns and collates the global batches of a run."""
 
     num_ranks: int
     options: CutOptions
 
     def plan(self, lengths: Any, image_tokens: Any, vision_cost: Any = None) -> MicrobatchPlan:
-        """The plan of a global batch, with a sample for every rank where there are enough.
-
-        Args:
-            lengths: Of its samples, (n,) ints.
-            image_tokens: Likewise, or None where no sample has any.
-            vision_cost: Likewise, floats, or None where image tokens tell it.
-        """
+        """Plans a global batch, with a sample for every rank where there are enough; see :func:`.plan_microbatches`."""
         given: dict[str, Any] = {'num_ranks': self.num_ranks, 'image_tokens': image_tokens, 'vision_cost': vision_cost}
         plan = plan_rows(lengths, self.options, **given)
         if len(lengths) >= self.num_ranks and any(all(one.filled for one in rank) for rank in plan.ranks):
-            # Under 'fsdp' columns by modality can leave a rank without samples, and an empty batch cannot be collated.
+            # Under 'fsdp' step slots by modality can leave a rank without samples: nothing to collate.
             plan = plan_rows(lengths, replace(self.options, objective='ddp'), **given)
         return plan
 
     def collate(
-        self, collate_fn: Callable[[list[Any]], Any], samples: Sequence[Any], share: RankShare
+        self, collate_fn: Callable[[list[Any]], Any], samples: Sequence[Any], assignment: RankAssignment
     ) -> PreSplitBatch:
-        """Collates each microbatch of a share by itself.
-
-        Args:
-            collate_fn: Makes a mapping of the samples of a microbatch.
-            samples: Those of the share, microbatch by microbatch.
-            share: The share.
-
-        Raises:
-            ValueError: If `collate_fn` makes something else.
-        """
+        """Collates each microbatch of an assignment by itself; `samples` are those of all, one after the other."""
         remaining = iter(samples)
         microbatches: list[Batch] = []
-        for indices in share.microbatches:
+        for indices in assignment.microbatches:
             batch = collate_fn([next(remaining) for _ in indices])
             # A tokenizer's BatchEncoding is no Mapping by type, but reads like one.
             if not hasattr(batch, 'keys'):
                 raise ValueError(f'`collate_fn` must return a mapping, got: {type(batch).__name__}. Name its entries.')
             batch = widened({key: batch[key] for key in batch.keys()}, self.options.width_multiple)  # noqa: SIM118
-            microbatches.append(with_metadata(batch, samples=[0]) if share.is_copy else batch)
-        return PreSplitBatch(microbatches, max_tokens=self.options.max_tokens, indices=share.microbatches)
+            microbatches.append(with_metadata(batch, samples=[0]) if assignment.is_copy else batch)
+        return PreSplitBatch(microbatches, max_tokens=self.options.max_tokens, indices=assignment.microbatches)

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Sharing microbatches among ranks: longest processing time first and rebalanced, or columns of like cost.
+"""Assignment of microbatches to ranks: longest processing time first and rebalanced, or step slots of like cost.
 
 Everywhere ``costs`` is the cost of each microbatch, float64 (K,), and ``ranks`` the rank of each, int64 (K,).
 """
@@ -19,8 +19,8 @@ CLOSE_ENOUGH = 1e-3
 
 
 @compiled
-def share_longest_first(costs: np.ndarray, num_ranks: int) -> tuple[np.ndarray, float]:
-    """Give the costliest remaining microbatch to the least loaded rank (Graham 1969), in O(K log K).
+def assign_longest_first(costs: np.ndarray, num_ranks: int) -> tuple[np.ndarray, float]:
+    """Gives the costliest remaining microbatch to the least loaded rank (Graham 1969), in O(K log K).
 
     Returns:
         The ranks, and the load of the slowest of them.
@@ -29,6 +29,7 @@ def share_longest_first(costs: np.ndarray, num_ranks: int) -> tuple[np.ndarray, 
     heap = [(0.0, rank) for rank in range(num_ranks)]  # ties go to the lower rank
     slowest = 0.0
     for k in np.argsort(-costs, kind='mergesort'):
+        # So far: all costlier microbatches are placed, and the top of the heap is the least loaded rank.
         load = heap[0][0] + float(costs[k])
         ranks[k] = heap[0][1]
         slowest = max(slowest, load)
@@ -38,7 +39,7 @@ def share_longest_first(costs: np.ndarray, num_ranks: int) -> tuple[np.ndarray, 
 
 @compiled
 def rebalance(costs: np.ndarray, ranks: np.ndarray, num_ranks: int) -> tuple[np.ndarray, float]:
-    """Swap a microbatch of the slowest rank for a cheaper one elsewhere, or give it away, as long as that helps.
+    """Swaps a microbatch of the slowest rank for a cheaper one elsewhere, or gives it away, as long as that helps.
 
     Every round takes the exchange after which the slower of the two ranks is fastest, so the slowest rank never becomes
     slower. Rounds are limited to four a rank. Every rank has at least one microbatch, before and after.
@@ -62,7 +63,7 @@ def rebalance(costs: np.ndarray, ranks: np.ndarray, num_ranks: int) -> tuple[np.
             break
         given, taken, target = _best_exchange(costs, ranks, loads, slowest, held[slowest] > 1)
         if given < 0:
-            break
+            break  # no exchange makes the slower of the two ranks faster
         ranks[given] = target
         if taken < 0:
             held[slowest] -= 1
@@ -77,7 +78,7 @@ def rebalance(costs: np.ndarray, ranks: np.ndarray, num_ranks: int) -> tuple[np.
 
 @compiled
 def _best_exchange(costs, ranks, loads, slowest, may_move):  # noqa: ANN001, ANN202 - typed by numba
-    """The microbatch to give, the one to take (-1: none) and the other rank; (-1, -1, -1) where nothing helps."""
+    """Returns the microbatch to give, the one to take (-1: none) and the other rank; all -1 where nothing helps."""
     best = loads[slowest] * (1.0 - 1e-9)
     given = -1
     taken = -1
@@ -90,7 +91,7 @@ def _best_exchange(costs, ranks, loads, slowest, may_move):  # noqa: ANN001, ANN
             rank = ranks[other]
             saving = costs[k] - costs[other]
             if rank == slowest or saving <= 0.0:
-                continue
+                continue  # the slowest rank would become no faster
             # Whichever of the two is slower after the swap; every other rank stays as it is.
             slower = max(loads[slowest] - saving, loads[rank] + saving)
             if slower < best:
@@ -105,51 +106,51 @@ def _best_exchange(costs, ranks, loads, slowest, may_move):  # noqa: ANN001, ANN
 
 
 @compiled
-def deal_columns(text: np.ndarray, vision: np.ndarray, num_ranks: int) -> tuple[np.ndarray, float]:
-    """The cost by which microbatches are best dealt in columns, of like ones side by side.
+def best_slot_order(text: np.ndarray, vision: np.ndarray, num_ranks: int) -> tuple[np.ndarray, float]:
+    """Returns the cost by which sorted microbatches make the fastest step slots, of like ones side by side.
 
-    Ranks that gather each layer's weights together wait at the end of the vision tower as well as at the end of the
-    microbatch, so a column takes its slowest tower and its slowest rest: ``vision`` is the cost of each microbatch in
-    the tower, ``text`` all other cost, float64 (K,). Without a tower sorting is optimal: whatever the columns, the k-th
+    Ranks that gather each layer's weights together wait at the end of the vision encoder as well as at the end of the
+    microbatch, so a slot takes its slowest encoder and its slowest rest: ``vision`` is the cost of each microbatch in
+    the encoder, ``text`` all other cost, float64 (K,). Without images sorting is optimal: whatever the slots, the k-th
     costliest of their slowest microbatches is at least the one in place k * num_ranks of all microbatches sorted by
-    cost. With one, whichever of both and their sum is best: where towers are equal it is the text, and vice versa.
+    cost. With them, whichever of both and their sum is best: where images are equal it is the text, and vice versa.
 
     Returns:
-        The cost, float64 (K,), and the sum over columns of the slowest tower and the slowest rest.
+        The cost, float64 (K,), and the sum over slots of the slowest encoder and the slowest rest.
     """
     best = text
-    least = _column_time(text, text, vision, num_ranks)
+    least = _slots_time(text, text, vision, num_ranks)
     if vision.max() > 0.0:
-        for dealt in (text + vision, vision):
-            time = _column_time(dealt, text, vision, num_ranks)
+        for order_by in (text + vision, vision):
+            time = _slots_time(order_by, text, vision, num_ranks)
             if time < least:
                 least = time
-                best = dealt
+                best = order_by
     return best, least
 
 
 @compiled
-def _column_time(dealt, text, vision, num_ranks):  # noqa: ANN001, ANN202 - typed by numba
-    """Time of the columns in order of one cost."""
-    order = np.argsort(-dealt, kind='mergesort')
+def _slots_time(order_by, text, vision, num_ranks):  # noqa: ANN001, ANN202 - typed by numba
+    """Returns the time of the slots that microbatches in order of one cost make."""
+    order = np.argsort(-order_by, kind='mergesort')
     time = 0.0
     for start in range(0, len(order), num_ranks):
         slowest_text = 0.0
-        slowest_tower = 0.0
+        slowest_vision = 0.0
         for k in order[start : start + num_ranks]:
             slowest_text = max(slowest_text, text[k])
-            slowest_tower = max(slowest_tower, vision[k])
-        time += slowest_text + slowest_tower
+            slowest_vision = max(slowest_vision, vision[k])
+        time += slowest_text + slowest_vision
     return time
 
 
-def share_columns(costs: np.ndarray, num_ranks: int) -> np.ndarray:
-    """Deal microbatches of like cost side by side, in snake order, so that the sums of the ranks stay close as well.
+def assign_slots(costs: np.ndarray, num_ranks: int) -> np.ndarray:
+    """Assigns microbatches of like cost to a slot, in snake order, so that the sums of the ranks stay close as well.
 
-    K is a multiple of `num_ranks`; the k-th costliest microbatches of all ranks are a column.
+    K is a multiple of `num_ranks`; the k-th costliest microbatches of all ranks are a slot.
     """
-    # Ranks 0, 1, 2, 2, 1, 0, 0, ...: who gets the costliest of one column gets the cheapest of the next.
-    column, place = np.divmod(np.arange(len(costs)), num_ranks)
+    # Ranks 0, 1, 2, 2, 1, 0, 0, ...: who gets the costliest of one slot gets the cheapest of the next.
+    slot, place = np.divmod(np.arange(len(costs)), num_ranks)
     ranks = np.empty(len(costs), dtype=np.int64)
-    ranks[np.argsort(-costs, kind='stable')] = np.where(column % 2 == 0, place, num_ranks - 1 - place)
+    ranks[np.argsort(-costs, kind='stable')] = np.where(slot % 2 == 0, place, num_ranks - 1 - place)
     return ranks

@@ -1,0 +1,139 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Layouts that are found, not registered: what a tensor's name and shape, the config and the batch tell.
+
+A tensor with one entry a row belongs to rows. One of images, videos or audios has so many entries an item, or a patch,
+or a tile: which of them belong to which row is told by the placeholders, if only one answer fits. What the first batch
+gives that way is proven by the first-batch check; a batch that gives no answer, or two, is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+
+from composer_tokacc.batch import MODALITIES, Batch
+from composer_tokacc.layout.families import FAMILIES, Entry, Family, Media
+
+MODALITY_WORDS = {
+    'video': re.compile('video|second_per_grid|frame'),
+    'audio': re.compile('audio|speech|sound|input_features|feature_attention|^input_values'),
+    'image': re.compile('image|pixel|patch|vision|visual|grid|tile|crop|aspect_ratio|spatial_shapes'),
+}
+"""Words in the names of tensors and of config entries, by modality; the first that fits."""
+_EDGES = re.compile('start|end|begin|boi|eoi|boa|eoa|bos|eos|newline|break|row|col|sep|pad_token|base|num_|size|length')
+
+
+def modality_of(name: str) -> str | None:
+    """Returns the modality that a name speaks of."""
+    return next((modality for modality, words in MODALITY_WORDS.items() if words.search(name)), None)
+
+
+def found_family(config: Any) -> Family:
+    """Returns the family of a model that none is registered for: its modalities, as its config names them."""
+    media = {modality: Media() for modality in MODALITIES if placeholder_ids(config, modality)}
+    for modality, part in (('image', 'vision_config'), ('audio', 'audio_config')):
+        if getattr(config, part, None) is not None:
+            media.setdefault(modality, Media())
+    return Family(name=config.model_type, media=media) if media else FAMILIES[-1]
+
+
+def placeholder_ids(config: Any, modality: str) -> tuple[int, ...]:
+    """Returns the ids that a config names as placeholders of a modality, those of edges and of lines left out."""
+    parts = [config, getattr(config, 'vision_config', None), getattr(config, 'audio_config', None)]
+    found = {}
+    for part in parts:
+        for name, value in vars(part).items() if hasattr(part, '__dict__') else ():
+            is_id = isinstance(value, int) and not isinstance(value, bool) and re.search('_(id|index)$', name)
+            if is_id and not _EDGES.search(name) and modality_of(name.replace('media', 'image')) == modality:
+                found[name] = value
+    return tuple(dict.fromkeys(found.values()))
+
+
+def found_entry(key: str, value: torch.Tensor, num_rows: int, width: int) -> Entry | None:
+    """Returns how a tensor of an unknown name belongs to rows; None: it cannot be told."""
+    if value.dim() == 0:
+        return Entry(unit='shared')
+    modality, shape = modality_of(key), tuple(value.shape)
+    # Pixels are floats; masks and types of the text may bear the name of a modality.
+    if shape[:2] == (num_rows, width) and not (modality and value.is_floating_point()):
+        return Entry(seq_dims=(1,))
+    if modality is not None:
+        return Entry(unit=f'{modality}/{shape[0]}')
+    if shape[0] == num_rows:
+        return Entry()
+    if shape in ((1,), (1, width)):
+        return Entry(unit='shared', seq_dims=(1,) if len(shape) == 2 else ())
+    return None
+
+
+def found_counts(batch: Batch, config: Any, modality: str, count: int, num_rows: int) -> list[int]:
+    """Returns how many of so many entries of a modality's tensors belong to each row.
+
+    Raises:
+        ValueError: If the placeholders of the rows give no answer, or more than one.
+    """
+    if num_rows == 1:
+        return [count]
+    ids = torch.tensor(placeholder_ids(config, modality), dtype=torch.long)
+    is_placeholder = torch.isin(batch['input_ids'], ids.to(batch['input_ids'].device))
+    tokens = is_placeholder.sum(dim=1).tolist()
+    begins = is_placeholder & ~torch.nn.functional.pad(is_placeholder[:, :-1], (1, 0))
+    runs, total = begins.sum(dim=1).tolist(), sum(tokens)
+    answers = {}
+    if sum(runs) == count:
+        answers['runs of placeholders'] = runs
+    if total and all(count * number % total == 0 for number in tokens):
+        answers['placeholders'] = [count * number // total for number in tokens]
+    for key, value in batch.items():
+        if isinstance(value, torch.Tensor) and not value.is_floating_point() and modality_of(key) == modality:
+            answers |= _by_sizes(key, value, count, tokens, runs)
+    carried = batch.get(f'num_{modality}s')
+    if carried is not None and len(carried) == num_rows and sum(carried) == count:
+        answers = {'carried': list(carried)}
+    if not total and count == num_rows:  # no placeholders at all: an encoder that every row attends to
+        answers = {'rows': [1] * num_rows}
+    if len(set(map(tuple, answers.values()))) != 1:
+        raise ValueError(
+            f'`layout` must tell which of {count} entries of {modality}s belong to which of {num_rows} rows, got: '
+            f'{tokens} placeholders in {runs} runs by row, and {answers or "no way to share them"}. Carry '
+            f'`num_{modality}s` in the batch, one int per row, or register the tensors: docs/families.md#not-there'
+        )
+    return next(iter(answers.values()))
+
+
+def _by_sizes(
+    key: str, value: torch.Tensor, count: int, tokens: Sequence[int], runs: Sequence[int]
+) -> dict[str, list[int]]:
+    """Returns the answers of a tensor that holds the size of each item: grids of patches, numbers of tiles."""
+    if value.dim() not in (1, 2) or not len(value):
+        return {}
+    sizes, answers = (value if value.dim() == 1 else value.prod(dim=1)).tolist(), {}
+    total, patches = sum(tokens), sum(sizes)
+    whole = None
+    if total and patches % total == 0 and all(size % (patches // total) == 0 for size in sizes):
+        whole = items_of_rows(tokens, [size * total // patches for size in sizes])  # merged patches are tokens
+    elif sum(runs) == len(sizes):
+        whole = list(runs)
+    if whole is not None and len(sizes) == count:
+        answers[key] = whole
+    if whole is not None and patches == count:
+        ends, rows = [0, *accumulate(sizes)], [0, *accumulate(whole)]
+        answers[key] = [ends[end] - ends[start] for start, end in pairwise(rows)]
+    return answers
+
+
+def items_of_rows(tokens: Sequence[int], sizes: Sequence[int]) -> list[int] | None:
+    """Returns the items of each row, where rows hold whole ones: 20 and 10 tokens of items of 10 are 2 and 1.
+
+    There is one answer at most, as every item has tokens and items come in the order of the rows; None: there is none.
+    """
+    ends, row_ends = [0, *accumulate(sizes)], list(accumulate(tokens))
+    if not sizes or min(sizes) < 1 or row_ends[-1] != ends[-1] or not set(row_ends) <= set(ends):
+        return None
+    return [ends.index(stop) - ends.index(start) for start, stop in pairwise([0, *row_ends])]

@@ -1,0 +1,130 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Layouts of models without an entry: rows get the entries that their placeholders say, or the batch is refused."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from composer_tokacc import BatchLayout
+from composer_tokacc.layout import RowFacts, describe
+from tests.support.small_batches import text_batch
+
+IMAGE, VIDEO = 90, 91
+CONFIG = SimpleNamespace(
+    model_type='new_vl', vision_config=SimpleNamespace(), image_token_id=IMAGE, video_token_id=VIDEO,
+    vision_start_token_id=88, image_newline_id=87,
+)  # fmt: skip
+TEXT = SimpleNamespace(model_type='new_text')
+
+
+def rows_of(*texts, **entries):
+    """Rows of the given ids, padded on the right with 0."""
+    batch = text_batch([len(text) for text in texts], **entries)
+    for row, text in enumerate(texts):
+        batch['input_ids'][row, : len(text)] = torch.tensor(text)
+    return batch
+
+
+def numbered(count, *shape):
+    return torch.arange(count).view(count, *[1] * len(shape)).expand(count, *shape).contiguous()
+
+
+THREE = ([1, IMAGE, IMAGE, 2, IMAGE, IMAGE], [1, 2], [IMAGE, IMAGE, 3])
+"""Two images, none, one; two placeholders each."""
+
+
+@pytest.mark.parametrize(
+    ('key', 'value', 'kept'),
+    [
+        ('pixel_values', numbered(3, 3, 4, 4), [[0, 1], [], [2]]),  # an image each (LLaVA, Llama 4, Gemma 3)
+        ('pixel_values', numbered(6, 5), [[0, 1, 2, 3], [], [4, 5]]),  # a patch a placeholder (Molmo 2)
+        ('pixel_values', numbered(24, 5), [[*range(16)], [], [*range(16, 24)]]),  # four merged patches each (Qwen)
+        ('image_sizes', numbered(3, 2), [[0, 1], [], [2]]),
+        ('patch_attention_mask', numbered(3, 2, 2), [[0, 1], [], [2]]),
+    ],
+)
+def test_entries_of_images_follow_their_placeholders(key, value, kept):
+    layout = BatchLayout.for_model(CONFIG)
+    batch = rows_of(*THREE, **{key: value})
+    parts = layout.split(batch, [[0], [1], [2], [2, 0]])
+    expected = [*kept, kept[2] + kept[0]]
+    found = [part[key].flatten(1)[:, 0].tolist() if key in part else [] for part in parts]
+    assert found == expected
+    assert layout.images_per_row(batch)[1] == 0
+
+
+def test_unequal_images_are_told_by_their_grid():
+    text = [[IMAGE] * 6, [1], [IMAGE] * 4]  # 4 + 2 placeholders without anything between them, and 4
+    grid = torch.tensor([[1, 4, 4], [1, 2, 4], [1, 4, 4]])
+    batch = rows_of(*text, pixel_values=numbered(40, 3), image_grid_thw=grid)
+    first, _, last = BatchLayout.for_model(CONFIG).split(batch, [[0], [1], [2]])
+    assert first['image_grid_thw'].tolist() == grid[:2].tolist()
+    assert first['pixel_values'][:, 0].tolist() == list(range(24))
+    assert last['pixel_values'][:, 0].tolist() == list(range(24, 40))
+
+
+def test_tiles_are_told_by_their_number():
+    tiles = torch.tensor([3, 1, 2])  # five placeholders a tile, but not the same number of them each
+    text = [[IMAGE] * 16 + [1] + [IMAGE] * 5, [1], [IMAGE] * 11]
+    batch = rows_of(*text, pixel_values=numbered(6, 3, 2, 2), num_image_tiles=tiles)
+    first, middle, last = BatchLayout.for_model(CONFIG).split(batch, [[0], [1], [2]])
+    assert [one['pixel_values'].flatten(1)[:, 0].tolist() for one in (first, last)] == [[0, 1, 2, 3], [4, 5]]
+    assert 'pixel_values' not in middle
+
+
+def test_two_modalities_in_one_batch():
+    text = [[IMAGE, 1, VIDEO, VIDEO], [VIDEO, VIDEO, 2], [IMAGE, IMAGE]]
+    batch = rows_of(*text, pixel_values=numbered(3, 2), pixel_values_videos=numbered(2, 3, 2))
+    layout = BatchLayout.for_model(CONFIG)
+    assert describe(layout, batch).counts == {'image': [1, 0, 2], 'video': [1, 1, 0]}
+    one = layout.select(batch, [1])
+    assert 'pixel_values' not in one
+    assert one['pixel_values_videos'].flatten().tolist() == [1] * 6
+
+
+def test_what_two_answers_fit_or_none_is_refused():
+    layout = BatchLayout.for_model(CONFIG)
+    merged = rows_of([IMAGE, IMAGE, IMAGE, 1], [1, 2], [IMAGE, 1, IMAGE], pixel_values=numbered(3, 3, 4, 4))
+    with pytest.raises(ValueError, match=r'3 entries of images.*\[3, 0, 2\] placeholders in \[1, 0, 1\] runs'):
+        layout.select(rows_of(*[[IMAGE] * 3, [1], [IMAGE] * 2], pixel_values=torch.ones(3, 3)), [0])
+    assert layout.images_per_row(merged) == [1, 0, 2]  # runs alone fit
+    assert layout.images_per_row({**merged, 'num_images': [2, 0, 1]}) == [2, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ('key', 'value', 'kept'),
+    [
+        ('sample_weight', torch.tensor([1.0, 2.0, 3.0]), torch.tensor([3.0])),
+        ('teacher_logits', torch.arange(3.0)[:, None, None].expand(3, 6, 5), torch.full((1, 3, 5), 2.0)),
+        ('moe_mm_token_type_ids', numbered(3, 6), torch.full((1, 3), 2)),
+        ('num_items_in_batch', torch.tensor(7), torch.tensor(7)),
+        ('temperature', torch.tensor([0.5]), torch.tensor([0.5])),
+        ('position_ids', torch.arange(6)[None], torch.arange(3)[None]),
+    ],
+)
+def test_tensors_of_rows_and_of_all_rows_need_no_registration(key, value, kept):
+    layout = BatchLayout.for_model(TEXT)
+    batch = text_batch([6, 2, 3], **{key: value})
+    trimmed = layout.trim(layout.select(batch, [2]))
+    torch.testing.assert_close(trimmed[key], kept)
+
+
+def test_tensor_that_is_of_nothing_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"batch\['boxes'\].*tensor of shape \(5, 4\).*with_entries\(boxes="):
+        BatchLayout.for_model(TEXT).select(text_batch([6, 2, 3], boxes=torch.zeros(5, 4)), [0])
+
+
+def test_rows_of_an_encoder_without_placeholders_have_an_image_each():
+    config = SimpleNamespace(model_type='new', vision_config=SimpleNamespace())
+    batch = text_batch([3, 2], pixel_values=numbered(2, 3, 2, 2))
+    assert BatchLayout.for_model(config).select(batch, [1])['pixel_values'].unique().tolist() == [1]
+
+
+def test_a_text_model_has_no_media():
+    assert BatchLayout.for_model(TEXT).family.media == {}
+    assert isinstance(describe(BatchLayout.for_model(TEXT), text_batch([3])), RowFacts)

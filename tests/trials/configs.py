@@ -1,0 +1,67 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Values of a config: overrides of ``yamls/llava_json.yaml``, and what the one line names that refuses them."""
+
+from __future__ import annotations
+
+from tests.trials.outcomes import WORKS, Trial, check_overrides
+
+CONFIGS = {
+    # name: (overrides, what the line names)
+    'clipping threshold below 0': ('algorithms.gradient_clipping.clipping_threshold=-1', 'clipping_threshold'),
+    'clipping threshold of 0': ('algorithms.gradient_clipping.clipping_threshold=0', 'clipping_threshold'),
+    'clipping threshold that is no number': (
+        'algorithms.gradient_clipping.clipping_threshold=.nan',
+        'clipping_threshold',
+    ),
+    'clipping threshold above 0': ('algorithms.gradient_clipping.clipping_threshold=0.5', WORKS),
+    'width multiple of a thousand million': ('microbatching.width_multiple=1000000000', 'width_multiple'),
+    'width multiple of 8': ('microbatching.width_multiple=8', WORKS),
+    'layers below 0': ('model.config.text_config.num_hidden_layers=-1', 'num_hidden_layers'),
+    'hidden size of 0': ('model.config.text_config.hidden_size=0', 'hidden_size'),
+    'a layer of the vision encoder that is not there': (
+        'model.config.vision_feature_layer=-99',
+        'vision_feature_layer',
+    ),
+    'an attention that is not there': ('model.config.attn_implementation=flahs', 'attn_implementation'),
+    'end of the schedule below 0': ('scheduler.alpha_f=-5', 'alpha_f'),
+    'warm-up longer than the run': ('scheduler.t_warmup=100ep', 't_warmup'),
+    'learning rate without end': ('optimizer.lr=.inf', '`optimizer'),
+    'learning rate below 0': ('optimizer.lr=-1', 'learning rate'),
+    'weight decay without end': ('optimizer.weight_decay=.inf', '`optimizer'),
+    'one beta': ('optimizer.betas=[0.9]', 'betas'),
+    'an epsilon that is no number': ('optimizer.eps=.nan', '`optimizer'),
+    'a number of five thousand digits': (f'seed={"9" * 5000}', '`seed`'),
+    'duration null': ('trainer.max_duration=null', '`trainer.max_duration`'),
+    'duration in tokens': ('trainer.max_duration=1tok', '`trainer.max_duration`'),
+    'duration in seconds': ('trainer.max_duration=1sec', '`trainer.max_duration`'),
+    'duration in batches': ('trainer.max_duration=3ba', WORKS),
+    'tensor parallel of nothing': ('trainer.parallelism_config={tp: {}}', 'parallelism_config'),
+    'dataset that is a module': ('dataset.name=os.path', '`dataset'),
+    'report that is a command': ('report.name=os.system', '`report'),
+    'rank of an adapter above every width': ('model.lora={r: 100000}', '`model.lora'),
+    'adapter of rank 0': ('model.lora={r: 0}', '`model.lora'),
+    'freeze as one word': ('model.freeze=vision_tower', '`model.freeze` must be a list'),
+    'key of a processor misspelt': ('dataset.processor={vocab_sise: 300}', 'vocab_size'),
+    'pixels below 0': ('dataset.processor.max_pixels=-1', 'max_pixels'),
+    'vocabulary of no words': ('dataset.processor.vocab_size=0', 'vocab_size'),
+    'image of no side': ('model.config.vision_config.image_size=0', 'image_size'),
+    'longest sample of 0': ('dataset.max_length=0', '`dataset.max_length'),
+    'on_error of another word': ('dataset.on_error=ignore', '`dataset.on_error'),
+    'video of no frames': ('dataset.video={num_frames: 0}', 'num_frames'),
+    'video of frames below 0': ('dataset.video={fps: -2}', 'fps'),
+    'workers below 0': ('loader.num_workers=-1', '`loader.num_workers'),
+    'batch of 0': ('loader.global_batch_size=0', '`loader.global_batch_size'),
+    'save interval of nothing': ('trainer.save_interval=0ep', 'save_interval'),
+    'save interval of another unit': ('trainer.save_interval=1week', 'save_interval'),
+    'fewer checkpoints kept than none': ('trainer.save_num_checkpoints_to_keep=-5', 'save_num_checkpoints_to_keep'),
+    'early stopping by a metric as it is logged': (
+        'callbacks.early_stopper={monitor: metrics/eval/LanguageCrossEntropy, dataloader_label: eval, patience: 1ep}',
+        'LanguageCrossEntropy',
+    ),
+    'precision of another name': ('trainer.precision=fp8ish', 'precision'),
+}
+CONFIG_TRIALS = [
+    Trial(name=name, run=check_overrides, given=given, expected=expected) for name, (given, expected) in CONFIGS.items()
+]

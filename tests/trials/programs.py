@@ -1,0 +1,181 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Command lines of the programs, and checkpoints that they load."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import pickle
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from transformers import LlamaConfig
+
+from composer_tokacc import export, size, train, verify
+from tests.support.programs import DIGITS, TINY_DIGITS
+from tests.trials.outcomes import LLAVA, WORKS, Trial, run_program
+
+Given = tuple[str, list[str], Callable[[Path], Any] | None]
+"""Name of a program, its arguments with ``{folder}``, and what writes the files of that folder."""
+MAINS = {'train': train.main, 'size': size.main, 'verify': verify.main, 'export': export.main}
+RUN = [DIGITS, *TINY_DIGITS, 'trainer.max_duration=1ba', 'trainer.eval_interval=1ba', 'dataset.num_samples=8']
+
+
+def call(given: Given, folder: Path) -> str:
+    """The program's last line, where it ends with status 2; code in a file must not run."""
+    program, arguments, write = given
+    if write is not None:
+        write(folder)
+    if program == 'train':
+        arguments = [*arguments, 'report.folder={folder}/report']
+    line = run_program(MAINS[program], [one.replace('{folder}', str(folder)) for one in arguments])
+    assert not (folder / 'code ran').exists(), f'code ran, then: {line}'
+    return line
+
+
+@functools.cache
+def _whole_checkpoint() -> Path:
+    """Of one step, once a session."""
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    assert call(('train', [*RUN, f'trainer.save_folder={folder}'], None), folder) == WORKS
+    return folder / 'latest-rank0.pt'
+
+
+def whole(folder: Path) -> None:
+    shutil.copy(_whole_checkpoint(), folder / 'a.pt')
+
+
+def cut(folder: Path) -> None:
+    (folder / 'a.pt').write_bytes(_whole_checkpoint().read_bytes()[:-5000])
+
+
+def changed(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    """The checkpoint with something in its state changed."""
+
+    def write(folder: Path) -> None:
+        checkpoint = torch.load(_whole_checkpoint(), weights_only=False)
+        change(checkpoint['state'])
+        torch.save(checkpoint, folder / 'a.pt')
+
+    return write
+
+
+def with_nan(state: dict[str, Any]) -> None:
+    next(value for value in state['model'].values() if value.is_floating_point()).fill_(float('nan'))
+
+
+def with_a_file_outside(state: dict[str, Any]) -> None:
+    files = state['integrations']['huggingface']['tokenizer']
+    files['../../evil.txt'] = {**next(iter(files.values()))}
+
+
+def without(key: str) -> Callable[[dict[str, Any]], None]:
+    return lambda state: state.pop(key)
+
+
+class Running:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return (os.mkdir, (str(self.folder / 'code ran'),))
+
+
+def pickled_code(folder: Path) -> None:
+    (folder / 'a.pt').write_bytes(pickle.dumps(Running(folder)))
+
+
+def of_bytes(content: bytes) -> Callable[[Path], None]:
+    return lambda folder: (folder / 'a.pt').write_bytes(content) and None
+
+
+def a_picture(folder: Path) -> None:
+    Image.new('RGB', (8, 8)).save(folder / 'a.pt', format='PNG')
+
+
+def a_folder(folder: Path) -> None:
+    (folder / 'a.pt').mkdir()
+
+
+def a_hugging_face_folder(folder: Path) -> None:
+    LlamaConfig().save_pretrained(folder / 'a.pt')
+
+
+def a_pipe(folder: Path) -> None:
+    os.mkfifo(folder / 'a.pt')
+
+
+def a_file(folder: Path) -> None:
+    (folder / 'file').write_text('')
+
+
+def a_table(text: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / 'a.csv').write_text(text) and None
+
+
+LOAD = [*RUN, 'trainer.load_path={folder}/a.pt', 'trainer.max_duration=2ba']
+EXPORT = ['{folder}/a.pt', '{folder}/inside/exported']
+SIZE = [LLAVA, 'dataset.path=x.json', 'device_memory_gib=8', 'folder={folder}/size']
+
+PROGRAMS: dict[str, tuple[Given, str]] = {
+    # name: ((program, arguments, files), what the line names)
+    'export of a checkpoint': (('export', EXPORT, whole), WORKS),
+    'export of half a checkpoint': (('export', EXPORT, cut), 'a.pt'),
+    'export of a text': (('export', EXPORT, of_bytes(b'no checkpoint')), 'a.pt'),
+    'export of a picture': (('export', EXPORT, a_picture), 'a.pt'),
+    'export of a folder': (('export', EXPORT, a_folder), 'a.pt'),
+    'export of a pipe': (('export', EXPORT, a_pipe), 'a.pt'),
+    'export of a pickle that runs code': (('export', EXPORT, pickled_code), 'a.pt'),
+    'export of NaN weights': (('export', EXPORT, changed(with_nan)), 'NaN'),
+    'export of a file outside of the target': (('export', EXPORT, changed(with_a_file_outside)), 'evil.txt'),
+    'export without the model': (('export', EXPORT, changed(without('model'))), 'a.pt'),
+    'resume from a checkpoint': (('train', LOAD, whole), WORKS),
+    'resume from half a checkpoint': (('train', LOAD, cut), 'a.pt'),
+    'resume from a text': (('train', LOAD, of_bytes(b'no checkpoint')), 'a.pt'),
+    'resume from a picture': (('train', LOAD, a_picture), 'a.pt'),
+    'resume from a folder': (('train', LOAD, a_folder), 'a.pt'),
+    'resume from a Hugging Face folder': (('train', LOAD, a_hugging_face_folder), 'a.pt'),
+    'resume from a pickle that runs code': (('train', LOAD, pickled_code), 'a.pt'),
+    'resume without the state of the optimizer': (('train', LOAD, changed(without('optimizers'))), 'optimizer'),
+    'resume without the model': (('train', LOAD, changed(without('model'))), 'a.pt'),
+    'a pipe as the YAML file': (('train', ['{folder}/a.pt'], a_pipe), 'a.pt'),
+    'a picture as the YAML file': (('train', ['{folder}/a.pt'], a_picture), 'YAML'),
+    'a folder as the YAML file': (('train', ['{folder}/a.pt'], a_folder), 'a.pt'),
+    'verify of no rows': (('verify', [*RUN, '--rows', '0'], None), '--rows'),
+    'verify of rows below 0': (('verify', [*RUN, '--rows', '-3'], None), '--rows'),
+    'verify with a tolerance that is no number': (('verify', [*RUN, '--tolerance', 'nan'], None), '--tolerance'),
+    'verify with a tolerance below 0': (('verify', [*RUN, '--tolerance', '-1'], None), '--tolerance'),
+    'size of no lengths': (('size', [*SIZE, 'lengths='], None), '`lengths'),
+    'size of lengths of at most 0': (('size', [*SIZE, 'lengths.mean=100', 'lengths.longest=0'], None), 'longest'),
+    'size of lengths from a pipe': (('size', [*SIZE, 'lengths={folder}/a.pt'], a_pipe), 'a.pt'),
+    'size of two columns of tokens': (
+        ('size', [*SIZE, 'lengths={folder}/a.csv'], a_table('tokens,tokens\n5,6\n')),
+        'tokens',
+    ),
+    'size of more image tokens than tokens': (
+        ('size', [*SIZE, 'lengths={folder}/a.csv'], a_table('tokens,image_tokens\n5,6\n')),
+        'image_tokens',
+    ),
+    'size of more loss tokens than tokens': (
+        ('size', [*SIZE, 'lengths={folder}/a.csv'], a_table('tokens,loss_tokens\n5,6\n')),
+        'loss_tokens',
+    ),
+    'size into a folder that cannot be made': (
+        ('size', [DIGITS, 'dataset.num_samples=16', 'device_memory_gib=8', 'folder={folder}/file/size'], a_file),
+        'folder',
+    ),
+}
+PROGRAM_TRIALS = [
+    Trial(name=name, run=call, given=given, expected=expected) for name, (given, expected) in PROGRAMS.items()
+]

@@ -1,0 +1,101 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Calls from Python: a ValueError, TypeError or RuntimeError with requirement, value and remedy, or an exact step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from composer import DataSpec
+from composer.models import HuggingFaceModel
+
+from composer_tokacc import TokenAccumulation, plan_microbatches, token_data_spec
+from tests.support.text import collate, text_model, text_rows
+from tests.support.training import loader, train
+from tests.trials.outcomes import WORKS, Trial, refusal
+
+
+def call(given: Callable[[], Any], folder: Path) -> str:
+    """The error's line."""
+    return refusal(given, ValueError, TypeError, RuntimeError)
+
+
+def batch(**changes: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
+    """Three ragged rows, some entries changed."""
+    whole = collate(text_rows([(6, 3), (4, 4), (9, 2)]))
+    return {**whole, **{key: change(whole[key]) for key, change in changes.items()}}
+
+
+def step(given: dict[str, Any], *, algorithms: Any = None, **options: Any) -> Callable[[], Any]:
+    """One step of a tiny Llama on a batch."""
+
+    def run() -> None:
+        chosen = [TokenAccumulation()] if algorithms is None else algorithms()
+        train(text_model(), token_data_spec(loader(given), **options), algorithms=chosen)
+
+    return run
+
+
+class Named(HuggingFaceModel):
+    """Its loss is a term with a name."""
+
+    def loss(self, outputs: Any, batch: Any) -> Any:
+        return {'lm': outputs['loss']}
+
+
+def samples_alone() -> None:
+    model: Any = Named(text_model(), use_logits=True)
+    train(model, token_data_spec(loader(batch())), algorithms=[TokenAccumulation(loss_units={'lm': 'samples'})])
+
+
+def wrapped_twice() -> Any:
+    return token_data_spec(token_data_spec(loader(batch())))  # pyright: ignore[reportArgumentType]
+
+
+def of_a_data_spec() -> Any:
+    return token_data_spec(DataSpec(loader(batch())))  # pyright: ignore[reportArgumentType]
+
+
+CALLS: dict[str, tuple[Callable[[], Any], str]] = {
+    'a step': (step(batch()), WORKS),
+    'labels of another width': (step(batch(labels=lambda labels: labels[:, :-1])), 'labels'),
+    'a mask of another width': (step(batch(attention_mask=lambda mask: mask[:, :-1])), 'attention_mask'),
+    'ids that are floats': (step(batch(input_ids=torch.Tensor.float)), 'input_ids'),
+    'labels that are floats': (step(batch(labels=torch.Tensor.float)), 'labels'),
+    'ids of one dimension': (step(batch(input_ids=lambda ids: ids[0])), 'input_ids'),
+    'a batch without labels': (step({key: value for key, value in batch().items() if key != 'labels'}), 'labels'),
+    'a batch without ids': (step({key: value for key, value in batch().items() if key != 'input_ids'}), 'input_ids'),
+    'a batch of no rows': (step({key: value[:0] for key, value in batch().items()}), 'row'),
+    'a data spec in a data spec': (of_a_data_spec, 'DataSpec'),
+    'token_data_spec twice': (wrapped_twice, 'DataSpec'),
+    'the algorithm twice': (step(batch(), algorithms=lambda: [TokenAccumulation(), TokenAccumulation()]), 'once'),
+    'a rule of another name': (step(batch(), algorithms=lambda: [TokenAccumulation(loss_tokens='all')]), 'loss_tokens'),
+    'a weight of another name': (
+        step(batch(), algorithms=lambda: [TokenAccumulation(token_weights='squared')]),
+        'token_weights',
+    ),
+    'a column that is not there': (
+        step(batch(), algorithms=lambda: [TokenAccumulation(token_weights='column')]),
+        'loss_weights',
+    ),
+    'a loss of samples alone': (samples_alone, WORKS),
+    'a cap below the longest row': (step(batch(), slot_tokens=3), 'slot_tokens'),
+    'a cap of 0': (lambda: token_data_spec(loader(batch()), slot_tokens=0), 'slot_tokens'),
+    'a width multiple of 0': (lambda: token_data_spec(loader(batch()), width_multiple=0), 'width_multiple'),
+    'equal counts of another word': (lambda: token_data_spec(loader(batch()), equal_counts='maybe'), 'equal_counts'),
+    'a plan of no ranks': (lambda: plan_microbatches([3, 4], num_ranks=0, max_tokens=8), 'num_ranks'),
+    'a plan of lengths below 0': (lambda: plan_microbatches([3, -4], num_ranks=1, max_tokens=8), 'length'),
+    'a plan of another objective': (
+        lambda: plan_microbatches([3, 4], num_ranks=1, max_tokens=8, objective='ddp2'),  # pyright: ignore
+        'objective',
+    ),
+    'a loader of nothing': (lambda: train(text_model(), token_data_spec(loader()), algorithms=[TokenAccumulation()]),
+                            'batch'),
+}  # fmt: skip
+PYTHON_TRIALS = [
+    Trial(name=name, run=call, given=given, expected=expected) for name, (given, expected) in CALLS.items()
+]

@@ -1,0 +1,256 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Records and the files that they name: a data file is read, then every sample of it."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+from PIL import Image
+
+from composer_tokacc.data import BadSampleError, LlavaDataset
+from tests.data.chat_processors import small
+from tests.support.clips import sine, write_sound, write_video
+from tests.support.family_media import MEDIA
+from tests.trials.outcomes import WORKS, Trial, refusal
+
+SAMPLE = 'sample "a"'
+"""Every line about a sample names its id."""
+
+
+def read_records(given: tuple[str, Callable[[Path], Any], dict[str, Any]], folder: Path) -> str:
+    """``(processor, make, options)``: ``make(folder)`` writes files and gives the records, or the data file's path."""
+    processor, make, options = given
+    made = make(folder)
+    path = made if isinstance(made, Path) else folder / 'data.json'
+    if not isinstance(made, Path):
+        path.write_text(made if isinstance(made, str) else json.dumps(made))
+    if options.get('on_error') == 'skip':
+        options = {**options, 'lengths_folder': folder / 'lengths', 'num_workers': 0}
+
+    def read() -> None:
+        dataset = LlavaDataset(path, _processor(processor), **options)
+        for index in range(len(dataset)):
+            dataset[index]
+
+    return refusal(read, BadSampleError, ValueError)
+
+
+@functools.cache
+def _processor(name: str) -> Any:
+    return small() if name == 'image' else MEDIA[name]().processor
+
+
+def record(kind: str = '', *files: str, answer: str = 'A red square.', sample_id: str = 'a') -> dict[str, Any]:
+    """A conversation about files of a kind."""
+    turns = [{'from': 'human', 'value': f'<{kind}>' * len(files) + 'What is this?'}, {'from': 'gpt', 'value': answer}]
+    media = {'image': list(files)} if kind == 'image' else {f'{kind}s': list(files)} if kind else {}
+    return {'id': sample_id, **media, 'conversations': turns}
+
+
+def of_text(text: str) -> Callable[[Path], str]:
+    return lambda folder: text
+
+
+def of_record(**given: Any) -> Callable[[Path], Any]:
+    return lambda folder: [record(**given)]
+
+
+def of_file(kind: str, name: str, write: Callable[[Path], Any]) -> Callable[[Path], Any]:
+    """One sample about a file that is written first."""
+
+    def make(folder: Path) -> list[dict[str, Any]]:
+        write(folder / name)
+        return [record(kind, name)]
+
+    return make
+
+
+def beside_a_good_one(make: Callable[[Path], Any]) -> Callable[[Path], Any]:
+    return lambda folder: [*make(folder), record(sample_id='good')]
+
+
+def picture(path: Path, **options: Any) -> None:
+    Image.new('RGB', (16, 16), (200, 20, 20)).save(path, **options)
+
+
+def pages(path: Path) -> None:
+    """Three unlike pictures in one file."""
+    first, *others = (Image.new('RGB', (16, 16), (shade, 0, 0)) for shade in (10, 120, 250))
+    first.save(path, save_all=True, append_images=others)
+
+
+def half(write: Callable[[Path], Any]) -> Callable[[Path], None]:
+    """The first half of a file."""
+
+    def cut(path: Path) -> None:
+        write(path)
+        content = path.read_bytes()
+        path.write_bytes(content[: len(content) // 2])
+
+    return cut
+
+
+def looping_link(path: Path) -> None:
+    path.symlink_to(path)
+
+
+def dangling_link(path: Path) -> None:
+    path.symlink_to(path.with_name('nothing.png'))
+
+
+def long_wav(path: Path, *, channels: int = 1) -> None:
+    sound = sine(0.6)
+    write_sound(path, sound if channels == 1 else np.repeat(sound[:, None], channels, axis=1))
+
+
+def encoded(path: Path, *, codec: str, rate: int = 48000) -> None:
+    """A sound of 0.6 s by PyAV."""
+    with av.open(str(path), 'w', options={'page_duration': '20000'}) as container:  # or one page would hold all
+        stream: Any = container.add_stream(codec, rate=rate, layout='mono')
+        for samples in sine(0.6, rate=rate).reshape(-1, 960):
+            frame = av.AudioFrame.from_ndarray((samples[None] * 32767).astype(np.int16), format='s16', layout='mono')
+            frame.sample_rate = rate
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+
+
+def transport_stream(path: Path) -> None:
+    write_video(path, [10 * shade for shade in range(25)] * 2, codec='mpeg2video')
+
+
+def animation(path: Path) -> None:
+    write_video(path, [10 * shade for shade in range(25)], codec='gif', pixels='rgb8')
+
+
+def playlist_to(target: str) -> Callable[[Path], None]:
+    """A playlist in the image folder whose only segment lies outside of it."""
+
+    def write(path: Path) -> None:
+        outside = path.parent.with_name('outside.ts')
+        transport_stream(outside)
+        name = target.format(outside=outside)
+        path.write_text(f'#EXTM3U\n#EXT-X-TARGETDURATION:5\n#EXTINF:5,\n{name}\n#EXT-X-ENDLIST\n')
+
+    return write
+
+
+def eps(path: Path) -> None:
+    path.write_text('%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 16 16\n%%EndComments\n0 0 16 16 rectfill\nshowpage\n')
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def in_a_folder(make: Callable[[Path], Any]) -> Callable[[Path], Any]:
+    """Files lie a folder deeper than the trial's own, so that there is an outside."""
+
+    def make_deeper(folder: Path) -> Path:
+        (folder / 'media').mkdir()
+        path = folder / 'media' / 'data.json'
+        path.write_text(json.dumps(make(folder / 'media')))
+        return path
+
+    return make_deeper
+
+
+_TURNS = '[{"from": "human", "value": "A?"}, {"from": "gpt", "value": "B."}]'
+TWICE = f'[{{"id": "a", "conversations": [], "conversations": {_TURNS}}}]'
+SKIP = {'on_error': 'skip'}
+IMAGE, VIDEO, AUDIO = 'image', 'qwen2_vl', 'qwen2_audio'
+
+RECORDS: dict[str, tuple[tuple[str, Callable[[Path], Any], dict[str, Any]], str]] = {
+    # records
+    'a conversation': ((IMAGE, of_record(), {}), WORKS),
+    'a conversation about a picture': ((IMAGE, of_file('image', 'a.png', picture), {}), WORKS),
+    'a second key conversations': ((IMAGE, of_text(TWICE), {}), 'conversations'),
+    'an empty answer': ((IMAGE, of_record(answer=''), {}), SAMPLE),
+    'a blank answer': ((IMAGE, of_record(answer=' \n'), {}), SAMPLE),
+    'an empty list': ((IMAGE, of_text('[]'), {}), 'data.json'),
+    'an empty file': ((IMAGE, of_text(''), {}), 'data.json'),
+    'no JSON': ((IMAGE, of_text('not json'), {}), 'data.json'),
+    'a number': ((IMAGE, of_text('3'), {}), 'data.json'),
+    'a record that is a number': ((IMAGE, of_text('[3]'), {}), 'entry 1'),
+    'a file that is not there': ((IMAGE, lambda folder: folder / 'none.json', {}), 'none.json'),
+    'a folder as the file': ((IMAGE, lambda folder: folder, {}), 'table'),
+    'an empty parquet': ((IMAGE, lambda folder: _empty(folder / 'a.parquet'), {}), 'a.parquet'),
+    'a damaged parquet': ((IMAGE, lambda folder: _damaged(folder / 'a.parquet'), {}), 'a.parquet'),
+    'a pipe as the file': ((IMAGE, lambda folder: _pipe(folder / 'a.json'), {}), 'a.json'),
+    # pictures
+    'a picture that is not there': ((IMAGE, of_file('image', 'a.png', lambda path: None), {}), SAMPLE),
+    'a dangling link': ((IMAGE, of_file('image', 'a.png', dangling_link), {}), SAMPLE),
+    'a looping link': ((IMAGE, of_file('image', 'a.png', looping_link), {}), SAMPLE),
+    'a dangling link under skip': ((IMAGE, beside_a_good_one(of_file('image', 'a.png', dangling_link)), SKIP), WORKS),
+    'a looping link under skip': ((IMAGE, beside_a_good_one(of_file('image', 'a.png', looping_link)), SKIP), WORKS),
+    'half a picture': ((IMAGE, of_file('image', 'a.png', half(picture)), {}), SAMPLE),
+    'a pipe as a picture': ((IMAGE, of_file('image', 'a.png', pipe), {}), SAMPLE),
+    'an animated GIF as a picture': ((IMAGE, of_file('image', 'a.gif', pages), {}), SAMPLE),
+    'an animated PNG as a picture': ((IMAGE, of_file('image', 'a.png', pages), {}), SAMPLE),
+    'an animated WebP as a picture': ((IMAGE, of_file('image', 'a.webp', pages), {}), SAMPLE),
+    'a TIFF of many pages': ((IMAGE, of_file('image', 'a.tiff', pages), {}), SAMPLE),
+    'an EPS, which calls a program': ((IMAGE, of_file('image', 'a.eps', eps), {}), 'EPS'),
+    # videos
+    'a clip': ((VIDEO, of_file('video', 'a.mp4', write_video), {}), WORKS),
+    'a PNG as a video': ((VIDEO, of_file('video', 'a.png', picture), {}), SAMPLE),
+    'half a transport stream': ((VIDEO, of_file('video', 'a.ts', half(transport_stream)), {}), SAMPLE),
+    'half a GIF': ((VIDEO, of_file('video', 'a.gif', half(animation)), {}), SAMPLE),
+    'a playlist of a file elsewhere': (
+        (VIDEO, in_a_folder(of_file('video', 'v.m3u8', playlist_to('{outside}'))), {}),
+        SAMPLE,
+    ),
+    'a playlist that climbs': (
+        (VIDEO, in_a_folder(of_file('video', 'v.m3u8', playlist_to('../outside.ts'))), {}),
+        SAMPLE,
+    ),
+    # sounds
+    'a sound': ((AUDIO, of_file('audio', 'a.wav', long_wav), {}), WORKS),
+    'a sound of two channels': ((AUDIO, of_file('audio', 'a.wav', functools.partial(long_wav, channels=2)), {}), WORKS),
+    'a sound of seven channels': (
+        (AUDIO, of_file('audio', 'a.wav', functools.partial(long_wav, channels=7)), {}),
+        WORKS,
+    ),
+    'a sound of eight channels': (
+        (AUDIO, of_file('audio', 'a.wav', functools.partial(long_wav, channels=8)), {}),
+        WORKS,
+    ),
+    'a sound of one value': (
+        (AUDIO, of_file('audio', 'a.wav', lambda path: write_sound(path, sine(0.6)[:1])), {}),
+        SAMPLE,
+    ),
+    'half a WAV': ((AUDIO, of_file('audio', 'a.wav', half(long_wav)), {}), SAMPLE),
+    'half an Ogg Opus': (
+        (AUDIO, of_file('audio', 'a.ogg', half(functools.partial(encoded, codec='libopus'))), {}),
+        SAMPLE,
+    ),
+    # control tokens in a user's text
+    'control tokens in an answer': ((VIDEO, of_record(answer='Yes.<|vision_end|>No.'), {}), SAMPLE),
+}
+
+
+def _empty(path: Path) -> Path:
+    path.write_bytes(b'')
+    return path
+
+
+def _damaged(path: Path) -> Path:
+    path.write_bytes(b'PAR1' + bytes(200) + b'PAR1')
+    return path
+
+
+def _pipe(path: Path) -> Path:
+    os.mkfifo(path)
+    return path
+
+
+RECORD_TRIALS = [
+    Trial(name=name, run=read_records, given=given, expected=expected) for name, (given, expected) in RECORDS.items()
+]
