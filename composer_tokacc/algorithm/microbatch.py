@@ -36,9 +36,10 @@ class HiddenEntries:
     Args:
         batch: A microbatch on its device.
         is_weighted: Whether it must say what its tokens weigh.
+        is_of_tokens: Whether the loss is means over tokens alone; a term over samples would see the label.
     """
 
-    def __init__(self, batch: Batch, *, is_weighted: bool) -> None:
+    def __init__(self, batch: Batch, *, is_weighted: bool, is_of_tokens: bool) -> None:
         self.batch = without_metadata(batch)
         """What the model sees."""
         if is_weighted and is_annotated(batch) and self.batch.pop(LOSS_WEIGHTS, None) is None:
@@ -47,7 +48,7 @@ class HiddenEntries:
                 '`split_batch` or `microbatch_transforms` drops them; cut them as labels are cut, or use '
                 'token_data_spec() (docs/errors.md#counts).'
             )
-        if is_empty(batch):
+        if is_of_tokens and is_empty(batch):
             self.batch = with_one_label(self.batch)
         self._hidden = {key: value for key, value in batch.items() if key not in self.batch}
         self._made_up, self._labels = self.batch.get('labels'), batch.get('labels')
