@@ -101,7 +101,6 @@ def build_transformers_model(
     ``pretrained`` model is fresh: only its config is read.
     """
     check_model(pretrained, config, lora)
-    tokenizer = tokenizer_of(processor)
     options: dict[str, Any] = {} if attn_implementation is None else {'attn_implementation': attn_implementation}
     if lora is not None and lora.get('bits') is not None:
         if not load_weights:
@@ -111,17 +110,10 @@ def build_transformers_model(
         torch.manual_seed(seed)
         if pretrained is not None and load_weights:
             model = _from_checkpoint(pretrained, getattr(torch, dtype), options)
-            _make_room_for(tokenizer, model, has_lora=lora is not None)
+            _make_room_for(tokenizer_of(processor), model, has_lora=lora is not None)
         else:
-            model_config = read_config(pretrained, config, processor)
-            with _makes_a_model('attn_implementation' if options else 'config'):
-                model = auto_class(model_config).from_config(model_config, **options)
-            cast_model(model, getattr(torch, dtype))
-    if model.config.get_text_config().is_encoder_decoder:
-        raise ValueError(
-            f'the model must have a decoder alone, got: {model.config.model_type} with an encoder, which would read '
-            'the answers: labels of conversations stand at their tokens. Take one with a causal language model'
-        )
+            model = _fresh(read_config(pretrained, config, processor), getattr(torch, dtype), options)
+    _check_is_decoder(model.config)
     for module in model.modules():
         if isinstance(getattr(module, 'config', None), PretrainedConfig):
             set_cache(module.config, on=False)
@@ -135,9 +127,7 @@ def build_transformers_model(
         # Non-reentrant: the reentrant kind breaks DDP's hooks and needs inputs with gradients.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})
     # Composer's FSDP asks this of every module; the rest stays in the root unit.
-    blocks = set(transformer_blocks(model))
-    model.fsdp_wrap_fn = blocks.__contains__
-    model.activation_checkpointing_fn = blocks.__contains__
+    model.fsdp_wrap_fn = model.activation_checkpointing_fn = set(transformer_blocks(model)).__contains__
     return model
 
 
@@ -270,6 +260,21 @@ def _from_checkpoint(path: str, dtype: torch.dtype, options: dict[str, Any]) -> 
     requirement = '`pretrained` must be what the installed packages can load'
     with must(requirement, path, ImportError, remedy=remedy, raises=ValueError), read_from(path):
         return auto_class(read_config(path, None)).from_pretrained(path, **options, dtype=dtype)
+
+
+def _fresh(config: PretrainedConfig, dtype: torch.dtype, options: dict[str, Any]) -> Any:
+    with _makes_a_model('attn_implementation' if options else 'config'):
+        model = auto_class(config).from_config(config, **options)
+    cast_model(model, dtype)
+    return model
+
+
+def _check_is_decoder(config: PretrainedConfig) -> None:
+    if config.get_text_config().is_encoder_decoder:
+        raise ValueError(
+            f'the model must have a decoder alone, got: {config.model_type} with an encoder, which would read '
+            'the answers: labels of conversations stand at their tokens. Take one with a causal language model'
+        )
 
 
 def _make_room_for(tokenizer: Any, model: Any, *, has_lora: bool) -> None:
