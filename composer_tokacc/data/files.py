@@ -310,7 +310,7 @@ def _open_table(path: str, split: str | None) -> Any:
     if importlib.util.find_spec('datasets') is None:
         remedy = "pip install 'composer_tokacc[datasets]'"
         raise ValueError(f'`path` must be JSON or JSONL where `datasets` is not installed, got: {path}. {remedy}')
-    import datasets
+    import datasets.exceptions
 
     try:
         if path.startswith(HUB):
