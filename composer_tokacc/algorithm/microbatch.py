@@ -9,7 +9,7 @@ from typing import Any
 
 from composer.core import State
 
-from composer_tokacc.algorithm.loss_terms import LossTerms, attached_zero, tensors_in
+from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, LossTerms, attached_zero, tensors_in
 from composer_tokacc.algorithm.setup import Fit
 from composer_tokacc.batch import Batch
 from composer_tokacc.checks.logits import at_predictions, has_bypass, logits_of, targets_of, token_losses, weigh_tokens
@@ -19,6 +19,7 @@ from composer_tokacc.counting import with_one_label
 from composer_tokacc.metadata import (
     is_annotated,
     loss_weight,
+    metadata_of,
     num_loss_tokens,
     num_microbatches,
     num_samples,
@@ -93,6 +94,18 @@ def record_of(state: State, fit: Fit, step: StepCheck, composers_weight: float) 
     )
     step.records.append(record)
     return record
+
+
+def scales_of(record: MicrobatchRecord, share: float) -> dict[str, float]:
+    """Returns the factor of the terms of each unit, on top of Composer's weight; ``share``: of the mean over tokens."""
+    scales = dict.fromkeys(LOSS_UNITS, 1.0 if record.num_samples else 0.0)
+    if record.num_samples:
+        scales['tokens'] = share / record.composers_weight
+        # Rows that are no samples have no labels, and loss 0 in a term's mean.
+        samples = metadata_of(record.batch)['samples']
+        scales['samples'] = len(samples) / sum(map(bool, samples))
+        scales['microbatches'] = 1.0 / ((record.num_microbatches or 1) * record.composers_weight)
+    return scales
 
 
 def watch_tokens(

@@ -17,8 +17,8 @@ from composer.utils import dist
 from torch.distributed.tensor import DTensor
 
 from composer_tokacc.algorithm.functional import sample_weight, token_weight
-from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, SplitLoss, check_units
-from composer_tokacc.algorithm.microbatch import HiddenEntries, record_of, replace_empty, watch_tokens
+from composer_tokacc.algorithm.loss_terms import SplitLoss, check_units
+from composer_tokacc.algorithm.microbatch import HiddenEntries, record_of, replace_empty, scales_of, watch_tokens
 from composer_tokacc.algorithm.setup import Fit, begin_fit, is_decoder, vocabulary_of
 from composer_tokacc.batch import Batch, check_batch, sample_name
 from composer_tokacc.checks.step import StepCheck
@@ -32,7 +32,6 @@ from composer_tokacc.metadata import (
     annotate,
     is_annotated,
     loss_weight,
-    metadata_of,
     num_loss_tokens,
     num_microbatches,
     num_rows,
@@ -302,15 +301,8 @@ class TokenAccumulation(Algorithm):
             is_whole = self._num_steps < NUM_FIRST_STEPS or WHOLE.random() < WHOLE_SHARE
             scaled_share = share * self._step.gradient_scale
             watch_tokens(state, record, fit, share=scaled_share, is_weighted=self.is_weighted, is_whole=is_whole)
-        scales: dict[str, float] = dict.fromkeys(LOSS_UNITS, 1.0 if record.num_samples else 0.0)
-        if record.num_samples:
-            scales['tokens'] = share / composers_weight
-            # Rows that are no samples have no labels, and loss 0 in a term's mean.
-            samples = metadata_of(batch)['samples']
-            scales['samples'] = len(samples) / sum(map(bool, samples))
-            scales['microbatches'] = 1.0 / ((record.num_microbatches or 1) * composers_weight)
         self._raw_loss = sum(state.loss.values()) if isinstance(state.loss, SplitLoss) else state.loss
-        state.loss = fit.terms.scaled(state.loss, scales, observe=record.observe)
+        state.loss = fit.terms.scaled(state.loss, scales_of(record, share), observe=record.observe)
 
     def _restore(self, state: State, logger: Logger) -> None:
         """AFTER_BACKWARD: callbacks read ``state.loss`` at the end of the batch and expect the model's own."""
