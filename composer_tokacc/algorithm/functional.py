@@ -11,11 +11,9 @@ from typing import Any
 import torch
 import torch.distributed
 
-from composer_tokacc.checks.logits import weigh_tokens
+from composer_tokacc.checks.logits import at_predictions, weigh_tokens
 from composer_tokacc.collectives import RankSum
 from composer_tokacc.weights import token_weights_of
-
-__all__ = ['apply_token_weights', 'at_predictions', 'sample_weight', 'step_loss_weights', 'token_weight']
 
 
 def token_weight(num_tokens: float, step_tokens: float, *, world_size: int = 1) -> float:
@@ -97,8 +95,3 @@ def apply_token_weights(
     weights, counted = token_weights_of(batch, token_weights, loss_tokens)
     total = weights.sum(dtype=torch.float64)
     weigh_tokens(logits, at_predictions(weights * (counted.sum() / total.clamp(min=1e-30)).float(), loss_tokens))
-
-
-def at_predictions(values: torch.Tensor, rule: str) -> torch.Tensor:
-    """Moves a value of each label, ``(rows, width)``, to the position whose logits predict it."""
-    return values if rule == 'unshifted' else values.roll(-1, dims=1)  # column 0 never counts

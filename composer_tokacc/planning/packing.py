@@ -5,26 +5,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
+
+from composer_tokacc.planning.options import Table
 
 
 def pack_lengths(
-    lengths: Sequence[int] | np.ndarray,
+    lengths: Table,
     max_tokens: int,
-    image_tokens: Sequence[int] | np.ndarray | None = None,
+    image_tokens: Table | None = None,
     max_image_tokens: int | None = None,
 ) -> list[list[int]]:
     """Groups rows so that their lengths and their image tokens sum to at most the caps: first fit, longest first.
 
     First-fit-decreasing needs at most 11/9 of the fewest groups, plus one (Dosa 2007). A row over the cap goes alone.
-
-    Args:
-        lengths: Real length of each row.
-        max_tokens: Token budget of a microbatch.
-        image_tokens: Image tokens of each row.
-        max_image_tokens: Image budget of a microbatch.
 
     Returns:
         Row indices of each group, longest first, so that rows of one length, which attention computes at once, are

@@ -40,18 +40,14 @@ class FileSource(Source):
         if self.section.get('eval') is not None:
             _check_dataset('dataset.eval', self._eval_section(), own_keys=('name',))
         if self.config.loader.exchange_ranks:
-            raise ConfigError(
-                f'`loader.exchange_ranks` must be false for samples read by index, got: true with `dataset.name` '
-                f'{self.section.get("name")}. `loader.regroup_ranks` does the same without an exchange'
-            )
+            found = f'true with `dataset.name` {self.section.get("name")}. `loader.regroup_ranks` does the same'
+            raise ConfigError(f'`loader.exchange_ranks` must be false for samples read by index, got: {found}')
         per_step = self.config.loader.modality == 'per_step'
         # Only a RegroupingBatchSampler gives the parts the shares that are asked for.
         has_shares = 'parts' in self.section and any(part.keys() & {'epochs', 'weight'} for part in self._parts())
         if not self.config.regroups_ranks and (per_step or has_shares):
             what = '`loader.modality: per_step`' if per_step else 'shares of `dataset.parts`'
-            raise ConfigError(
-                f'`loader.regroup_ranks` and `microbatching.regroup` must be on for {what}, got: off. Switch them on'
-            )
+            raise ConfigError(f'`loader.regroup_ranks` and `microbatching.regroup` must be on for {what}, got: off')
 
     def _check_parts(self) -> None:
         parts = self.section['parts']
@@ -66,10 +62,8 @@ class FileSource(Source):
         weighted = [name for name, part in parts.items() if 'weight' in part]
         timed = [name for name, part in parts.items() if 'epochs' in part]
         if weighted and (len(weighted) < len(parts) or timed):
-            raise ConfigError(
-                f'`dataset.parts` must all have a `weight`, or none and perhaps `epochs`, got: `weight` in {weighted}, '
-                f'`epochs` in {timed}, of {list(parts)}'
-            )
+            found = f'`weight` in {weighted}, `epochs` in {timed}, of {list(parts)}'
+            raise ConfigError(f'`dataset.parts` must all have a `weight`, or none and perhaps `epochs`, got: {found}')
 
     def _parts(self) -> list[dict[str, Any]]:
         """Returns the sections of the training sets; what stands beside ``parts`` holds for each."""
@@ -88,17 +82,15 @@ class FileSource(Source):
             return own(**arguments)
         for cls, part in parts:
             if not hasattr(cls, 'texts'):
-                raise ConfigError(
-                    f'`model.pretrained` must be given for `dataset.name` {part["name"]}, which has neither '
-                    '`build_processor` nor `texts`, got: none. Name a checkpoint, or give the class one of them'
-                )
+                why = f'for `dataset.name` {part["name"]}, which has neither `build_processor` nor `texts`'
+                raise ConfigError(f'`model.pretrained` must be given {why}, got: none. Name a checkpoint')
         check_arguments('dataset.processor', build_small_processor, arguments, num_given=1)
         return build_small_processor(chain.from_iterable(cls.texts(part['path']) for cls, part in parts), **arguments)
 
-    def open_dataset(self, processor: Any, *, is_eval: bool) -> Dataset:
-        """Opens one dataset, or the parts one behind the other."""
+    def build_dataset(self, processor: Any, *, is_eval: bool = False) -> Dataset | None:
+        """Returns one dataset, or the parts one behind the other; None where there is no eval set."""
         if is_eval:
-            return self._open(self._eval_section(), processor)
+            return self._open(self._eval_section(), processor) if self.section.get('eval') else None
         datasets = [self._open(part, processor) for part in self._parts()]
         return ConcatDataset(datasets) if 'parts' in self.section else datasets[0]
 
