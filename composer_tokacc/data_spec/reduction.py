@@ -66,6 +66,11 @@ class ReductionWatch:
                 f'{got}. Leave `Trainer(ddp_sync_strategy=)` as it was when the checkpoint was written.'
             )
 
+    def check_last(self) -> None:
+        """Checks the gradients of a step's last microbatch where DDP leaves them to the trainer; a collective then."""
+        if isinstance(self._model, DistributedDataParallel) and not self._reduces[-1]:
+            check_same_gradients(self._model.module)
+
     def reduced_once(self) -> bool | None:
         """Returns whether this step reduced in its last microbatch alone; None: nothing tells, or ranks meet in all."""
         return not any(self._reduces[:-1]) if len(self._reduces) > 1 and self.may_meet_once else None
@@ -80,6 +85,7 @@ def check_same_gradients(model: torch.nn.Module) -> None:
     digest = zlib.crc32('\n'.join(names).encode())
     highest, lowest = max_over_ranks([digest, -digest])
     if highest != -lowest:
+        model.zero_grad(set_to_none=True)  # Composer reduces what is there on its way out of an error, too
         raise RuntimeError(
             f'All ranks must have gradients of the same parameters with `ddp_sync_strategy=forced_sync`, got: '
             f'{len(names)} on rank {dist.get_global_rank()}, of other ones than another rank. Leave '
