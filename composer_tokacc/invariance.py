@@ -290,7 +290,7 @@ def verify_isolation(model: torch.nn.Module, packed: Batch, documents: torch.Ten
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> config = LlamaConfig(
         ...     vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
-        >>> model, packed = LlamaForCausalLM(config), {'input_ids': torch.tensor([[1, 2, 3, 4, 5]])}
+        >>> model, packed = LlamaForCausalLM(config), {'input_ids': torch.tensor([[1, 2, 3, 4, 5]]), 'use_cache': False}
         >>> documents = torch.tensor([[0, 0, 0, 1, 1]])
         >>> verify_isolation(model, packed, documents).is_isolated
         False

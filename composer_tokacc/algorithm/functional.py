@@ -17,7 +17,7 @@ from composer_tokacc.weights import token_weights_of
 
 
 def token_weight(num_tokens: float, step_tokens: float, *, world_size: int = 1) -> float:
-    """What a microbatch's mean loss must weigh, so that the step's gradient is that of one mean over all its tokens.
+    """Returns what a microbatch's mean loss must weigh so that the step's gradient is that of one mean over its tokens.
 
     .. math:: w_{rm} = W t_{rm} / T
 
@@ -35,13 +35,7 @@ def token_weight(num_tokens: float, step_tokens: float, *, world_size: int = 1) 
 
 
 def sample_weight(num_samples: int, step_samples: int, *, world_size: int = 1) -> float:
-    """What a microbatch's mean loss weighs in Composer, ``W n / N``: ``token_weight`` with samples for tokens.
-
-    Args:
-        num_samples: Samples of the microbatch, n.
-        step_samples: Samples of the step, over all microbatches and ranks, N.
-        world_size: Ranks, W.
-    """
+    """Returns what a microbatch's mean loss weighs in Composer, ``W n / N``: samples for tokens."""
     return token_weight(num_samples, step_samples, world_size=world_size)
 
 
@@ -52,7 +46,7 @@ def step_loss_weights(
     token_weights: str = 'token',
     device: torch.device | str = 'cpu',
 ) -> list[float]:
-    """The factor of each microbatch's mean loss in one optimizer step; a collective where there are several ranks.
+    """Returns the factor of each microbatch's mean loss in one optimizer step; a collective over the ranks.
 
     A microbatch without loss-generating tokens has factor 0, and in most models a loss of NaN: it must not be computed,
     or where DDP waits for it, be given a label.
@@ -63,9 +57,6 @@ def step_loss_weights(
         token_weights: What tokens weigh, see :class:`.TokenAccumulation`. Within a microbatch
             :func:`apply_token_weights` sees to it.
         device: Where the process group reduces.
-
-    Returns:
-        list[float]: One factor a microbatch.
 
     Example:
         .. code-block:: python

@@ -87,12 +87,9 @@ class LossTerms:
         return type(loss)(terms) if isinstance(loss, SplitLoss) else terms
 
     def scaled(self, loss: Any, scales: Mapping[str, float], observe: Callable[[torch.Tensor], None]) -> Any:
-        """Returns fresh float32 products, as Composer multiplies what it is given in place.
+        """Returns products with the factor of each unit, fresh ones: Composer multiplies what it is given in place.
 
-        Args:
-            loss: The raw loss.
-            scales: Factor of each unit.
-            observe: Called in backward with the gradient that reaches the scaled loss, once a microbatch.
+        ``observe`` is called in backward with the gradient that reaches the scaled loss, once a microbatch.
         """
         scaled = self.changed(loss, lambda name, unit, term: term.float() * scales[unit])
         if isinstance(scaled, Mapping) and self.units and scaled.keys() - {'total'}:

@@ -100,8 +100,7 @@ def watch_tokens(
     """Sets what a microbatch's tokens weigh beside each other, and listens to what they weigh in its gradient.
 
     Args:
-        state: The trainer's, before backward; its loss becomes the weighted mean where tokens have weights of their
-            own.
+        state: The trainer's, before backward; its loss becomes the weighted mean where tokens have their own weights.
         record: Of the microbatch; it keeps what is heard.
         fit: Knows the terms of the loss, and what tokens weigh in that of one forward.
         share: What the mean over its tokens is to weigh in the step, times the loss scale.

@@ -69,15 +69,9 @@ class Cutter(Protocol):
 
 
 class RowComparison:
-    """Some rows together, as the loader padded them, and every cut of them that is held against that.
+    """Holds every cut of some rows against all of them together, as the loader padded them.
 
-    Args:
-        probe: The model.
-        layout: How tensors belong to rows.
-        on_device: Moves a batch to the model's device.
-        rule: Which labels carry loss.
-        rows: As of :func:`.chosen_rows`.
-        check_loss: Whether the rows must weigh in the loss what their tokens say.
+    ``rows`` are as of :func:`.chosen_rows`; with ``check_loss`` they must weigh in the loss what their tokens say.
     """
 
     def __init__(

@@ -162,12 +162,8 @@ class FirstBatchCheck:
 def find_loss_rule(probe: Probe, row: Batch, *, loss_tokens: str = 'auto') -> str:
     """Finds, or confirms, the rule by which the model counts labels: where the gradient of its loss is not 0.
 
-    The rule depends on the model class and the transformers version, and a wrong one is silent.
-
-    Args:
-        probe: The model.
-        row: A row as of :func:`.rule_batch`, on the model's device.
-        loss_tokens: ``'auto'``, or the rule that must be confirmed.
+    The rule depends on the model class and the transformers version, and a wrong one is silent. ``row`` is as of
+    :func:`.rule_batch`, on the model's device.
 
     Raises:
         RuntimeError: If no rule, or not the given one, is the model's.

@@ -22,14 +22,7 @@ NUM_LABELS = 4
 
 
 def chosen_rows(layout: BatchLayout, batch: Batch, wanted: Sequence[int], max_rows: int) -> dict[str, Any]:
-    """A few unlike rows, as the loader padded them: first those that show the wanted kinds; each with a label.
-
-    Args:
-        layout: How tensors belong to rows.
-        batch: The device batch.
-        wanted: Which of :data:`ROW_KINDS` must be shown.
-        max_rows: Rows at the most.
-    """
+    """Returns a few unlike rows, as the loader padded them, each with a label: first those of the wanted kinds."""
     facts = describe(layout, batch)
     lengths, media = facts.lengths, facts.media
     labels = labels_of(batch)

@@ -27,7 +27,6 @@ from composer_tokacc.batch import IGNORE_INDEX, MODALITIES
 from composer_tokacc.cache import cache_folder, fingerprint, keep, load_kept, whole_file
 from composer_tokacc.data.headers import TableRow, rows_from_headers
 from composer_tokacc.data.identity import class_name, identify_data, identify_processor, identify_vocabulary
-from composer_tokacc.data.patches import count_patches, patch_size_of
 from composer_tokacc.data.records import BadSampleError
 
 TABLE_VERSION = 5
@@ -39,6 +38,8 @@ FEWEST_FOR_HEADERS = 512
 """So few samples are always read: their bad ones are known at the start then."""
 NUM_CHECKED = 64
 """Samples that are read in any case, to see whether headers say the same."""
+DEFAULT_PATCH_SIZE = 14
+"""The commonest side of a patch, in pixels, for where neither model nor processor names one."""
 
 log = logging.getLogger(__name__)
 
@@ -220,6 +221,60 @@ def image_token_ids(processor: Any) -> tuple[int, ...]:
     # SmolVLM's name for a video is no token: its frames are images.
     found.discard(getattr(tokenizer, 'unk_token_id', None))
     return tuple(sorted(token_id for token_id in found if isinstance(token_id, int)))
+
+
+def patch_size_of(*owners: Any) -> int:
+    """Returns the side of a patch in pixels that the first of some owners names, else the commonest.
+
+    Args:
+        *owners: A number; a model's config, or its ``vision_config``; a processor, or its ``image_processor``; None.
+    """
+    for owner in owners:
+        parts = (getattr(owner, 'vision_config', None), owner, getattr(owner, 'image_processor', None))
+        for named in (owner, *(getattr(part, 'patch_size', None) for part in parts)):
+            if isinstance(named, Mapping):
+                named = named.get('height')
+            elif isinstance(named, list | tuple):
+                named = next(iter(named), None)
+            named = getattr(named, 'height', named)  # SizeDict of transformers 5
+            if isinstance(named, int) and named > 0:
+                return named
+    return DEFAULT_PATCH_SIZE
+
+
+def count_patches(sample: Mapping[str, Any], patch_size: int) -> int:
+    """Counts the patches that a vision encoder computes for one sample; a class token is none.
+
+    What the encoder is given but drops before its first block does not count: tiles that only fill up an image's row,
+    and what surrounds an image smaller than its batch (Pixtral). Padding that it computes does: Mllama's unused
+    tiles, and the margins of a tile.
+
+    Args:
+        sample: What the processor returns for it.
+        patch_size: Side of a patch in pixels. Of no importance where the processor cuts the patches (Qwen-VL).
+    """
+    # Video-LLaVA's processor names images by themselves.
+    images = sample.get('pixel_values', sample.get('pixel_values_images'))
+    videos = sample.get('pixel_values_videos')
+    num_patches = 0 if images is None else _patches_of(images, patch_size, sample.get('image_sizes'))
+    if videos is not None and videos.dim() == 5:  # of clips all is computed, what is grey too
+        videos = videos.flatten(0, 1)
+    return num_patches + (0 if videos is None else _patches_of(videos, patch_size, None))
+
+
+def _patches_of(pixels: torch.Tensor, patch_size: int, image_sizes: Any) -> int:
+    """Counts patches of ``(..., channels, height, width)``, or of ``(..., values)`` where each entry is one already."""
+    if pixels.dim() < 4:
+        return pixels.shape[:-1].numel()
+    if pixels.dim() == 4 and image_sizes is not None:
+        return int((torch.as_tensor(image_sizes) // patch_size).prod(dim=1).sum())
+    num_tiles = pixels.shape[:-3].numel()
+    if pixels.dim() == 5 and not pixels.is_meta:
+        # Idefics3 takes out tiles of nothing but zeros; LLaVA-NeXT and OneVision those that their processors add, which
+        # are the same. Mllama (6 dimensions) computes all. Where only sizes are asked for (meta), no tile fills up.
+        num_tiles = int(pixels.flatten(2).any(dim=2).sum())
+    height, width = pixels.shape[-2:]
+    return num_tiles * (height // patch_size) * (width // patch_size)
 
 
 def _row_of(token_ids: tuple[int, ...], patch_size: int, sample: Mapping[str, Any]) -> TableRow:

@@ -241,6 +241,7 @@ def equal_cost_cut(row_costs: np.ndarray, vision: np.ndarray, reach: np.ndarray,
     bounds = fill(row_costs, vision, reach, low)
     if len(bounds) - 1 <= count:
         return bounds
+    # A single row cannot be cut, so more microbatches help only above it: bisection between the two limits.
     # Now `low` is too low, and `high`, the costliest microbatch that the caps allow, is high enough.
     while high - low > PRECISION * high:
         middle = 0.5 * (low + high)

@@ -30,6 +30,7 @@ def pack_lengths(
     """
     sizes = np.array([lengths, [0] * len(lengths) if image_tokens is None else image_tokens]).T
     caps = np.array([max_tokens, np.inf if max_image_tokens is None else max_image_tokens])
+    # So far: every longer row is in a group, and `room` is what each group has left of both caps.
     groups: list[list[int]] = []
     room: list[np.ndarray] = []
     for row in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):

@@ -177,6 +177,7 @@ def plan_rows(
     if num_ranks < 1:
         raise ValueError(f'`num_ranks` must be at least 1, got: {num_ranks}.')
     checked = Rows(lengths, options, image_tokens=image_tokens, vision_cost=vision_cost)
+    # Under 'fsdp' the k-th microbatches of all ranks run side by side: a step slot, for which all wait.
     in_slots = options.objective == 'fsdp'
     # Samples that may run side by side: all of them, or under 'fsdp' those with images and those without.
     groups: list[np.ndarray | None] = [None]
@@ -272,6 +273,7 @@ class _CutSearch:
     def _best(self) -> _Cut:
         """Finds the cut of least modelled time."""
         cuts: list[_Cut] = []
+        # Few microbatches pay few fixed costs and pad much, many the other way round: in between is the best count.
         for count in self._counts():
             cuts.extend(self._at(count))
             # So far: all cuts of the counts tried. Fixed costs grow with the count, so the bound does, too: once it
@@ -327,6 +329,7 @@ class _CutSearch:
         if count > len(rows):  # a row each, and dummies
             return [self._judge(np.arange(len(rows) + 1, dtype=np.int64), count)]
         cuts = [self._padded.exactly(count)]
+        # Filled up to a limit a cut may come out with fewer microbatches than asked for: the largest are split then.
         for row_costs, vision in self._equals:
             equal = equal_cost_cut(row_costs, vision, rows.reach, count)
             cuts.append(equal if len(equal) - 1 == count else split_largest(rows.row_costs, equal, count))
@@ -336,6 +339,7 @@ class _CutSearch:
         """Returns the cut with its modelled time; dummies of the cheapest row make up for what `count` lacks."""
         rows, dummies = self._rows, count + 1 - len(bounds)
         costs = microbatch_costs(rows.row_costs, rows.vision, bounds, self._fixed_cost)
+        # A count above the number of rows, or no multiple of the ranks: the cheapest row again, without weight.
         costs = np.concatenate([costs, np.full(dummies, self._alone[self._cheapest])])
         if self._in_slots:
             vision = np.diff(rows.vision)[self._cheapest]

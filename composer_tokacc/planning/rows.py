@@ -121,6 +121,7 @@ def _reach(widths, image_sums, max_tokens, max_image_tokens):  # noqa: ANN001, A
     """Latest end of a microbatch from each row under the caps, rows in any order, int64 (n,)."""
     n = len(widths)
     reach = np.zeros(n, dtype=np.int64)
+    # A microbatch only grows in width and images with every row, so the first row that breaks a cap ends it.
     for start in range(n):
         end = start + 1  # a row over a cap is placed alone
         width = widths[start]
