@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from composer_tokacc.compat import gradient_hooks, steps_after_gradients
 
@@ -40,7 +41,7 @@ def check_gradient_hooks(model: torch.nn.Module) -> None:
 
 def _is_linear(hook: Callable[[torch.Tensor], Any], parameter: torch.Tensor) -> bool:
     generator = torch.Generator().manual_seed(0)
-    local = parameter.to_local() if hasattr(parameter, 'to_local') else parameter
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     for scale in SCALES:
         first, second = (torch.randn(local.shape, generator=generator).to(local) * scale for _ in range(2))
         together, apart = _changed(hook, first + second), _changed(hook, first) + _changed(hook, second)
