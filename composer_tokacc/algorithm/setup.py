@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from composer_tokacc.algorithm.loss_terms import LossTerms, router_coefficient
 from composer_tokacc.batch import Batch
 from composer_tokacc.checks.first_batch import FirstBatchCheck
+from composer_tokacc.checks.gradient_hooks import check_gradient_hooks
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.compat import BatchNorm
 from composer_tokacc.data_spec.reduction import ReductionWatch
@@ -66,6 +67,7 @@ def begin_fit(
             'NEFTune scales its noise by the width of a microbatch, which trimming makes less (docs/limits.md).'
         )
     model: Any = model.module if isinstance(model, DistributedDataParallel) else model
+    check_gradient_hooks(model)
     terms = LossTerms(loss_units, None if loss_units else router_coefficient(model))
     if terms.coupled and split is not None and (split.options.regroup or split.options.packing):
         raise RuntimeError(
