@@ -62,6 +62,10 @@ def begin_fit(
     if token_weights != 'column' and any(LOSS_WEIGHTS in one for one in microbatches_of(state.batch)):
         log.warning('The data have `%s`, of which no use is made without `token_weights=column`.', LOSS_WEIGHTS)
     split, model = split_of(state.dataloader), state.model
+    if any(getattr(module, 'neftune_noise_alpha', None) for module in model.modules()):
+        log.warning(
+            'NEFTune scales its noise by the width of a microbatch, which trimming makes less (docs/limits.md).'
+        )
     model: Any = model.module if isinstance(model, DistributedDataParallel) else model
     check_gradient_hooks(model)
     terms = LossTerms(loss_units, None if loss_units else router_coefficient(model))
@@ -99,6 +103,12 @@ def begin_fit(
     )
     fit.check_norms()
     return fit
+
+
+def is_decoder(model: Any) -> bool:
+    """Returns whether labels are known to stand at the positions of the ids; those of a custom model may not."""
+    model = getattr(model, 'module', model)
+    return isinstance(model, HuggingFaceModel) and not getattr(model.config, 'is_encoder_decoder', False)
 
 
 def vocabulary_of(model: Any) -> int | None:
