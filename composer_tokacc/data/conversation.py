@@ -153,7 +153,6 @@ class ConversationEncoder:
             shapes_only: Decode of the media no more than the shapes of the sample need.
         """
         self.check_takes_media(record)
-        self.control.check(record)
         rate = getattr(self.parts.get('audio'), 'sampling_rate', 16000)
         media = decode_media(record, files, video=self.video, sampling_rate=rate, shapes_only=shapes_only)
         try:
@@ -192,7 +191,8 @@ class ConversationEncoder:
         return samples
 
     def check_takes_media(self, record: Record) -> None:
-        """Refuses a record with media that the processor does not take, which would drop them."""
+        """Refuses media that the processor does not take, which would drop them, and looks for control tokens."""
+        self.control.check(record)
         for modality in (medium.modality for medium in record.media):
             if modality not in self.parts:
                 part = TAKEN_BY[modality][0]

@@ -84,7 +84,6 @@ class LlavaDataset(Dataset):
                 if isinstance(found, BadSampleError):
                     raise found
                 self.encoder.check_takes_media(found[0])
-                self.encoder.control.check(found[0])
             except BadSampleError as error:
                 if on_error == 'raise':
                     raise

@@ -12,12 +12,14 @@ from __future__ import annotations
 import pytest
 
 from tests.trials.configs import CONFIG_TRIALS
+from tests.trials.media import MEDIA_TRIALS
 from tests.trials.outcomes import WORKS, Trial
 from tests.trials.programs import PROGRAM_TRIALS
 from tests.trials.python import PYTHON_TRIALS
 from tests.trials.records import RECORD_TRIALS
+from tests.trials.texts import TEXT_TRIALS
 
-TRIALS = [*CONFIG_TRIALS, *RECORD_TRIALS, *PROGRAM_TRIALS, *PYTHON_TRIALS]
+TRIALS = [*CONFIG_TRIALS, *RECORD_TRIALS, *TEXT_TRIALS, *MEDIA_TRIALS, *PROGRAM_TRIALS, *PYTHON_TRIALS]
 NOT_RUN = {
     'a loader of nothing': 'hangs',
     'size of lengths from a pipe': 'hangs',
@@ -27,7 +29,6 @@ OPEN = {
     'a data spec in a data spec',
     'a loss of samples alone',
     'a mask of another width',
-    'control tokens in an answer',
     'duration in seconds',
     'duration in tokens',
     'export of a file outside of the target',
