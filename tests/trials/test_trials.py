@@ -21,20 +21,13 @@ from tests.trials.texts import TEXT_TRIALS
 
 TRIALS = [*CONFIG_TRIALS, *RECORD_TRIALS, *TEXT_TRIALS, *MEDIA_TRIALS, *PROGRAM_TRIALS, *PYTHON_TRIALS]
 NOT_RUN = {
-    'a loader of nothing': 'hangs',
     'size of lengths from a pipe': 'hangs',
 }
 """Open, too, and never tried until they are fixed."""
 OPEN = {
-    'a data spec in a data spec',
-    'a loss of samples alone',
-    'a mask of another width',
     'duration in seconds',
     'duration in tokens',
     'export of a file outside of the target',
-    'ids of one dimension',
-    'ids that are floats',
-    'labels of another width',
     'rank of an adapter above every width',
     'resume without the state of the optimizer',
     'size into a folder that cannot be made',
@@ -43,8 +36,6 @@ OPEN = {
     'size of more loss tokens than tokens',
     'size of no lengths',
     'size of two columns of tokens',
-    'the algorithm twice',
-    'token_data_spec twice',
     'verify of no rows',
     'verify of rows below 0',
     'verify with a tolerance below 0',
