@@ -59,13 +59,8 @@ def begin_fit(
     state: State, *, loss_units: Mapping[str, str] | None, loss_tokens: str, token_weights: str, check_loss: bool
 ) -> Fit:
     """Returns what a fit begins with, of its first batch, with the arguments of the algorithm; a collective."""
-    if token_weights != 'column' and any(LOSS_WEIGHTS in one for one in microbatches_of(state.batch)):
-        log.warning('The data have `%s`, of which no use is made without `token_weights=column`.', LOSS_WEIGHTS)
+    _warn(state, token_weights)
     split, model = split_of(state.dataloader), state.model
-    if any(getattr(module, 'neftune_noise_alpha', None) for module in model.modules()):
-        log.warning(
-            'NEFTune scales its noise by the width of a microbatch, which trimming makes less (docs/limits.md).'
-        )
     model: Any = model.module if isinstance(model, DistributedDataParallel) else model
     check_gradient_hooks(model)
     terms = LossTerms(loss_units, None if loss_units else router_coefficient(model))
@@ -103,6 +98,14 @@ def begin_fit(
     )
     fit.check_norms()
     return fit
+
+
+def _warn(state: State, token_weights: str) -> None:
+    """Says what is exact, and perhaps not what was meant."""
+    if token_weights != 'column' and any(LOSS_WEIGHTS in one for one in microbatches_of(state.batch)):
+        log.warning('The data have `%s`, of which no use is made without `token_weights=column`.', LOSS_WEIGHTS)
+    if any(getattr(module, 'neftune_noise_alpha', None) for module in state.model.modules()):
+        log.warning('NEFTune scales its noise by the width of its batch, which is trimmed (docs/limits.md).')
 
 
 def is_decoder(model: Any) -> bool:
