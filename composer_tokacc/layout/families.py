@@ -218,7 +218,11 @@ def _has_no_media(batch: Batch) -> bool:
 def _masked_slots(batch: Batch) -> torch.Tensor:
     # Images are padded at the right and at the bottom, so a real one has its first pixel.
     mask = batch.get('pixel_attention_mask')
-    return mask[:, :, 0, 0] != 0 if mask is not None else (batch['pixel_values'].flatten(2) != 0).any(dim=2)
+    return (
+        mask.reshape(*mask.shape[:2], -1)[:, :, 0] != 0
+        if mask is not None
+        else (batch['pixel_values'].flatten(2) != 0).any(dim=2)
+    )
 
 
 def _aspect_ratio_slots(batch: Batch) -> torch.Tensor:
@@ -268,7 +272,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         name='GLM-4V',
-        model_types=('glm4v', 'glm4v_moe'),
+        model_types=('glm4v', 'glm4v_moe', 'glm46v', 'glmga', 'glm_ocr', 'glm5_next'),
         entries=_GRIDS,
         one_kind=True,
         media={
@@ -300,6 +304,13 @@ FAMILIES: tuple[Family, ...] = (
         media={'image': Media(dummy=dummy_media.idefics3_image)},
         matches=_has_pixel_mask,
         slots=_masked_slots,
+    ),
+    Family(
+        name='Granite Docling',
+        model_types=('granite_docling',),
+        entries=_SLOTS,
+        slots=_masked_slots,
+        media={'image': Media()},
     ),
     Family(
         name='Idefics2',

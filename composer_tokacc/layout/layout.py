@@ -130,7 +130,7 @@ class BatchLayout:
         """
         value, width = batch[key], self.width(batch)
         known = (entries[key] for entries in (self.extra, self.family.entries, TEXT_ENTRIES) if key in entries)
-        entry = next(known, None) or found_entry(key, value, self.num_rows(batch), width)
+        entry = next(known, None) or found_entry(batch, key, self.num_rows(batch), width)
         if entry is None:
             raise ValueError(
                 f'`batch[{key!r}]` must be an entry that the {self.family.name} layout knows, or of the rows, got: a '
