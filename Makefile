@@ -33,17 +33,15 @@ SLICE ?= tests/sizing/test_trace.py tests/checks tests/algorithm tests/data_spec
 # Where Python may not write bytecode, as in many containers, each process compiles torch and Transformers anew: 19 s instead of 5.
 unexport PYTHONDONTWRITEBYTECODE
 
-# $(call install,FOLDER,WHAT): an environment, by uv, which takes seconds where pip takes minutes.
+# Takes seconds where pip takes minutes, and keeps what it has fetched; the machine's own, or one for all environments.
+UV := $(or $(shell command -v uv),.uv/bin/uv)
+
+# $(call install,FOLDER,WHAT): an environment.
 define install
-	$(PYTHON) -m venv --clear $(1)
-	$(1)/bin/python -m pip install --quiet --disable-pip-version-check uv
-	$(1)/bin/uv pip install --quiet --python $(1)/bin/python $(2)
+	$(UV) venv --quiet --seed --clear --python "$$(command -v $(PYTHON))" $(1)
+	$(UV) pip install --quiet --python $(1)/bin/python $(2)
 	@touch $(1)/.installed
 endef
-
-# The site is built here, with the package itself: its reference is made from the docstrings.
-VENV_DOCS ?= .venv-docs
-STAMP_DOCS := $(VENV_DOCS)/.installed
 
 # Made anew each time: what a stranger gets from the wheel alone.
 VENV_DIST ?= .venv-dist
@@ -98,16 +96,16 @@ bench: $(STAMP)
 	$(VENV)/bin/python -m benchmarks.invariance
 
 # Strictly: a warning, a broken link or reference fails.
-docs: $(STAMP_DOCS)
-	$(VENV_DOCS)/bin/python -m sphinx -E -W -n --keep-going -q -b html docs docs/_build/html
+docs: $(STAMP)
+	$(VENV)/bin/python -m sphinx -E -W -n --keep-going -q -b html docs docs/_build/html
 	@echo docs/_build/html/index.html
 
 # Wheel and sdist, each installed where nothing else is and tried outside of the checkout.
-dist: $(STAMP)
-	rm -rf dist && $(VENV)/bin/uv build --quiet --out-dir dist
+dist: | $(UV)
+	rm -rf dist && $(UV) build --quiet --out-dir dist
 	for file in dist/*.tar.gz dist/*.whl; do \
-		$(VENV)/bin/uv venv --quiet --clear $(VENV_DIST) && \
-		$(VENV)/bin/uv pip install --quiet --python $(VENV_DIST)/bin/python "$$file" && \
+		$(UV) venv --quiet --clear --python "$$(command -v $(PYTHON))" $(VENV_DIST) && \
+		$(UV) pip install --quiet --python $(VENV_DIST)/bin/python "$$file" && \
 		.ci/smoke "$(CURDIR)/$(VENV_DIST)" || exit 1; \
 	done
 	@ls -l dist
@@ -122,28 +120,29 @@ test-rivals: $(STAMP_RIVALS)
 
 # By name, as a comma would end an argument of $(call).
 EVERYTHING := '.[demo,bench,datasets,lora,media,dev]'
+HERE := '.[demo,bench,datasets,lora,media,dev,docs]'
 STREAMING := '.[streaming,demo,media,dev]'
-DOCS := '.[docs]'
 RIVAL_PACKAGES := '.[rivals,bench,dev]'
 
+.uv/bin/uv:
+	$(PYTHON) -m venv .uv
+	.uv/bin/python -m pip install --quiet --disable-pip-version-check uv
+
 # Compiled at once: its commands are also typed by hand.
-$(STAMP): setup.cfg pyproject.toml
-	$(call install,$(VENV),--compile-bytecode -e $(EVERYTHING))
+$(STAMP): setup.cfg pyproject.toml | $(UV)
+	$(call install,$(VENV),--compile-bytecode -e $(HERE))
 
-$(STAMP_DOCS): setup.cfg pyproject.toml
-	$(call install,$(VENV_DOCS),-e $(DOCS))
-
-$(STAMP_STREAMING): setup.cfg pyproject.toml
+$(STAMP_STREAMING): setup.cfg pyproject.toml | $(UV)
 	$(call install,$(VENV_STREAMING),-e $(STREAMING))
 
-$(STAMP_NEWEST): setup.cfg pyproject.toml overrides.txt
+$(STAMP_NEWEST): setup.cfg pyproject.toml overrides.txt | $(UV)
 	$(call install,$(VENV_NEWEST),--overrides overrides.txt -e $(EVERYTHING))
 
-$(STAMP_OLDEST): setup.cfg pyproject.toml
+$(STAMP_OLDEST): setup.cfg pyproject.toml | $(UV)
 	$(call install,$(VENV_OLDEST),--resolution lowest-direct -e $(EVERYTHING))
 
-$(STAMP_RIVALS): setup.cfg pyproject.toml
+$(STAMP_RIVALS): setup.cfg pyproject.toml | $(UV)
 	$(call install,$(VENV_RIVALS),-e $(RIVAL_PACKAGES))
 
-$(STAMP_FOUNDRY): setup.cfg pyproject.toml examples/llm_foundry/overrides.txt
+$(STAMP_FOUNDRY): setup.cfg pyproject.toml examples/llm_foundry/overrides.txt | $(UV)
 	$(call install,$(VENV_FOUNDRY),--overrides examples/llm_foundry/overrides.txt -e . 'llm-foundry==0.22.0')

@@ -36,7 +36,8 @@ from benchmarks.pages import ROOT
 from benchmarks.record import RESULTS, write
 from composer_tokacc import TokenAccumulation
 from composer_tokacc.algorithm.token_accumulation import NUM_FIRST_STEPS
-from composer_tokacc.checks.step import StepCheck, WatchedTokens, has_bypass
+from composer_tokacc.checks.logits import has_bypass
+from composer_tokacc.checks.step import MicrobatchRecord
 from composer_tokacc.collectives import RankSum
 from composer_tokacc.programs import load_config
 from composer_tokacc.programs.build import build_parts, build_trainer
@@ -81,7 +82,7 @@ def measuring_of_a_large_vocabulary(rounds: int) -> dict[str, float]:
     batch = {'input_ids': ids, 'attention_mask': torch.ones_like(ids), 'labels': ids}
     spent: list[float] = []
     steps = Steps()
-    WatchedTokens._note = steps.timed(WatchedTokens._note, 'algorithm')  # pyright: ignore[reportPrivateUsage]
+    MicrobatchRecord._hear = steps.timed(MicrobatchRecord._hear, 'algorithm')  # pyright: ignore[reportPrivateUsage]
     shares: dict[str, float] = {}
     for name, is_whole in (('a few tokens', False), ('every token', True)):
         found = []
@@ -91,12 +92,14 @@ def measuring_of_a_large_vocabulary(rounds: int) -> dict[str, float]:
             outputs = model(**batch)
             begun = time.perf_counter()
             has_bypass([outputs.loss], [outputs.logits])
-            watched = WatchedTokens(outputs.logits, batch, 'causal', None, 1 / 510, num_tokens=510, is_whole=is_whole)
+            record = MicrobatchRecord(batch=batch, rule='causal', num_tokens=510)
+            record.watch(outputs.logits, None, 1 / 510, is_whole=is_whole)
             steps.spent['algorithm'] += time.perf_counter() - begun
             outputs.loss.backward()
             spent.append(time.perf_counter() - started)
             found.append(steps.spent['algorithm'] / (spent[-1] - steps.spent['algorithm']))
-            assert watched.deviations().max() < 1e-5
+            assert record.tokens is not None
+            assert record.tokens.deviations.max() < 1e-5
         shares[name] = statistics.median(found[1:])
         print(f'measuring {name} of a microbatch of 510: {shares[name]:.2%} of its forward and backward')
     return {**shares, 'seconds': statistics.median(spent[1:])}
@@ -126,8 +129,8 @@ def main() -> None:
     trainer.state.callbacks.append(steps)
     algorithm = next(one for one in trainer.state.algorithms if isinstance(one, TokenAccumulation))
     algorithm.apply = steps.timed(algorithm.apply, 'algorithm')  # pyright: ignore[reportAttributeAccessIssue]
-    StepCheck.observe = steps.timed(StepCheck.observe, 'algorithm')
-    WatchedTokens._note = steps.timed(WatchedTokens._note, 'algorithm')  # pyright: ignore[reportPrivateUsage]
+    MicrobatchRecord.observe = steps.timed(MicrobatchRecord.observe, 'algorithm')
+    MicrobatchRecord._hear = steps.timed(MicrobatchRecord._hear, 'algorithm')  # pyright: ignore[reportPrivateUsage]
     RankSum.__init__ = steps.timed(RankSum.__init__, 'all_reduce')
     RankSum.read = steps.timed(RankSum.read, 'all_reduce')
     trainer.fit()

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from composer_tokacc.checks.token_weights import measure_token_weights
     from composer_tokacc.counting import TokenCounts, count_tokens
     from composer_tokacc.data_spec import token_data_spec
-    from composer_tokacc.invariance import verify_invariance
+    from composer_tokacc.invariance import verify_invariance, verify_isolation
     from composer_tokacc.layout import BatchLayout
     from composer_tokacc.monitor import TokenMonitor
     from composer_tokacc.planning import MicrobatchPlan, plan_microbatches
@@ -38,6 +38,7 @@ __all__ = [
     'suggest_microbatching',
     'token_data_spec',
     'verify_invariance',
+    'verify_isolation',
 ]
 
 # Loaded on first use: who takes the planner alone waits neither for torch nor for Composer.
@@ -57,6 +58,7 @@ _ROOMS = {
     'suggest_microbatching': 'sizing',
     'token_data_spec': 'data_spec',
     'verify_invariance': 'invariance',
+    'verify_isolation': 'invariance',
 }
 
 

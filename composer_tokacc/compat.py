@@ -32,6 +32,7 @@ __all__ = [
     'TorchDispatchMode',
     'attention_of',
     'check_reducer_finalized',
+    'composer_state_types',
     'detect_fake_mode',
     'inner_model',
     'let_fake_weights_be_swapped',
@@ -106,6 +107,20 @@ def let_fake_weights_be_swapped() -> Iterator[None]:
 def attention_of(config: Any) -> str:
     """Returns the attention implementation that Transformers chose; the public name only sets it."""
     return str(config._attn_implementation)
+
+
+def composer_state_types() -> list[Any]:
+    """Returns the types in Composer's checkpoints that torch's safe loading does not know: random states, timestamps.
+
+    numpy says how its arrays are rebuilt by a private name, 2.x by another one than 1.x.
+    """
+    from datetime import timedelta
+
+    import numpy as np
+    from torch.torch_version import TorchVersion
+
+    rebuild = np.zeros(1).__reduce__()[0]
+    return [rebuild, np.ndarray, np.dtype, type(np.dtype('uint32')), TorchVersion, timedelta]
 
 
 def set_machine_code_cache(dispatcher: Any, cache: Any) -> None:

@@ -13,11 +13,10 @@ import torch
 from composer.utils import dist
 
 from composer_tokacc.batch import Batch, labels_of, with_own_tensors
+from composer_tokacc.checks.logits import logits_of
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.layout import BatchLayout, with_media
 from composer_tokacc.metadata import without_metadata
-
-__all__ = ['Gradients', 'InvarianceCase', 'InvarianceReport', 'relative_error', 'verify_invariance']
 
 Gradients = Mapping[str, torch.Tensor]
 
@@ -28,7 +27,7 @@ class InvarianceCase:
 
     cut: str
     """``'again'`` (the whole a second time), ``'in order'``, ``'by length'`` (trimmed where padded right), ``'uneven'``
-    (one row, then all others)."""
+    (one row, then all others); in the program ``'stock Composer'``, ``'in order'`` or ``'regrouped'``."""
     padding: str
     """``'right'`` or ``'left'``."""
     microbatch_size: int
@@ -39,6 +38,27 @@ class InvarianceCase:
     """Length of the gradient along the reference: 2.0 for one that is right but for a factor of 2."""
     reason: str
     """The parameter that is furthest off, and how."""
+    is_held: bool = True
+    """Whether it is held to the tolerance, rather than shown beside the others."""
+
+    @classmethod
+    def from_gradients(
+        cls,
+        found: Gradients,
+        expected: Gradients,
+        *,
+        cut: str,
+        padding: str,
+        microbatch_size: int,
+        is_held: bool = True,
+    ) -> InvarianceCase:
+        """Compares gradients on every rank, and gives the worst: the same verdict on all; a collective."""
+        error, reason = relative_error(found, expected)
+        case = cls(
+            cut=cut, padding=padding, microbatch_size=microbatch_size, error=error, factor=_factor(found, expected),
+            reason=reason, is_held=is_held,
+        )  # fmt: skip
+        return max(dist.all_gather_object(case), key=lambda one: one.error)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +71,7 @@ class InvarianceReport:
     @property
     def worst(self) -> InvarianceCase:
         """The case with the largest error."""
-        return max(self.cases, key=lambda case: case.error)
+        return max((case for case in self.cases if case.is_held), key=lambda case: case.error)
 
     @property
     def is_exact(self) -> bool:
@@ -59,17 +79,16 @@ class InvarianceReport:
         return self.worst.error <= self.tolerance
 
     def __str__(self) -> str:
-        lines = [f'{"cut":<12}{"padding":<10}{"microbatch":>10}{"gradient error":>16}{"factor":>9}']
+        width = 2 + max(10, *(len(case.cut) for case in self.cases))
+        lines = [f'{"cut":<{width}}{"padding":<10}{"microbatch":>10}{"gradient error":>16}{"factor":>9}']
         for case in self.cases:
-            mark = '' if case.error <= self.tolerance else f'  over tolerance; {case.reason}'
+            is_off = case.is_held and case.error > self.tolerance
             lines.append(
-                f'{case.cut:<12}{case.padding:<10}{case.microbatch_size:>10}{case.error:>16.1e}{case.factor:>9.4f}{mark}'
+                f'{case.cut:<{width}}{case.padding:<10}{case.microbatch_size:>10}{case.error:>16.1e}'
+                f'{case.factor:>9.4f}{f"  over tolerance; {case.reason}" if is_off else ""}'
             )
-        verdict = 'exact' if self.is_exact else 'NOT exact'
-        lines.append(
-            f'{verdict}: largest relative gradient error {self.worst.error:.1e}, tolerance {self.tolerance:.0e}'
-        )
-        return '\n'.join(lines)
+        verdict = f'largest relative gradient error {self.worst.error:.1e}, tolerance {self.tolerance:.0e}'
+        return '\n'.join([*lines, f'{"exact" if self.is_exact else "NOT exact"}: {verdict}'])
 
 
 def verify_invariance(
@@ -125,6 +144,25 @@ def verify_invariance(
         False
     """
     batches = [rows] if isinstance(rows, Mapping) else list(rows)
+    layout, own, everyone = _telling_rows(layout, batches)
+    if any(size < 1 for size in microbatch_sizes or ()):
+        raise ValueError(f'`microbatch_sizes` must be positive, got: {microbatch_sizes}.')
+    cases = []
+    for padding in [padding_sides] if isinstance(padding_sides, str) else padding_sides:
+        whole = dict(with_media(layout, layout.concat(everyone, padding_side=padding)))
+        given = with_own_tensors(whole)
+        expected = _copied(reference(given) if reference is not None else gradients([given]))
+        for cut, size, microbatches in _cuts(layout, own, whole, padding, microbatch_sizes):
+            # Copies, as a trainer may write into its batches, and cuts share their tensors.
+            found = gradients([dict(with_media(layout, with_own_tensors(one))) for one in microbatches])
+            cases.append(InvarianceCase.from_gradients(found, expected, cut=cut, padding=padding, microbatch_size=size))
+    return InvarianceReport(cases=tuple(cases), tolerance=tolerance)
+
+
+def _telling_rows(
+    layout: BatchLayout | None, batches: Sequence[Batch]
+) -> tuple[BatchLayout, list[dict[str, Any]], list[dict[str, Any]]]:
+    """The layout, this rank's rows one by one, and those of all ranks; refuses what proves nothing. A collective."""
     counts = dist.all_gather_object(sum(len(labels_of(batch)) for batch in batches))
     if len(set(counts)) > 1 or counts[0] < 2:
         raise ValueError(f'`rows` must hold as many rows on every rank, and at least 2, got: {counts}.')
@@ -151,24 +189,7 @@ def verify_invariance(
         order = sorted(range(len(everyone)), key=lambda row: [labels[row] for labels in counts.values()])
         everyone = [everyone[row] for row in order]
         own = everyone[dist.get_global_rank() * len(own) :][: len(own)]
-    if any(size < 1 for size in microbatch_sizes or ()):
-        raise ValueError(f'`microbatch_sizes` must be positive, got: {microbatch_sizes}.')
-    cases = []
-    for padding in [padding_sides] if isinstance(padding_sides, str) else padding_sides:
-        whole = dict(with_media(layout, layout.concat(everyone, padding_side=padding)))
-        given = with_own_tensors(whole)
-        expected = _copied(reference(given) if reference is not None else gradients([given]))
-        for cut, size, microbatches in _cuts(layout, own, whole, padding, microbatch_sizes):
-            # Copies, as a trainer may write into its batches, and cuts share their tensors.
-            found = gradients([dict(with_media(layout, with_own_tensors(one))) for one in microbatches])
-            error, reason = relative_error(found, expected)
-            factor = _factor(found, expected)
-            case = InvarianceCase(
-                cut=cut, padding=padding, microbatch_size=size, error=error, factor=factor, reason=reason
-            )
-            # Ranks that hold unlike gradients must not come to unlike verdicts.
-            cases.append(max(dist.all_gather_object(case), key=lambda one: one.error))
-    return InvarianceReport(cases=tuple(cases), tolerance=tolerance)
+    return layout, own, everyone
 
 
 def relative_error(found: Gradients, expected: Gradients) -> tuple[float, str]:
@@ -230,3 +251,82 @@ def _cuts(
         # Padding on the left may predict a first label, and move positions.
         yield 'by length', size, list(map(layout.trim, sorted_rows)) if padding == 'right' else sorted_rows
     yield 'uneven', 1, [layout.select(own, [0]), layout.select(own, list(range(1, num_rows)))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class IsolationReport:
+    """What :func:`.verify_isolation` found; printed as a line for each leak."""
+
+    leaks: tuple[tuple[int, int, int, float], ...]
+    """Row, document, the document that it sees, and the norm of the gradient by which that shows."""
+
+    @property
+    def is_isolated(self) -> bool:
+        """Whether no document sees another one."""
+        return not self.leaks
+
+    def __str__(self) -> str:
+        leaks = [f'row {row}: document {seer} sees document {seen}: {size:.1e}' for row, seer, seen, size in self.leaks]
+        return '\n'.join([*leaks, f'{"NOT isolated" if leaks else "isolated"}: {len(leaks)} leaks'])
+
+
+def verify_isolation(model: torch.nn.Module, packed: Batch, documents: torch.Tensor) -> IsolationReport:
+    """Tells whether documents of packed rows see each other: in any model, however they were packed.
+
+    The gradient of each document's logits by the input embeddings of the others must be exactly 0: masked attention
+    makes it so in every precision, and no tolerance is needed.
+
+    Args:
+        model: A Hugging Face model, or what wraps one, in the mode that is to be looked at.
+        packed: A batch as the model takes it, on its device; labels are left out.
+        documents: int ``(rows, width)``, which document each position belongs to; negative: none.
+
+    Raises:
+        ValueError: If ``documents`` has another shape than ``input_ids``, or there is but one in every row.
+
+    Example:
+        >>> import torch
+        >>> from composer_tokacc import verify_isolation
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(
+        ...     vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+        >>> model, packed = LlamaForCausalLM(config), {'input_ids': torch.tensor([[1, 2, 3, 4, 5]]), 'use_cache': False}
+        >>> documents = torch.tensor([[0, 0, 0, 1, 1]])
+        >>> verify_isolation(model, packed, documents).is_isolated
+        False
+        >>> packed['position_ids'] = torch.tensor([[0, 1, 2, 0, 1]])
+        >>> verify_isolation(model, packed, documents).is_isolated
+        True
+    """
+    ids = packed['input_ids']
+    named = [sorted(set(row.tolist()) - {-1}) for row in documents.clamp(min=-1)]
+    if documents.shape != ids.shape or max(map(len, named), default=0) < 2:
+        raise ValueError(
+            f'`documents` must number those of a packed row, of shape {tuple(ids.shape)} as `input_ids`, got: '
+            f'{named} of shape {tuple(documents.shape)}.'
+        )
+    embeddings: list[torch.Tensor] = []
+
+    def embed(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        embeddings.append(output.detach().requires_grad_())
+        return embeddings[-1]
+
+    host: Any = next(one for one in model.modules() if hasattr(one, 'get_input_embeddings'))
+    hook = host.get_input_embeddings().register_forward_hook(embed)
+    try:
+        given = {key: value for key, value in packed.items() if key != 'labels'}
+        outputs = model(given) if hasattr(model, 'eval_forward') else model(**given)
+    finally:
+        hook.remove()
+    logits: Any = logits_of(outputs)
+    leaks = []
+    # Random factors, so that no two parts of a sum cancel.
+    factors = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0)).to(logits)
+    for row, numbers in enumerate(named):
+        for seer in numbers:
+            seen_by = (logits * factors)[row][documents[row] == seer].sum()
+            (gradient,) = torch.autograd.grad(seen_by, embeddings[0], retain_graph=True)
+            for seen in numbers:
+                size = float(gradient[row][documents[row] == seen].float().norm())
+                leaks += [(row, seer, seen, size)] if seen != seer and size != 0.0 else []
+    return IsolationReport(leaks=tuple(leaks))

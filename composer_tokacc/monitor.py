@@ -18,10 +18,8 @@ from composer_tokacc.counting import check_rule, count_tokens, loss_mask
 from composer_tokacc.layout import microbatches_of
 from composer_tokacc.metadata import is_annotated, metadata_of, num_samples
 
-__all__ = ['TokenMonitor']
-
 # What each rank contributes to a step's one reduction, in this order.
-FIELDS = ('real', 'device_positions', 'positions', 'tokens', 'samples', 'microbatches', 'empty', 'last_variation')
+_FIELDS = ('real', 'device_positions', 'positions', 'tokens', 'samples', 'microbatches', 'empty', 'last_variation')
 
 
 class TokenMonitor(Callback):
@@ -86,11 +84,11 @@ class TokenMonitor(Callback):
         self._microbatches = [(samples, int(tokens)) for samples, tokens in self._microbatches]
         self._step['empty'] = sum(tokens == 0 for _, tokens in self._microbatches)
         self._step['last_variation'] = self._variation()
-        mine = torch.tensor([self._step[field] for field in FIELDS], dtype=torch.float64)
+        mine = torch.tensor([self._step[field] for field in _FIELDS], dtype=torch.float64)
         mine = state.device.tensor_to_device(mine)
         ranks = torch.stack([*dist.all_gather(mine)]).cpu()
-        totals: dict[str, float] = dict(zip(FIELDS, ranks.sum(dim=0).tolist(), strict=True))
-        positions = ranks[:, FIELDS.index('positions')]
+        totals: dict[str, float] = dict(zip(_FIELDS, ranks.sum(dim=0).tolist(), strict=True))
+        positions = ranks[:, _FIELDS.index('positions')]
         metrics = {
             'padding_ratio': 1 - totals['real'] / max(totals['positions'], 1),
             'device_batch_padding_ratio': 1 - totals['real'] / max(totals['device_positions'], 1),

@@ -16,7 +16,7 @@ memory, and prints a table, YAML lines to paste, and the paths of `size.json` an
     device_memory_gib=80    memory of a device; what this machine has
     safety=0.92             share of it that may be planned for
     time_steps=true         time a few real steps here, so that the report speaks of seconds, and says what a microbatch
-                            and its vision tower cost (`microbatching.cost`); false
+                            and its vision encoder cost (`microbatching.cost`); false
     folder=runs/size        where the files go
 
 With `lengths` nothing is asked of the hub if `model.pretrained` is a folder with the config and the processor, or
@@ -25,11 +25,10 @@ With `lengths` nothing is asked of the hub if `model.pretrained` is a folder wit
 
 from __future__ import annotations
 
-import copy
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,9 +57,9 @@ from composer_tokacc.programs.sources import source_of
 from composer_tokacc.programs.suggest import device_memory_gib, memory_of_run, suggest_for_run
 from composer_tokacc.sizing import MicrobatchTimer, SizingReport, draw_report, fit_cost
 
-__all__ = ['SizeOptions', 'main', 'size', 'time_shapes', 'time_steps']
-
 TIMED_STEPS = 6
+KEPT_SETTINGS = ('precision', 'device', 'parallelism_config', 'dist_timeout')
+"""Of the Trainer, in timed steps."""
 
 
 @dataclass(kw_only=True)
@@ -116,11 +115,7 @@ def _report(options: SizeOptions, config: TrainConfig) -> None:
 
 
 def size(config: TrainConfig, options: SizeOptions) -> SizingReport:
-    """The sizing report of a run.
-
-    Raises:
-        ConfigError: An argument is out of range, or nothing fits.
-    """
+    """Returns the sizing report of a run."""
     reproducibility.seed_all(config.seed)
     source = source_of(config)
     if options.lengths is not None:
@@ -139,15 +134,8 @@ def size(config: TrainConfig, options: SizeOptions) -> SizingReport:
         raise ConfigError(
             '`device_memory_gib` must be given where there is no GPU, got: nothing. For example device_memory_gib=80'
         )
-    suggest = partial(
-        suggest_for_run,
-        config,
-        memory,
-        table,
-        num_ranks=options.num_ranks,
-        gib=gib or device_memory_gib(config),
-        safety=options.safety,
-    )
+    stated = {'num_ranks': options.num_ranks, 'gib': gib or device_memory_gib(config), 'safety': options.safety}
+    suggest = partial(suggest_for_run, config, memory, table, **stated)
     report = suggest()
     if not options.time_steps:
         return report
@@ -156,39 +144,28 @@ def size(config: TrainConfig, options: SizeOptions) -> SizingReport:
 
 
 def time_steps(
-    config: TrainConfig,
-    *,
-    size: int,
-    slot_tokens: int,
-    num_steps: int,
-    width_multiple: int | None = None,
+    config: TrainConfig, *, size: int, slot_tokens: int, num_steps: int, width_multiple: int | None = None
 ) -> MicrobatchTimer:
     """Trains a few steps of a run on this machine and times its microbatches; the weights are thrown away.
 
-    Args:
-        config: The run; it stays as it is. Evaluation, checkpoints and loggers are left out.
-        size: ``device_train_microbatch_size``.
-        slot_tokens: Width of a slot.
-        num_steps: Steps; the first two are not timed.
-        width_multiple: Instead of the config's; a slot's width leaves microbatches as wide as their device batch.
+    Evaluation, checkpoints and loggers are left out; the first two steps are not timed. A `width_multiple` of a slot's
+    width leaves microbatches as wide as their device batch.
     """
-    config = copy.deepcopy(config)
-    config.microbatching.device_train_microbatch_size = size
-    config.microbatching.slot_tokens = slot_tokens
-    config.microbatching.regroup = True
-    config.microbatching.width_multiple = width_multiple or config.microbatching.width_multiple
-    config.dataset.pop('eval', None)
-    kept = ('precision', 'device', 'parallelism_config', 'dist_timeout')
-    config.trainer = {key: config.trainer[key] for key in kept if key in config.trainer}
-    config.trainer.update(max_duration=f'{num_steps}ba', progress_bar=False)
+    own = config.microbatching
+    kept = {name: config.trainer[name] for name in KEPT_SETTINGS if name in config.trainer}
+    config = replace(
+        config,
+        microbatching=replace(
+            own, device_train_microbatch_size=size, slot_tokens=slot_tokens, regroup=True,
+            width_multiple=width_multiple or own.width_multiple,
+        ),
+        dataset={name: value for name, value in config.dataset.items() if name != 'eval'},
+        trainer={**kept, 'max_duration': f'{num_steps}ba', 'progress_bar': False},
+    )  # fmt: skip
     parts = build_parts(config)
     model = parts.model.model.config
-    patch_size = patch_size_of(model, parts.processor)
-    timer = MicrobatchTimer(
-        BatchLayout.for_model(parts.model),
-        model.get_text_config().hidden_size,
-        patches=partial(count_patches, patch_size=patch_size),
-    )
+    patches = partial(count_patches, patch_size=patch_size_of(model, parts.processor))
+    timer = MicrobatchTimer(BatchLayout.for_model(parts.model), model.get_text_config().hidden_size, patches=patches)
     trainer = build_trainer(config, parts, InMemoryLogger())
     trainer.state.callbacks.append(timer)
     trainer.fit()
@@ -197,11 +174,7 @@ def time_steps(
 
 
 def time_shapes(config: TrainConfig, *, size: int, slot_tokens: int) -> tuple[CostModel, float]:
-    """Times steps with large and small microbatches, trimmed and not: a cost model needs many shapes.
-
-    Returns:
-        The fitted cost model, and the seconds of a step outside its microbatches.
-    """
+    """Returns the cost model of large and small microbatches, trimmed and not, and the seconds of a step besides."""
     sizes = sorted({max(size // divisor, 1) for divisor in (1, 4, 12)})
     shared: dict[str, Any] = {'slot_tokens': slot_tokens, 'num_steps': TIMED_STEPS}
     timers = [

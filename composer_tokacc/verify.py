@@ -32,25 +32,20 @@ from composer.utils import dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from composer_tokacc.algorithm import TokenAccumulation
-from composer_tokacc.algorithm.functional import at_predictions
 from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.checks.first_batch import find_loss_rule
-from composer_tokacc.checks.logits import targets_of
+from composer_tokacc.checks.logits import at_predictions, targets_of
 from composer_tokacc.checks.probe import Probe
-from composer_tokacc.checks.rows import telling_batch
+from composer_tokacc.checks.rows import rule_batch
 from composer_tokacc.compat import Dropout
 from composer_tokacc.data_spec import token_data_spec
-from composer_tokacc.invariance import Gradients, relative_error
+from composer_tokacc.invariance import Gradients, InvarianceCase, InvarianceReport
 from composer_tokacc.layout import BatchLayout, with_media
 from composer_tokacc.programs import TrainConfig
 from composer_tokacc.programs.build import RunParts, build_parts
 from composer_tokacc.programs.errors import raised_here
 from composer_tokacc.programs.process import command_line, run_program, without_warnings
 from composer_tokacc.weights import token_weights_of
-
-__all__ = ['UnusedParameters', 'main', 'verify']
-
-Row = dict[str, Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,34 +61,25 @@ def _report(max_rows: int, tolerance: float, config: TrainConfig) -> int:
     """Prints the table and the verdict; gives 1 where the run is not exact."""
     try:
         with without_warnings():  # a Trainer for every case
-            results = verify(config, max_rows=max_rows)
+            report = verify(config, max_rows=max_rows, tolerance=tolerance)
     except RuntimeError as error:  # TokenAccumulation says why the run cannot be exact
         if type(error) is not RuntimeError or not raised_here(error):
             raise
         print(f'NOT exact: {error}', file=sys.stderr, flush=True)
         return 1
-    worst = max(row['error'] for row in results if row['ours'])
     if dist.get_global_rank() == 0:
-        print(f'\n{"split":<16}{"padding":<10}{"microbatch":>10}{"gradient error":>16}')
-        for row in results:
-            mark = f'  over tolerance; {row["reason"]}' if row['ours'] and row['error'] > tolerance else ''
-            print(f'{row["split"]:<16}{row["padding"]:<10}{row["microbatch_size"]:>10}{row["error"]:>16.1e}{mark}')
-        verdict = 'exact' if worst <= tolerance else 'NOT exact'
-        print(f'{verdict}: largest relative gradient error {worst:.1e}, tolerance {tolerance:.0e}', flush=True)
-    return 0 if worst <= tolerance else 1
+        print(f'\n{report}', flush=True)
+    return 0 if report.is_exact else 1
 
 
-def verify(config: TrainConfig, *, max_rows: int = 8) -> list[dict[str, Any]]:
-    """Relative gradient errors over the first global batch of a run.
+def verify(config: TrainConfig, *, max_rows: int = 8, tolerance: float = 1e-6) -> InvarianceReport:
+    """Compares gradients of the first global batch of a run, the same on all ranks.
 
     Args:
         config: The run.
         max_rows: Rows of each rank, at most: the whole global batch goes through one forward on every rank. Where a
             rank has fewer, all take as many.
-
-    Returns:
-        A row per case with ``split``, ``padding``, ``microbatch_size``, ``error``, ``ours`` and ``reason``, the same on
-        all ranks; the reason is the parameter that is furthest off.
+        tolerance: Largest relative error that is taken for round-off.
     """
     # In a shorter type, round-off would hide what is looked for.
     parts = build_parts(replace(config, model=replace(config.model, dtype='float32')))
@@ -108,56 +94,54 @@ def verify(config: TrainConfig, *, max_rows: int = 8) -> list[dict[str, Any]]:
     chosen = [round(place) for place in torch.linspace(0, num_rows - 1, num_chosen).tolist()]
     rows = [layout.trim(layout.select(batch, [row])) for row in chosen]
     everyone = [row for rows_of_rank in dist.all_gather_object(rows) for row in rows_of_rank]
-    results = []
     weights = (config.algorithms.get('token_accumulation') or {}).get('token_weights', 'token')
     rule = ''
     if weights != 'token':
-        telling = max(everyone, key=lambda row: int((row['labels'] != IGNORE_INDEX).sum()))
-        telling = with_media(layout, telling_batch(layout, telling))
-        rule = find_loss_rule(Probe.from_model(parts.model), _on_device(parts.model, telling))
+        labelled = max(everyone, key=lambda row: int((row['labels'] != IGNORE_INDEX).sum()))
+        probed = _on_device(parts.model, with_media(layout, rule_batch(layout, labelled)))
+        rule = find_loss_rule(Probe.from_model(parts.model), probed)
+    cases = []
     for padding in ('right', 'left'):
         together = with_media(layout, layout.concat(everyone, padding_side=padding))
         expected = _whole_gradient(parts, together, weights, rule)
         own = layout.concat(rows, padding_side=padding)
-        for split, size, data, algorithm in _cases(own, layout, weights):
+        for cut, size, data, algorithm in _cuts(own, layout, weights):
             found = _trained_gradient(parts, data, size, algorithm)
-            ours = isinstance(algorithm, TokenAccumulation)
-            error, reason = relative_error(found, expected)
-            results.append({
-                'split': split, 'padding': padding, 'microbatch_size': size, 'error': error, 'ours': ours,
-                'reason': reason,
-            })  # fmt: skip
-    return results
+            is_ours = isinstance(algorithm, TokenAccumulation)
+            cases.append(
+                InvarianceCase.from_gradients(
+                    found, expected, cut=cut, padding=padding, microbatch_size=size, is_held=is_ours
+                )
+            )
+    return InvarianceReport(cases=tuple(cases), tolerance=tolerance)
 
 
-def _cases(batch: Row, layout: BatchLayout, weights: str) -> Iterator[tuple[str, int, DataSpec, Algorithm]]:
+def _cuts(batch: dict[str, Any], layout: BatchLayout, weights: str) -> Iterator[tuple[str, int, DataSpec, Algorithm]]:
     """Stock Composer with a split that keeps image rows, and ours."""
     num_rows = layout.num_rows(batch)
 
-    def stock(batch: Row, size: int | float) -> list[Row]:
+    def stock(batch: dict[str, Any], size: int | float) -> list[dict[str, Any]]:
         starts = range(0, num_rows, int(size))
         return [layout.select(batch, range(start, min(start + int(size), num_rows))) for start in starts]
 
-    for size in sorted({1, 2, 3, num_rows}):
-        if size <= num_rows:
-            loader = DataLoader(_OneBatch(batch), batch_size=None)
-            spec = DataSpec(
-                loader,
-                split_batch=stock,
-                microbatch_transforms=partial(with_media, layout),
-                get_num_samples_in_batch=lambda batch: len(batch['input_ids']),
-            )
-            yield 'stock Composer', size, spec, UnusedParameters()
-            ours = partial(TokenAccumulation, token_weights=weights)
-            yield 'in order', size, token_data_spec(loader, layout=layout, regroup=False), ours()
-            yield 'regrouped', size, token_data_spec(loader, layout=layout), ours()
+    for size in (size for size in sorted({1, 2, 3, num_rows}) if size <= num_rows):
+        loader = DataLoader(_OneBatch(batch), batch_size=None)
+        yield 'stock Composer', size, DataSpec(
+            loader,
+            split_batch=stock,
+            microbatch_transforms=partial(with_media, layout),
+            get_num_samples_in_batch=lambda batch: len(batch['input_ids']),
+        ), UnusedParameters()  # fmt: skip
+        for cut, regroup in (('in order', False), ('regrouped', True)):
+            data = token_data_spec(loader, layout=layout, regroup=regroup)
+            yield cut, size, data, TokenAccumulation(token_weights=weights)
 
 
 class _OneBatch(IterableDataset):
-    def __init__(self, batch: Row) -> None:
+    def __init__(self, batch: dict[str, Any]) -> None:
         self.batch = batch
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[dict[str, Any]]:
         yield dict(self.batch)
 
 
@@ -205,7 +189,7 @@ def _trained_gradient(parts: RunParts, data: DataSpec, size: int, algorithm: Alg
     return recorder.gradients
 
 
-def _on_device(model: torch.nn.Module, batch: Mapping[str, Any]) -> Row:
+def _on_device(model: torch.nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
     device = next(model.parameters()).device
     return {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -342,7 +343,7 @@ def test_a_checkpoint_that_is_not_whole_leaves_nothing_behind(tmp_path, capsys):
     pytest.importorskip('peft')
     checkpoint, _, _ = lora_checkpoint(tmp_path, {'modules_to_save': ['multi_modal_projector']})
     (tmp_path / 'half.pt').write_bytes(checkpoint.read_bytes()[: checkpoint.stat().st_size // 2])
-    damages = {'half': 'must be whole and written by Composer'}
+    damages = {'half': 'neither whole nor written by Composer'}
     for part in ('lora_A', 'modules_to_save'):
         content = torch.load(checkpoint, weights_only=False)
         weights = content['state']['model']
@@ -380,8 +381,10 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, capsys):
     ('make', 'message'),
     [
         (lambda path: None, 'which is not there'),
-        (lambda path: path.write_bytes(b'no checkpoint'), 'must be whole and written by Composer'),
-        (lambda path: path.mkdir(), 'must hold `.metadata`'),
+        (lambda path: path.write_bytes(b'no checkpoint'), 'neither whole nor written by Composer'),
+        (os.mkfifo, 'neither whole nor written by Composer'),
+        (lambda path: torch.save({'state': Evil(path.parent / 'ran')}, path), 'must be whole and written by Composer'),
+        (lambda path: path.mkdir(), 'a folder without `.metadata`'),
         (lambda path: torch.save({'state': {'model': {}}}, path), 'must be one of a HuggingFaceModel'),
     ],
 )  # fmt: skip
@@ -391,7 +394,36 @@ def test_what_is_no_checkpoint_is_one_line(tmp_path, capsys, make, message):
     assert main([str(path), str(tmp_path / 'exported')]) == 2
     error = capsys.readouterr().err
     assert message in error
+    assert str(path) in error
     assert 'Traceback' not in error
+    assert not (tmp_path / 'ran').exists()
+
+
+class Evil:
+    """Runs code where it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize('damage', ['outside', 'nan'])
+def test_what_would_be_harmful_is_not_exported(damage, tmp_path, capsys):
+    checkpoint, _, _ = lora_checkpoint(tmp_path, {})
+    content = torch.load(checkpoint, weights_only=False)
+    if damage == 'outside':
+        files = content['state']['integrations']['huggingface']['processor']
+        files['../../evil.txt'] = next(iter(files.values()))
+    else:
+        next(iter(content['state']['model'].values()))[0] = torch.nan
+    torch.save(content, checkpoint)
+    assert main([str(checkpoint), str(tmp_path / 'in' / 'out')]) == 2
+    expected = 'must lie inside the folder, got: ../../evil.txt' if damage == 'outside' else 'must be finite numbers'
+    assert expected in capsys.readouterr().err
+    assert not list(tmp_path.rglob('evil.txt'))
+    assert not (tmp_path / 'in' / 'out').exists()
 
 
 def test_a_folder_that_holds_something_is_left_alone(tmp_path, capsys):

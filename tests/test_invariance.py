@@ -8,13 +8,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from composer_tokacc import BatchLayout, verify_invariance
+from composer_tokacc import BatchLayout, verify_invariance, verify_isolation
 from composer_tokacc.invariance import relative_error
 from tests.ranks.invariance import mean_of_means, step_mean
 from tests.support.families import FAMILIES
 from tests.support.launch import launch_json
 from tests.support.text import collate, text_model, text_rows
-from tests.support.training import reference_gradients
+from tests.support.training import hugging_face, reference_gradients
 
 ROWS = [(4, 2), (14, 11), (9, 9), (6, 1), (5, 0)]
 
@@ -147,3 +147,26 @@ def test_parameters_without_a_gradient_count_as_an_error():
     assert relative_error({'b': expected['b']}, expected) == (pytest.approx(0.6), 'most of all, a has no gradient')
     extra = {**expected, 'c': torch.tensor([5.0])}
     assert relative_error(extra, expected) == (pytest.approx(1.0), 'most of all, c has none expected')
+
+
+@pytest.mark.parametrize('wrapped', [False, True])
+def test_documents_are_isolated_where_positions_start_again_and_not_where_they_run_on(wrapped):
+    """By name: a later document sees the former ones, which see nothing of it."""
+    rows, model = text_rows([(4, 2), (6, 3), (5, 5)]), text_model()
+    lengths = [row['input_ids'].shape[1] for row in rows]
+    packed = {
+        'input_ids': torch.cat([row['input_ids'] for row in rows], dim=1),
+        'labels': torch.cat([row['labels'] for row in rows], dim=1),
+        'position_ids': torch.cat([torch.arange(length) for length in lengths])[None],
+    }
+    documents = torch.arange(3).repeat_interleave(torch.tensor(lengths))[None]
+    host = hugging_face(model) if wrapped else model
+    report = verify_isolation(host, packed, documents)
+    assert report.is_isolated, report
+    assert str(report) == 'isolated: 0 leaks'
+    packed['position_ids'] = torch.arange(sum(lengths))[None]
+    report = verify_isolation(host, packed, documents)
+    assert [leak[:3] for leak in report.leaks] == [(0, 1, 0), (0, 2, 0), (0, 2, 1)]
+    assert 'row 0: document 1 sees document 0: ' in str(report)
+    with pytest.raises(ValueError, match=r'`documents` must number those of a packed row'):
+        verify_isolation(host, packed, documents * 0)

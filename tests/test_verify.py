@@ -10,6 +10,7 @@ import re
 import pytest
 import torch
 
+from composer_tokacc import invariance
 from composer_tokacc import verify as program
 from composer_tokacc.algorithm.loss_terms import LossTerms
 from composer_tokacc.checks.step import StepCheck
@@ -46,13 +47,13 @@ def test_weights_of_a_run_are_held_to_a_weighted_mean(capsys, weights):
 def test_both_halves_of_an_adapter_are_looked_at(capsys, monkeypatch):
     pytest.importorskip('peft')
     seen = {}
-    relative_error = program.relative_error
+    relative_error = invariance.relative_error
 
     def remember(found, expected):
         seen.update(expected)
         return relative_error(found, expected)
 
-    monkeypatch.setattr(program, 'relative_error', remember)
+    monkeypatch.setattr(invariance, 'relative_error', remember)
     lora = 'model.lora={r: 4, dropout: 0.5, modules_to_save: [multi_modal_projector]}'
     assert main([DIGITS, '--rows', '3', *TINY, lora, 'model.dtype=bfloat16', 'trainer.precision=amp_bf16']) == 0
     assert max(errors(capsys.readouterr().out, 'regrouped')) < 1e-6
@@ -68,11 +69,11 @@ def test_on_two_ranks():
 
 
 def test_an_error_over_the_tolerance_names_the_parameter_and_fails(capsys, monkeypatch):
-    scale = LossTerms.scale
+    scaled = LossTerms.scaled
     monkeypatch.setattr(
         LossTerms,
-        'scale',
-        lambda self, loss, scales, observe: scale(self, loss, {k: 1.001 * v for k, v in scales.items()}, observe),
+        'scaled',
+        lambda self, loss, scales, observe: scaled(self, loss, {k: 1.001 * v for k, v in scales.items()}, observe),
     )
     monkeypatch.setattr(StepCheck, '_check_tokens', lambda *_: None)  # it would refuse the step
     assert main([DIGITS, '--rows', '2', *TINY]) == 1
@@ -104,7 +105,7 @@ def test_an_error_of_torch_says_nothing_of_exactness(capsys, monkeypatch):
     def run_out_of_memory(*args, **kwargs):
         raise torch.OutOfMemoryError('out of memory')
 
-    monkeypatch.setattr(LossTerms, 'scale', run_out_of_memory)
+    monkeypatch.setattr(LossTerms, 'scaled', run_out_of_memory)
     with pytest.raises(torch.OutOfMemoryError):
         main([DIGITS, '--rows', '2', *TINY])
     assert 'NOT exact' not in capsys.readouterr().err

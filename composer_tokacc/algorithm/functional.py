@@ -11,15 +11,13 @@ from typing import Any
 import torch
 import torch.distributed
 
-from composer_tokacc.checks.logits import weigh_tokens
+from composer_tokacc.checks.logits import at_predictions, weigh_tokens
 from composer_tokacc.collectives import RankSum
 from composer_tokacc.weights import token_weights_of
 
-__all__ = ['apply_token_weights', 'at_predictions', 'sample_weight', 'step_loss_weights', 'token_weight']
-
 
 def token_weight(num_tokens: float, step_tokens: float, *, world_size: int = 1) -> float:
-    """What a microbatch's mean loss must weigh, so that the step's gradient is that of one mean over all its tokens.
+    """Returns what a microbatch's mean loss must weigh so that the step's gradient is that of one mean over its tokens.
 
     .. math:: w_{rm} = W t_{rm} / T
 
@@ -37,13 +35,7 @@ def token_weight(num_tokens: float, step_tokens: float, *, world_size: int = 1) 
 
 
 def sample_weight(num_samples: int, step_samples: int, *, world_size: int = 1) -> float:
-    """What a microbatch's mean loss weighs in Composer, ``W n / N``: ``token_weight`` with samples for tokens.
-
-    Args:
-        num_samples: Samples of the microbatch, n.
-        step_samples: Samples of the step, over all microbatches and ranks, N.
-        world_size: Ranks, W.
-    """
+    """Returns what a microbatch's mean loss weighs in Composer, ``W n / N``: samples for tokens."""
     return token_weight(num_samples, step_samples, world_size=world_size)
 
 
@@ -54,7 +46,7 @@ def step_loss_weights(
     token_weights: str = 'token',
     device: torch.device | str = 'cpu',
 ) -> list[float]:
-    """The factor of each microbatch's mean loss in one optimizer step; a collective where there are several ranks.
+    """Returns the factor of each microbatch's mean loss in one optimizer step; a collective over the ranks.
 
     A microbatch without loss-generating tokens has factor 0, and in most models a loss of NaN: it must not be computed,
     or where DDP waits for it, be given a label.
@@ -65,9 +57,6 @@ def step_loss_weights(
         token_weights: What tokens weigh, see :class:`.TokenAccumulation`. Within a microbatch
             :func:`apply_token_weights` sees to it.
         device: Where the process group reduces.
-
-    Returns:
-        list[float]: One factor a microbatch.
 
     Example:
         .. code-block:: python
@@ -97,8 +86,3 @@ def apply_token_weights(
     weights, counted = token_weights_of(batch, token_weights, loss_tokens)
     total = weights.sum(dtype=torch.float64)
     weigh_tokens(logits, at_predictions(weights * (counted.sum() / total.clamp(min=1e-30)).float(), loss_tokens))
-
-
-def at_predictions(values: torch.Tensor, rule: str) -> torch.Tensor:
-    """Moves a value of each label, ``(rows, width)``, to the position whose logits predict it."""
-    return values if rule == 'unshifted' else values.roll(-1, dims=1)  # column 0 never counts

@@ -9,13 +9,12 @@ from typing import Any
 
 from composer.core import State
 
-from composer_tokacc.algorithm.functional import at_predictions
-from composer_tokacc.algorithm.loss_terms import LossTerms
+from composer_tokacc.algorithm.loss_terms import LossTerms, attached_zero, tensors_in
+from composer_tokacc.algorithm.setup import Fit
 from composer_tokacc.batch import Batch
-from composer_tokacc.checks.first_batch import FirstBatchCheck
-from composer_tokacc.checks.logits import logits_of, targets_of, token_losses, weigh_tokens
+from composer_tokacc.checks.logits import at_predictions, has_bypass, logits_of, targets_of, token_losses, weigh_tokens
 from composer_tokacc.checks.probe import router_loss_of
-from composer_tokacc.checks.step import MicrobatchRecord, StepCheck, WatchedTokens, has_bypass
+from composer_tokacc.checks.step import MicrobatchRecord, StepCheck
 from composer_tokacc.counting import with_one_label
 from composer_tokacc.metadata import (
     is_annotated,
@@ -27,11 +26,9 @@ from composer_tokacc.metadata import (
 )
 from composer_tokacc.weights import LOSS_WEIGHTS
 
-__all__ = ['HiddenEntries', 'is_empty', 'record_of', 'watch_tokens']
-
 
 class HiddenEntries:
-    """Entries of ours that a model does not see: a compiled one would be compiled anew for each list among them.
+    """Entries of ours that a model does not see: a compiled one would be compiled again for each list among them.
 
     A microbatch without loss-generating tokens gets one label for the forward: a loss that divides by their number, and
     computes its gradient in the forward as fused ones do, would make NaNs that no weight of zero takes out again.
@@ -46,11 +43,11 @@ class HiddenEntries:
         """What the model sees."""
         if is_weighted and is_annotated(batch) and self.batch.pop(LOSS_WEIGHTS, None) is None:
             raise RuntimeError(
-                f'Microbatches must carry the `{LOSS_WEIGHTS}` written at BATCH_START, got: {sorted(batch)}. A '
-                'custom `split_batch` or `microbatch_transforms` drops them; cut them as labels are cut, or use '
-                'token_data_spec().'
+                f'Microbatches must carry the `{LOSS_WEIGHTS}` written at BATCH_START, got: {sorted(batch)}. A custom '
+                '`split_batch` or `microbatch_transforms` drops them; cut them as labels are cut, or use '
+                'token_data_spec() (docs/errors.md#counts).'
             )
-        if is_annotated(batch) and is_empty(batch):
+        if is_empty(batch):
             self.batch = with_one_label(self.batch)
         self._hidden = {key: value for key, value in batch.items() if key not in self.batch}
         self._made_up, self._labels = self.batch.get('labels'), batch.get('labels')
@@ -64,59 +61,67 @@ class HiddenEntries:
 
 
 def is_empty(batch: Batch) -> bool:
-    """Whether a microbatch is without loss-generating tokens, or without samples."""
-    return num_loss_tokens(batch) == 0 or num_samples(batch) == 0
+    """Whether a microbatch is known to be without loss-generating tokens, or without samples."""
+    return is_annotated(batch) and (num_loss_tokens(batch) == 0 or num_samples(batch) == 0)
 
 
-def record_of(
-    state: State, step: StepCheck, terms: LossTerms, composers_weight: float, *, is_weighted: bool
-) -> MicrobatchRecord:
+def replace_empty(state: State, terms: LossTerms) -> Any:
+    """Returns the loss, of which terms over tokens are zero, and no mean over none, where there are no tokens."""
+    if not is_empty(state.batch):  # pyright: ignore[reportArgumentType]
+        return state.loss
+    zero = attached_zero(state.outputs, state.loss)
+    return terms.changed(state.loss, lambda name, unit, term: zero if unit == 'tokens' else term)
+
+
+def record_of(state: State, fit: Fit, step: StepCheck, composers_weight: float) -> MicrobatchRecord:
     """Returns what is to be checked of the microbatch that the trainer has, which is one more of the step."""
     batch: Any = state.batch
-    # Composer's own split makes microbatches of a fixed number of rows; ours says how many it made.
-    count = num_microbatches(batch) or -(-step.local_samples // int(state.device_train_microbatch_size or 1))
+    count = None
+    if fit.terms.of_unit(state.loss, 'microbatches'):
+        # Composer's own split makes microbatches of a fixed number of rows; ours says how many it made.
+        count = num_microbatches(batch) or -(-step.num_samples // int(state.device_train_microbatch_size or 1))
     record = MicrobatchRecord(
         batch=batch,
+        rule=fit.check.rule or '',
         num_tokens=num_loss_tokens(batch),
         loss_weight=loss_weight(batch),
         num_samples=num_samples(batch),
         num_microbatches=count,
         composers_weight=composers_weight,
-        losses=[loss.detach() for loss in terms.terms(state.loss)],
-        is_weighted=is_weighted,
+        losses=[loss.detach() for loss in tensors_in(state.loss)],
     )
     step.records.append(record)
     return record
 
 
 def watch_tokens(
-    state: State, record: MicrobatchRecord, terms: LossTerms, check: FirstBatchCheck, *, share: float, is_whole: bool
+    state: State, record: MicrobatchRecord, fit: Fit, *, share: float, is_weighted: bool, is_whole: bool
 ) -> None:
     """Sets what a microbatch's tokens weigh beside each other, and listens to what they weigh in its gradient.
 
     Args:
-        state: The trainer's, before backward; its loss becomes the weighted mean where tokens weigh unlike.
+        state: The trainer's, before backward; its loss becomes the weighted mean where tokens have their own weights.
         record: Of the microbatch; it keeps what is heard.
-        terms: Those of its loss.
-        check: Knows the rule, and what tokens weigh in the loss of one forward.
+        fit: Knows the terms of the loss, and what tokens weigh in that of one forward.
         share: What the mean over its tokens is to weigh in the step, times the loss scale.
+        is_weighted: Whether tokens have weights of their own.
         is_whole: Whether every token is measured.
     """
-    assert check.rule is not None
-    logits, labels = logits_of(state.outputs), state.batch['labels']
-    if logits is None or logits.grad_fn is None or logits.shape[:2] != labels.shape:
+    logits, batch, terms = logits_of(state.outputs), record.batch, fit.terms
+    if logits is None or logits.grad_fn is None or logits.shape[:2] != batch['labels'].shape:
         return
     router = router_loss_of(state.outputs)
-    record.bypass = has_bypass(terms.token_terms(state.loss), [logits] if router is None else [logits, router])
+    losses = terms.of_unit(state.loss, 'tokens')
+    record.has_bypass = has_bypass(losses, [logits] if router is None else [logits, router])
     weights = None
-    if record.is_weighted:
-        weights = at_predictions(state.batch[LOSS_WEIGHTS] * (record.num_tokens / record.loss_weight), check.rule)
+    if is_weighted:
+        weights = at_predictions(batch[LOSS_WEIGHTS] * (record.num_tokens / record.loss_weight), record.rule)
         weigh_tokens(logits, weights)
-        losses = token_losses(logits, targets_of(state.batch, check.rule))
-        state.loss = terms.add(state.loss, (losses * (weights - 1)).sum() / record.num_tokens)
+        added = (token_losses(logits, targets_of(batch, record.rule)) * (weights - 1)).sum() / record.num_tokens
+        first = next(name for name, (unit, _) in terms.named(state.loss).items() if unit == 'tokens')
+        state.loss = terms.changed(
+            state.loss, lambda name, unit, term: term + added if name in (first, 'total') else term
+        )
     # Other terms may go through the logits as well.
-    scale = check.token_scale if terms.is_one_mean else None
-    unit = None if scale is None else scale * share / record.num_tokens
-    record.watched = WatchedTokens(
-        logits, state.batch, check.rule, weights, unit, num_tokens=record.num_tokens, is_whole=is_whole
-    )
+    scale = fit.check.token_scale if terms.is_one_mean else None
+    record.watch(logits, weights, None if scale is None else scale * share / record.num_tokens, is_whole=is_whole)

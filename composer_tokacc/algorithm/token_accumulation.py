@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,18 +17,16 @@ from composer.utils import dist
 from torch.distributed.tensor import DTensor
 
 from composer_tokacc.algorithm.functional import sample_weight, token_weight
-from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, LossTerms, attached_zero
-from composer_tokacc.algorithm.microbatch import HiddenEntries, is_empty, record_of, watch_tokens
-from composer_tokacc.algorithm.setup import set_up, vocabulary_of
+from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, SplitLoss, check_units
+from composer_tokacc.algorithm.microbatch import HiddenEntries, record_of, replace_empty, watch_tokens
+from composer_tokacc.algorithm.setup import Fit, begin_fit, vocabulary_of
 from composer_tokacc.batch import Batch, check_batch, sample_name
-from composer_tokacc.checks.first_batch import FirstBatchCheck
-from composer_tokacc.checks.row_coupling import batch_norms, check_norms_are_frozen
 from composer_tokacc.checks.step import StepCheck
 from composer_tokacc.collectives import RankSum
 from composer_tokacc.counting import check_rule
-from composer_tokacc.data_spec.reduction import ReductionWatch, check_reduced, check_sharding
+from composer_tokacc.data_spec.reduction import check_reduced, check_sharding
 from composer_tokacc.data_spec.registry import split_of
-from composer_tokacc.layout import BatchLayout, describe_all, kinds_of, microbatches_of
+from composer_tokacc.layout import describe_all, kinds_of, microbatches_of
 from composer_tokacc.metadata import (
     METADATA_PREFIX,
     annotate,
@@ -42,8 +40,6 @@ from composer_tokacc.metadata import (
 )
 from composer_tokacc.sampling.repeated_samples import num_repeated
 from composer_tokacc.weights import LOSS_WEIGHTS, TOKEN_WEIGHTS
-
-__all__ = ['TokenAccumulation']
 
 log = logging.getLogger(__name__)
 
@@ -107,30 +103,25 @@ class TokenAccumulation(Algorithm):
         check_loss: bool = True,
     ) -> None:
         _check_arguments(loss_tokens, token_weights, check_loss)
-        self.loss_tokens, self.token_weights = loss_tokens, token_weights
-        self.check_loss = check_loss
-        self.loss_terms = LossTerms(loss_units)
-        self.num_empty_steps = 0
-        self._num_steps = 0
-        self._check: FirstBatchCheck | None = None
-        self._layout: BatchLayout | None = None
-        self._totals: RankSum | None = None
-        """Loss-generating tokens, samples and weight of the step, and how many ranks have rows of each kind."""
-        self._step = StepCheck('causal', 0, 0, 0.0)
+        check_units(loss_units)
+        self.loss_tokens, self.token_weights, self.check_loss = loss_tokens, token_weights, check_loss
+        self.loss_units = dict(loss_units) if loss_units else None
+        self.num_empty_steps = self._num_steps = 0
+        self._fit: Fit | None = None
+        self._step = StepCheck(num_tokens=0, num_samples=0, loss_weight=0)
+        self._totals: Any = None
+        """RankSum of the step: loss-generating tokens, samples, weight, and how many ranks have rows of each kind."""
         self._device_batch: Batch = {}
         self._hidden: HiddenEntries | None = None
         self._token_sums: list[torch.Tensor] = []
         self._raw_loss: Any = None
         self._reduces_once = False
-        self._norms: dict[str, torch.nn.Module] = {}
-        self._reductions: ReductionWatch | None = None
-        self._has_bypass: bool | None = None
         self._actions = {
             Event.FIT_START: self._start_fit,
             Event.BATCH_START: self._count,
             Event.BEFORE_TRAIN_BATCH: self._start_attempt,
-            Event.BEFORE_FORWARD: self._hide_carried,
-            Event.AFTER_LOSS: self._replace_empty,
+            Event.BEFORE_FORWARD: self._hide_metadata,
+            Event.AFTER_LOSS: self._replace_loss,
             Event.BEFORE_BACKWARD: self._scale,
             Event.AFTER_BACKWARD: self._restore,
             Event.AFTER_TRAIN_BATCH: self._finish,
@@ -139,23 +130,22 @@ class TokenAccumulation(Algorithm):
 
     def __repr__(self) -> str:
         """As it would be written."""
-        units, weights = self.loss_terms.loss_units, self.token_weights
-        given = f'loss_units={units}, token_weights={weights!r}, check_loss={self.check_loss}'
-        return f'TokenAccumulation(loss_tokens={self.loss_tokens!r}, {given})'
+        names = ('loss_tokens', 'loss_units', 'token_weights', 'check_loss')
+        return f'TokenAccumulation({", ".join(f"{name}={getattr(self, name)!r}" for name in names)})'
 
     def __str__(self) -> str:
-        """Its name in the engine's traces, which Composer writes anew at every event."""
+        """Its name in the engine's traces, which Composer writes again at every event."""
         return type(self).__name__
 
     @property
     def is_weighted(self) -> bool:
-        """Whether tokens may weigh unlike."""
+        """Whether tokens may have weights of their own."""
         return self.token_weights != 'token'
 
     @property
     def rule(self) -> str | None:
         """The counting rule, once it is known."""
-        return self._check.rule if self._check is not None else None
+        return None if self._fit is None else self._fit.check.rule
 
     def match(self, event: Event, state: State) -> bool:
         """Runs on the events named above."""
@@ -170,166 +160,160 @@ class TokenAccumulation(Algorithm):
         return {'rule': self.rule, 'num_empty_steps': self.num_empty_steps, 'reduces_once': self._reduces_once}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what makes a resumed run end with the same bits; rule and rows are checked afresh."""
+        """Restores what makes a resumed run end with the same bits; rule and rows are checked again."""
         self.num_empty_steps = state['num_empty_steps']
         self._reduces_once = state.get('reduces_once', False)
 
     def _start_fit(self, state: State, logger: Logger) -> None:
         """FIT_START: the model is wrapped now. A second fit may bring another loader, so rows are checked again."""
         check_sharding(state.model)
-        self._check = self._has_bypass = None
+        self._fit = None
 
-    def _end_fit(self, state: State, logger: Logger | None) -> None:
+    def _end_fit(self, state: State, logger: Logger) -> None:
         """FIT_END: the model is the user's again."""
-        split = split_of(state.dataloader)
-        if split is not None:
+        if (split := split_of(state.dataloader)) is not None:
             split.attend_as_before()
 
     def _count(self, state: State, logger: Logger) -> None:
         """BATCH_START: ``state.batch`` is the whole device batch, still on the CPU, so counting syncs nothing."""
-        vocabulary = vocabulary_of(state.model) if self._check is None else self._check.vocabulary
+        vocabulary = vocabulary_of(state.model) if self._fit is None else self._fit.check.vocabulary
         for microbatch in microbatches_of(state.batch):
             check_batch(microbatch, vocabulary)
-        num_copies = num_repeated(state.dataloader, int(state.timestamp.batch_in_epoch))
-        if num_copies:
-            rows = num_rows(state.batch)
-            state.batch = with_metadata(state.batch, samples=[1] * (rows - num_copies) + [0] * num_copies)
-        is_first = self._check is None
-        if is_first:
-            self._check, self._layout, self._reductions = set_up(
-                state, split_of(state.dataloader), self.loss_terms, loss_tokens=self.loss_tokens,
-                token_weights=self.token_weights, check_loss=self.check_loss,
-            )  # fmt: skip
-            self._reduces_once = self._reduces_once and self._reductions.may_meet_once
-            self._norms = batch_norms(state.model)
-        kinds = kinds_of(describe_all(self._layout, state.batch))
-        if is_first:
-            self._prove(state, state.batch, kinds, dist.all_gather_object(kinds))
-            if self.loss_terms.is_split:
-                log.warning(
-                    'The mean over tokens is exact. The load-balancing loss of the router is a statistic of each '
-                    "microbatch; the step's is the mean of its microbatches', and depends on how the batch is cut."
-                )
-        assert self.rule is not None
-        # Carried by the batch, so that split_batch hands each microbatch its own counts.
-        state.batch = self._device_batch = annotate(state.batch, self.rule, self.token_weights)
+        if num_copies := num_repeated(state.dataloader, int(state.timestamp.batch_in_epoch)):
+            samples = [1] * (num_rows(state.batch) - num_copies) + [0] * num_copies
+            state.batch = with_metadata(state.batch, samples=samples)
+        fit, kinds = self._fit_of(state, logger)
+        assert fit.check.rule is not None
+        # The batch brings its counts, so that split_batch hands each microbatch its own.
+        state.batch = self._device_batch = annotate(state.batch, fit.check.rule, self.token_weights)
         local = (num_loss_tokens(state.batch), num_samples(state.batch), loss_weight(state.batch))
-        self._step = StepCheck(self.rule, *local, has_bypass=self._has_bypass)
-        totals = [*local, *kinds]
+        self._step = StepCheck(*local, is_weighted=self.is_weighted, had_bypass=fit.has_bypass)
         dtype = torch.float64 if self.is_weighted else torch.int64
-        self._totals = RankSum(state.device.tensor_to_device(torch.tensor(totals, dtype=dtype)))
+        self._totals = RankSum(state.device.tensor_to_device(torch.tensor([*local, *kinds], dtype=dtype)))
 
-    def _prove(self, state: State, batch: Batch, kinds: Sequence[int], of_ranks: Sequence[Sequence[int]]) -> None:
+    def _fit_of(self, state: State, logger: Logger) -> tuple[Fit, Sequence[int]]:
+        """What is known of the fit, and the kinds of rows of a batch; the first batch is looked at."""
+        if self._fit is not None:
+            return self._fit, kinds_of(describe_all(self._fit.layout, state.batch))
+        fit = self._fit = begin_fit(
+            state, loss_units=self.loss_units, loss_tokens=self.loss_tokens, token_weights=self.token_weights,
+            check_loss=self.check_loss,
+        )  # fmt: skip
+        self._reduces_once = self._reduces_once and fit.reductions.may_meet_once
+        kinds = kinds_of(describe_all(fit.layout, state.batch))
+        self._prove(state, logger, state.batch, kinds, dist.all_gather_object(kinds))
+        if fit.check.has_router_loss and fit.terms.router_coefficient is not None:
+            log.warning(
+                'The mean over tokens is exact. The load-balancing loss of the router is a statistic of each '
+                "microbatch; the step's is the mean of its microbatches', and depends on how the batch is cut."
+            )
+        return fit, kinds
+
+    def _prove(
+        self, state: State, logger: Logger, batch: Batch, kinds: Sequence[int], of_ranks: Sequence[Sequence[int]]
+    ) -> None:
         """Has the check look at rows of every kind that is new, and the split cut by what it finds."""
-        assert self._check is not None
+        assert self._fit is not None
         split = split_of(state.dataloader)
         try:
-            rules = self._check.prove(batch, split, None if split is None else split.rules, kinds, of_ranks)
+            rules = self._fit.check.prove(batch, split, None if split is None else split.rules, kinds, of_ranks)
         except BaseException:
-            self._end_fit(state, None)
+            self._end_fit(state, logger)
             raise
         if split is not None:
             split.adopt(rules, reduces_once=self._reduces_once)
 
     def _start_attempt(self, state: State, logger: Logger) -> None:
         """BEFORE_TRAIN_BATCH: fires once per attempt (an OOM retry or a closure called again starts afresh)."""
-        assert self._reductions is not None, 'BATCH_START comes before BEFORE_TRAIN_BATCH'
-        check_norms_are_frozen(self._norms, strict=self.check_loss)
-        self._step.start_attempt()
-        self._reductions.start_attempt()
-        self._token_sums = []
+        assert self._fit is not None, 'BATCH_START comes before BEFORE_TRAIN_BATCH'
+        self._fit.check_norms()
+        self._fit.reductions.start_attempt()
+        self._step.records, self._token_sums = [], []
         if state.scaler is not None and state.scaler.is_enabled():
             self._step.gradient_scale = state.scaler.get_scale()
-        split = split_of(state.dataloader)
-        if split is not None:
+        if (split := split_of(state.dataloader)) is not None:
             split.begin_step(copies_microbatches=lambda: bool(state.train_metrics))
 
-    def _hide_carried(self, state: State, logger: Logger) -> None:
+    def _hide_metadata(self, state: State, logger: Logger) -> None:
         """BEFORE_FORWARD: totals are read, as Composer has just waited for its own; the model sees its own batch."""
-        assert self._totals is not None
-        assert self._reductions is not None
+        assert self._fit is not None
         split = split_of(state.dataloader)
         unequal = split is not None and split.options.equal_counts is False
-        self._reductions.see(num_microbatches(state.batch), has_unequal_counts=unequal, reduced_once=self._reduces_once)
+        self._fit.reductions.see(
+            num_microbatches(state.batch), has_unequal_counts=unequal, reduced_once=self._reduces_once
+        )
         tokens, _, weight = self._totals.read()[:3]
         if weight == 0 and tokens:
             raise RuntimeError(
                 f'The weights of a step must not all be 0, got: 0 for each of its {tokens:.0f} loss-generating '
-                f'tokens, {sample_name(self._device_batch, 0)} among them. Mend `{LOSS_WEIGHTS}`, or leave '
-                'samples of no weight out of the data.'
+                f'tokens, {sample_name(self._device_batch, 0)} among them. Fix `{LOSS_WEIGHTS}`, or leave samples of '
+                'no weight out of the data (docs/errors.md#counts).'
             )
         self._hidden = HiddenEntries(state.batch, is_weighted=self.is_weighted)
         state.batch = self._hidden.batch
 
-    def _replace_empty(self, state: State, logger: Logger) -> None:
-        """AFTER_LOSS: the loss of a microbatch without tokens is zero; callbacks see what the batch carries again."""
+    def _replace_loss(self, state: State, logger: Logger) -> None:
+        """AFTER_LOSS: the loss of a microbatch without tokens is zero; callbacks see the batch's metadata again."""
+        assert self._fit is not None
         assert self._hidden is not None
         state.batch = self._hidden.put_back(state.batch)
         if self._num_steps & (self._num_steps - 1) == 0:  # again now and then: schedules may change it
-            self.loss_terms.check_coefficient(state.loss, state.outputs)
-        state.loss = self.loss_terms.split(state.loss, state.outputs)
-        if is_annotated(state.batch) and is_empty(state.batch):
-            state.loss = self.loss_terms.replace_empty(state.loss, attached_zero(state.outputs, state.loss))
+            self._fit.terms.check_coefficient(state.loss, state.outputs)
+        state.loss = self._fit.terms.split(state.loss, state.outputs)
+        state.loss = replace_empty(state, self._fit.terms)
 
     def _scale(self, state: State, logger: Logger) -> None:
         """BEFORE_BACKWARD: the last point where ``state.loss`` matters, so nothing may rescale it afterwards."""
-        batch, world_size = state.batch, dist.get_world_size()
-        assert self._totals is not None
+        fit, batch, world_size = self._fit, state.batch, dist.get_world_size()
+        assert fit is not None
         if not is_annotated(batch):
             raise RuntimeError(
                 f'Microbatches must carry the counts written at BATCH_START ({METADATA_PREFIX}...), got: '
-                f'{sorted(batch)}. '
-                'A custom `split_batch` or `microbatch_transforms` drops them; keep lists with one entry per row, or '
-                'use token_data_spec().'
+                f'{sorted(batch)}. A custom `split_batch` or `microbatch_transforms` drops them; keep lists with one '
+                'entry per row, or use token_data_spec() (docs/errors.md#counts).'
             )
         _, step_samples, step_weight = self._totals.read()[:3]
-        samples, weight = num_samples(batch), loss_weight(batch)
-        composers_weight = sample_weight(samples, int(step_samples), world_size=world_size)
-        record = record_of(state, self._step, self.loss_terms, composers_weight, is_weighted=self.is_weighted)
+        composers_weight = sample_weight(num_samples(batch), int(step_samples), world_size=world_size)
+        record = record_of(state, fit, self._step, composers_weight)
         if self.is_weighted and record.num_tokens:
-            self._token_sums.append(self.loss_terms.token_term(state.loss).detach().float().mean() * record.num_tokens)
-        if weight and samples:
-            assert self._check is not None
-            share = token_weight(weight, step_weight, world_size=world_size) * self._step.gradient_scale
+            tokens = torch.stack([term.detach().float().mean() for term in fit.terms.of_unit(state.loss, 'tokens')])
+            self._token_sums.append(tokens.sum() * record.num_tokens)
+        share = token_weight(record.loss_weight, step_weight, world_size=world_size)
+        if record.loss_weight and record.num_samples:
             is_whole = self._num_steps < NUM_FIRST_STEPS or WHOLE.random() < WHOLE_SHARE
-            watch_tokens(state, record, self.loss_terms, self._check, share=share, is_whole=is_whole)
-        scales: dict[str, float] = dict.fromkeys(LOSS_UNITS, 1.0 if samples else 0.0)
-        if samples:
-            scales['tokens'] = token_weight(weight, step_weight, world_size=world_size) / composers_weight
-            scales['microbatches'] = 1.0 / (record.num_microbatches * composers_weight)
-        self._raw_loss = self.loss_terms.joined(state.loss)
-        state.loss = self.loss_terms.scale(state.loss, scales, observe=self._step.observe)
+            scaled_share = share * self._step.gradient_scale
+            watch_tokens(state, record, fit, share=scaled_share, is_weighted=self.is_weighted, is_whole=is_whole)
+        scales: dict[str, float] = dict.fromkeys(LOSS_UNITS, 1.0 if record.num_samples else 0.0)
+        if record.num_samples:
+            scales['tokens'] = share / composers_weight
+            scales['microbatches'] = 1.0 / ((record.num_microbatches or 1) * composers_weight)
+        self._raw_loss = sum(state.loss.values()) if isinstance(state.loss, SplitLoss) else state.loss
+        state.loss = fit.terms.scaled(state.loss, scales, observe=record.observe)
 
     def _restore(self, state: State, logger: Logger) -> None:
         """AFTER_BACKWARD: callbacks read ``state.loss`` at the end of the batch and expect the model's own."""
         state.loss, self._raw_loss = self._raw_loss, None
-        if (watched := self._step.records[-1].watched) is not None:
-            watched.release()
+        self._step.records[-1].release()
 
     def _finish(self, state: State, logger: Logger) -> None:
         """AFTER_TRAIN_BATCH: gradients are whole, the optimizer has not moved yet."""
-        step, split = self._step, split_of(state.dataloader)
-        assert self._check is not None
-        assert self._totals is not None
-        assert self._reductions is not None
+        fit, step = self._fit, self._step
+        assert fit is not None
         check_reduced(state.model)
-        if self.is_weighted:
-            step.check_reached()
-        elif self._num_steps == 0 and not step.is_measured:
-            why = 'no gradient comes by the logits' if self._check.token_scale else 'the loss is no plain mean of them'
+        if self._num_steps == 0 and not (self.is_weighted or step.is_measured):
+            why = 'no gradient comes by the logits' if fit.check.token_scale else 'the loss is no plain mean of them'
             log.info('What tokens weigh is not measured in training, as %s. All are counted in every step.', why)
         # Of all that a cut does, only a microbatch without tokens makes NaNs (0 / 0). Those that the model makes by
         # itself a forward over the whole batch would make too, and reading every gradient costs a hundredth of a step.
         is_due = step.num_empty > 0 or self._num_steps < NUM_FIRST_STEPS or self._num_steps % LOOK_EVERY == 0
         # Infinities under a loss scale are the scaler's own business: it skips the step.
-        gradients = _gradients(state.optimizers) if is_due and step.gradient_scale == 1.0 else []
-        step.check(gradients=gradients, by_microbatch=self.loss_terms.needs_microbatches)
-        if self._has_bypass is None and step.local_weight:
-            self._has_bypass = any(record.bypass for record in step.records)
+        step.check(_gradients(state.optimizers) if is_due and step.gradient_scale == 1.0 else [])
+        fit.has_bypass = step.has_bypass
         kinds = [int(count > 0) for count in self._totals.read()[3:]]
-        if self._check.is_due(kinds, self._num_steps):
-            self._prove(state, self._device_batch, kinds_of(describe_all(self._layout, self._device_batch)), [kinds])
-        reduced_once = self._reductions.reduced_once()
+        if fit.check.is_due(kinds, self._num_steps):
+            own = kinds_of(describe_all(fit.layout, self._device_batch))
+            self._prove(state, logger, self._device_batch, own, [kinds])
+        split, reduced_once = split_of(state.dataloader), fit.reductions.reduced_once()
         if split is not None and reduced_once is not None:
             self._reduces_once = reduced_once
             split.adopt(split.rules, reduces_once=reduced_once)
@@ -338,7 +322,6 @@ class TokenAccumulation(Algorithm):
         self._log(state, logger)
 
     def _log(self, state: State, logger: Logger) -> None:
-        assert self._totals is not None
         tokens = int(self._totals.read()[0])
         if tokens == 0:
             # Zero gradients would still decay weights and move momentum; no gradients move nothing.
@@ -363,13 +346,13 @@ def _check_arguments(loss_tokens: Any, token_weights: Any, check_loss: Any) -> N
     if check_rule(loss_tokens, allow_auto=True) == 'auto' and not check_loss:
         raise ValueError(
             "`loss_tokens` must be an explicit rule with `check_loss=False`, got: 'auto'. The rule is found by the "
-            "check; give 'causal' (most decoders), 'causal_attended' or 'unshifted'."
+            "check; give 'causal' (most decoders), 'causal_attended' or 'unshifted' (docs/errors.md#loss-rule)."
         )
     if not isinstance(check_loss, bool):
         raise ValueError(f'`check_loss` must be True or False, got: {check_loss!r}.')
 
 
-def _gradients(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
+def _gradients(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
     """This rank's gradients of all that moves, of sharded parameters its shards; quicker than a walk of the model."""
     moved = [parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group['params']]
     gradients = [parameter.grad for parameter in moved if parameter.grad is not None]

@@ -20,13 +20,11 @@ from typing import Any, Protocol
 import torch
 
 from composer_tokacc.batch import IGNORE_INDEX, Batch, own_labels, real_positions, sample_name
-from composer_tokacc.checks.logits import targets_of
+from composer_tokacc.checks.logits import TINY, targets_of
 from composer_tokacc.checks.probe import NOISE_FACTOR, Probe, ProbeResult
 from composer_tokacc.checks.rows import documents_of
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.layout import BatchLayout, RowFacts, describe
-
-__all__ = ['Cutter', 'RowComparison']
 
 log = logging.getLogger(__name__)
 
@@ -38,21 +36,18 @@ weakest leaks and undeclared terms that matter by 5e-5."""
 MOST_ROUNDINGS, MOST_NOISE = 1e4, 0.3
 """Above these multiples of the machine epsilon, and above this, nothing is taken for round-off."""
 PLAIN_TOLERANCE = 2e-6
-"""Above it a loss is no plain mean of cross-entropies: closer than steps are held to, as small terms grow."""
+"""Above it a loss is no pure mean of cross-entropies: closer than steps are held to, as small terms grow."""
 SMALL_ROW = 1e-3
 """A gradient below this part of the largest row's is compared with that: of a row that the model is sure of little is
 left but round-off."""
 
 MEAN = "The model's own loss must be the mean over its loss-generating tokens, got: "
 SAMPLES = "The terms that `loss_units` calls 'samples' must be means over samples, got: "
-OTHER_POSITIONS_REMEDY = (
-    'The loss holds a mean over other positions (prompts, padding) or over rows. Take it over the positions whose '
-    'labels count, return the terms as a dict and name the unit of each in `loss_units`, or leave it out.'
-)
-ROUTER_REMEDY = (
-    'Name what it is multiplied by in `router_aux_loss_coef` of its config, or set `output_router_logits=False` there, '
-    'or return a dict of terms from `loss` and declare it: '
-    "`loss_units={'lm': 'tokens', 'router': 'microbatches'}` with `token_data_spec(..., regroup=False)`."
+NAME_TERMS = 'Return its terms as a dict and name the unit of each in `loss_units` (docs/errors.md#model-loss).'
+ROUTER = (
+    'the load-balancing loss of a router as well, a statistic of the microbatch. Name what it is multiplied by in '
+    '`router_aux_loss_coef` of its config, or set `output_router_logits=False`, or declare it with '
+    "`loss_units={'lm': 'tokens', 'router': 'microbatches'}` (docs/errors.md#model-loss)."
 )
 
 
@@ -74,15 +69,9 @@ class Cutter(Protocol):
 
 
 class RowComparison:
-    """Some rows together, as the loader padded them, and every cut of them that is held against that.
+    """Holds every cut of some rows against all of them together, as the loader padded them.
 
-    Args:
-        probe: The model.
-        layout: How tensors belong to rows.
-        on_device: Moves a batch to the model's device.
-        rule: Which labels carry loss.
-        rows: As of :func:`.chosen_rows`.
-        check_loss: Whether the rows must weigh in the loss what their tokens say.
+    ``rows`` are as of :func:`.chosen_rows`; with ``check_loss`` they must weigh in the loss what their tokens say.
     """
 
     def __init__(
@@ -96,21 +85,21 @@ class RowComparison:
     ) -> None:
         self._probe, self._layout, self._on_device, self._rule = probe, layout, on_device, rule
         self._rows, self._check_loss = rows, check_loss
-        self._facts = describe(layout, rows)
+        self._width, self._facts = rows['labels'].shape[1], describe(layout, rows)
+        self._narrowest = self._width
         self._counts = loss_mask(rows, rule).sum(dim=1).tolist()
-        moved = on_device(rows)
-        found = loss_mask(moved, rule).sum(dim=1).tolist()
+        self._moved = on_device(rows)
+        found = loss_mask(self._moved, rule).sum(dim=1).tolist()
         if found != self._counts:
             raise RuntimeError(
                 f'`microbatch_transforms` must leave labels alone, got: {sum(found)} loss-generating tokens where '
-                f'{sum(self._counts)} were counted. Change labels in `batch_transforms`, which runs before the count.'
+                f'{sum(self._counts)} were counted. Change labels in `batch_transforms` (docs/errors.md#counts).'
             )
-        self.whole, self._moved = probe.run(moved), moved
-        self._expected = self._gradients_of(moved, self.whole, range(len(self._counts)))
-        self._narrowest = self._width
+        self.whole = probe.run(self._moved, measured=True)
+        self._expected = self._gradients_of(self._moved, self.whole, range(len(self._counts)))
         if check_loss:
-            self._refuse_router_loss()
-            self._check_positions(moved)
+            self._check_router_loss()
+            self._check_positions()
 
     @cached_property
     def _rounded(self) -> ProbeResult:
@@ -118,31 +107,13 @@ class RowComparison:
         with self._probe.with_rounding():
             return self._probe.run(self._moved)
 
-    def _noise(self, unit: str) -> float:
-        return abs(self._rounded.losses[unit] - self.whole.losses[unit])
-
-    def _allowed(self, key: tuple[str, int], error: float) -> float:
-        """By how much a row's gradient may change and be the same, if it has changed by ``error``."""
-        if error <= GRADIENT_TOLERANCE:
-            return GRADIENT_TOLERANCE
-        rounded = self._gradients_of(self._moved, self._rounded, range(len(self._counts)))[key]
-        noise = NOISE_FACTOR * float(_relative(rounded, self._expected[key]).max())
-        # The gradient is rounded itself; and what differs by more than any round-off is no round-off (a stale state).
-        eps = self.whole.gradient_eps
-        return max(GRADIENT_TOLERANCE, eps, min(noise, MOST_ROUNDINGS * eps, MOST_NOISE))
-
-    @property
-    def _width(self) -> int:
-        """Padded width of the rows, by the labels."""
-        return self._rows['labels'].shape[1]
-
     @property
     def has_shown_trimming(self) -> bool:
         """Whether any row was computed narrower than it came."""
         return self._narrowest < self._width
 
     def token_scale(self) -> float | None:
-        """What all tokens weigh in the loss, times their number, if they weigh the same and nothing else is in it."""
+        """Returns what all tokens weigh in the loss, times their number; None: not the same, or there is more in it."""
         measured = self.whole.measured
         if measured is None or not sum(self._counts):
             return None
@@ -151,7 +122,7 @@ class RowComparison:
         if not mean or not math.isfinite(mean):
             return None
         worst = float(((measured.weights / mean - 1).abs() * measured.sizes).max())
-        is_same = max(worst, float(measured.residual)) <= PLAIN_TOLERANCE + torch.finfo(measured.dtype).eps
+        is_same = max(worst, float(measured.residual)) <= PLAIN_TOLERANCE + self.whole.gradient_eps
         return mean * sum(self._counts) if is_same and self._check_loss else None
 
     def first_exact(self, cutter: Cutter | None, rules: Any) -> Any:
@@ -170,32 +141,26 @@ class RowComparison:
         # Where rows must be packed, the first says why; else the last, of the cut that leaves most alone.
         raise RuntimeError(failures[0 if cutter is not None and cutter.must_pack else -1])
 
-    def _check_positions(self, moved: Batch) -> None:
+    def _check_positions(self) -> None:
         """The gradient of the tokens' terms is 0 at the logits of all positions that predict no counted label."""
-        if self.whole.measured is None:
+        at_logits = self.whole.gradients['tokens'][-1] if self.whole.measured is not None else None
+        if at_logits is None:
             return
-        at_logits = self.whole.gradients['tokens'][-1]
-        assert at_logits is not None
-        norms = at_logits.norm(dim=-1)
-        at_tokens = targets_of(moved, self._rule).cpu() != IGNORE_INDEX
-        share = float(norms[~at_tokens].norm() / norms[at_tokens].norm().clamp(min=torch.finfo(torch.float32).tiny))
+        norms, at_tokens = at_logits.norm(dim=-1), targets_of(self._moved, self._rule).cpu() != IGNORE_INDEX
+        share = float(norms[~at_tokens].norm() / norms[at_tokens].norm().clamp(min=TINY))
         if share > GRADIENT_TOLERANCE:
             raise RuntimeError(
                 "The gradient of the model's own loss by its logits must be 0 where no label counts, got: "
-                f'{share:.1e} of what it is where one does. {OTHER_POSITIONS_REMEDY}'
+                f'{share:.1e} of what it is where one does. The loss holds a mean over other positions or rows. Take '
+                f'it over the positions whose labels count, or leave it out. {NAME_TERMS}'
             )
 
-    def _refuse_router_loss(self) -> None:
+    def _check_router_loss(self) -> None:
         """A statistic of the microbatch, however small its weight: below every tolerance it is still not exact."""
         whole = self.whole
-        if not whole.has_router_loss:
-            return
-        rest = math.inf if whole.explained is None else abs(whole.losses['tokens'] - whole.explained)
-        if self.token_scale() is None or rest > whole.loss_tolerance('tokens', 0):
-            raise RuntimeError(
-                f'{MEAN}one that holds the load-balancing loss of its router as well, a statistic of the microbatch. '
-                f'{ROUTER_REMEDY}'
-            )
+        is_part = whole.explained is None or not whole.is_same_loss('tokens', whole.explained)
+        if whole.has_router_loss and (is_part or self.token_scale() is None):
+            raise RuntimeError(f'{MEAN}one that holds {ROUTER}')
 
     def _failure(self, cutter: Cutter | None, rules: Any) -> str | None:
         """How the first microbatch fails in which another cut changes a gradient; None: none does."""
@@ -206,13 +171,16 @@ class RowComparison:
         losses: dict[str, list[tuple[float, int]]] = {unit: [] for unit in self.whole.losses}
         for group in groups:
             try:
-                part = self._cut(cutter, group, rules)
+                part = (
+                    self._layout.select(self._rows, group)
+                    if cutter is None
+                    else cutter.assemble(self._facts, group, rules)
+                )
                 result = self._probe.run(self._on_device(part))
             except errors as error:  # BLIP-2 takes no batch without images
                 what = 'packed rows' if packing else f'{sample_name(self._rows, group[0])} by itself'
-                return (
-                    f'The model must take {what}, got: {_without_stop(error)}.{" Set `packing=False`." * bool(packing)}'
-                )
+                remedy = ' Set `packing=False` (docs/errors.md#packing).' if packing else ''
+                return f'The model must take {what}, got: {str(error).rstrip(".")}.{remedy}'
             failure = self._difference(part, result, group, 'packed' if packing else 'by itself')
             if failure is not None:
                 return failure
@@ -223,11 +191,6 @@ class RowComparison:
         if self._facts.side == 'left' and (packing or getattr(rules, 'left', '') == 'trim'):
             failure = self._failure_behind_padding(packing)
         return failure or (self._loss_failure(losses) if self._check_loss else None)
-
-    def _cut(self, cutter: Cutter | None, rows: Sequence[int], rules: Any) -> dict[str, Any]:
-        if cutter is None:
-            return self._layout.select(self._rows, rows)
-        return cutter.assemble(self._facts, rows, rules)
 
     def _numbers(self, part: Batch, group: Sequence[int]) -> dict[str, int]:
         """Of what the terms of each unit are a mean."""
@@ -258,37 +221,44 @@ class RowComparison:
 
     def _difference(self, part: Batch, result: ProbeResult, group: Sequence[int], how: str) -> str | None:
         """How the gradients of some rows differ from what they are beside the others; None: by round-off."""
-        count = int(loss_mask(part, self._rule).sum())
-        expected_count = sum(self._counts[row] for row in group)
+        count, expected_count = int(loss_mask(part, self._rule).sum()), sum(self._counts[row] for row in group)
         if count != expected_count:
             return self._explained(f'{count} loss-generating tokens {how} instead of {expected_count}', how)
         for key, found in self._gradients_of(part, result, group).items():
-            expected = self._expected[key]
-            factors = _factors(found, expected[group])
-            if not self._check_loss:
-                found = found / factors[:, None, None]
-            errors = _relative(found, expected[group], float(expected.flatten(1).norm(dim=1).max()))
+            expected, largest = self._expected[key][group], float(self._expected[key].flatten(1).norm(dim=1).max())
+            # How much longer each row's gradient is than expected, along it: a factor is not a leak.
+            along, square = (found * expected).flatten(1).sum(dim=1), expected.square().flatten(1).sum(dim=1)
+            factors = torch.where((square > 0) & (along != 0), along / square, 1.0)
+            unscaled = found / factors[:, None, None]
+            errors = _relative(found if self._check_loss else unscaled, expected, largest)
             worst = int(errors.argmax())
-            allowed = self._allowed(key, float(errors[worst]))
-            if float(errors[worst]) <= allowed:
+            error, allowed = float(errors[worst]), self._allowed(key, float(errors[worst]))
+            if error <= allowed:
                 continue
             name = sample_name(self._rows, group[worst])
-            scaled = found[worst : worst + 1] / factors[worst]
-            rest = float(_relative(scaled, expected[group][worst : worst + 1]))
             if key[0] == 'samples':
                 return (
-                    f'{SAMPLES}a gradient of {name} that changes by {float(errors[worst]):.1e} {how}. A mean over '
-                    'columns changes with the padding: take it over the tokens of each row, or give its unit.'
+                    f'{SAMPLES}a gradient of {name} that changes by {error:.1e} {how}. Take a mean over columns over '
+                    'the tokens of each row, or give its own unit (docs/errors.md#model-loss).'
                 )
-            if rest < 0.1 * float(errors[worst]):
+            if float(_relative(unscaled[worst][None], expected[worst][None])) < 0.1 * error:
                 return (
                     f'{MEAN}{name}, whose tokens weigh {float(factors[worst]):.6f} times as much {how} as beside '
-                    f'{len(self._counts) - 1} others. It is a sum, a mean over rows or columns, or one by weights of '
-                    'classes. Divide by the number of tokens, or return a dict of terms and name them in `loss_units`.'
+                    f'{len(self._counts) - 1} others. Divide by the number of tokens. {NAME_TERMS}'
                 )
-            failure = f'{name}: the gradient at its logits changes by {float(errors[worst]):.1e} {how}'
+            failure = f'{name}: the gradient at its logits changes by {error:.1e} {how}'
             return self._explained(f'{failure} (round-off is {allowed:.0e})', how)
         return None
+
+    def _allowed(self, key: tuple[str, int], error: float) -> float:
+        """By how much a row's gradient may change and be the same, if it has changed by ``error``."""
+        if error <= GRADIENT_TOLERANCE:
+            return GRADIENT_TOLERANCE
+        rounded = self._gradients_of(self._moved, self._rounded, range(len(self._counts)))[key]
+        noise = NOISE_FACTOR * float(_relative(rounded, self._expected[key]).max())
+        # The gradient is rounded itself; and what differs by more than any round-off is no round-off (a stale state).
+        eps = self.whole.gradient_eps
+        return max(GRADIENT_TOLERANCE, eps, min(noise, MOST_ROUNDINGS * eps, MOST_NOISE))
 
     def _failure_behind_padding(self, packing: str) -> str | None:
         """How a row fails behind more padding than the loader gave it; None: it does not, or it cannot be told."""
@@ -313,7 +283,7 @@ class RowComparison:
         if failure is not None and packing:
             return (
                 f"A row's losses must not depend on its columns for it to be packed, got: {failure} Pad on the right, "
-                'or set `packing=False`, which is exact.'
+                'or set `packing=False` (docs/errors.md#packing).'
             )
         return failure
 
@@ -325,35 +295,29 @@ class RowComparison:
             if not total or (unit == 'samples' and len(found) < len(self._counts)):
                 continue  # a term that is absent for one row alone says nothing of the others
             mean = sum(loss * number for loss, number in found) / total
-            change, tolerance = abs(mean - expected), self.whole.loss_tolerance
-            if change <= tolerance(unit, 0) or change <= tolerance(unit, self._noise(unit)):
+            if self.whole.is_same_loss(unit, mean):
+                continue
+            if self.whole.is_same_loss(unit, mean, noise=abs(self._rounded.losses[unit] - expected)):
                 continue
             got = f'{expected:.6f} for {len(self._counts)} rows together, and {mean:.6f} as their mean one by one'
             if unit == 'samples':
-                return f'{SAMPLES}{got}. Give their own unit.'
+                return f'{SAMPLES}{got}. Give their own unit (docs/errors.md#model-loss).'
             if self.whole.has_router_loss:
-                return f'{MEAN}{got}. The model adds the load-balancing loss of its router. {ROUTER_REMEDY}'
-            return (
-                f'{MEAN}{got}. It holds a term that depends on which rows share a microbatch. Return the terms as a '
-                "dict and name the unit of each in `loss_units` ('samples', 'coupled_samples' or 'microbatches')."
-            )
+                return f'{MEAN}{got}. It holds {ROUTER}'
+            return f'{MEAN}{got}. It holds a term that depends on which rows share a microbatch. {NAME_TERMS}'
         return None
 
     def _explained(self, failure: str, how: str) -> str:
         if how == 'packed':
-            pads = ', or a pad predicts a label on the first token of a row (mask it, -100)' * (
-                self._facts.side == 'left'
-            )
+            pads = ', or a pad predicts the label of a first token (mask it, -100)' * (self._facts.side == 'left')
             return (
                 f'The model must tell packed documents apart, got: {failure}. Attention, positions or states leak from '
-                f'one document to the next{pads}. Set `packing=False`, which is exact.'
+                f'one document to the next{pads}. Set `packing=False`, which is exact (docs/errors.md#packing).'
             )
         return (
-            f"A row's losses must not depend on the rows beside it nor on its padding, got: {failure}. No cut leaves "
-            'them alone: rows see each other in this model (statistics of the batch, attention over padding, a state '
-            'that runs on). Exact is one microbatch a rank that holds the whole device batch, on one rank; else pad '
-            'rows on the other side, freeze the layer, or pass `position_ids` and an `attention_mask` that tell '
-            'padding apart.'
+            f"A row's losses must not depend on the rows beside it nor on its padding, got: {failure}. Rows see each "
+            'other in this model (statistics of the batch, attention over padding). Pad on the other side, freeze the '
+            'layer, or pass `position_ids` and an `attention_mask` (docs/errors.md#row-coupling).'
         )
 
 
@@ -362,13 +326,3 @@ def _relative(found: torch.Tensor, expected: torch.Tensor, largest: float | None
     sizes = expected.flatten(1).norm(dim=1)
     least = SMALL_ROW * (float(sizes.max()) if largest is None else largest)
     return ((found - expected).flatten(1).norm(dim=1) / sizes.clamp(min=least or 1e-30)).nan_to_num(nan=torch.inf)
-
-
-def _factors(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """How much longer the gradients of each row are than expected, along these; 1 where there are none."""
-    along, square = (found * expected).flatten(1).sum(dim=1), expected.square().flatten(1).sum(dim=1)
-    return torch.where((square > 0) & (along != 0), along / square, torch.ones_like(square))
-
-
-def _without_stop(error: Exception) -> str:
-    return str(error).rstrip('.')

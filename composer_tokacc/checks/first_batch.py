@@ -14,15 +14,13 @@ import torch
 from composer.utils import dist
 
 from composer_tokacc.batch import IGNORE_INDEX, Batch, with_own_tensors
-from composer_tokacc.checks.comparison import MEAN, Cutter, RowComparison
+from composer_tokacc.checks.comparison import MEAN, NAME_TERMS, Cutter, RowComparison
 from composer_tokacc.checks.logits import targets_of
 from composer_tokacc.checks.probe import Probe
-from composer_tokacc.checks.rows import chosen_rows, telling_batch, with_unequal_row
+from composer_tokacc.checks.rows import chosen_rows, rule_batch, with_unequal_row
 from composer_tokacc.counting import LOSS_RULES
 from composer_tokacc.layout import ROW_KINDS, BatchLayout, describe, kinds_of, microbatches_of
 from composer_tokacc.metadata import num_rows, without_metadata
-
-__all__ = ['FirstBatchCheck', 'find_loss_rule']
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +33,7 @@ microbatch of k rows leaves room for 2 k; at least four are needed to show the w
 
 
 class FirstBatchCheck:
-    """Asks the model about the rows of a batch, on all ranks alike.
+    """Probes the model with rows of a batch, on all ranks alike.
 
     Args:
         probe: The model.
@@ -63,11 +61,11 @@ class FirstBatchCheck:
         they do not weigh the same there (label smoothing, focal losses), or nothing tells."""
         self.vocabulary: int | None = None
         """Ids that a label may have, by the model's logits."""
+        self.has_router_loss = False
         self._probe, self._to_device = probe, to_device
         self._loss_tokens, self._check_loss = loss_tokens, check_loss
         self._max_rows = min(max(int(2 * microbatch_size), 4), MAX_ROWS)
-        self._proven = [False] * len(ROW_KINDS)
-        self._was_run = False
+        self._proven, self._was_run = [False] * len(ROW_KINDS), False
 
     def is_due(self, kinds: Sequence[int], step: int) -> bool:
         """Whether any of the kinds was not looked at yet; all are looked at again now and then."""
@@ -82,7 +80,7 @@ class FirstBatchCheck:
     def prove(
         self, batch: Batch, cutter: Cutter | None, rules: Any, kinds: Sequence[int], of_ranks: Sequence[Sequence[int]]
     ) -> Any:
-        """Looks at rows of every kind that was not looked at yet; a collective.
+        """Returns the rules by which rows may be cut, of every kind that was not looked at yet; a collective.
 
         Args:
             batch: This rank's device batch, on the CPU.
@@ -90,9 +88,6 @@ class FirstBatchCheck:
             rules: By which it cuts so far.
             kinds: Which of :data:`ROW_KINDS` this rank's batch has.
             of_ranks: Those of the ranks' batches, so that all ranks agree on what is new.
-
-        Returns:
-            The rules by which it may cut.
 
         Raises:
             RuntimeError: On all ranks, if no cut leaves the gradients of the rows alone.
@@ -107,20 +102,18 @@ class FirstBatchCheck:
                 raise RuntimeError(
                     f'The model must take the batch, got: {error}, for {_ids_of(batch)}. Labels must be -100 or ids of '
                     "the model's vocabulary, and its embedding must hold every token. Take the tokenizer that belongs "
-                    'to the model.'
+                    'to the model (docs/errors.md#counts).'
                 ) from error
             if getattr(found, 'packing', False) != getattr(rules, 'packing', False):
                 self._proven = [False] * len(ROW_KINDS)  # what was proven of packed rows says nothing of padded ones
             rules = found
-            self._proven = [bool(old or kind) for old, kind in zip(self._proven, shown, strict=True)]
             if not any(kind and is_new for kind, is_new in zip(shown, new, strict=True)):
                 # A kind that no chosen row shows, such as media that the layout cannot tell apart.
-                self._proven = [bool(old or kind) for old, kind in zip(self._proven, present, strict=True)]
+                shown = [kind or is_present for kind, is_present in zip(shown, present, strict=True)]
+            self._proven = [bool(old or kind) for old, kind in zip(self._proven, shown, strict=True)]
         return rules
 
-    def _run(
-        self, batch: Batch, cutter: Cutter | None, rules: Any, kinds: Sequence[int]
-    ) -> tuple[Any, tuple[int, ...]]:
+    def _run(self, batch: Batch, cutter: Cutter | None, rules: Any, kinds: Sequence[int]) -> tuple[Any, Sequence[int]]:
         """Finds the rule, if it is not known yet, and the rules of the cut for rows like those of ``batch``.
 
         All ranks probe the rows of one rank, because FSDP hangs if only some ranks' rows have images: of the rank with
@@ -129,8 +122,9 @@ class FirstBatchCheck:
         started = time.perf_counter()
         rows = self._shared_rows(batch, kinds)
         if self.rule is None:
-            telling = self._on_device(telling_batch(self.layout, rows))
-            self.rule = find_loss_rule(self._probe, telling, loss_tokens=self._loss_tokens)
+            self.rule = find_loss_rule(
+                self._probe, self._on_device(rule_batch(self.layout, rows)), loss_tokens=self._loss_tokens
+            )
         self._was_run = True
         if self.layout is None:
             log.warning(
@@ -144,15 +138,11 @@ class FirstBatchCheck:
             found = comparison.first_exact(cutter, rules)
         scales = dist.all_gather_object(comparison.token_scale())  # ranks must agree on what they look at again
         self.token_scale = None if None in scales else scales[0]
-        self.vocabulary = comparison.whole.vocabulary
+        self.vocabulary, self.has_router_loss = comparison.whole.vocabulary, comparison.whole.has_router_loss
         log.info('The first-batch check took %.2f s. %s', time.perf_counter() - started, found)
-        shown = kinds_of([describe(self.layout, rows)])
-        if not comparison.has_shown_trimming:
-            shown = tuple(
-                int(seen and kind not in ('left', 'positions', 'right'))
-                for kind, seen in zip(ROW_KINDS, shown, strict=True)
-            )
-        return found, shown
+        of_padding = () if comparison.has_shown_trimming else ('left', 'positions', 'right')
+        shown = zip(ROW_KINDS, kinds_of([describe(self.layout, rows)]), strict=True)
+        return found, [int(seen and kind not in of_padding) for kind, seen in shown]
 
     def _on_device(self, batch: Batch) -> Any:
         return self._to_device(with_own_tensors(without_metadata(batch)))
@@ -163,9 +153,8 @@ class FirstBatchCheck:
         owner = max(range(len(offers)), key=lambda rank: (offers[rank], -rank))
         shared: list[Any] = [None]
         if dist.get_global_rank() == owner:
-            shared = [dict(batch)]
-            if self.layout is not None:
-                shared = [chosen_rows(self.layout, batch, kinds, self._max_rows)]
+            layout = self.layout
+            shared = [dict(batch) if layout is None else chosen_rows(layout, batch, kinds, self._max_rows)]
         dist.broadcast_object_list(shared, src=owner)
         return shared[0]
 
@@ -173,46 +162,40 @@ class FirstBatchCheck:
 def find_loss_rule(probe: Probe, row: Batch, *, loss_tokens: str = 'auto') -> str:
     """Finds, or confirms, the rule by which the model counts labels: where the gradient of its loss is not 0.
 
-    The rule depends on the model class and the transformers version, and a wrong one is silent.
-
-    Args:
-        probe: The model.
-        row: A row as of :func:`.telling_batch`, on the model's device.
-        loss_tokens: ``'auto'``, or the rule that must be confirmed.
+    The rule depends on the model class and the transformers version, and a wrong one is silent. ``row`` is as of
+    :func:`.rule_batch`, on the model's device.
 
     Raises:
         RuntimeError: If no rule, or not the given one, is the model's.
     """
     gradients = next(iter(probe.run(row).gradients.values()))
     gradient = next((one for one in reversed(gradients) if one is not None), torch.zeros(*row['labels'].shape, 1))
-    norms = gradient.norm(dim=-1)
-    matching = []
+    norms, matching = gradient.norm(dim=-1), []
     for rule in LOSS_RULES:
         predicts = targets_of(row, rule).cpu() != IGNORE_INDEX
         elsewhere = float(norms[~predicts].norm() / norms.norm())
         if elsewhere < 0.1 and bool((norms[predicts] > 0).all()):
             matching.append((elsewhere, rule))
-    where = norms.nonzero()[:, 1].tolist()
+    where = _listed(norms)
     if not matching:
-        labelled = (row['labels'] != IGNORE_INDEX).nonzero()[:, 1].tolist()
         raise RuntimeError(
-            f'{MEAN}a gradient at the positions {_listed(where)} for labels at {_listed(labelled)}, which no rule '
-            'explains. The model changes labels inside forward, or its loss holds a term over other positions; '
-            'a model that returns a dict of terms can name them in `loss_units`. `check_loss=False` with an explicit '
-            '`loss_tokens` skips this check.'
+            f'{MEAN}a gradient at the positions {where} for labels at {_listed(row["labels"] != IGNORE_INDEX)}, which '
+            'no rule explains. The model changes labels inside forward, or its loss holds a term over other positions. '
+            f'{NAME_TERMS}'
         )
     # Rules that agree even here (no attention mask) count the same: the first of them.
     found = min(matching, key=lambda pair: pair[0])[1]
     if loss_tokens not in ('auto', *(rule for _, rule in matching)):
         raise RuntimeError(
             f'`loss_tokens` must be the rule by which the model averages its loss, got: {loss_tokens!r}, but the model '
-            f'averages by {found!r} (the gradient of its loss is at the positions {_listed(where)}). Set '
-            f'`loss_tokens={found!r}`.'
+            f'averages by {found!r} (the gradient of its loss is at the positions {where}). Set '
+            f'`loss_tokens={found!r}` (docs/errors.md#loss-rule).'
         )
     return found if loss_tokens == 'auto' else loss_tokens
 
 
-def _listed(places: Sequence[int]) -> str:
+def _listed(marked: torch.Tensor) -> str:
+    places = marked.nonzero()[:, 1].tolist()
     return str(places[:8])[:-1] + (', ...]' if len(places) > 8 else ']')
 
 
@@ -221,6 +204,6 @@ def _ids_of(batch: Batch) -> str:
     ends = []
     for key in ('labels', 'input_ids'):
         ids = [one[key][one[key] != IGNORE_INDEX] for one in microbatches_of(batch) if one.get(key) is not None]
-        joined = torch.cat(ids) if ids else torch.empty(0)
-        ends += [f'`{key}` of {int(joined.min())} to {int(joined.max())}'] if joined.numel() else []
+        if ids and (joined := torch.cat(ids)).numel():
+            ends.append(f'`{key}` of {int(joined.min())} to {int(joined.max())}')
     return ' and '.join(ends)

@@ -8,14 +8,13 @@ that predict it, and at no others,
 
 .. math:: g_t = w_t (\mathrm{softmax}(z_t) - \mathrm{onehot}(y_t))
 
-So the weight of a token follows by projection, what the loss holds besides is what is left over, and a factor on
-``g_t`` is a factor on ``w_t``. Everything is computed a few positions at a time, and nothing waits for the device.
+So the weight of a token follows by projection, what else the loss holds is what is left over, and a factor on ``g_t``
+is a factor on ``w_t``. Everything is computed a few positions at a time, and nothing waits for the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -25,23 +24,6 @@ from torch.distributed.tensor import DTensor
 from composer_tokacc.batch import IGNORE_INDEX, Batch, labels_of
 from composer_tokacc.counting import loss_mask
 
-__all__ = [
-    'LabelEntries',
-    'MeasuredTokens',
-    'counted_labels',
-    'deviation',
-    'label_entries',
-    'logits_of',
-    'measure',
-    'node_of',
-    'on_gradient',
-    'sketch',
-    'targets_of',
-    'token_losses',
-    'tolerance_of',
-    'weigh_tokens',
-]
-
 CHUNK = 2**23
 """Logits that are turned to float32 at a time: 32 MiB, 56 positions for a vocabulary of 150,000."""
 ALIKE = 1e-3
@@ -49,41 +31,40 @@ ALIKE = 1e-3
 SKETCH_WIDTH = 64
 """Random sums of a gradient that stand for it in a comparison. Differences keep their size to 18 % (Johnson and
 Lindenstrauss); what is compared lies two to five orders of magnitude apart."""
+TINY = torch.finfo(torch.float32).tiny
 
 
-@dataclass(frozen=True, kw_only=True)
-class MeasuredTokens:
-    """What the tokens of one forward weigh.
+class MeasuredTokens(NamedTuple):
+    """What the tokens of one forward weigh: float32 ``(rows, width)`` each, at the positions that predict."""
 
-    Args:
-        weights: float32 ``(rows, width)``, at the positions that predict; 0 where the loss does not look.
-        targets: int64 ``(rows, width)``, the token that each position is held to; -100: none.
-        sizes: float32 ``(rows, width)``, norm of the gradient of a plain cross-entropy: near 0 where the model is sure,
-            and where its weight therefore hardly matters and is hardly known.
-        residual: Norm of what no token's cross-entropy explains, over that of the gradient; ``()``; 0 of a zero one.
-        residuals: The same of each position's own gradient, ``(rows, width)``.
-        dtype: Of the gradient that was measured.
-    """
+    weights: torch.Tensor  # 0 where the loss does not look
+    targets: torch.Tensor  # int64, the token that each position is held to; -100: none
+    sizes: torch.Tensor  # norms of the gradient of a pure cross-entropy: near 0 where the model is sure of the token
+    rests: torch.Tensor  # norms of what no cross-entropy explains of the gradient
 
-    weights: torch.Tensor
-    targets: torch.Tensor
-    sizes: torch.Tensor
-    residual: torch.Tensor
-    residuals: torch.Tensor
-    dtype: torch.dtype
+    @property
+    def norms(self) -> torch.Tensor:
+        """Norms of the gradient: what is explained is orthogonal to the rest."""
+        return torch.hypot(self.weights * self.sizes, self.rests)
+
+    @property
+    def residual(self) -> torch.Tensor:
+        """The part of the gradient, over all positions, that no cross-entropy explains; ``()``, 0 of a zero one."""
+        return self.rests.norm() / self.norms.norm().clamp(min=TINY)
+
+    def deviations(self, unit: float, weights: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns how far each position's gradient is from that of a token of ``unit`` times its weight, over unit."""
+        return torch.hypot(
+            (self.weights / unit - (1.0 if weights is None else weights)) * self.sizes, self.rests / unit
+        )
 
 
-class LabelEntries(NamedTuple):
-    """What the gradient by the logits says of a few tokens, each ``(tokens,)``."""
+class TokenDeviations(NamedTuple):
+    """How far tokens of a microbatch are from what they must weigh; on the device."""
 
-    entries: torch.Tensor
-    """Of the gradient, those of the labels: of a token of weight w, ``w * (exp(-loss) - 1)``."""
-    losses: torch.Tensor
-    """Their cross-entropies."""
-    positions: torch.Tensor
-    """Where they are predicted, counted through all rows."""
-    count: torch.Tensor
-    """How many tokens count in all, ``()``."""
+    deviations: torch.Tensor  # of each one's gradient, in parts of a plain token's weight, (tokens,)
+    count: torch.Tensor  # of all that carry loss, ()
+    positions: torch.Tensor | None = None  # where they are predicted, counted through all rows; None: at every one
 
 
 def logits_of(outputs: Any) -> torch.Tensor | None:
@@ -99,112 +80,61 @@ def tolerance_of(dtype: torch.dtype) -> float:
     return 1e-5 + 4 * (torch.finfo(dtype).eps if dtype != torch.float64 else 0.0)
 
 
+def at_predictions(values: torch.Tensor, rule: str) -> torch.Tensor:
+    """Moves a value of each label, ``(rows, width)``, to the position whose logits predict it."""
+    return values if rule == 'unshifted' else values.roll(-1, dims=1)  # column 0 never counts
+
+
 def targets_of(batch: Batch, rule: str) -> torch.Tensor:
-    """Returns the token that the logits of each position are held to, ``(rows, width)``; -100: none.
-
-    Args:
-        batch: A batch with ``labels``.
-        rule: Which labels carry loss, see :func:`.loss_mask`.
-    """
-    labels, shift = counted_labels(batch, rule)
-    if not shift:
-        return labels
-    targets = labels.roll(-1, dims=1)  # F.pad takes ten times as long
-    targets[:, -1:] = IGNORE_INDEX
-    return targets
-
-
-def counted_labels(batch: Batch, rule: str) -> tuple[torch.Tensor, int]:
-    """Returns the labels, -100 where the rule does not count them, and by how many columns they are shifted.
-
-    What is shifted out, of column 0, does not count either.
-    """
-    labels = labels_of(batch)
-    if rule == 'causal_attended':
-        labels = labels.masked_fill(~loss_mask(batch, rule), IGNORE_INDEX)
-    return labels, int(rule != 'unshifted')
+    """Returns the token that the logits of each position are held to, ``(rows, width)``; -100: none."""
+    return at_predictions(labels_of(batch).masked_fill(~loss_mask(batch, rule), IGNORE_INDEX), rule)
 
 
 def measure(logits: torch.Tensor, gradient: torch.Tensor, targets: torch.Tensor | None = None) -> MeasuredTokens:
-    """Measures what each token weighs in the loss whose gradient this is.
+    """Measures what each token weighs in the loss whose gradient by the logits ``(rows, width, vocabulary)`` this is.
 
-    Args:
-        logits: ``(rows, width, vocabulary)``, those that the loss was computed of.
-        gradient: Of the loss by them, of their shape.
-        targets: As of :func:`targets_of`. None: read off the gradient, see :func:`_read_targets`.
+    ``targets`` are as of :func:`targets_of`; None: read off the gradient, see :func:`_read_targets`.
     """
-    weights, found, sizes, left, whole = [], [], [], [], []
-    tiny = torch.finfo(torch.float32).tiny
+    found = []
     for z, g, y in _chunks(logits, gradient, targets):
         if y is None:
             y = _read_targets(g, alike=ALIKE + 2.5 * torch.finfo(gradient.dtype).eps)
-        r = _direction(z, y)
-        size = r.square().sum(dim=-1)
-        weight = (g * r).sum(dim=-1) / size.clamp(min=tiny)
-        left.append((g - weight[:, None] * r).square().sum(dim=-1))
-        whole.append(g.square().sum(dim=-1))
-        weights.append(weight)
-        found.append(y)
-        sizes.append(size.sqrt())
-    weights, found, sizes, left, whole = (
-        torch.cat(parts).view(logits.shape[:2]) for parts in (weights, found, sizes, left, whole)
-    )
-    return MeasuredTokens(
-        weights=weights, targets=found, sizes=sizes, residual=(left.sum() / whole.sum().clamp(min=tiny)).sqrt(),
-        residuals=(left / whole.clamp(min=tiny)).sqrt(), dtype=gradient.dtype,
-    )  # fmt: skip
+        # Gradient of the plain cross-entropies; 0 where there is no target.
+        direction = z.softmax(dim=-1)
+        direction.scatter_add_(1, y.clamp(min=0)[:, None], direction.new_full((len(z), 1), -1.0))
+        direction *= (y != IGNORE_INDEX)[:, None]
+        size = direction.square().sum(dim=-1)
+        weight = (g * direction).sum(dim=-1) / size.clamp(min=TINY)
+        found.append((weight, y, size.sqrt(), (g - weight[:, None] * direction).norm(dim=-1)))
+    return MeasuredTokens(*(torch.cat(parts).view(logits.shape[:2]) for parts in zip(*found, strict=True)))
 
 
-def deviation(
-    logits: torch.Tensor, gradient: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None, unit: float
-) -> torch.Tensor:
-    """Returns how far the gradient of each position is from what it must be, float32 ``(rows x width,)``.
+def sample_tokens(
+    logits: torch.Tensor,
+    gradient: torch.Tensor,
+    labels: torch.Tensor,
+    counted: torch.Tensor,
+    weights: torch.Tensor | None,
+    unit: float,
+    *,
+    numbers: range,
+    shift: int,
+) -> TokenDeviations:
+    """Measures a few tokens, by the label's own entry: ``w (p - 1)``. A step has no time for more a microbatch.
 
-    In parts of a plain token's weight: one that the model is sure of, of which only round-off is left, is not far off.
-
-    Args:
-        logits: ``(rows, width, vocabulary)``.
-        gradient: Of the loss by them, of their shape.
-        targets: As of :func:`targets_of`.
-        weights: What tokens must weigh beside a plain one, ``(rows, width)``; None: the same.
-        unit: What a plain one must weigh.
+    ``numbers`` count the tokens that carry loss (``counted``), from 1: the host knows how many there are, so nothing
+    waits for the device. Labels are predicted ``shift`` positions ahead; the others as of :class:`TokenDeviations`.
     """
-    norms, start = [], 0
-    for z, g, y in _chunks(logits, gradient, targets):
-        expected = _direction(z, y)
-        if weights is not None:
-            expected *= weights.flatten()[start : start + len(z), None]
-        norms.append((g / unit - expected).square().sum(dim=-1).sqrt())
-        start += len(z)
-    return torch.cat(norms)
-
-
-def label_entries(
-    logits: torch.Tensor, gradient: torch.Tensor, labels: torch.Tensor, shift: int, numbers: Sequence[int]
-) -> LabelEntries:
-    """Returns what the gradient says of a few tokens, whose label's own entry is enough to see a weight.
-
-    A step has room for a few operations a microbatch, and none that waits for the device: so tokens are chosen by their
-    numbers among those that count, which the host knows.
-
-    Args:
-        logits: ``(rows, width, vocabulary)``.
-        gradient: Of the loss by them, of their shape.
-        labels: As of :func:`counted_labels`.
-        shift: Likewise.
-        numbers: Of tokens, from 1.
-    """
-    ranks = (labels[:, shift:] != IGNORE_INDEX).flatten().cumsum(dim=0)
+    ordinals = counted.flatten().cumsum(dim=0)
+    wanted = torch.arange(numbers.start, numbers.stop, numbers.step, device=labels.device)
     # Within bounds also where there are fewer labels than the host knows, which the count tells.
-    positions = torch.searchsorted(ranks, torch.tensor(numbers, device=ranks.device)).clamp_(max=len(ranks) - 1)
-    if shift:
-        positions += positions // (labels.shape[1] - 1)
-    targets = labels.flatten().index_select(0, positions + shift)
-    z = _whole(logits.flatten(0, 1).index_select(0, positions)).float()
-    gradient = _whole(gradient) if isinstance(gradient, DTensor) else gradient
-    entries = gradient.flatten(0, 1)[positions, targets.clamp(min=0)]
-    losses = F.cross_entropy(z, targets, reduction='none')
-    return LabelEntries(entries=entries, losses=losses, positions=positions, count=ranks[-1])
+    places = torch.searchsorted(ordinals, wanted).clamp_(shift, len(ordinals) - 1)
+    targets = labels.flatten()[places].clamp_(min=0)
+    places -= shift  # in the same row, as labels of column 0 do not count then
+    losses = F.cross_entropy(whole(logits.flatten(0, 1)[places]).float(), targets, reduction='none')
+    expected = losses.neg_().expm1_() if weights is None else losses.neg_().expm1_() * weights.flatten()[places]
+    entries = whole(gradient).flatten(0, 1)[places, targets].float() / unit
+    return TokenDeviations((entries - expected).abs_(), ordinals[-1], places)
 
 
 def sketch(gradient: torch.Tensor) -> torch.Tensor:
@@ -220,29 +150,17 @@ def sketch(gradient: torch.Tensor) -> torch.Tensor:
 
 def token_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Returns the cross-entropy at each position, float32 ``(rows, width)``, 0 where there is no target."""
-    parts = [
-        F.cross_entropy(z, y, reduction='none', ignore_index=IGNORE_INDEX) for z, _, y in _chunks(logits, None, targets)
-    ]
+    parts = [F.cross_entropy(z, y, reduction='none') for z, _, y in _chunks(logits, None, targets)]
     return torch.cat(parts).view(targets.shape)
 
 
 def weigh_tokens(logits: torch.Tensor, weights: torch.Tensor) -> None:
-    """Multiplies what each token weighs in any loss of the logits that is computed, now or before.
-
-    Args:
-        logits: As the model returned them, ``(rows, width, vocabulary)``, in the graph of the loss.
-        weights: Factor of each position that predicts, ``(rows, width)``, as of :func:`targets_of`.
-    """
+    """Multiplies what each token weighs, ``(rows, width)`` where predicted, in any loss that is computed of logits."""
     on_gradient(logits, lambda gradient: gradient * weights[..., None].to(gradient))
 
 
 def on_gradient(logits: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
-    """Has a function see, and change if it likes, the gradient by the logits; not called where none comes.
-
-    Args:
-        logits: As a model returned them, not a leaf.
-        hook: Gives another gradient, or None.
-    """
+    """Has a function see the gradient by the logits where one comes, and return another one if it likes."""
     node, index = node_of(logits)
     if node is logits.grad_fn:  # before whatever looks at the node
         logits.register_hook(lambda gradient: None if gradient is None else hook(gradient))
@@ -267,6 +185,26 @@ def node_of(logits: torch.Tensor) -> tuple[Any, int]:
     return node, index
 
 
+def has_bypass(losses: Iterable[torch.Tensor], through: Iterable[torch.Tensor]) -> bool:
+    """Returns whether losses reach parameters by another way than through some tensors; by the graph, no host sync."""
+    seen: set[Any] = {None, *(node_of(tensor)[0] for tensor in through)}
+    pending: list[Any] = [loss.grad_fn for loss in losses]
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        if hasattr(node, 'variable'):  # a parameter
+            return True
+        seen.add(node)
+        pending += [other for other, _ in node.next_functions]
+    return False
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns all of the vocabulary, where ranks hold parts of it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def _read_targets(g: torch.Tensor, *, alike: float) -> torch.Tensor:
     """Returns the label at each position, read off the gradient: its entry is the largest, as the others sum up to it.
 
@@ -278,26 +216,14 @@ def _read_targets(g: torch.Tensor, *, alike: float) -> torch.Tensor:
     return labels.masked_fill(~g.any(dim=-1), IGNORE_INDEX)
 
 
-def _direction(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Gradient of the plain cross-entropies, ``(positions, vocabulary)``; 0 where there is no target."""
-    direction = z.softmax(dim=-1)
-    direction.scatter_add_(1, y.clamp(min=0)[:, None], direction.new_full((len(z), 1), -1.0))
-    return direction * (y != IGNORE_INDEX)[:, None]
-
-
 def _chunks(logits: torch.Tensor, gradient: Any, targets: Any) -> Iterator[tuple[torch.Tensor, Any, Any]]:
-    """Some positions at a time: their logits and gradients in float32, and targets."""
+    """Gives some positions at a time: their logits and gradients in float32, and targets."""
     step = max(CHUNK // logits.shape[-1], 1)
     flat = logits.detach().flatten(0, 1)
     for start in range(0, len(flat), step):
         part = slice(start, start + step)
         yield (
-            _whole(flat[part]).float(),
-            None if gradient is None else _whole(gradient.detach().flatten(0, 1)[part]).float(),
+            whole(flat[part]).float(),
+            None if gradient is None else whole(gradient.detach().flatten(0, 1)[part]).float(),
             None if targets is None else targets.flatten()[part],
         )
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of the vocabulary, where ranks hold parts of it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -23,8 +23,6 @@ from composer_tokacc.batch import Batch, labels_of, with_own_tensors
 from composer_tokacc.checks.logits import MeasuredTokens, logits_of, measure, sketch, token_losses
 from composer_tokacc.compat import BatchNorm
 
-__all__ = ['NOISE_FACTOR', 'Probe', 'ProbeResult', 'router_loss_of']
-
 log = logging.getLogger(__name__)
 
 NOISE_FACTOR = 8
@@ -35,32 +33,24 @@ ROUNDING_FLOOR = 64
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeResult:
-    """What one forward of a few rows gave.
-
-    Args:
-        losses: Sum of the terms of each unit that a cut must leave alone: ``'tokens'``, ``'samples'``.
-        gradients: Of these by what the last layers give, ``(rows, width, entries)`` each: by the states that logits are
-            made of, as far as the loss uses them besides, and by the logits; None where it does not use them.
-        measured: What tokens weigh; None: the model gives no logits that its loss is made of.
-        explained: What the cross-entropies of the tokens, so weighted, sum up to; None likewise.
-        vocabulary: Number of logits of a position, if any are given.
-        has_router_loss: Whether the model gives the load-balancing loss of a mixture of experts as well.
-        eps: Machine epsilon of the loss; not less than that of float32.
-        gradient_eps: Of the gradients, the coarsest.
-    """
+    """What one forward of a few rows gave."""
 
     losses: Mapping[str, float]
+    """Sum of the terms of each unit that a cut must leave alone: ``'tokens'``, ``'samples'``."""
     gradients: Mapping[str, Sequence[torch.Tensor | None]]
-    measured: MeasuredTokens | None
-    explained: float | None
-    vocabulary: int | None
+    """Of these by what the last layers give, ``(rows, width, entries)`` each: by the states that logits are made of, as
+    far as the loss uses them besides, and by the logits; None where it does not use them."""
+    measured: MeasuredTokens | None  # where that was asked, of a model with logits that its loss is made of
+    explained: float | None  # what the cross-entropies of the tokens, so weighted, sum up to
+    vocabulary: int | None  # number of logits of a position, if any are given
     has_router_loss: bool
-    eps: float
-    gradient_eps: float
+    eps: float  # machine epsilon of the loss, float32's or coarser
+    gradient_eps: float  # of the coarsest gradient
 
-    def loss_tolerance(self, unit: str, noise: float) -> float:
-        """Returns by how much two losses may differ and be the same."""
-        return NOISE_FACTOR * noise + ROUNDING_FLOOR * self.eps * (1 + abs(self.losses[unit]))
+    def is_same_loss(self, unit: str, other: float, noise: float = 0.0) -> bool:
+        """Whether another loss differs by round-off alone."""
+        loss = self.losses[unit]
+        return abs(other - loss) <= NOISE_FACTOR * noise + ROUNDING_FLOOR * self.eps * (1 + abs(loss))
 
 
 class Probe:
@@ -109,10 +99,13 @@ class Probe:
 
         return cls(forward, lambda outputs, batch: outputs['loss'], model)
 
-    def run(self, batch: Batch) -> ProbeResult:
-        """Runs a batch on its device; eager, leaving random numbers, modes and buffers as they were."""
-        if self._has_looked:
-            return self._run_as_in_training(batch)
+    def run(self, batch: Batch, *, measured: bool = False) -> ProbeResult:
+        """Runs a batch on its device, eagerly; leaves random numbers, modes and buffers as they were."""
+        run = self._run_as_in_training if self._has_looked else self._look
+        return run(batch, measured=measured)
+
+    def _look(self, batch: Batch, *, measured: bool) -> ProbeResult:
+        """Runs twice, which shows the last layers, and whether the loss is random."""
         found: list[tuple[torch.nn.Module, int, int]] = []
 
         def note(module: torch.nn.Module, args: Any, output: Any) -> None:
@@ -126,27 +119,26 @@ class Probe:
         own = [place for place in makers if found[place][2] == self._logits_at]
         last = (own or makers or [len(found)])[-1]
         self._layers = [module for module, *_ in found[max(last - 1, 0) : last + 1]]
-        result = self._run_as_in_training(batch)
-        changes = {unit: abs(first.losses[unit] - loss) for unit, loss in result.losses.items()}
-        if self.is_training and any(change > result.loss_tolerance(unit, 0) for unit, change in changes.items()):
+        again = self._run_as_in_training(batch, measured=measured)
+        if self.is_training and not all(again.is_same_loss(unit, loss) for unit, loss in first.losses.items()):
             log.info('The loss is random in training even without dropout, so it was looked at in evaluation only.')
             self.is_training, self._layers = False, []
-            return self.run(batch)
+            return self._look(batch, measured=measured)
         self._has_looked = True
-        return result
+        return again
 
-    def _run_as_in_training(self, batch: Batch, seed: int = 0) -> ProbeResult:
+    def _run_as_in_training(self, batch: Batch, seed: int = 0, *, measured: bool = False) -> ProbeResult:
         with torch.no_grad(), _undisturbed(self.model, training=self.is_training):
             torch.manual_seed(seed)
             with torch.compiler.set_stance('force_eager'):
                 if self._in_full:
                     try:
-                        return self._run(batch, torch.autocast(self._device_type, enabled=False))
+                        return self._run(batch, torch.autocast(self._device_type, enabled=False), measured)
                     except RuntimeError:  # a kernel that knows half precision only, as flash attention does
                         self._in_full = False
-                return self._run(batch, self._precision())
+                return self._run(batch, self._precision(), measured)
 
-    def _run(self, batch: Batch, precision: contextlib.AbstractContextManager[Any]) -> ProbeResult:
+    def _run(self, batch: Batch, precision: contextlib.AbstractContextManager[Any], measured: bool) -> ProbeResult:
         leaves: dict[torch.nn.Module, torch.Tensor] = {}
 
         def begin_graph(module: torch.nn.Module, args: Any, output: Any) -> Any:
@@ -168,24 +160,22 @@ class Probe:
         if logits is not None and logits.shape[:2] != labels_of(batch).shape:
             raise RuntimeError(
                 f"The model's logits must be as wide as the labels, got: {tuple(logits.shape[:2])} for labels of "
-                f'{tuple(labels_of(batch).shape)}. The model expands or truncates the sequence inside forward, so a '
-                "count of the batch's labels is not its own. Expand image placeholders in the processor instead."
+                f'{tuple(labels_of(batch).shape)}. The model expands or truncates the sequence inside forward. Expand '
+                'image placeholders in the processor instead (docs/errors.md#loss-rule).'
             )
         points = [leaves[layer] for layer in self._layers if layer in leaves]
         if logits is not None and logits.requires_grad and all(logits is not leaf for leaf in points):
             points.append(logits)
         gradients = {unit: _gradients(value, points) for unit, value in terms.items()}
         at_logits = next((g for p, g in zip(points, gradients.get('tokens', []), strict=False) if p is logits), None)
-        measured = None if logits is None or at_logits is None else measure(logits, at_logits)
+        tokens = measure(logits, at_logits) if measured and logits is not None and at_logits is not None else None
         explained = None
-        if logits is not None and measured is not None:
-            explained = (token_losses(logits, measured.targets) * measured.weights).double().sum().item()
+        if logits is not None and tokens is not None:
+            explained = float((token_losses(logits, tokens.targets) * tokens.weights).double().sum())
         return ProbeResult(
             losses={unit: value.float().mean().item() for unit, value in terms.items()},
-            gradients={
-                unit: [None if one is None else sketch(one) for one in found] for unit, found in gradients.items()
-            },
-            measured=measured,
+            gradients={unit: [g if g is None else sketch(g) for g in of_unit] for unit, of_unit in gradients.items()},
+            measured=tokens,
             explained=explained,
             vocabulary=None if logits is None else logits.shape[-1],
             has_router_loss=router_loss_of(outputs) is not None,
@@ -200,15 +190,19 @@ class Probe:
         The weights of fresh norms are all alike, and hide from the loss and the logits, not from the gradient by the
         weights, that a norm behind the rotary embedding (HunYuan) makes attention depend on absolute positions.
         """
+        draws: dict[torch.Size, torch.Tensor] = {}
 
         def scale(module: torch.nn.Module, args: Any, output: Any) -> Any:
-            weight = getattr(module, 'weight', None)
-            if not isinstance(output, torch.Tensor) or getattr(weight, 'shape', None) != output.shape[-1:]:
+            shape: Any = module.weight.shape
+            if not isinstance(output, torch.Tensor) or shape != output.shape[-1:]:
                 return output
-            draws = torch.rand(output.shape[-1], generator=torch.Generator().manual_seed(output.shape[-1]))
-            return output * (0.75 + 0.5 * draws).to(output)
+            if shape not in draws:
+                generator = torch.Generator().manual_seed(shape[0])
+                draws[shape] = (0.75 + 0.5 * torch.rand(shape, generator=generator)).to(output)
+            return output * draws[shape].to(output)
 
-        with _hooked(_leaves(self.model), scale):
+        norms = [one for one in _leaves(self.model) if getattr(getattr(one, 'weight', None), 'ndim', 0) == 1]
+        with _hooked(norms, scale):
             yield
 
     @contextlib.contextmanager
@@ -233,12 +227,12 @@ class _NoDropout(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """As torch's own, with a probability of 0."""
-        kwargs, name = dict(kwargs or {}), getattr(func, '__name__', '')
-        if name == 'scaled_dot_product_attention':
-            args, kwargs = args[:4], {**dict(zip(('dropout_p', 'is_causal'), args[4:], strict=False)), **kwargs}
-            kwargs['dropout_p'] = 0.0
-        elif 'dropout' in name:
+        kwargs, name = kwargs or {}, getattr(func, '__name__', '')
+        if 'dropout' in name:
             return args[0] if args else kwargs['input']
+        if name == 'scaled_dot_product_attention':
+            given = {**dict(zip(('dropout_p', 'is_causal'), args[4:], strict=False)), **kwargs}
+            return func(*args[:4], **{**given, 'dropout_p': 0.0})
         return func(*args, **kwargs)
 
 

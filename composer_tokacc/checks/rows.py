@@ -15,13 +15,6 @@ from composer_tokacc.counting import loss_mask
 from composer_tokacc.layout import ROW_KINDS, BatchLayout, describe
 from composer_tokacc.metadata import without_metadata
 
-__all__ = [
-    'chosen_rows',
-    'documents_of',
-    'telling_batch',
-    'with_unequal_row',
-]
-
 MIN_ROWS = 4
 """Rows of a check, where the batch has as many: what one of them sees of the others differs."""
 NUM_LABELS = 4
@@ -29,14 +22,7 @@ NUM_LABELS = 4
 
 
 def chosen_rows(layout: BatchLayout, batch: Batch, wanted: Sequence[int], max_rows: int) -> dict[str, Any]:
-    """A few unlike rows, as the loader padded them: first those that show the wanted kinds; each with a label.
-
-    Args:
-        layout: How tensors belong to rows.
-        batch: The device batch.
-        wanted: Which of :data:`ROW_KINDS` must be shown.
-        max_rows: Rows at the most.
-    """
+    """Returns a few unlike rows, as the loader padded them, each with a label: first those of the wanted kinds."""
     facts = describe(layout, batch)
     lengths, media = facts.lengths, facts.media
     labels = labels_of(batch)
@@ -122,7 +108,7 @@ def with_unequal_row(layout: BatchLayout, rows: dict[str, Any], rule: str) -> di
     return copied
 
 
-def telling_batch(layout: BatchLayout | None, rows: Batch) -> dict[str, Any]:
+def rule_batch(layout: BatchLayout | None, rows: Batch) -> dict[str, Any]:
     """Returns one of the rows with labels at which the rules differ: on its first position, and on an unattended one.
 
     All labels are one and the same token, of which the model can be sure at one position at most. Where rows cannot be
@@ -133,29 +119,18 @@ def telling_batch(layout: BatchLayout | None, rows: Batch) -> dict[str, Any]:
         media = layout.media_per_row(rows)  # with media if it can be, as some models take no other
         best = min(range(len(counts)), key=lambda row: (counts[row] < 2, counts[row] < 4, not media[row]))
         rows = layout.select(rows, [best])
-    labels, mask = labels_of(rows), rows.get('attention_mask')
+    labels, mask, ids = labels_of(rows), rows.get('attention_mask'), rows.get('input_ids')
     mask = mask if isinstance(mask, torch.Tensor) and mask.shape == labels.shape else None
-    places = _after_the_first(labels[0] != IGNORE_INDEX)
+    attended = torch.ones_like(labels, dtype=torch.bool) if mask is None else mask != 0
+    places = (labels[0, 1:] != IGNORE_INDEX).nonzero().flatten() + 1
     if len(places) < 2:
-        attended = torch.ones_like(labels[0], dtype=torch.bool) if mask is None else mask[0] != 0
-        places = _after_the_first(attended) or [labels.shape[1] - 1]
-    places = places[-NUM_LABELS:]
+        places = attended[0, 1:].nonzero().flatten() + 1
+    places = places[-NUM_LABELS:].tolist() or [labels.shape[1] - 1]
+    own = labels[labels != IGNORE_INDEX]  # else one of the row's tokens
+    own = own if own.numel() or ids is None or ids.shape != labels.shape else ids.flatten()
     changed = {**rows, 'labels': torch.full_like(labels, IGNORE_INDEX)}
-    changed['labels'][0, [0, *places]] = _token_of(rows)
+    changed['labels'][0, [0, *places]] = int(own[-1]) if own.numel() else 0
     if mask is not None and len(places) > 1:
         changed['attention_mask'] = mask.clone()
         changed['attention_mask'][0, places[-1]] = 0
     return changed
-
-
-def _after_the_first(where: torch.Tensor) -> list[int]:
-    return [place for place in where.nonzero().flatten().tolist() if place > 0]
-
-
-def _token_of(row: Batch) -> int:
-    """A label of the row, else one of its tokens."""
-    labels, ids = labels_of(row), row.get('input_ids')
-    own = labels[labels != IGNORE_INDEX]
-    if not own.numel() and isinstance(ids, torch.Tensor) and ids.shape == labels.shape:
-        own = ids.flatten()
-    return int(own[-1]) if own.numel() else 0

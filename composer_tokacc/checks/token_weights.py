@@ -17,8 +17,6 @@ from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.checks.logits import logits_of, measure, node_of, tolerance_of
 from composer_tokacc.compat import inner_model
 
-__all__ = ['TokenWeightsReport', 'measure_token_weights']
-
 SURE = 1e-3
 """Size of softmax - onehot, 1 - p of the label or a little more, below which a gradient is mostly round-off."""
 OTHER = 0.5
@@ -121,7 +119,7 @@ class TokenWeightsReport:
             return
         found = measure(logits, gradient)
         carries_loss = found.targets != IGNORE_INDEX
-        tells = carries_loss & ~(found.sizes < SURE) & ~(found.residuals > OTHER)  # NaN tells
+        tells = carries_loss & ~(found.sizes < SURE) & ~(found.rests > OTHER * found.norms)  # NaN tells
         left_out = carries_loss.sum() - tells.sum()
         self._backwards.append(_Backward(found.weights.flatten(), tells.flatten(), left_out, found.residual))
 

@@ -26,10 +26,8 @@ class VisionLanguageCollator:
     def __init__(self, tokenizer: Any, *, layout: BatchLayout | None = None) -> None:
         tokenizer = getattr(tokenizer, 'tokenizer', tokenizer)
         if tokenizer.pad_token_id is None:
-            raise ValueError(
-                '`tokenizer` must have a pad token, got: none. Set it, e.g. '
-                '`tokenizer.pad_token = tokenizer.eos_token` (padding is masked, so any token will do).'
-            )
+            remedy = 'Set it: `tokenizer.pad_token = tokenizer.eos_token` (padding is masked, so any will do)'
+            raise ValueError(f'`tokenizer` must have a pad token, got: none. {remedy}.')
         self.pad_token_id: int = tokenizer.pad_token_id
         self.padding_side: str = tokenizer.padding_side
         self.layout = layout

@@ -123,10 +123,8 @@ class ConversationEncoder:
             encoded = self._with_queries(encoded, text[: answers[0].start] if answers else text)
         length = encoded['input_ids'].shape[1]
         if self.max_length is not None and length > self.max_length:
-            raise ValueError(
-                f'`max_length` must be at least the sample, got: {self.max_length} < {length} tokens with '
-                f'{sum(map(len, media.values()))} media. Raise it, or drop the sample (on_error=skip).'
-            )
+            found = f'{self.max_length} < {length} tokens with {sum(map(len, media.values()))} media'
+            raise ValueError(f'`max_length` must be at least the sample, got: {found}. Raise it, or set on_error=skip.')
         labels = torch.full_like(encoded['input_ids'], IGNORE_INDEX)
         for start, end in self._token_spans(text, answers, encoded['input_ids'][0], add_special_tokens):
             labels[0, start:end] = encoded['input_ids'][0, start:end]
@@ -140,10 +138,6 @@ class ConversationEncoder:
             record: The conversation; with ``loss_weights`` the sample has such, of the labels' shape.
             files: One path or open file for each file of ``record.media``.
             shapes_only: Decode of the media no more than the shapes of the sample need.
-
-        Raises:
-            BadSampleError: If a file cannot be decoded, or the processor or its template refuses the sample; names it.
-            RuntimeError: If one of them fails in another way, which is a fault of the program; names the sample too.
         """
         self.check_takes_media(record)
         rate = getattr(self.parts.get('audio'), 'sampling_rate', 16000)
@@ -184,19 +178,14 @@ class ConversationEncoder:
         return samples
 
     def check_takes_media(self, record: Record) -> None:
-        """Refuses a record with media that the processor does not take, which would drop them.
-
-        Raises:
-            BadSampleError: If it has such media.
-        """
+        """Refuses a record with media that the processor does not take, which would drop them."""
         for modality in (medium.modality for medium in record.media):
             if modality not in self.parts:
                 part = TAKEN_BY[modality][0]
                 raise record.error(f'has {modality}s, but the processor takes none; use one with `{part}`')
             if modality not in self._written:
                 raise record.error(
-                    f'has {modality}s, but the chat template writes no placeholder for each of them; set '
-                    '`processor.chat_template` to one that does'
+                    f'has {modality}s, but the chat template writes no placeholder for each; set another'
                 )
 
     def _check_audio(self, audios: Sequence[Any]) -> None:
@@ -209,12 +198,7 @@ class ConversationEncoder:
             raise ValueError(f'an audio must be at most {window:.1f} s, what the processor takes, got: {found}')
 
     def render(self, messages: Sequence[Message]) -> tuple[str, list[AnswerSpan]]:
-        """Writes the conversation out, image placeholders not expanded yet, and finds the answers in it.
-
-        Raises:
-            ValueError: If the template rewrites the text of an answer, so that it cannot be found again, or leaves out
-                what another role says.
-        """
+        """Writes the conversation out, image placeholders not expanded yet, and finds the answers in it."""
         messages = [_stripped(message) for message in messages]
         answers = [message for message in messages if message['role'] == 'assistant']
         text, *following = self._text_around_answers(messages)
@@ -231,10 +215,8 @@ class ConversationEncoder:
                 spans.append(AnswerSpan(start, len(text) + len(ending)))
             text += after
         if written != self._apply_template(messages):
-            raise ValueError(
-                '`chat_template` must write the assistant turns as they are, got: one that changes them or what '
-                'stands around them. Use a training template.'
-            )
+            found = 'one that changes them or what stands around them. Use a training template'
+            raise ValueError(f'`chat_template` must write the assistant turns as they are, got: {found}.')
         self._check_all_written(messages, written)
         return text, spans
 
@@ -299,10 +281,8 @@ class ConversationEncoder:
         whole = {*map(str, self.tokenizer.added_tokens_decoder.values()), *self.tokenizer.all_special_tokens}
         found = max((token for token in whole if after.startswith(token)), key=len, default=None)
         if (end_token := found or self.tokenizer.eos_token) is None:
-            raise ValueError(
-                '`processor` must have an ending token, got: a chat template that writes none and a tokenizer without '
-                'eos_token. Set `processor.tokenizer.eos_token`.'
-            )
+            found = 'none, of template or tokenizer. Set `processor.tokenizer.eos_token`'
+            raise ValueError(f'`processor` must have an ending token, got: {found}.')
         return end_token
 
     def _adds_special_tokens(self, text: str) -> bool:
@@ -334,10 +314,8 @@ class ConversationEncoder:
         encoded = dict(self.processor(text=[text], **arguments, **options))
         has_slots = videos and 'pixel_values_videos' not in encoded and encoded['pixel_values'].dim() == 5
         if has_slots and len(videos) + len(given.get('image', ())) > 1:
-            raise ValueError(
-                f'`processor` must join the pixels of all media, got: {type(self.processor).__name__}, which takes one '
-                'video in a conversation and no image beside it. Split the conversation, or use another processor'
-            )
+            found = f'{type(self.processor).__name__}, which takes one video in a conversation and no image beside it'
+            raise ValueError(f'`processor` must join the pixels of all media, got: {found}. Split the conversation')
         for key in {'video_second_per_grid', 'second_per_grid_ts'} & encoded.keys():
             # Qwen-Omni's processor takes all frames for two a second, and Qwen2.5-VL's did in Transformers 4.57.
             together = self.parts['video'].temporal_patch_size
@@ -356,9 +334,8 @@ class ConversationEncoder:
         found = int((encoded['input_ids'] == self.tokenizer.convert_tokens_to_ids(str(token))).sum())
         if found != expected:
             raise ValueError(
-                f'`processor` must write {expected} query tokens for the media of a sample, got: {found}. '
-                f'{type(self.processor).__name__} takes one image, or one clip of four frames, and writes its tokens '
-                'itself: the chat template must write nothing for it.'
+                f'`processor` must write {expected} query tokens for the media of a sample, got: {found}. It takes one '
+                'image, or one clip of four frames, for which the chat template must write nothing.'
             )
         if 'qformer_input_ids' not in encoded:
             return encoded
@@ -368,10 +345,8 @@ class ConversationEncoder:
         tokenizer = self.processor.qformer_tokenizer
         instructed = tokenizer([instruction], return_tensors='pt', verbose=False)
         if (length := instructed['input_ids'].shape[1]) > tokenizer.model_max_length:
-            raise ValueError(
-                f'`qformer_tokenizer` must have room for what stands before the first answer, got: {length} tokens, '
-                f'over its limit of {tokenizer.model_max_length}. Shorten it, or drop the sample (on_error=skip).'
-            )
+            found = f'{length} tokens, over its limit of {tokenizer.model_max_length}. Shorten it'
+            raise ValueError(f'`qformer_tokenizer` must have room for all before the first answer, got: {found}.')
         return {**rest, **{f'qformer_{key}': instructed[key] for key in ('input_ids', 'attention_mask')}}
 
     def _token_spans(
@@ -392,10 +367,8 @@ class ConversationEncoder:
             last_at = int(after[before == last - 1]) + 1 if len(before) == len(after) else 0
             first_at = last_at - (last - first)
             if not torch.equal(input_ids[first_at:last_at], text_ids[first:last]):
-                raise ValueError(
-                    f'`processor` must leave the text of answers as it is, got: {type(self.processor).__name__}, which '
-                    f'writes other tokens for {text[answer.start : answer.end]!r}. Only placeholders may be expanded.'
-                )
+                found = f'{type(self.processor).__name__}, which writes other tokens for {text[slice(*answer)]!r}'
+                raise ValueError(f'`processor` must expand nothing but placeholders, got: {found}.')
             spans.append((first_at, last_at))
         return spans
 
@@ -403,10 +376,8 @@ class ConversationEncoder:
 def _check_written(messages: Sequence[Message], written: str) -> None:
     for message in messages:
         if any(part['type'] == 'text' and part['text'].strip() not in written for part in message['content']):
-            raise ValueError(
-                f'`chat_template` must write what the {message["role"]} says, got: one that leaves it out. Set '
-                'another, or write the text into the turn of another role.'
-            )
+            found = 'one that leaves it out. Set another, or write the text into the turn of another role'
+            raise ValueError(f'`chat_template` must write what the {message["role"]} says, got: {found}.')
 
 
 def _tokens_of(encoding: Encoding, answer: AnswerSpan) -> tuple[int, int]:

@@ -67,9 +67,6 @@ def read_records(
         paths: As for :class:`.LlavaDataset`.
         image_dir: Folder that names of media start from. None: that of the file.
         allow_outside: Whether names may lead out of that folder: ``../``, absolute ones, links.
-
-    Raises:
-        ValueError: As :func:`read_raw_records`, or if a decoder of videos and audio is not installed.
     """
     folders = MediaFolders(allow_outside=allow_outside)
     for path in [paths] if isinstance(paths, (str, os.PathLike)) else paths:
@@ -97,11 +94,6 @@ def read_raw_records(path: PathLike) -> Iterator[RawRecord]:
     """Yields what a file, a table or a dataset of the hub holds, in its order.
 
     A line that is no JSON is yielded as the error that it raised.
-
-    Raises:
-        ValueError: If it is missing or in no known format, holds a JSON array with a syntax error (what follows one
-            cannot be read) or with something behind it, names no dataset or split where there are several, or is a
-            table and ``datasets`` is not installed.
     """
     file, name = _split_name(path)
     if file.startswith(HUB) or Path(file).is_dir() or _is_parquet(file):
@@ -142,10 +134,8 @@ def _read_text(file: str) -> str:
         encoding = json.detect_encoding(data)
         return data.decode(encoding, 'surrogateescape' if encoding.startswith('utf-8') else 'strict')
     except FileNotFoundError as error:
-        raise ValueError(
-            f'`path` must be a JSON, JSONL or parquet file, a folder that `datasets` saved, or {HUB}owner/name, got: '
-            f'{file}, which does not exist.'
-        ) from error
+        known = f'a JSON, JSONL or parquet file, a folder that `datasets` saved, or {HUB}owner/name'
+        raise ValueError(f'`path` must be {known}, got: {file}, which does not exist.') from error
     except UnicodeDecodeError as error:
         found = f'{file} with a wrong byte at line {error.object[: error.start].count(10) + 1}'
         raise ValueError(f'`path` must be UTF-8, or UTF-16 throughout, got: {found}.') from error
@@ -160,10 +150,9 @@ def _read_json(file: str) -> Iterator[RawRecord]:
         yield from _read_array(text, file)
         return
     if start == '{' and (keys := _keys_of_object(text)) is not None:
-        raise ValueError(
-            f'`path` must be a JSON array or JSON lines, got: {file} with one object of the keys '
-            f'{", ".join(keys)[:200]}. For a dataset_info.json add the name of a dataset: {file}#name.'
-        )
+        found = f'{file} with one object of the keys {", ".join(keys)[:200]}'
+        remedy = f'For a dataset_info.json add the name of a dataset: {file}#name'
+        raise ValueError(f'`path` must be a JSON array or JSON lines, got: {found}. {remedy}.')
     for number, line in enumerate(text.split('\n'), start=1):
         if line.strip():
             yield RawRecord(file, f'line {number}', _loaded(line))
@@ -204,18 +193,17 @@ def _read_array(text: str, file: str) -> Iterator[RawRecord]:
             record, position = JSON.raw_decode(text, position)
         except (json.JSONDecodeError, RecursionError) as error:
             at = (error.lineno, error.colno, error.msg) if isinstance(error, json.JSONDecodeError) else (line, 1, error)
-            raise ValueError(
-                f'`path` must be a valid JSON file, got: {file} with a syntax error at line {at[0]}, column '
-                f'{at[1]} (entry {number}: {at[2]}). Fix it, or write JSON lines: there one bad line costs one sample.'
-            ) from error
+            found = f'{file} with a syntax error at line {at[0]}, column {at[1]} (entry {number}: {at[2]})'
+            remedy = 'Fix it, or write JSON lines: there one bad line costs one sample'
+            raise ValueError(f'`path` must be a valid JSON file, got: {found}. {remedy}.') from error
         yield RawRecord(file, f'line {line}' if has_lines and line != last_line else f'entry {number}', record)
         last_line = line
     rest = text[position + 1 :]
     if rest.strip():
         line += rest[: len(rest) - len(rest.lstrip())].count('\n')
+        found = f'{file} with {rest.strip()[:20]!r} behind its end, at line {line}'
         raise ValueError(
-            f'`path` must hold one JSON array, got: {file} with {rest.strip()[:20]!r} behind its end, at line {line}. '
-            'Join the arrays (`jq -s add`), or name each file by itself.'
+            f'`path` must hold one JSON array, got: {found}. Join the arrays, or name each file by itself.'
         )
 
 

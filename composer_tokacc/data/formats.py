@@ -67,12 +67,7 @@ Slot = tuple[str, Medium | None]
 
 
 def parse_record(raw: RawRecord) -> Record:
-    """Makes a record of what a file holds and checks all that needs no other file.
-
-    Raises:
-        BadSampleError: If it is no conversation, its media do not match its placeholders, or it holds what would be
-            dropped.
-    """
+    """Makes a record of what a file holds and checks all that needs no other file."""
     # Printable, whatever the id holds.
     own = raw.data.get('id') if isinstance(raw.data, dict) else None
     name = raw.where if own is None else ' '.join(str(own).encode('utf-8', 'backslashreplace').decode().split())

@@ -44,11 +44,7 @@ def rows_from_headers(
 ) -> list[TableRow | None]:
     """Returns rows of a length table, None for a sample that has to be read.
 
-    Args:
-        dataset: Has ``encoder``, ``unexpanded(indices)`` and ``shapes_of_videos(index)``, as :class:`.LlavaDataset`.
-        indices: Of its samples.
-        row_of: Returns the row of a sample.
-        map_samples: Runs a function on some items, in several processes if they are more than the given number.
+    ``map_samples`` runs a function on items, in several processes if they are more than the given number.
     """
     chunks = [indices[start : start + TEXTS_TOGETHER] for start in range(0, len(indices), TEXTS_TOGETHER)]
     found = map_samples(partial(_unexpanded, dataset, row_of), chunks, FEWEST_CHUNKS)

@@ -40,11 +40,7 @@ def read_image(file: MediaFile) -> Image.Image:
 
 
 def image_size(file: MediaFile) -> tuple[int, int]:
-    """Returns width and height of what :func:`read_image` makes of a file, from its header where that says so.
-
-    Raises:
-        Exception: Whatever PIL raises on a file that is no image.
-    """
+    """Returns width and height of what :func:`read_image` makes of a file, from its header where that says so."""
     with _open_image(file) as image:
         if image.format not in SIZE_IN_HEADER:
             return ImageOps.exif_transpose(image).size

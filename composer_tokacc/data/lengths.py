@@ -20,14 +20,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from composer.utils import dist
-from torch.utils.data import ConcatDataset, DataLoader, Dataset
+from torch.utils.data import ConcatDataset, DataLoader
 from tqdm.auto import tqdm
 
 from composer_tokacc.batch import IGNORE_INDEX, MODALITIES
 from composer_tokacc.cache import cache_folder, fingerprint, keep, load_kept, whole_file
 from composer_tokacc.data.headers import TableRow, rows_from_headers
 from composer_tokacc.data.identity import class_name, identify_data, identify_processor, identify_vocabulary
-from composer_tokacc.data.patches import count_patches, patch_size_of
 from composer_tokacc.data.records import BadSampleError
 
 TABLE_VERSION = 5
@@ -39,6 +38,8 @@ FEWEST_FOR_HEADERS = 512
 """So few samples are always read: their bad ones are known at the start then."""
 NUM_CHECKED = 64
 """Samples that are read in any case, to see whether headers say the same."""
+DEFAULT_PATCH_SIZE = 14
+"""The commonest side of a patch, in pixels, for where neither model nor processor names one."""
 
 log = logging.getLogger(__name__)
 
@@ -161,13 +162,14 @@ def build_length_table(
     if num_workers is None:
         num_workers = (os.cpu_count() or 1) // dist.get_local_world_size()
     own = range(rank, len(dataset), num_ranks)
-    measure = _Measure(dataset, image_token_ids(processor), patch_size_of(patch_size, processor))
+    row_of = partial(_row_of, image_token_ids(processor), patch_size_of(patch_size, processor))
+    read_row = partial(_read_row, dataset, row_of)
     map_samples = partial(_map_samples, num_workers=num_workers, hide_bar=None if rank == 0 else True)
     rows: list[TableRow | str | None] = [None] * len(own)
     if _has_headers(dataset, on_error):
-        rows = _checked(rows_from_headers(dataset, own, measure.row_of, map_samples), own, measure, len(dataset))
+        rows = _checked(rows_from_headers(dataset, own, row_of, map_samples), own, read_row, len(dataset))
     unknown = [position for position, row in enumerate(rows) if row is None]
-    read = map_samples(measure, [own[position] for position in unknown], FEWEST_FOR_WORKERS)
+    read = map_samples(read_row, [own[position] for position in unknown], FEWEST_FOR_WORKERS)
     for position, row in zip(unknown, read, strict=False):
         rows[position] = row
         if isinstance(row, str) and on_error == 'raise':
@@ -221,51 +223,87 @@ def image_token_ids(processor: Any) -> tuple[int, ...]:
     return tuple(sorted(token_id for token_id in found if isinstance(token_id, int)))
 
 
-class _Measure:
-    """Returns for a sample of a dataset a row of the table, in the order of its columns, or why the sample is bad."""
+def patch_size_of(*owners: Any) -> int:
+    """Returns the side of a patch in pixels that the first of some owners names, else the commonest.
 
-    def __init__(self, dataset: Any, image_token_ids: tuple[int, ...], patch_size: int) -> None:
-        self.dataset = dataset
-        self.image_token_ids = torch.tensor(image_token_ids)
-        self.patch_size = patch_size
-
-    def __call__(self, index: int) -> TableRow | str:
-        try:
-            return self.row_of(self.dataset[index])
-        except BadSampleError as error:
-            return str(error)
-
-    def row_of(self, sample: Mapping[str, Any]) -> TableRow:
-        ids = sample['input_ids']
-        num_image_tokens = int(torch.isin(ids, self.image_token_ids).sum())
-        num_loss_tokens = int((sample['labels'][:, 1:] != IGNORE_INDEX).sum())
-        return ids.shape[1], num_image_tokens, num_loss_tokens, count_patches(sample, self.patch_size)
+    Args:
+        *owners: A number; a model's config, or its ``vision_config``; a processor, or its ``image_processor``; None.
+    """
+    for owner in owners:
+        parts = (getattr(owner, 'vision_config', None), owner, getattr(owner, 'image_processor', None))
+        for named in (owner, *(getattr(part, 'patch_size', None) for part in parts)):
+            if isinstance(named, Mapping):
+                named = named.get('height')
+            elif isinstance(named, list | tuple):
+                named = next(iter(named), None)
+            named = getattr(named, 'height', named)  # SizeDict of transformers 5
+            if isinstance(named, int) and named > 0:
+                return named
+    return DEFAULT_PATCH_SIZE
 
 
-class _Results(Dataset):
-    def __init__(self, function: Callable[[Any], Any], items: Sequence[Any]) -> None:
-        self.function, self.items = function, items
+def count_patches(sample: Mapping[str, Any], patch_size: int) -> int:
+    """Counts the patches that a vision encoder computes for one sample; a class token is none.
 
-    def __len__(self) -> int:
-        return len(self.items)
+    What the encoder is given but drops before its first block does not count: tiles that only fill up an image's row,
+    and what surrounds an image smaller than its batch (Pixtral). Padding that it computes does: Mllama's unused
+    tiles, and the margins of a tile.
 
-    def __getitem__(self, position: int) -> Any:
-        return self.function(self.items[position])
+    Args:
+        sample: What the processor returns for it.
+        patch_size: Side of a patch in pixels. Of no importance where the processor cuts the patches (Qwen-VL).
+    """
+    # Video-LLaVA's processor names images by themselves.
+    images = sample.get('pixel_values', sample.get('pixel_values_images'))
+    videos = sample.get('pixel_values_videos')
+    num_patches = 0 if images is None else _patches_of(images, patch_size, sample.get('image_sizes'))
+    if videos is not None and videos.dim() == 5:  # of clips all is computed, what is grey too
+        videos = videos.flatten(0, 1)
+    return num_patches + (0 if videos is None else _patches_of(videos, patch_size, None))
+
+
+def _patches_of(pixels: torch.Tensor, patch_size: int, image_sizes: Any) -> int:
+    """Counts patches of ``(..., channels, height, width)``, or of ``(..., values)`` where each entry is one already."""
+    if pixels.dim() < 4:
+        return pixels.shape[:-1].numel()
+    if pixels.dim() == 4 and image_sizes is not None:
+        return int((torch.as_tensor(image_sizes) // patch_size).prod(dim=1).sum())
+    num_tiles = pixels.shape[:-3].numel()
+    if pixels.dim() == 5 and not pixels.is_meta:
+        # Idefics3 takes out tiles of nothing but zeros; LLaVA-NeXT and OneVision those that their processors add, which
+        # are the same. Mllama (6 dimensions) computes all. Where only sizes are asked for (meta), no tile fills up.
+        num_tiles = int(pixels.flatten(2).any(dim=2).sum())
+    height, width = pixels.shape[-2:]
+    return num_tiles * (height // patch_size) * (width // patch_size)
+
+
+def _row_of(token_ids: tuple[int, ...], patch_size: int, sample: Mapping[str, Any]) -> TableRow:
+    ids = sample['input_ids']
+    num_image_tokens = int(torch.isin(ids, torch.tensor(token_ids)).sum())
+    num_loss_tokens = int((sample['labels'][:, 1:] != IGNORE_INDEX).sum())
+    return ids.shape[1], num_image_tokens, num_loss_tokens, count_patches(sample, patch_size)
+
+
+def _read_row(dataset: Any, row_of: Callable[[Mapping[str, Any]], TableRow], index: int) -> TableRow | str:
+    """Returns a row of the table, in the order of its columns, or why the sample is bad."""
+    try:
+        return row_of(dataset[index])
+    except BadSampleError as error:
+        return str(error)
 
 
 def _map_samples(
     function: Callable[[Any], Any], items: Sequence[Any], fewest: int, *, num_workers: int, hide_bar: bool | None
 ) -> Iterator[Any]:
     """Yields results of a function for some items, made by worker processes where there are more than ``fewest``."""
-    num_workers = num_workers if len(items) > fewest else 0
-    # Own generator: a scan must not move the random numbers of the run.
-    options: dict[str, Any] = {'batch_size': None, 'generator': torch.Generator(), 'collate_fn': _as_it_is}
-    loader = DataLoader(_Results(function, items), num_workers=num_workers, **options)
+    loader: Any = DataLoader(
+        items,  # pyright: ignore[reportArgumentType]  # a sequence will do
+        batch_size=None,
+        num_workers=num_workers if len(items) > fewest else 0,
+        generator=torch.Generator(),  # its own: a scan must not move the random numbers of the run
+        collate_fn=function,  # runs in the workers
+    )
     yield from tqdm(loader, desc='measuring samples', disable=hide_bar, leave=False)
-
-
-def _as_it_is(result: Any) -> Any:
-    return result
 
 
 def _has_headers(dataset: Any, on_error: OnError) -> bool:
@@ -274,7 +312,7 @@ def _has_headers(dataset: Any, on_error: OnError) -> bool:
 
 
 def _checked(
-    rows: Sequence[TableRow | None], own: range, measure: _Measure, num_samples: int
+    rows: Sequence[TableRow | None], own: range, read_row: Callable[[int], TableRow | str], num_samples: int
 ) -> list[TableRow | str | None]:
     """Returns the rows if those of a random sample are what reading says, on all ranks; else none of them."""
     chosen = set(np.random.default_rng(0).choice(num_samples, NUM_CHECKED, replace=False).tolist())
@@ -282,7 +320,7 @@ def _checked(
     wrong = ''
     for position, index in enumerate(own):
         if index in chosen and (row := rows[position]) is not None:
-            checked[position] = read = measure(index)
+            checked[position] = read = read_row(index)
             if read != row and not isinstance(read, str):
                 wrong = f'sample {index}: {row} for {read}'
     first = next(filter(None, _gather(wrong)), None)

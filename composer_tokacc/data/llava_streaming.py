@@ -60,14 +60,7 @@ class LlavaStreamingDataset(StreamingDataset):
 
     @staticmethod
     def texts(*folders: PathLike) -> Iterator[str]:
-        """Yields the text of every turn, without placeholders: what a tokenizer can be trained on.
-
-        Args:
-            folders: Where the shards may lie; the first that has all of them, uncompressed, is read.
-
-        Raises:
-            ValueError: If none has.
-        """
+        """Yields the text of every turn, from the first of some folders that has all shards, uncompressed."""
         folder = next((folder for folder in map(Path, folders) if _holds_all_shards(folder)), None)
         if folder is None:
             raise ValueError(

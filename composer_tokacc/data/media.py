@@ -19,11 +19,7 @@ from composer_tokacc.data.videos import VideoSampling, read_frames, read_video
 
 
 def check_decoder(record: Record) -> None:
-    """Refuses media that need a decoder that is not there; no fault of the sample, which must not be skipped for it.
-
-    Raises:
-        ValueError: If it has a video or an audio and PyAV is not installed.
-    """
+    """Refuses media that need a decoder that is not there; no fault of the sample, which must not be skipped for it."""
     needs_decoder = any(medium.modality != 'image' and len(medium.files) == 1 for medium in record.media)
     if needs_decoder and importlib.util.find_spec('av') is None:
         raise ValueError(
@@ -51,10 +47,6 @@ def decode_media(
     Returns:
         By modality: ``'image'``, in RGB, turned as a camera's EXIF entry says, 16 bits a channel scaled to 8;
         ``'video'``, turned likewise; ``'audio'``, float32 ``(samples,)``, the mean of its channels.
-
-    Raises:
-        BadSampleError: If one cannot be decoded; names sample and file.
-        ValueError: If there is no decoder for it.
     """
     check_decoder(record)
     found: dict[str, list[Any]] = {}

@@ -27,11 +27,7 @@ CHAT_TEMPLATE = (
 def train_tokenizer(
     texts: Iterable[str], *, vocab_size: int = 2048, model_max_length: int = 2048
 ) -> PreTrainedTokenizerFast:
-    """Trains a byte-level BPE tokenizer, which can write any text, on the given ones; it pads on the right.
-
-    Raises:
-        ValueError: If ``vocab_size`` has no room for :data:`RESERVED_TOKENS` and the 256 bytes, which it includes.
-    """
+    """Trains a byte-level BPE tokenizer, which can write any text, on the given ones; it pads on the right."""
     smallest = len(RESERVED_TOKENS) + len(pre_tokenizers.ByteLevel.alphabet())
     if vocab_size < smallest:
         raise ValueError(f'`vocab_size` must be at least {smallest} (special tokens and bytes), got: {vocab_size}.')
@@ -66,11 +62,7 @@ def wrap_tokenizer(tokenizer: Tokenizer, *, model_max_length: int) -> PreTrained
 def small_llava_processor(
     tokenizer: PreTrainedTokenizerFast, *, image_size: int = 32, patch_size: int = 8
 ) -> LlavaProcessor:
-    """Returns a processor around the given tokenizer: square images, ``(image_size / patch_size)**2`` tokens each.
-
-    Raises:
-        ValueError: If ``image_size`` is no multiple of ``patch_size``.
-    """
+    """Returns a processor around the given tokenizer: square images, ``(image_size / patch_size)**2`` tokens each."""
     if image_size % patch_size:
         raise ValueError(f'`image_size` must be a multiple of `patch_size`={patch_size}, got: {image_size}.')
     square, half = {'height': image_size, 'width': image_size}, [0.5, 0.5, 0.5]

@@ -181,11 +181,7 @@ def _to_row(record: Record, files: Sequence[bytes]) -> dict[str, Any]:
 
 
 def from_row(row: dict[str, Any]) -> tuple[Record, list[bytes]]:
-    """Returns the record and the content of its files that a row of a shard was made of.
-
-    Raises:
-        ValueError: If the row is of other columns, so not written by this program.
-    """
+    """Returns the record and the content of its files that a row of a shard was made of."""
     if row.keys() != SHARD_COLUMNS.keys():
         remedy = 'Write them with `python -m composer_tokacc.data.to_mds`'
         raise ValueError(f'shards must have the columns {sorted(SHARD_COLUMNS)}, got: {sorted(row)}. {remedy}.')

@@ -15,22 +15,14 @@ from composer_tokacc.data.records import EmbeddedFile, Medium, Record
 
 
 def regular_file(path: Path) -> Path:
-    """Returns a path, if a program that opens it will not wait without an end.
-
-    Raises:
-        ValueError: If it is a folder, a pipe or a device.
-    """
+    """Returns a path, if a program that opens it will not wait without an end."""
     if path.exists() and not path.is_file():
         raise ValueError('it is no regular file')
     return path
 
 
 def open_files(record: Record, folder: Path) -> list[Path | BinaryIO]:
-    """Returns the files of all media of a record, in their order: paths, and embedded ones as open files.
-
-    Raises:
-        BadSampleError: For a path that is no file to read; names sample and file.
-    """
+    """Returns the files of all media of a record, in their order: paths, and embedded ones as open files."""
     opened: list[Path | BinaryIO] = []
     for modality, file in ((medium.modality, file) for medium in record.media for file in medium.files):
         try:
@@ -52,11 +44,7 @@ class MediaFolders:
         self._listings: dict[Path, _Listing] = {}
 
     def check(self, record: Record, folder: Path) -> None:
-        """Checks that all files of a record are there, and inside its folder.
-
-        Raises:
-            BadSampleError: For the first that is not.
-        """
+        """Checks that all files of a record are there, and inside its folder."""
         for medium in record.media:
             for file in (folder / file for file in medium.files if isinstance(file, str)):
                 self._check_file(record, medium, file, folder)
@@ -67,10 +55,8 @@ class MediaFolders:
             raise record.error(f'{medium.modality} file {file} does not exist; is `image_dir` right?')
         place = Path(os.path.realpath(file)).parent if found.is_link[file.name] else found.place
         if not self._allows_outside and not place.is_relative_to(root):
-            raise record.error(
-                f'{medium.modality} file {file} must lie under {folder}, got: {place}. Set `image_dir` to a folder '
-                'that holds all files, or `allow_outside=true` for files that you know'
-            )
+            remedy = 'Set another `image_dir`, or `allow_outside=true` for files that you know'
+            raise record.error(f'{medium.modality} file {file} must lie under {folder}, got: {place}. {remedy}')
 
     def _listing(self, folder: Path) -> _Listing:
         if folder not in self._listings:

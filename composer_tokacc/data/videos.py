@@ -53,12 +53,7 @@ class VideoSampling:
             raise ValueError(f'`max_frames` must be at least the frames asked for, got: {self.max_frames} < {least}')
 
     def choose(self, times: Sequence[float], duration: float) -> list[int]:
-        """Returns numbers of the frames to take, in their order.
-
-        Args:
-            times: When each frame of the video is shown, in seconds from the first, ascending.
-            duration: Until the last one ends.
-        """
+        """Returns numbers of the frames to take; the times of all, and the duration, are in seconds from the first."""
         count = self.num_frames
         if count is None:
             count = min(int(duration * (self.fps or DEFAULT_FPS) + 1e-6), len(times))  # 0.3 s x 10 is 2.9999999
@@ -121,11 +116,7 @@ def _open_video(file: MediaFile) -> Iterator[tuple[Any, Any]]:
 
 
 def _read_stamps(container: Any, stream: Any) -> tuple[list[int], list[tuple[int, int]]]:
-    """Reads when each frame is shown, in units of the stream; nothing is decoded.
-
-    Returns:
-        The times of all frames, and time and decoding time of those from which decoding may start; ascending.
-    """
+    """Reads when frames are shown, and where (time, decoding time) decoding may start, in units of the stream."""
     stamps, keys, end = [], [], 0.0
     for packet in container.demux():
         stamp = packet.dts if packet.pts is None else packet.pts

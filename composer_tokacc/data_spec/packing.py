@@ -36,11 +36,6 @@ def pack_rows(
     Raises:
         ValueError: If the batch has an entry that cannot be packed.
     """
-    mask = batch.get('attention_mask')
-    if mask is not None and mask.dim() != 2:
-        raise ValueError(f'`attention_mask` must be 2-D for packing, got: {mask.dim()}-D. Set `packing=False`.')
-    if batch.get('position_ids') is not None:
-        raise ValueError('`position_ids` must be absent for packing, got: a tensor. Set `packing=False`.')
     real = real_positions(batch)
     _check_runs(batch, real)
     if not bool(real.any()):  # a model takes no row of nothing
@@ -80,6 +75,10 @@ def pack_rows(
 def _check_runs(batch: Mapping[str, Any], real: torch.Tensor) -> None:
     """Refuses rows that are not one run of tokens: what stands between or behind them would become tokens as well."""
     mask = batch.get('attention_mask')
+    if mask is not None and mask.dim() != 2:
+        raise ValueError(f'`attention_mask` must be 2-D for packing, got: {mask.dim()}-D. Set `packing=False`.')
+    if batch.get('position_ids') is not None:
+        raise ValueError('`position_ids` must be absent for packing, got: a tensor. Set `packing=False`.')
     attended = torch.ones_like(real) if mask is None else mask != 0
     before = torch.nn.functional.pad(attended[:, :-1], (1, 0))
     # A label right behind the last token is predicted from that token; one further on, from padding.

@@ -18,7 +18,7 @@ import torch
 
 from composer_tokacc.layout import placeholders
 
-Row = dict[str, Any]
+DummySample = dict[str, Any]
 GREY = 0.5
 AUDIO_FRAMES = 8
 """Two tokens: Qwen2-Audio takes a lone audio token for one that it must expand itself."""
@@ -63,7 +63,7 @@ def _patches(vision: Any) -> int:
 # Encoders with one size of image.
 
 
-def llava_image(config: Any) -> Row | None:
+def llava_image(config: Any) -> DummySample | None:
     """CLIP, whose class token the default strategy drops, SigLIP, which has none, or Pixtral with any size."""
     vision = config.vision_config
     if vision.model_type == 'pixtral':
@@ -79,17 +79,17 @@ def _drops_first(config: Any) -> bool:
     return getattr(config, 'vision_feature_select_strategy', 'default') == 'default'
 
 
-def _image_row(config: Any, count: int) -> Row:
+def _image_row(config: Any, count: int) -> DummySample:
     """One image of the encoder's own size, and as many placeholders."""
     return {'input_ids': _ids(config, 'image', count), 'pixel_values': _grey(config.vision_config, 1)}
 
 
-def vipllava_image(config: Any) -> Row:
+def vipllava_image(config: Any) -> DummySample:
     """CLIP without its class token."""
     return _image_row(config, _patches(config.vision_config))
 
 
-def pixtral_image(config: Any) -> Row:
+def pixtral_image(config: Any) -> DummySample:
     """Two merged patches: of an image of a single one Mistral3 loses the dimension of tokens."""
     side = config.vision_config.patch_size * getattr(config, 'spatial_merge_size', 1)
     return {
@@ -99,13 +99,13 @@ def pixtral_image(config: Any) -> Row:
     }
 
 
-def paligemma_image(config: Any) -> Row:
+def paligemma_image(config: Any) -> DummySample:
     """SigLIP; all the row is prefix."""
     row = vipllava_image(config)
     return {**row, 'token_type_ids': torch.zeros_like(row['input_ids'])}
 
 
-def gemma3_image(config: Any) -> Row:
+def gemma3_image(config: Any) -> DummySample:
     """A fixed number of tokens, which attend to each other."""
     around = ('boi_token_index', 'eoi_token_index')
     ids = _ids(config, 'image', config.mm_tokens_per_image, around=around)
@@ -113,17 +113,17 @@ def gemma3_image(config: Any) -> Row:
     return {'input_ids': ids, 'token_type_ids': types, 'pixel_values': _grey(config.vision_config, 1)}
 
 
-def internvl_image(config: Any) -> Row:
+def internvl_image(config: Any) -> DummySample:
     """One tile, its patches joined in squares."""
     return _image_row(config, round(_patches(config.vision_config) * config.downsample_ratio**2))
 
 
-def aya_image(config: Any) -> Row:
+def aya_image(config: Any) -> DummySample:
     """One tile, its patches joined in squares."""
     return _image_row(config, _patches(config.vision_config) // config.downsample_factor**2)
 
 
-def got_ocr2_image(config: Any) -> Row:
+def got_ocr2_image(config: Any) -> DummySample:
     """SAM's patches after two convolutions of stride 2."""
     return _image_row(config, _patches(config.vision_config) // 16)
 
@@ -131,17 +131,17 @@ def got_ocr2_image(config: Any) -> Row:
 # Encoders that tile.
 
 
-def llava_next_image(config: Any) -> Row:
+def llava_next_image(config: Any) -> DummySample:
     """The image of as few tiles and tokens as the config allows."""
     return _anyres_image(config, placeholders.anyres)
 
 
-def llava_onevision_image(config: Any) -> Row:
+def llava_onevision_image(config: Any) -> DummySample:
     """As LLaVA-NeXT; it is the only image of its row."""
     return {**_anyres_image(config, placeholders.anyres_capped), 'batch_num_images': torch.tensor([1])}
 
 
-def _anyres_image(config: Any, sizes: Any) -> Row:
+def _anyres_image(config: Any, sizes: Any) -> DummySample:
     """A strip one patch high (or wide), which after the cut of its padding leaves a line or two of the tiles."""
     vision, tile = config.vision_config, config.vision_config.image_size
     height, width = min(config.image_grid_pinpoints, key=lambda size: (size[0] * size[1], size))
@@ -153,27 +153,27 @@ def _anyres_image(config: Any, sizes: Any) -> Row:
     return {**row, 'input_ids': _ids(config, 'image', count), 'pixel_values': _grey(vision, 1, num_tiles)}
 
 
-def llava_next_video(config: Any) -> Row:
+def llava_next_video(config: Any) -> DummySample:
     """One frame, pooled."""
     vision = config.vision_config
     count = (vision.image_size // vision.patch_size // config.spatial_pool_stride) ** 2
     return {'input_ids': _ids(config, 'video', count), 'pixel_values_videos': _grey(vision, 1, 1)}
 
 
-def llava_onevision_video(config: Any) -> Row:
+def llava_onevision_video(config: Any) -> DummySample:
     """One frame, halved in each direction, and the token that ends a video."""
     vision = config.vision_config
     count = math.ceil(vision.image_size // vision.patch_size / 2) ** 2 + 1
     return {'input_ids': _ids(config, 'video', count), 'pixel_values_videos': _grey(vision, 1, 1)}
 
 
-def video_llava_image(config: Any) -> Row:
+def video_llava_image(config: Any) -> DummySample:
     """CLIP, whose class token only the default strategy drops."""
     count = _patches(config.vision_config) + 1 - _drops_first(config)
     return {'input_ids': _ids(config, 'image', count), 'pixel_values_images': _grey(config.vision_config, 1)}
 
 
-def video_llava_video(config: Any) -> Row:
+def video_llava_video(config: Any) -> DummySample:
     """One frame with its class token."""
     count = _patches(config.vision_config) + 1
     return {'input_ids': _ids(config, 'video', count), 'pixel_values_videos': _grey(config.vision_config, 1, 1)}
@@ -182,17 +182,17 @@ def video_llava_video(config: Any) -> Row:
 # Encoders with a grid of patches.
 
 
-def qwen_image(config: Any) -> Row:
+def qwen_image(config: Any) -> DummySample:
     """One token: a square of merged patches."""
     return _grid_row(config, 'image', 'pixel_values', 1)
 
 
-def qwen_video(config: Any) -> Row:
+def qwen_video(config: Any) -> DummySample:
     """One token of one pair of frames."""
     return _grid_row(config, 'video', 'pixel_values_videos', 2)
 
 
-def _grid_row(config: Any, unit: str, key: str, token_type: int) -> Row:
+def _grid_row(config: Any, unit: str, key: str, token_type: int) -> DummySample:
     vision, merge = config.vision_config, config.vision_config.spatial_merge_size
     around = ('vision_start_token_id', 'vision_end_token_id')
     ids = _ids(config, unit, 1, around=around)
@@ -205,17 +205,17 @@ def _grid_row(config: Any, unit: str, key: str, token_type: int) -> Row:
     }
 
 
-def glm4v_image(config: Any) -> Row:
+def glm4v_image(config: Any) -> DummySample:
     """As Qwen-VL, between tokens of its own."""
     return _glm_row(config, qwen_image(config), 'image')
 
 
-def glm4v_video(config: Any) -> Row:
+def glm4v_video(config: Any) -> DummySample:
     """As Qwen-VL, but the frames are images between the tokens of a video."""
     return _glm_row(config, qwen_video(config), 'video')
 
 
-def _glm_row(config: Any, row: Row, unit: str) -> Row:
+def _glm_row(config: Any, row: DummySample, unit: str) -> DummySample:
     around = (f'{unit}_start_token_id', f'{unit}_end_token_id')
     ids = _ids(config, 'image', 1, around=around)
     types = (ids == token_id(config, 'image')).long() * int(row['mm_token_type_ids'].max())
@@ -225,17 +225,17 @@ def _glm_row(config: Any, row: Row, unit: str) -> Row:
 # Encoders with slots.
 
 
-def idefics2_image(config: Any) -> Row:
+def idefics2_image(config: Any) -> DummySample:
     """One patch, resampled."""
     return _slot_row(config, config.vision_config.patch_size, config.perceiver_config.resampler_n_latents)
 
 
-def idefics3_image(config: Any) -> Row:
+def idefics3_image(config: Any) -> DummySample:
     """One token: a square of joined patches."""
     return _slot_row(config, config.vision_config.patch_size * config.scale_factor, 1)
 
 
-def _slot_row(config: Any, side: int, count: int) -> Row:
+def _slot_row(config: Any, side: int, count: int) -> DummySample:
     return {
         'input_ids': _ids(config, 'image', count),
         'pixel_values': _grey(config.vision_config, 1, 1, size=(side, side)),
@@ -243,7 +243,7 @@ def _slot_row(config: Any, side: int, count: int) -> Row:
     }
 
 
-def mllama_image(config: Any) -> Row:
+def mllama_image(config: Any) -> DummySample:
     """One tile of the first aspect ratio, which the placeholder and what follows it attend to."""
     vision, ids = config.vision_config, _ids(config, 'image', 1)
     tiles = vision.max_num_tiles
@@ -264,22 +264,22 @@ def mllama_image(config: Any) -> Row:
 # Query transformers.
 
 
-def blip2_image(config: Any) -> Row | None:
+def blip2_image(config: Any) -> DummySample | None:
     """As many placeholders as query tokens."""
     return _queried(config, 'image')
 
 
-def instructblip_image(config: Any) -> Row | None:
+def instructblip_image(config: Any) -> DummySample | None:
     """As BLIP-2, with an instruction of one token."""
     return _instructed(config, _queried(config, 'image'))
 
 
-def instructblip_video(config: Any) -> Row | None:
+def instructblip_video(config: Any) -> DummySample | None:
     """The query tokens of each of four frames: the processor writes them for as many, whatever the clip holds."""
     return _instructed(config, _queried(config, 'video', 4))
 
 
-def _queried(config: Any, unit: str, *frames: int) -> Row | None:
+def _queried(config: Any, unit: str, *frames: int) -> DummySample | None:
     """None for checkpoints that have no placeholder."""
     if token_id(config, unit) is None:
         return None
@@ -289,7 +289,7 @@ def _queried(config: Any, unit: str, *frames: int) -> Row | None:
     }
 
 
-def _instructed(config: Any, row: Row | None) -> Row | None:
+def _instructed(config: Any, row: DummySample | None) -> DummySample | None:
     instruction = torch.tensor([[plain_id(config.qformer_config)]])
     return row and {**row, 'qformer_input_ids': instruction, 'qformer_attention_mask': torch.ones_like(instruction)}
 
@@ -297,31 +297,31 @@ def _instructed(config: Any, row: Row | None) -> Row | None:
 # Audio.
 
 
-def qwen_audio(config: Any) -> Row:
+def qwen_audio(config: Any) -> DummySample:
     """Two tokens; the encoder takes frames up to its own length, the rest of them masked."""
     return _audio_row(config, 2 * config.audio_config.max_source_positions)
 
 
-def omni_image(config: Any) -> Row:
+def omni_image(config: Any) -> DummySample:
     """As Qwen-VL, but the model finds its media by their ids."""
     return _without_types(qwen_image(config))
 
 
-def omni_video(config: Any) -> Row:
+def omni_video(config: Any) -> DummySample:
     """As Qwen-VL, with the seconds that the positions of frames need."""
     return {**_without_types(qwen_video(config)), 'video_second_per_grid': torch.tensor([1.0])}
 
 
-def _without_types(row: Row) -> Row:
+def _without_types(row: DummySample) -> DummySample:
     return {key: value for key, value in row.items() if key != 'mm_token_type_ids'}
 
 
-def omni_audio(config: Any) -> Row:
+def omni_audio(config: Any) -> DummySample:
     """Two tokens, no padding."""
     return _audio_row(config, AUDIO_FRAMES, around=('audio_start_token_id', 'audio_end_token_id'))
 
 
-def _audio_row(config: Any, num_frames: int, *, around: tuple[str, str] = ('', '')) -> Row:
+def _audio_row(config: Any, num_frames: int, *, around: tuple[str, str] = ('', '')) -> DummySample:
     mask = (torch.arange(num_frames) < AUDIO_FRAMES).long()[None]
     features = torch.full((1, config.audio_config.num_mel_bins, num_frames), GREY) * mask[:, None]
     row = {'input_features': features, 'feature_attention_mask': mask}

@@ -20,7 +20,7 @@ import torch
 from composer_tokacc.batch import MODALITIES, Batch, text_of
 from composer_tokacc.layout.families import FAMILIES, Entry, Family, Media
 
-NAMES = {
+MODALITY_WORDS = {
     'video': re.compile('video|second_per_grid|frame'),
     'audio': re.compile('audio|speech|sound|chunk_|input_features|feature_attention|^input_values'),
     'image': re.compile('image|pixel|patch|vision|visual|grid|tile|crop|aspect_ratio|spatial_shapes|target_sizes'),
@@ -31,7 +31,7 @@ _EDGES = re.compile('start|end|begin|boi|eoi|boa|eoa|bos|eos|newline|break|row|c
 
 def modality_of(name: str) -> str | None:
     """Returns the modality that a name speaks of."""
-    return next((modality for modality, words in NAMES.items() if words.search(name)), None)
+    return next((modality for modality, words in MODALITY_WORDS.items() if words.search(name)), None)
 
 
 def found_family(config: Any) -> Family:

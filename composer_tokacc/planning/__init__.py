@@ -4,7 +4,7 @@
 """Token-budget microbatches: pure functions that cut and share a global batch. No Composer and no torch here."""
 
 from composer_tokacc.planning.cuts import cut_rows
-from composer_tokacc.planning.options import CostModel, CutOptions
+from composer_tokacc.planning.options import CostModel, CutOptions, Table
 from composer_tokacc.planning.packing import pack_lengths
 from composer_tokacc.planning.plan import (
     Microbatch,
@@ -14,7 +14,7 @@ from composer_tokacc.planning.plan import (
     plan_microbatches,
     plan_rows,
 )
-from composer_tokacc.planning.rows import Rows, padded_widths
+from composer_tokacc.planning.rows import Rows, checked_table, padded_widths
 
 __all__ = [
     'CostModel',
@@ -23,6 +23,8 @@ __all__ = [
     'MicrobatchPlan',
     'PlanStats',
     'Rows',
+    'Table',
+    'checked_table',
     'cut_rows',
     'lower_bound',
     'pack_lengths',

@@ -134,6 +134,7 @@ def _slots_time(order_by, text, vision, num_ranks):  # noqa: ANN001, ANN202 - ty
     """Returns the time of the slots that microbatches in order of one cost make."""
     order = np.argsort(-order_by, kind='mergesort')
     time = 0.0
+    # Every slot takes the next `num_ranks` microbatches, one a rank.
     for start in range(0, len(order), num_ranks):
         slowest_text = 0.0
         slowest_vision = 0.0

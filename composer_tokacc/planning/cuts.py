@@ -13,13 +13,12 @@ its rows, ``vision[end] - vision[start]``, float64 (n + 1,), plus a fixed cost.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
 
 from composer_tokacc.planning.compiled import compiled
-from composer_tokacc.planning.options import CutOptions
+from composer_tokacc.planning.options import CutOptions, Table
 from composer_tokacc.planning.packing import pack_lengths
 from composer_tokacc.planning.rows import OrderedRows, Rows
 
@@ -29,30 +28,21 @@ microbatch changes."""
 
 
 def cut_rows(
-    lengths: Sequence[int] | np.ndarray,
+    lengths: Table,
     options: CutOptions,
     *,
-    image_tokens: Sequence[int] | np.ndarray | None = None,
+    image_tokens: Table | None = None,
     max_width: int | None = None,
 ) -> list[list[int]]:
     """Cuts the rows of one rank into microbatches of least cost under hard caps, or of fewest where they are packed.
 
-    A microbatch is as wide as its longest row, rounded up to ``width_multiple`` but not past ``max_width``. Rows times
-    width never exceeds ``max_tokens``, the image tokens of its rows never exceed ``max_image_tokens``. A row which
-    breaks a cap by itself is placed alone.
-
-    Args:
-        lengths: Real length of each row in tokens, (n,).
-        options: Caps, cost, and whether rows are regrouped or packed.
-        image_tokens: Image tokens of each row, (n,).
-        max_width: Width of the collated batch, which rounding does not exceed.
+    A microbatch is as wide as its longest row, rounded up to ``width_multiple`` but not past ``max_width``, the width
+    of the collated batch. Rows times width never exceeds ``max_tokens``, the image tokens of its rows never exceed
+    ``max_image_tokens``. A row which breaks a cap by itself is placed alone.
 
     Returns:
         Row indices of each microbatch: ascending, and the costliest microbatch first, or in the order of the rows; of
         packed ones see :func:`.pack_lengths`.
-
-    Raises:
-        ValueError: An argument is out of range.
 
     Example:
         >>> cut_rows([7, 2, 8, 2, 2], CutOptions(max_tokens=16))
@@ -251,6 +241,7 @@ def equal_cost_cut(row_costs: np.ndarray, vision: np.ndarray, reach: np.ndarray,
     bounds = fill(row_costs, vision, reach, low)
     if len(bounds) - 1 <= count:
         return bounds
+    # A single row cannot be cut, so more microbatches help only above it: bisection between the two limits.
     # Now `low` is too low, and `high`, the costliest microbatch that the caps allow, is high enough.
     while high - low > PRECISION * high:
         middle = 0.5 * (low + high)

@@ -15,6 +15,9 @@ from typing import Literal
 
 import numpy as np
 
+Table = Sequence[float] | np.ndarray
+"""One number a sample, (n,)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
@@ -57,12 +60,12 @@ class CostModel:
                 raise ValueError(f'`{name}` must be finite and not negative, got: {value}.')
 
     def rows(self, widths: np.ndarray) -> np.ndarray:
-        """Cost of one row at each width, without vision and launch, float64 of the same shape."""
+        """Returns the cost of one row at each width, without vision and launch, float64 of the same shape."""
         widths = np.asarray(widths, dtype=np.float64)
         return widths + widths * widths / self.quadratic
 
     def vision(self, image_tokens: np.ndarray, patches: np.ndarray | None = None) -> np.ndarray:
-        """Cost of each sample in the vision encoder, float64 (n,): ``vision_cost`` of :func:`.plan_microbatches`.
+        """Returns the cost of each sample in the vision encoder, float64 (n,), for :func:`.plan_microbatches`.
 
         Args:
             image_tokens: Image tokens of each sample, (n,).
@@ -76,14 +79,11 @@ class CostModel:
         if patches is None:
             return cost
         patches = np.asarray(patches, dtype=np.float64)
-        return cost + (
-            (patches > 0) * self.vision_per_image
-            + patches * self.vision_per_patch
-            + patches * patches * self.vision_per_square
-        )
+        by_patches = (patches > 0) * self.vision_per_image + patches * self.vision_per_patch
+        return cost + (by_patches + patches * patches * self.vision_per_square)
 
     def packed(self, lengths: Sequence[int]) -> float:
-        """Cost of a microbatch that is one packed row of documents, without vision."""
+        """Returns the cost of a microbatch that is one packed row of documents, without vision."""
         return float(self.rows(np.array(lengths)).sum()) + self.document * len(lengths) + self.launch
 
 

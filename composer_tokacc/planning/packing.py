@@ -5,26 +5,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
+
+from composer_tokacc.planning.options import Table
 
 
 def pack_lengths(
-    lengths: Sequence[int] | np.ndarray,
+    lengths: Table,
     max_tokens: int,
-    image_tokens: Sequence[int] | np.ndarray | None = None,
+    image_tokens: Table | None = None,
     max_image_tokens: int | None = None,
 ) -> list[list[int]]:
     """Groups rows so that their lengths and their image tokens sum to at most the caps: first fit, longest first.
 
     First-fit-decreasing needs at most 11/9 of the fewest groups, plus one (Dosa 2007). A row over the cap goes alone.
-
-    Args:
-        lengths: Real length of each row.
-        max_tokens: Token budget of a microbatch.
-        image_tokens: Image tokens of each row.
-        max_image_tokens: Image budget of a microbatch.
 
     Returns:
         Row indices of each group, longest first, so that rows of one length, which attention computes at once, are
@@ -36,6 +30,7 @@ def pack_lengths(
     """
     sizes = np.array([lengths, [0] * len(lengths) if image_tokens is None else image_tokens]).T
     caps = np.array([max_tokens, np.inf if max_image_tokens is None else max_image_tokens])
+    # So far: every longer row is in a group, and `room` is what each group has left of both caps.
     groups: list[list[int]] = []
     room: list[np.ndarray] = []
     for row in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):

@@ -16,7 +16,7 @@ import numpy as np
 
 from composer_tokacc.planning.assignment import assign_longest_first, assign_slots, best_slot_order, rebalance
 from composer_tokacc.planning.cuts import LeastPaddedCuts, equal_cost_cut, microbatch_costs, split_largest
-from composer_tokacc.planning.options import CostModel, CutOptions
+from composer_tokacc.planning.options import CostModel, CutOptions, Table
 from composer_tokacc.planning.rows import OrderedRows, Rows
 
 # Chosen on 460 plans for each objective: 16 to 2,048 samples of AI2D, ChartQA, DocVQA and of lognormal length, 2 to 64
@@ -89,7 +89,7 @@ class MicrobatchPlan:
 
     @cached_property
     def stats(self) -> PlanStats:
-        """How good the plan is; computed when it is first asked for."""
+        """Tells how good the plan is; computed when it is first asked for."""
         rows, computed = self._rows, [microbatch for rank in self.ranks for microbatch in rank]
         loads = np.array([sum(microbatch.cost for microbatch in rank) for rank in self.ranks])
         slowest = float(loads.max())
@@ -112,12 +112,12 @@ class MicrobatchPlan:
 
 
 def plan_microbatches(
-    lengths: Sequence[int] | np.ndarray,
+    lengths: Table,
     *,
     num_ranks: int,
     max_tokens: int,
-    image_tokens: Sequence[int] | np.ndarray | None = None,
-    vision_cost: Sequence[float] | np.ndarray | None = None,
+    image_tokens: Table | None = None,
+    vision_cost: Table | None = None,
     max_image_tokens: int | None = None,
     objective: Literal['ddp', 'fsdp'] = 'ddp',
     cost: CostModel | None = None,
@@ -166,17 +166,18 @@ def plan_microbatches(
 
 
 def plan_rows(
-    lengths: Sequence[int] | np.ndarray,
+    lengths: Table,
     options: CutOptions,
     *,
     num_ranks: int,
-    image_tokens: Sequence[int] | np.ndarray | None = None,
-    vision_cost: Sequence[float] | np.ndarray | None = None,
+    image_tokens: Table | None = None,
+    vision_cost: Table | None = None,
 ) -> MicrobatchPlan:
     """Plans as :func:`.plan_microbatches`, with options that are checked already."""
     if num_ranks < 1:
         raise ValueError(f'`num_ranks` must be at least 1, got: {num_ranks}.')
     checked = Rows(lengths, options, image_tokens=image_tokens, vision_cost=vision_cost)
+    # Under 'fsdp' the k-th microbatches of all ranks run side by side: a step slot, for which all wait.
     in_slots = options.objective == 'fsdp'
     # Samples that may run side by side: all of them, or under 'fsdp' those with images and those without.
     groups: list[np.ndarray | None] = [None]
@@ -193,17 +194,8 @@ def plan_rows(
 
 
 def lower_bound(rows: Rows, num_ranks: int) -> float:
-    """Time that no plan can beat: ``max(sum cost / num_ranks, max cost)`` with zero padding.
-
-    Fixed costs count as often as any plan needs a microbatch: one a rank, and as many as fill the budgets.
-
-    Args:
-        rows: One global batch with its budgets and cost model.
-        num_ranks: Ranks that share it.
-
-    Returns:
-        In units of the cost model: the time of one token of text.
-    """
+    """Returns the time that no plan can beat: ``max(sum cost / num_ranks, max cost)`` with zero padding."""
+    # Fixed costs count as often as any plan needs a microbatch: one a rank, and as many as fill the budgets.
     options, cost = rows.options, rows.options.cost
     prices = cost.rows(rows.lengths) + rows.vision_cost
     fewest = max(num_ranks, _fewest(rows.lengths, options.max_tokens))
@@ -213,7 +205,7 @@ def lower_bound(rows: Rows, num_ranks: int) -> float:
 
 
 def _fewest(sizes: np.ndarray, cap: int) -> int:
-    """Fewest microbatches that hold all sizes: those over the cap alone, the others filled without a gap."""
+    """Returns the fewest microbatches that hold all sizes: those over the cap alone, the others without a gap."""
     over = sizes > cap
     return int(over.sum()) + -(-int(sizes[~over].sum()) // cap)
 
@@ -279,8 +271,9 @@ class _CutSearch:
         return ranks
 
     def _best(self) -> _Cut:
-        """Find the cut of least modelled time."""
+        """Finds the cut of least modelled time."""
         cuts: list[_Cut] = []
+        # Few microbatches pay few fixed costs and pad much, many the other way round: in between is the best count.
         for count in self._counts():
             cuts.extend(self._at(count))
             # So far: all cuts of the counts tried. Fixed costs grow with the count, so the bound does, too: once it
@@ -301,7 +294,7 @@ class _CutSearch:
         return min(cuts[:PROMISING], key=_TIME)
 
     def _counts(self) -> Iterator[int]:
-        """Numbers of microbatches to try, rising: the fewest and the next two, then by steps that grow.
+        """Yields numbers of microbatches to try, rising: the fewest and the next two, then by steps that grow.
 
         Close together at first, where one microbatch more or less changes the load of a rank most. Slots are full:
         there the numbers are multiples of the number of ranks.
@@ -318,7 +311,7 @@ class _CutSearch:
             count = int(count) + 1 if tried < 3 else max(int(count) + 1, count * growth)
 
     def _near(self, cuts: list[_Cut]) -> list[int]:
-        """Untried numbers of microbatches between that of the best cut and its neighbours."""
+        """Returns untried numbers of microbatches between that of the best cut and its neighbours."""
         tried = sorted({len(cut.costs) for cut in cuts})
         place = tried.index(len(min(cuts, key=_TIME).costs))
         below, best, above = tried[max(place - 1, 0)], tried[place], tried[min(place + 1, len(tried) - 1)]
@@ -326,16 +319,17 @@ class _CutSearch:
         return list(range(best - step, below, -step))[:NEAR] + list(range(best + step, above, step))[:NEAR]
 
     def _least_time(self, count: int) -> float:
-        """Time which no plan of ``count`` or more microbatches beats: no padding, perfect balance."""
+        """Returns the time which no plan of ``count`` or more microbatches beats: no padding, perfect balance."""
         no_padding = float(self._alone.sum()) - len(self._rows) * self._fixed_cost
         return (no_padding + count * self._fixed_cost) / self._num_ranks
 
     def _at(self, count: int) -> list[_Cut]:
-        """Cuts into ``count`` microbatches: of least padded cost, and of most equal cost."""
+        """Returns cuts into ``count`` microbatches: of least padded cost, and of most equal cost."""
         rows = self._rows
         if count > len(rows):  # a row each, and dummies
             return [self._judge(np.arange(len(rows) + 1, dtype=np.int64), count)]
         cuts = [self._padded.exactly(count)]
+        # Filled up to a limit a cut may come out with fewer microbatches than asked for: the largest are split then.
         for row_costs, vision in self._equals:
             equal = equal_cost_cut(row_costs, vision, rows.reach, count)
             cuts.append(equal if len(equal) - 1 == count else split_largest(rows.row_costs, equal, count))
@@ -345,6 +339,7 @@ class _CutSearch:
         """Returns the cut with its modelled time; dummies of the cheapest row make up for what `count` lacks."""
         rows, dummies = self._rows, count + 1 - len(bounds)
         costs = microbatch_costs(rows.row_costs, rows.vision, bounds, self._fixed_cost)
+        # A count above the number of rows, or no multiple of the ranks: the cheapest row again, without weight.
         costs = np.concatenate([costs, np.full(dummies, self._alone[self._cheapest])])
         if self._in_slots:
             vision = np.diff(rows.vision)[self._cheapest]

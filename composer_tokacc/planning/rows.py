@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from composer_tokacc.planning.compiled import compiled
-from composer_tokacc.planning.options import CutOptions
+from composer_tokacc.planning.options import CutOptions, Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,32 +37,34 @@ class OrderedRows:
 
 
 class Rows:
-    """Checked rows, what a microbatch of them may hold, and what it costs; see :func:`.cut_rows` for the arguments.
-
-    Raises:
-        ValueError: One of them is out of range; the message says which and how to fix it.
-    """
+    """Checked rows, what a microbatch of them may hold, and what it costs; see :func:`.cut_rows` for the arguments."""
 
     def __init__(
         self,
-        lengths: Sequence[int] | np.ndarray,
+        lengths: Table,
         options: CutOptions,
         *,
-        image_tokens: Sequence[int] | np.ndarray | None = None,
-        vision_cost: Sequence[float] | np.ndarray | None = None,
+        image_tokens: Table | None = None,
+        vision_cost: Table | None = None,
         max_width: int | None = None,
     ) -> None:
         self.options, self._max_width = options, max_width
-        self.lengths = _checked_lengths(lengths)
+        num_rows = len(lengths)
+        if num_rows == 0:
+            raise ValueError('`lengths` must hold at least one sample, got: none.')
+        self.lengths = checked_table('lengths', lengths, num_rows, least=1)
         longest = int(self.lengths.max())
         if max_width is not None and max_width < longest:
             raise ValueError(f'`max_width` must be at least the longest sample, got: {max_width} < {longest}.')
         if options.max_image_tokens is not None and image_tokens is None:
             raise ValueError('`image_tokens` must be given with `max_image_tokens`, got: None.')
-        self.image_tokens = _checked_image_tokens(image_tokens, len(self.lengths))
-        self.vision_cost = options.cost.vision(self.image_tokens)
-        if vision_cost is not None:
-            self.vision_cost = _checked_vision_cost(vision_cost, len(self.lengths))
+        self.image_tokens = np.zeros(num_rows, dtype=np.int64)
+        if image_tokens is not None:
+            self.image_tokens = checked_table('image_tokens', image_tokens, num_rows)
+        if vision_cost is None:
+            self.vision_cost = options.cost.vision(self.image_tokens)
+        else:
+            self.vision_cost = checked_table('vision_cost', vision_cost, num_rows, dtype=np.float64)
 
     @property
     def is_over(self) -> np.ndarray:
@@ -100,38 +101,19 @@ def padded_widths(lengths: np.ndarray, multiple: int, limit: int) -> np.ndarray:
     return np.maximum(lengths, np.minimum(-(-lengths // multiple) * multiple, limit))
 
 
-def _checked_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
-    sizes = np.asarray(lengths)
-    if sizes.ndim != 1 or len(sizes) == 0:
-        raise ValueError(f'`lengths` must hold at least one sample, got: shape {sizes.shape}.')
-    if sizes.dtype.kind not in 'iu':
-        raise ValueError(f'`lengths` must be integers, got: {sizes.dtype}. Pass token counts.')
-    if int(sizes.min()) < 1:
-        at = int(np.argmin(sizes))
-        raise ValueError(f'`lengths` must be positive, got: {sizes[at]} at sample {at}. Leave empty samples out.')
-    return sizes.astype(np.int64)
-
-
-def _checked_image_tokens(image_tokens: Sequence[int] | np.ndarray | None, num_rows: int) -> np.ndarray:
-    if image_tokens is None:
-        return np.zeros(num_rows, dtype=np.int64)
-    images = np.asarray(image_tokens)
-    if images.shape != (num_rows,):
-        raise ValueError(f'`image_tokens` must have one entry per sample, got: {len(images)} for {num_rows}.')
-    if int(images.min()) < 0:
-        at = int(np.argmin(images))
-        raise ValueError(f'`image_tokens` must not be negative, got: {images[at]} at sample {at}.')
-    return images.astype(np.int64)
-
-
-def _checked_vision_cost(vision_cost: Sequence[float] | np.ndarray, num_rows: int) -> np.ndarray:
-    costs = np.asarray(vision_cost, dtype=np.float64)
-    if costs.shape != (num_rows,):
-        raise ValueError(f'`vision_cost` must have one entry per sample, got: {len(costs)} for {num_rows}.')
-    if not (np.isfinite(costs) & (costs >= 0.0)).all():
-        at = int(np.argmin(np.isfinite(costs) & (costs >= 0.0)))
-        raise ValueError(f'`vision_cost` must be finite and not negative, got: {costs[at]} at sample {at}.')
-    return costs
+def checked_table(name: str, values: Table, num_samples: int, *, least: int = 0, dtype: type = np.int64) -> np.ndarray:
+    """Returns one number per sample, (n,), after a check that all are finite and at least so large."""
+    table = np.asarray(values)
+    if table.shape != (num_samples,):
+        raise ValueError(
+            f'`{name}` must have one entry per sample, got: shape {table.shape} for {num_samples} samples.'
+        )
+    if dtype is np.int64 and table.dtype.kind not in 'iu':
+        raise ValueError(f'`{name}` must be integers, got: {table.dtype}. Pass token counts.')
+    if not (table.min() >= least and table.max() < np.inf):  # NaN compares with nothing
+        at = int(np.argmin((table >= least) & (table < np.inf)))
+        raise ValueError(f'`{name}` must be finite and at least {least}, got: {table[at]} at sample {at}.')
+    return table.astype(dtype)
 
 
 @compiled
@@ -139,6 +121,7 @@ def _reach(widths, image_sums, max_tokens, max_image_tokens):  # noqa: ANN001, A
     """Latest end of a microbatch from each row under the caps, rows in any order, int64 (n,)."""
     n = len(widths)
     reach = np.zeros(n, dtype=np.int64)
+    # A microbatch only grows in width and images with every row, so the first row that breaks a cap ends it.
     for start in range(n):
         end = start + 1  # a row over a cap is placed alone
         width = widths[start]

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from torch.utils.data import ConcatDataset
 
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.programs.checkpoints import remember_unused_parameters, resume_on_shared_folder
-from composer_tokacc.programs.errors import in_words_of
+from composer_tokacc.programs.errors import ConfigError, in_words_of
 from composer_tokacc.programs.lora import identify_adapter
 from composer_tokacc.programs.models import build_model
 from composer_tokacc.programs.process import DIST_TIMEOUT, say
@@ -80,12 +80,15 @@ def _build_parts(config: TrainConfig) -> RunParts:
         config = replace(config, microbatching=sized)
         source = source_of(config)
     build_loader = partial(source.build_loader, processor=processor, layout=BatchLayout.for_model(model), model=model)
+    train_loader = build_loader(train_dataset)
+    if isinstance(train_loader.dataloader, Sized) and not len(train_loader.dataloader):  # Composer would look for ever
+        raise ConfigError('`dataset` must give every rank a batch, got: none')
     return RunParts(
         processor=processor,
         model=model,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
-        train_loader=build_loader(train_dataset),
+        train_loader=train_loader,
         eval_loader=None if eval_dataset is None else build_loader(eval_dataset, is_eval=True),
         microbatch_size=config.microbatching.device_train_microbatch_size,
     )

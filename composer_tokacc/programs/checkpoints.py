@@ -17,14 +17,15 @@ from composer.utils import dist, format_name_with_dist
 from filelock import FileLock, Timeout
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from composer_tokacc.programs.errors import ConfigError
+from composer_tokacc.compat import composer_state_types
+from composer_tokacc.programs.errors import ConfigError, must
 
 _LATEST = 'latest-rank{rank}.pt'
 """Composer's default for ``save_latest_filename``."""
 
 
 def checkpoint_folder(trainer: Mapping[str, Any]) -> Path | None:
-    """Where the run's checkpoints are, if on a disk of this machine."""
+    """Returns where the run's checkpoints are, if on a disk of this machine."""
     folder = trainer.get('save_folder')
     if folder is None or '://' in folder:
         return None
@@ -32,7 +33,7 @@ def checkpoint_folder(trainer: Mapping[str, Any]) -> Path | None:
 
 
 def latest_checkpoint(trainer: Mapping[str, Any]) -> Path | None:
-    """Composer's link to this rank's latest checkpoint, there or not; None without ``autoresume`` or a local folder."""
+    """Returns Composer's link to this rank's latest checkpoint, there or not; None without ``autoresume``."""
     folder = checkpoint_folder(trainer)
     if folder is None or not trainer.get('autoresume'):
         return None
@@ -42,23 +43,20 @@ def latest_checkpoint(trainer: Mapping[str, Any]) -> Path | None:
 
 @contextmanager
 def lock_folder(folder: Path | None) -> Iterator[None]:
-    """Keeps other runs out of a folder while this one goes on; the lock of a killed process is gone with it.
-
-    Raises:
-        ConfigError: If another run has it.
-    """
+    """Keeps other runs out of a folder while this one goes on; the lock of a killed process is gone with it."""
     if folder is None:
         yield
         return
-    folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / '.lock')
-    try:
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        raise ConfigError(
-            f'`trainer.save_folder` must be free, got: {folder}, into which another run is writing. Wait for it, or '
-            'give this one a `trainer.run_name` and a `trainer.save_folder` of its own'
-        ) from error
+    with must('`trainer.save_folder` must be a folder that can be written', folder, OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout as error:
+            raise ConfigError(
+                f'`trainer.save_folder` must be free, got: {folder}, into which another run is writing. Wait for it, '
+                'or give this one a `trainer.run_name` and a `trainer.save_folder` of its own'
+            ) from error
     try:
         yield
     finally:
@@ -66,20 +64,14 @@ def lock_folder(folder: Path | None) -> Iterator[None]:
 
 
 def keep_to_whole_checkpoint(trainer: Mapping[str, Any]) -> str:
-    """Makes Composer's link to the latest checkpoint point to the newest one that is whole.
+    """Points Composer's link to the newest whole checkpoint, and returns in one line what the run goes on from.
 
     A process that is killed while it writes, or a full disk, leaves part of a file behind.
-
-    Returns:
-        What the run goes on from, in one line; empty where it starts anew.
-
-    Raises:
-        ConfigError: If there are checkpoints and none is whole.
     """
     link = latest_checkpoint(trainer)
-    if link is None or not link.is_symlink():
+    if link is None or not (link.is_symlink() or link.exists()):
         return ''
-    latest = link.parent / os.readlink(link)
+    latest = link.parent / os.readlink(link) if link.is_symlink() else link
     reason = damage(latest)
     if not reason:
         return f'going on from {latest}'
@@ -100,9 +92,9 @@ def keep_to_whole_checkpoint(trainer: Mapping[str, Any]) -> str:
 
 
 def resume_on_shared_folder(trainer: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments for the Trainer of nodes that share the checkpoint folder; none where ``autoresume`` itself will do.
+    """Returns arguments of the Trainer for nodes that share the checkpoint folder; none where ``autoresume`` will do.
 
-    It has each node remove the same file of that folder, of which all nodes but one die.
+    With that each node removes the same file of the folder, of which all nodes but one die.
     """
     link = latest_checkpoint(trainer)
     if link is None or dist.get_world_size() == dist.get_local_world_size():
@@ -116,7 +108,7 @@ def resume_on_shared_folder(trainer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def damage(path: Path) -> str:
-    """Why a checkpoint file, or the folder of a sharded one, cannot be loaded; empty if nothing is wrong."""
+    """Returns why a checkpoint file, or the folder of a sharded one, cannot be loaded; empty if nothing is wrong."""
     try:
         if path.is_dir():
             parts = FileSystemReader(path).read_metadata().storage_data or {}
@@ -132,11 +124,32 @@ def damage(path: Path) -> str:
         return ' '.join(str(error).split()) or type(error).__name__
 
 
-def remember_unused_parameters(optimizer: torch.optim.Optimizer) -> None:
-    """Has the optimizer's checkpoints name parameters that never had a gradient, as a vision tower without images.
+def check_checkpoint(what: str, path: Path) -> None:
+    """Refuses what is no checkpoint by its kind: another folder, a pipe, a text."""
+    is_compressed = path.suffix not in ('', '.pt', '.pth')  # which Composer takes apart
+    if path.is_dir() and not (path / '.metadata').exists():
+        found = 'a folder without `.metadata`. Name the folder of one step, such as checkpoints/ep1-ba100'
+    elif not path.exists():
+        found = 'which is not there'
+    elif not path.is_dir() and (not path.is_file() or not (is_compressed or zipfile.is_zipfile(path))):
+        found = 'which is neither whole nor written by Composer'
+    else:
+        return
+    raise ConfigError(f'{what} must be a checkpoint file, or the folder of a sharded one, got: {path}, {found}')
 
-    Torch looks for each trained parameter in a checkpoint, and stops at one that is not there.
+
+def read_checkpoint(path: Path, *, mmap: bool = False) -> dict[str, Any]:
+    """Loads a checkpoint file without running code that it may hold.
+
+    Raises:
+        pickle.UnpicklingError: If it holds more than tensors, plain values and what ``compat`` lists.
     """
+    with torch.serialization.safe_globals(composer_state_types()):
+        return torch.load(path, map_location='cpu', mmap=mmap, weights_only=True)
+
+
+def remember_unused_parameters(optimizer: torch.optim.Optimizer) -> None:
+    """Has the optimizer's checkpoints name parameters that never had a gradient: torch stops at one that it lacks."""
 
     def complete(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         for group in state['param_groups']:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import os
 from collections.abc import Mapping
@@ -19,7 +20,8 @@ from composer.devices import DeviceGPU
 from composer.utils import get_device
 from composer.utils.parallelism import FSDP2Config, FSDPConfig, ParallelismConfig
 
-from composer_tokacc.programs.errors import ConfigError, in_words_of
+from composer_tokacc.programs.checkpoints import check_checkpoint
+from composer_tokacc.programs.errors import ConfigError, in_words_of, must
 from composer_tokacc.programs.models import check_model
 from composer_tokacc.programs.registry import check_host_arguments, check_part, import_by_name, without
 from composer_tokacc.programs.schema import TrainConfig, precision_of
@@ -45,11 +47,7 @@ _OF_THE_REPORT = ('folder', 'name', 'export')
 
 
 def check_config(config: TrainConfig, *, num_ranks: int | None = None) -> None:
-    """Checks the sense of a config whose types are right, before any process group, model or data.
-
-    Raises:
-        ConfigError: For the first mistake, in one line that says what it is and how to fix it.
-    """
+    """Raises ConfigError for the first mistake in a config whose types are right, in one line with the remedy."""
     num_ranks = num_ranks or int(os.environ.get('WORLD_SIZE', '1'))
     for section in dataclasses.fields(config):
         if section.name != 'microbatching':  # whose cost model may have an infinite term
@@ -123,6 +121,12 @@ def _check_parts(config: TrainConfig) -> None:
     for kind, parts in (('algorithms', config.algorithms), ('callbacks', config.callbacks), ('loggers', loggers)):
         for name, arguments in parts.items():
             check_part(kind, f'trainer.loggers.{name}' if kind == 'loggers' else f'{kind}.{name}', name, arguments)
+    monitor = str((config.callbacks.get('early_stopper') or {}).get('monitor', ''))
+    if monitor.startswith('metrics/'):
+        raise ConfigError(
+            f"`callbacks.early_stopper.monitor` must be the metric's own name, got: {monitor}. "
+            f'Write {monitor.rpartition("/")[2]}'
+        )
     weight = torch.nn.Parameter(torch.zeros(1))
     for kind, section, given in (('optimizer', config.optimizer, [[weight]]), ('scheduler', config.scheduler, [])):
         if 'name' not in section:
@@ -157,9 +161,14 @@ def _check_trainer(trainer: dict[str, Any]) -> None:
             'where the checkpoints are, got: neither or one of them'
         )
     load_path = trainer.get('load_path')
-    if load_path and '://' not in load_path and '{' not in load_path and not Path(load_path).exists():
-        raise ConfigError(f'`trainer.load_path` must be an existing checkpoint, got: {load_path}')
+    if load_path and '://' not in load_path and '{' not in load_path:
+        check_checkpoint('`trainer.load_path`', Path(load_path))
     parallelism = trainer.get('parallelism_config') or {}
+    if parallelism.get('tp') is not None:
+        raise ConfigError(
+            f'`trainer.parallelism_config` must be of `fsdp` alone, got: tp {parallelism["tp"]}, whose plan is of '
+            'Python objects. Leave it out'
+        )
     check_host_arguments('trainer.parallelism_config', ParallelismConfig, parallelism)
     # The Trainer reads FSDP2's settings (FSDP_VERSION=2) from the same mapping; the classes themselves take any name.
     known = {known.name for config in (FSDPConfig, FSDP2Config) for known in dataclasses.fields(config)}
@@ -199,6 +208,8 @@ def _check_report(config: TrainConfig) -> None:
         raise ConfigError(f'`report.export` must be true or false, got: {report["export"]}')
     if 'name' in report:
         function = import_by_name('report', str(report['name']))
+        if inspect.isbuiltin(function):
+            raise ConfigError(f'`report.name` must be a function that takes a FinishedRun, got: {report["name"]}')
         check_arguments('report', function, without(report, *_OF_THE_REPORT), num_given=1)
     else:
         check_names('report', report, _OF_THE_REPORT)
@@ -215,18 +226,11 @@ def _check_report(config: TrainConfig) -> None:
 
 
 def check_machine(config: TrainConfig) -> None:
-    """Refuses what this machine cannot do, and folders that it cannot write, before Composer finds out in its midst.
-
-    Raises:
-        ConfigError: As said.
-    """
+    """Refuses what this machine cannot do, and folders that it cannot write, before Composer finds out in its midst."""
     trainer = config.trainer
-    try:
-        on_gpu = isinstance(get_device(trainer.get('device')), DeviceGPU)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(
-            f'`trainer.device` must be a device of this machine, got: {trainer["device"]} ({error})'
-        ) from error
+    device = trainer.get('device')
+    with must('`trainer.device` must be a device of this machine', device, ValueError, TypeError):
+        on_gpu = isinstance(get_device(device), DeviceGPU)
     if not on_gpu and trainer.get('precision', Precision.FP32) != Precision.FP32:
         raise ConfigError(f'`trainer.precision` must be fp32 on a CPU, got: {trainer["precision"]}')
     if config.is_sharded and not on_gpu and os.environ.get('FSDP_VERSION') != '2':
@@ -238,8 +242,6 @@ def check_machine(config: TrainConfig) -> None:
     for key, folder in folders.items():
         if folder is None or '://' in folder:
             continue
-        try:
+        with must(f'`{key}` must be a folder that can be made', folder, OSError):
             run_name = str(trainer.get('run_name'))
             Path(folder.replace('{run_name}', run_name).partition('{')[0]).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f'`{key}` must be a folder that can be made, got: {folder} ({error.strerror})') from error

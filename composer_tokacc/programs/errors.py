@@ -23,6 +23,22 @@ class ConfigError(ValueError):
 
 
 @contextmanager
+def must(
+    requirement: str, got: Any, *kinds: type[Exception], remedy: str = '', raises: type[ValueError] = ConfigError
+) -> Iterator[None]:
+    """Puts what a host raises against a value into our words: the requirement, the value, what the host says.
+
+    With ``raises=ValueError`` the requirement names an argument by its own name, for :func:`in_words_of`.
+    """
+    try:
+        yield
+    except kinds as error:
+        said = ' '.join(str(error).split()) or type(error).__name__
+        shown = said if got is None else f'{got} ({said})'
+        raise raises(f'{requirement}, got: {shown}{remedy}') from error
+
+
+@contextmanager
 def in_words_of(config: Any) -> Iterator[None]:
     """Makes a :class:`ConfigError` of what the owner of an argument says against its value.
 
@@ -82,16 +98,11 @@ def one_line(error: Exception | str) -> str:
 
 
 def refuse(error: Exception, *, on_all_ranks: bool = False) -> int:
-    """Prints a mistake in one line and logs the chain of its causes as debug.
+    """Prints a mistake in one line and returns the exit status: 2, or 0 for a rank that another one speaks for.
 
-    Args:
-        error: The mistake.
-        on_all_ranks: Whether every rank meets it for certain, as in a config before anything is built. The first rank
-            of a node then speaks for the others, which end as if all were well: for every rank that fails, Composer's
-            launcher ends the others, perhaps before they have spoken, and prints all that it wrote.
-
-    Returns:
-        The exit status: 2, or 0 for a rank that another one speaks for.
+    ``on_all_ranks``: every rank meets it for certain, as in a config before anything is built. The first of a node then
+    speaks for the others, which end as if all were well: Composer's launcher ends all ranks for one that fails, perhaps
+    before it has spoken, and prints what each of them wrote.
     """
     log.debug('The mistake was found here:', exc_info=error)
     if on_all_ranks and int(os.environ.get('LOCAL_RANK', '0')) > 0:

@@ -11,7 +11,6 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from pickle import PickleError
 from typing import Any
 
 import torch
@@ -19,11 +18,11 @@ from composer.models import HuggingFaceModel
 from composer.models.huggingface import get_hf_config_from_composer_state_dict
 from safetensors import SafetensorError
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from composer_tokacc.programs.errors import ConfigError
+from composer_tokacc.programs.checkpoints import check_checkpoint, read_checkpoint
+from composer_tokacc.programs.errors import ConfigError, must
 from composer_tokacc.programs.lora import load_weights, with_saved_adapter
 from composer_tokacc.programs.models import auto_class, empty_model, set_cache
 
@@ -35,14 +34,11 @@ def export_checkpoint(checkpoint: Path, folder: Path, *, merge: bool = False) ->
         checkpoint: A Composer checkpoint of a ``HuggingFaceModel``: one file, or the folder of a sharded (FSDP) one.
         folder: Where to; must be absent or empty.
         merge: Whether a LoRA adapter is added into its base, which is loaded for it.
-
-    Raises:
-        ConfigError: If the checkpoint cannot be read or is of another kind of model, or the folder is not empty.
     """
     folder = folder.resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f'the folder to export to must be absent or empty, got: {folder}. Give another one')
-    try:
+    with must('the folder to export to must be writable', folder, OSError, SafetensorError):
         folder.parent.mkdir(parents=True, exist_ok=True)
         # Under another name until it is whole, beside the folder because it may be large.
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f'{folder.name}-') as unfinished:
@@ -50,18 +46,17 @@ def export_checkpoint(checkpoint: Path, folder: Path, *, merge: bool = False) ->
             written.mkdir()
             _export(_read(checkpoint, Path(unfinished)), checkpoint, written, merge=merge)
             os.replace(written, folder)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f'the folder to export to must be writable, got: {folder} ({error})') from error
 
 
 def _export(state: Mapping[str, Any], checkpoint: Path, folder: Path, *, merge: bool) -> None:
-    try:
+    with must('the checkpoint must be one of a HuggingFaceModel', f'{checkpoint} with {sorted(state)}', KeyError):
         metadata = state['integrations']['huggingface']
-    except KeyError:
+        weights = {name.removeprefix('model.'): value for name, value in state['model'].items()}
+    broken = [name for name, value in weights.items() if value.is_floating_point() and not value.isfinite().all()]
+    if broken:
         raise ConfigError(
-            f'the checkpoint must be one of a HuggingFaceModel, got: {checkpoint} with {sorted(state)}'
-        ) from None
-    weights = {name.removeprefix('model.'): value for name, value in state['model'].items()}
+            f'the weights must be finite numbers, got: {checkpoint} with NaN or infinite ones in {broken[:3]}'
+        )
     config = get_hf_config_from_composer_state_dict({'state': state})
     adapter = metadata['model'].get('peft_config')
     if adapter is None:
@@ -87,25 +82,12 @@ def export_model(model: HuggingFaceModel, folder: Path) -> None:
 def _read(checkpoint: Path, scratch: Path) -> dict[str, Any]:
     """Reads the ``state`` of a checkpoint; one that is sharded is put together in ``scratch``."""
     path = checkpoint.resolve()  # `latest-rank0.pt` is a link
-    if not path.exists():
-        raise ConfigError(
-            f'the checkpoint must be a file, or the folder of a sharded one, got: {checkpoint}, which is not there'
-        )
-    if path.is_dir() and not (path / '.metadata').exists():
-        raise ConfigError(
-            f'the folder of a sharded checkpoint must hold `.metadata`, got: {checkpoint} without it. Name the '
-            'folder of one step, such as checkpoints/ep1-ba100'
-        )
-    whole = scratch / 'whole.pt'
-    try:
+    check_checkpoint('the checkpoint', checkpoint)
+    with must('the checkpoint must be whole and written by Composer', checkpoint, Exception):
         if path.is_dir():
-            dcp_to_torch_save(path, whole)
-        # A Composer checkpoint holds more than tensors: random states, timestamps, plain objects.
-        loaded = torch.load(whole if path.is_dir() else path, map_location='cpu', weights_only=False)
-        whole.unlink(missing_ok=True)
-        return loaded['state']
-    except (OSError, RuntimeError, EOFError, LookupError, TypeError, ValueError, PickleError, CheckpointException) as e:
-        raise ConfigError(f'the checkpoint must be whole and written by Composer, got: {checkpoint} ({e})') from e
+            path = scratch / 'whole.pt'
+            dcp_to_torch_save(checkpoint.resolve(), path)
+        return read_checkpoint(path)['state']
 
 
 def _with_weights(model: Any, weights: Mapping[str, torch.Tensor]) -> Any:
@@ -165,11 +147,9 @@ def _merged(config: PretrainedConfig, content: Mapping[str, Any], weights: Mappi
     if any('.base_layer.' in name for name in weights):
         model = auto_class(config).from_config(config)
     else:
-        try:
+        with must("the adapter's base must be there to merge into", base, OSError, ValueError):
             # That of the run: the file's own may be one that rounds what was trained.
             model = auto_class(config).from_pretrained(base, dtype=config.dtype)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"the adapter's base must be there to merge into, got: {base} ({error})") from error
     head = model.get_output_embeddings()
     was_tied = False
     if head is not None and head.weight is model.get_input_embeddings().weight:
@@ -190,6 +170,8 @@ def _write_processor(metadata: Mapping[str, Any], folder: Path) -> None:
         print('The checkpoint holds no processor; save the one of the run beside the weights.', file=sys.stderr)
     for name, file in files.items():
         content, path = file['content'], folder / name
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise ConfigError(f'files of the processor must lie inside the folder, got: {name}')
         path.parent.mkdir(exist_ok=True)  # a Q-Former's tokenizer has a folder of its own
         if isinstance(content, bytes):
             path.write_bytes(content)

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import inspect
-from itertools import chain
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Any, Literal, Optional
 
 from composer.utils import dist
 from torch.utils.data import ConcatDataset, DataLoader, Dataset
@@ -17,10 +18,18 @@ from composer_tokacc.planning import CostModel
 from composer_tokacc.programs.errors import ConfigError, unknown_name
 from composer_tokacc.programs.registry import import_by_name, without
 from composer_tokacc.programs.source import Source, check_video
-from composer_tokacc.programs.values import check_arguments
+from composer_tokacc.programs.values import AT_LEAST_0, AT_LEAST_1, check_arguments
 from composer_tokacc.sampling import Mixture, RegroupingBatchSampler, RegroupingDataLoader
 
 # Keys of one of several parts that are not arguments of the dataset class.
+_WHOLE = Annotated[int, AT_LEAST_1]
+_RANGES = {
+    **dict.fromkeys(('vocab_size', 'image_size', 'patch_size', 'model_max_length'), _WHOLE),
+    'max_length': Optional[_WHOLE],  # noqa: UP045 - for pyright
+    'num_workers': Optional[Annotated[int, AT_LEAST_0]],  # noqa: UP045
+    'on_error': Literal['raise', 'skip'],
+}
+"""Of the arguments of our own dataset and small processor."""
 _KEYS_OF_PART = ('name', 'epochs', 'weight')
 
 
@@ -39,19 +48,17 @@ class FileSource(Source):
             _check_dataset('dataset', self.section, own_keys=('name', 'processor', 'eval'))
         if self.section.get('eval') is not None:
             _check_dataset('dataset.eval', self._eval_section(), own_keys=('name',))
+        if self.config.model.pretrained is None:
+            self._processor_maker(self.section.get('processor') or {})
         if self.config.loader.exchange_ranks:
-            raise ConfigError(
-                f'`loader.exchange_ranks` must be false for samples read by index, got: true with `dataset.name` '
-                f'{self.section.get("name")}. `loader.regroup_ranks` does the same without an exchange'
-            )
+            found = f'true with `dataset.name` {self.section.get("name")}. `loader.regroup_ranks` does the same'
+            raise ConfigError(f'`loader.exchange_ranks` must be false for samples read by index, got: {found}')
         per_step = self.config.loader.modality == 'per_step'
         # Only a RegroupingBatchSampler gives the parts the shares that are asked for.
         has_shares = 'parts' in self.section and any(part.keys() & {'epochs', 'weight'} for part in self._parts())
         if not self.config.regroups_ranks and (per_step or has_shares):
             what = '`loader.modality: per_step`' if per_step else 'shares of `dataset.parts`'
-            raise ConfigError(
-                f'`loader.regroup_ranks` and `microbatching.regroup` must be on for {what}, got: off. Switch them on'
-            )
+            raise ConfigError(f'`loader.regroup_ranks` and `microbatching.regroup` must be on for {what}, got: off')
 
     def _check_parts(self) -> None:
         parts = self.section['parts']
@@ -66,10 +73,8 @@ class FileSource(Source):
         weighted = [name for name, part in parts.items() if 'weight' in part]
         timed = [name for name, part in parts.items() if 'epochs' in part]
         if weighted and (len(weighted) < len(parts) or timed):
-            raise ConfigError(
-                f'`dataset.parts` must all have a `weight`, or none and perhaps `epochs`, got: `weight` in {weighted}, '
-                f'`epochs` in {timed}, of {list(parts)}'
-            )
+            found = f'`weight` in {weighted}, `epochs` in {timed}, of {list(parts)}'
+            raise ConfigError(f'`dataset.parts` must all have a `weight`, or none and perhaps `epochs`, got: {found}')
 
     def _parts(self) -> list[dict[str, Any]]:
         """Returns the sections of the training sets; what stands beside ``parts`` holds for each."""
@@ -81,24 +86,27 @@ class FileSource(Source):
 
     def small_processor(self, arguments: dict[str, Any]) -> Any:
         """Makes the dataset's own, or one around a tokenizer that is trained on the files."""
+        return self._processor_maker(arguments)(**arguments)
+
+    def _processor_maker(self, arguments: dict[str, Any]) -> Callable[..., Any]:
+        """Returns the function that makes a small processor, once its arguments are checked."""
         parts = [(_dataset_class('dataset', part['name']), part) for part in self._parts()]
         own = next((cls.build_processor for cls, _ in parts if hasattr(cls, 'build_processor')), None)
         if own is not None:
             check_arguments('dataset.processor', own, arguments)
-            return own(**arguments)
+            return own
         for cls, part in parts:
             if not hasattr(cls, 'texts'):
-                raise ConfigError(
-                    f'`model.pretrained` must be given for `dataset.name` {part["name"]}, which has neither '
-                    '`build_processor` nor `texts`, got: none. Name a checkpoint, or give the class one of them'
-                )
-        check_arguments('dataset.processor', build_small_processor, arguments, num_given=1)
-        return build_small_processor(chain.from_iterable(cls.texts(part['path']) for cls, part in parts), **arguments)
+                why = f'for `dataset.name` {part["name"]}, which has neither `build_processor` nor `texts`'
+                raise ConfigError(f'`model.pretrained` must be given {why}, got: none. Name a checkpoint')
+        check_arguments('dataset.processor', build_small_processor, arguments, num_given=1, hints=_RANGES)
+        texts = (text for cls, part in parts for text in cls.texts(part['path']))
+        return partial(build_small_processor, texts)
 
-    def open_dataset(self, processor: Any, *, is_eval: bool) -> Dataset:
-        """Opens one dataset, or the parts one behind the other."""
+    def build_dataset(self, processor: Any, *, is_eval: bool = False) -> Dataset | None:
+        """Returns one dataset, or the parts one behind the other; None where there is no eval set."""
         if is_eval:
-            return self._open(self._eval_section(), processor)
+            return self._open(self._eval_section(), processor) if self.section.get('eval') else None
         datasets = [self._open(part, processor) for part in self._parts()]
         return ConcatDataset(datasets) if 'parts' in self.section else datasets[0]
 
@@ -186,6 +194,7 @@ def _dataset_class(path: str, name: Any) -> Any:
 
 def _check_dataset(path: str, part: dict[str, Any], *, own_keys: tuple[str, ...]) -> None:
     cls = _dataset_class(path, part.get('name'))
-    check_arguments(path, cls, {**part, 'processor': None}, own_keys=own_keys)
-    if inspect.isclass(cls) and issubclass(cls, LlavaDataset):
+    is_ours = inspect.isclass(cls) and issubclass(cls, LlavaDataset)
+    check_arguments(path, cls, {**part, 'processor': None}, own_keys=own_keys, hints=_RANGES if is_ours else None)
+    if is_ours:
         check_video(path, part)

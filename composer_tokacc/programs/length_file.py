@@ -23,11 +23,8 @@ from composer_tokacc.layout import BatchLayout, dummy_row
 from composer_tokacc.programs.models import tokenizer_of
 from composer_tokacc.programs.schema import ConfigError, merge
 
-__all__ = ['LengthDistribution', 'StandIns', 'lengths_of', 'read_lengths']
-
-CSV_COLUMNS = {'tokens': 'lengths', 'image_tokens': 'image_tokens', 'loss_tokens': 'loss_tokens',
-            'vision_patches': 'vision_patches'}  # fmt: skip
-_SIDES = (336, 1344)
+CSV_COLUMNS = {'tokens': 'lengths', **{name: name for name in ('image_tokens', 'loss_tokens', 'vision_patches')}}
+STAND_IN_SIDES = (336, 1344)
 """Pixels of a small and a large image, which differ in tokens wherever the size decides."""
 
 
@@ -49,11 +46,7 @@ class LengthDistribution:
     """Samples to draw."""
 
     def draw(self, *, longest: int | None, seed: int) -> LengthTable:
-        """A table of so many samples.
-
-        Raises:
-            ConfigError: For figures that no data has.
-        """
+        """Returns a table of so many samples."""
         longest = self.longest or longest or 2**31 - 1
         for name, good in (
             ('mean', 1 <= self.mean < 2**31),
@@ -70,32 +63,19 @@ class LengthDistribution:
         text = generator.lognormal(math.log(self.mean) - spread**2 / 2, spread, self.samples)
         images = np.where(generator.random(self.samples) < self.with_images, self.image_tokens, 0)
         lengths = np.clip(np.rint(text), 1, longest - images) + images
-        unknown = np.zeros(self.samples, dtype=np.int32)
-        return LengthTable(
-            lengths=lengths.astype(np.int32),
-            image_tokens=images.astype(np.int32),
-            loss_tokens=unknown,
-            vision_patches=unknown,
-        )
+        lengths, images, unknown = (table.astype(np.int32) for table in (lengths, images, np.zeros(self.samples)))
+        return LengthTable(lengths=lengths, image_tokens=images, loss_tokens=unknown, vision_patches=unknown)
 
 
 def lengths_of(given: Any, *, longest: int | None, seed: int) -> LengthTable:
-    """The table of a CSV file, or one drawn from the figures of a :class:`LengthDistribution`.
-
-    Raises:
-        ConfigError: For what is neither.
-    """
+    """Returns the table of a CSV file, or one drawn from the figures of a :class:`LengthDistribution`."""
     if not isinstance(given, Mapping):
         return read_lengths(str(given))
     return merge(LengthDistribution, dict(given), path='lengths').draw(longest=longest, seed=seed)
 
 
 def read_lengths(path: str) -> LengthTable:
-    """Reads one line a sample: ``tokens``, and perhaps ``image_tokens``, ``loss_tokens``, ``vision_patches``.
-
-    Raises:
-        ConfigError: For a file that cannot be read, an unknown column, or a line that is no sample.
-    """
+    """Reads one line a sample: ``tokens``, and perhaps ``image_tokens``, ``loss_tokens``, ``vision_patches``."""
     try:
         opener = gzip.open if path.endswith('.gz') else open
         with opener(path, 'rt', encoding='utf-8-sig') as file:
@@ -130,37 +110,31 @@ def _row(path: str, number: int, line: list[str], num_columns: int) -> list[int]
 
 
 class StandIns:
-    """Samples for the memory model, which must see no more than an image or none, small or large.
+    """Shape-only samples for the memory model, which must see no more than an image or none, small or large.
 
-    Args:
-        table: Of the run's data.
-        processor: Of the run; None where there is none, and the model's config must tell what an image is.
-        config: Of the model.
-
-    Raises:
-        ConfigError: If it cannot.
+    Without a processor the model's config must tell what an image is.
     """
 
     def __init__(self, table: LengthTable, processor: Any, config: PretrainedConfig) -> None:
         self.image_tokens = table.image_tokens
         self.processor = processor
-        self.blank: dict[str, Any] | None = None
+        self._dummy: dict[str, Any] | None = None
         if processor is None and table.image_tokens.any():
-            self.blank = dummy_row(BatchLayout.for_model(config))
+            self._dummy = dummy_row(BatchLayout.for_model(config))
             side = getattr(getattr(config, 'vision_config', None), 'image_size', None)
-            # The smallest image that a tower of any size takes says nothing of real ones.
-            if self.blank is None or self.blank['pixel_values'].shape[-1] != side:
+            # The smallest image that an encoder of any size takes says nothing of real ones.
+            if self._dummy is None or self._dummy['pixel_values'].shape[-1] != side:
                 raise ConfigError(
                     f'`lengths` with images of any size needs `model.pretrained`, whose processor makes them, got: a '
                     f'`model.config` of {config.model_type}. Name a checkpoint; its folder needs no weights'
                 )
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """A sample with an image where the table has one; the large image is that of the row with most."""
+        """Returns a sample with an image where the table has one; the large image is that of the row with most."""
         has_image = bool(self.image_tokens[index])
         if self.processor is None:
             ids = torch.ones(1, 1, dtype=torch.long)
-            sample = self.blank if has_image and self.blank else {'input_ids': ids, 'attention_mask': ids}
+            sample = self._dummy if has_image and self._dummy else {'input_ids': ids, 'attention_mask': ids}
         else:
             sample = self._processed(index)
         return {**sample, 'labels': sample['input_ids'].clone(), 'num_images': [int(has_image)]}
@@ -168,7 +142,7 @@ class StandIns:
     def _processed(self, index: int) -> dict[str, Any]:
         images, content = [], [{'type': 'text', 'text': 'a'}]
         if self.image_tokens[index]:
-            side = _SIDES[int(self.image_tokens[index] == self.image_tokens.max())]
+            side = STAND_IN_SIDES[int(self.image_tokens[index] == self.image_tokens.max())]
             images, content = [Image.new('RGB', (side, side))], [{'type': 'image'}, *content]
         text = self.processor.apply_chat_template([{'role': 'user', 'content': content}], tokenize=False)
         encode = self.processor if images else tokenizer_of(self.processor)

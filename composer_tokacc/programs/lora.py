@@ -17,7 +17,7 @@ from transformers import BitsAndBytesConfig
 
 from composer_tokacc.cache import fingerprint
 from composer_tokacc.model_structure import cast_model
-from composer_tokacc.programs.errors import ConfigError
+from composer_tokacc.programs.errors import ConfigError, must
 from composer_tokacc.programs.values import AT_LEAST_1, FRACTION, POSITIVE, check_arguments
 
 # Names of the YAML section, as users write them, and of peft.
@@ -52,11 +52,7 @@ class LoraSection:
 
 
 def check_lora(lora: Mapping[str, Any], *, pretrained: str | None) -> None:
-    """Refuses settings that no model can take, before any is loaded; :func:`with_adapter` refuses the rest.
-
-    Raises:
-        ConfigError: If a package or a GPU that is needed is not there, or a setting is unknown or out of range.
-    """
+    """Refuses settings that no model can take, before any is loaded; :func:`with_adapter` refuses the rest."""
     check_arguments('model.lora', LoraSection, lora)
     for name in ('target_modules', 'modules_to_save'):
         if lora.get(name) is not None and not all(lora[name] or [None]):
@@ -77,14 +73,8 @@ def check_lora(lora: Mapping[str, Any], *, pretrained: str | None) -> None:
 def with_adapter(model: Any, lora: Mapping[str, Any], *, base: str | None, never_trained: Collection[str] = ()) -> Any:
     """Returns the model with a fresh adapter; only that and ``modules_to_save`` are trained, and kept in float32.
 
-    Args:
-        model: A Transformers model.
-        lora: See :class:`LoraSection`.
-        base: Folder or hub name of the frozen weights, which the exported adapter names.
-        never_trained: Names of parameters that no loss reaches: neither they nor an adapter beside them is trained.
-
-    Raises:
-        ValueError: If a setting fits no module, or peft refuses it.
+    ``base`` is the folder or hub name of the frozen weights, which the exported adapter names. Parameters named in
+    ``never_trained`` are reached by no loss: neither they nor an adapter beside them is trained.
     """
     import peft
 
@@ -97,10 +87,9 @@ def with_adapter(model: Any, lora: Mapping[str, Any], *, base: str | None, never
     widest = max((max(module.weight.shape) for module in model.modules() if isinstance(module, nn.Linear)), default=0)
     if settings['r'] > widest > 0:
         raise ValueError(f'`lora.r` must be at most the width of the widest layer, got: {settings["r"]} > {widest}')
-    try:
+    refusals = (ValueError, TypeError, NotImplementedError, re.error)
+    with must('`lora` must be what peft can add to this model', dict(lora), *refusals, raises=ValueError):
         model = _attach(model, peft.LoraConfig(**settings), base)
-    except (ValueError, TypeError, NotImplementedError, re.error) as error:
-        raise ValueError(f'`lora` must be what peft can add to this model, got: {dict(lora)} ({error})') from error
     for module in model.modules():
         if isinstance(module, peft.utils.ModulesToSaveWrapper):
             # As peft does with its adapters: steps of AdamW are lost in the eight bits of a bfloat16.
@@ -114,16 +103,9 @@ def with_adapter(model: Any, lora: Mapping[str, Any], *, base: str | None, never
 def with_saved_adapter(
     model: Any, content: Mapping[str, Any], weights: Mapping[str, torch.Tensor], *, assign: bool = False
 ) -> Any:
-    """Returns the model with the adapter of a checkpoint.
+    """Returns the base with the adapter of a checkpoint, whose config is ``content``, as peft writes it.
 
-    Args:
-        model: The base; what ``weights`` hold of it replaces its own.
-        content: The adapter's config, as peft writes it.
-        weights: Of the checkpoint.
-        assign: Whether the tensors themselves become the parameters.
-
-    Raises:
-        ConfigError: If weights are missing, unknown or of another shape.
+    What ``weights`` hold of the base replaces its own; with ``assign`` the tensors themselves become the parameters.
     """
     import peft
 
@@ -150,10 +132,8 @@ def _attach(model: Any, config: Any, base: str | None) -> Any:
 
 def load_weights(model: Any, weights: Mapping[str, torch.Tensor], *, assign: bool) -> Any:
     """Loads what a checkpoint holds and returns which names were missing and which unknown."""
-    try:
+    with must('the checkpoint must fit its model', None, RuntimeError):
         return model.load_state_dict(dict(weights), strict=False, assign=assign)
-    except RuntimeError as error:
-        raise ConfigError(f'the checkpoint must fit its model, got: {error}') from error
 
 
 def four_bit_options(lora: Mapping[str, Any], empty_model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:

@@ -1,19 +1,16 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Hugging Face vision-language models, ready for the Composer Trainer.
-
-A model comes from a checkpoint (``pretrained``) or, with seeded random weights, from a small config (``config``),
-and is wrapped in :class:`composer.models.HuggingFaceModel`. Text-only causal models are built the same way.
-"""
+"""Builds Hugging Face models for the Composer Trainer, of a checkpoint or, with seeded random weights, of a config."""
 
 from __future__ import annotations
 
 import inspect
 import logging
+import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -40,7 +37,7 @@ from transformers.models.auto.modeling_auto import (
 
 from composer_tokacc.compat import FakeTensorMode, detect_fake_mode, skip_embedding_resize
 from composer_tokacc.model_structure import cast_model, transformer_blocks
-from composer_tokacc.programs.errors import unknown_name
+from composer_tokacc.programs.errors import must, unknown_name
 from composer_tokacc.programs.lora import (
     check_lora,
     four_bit_options,
@@ -51,7 +48,7 @@ from composer_tokacc.programs.lora import (
 
 log = logging.getLogger(__name__)
 
-# These read hidden_states[vision_feature_layer] of their vision tower: whatever comes after it gets no gradient.
+# These read hidden_states[vision_feature_layer] of their vision encoder: whatever comes after it gets no gradient.
 _FEATURE_LAYER_FAMILIES = ('llava', 'llava_next', 'llava_next_video', 'llava_onevision', 'video_llava', 'vipllava')
 # Accepted by Transformers without being attributes of every config class.
 _ALWAYS_KNOWN = frozenset({'model_type', 'rope_theta', 'rope_scaling', 'rope_parameters', 'tie_word_embeddings'})
@@ -97,17 +94,13 @@ def build_transformers_model(
     seed: int = 0,
     load_weights: bool = True,
 ) -> Any:
-    """Builds the Transformers model of a run, frozen and marked for FSDP.
+    """Builds the Transformers model of a run, frozen and marked for FSDP; see :class:`.ModelConfig`.
 
-    What :class:`.ModelConfig` has too means what it says there. Vocabulary size and special token ids that a ``config``
-    leaves out come from ``processor``. ``seed`` is that of fresh weights and of embedding rows added for new tokens;
-    global generators stay untouched. Without ``load_weights`` a ``pretrained`` model is fresh: only its config is read.
-
-    Raises:
-        ValueError: For an unknown setting, or where ``freeze`` matches nothing; see also :func:`check_model`.
+    Vocabulary size and special token ids that a ``config`` leaves out come from ``processor``. ``seed`` is that of
+    fresh weights and of rows added for new tokens; global generators stay untouched. Without ``load_weights`` a
+    ``pretrained`` model is fresh: only its config is read.
     """
     check_model(pretrained, config, lora)
-    tokenizer = tokenizer_of(processor)
     options: dict[str, Any] = {} if attn_implementation is None else {'attn_implementation': attn_implementation}
     if lora is not None and lora.get('bits') is not None:
         if not load_weights:
@@ -117,19 +110,11 @@ def build_transformers_model(
         torch.manual_seed(seed)
         if pretrained is not None and load_weights:
             model = _from_checkpoint(pretrained, getattr(torch, dtype), options)
-            _make_room_for(tokenizer, model, has_lora=lora is not None)
+            _make_room_for(tokenizer_of(processor), model, has_lora=lora is not None)
         else:
-            model_config = read_config(pretrained, config, processor)
-            with _said_by_transformers('attn_implementation' if options else 'config'):
-                model = auto_class(model_config).from_config(model_config, **options)
-            cast_model(model, getattr(torch, dtype))
-    if model.config.get_text_config().is_encoder_decoder:
-        raise ValueError(
-            f'the model must have a decoder alone, got: {model.config.model_type} with an encoder, which would read '
-            'the answers: labels of conversations stand at their tokens. Take one with a causal language model'
-        )
+            model = _fresh(read_config(pretrained, config, processor), getattr(torch, dtype), options)
+    _check_is_decoder(model.config)
     for module in model.modules():
-        # Before transformers 4.52 each part had a copy of its config.
         if isinstance(getattr(module, 'config', None), PretrainedConfig):
             set_cache(module.config, on=False)
     unreached = _freeze_unreached_vision_layers(model)
@@ -142,23 +127,19 @@ def build_transformers_model(
         # Non-reentrant: the reentrant kind breaks DDP's hooks and needs inputs with gradients.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})
     # Composer's FSDP asks this of every module; the rest stays in the root unit.
-    blocks = set(transformer_blocks(model))
-    model.fsdp_wrap_fn = blocks.__contains__
-    model.activation_checkpointing_fn = blocks.__contains__
+    model.fsdp_wrap_fn = model.activation_checkpointing_fn = set(transformer_blocks(model)).__contains__
     return model
 
 
 def check_model(pretrained: str | None, config: dict[str, Any] | None, lora: Mapping[str, Any] | None = None) -> None:
-    """Refuses a model from nowhere or from two places, and a bad adapter, before anything is loaded.
-
-    Raises:
-        ValueError: As said.
-    """
+    """Refuses a model from nowhere or from two places, and a bad adapter, before anything is loaded."""
     if (pretrained is None) == (not config):
         raise ValueError(
             '`model` must have exactly one of `pretrained` and `config`, got: '
             + ('none. Name a checkpoint or a `model_type`' if not config else 'both. Remove one')
         )
+    if config:
+        read_config(None, config)
     if lora is not None:
         check_lora(lora, pretrained=pretrained)
 
@@ -166,11 +147,8 @@ def check_model(pretrained: str | None, config: dict[str, Any] | None, lora: Map
 def freeze_parameters(model: nn.Module, names: Sequence[str]) -> None:
     """Switches off the gradient of every parameter that lies under one of ``names``.
 
-    A name is a dotted prefix such as ``vision_tower`` or ``language_model.layers.0``; a leading ``model.``, which newer
-    Transformers put before all parts, counts for nothing.
-
-    Raises:
-        ValueError: When a name matches no parameter, or when nothing is left to train.
+    A name is a dotted prefix such as ``language_model.layers.0``; a leading ``model.``, which newer Transformers put
+    before all parts, counts for nothing.
     """
     for name in names:
         matches = [parameter for full, parameter in model.named_parameters() if _lies_under(full, name)]
@@ -185,19 +163,10 @@ def freeze_parameters(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def read_config(pretrained: str | None, config: dict[str, Any] | None, processor: Any = None) -> PretrainedConfig:
-    """Returns the config of a checkpoint, or that of a fresh model, without the model.
+    """Returns the config of a checkpoint, or that of a fresh model with the given fields, without the model.
 
-    Unlike Transformers itself it refuses names that the config class does not know.
-
-    Args:
-        pretrained: The checkpoint.
-        config: Instead, the config's fields, ``model_type`` among them; nested parts (``text_config``,
-            ``vision_config``) as mappings.
-        processor: Processor or tokenizer from which vocabulary size, special tokens and image token are taken where
-            ``config`` leaves them out.
-
-    Raises:
-        ValueError: For an unknown model type or field, or a vocabulary smaller than the tokenizer's.
+    Refuses names that the config class does not know, unlike Transformers itself. Vocabulary size, special tokens and
+    placeholders that ``config`` leaves out come from ``processor``.
     """
     if pretrained is not None:
         with read_from(pretrained):
@@ -218,37 +187,36 @@ def read_config(pretrained: str | None, config: dict[str, Any] | None, processor
         if names and token_id is not None and not settings.keys() & {f'{modality}_token_index', f'{modality}_token_id'}:
             settings[names[0]] = token_id
     settings.pop('model_type')
-    with _said_by_transformers('config'):
+    with _makes_a_model('config'):
         built = CONFIG_MAPPING[model_type](**settings)
-    _check_heads(built)
+    _check_shapes(built)
     return built
 
 
-@contextmanager
-def read_from(pretrained: str) -> Iterator[None]:
+def read_from(pretrained: str) -> AbstractContextManager[None]:
     """Refuses a folder or a name on the hub that lacks what is read from it."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f'`pretrained` must be a folder or a name on the hub with config, processor and weights, got: {pretrained} '
-            f'({" ".join(str(error).split())})'
-        ) from error
+    requirement = '`pretrained` must be a folder or a name on the hub with config, processor and weights'
+    return must(requirement, pretrained, OSError, ValueError, raises=ValueError)
 
 
 @contextmanager
-def _said_by_transformers(name: str) -> Iterator[None]:
+def _makes_a_model(name: str) -> Iterator[None]:
     """Refuses a model that its config's values, or its kernels, do not let be made."""
-    try:
-        yield
-    except (ValueError, TypeError, RuntimeError, AssertionError, ImportError, StrictDataclassError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        raise ValueError(f'`{name}` must make a model, got: {" ".join(str(error).split())}') from error
+    kinds = (ValueError, TypeError, RuntimeError, AssertionError, ImportError, StrictDataclassError, ArithmeticError)
+    with must(f'`{name}` must make a model', None, *kinds, raises=ValueError):
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(str(error)) from error
 
 
-def _check_heads(config: PretrainedConfig) -> None:
-    """Refuses numbers of heads that do not divide, which shows in the first forward alone."""
+def _check_shapes(config: PretrainedConfig) -> None:
+    """Refuses what shows in the first forward alone: heads that do not divide, a layer that is not there."""
+    depth = getattr(getattr(config, 'vision_config', None), 'num_hidden_layers', None)
+    chosen = getattr(config, 'vision_feature_layer', None)
+    for layer in chosen if isinstance(chosen, list | tuple) else [chosen]:
+        if isinstance(layer, int) and isinstance(depth, int) and not -depth - 1 <= layer <= depth:
+            raise ValueError(f'`vision_feature_layer` must be one of {depth} layers, got: {layer}')
     for part in (config, *(value for value in vars(config).values() if isinstance(value, PretrainedConfig))):
         heads, groups = (getattr(part, f'num_{kind}_heads', None) for kind in ('attention', 'key_value'))
         if isinstance(heads, int) and isinstance(groups, int) and groups > 0 and heads % groups:
@@ -287,16 +255,26 @@ def empty_model(config: PretrainedConfig) -> Any:
 
 
 def _from_checkpoint(path: str, dtype: torch.dtype, options: dict[str, Any]) -> Any:
-    model_class = auto_class(read_config(path, None))
-    try:
-        with read_from(path):
-            return model_class.from_pretrained(path, **options, dtype=dtype)
-    except ImportError as error:  # weights in few bits need further packages, and new enough ones
-        remedy = '. pip install -U bitsandbytes accelerate' if 'quantization_config' in options else ''
+    # Weights in few bits need further packages, and new enough ones.
+    remedy = '. pip install -U bitsandbytes accelerate' if 'quantization_config' in options else ''
+    requirement = '`pretrained` must be what the installed packages can load'
+    with must(requirement, path, ImportError, remedy=remedy, raises=ValueError), read_from(path):
+        return auto_class(read_config(path, None)).from_pretrained(path, **options, dtype=dtype)
+
+
+def _fresh(config: PretrainedConfig, dtype: torch.dtype, options: dict[str, Any]) -> Any:
+    with _makes_a_model('attn_implementation' if options else 'config'):
+        model = auto_class(config).from_config(config, **options)
+    cast_model(model, dtype)
+    return model
+
+
+def _check_is_decoder(config: PretrainedConfig) -> None:
+    if config.get_text_config().is_encoder_decoder:
         raise ValueError(
-            f'`pretrained` must be what the installed packages can load, got: {path} ({" ".join(str(error).split())})'
-            + remedy
-        ) from error
+            f'the model must have a decoder alone, got: {config.model_type} with an encoder, which would read '
+            'the answers: labels of conversations stand at their tokens. Take one with a causal language model'
+        )
 
 
 def _make_room_for(tokenizer: Any, model: Any, *, has_lora: bool) -> None:
@@ -314,7 +292,7 @@ def _make_room_for(tokenizer: Any, model: Any, *, has_lora: bool) -> None:
 def set_cache(config: PretrainedConfig, on: bool) -> None:
     """Switches the key-value cache of all parts of a model, which generation alone reads.
 
-    Training keeps it off: packed rows leak attention with it.
+    Training keeps it off: packed rows leak attention with it. Before transformers 4.52 each part had its own config.
     """
     config.use_cache = on
     for value in vars(config).values():
@@ -323,33 +301,29 @@ def set_cache(config: PretrainedConfig, on: bool) -> None:
 
 
 def _freeze_unreached_vision_layers(model: Any) -> set[str]:
-    """Freezes what lies behind the vision feature layer, final norm included: DDP would wait for its gradient.
+    """Freezes what lies behind the vision feature layer, for whose gradient DDP would wait, and returns the names.
 
-    Asked of the tower itself, on tensors without data, as releases differ: some give the normed output as the last
-    hidden state.
-
-    Returns:
-        The names of those parameters.
+    Found by a backward on tensors without data, as releases differ: some give the normed output as the last state.
     """
     if getattr(model.config, 'model_type', None) not in _FEATURE_LAYER_FAMILIES:
         return set()
-    tower = next(module for name, module in model.named_modules() if name.endswith(('vision_tower', 'image_tower')))
+    encoder = next(module for name, module in model.named_modules() if name.endswith(('vision_tower', 'image_tower')))
     chosen = getattr(model.config, 'vision_feature_layer', None)
     if chosen is None:
         chosen = model.config.vision_feature_layers
-    config, size, empty = tower.config, tower.config.image_size, detect_fake_mode() or FakeTensorMode()
+    config, size, empty = encoder.config, encoder.config.image_size, detect_fake_mode() or FakeTensorMode()
     height, width = size if isinstance(size, list | tuple) else (size, size)
-    tensors = chain(tower.named_parameters(), tower.named_buffers())
+    tensors = chain(encoder.named_parameters(), encoder.named_buffers())
     weights: dict[str, torch.Tensor] = {name: empty.from_tensor(value) for name, value in tensors}
     with empty, torch.enable_grad():
-        pixels = torch.empty(1, config.num_channels, height, width, dtype=tower.dtype, device=tower.device)
-        states = functional_call(tower, weights, (pixels,), {'output_hidden_states': True}).hidden_states
+        pixels = torch.empty(1, config.num_channels, height, width, dtype=encoder.dtype, device=encoder.device)
+        states = functional_call(encoder, weights, (pixels,), {'output_hidden_states': True}).hidden_states
         layers = chosen if isinstance(chosen, list | tuple) else [chosen]
         features = torch.stack([states[layer].sum() for layer in layers]).sum()
-        names = [name for name, parameter in tower.named_parameters() if parameter.requires_grad]
+        names = [name for name, parameter in encoder.named_parameters() if parameter.requires_grad]
         gradients = torch.autograd.grad(features, [weights[name] for name in names], allow_unused=True)
     unreached = {
-        id(tower.get_parameter(name)) for name, gradient in zip(names, gradients, strict=True) if gradient is None
+        id(encoder.get_parameter(name)) for name, gradient in zip(names, gradients, strict=True) if gradient is None
     }
     names = {name for name, parameter in model.named_parameters() if id(parameter) in unreached}
     for name in names:
@@ -390,6 +364,9 @@ def _refuse_unknown(settings: dict[str, Any], default: PretrainedConfig, path: s
     for key, value in settings.items():
         if key not in known:
             raise ValueError(unknown_name(f'`{path}` key', key, known))
+        least = 1 if key.endswith('_size') else 0 if key.startswith('num_') else -math.inf
+        if isinstance(value, int | float) and value < least:
+            raise ValueError(f'`{path}.{key}` must be at least {least}, got: {value}')
         inner = getattr(default, key, None)
         if isinstance(value, dict) and isinstance(inner, PretrainedConfig):
             named = value.get('model_type', inner.model_type)

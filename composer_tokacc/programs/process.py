@@ -75,7 +75,7 @@ def run_program(
     """Runs a program on a YAML file and returns its exit status, 2 with one line for a mistake of the user's.
 
     Args:
-        program: Takes the config; what it returns is the exit status, None for 0.
+        program: Takes the config and returns the exit status, None for 0.
         path: The YAML file.
         overrides: ``key=value`` each.
         num_ranks: Ranks that the run is planned for; None: those of this launch.

@@ -1,12 +1,11 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Ranks that hear of each other's end: the error that came first is what the user sees, whichever rank it is on.
+"""Shows the user the error that came first, whichever rank it is on.
 
 The launcher shows rank 0 of a node as it goes and the others only when they have ended; by then rank 0 has died of the
-broken connection, with a traceback that says nothing. So each rank tells its end to the store that torch's rendezvous
-has opened on rank 0, where a thread of every rank reads it: the first rank of a node says it and ends with its status,
-the others end in silence.
+broken connection. So each rank tells its end to the store that torch's rendezvous has opened on rank 0, where a thread
+of every rank reads it: the first rank of a node prints it and ends with its status, the others end in silence.
 """
 
 from __future__ import annotations
@@ -46,17 +45,13 @@ class RankWatch:
             self._thread.start()
 
     def stop(self) -> None:
-        """Ends the watch in order; this rank is not missed any more."""
+        """Ends the watch in order: this rank is not missed any more."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout=2 * _EVERY)
 
     def tell(self, message: str, status: int) -> bool:
-        """Tells the first ranks why this one ends, unless another has told them something before.
-
-        Returns:
-            Whether a first rank says it, so that this one need not.
-        """
+        """Tells the first ranks why this one ends, if it is the first to; returns whether one of them prints it."""
         if dist.get_world_size() == 1 or not dist.is_initialized():
             return False
         text = f'{status} {message}'

@@ -24,9 +24,9 @@ from composer.core import Algorithm, Callback, Precision
 from composer.distributed import DDPSyncStrategy
 from composer.distributed.mosaic_parallelism import SHARDING_MAP
 
-from composer_tokacc.programs.errors import ConfigError, unknown_name
+from composer_tokacc.programs.errors import ConfigError, must, unknown_name
 from composer_tokacc.programs.process import without_warnings
-from composer_tokacc.programs.values import AT_LEAST_0, AT_LEAST_1, FRACTION, POSITIVE, check_arguments
+from composer_tokacc.programs.values import AT_LEAST_0, AT_LEAST_1, FRACTION, POSITIVE, Range, check_arguments
 
 # Base class, a word that a YAML name may leave out (`tensorboard` for TensorboardLogger), and where the classes are.
 _SECTIONS: dict[str, tuple[type, str, tuple[Any, ...]]] = {
@@ -57,6 +57,7 @@ _HINTS: dict[str, Any] = {
     'mixed_precision': Literal['DEFAULT', 'PURE', 'FULL'],
     'momentum': Annotated[float, FRACTION],
     'precision': Literal[tuple(one.value for one in Precision)] | None,  # type: ignore[valid-type]
+    'save_num_checkpoints_to_keep': Annotated[int, Range(least=-1)],
     'sharding_strategy': Literal[tuple(SHARDING_MAP)],  # type: ignore[valid-type]
     'smoothing': Annotated[float, FRACTION],
     'state_dict_type': Literal['full', 'sharded'],
@@ -92,21 +93,18 @@ def build_section(kind: str, section: Mapping[str, Any], *positional: Any) -> An
 
 
 def _make(path: str, cls: Any, arguments: Mapping[str, Any], *given: Any) -> Any:
-    try:
-        with without_warnings():
-            return cls(*given, **arguments)
-    except Exception as error:  # whatever a class raises for its arguments, or for a package that it lacks
-        said = ' '.join(str(error).split()) or type(error).__name__
-        raise ConfigError(f'`{path}` must be what {cls.__name__} takes, got: {dict(arguments)} ({said})') from error
+    # Whatever a class raises for its arguments, or for a package that it lacks.
+    with without_warnings(), must(f'`{path}` must be what {cls.__name__} takes', dict(arguments), Exception):
+        return cls(*given, **arguments)
 
 
 def import_by_name(path: str, name: str) -> Any:
     """Returns what a dotted name such as ``my_package.callbacks.MyCallback`` stands for; ``path`` is where it stood."""
     module_name, _, attribute = name.rpartition('.')
-    try:
-        return getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f'`{path}` name must be importable, got: {name} ({error})') from error
+    with must(f'`{path}` name must be importable', name, ImportError, AttributeError, ValueError, TypeError):
+        found = getattr(importlib.import_module(module_name), attribute)
+        inspect.signature(found)  # of what is called by its arguments, which a module is not
+        return found
 
 
 def class_by_name(kind: str, name: str) -> Any:

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A callback that holds a resumed run to the model, data, processor, vocabulary and adapter of its checkpoint."""
+"""Holds a resumed run to the model, data, processor, vocabulary and adapter of its checkpoint."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import json
 import logging
 import pickle
 import re
+import zipfile
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,29 +24,25 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from composer_tokacc.data import identify_data, identify_processor, identify_vocabulary
-from composer_tokacc.programs.checkpoints import latest_checkpoint
-from composer_tokacc.programs.errors import ConfigError
+from composer_tokacc.programs.checkpoints import latest_checkpoint, read_checkpoint
+from composer_tokacc.programs.errors import ConfigError, must
 
 log = logging.getLogger(__name__)
 
 
 class SameData(Callback):
-    """Refuses to resume with another model, other data, another processor, vocabulary or adapter.
+    """Refuses to resume with another model, other data, another processor, vocabulary or adapter, on all ranks.
 
-    Of a model the names and shapes of the weights are compared; of the others fingerprints that are saved, but where
-    weights alone are loaded, or where the checkpoint is older than this callback. The number of ranks and all that cuts
-    batches may change.
+    Of a model the names and shapes of the weights are compared; of the others fingerprints, unless weights alone are
+    loaded or the checkpoint has none. The number of ranks and all that cuts batches may change.
 
     Args:
         dataset: The training set.
         processor: Its processor or tokenizer.
-        adapter: What the weights of the model's adapter do not tell, see :func:`.identify_adapter`.
+        adapter: See :func:`.identify_adapter`.
         model: The model, before the Trainer has it; None compares none.
         trainer: Arguments of the Trainer, which say where a checkpoint comes from.
         on_other_data: ``'raise'``, or ``'warn'`` to go on.
-
-    Raises:
-        ConfigError: Before weights are loaded, on all ranks; from a remote or compressed checkpoint after that.
     """
 
     def __init__(
@@ -74,10 +70,7 @@ class SameData(Callback):
         self._loading, self._compared = False, False
 
     def state_dict(self) -> dict[str, Any]:
-        """The fingerprints, as one string; nothing while a checkpoint is loaded.
-
-        A sharded one is loaded entry by entry, as the state of now has them, and fails for one that it lacks.
-        """
+        """Returns the fingerprints as one string; nothing while a sharded checkpoint is loaded."""
         return {} if self._loading else {'fingerprints': json.dumps(self._now)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -89,17 +82,17 @@ class SameData(Callback):
         """Compares before other data have given the model other shapes."""
         self._loading = True
         path, weights_only = _checkpoint(self.trainer, state.run_name)
-        if path is not None:
-            with suppress(pickle.UnpicklingError, RuntimeError):  # compressed: Composer knows how to read it
-                fingerprints, shapes = _saved(path, type(self).__qualname__)
-                self._compared = True
-                if not weights_only:
-                    self._compare(fingerprints)
-                if self.model is not None and not self.trainer.get('load_ignore_keys'):
-                    # Algorithms may have changed them since.
-                    own = self._weights if state.fsdp_enabled else _weights(self.model)
-                    strict = not weights_only or bool(self.trainer.get('load_strict_model_weights', True))
-                    _compare_weights(path, shapes, own or {}, strict=strict)
+        # Composer knows how to read a compressed one.
+        if path is not None and (path.is_dir() or zipfile.is_zipfile(path)):
+            fingerprints, shapes = _saved(path, type(self).__qualname__)
+            self._compared = True
+            if not weights_only:
+                self._compare(fingerprints)
+            if self.model is not None and not self.trainer.get('load_ignore_keys'):
+                # Algorithms may have changed them since.
+                own = self._weights if state.fsdp_enabled else _weights(self.model)
+                strict = not weights_only or bool(self.trainer.get('load_strict_model_weights', True))
+                _compare_weights(path, shapes, own or {}, strict=strict)
 
     def after_load(self, state: State, logger: Logger) -> None:
         """See :meth:`state_dict`."""
@@ -127,7 +120,7 @@ class SameData(Callback):
 
 
 def _checkpoint(trainer: Mapping[str, Any], run_name: str) -> tuple[Path | None, bool]:
-    """The local checkpoint that the Trainer will load, a folder if it is sharded, and whether its weights alone."""
+    """Returns the local checkpoint that the Trainer will load, if any, and whether its weights alone."""
     latest = latest_checkpoint({**trainer, 'run_name': run_name})
     if latest is not None:
         latest = dist.all_gather_object(latest)[0]  # of rank 0 for all, as sharded ones have it
@@ -141,7 +134,7 @@ def _checkpoint(trainer: Mapping[str, Any], run_name: str) -> tuple[Path | None,
 
 
 def _saved(path: Path, name: str) -> tuple[str, dict[str, tuple[int, ...]]]:
-    """What the callback of that name has saved in a checkpoint, empty if it has not, and the shapes of its weights."""
+    """Returns what the callback of that name saved in a checkpoint, and the shapes of its weights."""
     if path.is_dir():
         saved: dict[str, Any] = {'state': {'callbacks': {name: {'fingerprints': ''}}}}
         load(saved, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=True))
@@ -153,14 +146,15 @@ def _saved(path: Path, name: str) -> tuple[str, dict[str, tuple[int, ...]]]:
             if key.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
         }
     else:  # mapped: weights stay where they are
-        saved = torch.load(path, map_location='cpu', mmap=True, weights_only=False)
+        with must('the checkpoint must hold tensors and plain values alone', path, pickle.UnpicklingError):
+            saved = read_checkpoint(path, mmap=True)
         weights = saved['state'].get('model') or {}
         shapes = {key: tuple(weight.shape) for key, weight in weights.items() if isinstance(weight, torch.Tensor)}
     return dict(saved['state'].get('callbacks') or {}).get(name, {}).get('fingerprints', ''), shapes
 
 
 def _weights(model: torch.nn.Module) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Shape and place in memory of each."""
+    """Returns shape and place in memory of each."""
     tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     return {name: (tuple(value.shape), value.data_ptr()) for name, value in tensors.items()}
 
@@ -187,5 +181,5 @@ def _compare_weights(
 
 
 def _short(value: Any) -> str:
-    """Of a fingerprint the first eight characters."""
+    """Shortens fingerprints to their first eight characters."""
     return re.sub(r'\b([0-9a-f]{8})[0-9a-f]{24}\b', r'\1', json.dumps(value).strip('"'))

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What a finished run leaves behind: a result as JSON and a summary on the screen."""
+"""Writes what a finished run leaves behind: a result as JSON and a summary on the screen."""
 
 from __future__ import annotations
 
@@ -50,26 +50,17 @@ class FinishedRun:
     is_sharded: bool
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
-        """Steps and finite values of a logged metric; empty where nothing logged it."""
+        """Returns steps and finite values of a logged metric; empty where nothing logged it."""
         return _series(self.history, name)
 
 
 def summarize(
     state: State, history: InMemoryLogger, *, first_step: int, seconds: float, skipped: list[str]
 ) -> dict[str, Any]:
-    """The result of a run; what was logged before a resume is not in it.
+    """Returns the result of a run as JSON has it: ``eval`` of the last evaluation, ``token_monitor`` as means.
 
-    Args:
-        state: Of the Trainer, at its end.
-        history: What it logged.
-        first_step: Steps that had been made when this process began; ``seconds``, ``loss`` and ``token_monitor`` are of
-            those after it.
-        seconds: How long they took.
-        skipped: A line for each dataset that left out bad samples.
-
-    Returns:
-        ``run_name``, ``steps``, ``first_step``, ``epochs``, ``samples``, ``tokens``, ``seconds``; ``loss`` (first,
-        last); ``eval`` (last value of every metric), ``token_monitor`` (mean over the steps) and ``skipped``.
+    ``seconds``, ``loss`` and ``token_monitor`` are of the steps after ``first_step``, at which this process began;
+    ``skipped`` is a line for each dataset that left out bad samples.
     """
     _, losses = _series(history, _LOSS)
     names = {prefix: [name for name in history.data if name.startswith(prefix)] for prefix in (_EVAL, _MONITOR)}
@@ -91,11 +82,7 @@ def summarize(
 
 
 def write_report(config: TrainConfig, parts: RunParts, result: dict[str, Any], history: InMemoryLogger) -> str:
-    """Writes ``result.json``, after the function under ``report.name`` that may add to it.
-
-    Returns:
-        The summary, one figure a line.
-    """
+    """Writes ``result.json``, after the function under ``report.name`` has added to it; returns the summary."""
     folder = Path(config.report['folder'].format(run_name=result['run_name']))
     folder.mkdir(parents=True, exist_ok=True)
     lines = _lines(result)

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from composer_tokacc.planning import CostModel
-from composer_tokacc.programs.errors import ConfigError
+from composer_tokacc.programs.errors import ConfigError, must
 from composer_tokacc.programs.values import (
     AT_LEAST_0,
     AT_LEAST_1,
@@ -109,7 +109,7 @@ class MicrobatchingConfig:
     equal_counts: bool | Literal['auto'] = 'auto'
     """Same number of microbatches on every rank, which FSDP needs; ``auto``: unless DDP was seen to reduce gradients in
     the last one alone."""
-    width_multiple: Whole = 1
+    width_multiple: Annotated[int, Range(least=1, most=65536)] = 1
     """Round the width of a microbatch up to a multiple, e.g. 64 for tensor cores."""
     packing: bool | Literal['auto'] = False
     """String the rows of a microbatch into one without any padding, where the model tells the documents apart; or
@@ -166,41 +166,31 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """Reads a YAML file and lays ``key=value`` overrides over it; ``check_config`` checks what belongs together.
 
     Raises:
-        ConfigError: For an unreadable file, an unknown key, a wrong type or range; names the key and the nearest valid
-            one.
+        ConfigError: For an unreadable file, an unknown key (it names the nearest), a wrong type or range.
     """
     for override in overrides:
         if '=' not in override or override.startswith(('-', '=')):
             raise ConfigError(f'arguments after the file must be key=value, got: {override}')
     if Path(path).exists() and not Path(path).is_file():  # a pipe would be waited for
         raise ConfigError(f'config file must be a file, got: {path}')
-    try:
-        layers = [OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides))]
-        for layer in layers:
-            if not OmegaConf.is_dict(layer):
-                raise ConfigError(f'`{path}` must hold sections (`model:`, `loader:`, ...), got: no mapping')
-            _spell_out_size(layer)
-    except OSError as error:
-        raise ConfigError(f'config file must be readable, got: {path} ({error.strerror})') from error
-    except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f'`{path}` must be valid YAML, got: {" ".join(str(error).split())}') from error
-    except OmegaConfBaseException as error:
-        raise ConfigError(f'`{path}` must be valid, got: {str(error).splitlines()[0]}') from error
+    unreadable = (yaml.YAMLError, ValueError, OmegaConfBaseException)
+    with must('config file must be readable', path, OSError), must(f'`{path}` must be valid YAML', None, *unreadable):
+        layers = [OmegaConf.load(path)]
+    for override in overrides:  # one by one, to name it
+        with must(f'`{override.partition("=")[0]}` must be valid YAML', None, *unreadable):
+            OmegaConf.from_dotlist([override])
+    layers.append(OmegaConf.from_dotlist(list(overrides)))
+    for layer in layers:
+        if not OmegaConf.is_dict(layer):
+            raise ConfigError(f'`{path}` must hold sections (`model:`, `loader:`, ...), got: no mapping')
+        _spell_out_size(layer)
     return merge(TrainConfig, *layers)
 
 
 def merge(options: type[Options], *layers: Any, path: str = '') -> Options:
-    """Returns an instance of a dataclass with the values of the last layer that names them.
+    """Returns an instance of a dataclass with the values of the last layer that names them, checked.
 
-    Args:
-        options: The dataclass.
-        *layers: Mappings.
-        path: Where they stand, for messages.
-
-    Raises:
-        ConfigError: For an unknown key, or a value of the wrong type or range.
+    ``path`` is the section that the layers stand in, for messages.
     """
     merged = _defaults(options)
     for layer in layers:

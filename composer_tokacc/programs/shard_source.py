@@ -63,8 +63,8 @@ class ShardSource(Source):
         check_arguments('dataset.processor', build_small_processor, arguments, num_given=1)
         return build_small_processor(self._texts(), **arguments)
 
-    def open_dataset(self, processor: Any, *, is_eval: bool) -> Any:
-        """Opens the dataset, shared among the ranks as StreamingDataset does it.
+    def build_dataset(self, processor: Any, *, is_eval: bool = False) -> Any:
+        """Returns the dataset, shared among the ranks as StreamingDataset does it; None where there is no eval set.
 
         The shared memory of a killed run says that its folder is in use. It cannot be told from that of a living one,
         but no two runs may download to the same folder anyway, so it is removed and the dataset is tried once more.
@@ -73,6 +73,8 @@ class ShardSource(Source):
 
         from composer_tokacc.data.llava_streaming import LlavaStreamingDataset
 
+        if is_eval and not self.section.get('eval'):
+            return None
         arguments = {
             'shuffle_seed': self.config.seed,
             **self._arguments(is_eval=is_eval),

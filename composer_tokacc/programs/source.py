@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from functools import cached_property
 from typing import Any
 
 from composer.core import DataSpec
@@ -47,8 +46,8 @@ class Source(ABC):
         """Makes a processor for a fresh model."""
 
     @abstractmethod
-    def open_dataset(self, processor: Any, *, is_eval: bool) -> Any:
-        """Opens the training set or the eval set."""
+    def build_dataset(self, processor: Any, *, is_eval: bool = False) -> Any:
+        """Returns the training set, or the eval set (None where ``dataset.eval`` is absent)."""
 
     @abstractmethod
     def open_loader(
@@ -73,12 +72,6 @@ class Source(ABC):
         vision = (model.config or {}).get('vision_config', {})
         arguments = {**{key: vision[key] for key in ('image_size', 'patch_size') if key in vision}, **arguments}
         return self.small_processor(arguments)
-
-    def build_dataset(self, processor: Any, *, is_eval: bool = False) -> Any:
-        """Returns the training set, or the eval set (None where ``dataset.eval`` is absent)."""
-        if is_eval and not self.section.get('eval'):
-            return None
-        return self.open_dataset(processor, is_eval=is_eval)
 
     def measure(self, dataset: Any, processor: Any) -> LengthTable:
         """Returns the length table of a dataset, with patches of the run's own vision encoder."""
@@ -128,7 +121,7 @@ class Source(ABC):
         size = self.config.microbatching.device_train_microbatch_size
         return size if isinstance(size, int) else self.rank_batch_size()
 
-    @cached_property
+    @property
     def planning(self) -> dict[str, Any]:
         """Options of the config that samplers and loaders plan with."""
         microbatching = self.config.microbatching
@@ -142,10 +135,8 @@ class Source(ABC):
         """Tells whether the last, smaller batch is left out, and refuses a dataset of which nothing would be left."""
         drops_last = self.config.loader.drop_last and not is_eval
         if drops_last and num_samples < self.config.loader.global_batch_size:
-            raise ConfigError(
-                '`loader.global_batch_size` must be at most the dataset with `loader.drop_last`, got: '
-                f'{self.config.loader.global_batch_size} > {num_samples} samples. Lower it or set drop_last=false'
-            )
+            found = f'{self.config.loader.global_batch_size} > {num_samples} samples. Lower it or set drop_last=false'
+            raise ConfigError(f'`loader.global_batch_size` must be at most the dataset with `drop_last`, got: {found}')
         return drops_last
 
 

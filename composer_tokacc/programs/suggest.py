@@ -32,19 +32,12 @@ from composer_tokacc.sizing import (
     suggest_microbatching,
 )
 
-__all__ = ['apply_suggestion', 'device_memory_gib', 'memory_of_run', 'suggest_for_run']
-
 log = logging.getLogger(__name__)
 
 
 def apply_suggestion(config: TrainConfig, dataset: Any, processor: Any) -> tuple[int, int]:
-    """What ``suggest`` stands for: ``device_train_microbatch_size`` and ``slot_tokens``, the same on all ranks.
-
-    Rank 0 decides for the smallest device of all ranks. Every rank must call it: they share the scan of the lengths.
-
-    Raises:
-        ValueError: Nothing fits; raised on all ranks.
-    """
+    """Returns what ``suggest`` stands for: ``device_train_microbatch_size`` and ``slot_tokens``; a collective."""
+    # Rank 0 decides for the smallest device of all ranks, and what it refuses is refused on all.
     table = source_of(config).measure(dataset, processor)
     smallest = min(dist.all_gather_object(config.microbatching.device_memory_gib or device_memory_gib(config)))
     decided: list[Any] = [None]
@@ -76,32 +69,19 @@ def suggest_for_run(
     seconds_per_step: float = 0.0,
 ) -> SizingReport:
     """:func:`.suggest_microbatching` with what the config says; see there for the arguments."""
-    microbatching = config.microbatching
+    own = config.microbatching
+    names = ('cost', 'slot_tokens', 'max_image_tokens', 'regroup', 'equal_counts', 'width_multiple')
     suggest = partial(
-        suggest_microbatching,
-        table,
-        num_ranks=num_ranks,
-        global_batch_size=config.loader.global_batch_size,
-        memory=memory,
-        device_memory_gib=gib,
-        cost=microbatching.cost,
-        measured_cost=measured_cost,
-        seconds_per_step=seconds_per_step,
-        safety=safety,
-        slot_tokens=microbatching.slot_tokens,
-        max_image_tokens=microbatching.max_image_tokens,
-        regroup=microbatching.regroup,
-        equal_counts=microbatching.equal_counts,
-        width_multiple=microbatching.width_multiple,
-        seed=config.seed,
-    )
-    if microbatching.packing != 'auto':
-        return suggest(packing=bool(microbatching.packing))
-    return min((suggest(packing=packing) for packing in (True, False)), key=lambda report: report.figures['split'].cost)
+        suggest_microbatching, table, num_ranks=num_ranks, global_batch_size=config.loader.global_batch_size,
+        memory=memory, device_memory_gib=gib, measured_cost=measured_cost, seconds_per_step=seconds_per_step,
+        safety=safety, seed=config.seed, **{name: getattr(own, name) for name in names},
+    )  # fmt: skip
+    choices = (True, False) if own.packing == 'auto' else (bool(own.packing),)
+    return min((suggest(packing=packing) for packing in choices), key=lambda report: report.figures['split'].cost)
 
 
 def memory_of_run(config: TrainConfig, dataset: Any, processor: Any, table: LengthTable) -> MemoryModel:
-    """The memory model of a config's run, traced without a GPU; kept in the user's cache folder."""
+    """Returns the memory model of a config's run, traced without a GPU; kept in the user's cache folder."""
     settings = asdict(config.model)
     settings.pop('train_metrics')
     # Flash attention is not for CPUs; SDPA keeps the same, but for a mask where there is padding.
@@ -116,7 +96,7 @@ def memory_of_run(config: TrainConfig, dataset: Any, processor: Any, table: Leng
         return calibrate_fake(
             build,
             model_config,
-            [dataset[index] for index in _telling_samples(table)],
+            [dataset[index] for index in _probe_samples(table)],
             width=int(table.lengths.max()),
             make_optimizer=partial(build_section, 'optimizer', config.optimizer),
             precision=key['precision'],
@@ -129,14 +109,14 @@ def memory_of_run(config: TrainConfig, dataset: Any, processor: Any, table: Leng
 
 
 def device_memory_gib(config: TrainConfig) -> float:
-    """Memory of this rank's device; on CPU its share of the host's."""
+    """Returns the memory of this rank's device; on CPU its share of the host's."""
     if config.trainer.get('device') != 'cpu' and torch.cuda.is_available():
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / GIB
     return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / GIB / dist.get_local_world_size()
 
 
 def _key(config: TrainConfig, table: LengthTable) -> dict[str, Any]:
-    """What the memory of a run depends on, its microbatches aside."""
+    """Returns what the memory of a run depends on, its microbatches aside."""
     precision = precision_of(config)
     return {
         'model': asdict(config.model),
@@ -145,16 +125,16 @@ def _key(config: TrainConfig, table: LengthTable) -> dict[str, Any]:
         'strategy': 'fsdp' if config.is_sharded else 'ddp',
         'device': 'cpu' if config.trainer.get('device') == 'cpu' else 'gpu',
         'width': int(table.lengths.max()),
-        # A film has other pixels a token than an image has.
-        'samples': [[int(getattr(table, name)[index]) for name in TABLE_COLUMNS] for index in _telling_samples(table)],
+        # A video has other pixels a token than an image has.
+        'samples': [[int(getattr(table, name)[index]) for name in TABLE_COLUMNS] for index in _probe_samples(table)],
     }
 
 
-def _telling_samples(table: LengthTable) -> list[int]:
-    """The shortest sample without an image, and those with the fewest and the most image tokens."""
-    plain, seeing = np.flatnonzero(table.image_tokens == 0), np.flatnonzero(table.image_tokens)
-    chosen = [int(plain[np.argmin(table.lengths[plain])])] if len(plain) else []
-    if len(seeing):
-        order = seeing[np.argsort(table.image_tokens[seeing], kind='stable')]
+def _probe_samples(table: LengthTable) -> list[int]:
+    """Returns the shortest sample without an image, and those with the fewest and the most image tokens."""
+    text, with_images = np.flatnonzero(table.image_tokens == 0), np.flatnonzero(table.image_tokens)
+    chosen = [int(text[np.argmin(table.lengths[text])])] if len(text) else []
+    if len(with_images):
+        order = with_images[np.argsort(table.image_tokens[with_images], kind='stable')]
         chosen += [int(order[0]), int(order[-1])]
     return chosen

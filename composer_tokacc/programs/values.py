@@ -18,7 +18,7 @@ from dataclasses import dataclass, is_dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from composer_tokacc.programs.errors import ConfigError, unknown_name
+from composer_tokacc.programs.errors import ConfigError, must, unknown_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,10 +126,8 @@ def check_time(path: str, value: Any, *, least: int = 1) -> None:
     """Refuses what is no time, and one that is too short."""
     from composer.core import TimeUnit, ensure_time
 
-    try:
+    with must(f'`{path}` must be a time such as 2ep or 500ba', value, ValueError, TypeError, RuntimeError):
         found = ensure_time(value, TimeUnit.EPOCH).value
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise ConfigError(f'`{path}` must be a time such as 2ep or 500ba, got: {value}') from error
     if found < least and not 0 < found < 1:
         raise ConfigError(f'`{path}` must be {"longer than nothing" if least else "no negative time"}, got: {value}')
 

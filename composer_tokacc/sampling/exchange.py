@@ -120,7 +120,7 @@ class ExchangingDataLoader(DataLoader):
         self.dataset.load_state_dict(state)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _read(self, reading: Iterator[Any], batch: int) -> tuple[list[Any], list[list[tuple[int, int, int]]]]:
-        """This rank's samples, and length, image tokens and patches of those of every rank.
+        """Returns this rank's samples, and length, image tokens and patches of those of every rank.
 
         A rank that fails tells the others, which would wait for it otherwise.
         """
@@ -152,16 +152,13 @@ class ExchangingDataLoader(DataLoader):
 
 
 class SampleExchange:
-    """A process group on the CPU beside that of the training, and the two steps of an exchange.
-
-    Every rank must make the same calls in the same order. The group is made at the first of them.
-    """
+    """A process group on the CPU, made at its first use; every rank must make the same calls in the same order."""
 
     def __init__(self) -> None:
         self._group: Any = None
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, by rank; for small ones."""
+        """Returns the values of all ranks, by rank; for small ones."""
         if dist.get_world_size() == 1:
             return [value]
         values: list[Any] = [None] * dist.get_world_size()
@@ -169,15 +166,12 @@ class SampleExchange:
         return values
 
     def swap(self, samples: Sequence[Any], num_samples: Sequence[int], assigned: Sequence[Sequence[int]]) -> list[Any]:
-        """Gives every rank the samples that it computes.
+        """Gives every rank the samples that it computes, and returns those of this rank, in its order.
 
         Args:
             samples: Those that this rank has.
             num_samples: How many each rank has. Samples of all ranks are counted through in the order of the ranks.
             assigned: Numbers of the samples that each rank shall have; several may have the same.
-
-        Returns:
-            The samples of this rank, in its order. Those that were here are the objects that were given.
         """
         rank = dist.get_global_rank()
         owners = [owner for owner, number in enumerate(num_samples) for _ in range(number)]
@@ -192,7 +186,7 @@ class SampleExchange:
         ]
 
     def _all_to_all(self, sending: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Bytes from every rank for bytes to every rank; the numbers of bytes go ahead of them."""
+        """Swaps bytes from every rank for bytes to every rank; the numbers of bytes go ahead of them."""
         if len(sending) == 1:
             return sending
         num_sent = torch.tensor([len(packed) for packed in sending])
@@ -210,13 +204,13 @@ class SampleExchange:
 
 
 def to_bytes(samples: Sequence[Any]) -> torch.Tensor:
-    """Samples as bytes, uint8 (number of bytes,)."""
+    """Returns samples as bytes, uint8 (number of bytes,)."""
     buffer = io.BytesIO()
     torch.save(list(samples), buffer)
     return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
 
 
 def from_bytes(packed: torch.Tensor) -> list[Any]:
-    """The inverse of :func:`to_bytes`."""
+    """Returns the inverse of :func:`to_bytes`."""
     # Not weights_only: what one process of a run sends to another is whatever its dataset made.
     return torch.load(io.BytesIO(packed.numpy().tobytes()), weights_only=False)

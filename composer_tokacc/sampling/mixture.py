@@ -89,26 +89,16 @@ def mixed_batches(
     epoch: int,
     media: np.ndarray | None = None,
 ) -> list[np.ndarray]:
-    """The global batches of one epoch; every epoch has equally many.
+    """Returns the samples of each global batch of one epoch, int64; every epoch has equally many.
 
     Each dataset is a sequence without end, and so is the run: the datasets' sequences, merged evenly, so that every
     global batch has each dataset's share to within one sample or two. Epochs are stretches of it. Nothing is lost at
     their borders: with `drop_last` the next epoch begins with what did not fill a global batch of the last, so even a
-    dataset smaller than that is passed as often as any other.
+    dataset smaller than that is passed as often as any other; without it the last global batch holds the samples that
+    are left. Without a seed datasets keep their own order.
 
-    With `media`, every global batch holds samples of one modality only; their batches are merged evenly.
-
-    Args:
-        mixture: The datasets and their shares.
-        global_batch_size: Samples of a global batch.
-        drop_last: Whether all global batches are full. Otherwise the last one of an epoch (with `media`: of each
-            modality) holds the samples that are left.
-        seed: Seed of the run; None keeps each dataset's own order.
-        epoch: Number of the epoch, from 0.
-        media: Modality of each sample, int (n,); None: global batches mix them.
-
-    Returns:
-        Indices of the samples of each global batch, int64.
+    With `media`, the modality of each sample, int (n,), every global batch holds samples of one modality only; their
+    batches are merged evenly.
     """
     groups, size = _streams(mixture, media), global_batch_size
     quotas = [sum((stream.quota for stream in group), Fraction(0)) for group in groups]
@@ -130,7 +120,7 @@ def mixed_batches(
 
 
 def _streams(mixture: Mixture, media: np.ndarray | None) -> list[list[_Stream]]:
-    """Sequences to merge into each kind of global batch: one kind, or one for each modality."""
+    """Returns the sequences to merge into each kind of global batch: one kind, or one for each modality."""
     ends = np.cumsum(mixture.sizes)
     datasets = [np.arange(end - size, end) for size, end in zip(mixture.sizes, ends, strict=True)]
     media = np.zeros(ends[-1], dtype=np.int64) if media is None else media
@@ -146,7 +136,7 @@ def _streams(mixture: Mixture, media: np.ndarray | None) -> list[list[_Stream]]:
 
 
 def _merged(group: list[_Stream], begin: int, end: int, seed: int | None) -> np.ndarray:
-    """Samples from place `begin` to `end` of the evenly merged sequences of a group."""
+    """Returns samples from place `begin` to `end` of the evenly merged sequences of a group."""
     quotas = [stream.quota for stream in group]
     sources, items = interleave(counts_of_first(begin, quotas), counts_of_first(end, quotas), quotas)
     samples = np.empty_like(items)
@@ -161,17 +151,11 @@ def _merged(group: list[_Stream], begin: int, end: int, seed: int | None) -> np.
 
 
 def counts_of_first(num_items: int, quotas: Sequence[Fraction]) -> list[int]:
-    """How many of the first items of the merged sequence each sequence has given.
+    """Returns how many of the first items of the merged sequence each sequence has given.
 
     Item ``j`` of a sequence with quota ``q`` stands at ``(j + 1/2) / q`` (Sainte-Laguë's divisor method), so counts
-    never fall when `num_items` grows. ``sum(quotas)`` items hold exactly ``quotas``, where these are integers.
-
-    Args:
-        num_items: Length of the merged sequence.
-        quotas: Positive relative rates.
-
-    Returns:
-        Counts that add up to `num_items`; ties go to the earlier sequence.
+    never fall when `num_items` grows, and add up to it. ``sum(quotas)`` items hold exactly ``quotas``, where these are
+    integers; ties go to the earlier sequence.
     """
     # All items up to this place, which are at most `num_items`; the few that are missing come one by one.
     place = Fraction(max(num_items - len(quotas), 0)) / sum(quotas)
@@ -189,15 +173,9 @@ def counts_of_first(num_items: int, quotas: Sequence[Fraction]) -> list[int]:
 
 
 def interleave(begins: Sequence[int], ends: Sequence[int], quotas: Sequence[Fraction]) -> tuple[np.ndarray, np.ndarray]:
-    """A stretch of the merged sequence.
+    """Returns a stretch of the merged sequence: which sequence stands at each place, and which of its items.
 
-    Args:
-        begins: First item of each sequence in it.
-        ends: One past the last.
-        quotas: As for :func:`counts_of_first`.
-
-    Returns:
-        For each place of the stretch: which sequence, and which of its items. Both int64.
+    The stretch begins with item ``begins`` of each sequence and stops before item ``ends``.
     """
     places = [
         (np.arange(begin, end) + 0.5) / float(quota) for begin, end, quota in zip(begins, ends, quotas, strict=True)

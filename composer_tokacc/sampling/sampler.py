@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, TypeVar
 
@@ -15,13 +15,12 @@ import torch
 from composer.utils import dist
 from torch.utils.data import Dataset, DistributedSampler
 
-from composer_tokacc.planning import CostModel, CutOptions, MicrobatchPlan
+from composer_tokacc.planning import CostModel, CutOptions, MicrobatchPlan, Table, checked_table
 from composer_tokacc.sampling.mixture import Mixture, mixed_batches
 from composer_tokacc.sampling.rank_assignment import LoadPlanner, RankAssignment
 
 Item = TypeVar('Item')
 Result = TypeVar('Result')
-Table = Sequence[float] | np.ndarray
 
 
 class RegroupingBatchSampler(DistributedSampler):
@@ -119,17 +118,18 @@ class RegroupingBatchSampler(DistributedSampler):
         self, num_samples: int, lengths: Table, image_tokens: Table | None, vision: Table | None, media: Table | None
     ) -> None:
         options = self.planner.options
-        self.lengths = _int_table('lengths', lengths, num_samples, 1, 'max_tokens', options.max_tokens)
+        caps = {'cap_name': 'max_tokens', 'cap': options.max_tokens}
+        self.lengths = _capped('lengths', lengths, num_samples, least=1, **caps)
         self.image_tokens = self.media = self._vision_cost = None
         if image_tokens is not None:
-            cap = options.max_image_tokens
-            self.image_tokens = _int_table('image_tokens', image_tokens, num_samples, 0, 'max_image_tokens', cap)
+            caps = {'cap_name': 'max_image_tokens', 'cap': options.max_image_tokens}
+            self.image_tokens = _capped('image_tokens', image_tokens, num_samples, least=0, **caps)
         if vision is not None:
-            self._vision_cost = _table('vision_cost', vision, num_samples).astype(np.float64)
+            self._vision_cost = checked_table('vision_cost', vision, num_samples, dtype=np.float64)
         if self.modality not in ('mixed', 'per_step'):
             raise ValueError(f"`modality` must be 'mixed' or 'per_step', got: {self.modality!r}.")
         if self.modality == 'per_step' and media is not None:
-            self.media = _int_table('media', media, num_samples, 0)
+            self.media = checked_table('media', media, num_samples)
         elif self.modality == 'per_step' and self.image_tokens is not None:
             self.media = (self.image_tokens > 0).astype(np.int64)
         elif self.modality == 'per_step':
@@ -286,27 +286,10 @@ def _check_batch_size(
         )
 
 
-def _table(name: str, values: Table, num_samples: int) -> np.ndarray:
-    table = np.asarray(values)
-    if table.shape != (num_samples,):
-        raise ValueError(
-            f'`{name}` must have one entry per sample, got: shape {table.shape} for {num_samples} samples. Make it '
-            'for this dataset.'
-        )
-    return table
-
-
-def _int_table(
-    name: str, values: Table, num_samples: int, least: int, cap_name: str = '', cap: int | None = None
-) -> np.ndarray:
-    """Returns one int per sample, int64 (n,), after a check that none is below the least or over the cap."""
-    table = _table(name, values, num_samples)
-    if table.dtype.kind not in 'iu':
-        raise ValueError(f'`{name}` must be integers, got: {table.dtype}. Pass token counts.')
-    table = table.astype(np.int64)
-    lowest, highest = int(table.argmin()), int(table.argmax())
-    if table[lowest] < least:
-        raise ValueError(f'`{name}` must be at least {least}, got: {table[lowest]} at sample {lowest}. Count it again.')
+def _capped(name: str, values: Table, num_samples: int, *, least: int, cap_name: str, cap: int | None) -> np.ndarray:
+    """Returns one int per sample, int64 (n,), after a check that none is over the cap."""
+    table = checked_table(name, values, num_samples, least=least)
+    highest = int(table.argmax())
     if cap is not None and table[highest] > cap:
         raise ValueError(
             f'`{cap_name}` must be at least the longest sample, got: {cap} < {table[highest]} (sample {highest}). '

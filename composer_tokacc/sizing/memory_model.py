@@ -185,18 +185,20 @@ def calibrate_fake(
     """Traces four to six microbatches of the model under fake tensors and fits the terms to them.
 
     Args:
-        build: Makes the model on the CPU, as for training.
+        build: Makes the model on the CPU, in training mode: ``lambda: LlamaForCausalLM(config)``. A Composer
+            ``HuggingFaceModel`` is unwrapped.
         config: Its Transformers config.
         samples: Samples as the processor returns them; see ``probe_batches``.
         width: Width of the widest microbatch: about the longest sample of the dataset.
         make_optimizer: Makes the optimizer of the parameters that train.
-        precision: As in ``Trainer(precision=...)``.
-        strategy: ``'ddp'`` or ``'fsdp'``.
-        on_gpu: Whether the run will be on GPUs.
+        precision: ``'fp32'``, ``'amp_bf16'`` or ``'amp_fp16'``, as in ``Trainer(precision=...)``.
+        strategy: ``'ddp'`` or ``'fsdp'``, which runs a copy of the parameters in the type of `precision`.
+        on_gpu: Whether the run is on GPUs, where autocast keeps more in float32 and optimizers work on all tensors
+            at once.
         has_mask: Whether attention holds a mask where there is padding, as SDPA does; flash attention has none.
 
     Raises:
-        ValueError: See ``TracedStep`` and ``probe_batches``.
+        ValueError: Precision or strategy is unknown, or the model's control flow depends on values of its weights.
     """
     batches = probe_batches(BatchLayout.for_model(config), samples, width)
     step = TracedStep(

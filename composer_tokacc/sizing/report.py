@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What the sizing helper found: as text, as JSON, as YAML lines to paste, as a picture."""
+"""The sizing report: as text, as JSON, as YAML lines to paste, as a picture."""
 
 from __future__ import annotations
 
@@ -16,12 +16,9 @@ from composer_tokacc.sizing.memory_model import residual_warning
 from composer_tokacc.sizing.profile import DatasetProfile
 from composer_tokacc.sizing.simulate import StepFigures
 
-__all__ = ['SizeRow', 'SizingReport', 'draw_report']
-
 METHOD_NAMES = {'stock': 'stock Composer', 'split': 'split and trimmed', 'planned': 'planned over ranks'}
 WORTH_SAYING = 0.02
 """Less than this of a step is within the error of the cost model."""
-STOCK, SPLIT, PLANNED, LIMIT = '#8a8f98', '#2a78b5', '#1f9d6b', '#c0392b'
 PART_COLORS = {'model': '#8a8f98', 'text': '#2a78b5', 'logits': '#e0a030', 'vision': '#7d5ba6', 'inputs': '#333333'}
 
 
@@ -91,31 +88,31 @@ class SizingReport:
         return self.device_memory_gib * self.safety
 
     def step_seconds(self, method: str) -> float | None:
-        """Seconds of a step, where the cost model was fitted to measured times."""
+        """Returns the seconds of a step, where the cost model was fitted to measured times."""
         return None if self.seconds_per_unit is None else self.time_of(self.figures[method].cost)
 
     def time_of(self, cost: float) -> float:
-        """A step of this cost in seconds where those are known, or over the time of stock Composer's."""
+        """Returns a step of this cost in seconds where those are known, or over the time of stock Composer's."""
         if self.seconds_per_unit is None:
             return cost / self.figures['stock'].cost
         return cost * self.seconds_per_unit + self.seconds_per_step
 
     def speedup(self, method: str = 'split') -> float:
-        """Step time of stock Composer over that of ``'split'`` or ``'planned'``."""
+        """Returns the step time of stock Composer over that of ``'split'`` or ``'planned'``."""
         return self.time_of(self.figures['stock'].cost) / self.time_of(self.figures[method].cost)
 
     def share_of_bound(self, method: str = 'split') -> float:
-        """How much of what any plan could reach is reached."""
+        """Returns how much of what any plan could reach is reached."""
         return self.bound / self.figures[method].cost
 
     def identity(self) -> str:
-        """The global batch as ``rows x microbatches x ranks`` of stock Composer."""
+        """Returns the global batch as ``rows x microbatches x ranks`` of stock Composer."""
         accumulation, rest = divmod(self.global_batch_size // self.num_ranks, self.stock_microbatch_size)
         cut = f'{self.stock_microbatch_size} x {accumulation}' + (f' + {rest}' if rest else '')
         return f'({cut}) rows x {self.num_ranks} ranks = {self.global_batch_size} samples a step'
 
     def yaml(self) -> str:
-        """Lines to paste into a run's YAML file."""
+        """Returns the lines to paste into a run's YAML file."""
         lines = [
             'microbatching:',
             f'  device_train_microbatch_size: {self.device_train_microbatch_size}',
@@ -134,7 +131,7 @@ class SizingReport:
         return '\n'.join(lines)
 
     def warnings(self) -> list[str]:
-        """What a reader must know before trusting the figures."""
+        """Returns what a reader must know before trusting the figures."""
         rough = residual_warning(self.memory_residual)
         found = [rough] if rough else []
         if self.too_large:
@@ -143,9 +140,8 @@ class SizingReport:
                 '(`dataset.max_length`), or switch on checkpointing or sharding.'
             )
         elif self.oversize:
-            found.append(
-                f'{len(self.oversize)} samples are over a cap of a microbatch and go alone: {self.oversize[0]}.'
-            )
+            one = self.oversize[0]
+            found.append(f'{len(self.oversize)} samples are over a cap of a microbatch and go alone: {one}.')
         fastest = min((row for row in self.sizes if row.fits), key=lambda row: row.cost['planned'], default=None)
         if fastest is not None and fastest.cost['planned'] < (1 - WORTH_SAYING) * self.figures['planned'].cost:
             gain = 1 - fastest.cost['planned'] / self.figures['planned'].cost
@@ -156,7 +152,7 @@ class SizingReport:
         return found
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, with what follows from it."""
+        """Returns everything, with what follows from it."""
         methods = ('split', 'planned')
         return {
             **asdict(self),
@@ -175,14 +171,14 @@ class SizingReport:
         Path(path).write_text(json.dumps(self.as_dict(), indent=2) + '\n')
 
     def text(self) -> str:
-        """The recommendation, its reasons and the lines to paste, for a terminal."""
+        """Returns the recommendation, its reasons and the lines to paste, for a terminal."""
         tables = [_answer(self), _memory(self), _methods(self), _sizes(self)]
         notes = [f'note: {line}' for line in self.warnings()]
         return '\n\n'.join([*tables, *notes, 'Paste into the YAML file:', self.yaml()])
 
 
 def _terms(cost: CostModel) -> dict[str, float]:
-    """What a measured cost says otherwise than the default one."""
+    """Returns what a measured cost says otherwise than the default one."""
     default = asdict(CostModel())
     return {
         name: value for name, value in asdict(cost).items() if value != default[name] and name != 'seconds_per_token'
@@ -197,7 +193,7 @@ def _answer(report: SizingReport) -> str:
         ('tokens a sample', length),
         ('longest sample', f'{profile.longest} tokens (variation of all {profile.variation:.2f})'),
         ('image tokens', f'{profile.image_share:.0%} of the tokens'),
-        ('vision tower', _vision(profile)),
+        ('vision encoder', _vision(profile)),
         ('carry loss', 'unknown' if profile.loss_share is None else f'{profile.loss_share:.0%} of the tokens'),
         ('global batch', report.identity()),
         ('largest safe size', f'{report.device_train_microbatch_size} rows of {report.slot_tokens} tokens'),
@@ -229,18 +225,11 @@ def _methods(report: SizingReport) -> str:
         ('', '', 'micro-', 'imbal-', 'time,', 'speed-', 'of the'),
         ('method', 'padding', 'batches', 'ance', unit, 'up', 'bound'),
     )
-    rows = [
-        (
-            METHOD_NAMES[method],
-            f'{figures.padding_ratio:.1%}',
-            f'{figures.microbatches:.1f}',
-            f'{figures.imbalance:.2f}',
-            _time(report, figures.cost),
-            f'{report.speedup(method):.2f}x',
-            f'{report.share_of_bound(method):.0%}',
-        )
-        for method, figures in report.figures.items()
-    ]
+    rows = []
+    for method, figures in report.figures.items():
+        counted = f'{figures.padding_ratio:.1%}', f'{figures.microbatches:.1f}', f'{figures.imbalance:.2f}'
+        gained = f'{report.speedup(method):.2f}x', f'{report.share_of_bound(method):.0%}'
+        rows.append((METHOD_NAMES[method], *counted, _time(report, figures.cost), *gained))
     return _table('A step', header, rows)
 
 
@@ -264,7 +253,7 @@ def _sizes(report: SizingReport) -> str:
 
 
 def _table(title: str, header: Sequence[Sequence[str]], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their widest cell; the first to the left, and figures, which have a header, to the right."""
+    """Lays cells out under each other: the first to the left, and figures, which have a header, to the right."""
     lines = [*header, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     align = '>' if header else '<'
@@ -304,9 +293,9 @@ def draw_report(path: str | Path, report: SizingReport) -> None:
 
 def _draw_padding(axis: Any, report: SizingReport) -> None:
     for method, style, color, label in (
-        ('stock', 'o-', STOCK, 'stock Composer: every microbatch as wide as its device batch'),
-        ('split', 'o-', SPLIT, 'sorted, cut and trimmed on each rank'),
-        ('planned', 's--', PLANNED, 'planned over all ranks'),
+        ('stock', 'o-', '#8a8f98', 'stock Composer: every microbatch as wide as its device batch'),
+        ('split', 'o-', '#2a78b5', 'sorted, cut and trimmed on each rank'),
+        ('planned', 's--', '#1f9d6b', 'planned over all ranks'),
     ):
         axis.plot([100 * row.padding[method] for row in report.sizes], style, color=color, label=label)
     _name_sizes(axis, report)
@@ -330,7 +319,7 @@ def _draw_memory(axis: Any, report: SizingReport) -> None:
     limit = f'limit: {report.safety:.0%} of {report.device_memory_gib:g} GiB'
     top = 1.45 * max(row.peak_gib for row in report.sizes)
     if report.limit_gib < top:
-        axis.axhline(report.limit_gib, color=LIMIT, label=limit)
+        axis.axhline(report.limit_gib, color='#c0392b', label=limit)
     else:
         axis.plot([], [], ' ', label=f'{limit}, above this picture')
     axis.set_ylim(0, top)

@@ -19,23 +19,18 @@ Sample = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class BatchShape:
-    """The sizes of a microbatch that its memory follows.
-
-    Args:
-        rows: Rows.
-        width: Padded width in tokens, image placeholders included.
-        image_tokens: Image placeholders of all rows.
-        image_area: Sum over the images of squared image tokens: eager attention inside the vision encoder.
-        pixel_bytes: Bytes of pixels and audio features, as the processor returns them.
-        is_padded: Whether some position is padding. Without any, SDPA needs no mask.
-    """
+    """The sizes of a microbatch that its memory follows."""
 
     rows: int
     width: int
+    """Padded width in tokens, image placeholders included."""
     image_tokens: int = 0
     image_area: float = 0.0
+    """Sum over the images of squared image tokens: eager attention inside the vision encoder."""
     pixel_bytes: int = 0
+    """Bytes of pixels and audio features, as the processor returns them."""
     is_padded: bool = True
+    """Whether some position is padding. Without any, SDPA needs no mask."""
 
     @property
     def tokens(self) -> int:
@@ -95,16 +90,11 @@ def batch_of_width(layout: BatchLayout, samples: Sequence[Sample], width: int) -
 def probe_batches(layout: BatchLayout, samples: Sequence[Sample], width: int) -> list[dict[str, Any]]:
     """Returns batches of real samples, widened with padding: four of text, six where there are images.
 
-    Rows, width and images vary independently: tokens, ``rows x width^2`` and image tokens are then no multiples of each
-    other. Those of several rows have padding, as real microbatches have. The first is small and has an image where any
-    sample has one.
-
-    Args:
-        layout: Of the model.
-        samples: Samples as the processor returns them, with and without images as the dataset has them, and with
-            images of different sizes where they differ.
-        width: Width of the widest batch; raised to the longest sample in use.
+    Samples are as the processor returns them, with and without images as the dataset has them, and with images of
+    different sizes where they differ. The first batch is small and has an image where any sample has one.
     """
+    # Rows, width and images vary independently: tokens, rows x width^2 and image tokens are then no multiples of each
+    # other. Those of several rows have padding, as real microbatches have.
     if not samples:
         raise ValueError('`samples` must hold at least one sample, got: none.')
     by_length = sorted(samples, key=_length)

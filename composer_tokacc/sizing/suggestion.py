@@ -123,7 +123,7 @@ def suggest_microbatching(
         seconds_per_step: Seconds of a step outside its microbatches: optimizer, data, logging.
         safety: Share of the device memory that may be planned for. The rest is the driver's, the communication
             buffers' and lost to fragmentation.
-        slot_tokens: Width of a slot; by default the longest sample.
+        slot_tokens: Width of a slot; by default the longest sample. This and the next as for :func:`.token_data_spec`.
         max_image_tokens: Image budget of a microbatch; by default whatever the rows in it have.
         regroup: Whether microbatches may sort rows.
         equal_counts: Whether all ranks make the same number of microbatches. ``'auto'``: with FSDP.

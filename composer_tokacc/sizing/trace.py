@@ -42,18 +42,8 @@ class MicrobatchPeaks(NamedTuple):
 class TracedStep:
     """Steps of a run whose tensors take no memory. Sizes are those of a GPU run of the same model.
 
-    Args:
-        build: Makes the model on the CPU, in training mode: ``lambda: LlamaForCausalLM(config)``. A Composer
-            ``HuggingFaceModel`` is unwrapped.
-        first_batch: A small batch that reaches every parameter: with images, where the run has any.
-        make_optimizer: Makes the optimizer of the parameters that train.
-        precision: ``'fp32'``, ``'amp_bf16'`` or ``'amp_fp16'``, as in ``Trainer(precision=...)``.
-        strategy: ``'ddp'`` or ``'fsdp'``, which runs a copy of the parameters in the type of `precision`.
-        on_gpu: Whether the run is on GPUs, where autocast keeps more in float32 and optimizers work on all tensors
-            at once.
-
-    Raises:
-        ValueError: Precision or strategy is unknown, or the model's control flow depends on values of its weights.
+    Arguments are those of :func:`.calibrate_fake`; `first_batch` is a small one that reaches every parameter, with
+    images where the run has any.
     """
 
     def __init__(
@@ -94,11 +84,7 @@ class TracedStep:
         self._logits_dtype = self._step(first_batch)
 
     def measure(self, batch: Mapping[str, Any]) -> MicrobatchPeaks:
-        """Runs one microbatch of a step that has gradients from an earlier one.
-
-        Raises:
-            ValueError: The model cannot run on the batch.
-        """
+        """Runs one microbatch of a step that has gradients from an earlier one."""
         before = dict(self._tracker.current)
         self._tracker.restart_peak()
         phases: dict[str, dict[str, int]] = {}

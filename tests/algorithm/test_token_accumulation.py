@@ -12,7 +12,7 @@ from composer.callbacks import NaNMonitor
 from composer.core import Algorithm, DataSpec, Event
 
 from composer_tokacc import TokenAccumulation, token_data_spec
-from composer_tokacc.checks.step import StepCheck
+from composer_tokacc.checks.step import MicrobatchRecord
 from composer_tokacc.collectives import RankSum
 from tests.support.text import collate, text_model, text_row, text_rows
 from tests.support.training import hugging_face, loader, logged, reference_gradients, relative_error, train
@@ -369,13 +369,14 @@ def test_no_host_sync_a_microbatch(model, monkeypatch, units):
     algorithm = TokenAccumulation(loss_units=units)
     for event in microbatch_events:
         algorithm._actions[event] = forbid(algorithm._actions[event], event.value)
-    monkeypatch.setattr(StepCheck, 'observe', forbid(StepCheck.observe, 'hook'))
+    for name in ('observe', '_hear'):
+        monkeypatch.setattr(MicrobatchRecord, name, forbid(getattr(MicrobatchRecord, name), name))
     batch = collate(text_rows([*RAGGED, (5, 0)]))
     given = hugging_face(model)
     if units:
         monkeypatch.setattr(given, 'loss', lambda outputs, batch: {'lm': outputs['loss']})
     train(given, loader(batch), algorithms=[algorithm], microbatch_size=1)
-    assert seen.count('hook') == 7
+    assert (seen.count('observe'), seen.count('_hear')) == (7, 6)
     assert all(event.value in seen for event in microbatch_events)
 
 

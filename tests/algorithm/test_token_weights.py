@@ -24,7 +24,7 @@ from composer_tokacc import (
 )
 from composer_tokacc.algorithm import apply_token_weights, step_loss_weights
 from composer_tokacc.checks.logits import token_losses, weigh_tokens
-from composer_tokacc.checks.step import WatchedTokens
+from composer_tokacc.checks.step import MicrobatchRecord
 from composer_tokacc.weights import token_weights_of
 from tests.algorithm.test_attacked import Terms, by_token
 from tests.support.families import FAMILIES
@@ -330,10 +330,11 @@ def test_nothing_is_asked_of_the_device(is_whole):
     labels = torch.zeros(6, 14, dtype=torch.long, device='meta')
     logits = torch.zeros(6, 14, 64, device='meta', requires_grad=True) * 1
     weigh_tokens(logits, labels.float())
-    watched = WatchedTokens(logits, {'labels': labels}, 'causal', labels.float(), 1.0, num_tokens=26, is_whole=is_whole)
+    watched = MicrobatchRecord(batch={'labels': labels}, rule='causal', num_tokens=26)
+    watched.watch(logits, labels.float(), 1.0, is_whole=is_whole)
     (ForCausalLMLoss(logits, labels, 64) + token_losses(logits, labels).sum()).backward()
     assert watched.was_reached
-    assert watched.deviations().device.type == 'meta'
+    assert watched.tokens.deviations.device.type == watched.tokens.count.device.type == 'meta'
 
 
 def test_model_in_bfloat16_has_no_more_than_its_own_noise(model):

@@ -11,16 +11,15 @@ import torch.nn.functional as F
 
 from composer_tokacc.checks import logits as measured
 from composer_tokacc.checks.logits import (
-    counted_labels,
-    deviation,
-    label_entries,
     measure,
+    sample_tokens,
     sketch,
     targets_of,
     token_losses,
     tolerance_of,
     weigh_tokens,
 )
+from composer_tokacc.counting import loss_mask
 
 LABELS = torch.tensor([[5, 6, -100, 2], [-100, -100, 7, 0], [1, 1, 1, 1]])
 WEIGHTS = torch.tensor([[0.5, 2.0, 0.0, 1.0], [0.0, 3.0, 0.25, 0.0], [1.0, 1.5, 4.0, 0.0]])
@@ -80,19 +79,20 @@ def test_residual_is_the_share_of_what_no_cross_entropy_explains():
 
 def changes(logits, gradient, rule):
     """How far each token is off, by its position."""
-    labels, shift = counted_labels({'labels': LABELS}, rule)
-    numbers = range(1, int((labels[:, shift:] != -100).sum()) + 1)
-    found = label_entries(logits, gradient, labels, shift, numbers)
-    assert found.count == len(numbers)
-    change = (found.entries / 0.01 - WEIGHTS.flatten()[found.positions] * ((-found.losses).exp() - 1)).abs()
-    return dict(zip(found.positions.tolist(), change.tolist(), strict=True))
+    counted = loss_mask({'labels': LABELS}, rule)
+    numbers = range(1, int(counted.sum()) + 1)
+    tokens = sample_tokens(
+        logits, gradient, LABELS, counted, WEIGHTS, 0.01, numbers=numbers, shift=int(rule == 'causal')
+    )
+    assert tokens.count == len(numbers)
+    return dict(zip(tokens.positions.tolist(), tokens.deviations.tolist(), strict=True))
 
 
 @pytest.mark.parametrize(('rule', 'shift'), [('causal', 1), ('unshifted', 0)])
 def test_deviation_is_none_of_the_right_weights_and_as_large_as_a_wrong_one(rule, shift):
     targets = targets_of({'labels': LABELS}, rule)
     logits, gradient = gradient_of(lambda z: 0.01 * written_out(z, WEIGHTS, shift))
-    assert deviation(logits, gradient, targets, WEIGHTS, 0.01).max() < 1e-6
+    assert measure(logits, gradient, targets).deviations(0.01, WEIGHTS).max() < 1e-6
     assert max(changes(logits, gradient, rule).values()) < 1e-6
     wrong = WEIGHTS.clone()
     wrong[2, 1] += 1
@@ -102,14 +102,14 @@ def test_deviation_is_none_of_the_right_weights_and_as_large_as_a_wrong_one(rule
     assert set(found) == set((targets != -100).flatten().nonzero()[:, 0].tolist())
     assert max(found, key=found.__getitem__) == 9
     assert found[9] == pytest.approx(float(1 - probability), rel=1e-4)
-    assert int(deviation(logits, gradient, targets, WEIGHTS, 0.01).argmax()) == 9
+    assert int(measure(logits, gradient, targets).deviations(0.01, WEIGHTS).argmax()) == 9
 
 
 def test_round_off_of_shorter_types_is_within_their_tolerance():
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
         logits, gradient = gradient_of(lambda z: written_out(z.float(), WEIGHTS), dtype)
         targets = targets_of({'labels': LABELS}, 'causal')
-        assert deviation(logits, gradient, targets, WEIGHTS, 1.0).max() < tolerance_of(dtype) * 4
+        assert measure(logits, gradient, targets).deviations(1.0, WEIGHTS).max() < tolerance_of(dtype) * 4
 
 
 def test_sketches_keep_the_size_of_a_difference():

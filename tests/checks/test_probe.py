@@ -11,9 +11,8 @@ import torch.nn.functional as F
 
 from composer_tokacc.checks.first_batch import FirstBatchCheck, find_loss_rule
 from composer_tokacc.checks.probe import Probe
-from composer_tokacc.checks.rows import telling_batch
-from composer_tokacc.layout import BatchLayout
-from composer_tokacc.layout.kinds import kinds_of
+from composer_tokacc.checks.rows import rule_batch
+from composer_tokacc.layout import BatchLayout, describe, kinds_of
 from tests.support.text import collate, text_model, text_row, text_rows
 
 
@@ -60,7 +59,7 @@ def probe_of(loss, *, with_logits: bool = True, model=None):
 
 
 def telling_row():
-    return telling_batch(None, text_row(12, 6))
+    return rule_batch(None, text_row(12, 6))
 
 
 def prove(loss, *, with_logits=True, loss_tokens='auto'):
@@ -74,7 +73,7 @@ def prove(loss, *, with_logits=True, loss_tokens='auto'):
         check_loss=True,
         microbatch_size=4,
     )
-    kinds = kinds_of(layout, batch)
+    kinds = kinds_of([describe(layout, batch)])
     check.prove(batch, None, None, kinds, [kinds])
     return check
 
@@ -132,8 +131,7 @@ def test_float32_weights_are_probed_in_float32_whatever_the_autocast():
     with torch.autocast('cpu', dtype=torch.bfloat16):
         found = probe.run(row)
     assert found.losses == expected.losses
-    assert found.measured is not None
-    assert found.measured.dtype == torch.float32
+    assert found.gradient_eps == torch.finfo(torch.float32).eps
 
 
 def test_kernel_that_knows_half_precision_only_is_probed_in_the_runs_own():

@@ -115,7 +115,7 @@ def test_a_sample_is_read_once_in_the_life_of_a_run(tmp_path):
     assert len(list((tmp_path / 'lengths').iterdir())) == 1
 
 
-def test_a_mended_image_is_read_again(tmp_path):
+def test_a_fixed_image_is_read_again(tmp_path):
     path = write_records(tmp_path, ['good.png', 'bad.png'])
     options = {'on_error': 'skip', 'lengths_folder': tmp_path / 'lengths'}
     assert len(LlavaDataset(path, small(), **options)) == 1

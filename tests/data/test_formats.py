@@ -192,7 +192,7 @@ MEDIA = {
 
 
 @pytest.mark.parametrize(('data', 'question', 'media'), MEDIA.values(), ids=MEDIA.keys())
-def test_videos_and_sounds_are_where_their_project_means_them(data, question, media):
+def test_videos_and_audio_are_where_their_project_means_them(data, question, media):
     record = parse(data)
     assert record.turns[0].text == question
     assert [(medium.modality, medium.names) for medium in record.media] == media
@@ -439,7 +439,7 @@ def test_dataset_info_of_llama_factory(folder, entry, record):
     assert dataset.records[0].source == f'{folder}/own.json, entry 1'
 
 
-def test_dataset_info_names_columns_of_videos_and_sounds(folder):
+def test_dataset_info_names_columns_of_videos_and_audio(folder):
     columns = {'messages': 'dialogue', 'videos': 'films', 'audios': 'sounds'}
     entry = {'file_name': 'own.json', 'formatting': 'sharegpt', 'columns': columns}
     turns = [{'from': 'human', 'value': '<video><audio>?'}, {'from': 'gpt', 'value': 'Red.'}]
@@ -497,7 +497,7 @@ def test_floats_without_a_white_are_refused(tmp_path):
         decoded(tmp_path / 'float.tiff')
 
 
-def test_picture_is_turned_as_the_camera_says(tmp_path):
+def test_image_is_turned_as_the_camera_says(tmp_path):
     image = Image.new('RGB', (16, 8), (255, 0, 0))
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera was turned by 90 degrees

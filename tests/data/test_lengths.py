@@ -17,8 +17,14 @@ from PIL import Image
 from torch.utils.data import ConcatDataset
 
 from composer_tokacc.data import LengthTable, LlavaDataset, lengths
-from composer_tokacc.data.lengths import build_length_table, image_token_ids, length_table, table_name
-from composer_tokacc.data.patches import count_patches, patch_size_of
+from composer_tokacc.data.lengths import (
+    build_length_table,
+    count_patches,
+    image_token_ids,
+    length_table,
+    patch_size_of,
+    table_name,
+)
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.programs import load_config
 from composer_tokacc.programs.sources import source_of

@@ -135,7 +135,7 @@ def test_sampling_that_means_nothing_is_refused(options, message):
         VideoSampling(**options)
 
 
-def test_uneven_times_are_those_of_the_film(tmp_path):
+def test_uneven_times_are_those_of_the_video(tmp_path):
     times = [0, 100, 150, 500, 510, 2000, 2100, 2200, 2300, 4900]
     path = write_video(tmp_path / 'uneven.mkv', times=times)
     video = read('video', path, video=VideoSampling(num_frames=5))
@@ -160,7 +160,7 @@ def test_uneven_times_are_those_of_the_film(tmp_path):
         ((0, -1, -1, 0), [0, 1, 0, 0]),
     ],
 )
-def test_film_is_turned_and_mirrored_as_the_camera_was(tmp_path, matrix, quarters):
+def test_video_is_turned_and_mirrored_as_the_camera_was(tmp_path, matrix, quarters):
     path = tmp_path / 'turned.mp4'
     with av.open(str(path), 'w') as container:
         stream = container.add_stream('mpeg4', rate=10)
@@ -182,7 +182,7 @@ def test_film_is_turned_and_mirrored_as_the_camera_was(tmp_path, matrix, quarter
     assert [round(float(quarter.mean()) / 255) for half in halves for quarter in half] == quarters
 
 
-def test_film_that_begins_late_is_whole(tmp_path):
+def test_video_that_begins_late_is_whole(tmp_path):
     for name in ('late.mkv', 'late.mp4'):
         times = [20_000 + 100 * i for i in range(len(SHADES))]
         video = read('video', write_video(tmp_path / name, times=times), video=ALL)
@@ -236,14 +236,14 @@ def test_name_that_looks_like_an_address(tmp_path, monkeypatch):
     assert shades_of(read('video', '12:30 %d.mp4', video=ALL)) == close_to(SHADES)
 
 
-def test_film_in_the_record(tmp_path):
+def test_video_in_the_record(tmp_path):
     content = write_video(tmp_path / 'a.mp4').read_bytes()
     record = record_of('video', EmbeddedFile.from_bytes('videos.0.bytes', content))
     (video,) = decode_media(record, open_files(record, Path()), video=ALL)['video']
     assert shades_of(video) == close_to(SHADES)
 
 
-def test_pictures_are_frames_in_the_rhythm_of_the_sampling(tmp_path):
+def test_images_are_frames_in_the_rhythm_of_the_sampling(tmp_path):
     names = []
     for index, shade in enumerate(SHADES):
         Image.new('RGB', (32, 32 if index else 16), (shade,) * 3).save(tmp_path / f'{index}.png')
@@ -262,38 +262,9 @@ def cut(path, share):
     return path
 
 
-def noisy_film(path, **options):
-    """Films of many bytes, so that a cut takes frames."""
-    return write_video(path, SHADES * 6, **options)
-
-
-BAD = {
-    'cut mp4': (lambda folder: cut(noisy_film(folder / 'a.mp4'), 0.6), 'video', 'it ends after|Invalid data'),
-    'cut mkv': (lambda folder: cut(noisy_film(folder / 'a.mkv'), 0.6), 'video', r'it ends after \d\.\d of 6\.0 s'),
-    'cut avi': (lambda folder: cut(noisy_film(folder / 'a.avi'), 0.6), 'video', 'it ends after|Invalid data'),
-    'head of an mp4': (lambda folder: cut(write_video(folder / 'a.mp4'), 0.02), 'video', 'Invalid data'),
-    'no frames': (lambda folder: write_video(folder / 'a.avi', []), 'video', 'it holds no frames that have a time'),
-    'empty': (lambda folder: write_file(folder / 'a.mp4', b''), 'video', 'Invalid data|End of file'),
-    'text': (lambda folder: write_file(folder / 'a.mp4', b'film ' * 99), 'video', 'Invalid data'),
-    'text by name too': (lambda folder: write_file(folder / 'a.txt', b'film ' * 99), 'video', 'it holds no video'),
-    'sound as film': (lambda folder: write_sound(folder / 'a.wav', sine(0.1)), 'video', 'it holds no video'),
-    'film as sound': (lambda folder: write_video(folder / 'a.mp4'), 'audio', 'it holds no audio'),
-    'film as picture': (lambda folder: write_video(folder / 'a.mp4'), 'image', 'cannot identify image file'),
-    'cut sound': (
-        lambda folder: cut(write_sound(folder / 'a.wav', sine(2)), 0.5),
-        'audio',
-        r'it ends after 1\.0 of 2\.0 s|Invalid data found',  # the second by older decoders themselves
-    ),
-    'silent file': (lambda folder: write_sound(folder / 'a.wav', sine(0)), 'audio', 'it holds no audio'),
-    'no numbers': (
-        lambda folder: write_sound(folder / 'a.wav', np.full(99, np.nan, np.float32)),
-        'audio',
-        'no finite numbers',
-    ),
-    'folder': (lambda folder: folder, 'video', 'it is no regular file'),
-    'pipe': (lambda folder: os.mkfifo(folder / 'a.mp4') or folder / 'a.mp4', 'video', 'it is no regular file'),
-    'pipe as picture': (lambda folder: os.mkfifo(folder / 'a') or folder / 'a', 'image', 'it is no regular file'),
-}
+def long_video(path):
+    """Of many bytes, so that a cut takes frames."""
+    return write_video(path, SHADES * 6)
 
 
 def write_file(path, content):
@@ -301,16 +272,41 @@ def write_file(path, content):
     return path
 
 
-@pytest.mark.parametrize(('make', 'kind', 'message'), BAD.values(), ids=BAD.keys())
-def test_bad_file_is_named_in_one_line(tmp_path, make, kind, message):
-    path = make(tmp_path)
+NO_NUMBERS = np.full(99, np.nan, np.float32)
+# Name of the file, what makes it of a path, modality, message.
+BAD = {
+    'cut mp4': ('a.mp4', lambda path: cut(long_video(path), 0.6), 'video', 'it ends after|Invalid data'),
+    'cut mkv': ('a.mkv', lambda path: cut(long_video(path), 0.6), 'video', r'it ends after \d\.\d of 6\.0 s'),
+    'cut avi': ('a.avi', lambda path: cut(long_video(path), 0.6), 'video', 'it ends after|Invalid data'),
+    'head of an mp4': ('a.mp4', lambda path: cut(write_video(path), 0.02), 'video', 'Invalid data'),
+    'no frames': ('a.avi', lambda path: write_video(path, []), 'video', 'it holds no frames that have a time'),
+    'empty': ('a.mp4', lambda path: write_file(path, b''), 'video', 'Invalid data|End of file'),
+    'text': ('a.mp4', lambda path: write_file(path, b'film ' * 99), 'video', 'Invalid data'),
+    'text by name too': ('a.txt', lambda path: write_file(path, b'film ' * 99), 'video', 'it holds no video'),
+    'audio as video': ('a.wav', lambda path: write_sound(path, sine(0.1)), 'video', 'it holds no video'),
+    'video as audio': ('a.mp4', write_video, 'audio', 'it holds no audio'),
+    'video as image': ('a.mp4', write_video, 'image', 'cannot identify image file'),
+    # The second message by older decoders themselves.
+    'cut audio': ('a.wav', lambda path: cut(write_sound(path, sine(2)), 0.5), 'audio', r'1\.0 of 2\.0 s|Invalid data'),
+    'silent file': ('a.wav', lambda path: write_sound(path, sine(0)), 'audio', 'it holds no audio'),
+    'no numbers': ('a.wav', lambda path: write_sound(path, NO_NUMBERS), 'audio', 'no finite numbers'),
+    'folder': ('a', Path.mkdir, 'video', 'it is no regular file'),
+    'pipe': ('a.mp4', os.mkfifo, 'video', 'it is no regular file'),
+    'pipe as image': ('a', os.mkfifo, 'image', 'it is no regular file'),
+}
+
+
+@pytest.mark.parametrize(('name', 'make', 'modality', 'message'), BAD.values(), ids=BAD.keys())
+def test_bad_file_is_named_in_one_line(tmp_path, name, make, modality, message):
+    path = tmp_path / name
+    make(path)
     with pytest.raises(BadSampleError, match=message) as raised:
-        read(kind, path)
-    assert str(raised.value).startswith(f'sample "a" (data.json, line 3): {kind} file {path} cannot be read: ')
+        read(modality, path)
+    assert str(raised.value).startswith(f'sample "a" (data.json, line 3): {modality} file {path} cannot be read: ')
     assert '\n' not in str(raised.value)
 
 
-def test_cover_of_a_song_is_no_film(tmp_path):
+def test_cover_of_a_song_is_no_video(tmp_path):
     path = tmp_path / 'song.m4a'
     with av.open(str(path), 'w', format='mp4') as container:
         sound = container.add_stream('aac', rate=16000, layout='mono')
@@ -327,7 +323,7 @@ def test_cover_of_a_song_is_no_film(tmp_path):
     assert len(read('audio', path)) == pytest.approx(8000, abs=2100)
 
 
-def test_sound_is_the_mean_of_its_channels(tmp_path):
+def test_audio_is_the_mean_of_its_channels(tmp_path):
     left, right = sine(0.2), sine(0.2, pitch=700)
     path = write_sound(tmp_path / 'stereo.wav', np.stack([left, right], axis=1))
     np.testing.assert_allclose(read('audio', path), (left + right) / 2, atol=1e-6)
@@ -356,7 +352,7 @@ def test_samples_are_those_that_soundfile_reads(tmp_path, name, subtype, error):
 
 
 @pytest.mark.parametrize('rate', [8000, 22050, 44100, 48000])
-def test_sound_of_another_rate_is_resampled(tmp_path, rate):
+def test_audio_of_another_rate_is_resampled(tmp_path, rate):
     tone = sine(0.5, rate=rate)
     found = read('audio', write_sound(tmp_path / 'a.wav', tone, rate=rate), sampling_rate=16000)
     assert len(found) == pytest.approx(8000, abs=1)
@@ -366,7 +362,7 @@ def test_sound_of_another_rate_is_resampled(tmp_path, rate):
 
 
 @pytest.mark.parametrize(('name', 'codec'), [('a.mp3', 'libmp3lame'), ('a.flac', 'flac'), ('a.ogg', 'libopus')])
-def test_compressed_sounds(tmp_path, name, codec):
+def test_compressed_audio(tmp_path, name, codec):
     if codec not in av.codecs_available:
         pytest.skip(f'PyAV without {codec}')
     tone = sine(0.5, rate=48000)

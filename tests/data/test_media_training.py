@@ -134,7 +134,7 @@ def test_a_sample_says_what_it_holds(tmp_path, name):
 
 
 @pytest.mark.parametrize('name', ['qwen2_vl', 'qwen2_5_vl', 'qwen3_vl', 'llava_onevision', 'internvl'])
-def test_lengths_of_films_are_found_without_reading_them(tmp_path, name, monkeypatch):
+def test_lengths_of_videos_are_found_without_reading_them(tmp_path, name, monkeypatch):
     case, dataset = load(name, tmp_path)
     expected = build_length_table([dataset[index] for index in range(len(dataset))], case.processor)
     monkeypatch.setattr(lengths, 'FEWEST_FOR_HEADERS', 0)
@@ -175,7 +175,7 @@ def test_model_is_told_when_a_frame_is_shown(tmp_path):
 
 
 @pytest.mark.parametrize('name', ['qwen2_vl', 'qwen3_vl', 'llava_next_video', 'internvl'])
-def test_film_of_one_frame_and_film_of_pictures(tmp_path, name):
+def test_video_of_one_frame_and_video_of_images(tmp_path, name):
     write_video(tmp_path / 'one.mp4', [90])
     write_video(tmp_path / 'many.gif', codec='gif', pixels='rgb8')
     case = MEDIA[name]()
@@ -221,7 +221,7 @@ def test_bad_media_are_skipped_and_counted(tmp_path):
     assert dataset.skip_report().startswith('skipped 7 of 9 samples')
 
 
-def test_sound_that_would_be_cut_off_is_refused(tmp_path):
+def test_audio_that_would_be_cut_off_is_refused(tmp_path):
     write_sound(tmp_path / 'long.wav', sine(1.2, rate=8000), rate=8000)
     dataset = LlavaDataset(ask(tmp_path, 'audio', 'long.wav'), MEDIA['qwen2_audio']().processor)
     with pytest.raises(BadSampleError, match=r'sample "a" .*an audio must be at most 1\.0 s, .* got: 1\.2 s'):
@@ -264,7 +264,7 @@ def test_rows_of_shards_are_the_records(tmp_path, name):
 
 @pytest.mark.parametrize(('kind', 'name'), [('video', 'qwen2_vl'), ('audio', 'qwen2_audio')])
 @pytest.mark.parametrize('typed', [True, False])
-def test_films_and_sounds_in_a_table(tmp_path, monkeypatch, kind, name, typed):
+def test_videos_and_audio_in_a_table(tmp_path, monkeypatch, kind, name, typed):
     datasets = pytest.importorskip('datasets')
     monkeypatch.setattr(datasets.config, 'HF_DATASETS_CACHE', tmp_path / 'cache')
     path = write_video(tmp_path / 'a.mp4') if kind == 'video' else write_sound(tmp_path / 'a.wav', sine(0.3))
@@ -280,7 +280,7 @@ def test_films_and_sounds_in_a_table(tmp_path, monkeypatch, kind, name, typed):
     assert_same(LlavaDataset(tmp_path / 'table.parquet', processor)[0], expected)
 
 
-def test_list_of_pictures_as_a_video(tmp_path):
+def test_list_of_images_as_a_video(tmp_path):
     for index in range(4):
         Image.new('RGB', (32, 32), (60 * index,) * 3).save(tmp_path / f'{index}.png')
     processor = MEDIA['qwen2_vl']().processor

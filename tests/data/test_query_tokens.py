@@ -269,7 +269,7 @@ def test_clips_of_a_file_train_as_one_forward(tmp_path):
     assert worst_error('instructblipvideo', batch, 'right', expected) < 1e-6
 
 
-def test_film_of_other_than_four_frames_is_refused_by_name(tmp_path):
+def test_video_of_other_than_four_frames_is_refused_by_name(tmp_path):
     path = write_media_folder(tmp_path, [['video']])
     with pytest.raises(ValueError, match=r's0.*must write 20 query tokens.*got: 16.*four frames'):
         LlavaDataset(path, processor_of('instructblipvideo'), video={'num_frames': 5})[0]

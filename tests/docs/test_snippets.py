@@ -180,3 +180,17 @@ def test_readme_is_short_and_answers_first():
     first_screen = '\n'.join(lines[:25])
     for question in ('What do I gain?', 'What do I give up?', 'When not to use it?'):
         assert question in first_screen
+
+
+def test_the_first_page_of_the_site_shows_picture_lines_figures_and_doors_on_one_screen():
+    page = (ROOT / 'docs' / 'index.md').read_text().split('```{toctree}')[0]
+    assert len(page.splitlines()) < 45
+    for part in (
+        'figures/token_weights.svg',
+        '# 3',
+        'made: headline',
+        'trainer.md',
+        'quickstart.md',
+        'token_weights.md',
+    ):
+        assert part in page, part

@@ -61,10 +61,15 @@ them, and on several ranks a row with media in every step; what is not exact is 
 """
 
 REGISTER = """
-To register one of the rest: `token_data_spec(..., layout=BatchLayout(family=Family(name='mine', entries={...},
-media={...}), config=model.config))`, with an `Entry` for each media tensor, and a `Media` for each kind that shall be
-told by placeholders or made from the config. A further type of a known format is one word in `model_types` of
-`composer_tokacc/layout/families.py`, which the programs want as well.
+## Not there
+
+A model without an entry is tried as it is: what its tensors' names and shapes, its config and the placeholders of the
+rows tell, if one answer fits, is taken and proven by the first-batch check. Where none or two fit, `num_images`
+(`num_videos`, `num_audios`) in the batch, one int a row, may do. To register one: `token_data_spec(...,
+layout=BatchLayout(family=Family(name='mine', entries={...}, media={...}), config=model.config))`, with an `Entry` for
+each media tensor, and a `Media` for each modality that shall be told by placeholders or made from the config. A further
+type of a known format is one word in `model_types` of `composer_tokacc/layout/families.py`, which the programs want as
+well.
 """
 
 

@@ -230,8 +230,8 @@ def test_share_of_the_bound_on_lognormal_lengths(objective, global_batch, least)
         ({'objective': 'zero'}, "`objective` must be 'ddp' or 'fsdp', got: 'zero'"),
         ({'max_tokens': 0}, '`max_tokens` must be a positive integer, got: 0'),
         ({'lengths': []}, '`lengths` must hold at least one sample'),
-        ({'lengths': [4, 0]}, '`lengths` must be positive'),
-        ({'image_tokens': [1, 2, 3]}, '`image_tokens` must have one entry per sample, got: 3 for 2'),
+        ({'lengths': [4, 0]}, '`lengths` must be finite and at least 1, got: 0'),
+        ({'image_tokens': [1, 2, 3]}, r'`image_tokens` must have one entry per sample, got: shape \(3,\) for 2'),
     ],
 )
 def test_bad_input(options, message):
@@ -266,9 +266,9 @@ def test_with_waits_after_the_tower_its_cost_is_balanced_too():
         sum(max(towers[list(m.indices)].sum() for m in column) for column in zip(*plan.ranks, strict=True))
         < 1.07 * mean
     )
-    with pytest.raises(ValueError, match=r'`vision_cost` must have one entry per sample, got: 3 for 512'):
+    with pytest.raises(ValueError, match=r'`vision_cost` must have one entry per sample, got: shape \(3,\) for 512'):
         plan_microbatches(lengths, vision_cost=[1.0, 2.0, 3.0], **given)
-    with pytest.raises(ValueError, match=r'`vision_cost` must be finite and not negative, got: -1.0 at sample 7'):
+    with pytest.raises(ValueError, match=r'`vision_cost` must be finite and at least 0, got: -1.0 at sample 7'):
         plan_microbatches(lengths, vision_cost=np.where(np.arange(512) == 7, -1.0, 0.0), **given)
 
 

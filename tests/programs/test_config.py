@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 import sys
 from pathlib import Path
 
@@ -245,7 +246,11 @@ def test_a_binary_file_is_no_config(tmp_path):
         ),
         ('microbatching.device_train_microbatch_size=auto', 1, 'must be a number on CPU, got: auto'),
         ('microbatching.slot_tokens=0', 1, '`microbatching.slot_tokens` must be at least 1, got: 0'),
-        ('microbatching.width_multiple=0', 1, '`microbatching.width_multiple` must be at least 1, got: 0'),
+        (
+            'microbatching.width_multiple=0',
+            1,
+            '`microbatching.width_multiple` must be at least 1 and at most 65536, got: 0',
+        ),
         (
             'microbatching.loss_tokens=all',
             1,
@@ -269,7 +274,7 @@ def test_a_binary_file_is_no_config(tmp_path):
         ('trainer.device_train_microbatch_size=4', 1, 'Use `microbatching.device_train_microbatch_size`'),
         ('trainer.accumulate_train_batch_on_tokens=true', 1, 'Both weigh by tokens'),
         ('trainer.autoresume=true', 1, 'must come with `trainer.save_folder`'),
-        ('trainer.load_path=no/such.pt', 1, 'must be an existing checkpoint, got: no/such.pt'),
+        ('trainer.load_path=no/such.pt', 1, 'got: no/such.pt, which is not there'),
         (
             'model.pretrained=folder',
             1,
@@ -320,6 +325,11 @@ def test_files_that_are_no_config_are_refused_in_one_line(tmp_path, text, expect
     file = tmp_path / 'bad.yaml'
     file.write_text(text)
     assert expected in mistake(file)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / 'a.yaml')
+    assert 'config file must be a file, got: ' in mistake(tmp_path / 'a.yaml')
 
 
 def test_missing_file_and_bad_arguments_are_refused():

@@ -234,7 +234,7 @@ def test_tokenizer_travels_in_the_checkpoint(processor):
         ({'num_attention_heads': 5}, '5'),
         ({'num_key_value_heads': 3}, '`num_key_value_heads`, got: 4 and 3'),
         ({'num_hidden_layers': 'two'}, "two|'str'"),
-        ({'hidden_size': -4}, 'negative'),
+        ({'hidden_size': -4}, '`model.config.hidden_size` must be at least 1, got: -4'),
     ],
 )
 def test_values_that_make_no_model_are_refused(text, expected):

@@ -21,6 +21,7 @@ from composer_tokacc.train import main
 from examples.digits import build_digits_processor
 from tests.support.launch import ROOT, launch, launch_program
 from tests.support.programs import DIGITS, QUIET, TINY_DIGITS, TINY_MODEL
+from tests.test_export import Evil
 
 LLAVA = str(ROOT / 'yamls' / 'llava_json.yaml')
 COLORS = {'red': (220, 20, 20), 'green': (20, 200, 20), 'blue': (20, 20, 220)}
@@ -271,6 +272,13 @@ def test_a_checkpoint_of_another_model_is_refused_in_one_line(is_sharded, tmp_pa
     before_load(layers(4, 4, 4, 4), path, **partly)
     with pytest.raises(ConfigError, match='2 of other shapes'):
         before_load(layers(4, 4, 3), path, **partly)
+
+
+def test_a_checkpoint_that_would_run_code_is_refused_with_its_path(tmp_path):
+    torch.save({'state': {'model': {}, 'callbacks': Evil(tmp_path / 'ran')}}, tmp_path / 'ep1.pt')
+    with pytest.raises(ConfigError, match=r'must hold tensors and plain values alone, got: .*ep1.pt'):
+        before_load(layers(4, 4), tmp_path / 'ep1.pt')
+    assert not (tmp_path / 'ran').exists()
 
 
 def test_a_tied_head_may_be_stored_once(tmp_path):

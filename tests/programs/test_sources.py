@@ -140,60 +140,50 @@ def test_parts_are_mixed_by_their_epochs_and_measured_one_by_one(tmp_path):
     assert all(4 <= count <= 6 for count in counts), 'each step has its share of 18 in 58'
 
 
-def test_one_medium_a_step(tmp_path):
+def test_one_modality_a_step(tmp_path):
     spec, _ = build(tmp_path, 'loader.modality=per_step', 'loader.drop_last=false', 'loader.global_batch_size=8')
     kinds = [{count > 0 for count in batch['num_images']} for batch in spec.dataloader]
     assert {frozenset(kind) for kind in kinds} == {frozenset([True]), frozenset([False])}
 
 
-@pytest.mark.parametrize(
-    ('overrides', 'message'),
-    [
-        (['dataset.parts={a: {weight: 1}, b: {}}'], r"must all have a `weight`.*got: `weight` in \['a'\]"),
-        (['dataset.parts={a: {weight: 1}, b: {weight: 2, epochs: 1}}'], r"`epochs` in \['b'\]"),
-        (['dataset.parts={a: {epochs: 0}}'], '`dataset.parts.a.epochs` must be a positive number, got: 0'),
-        (['dataset.parts={a: {epochs: often}}'], '`dataset.parts.a.epochs` must be a positive number, got: often'),
-        (
-            ['dataset.parts={a: {epoch: 1}}'],
-            r'`dataset.parts.a` key must be a known name, got: epoch. Did you mean epochs',
-        ),
-        (
-            ['dataset.parts={a: {name: lava}}'],
-            r'`dataset.parts.a.name` must be a known name, got: lava. Did you mean llava',
-        ),
-        (['dataset.parts=[1]'], '`dataset.parts` must map names'),
-        ([PARTS, 'loader.regroup_ranks=false'], 'must be on for shares of `dataset.parts`, got: off'),
-        (['loader.modality=per_step', 'microbatching.regroup=false'], 'must be on for `loader.modality: per_step`'),
-        (
-            ['microbatching.cost={lunch: 3}'],
-            '`microbatching.cost` key must be a known name, got: lunch. Did you mean launch',
-        ),
-        (['microbatching.cost={launch: -3}'], '`microbatching.cost.launch` must be finite and not negative, got: -3'),
-        (['loader.modality=video'], '`loader.modality` must be a known name, got: video. Known: mixed, per_step'),
-    ],
-)
-def test_bad_mixtures_are_refused_in_the_words_of_the_config(overrides, message):
-    with pytest.raises(ConfigError, match=message):
-        check_config(load_config(ROOT / 'yamls' / 'digits.yaml', overrides), num_ranks=1)
+MISTAKES = [
+    (['dataset.parts={a: {weight: 1}, b: {}}'], r"must all have a `weight`.*got: `weight` in \['a'\]"),
+    (['dataset.parts={a: {weight: 1}, b: {weight: 2, epochs: 1}}'], r"`epochs` in \['b'\]"),
+    (['dataset.parts={a: {epochs: 0}}'], '`dataset.parts.a.epochs` must be a positive number, got: 0'),
+    (['dataset.parts={a: {epochs: often}}'], '`dataset.parts.a.epochs` must be a positive number, got: often'),
+    (['dataset.parts={a: {epoch: 1}}'], '`dataset.parts.a` key must be a known name, got: epoch. Did you mean epochs'),
+    (['dataset.parts={a: {name: lava}}'], '`dataset.parts.a.name` must be a known name, got: lava. Did you mean llava'),
+    (['dataset.parts=[1]'], '`dataset.parts` must map names'),
+    ([PARTS, 'loader.regroup_ranks=false'], 'must be on for shares of `dataset.parts`, got: off'),
+    (['loader.modality=per_step', 'microbatching.regroup=false'], 'must be on for `loader.modality: per_step`'),
+    (
+        ['microbatching.cost={lunch: 3}'],
+        '`microbatching.cost` key must be a known name, got: lunch. Did you mean launch',
+    ),
+    (['microbatching.cost={launch: -3}'], '`microbatching.cost.launch` must be finite and not negative, got: -3'),
+    (['loader.modality=video'], '`loader.modality` must be a known name, got: video. Known: mixed, per_step'),
+]
+VIDEO_MISTAKES = [
+    (['dataset.video.num_frame=8'], '`dataset.video` key must be a known name, got: num_frame. Did you mean num_f'),
+    (['dataset.video=8'], '`dataset.video` must be a mapping, got: 8'),
+    (['dataset.video.fps=often'], '`dataset.video.fps` must be of type float or null, got: often'),
+    (['dataset.video={fps: 1, num_frames: 8}'], '`dataset.video.fps` must be left out beside `num_frames`'),
+    (['dataset.eval={path: b.json, video: {fps: 0}}'], '`dataset.eval.video.fps` must be a positive number'),
+    (
+        ['dataset.parts={films: {path: b.json, video: {max_frames: 2.5}}}', 'dataset.path=null'],
+        '`dataset.parts.films.video.max_frames` must be of type int, got: 2.5',
+    ),
+]
 
 
 @pytest.mark.parametrize(
-    ('overrides', 'message'),
-    [
-        (['dataset.video.num_frame=8'], '`dataset.video` key must be a known name, got: num_frame. Did you mean num_f'),
-        (['dataset.video=8'], '`dataset.video` must be a mapping, got: 8'),
-        (['dataset.video.fps=often'], '`dataset.video.fps` must be of type float or null, got: often'),
-        (['dataset.video={fps: 1, num_frames: 8}'], '`dataset.video.fps` must be left out beside `num_frames`'),
-        (['dataset.eval={path: b.json, video: {fps: 0}}'], '`dataset.eval.video.fps` must be a positive number'),
-        (
-            ['dataset.parts={films: {path: b.json, video: {max_frames: 2.5}}}', 'dataset.path=null'],
-            '`dataset.parts.films.video.max_frames` must be of type int, got: 2.5',
-        ),
-    ],
+    ('file', 'overrides', 'message'),
+    [*(('digits', *one) for one in MISTAKES), *(('llava_json', *one) for one in VIDEO_MISTAKES)],
 )
-def test_frames_that_mean_nothing_are_refused_in_the_words_of_the_config(overrides, message):
+def test_mistakes_are_refused_in_the_words_of_the_config(file, overrides, message):
+    path = ['dataset.path=a.json'] if file == 'llava_json' else []
     with pytest.raises(ConfigError, match=message):
-        check_config(load_config(ROOT / 'yamls' / 'llava_json.yaml', ['dataset.path=a.json', *overrides]), num_ranks=1)
+        check_config(load_config(ROOT / 'yamls' / f'{file}.yaml', [*path, *overrides]), num_ranks=1)
 
 
 class _NeedsAPackage(torch.utils.data.Dataset):

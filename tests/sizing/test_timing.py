@@ -51,7 +51,10 @@ def test_microbatches_that_were_held_up_do_not_count() -> None:
     assert cost.launch == pytest.approx(PER_LAUNCH / PER_TOKEN, rel=0.05)
 
 
-@pytest.mark.parametrize(('family', 'kind'), [('qwen2_vl', 'video'), ('qwen2_audio', 'audio')])
+@pytest.mark.parametrize(
+    ('family', 'kind'),
+    [pytest.param('qwen2_vl', 'video', marks=pytest.mark.slow), ('qwen2_audio', 'audio')],
+)
 def test_placeholders_of_videos_and_sounds_are_noted(family: str, kind: str) -> None:
     case = MEDIA[family]()
     row = case.rows[case.kinds.index(kind)]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_tokacc.programs import ConfigError, load_config
-from composer_tokacc.programs.run import check_config
+from composer_tokacc.programs.config_checks import check_config
 from tests.support.launch import ROOT
 
 LLAVA = str(ROOT / 'yamls' / 'llava_json.yaml')
