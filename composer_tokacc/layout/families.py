@@ -32,6 +32,7 @@ class Entry:
         fill: Padding value.
         absent: Value for the rows of a batch that lacks the entry, where it is joined with one that has it; None: such
             batches cannot be joined. Media entries need none.
+        points_into: Key of the pixels whose patches, counted over the batch, its numbers are; negative ones are none.
     """
 
     unit: str = 'row'
@@ -40,6 +41,7 @@ class Entry:
     slot_dim: int | None = None
     fill: float = 0
     absent: float | None = None
+    points_into: str | None = None
 
     @property
     def is_media(self) -> bool:

@@ -22,7 +22,7 @@ from composer_tokacc.layout.families import FAMILIES, Entry, Family, Media
 
 MODALITY_WORDS = {
     'video': re.compile('video|second_per_grid|frame'),
-    'audio': re.compile('audio|speech|sound|chunk_|input_features|feature_attention|^input_values'),
+    'audio': re.compile('audio|speech|sound|chunk_|input_features|feature_attention|^input_values|^padding_mask'),
     'image': re.compile('image|pixel|patch|vision|visual|grid|tile|crop|aspect_ratio|spatial_shapes|target_sizes'),
 }
 """Words in the names of tensors and of config entries, by modality; the first that fits."""
@@ -67,7 +67,9 @@ def found_entry(batch: Batch, key: str, num_rows: int, width: int) -> Entry | No
         return Entry(seq_dims=(1,))
     if modality is not None:
         dim = -1 if _lies_side_by_side(batch, value, modality) else 0
-        return Entry(unit=f'{modality}/{shape[dim]}', row_dim=dim)
+        pixels = 'pixel_values_videos' if modality == 'video' else 'pixel_values'
+        points_into = pixels if key.endswith('_token_pooling') and pixels in batch else None  # Molmo 2
+        return Entry(unit=f'{modality}/{shape[dim]}', row_dim=dim, points_into=points_into)
     if shape[0] == num_rows:
         return Entry()
     if shape in ((1,), (1, width)):

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Ragged rows of any model type: media as its own processors make them, as many placeholders as its own encoder wants."""
+"""Ragged rows of any model type: media as its own processors make them, placeholders as its own encoder wants them."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Maker:
         batch = {'input_ids': ids, 'attention_mask': mask, 'labels': labels}
         if one_each == 'decoder':
             del batch['input_ids'], batch['attention_mask']
-        if one_each == 'seq2seq' or self.config.is_encoder_decoder and one_each != 'decoder':
+        if one_each == 'seq2seq' or (self.config.is_encoder_decoder and one_each != 'decoder'):
             batch['labels'] = torch.tensor([[4, 5, 6, 7], [8, 9, -100, -100], [9, 8, 7, -100], [5, 6, -100, -100]])[
                 : len(rows)
             ]
@@ -150,7 +150,7 @@ class Maker:
         return 1
 
     def media(self, modality: str, items: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
-        """Tensors of items, rows one after the other, as the type's processor makes them; floats in the model's precision."""
+        """Tensors of items, rows one after the other, as the type's processor makes them, in the model's precision."""
         processor = None if 'sound_size' in self.settings else self.processor(modality)
         length = self.settings.get('length', 3200)
         make = {'image': _image, 'video': _video, 'audio': lambda item: _audio(item, length)}[modality]
@@ -241,7 +241,7 @@ def _small(key: str, value: Any) -> Any:
         sizes = {'shortest_edge': 64 if is_area else IMAGE, 'longest_edge': 512 if is_area else 2 * IMAGE}
         return {name: sizes.get(name, IMAGE) for name in value}
     if key == 'patch_size':
-        return PATCH if isinstance(value, int) else {name: PATCH for name in value} if isinstance(value, dict) else None
+        return PATCH if isinstance(value, int) else dict.fromkeys(value, PATCH) if isinstance(value, dict) else None
     known = {
         'encoder_patch_size': PATCH, 'tile_size': IMAGE, 'min_pixels': 64, 'max_pixels': 512, 'scale_resolution': IMAGE,
         'max_image_size': IMAGE, 'max_patches': 3, 'max_crops': 3, 'max_image_tiles': 4, 'max_slice_nums': 3,

@@ -26,9 +26,15 @@ SIZES: Mapping[str, int] = {
     r'dropout|drop_path|drop_rate|dropout_rate|layerdrop|jitter': 0,
     r'pos_emb_.*': 8,
     r'position_embedding_size': 1024,
-    r'vocab_size|vocab_size_per_layer_input': VOCABULARY,
+    r'mamba_(n|num)_heads': 4,
+    r'mamba_d_ssm': 64,
+    r'qk_head_dim': 2 * HEAD,
+    r'num_expert_group': 1,
+    r'num_experts_per_token': 2,
+    r'(decoder_|encoder_)?vocab_size|vocab_size_per_layer_input': VOCABULARY,
     r'num_kv_shared_layers|num_nextn_predict_layers|first_k_dense_replace|mtp_num_hidden_layers|num_mtp_layers': 0,
-    r'(qk_(rope|nope)_|v_|qk_|global_|kv_|index_|linear_(key|value)_)?head_dim|attention_head_size|d_kv|kv_channels'
+    r'(qk_(rope|nope)_|v_|mamba_|global_|kv_|index_|linear_(key|value)_)?head_dim|attention_head_size'
+    r'|d_kv|mamba_d_head|kv_channels'
     r'|d_head|head_size': HEAD,
     r'[qkvo]+_lora_rank|rotary_dim': HEAD,
     r'num_(key_value|kv|global_key_value)_heads|.*num_.*heads?|n_heads?|.*attention_heads|linear_num_.*_heads|.*_heads|'
@@ -36,11 +42,14 @@ SIZES: Mapping[str, int] = {
     r'(num_|n_)?(routed_|local_|text_|moe_)?(num_)?experts|moe_num_experts|n_routed_experts': 4,
     r'num_experts_per_tok|moe_k|moe_top_?k|num_selected_experts|top_k_experts|experts_per_token|moe_topk': 2,
     r'n_group|topk_group|n_groups|mamba_n_groups|moe_layer_start_index': 1,
-    r'(num_|n_)?(hidden_|encoder_|decoder_|transformer_|vision_|global_|vit_|text_)*(num_)?(hidden_)?(layers?|depth|blocks)|num_res_blocks': 2,
+    r'(num_|n_)?(hidden_|encoder_|decoder_|transformer_|vision_|global_|vit_'
+    r'|text_)*(num_)?(hidden_)?(layers?|depth|blocks)|num_res_blocks': 2,
     r'(.*_)?(hidden_size|hidden_dim|embed_dim|d_model|n_embd|embedding_size|hidden_channels|dim_model|model_dim'
     r'|projection_dim|embedding_dim|proj_dim|embed_size|input_dim|output_dim|output_hidden_size|width|attention_dim)'
-    r'|dim|channels|vision_output_dim|adapter_(in|out)_dim|adapter_input_size|mm_embed_dim|output_proj_dims|audio_embed_dim|word_embed_proj_dim|hidden_size_per_layer_input': HIDDEN,
-    r'(.*_)?(intermediate_size|downsample_hidden_size|ffn_dim|ffn_hidden_size|mlp_dim|d_ff|n_inner|expert_dim|intermediate_dim|feedforward_dim)': 48,
+    r'|dim|channels|vision_output_dim|adapter_(in|out)_dim|adapter_input_size|mm_embed_dim'
+    r'|output_proj_dims|audio_embed_dim|word_embed_proj_dim|hidden_size_per_layer_input': HIDDEN,
+    r'(.*_)?(intermediate_size|downsample_hidden_size|ffn_dim|ffn_hidden_size|mlp_dim|d_ff|n_inner'
+    r'|expert_dim|intermediate_dim|feedforward_dim)': 48,
     r'patch_size|encoder_patch_size|vision_patch_size': PATCH,
     r'image_size|window_size|img_size|crop_size|tile_size|vision_image_size|projector_patch_to_query': IMAGE,
     r'num_mel_bins|feature_size|mel_bins': MEL,
@@ -102,7 +111,7 @@ def _shrink(values: dict[Any, Any], marks: dict[int, int]) -> None:
         elif re.search('_(token_id|token_index|id|index)$', name) and isinstance(value, int) and value > 3:
             values[name] = marks.setdefault(value, FIRST_MARK + len(marks))
         elif re.search('dropout|pdrop|drop_path|drop_rate|layerdrop|jitter', name):
-            values[name] = 0.0
+            values[name] = type(value)(0)
         elif isinstance(value, int) and value:
             size = next((size for pattern, size in _SIZES if pattern.match(name)), value)
             if size == 2 and ('layer' in name or 'depth' in name):

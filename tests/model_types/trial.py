@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Tries a model type: the Trainer's gradient of ragged rows against one forward over the batch, microbatches of 1 and 2."""
+"""Tries a model type: the Trainer's gradient of ragged rows, microbatches of 1 and 2, against one forward over all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from tests.matrix.harness import measure, quiet
-from tests.model_types.exceptions import UNTRIED
+from tests.model_types.exceptions import UNTRIED, UNTRIED_TEXT
 from tests.model_types.rows import Maker
 from tests.model_types.tiny import tiny_config, tiny_model
 
@@ -30,7 +30,11 @@ def maker_of(model_type: str, *, text: bool = False) -> Maker:
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if text else MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
     class_name = names[model_type]
     model_class = getattr(transformers, class_name if isinstance(class_name, str) else class_name[0])
-    model: Any = tiny_model(tiny_config(model_type), model_class).double()
+    config = tiny_config(model_type)
+    if text and not isinstance(config, model_class.config_class):  # the text part of a multimodal type
+        config = config.get_text_config()
+    config.use_cache = False
+    model: Any = tiny_model(config, model_class).double()
     if hasattr(model, '_can_set_experts_implementation') and model._can_set_experts_implementation():
         model.set_experts_implementation('eager')
     return Maker(model_type, model.train())
@@ -38,12 +42,13 @@ def maker_of(model_type: str, *, text: bool = False) -> Maker:
 
 def tried(model_type: str, *, text: bool = False) -> dict[str, str]:
     """What became of each modality: ``exact``, ``refused: why``, or why it could not be tried."""
-    if model_type in UNTRIED and not text:
-        return {'': f'not tried: {UNTRIED[model_type]}'}
+    untried = UNTRIED_TEXT if text else UNTRIED
+    if model_type in untried:
+        return {'': f'not tried: {untried[model_type]}'}
     with quiet():
         try:
             maker = maker_of(model_type, text=text)
-        except (ImportError, Exception) as error:
+        except Exception as error:
             return {'': f'not built: {_short(error)}'}
         modalities = ['text'] if text else maker.modalities() or ['text']
         return {modality: _tried(maker, modality) for modality in modalities}
