@@ -322,6 +322,8 @@ def _check_turns(turns: list[Turn]) -> None:
     spoken = [turn.role for turn in turns if turn.role != 'system']
     if len(spoken) < 2 or any(role not in FOLLOWS[last] for last, role in zip(['', *spoken], spoken, strict=False)):
         raise ValueError(f'turns must alternate between user (or tool) and assistant, user first, got: {spoken}')
+    if any(turn.role == 'assistant' and turn.carries_loss and not turn.text.strip() for turn in turns):
+        raise ValueError('an answer must say something, got: one that is blank. Take it out, or give it `weight` 0')
     if not any(turn.carries_loss for turn in turns if turn.role == 'assistant'):
         raise ValueError('at least one answer must carry loss, got: `weight` 0 for all. Take the sample out')
 
