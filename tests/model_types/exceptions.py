@@ -113,6 +113,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         'audio_config.depthwise_separable_out_channel': 32, 'vision_config.crop_size': 16,
     },
     'deepseek_vl_hybrid': {'high_res_vision_config.global_attn_indexes': [0]},
+    'vibevoice_asr': {
+        f'{part}_tokenizer_encoder_config.{key}': value for part in ('acoustic', 'semantic')
+        for key, value in (('num_filters', 1), ('depths', [1] * 7))
+    },
     # Text.
     'bailing_hybrid': {'topk_group': 1},
     'codegen': {'n_head': 4, 'rotary_dim': 4},

@@ -100,7 +100,12 @@ def table() -> str:
     for kind, types in results().items():
         counts = Counter(verdict(found) for found in types.values())
         said = ', '.join(f'{counts[name]} {name}' for name in ORDER if counts[name])
-        lines += [f'{len(types)} {kind} types: {said}.', '', '| type | modality | result |', '|---|---|---|']
+        lines += [
+            f'{len(types)} {kind} types, exact where one modality is: {said}.',
+            '',
+            '| type | modality | result |',
+            '|---|---|---|',
+        ]
         for model_type, found in types.items():
             lines += [f'| `{model_type}` | {modality} | {_cell(said)} |' for modality, said in found.items()]
         lines.append('')

@@ -14,25 +14,22 @@ from tests.support.launch import ROOT
 if not transformers.__version__.startswith('5.23'):
     pytest.skip('the table is of transformers 5.23', allow_module_level=True)
 
+from composer.models import HuggingFaceModel
+
 from tests.matrix.harness import measure_steps, quiet
 from tests.model_types.trial import MULTIMODAL, TEXT, maker_of, tried
 
-MEDIA_SLICE = (
-    'cohere2_vision',
-    'florence2',
-    'gemma4',
-    'git',
-    'glm46v',
-    'lfm2_vl',
-    'minicpmv4_6',
-    'pix2struct',
-    'step3p7',
-)
-TEXT_SLICE = ('bloom', 'gemma3_text', 'gpt2', 'lfm2', 'llama', 'mamba', 'mixtral', 'olmoe', 'qwen3_next', 'rwkv')
+QUICK = {'multimodal': ('florence2', 'git', 'step3p7'), 'text': ('gpt2', 'mamba', 'mixtral')}
+SLICE = {
+    'multimodal': ('cohere2_vision', 'gemma4', 'glm46v', 'lfm2_vl', 'minicpmv4_6', 'molmo2', 'pix2struct'),
+    'text': ('bloom', 'gemma3_text', 'lfm2', 'llama', 'olmoe', 'qwen3_next', 'rwkv'),
+}
 
 
 @pytest.mark.parametrize(
-    ('kind', 'model_type'), [('multimodal', one) for one in MEDIA_SLICE] + [('text', one) for one in TEXT_SLICE]
+    ('kind', 'model_type'),
+    [(kind, one) for kind, types in QUICK.items() for one in types]
+    + [pytest.param(kind, one, marks=pytest.mark.slow) for kind, types in SLICE.items() for one in types],
 )
 def test_type_is_as_the_table_says(kind, model_type):
     found = tried(model_type, text=kind == 'text')
@@ -53,12 +50,10 @@ def test_page_has_the_table():
     assert table() in (ROOT / 'docs' / 'families.md').read_text()
 
 
-@pytest.mark.parametrize('model_type', ['qwen3_5', 'gemma4'])
+@pytest.mark.parametrize('model_type', ['qwen3_5', pytest.param('gemma4', marks=pytest.mark.slow)])
 def test_first_step_of_text_alone_does_not_decide_how_images_are_cut(model_type):
     maker = maker_of(model_type)
     steps = [maker.batch('image', has_media=False), maker.batch('image'), maker.batch('image', has_media=False)]
     with quiet():
-        from composer.models import HuggingFaceModel
-
         outcomes = measure_steps(HuggingFaceModel(maker.model, shift_labels=True), steps, 1)
     assert [one.kind for one in outcomes] == ['exact'] * 3, outcomes
