@@ -25,9 +25,9 @@ MEDIA_CONTAINERS = (
 )
 """FFmpeg's names of those that are one file, and say where it ends. Playlists name others, outside of the folder too;
 a transport or an elementary stream ends anywhere, so that nobody would see that half is missing."""
-LAST_BYTES = {b'GIF8': b';', b'\x89PNG': b'IEND\xaeB`\x82'}
-"""By the first four."""
 OGG_PAGE = 27 + 255 + 255 * 255
+MAX_SAMPLE = 2**20
+"""Full scale is 1, or 2**15 where a writer forgot to scale: far above it, features overflow."""
 MAX_SECONDS, MIN_SECONDS = 6 * 3600, 0.05
 """Of an audio: more would fill the memory, less is no token to any model."""
 
@@ -54,17 +54,25 @@ def open_container(file: MediaFile) -> Iterator[Any]:
 
 
 def _check_last_bytes(file: BinaryIO) -> None:
-    """Refuses a file of which the end is missing, in formats that mark their end and say no length."""
+    """Refuses a file of which the end is missing, in formats that mark their end or say their size."""
     file.seek(0)
-    first = file.read(4)
-    if first not in (*LAST_BYTES, b'OggS'):
-        return
-    file.seek(max(0, file.seek(0, os.SEEK_END) - OGG_PAGE))
-    last = file.read().rstrip(b'\0' if first != b'OggS' else b'')
-    page = last[max(last.rfind(b'OggS'), 0) :]
-    # An Ogg page has its flags at 5 (4: the last one), the number of its segments at 26, then their sizes.
-    is_whole = len(page) > 26 and page[5] & 4 and len(page) >= 27 + page[26] + sum(page[27 : 27 + page[26]])
-    if not (is_whole if first == b'OggS' else last.endswith(LAST_BYTES[first])):
+    head, size = file.read(100), file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - OGG_PAGE))
+    last = file.read()
+    if head.startswith(b'OggS'):
+        page = last[max(last.rfind(b'OggS'), 0) :]
+        # Flags stand at 5 (4: the last page), the number of segments at 26, then the size of each.
+        is_whole = len(page) > 26 and page[5] & 4 and len(page) >= 27 + page[26] + sum(page[27 : 27 + page[26]])
+    elif head.startswith(b'\x1aE\xdf\xa3') and (place := head.find(b'\x18S\x80g') + 4) > 3:  # Matroska's segment
+        # Of the bytes of its size the first bit that is set says the number; all that follow set: not known.
+        num_bytes = 9 - head[place].bit_length()
+        unknown = (1 << 7 * num_bytes) - 1
+        length = int.from_bytes(head[place : place + num_bytes], 'big') & unknown
+        is_whole = length == unknown or place + num_bytes + length <= size
+    else:
+        ends = {b'GIF8': b';', b'\x89PNG': b'IEND\xaeB`\x82'}
+        is_whole = last.rstrip(b'\0').endswith(ends.get(head[:4], b''))
+    if not is_whole:
         raise ValueError('its end is missing')
 
 
@@ -106,7 +114,7 @@ def read_audio(file: MediaFile, sampling_rate: int) -> np.ndarray:
             raise ValueError('it holds no audio')
         if size < MIN_SECONDS * sampling_rate:
             raise ValueError(f'it must be at least {MIN_SECONDS} s, got: {size / sampling_rate} s')
-        if not np.isfinite(audio).all():
-            raise ValueError('it holds samples that are no finite numbers')
+        if not (np.abs(audio) < MAX_SAMPLE).all():
+            raise ValueError(f'it holds samples that are no finite numbers, or above {MAX_SAMPLE}')
         check_end(container, (container.start_time or 0) / 1e6 + len(audio) / sampling_rate)
         return audio

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from composer_tokacc.data.formats import parse_record
 from composer_tokacc.data.hub import ask_hub
 from composer_tokacc.data.media import check_decoder
 from composer_tokacc.data.records import BadSampleError, EmbeddedFile, PathLike, RawRecord, Record
-from composer_tokacc.data.user_files import MediaFolders, regular_file, regular_files
+from composer_tokacc.data.user_files import MediaFolders, regular_file
 
 HUB = 'hf://datasets/'
 """How a dataset of the hub is named: ``hf://datasets/owner/name``, perhaps ``/subset`` behind it."""
@@ -60,10 +61,9 @@ MAX_BYTES = 2**32
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+    if len(found := dict(pairs)) < len(pairs):
+        names = sorted(name for name, _ in pairs)
+        twice = next(name for name, after in pairwise(names) if name == after)
         raise ValueError(f'the key {twice!r} stands twice in one object. Remove one')
     return found
 
@@ -318,7 +318,10 @@ def _open_table(path: str, split: str | None) -> Any:
             ask_hub('/'.join(parts[:2]), 'dataset')
             found: Any = datasets.load_dataset('/'.join(parts[:2]), '/'.join(parts[2:]) or None)
         elif Path(path).is_dir():
-            found = datasets.load_from_disk(regular_files(Path(path)))
+            for file in Path(path).rglob('*'):
+                if not file.is_dir():
+                    regular_file(file)
+            found = datasets.load_from_disk(path)
         else:
             found = datasets.Dataset.from_parquet(path)
     except Exception as error:  # of pyarrow, of `datasets`, of the network

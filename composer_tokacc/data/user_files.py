@@ -8,33 +8,18 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Mapping
-from errno import EACCES
 from io import BytesIO
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, NoReturn
+from typing import BinaryIO, NamedTuple
 
 from composer_tokacc.data.records import EmbeddedFile, Medium, Record
 
 
 def regular_file(path: Path) -> Path:
-    """Returns the path of a file that can be read: a pipe or a device would be waited for, or never end."""
+    """Returns the path of a file: a pipe or a device would be waited for, or never end."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise ValueError('it is no regular file')
-    if not os.access(path, os.R_OK):
-        raise PermissionError(EACCES, 'Permission denied', str(path))
     return path
-
-
-def regular_files(folder: Path) -> Path:
-    """Returns the path of a folder that holds nothing but files that can be read, and such folders."""
-    for parent, _, names in os.walk(folder, onerror=_raise):
-        for name in names:
-            regular_file(Path(parent, name))
-    return folder
-
-
-def _raise(error: OSError) -> NoReturn:
-    raise error
 
 
 def open_files(record: Record, folder: Path) -> list[Path | BinaryIO]:

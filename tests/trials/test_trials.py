@@ -12,18 +12,19 @@ from __future__ import annotations
 import pytest
 
 from tests.trials.configs import CONFIG_TRIALS
+from tests.trials.media import MEDIA_TRIALS
 from tests.trials.outcomes import WORKS, Trial
 from tests.trials.programs import PROGRAM_TRIALS
 from tests.trials.python import PYTHON_TRIALS
 from tests.trials.records import RECORD_TRIALS
+from tests.trials.texts import TEXT_TRIALS
 
-TRIALS = [*CONFIG_TRIALS, *RECORD_TRIALS, *PROGRAM_TRIALS, *PYTHON_TRIALS]
+TRIALS = [*CONFIG_TRIALS, *RECORD_TRIALS, *TEXT_TRIALS, *MEDIA_TRIALS, *PROGRAM_TRIALS, *PYTHON_TRIALS]
 NOT_RUN = {
     'size of lengths from a pipe': 'hangs',
 }
 """Open, too, and never tried until they are fixed."""
 OPEN = {
-    'control tokens in an answer',
     'duration in seconds',
     'duration in tokens',
     'export of a file outside of the target',
