@@ -169,7 +169,7 @@ def _pip(arguments: Sequence[str]) -> None:
             assert Path(file).exists() or (ROOT / file).exists(), file
         elif one in ('--target', '--python-version', '--python-platform', '--only-binary'):
             next(given)
-        elif one not in ('-e', '--no-deps'):
+        elif one not in ('-e', '--no-deps', '--upgrade', '--system'):
             wanted = Requirement(re.sub(r'^\.(?=\[|$)', 'composer_tokacc', one))
             extras = setup['options.extras_require'] if wanted.name == setup['metadata']['name'] else ()
             assert wanted.extras <= set(extras), one
