@@ -428,6 +428,7 @@ class BatchLayout:
 
 def _patches_each(batch: Batch, entry: Entry) -> int:
     """Returns patches of each entry of the pixels that a tensor's numbers point into."""
+    assert entry.points_into is not None
     return batch[entry.points_into].shape[1]
 
 
