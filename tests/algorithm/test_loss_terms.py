@@ -174,7 +174,7 @@ def test_loss_of_samples_alone(copies, microbatch_size, wrapped):
 
 def test_noise_that_is_scaled_by_the_width_is_said(caplog):
     model = text_model()
-    model.model.embed_tokens.neftune_noise_alpha = 5.0
+    setattr(model.model.embed_tokens, 'neftune_noise_alpha', 5.0)  # noqa: B010
     with caplog.at_level(logging.WARNING):
         train(model, token_data_spec(loader(collate(text_rows(SHAPE)))), algorithms=[TokenAccumulation()])
     assert 'NEFTune' in caplog.text

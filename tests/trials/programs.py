@@ -98,8 +98,8 @@ def pickled_code(folder: Path) -> None:
     (folder / 'a.pt').write_bytes(pickle.dumps(Running(folder)))
 
 
-def of_bytes(content: bytes) -> Callable[[Path], None]:
-    return lambda folder: (folder / 'a.pt').write_bytes(content) and None
+def of_bytes(content: bytes) -> Callable[[Path], Any]:
+    return lambda folder: (folder / 'a.pt').write_bytes(content)
 
 
 def a_picture(folder: Path) -> None:
@@ -122,8 +122,8 @@ def a_file(folder: Path) -> None:
     (folder / 'file').write_text('')
 
 
-def a_table(text: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / 'a.csv').write_text(text) and None
+def a_table(text: str) -> Callable[[Path], Any]:
+    return lambda folder: (folder / 'a.csv').write_text(text)
 
 
 def half_weighted(folder: Path) -> None:
