@@ -52,14 +52,39 @@ def labels_of(batch: Any) -> torch.Tensor:
     return labels
 
 
-def check_batch(batch: Any, vocabulary: int | None = None) -> None:
+def check_ids(batch: Batch) -> None:
+    """Raises ValueError unless ids are integers ``(rows, width)``, and a mask of two dimensions is as wide."""
+    ids, mask = batch.get('input_ids'), batch.get('attention_mask')
+    if not isinstance(ids, torch.Tensor):
+        return
+    if ids.dim() != 2 or ids.is_floating_point():
+        raise ValueError(
+            f'`input_ids` must be integers of shape (rows, width), got: {ids.dtype} of shape {tuple(ids.shape)}. Give '
+            'vectors as `inputs_embeds`, and one row as `ids[None]`.'
+        )
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape != ids.shape:
+        raise ValueError(
+            f'`attention_mask` must be of the shape of `input_ids`, {tuple(ids.shape)}, got: {tuple(mask.shape)}, '
+            f'beginning with {sample_name(batch, 0)}.'
+        )
+
+
+def check_batch(batch: Any, vocabulary: int | None = None, *, is_decoder: bool = False) -> None:
     """Raises ValueError, naming the sample, where torch would only say that an index is out of range.
 
     Args:
         batch: A batch or microbatch with ``labels``, on the CPU.
         vocabulary: Ids that a label may have; None: not known.
+        is_decoder: Whether labels must stand at the positions of the ids.
     """
     labels = labels_of(batch)
+    check_ids(batch)
+    if is_decoder and 'input_ids' in batch and labels.shape != batch['input_ids'].shape:
+        raise ValueError(
+            f'`labels` must be of the shape of `input_ids`, {tuple(batch["input_ids"].shape)}, one for each token, '
+            f'got: {tuple(labels.shape)}, beginning with {sample_name(batch, 0)}. A head that classifies whole rows '
+            'has no mean over tokens: train it without TokenAccumulation.'
+        )
     if labels.dtype != torch.int64:
         raise ValueError(
             f'`labels` must be int64, as cross-entropy takes them, got: {labels.dtype}. Give it `.long()`.'

@@ -34,11 +34,13 @@ __all__ = [
     'check_reducer_finalized',
     'composer_state_types',
     'detect_fake_mode',
+    'gradient_hooks',
     'inner_model',
     'let_fake_weights_be_swapped',
     'new_shared_storage',
     'set_machine_code_cache',
     'skip_embedding_resize',
+    'steps_after_gradients',
     'storage_key',
     'tree_flatten',
     'tree_iter',
@@ -83,6 +85,21 @@ def inner_model(model: torch.nn.Module) -> torch.nn.Module:
 def check_reducer_finalized(model: torch.nn.parallel.DistributedDataParallel) -> None:
     """Raises RuntimeError if DDP left gradients unreduced; DDP asks itself only at the start of its next forward."""
     model._check_reducer_finalized()
+
+
+def gradient_hooks(parameter: torch.Tensor) -> list[Any]:
+    """Returns the hooks that change a parameter's gradient; there is no public list of them. Those of FSDP left out."""
+    return [hook for hook in (parameter._backward_hooks or {}).values() if not _is_of_torch(hook)]
+
+
+def steps_after_gradients(parameter: torch.Tensor) -> list[Any]:
+    """Returns what runs as soon as a parameter has its gradient, such as optimizers within the backward."""
+    hooks = getattr(parameter, '_post_accumulate_grad_hooks', None) or {}
+    return [hook for hook in hooks.values() if not _is_of_torch(hook)]
+
+
+def _is_of_torch(hook: Any) -> bool:
+    return str(getattr(hook, '__module__', '') or getattr(hook, 'func', hook).__module__).startswith('torch.')
 
 
 def new_shared_storage(num_bytes: int) -> torch.UntypedStorage:

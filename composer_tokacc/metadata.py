@@ -88,7 +88,7 @@ def annotate(batch: Mapping[str, Any], loss_tokens: str = 'causal', token_weight
     counts = count_tokens(batch, loss_tokens)
     facts: dict[str, Sequence[Any]] = {
         'loss_tokens': counts.loss_generating,
-        'real_tokens': counts.real,
+        'real_tokens': [count if number else 0 for count, number in zip(counts.real, samples, strict=True)],
         'samples': samples,
         'rule': [loss_tokens] * len(samples),
     }

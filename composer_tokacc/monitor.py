@@ -19,7 +19,9 @@ from composer_tokacc.layout import microbatches_of
 from composer_tokacc.metadata import is_annotated, metadata_of, num_samples
 
 # What each rank contributes to a step's one reduction, in this order.
-_FIELDS = ('real', 'device_positions', 'positions', 'tokens', 'samples', 'microbatches', 'empty', 'last_variation')
+_FIELDS = (
+    'real', 'device_positions', 'positions', 'dummies', 'tokens', 'samples', 'microbatches', 'empty', 'last_variation',
+)  # fmt: skip
 
 
 class TokenMonitor(Callback):
@@ -29,6 +31,7 @@ class TokenMonitor(Callback):
     Key                                          Logged each step, over all ranks
     ============================================ ====================================================================
     ``token_monitor/padding_ratio``              Share of the computed positions that is padding
+    ``token_monitor/dummy_ratio``                Share of them that dummy rows are: a part of the padding
     ``token_monitor/device_batch_padding_ratio`` The same had no microbatch been trimmed, as stock Composer does not
     ``token_monitor/loss_generating_share``      Loss-generating tokens over real tokens
     ``token_monitor/real_tokens_per_second``     Real tokens over the step's wall-clock time
@@ -67,7 +70,7 @@ class TokenMonitor(Callback):
     def before_train_batch(self, state: State, logger: Logger) -> None:
         """Forgets an attempt that ran out of memory."""
         self._microbatches = []
-        self._step.update(positions=0, microbatches=0)
+        self._step.update(positions=0, dummies=0, microbatches=0)
 
     def before_backward(self, state: State, logger: Logger) -> None:
         """Notes a microbatch by its shape and counts, which are counted on the device where it carries none."""
@@ -75,7 +78,9 @@ class TokenMonitor(Callback):
         facts = metadata_of(batch)
         num_tokens = sum(facts['loss_tokens']) if is_annotated(batch) else loss_mask(batch, self.loss_tokens).sum()
         self._microbatches.append((num_samples(batch), num_tokens))
-        self._step['positions'] += _positions(batch)
+        positions, samples = _positions(batch), facts.get('samples', [1])
+        self._step['positions'] += positions
+        self._step['dummies'] += positions * samples.count(0) / len(samples)
         self._step['microbatches'] += 1
 
     def batch_end(self, state: State, logger: Logger) -> None:
@@ -91,6 +96,7 @@ class TokenMonitor(Callback):
         positions = ranks[:, _FIELDS.index('positions')]
         metrics = {
             'padding_ratio': 1 - totals['real'] / max(totals['positions'], 1),
+            'dummy_ratio': totals['dummies'] / max(totals['positions'], 1),
             'device_batch_padding_ratio': 1 - totals['real'] / max(totals['device_positions'], 1),
             'loss_generating_share': totals['tokens'] / max(totals['real'], 1),
             'rank_imbalance': float(positions.max() / positions.mean().clamp(min=1)),

@@ -51,7 +51,8 @@ from composer_tokacc.programs.build import build_parts, build_trainer
 from composer_tokacc.programs.errors import refuse
 from composer_tokacc.programs.length_file import StandIns, lengths_of
 from composer_tokacc.programs.models import read_config
-from composer_tokacc.programs.process import command_line, run_program, without_warnings
+from composer_tokacc.programs.process import command_line, without_warnings
+from composer_tokacc.programs.runner import run_program
 from composer_tokacc.programs.schema import merge
 from composer_tokacc.programs.sources import source_of
 from composer_tokacc.programs.suggest import device_memory_gib, memory_of_run, suggest_for_run

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from composer_tokacc.programs.process import allow_open_files, command_line, prepare, run_program, say, share_cores
+from composer_tokacc.programs.process import allow_open_files, command_line, prepare, say, share_cores
 
 if __name__ == '__main__':
     prepare(__doc__, says_so=True)
@@ -24,6 +24,7 @@ from composer_tokacc.programs import TrainConfig
 from composer_tokacc.programs.build import build_loggers, build_parts, build_trainer
 from composer_tokacc.programs.checkpoints import checkpoint_folder, keep_to_whole_checkpoint, lock_folder
 from composer_tokacc.programs.run_result import summarize, write_report
+from composer_tokacc.programs.runner import run_program
 
 __all__ = ['main', 'run']
 

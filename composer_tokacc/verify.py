@@ -44,7 +44,8 @@ from composer_tokacc.layout import BatchLayout, with_media
 from composer_tokacc.programs import TrainConfig
 from composer_tokacc.programs.build import RunParts, build_parts
 from composer_tokacc.programs.errors import raised_here
-from composer_tokacc.programs.process import command_line, run_program, without_warnings
+from composer_tokacc.programs.process import command_line, without_warnings
+from composer_tokacc.programs.runner import run_program
 from composer_tokacc.weights import token_weights_of
 
 

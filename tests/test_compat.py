@@ -49,6 +49,15 @@ def test_ddp_still_asks_itself_whether_its_gradients_are_reduced():
     assert callable(DistributedDataParallel._check_reducer_finalized)
 
 
+def test_hooks_of_a_parameter_are_listed():
+    parameter = nn.Parameter(torch.ones(2))
+    assert (compat.gradient_hooks(parameter), compat.steps_after_gradients(parameter)) == ([], [])
+    parameter.register_hook(torch.neg)
+    parameter.register_hook(print)
+    parameter.register_post_accumulate_grad_hook(print)
+    assert (compat.gradient_hooks(parameter)[1], compat.steps_after_gradients(parameter)) == (print, [print])
+
+
 def test_shared_memory_is_shared_from_the_beginning():
     tensor = torch.empty(0, dtype=torch.uint8).set_(compat.new_shared_storage(8))
     assert tensor.is_shared()

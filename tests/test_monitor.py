@@ -7,6 +7,7 @@ import pytest
 from composer.core import Algorithm, Event
 
 from composer_tokacc import TokenAccumulation, TokenMonitor, token_data_spec
+from composer_tokacc.metadata import with_metadata
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import loader, logged, train
 
@@ -49,6 +50,16 @@ def test_regrouping_split_computes_less_padding():
     assert untrimmed == pytest.approx([1 - REAL / (6 * WIDTH)] * 2)
     assert max(ratio) < untrimmed[0]
     assert ratio == pytest.approx([ratio[0]] * 2)
+
+
+def test_rows_that_are_no_samples_are_told_apart_and_hold_no_real_tokens():
+    batch = with_metadata(collate(text_rows(SHAPE)), samples=[1, 1, 1, 1, 1, 0])
+    # Each row by itself, at its own width, but for the first two, which share one.
+    data = token_data_spec(loader(batch, batch), slot_tokens=WIDTH, regroup=False)
+    memory = run(data, algorithms=[TokenAccumulation()], microbatch_size=1)
+    positions = [5 + 5, 9, 14, 6 + 6]
+    assert logged(memory, 'token_monitor/dummy_ratio') == pytest.approx([6 / sum(positions)] * 2)
+    assert logged(memory, 'token_monitor/padding_ratio') == pytest.approx([1 - (REAL - 3) / sum(positions)] * 2)
 
 
 def test_one_microbatch_has_no_weighting_error():

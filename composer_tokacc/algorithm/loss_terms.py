@@ -40,6 +40,11 @@ class LossTerms:
         """Whether the loss was declared to be one mean over tokens and nothing else."""
         return list(self.units.values()) in ([], ['tokens'])
 
+    @property
+    def has_tokens(self) -> bool:
+        """Whether any term is a mean over tokens."""
+        return not self.units or 'tokens' in self.units.values()
+
     def named(self, loss: Any) -> dict[Any, tuple[str, torch.Tensor]]:
         """Returns the unit and the value of each term but Composer's ``'total'``, by its name or place."""
         if not isinstance(loss, Mapping):
@@ -152,9 +157,10 @@ class LossTerms:
                     f'{summed.item():.6f}. Return each term with its weight, and all that the total holds '
                     '(docs/errors.md#model-loss).'
                 )
-        samples = self.of_unit(loss, 'samples')
-        tokens = self.of_unit(loss, 'tokens') or [loss['total']]
-        return {'tokens': _sum_as_given(tokens), **({'samples': _sum(samples)} if samples else {})}
+        tokens, samples = self.of_unit(loss, 'tokens'), self.of_unit(loss, 'samples')
+        found = {'tokens': _sum_as_given(tokens)} if tokens else {}
+        # Terms of rows that see each other are refused, or the check is off.
+        return {**found, **({'samples': _sum(samples)} if samples else {})} or {'tokens': _sum_as_given(terms)}
 
 
 def check_units(loss_units: Any) -> None:

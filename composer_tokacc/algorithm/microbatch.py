@@ -9,7 +9,7 @@ from typing import Any
 
 from composer.core import State
 
-from composer_tokacc.algorithm.loss_terms import LossTerms, attached_zero, tensors_in
+from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, LossTerms, attached_zero, tensors_in
 from composer_tokacc.algorithm.setup import Fit
 from composer_tokacc.batch import Batch
 from composer_tokacc.checks.logits import at_predictions, has_bypass, logits_of, targets_of, token_losses, weigh_tokens
@@ -19,6 +19,7 @@ from composer_tokacc.counting import with_one_label
 from composer_tokacc.metadata import (
     is_annotated,
     loss_weight,
+    metadata_of,
     num_loss_tokens,
     num_microbatches,
     num_samples,
@@ -32,9 +33,10 @@ class HiddenEntries:
 
     A microbatch without loss-generating tokens gets one label for the forward: a loss that divides by their number, and
     computes its gradient in the forward as fused ones do, would make NaNs that no weight of zero takes out again.
+    Only where the loss is means over tokens alone (``is_of_tokens``): a term over samples would see the label.
     """
 
-    def __init__(self, batch: Batch, *, is_weighted: bool) -> None:
+    def __init__(self, batch: Batch, *, is_weighted: bool, is_of_tokens: bool) -> None:
         self.batch = without_metadata(batch)
         """What the model sees."""
         if is_weighted and is_annotated(batch) and self.batch.pop(LOSS_WEIGHTS, None) is None:
@@ -43,7 +45,7 @@ class HiddenEntries:
                 '`split_batch` or `microbatch_transforms` drops them; cut them as labels are cut, or use '
                 'token_data_spec() (docs/errors.md#counts).'
             )
-        if is_empty(batch):
+        if is_of_tokens and is_empty(batch):
             self.batch = with_one_label(self.batch)
         self._hidden = {key: value for key, value in batch.items() if key not in self.batch}
         self._made_up, self._labels = self.batch.get('labels'), batch.get('labels')
@@ -88,6 +90,18 @@ def record_of(state: State, fit: Fit, step: StepCheck, composers_weight: float) 
     )
     step.records.append(record)
     return record
+
+
+def scales_of(record: MicrobatchRecord, share: float) -> dict[str, float]:
+    """Returns the factor of the terms of each unit, on top of Composer's weight; ``share``: of the mean over tokens."""
+    scales = dict.fromkeys(LOSS_UNITS, 1.0 if record.num_samples else 0.0)
+    if record.num_samples:
+        scales['tokens'] = share / record.composers_weight
+        # Rows that are no samples have no labels, and loss 0 in a term's mean.
+        samples = metadata_of(record.batch)['samples']
+        scales['samples'] = len(samples) / sum(map(bool, samples))
+        scales['microbatches'] = 1.0 / ((record.num_microbatches or 1) * record.composers_weight)
+    return scales
 
 
 def watch_tokens(

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from composer_tokacc.algorithm.loss_terms import LossTerms, router_coefficient
 from composer_tokacc.batch import Batch
 from composer_tokacc.checks.first_batch import FirstBatchCheck
+from composer_tokacc.checks.gradient_hooks import check_gradient_hooks
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.compat import BatchNorm
 from composer_tokacc.data_spec.reduction import ReductionWatch
@@ -58,10 +59,10 @@ def begin_fit(
     state: State, *, loss_units: Mapping[str, str] | None, loss_tokens: str, token_weights: str, check_loss: bool
 ) -> Fit:
     """Returns what a fit begins with, of its first batch, with the arguments of the algorithm; a collective."""
-    if token_weights != 'column' and any(LOSS_WEIGHTS in one for one in microbatches_of(state.batch)):
-        log.warning('The data have `%s`, of which no use is made without `token_weights=column`.', LOSS_WEIGHTS)
+    _warn(state, token_weights)
     split, model = split_of(state.dataloader), state.model
     model: Any = model.module if isinstance(model, DistributedDataParallel) else model
+    check_gradient_hooks(model)
     terms = LossTerms(loss_units, None if loss_units else router_coefficient(model))
     if terms.coupled and split is not None and (split.options.regroup or split.options.packing):
         raise RuntimeError(
@@ -97,6 +98,20 @@ def begin_fit(
     )
     fit.check_norms()
     return fit
+
+
+def _warn(state: State, token_weights: str) -> None:
+    """Says what is exact, and perhaps not what was meant."""
+    if token_weights != 'column' and any(LOSS_WEIGHTS in one for one in microbatches_of(state.batch)):
+        log.warning('The data have `%s`, of which no use is made without `token_weights=column`.', LOSS_WEIGHTS)
+    if any(getattr(module, 'neftune_noise_alpha', None) for module in state.model.modules()):
+        log.warning('NEFTune scales its noise by the width of its batch, which is trimmed (docs/limits.md).')
+
+
+def is_decoder(model: Any) -> bool:
+    """Returns whether labels are known to stand at the positions of the ids; those of a custom model may not."""
+    model = getattr(model, 'module', model)
+    return isinstance(model, HuggingFaceModel) and not getattr(model.config, 'is_encoder_decoder', False)
 
 
 def vocabulary_of(model: Any) -> int | None:

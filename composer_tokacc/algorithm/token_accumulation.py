@@ -17,9 +17,9 @@ from composer.utils import dist
 from torch.distributed.tensor import DTensor
 
 from composer_tokacc.algorithm.functional import sample_weight, token_weight
-from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, SplitLoss, check_units
-from composer_tokacc.algorithm.microbatch import HiddenEntries, record_of, replace_empty, watch_tokens
-from composer_tokacc.algorithm.setup import Fit, begin_fit, vocabulary_of
+from composer_tokacc.algorithm.loss_terms import SplitLoss, check_units
+from composer_tokacc.algorithm.microbatch import HiddenEntries, record_of, replace_empty, scales_of, watch_tokens
+from composer_tokacc.algorithm.setup import Fit, begin_fit, is_decoder, vocabulary_of
 from composer_tokacc.batch import Batch, check_batch, labels_of, sample_name
 from composer_tokacc.checks.step import StepCheck
 from composer_tokacc.collectives import RankSum
@@ -106,6 +106,11 @@ class TokenAccumulation(Algorithm):
     ) -> None:
         _check_arguments(loss_tokens, token_weights, check_loss)
         check_units(loss_units)
+        if token_weights != 'token' and loss_units and 'tokens' not in loss_units.values():
+            raise ValueError(
+                "`token_weights` must be 'token' where no term of `loss_units` is a mean over tokens, got: "
+                f'{token_weights!r}.'
+            )
         self.loss_tokens, self.token_weights, self.check_loss = loss_tokens, token_weights, check_loss
         self.loss_units = dict(loss_units) if loss_units else None
         self.num_empty_steps = self._num_steps = self._num_microbatches = 0
@@ -128,6 +133,7 @@ class TokenAccumulation(Algorithm):
             Event.BEFORE_BACKWARD: self._scale,
             Event.AFTER_BACKWARD: self._restore,
             Event.AFTER_TRAIN_BATCH: self._finish,
+            Event.EPOCH_END: self._end_epoch,
             Event.FIT_END: self._end_fit,
         }
 
@@ -159,8 +165,9 @@ class TokenAccumulation(Algorithm):
         self._actions[event](state, logger)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values only: Composer's next release loads checkpoints with ``weights_only=True``."""
-        return {'rule': self.rule, 'num_empty_steps': self.num_empty_steps, 'reduces_once': self._reduces_once}
+        """As Composer's; plain values only, since its next release loads checkpoints with ``weights_only=True``."""
+        own = {'rule': self.rule, 'num_empty_steps': self.num_empty_steps, 'reduces_once': self._reduces_once}
+        return {**super().state_dict(), **own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what makes a resumed run end with the same bits; rule and rows are checked again."""
@@ -170,7 +177,16 @@ class TokenAccumulation(Algorithm):
     def _start_fit(self, state: State, logger: Logger) -> None:
         """FIT_START: the model is wrapped now. A second fit may bring another loader, so rows are checked again."""
         check_sharding(state.model)
+        if sum(isinstance(one, TokenAccumulation) for one in state.algorithms) > 1:
+            raise ValueError('`algorithms` must hold TokenAccumulation once, got: twice. The second would weigh again.')
         self._fit = None
+
+    def _end_epoch(self, state: State, logger: Logger) -> None:
+        """EPOCH_END: Composer goes on to the next epoch for ever where none has a batch and batches are counted."""
+        if self._fit is None and state.timestamp.batch == 0:
+            raise RuntimeError(
+                'The train dataloader must give at least one batch on every rank, got: an epoch of none.'
+            )
 
     def _end_fit(self, state: State, logger: Logger) -> None:
         """FIT_END: the model is the user's again."""
@@ -181,7 +197,7 @@ class TokenAccumulation(Algorithm):
         """BATCH_START: ``state.batch`` is the whole device batch, still on the CPU, so counting syncs nothing."""
         vocabulary = vocabulary_of(state.model) if self._fit is None else self._fit.check.vocabulary
         for microbatch in microbatches_of(state.batch):
-            check_batch(microbatch, vocabulary)
+            check_batch(microbatch, vocabulary, is_decoder=is_decoder(state.model))
         if num_copies := num_repeated(state.dataloader, int(state.timestamp.batch_in_epoch)):
             samples = [1] * (num_rows(state.batch) - num_copies) + [0] * num_copies
             state.batch = with_metadata(state.batch, samples=samples)
@@ -262,7 +278,9 @@ class TokenAccumulation(Algorithm):
                 f'tokens, {sample_name(self._device_batch, 0)} among them. Fix `{LOSS_WEIGHTS}`, or leave samples of '
                 'no weight out of the data (docs/errors.md#counts).'
             )
-        self._hidden = HiddenEntries(state.batch, is_weighted=self.is_weighted)
+        self._hidden = HiddenEntries(
+            state.batch, is_weighted=self.is_weighted, is_of_tokens=set(self._fit.terms.units.values()) <= {'tokens'}
+        )
         state.batch = self._hidden.batch
 
     def _replace_loss(self, state: State, logger: Logger) -> None:
@@ -298,15 +316,16 @@ class TokenAccumulation(Algorithm):
             is_whole = self._num_steps < NUM_FIRST_STEPS or WHOLE.random() < WHOLE_SHARE
             scaled_share = share * self._step.gradient_scale
             watch_tokens(state, record, fit, share=scaled_share, is_weighted=self.is_weighted, is_whole=is_whole)
-        scales: dict[str, float] = dict.fromkeys(LOSS_UNITS, 1.0 if record.num_samples else 0.0)
-        if record.num_samples:
-            scales['tokens'] = share / composers_weight
-            scales['microbatches'] = 1.0 / ((record.num_microbatches or 1) * composers_weight)
         self._raw_loss = sum(state.loss.values()) if isinstance(state.loss, SplitLoss) else state.loss
-        state.loss = fit.terms.scaled(state.loss, scales, observe=record.observe)
+        state.loss = fit.terms.scaled(state.loss, scales_of(record, share), observe=record.observe)
 
     def _restore(self, state: State, logger: Logger) -> None:
         """AFTER_BACKWARD: callbacks read ``state.loss`` at the end of the batch and expect the model's own."""
+        assert self._fit is not None
+        split, records = split_of(state.dataloader), self._step.records
+        has_all = sum(record.num_samples for record in records) == self._step.num_samples
+        if has_all and (split is None or len(records) == split.num_made):
+            self._fit.reductions.check_last()
         state.loss, self._raw_loss = self._raw_loss, None
         self._step.records[-1].release()
 
@@ -338,7 +357,7 @@ class TokenAccumulation(Algorithm):
 
     def _log(self, state: State, logger: Logger) -> None:
         tokens = int(self._totals.read()[0])
-        if tokens == 0:
+        if tokens == 0 and self._fit is not None and self._fit.terms.has_tokens:
             # Zero gradients would still decay weights and move momentum; no gradients move nothing.
             for optimizer in state.optimizers:
                 optimizer.zero_grad(set_to_none=True)

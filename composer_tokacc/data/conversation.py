@@ -15,6 +15,7 @@ from jinja2 import TemplateError
 from tokenizers import Encoding
 
 from composer_tokacc.batch import IGNORE_INDEX
+from composer_tokacc.data.control_tokens import ControlTokenPolicy, ControlTokens
 from composer_tokacc.data.media import decode_media
 from composer_tokacc.data.records import MediaFile, Record
 from composer_tokacc.data.videos import Video, VideoSampling
@@ -55,12 +56,21 @@ class ConversationEncoder:
         processor: A Hugging Face processor, or a tokenizer for text alone. Needs a chat template and a fast tokenizer.
         max_length: Longest sample allowed, in tokens, image tokens included. ``None``: no limit.
         video: Which frames of a video are taken. ``None``: two a second.
+        control_tokens: What to do with those in a user's text: ``'warn'`` of the first, encode them as ``'text'``, or
+            ``'refuse'`` the sample.
 
     Raises:
         ValueError: If the processor has no chat template, or its tokenizer is not a fast one or has no way to end.
     """
 
-    def __init__(self, processor: Any, *, max_length: int | None = None, video: VideoSampling | None = None) -> None:
+    def __init__(
+        self,
+        processor: Any,
+        *,
+        max_length: int | None = None,
+        video: VideoSampling | None = None,
+        control_tokens: ControlTokens = 'warn',
+    ) -> None:
         self.processor = processor
         self.max_length = max_length
         self.tokenizer = getattr(processor, 'tokenizer', processor)
@@ -86,6 +96,8 @@ class ConversationEncoder:
         self._written = {modality for modality in self.parts if self._writes_media(modality)}
         self._known_roles: set[tuple[str, ...]] = set()
         self.end_token = self._find_end_token()
+        self.control = ControlTokenPolicy(control_tokens, processor, end_token=self.end_token)
+        self.processor, self.tokenizer = self.control.processor, self.control.tokenizer
 
     def __call__(
         self,
@@ -121,15 +133,16 @@ class ConversationEncoder:
         encoded = self._encode(text, media, add_special_tokens)
         if hasattr(self.processor, 'num_query_tokens'):
             encoded = self._with_queries(encoded, text[: answers[0].start] if answers else text)
+        labels = torch.full_like(encoded['input_ids'], IGNORE_INDEX)
+        for start, end in self._token_spans(text, answers, encoded['input_ids'][0], add_special_tokens):
+            labels[0, start:end] = encoded['input_ids'][0, start:end]
+        encoded = self.control.spell({**encoded, 'labels': labels})
         length = encoded['input_ids'].shape[1]
         if self.max_length is not None and length > self.max_length:
             found = f'{self.max_length} < {length} tokens with {sum(map(len, media.values()))} media'
             raise ValueError(f'`max_length` must be at least the sample, got: {found}. Raise it, or set on_error=skip.')
-        labels = torch.full_like(encoded['input_ids'], IGNORE_INDEX)
-        for start, end in self._token_spans(text, answers, encoded['input_ids'][0], add_special_tokens):
-            labels[0, start:end] = encoded['input_ids'][0, start:end]
         counts = {f'num_{modality}s': [len(media[modality])] for modality in {'image': None, **self.parts}}
-        return {**encoded, 'labels': labels, 'sample_ids': [sample_id], **counts}
+        return {**encoded, 'sample_ids': [sample_id], **counts}
 
     def encode_record(self, record: Record, files: Sequence[MediaFile], *, shapes_only: bool = False) -> dict[str, Any]:
         """Encodes a record, the same wherever it and its files come from.
@@ -174,11 +187,12 @@ class ConversationEncoder:
                 for answer in answers:
                     first, last = _tokens_of(encoding, answer)
                     labels[0, first:last] = input_ids[0, first:last]
-                samples[i] = {'input_ids': input_ids, 'labels': labels}
+                samples[i] = self.control.spell({'input_ids': input_ids, 'labels': labels})
         return samples
 
     def check_takes_media(self, record: Record) -> None:
-        """Refuses a record with media that the processor does not take, which would drop them."""
+        """Refuses media that the processor does not take, which would drop them, and looks for control tokens."""
+        self.control.check(record)
         for modality in (medium.modality for medium in record.media):
             if modality not in self.parts:
                 part = TAKEN_BY[modality][0]
@@ -199,7 +213,7 @@ class ConversationEncoder:
 
     def render(self, messages: Sequence[Message]) -> tuple[str, list[AnswerSpan]]:
         """Writes the conversation out, image placeholders not expanded yet, and finds the answers in it."""
-        messages = [_stripped(message) for message in messages]
+        messages = [self.control.hide(_stripped(message)) for message in messages]
         answers = [message for message in messages if message['role'] == 'assistant']
         text, *following = self._text_around_answers(messages)
         spans: list[AnswerSpan] = []

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,21 @@ TAGS = {
     'system_tag': ('system', 'system'),
 }
 ENTRY_KEYS = ('file_name', 'hf_hub_url', 'subset', 'split', 'formatting', 'columns', 'tags')
-JSON = json.JSONDecoder()
+MAX_BYTES = 2**32
+"""Of a text in memory, unpacked: a small gzip file may hold more than a machine does."""
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(found := dict(pairs)) < len(pairs):
+        names = sorted(name for name, _ in pairs)
+        twice = next(name for name, after in pairwise(names) if name == after)
+        raise ValueError(f'the key {twice!r} stands twice in one object. Remove one')
+    return found
+
+
+JSON = json.JSONDecoder(object_pairs_hook=_without_repeats)
+LENIENT = json.JSONDecoder(parse_int=float)
+"""Finds the end of a record that is none for its content: a repeated key, an integer of thousands of digits."""
 
 
 def read_records(
@@ -116,10 +131,11 @@ def _split_name(path: PathLike) -> tuple[str, str | None]:
 
 
 def _is_parquet(file: str) -> bool:
-    if not Path(file).is_file():
+    try:
+        with regular_file(Path(file)).open('rb') as opened:
+            return file.endswith('.parquet') or opened.read(4) == b'PAR1'
+    except (OSError, ValueError):  # whoever reads it says why not
         return False
-    with open(file, 'rb') as opened:
-        return opened.read(4) == b'PAR1'
 
 
 def _read_text(file: str) -> str:
@@ -128,9 +144,12 @@ def _read_text(file: str) -> str:
     Bytes that are no UTF-8 become surrogates, for which the record that holds them is refused later, by name.
     """
     try:
-        data = regular_file(Path(file)).read_bytes()
-        if data.startswith(b'\x1f\x8b'):
-            data = gzip.decompress(data)
+        with regular_file(Path(file)).open('rb') as opened:
+            is_packed = opened.peek(2).startswith(b'\x1f\x8b')
+            with gzip.open(opened) if is_packed else opened as unpacked:
+                data = unpacked.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise ValueError(f'it holds more than {MAX_BYTES} bytes. Cut it into several files, or make it a parquet')
         encoding = json.detect_encoding(data)
         return data.decode(encoding, 'surrogateescape' if encoding.startswith('utf-8') else 'strict')
     except FileNotFoundError as error:
@@ -163,6 +182,8 @@ def _loaded(line: str) -> Any:
         return JSON.decode(line)
     except json.JSONDecodeError as error:
         return ValueError(f'{error.msg} at column {error.colno}')
+    except ValueError as error:
+        return error
     except RecursionError:
         return ValueError('brackets within brackets, too deep')
 
@@ -190,7 +211,7 @@ def _read_array(text: str, file: str) -> Iterator[RawRecord]:
             break
         number += 1
         try:
-            record, position = JSON.raw_decode(text, position)
+            record, position = _decoded(text, position)
         except (json.JSONDecodeError, RecursionError) as error:
             at = (error.lineno, error.colno, error.msg) if isinstance(error, json.JSONDecodeError) else (line, 1, error)
             found = f'{file} with a syntax error at line {at[0]}, column {at[1]} (entry {number}: {at[2]})'
@@ -205,6 +226,16 @@ def _read_array(text: str, file: str) -> Iterator[RawRecord]:
         raise ValueError(
             f'`path` must hold one JSON array, got: {found}. Join the arrays, or name each file by itself.'
         )
+
+
+def _decoded(text: str, position: int) -> tuple[Any, int]:
+    """Returns a record, or what is wrong with its content alone, and where it ends."""
+    try:
+        return JSON.raw_decode(text, position)
+    except json.JSONDecodeError:
+        raise
+    except ValueError as error:
+        return error, LENIENT.raw_decode(text, position)[1]
 
 
 def _read_described(file: str, name: str) -> Iterator[RawRecord]:
@@ -279,7 +310,7 @@ def _open_table(path: str, split: str | None) -> Any:
     if importlib.util.find_spec('datasets') is None:
         remedy = "pip install 'composer_tokacc[datasets]'"
         raise ValueError(f'`path` must be JSON or JSONL where `datasets` is not installed, got: {path}. {remedy}')
-    import datasets
+    import datasets.exceptions
 
     try:
         if path.startswith(HUB):
@@ -287,10 +318,15 @@ def _open_table(path: str, split: str | None) -> Any:
             ask_hub('/'.join(parts[:2]), 'dataset')
             found: Any = datasets.load_dataset('/'.join(parts[:2]), '/'.join(parts[2:]) or None)
         elif Path(path).is_dir():
+            for file in Path(path).rglob('*'):
+                if not file.is_dir():
+                    regular_file(file)
             found = datasets.load_from_disk(path)
         else:
             found = datasets.Dataset.from_parquet(path)
     except Exception as error:  # of pyarrow, of `datasets`, of the network
+        if isinstance(error, datasets.exceptions.DatasetGenerationError):  # which says no more than that there is one
+            error = error.__cause__ or error
         reason = ' '.join(str(error).split()) or type(error).__name__
         raise ValueError(f'`path` must be a table that `datasets` reads, got: {path}: {reason.rstrip(".")}.') from error
     if isinstance(found, datasets.Dataset):

@@ -70,7 +70,7 @@ def parse_record(raw: RawRecord) -> Record:
     """Makes a record of what a file holds and checks all that needs no other file."""
     # Printable, whatever the id holds.
     own = raw.data.get('id') if isinstance(raw.data, dict) else None
-    name = raw.where if own is None else ' '.join(str(own).encode('utf-8', 'backslashreplace').decode().split())
+    name = raw.where if own is None else ' '.join(str(own).encode('utf-8', 'backslashreplace').decode().split())[:200]
     record = Record(sample_id=name, source=f'{raw.path}, {raw.where}', turns=(), media=())
     try:
         turns, media = _conversation(raw.data)
@@ -191,7 +191,8 @@ def _carries_loss(turn: Mapping[str, Any], role: str) -> bool:
 def _loss_weights(value: Any) -> float | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float('inf'):
+    # As float32.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (value == 0 or 1e-30 < value < 1e30):
         raise ValueError(f'`loss_weights` must be a finite number, 0 or more, got: {_short(value)}')
     return float(value)
 
@@ -268,7 +269,8 @@ def _fill(slots: list[Slot], listed: Mapping[str, list[Medium]]) -> list[Medium]
 def _medium(modality: str, value: Any) -> Medium:
     """Returns a medium of one file, or of a list of images, as LLaMA-Factory's and Qwen's videos may be."""
     if modality == 'video' and isinstance(value, list) and value:
-        return Medium(modality, tuple(_file('image', frame) for frame in value))
+        frames = tuple(_file('image', frame) for frame in value)
+        return Medium(modality, frames if len(frames) > 1 else frames * 2)  # a single file would be a video
     return Medium(modality, (_file(modality, value),))
 
 
@@ -322,7 +324,10 @@ def _check_turns(turns: list[Turn]) -> None:
     spoken = [turn.role for turn in turns if turn.role != 'system']
     if len(spoken) < 2 or any(role not in FOLLOWS[last] for last, role in zip(['', *spoken], spoken, strict=False)):
         raise ValueError(f'turns must alternate between user (or tool) and assistant, user first, got: {spoken}')
-    if not any(turn.carries_loss for turn in turns if turn.role == 'assistant'):
+    answers = [turn.text.strip() for turn in turns if turn.role == 'assistant' and turn.carries_loss]
+    if not all(any(map(str.isprintable, answer)) for answer in answers):  # zero-width spaces are not
+        raise ValueError('an answer must say something, got: one that is blank. Take it out, or give it `weight` 0')
+    if not answers:
         raise ValueError('at least one answer must carry loss, got: `weight` 0 for all. Take the sample out')
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from composer_tokacc.data.records import MediaFile
 
@@ -20,6 +20,8 @@ MAX_PIXELS = 89_478_485
 """Of one image; above it PIL warns of a decompression bomb."""
 SIZE_IN_HEADER = ('JPEG', 'MPO', 'PNG', 'WEBP', 'GIF', 'BMP')
 """Formats of PIL whose images have the size that stands in the header, before an EXIF entry turns them."""
+IMAGE_FORMATS = ('AVIF', 'BMP', 'DIB', 'GIF', 'HEIF', 'JPEG', 'JPEG2000', 'PNG', 'PPM', 'TGA', 'TIFF', 'WEBP')
+"""What is read, where PIL can: others call programs (EPS), hold several sizes, or are no more than known by name."""
 QUARTER_TURNS = (5, 6, 7, 8)
 """Values of EXIF's orientation that exchange width and height."""
 
@@ -27,7 +29,15 @@ QUARTER_TURNS = (5, 6, 7, 8)
 @contextmanager
 def _open_image(file: MediaFile) -> Iterator[Image.Image]:
     """Gives the image, not decoded yet, unless it is too large: 100 million pixels took 1.9 GiB."""
-    with Image.open(file) as image:
+    Image.init()
+    known = [name for name in IMAGE_FORMATS if name in Image.OPEN]
+    try:
+        opened = Image.open(file, formats=known)
+    except UnidentifiedImageError as error:
+        raise ValueError(f'it is no image of a known format ({", ".join(known)}; no EPS), or damaged') from error
+    with opened as image:
+        if image.format != 'MPO' and getattr(image, 'is_animated', False):  # cameras put previews behind an image
+            raise ValueError('it holds several images, of which a model would see the first. Save one, or make a video')
         if image.width * image.height > MAX_PIXELS:
             raise ValueError(f'it has {image.width} x {image.height} pixels, more than {MAX_PIXELS}; make it smaller')
         yield image

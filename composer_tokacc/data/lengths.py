@@ -29,7 +29,7 @@ from composer_tokacc.data.headers import TableRow, rows_from_headers
 from composer_tokacc.data.identity import class_name, identify_data, identify_processor, identify_vocabulary
 from composer_tokacc.data.records import BadSampleError
 
-TABLE_VERSION = 5
+TABLE_VERSION = 6
 """Goes up with every change of what a table holds, so that files of older versions are not read."""
 TABLE_COLUMNS = ('lengths', 'image_tokens', 'loss_tokens', 'vision_patches')
 FEWEST_FOR_WORKERS = 512

@@ -16,6 +16,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from composer_tokacc.cache import fingerprint
+from composer_tokacc.data.control_tokens import ControlTokens
 from composer_tokacc.data.conversation import ConversationEncoder
 from composer_tokacc.data.files import read_records, read_texts
 from composer_tokacc.data.images import image_size
@@ -43,6 +44,7 @@ class LlavaDataset(Dataset):
         allow_outside: Whether names may lead out of that folder: ``../``, absolute ones, links.
         video: Arguments of :class:`.VideoSampling`: ``num_frames``, or ``fps``; ``min_frames``, ``max_frames``.
         max_length: Longest sample allowed, in tokens, image tokens included. Nothing is ever truncated.
+        control_tokens: As for :class:`.ConversationEncoder`.
         on_error: ``'raise'`` or ``'skip'``.
         num_workers: Processes that read the samples (``skip`` only). ``None``: all cores.
         lengths_folder: Where what was found is kept (``skip`` only), see :func:`.length_table`.
@@ -63,6 +65,7 @@ class LlavaDataset(Dataset):
         allow_outside: bool = False,
         video: Mapping[str, Any] | None = None,
         max_length: int | None = None,
+        control_tokens: ControlTokens = 'warn',
         on_error: str = 'raise',
         num_workers: int | None = None,
         lengths_folder: PathLike | None = None,
@@ -70,7 +73,8 @@ class LlavaDataset(Dataset):
     ) -> None:
         if on_error not in ('raise', 'skip'):
             raise ValueError(f"`on_error` must be 'raise' or 'skip', got: {on_error!r}.")
-        self.encoder = ConversationEncoder(processor, max_length=max_length, video=VideoSampling(**(video or {})))
+        options: dict[str, Any] = {'max_length': max_length, 'control_tokens': control_tokens}
+        self.encoder = ConversationEncoder(processor, video=VideoSampling(**(video or {})), **options)
         self.measured: tuple[int, LengthTable] | None = None
         self.records: list[Record] = []
         self.folders: list[Path] = []
@@ -90,7 +94,7 @@ class LlavaDataset(Dataset):
         if on_error == 'skip':
             self._skip_unreadable(patch_size, folder=lengths_folder, num_workers=num_workers)
         if not self.records:
-            reason = f' First: {self.skipped[0]}' if self.skipped else ''
+            reason = ''.join(f' First: {one}' for one in self.skipped[:1])
             raise ValueError(f'`path` must hold at least one good sample, got: {path} with none.{reason}')
 
     @staticmethod
@@ -133,7 +137,8 @@ class LlavaDataset(Dataset):
         So it does with the frames that are taken of videos; not with where files lie, the ids of samples, or
         ``max_length``, which leaves out nothing in silence.
         """
-        return _all_digits(self._identities())
+        spelled = [('control_tokens', 'text')] if self.encoder.control.option == 'text' else []
+        return _all_digits(chain(self._identities(), spelled))
 
     def _identities(self) -> Iterator[tuple[Any, ...]]:
         for record, folder in zip(self.records, self.folders, strict=True):

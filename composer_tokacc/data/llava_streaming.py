@@ -14,6 +14,7 @@ from typing import Any
 from streaming import Stream, StreamingDataset  # pyright: ignore[reportMissingImports]
 from streaming.base.format import reader_from_json  # pyright: ignore[reportMissingImports]
 
+from composer_tokacc.data.control_tokens import ControlTokens
 from composer_tokacc.data.conversation import ConversationEncoder
 from composer_tokacc.data.records import PathLike
 from composer_tokacc.data.to_mds import from_row
@@ -28,7 +29,7 @@ class LlavaStreamingDataset(StreamingDataset):
     Args:
         processor: Hugging Face processor; for text alone a tokenizer will do.
         max_length: Longest sample allowed, in tokens, image tokens included. Nothing is ever truncated.
-        video: As for :class:`.LlavaDataset`.
+        video: As for :class:`.LlavaDataset`, and ``control_tokens``.
         streams: Several sources: :class:`streaming.Stream`, or a mapping of names to their arguments (``local``,
             ``remote``, ``proportion``, ...) as a YAML file has them.
         **kwargs: Further arguments of :class:`streaming.StreamingDataset`: ``local``, ``remote``, ``shuffle``,
@@ -45,12 +46,14 @@ class LlavaStreamingDataset(StreamingDataset):
         processor: Any,
         max_length: int | None = None,
         video: Mapping[str, Any] | None = None,
+        control_tokens: ControlTokens = 'warn',
         streams: Sequence[Stream] | Mapping[str, Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> None:
         if isinstance(streams, Mapping):
             streams = [Stream(**arguments) for arguments in streams.values()]
-        self.encoder = ConversationEncoder(processor, max_length=max_length, video=VideoSampling(**(video or {})))
+        options: dict[str, Any] = {'max_length': max_length, 'control_tokens': control_tokens}
+        self.encoder = ConversationEncoder(processor, video=VideoSampling(**(video or {})), **options)
         super().__init__(streams=streams, **kwargs)
 
     def get_item(self, sample_id: int, retry: int = 7) -> dict[str, Any]:
@@ -74,7 +77,8 @@ class LlavaStreamingDataset(StreamingDataset):
 
     def identity(self) -> str:
         """Changes with samples and bytes of each shard, in order, and the frames of videos; not with their place."""
-        return repr(([(shard.samples, shard.get_raw_size()) for shard in self.shards], self.encoder.video))
+        spelled = ['text'] * (self.encoder.control.option == 'text')
+        return repr(([(shard.samples, shard.get_raw_size()) for shard in self.shards], self.encoder.video, *spelled))
 
     def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
         """As StreamingDataset's, but right between two epochs.

@@ -101,7 +101,8 @@ class Record:
 
     def error(self, reason: object) -> BadSampleError:
         """Returns the error that says what is wrong with this sample."""
-        return BadSampleError(f'sample "{self.sample_id}" ({self.source}): {reason}')
+        text = f'sample "{self.sample_id}" ({self.source}): {reason}'
+        return BadSampleError(''.join(one if one.isprintable() else ascii(one)[1:-1] for one in text))
 
     def messages(self) -> list[dict[str, Any]]:
         """Returns the turns as chat templates want them, plus ``weight`` 0 for an answer without loss.

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
@@ -15,8 +16,8 @@ from composer_tokacc.data.records import EmbeddedFile, Medium, Record
 
 
 def regular_file(path: Path) -> Path:
-    """Returns a path, if a program that opens it will not wait without an end."""
-    if path.exists() and not path.is_file():
+    """Returns the path of a file: a pipe or a device would be waited for, or never end."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
         raise ValueError('it is no regular file')
     return path
 
@@ -27,7 +28,7 @@ def open_files(record: Record, folder: Path) -> list[Path | BinaryIO]:
     for modality, file in ((medium.modality, file) for medium in record.media for file in medium.files):
         try:
             opened.append(BytesIO(file.read()) if isinstance(file, EmbeddedFile) else regular_file(folder / file))
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             raise record.error(f'{modality} file {folder / str(file)} cannot be read: {error}') from error
     return opened
 
@@ -50,9 +51,14 @@ class MediaFolders:
                 self._check_file(record, medium, file, folder)
 
     def _check_file(self, record: Record, medium: Medium, file: Path, folder: Path) -> None:
-        found, root = self._listing(file.parent), self._listing(folder).place
+        try:
+            found, root = self._listing(file.parent), self._listing(folder).place
+        except OSError as error:
+            raise record.error(f'{medium.modality} file {file} cannot be read: {error}') from error
         if file.name not in found.is_link:
             raise record.error(f'{medium.modality} file {file} does not exist; is `image_dir` right?')
+        if found.is_link[file.name] and not os.path.exists(file):
+            raise record.error(f'{medium.modality} file {file} cannot be read: it is a link to nothing')
         place = Path(os.path.realpath(file)).parent if found.is_link[file.name] else found.place
         if not self._allows_outside and not place.is_relative_to(root):
             remedy = 'Set another `image_dir`, or `allow_outside=true` for files that you know'

@@ -20,6 +20,8 @@ from composer_tokacc.data.images import read_image
 from composer_tokacc.data.records import MediaFile
 
 DEFAULT_FPS = 2.0
+MAX_PIXELS_OF_VIDEO = 2**31
+"""Of all frames that are taken: 6 GiB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +78,16 @@ def read_frames(files: Sequence[MediaFile], sampling: VideoSampling) -> Video:
     step = 1 / (sampling.fps or DEFAULT_FPS)
     chosen = sampling.choose([i * step for i in range(len(files))], len(files) * step)
     images = {i: read_image(files[i]) for i in set(chosen)}
-    size = images[chosen[0]].size
-    return _video([np.asarray(images[i].resize(size)) for i in chosen], chosen, len(files), step)
+    if len(sizes := {image.size for image in images.values()}) > 1:
+        raise ValueError(f'frames of a video must be of one size, got: {sorted(sizes)[:3]}. Resize them')
+    _check_pixels(len(chosen), *images[chosen[0]].size)
+    return _video([np.asarray(images[i]) for i in chosen], chosen, len(files), step)
+
+
+def _check_pixels(num_frames: int, width: int, height: int) -> None:
+    if num_frames * width * height > MAX_PIXELS_OF_VIDEO:
+        found = f'{num_frames} frames of {width} x {height}. Take fewer, or make it smaller'
+        raise ValueError(f'a video must have at most {MAX_PIXELS_OF_VIDEO} pixels, got: {found}')
 
 
 def read_video(file: MediaFile, sampling: VideoSampling, *, shapes_only: bool = False) -> Video:
@@ -91,6 +101,7 @@ def read_video(file: MediaFile, sampling: VideoSampling, *, shapes_only: bool = 
     times = [(stamp - stamps[0]) * unit for stamp in stamps]
     duration = times[-1] + step
     chosen = sampling.choose(times, duration)
+    _check_pixels(len(chosen), stream.width, stream.height)
     wanted = sorted({stamps[i] for i in chosen})
     frames = _read_frames(file, wanted[:1] if shapes_only else wanted, keys)
     if shapes_only:
@@ -109,7 +120,7 @@ def _open_video(file: MediaFile) -> Iterator[tuple[Any, Any]]:
 
     with open_container(file) as container:
         streams = [one for one in container.streams.video if not one.disposition & Disposition.attached_pic]
-        if not streams or container.format.name == 'tty':  # which takes any text for a video
+        if not streams:
             raise ValueError('it holds no video')
         one_thread(streams[0])
         yield container, streams[0]
@@ -119,6 +130,8 @@ def _read_stamps(container: Any, stream: Any) -> tuple[list[int], list[tuple[int
     """Reads when frames are shown, and where (time, decoding time) decoding may start, in units of the stream."""
     stamps, keys, end = [], [], 0.0
     for packet in container.demux():
+        if packet.is_corrupt:
+            raise ValueError('it is cut in the middle of a frame, or damaged')
         stamp = packet.dts if packet.pts is None else packet.pts
         if packet.size and stamp is not None:
             end = max(end, float((stamp + (packet.duration or 0)) * packet.time_base))

@@ -21,6 +21,9 @@ from composer_tokacc.layout import BatchLayout, RowFacts
 from composer_tokacc.metadata import num_rows, with_metadata
 from composer_tokacc.planning import CutOptions
 
+FEW_TOKENS = 8
+"""Of a text that only keeps a rank in step; models with convolutions take no fewer."""
+
 
 def dummies_in_step(
     layout: BatchLayout, sources: Sequence[RowFacts], *, may_have_media: bool
@@ -78,6 +81,8 @@ def with_dummies_in_last(
     def missing(piece: Piece) -> int:
         return len(dummies.missing(piece.facts, piece.rows))
 
+    if not pieces:
+        return [], True
     *others, last = pieces
     if may_reorder and missing(last):
         place = min(range(len(pieces)), key=lambda k: (missing(pieces[k]), sum(pieces[k].widths)))
@@ -99,7 +104,7 @@ def in_step(
     """Returns the pieces with their dummy rows, and how many empty microbatches come behind them; a collective.
 
     Args:
-        pieces: Those of this rank, at least one.
+        pieces: Those of this rank; none where it has no sample.
         dummies: As of :func:`dummies_in_step`.
         rules: How rows may be cut.
         options: Caps, and whether counts must be equal.
@@ -115,14 +120,22 @@ def in_step(
         planned, is_apart = with_dummies_in_last(pieces, dummies, rules, options, may_reorder=may_reorder)
     else:
         planned, is_apart = with_dummies(pieces, dummies, rules, options), False
-    count = len(planned) + is_apart
+    count = max(len(planned) + is_apart, 1)
     if options.equal_counts is True or (options.equal_counts == 'auto' and not reduces_once):
         (count,) = max_over_ranks([count])
     return planned, count - len(planned)
 
 
-def empty_microbatch(layout: BatchLayout, dummies: DummyRows, text: dict[str, Any], num_planned: int) -> dict[str, Any]:
-    """Returns a microbatch of no weight: a row of each modality that is needed, else the text."""
+def empty_microbatch(sources: Sequence[RowFacts], dummies: DummyRows, num_planned: int) -> dict[str, Any]:
+    """Returns a microbatch of no weight: a row of each modality that is needed, else a few tokens of the shortest."""
     rows = [row.row for modality in dummies.needed if (row := dummies.row(modality)) is not None]
-    empty = layout.concat(rows) if rows else zero_weight(text)
+    if rows:
+        empty = sources[0].layout.concat(rows)
+    else:
+        facts = min(sources, key=lambda one: min(one.lengths))
+        layout, row = facts.layout, facts.lengths.index(min(facts.lengths))
+        empty = zero_weight(layout.trim(layout.select(facts.batch, [row])))
+        width = layout.width(empty)
+        if not facts.media[row] and 'input_ids' in empty and width > FEW_TOKENS:
+            empty = layout.narrow(empty, width - FEW_TOKENS if facts.side == 'left' else 0, FEW_TOKENS)
     return with_metadata(empty, microbatches=[num_planned] * num_rows(empty))

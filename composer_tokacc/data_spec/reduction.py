@@ -5,11 +5,15 @@
 
 from __future__ import annotations
 
+import zlib
+
 import torch
 from composer.core import State
+from composer.utils import dist
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from composer_tokacc.collectives import max_over_ranks
 from composer_tokacc.compat import check_reducer_finalized
 
 
@@ -62,9 +66,31 @@ class ReductionWatch:
                 f'{got}. Leave `Trainer(ddp_sync_strategy=)` as it was when the checkpoint was written.'
             )
 
+    def check_last(self) -> None:
+        """Checks the gradients of a step's last microbatch where DDP leaves them to the trainer; a collective then."""
+        if isinstance(self._model, DistributedDataParallel) and not self._reduces[-1]:
+            check_same_gradients(self._model.module)
+
     def reduced_once(self) -> bool | None:
         """Returns whether this step reduced in its last microbatch alone; None: nothing tells, or ranks meet in all."""
         return not any(self._reduces[:-1]) if len(self._reduces) > 1 and self.may_meet_once else None
+
+
+def check_same_gradients(model: torch.nn.Module) -> None:
+    """Raises RuntimeError on all ranks if some have gradients that others lack; a collective.
+
+    Composer's ``forced_sync`` reduces what is not None, one after the other: ranks would add up unlike parameters.
+    """
+    names = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
+    digest = zlib.crc32('\n'.join(names).encode())
+    highest, lowest = max_over_ranks([digest, -digest])
+    if highest != -lowest:
+        model.zero_grad(set_to_none=True)  # Composer reduces what is there on its way out of an error, too
+        raise RuntimeError(
+            f'All ranks must have gradients of the same parameters with `ddp_sync_strategy=forced_sync`, got: '
+            f'{len(names)} on rank {dist.get_global_rank()}, of other ones than another rank. Leave '
+            '`Trainer(ddp_sync_strategy=)` as it is by default (docs/errors.md#other-gradients).'
+        )
 
 
 def check_sharding(model: torch.nn.Module) -> None:

@@ -15,7 +15,7 @@ import torch
 from composer.utils import dist
 
 from composer_tokacc.batch import MODALITIES, Batch, sample_name
-from composer_tokacc.data_spec.build import build, trimmed
+from composer_tokacc.data_spec.build import build
 from composer_tokacc.data_spec.cut_rules import CutRules, padded_candidates
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.data_spec.dummy_rows import DummyRows
@@ -30,7 +30,7 @@ from composer_tokacc.layout import (
     microbatches_of,
     with_media,
 )
-from composer_tokacc.metadata import num_rows, with_metadata, without_metadata
+from composer_tokacc.metadata import metadata_of, num_rows, with_metadata, without_metadata
 from composer_tokacc.planning import CutOptions, cut_rows, pack_lengths
 
 log = logging.getLogger(__name__)
@@ -66,6 +66,8 @@ class MicrobatchSplit:
         leave an encoder unused, and ranks may make unequally many. The algorithm sees it happen."""
         self.copies_microbatches: Callable[[], bool] | None = None
         """Asks whether metrics of training read a copy of each microbatch; None: no algorithm is in this step."""
+        self.num_made = 0
+        """Microbatches of the batch that was split last, those of no weight included."""
         self._microbatch_transforms = microbatch_transforms
         self._model: Any = None
         self._attention: DocumentAttention | None = None
@@ -206,6 +208,7 @@ class MicrobatchSplit:
             pieces = with_dummies(pieces, _first_modality(sources), self.rules, options)
         self._warn_of(sources, pieces, options)
         microbatches = build(layout, pieces, self.rules, options, self._attention)
+        self.num_made = len(pieces) + len(empty)
         return [with_metadata(one, microbatches=[len(pieces)] * num_rows(one)) for one in microbatches] + empty
 
     def _in_order(self, layout: BatchLayout, batch: Batch, size: int) -> list[dict[str, Any]]:
@@ -260,8 +263,12 @@ class MicrobatchSplit:
         for number, facts in enumerate(sources):
             piece = Piece.from_facts(facts, self.rules, options)
             piece.check_caps(options, indices[number] if indices else None)
-            stays = pre_split is not None and piece.fits(self.rules, options)
-            pieces += [piece] if stays else piece.cut(self.rules, options)
+            if dist.get_world_size() > 1:  # rows that only fill up a rank weigh nothing, and need not be computed
+                samples = metadata_of(facts.batch).get('samples', [1] * len(piece.rows))
+                piece = piece.take([row for row in piece.rows if samples[row]])
+            if piece.rows:
+                stays = pre_split is not None and piece.fits(self.rules, options)
+                pieces += [piece] if stays else piece.cut(self.rules, options)
         return pieces
 
     def _in_step(
@@ -273,13 +280,8 @@ class MicrobatchSplit:
         planned, num_empty = in_step(
             pieces, dummies, self.rules, options, has_media=has_media, reduces_once=self.reduces_once
         )
-        if not num_empty:
-            return planned, []
-        shortest = min(pieces, key=lambda piece: min(piece.widths))
-        row = shortest.take([shortest.widths.index(min(shortest.widths))])
-        selected = layout.select(row.facts.batch, row.rows)
-        text = trimmed(layout, row, selected, replace(self.rules, packing=''), options)
-        return planned, [empty_microbatch(layout, dummies, text, len(planned))] * num_empty
+        empty = [empty_microbatch(sources, dummies, len(planned))] if num_empty else []
+        return planned, empty * num_empty
 
     def _warn_of(self, sources: Sequence[RowFacts], pieces: Sequence[Piece], options: CutOptions) -> None:
         """Warns of rows that keep their padding, and of dummy rows that find no room."""

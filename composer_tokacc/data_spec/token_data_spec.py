@@ -14,6 +14,7 @@ from composer.core import DataSpec
 from composer.utils import dist
 from torch.utils.data import DataLoader
 
+from composer_tokacc.batch import check_ids
 from composer_tokacc.checks.first_batch import FirstBatchCheck
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.collectives import max_over_ranks
@@ -93,6 +94,8 @@ def token_data_spec(
             )
     """
     check_rule(loss_tokens, allow_auto=True)
+    if isinstance(dataloader, DataSpec):
+        raise TypeError('`dataloader` must be a dataloader, got: a DataSpec. Give its `dataloader`')
     if layout is not None and not isinstance(layout, BatchLayout):
         raise ValueError(f'`layout` must be a BatchLayout, got: {layout!r}.')
     for name in OWN_KWARGS:
@@ -163,6 +166,8 @@ class _TokenDataSpec(DataSpec):
             raise ValueError(
                 f'The dataloader must yield mappings with `input_ids` and `labels`, got: {type(batch).__name__}.'
             )
+        for one in microbatches_of(batch):
+            check_ids(one)
         # Two specs may share a loader; the algorithm asks for the one that the trainer uses.
         register_split(self.dataloader, self._split)
         self._split.begin_step(copies_microbatches=None)  # until the algorithm, if there is one, begins with this batch

@@ -108,6 +108,10 @@ class FileSource(Source):
         if is_eval:
             return self._open(self._eval_section(), processor) if self.section.get('eval') else None
         datasets = [self._open(part, processor) for part in self._parts()]
+        if (self.config.algorithms.get('token_accumulation') or {}).get('token_weights') == 'column':
+            for record in (record for one in datasets for record in getattr(one, 'records', ())):
+                if record.loss_weights is None:
+                    raise record.error('must have `loss_weights` with `token_weights: column`, got: none')
         return ConcatDataset(datasets) if 'parts' in self.section else datasets[0]
 
     def _open(self, part: dict[str, Any], processor: Any) -> Dataset:

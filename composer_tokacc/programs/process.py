@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What a program does to its process as a whole, and its way from a command line to an exit status.
+"""What a program does to its process as a whole.
 
 No other module touches garbage collection, signals, limits, warnings or the end of the process. Heavy imports are made
 when they are needed, so that ``--help`` is there at once.
@@ -17,14 +17,9 @@ import resource
 import signal
 import sys
 import time
-import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from composer_tokacc.programs.schema import TrainConfig
 
 DIST_TIMEOUT = 300.0
 """Composer's own default, in seconds."""
@@ -64,69 +59,20 @@ def say(text: str) -> None:
         print(f'[{seconds:4.0f} s] {text}', file=sys.stderr, flush=True)
 
 
-def run_program(
-    program: Callable[[TrainConfig], int | None],
-    path: str,
-    overrides: Sequence[str],
-    *,
-    num_ranks: int | None = None,
-    trains: bool = False,
-) -> int:
-    """Runs a program on a YAML file and returns its exit status, 2 with one line for a mistake of the user's.
+def keep_what_is_loaded() -> None:
+    """Switches garbage collection on again, without what :func:`prepare` has loaded since: that is never garbage.
 
-    Args:
-        program: Takes the config and returns the exit status, None for 0.
-        path: The YAML file.
-        overrides: ``key=value`` each.
-        num_ranks: Ranks that the run is planned for; None: those of this launch.
-        trains: Whether it trains here and now, so that this machine must be able to.
+    Python's end looks through all that Composer and Transformers hold, again and again: 8 s of nothing on the screen.
     """
-    from composer_tokacc.programs.config_checks import check_config, check_machine
-    from composer_tokacc.programs.errors import ConfigError, in_words_of, refuse
-    from composer_tokacc.programs.schema import load_config
-
-    if not gc.isenabled():  # by `prepare`: what has been loaded is never garbage
+    if not gc.isenabled():
         gc.freeze()
         gc.enable()
-    # Python's end looks through all that Composer and Transformers hold, again and again: 8 s of nothing on the screen.
     atexit.register(gc.freeze)
-    try:
-        config = load_config(path, overrides)
-        check_config(config, num_ranks=num_ranks)
-        if trains:
-            check_machine(config)
-    except ConfigError as error:
-        return refuse(error, on_all_ranks=True)
-
-    def checked(config: TrainConfig) -> int | None:
-        with in_words_of(config):
-            return program(config)
-
-    return _run_watched(checked, config)
 
 
-def _run_watched(program: Callable[[TrainConfig], int | None], config: TrainConfig) -> int:
-    """Runs a program so that what ends one rank is said once, by the rank that met it first."""
-    from composer_tokacc.data import BadSampleError
-    from composer_tokacc.programs.errors import ConfigError, one_line, refuse
-    from composer_tokacc.programs.machine_faults import fault_of_machine
-    from composer_tokacc.programs.ranks import RankWatch
-
-    watch = RankWatch(config.trainer.get('dist_timeout', DIST_TIMEOUT))
-    try:
-        return program(config) or 0
-    except (ConfigError, BadSampleError) as error:
-        return 2 if watch.tell(one_line(error), 2) else refuse(error)
-    except Exception as error:
-        # Of a loader process that was killed torch's handler tells again and again, wherever this one is.
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        if fault := fault_of_machine(error):
-            return 2 if watch.tell(one_line(fault), 2) else refuse(ConfigError(fault))
-        if watch.tell(traceback.format_exc(), 1):
-            return 1
-        raise
-    finally:
-        watch.stop()
+def let_children_die() -> None:
+    """Takes torch's handler away, which tells again and again, wherever it is, that a loader process was killed."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def allow_open_files() -> None:

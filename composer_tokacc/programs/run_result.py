@@ -27,6 +27,7 @@ _MONITOR = 'token_monitor/'
 _MONITOR_LINES = (
     ('device_batch_padding_ratio', 'padding had no microbatch been trimmed', '{:.1%}'),
     ('padding_ratio', 'padding really computed', '{:.1%}'),
+    ('dummy_ratio', 'of it dummy rows, which keep ranks in step', '{:.1%}'),
     ('sample_weighting_error', 'weight that sample weighting would have misplaced', '{:.1%}'),
     ('rank_imbalance', 'slowest rank over the mean, in computed positions', '{:.3f}'),
     ('microbatches', 'microbatches a step, over all ranks', '{:.1f}'),

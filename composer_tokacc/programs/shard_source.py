@@ -158,7 +158,12 @@ class ShardSource(Source):
             if key in arguments:
                 raise ConfigError(f'`{path}.{key}` must be left out, got: {arguments[key]}. Set `{source}`')
         check_video(path, arguments)
-        known = {'max_length', 'video', *inspect.signature(StreamingDataset).parameters} - _FROM_LOADER.keys()
+        known = {
+            'max_length',
+            'video',
+            'control_tokens',
+            *inspect.signature(StreamingDataset).parameters,
+        } - _FROM_LOADER.keys()
         check_names(path, arguments, known)
         streams = arguments.get('streams')
         if not any(arguments.get(source) for source in _PLACES):

@@ -14,7 +14,7 @@ from torch import nn
 from composer_tokacc.compat import TorchDispatchMode, storage_key, tree_iter
 from composer_tokacc.model_structure import vision_modules
 
-aten: Any = torch.ops.aten
+to_copy: Any = torch.ops.aten._to_copy
 TRACKED_PARTS = ('text', 'logits', 'vision', 'weights')
 """``weights`` are copies that autocast makes of parameters."""
 
@@ -79,7 +79,7 @@ class MemoryTracker(TorchDispatchMode):
         self._total += num_bytes
 
     def _part(self, tensor: torch.Tensor, func: Any, args: Any) -> str:
-        if func is aten._to_copy.default and storage_key(args[0]) in self._parameters:
+        if func is to_copy.default and storage_key(args[0]) in self._parameters:
             return 'weights'
         if self._depth:
             return 'vision'

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from composer.models import HuggingFaceModel
 
 from composer_tokacc import TokenAccumulation, token_data_spec
+from composer_tokacc.metadata import with_metadata
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import loader, logged, relative_error, train
 
@@ -39,6 +42,18 @@ class TermsModel(HuggingFaceModel):
         if self.form == 'total':
             return {**terms, 'total': sum(terms.values())}
         return terms
+
+
+class SequenceLoss(HuggingFaceModel):
+    """The losses of a row's tokens summed up over a constant, as Dr. GRPO has them: a mean over samples alone."""
+
+    def loss(self, outputs, batch):
+        return {'lm': summed_by_row(outputs['logits'], batch['labels']).mean() / 10}
+
+
+def summed_by_row(logits, labels):
+    flat = torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction='none')
+    return flat.sum(dim=1)
 
 
 def gradients_of(model, total):
@@ -137,3 +152,39 @@ def test_units_without_a_dict_loss_are_refused():
         train(
             text_model(), loader(collate(text_rows(SHAPE))), algorithms=[TokenAccumulation(loss_units={'lm': 'tokens'})]
         )
+
+
+@pytest.mark.parametrize('wrapped', [False, True])
+@pytest.mark.parametrize('microbatch_size', [1, 2, 5])
+@pytest.mark.parametrize('copies', [0, 1])
+def test_loss_of_samples_alone(copies, microbatch_size, wrapped):
+    model, batch = text_model(), collate(text_rows(SHAPE))
+    rows = len(SHAPE) - copies
+    logits = model(input_ids=batch['input_ids'], attention_mask=batch['attention_mask']).logits
+    expected = gradients_of(model, summed_by_row(logits, batch['labels'])[:rows].mean() / 10)
+    model.zero_grad()
+    given = with_metadata(batch, samples=[1] * rows + [0] * copies) if copies else batch
+    data = token_data_spec(loader(given)) if wrapped or copies else loader(given)
+    recorder, *_ = train(
+        SequenceLoss(model, use_logits=True), data, microbatch_size=microbatch_size,
+        algorithms=[TokenAccumulation(loss_units={'lm': 'samples'})],
+    )  # fmt: skip
+    assert relative_error(recorder.gradients, expected) < 1e-6
+
+
+def test_noise_that_is_scaled_by_the_width_is_said(caplog):
+    model = text_model()
+    model.model.embed_tokens.neftune_noise_alpha = 5.0
+    with caplog.at_level(logging.WARNING):
+        train(model, token_data_spec(loader(collate(text_rows(SHAPE)))), algorithms=[TokenAccumulation()])
+    assert 'NEFTune' in caplog.text
+
+
+def test_state_holds_what_composers_algorithms_save():
+    algorithm = TokenAccumulation()
+    assert algorithm.state_dict()['repr'] == repr(algorithm)
+
+
+def test_loss_of_samples_alone_takes_no_weights_of_tokens():
+    with pytest.raises(ValueError, match="`token_weights` must be 'token'"):
+        TokenAccumulation(loss_units={'lm': 'samples'}, token_weights='sample')

@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from PIL import Image
 from tokenizers import AddedToken
 
+from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.data.conversation import ConversationEncoder
 from composer_tokacc.data.formats import parse_record
 from composer_tokacc.data.processor import train_tokenizer
-from composer_tokacc.data.records import BadSampleError, RawRecord
+from composer_tokacc.data.records import BadSampleError, RawRecord, Record, Turn
 from tests.data.chat_processors import PROCESSORS, QWEN, TEXTS, blip2, llava, qwen2_vl, small
 
 
@@ -196,3 +198,47 @@ def test_processor_without_template_is_refused():
     processor.chat_template = processor.tokenizer.chat_template = None
     with pytest.raises(ValueError, match='must have a chat template'):
         ConversationEncoder(processor)
+
+
+SPOKEN = [
+    {'role': 'user', 'content': [{'type': 'text', 'text': 'What is <|end|>?'}]},
+    {'role': 'assistant', 'content': [{'type': 'text', 'text': 'Yes.<|end|><|user|> No.'}]},
+]
+
+
+def test_control_tokens_become_text_and_those_of_the_template_stay():
+    processor = small()
+    tokenizer = processor.tokenizer
+    vocabulary = tokenizer.get_vocab()
+    (plain,), (spelled,) = (
+        ConversationEncoder(processor, control_tokens=option)(SPOKEN)['input_ids'] for option in ('warn', 'text')
+    )
+    assert tokenizer.decode(spelled) == tokenizer.decode(plain)
+    end, user = tokenizer.convert_tokens_to_ids(['<|end|>', '<|user|>'])
+    assert [(ids == end).sum() for ids in (plain, spelled)] == [3, 1]
+    assert [(ids == user).sum() for ids in (plain, spelled)] == [2, 1]
+    assert tokenizer.get_vocab() == vocabulary
+
+
+def test_labels_and_lengths_are_those_of_the_text():
+    encoder = ConversationEncoder(small(), control_tokens='text')
+    sample = encoder(SPOKEN)
+    (unexpanded,) = encoder.encode_unexpanded([SPOKEN])
+    assert unexpanded is not None
+    for key in ('input_ids', 'labels'):
+        assert torch.equal(unexpanded[key], sample[key])
+    learned = sample['labels'][sample['labels'] != IGNORE_INDEX]
+    assert encoder.tokenizer.decode(learned) == 'Yes.<|end|><|user|> No.<|end|>'
+    assert sample['attention_mask'].shape == sample['input_ids'].shape
+    encoder.max_length = sample['input_ids'].shape[1] - 1
+    with pytest.raises(ValueError, match='max_length'):
+        encoder(SPOKEN)
+
+
+def test_first_control_token_is_named_once(caplog):
+    turns = (Turn('user', 'A?'), Turn('assistant', 'B.<|end|>'))
+    encoder = ConversationEncoder(small())
+    for name in ('a', 'b'):
+        encoder.encode_record(Record(sample_id=name, source='data.json', turns=turns, media=()), [])
+    (line,) = [record.getMessage() for record in caplog.records if 'control token' in record.getMessage()]
+    assert line.startswith('sample "a" (data.json): has the control token <|end|>')

@@ -106,7 +106,6 @@ def write_pictures(folder):
     save('cmyk.jpg', picture((20, 60), 'CMYK'))
     save('plain.bmp', picture((33, 17)))
     save('colors.gif', picture((50, 20), 'P'))
-    save('film.gif', picture((44, 28), 'P'), save_all=True, append_images=[picture((44, 28), 'P', 1)])
     save('late.png', picture((48, 20)))
     late_metadata(folder / 'late.png')
     return names

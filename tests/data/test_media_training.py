@@ -208,7 +208,7 @@ def test_bad_media_are_skipped_and_counted(tmp_path):
     reasons = {re.search('"(.*?)"', line)[1]: line for line in dataset.skipped}
     assert {name: reason for name, reason in reasons.items() if '\n' in reason} == {}
     for name, reason in {
-        'cut.mkv': 'it ends after',
+        'cut.mkv': 'its end is missing',
         'none.avi': 'it holds no frames that have a time',
         'sound.mp4': 'it holds no video',
         'folder.mp4': 'it is no regular file',

@@ -94,3 +94,9 @@ def test_run_resumed_at_a_step_without_media_ends_with_the_parameters_of_the_unb
         assert len(whole['errors']) == 4
         assert len(resumed['errors']) == 2
         assert resumed['parameters'] == whole['parameters']
+
+
+@pytest.mark.slow
+def test_gradients_that_only_some_ranks_have_are_refused_where_the_trainer_reduces_by_itself():
+    told = launch_json('tests/ranks/other_gradients.py', ranks=2)
+    assert all('All ranks must have gradients of the same parameters' in one for one in told), told

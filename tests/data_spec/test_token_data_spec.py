@@ -187,7 +187,7 @@ def test_microbatch_size_zero_is_refused():
 
 
 def test_unknown_tensor_is_refused_by_name_with_what_to_register():
-    batch = {**collate(text_rows(SHAPE)), 'ocr_boxes': torch.zeros(6, 4)}
+    batch = {**collate(text_rows(SHAPE)), 'ocr_boxes': torch.zeros(7, 4)}
     with pytest.raises(ValueError, match=r"batch\['ocr_boxes'\].*with_entries\(ocr_boxes=Entry"):
         split(batch, 2)
 

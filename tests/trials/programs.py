@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import json
 import os
 import pickle
 import shutil
@@ -124,6 +125,12 @@ def a_table(text: str) -> Callable[[Path], None]:
     return lambda folder: (folder / 'a.csv').write_text(text) and None
 
 
+def half_weighted(folder: Path) -> None:
+    turns = [{'from': 'human', 'value': 'A?'}, {'from': 'gpt', 'value': 'B.'}]
+    records = [{'id': 'a', 'loss_weights': 1, 'conversations': turns}, {'id': 'b', 'conversations': turns}]
+    (folder / 'data.json').write_text(json.dumps(records))
+
+
 LOAD = [*RUN, 'trainer.load_path={folder}/a.pt', 'trainer.max_duration=2ba']
 EXPORT = ['{folder}/a.pt', '{folder}/inside/exported']
 SIZE = [LLAVA, 'dataset.path=x.json', 'device_memory_gib=8', 'folder={folder}/size']
@@ -140,6 +147,14 @@ PROGRAMS: dict[str, tuple[Given, str]] = {
     'export of NaN weights': (('export', EXPORT, changed(with_nan)), 'NaN'),
     'export of a file outside of the target': (('export', EXPORT, changed(with_a_file_outside)), 'evil.txt'),
     'export without the model': (('export', EXPORT, changed(without('model'))), 'a.pt'),
+    'a column of weights that some samples lack': (
+        (
+            'train',
+            [LLAVA, 'dataset.path={folder}/data.json', 'algorithms.token_accumulation.token_weights=column'],
+            half_weighted,
+        ),
+        'sample "b"',
+    ),
     'resume from a checkpoint': (('train', LOAD, whole), WORKS),
     'resume from half a checkpoint': (('train', LOAD, cut), 'a.pt'),
     'resume from a text': (('train', LOAD, of_bytes(b'no checkpoint')), 'a.pt'),

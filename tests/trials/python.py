@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from composer import DataSpec
 from composer.models import HuggingFaceModel
+from transformers import LlamaForSequenceClassification
 
 from composer_tokacc import TokenAccumulation, plan_microbatches, token_data_spec
 from tests.support.text import collate, text_model, text_rows
@@ -41,15 +42,25 @@ def step(given: dict[str, Any], *, algorithms: Any = None, **options: Any) -> Ca
 
 
 class Named(HuggingFaceModel):
-    """Its loss is a term with a name."""
+    """Its loss is a term with a name, a mean over rows."""
 
     def loss(self, outputs: Any, batch: Any) -> Any:
-        return {'lm': outputs['loss']}
+        logits, labels = outputs['logits'][:, :-1].transpose(1, 2), batch['labels'][:, 1:]
+        return {'lm': torch.nn.functional.cross_entropy(logits, labels, reduction='none').sum(dim=1).mean()}
 
 
 def samples_alone() -> None:
     model: Any = Named(text_model(), use_logits=True)
     train(model, token_data_spec(loader(batch())), algorithms=[TokenAccumulation(loss_units={'lm': 'samples'})])
+
+
+def classified() -> None:
+    """A head that gives a class for each row, with its labels in a column."""
+    config = text_model().config
+    config.num_labels, config.pad_token_id = 2, 0
+    model: Any = HuggingFaceModel(LlamaForSequenceClassification(config), use_logits=True)
+    given = batch(labels=lambda labels: labels[:, :1] * 0)
+    train(model, token_data_spec(loader(given)), algorithms=[TokenAccumulation()])
 
 
 def wrapped_twice() -> Any:
@@ -83,6 +94,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         'loss_weights',
     ),
     'a loss of samples alone': (samples_alone, WORKS),
+    'a head that classifies rows': (classified, 'classifies whole rows'),
     'a cap below the longest row': (step(batch(), slot_tokens=3), 'slot_tokens'),
     'a cap of 0': (lambda: token_data_spec(loader(batch()), slot_tokens=0), 'slot_tokens'),
     'a width multiple of 0': (lambda: token_data_spec(loader(batch()), width_multiple=0), 'width_multiple'),

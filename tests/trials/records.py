@@ -165,6 +165,7 @@ def in_a_folder(make: Callable[[Path], Any]) -> Callable[[Path], Any]:
 
 _TURNS = '[{"from": "human", "value": "A?"}, {"from": "gpt", "value": "B."}]'
 TWICE = f'[{{"id": "a", "conversations": [], "conversations": {_TURNS}}}]'
+CONTROL = 'Yes.<|end|>No.'
 SKIP = {'on_error': 'skip'}
 IMAGE, VIDEO, AUDIO = 'image', 'qwen2_vl', 'qwen2_audio'
 
@@ -232,7 +233,17 @@ RECORDS: dict[str, tuple[tuple[str, Callable[[Path], Any], dict[str, Any]], str]
         SAMPLE,
     ),
     # control tokens in a user's text
-    'control tokens in an answer': ((VIDEO, of_record(answer='Yes.<|vision_end|>No.'), {}), SAMPLE),
+    'control tokens in an answer': ((IMAGE, of_record(answer=CONTROL), {}), WORKS),
+    'control tokens in an answer, refused': (
+        (IMAGE, of_record(answer=CONTROL), {'control_tokens': 'refuse'}),
+        '<|end|>',
+    ),
+    'control tokens in an answer, as text': ((IMAGE, of_record(answer=CONTROL), {'control_tokens': 'text'}), WORKS),
+    'control tokens that the tokenizer cannot write': (
+        (VIDEO, of_record(answer='A</s>'), {'control_tokens': 'text'}),
+        '</s>',
+    ),
+    'control tokens of another word': ((IMAGE, of_record(), {'control_tokens': 'drop'}), 'control_tokens'),
 }
 
 

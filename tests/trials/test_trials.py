@@ -12,47 +12,22 @@ from __future__ import annotations
 import pytest
 
 from tests.trials.configs import CONFIG_TRIALS
+from tests.trials.media import MEDIA_TRIALS
 from tests.trials.outcomes import WORKS, Trial
 from tests.trials.programs import PROGRAM_TRIALS
 from tests.trials.python import PYTHON_TRIALS
 from tests.trials.records import RECORD_TRIALS
+from tests.trials.texts import TEXT_TRIALS
 
-TRIALS = [*CONFIG_TRIALS, *RECORD_TRIALS, *PROGRAM_TRIALS, *PYTHON_TRIALS]
+TRIALS = [*CONFIG_TRIALS, *RECORD_TRIALS, *TEXT_TRIALS, *MEDIA_TRIALS, *PROGRAM_TRIALS, *PYTHON_TRIALS]
 NOT_RUN = {
-    'a sound of eight channels': 'ends the process',
-    'a loader of nothing': 'hangs',
     'size of lengths from a pipe': 'hangs',
 }
 """Open, too, and never tried until they are fixed."""
 OPEN = {
-    'a PNG as a video',
-    'a TIFF of many pages',
-    'a blank answer',
-    'a dangling link under skip',
-    'a data spec in a data spec',
-    'a looping link under skip',
-    'a loss of samples alone',
-    'a mask of another width',
-    'a playlist of a file elsewhere',
-    'a playlist that climbs',
-    'a second key conversations',
-    'a sound of one value',
-    'an EPS, which calls a program',
-    'an animated GIF as a picture',
-    'an animated PNG as a picture',
-    'an animated WebP as a picture',
-    'an empty answer',
-    'control tokens in an answer',
     'duration in seconds',
     'duration in tokens',
     'export of a file outside of the target',
-    'half a GIF',
-    'half a WAV',
-    'half a transport stream',
-    'half an Ogg Opus',
-    'ids of one dimension',
-    'ids that are floats',
-    'labels of another width',
     'rank of an adapter above every width',
     'resume without the state of the optimizer',
     'size into a folder that cannot be made',
@@ -61,8 +36,6 @@ OPEN = {
     'size of more loss tokens than tokens',
     'size of no lengths',
     'size of two columns of tokens',
-    'the algorithm twice',
-    'token_data_spec twice',
     'verify of no rows',
     'verify of rows below 0',
     'verify with a tolerance below 0',

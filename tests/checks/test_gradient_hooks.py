@@ -1,0 +1,66 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Hooks on parameters: linear ones stay, others are refused before the first step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from composer_tokacc import TokenAccumulation
+from composer_tokacc.checks.gradient_hooks import check_gradient_hooks
+from tests.support.text import collate, text_model, text_rows
+from tests.support.training import loader, reference_gradients, relative_error, train
+
+LINEAR = {
+    'a row alone': lambda gradient: gradient * (torch.arange(len(gradient))[:, None] == 1),
+    'half': lambda gradient: gradient / 2,
+    'in place': lambda gradient: gradient.mul_(3.0),
+    'looks on': lambda gradient: None,
+}
+OTHERS = {
+    'clamped': lambda gradient: gradient.clamp(-1e-3, 1e-3),
+    'clamped far out': lambda gradient: gradient.clamp(-100.0, 100.0),
+    'normalised': lambda gradient: gradient / (1e-6 + gradient.norm()),
+    'sign': torch.sign,
+    'noise': lambda gradient: gradient + torch.randn_like(gradient),
+}
+
+
+@pytest.mark.parametrize('name', LINEAR)
+def test_linear_hooks_stay(name):
+    layer = torch.nn.Linear(4, 3)
+    layer.weight.register_hook(LINEAR[name])
+    check_gradient_hooks(layer)
+
+
+@pytest.mark.parametrize('name', OTHERS)
+def test_hooks_that_are_not_linear_are_refused_by_the_parameters_name(name):
+    layer = torch.nn.Linear(4, 3)
+    layer.weight.register_hook(OTHERS[name])
+    with pytest.raises(RuntimeError, match=r"must be linear, got: .* on 'weight'"):
+        check_gradient_hooks(layer)
+
+
+def test_an_optimizer_in_the_backward_is_refused():
+    layer = torch.nn.Linear(4, 3)
+    layer.bias.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(RuntimeError, match=r"step once a batch, got: .*'bias'"):
+        check_gradient_hooks(layer)
+
+
+def test_a_run_with_a_linear_hook_is_exact_and_with_a_clamp_refused():
+    batch = collate(text_rows([(3, 2), (9, 8), (5, 1), (4, 4)]))
+    model = text_model()
+    weight = model.get_input_embeddings().weight
+    expected, _ = reference_gradients(model, batch)
+    name = next(name for name in expected if name.endswith('embed_tokens.weight'))
+    expected[name] = LINEAR['a row alone'](expected[name])
+    handle = weight.register_hook(LINEAR['a row alone'])
+    recorder, _, _ = train(model, loader(batch), algorithms=[TokenAccumulation()], microbatch_size=1)
+    assert relative_error(recorder.gradients, expected) < 1e-6
+    handle.remove()
+    weight.register_hook(OTHERS['clamped'])
+    with pytest.raises(RuntimeError, match='must be linear'):
+        train(model, loader(batch), algorithms=[TokenAccumulation()], microbatch_size=1)

@@ -1,0 +1,281 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Pictures, videos and sounds that are cut, damaged, of another kind, or larger than a machine."""
+
+from __future__ import annotations
+
+import gzip
+import struct
+import wave
+import zlib
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+from tests.support.clips import sine, write_sound, write_video
+from tests.trials.outcomes import WORKS, Trial
+from tests.trials.records import (
+    AUDIO,
+    IMAGE,
+    SAMPLE,
+    VIDEO,
+    encoded,
+    half,
+    long_wav,
+    of_file,
+    pages,
+    picture,
+    read_records,
+    record,
+    transport_stream,
+)
+
+Write = Callable[[Path], Any]
+
+
+def noise(path: Path, **options: Any) -> None:
+    Image.effect_noise((256, 256), 50).convert('RGB').save(path, **options)
+
+
+def cut(write: Write, share: float) -> Write:
+    def shorten(path: Path) -> None:
+        write(path)
+        content = path.read_bytes()
+        path.write_bytes(content[: int(len(content) * share)])
+
+    return shorten
+
+
+def followed_by(write: Write, content: bytes) -> Write:
+    return lambda path: (write(path), path.write_bytes(path.read_bytes() + content))
+
+
+def of(content: bytes) -> Write:
+    return lambda path: path.write_bytes(content)
+
+
+def with_zeros(write: Write) -> Write:
+    """Some bytes in the middle are lost."""
+
+    def damage(path: Path) -> None:
+        write(path)
+        content = bytearray(path.read_bytes())
+        start = len(content) * 6 // 10
+        content[start : start + 200] = bytes(200)
+        path.write_bytes(content)
+
+    return damage
+
+
+def png_of(width: int, height: int) -> Write:
+    """A header of that size, and no pixels."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack('>I', len(content)) + kind + content + struct.pack('>I', zlib.crc32(kind + content))
+
+    header = struct.pack('>IIBBBBB', width, height, 8, 2, 0, 0, 0)
+    return of(b'\x89PNG\r\n\x1a\n' + chunk(b'IHDR', header) + chunk(b'IDAT', zlib.compress(b'')) + chunk(b'IEND', b''))
+
+
+def with_70_megabytes_of_text(path: Path) -> None:
+    info = PngInfo()
+    info.add_text('x', 'y' * 70_000_000, zip=True)
+    picture(path, pnginfo=info)
+
+
+def camera_picture(path: Path) -> None:
+    picture(path, format='MPO', save_all=True, append_images=[Image.new('RGB', (16, 16))])
+
+
+def frames(*sizes: tuple[int, int]) -> Callable[[Path], Any]:
+    """A video as a list of pictures."""
+
+    def make(folder: Path) -> list[dict[str, Any]]:
+        names = [f'{index}.png' for index in range(len(sizes))]
+        for name, size in zip(names, sizes, strict=True):
+            Image.new('RGB', size).save(folder / name)
+        return [{**record('video', 'all'), 'videos': [names]}]
+
+    return make
+
+
+def animated(path: Path) -> None:
+    first, *others = (Image.new('RGB', (32, 32), (40 * shade,) * 3) for shade in range(5))
+    first.save(path, 'PNG', save_all=True, append_images=others, duration=100)
+
+
+def live(path: Path) -> None:
+    """As a browser records: no length in the header."""
+    with av.open(str(path), 'w', format='webm', options={'live': '1'}) as container:
+        stream: Any = container.add_stream('libvpx', rate=10)
+        stream.width, stream.height, stream.pix_fmt = 32, 32, 'yuv420p'
+        for shade in range(10):
+            pixels = np.full((32, 32, 3), 20 * shade, np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format='rgb24')))
+        container.mux(stream.encode())
+
+
+def pcm(path: Path, *, width: int = 2, channels: int = 1) -> None:
+    with wave.open(str(path), 'wb') as file:
+        file.setnchannels(channels)
+        file.setsampwidth(width)
+        file.setframerate(16000)
+        file.writeframes(b'\1' * (width * channels * 9600))
+
+
+def pcm_with(place: int, form: str, value: int) -> Write:
+    """A WAV with another number in its header."""
+
+    def write(path: Path) -> None:
+        pcm(path)
+        content = bytearray(path.read_bytes())
+        struct.pack_into(form, content, place, value)
+        path.write_bytes(content)
+
+    return write
+
+
+def surround_flac(path: Path) -> None:
+    with av.open(str(path), 'w') as container:
+        stream: Any = container.add_stream('flac', rate=16000, layout='7.1')
+        samples = np.repeat((sine(0.5) * 9999).astype(np.int16), 8)[None]
+        frame = av.AudioFrame.from_ndarray(samples, format='s16', layout='7.1')
+        frame.sample_rate = 16000
+        container.mux([*stream.encode(frame), *stream.encode()])
+
+
+def values(value: float) -> Write:
+    return lambda path: write_sound(path, np.full(9600, value, np.float32))
+
+
+GIF, MPEG4 = partial(write_video, codec='gif', pixels='rgb8'), write_video
+FLV, WEBM = partial(write_video, codec='flv'), partial(write_video, codec='libvpx')
+OPUS, MP3, FLAC = (partial(encoded, codec=codec) for codec in ('libopus', 'libmp3lame', 'flac'))
+NO_IMAGE, NO_CONTAINER = 'no image of a known format', 'in no container'
+
+FILES: dict[str, tuple[str, str, Write, str]] = {
+    # name: (processor, file, what writes it, what the line names)
+    'a picture of 0 columns': (IMAGE, 'a.png', png_of(0, 16), SAMPLE),
+    'a picture of 2 thousand million columns': (IMAGE, 'a.png', png_of(2**31 - 1, 1), 'pixels'),
+    'a picture of 60,000 x 60,000': (IMAGE, 'a.png', png_of(60000, 60000), 'pixels'),
+    'a picture of one pixel': (VIDEO, 'a.png', lambda path: Image.new('RGB', (1, 1)).save(path), WORKS),
+    'a picture of 20,000 x 1': (VIDEO, 'a.png', lambda path: Image.new('RGB', (20000, 1)).save(path), SAMPLE),
+    'a picture of a camera with its preview': (IMAGE, 'a.jpg', camera_picture, WORKS),
+    'a picture with 70 MB of text': (IMAGE, 'a.png', with_70_megabytes_of_text, SAMPLE),
+    'a picture with a damaged EXIF': (IMAGE, 'a.jpg', partial(picture, exif=b'Exif\0\0MM\0*\xff\xff\xff\xff'), WORKS),
+    'a picture in CMYK': (IMAGE, 'a.tiff', lambda path: Image.new('CMYK', (16, 16)).save(path), WORKS),
+    'an icon': (IMAGE, 'a.ico', picture, NO_IMAGE),
+    'an SVG': (IMAGE, 'a.svg', of(b'<svg xmlns="http://www.w3.org/2000/svg"/>'), NO_IMAGE),
+    'a PDF': (IMAGE, 'a.pdf', picture, NO_IMAGE),
+    'an error page as a picture': (IMAGE, 'a.jpg', of(b'<html>404</html>'), NO_IMAGE),
+    'a pointer of Git LFS': (IMAGE, 'a.jpg', of(b'version https://git-lfs.github.com/spec/v1\n'), NO_IMAGE),
+    'a gzip of a picture': (
+        IMAGE,
+        'a.png',
+        lambda path: (picture(path), path.write_bytes(gzip.compress(path.read_bytes()))),
+        NO_IMAGE,
+    ),
+    'a sequence of AVIF': (IMAGE, 'a.avif', pages, 'several images'),
+    **{
+        f'a cut {ending}': (IMAGE, f'a.{ending}', cut(noise, share), SAMPLE)
+        for ending, share in (
+            ('jpg', 0.98),
+            ('png', 0.95),
+            ('webp', 0.9),
+            ('bmp', 0.9),
+            ('tiff', 0.9),
+            ('gif', 0.9),
+            ('ppm', 0.9),
+            ('tga', 0.9),
+            ('jp2', 0.5),
+            ('avif', 0.9),
+        )
+    },
+    'a picture that lost bytes': (IMAGE, 'a.png', with_zeros(noise), SAMPLE),
+    # videos
+    'a GIF as a video': (VIDEO, 'a.gif', GIF, WORKS),
+    'a GIF of one frame as a video': (VIDEO, 'a.gif', lambda path: GIF(path, [9]), WORKS),
+    'an animated PNG as a video': (VIDEO, 'a.png', animated, WORKS),
+    'an animated WebP as a video': (VIDEO, 'a.webp', pages, NO_CONTAINER),
+    'a JPEG as a video': (VIDEO, 'a.jpg', picture, NO_CONTAINER),
+    'a name that is a pattern': (VIDEO, '%03d.png', picture, NO_CONTAINER),
+    'a whole transport stream': (VIDEO, 'a.ts', transport_stream, NO_CONTAINER),
+    'a script that joins files': (VIDEO, 'a.txt', of(b"ffconcat version 1.0\nfile '../x.ts'\n"), NO_CONTAINER),
+    'a description of a session': (VIDEO, 'a.sdp', of(b'v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nt=0 0\n'), SAMPLE),
+    'a manifest of DASH': (VIDEO, 'a.mpd', of(b'<?xml version="1.0"?><MPD><Period/></MPD>'), SAMPLE),
+    'subtitles as a video': (VIDEO, 'a.srt', of(b'1\n00:00:00,000 --> 00:00:05,000\nHi\n'), NO_CONTAINER),
+    'a video that a browser recorded': (VIDEO, 'a.webm', live, 'how long it is'),
+    'an animated PNG that is cut': (VIDEO, 'a.png', cut(animated, 0.6), 'end is missing'),
+    'a MP4 without its last bytes': (VIDEO, 'a.mp4', cut(MPEG4, 0.98), SAMPLE),
+    'a MOV without its index': (VIDEO, 'a.mov', cut(MPEG4, 0.9), SAMPLE),
+    'a Matroska without its last bytes': (VIDEO, 'a.mkv', cut(MPEG4, 0.98), 'end is missing'),
+    'a WebM without its last bytes': (VIDEO, 'a.webm', cut(WEBM, 0.85), 'end is missing'),
+    'an AVI without its last bytes': (VIDEO, 'a.avi', cut(MPEG4, 0.85), SAMPLE),
+    'a FLV without its last bytes': (VIDEO, 'a.flv', cut(FLV, 0.85), SAMPLE),
+    'a MP4 with zeros behind it': (VIDEO, 'a.mp4', followed_by(MPEG4, bytes(5000)), WORKS),
+    'a video of 2 x 2 pixels': (VIDEO, 'a.mp4', partial(MPEG4, size=(2, 2)), WORKS),
+    'a video of a frame a day': (VIDEO, 'a.mkv', partial(MPEG4, shades=[1, 2], times=[0, 86_400_000]), WORKS),
+    'a sound as a video': (VIDEO, 'a.mp3', MP3, 'no video'),
+    # sounds
+    'a video as a sound': (AUDIO, 'a.mp4', MPEG4, 'no audio'),
+    'a MP3': (AUDIO, 'a.mp3', MP3, WORKS),
+    'half a MP3': (AUDIO, 'a.mp3', half(MP3), 'it ends after'),
+    'a cut FLAC': (AUDIO, 'a.flac', cut(FLAC, 0.7), SAMPLE),
+    'an Ogg Opus': (AUDIO, 'a.ogg', OPUS, WORKS),
+    'an Ogg Opus without its last bytes': (AUDIO, 'a.ogg', cut(OPUS, 0.95), 'end is missing'),
+    'an Ogg Opus with zeros behind it': (AUDIO, 'a.ogg', followed_by(OPUS, bytes(900)), WORKS),
+    'a WAV of rate 0': (AUDIO, 'a.wav', pcm_with(24, '<I', 0), SAMPLE),
+    'a WAV of rate 1': (AUDIO, 'a.wav', pcm_with(24, '<I', 1), 'at most'),
+    'a WAV of a rate without end': (AUDIO, 'a.wav', pcm_with(24, '<I', 2**32 - 1), SAMPLE),
+    'a WAV of no channels': (AUDIO, 'a.wav', pcm_with(22, '<H', 0), SAMPLE),
+    'a WAV that says 65,535 channels': (AUDIO, 'a.wav', pcm_with(22, '<H', 65535), SAMPLE),
+    'a WAV of 100 channels': (AUDIO, 'a.wav', partial(pcm, channels=100), SAMPLE),
+    'a WAV of 12 channels': (AUDIO, 'a.wav', partial(pcm, channels=12), WORKS),
+    'a WAV that says 4 GiB, as a stream does': (AUDIO, 'a.wav', pcm_with(40, '<I', 2**32 - 1), WORKS),
+    'a WAV of 8 bits': (AUDIO, 'a.wav', partial(pcm, width=1), WORKS),
+    'a WAV of 24 bits': (AUDIO, 'a.wav', partial(pcm, width=3), WORKS),
+    'a FLAC of 8 channels': (AUDIO, 'a.flac', surround_flac, WORKS),
+    'a sound of silence': (AUDIO, 'a.wav', values(0), WORKS),
+    'a sound of no numbers': (AUDIO, 'a.wav', values(np.nan), 'finite'),
+    'a sound of 1e30': (AUDIO, 'a.wav', values(1e30), 'finite'),
+    'a list of sounds': (AUDIO, 'a.pls', of(b'[playlist]\nFile1=/etc/passwd\n'), SAMPLE),
+    'a MIDI': (AUDIO, 'a.mid', of(b'MThd\0\0\0\6\0\0\0\1\0\x60MTrk\0\0\0\4\0\xff\x2f\0'), SAMPLE),
+    'a gzip of a sound': (
+        AUDIO,
+        'a.wav',
+        lambda path: (long_wav(path), path.write_bytes(gzip.compress(path.read_bytes()))),
+        SAMPLE,
+    ),
+}
+KINDS = {IMAGE: 'image', VIDEO: 'video', AUDIO: 'audio'}
+
+
+def _trial(name: str, processor: str, file: str, write: Write, expected: str) -> Trial:
+    kind = 'image' if 'picture' in name else KINDS[processor]
+    return Trial(name=name, run=read_records, given=(processor, of_file(kind, file, write), {}), expected=expected)
+
+
+MEDIA_TRIALS = [
+    *(_trial(name, *given) for name, given in FILES.items()),
+    *(
+        Trial(name=name, run=read_records, given=(VIDEO, make, options), expected=expected)
+        for name, make, options, expected in (
+            ('frames of unlike sizes', frames((32, 32), (16, 16)), {}, 'of one size'),
+            ('frames of one size', frames((32, 32), (32, 32)), {}, WORKS),
+            ('a list of one frame', frames((32, 32)), {}, WORKS),
+            (
+                'more pixels of a video than a machine holds',
+                of_file('video', 'a.mp4', partial(MPEG4, size=(512, 512))),
+                {'video': {'num_frames': 9000, 'max_frames': 9000}},
+                'pixels',
+            ),
+        )
+    ),
+]

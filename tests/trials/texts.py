@@ -1,0 +1,220 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Data files and tables as they should not be, and texts, numbers and names in their records."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.trials.outcomes import WORKS, Trial
+from tests.trials.records import IMAGE, SAMPLE, SKIP, VIDEO, of_file, picture, read_records
+
+Make = Callable[[Path], Any]
+TURNS = [{'from': 'human', 'value': 'A?'}, {'from': 'gpt', 'value': 'B.'}]
+GOOD = json.dumps({'id': 'good', 'conversations': TURNS})
+NINES = '9' * 5000
+
+
+def text(value: str) -> Make:
+    return lambda folder: value
+
+
+def raw(content: bytes, name: str = 'data.json') -> Make:
+    def make(folder: Path) -> Path:
+        (folder / name).write_bytes(content)
+        return folder / name
+
+    return make
+
+
+def one(**given: Any) -> Make:
+    return text(json.dumps([{'id': 'a', 'conversations': TURNS, **given}]))
+
+
+def said(*texts: Any, **given: Any) -> Make:
+    turns = [{'from': ('human', 'gpt')[i % 2], 'value': value} for i, value in enumerate(texts)]
+    return one(conversations=turns, **given)
+
+
+def named(name: Any) -> Make:
+    """An image by a name, in a folder where ``a.png`` is."""
+
+    def make(folder: Path) -> str:
+        picture(folder / 'a.png')
+        return said('<image>A?', 'B.', image=name)(folder)
+
+    return make
+
+
+def data_uri(content: bytes, encode: Callable[[bytes], bytes] = base64.b64encode, *, cut: int = 0) -> Make:
+    payload = encode(content).decode()
+    return named(f'data:image/png;base64,{payload[: len(payload) - cut]}')
+
+
+def parts(*content: Any) -> Make:
+    turns = [{'role': 'user', 'content': 'A?'}, {'role': 'assistant', 'content': list(content)}]
+    return text(json.dumps([{'id': 'a', 'messages': turns}]))
+
+
+def table(rows: list[dict[str, Any]], *, cut: int = 0) -> Make:
+    def make(folder: Path) -> Path:
+        import pyarrow
+        import pyarrow.parquet
+
+        path = folder / 'a.parquet'
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        path.write_bytes(path.read_bytes()[: -cut or None])
+        return path
+
+    return make
+
+
+def saved(spoil: Callable[[Path], Any]) -> Make:
+    """A folder that ``datasets`` saved, then spoilt."""
+
+    def make(folder: Path) -> Path:
+        import datasets
+
+        datasets.Dataset.from_list([{'conversations': TURNS}]).save_to_disk(str(folder / 'table'))
+        spoil(folder / 'table')
+        return folder / 'table'
+
+    return make
+
+
+def pipe_for_state(folder: Path) -> None:
+    (folder / 'state.json').unlink()
+    os.mkfifo(folder / 'state.json')
+
+
+def cut_arrow(folder: Path) -> None:
+    for path in folder.glob('*.arrow'):
+        path.write_bytes(path.read_bytes()[:100])
+
+
+def link(name: str, target: str) -> Make:
+    def make(folder: Path) -> Path:
+        (folder / name).symlink_to(folder / target)
+        return folder / name
+
+    return make
+
+
+def link_to_a_pipe(path: Path) -> None:
+    os.mkfifo(path.with_name('pipe'))
+    path.symlink_to('pipe')
+
+
+TEXTS: dict[str, tuple[tuple[str, Make, dict[str, Any]], str]] = {
+    # files
+    'NUL bytes behind the array': ((IMAGE, raw(f'[{GOOD}]'.encode() + bytes(50)), {}), 'behind its end'),
+    'nothing but NUL bytes': ((IMAGE, raw(bytes(100)), {}), 'line 1'),
+    'lines that end as on an old Mac': ((IMAGE, raw(f'{GOOD}\r{GOOD}'.encode()), {}), 'line 1'),
+    'a mark of the byte order in the middle': ((IMAGE, raw(f'{GOOD}\n\ufeff{GOOD}'.encode()), {}), 'line 2'),
+    'UTF-32': ((IMAGE, raw(f'[{GOOD}]'.encode('utf-32')), {}), WORKS),
+    'Latin-1': ((IMAGE, raw('[{"id": "a", "conversations": "\xe4"}]'.encode('latin-1')), {}), SAMPLE),
+    'a gzip of a gzip': ((IMAGE, raw(gzip.compress(gzip.compress(GOOD.encode()))), {}), 'line 1'),
+    'half a gzip': ((IMAGE, raw(gzip.compress(os.urandom(9999))[:500]), {}), 'data.json'),
+    'a hundred thousand brackets': ((IMAGE, text('[' * 100000), {}), 'data.json'),
+    'a hundred thousand brackets in a line': ((IMAGE, text('{"id":' + '[' * 100000), {}), 'too deep'),
+    'a CSV': ((IMAGE, raw(b'id,question\n1,a\n', 'a.csv'), {}), 'a.csv'),
+    'a YAML': ((IMAGE, raw(b'- id: a\n', 'a.yaml'), {}), 'a.yaml'),
+    'a ZIP': ((IMAGE, raw(b'PK\3\4' + bytes(99), 'a.zip'), {}), 'a.zip'),
+    'an SQLite': ((IMAGE, raw(b'SQLite format 3\0' + bytes(99), 'a.db'), {}), 'a.db'),
+    'a device': ((IMAGE, lambda folder: Path('/dev/zero'), {}), 'no regular file'),
+    'a link to nothing as the file': ((IMAGE, link('a.json', 'nothing'), {}), 'does not exist'),
+    'a parquet that links to itself': ((IMAGE, link('a.parquet', 'a.parquet'), {}), 'a.parquet'),
+    # tables
+    'a pipe in the folder of a table': ((IMAGE, saved(pipe_for_state), {}), 'no regular file'),
+    'a pipe beside a table': ((IMAGE, saved(lambda folder: os.mkfifo(folder / 'x')), {}), 'no regular file'),
+    'a cut Arrow file': ((IMAGE, saved(cut_arrow), {}), 'must be a table'),
+    'a parquet without its footer': ((IMAGE, table([{'conversations': TURNS}], cut=4), {}), 'a.parquet'),
+    'a parquet of numbers': ((IMAGE, table([{'x': 1}]), {}), 'row 0'),
+    'a parquet where nobody answers': (
+        (IMAGE, table([{'conversations': [*TURNS[:1], {'from': 'gpt', 'value': None}]}]), {}),
+        'row 0',
+    ),
+    # keys and numbers
+    'a key twice in a turn': (
+        (
+            IMAGE,
+            text('[{"id":"a","conversations":[{"from":"human","value":"A?"},{"value":"B","from":"gpt","value":"C"}]}]'),
+            {},
+        ),
+        "'value' stands twice",
+    ),
+    'a key twice, skipped': ((IMAGE, text(f'[{{"id":"a","id":"b"}},{GOOD}]'), SKIP), WORKS),
+    'a key twice in a line, skipped': ((IMAGE, text(f'{{"id":"a","id":"b"}}\n{GOOD}'), SKIP), WORKS),
+    'an integer of 5,000 digits': ((IMAGE, text(f'[{{"id":{NINES}}}]'), {}), 'entry 1'),
+    'an integer of 5,000 digits, skipped': ((IMAGE, text(f'[{{"id":{NINES}}},{GOOD}]'), SKIP), WORKS),
+    'an integer of 5,000 digits in a line': ((IMAGE, text(f'{{"id":{NINES}}}'), {}), 'line 1'),
+    'a weight without end': (
+        (IMAGE, one(loss_weights=float('inf')), {}),
+        SAMPLE,
+    ),
+    'a weight of 400 digits': ((IMAGE, one(loss_weights=10**400), {}), '`loss_weights`'),
+    'a weight above float32': ((IMAGE, one(loss_weights=1e300), {}), '`loss_weights`'),
+    'a weight that float32 takes for 0': ((IMAGE, one(loss_weights=1e-300), {}), '`loss_weights`'),
+    'an id with codes of a terminal': (
+        (IMAGE, one(id='a\x1b[31m\x07', conversations=[]), {}),
+        'sample "a\\x1b[31m\\x07"',
+    ),
+    'an id of several lines': ((IMAGE, one(id='a\n\r\u2028b', conversations=[]), {}), 'sample "a b"'),
+    'an id that is an object': ((IMAGE, one(id={'x': [1]}), {}), WORKS),
+    # what is said
+    'an answer of zero-width spaces': ((IMAGE, said('A?', '\u200b\u200b'), {}), 'must say something'),
+    'an answer of a byte-order mark': ((IMAGE, said('A?', '\ufeff'), {}), 'must say something'),
+    'an answer of control characters': ((IMAGE, said('A?', '\x00\x01'), {}), 'must say something'),
+    'an answer of no parts': ((IMAGE, parts(), {}), 'must say something'),
+    'an answer of an empty part': ((IMAGE, parts({'type': 'text', 'text': ''}), {}), 'must say something'),
+    'a blank answer in the history': (
+        (IMAGE, text(json.dumps([{'id': 'a', 'instruction': 'A?', 'output': 'B', 'history': [['C?', ' ']]}])), {}),
+        'must say something',
+    ),
+    'a blank answer that is not learned': (
+        (
+            IMAGE,
+            one(conversations=[*TURNS, {'from': 'human', 'value': 'C?'}, {'from': 'gpt', 'value': '', 'weight': 0}]),
+            {},
+        ),
+        WORKS,
+    ),
+    'a blank question': ((IMAGE, said('', 'B.'), {}), WORKS),
+    'code of a template in an answer': ((IMAGE, said('A?', '{{ 7*7 }}{% for %}'), {}), WORKS),
+    'markers of ours in an answer': ((IMAGE, said('A?', '\ue0000\ue001'), {}), WORKS),
+    'an answer that is true': ((IMAGE, said('A?', True), {}), 'must be a string'),
+    'turns in a list in a list': ((IMAGE, one(conversations=[TURNS]), {}), SAMPLE),
+    # names of media
+    'a name with a NUL': ((IMAGE, named('a\0.png'), {}), SAMPLE),
+    'the folder itself as a picture': ((IMAGE, named('.'), {}), SAMPLE),
+    'the folder above as a picture': ((IMAGE, named('..'), {}), SAMPLE),
+    'a home folder in a name': ((IMAGE, named('~/a.png'), {}), SAMPLE),
+    'a variable in a name': ((IMAGE, named('$HOME/a.png'), {}), SAMPLE),
+    'a name with backslashes': ((IMAGE, named('.\\a.png'), {}), SAMPLE),
+    'a name that is true': ((IMAGE, named(True), {}), 'must be a file name'),
+    'names as an object': ((IMAGE, named({'a.png': 1}), {}), SAMPLE),
+    'a device as a picture': ((IMAGE, named('/dev/zero'), {'allow_outside': True}), 'no regular file'),
+    'the memory of the process as a picture': ((IMAGE, named('/proc/self/mem'), {'allow_outside': True}), SAMPLE),
+    'a URL that is none': ((IMAGE, named('file://['), {}), SAMPLE),
+    'base64 of an SVG': ((IMAGE, data_uri(b'<svg/>'), {}), 'no image of a known format'),
+    'base64 that is cut': ((IMAGE, data_uri(b'\x89PNG' * 9, cut=1), {}), 'must be base64'),
+    'base64 for URLs': ((IMAGE, data_uri(b'\xff\xfe\xfb' * 20, base64.urlsafe_b64encode), {}), 'must be base64'),
+    'a link to a pipe': ((IMAGE, of_file('image', 'a.png', link_to_a_pipe), {}), 'no regular file'),
+    'a link to a folder': ((IMAGE, of_file('image', 'a.png', lambda path: path.symlink_to(path.parent)), {}), SAMPLE),
+    'a link out of the folder': (
+        (IMAGE, of_file('image', 'a.png', lambda path: path.symlink_to('/etc/passwd')), {}),
+        'must lie under',
+    ),
+    'a video of no frames': ((VIDEO, said('<video>A?', 'B.', videos=[[]]), {}), SAMPLE),
+    'a video of a list in a list': ((VIDEO, said('<video>A?', 'B.', videos=[[[]]]), {}), SAMPLE),
+}
+TEXT_TRIALS = [
+    Trial(name=name, run=read_records, given=given, expected=expected) for name, (given, expected) in TEXTS.items()
+]
