@@ -46,7 +46,7 @@ endef
 # Made anew each time: what a stranger gets from the wheel alone.
 VENV_DIST ?= .venv-dist
 
-.PHONY: demo test test-slow test-gpu test-streaming test-newest test-oldest test-rivals lint bench bench-rivals docs dist \
+.PHONY: demo test test-slow test-gpu test-streaming test-newest test-oldest test-rivals lint model-types bench bench-rivals docs dist \
 	example-llm-foundry
 
 # A small LLaVA learns to read scanned digits on two ranks; ends with a summary and a picture.
@@ -86,6 +86,16 @@ example-llm-foundry: $(STAMP_FOUNDRY)
 		$(VENV_FOUNDRY)/bin/composer -n $$ranks examples/llm_foundry/check_exactness.py examples/llm_foundry/tiny.yaml \
 			variables.model=$$model || exit 1; \
 	done; done
+
+# Every model type of transformers, tiny, held to the table in docs/families.md (20 minutes); TRY=1 makes the table anew.
+model-types: $(STAMP)
+ifdef TRY
+	$(VENV)/bin/python -m tests.model_types.table try
+	$(VENV)/bin/python -m tests.model_types.table try_text
+	$(VENV)/bin/python -m tests.model_types.table page
+else
+	$(VENV)/bin/python -m pytest -n 2 tests/model_types/all_types.py
+endif
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .

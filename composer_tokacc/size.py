@@ -26,6 +26,7 @@ With `lengths` nothing is asked of the hub if `model.pretrained` is a folder wit
 from __future__ import annotations
 
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -48,7 +49,7 @@ from composer_tokacc.layout import BatchLayout
 from composer_tokacc.planning import CostModel
 from composer_tokacc.programs import ConfigError, TrainConfig
 from composer_tokacc.programs.build import build_parts, build_trainer
-from composer_tokacc.programs.errors import refuse
+from composer_tokacc.programs.errors import must, refuse
 from composer_tokacc.programs.length_file import StandIns, lengths_of
 from composer_tokacc.programs.models import read_config
 from composer_tokacc.programs.process import command_line, without_warnings
@@ -82,6 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = merge(SizeOptions, OmegaConf.from_dotlist([each for each in overrides if _first_key(each) in own]))
         if options.num_ranks < 1:  # before the config's batch sizes are divided by it
             raise ConfigError(f'`num_ranks` must be at least 1, got: {options.num_ranks}')
+        if options.lengths is None and any(_first_key(each) == 'lengths' for each in overrides):
+            raise ConfigError('`lengths` must be a CSV file, or figures such as lengths.mean=150, got: nothing')
     except ConfigError as error:
         return refuse(error)
     overrides = [
@@ -100,11 +103,14 @@ def _first_key(override: str) -> str:
 
 def _report(options: SizeOptions, config: TrainConfig) -> None:
     """Prints the report, and writes `size.json` and, where matplotlib is installed, `size.png`."""
-    started = time.monotonic()
+    started, folder = time.monotonic(), Path(options.folder)
+    with must('`folder` must be a folder that can be written', folder, OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        is_again = (folder / 'size.json').exists()
+        tempfile.TemporaryFile(dir=folder).close()
     with without_warnings():  # between the lines of the report
         report = size(config, options)
     print(report.text())
-    folder = Path(options.folder)
     report.save(folder / 'size.json')
     written = str(folder / 'size.json')
     try:
@@ -112,6 +118,7 @@ def _report(options: SizeOptions, config: TrainConfig) -> None:
         written += f' and {folder / "size.png"}'
     except ImportError:
         written += ' (no picture: matplotlib is not installed)'
+    written += ', over those of the `size` before (folder=... keeps both)' * is_again
     print(f'\nsized in {time.monotonic() - started:.0f} s; written to {written}', flush=True)
 
 

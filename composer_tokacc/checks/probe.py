@@ -129,7 +129,13 @@ class Probe:
                         return self._run(batch, torch.autocast(self._device_type, enabled=False), measured)
                     except RuntimeError:  # a kernel that knows half precision only, as flash attention does
                         self._in_full = False
-                return self._run(batch, self._precision(), measured)
+                try:
+                    return self._run(batch, self._precision(), measured)
+                except RuntimeError as error:
+                    if 'in-place' not in str(error) or len(self._layers) < 2:
+                        raise
+                    self._layers = self._layers[:1]  # Chameleon writes into its logits, which no leaf allows
+                    return self._run(batch, self._precision(), measured)
 
     def _run(self, batch: Batch, precision: contextlib.AbstractContextManager[Any], measured: bool) -> ProbeResult:
         leaves: dict[torch.nn.Module, torch.Tensor] = {}

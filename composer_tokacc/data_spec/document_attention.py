@@ -5,17 +5,18 @@
 
 A packed row's ``attention_mask`` has a row for each document, True where its tokens are. Transformers hands that to the
 mask function of the model's attention, which makes one mask a document, or none where a document is plainly causal; the
-layers hand these on to the attention function, which calls the plain one for each document. All of it are arguments of
-the forward: a layer that is computed again in the backward, or a model that is called twice, sees its own documents.
+layers hand these on to the attention function, which calls the plain one for each document. Layers with a state or a
+convolution get the mask itself, and are called for each document. All of it are arguments of the forward: a layer that
+is computed again in the backward, or a model that is called twice, sees its own documents.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
-from functools import partial
-from itertools import accumulate, groupby, pairwise
+from collections.abc import Callable, Iterator
+from functools import partial, wraps
+from itertools import accumulate, groupby, islice, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -64,6 +65,10 @@ class DocumentAttention:
         AttentionInterface.register(name, _in_plain_python(partial(_attend, self._plain)))
         AttentionMaskInterface.register(name, _in_plain_python(partial(_masks, self._plain)))
         self._set(name)
+        for layer in {type(module) for module in _mixers(model)}:
+            if not hasattr(layer.forward, 'by_document'):  # stays: other masks pass through, and copies of a model too
+                changed: Any = wraps(layer.forward)(_in_plain_python(partial(_mix, layer.forward)))
+                changed.by_document, layer.forward = True, changed
 
     def undo(self) -> None:
         """Sets the attention that the model had before."""
@@ -114,6 +119,32 @@ class _Documents:
             part[None] if run.count == 1 else part.unflatten(1, (run.count, run.length)).transpose(0, 1)
             for part, run in zip(parts, self.runs, strict=True)
         ]
+
+
+def _mixers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Gives the innermost modules that take states and a mask: mixers of hybrids, and attention."""
+
+    def takes_mask(module: torch.nn.Module) -> bool:
+        return {'hidden_states', 'attention_mask'} <= inspect.signature(type(module).forward).parameters.keys()
+
+    for module in model.modules():
+        if takes_mask(module) and not any(map(takes_mask, islice(module.modules(), 1, None))):
+            yield module
+
+
+def _mix(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a mixer once for each document of its mask; attention passes, as its mask is :class:`_Documents`."""
+    call = inspect.signature(forward).bind(*args, **kwargs)
+    states, documents = call.arguments['hidden_states'], call.arguments.get('attention_mask')
+    if not isinstance(documents, torch.Tensor) or documents.dim() != 2 or len(documents) == len(states):
+        return forward(*args, **kwargs)
+    outputs = []
+    for part in states.split(documents.sum(dim=1).tolist(), dim=1):
+        call.arguments |= {'hidden_states': part, 'attention_mask': None}
+        outputs.append(forward(*call.args, **call.kwargs))
+    if isinstance(outputs[0], tuple):
+        return torch.cat([output[0] for output in outputs], dim=1), *outputs[0][1:]
+    return torch.cat(outputs, dim=1)
 
 
 def _in_plain_python(function: Callable[..., Any]) -> Any:

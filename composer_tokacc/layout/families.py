@@ -32,6 +32,7 @@ class Entry:
         fill: Padding value.
         absent: Value for the rows of a batch that lacks the entry, where it is joined with one that has it; None: such
             batches cannot be joined. Media entries need none.
+        points_into: Key of the pixels whose patches, counted over the batch, its numbers are; negative ones are none.
     """
 
     unit: str = 'row'
@@ -40,6 +41,7 @@ class Entry:
     slot_dim: int | None = None
     fill: float = 0
     absent: float | None = None
+    points_into: str | None = None
 
     @property
     def is_media(self) -> bool:
@@ -218,7 +220,11 @@ def _has_no_media(batch: Batch) -> bool:
 def _masked_slots(batch: Batch) -> torch.Tensor:
     # Images are padded at the right and at the bottom, so a real one has its first pixel.
     mask = batch.get('pixel_attention_mask')
-    return mask[:, :, 0, 0] != 0 if mask is not None else (batch['pixel_values'].flatten(2) != 0).any(dim=2)
+    return (
+        mask.reshape(*mask.shape[:2], -1)[:, :, 0] != 0
+        if mask is not None
+        else (batch['pixel_values'].flatten(2) != 0).any(dim=2)
+    )
 
 
 def _aspect_ratio_slots(batch: Batch) -> torch.Tensor:
@@ -268,7 +274,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         name='GLM-4V',
-        model_types=('glm4v', 'glm4v_moe'),
+        model_types=('glm4v', 'glm4v_moe', 'glm46v', 'glmga', 'glm_ocr', 'glm5_next'),
         entries=_GRIDS,
         one_kind=True,
         media={
@@ -300,6 +306,13 @@ FAMILIES: tuple[Family, ...] = (
         media={'image': Media(dummy=dummy_media.idefics3_image)},
         matches=_has_pixel_mask,
         slots=_masked_slots,
+    ),
+    Family(
+        name='Granite Docling',
+        model_types=('granite_docling',),
+        entries=_SLOTS,
+        slots=_masked_slots,
+        media={'image': Media()},
     ),
     Family(
         name='Idefics2',

@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-from composer_tokacc.batch import MODALITIES, Batch
+from composer_tokacc.batch import MODALITIES, Batch, text_of
 from composer_tokacc.layout.families import FAMILIES, Entry, Family, Media
 
 MODALITY_WORDS = {
     'video': re.compile('video|second_per_grid|frame'),
-    'audio': re.compile('audio|speech|sound|input_features|feature_attention|^input_values'),
-    'image': re.compile('image|pixel|patch|vision|visual|grid|tile|crop|aspect_ratio|spatial_shapes'),
+    'audio': re.compile('audio|speech|sound|chunk_|input_features|feature_attention|^input_values|^padding_mask'),
+    'image': re.compile('image|pixel|patch|vision|visual|grid|tile|crop|aspect_ratio|spatial_shapes|target_sizes'),
 }
 """Words in the names of tensors and of config entries, by modality; the first that fits."""
 _EDGES = re.compile('start|end|begin|boi|eoi|boa|eoa|bos|eos|newline|break|row|col|sep|pad_token|base|num_|size|length')
@@ -48,15 +48,17 @@ def placeholder_ids(config: Any, modality: str) -> tuple[int, ...]:
     parts = [config, getattr(config, 'vision_config', None), getattr(config, 'audio_config', None)]
     found = {}
     for part in parts:
-        for name, value in vars(part).items() if hasattr(part, '__dict__') else ():
+        aliases = {alias: getattr(part, alias, None) for alias in getattr(part, 'attribute_map', ())}
+        for name, value in {**getattr(part, '__dict__', {}), **aliases}.items():
             is_id = isinstance(value, int) and not isinstance(value, bool) and re.search('_(id|index)$', name)
             if is_id and not _EDGES.search(name) and modality_of(name.replace('media', 'image')) == modality:
                 found[name] = value
     return tuple(dict.fromkeys(found.values()))
 
 
-def found_entry(key: str, value: torch.Tensor, num_rows: int, width: int) -> Entry | None:
+def found_entry(batch: Batch, key: str, num_rows: int, width: int) -> Entry | None:
     """Returns how a tensor of an unknown name belongs to rows; None: it cannot be told."""
+    value = batch[key]
     if value.dim() == 0:
         return Entry(unit='shared')
     modality, shape = modality_of(key), tuple(value.shape)
@@ -64,12 +66,24 @@ def found_entry(key: str, value: torch.Tensor, num_rows: int, width: int) -> Ent
     if shape[:2] == (num_rows, width) and not (modality and value.is_floating_point()):
         return Entry(seq_dims=(1,))
     if modality is not None:
-        return Entry(unit=f'{modality}/{shape[0]}')
+        dim = -1 if _lies_side_by_side(batch, value, modality) else 0
+        pixels = 'pixel_values_videos' if modality == 'video' else 'pixel_values'
+        points_into = pixels if key.endswith('_token_pooling') and pixels in batch else None  # Molmo 2
+        return Entry(unit=f'{modality}/{shape[dim]}', row_dim=dim, points_into=points_into)
     if shape[0] == num_rows:
         return Entry()
     if shape in ((1,), (1, width)):
         return Entry(unit='shared', seq_dims=(1,) if len(shape) == 2 else ())
     return None
+
+
+def _lies_side_by_side(batch: Batch, value: torch.Tensor, modality: str) -> bool:
+    """Whether patches of all images follow one another in the last dimension: MiniCPM-V, whose first is always 1."""
+    if value.dim() < 3 or value.shape[0] != 1:
+        return False
+    sizes = [one for key, one in batch.items() if key != 'input_ids' and modality_of(key) == modality]
+    sizes = [one for one in sizes if isinstance(one, torch.Tensor) and one.shape[1:] == (2,)]
+    return any(int(one.prod(dim=1).sum()) * value.shape[-2] == value.shape[-1] for one in sizes)
 
 
 def found_counts(batch: Batch, config: Any, modality: str, count: int, num_rows: int) -> list[int]:
@@ -81,7 +95,7 @@ def found_counts(batch: Batch, config: Any, modality: str, count: int, num_rows:
     if num_rows == 1:
         return [count]
     ids = torch.tensor(placeholder_ids(config, modality), dtype=torch.long)
-    is_placeholder = torch.isin(batch['input_ids'], ids.to(batch['input_ids'].device))
+    is_placeholder = torch.isin(text_of(batch), ids.to(text_of(batch).device))
     tokens = is_placeholder.sum(dim=1).tolist()
     begins = is_placeholder & ~torch.nn.functional.pad(is_placeholder[:, :-1], (1, 0))
     runs, total = begins.sum(dim=1).tolist(), sum(tokens)
@@ -116,15 +130,17 @@ def _by_sizes(
     sizes, answers = (value if value.dim() == 1 else value.prod(dim=1)).tolist(), {}
     total, patches = sum(tokens), sum(sizes)
     whole = None
+    if not patches or (value.dim() == 2 and min(sizes) < 1):  # a mask
+        return {}
     if total and patches % total == 0 and all(size % (patches // total) == 0 for size in sizes):
         whole = items_of_rows(tokens, [size * total // patches for size in sizes])  # merged patches are tokens
     elif sum(runs) == len(sizes):
         whole = list(runs)
     if whole is not None and len(sizes) == count:
         answers[key] = whole
-    if whole is not None and patches == count:
+    if whole is not None and count % patches == 0:
         ends, rows = [0, *accumulate(sizes)], [0, *accumulate(whole)]
-        answers[key] = [ends[end] - ends[start] for start, end in pairwise(rows)]
+        answers[key] = [count // patches * (ends[end] - ends[start]) for start, end in pairwise(rows)]
     return answers
 
 

@@ -17,7 +17,7 @@ from composer_tokacc.batch import MODALITIES, Batch, real_positions, span, text_
 from composer_tokacc.layout import dummy_media
 from composer_tokacc.layout.families import FAMILIES, TEXT_ENTRIES, Entry, Family
 from composer_tokacc.layout.found import found_counts, found_entry, found_family, items_of_rows, placeholder_ids
-from composer_tokacc.layout.tensors import cat_padded, compact, select_units
+from composer_tokacc.layout.tensors import cat_padded, compact, renumber, select_units
 
 PATCHES = {'patch': ('image', 'image_grid_thw'), 'video_patch': ('video', 'video_grid_thw')}
 """Units that are parts of another: of which, and the tensor whose product says how many."""
@@ -130,7 +130,7 @@ class BatchLayout:
         """
         value, width = batch[key], self.width(batch)
         known = (entries[key] for entries in (self.extra, self.family.entries, TEXT_ENTRIES) if key in entries)
-        entry = next(known, None) or found_entry(key, value, self.num_rows(batch), width)
+        entry = next(known, None) or found_entry(batch, key, self.num_rows(batch), width)
         if entry is None:
             raise ValueError(
                 f'`batch[{key!r}]` must be an entry that the {self.family.name} layout knows, or of the rows, got: a '
@@ -285,12 +285,24 @@ class BatchLayout:
             if isinstance(value, torch.Tensor):
                 entry = self.entry_of(batch, key)
                 chosen = select_units(key, value, entry, ends, rows)
+                if entry.points_into is not None:
+                    chosen = self._renumbered(batch, chosen, entry, ends, rows)
                 # A model takes no image entries for no images, rather than empty ones.
                 if not entry.is_media or chosen.numel() > 0:
                     selected[key] = chosen
             else:
                 selected[key] = [value[row] for row in rows] if isinstance(value, (list, tuple)) else value
         return selected
+
+    def _renumbered(
+        self, batch: Batch, chosen: torch.Tensor, entry: Entry, ends: Mapping[str, Sequence[int]], rows: Sequence[int]
+    ) -> torch.Tensor:
+        """Returns numbers of patches, counted over the chosen rows."""
+        size, of_pixels = _patches_each(batch, entry), ends[self.entry_of(batch, entry.points_into or '').unit]
+        of_unit = ends[entry.unit]
+        starts = [0, *accumulate(size * (of_pixels[row + 1] - of_pixels[row]) for row in rows)]
+        shifts = [start - size * of_pixels[row] for start, row in zip(starts, rows, strict=False)]
+        return renumber(chosen, [of_unit[row + 1] - of_unit[row] for row in rows], shifts)
 
     def _check(self, batch: Batch, key: str, value: Any) -> None:
         is_list = isinstance(value, (list, tuple)) and len(value) == self.num_rows(batch)
@@ -359,6 +371,12 @@ class BatchLayout:
                 if key == 'input_ids':
                     entry = replace(entry, fill=pad_token_id)
                 joined[key] = cat_padded(self._with_absent(batches, key, entry), entry, width, padding_side)
+                if entry.points_into is not None:
+                    present = [batch for batch in batches if batch.get(key) is not None]
+                    sizes = [_patches_each(batch, entry) * len(batch[entry.points_into]) for batch in present]
+                    joined[key] = renumber(
+                        joined[key], [len(batch[key]) for batch in present], [0, *accumulate(sizes)][:-1]
+                    )
             elif isinstance(first, (list, tuple)):
                 _refuse_absent(batches, key)
                 joined[key] = [item for batch in batches for item in batch[key]]
@@ -406,6 +424,12 @@ class BatchLayout:
                 shape[entry.slot_dim] = 0
             values.append(batch[key] if batch.get(key) is not None else like.new_full(shape, entry.absent or 0))
         return values
+
+
+def _patches_each(batch: Batch, entry: Entry) -> int:
+    """Returns patches of each entry of the pixels that a tensor's numbers point into."""
+    assert entry.points_into is not None
+    return batch[entry.points_into].shape[1]
 
 
 def _refuse_absent(batches: Sequence[Batch], key: str) -> None:

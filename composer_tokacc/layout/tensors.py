@@ -91,3 +91,9 @@ def select_units(
         # The models view rows and slots as one dimension, which a narrowed tensor does not allow.
         chosen = compact(chosen.narrow(entry.slot_dim, 0, min(num_slots, chosen.shape[entry.slot_dim])), like=value)
     return chosen
+
+
+def renumber(value: torch.Tensor, counts: Sequence[int], shifts: Sequence[int]) -> torch.Tensor:
+    """Returns numbers that count patches, with a shift for each run of entries; negative ones stay as they are."""
+    shift = torch.repeat_interleave(torch.tensor(shifts), torch.tensor(counts)).to(value)
+    return torch.where(value < 0, value, value + shift.view(-1, *[1] * (value.dim() - 1)))

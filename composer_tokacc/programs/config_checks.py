@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from composer import Trainer
-from composer.core import Precision
+from composer.core import Precision, TimeUnit, ensure_time
 from composer.devices import DeviceGPU
 from composer.utils import get_device
 from composer.utils.parallelism import FSDP2Config, FSDPConfig, ParallelismConfig
@@ -63,6 +63,7 @@ def check_config(config: TrainConfig, *, num_ranks: int | None = None) -> None:
         token_data_spec_of(config, [], slot_tokens=config.microbatching.slot_tokens)
     _check_parts(config)
     _check_trainer(config.trainer)
+    _check_warmup(config)
     _check_report(config)
     if config.is_sharded:
         _check_mesh(config.trainer['parallelism_config']['fsdp'] or {}, num_ranks)
@@ -155,6 +156,11 @@ def _check_trainer(trainer: dict[str, Any]) -> None:
     for name in ('max_duration', 'eval_interval', 'save_interval'):
         if name in trainer:
             check_time(f'trainer.{name}', trainer[name])
+    if ensure_time(trainer['max_duration'], TimeUnit.EPOCH).unit in (TimeUnit.SECOND, TimeUnit.ITERATION):
+        raise ConfigError(
+            '`trainer.max_duration` must be in epochs, batches, samples or tokens (2ep, 500ba, 10000sp, 5000000tok), '
+            f'got: {trainer["max_duration"]}'
+        )
     if trainer.get('autoresume') and not (trainer.get('save_folder') and trainer.get('run_name')):
         raise ConfigError(
             '`trainer.autoresume` must come with `trainer.save_folder` and `trainer.run_name`, which say '
@@ -174,6 +180,19 @@ def _check_trainer(trainer: dict[str, Any]) -> None:
     known = {known.name for config in (FSDPConfig, FSDP2Config) for known in dataclasses.fields(config)}
     check_names(_FSDP, parallelism.get('fsdp') or {}, known)
     check_host_arguments(_FSDP, FSDPConfig, parallelism.get('fsdp'))
+
+
+def _check_warmup(config: TrainConfig) -> None:
+    """Refuses a warm-up that Composer cannot hold against the run's length; a run cut short to try it may be all."""
+    warmup, longest = config.scheduler.get('t_warmup'), config.trainer['max_duration']
+    if warmup is None:
+        return
+    own, run = (ensure_time(time, TimeUnit.EPOCH).unit for time in (warmup, longest))
+    if TimeUnit.TOKEN in (own, run) and own not in (run, TimeUnit.DURATION):
+        raise ConfigError(
+            f'`scheduler.t_warmup` must be in the unit of `trainer.max_duration`, or a share such as 0.05dur, got: '
+            f'{warmup} with {longest}'
+        )
 
 
 def _check_mesh(fsdp: Mapping[str, Any], num_ranks: int) -> None:

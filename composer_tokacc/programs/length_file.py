@@ -10,6 +10,7 @@ import gzip
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,13 +48,13 @@ class LengthDistribution:
 
     def draw(self, *, longest: int | None, seed: int) -> LengthTable:
         """Returns a table of so many samples."""
-        longest = self.longest or longest or 2**31 - 1
+        longest = (longest or 2**31 - 1) if self.longest is None else self.longest
         for name, good in (
             ('mean', 1 <= self.mean < 2**31),
             ('variation', 0 <= self.variation < 100),
+            ('longest', longest >= 1),
             ('image_tokens', 0 <= self.image_tokens < longest),
             ('with_images', 0 <= self.with_images <= 1),
-            ('longest', longest >= 1),
             ('samples', 1 <= self.samples <= 10**7),
         ):
             if not good:
@@ -76,6 +77,8 @@ def lengths_of(given: Any, *, longest: int | None, seed: int) -> LengthTable:
 
 def read_lengths(path: str) -> LengthTable:
     """Reads one line a sample: ``tokens``, and perhaps ``image_tokens``, ``loss_tokens``, ``vision_patches``."""
+    if not Path(path).is_file():  # a pipe would be waited for
+        raise ConfigError(f'`lengths` must be a CSV file, plain or .gz, got: {path}')
     try:
         opener = gzip.open if path.endswith('.gz') else open
         with opener(path, 'rt', encoding='utf-8-sig') as file:
@@ -86,12 +89,21 @@ def read_lengths(path: str) -> LengthTable:
                     f'`lengths` must have the column tokens, and perhaps {", ".join(list(CSV_COLUMNS)[1:])}, got: '
                     f'{", ".join(names)} in {path}. Rename or remove the others'
                 )
+            if len(names) > len(set(names)):
+                raise ConfigError(f'`lengths` must have each column once, got: {", ".join(names)} in {path}')
             rows = [_row(path, lines.line_num, line, len(names)) for line in lines if line]
     except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f'`lengths` must be a CSV file, plain or .gz, got: {path} ({error})') from error
     if not rows:
         raise ConfigError(f'`lengths` must hold at least one sample, got: none in {path}')
     columns = dict(zip((CSV_COLUMNS[name] for name in names), np.array(rows, dtype=np.int32).T.copy(), strict=True))
+    for name in ('image_tokens', 'loss_tokens'):
+        if name in columns and (over := columns[name] > columns['lengths']).any():
+            row = int(over.argmax())
+            raise ConfigError(
+                f'`lengths` must have at most as many {name} as tokens, got: {columns[name][row]} of '
+                f'{columns["lengths"][row]} in row {row + 1} of {path}'
+            )
     for name in CSV_COLUMNS.values():
         columns.setdefault(name, np.zeros(len(rows), dtype=np.int32))
     return LengthTable(**columns)

@@ -13,6 +13,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Annotated, Any, Literal
 
 import composer.algorithms
@@ -42,6 +43,15 @@ _ALIASES = {
     ('callbacks', 'token_monitor'): 'composer_tokacc.TokenMonitor',
     ('scheduler', 'cosine_with_warmup'): 'CosineAnnealingWithWarmupScheduler',
     ('scheduler', 'linear_decay_with_warmup'): 'LinearWithWarmupScheduler',
+}
+# Packages that classes import when they are made.
+_NEEDED = {
+    'CometMLLogger': 'comet_ml',
+    'MLFlowLogger': 'mlflow',
+    'NeptuneLogger': 'neptune',
+    'SlackLogger': 'slack_sdk',
+    'TensorboardLogger': 'tensorboard',
+    'WandBLogger': 'wandb',
 }
 _DEGREE = Literal[-1] | Annotated[int, AT_LEAST_1] | None
 # What a host's annotations do not say, and the host says only in the first step or never: by argument, of any class.
@@ -73,6 +83,9 @@ def check_part(kind: str, path: str, name: str, arguments: Any, *given: Any) -> 
     """
     cls = class_by_name(kind, name)
     check_arguments(path, cls, arguments, num_given=len(given), hints=_HINTS)
+    needed = _NEEDED.get(cls.__name__)
+    if needed is not None and find_spec(needed) is None:
+        raise ConfigError(f'`{path}` needs the package {needed}, got: none. pip install {needed}')
     if kind != 'loggers':
         _make(path, cls, arguments or {}, *given)
 

@@ -84,7 +84,7 @@ class SameData(Callback):
         path, weights_only = _checkpoint(self.trainer, state.run_name)
         # Composer knows how to read a compressed one.
         if path is not None and (path.is_dir() or zipfile.is_zipfile(path)):
-            fingerprints, shapes = _saved(path, type(self).__qualname__)
+            fingerprints, shapes, has_optimizer = _saved(path, type(self).__qualname__)
             self._compared = True
             if not weights_only:
                 self._compare(fingerprints)
@@ -93,6 +93,11 @@ class SameData(Callback):
                 own = self._weights if state.fsdp_enabled else _weights(self.model)
                 strict = not weights_only or bool(self.trainer.get('load_strict_model_weights', True))
                 _compare_weights(path, shapes, own or {}, strict=strict)
+                if not (weights_only or has_optimizer):
+                    raise ConfigError(
+                        f'the checkpoint must hold the state of the optimizer to go on from, got: {path} without. Set '
+                        '`trainer.load_weights_only=true` to start from its weights'
+                    )
 
     def after_load(self, state: State, logger: Logger) -> None:
         """See :meth:`state_dict`."""
@@ -133,8 +138,8 @@ def _checkpoint(trainer: Mapping[str, Any], run_name: str) -> tuple[Path | None,
     return path if path.exists() else None, bool(trainer.get('load_weights_only'))
 
 
-def _saved(path: Path, name: str) -> tuple[str, dict[str, tuple[int, ...]]]:
-    """Returns what the callback of that name saved in a checkpoint, and the shapes of its weights."""
+def _saved(path: Path, name: str) -> tuple[str, dict[str, tuple[int, ...]], bool]:
+    """Returns what the callback of that name saved, the shapes of the weights, and whether an optimizer's are there."""
     if path.is_dir():
         saved: dict[str, Any] = {'state': {'callbacks': {name: {'fingerprints': ''}}}}
         load(saved, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=True))
@@ -145,12 +150,14 @@ def _saved(path: Path, name: str) -> tuple[str, dict[str, tuple[int, ...]]]:
             for key, entry in entries.items()
             if key.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
         }
+        has_optimizer = any(key.startswith('state.optimizers') for key in entries)
     else:  # mapped: weights stay where they are
         with must('the checkpoint must hold tensors and plain values alone', path, pickle.UnpicklingError):
             saved = read_checkpoint(path, mmap=True)
         weights = saved['state'].get('model') or {}
         shapes = {key: tuple(weight.shape) for key, weight in weights.items() if isinstance(weight, torch.Tensor)}
-    return dict(saved['state'].get('callbacks') or {}).get(name, {}).get('fingerprints', ''), shapes
+        has_optimizer = bool(saved['state'].get('optimizers'))
+    return dict(saved['state'].get('callbacks') or {}).get(name, {}).get('fingerprints', ''), shapes, has_optimizer
 
 
 def _weights(model: torch.nn.Module) -> dict[str, tuple[tuple[int, ...], int]]:

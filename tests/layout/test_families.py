@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from composer_tokacc import BatchLayout
+from composer_tokacc.layout.families import FAMILIES as LAYOUTS
 from tests.support.families import FAMILIES, IMAGE_FAMILIES, FamilyCase
 
 TEXT_ROWS, IMAGE_ROWS = [0, 4], [1, 2, 3, 5]
@@ -191,3 +192,8 @@ def test_only_mllama_couples_rows(name):
     assert (layout.coupling(batch) is not None) == (name == 'mllama')
     assert layout.coupling(joined(case, layout, TEXT_ROWS)) is None
     assert layout.coupling(joined(case, layout, IMAGE_ROWS)) is None
+
+
+def test_no_type_has_two_entries():
+    types = [model_type for family in LAYOUTS for model_type in family.model_types]
+    assert len(types) == len(set(types))

@@ -128,3 +128,40 @@ def test_rows_of_an_encoder_without_placeholders_have_an_image_each():
 def test_a_text_model_has_no_media():
     assert BatchLayout.for_model(TEXT).family.media == {}
     assert isinstance(describe(BatchLayout.for_model(TEXT), text_batch([3])), RowFacts)
+
+
+def test_patches_that_lie_side_by_side_are_told_by_their_sizes():
+    sizes = torch.tensor([[2, 4], [2, 2], [4, 4]])  # two, one and four tokens; patches of 4 pixels
+    text = [[IMAGE] * 2 + [1] + [IMAGE], [1], [IMAGE] * 4]
+    pixels = torch.arange(4 * 28).expand(1, 3, 4, 4 * 28)  # as MiniCPM-V has them
+    first, middle, last = BatchLayout.for_model(CONFIG).split(
+        rows_of(*text, pixel_values=pixels, target_sizes=sizes), [[0], [1], [2]]
+    )
+    assert (first['pixel_values'].shape, last['pixel_values'].shape) == ((1, 3, 4, 48), (1, 3, 4, 64))
+    assert last['pixel_values'][0, 0, 0, 0] == 48
+    assert 'pixel_values' not in middle
+
+
+def test_numbers_of_patches_are_counted_over_the_rows_that_are_left():
+    pooling = torch.tensor([[0, 1], [2, -1], [4, 5], [6, 7], [8, 9], [10, -1]])  # Molmo 2: two tokens an image
+    batch = rows_of(*THREE, pixel_values=numbered(3, 4, 5), image_token_pooling=pooling)
+    layout = BatchLayout.for_model(CONFIG)
+    alone = layout.select(batch, [2])
+    assert alone['image_token_pooling'].tolist() == [[0, 1], [2, -1]]
+    assert layout.select(batch, [2, 0])['image_token_pooling'][2:].tolist() == [[4, 5], [6, -1], [8, 9], [10, 11]]
+    joined = layout.concat([layout.select(batch, [row]) for row in range(3)])
+    assert joined['image_token_pooling'].tolist() == pooling.tolist()
+
+
+def test_tiles_that_some_images_lack_and_masks_say_no_sizes():
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0]])
+    batch = rows_of(*THREE, pixel_values_local=numbered(4, 3, 2, 2), num_local_patches=torch.tensor([4, 0, 0]))
+    layout = BatchLayout.for_model(CONFIG)
+    assert layout.select(batch, [0])['pixel_values_local'].shape[0] == 4
+    masked = rows_of(*THREE, pixel_values=numbered(3, 3, 4), pixel_mask=mask)
+    assert layout.select(masked, [2])['pixel_mask'].tolist() == [[1, 0, 0]]
+
+
+def test_rows_without_ids_are_told_by_their_labels():
+    batch = {'labels': torch.ones(3, 2, dtype=torch.long), 'flattened_patches': numbered(3, 4, 5)}  # pix2struct
+    assert BatchLayout.for_model(CONFIG).select(batch, [1])['flattened_patches'].unique().tolist() == [1]

@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from tests.matrix.harness import Cell, Outcome, cells, run_cell, seeds_of
-from tests.matrix.model_types import listing
 from tests.matrix.subjects import SUBJECTS
+from tests.model_types.table import page
 
 __all__ = ['HEAD', 'summary', 'table']
 
@@ -49,27 +49,6 @@ as image tokens in length tables and caps. What VideoChat2 calls `num_query_toke
 number here, their sum. A sample has one image or clip, which is the processor's limit, and the chat template writes
 nothing for it. The query transformer of InstructBLIP sees what stands before the first answer with loss, and no answer.
 The models take no batch without an image: one that has none gets a grey image of no row, whose gradient is zero.
-"""
-
-TYPES = """
-## Model types
-
-Every `config.model_type` of transformers' `MODEL_FOR_MULTIMODAL_LM_MAPPING` (images, videos, audios to text). Those in
-the second list were tried without a model: rows as their own image, video and audio processors make them are joined and
-taken apart. Such a run needs rows with `num_images` (`num_videos`, `num_audios`), as this package's collator carries
-them, and on several ranks a row with media in every step; what is not exact is refused in the first batch.
-"""
-
-REGISTER = """
-## Not there
-
-A model without an entry is tried as it is: what its tensors' names and shapes, its config and the placeholders of the
-rows tell, if one answer fits, is taken and proven by the first-batch check. Where none or two fit, `num_images`
-(`num_videos`, `num_audios`) in the batch, one int a row, may do. To register one: `token_data_spec(...,
-layout=BatchLayout(family=Family(name='mine', entries={...}, media={...}), config=model.config))`, with an `Entry` for
-each media tensor, and a `Media` for each modality that shall be told by placeholders or made from the config. A further
-type of a known format is one word in `model_types` of `composer_tokacc/layout/families.py`, which the programs want as
-well.
 """
 
 
@@ -133,9 +112,7 @@ def main() -> None:
     print(HEAD)
     print(table(results))
     print(QUERIES)
-    print(TYPES)
-    print('\n'.join(listing()))
-    print(REGISTER.rstrip())
+    print(page())
 
 
 if __name__ == '__main__':

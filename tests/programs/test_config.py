@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from composer_tokacc.programs import ConfigError, TrainConfig, load_config
+from composer_tokacc.programs import ConfigError, TrainConfig, load_config, registry
 from composer_tokacc.programs.build import build_loggers
 from composer_tokacc.programs.config_checks import check_config, check_machine
 from composer_tokacc.train import main
@@ -289,11 +289,16 @@ def test_values_that_cannot_work_are_refused_with_the_remedy(override, num_ranks
 
 def test_a_logger_whose_package_is_missing_is_refused_before_data_and_model(monkeypatch):
     monkeypatch.setitem(sys.modules, 'wandb', None)
+    config = load_config(DIGITS, ['trainer.loggers.wandb={project: p}'])
     with pytest.raises(ConfigError, match=r'`loggers.wandb` must be what WandBLogger takes.*mosaicml\[wandb\]'):
-        build_loggers(load_config(DIGITS, ['trainer.loggers.wandb={project: p}']))
+        build_loggers(config)
+    monkeypatch.setattr(registry, 'find_spec', lambda name: None)
+    with pytest.raises(ConfigError, match=r'`trainer.loggers.wandb` needs the package wandb'):
+        check_config(config, num_ranks=1)
 
 
-def test_the_loggers_that_a_yaml_file_shows_are_known(tmp_path):
+def test_the_loggers_that_a_yaml_file_shows_are_known(tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, 'find_spec', bool)
     before, shown = (ROOT / 'yamls' / 'llava15_7b_lora.yaml').read_text().split('  # loggers:')
     file = tmp_path / 'shown.yaml'
     file.write_text(f'{before}  loggers:{shown}'.replace('\n  #   ', '\n    '))

@@ -253,7 +253,8 @@ def layers(*sizes):
 
 @pytest.mark.parametrize('is_sharded', [True, False])
 def test_a_checkpoint_of_another_model_is_refused_in_one_line(is_sharded, tmp_path):
-    saved, path = {'state': {'model': layers(4, 4, 4).state_dict(), 'callbacks': {}}}, tmp_path / 'ep1'
+    state = {'model': layers(4, 4, 4).state_dict(), 'optimizers': {'SGD': {'step': 1}}, 'callbacks': {}}
+    saved, path = {'state': state}, tmp_path / 'ep1'
     if is_sharded:
         dist_cp.save(saved, checkpoint_id=path)
     else:
@@ -286,7 +287,9 @@ def test_a_tied_head_may_be_stored_once(tmp_path):
     model[1].weight = model[0].weight
     weights = {name: value for name, value in model.state_dict().items() if name != '1.weight'}
     torch.save({'state': {'model': weights, 'callbacks': {}}}, tmp_path / 'ep1')
-    before_load(model, tmp_path / 'ep1')
+    before_load(model, tmp_path / 'ep1', load_weights_only=True)
+    with pytest.raises(ConfigError, match=r'the state of the optimizer to go on from, got: .*ep1 without'):
+        before_load(model, tmp_path / 'ep1')
 
 
 @pytest.mark.parametrize('further', [[], ['trainer.load_weights_only=true']])

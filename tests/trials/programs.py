@@ -75,7 +75,8 @@ def with_nan(state: dict[str, Any]) -> None:
 
 
 def with_a_file_outside(state: dict[str, Any]) -> None:
-    files = state['integrations']['huggingface']['tokenizer']
+    metadata = state['integrations']['huggingface']
+    files = metadata.get('processor') or metadata['tokenizer']
     files['../../evil.txt'] = {**next(iter(files.values()))}
 
 
@@ -167,6 +168,7 @@ PROGRAMS: dict[str, tuple[Given, str]] = {
     'a pipe as the YAML file': (('train', ['{folder}/a.pt'], a_pipe), 'a.pt'),
     'a picture as the YAML file': (('train', ['{folder}/a.pt'], a_picture), 'YAML'),
     'a folder as the YAML file': (('train', ['{folder}/a.pt'], a_folder), 'a.pt'),
+    'rank of an adapter above every width': (('train', [*RUN, 'model.lora={r: 100000}'], None), '`model.lora'),
     'verify of no rows': (('verify', [*RUN, '--rows', '0'], None), '--rows'),
     'verify of rows below 0': (('verify', [*RUN, '--rows', '-3'], None), '--rows'),
     'verify with a tolerance that is no number': (('verify', [*RUN, '--tolerance', 'nan'], None), '--tolerance'),

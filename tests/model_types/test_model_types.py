@@ -1,0 +1,59 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""A slice of the model types, tried, and what was kept of all of them; ``make model-types`` tries all."""
+
+from __future__ import annotations
+
+import pytest
+import transformers
+
+from tests.model_types.table import kind_of, results, table
+from tests.support.launch import ROOT
+
+if not transformers.__version__.startswith('5.23'):
+    pytest.skip('the table is of transformers 5.23', allow_module_level=True)
+
+from composer.models import HuggingFaceModel
+
+from tests.matrix.harness import measure_steps, quiet
+from tests.model_types.trial import MULTIMODAL, TEXT, maker_of, tried
+
+QUICK = {'multimodal': ('florence2', 'git', 'step3p7'), 'text': ('gpt2', 'mamba', 'mixtral')}
+SLICE = {
+    'multimodal': ('cohere2_vision', 'gemma4', 'glm46v', 'lfm2_vl', 'minicpmv4_6', 'molmo2', 'pix2struct'),
+    'text': ('bloom', 'gemma3_text', 'lfm2', 'llama', 'olmoe', 'qwen3_next', 'rwkv'),
+}
+
+
+@pytest.mark.parametrize(
+    ('kind', 'model_type'),
+    [(kind, one) for kind, types in QUICK.items() for one in types]
+    + [pytest.param(kind, one, marks=pytest.mark.slow) for kind, types in SLICE.items() for one in types],
+)
+def test_type_is_as_the_table_says(kind, model_type):
+    found = tried(model_type, text=kind == 'text')
+    kept = results()[kind][model_type]
+    assert {key: kind_of(said) for key, said in found.items()} == {key: kind_of(said) for key, said in kept.items()}, (
+        found
+    )
+
+
+def test_every_type_is_exact_or_refused_or_says_why_it_was_not_tried():
+    kept = results()
+    assert (sorted(kept['multimodal']), sorted(kept['text'])) == (MULTIMODAL, TEXT)
+    said = [(name, one) for types in kept.values() for name, found in types.items() for one in found.values()]
+    assert [one for one in said if kind_of(one[1]) not in ('exact', 'refused', 'not tried', 'not built')] == []
+
+
+def test_page_has_the_table():
+    assert table() in (ROOT / 'docs' / 'families.md').read_text()
+
+
+@pytest.mark.parametrize('model_type', ['qwen3_5', pytest.param('gemma4', marks=pytest.mark.slow)])
+def test_first_step_of_text_alone_does_not_decide_how_images_are_cut(model_type):
+    maker = maker_of(model_type)
+    steps = [maker.batch('image', has_media=False), maker.batch('image'), maker.batch('image', has_media=False)]
+    with quiet():
+        outcomes = measure_steps(HuggingFaceModel(maker.model, shift_labels=True), steps, 1)
+    assert [one.kind for one in outcomes] == ['exact'] * 3, outcomes
