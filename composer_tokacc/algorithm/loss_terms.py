@@ -24,15 +24,10 @@ class SplitLoss(dict):
 
 
 class LossTerms:
-    """Knows the unit of each term of a loss, and changes the terms by it.
-
-    Args:
-        loss_units: Denominator of each term of a dict loss, by name. None: every term is a mean over tokens.
-        router_coefficient: What the load-balancing loss of a router is multiplied by before it is added; None: there is
-            none, or it is declared.
-    """
+    """Knows the unit of each term of a loss, and changes the terms by it; without units all are means over tokens."""
 
     def __init__(self, loss_units: Mapping[str, str] | None, router_coefficient: float | None = None) -> None:
+        # What a router's load-balancing loss is multiplied by before it is added; None: it has none, or it is declared.
         self.units, self.router_coefficient = dict(loss_units or {}), router_coefficient
 
     @property

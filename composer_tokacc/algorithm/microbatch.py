@@ -33,11 +33,7 @@ class HiddenEntries:
 
     A microbatch without loss-generating tokens gets one label for the forward: a loss that divides by their number, and
     computes its gradient in the forward as fused ones do, would make NaNs that no weight of zero takes out again.
-
-    Args:
-        batch: A microbatch on its device.
-        is_weighted: Whether it must say what its tokens weigh.
-        is_of_tokens: Whether the loss is means over tokens alone; a term over samples would see the label.
+    Only where the loss is means over tokens alone (``is_of_tokens``): a term over samples would see the label.
     """
 
     def __init__(self, batch: Batch, *, is_weighted: bool, is_of_tokens: bool) -> None:
@@ -113,13 +109,8 @@ def watch_tokens(
 ) -> None:
     """Sets what a microbatch's tokens weigh beside each other, and listens to what they weigh in its gradient.
 
-    Args:
-        state: The trainer's, before backward; its loss becomes the weighted mean where tokens have their own weights.
-        record: Of the microbatch; it keeps what is heard.
-        fit: Knows the terms of the loss, and what tokens weigh in that of one forward.
-        share: What the mean over its tokens is to weigh in the step, times the loss scale.
-        is_weighted: Whether tokens have weights of their own.
-        is_whole: Whether every token is measured.
+    ``share`` is what the mean over them is to weigh in the step, times the loss scale; that loss becomes the weighted
+    mean where tokens have their own weights.
     """
     logits, batch, terms = logits_of(state.outputs), record.batch, fit.terms
     if logits is None or logits.grad_fn is None or logits.shape[:2] != batch['labels'].shape:

@@ -20,7 +20,7 @@ from composer_tokacc.algorithm.functional import sample_weight, token_weight
 from composer_tokacc.algorithm.loss_terms import SplitLoss, check_units
 from composer_tokacc.algorithm.microbatch import HiddenEntries, record_of, replace_empty, scales_of, watch_tokens
 from composer_tokacc.algorithm.setup import Fit, begin_fit, is_decoder, vocabulary_of
-from composer_tokacc.batch import Batch, check_batch, sample_name
+from composer_tokacc.batch import Batch, check_batch, labels_of, sample_name
 from composer_tokacc.checks.step import StepCheck
 from composer_tokacc.collectives import RankSum
 from composer_tokacc.counting import check_rule
@@ -47,7 +47,9 @@ WHOLE, WHOLE_SHARE = random.Random(0), 1 / 64
 """Of all later microbatches, those of which every position and every entry is measured: a tenth of a microbatch with a
 large vocabulary, so one in 64 costs 0.2 %."""
 NUM_FIRST_STEPS, LOOK_EVERY = 10, 16
-"""Steps in which every token is measured, and steps from one look at all gradients to the next."""
+"""Steps in which every token is measured, and steps from one look at all gradients to the next. In the steps between,
+tokens of one microbatch are measured, of all where the batch has a label that no batch before had: what a loss does to
+some labels alone shows in the first step that has them."""
 
 
 class TokenAccumulation(Algorithm):
@@ -111,8 +113,9 @@ class TokenAccumulation(Algorithm):
             )
         self.loss_tokens, self.token_weights, self.check_loss = loss_tokens, token_weights, check_loss
         self.loss_units = dict(loss_units) if loss_units else None
-        self.num_empty_steps = self._num_steps = 0
+        self.num_empty_steps = self._num_steps = self._num_microbatches = 0
         self._fit: Fit | None = None
+        self._seen_labels, self._has_new_label = torch.zeros(0, dtype=torch.bool), True
         self._step = StepCheck(num_tokens=0, num_samples=0, loss_weight=0)
         self._totals: Any = None
         """RankSum of the step: loss-generating tokens, samples, weight, and how many ranks have rows of each kind."""
@@ -198,6 +201,7 @@ class TokenAccumulation(Algorithm):
         if num_copies := num_repeated(state.dataloader, int(state.timestamp.batch_in_epoch)):
             samples = [1] * (num_rows(state.batch) - num_copies) + [0] * num_copies
             state.batch = with_metadata(state.batch, samples=samples)
+        self._note_labels(state.batch)
         fit, kinds = self._fit_of(state, logger)
         assert fit.check.rule is not None
         # The batch brings its counts, so that split_batch hands each microbatch its own.
@@ -206,6 +210,15 @@ class TokenAccumulation(Algorithm):
         self._step = StepCheck(*local, is_weighted=self.is_weighted, had_bypass=fit.has_bypass)
         dtype = torch.float64 if self.is_weighted else torch.int64
         self._totals = RankSum(state.device.tensor_to_device(torch.tensor([*local, *kinds], dtype=dtype)))
+
+    def _note_labels(self, batch: Batch) -> None:
+        """Notes whether any label id comes for the first time; on the CPU."""
+        for microbatch in microbatches_of(batch):
+            labels = labels_of(microbatch).flatten().clamp_min(0)
+            if (missing := int(labels.max()) + 1 - len(self._seen_labels)) > 0:
+                self._seen_labels = torch.nn.functional.pad(self._seen_labels, (0, missing))
+            if not self._seen_labels.index_select(0, labels).all():
+                self._seen_labels[labels] = self._has_new_label = True
 
     def _fit_of(self, state: State, logger: Logger) -> tuple[Fit, Sequence[int]]:
         """What is known of the fit, and the kinds of rows of a batch; the first batch is looked at."""
@@ -297,7 +310,9 @@ class TokenAccumulation(Algorithm):
             tokens = torch.stack([term.detach().float().mean() for term in fit.terms.of_unit(state.loss, 'tokens')])
             self._token_sums.append(tokens.sum() * record.num_tokens)
         share = token_weight(record.loss_weight, step_weight, world_size=world_size)
-        if record.loss_weight and record.num_samples:
+        is_first = self._num_steps < NUM_FIRST_STEPS or self._has_new_label
+        is_chosen = len(self._step.records) - 1 == self._num_steps % max(self._num_microbatches, 1)
+        if record.loss_weight and record.num_samples and (is_first or is_chosen or self.is_weighted):
             is_whole = self._num_steps < NUM_FIRST_STEPS or WHOLE.random() < WHOLE_SHARE
             scaled_share = share * self._step.gradient_scale
             watch_tokens(state, record, fit, share=scaled_share, is_weighted=self.is_weighted, is_whole=is_whole)
@@ -336,7 +351,7 @@ class TokenAccumulation(Algorithm):
         if split is not None and reduced_once is not None:
             self._reduces_once = reduced_once
             split.adopt(split.rules, reduces_once=reduced_once)
-        self._device_batch = {}
+        self._device_batch, self._has_new_label, self._num_microbatches = {}, False, len(step.records)
         self._num_steps += 1
         self._log(state, logger)
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -96,7 +95,7 @@ class RowComparison:
                 f'{sum(self._counts)} were counted. Change labels in `batch_transforms` (docs/errors.md#counts).'
             )
         self.whole = probe.run(self._moved, measured=True)
-        self._expected = self._gradients_of(self._moved, self.whole, range(len(self._counts)))
+        self._expected = self._by_row(self._moved, self.whole, range(len(self._counts)))
         if check_loss:
             self._check_router_loss()
             self._check_positions()
@@ -130,12 +129,10 @@ class RowComparison:
         failures = []
         for candidate in [rules] if cutter is None else cutter.candidates(self._facts, rules):
             failure = self._failure(cutter, candidate)
-            if failure is None and cutter is not None and not self.has_shown_trimming:
-                return candidate.with_side_of(
-                    rules, self._facts.side
-                )  # a label behind padding keeps a row as wide as it is
             if failure is None:
-                return candidate
+                # A label behind padding keeps a row as wide as it is, and nothing was learnt of trimming.
+                is_shown = cutter is None or self.has_shown_trimming
+                return candidate if is_shown else candidate.with_side_of(rules, self._facts.side)
             log.info('%s: %s', candidate, failure)
             failures.append(failure)
         # Where rows must be packed, the first says why; else the last, of the cut that leaves most alone.
@@ -171,10 +168,9 @@ class RowComparison:
         losses: dict[str, list[tuple[float, int]]] = {unit: [] for unit in self.whole.losses}
         for group in groups:
             try:
+                is_whole = cutter is None
                 part = (
-                    self._layout.select(self._rows, group)
-                    if cutter is None
-                    else cutter.assemble(self._facts, group, rules)
+                    self._layout.select(self._rows, group) if is_whole else cutter.assemble(self._facts, group, rules)
                 )
                 result = self._probe.run(self._on_device(part))
             except errors as error:  # BLIP-2 takes no batch without images
@@ -197,34 +193,32 @@ class RowComparison:
         numbers = {'tokens': int(loss_mask(part, self._rule).sum()), 'samples': len(group)}
         return {unit: numbers[unit] for unit in self.whole.losses}
 
-    def _gradients_of(
-        self, part: Batch, result: ProbeResult, group: Sequence[int]
-    ) -> dict[tuple[str, int], torch.Tensor]:
+    def _by_row(self, part: Batch, result: ProbeResult, group: Sequence[int]) -> dict[tuple[str, int], torch.Tensor]:
         """Gradients of each row times the number of what they are a mean of, where the whole has its positions."""
         numbers, found = self._numbers(part, group), {}
         for unit, points in result.gradients.items():
             for index, point in enumerate(points):
-                point = torch.zeros(*part['labels'].shape, 1) if point is None else point
-                found[unit, index] = self._aligned(part, point, group) * numbers[unit]
+                rows = torch.zeros(len(group), self._width, 1 if point is None else point.shape[-1])
+                found[unit, index] = rows
+                if point is None:
+                    continue
+                if len(point) < len(group):  # one row of documents
+                    real, documents = real_positions(self._rows), documents_of(part)[0]
+                    for place, row in enumerate(group):
+                        rows[place, real[row]] = point[0, documents == place]
+                elif self._facts.side == 'left':
+                    rows[:, -point.shape[1] :] = point[: len(group), -self._width :]
+                else:
+                    rows[:, : point.shape[1]] = point[: len(group), : self._width]
+                rows *= numbers[unit]
         return found
-
-    def _aligned(self, part: Batch, point: torch.Tensor, group: Sequence[int]) -> torch.Tensor:
-        whole = point.new_zeros(len(group), self._width, point.shape[-1])
-        if len(point) < len(group):  # one row of documents
-            real, documents = real_positions(self._rows), documents_of(part)[0]
-            for place, row in enumerate(group):
-                whole[place, real[row]] = point[0, documents == place]
-            return whole
-        start = self._width - point.shape[1] if self._facts.side == 'left' else 0
-        whole[:, start : start + point.shape[1]] = point[: len(group), : self._width]
-        return whole
 
     def _difference(self, part: Batch, result: ProbeResult, group: Sequence[int], how: str) -> str | None:
         """How the gradients of some rows differ from what they are beside the others; None: by round-off."""
         count, expected_count = int(loss_mask(part, self._rule).sum()), sum(self._counts[row] for row in group)
         if count != expected_count:
             return self._explained(f'{count} loss-generating tokens {how} instead of {expected_count}', how)
-        for key, found in self._gradients_of(part, result, group).items():
+        for key, found in self._by_row(part, result, group).items():
             expected, largest = self._expected[key][group], float(self._expected[key].flatten(1).norm(dim=1).max())
             # How much longer each row's gradient is than expected, along it: a factor is not a leak.
             along, square = (found * expected).flatten(1).sum(dim=1), expected.square().flatten(1).sum(dim=1)
@@ -254,7 +248,7 @@ class RowComparison:
         """By how much a row's gradient may change and be the same, if it has changed by ``error``."""
         if error <= GRADIENT_TOLERANCE:
             return GRADIENT_TOLERANCE
-        rounded = self._gradients_of(self._moved, self._rounded, range(len(self._counts)))[key]
+        rounded = self._by_row(self._moved, self._rounded, range(len(self._counts)))[key]
         noise = NOISE_FACTOR * float(_relative(rounded, self._expected[key]).max())
         # The gradient is rounded itself; and what differs by more than any round-off is no round-off (a stale state).
         eps = self.whole.gradient_eps
@@ -273,13 +267,8 @@ class RowComparison:
         if not rows:
             return None
         row = max(rows, key=self._counts.__getitem__)
-        part = self._layout.select(self._rows, [row])
-        result = self._probe.run(self._on_device(self._layout.pad_left(part, columns)))
-        kept = {
-            unit: [None if one is None else one[:, columns:] for one in points]
-            for unit, points in result.gradients.items()
-        }
-        failure = self._difference(part, replace(result, gradients=kept), [row], 'behind more padding')
+        part = self._layout.pad_left(self._layout.select(self._rows, [row]), columns)
+        failure = self._difference(part, self._probe.run(self._on_device(part)), [row], 'behind more padding')
         if failure is not None and packing:
             return (
                 f"A row's losses must not depend on its columns for it to be packed, got: {failure} Pad on the right, "
@@ -295,9 +284,10 @@ class RowComparison:
             if not total or (unit == 'samples' and len(found) < len(self._counts)):
                 continue  # a term that is absent for one row alone says nothing of the others
             mean = sum(loss * number for loss, number in found) / total
-            if self.whole.is_same_loss(unit, mean):
-                continue
-            if self.whole.is_same_loss(unit, mean, noise=abs(self._rounded.losses[unit] - expected)):
+            # The noise takes a forward more, so it is asked for only where it decides.
+            if self.whole.is_same_loss(unit, mean) or self.whole.is_same_loss(
+                unit, mean, noise=abs(self._rounded.losses[unit] - expected)
+            ):
                 continue
             got = f'{expected:.6f} for {len(self._counts)} rows together, and {mean:.6f} as their mean one by one'
             if unit == 'samples':

@@ -33,16 +33,7 @@ microbatch of k rows leaves room for 2 k; at least four are needed to show the w
 
 
 class FirstBatchCheck:
-    """Probes the model with rows of a batch, on all ranks alike.
-
-    Args:
-        probe: The model.
-        layout: How tensors belong to rows; None: rows cannot be told apart, so only the rule is found.
-        to_device: Moves a batch to the model's device.
-        loss_tokens: ``'auto'``, or the rule that must be confirmed.
-        check_loss: Whether to hold the rule, and the formula, to the model's own loss.
-        microbatch_size: Rows of a microbatch, by which the memory of the check is kept.
-    """
+    """Probes the model with rows of a batch, on all ranks alike; without a layout only the loss rule is found."""
 
     def __init__(
         self,
@@ -82,15 +73,8 @@ class FirstBatchCheck:
     ) -> Any:
         """Returns the rules by which rows may be cut, of every kind that was not looked at yet; a collective.
 
-        Args:
-            batch: This rank's device batch, on the CPU.
-            cutter: The split whose cuts are tried; None: whole rows alone.
-            rules: By which it cuts so far.
-            kinds: Which of :data:`ROW_KINDS` this rank's batch has.
-            of_ranks: Those of the ranks' batches, so that all ranks agree on what is new.
-
-        Raises:
-            RuntimeError: On all ranks, if no cut leaves the gradients of the rows alone.
+        Raises on all ranks if no cut leaves the gradients of the rows alone. ``batch`` is this rank's, on the CPU, with
+        rows of ``kinds``; ``rules`` are those by which ``cutter`` cuts so far (None: whole rows alone are tried).
         """
         present = [any(of_kind) for of_kind in zip(*of_ranks, strict=True)]
         while self.is_new(present) or not self._was_run:  # of a batch without any kind as well
@@ -162,11 +146,8 @@ class FirstBatchCheck:
 def find_loss_rule(probe: Probe, row: Batch, *, loss_tokens: str = 'auto') -> str:
     """Finds, or confirms, the rule by which the model counts labels: where the gradient of its loss is not 0.
 
-    The rule depends on the model class and the transformers version, and a wrong one is silent. ``row`` is as of
-    :func:`.rule_batch`, on the model's device.
-
-    Raises:
-        RuntimeError: If no rule, or not the given one, is the model's.
+    The rule depends on the model class and the transformers version, and a wrong one is silent: raises RuntimeError if
+    no rule, or not the given one, is the model's. ``row`` is as of :func:`.rule_batch`, on the model's device.
     """
     gradients = next(iter(probe.run(row).gradients.values()))
     gradient = next((one for one in reversed(gradients) if one is not None), torch.zeros(*row['labels'].shape, 1))

@@ -57,15 +57,8 @@ class Probe:
     """Runs the model's own forward and loss without a graph but at its end, and leaves no trace in the run.
 
     The layers run as in training but for dropout: a loss may be another one there. Where the forward is random all the
-    same, and no two of them could be compared, they run as in evaluation.
-
-    Args:
-        forward: The model's forward, as the trainer calls it.
-        loss: Its loss, of outputs and batch.
-        model: The module, for its mode and its weights' precision.
-        precision: Context in which the trainer runs the forward. Weights in float32 are probed without it, because in
-            float32 a leak of 2e-3 is plain to see and in bfloat16 it is not.
-        terms: The terms of a loss by their unit, of loss and outputs. None: all are means over tokens.
+    same, and no two of them could be compared, they run as in evaluation. Weights in float32 are probed without the
+    trainer's ``precision``, because in float32 a leak of 2e-3 is plain to see and in bfloat16 it is not.
     """
 
     def __init__(

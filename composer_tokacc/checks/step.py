@@ -57,13 +57,9 @@ class MicrobatchRecord:
     _logits: torch.Tensor | None = None
 
     def watch(self, logits: torch.Tensor, weights: torch.Tensor | None, unit: float | None, *, is_whole: bool) -> None:
-        """Listens to the gradient by the logits, of which all or a few tokens are measured.
+        """Listens to the gradient by the logits, of which all or a few tokens are measured; ``unit`` None: none are.
 
-        Args:
-            logits: ``(rows, width, vocabulary)``, in the graph of the loss.
-            weights: What tokens must weigh beside a plain one, ``(rows, width)`` where predicted; None: the same.
-            unit: What a plain token must weigh; None: no token is measured.
-            is_whole: Whether all are.
+        ``unit`` is what a plain token must weigh, ``weights`` what each must beside it, ``(rows, width)``.
         """
         self._logits = logits.detach()
         on_gradient(logits, partial(self._hear, weights, unit, is_whole))
@@ -139,11 +135,7 @@ class StepCheck:
         return all(record.tokens is not None for record in self._with_tokens)
 
     def check(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Raises RuntimeError unless all samples, tokens and weights of the step are accounted for.
-
-        Args:
-            gradients: This rank's gradients, to be finite where the losses are; none: not looked at.
-        """
+        """Raises RuntimeError unless samples, tokens and weights are all there, and gradients, if given, are finite."""
         if self.is_weighted and not all(record.was_reached and not record.has_bypass for record in self._with_tokens):
             raise RuntimeError(
                 "The model's own loss must be made of the logits that it returns for `token_weights`, got: one whose "
@@ -218,7 +210,10 @@ class StepCheck:
                 'A later algorithm replaces `state.loss` at BEFORE_BACKWARD; put TokenAccumulation last '
                 '(docs/errors.md#composers-weights).'
             )
-        if not np.allclose(observed, expected, rtol=RELATIVE_TOLERANCE, atol=1e-9):
+        if not all(
+            math.isclose(*pair, rel_tol=RELATIVE_TOLERANCE, abs_tol=1e-9)
+            for pair in zip(observed, expected, strict=True)
+        ):
             raise RuntimeError(
                 f'Composer must weight microbatches by their samples {np.round(expected[:8], 6).tolist()}, got: '
                 f'{np.round(observed[:8], 6).tolist()}. Either `accumulate_train_batch_on_tokens` is on (set it to '

@@ -66,11 +66,12 @@ class TokenWeightsReport:
         return self  # a copy of the model (an average of weights) keeps its hooks: they must end with these
 
     def __str__(self) -> str:
-        lines = [f'{"backward":>8}{"tokens":>10}{"smallest":>15}{"mean":>15}{"largest":>15}{"residual":>10}']
+        lines = ['backward    tokens       smallest           mean        largest  residual']
         for number, (weights, backward) in enumerate(zip(self.weights, self._backwards, strict=True), start=1):
-            figures = [weights.min(), weights.mean(), weights.max()] if len(weights) else [torch.nan] * 3
-            cells = ''.join(f'{float(figure):>15.7g}' for figure in figures)
-            lines.append(f'{number:>8}{len(weights):>10,}{cells}{float(backward.residual):>10.1e}')
+            low, mean, high = (weights.min(), weights.mean(), weights.max()) if len(weights) else [torch.nan] * 3
+            lines.append(
+                f'{number:>8}{len(weights):>10,}{low:>15.7g}{mean:>15.7g}{high:>15.7g}{backward.residual:>10.1e}'
+            )
         # Of this rank alone: whoever prints on rank 0 only must not wait for the others.
         where = ' on this rank (`.spread` asks all)' if dist.is_available() and dist.is_initialized() else ''
         largest, smallest = self._extremes().abs().tolist()

@@ -123,8 +123,17 @@ def batches():
         yield batch
 
 
-@pytest.mark.parametrize('begins', [0, BEGINS], ids=['from the first step on', 'from step 12 on'])
-@pytest.mark.parametrize('loss', LOSSES)
+QUICK = [(rare_label_weighted_by_number, BEGINS), (value_head, BEGINS)]
+CELLS = [
+    pytest.param(
+        loss, begins, marks=[] if (loss, begins) in QUICK else pytest.mark.slow,
+        id=f'{loss.__name__} from step {begins} on',
+    )
+    for loss in LOSSES for begins in (0, BEGINS)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(('loss', 'begins'), CELLS)
 def test_every_step_is_exact_or_refused(loss, begins):
     model, data = Changing(loss, begins), list(batches())
     if begins == 0:

@@ -10,14 +10,17 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from composer.core import Algorithm, Event
+from composer.core import Algorithm, Callback, Event
 
 from composer_tokacc import TokenAccumulation, token_data_spec
+from composer_tokacc.checks.step import MicrobatchRecord
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import hugging_face, loader, reference_gradients, relative_error, train
 
 EVEN = [(9, 4), (12, 4), (7, 4), (9, 4)]
 UNEVEN = [(4, 2), (14, 11), (9, 7), (5, 1)]
+NEW = 63
+"""A token that rows of the tests do not have as a label."""
 
 
 def with_loss(function):
@@ -104,3 +107,25 @@ def test_healthy_steps_are_looked_at_and_not_refused():
     )  # fmt: skip
     for batch, gradients in zip(batches, recorder.steps, strict=True):
         assert relative_error(gradients, reference_gradients(model, batch)[0]) < 1e-6
+
+
+@pytest.mark.parametrize(('token_weights', 'later'), [('token', 1), ('sqrt', 2)])
+def test_all_microbatches_are_measured_at_first_and_where_a_label_is_new(monkeypatch, token_weights, later):
+    batches = [collate(text_rows(UNEVEN)) for _ in range(14)]
+    batches[12]['labels'][1, -2] = NEW
+    measured, watch = [], MicrobatchRecord.watch
+    monkeypatch.setattr(
+        MicrobatchRecord, 'watch', lambda self, *given, **options: (measured.append(1), watch(self, *given, **options))
+    )
+
+    class Steps(Callback):
+        def batch_end(self, state, logger):
+            steps.append(len(measured))
+            measured.clear()
+
+    steps: list[int] = []
+    train(
+        text_model(), token_data_spec(loader(*batches), regroup=False), microbatch_size=2, callbacks=[Steps()],
+        algorithms=[TokenAccumulation(token_weights=token_weights)], max_duration='14ba',
+    )  # fmt: skip
+    assert steps == [2] * 10 + [later, later, 2, later]
