@@ -94,7 +94,7 @@ def record_of(state: State, fit: Fit, step: StepCheck, composers_weight: float) 
 
 def scales_of(record: MicrobatchRecord, share: float) -> dict[str, float]:
     """Returns the factor of the terms of each unit, on top of Composer's weight; ``share``: of the mean over tokens."""
-    scales = dict.fromkeys(LOSS_UNITS, 1.0 if record.num_samples else 0.0)
+    scales: dict[str, float] = dict.fromkeys(LOSS_UNITS, 1.0 if record.num_samples else 0.0)
     if record.num_samples:
         scales['tokens'] = share / record.composers_weight
         # Rows that are no samples have no labels, and loss 0 in a term's mean.
