@@ -215,7 +215,7 @@ def _on_device(model: torch.nn.Module, batch: Mapping[str, Any]) -> dict[str, An
 
 
 def _whole_gradient(parts: RunParts, batch: Mapping[str, Any], weights: str, rule: str) -> Gradients:
-    """One plain forward over the global batch, the model's own mean; no Trainer, no scaling.
+    """Returns one plain forward over the global batch, the model's own mean; no Trainer, no scaling.
 
     Where tokens do not all weigh the same, their mean is computed here, of the logits.
     """

@@ -133,7 +133,7 @@ class LossTerms:
             )
 
     def _router(self, loss: Any, outputs: Any) -> torch.Tensor | None:
-        """The load-balancing loss that is to be told from the rest of the one number of a loss."""
+        """Returns the load-balancing loss that is to be told from the rest of the one number of a loss."""
         is_one = self.router_coefficient is not None and isinstance(loss, torch.Tensor)
         return router_loss_of(outputs) if is_one else None
 
@@ -229,5 +229,5 @@ def _sum(terms: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def _sum_as_given(terms: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The same, in the coarsest of their dtypes."""
+    """Returns the same, in the coarsest of their dtypes."""
     return _sum(terms).to(max((term.dtype for term in terms), key=lambda dtype: torch.finfo(dtype).eps))

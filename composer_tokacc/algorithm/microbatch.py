@@ -59,7 +59,7 @@ class HiddenEntries:
 
 
 def is_empty(batch: Batch) -> bool:
-    """Whether a microbatch is known to be without loss-generating tokens, or without samples."""
+    """Returns whether a microbatch is known to be without loss-generating tokens, or without samples."""
     return is_annotated(batch) and (num_loss_tokens(batch) == 0 or num_samples(batch) == 0)
 
 

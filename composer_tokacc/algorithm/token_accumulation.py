@@ -221,7 +221,7 @@ class TokenAccumulation(Algorithm):
                 self._seen_labels[labels] = self._has_new_label = True
 
     def _fit_of(self, state: State, logger: Logger) -> tuple[Fit, Sequence[int]]:
-        """What is known of the fit, and the kinds of rows of a batch; the first batch is looked at."""
+        """Returns what is known of the fit, and the kinds of rows of a batch; the first batch is looked at."""
         if self._fit is not None:
             return self._fit, kinds_of(describe_all(self._fit.layout, state.batch))
         fit = self._fit = begin_fit(

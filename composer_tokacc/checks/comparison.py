@@ -160,7 +160,7 @@ class RowComparison:
             raise RuntimeError(f'{MEAN}one that holds {ROUTER}')
 
     def _failure(self, cutter: Cutter | None, rules: Any) -> str | None:
-        """How the first microbatch fails in which another cut changes a gradient; None: none does."""
+        """Returns how the first microbatch fails in which another cut changes a gradient; None: none does."""
         everyone, packing = list(range(len(self._counts))), getattr(rules, 'packing', '')
         # A leak runs from one document into the next, so every document must have been behind the others.
         groups = [everyone, everyone[::-1]] if packing else [[row] for row in everyone]
@@ -214,7 +214,7 @@ class RowComparison:
         return found
 
     def _difference(self, part: Batch, result: ProbeResult, group: Sequence[int], how: str) -> str | None:
-        """How the gradients of some rows differ from what they are beside the others; None: by round-off."""
+        """Returns how the gradients of some rows differ from what they are beside the others; None: by round-off."""
         count, expected_count = int(loss_mask(part, self._rule).sum()), sum(self._counts[row] for row in group)
         if count != expected_count:
             return self._explained(f'{count} loss-generating tokens {how} instead of {expected_count}', how)

@@ -59,13 +59,13 @@ class FirstBatchCheck:
         self._proven, self._was_run = [False] * len(ROW_KINDS), False
 
     def is_due(self, kinds: Sequence[int], step: int) -> bool:
-        """Whether any of the kinds was not looked at yet; all are looked at again now and then."""
+        """Returns whether any of the kinds was not looked at yet; all are looked at again now and then."""
         if step >= LOOK_AGAIN and step & (step - 1) == 0:
             self._was_run = False
         return self.is_new(kinds) or not self._was_run
 
     def is_new(self, kinds: Sequence[int]) -> bool:
-        """Whether any of the kinds was not looked at yet."""
+        """Returns whether any of the kinds was not looked at yet."""
         return any(kind and not seen for kind, seen in zip(kinds, self._proven, strict=True))
 
     def prove(
@@ -132,7 +132,7 @@ class FirstBatchCheck:
         return self._to_device(with_own_tensors(without_metadata(batch)))
 
     def _shared_rows(self, batch: Batch, kinds: Sequence[int]) -> dict[str, Any]:
-        """The rows that all ranks probe with."""
+        """Returns the rows that all ranks probe with."""
         offers = dist.all_gather_object((sum(kinds), num_rows(batch)))
         owner = max(range(len(offers)), key=lambda rank: (offers[rank], -rank))
         shared: list[Any] = [None]
@@ -181,7 +181,7 @@ def _listed(marked: torch.Tensor) -> str:
 
 
 def _ids_of(batch: Batch) -> str:
-    """The ids of a batch, for a message."""
+    """Returns the ids of a batch, for a message."""
     ends = []
     for key in ('labels', 'input_ids'):
         ids = [one[key][one[key] != IGNORE_INDEX] for one in microbatches_of(batch) if one.get(key) is not None]

@@ -48,7 +48,7 @@ class ProbeResult:
     gradient_eps: float  # of the coarsest gradient
 
     def is_same_loss(self, unit: str, other: float, noise: float = 0.0) -> bool:
-        """Whether another loss differs by round-off alone."""
+        """Returns whether another loss differs by round-off alone."""
         loss = self.losses[unit]
         return abs(other - loss) <= NOISE_FACTOR * noise + ROUNDING_FLOOR * self.eps * (1 + abs(loss))
 
@@ -242,7 +242,7 @@ def router_loss_of(outputs: Any) -> torch.Tensor | None:
 
 
 def _gradients(value: torch.Tensor, points: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """The gradient of a loss by each of the points."""
+    """Returns the gradient of a loss by each of the points."""
     if not (points and value.requires_grad):
         return [None] * len(points)
     with torch.enable_grad():
@@ -250,7 +250,7 @@ def _gradients(value: torch.Tensor, points: Sequence[torch.Tensor]) -> list[torc
 
 
 def _is_of_positions(output: Any, batch: Batch) -> bool:
-    """Whether a layer's output has a vector for every position of the labels."""
+    """Returns whether a layer's output has a vector for every position of the labels."""
     if not isinstance(output, torch.Tensor) or not output.dtype.is_floating_point or output.dim() != 3:
         return False
     return output.shape[:2] == labels_of(batch).shape

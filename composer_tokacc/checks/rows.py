@@ -56,7 +56,7 @@ def chosen_rows(layout: BatchLayout, batch: Batch, wanted: Sequence[int], max_ro
 
 
 def _with_labels(layout: BatchLayout, batch: dict[str, Any]) -> dict[str, Any]:
-    """Rows get labels on all real positions but the first, as what leaks into a row may show nowhere else.
+    """Gives rows labels on all real positions but the first, as what leaks into a row may show nowhere else.
 
     Rows with media, whose placeholders a model may not count, keep theirs, as does the row with the longest prompt, by
     which a term over other positions shows; without any they get one on their last real position.
@@ -79,7 +79,7 @@ def _with_labels(layout: BatchLayout, batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def documents_of(packed: Batch) -> torch.Tensor:
-    """Which document each position of a packed row belongs to, ``(1, width)``."""
+    """Returns which document each position of a packed row belongs to, ``(1, width)``."""
     mask = packed.get('attention_mask')
     if mask is not None:
         return mask.int().argmax(dim=0)[None]
@@ -88,7 +88,7 @@ def documents_of(packed: Batch) -> torch.Tensor:
 
 
 def with_unequal_row(layout: BatchLayout, rows: dict[str, Any], rule: str) -> dict[str, Any]:
-    """Rows of nearly as many labels get one of fewer or more beside them.
+    """Adds a row of fewer or more labels to rows of nearly as many.
 
     Among rows of equally many tokens a mean of the rows' means is a mean over tokens, and the formula proves nothing.
     """

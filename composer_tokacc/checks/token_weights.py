@@ -86,7 +86,7 @@ class TokenWeightsReport:
         return '\n'.join(lines)
 
     def _extremes(self) -> torch.Tensor:
-        """The largest size of a weight and the smallest, negated, so that both are the largest over ranks."""
+        """Returns the largest size of a weight and the smallest, negated, so that both are the largest over ranks."""
         sizes = torch.cat([weights.abs().cpu() for weights in self.weights] or [torch.empty(0)])
         return torch.stack([sizes.max(), -sizes.min()]) if len(sizes) else torch.full((2,), -torch.inf)
 

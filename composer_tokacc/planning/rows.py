@@ -73,12 +73,12 @@ class Rows:
         return over if options.max_image_tokens is None else over | (self.image_tokens > options.max_image_tokens)
 
     def by_length(self, members: np.ndarray | None = None) -> OrderedRows:
-        """The rows (or the `members` among them) from the longest to the shortest, ties by index."""
+        """Returns the rows (or the `members` among them) from the longest to the shortest, ties by index."""
         members = np.arange(len(self.lengths)) if members is None else members
         return self.in_order(members[np.argsort(-self.lengths[members], kind='stable')])
 
     def in_order(self, order: np.ndarray) -> OrderedRows:
-        """The rows in the given order."""
+        """Returns the rows in the given order."""
         lengths, options = self.lengths[order], self.options
         # Rounding stops at the collated width, and breaks no cap that the row itself keeps.
         limit = min(options.max_tokens, self._max_width or options.max_tokens)

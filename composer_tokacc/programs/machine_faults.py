@@ -13,7 +13,7 @@ import traceback
 
 
 def fault_of_machine(error: BaseException | None) -> str:
-    """What the machine lacked, in one line; empty where an error, and what it came from, is of another kind."""
+    """Returns what the machine lacked, in one line; empty where an error, and what it came from, is of another kind."""
     while error is not None:
         # From a loader process only the text comes.
         number = re.search(r'\[Errno (\d+)\]', str(error))

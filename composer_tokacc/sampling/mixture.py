@@ -67,7 +67,7 @@ class _Stream:
     quota: Fraction
 
     def read(self, items: np.ndarray, entropy: Sequence[int] | None) -> np.ndarray:
-        """Samples at these places of the endless sequence; None keeps them in order."""
+        """Returns samples at these places of the endless sequence; None keeps them in order."""
         if entropy is None:
             return self.samples[items % len(self.samples)]
         found = np.empty_like(items)

@@ -44,7 +44,7 @@ class RestoreRandomState(Callback):
         self._saved: str | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The generators of all ranks; a collective, as Composer's own is.
+        """Returns the generators of all ranks; a collective, as Composer's own is.
 
         As one string, because a sharded checkpoint is loaded entry by entry, and the number of ranks may have changed.
         """
@@ -62,7 +62,7 @@ class RestoreRandomState(Callback):
 
 
 def _plain(state: dict[str, Any]) -> dict[str, Any]:
-    """What Composer keeps of one rank, in numbers and strings."""
+    """Returns what Composer keeps of one rank, in numbers and strings."""
     version, numbers, gauss = state['python']
     name, keys, *rest = state['numpy']
     tensors = {key: value.tolist() for key, value in state.items() if isinstance(value, torch.Tensor)}
@@ -70,7 +70,7 @@ def _plain(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _restored(plain: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of :func:`_plain`."""
+    """Returns the inverse of :func:`_plain`."""
     version, numbers, gauss = plain['python']
     name, keys, *rest = plain['numpy']
     tensors = {key: torch.tensor(plain[key], dtype=torch.uint8) for key in ('torch', 'cuda') if key in plain}

@@ -172,7 +172,7 @@ class RegroupingBatchSampler(DistributedSampler):
         self.first_batch = self._position = batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the sampler is: plain values only, valid for any number of ranks."""
+        """Returns where the sampler is: plain values only, valid for any number of ranks."""
         return {'epoch': self.epoch, 'batch': self._position, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
