@@ -147,20 +147,26 @@ def attended_positions(batch: Batch, columns: slice = slice(None)) -> torch.Tens
 
 def padding_side(batch: Batch) -> str:
     """Returns ``'left'`` if every row ends at the last column and some do not start at the first, else ``'right'``."""
-    return _side_of(_real_columns(batch, slice(None, None, max(text_of(batch).shape[1] - 1, 1))))
+    return side_of(_real_columns(batch, slice(None, None, max(text_of(batch).shape[1] - 1, 1))))
 
 
-def _side_of(real: torch.Tensor) -> str:
+def side_of(real: torch.Tensor) -> str:
+    """Returns the padding side that real positions show."""
     return 'left' if bool(real[:, -1].all()) and not bool(real[:, 0].all()) else 'right'
 
 
 def span(batch: Batch) -> tuple[str, list[int]]:
     """Returns the padding side, and the width that each row needs by itself once trimmed, at least 1."""
     real = real_positions(batch)
+    side = side_of(real)
+    return side, lengths_of(real, side)
+
+
+def lengths_of(real: torch.Tensor, side: str) -> list[int]:
+    """Returns the width that each row needs, of its real positions and padding side."""
     rows, width = real.shape
     if bool(real.all()):
-        return 'right', [width] * rows
-    side = _side_of(real)
+        return [width] * rows
     positions = torch.arange(1, width + 1, device=real.device)
     distance = positions.flip(0) if side == 'left' else positions
-    return side, (real * distance).amax(dim=1).clamp(min=1).tolist()
+    return (real * distance).amax(dim=1).clamp(min=1).tolist()

@@ -10,7 +10,7 @@ from functools import cached_property
 
 import torch
 
-from composer_tokacc.batch import IGNORE_INDEX, Batch, own_labels, real_positions, span, text_of
+from composer_tokacc.batch import IGNORE_INDEX, Batch, lengths_of, own_labels, real_positions, side_of, text_of
 from composer_tokacc.layout.layout import BatchLayout
 from composer_tokacc.layout.pre_split import microbatches_of
 
@@ -24,19 +24,21 @@ class RowFacts:
         layout: How its tensors belong to rows.
         side: Where the rows are padded, ``'left'`` or ``'right'``.
         width: Padded width of the rows.
-        lengths: Columns that each row needs by itself.
+        is_padded: Whether some position is padding.
     """
 
     batch: Batch = field(repr=False)
     layout: BatchLayout = field(repr=False)
     side: str
     width: int
-    lengths: list[int]
+    is_padded: bool
+    real: torch.Tensor = field(repr=False)
+    """Which positions are attended or labelled, ``(rows, width)`` bool."""
 
-    @property
-    def is_padded(self) -> bool:
-        """Whether some row needs less than the width."""
-        return min(self.lengths) < self.width
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Columns that each row needs by itself; not asked for by all who ask for the side."""
+        return lengths_of(self.real, self.side)
 
     @property
     def has_positions(self) -> bool:
@@ -57,7 +59,7 @@ class RowFacts:
     @cached_property
     def media(self) -> list[int]:
         """Number of images, videos and audios of each row."""
-        return [sum(of_row) for of_row in zip(*self.counts.values(), strict=True)] or [0] * len(self.lengths)
+        return [sum(of_row) for of_row in zip(*self.counts.values(), strict=True)] or [0] * len(self.real)
 
     @cached_property
     def image_tokens(self) -> list[int]:
@@ -79,16 +81,17 @@ class RowFacts:
         """Which left-padded rows have a label on their first token: a pad predicts it, which trimming would take."""
         labels = own_labels(self.batch)
         if labels is None or self.side != 'left':
-            return [False] * len(self.lengths)
-        first = real_positions(self.batch).int().argmax(dim=1)
+            return [False] * len(self.real)
+        first = self.real.int().argmax(dim=1)
         labelled = labels.gather(1, first[:, None])[:, 0] != IGNORE_INDEX
         return (labelled & (first > 0)).tolist()
 
 
 def describe(layout: BatchLayout, batch: Batch) -> RowFacts:
     """Returns the facts about a batch's rows; one look at its masks and labels, and at its media when asked."""
-    side, lengths = span(batch)
-    return RowFacts(batch, layout, side, text_of(batch).shape[1], lengths)
+    real = real_positions(batch)
+    is_padded = not bool(real.all())
+    return RowFacts(batch, layout, side_of(real) if is_padded else 'right', text_of(batch).shape[1], is_padded, real)
 
 
 def describe_all(layout: BatchLayout | None, batch: Batch) -> list[RowFacts]:
