@@ -61,7 +61,7 @@ def with_dummies(pieces: Sequence[Piece], dummies: DummyRows, rules: CutRules, o
     done: list[Piece] = []
     pending = list(reversed(pieces))
     while pending:
-        piece, count = pending.pop(), 0
+        piece = pending.pop()
         completed, count = piece._replace(dummies=dummies.missing(piece.facts, piece.rows)), len(piece.rows)
         if count > 1 and completed.dummies and not completed.fits(rules, options):
             pending += [piece.take(range(count // 2, count)), piece.take(range(count // 2))]
