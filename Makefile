@@ -27,7 +27,7 @@ STAMP_RIVALS := $(VENV_RIVALS)/.installed
 
 # What other packages broke before, and soonest; SLICE= for all tests. (Qwen2.5-Omni's processor takes minutes on Transformers 4.57.)
 SLICE ?= tests/sizing/test_trace.py tests/checks tests/algorithm tests/data_spec tests/layout tests/data/test_media_training.py \
-	tests/programs/test_models.py tests/programs/test_schema.py --ignore=tests/algorithm/test_token_weights.py \
+	tests/programs/test_models.py tests/programs/test_errors.py --ignore=tests/algorithm/test_token_weights.py \
 	--deselect='tests/data/test_media_training.py::test_gradient_is_that_of_one_forward[qwen2_5_omni'
 
 # Where Python may not write bytecode, as in many containers, each process compiles torch and Transformers anew: 19 s instead of 5.

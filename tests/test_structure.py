@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 
 from tests.support.launch import ROOT
@@ -51,3 +52,9 @@ def test_no_class_or_constant_is_defined_in_two_modules():
                 if isinstance(target, ast.Name) and target.id not in EACH_HAS_ITS_OWN:
                     places[target.id.strip('_')].add(module)
     assert not {name: modules for name, modules in places.items() if len(modules) > 1}
+
+
+def test_every_path_of_the_makefile_stands():
+    named = set(re.findall(r'tests/[\w/]+(?:\.py)?', (ROOT / 'Makefile').read_text()))
+    assert named
+    assert not {path for path in named if not (ROOT / path).exists()}
