@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from composer_tokacc.checks.probe import router_loss_of
+from composer_tokacc.checks.logits import router_loss_of
 
 LOSS_UNITS = ('tokens', 'samples', 'coupled_samples', 'microbatches')
 SPLIT_UNITS = {'tokens': 'tokens', 'router': 'microbatches'}

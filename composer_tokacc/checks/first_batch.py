@@ -117,9 +117,8 @@ class FirstBatchCheck:
             )
             return rules, kinds_of([])
         rows = with_unequal_row(self.layout, rows, self.rule)
-        with self._probe.with_varied_norms():
-            comparison = RowComparison(self._probe, self.layout, self._on_device, self.rule, rows, self._check_loss)
-            found = comparison.first_exact(cutter, rules)
+        comparison = RowComparison(self._probe, self.layout, self._on_device, self.rule, rows, self._check_loss)
+        found = comparison.first_exact(cutter, rules)
         scales = dist.all_gather_object(comparison.token_scale())  # ranks must agree on what they look at again
         self.token_scale = None if None in scales else scales[0]
         self.vocabulary, self.has_router_loss = comparison.whole.vocabulary, comparison.whole.has_router_loss

@@ -69,10 +69,19 @@ class TokenDeviations(NamedTuple):
 
 def logits_of(outputs: Any) -> torch.Tensor | None:
     """Returns the logits in a model's outputs, ``(rows, width, vocabulary)``, or None where it gives none."""
-    logits = outputs.get('logits') if isinstance(outputs, Mapping) else getattr(outputs, 'logits', None)
-    if logits is None and isinstance(outputs, torch.Tensor):
-        logits = outputs
+    logits = _entry(outputs, 'logits')
+    logits = outputs if logits is None and isinstance(outputs, torch.Tensor) else logits
     return logits if isinstance(logits, torch.Tensor) and logits.dim() == 3 else None
+
+
+def router_loss_of(outputs: Any) -> torch.Tensor | None:
+    """Returns the load-balancing loss of a mixture of experts in a model's outputs."""
+    found = _entry(outputs, 'aux_loss')
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def _entry(outputs: Any, name: str) -> Any:
+    return outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
