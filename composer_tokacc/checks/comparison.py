@@ -54,6 +54,11 @@ class Cutter(Protocol):
     """A split, as far as it is asked: the rules are its own, and the check only finds those that hold."""
 
     @property
+    def rules(self) -> Any:
+        """Those by which it cuts so far."""
+        ...
+
+    @property
     def must_pack(self) -> bool:
         """Whether rows are packed or the run stops."""
         ...
@@ -152,8 +157,7 @@ class RowComparison:
         at_logits = self.whole.gradients['tokens'][-1] if self.whole.measured is not None else None
         if at_logits is None:
             return
-        norms, at_tokens = at_logits.norm(dim=-1), targets_of(self._moved, self._rule).cpu() != IGNORE_INDEX
-        share = float(norms[~at_tokens].norm() / norms[at_tokens].norm().clamp(min=TINY))
+        share = share_elsewhere(at_logits, targets_of(self._moved, self._rule).cpu() != IGNORE_INDEX)
         if share > GRADIENT_TOLERANCE:
             raise RuntimeError(
                 "The gradient of the model's own loss by its logits must be 0 where no label counts, got: "
@@ -310,6 +314,12 @@ class RowComparison:
             'other in this model (statistics of the batch, attention over padding). Pad on the other side, freeze the '
             'layer, or pass `position_ids` and an `attention_mask` (docs/errors.md#row-coupling).'
         )
+
+
+def share_elsewhere(gradient: torch.Tensor, predicts: torch.Tensor) -> float:
+    """Returns the size of a gradient at other positions than those that predict, over its size at them."""
+    norms = gradient.norm(dim=-1)
+    return float(norms[~predicts].norm() / norms[predicts].norm().clamp(min=TINY))
 
 
 def _relative(found: torch.Tensor, expected: torch.Tensor, largest: float | None = None) -> torch.Tensor:

@@ -156,22 +156,14 @@ class Probe:
 
         # A copy, the same for forward and loss as in training: models that write into it change no other run.
         given = with_own_tensors(batch)
-        altered = [
-            one for one in _leaves(self.model) if rounded or getattr(getattr(one, 'weight', None), 'ndim', 0) == 1
-        ]
+        altered = [one for one in _leaves(self.model) if rounded or _weight_of(one, 'ndim') == 1]
         alter = partial(_altered, rounded)
         with precision, _hooked(altered, alter), _hooked(self._layers, begin_graph), torch.no_grad():
             outputs = self._forward(given)
             loss = self._loss(outputs, given)  # once, as what it counts may be added up
             terms = self._terms(loss, outputs)
-        logits = logits_of(outputs)
+        logits = _checked_logits(outputs, batch)
         self._logits_at = None if logits is None or isinstance(logits, DTensor) else logits.data_ptr()
-        if logits is not None and logits.shape[:2] != labels_of(batch).shape:
-            raise RuntimeError(
-                f"The model's logits must be as wide as the labels, got: {tuple(logits.shape[:2])} for labels of "
-                f'{tuple(labels_of(batch).shape)}. The model expands or truncates the sequence inside forward. Expand '
-                'image placeholders in the processor instead (docs/errors.md#loss-rule).'
-            )
         points = [leaves[layer] for layer in self._layers if layer in leaves]
         if logits is not None and logits.requires_grad and all(logits is not leaf for leaf in points):
             points.append(logits)
@@ -215,7 +207,7 @@ def _altered(rounded: bool, module: torch.nn.Module, args: Any, output: Any) -> 
     """
     if not isinstance(output, torch.Tensor) or not output.dtype.is_floating_point:
         return None
-    if getattr(getattr(module, 'weight', None), 'shape', None) == output.shape[-1:]:
+    if _weight_of(module, 'shape') == output.shape[-1:]:
         output = output * _channel_factors(output.shape[-1]).to(output)
     if rounded:
         step = torch.finfo(output.dtype).eps * (2 * (torch.rand_like(output) < 0.5) - 1)
@@ -223,9 +215,24 @@ def _altered(rounded: bool, module: torch.nn.Module, args: Any, output: Any) -> 
     return output
 
 
+def _weight_of(module: torch.nn.Module, name: str) -> Any:
+    return getattr(getattr(module, 'weight', None), name, None)
+
+
 @cache
 def _channel_factors(size: int) -> torch.Tensor:
     return 0.75 + 0.5 * torch.rand(size, generator=torch.Generator().manual_seed(size))
+
+
+def _checked_logits(outputs: Any, batch: Batch) -> torch.Tensor | None:
+    logits, labels = logits_of(outputs), labels_of(batch)
+    if logits is not None and logits.shape[:2] != labels.shape:
+        raise RuntimeError(
+            f"The model's logits must be as wide as the labels, got: {tuple(logits.shape[:2])} for labels of "
+            f'{tuple(labels.shape)}. The model expands or truncates the sequence inside forward. Expand image '
+            'placeholders in the processor instead (docs/errors.md#loss-rule).'
+        )
+    return logits
 
 
 def _gradients(value: torch.Tensor, points: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:

@@ -74,7 +74,7 @@ def prove(loss, *, with_logits=True, loss_tokens='auto'):
         microbatch_size=4,
     )
     kinds = kinds_of([describe(layout, batch)])
-    check.prove(batch, None, None, kinds, [kinds])
+    check.prove(batch, None, kinds, [kinds])
     return check
 
 
