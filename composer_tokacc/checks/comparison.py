@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,7 +23,7 @@ from composer_tokacc.checks.logits import TINY, targets_of
 from composer_tokacc.checks.probe import NOISE_FACTOR, Probe, ProbeResult
 from composer_tokacc.checks.rows import documents_of
 from composer_tokacc.counting import loss_mask
-from composer_tokacc.layout import BatchLayout, RowFacts, describe
+from composer_tokacc.layout import BatchLayout, describe
 
 log = logging.getLogger(__name__)
 
@@ -50,28 +50,6 @@ ROUTER = (
 )
 
 
-class Cutter(Protocol):
-    """A split, as far as it is asked: the rules are its own, and the check only finds those that hold."""
-
-    @property
-    def rules(self) -> Any:
-        """Those by which it cuts so far."""
-        ...
-
-    @property
-    def must_pack(self) -> bool:
-        """Whether rows are packed or the run stops."""
-        ...
-
-    def candidates(self, facts: RowFacts, known: Any) -> Iterable[Any]:
-        """Rules that are to be tried on such rows, cheapest first; ``known``: those found on other rows."""
-        ...
-
-    def assemble(self, facts: RowFacts, rows: Sequence[int], rules: Any) -> dict[str, Any]:
-        """The microbatch of some rows by such rules."""
-        ...
-
-
 class _Part(NamedTuple):
     """Some of the rows in one forward, and what it gave."""
 
@@ -84,6 +62,9 @@ class _Part(NamedTuple):
 
 class RowComparison:
     """Holds every cut of some rows against all of them together, as the loader padded them.
+
+    The ``cutter`` of its methods is a split, whose rules are its own: ``candidates(facts, known)`` are those to try
+    on such rows, cheapest first; ``assemble(facts, rows, rules)`` is the microbatch of some rows. None: there is none.
 
     ``rows`` are as of :func:`.chosen_rows`; with ``check_loss`` they must weigh in the loss what their tokens say.
     """
@@ -138,7 +119,7 @@ class RowComparison:
         is_same = max(worst, float(measured.residual)) <= PLAIN_TOLERANCE + self.whole.gradient_eps
         return mean * sum(self._counts) if is_same and self._check_loss else None
 
-    def first_exact(self, cutter: Cutter | None, rules: Any) -> Any:
+    def first_exact(self, cutter: Any, rules: Any) -> Any:
         """Returns the first rules under which every row keeps its gradient."""
         failures = []
         for candidate in [rules] if cutter is None else cutter.candidates(self._facts, rules):
@@ -172,7 +153,7 @@ class RowComparison:
         if whole.has_router_loss and (is_part or self.token_scale() is None):
             raise RuntimeError(f'{MEAN}one that holds {ROUTER}')
 
-    def _failure(self, cutter: Cutter | None, rules: Any) -> str | None:
+    def _failure(self, cutter: Any, rules: Any) -> str | None:
         """Returns how the first microbatch fails in which another cut changes a gradient; None: none does."""
         packing, parts = getattr(rules, 'packing', ''), []
         # A leak runs from one document into the next, so every document must have been behind the others.

@@ -14,7 +14,7 @@ import torch
 from composer.utils import dist
 
 from composer_tokacc.batch import IGNORE_INDEX, Batch, with_own_tensors
-from composer_tokacc.checks.comparison import MEAN, NAME_TERMS, Cutter, RowComparison, share_elsewhere
+from composer_tokacc.checks.comparison import MEAN, NAME_TERMS, RowComparison, share_elsewhere
 from composer_tokacc.checks.logits import targets_of
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.checks.rows import chosen_rows, rule_batch, with_unequal_row
@@ -64,9 +64,7 @@ class FirstBatchCheck:
             self._was_run = False
         return not self._was_run or bool(_names_of(kinds) - self._proven)
 
-    def prove(
-        self, batch: Batch, cutter: Cutter | None, kinds: Sequence[int], of_ranks: Sequence[Sequence[int]]
-    ) -> Any:
+    def prove(self, batch: Batch, cutter: Any, kinds: Sequence[int], of_ranks: Sequence[Sequence[int]]) -> Any:
         """Returns the rules by which rows may be cut, of every kind that was not looked at yet; a collective.
 
         Raises on all ranks if no cut leaves the gradients of the rows alone. ``batch`` is this rank's, on the CPU, with
@@ -90,7 +88,7 @@ class FirstBatchCheck:
             self._proven |= shown if shown & new else shown | present
         return rules
 
-    def _run(self, batch: Batch, cutter: Cutter | None, rules: Any, kinds: set[str]) -> tuple[Any, set[str]]:
+    def _run(self, batch: Batch, cutter: Any, rules: Any, kinds: set[str]) -> tuple[Any, set[str]]:
         """Finds the rule, if it is not known yet, and the rules of the cut for rows like those of ``batch``.
 
         All ranks probe the rows of one rank, because FSDP hangs if only some ranks' rows have images: of the rank with

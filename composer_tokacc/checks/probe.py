@@ -156,9 +156,8 @@ class Probe:
 
         # A copy, the same for forward and loss as in training: models that write into it change no other run.
         given = with_own_tensors(batch)
-        altered = [one for one in _leaves(self.model) if rounded or _weight_of(one, 'ndim') == 1]
         alter = partial(_altered, rounded)
-        with precision, _hooked(altered, alter), _hooked(self._layers, begin_graph), torch.no_grad():
+        with precision, _hooked(_leaves(self.model), alter), _hooked(self._layers, begin_graph), torch.no_grad():
             outputs = self._forward(given)
             loss = self._loss(outputs, given)  # once, as what it counts may be added up
             terms = self._terms(loss, outputs)
@@ -207,16 +206,12 @@ def _altered(rounded: bool, module: torch.nn.Module, args: Any, output: Any) -> 
     """
     if not isinstance(output, torch.Tensor) or not output.dtype.is_floating_point:
         return None
-    if _weight_of(module, 'shape') == output.shape[-1:]:
+    if getattr(getattr(module, 'weight', None), 'shape', None) == output.shape[-1:]:
         output = output * _channel_factors(output.shape[-1]).to(output)
     if rounded:
         step = torch.finfo(output.dtype).eps * (2 * (torch.rand_like(output) < 0.5) - 1)
         output = output * (1 + step).to(output.dtype)
     return output
-
-
-def _weight_of(module: torch.nn.Module, name: str) -> Any:
-    return getattr(getattr(module, 'weight', None), name, None)
 
 
 @cache

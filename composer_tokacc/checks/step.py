@@ -15,14 +15,7 @@ import numpy as np
 import torch
 
 from composer_tokacc.batch import Batch, labels_of, sample_name
-from composer_tokacc.checks.logits import (
-    TokenDeviations,
-    measure,
-    on_gradient,
-    sample_tokens,
-    targets_of,
-    tolerance_of,
-)
+from composer_tokacc.checks.logits import TokenDeviations, measure, on_gradient, sample_tokens, targets_of, tolerance_of
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.weights import LOSS_WEIGHTS
 
