@@ -81,7 +81,7 @@ class RowComparison:
         self._probe, self._layout, self._on_device, self._rule = probe, layout, on_device, rule
         self._rows, self._facts, self._check_loss = rows, describe(layout, rows), check_loss
         self._counts = loss_mask(rows, rule).sum(dim=1).tolist()
-        self._narrowest = self._facts.width
+        self._width = self._narrowest = rows['labels'].shape[1]  # of a decoder's text, where it has one of its own
         self._everyone = list(range(len(self._counts)))
         self._moved = on_device(rows)
         found = loss_mask(self._moved, rule).sum(dim=1).tolist()
@@ -104,7 +104,7 @@ class RowComparison:
     @property
     def has_shown_trimming(self) -> bool:
         """Whether any row was computed narrower than it came."""
-        return self._narrowest < self._facts.width
+        return self._narrowest < self._width
 
     def token_scale(self) -> float | None:
         """Returns what all tokens weigh in the loss, times their number; None: not the same, or there is more in it."""
@@ -180,7 +180,7 @@ class RowComparison:
     def _part(self, batch: Batch, result: ProbeResult, rows: Sequence[int], how: str) -> _Part:
         """Returns what a forward of some rows gave, with each row's columns where the whole has them."""
         numbers = {'tokens': int(loss_mask(batch, self._rule).sum()), 'samples': len(rows)}
-        width, gradients = self._facts.width, {}
+        width, gradients = self._width, {}
         for unit, points in result.gradients.items():
             for index, point in enumerate(points):
                 placed = torch.zeros(len(rows), width, 1 if point is None else point.shape[-1])
