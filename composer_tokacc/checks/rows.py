@@ -15,7 +15,7 @@ from composer_tokacc.counting import loss_mask
 from composer_tokacc.layout import BatchLayout, describe
 from composer_tokacc.metadata import without_metadata
 
-MIN_ROWS = 3
+MIN_ROWS = 4
 """Rows of a check, where the batch has as many: what one of them sees of the others differs."""
 NUM_LABELS = 4
 """Labels of the row that is asked for the rule."""
