@@ -356,6 +356,8 @@ class TokenAccumulation(Algorithm):
             own = kinds_of(describe_all(fit.layout, self._device_batch))
             self._prove(state, logger, self._device_batch, own, [kinds])
         split, reduced_once = split_of(state.dataloader), fit.reductions.reduced_once()
+        if split is not None:
+            split.made = []  # nobody waits for them while the next batch is read
         if split is not None and reduced_once is not None:
             self._reduces_once = reduced_once
             split.adopt(split.rules, reduces_once=reduced_once)
