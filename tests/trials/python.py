@@ -63,6 +63,11 @@ def classified() -> None:
     train(model, token_data_spec(loader(given)), algorithms=[TokenAccumulation()])
 
 
+def fitted_again_with_nothing() -> None:
+    *_, trainer = train(text_model(), token_data_spec(loader(batch())), algorithms=[TokenAccumulation()])
+    trainer.fit(train_dataloader=token_data_spec(loader()), duration='1ba', reset_time=False)
+
+
 def wrapped_twice() -> Any:
     return token_data_spec(token_data_spec(loader(batch())))  # pyright: ignore[reportArgumentType]
 
@@ -105,6 +110,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: plan_microbatches([3, 4], num_ranks=1, max_tokens=8, objective='ddp2'),  # pyright: ignore
         'objective',
     ),
+    'a second fit with a loader of nothing': (fitted_again_with_nothing, 'at least one batch'),
     'a loader of nothing': (lambda: train(text_model(), token_data_spec(loader()), algorithms=[TokenAccumulation()]),
                             'batch'),
 }  # fmt: skip
