@@ -18,7 +18,14 @@ from torch.distributed.tensor import DTensor
 
 from composer_tokacc.algorithm.functional import sample_weight, token_weight
 from composer_tokacc.algorithm.loss_terms import SplitLoss, check_units
-from composer_tokacc.algorithm.microbatch import HiddenEntries, check_added_rows, record_of, replace_empty, scales_of, watch_tokens
+from composer_tokacc.algorithm.microbatch import (
+    HiddenEntries,
+    check_added_rows,
+    record_of,
+    replace_empty,
+    scales_of,
+    watch_tokens,
+)
 from composer_tokacc.algorithm.setup import Fit, begin_fit, is_decoder, vocabulary_of
 from composer_tokacc.batch import Batch, check_batch, labels_of, sample_name
 from composer_tokacc.checks.step import StepCheck
