@@ -135,7 +135,7 @@ def test_lengths_are_as_the_figures_say() -> None:
 @pytest.mark.parametrize(
     ('arguments', 'message'),
     [
-        (['lengths.mean=-3'], '`lengths.mean` must be a figure that data can have, got: -3'),
+        (['lengths.mean=-3'], '`lengths.mean` must be at least 1 and at most 16777216, got: -3'),
         (['lengths.mean=nan'], '`lengths.mean` must be of type float, got: nan'),
         (['lengths.variation=1'], '`lengths.mean` must be given, got: nothing'),
         (['lengths.mean=200', 'lengths.image_tokens=4000'], '`lengths.image_tokens` must be a figure'),
@@ -166,7 +166,7 @@ def test_images_of_any_size_need_a_processor(capsys: pytest.CaptureFixture[str])
         ('image_tokens\n5\n', 'got: image_tokens in '),
         ('', 'must have the column tokens'),
         ('tokens\n', 'must hold at least one sample, got: none'),
-        ('tokens,image_tokens\n5,1\n6\n', 'must have 2 whole numbers a line, got: 6 (line 3 of '),
+        ('tokens,image_tokens\n5,1\n6\n', 'must have 2 whole numbers up to 16777216 a line, got: 6 (line 3 of '),
         ('tokens\n5\nabc\n', 'got: abc (line 3 of '),
         ('tokens\n-5\n', 'got: -5 (line 2 of '),
         ('tokens\n0\n', 'must be at least 1, got: 0'),
