@@ -81,13 +81,11 @@ def read_lengths(path: str) -> LengthTable:
         with opener(path, 'rt', encoding='utf-8-sig') as file:
             lines = csv.reader(file)
             names = [name.strip() for name in next(lines, [])]
-            if 'tokens' not in names or not set(names) <= CSV_COLUMNS.keys():
+            if 'tokens' not in names or not set(names) <= CSV_COLUMNS.keys() or len(names) > len(set(names)):
                 raise ConfigError(
-                    f'`lengths` must have the column tokens, and perhaps {", ".join(list(CSV_COLUMNS)[1:])}, got: '
+                    f'`lengths` must have the column tokens once, and perhaps {", ".join(list(CSV_COLUMNS)[1:])}, got: '
                     f'{", ".join(names)} in {path}. Rename or remove the others'
                 )
-            if len(names) > len(set(names)):
-                raise ConfigError(f'`lengths` must have each column once, got: {", ".join(names)} in {path}')
             rows = [_row(path, lines.line_num, line, len(names)) for line in lines if line]
     except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f'`lengths` must be a CSV file, plain or .gz, got: {path} ({error})') from error
