@@ -24,11 +24,15 @@ from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, weight
 class RegroupingTrainer(Trainer):
     """A Trainer whose batch is a whole step of this rank, in the microbatches that were planned.
 
-    Leave ``gradient_accumulation_steps`` at 1. Evaluation, checkpoints, schedules, clipping and logs are the Trainer's.
+    Evaluation, checkpoints, schedules, clipping and logs are the Trainer's.
     """
 
     def __init__(self, *args: Any, loader: RegroupingDataLoader, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if self.args.gradient_accumulation_steps != 1 or self.args.n_gpu > 1:
+            raise ValueError(
+                'A batch is a step: leave `gradient_accumulation_steps` at 1, and launch a rank for each GPU.'
+            )
         self.loader = loader
 
     def get_train_dataloader(self) -> RegroupingDataLoader:

@@ -79,7 +79,7 @@ def weighted_microbatches(
     """Yields each microbatch as a model takes it, and the factor of its mean loss; a collective over the ranks.
 
     One without loss-generating tokens, or of rows that only fill up a rank, comes with a label, so that its loss is a
-    number, and with factor 0: DDP and FSDP wait for it on the other ranks. Further documents of packed rows come with
+    number, and with factor 0: DDP may wait for it on the other ranks. Further documents of packed rows come with
     their first label masked, as they are counted. Arguments are those of :func:`step_loss_weights`,
     and every token weighs the same.
 

@@ -3,7 +3,7 @@
 
 """TRL's SFTTrainer: ``python examples/prove/trl_sft.py``."""
 
-import tempfile
+from tempfile import mkdtemp
 
 from datasets import Dataset
 from subject import prove
@@ -16,16 +16,15 @@ words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({'.'
 
 def step(model, microbatches):
     """One optimizer step; a sample of the dataset is the number of a microbatch."""
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = SFTConfig(
-            folder, per_device_train_batch_size=1, gradient_accumulation_steps=len(microbatches), num_train_epochs=1,
-            learning_rate=0.0, optim='sgd', max_grad_norm=0.0, use_cpu=True, bf16=False, gradient_checkpointing=False,
-            remove_unused_columns=False, report_to='none', dataset_kwargs={'skip_prepare_dataset': True},
-        )  # fmt: skip
-        numbers = Dataset.from_dict({'input_ids': [[number] for number in range(len(microbatches))]})
-        SFTTrainer(
-            model, arguments, lambda at: microbatches[at[0]['input_ids'][0]], numbers, processing_class=words
-        ).train()
+    arguments = SFTConfig(
+        mkdtemp(), per_device_train_batch_size=1, gradient_accumulation_steps=len(microbatches), num_train_epochs=1,
+        learning_rate=0.0, optim='sgd', max_grad_norm=0.0, use_cpu=True, bf16=False, gradient_checkpointing=False,
+        remove_unused_columns=False, report_to='none', dataset_kwargs={'skip_prepare_dataset': True},
+    )  # fmt: skip
+    numbers = Dataset.from_dict({'input_ids': [[number] for number in range(len(microbatches))]})
+    SFTTrainer(
+        model, arguments, lambda at: microbatches[at[0]['input_ids'][0]], numbers, processing_class=words
+    ).train()
 
 
 prove('TRL SFTTrainer', 'trl', step)
