@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from composer.utils import dist
 
 from composer_tokacc.batch import MODALITIES, Batch, sample_name
+from composer_tokacc.collectives import all_gather_object, get_world_size
 from composer_tokacc.data_spec.build import build
 from composer_tokacc.data_spec.cut_rules import CutRules, padded_candidates
 from composer_tokacc.data_spec.document_attention import DocumentAttention
@@ -96,7 +96,7 @@ class MicrobatchSplit:
         widths = np.array([max(lengths[row] for row in rows) for rows in cuts])
         padded = float((np.array([len(rows) for rows in cuts]) * cost.rows(widths) + cost.launch).sum())
         packed = sum(cost.packed([lengths[row] for row in rows]) for rows in pack_lengths(lengths, budget))
-        packed, padded = map(sum, zip(*dist.all_gather_object((packed, padded)), strict=True))
+        packed, padded = map(sum, zip(*all_gather_object((packed, padded)), strict=True))
         log.info('packing=%s: the first batch costs %.0f packed and %.0f padded.', packed < padded, packed, padded)
         return packed < padded
 
@@ -202,7 +202,7 @@ class MicrobatchSplit:
         options = replace(self.options, max_tokens=int(microbatch_size * width))
         pieces = self._cut(sources, pre_split, options)
         empty: list[dict[str, Any]] = []
-        if dist.get_world_size() > 1:
+        if get_world_size() > 1:
             pieces, empty = self._in_step(layout, sources, pieces, options)
         elif self.rules.needs_media:
             pieces = with_dummies(pieces, _first_modality(sources), self.rules, options)
@@ -263,7 +263,7 @@ class MicrobatchSplit:
         for number, facts in enumerate(sources):
             piece = Piece.from_facts(facts, self.rules, options)
             piece.check_caps(options, indices[number] if indices else None)
-            if dist.get_world_size() > 1:  # rows that only fill up a rank weigh nothing, and need not be computed
+            if get_world_size() > 1:  # rows that only fill up a rank weigh nothing, and need not be computed
                 samples = metadata_of(facts.batch).get('samples', [1] * len(piece.rows))
                 piece = piece.take([row for row in piece.rows if samples[row]])
             if piece.rows:
