@@ -87,8 +87,8 @@ def _rehearse_all(config: TrainConfig) -> None:
     with suppress(_DryRunEnd):
         trainer.fit()
     trainer.close()
-    steps = len(trainer.state.dataloader)  # pyright: ignore[reportArgumentType]
-    say(f'dry run: all but training went well; an epoch has {steps} steps')
+    steps = trainer.state.dataloader_len
+    say(f'dry run: all but training went well; an epoch has {"?" if steps is None else steps.value} steps')
 
 
 def _train(config: TrainConfig) -> None:

@@ -158,6 +158,6 @@ def _losses(
     return flat.new_zeros(len(counts), dtype=torch.float64).index_add_(0, owners, torch.cat(parts).double())
 
 
-def _loggable(source: object) -> str:
+def _loggable(source: str) -> str:
     """Returns a name that every logger takes; MLflow refuses others."""
-    return re.sub(r'[^\w\-. ]', '_', str(source), flags=re.ASCII)
+    return re.sub(r'[^\w\-. ]', '_', source, flags=re.ASCII) or '_'

@@ -99,8 +99,7 @@ class Rehearsal(Callback):
         if self._is_due:
             self._is_due = False
             self.report = rehearse(state, self.memory)
-            if self.report is not None:
-                self.tell(self.report.text())
+            self.tell('nothing is rehearsed: no batch is planned ahead' if self.report is None else self.report.text())
 
 
 def rehearsal_of(config: TrainConfig, parts: RunParts) -> Rehearsal | None:
@@ -109,12 +108,10 @@ def rehearsal_of(config: TrainConfig, parts: RunParts) -> Rehearsal | None:
     if (config.microbatching.rehearse or ('heaviest' if has_gpu else 'none')) == 'none':
         return None
     memory = None
-    if config.microbatching.device_train_microbatch_size == 'suggest' and dist.get_global_rank() == 0:
-        # Traced for the suggestion already, and kept.
-        source = source_of(config)
-        memory = memory_of_run(
-            config, parts.train_dataset, parts.processor, source.measure(parts.train_dataset, parts.processor)
-        )
+    if config.microbatching.device_train_microbatch_size == 'suggest':  # traced already, and kept
+        table = source_of(config).measure(parts.train_dataset, parts.processor)  # a collective
+        if dist.get_global_rank() == 0:
+            memory = memory_of_run(config, parts.train_dataset, parts.processor, table)
     return Rehearsal(memory, tell=say)
 
 
@@ -136,7 +133,6 @@ def rehearse(state: State, memory: MemoryModel | None = None) -> RehearsalReport
     """
     loader = state.dataloader
     if not isinstance(loader, RegroupingDataLoader):
-        log.info('Nothing is rehearsed: only batches of a RegroupingDataLoader are planned ahead.')
         return None
     started, first = time.monotonic(), int(state.device_train_microbatch_size or 1)
     report, refused = RehearsalReport(num_batches=0, microbatch_size=first), None

@@ -143,7 +143,7 @@ class TrainConfig:
     algorithms: dict[str, Any] = field(default_factory=dict)
     callbacks: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=lambda: {'name': 'decoupled_adamw'})
-    """``name`` of a Composer or torch class, and its arguments."""
+    """``name`` of a Composer or torch class, its arguments, and ``parts``: arguments of parts of the model, by name."""
     scheduler: dict[str, Any] = field(default_factory=lambda: {'name': 'constant'})
     """``name`` of a Composer scheduler, and its arguments."""
     trainer: dict[str, Any] = field(default_factory=dict)

@@ -24,6 +24,7 @@ from composer_tokacc.layout import BatchLayout
 from composer_tokacc.monitor import TokenMonitor
 from composer_tokacc.planning import CostModel
 from composer_tokacc.programs.models import build_transformers_model
+from composer_tokacc.programs.process import say
 from composer_tokacc.programs.registry import build_section, without
 from composer_tokacc.programs.schema import TrainConfig, precision_of
 from composer_tokacc.programs.sources import source_of
@@ -122,10 +123,11 @@ def watch_flops(config: TrainConfig, parts: Any, state: State) -> None:
     layout, counted = BatchLayout.for_model(parts.model), [None]
     table = source_of(config).measure(parts.train_dataset, parts.processor)
     if dist.get_global_rank() == 0:
+        say('counting the operations of the model ...')
         try:
             counted = [flops_of_run(config, parts.train_dataset, parts.processor, table).coefficients]
-        except ValueError as error:  # a model that cannot be traced
-            log.warning('MFU is not logged: %s', error)
+        except Exception as error:  # whatever a trace trips over is no reason not to train
+            log.warning('MFU is not logged, as the model could not be traced: %s: %s', type(error).__name__, error)
     dist.broadcast_object_list(counted)
     monitor.flops = None if counted[0] is None else FlopModel(coefficients=counted[0], layout=layout, residual=0.0)
 
