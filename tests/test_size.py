@@ -138,8 +138,14 @@ def test_lengths_are_as_the_figures_say() -> None:
         (['lengths.mean=-3'], '`lengths.mean` must be at least 1 and at most 16777216, got: -3'),
         (['lengths.mean=nan'], '`lengths.mean` must be of type float, got: nan'),
         (['lengths.variation=1'], '`lengths.mean` must be given, got: nothing'),
-        (['lengths.mean=200', 'lengths.image_tokens=4000'], '`lengths.image_tokens` must be below the longest, got: 4000'),
-        (['lengths.mean=200', 'lengths.with_images=90'], '`lengths.with_images` must be at least 0 and at most 1, got: 90'),
+        (
+            ['lengths.mean=200', 'lengths.image_tokens=4000'],
+            '`lengths.image_tokens` must be below the longest, got: 4000',
+        ),
+        (
+            ['lengths.mean=200', 'lengths.with_images=90'],
+            '`lengths.with_images` must be at least 0 and at most 1, got: 90',
+        ),
         (['lengths.mean=200', 'lengths.longst=9'], 'longst. Did you mean longest?'),
         (['lengths.mean=many'], '`lengths.mean`'),
         (['lengths=150'], '`lengths` must be a CSV file, plain or .gz, got: 150'),
