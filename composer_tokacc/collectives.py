@@ -56,6 +56,8 @@ def from_any_rank(value: T | None) -> T | None:
 
 def max_over_ranks(values: Sequence[int]) -> list[int]:
     """Returns one integer all-reduce; on the GPU only where the backend knows no other."""
+    if not torch.distributed.is_initialized():
+        return [int(value) for value in values]
     on_gpu = torch.distributed.get_backend() == 'nccl'
     tensor = torch.tensor([int(value) for value in values], device=torch.cuda.current_device() if on_gpu else 'cpu')
     torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)

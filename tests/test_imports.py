@@ -16,7 +16,7 @@ import pytest
 import composer_tokacc
 from tests.support.launch import ROOT
 
-BELOW = {'data', 'sizing', 'programs', 'train', 'size', 'verify', 'export'}
+BELOW = {'data', 'sizing', 'programs', 'train', 'size', 'look', 'verify', 'export'}
 """Rooms and programs under the line of the plugin."""
 PLUGIN = sorted(set(composer_tokacc.__all__) - {'SizingReport', 'suggest_microbatching', 'verify_invariance'})
 
@@ -118,6 +118,7 @@ ORDER = (
     'sizing',
     'programs',
     'size',
+    'look',
     'export',
     'pytest_plugin',
     'verify',

@@ -66,7 +66,7 @@ class MicrobatchSplit:
         leave an encoder unused, and ranks may make unequally many. The algorithm sees it happen."""
         self.copies_microbatches: Callable[[], bool] | None = None
         """Asks whether metrics of training read a copy of each microbatch; None: no algorithm is in this step."""
-        self.num_made = 0
+        self.made: list[dict[str, Any]] = []
         """Microbatches of the batch that was split last, those of no weight included."""
         self._microbatch_transforms = microbatch_transforms
         self._model: Any = None
@@ -208,8 +208,8 @@ class MicrobatchSplit:
             pieces = with_dummies(pieces, _first_modality(sources), self.rules, options)
         self._warn_of(sources, pieces, options)
         microbatches = build(layout, pieces, self.rules, options, self._attention)
-        self.num_made = len(pieces) + len(empty)
-        return [with_metadata(one, microbatches=[len(pieces)] * num_rows(one)) for one in microbatches] + empty
+        self.made = [with_metadata(one, microbatches=[len(pieces)] * num_rows(one)) for one in microbatches] + empty
+        return self.made
 
     def _in_order(self, layout: BatchLayout, batch: Batch, size: int) -> list[dict[str, Any]]:
         """Returns chunks of rows: the trainer drops a sampler's padding with split_batch(batch, n - 1)[0]."""
