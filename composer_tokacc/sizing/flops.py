@@ -24,7 +24,7 @@ TERMS = ('tokens', 'area', 'image_tokens', 'image_area')
 
 @dataclass(frozen=True, kw_only=True)
 class FlopModel:
-    """Operations of forward and backward, by :data:`TERMS`; padding is computed, and so it counts."""
+    """Operations of forward and backward, by ``TERMS``; padding is computed, and so it counts."""
 
     coefficients: Mapping[str, float]
     layout: BatchLayout
