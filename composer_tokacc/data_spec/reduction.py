@@ -6,15 +6,17 @@
 from __future__ import annotations
 
 import zlib
+from typing import TYPE_CHECKING
 
 import torch
-from composer.core import State
-from composer.utils import dist
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from composer_tokacc.collectives import max_over_ranks
+from composer_tokacc.collectives import get_global_rank, max_over_ranks
 from composer_tokacc.compat import check_reducer_finalized
+
+if TYPE_CHECKING:
+    from composer.core import State
 
 
 class ReductionWatch:
@@ -88,7 +90,7 @@ def check_same_gradients(model: torch.nn.Module) -> None:
         model.zero_grad(set_to_none=True)  # Composer reduces what is there on its way out of an error, too
         raise RuntimeError(
             f'All ranks must have gradients of the same parameters with `ddp_sync_strategy=forced_sync`, got: '
-            f'{len(names)} on rank {dist.get_global_rank()}, of other ones than another rank. Leave '
+            f'{len(names)} on rank {get_global_rank()}, of other ones than another rank. Leave '
             '`Trainer(ddp_sync_strategy=)` as it is by default (docs/errors.md#other-gradients).'
         )
 

@@ -81,9 +81,8 @@ class FileSource(Source):
         for name, part in zip(parts, self._parts(), strict=True):
             _check_dataset(f'dataset.parts.{name}', part, own_keys=_KEYS_OF_PART)
             for key in _SHARES:
-                check_value(
-                    f'dataset.parts.{name}.{key}', part.get(key, 1), Annotated[float, Range(above=0, below=1e9)]
-                )
+                share = Annotated[float, Range(above=0, below=1e9)]
+                check_value(f'dataset.parts.{name}.{key}', part.get(key, 1), share)
         having = {key: [name for name, part in parts.items() if key in part] for key in _SHARES}
         used = [key for key in _SHARES if having[key]]
         if len(used) > 1 or any(len(having[key]) < len(parts) for key in used if key != 'epochs'):
