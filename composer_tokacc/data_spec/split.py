@@ -197,9 +197,9 @@ class MicrobatchSplit:
             return self._in_order(layout, batch, max(int(microbatch_size), 1))
         sources, pre_split = self._described(layout, batch)
         self._check_packing(sources)
-        slot = self.options.slot_tokens or max(facts.width for facts in sources)
-        slot += max(facts.decoder_width for facts in sources)
-        options = replace(self.options, max_tokens=int(microbatch_size * slot))
+        width = self.options.slot_tokens or max(facts.width for facts in sources)
+        width += max(facts.decoder_width for facts in sources)
+        options = replace(self.options, max_tokens=int(microbatch_size * width))
         pieces = self._cut(sources, pre_split, options)
         empty: list[dict[str, Any]] = []
         if dist.get_world_size() > 1:

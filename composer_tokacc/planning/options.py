@@ -92,8 +92,8 @@ class CutOptions:
     """How rows are cut into microbatches; held by split, sampler, exchange, planner and sizing helper alike.
 
     Args:
-        max_tokens: Token budget of a microbatch, padding included. The split's is ``slot_tokens`` times the microbatch
-            size of each batch.
+        max_tokens: Token budget of a microbatch, padding included. The split's is ``slot_tokens``, plus a decoder's
+            labels, times the microbatch size of each batch.
         slot_tokens: Width of a slot; None: that of each device batch.
         max_image_tokens: Image budget of a microbatch; None: no cap.
         width_multiple: Widths are rounded up to a multiple of this.

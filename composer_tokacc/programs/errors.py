@@ -24,7 +24,7 @@ class ConfigError(ValueError):
 
 @contextmanager
 def must(
-    requirement: str, got: Any, *kinds: type[Exception], remedy: str = '', raises: type[ValueError] = ConfigError
+    requirement: str, got: Any, *kinds: type[BaseException], remedy: str = '', raises: type[ValueError] = ConfigError
 ) -> Iterator[None]:
     """Puts what a host raises against a value into our words: the requirement, the value, what the host says.
 

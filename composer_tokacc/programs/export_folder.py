@@ -18,6 +18,7 @@ from composer.models import HuggingFaceModel
 from composer.models.huggingface import get_hf_config_from_composer_state_dict
 from safetensors import SafetensorError
 from torch import nn
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
@@ -83,7 +84,8 @@ def _read(checkpoint: Path, scratch: Path) -> dict[str, Any]:
     """Reads the ``state`` of a checkpoint; one that is sharded is put together in ``scratch``."""
     path = checkpoint.resolve()  # `latest-rank0.pt` is a link
     check_checkpoint('the checkpoint', checkpoint)
-    with must('the checkpoint must be whole and written by Composer', checkpoint, Exception):
+    # Torch's own is no Exception.
+    with must('the checkpoint must be whole and written by Composer', checkpoint, Exception, CheckpointException):
         if path.is_dir():
             path = scratch / 'whole.pt'
             dcp_to_torch_save(checkpoint.resolve(), path)

@@ -30,7 +30,8 @@ QUICK = [
     *(('mistral', 'sdpa'), ('gemma2', 'eager'), ('gpt_oss', 'eager'), ('lfm2', 'sdpa'), ('qwen3_next', 'sdpa')),
     *(('llava', 'eager'), ('gemma3', 'sdpa'), ('qwen2_vl_video', 'sdpa'), ('qwen3_vl', 'sdpa'), ('bloom', 'eager')),
 ]
-LEAKING = ('bloom',)
+# In transformers 4 the convolutions of LFM2 get the mask of its attention, and Bamba makes its masks itself.
+LEAKING = ('bloom', 'lfm2') if IS_V4 else ('bloom',)
 
 
 def packed_of(model, batch):
@@ -293,7 +294,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     'bamba': {'mamba_n_heads': 8, 'mamba_d_head': 8, 'mamba_d_state': 8, 'mamba_chunk_size': 8,
               'attn_layer_indices': [1]},
     'granitemoehybrid': {'mamba_n_heads': 8, 'mamba_d_head': 8, 'mamba_d_state': 8, 'mamba_chunk_size': 8,
-                         'layer_types': ['mamba', 'attention'], 'num_local_experts': 2, 'num_experts_per_tok': 1,
+                         'layer_types': ['mamba', 'attention'], 'num_local_experts': 0,
                          'shared_intermediate_size': 32},
     'mamba2': {'num_heads': 8, 'head_dim': 8, 'state_size': 8, 'n_groups': 2, 'chunk_size': 8},
     'qwen3_5_text': {'linear_num_value_heads': 4, 'linear_num_key_heads': 2, 'linear_key_head_dim': 8,
@@ -301,6 +302,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.skipif(IS_V4, reason='refused: hands them masks of attention, or makes its masks itself')
 @pytest.mark.parametrize('name', HYBRIDS)
 def test_states_and_convolutions_end_with_their_document(name):
     sizes = {'vocab_size': VOCABULARY, 'hidden_size': 32, 'intermediate_size': 48, 'num_hidden_layers': 2,
