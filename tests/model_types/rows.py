@@ -80,9 +80,6 @@ class Maker:
             words = [4 + (row * 11 + 5 * place) % 90 for place in range(WORDS[row])]
             rows.append(text + words)
             types.append(kinds + [0] * len(words))
-        if per := self.settings.get('frames_a_column'):  # a column of text for so many frames, on which it is added
-            widths = [media['input_features'].shape[-1] // per - row for row in range(len(items))]
-            rows, types = [list(range(4, 4 + width)) for width in widths], [[0] * width for width in widths]
         joined = self._joined(rows, types, one_each)
         if self.settings.get('slots'):  # Idefics: a slot an image, and who sees it
             media['pixel_values'] = media['pixel_values'].unflatten(0, (-1, 1))
