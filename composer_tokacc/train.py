@@ -23,6 +23,7 @@ from composer.utils import dist
 from composer_tokacc.programs import TrainConfig
 from composer_tokacc.programs.build import build_loggers, build_parts, build_trainer
 from composer_tokacc.programs.checkpoints import checkpoint_folder, keep_to_whole_checkpoint, lock_folder
+from composer_tokacc.programs.errors import must
 from composer_tokacc.programs.run_result import summarize, write_report
 from composer_tokacc.programs.runner import run_program
 
@@ -66,7 +67,9 @@ def _train(config: TrainConfig) -> None:
     # A run resumed at its end has nothing left to train, for which fit() raises.
     if duration is None or elapsed.get(duration.unit) < duration:
         say(f'training from step {first_step + 1}, before which the model is looked at ...')
-        trainer.fit()
+        requirement = '`trainer.save_folder` must hold no checkpoint that this run would write'
+        with must(requirement, None, FileExistsError, remedy=' Or go on from it: trainer.autoresume=true'):
+            trainer.fit()
     seconds = time.monotonic() - started
     if parts.eval_loader is not None and not any(name.startswith('metrics/eval/') for name in history.data):
         say('evaluating ...')

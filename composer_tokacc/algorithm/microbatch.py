@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from composer.core import State
 
 from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, LossTerms, attached_zero, tensors_in
@@ -90,6 +91,23 @@ def record_of(state: State, fit: Fit, step: StepCheck, composers_weight: float) 
     )
     step.records.append(record)
     return record
+
+
+def check_added_rows(state: State, fit: Fit, record: MicrobatchRecord) -> None:
+    """Refuses means over samples that have a loss where a row is no sample, and has no labels: it fills up a rank."""
+    samples, terms = metadata_of(record.batch)['samples'], fit.terms.of_unit(state.loss, 'samples')
+    logits = logits_of(state.outputs)
+    if all(samples) or not record.num_samples or not terms or logits is None or not logits.requires_grad:
+        return
+    total = torch.stack([term.sum() for term in terms]).sum()
+    (found,) = torch.autograd.grad(total, logits, retain_graph=True, allow_unused=True)
+    added = [row for row, number in enumerate(samples) if number == 0]
+    if found is not None and len(found) == len(samples) and found[added].any():
+        raise RuntimeError(
+            f'Terms over samples must be 0 for rows without labels, which fill up ranks, got: a gradient in '
+            f'{len(added)} of {len(samples)} rows. Multiply what a row adds by `(labels != -100).any(dim=1)`, or give '
+            'every rank as many samples (`drop_last=True`).'
+        )
 
 
 def scales_of(record: MicrobatchRecord, share: float) -> dict[str, float]:

@@ -18,7 +18,14 @@ from torch.distributed.tensor import DTensor
 
 from composer_tokacc.algorithm.functional import sample_weight, token_weight
 from composer_tokacc.algorithm.loss_terms import SplitLoss, check_units
-from composer_tokacc.algorithm.microbatch import HiddenEntries, record_of, replace_empty, scales_of, watch_tokens
+from composer_tokacc.algorithm.microbatch import (
+    HiddenEntries,
+    check_added_rows,
+    record_of,
+    replace_empty,
+    scales_of,
+    watch_tokens,
+)
 from composer_tokacc.algorithm.setup import Fit, begin_fit, is_decoder, vocabulary_of
 from composer_tokacc.batch import Batch, check_batch, labels_of, sample_name
 from composer_tokacc.checks.step import StepCheck
@@ -183,7 +190,7 @@ class TokenAccumulation(Algorithm):
 
     def _end_epoch(self, state: State, logger: Logger) -> None:
         """EPOCH_END: Composer goes on to the next epoch for ever where none has a batch and batches are counted."""
-        if self._fit is None and state.timestamp.batch == 0:
+        if state.previous_timestamp is not None and state.previous_timestamp.batch_in_epoch == 0:
             raise RuntimeError(
                 'The train dataloader must give at least one batch on every rank, got: an epoch of none.'
             )
@@ -306,6 +313,7 @@ class TokenAccumulation(Algorithm):
         _, step_samples, step_weight = self._totals.read()[:3]
         composers_weight = sample_weight(num_samples(batch), int(step_samples), world_size=world_size)
         record = record_of(state, fit, self._step, composers_weight)
+        check_added_rows(state, fit, record)
         if self.is_weighted and record.num_tokens:
             tokens = torch.stack([term.detach().float().mean() for term in fit.terms.of_unit(state.loss, 'tokens')])
             self._token_sums.append(tokens.sum() * record.num_tokens)

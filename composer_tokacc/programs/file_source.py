@@ -18,7 +18,7 @@ from composer_tokacc.planning import CostModel
 from composer_tokacc.programs.errors import ConfigError, unknown_name
 from composer_tokacc.programs.registry import import_by_name, without
 from composer_tokacc.programs.source import Source, check_video
-from composer_tokacc.programs.values import AT_LEAST_0, AT_LEAST_1, check_arguments
+from composer_tokacc.programs.values import AT_LEAST_0, AT_LEAST_1, Range, check_arguments, check_value
 from composer_tokacc.sampling import Mixture, RegroupingBatchSampler, RegroupingDataLoader
 
 # Keys of one of several parts that are not arguments of the dataset class.
@@ -67,9 +67,9 @@ class FileSource(Source):
         for name, part in zip(parts, self._parts(), strict=True):
             _check_dataset(f'dataset.parts.{name}', part, own_keys=_KEYS_OF_PART)
             for key in ('epochs', 'weight'):
-                value = part.get(key, 1)
-                if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
-                    raise ConfigError(f'`dataset.parts.{name}.{key}` must be a positive number, got: {value}')
+                check_value(
+                    f'dataset.parts.{name}.{key}', part.get(key, 1), Annotated[float, Range(above=0, below=1e9)]
+                )
         weighted = [name for name, part in parts.items() if 'weight' in part]
         timed = [name for name, part in parts.items() if 'epochs' in part]
         if weighted and (len(weighted) < len(parts) or timed):

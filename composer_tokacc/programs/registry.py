@@ -68,6 +68,7 @@ _HINTS: dict[str, Any] = {
     'momentum': Annotated[float, FRACTION],
     'precision': Literal[tuple(one.value for one in Precision)] | None,  # type: ignore[valid-type]
     'save_num_checkpoints_to_keep': Annotated[int, Range(least=-1)],
+    'python_log_level': Literal['DEBUG', 'INFO', 'WARNING', 'ERROR', 'CRITICAL'] | None,
     'sharding_strategy': Literal[tuple(SHARDING_MAP)],  # type: ignore[valid-type]
     'smoothing': Annotated[float, FRACTION],
     'state_dict_type': Literal['full', 'sharded'],

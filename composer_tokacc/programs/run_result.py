@@ -100,10 +100,10 @@ def write_report(config: TrainConfig, parts: RunParts, result: dict[str, Any], h
         lines += import_by_name('report', config.report['name'])(
             run, **without(config.report, 'folder', 'name', 'export')
         )
+    (folder / 'result.json').write_text(json.dumps(result, indent=2) + '\n')
     if config.report.get('export'):
         export_model(parts.model, folder / 'exported')
         lines.append(('model for transformers', str(folder / 'exported')))
-    (folder / 'result.json').write_text(json.dumps(result, indent=2) + '\n')
     lines.append(('written to', str(folder)))
     width = max(len(text) for text, _ in lines)
     return '\n'.join(f'{text:<{width}}  {value}' for text, value in lines)

@@ -142,7 +142,7 @@ class Maker:
     def count(self, modality: str, item: int) -> int:
         """Placeholders of one item: features that the encoder makes of it, or those that the forward asks for."""
         if given := self.settings.get(f'{modality}_count'):
-            return given(self, item) if callable(given) else given
+            return int(given(self, item) if callable(given) else given)
         media = self.media(modality, [[item]])
         ask = getattr(self.model, f'get_{modality}_features', None)
         ask = ask or getattr(getattr(self.model, 'model', None), f'get_{modality}_features', None)

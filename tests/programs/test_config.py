@@ -132,7 +132,7 @@ def test_wrong_types_are_refused_by_key(override, expected):
         ('dataset.path=', '`dataset.path` must be of type list or str, got: None'),
         ('dataset.path=[a.json,2]', '`dataset.path` must be of type str, got: 2'),
         ('dataset.image_dir=[a,b]', "`dataset.image_dir` must be of type null or str, got: ['a', 'b']"),
-        ('report.export=flase', '`report.export` must be true or false, got: flase'),
+        ('report.export=flase', '`report.export` must be of type bool or null, got: flase'),
         ('model.lora=[]', '`model.lora` must be a mapping, got: []'),
         ('model.config=x', '`model.config` must be a mapping, got: x'),
         ('microbatching.cost=3', '`microbatching.cost` must be a mapping, got: 3'),

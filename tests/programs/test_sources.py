@@ -149,8 +149,8 @@ def test_one_modality_a_step(tmp_path):
 MISTAKES = [
     (['dataset.parts={a: {weight: 1}, b: {}}'], r"must all have a `weight`.*got: `weight` in \['a'\]"),
     (['dataset.parts={a: {weight: 1}, b: {weight: 2, epochs: 1}}'], r"`epochs` in \['b'\]"),
-    (['dataset.parts={a: {epochs: 0}}'], '`dataset.parts.a.epochs` must be a positive number, got: 0'),
-    (['dataset.parts={a: {epochs: often}}'], '`dataset.parts.a.epochs` must be a positive number, got: often'),
+    (['dataset.parts={a: {epochs: 0}}'], '`dataset.parts.a.epochs` must be above 0 and below 1000000000.0, got: 0'),
+    (['dataset.parts={a: {epochs: often}}'], '`dataset.parts.a.epochs` must be of type float, got: often'),
     (['dataset.parts={a: {epoch: 1}}'], '`dataset.parts.a` key must be a known name, got: epoch. Did you mean epochs'),
     (['dataset.parts={a: {name: lava}}'], '`dataset.parts.a.name` must be a known name, got: lava. Did you mean llava'),
     (['dataset.parts=[1]'], '`dataset.parts` must map names'),
