@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from composer.core import State
+from composer.utils import dist
 
 from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, LossTerms, attached_zero, tensors_in
 from composer_tokacc.algorithm.setup import Fit
@@ -112,12 +113,13 @@ def check_added_rows(state: State, fit: Fit, record: MicrobatchRecord) -> None:
 
 def scales_of(record: MicrobatchRecord, share: float) -> dict[str, float]:
     """Returns the factor of the terms of each unit, on top of Composer's weight; ``share``: of the mean over tokens."""
-    scales: dict[str, float] = dict.fromkeys(LOSS_UNITS, 1.0 if record.num_samples else 0.0)
+    scales: dict[str, float] = dict.fromkeys((*LOSS_UNITS, 'step'), 1.0 if record.num_samples else 0.0)
     if record.num_samples:
         scales['tokens'] = share / record.composers_weight
         # Rows that are no samples have no labels, and loss 0 in a term's mean.
         samples = metadata_of(record.batch)['samples']
         scales['samples'] = len(samples) / sum(map(bool, samples))
+        scales['step'] = dist.get_world_size() / record.composers_weight
         scales['microbatches'] = 1.0 / ((record.num_microbatches or 1) * record.composers_weight)
     return scales
 

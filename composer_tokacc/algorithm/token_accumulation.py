@@ -26,6 +26,7 @@ from composer_tokacc.algorithm.microbatch import (
     scales_of,
     watch_tokens,
 )
+from composer_tokacc.algorithm.router_balance import check_router_balance
 from composer_tokacc.algorithm.setup import Fit, begin_fit, is_decoder, vocabulary_of
 from composer_tokacc.batch import Batch, check_batch, labels_of, sample_name
 from composer_tokacc.checks.step import StepCheck
@@ -89,6 +90,9 @@ class TokenAccumulation(Algorithm):
             all weigh the same), -1/2 (``'sqrt'``) or -1 (``'sample'``: samples weigh the same), or what the batch says
             (``'column'``: ``batch['loss_weights']``, a float per row or per position of the labels). The loss must be
             made of the logits that the model returns. Default: ``'token'``.
+        router_balance (str): Of what the load-balancing loss of a Hugging Face mixture of experts is a statistic: of
+            each ``'microbatch'`` by itself, evenly weighed, or of the ``'step'``, as one forward over the whole global
+            batch would have it, which takes a further forward of each microbatch. Default: ``'microbatch'``.
         check_loss (bool): Whether to hold the rule to the model's own loss by the probe. Default: ``True``.
 
     Raises:
@@ -109,17 +113,14 @@ class TokenAccumulation(Algorithm):
         loss_tokens: str = 'auto',
         loss_units: dict[str, str] | None = None,
         token_weights: str = 'token',
+        router_balance: str = 'microbatch',
         check_loss: bool = True,
     ) -> None:
-        _check_arguments(loss_tokens, token_weights, check_loss)
         check_units(loss_units)
-        if token_weights != 'token' and loss_units and 'tokens' not in loss_units.values():
-            raise ValueError(
-                "`token_weights` must be 'token' where no term of `loss_units` is a mean over tokens, got: "
-                f'{token_weights!r}.'
-            )
+        check_router_balance(router_balance, loss_units)
+        _check_arguments(loss_tokens, loss_units, token_weights, check_loss)
         self.loss_tokens, self.token_weights, self.check_loss = loss_tokens, token_weights, check_loss
-        self.loss_units = dict(loss_units) if loss_units else None
+        self.loss_units, self.router_balance = dict(loss_units) if loss_units else None, router_balance
         self.num_empty_steps = self._num_steps = self._num_microbatches = 0
         self._fit: Fit | None = None
         self._seen_labels, self._has_new_label = torch.zeros(0, dtype=torch.bool), True
@@ -146,7 +147,7 @@ class TokenAccumulation(Algorithm):
 
     def __repr__(self) -> str:
         """As it would be written."""
-        names = ('loss_tokens', 'loss_units', 'token_weights', 'check_loss')
+        names = ('loss_tokens', 'loss_units', 'token_weights', 'router_balance', 'check_loss')
         return f'TokenAccumulation({", ".join(f"{name}={getattr(self, name)!r}" for name in names)})'
 
     def __str__(self) -> str:
@@ -233,15 +234,16 @@ class TokenAccumulation(Algorithm):
             return self._fit, kinds_of(describe_all(self._fit.layout, state.batch))
         fit = self._fit = begin_fit(
             state, loss_units=self.loss_units, loss_tokens=self.loss_tokens, token_weights=self.token_weights,
-            check_loss=self.check_loss,
+            router_balance=self.router_balance, check_loss=self.check_loss,
         )  # fmt: skip
         self._reduces_once = self._reduces_once and fit.reductions.may_meet_once
         kinds = kinds_of(describe_all(fit.layout, state.batch))
         self._prove(state, logger, state.batch, kinds, dist.all_gather_object(kinds))
-        if fit.check.has_router_loss and fit.terms.router_coefficient is not None:
+        if fit.check.has_router_loss and fit.terms.router_coefficient is not None and fit.balance is None:
             log.warning(
                 'The mean over tokens is exact. The load-balancing loss of the router is a statistic of each '
-                "microbatch; the step's is the mean of its microbatches', and depends on how the batch is cut."
+                "microbatch; the step's is the mean of its microbatches', and depends on how the batch is cut. With "
+                '`router_balance=step` it does not.'
             )
         return fit, kinds
 
@@ -269,6 +271,8 @@ class TokenAccumulation(Algorithm):
             self._step.gradient_scale = state.scaler.get_scale()
         if (split := split_of(state.dataloader)) is not None:
             split.begin_step(copies_microbatches=lambda: bool(state.train_metrics))
+        if self._fit.balance is not None:
+            self._fit.balance.count()
 
     def _hide_metadata(self, state: State, logger: Logger) -> None:
         """BEFORE_FORWARD: totals are read, as Composer has just waited for its own; the model sees its own batch."""
@@ -325,6 +329,8 @@ class TokenAccumulation(Algorithm):
             scaled_share = share * self._step.gradient_scale
             watch_tokens(state, record, fit, share=scaled_share, is_weighted=self.is_weighted, is_whole=is_whole)
         self._raw_loss = sum(state.loss.values()) if isinstance(state.loss, SplitLoss) else state.loss
+        if fit.balance is not None:
+            state.loss = fit.balance.applied(state.loss, state.outputs, len(self._step.records) - 1)
         state.loss = fit.terms.scaled(state.loss, scales_of(record, share), observe=record.observe)
 
     def _restore(self, state: State, logger: Logger) -> None:
@@ -333,7 +339,7 @@ class TokenAccumulation(Algorithm):
         self._fit.reductions.reach_all()
         split, records = split_of(state.dataloader), self._step.records
         has_all = sum(record.num_samples for record in records) == self._step.num_samples
-        if has_all and (split is None or len(records) == split.num_made):
+        if has_all and (split is None or len(records) == len(split.made)):
             self._fit.reductions.reach_all_by_hand()
         state.loss, self._raw_loss = self._raw_loss, None
         self._step.records[-1].release()
@@ -352,6 +358,8 @@ class TokenAccumulation(Algorithm):
         # Infinities under a loss scale are the scaler's own business: it skips the step.
         step.check(_gradients(state.optimizers) if is_due and step.gradient_scale == 1.0 else [])
         fit.has_bypass = step.has_bypass
+        if fit.balance is not None:
+            fit.balance.check()
         kinds = [int(count > 0) for count in self._totals.read()[3:]]
         if fit.check.is_due(kinds, self._num_steps):
             own = kinds_of(describe_all(fit.layout, self._device_batch))
@@ -383,9 +391,14 @@ class TokenAccumulation(Algorithm):
         logger.log_metrics(metrics)
 
 
-def _check_arguments(loss_tokens: Any, token_weights: Any, check_loss: Any) -> None:
+def _check_arguments(loss_tokens: Any, loss_units: dict[str, str] | None, token_weights: Any, check_loss: Any) -> None:
     if token_weights not in tuple(TOKEN_WEIGHTS):
         raise ValueError(f'`token_weights` must be one of {tuple(TOKEN_WEIGHTS)}, got: {token_weights!r}.')
+    if token_weights != 'token' and loss_units and 'tokens' not in loss_units.values():
+        raise ValueError(
+            "`token_weights` must be 'token' where no term of `loss_units` is a mean over tokens, got: "
+            f'{token_weights!r}.'
+        )
     if check_rule(loss_tokens, allow_auto=True) == 'auto' and not check_loss:
         raise ValueError(
             "`loss_tokens` must be an explicit rule with `check_loss=False`, got: 'auto'. The rule is found by the "

@@ -121,7 +121,7 @@ class Probe:
         return again
 
     def _run_as_in_training(self, batch: Batch, seed: int = 0, *, measured: bool = False) -> ProbeResult:
-        with torch.no_grad(), _undisturbed(self.model, training=self.is_training):
+        with torch.no_grad(), _as_probed(self.model, training=self.is_training):
             torch.manual_seed(seed)
             with torch.compiler.set_stance('force_eager'):
                 if self._in_full:
@@ -284,29 +284,36 @@ def _hooked(modules: Iterable[torch.nn.Module], change: Callable[..., Any]) -> I
 
 
 @contextlib.contextmanager
-def _undisturbed(model: torch.nn.Module, *, training: bool) -> Iterator[None]:
-    """The run is the same with and without the probe: random state, modes and buffers are put back.
-
-    In training modules stay in the mode they are in, but for BatchNorm, and no dropout drops.
-    """
-    modes = [(module, module.training) for module in model.modules()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()] if training else []
+def undisturbed(model: torch.nn.Module) -> Iterator[None]:
+    """Leaves a run the same with and without a forward in between: puts random state and buffers back."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()] if model.training else []
     python_state, numpy_state = random.getstate(), np.random.get_state()
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     try:
-        with torch.random.fork_rng(devices=devices), _NoDropout():
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        with torch.no_grad():
+            for buffer, kept in buffers:
+                buffer.copy_(kept)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):  # a forward leaves the root whole, without gradients, until a backward
+                module.reshard()
+
+
+@contextlib.contextmanager
+def _as_probed(model: torch.nn.Module, *, training: bool) -> Iterator[None]:
+    """Leaves modules in training in the mode that they are in, but for BatchNorm, and has no dropout drop."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        with undisturbed(model), _NoDropout():
             random.seed(0)
             np.random.seed(0)
             for module, was_training in modes:
                 module.training = training and was_training and not isinstance(module, BatchNorm)
             yield
     finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
         for module, was_training in modes:
             module.training = was_training
-        for buffer, kept in buffers:
-            buffer.copy_(kept)
-        for module, _ in modes:
-            if isinstance(module, FSDPModule):  # a forward leaves the root whole, without gradients, until a backward
-                module.reshard()

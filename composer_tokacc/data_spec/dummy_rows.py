@@ -78,7 +78,8 @@ def zero_weight(batch: Batch) -> dict[str, Any]:
     """Returns a copy without labels, whose rows are no samples."""
     none = [0] * num_rows(batch)
     emptied = {**batch, 'labels': torch.full_like(batch['labels'], IGNORE_INDEX)}
-    return with_metadata(emptied, loss_tokens=none, real_tokens=none, samples=none, weights=none)
+    sources = [None] * len(none)
+    return with_metadata(emptied, loss_tokens=none, real_tokens=none, samples=none, weights=none, sources=sources)
 
 
 def smallest_row(sources: Sequence[RowFacts], modality: str) -> dict[str, Any] | None:

@@ -5,12 +5,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from composer.core import State
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from composer_tokacc.compat import check_reducer_finalized
+
+if TYPE_CHECKING:
+    from composer.core import State
 
 
 class ReductionWatch:

@@ -198,7 +198,7 @@ def test_glm_gets_no_video_beside_an_image_where_another_rank_has_the_other_kind
     text = {**text_batch([5, 3]), 'mm_token_type_ids': torch.zeros(2, 5).long()}
     text['input_ids'] += 10
     batch = layout.concat([text, dummy_row(layout, unit, like=text)])
-    monkeypatch.setattr('composer_tokacc.data_spec.split.dist.get_world_size', lambda: 2)
+    monkeypatch.setattr('composer_tokacc.data_spec.split.get_world_size', lambda: 2)
     monkeypatch.setattr('composer_tokacc.data_spec.in_step.max_over_ranks', images_and_videos_somewhere)
     microbatches = token_data_spec(loader(batch), layout=layout).split_batch(batch, 1)
     assert len(microbatches) == 3
@@ -224,7 +224,7 @@ def test_packed_rows_are_halved_only_where_the_added_row_does_not_fit(monkeypatc
 
 def packed_microbatches(monkeypatch, batch, layout, agreed=list, **options):
     """On a rank of two."""
-    monkeypatch.setattr('composer_tokacc.data_spec.split.dist.get_world_size', lambda: 2)
+    monkeypatch.setattr('composer_tokacc.data_spec.split.get_world_size', lambda: 2)
     monkeypatch.setattr('composer_tokacc.data_spec.in_step.max_over_ranks', agreed)
     given = loader(batch)
     spec = token_data_spec(given, layout=layout, packing=True, **options)
@@ -275,7 +275,7 @@ def test_where_ddp_reduces_once_no_microbatch_gets_a_row_with_media(monkeypatch)
     case = case_of('llava')
     layout = BatchLayout.for_model(case.model)
     text = layout.concat([batch_of(case, TEXT_ROWS, 'right')] * 4)
-    monkeypatch.setattr('composer_tokacc.data_spec.split.dist.get_world_size', lambda: 2)
+    monkeypatch.setattr('composer_tokacc.data_spec.split.get_world_size', lambda: 2)
     monkeypatch.setattr('composer_tokacc.data_spec.in_step.max_over_ranks', None)  # nothing is agreed upon
     given = loader(text)
     spec = token_data_spec(given, layout=layout, slot_tokens=max(describe(layout, text).lengths))

@@ -81,3 +81,10 @@ def test_weighted_gradients_do_not_depend_on_ranks_or_cut(ranks, families):
     results = launch_json('tests/ranks/token_weights.py', *families, ranks=ranks)
     assert len(results) == sum({'text': 26, 'llava': 13, 'qwen2_5_vl': 7}[family] for family in families)
     check(results)
+
+
+@pytest.mark.slow
+def test_a_router_over_the_step_does_not_depend_on_ranks_or_cut():
+    results = launch_json('tests/ranks/router_balance.py', ranks=2)
+    assert len(results) == 9
+    check(results)
