@@ -62,8 +62,8 @@ class MicrobatchSplit:
         self.checked = False
         """Whether the first-batch check has seen the model."""
         self.reduces_once = False
-        """Whether ranks meet in the last microbatch of a step alone, where DDP reduces gradients: then the others may
-        leave an encoder unused, and ranks may make unequally many. The algorithm sees it happen."""
+        """Whether ranks meet in the last microbatch of a step alone, where DDP reduces gradients: then they may leave
+        an encoder unused, and make unequally many. The algorithm sees it happen, and gives DDP zeros."""
         self.copies_microbatches: Callable[[], bool] | None = None
         """Asks whether metrics of training read a copy of each microbatch; None: no algorithm is in this step."""
         self.made: list[dict[str, Any]] = []
@@ -276,6 +276,7 @@ class MicrobatchSplit:
     ) -> tuple[list[Piece], list[dict[str, Any]]]:
         """Returns the pieces with dummy rows, and empty microbatches behind them, as all ranks need them."""
         may_have_media = self.layout is None or bool(layout.family.media or layout.extra)
+        may_have_media &= self.rules.needs_media or not self.reduces_once
         dummies, has_media = dummies_in_step(layout, sources, may_have_media=may_have_media)
         planned, num_empty = in_step(
             pieces, dummies, self.rules, options, has_media=has_media, reduces_once=self.reduces_once

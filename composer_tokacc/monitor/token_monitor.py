@@ -103,6 +103,8 @@ class TokenMonitor(Callback):
         self.sources = sources
         if device_tflops is not None and not 0 < device_tflops < math.inf:
             raise ValueError(f'`device_tflops` must be positive, got: {device_tflops}.')
+        if flops is not None and not hasattr(flops, 'media'):
+            raise ValueError(f'`flops` must have the methods `text` and `media`, got: {flops!r}. See FlopModel.')
         self.device_tflops, self.flops = device_tflops, flops
         self._ledger = SourceLedger()
         self._seconds: deque[float] = deque(maxlen=WINDOW)

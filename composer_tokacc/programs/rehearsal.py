@@ -136,11 +136,12 @@ def rehearse(state: State, memory: MemoryModel | None = None) -> RehearsalReport
         return None
     started, first = time.monotonic(), int(state.device_train_microbatch_size or 1)
     report, refused = RehearsalReport(num_batches=0, microbatch_size=first), None
+    sampler: Any = loader.batch_sampler
     with _undisturbed(state), _room_for_optimizers(state):
         while (failed := _run_all(state, _chosen(state, memory, report, first), report)) is not None:
             refused = refused or failed
             report.microbatch_size //= 2
-            if report.microbatch_size * loader.batch_sampler.planner.options.max_tokens < first * _longest(state):
+            if report.microbatch_size * sampler.planner.options.max_tokens < first * int(sampler.lengths.max()):
                 raise ConfigError(_refusal(state, refused, first, 0))
             report.lines.append(f'with a microbatch size of {report.microbatch_size}:')
     if refused is not None:
@@ -149,10 +150,6 @@ def rehearse(state: State, memory: MemoryModel | None = None) -> RehearsalReport
         state.device_train_microbatch_size = report.microbatch_size
     report.seconds = time.monotonic() - started
     return report
-
-
-def _longest(state: State) -> int:
-    return int(state.dataloader.batch_sampler.lengths.max())  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
 
 
 def _chosen(state: State, memory: MemoryModel | None, report: RehearsalReport, first: int) -> list[Candidate]:

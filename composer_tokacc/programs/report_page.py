@@ -92,7 +92,7 @@ class JsonLines(LoggerDestination):
 
 
 def write_page(path: Path, title: str, lines: Sequence[tuple[str, str]], history: InMemoryLogger) -> None:
-    """Writes the page: the summary's lines, a curve of everything in :data:`PANELS` that was logged, ``result.png``."""
+    """Writes the page: the summary's lines, a curve of everything in ``PANELS`` that was logged, ``result.png``."""
     rows = ''.join(f'<tr><th>{html.escape(name)}</th><td>{html.escape(text)}</td></tr>' for name, text in lines)
     charts = ''.join(_chart(name, found) for name, patterns in PANELS if (found := _found(history, patterns)))
     picture = path.with_name('result.png')

@@ -24,7 +24,7 @@ TERMS = ('tokens', 'area', 'image_tokens', 'image_area')
 
 @dataclass(frozen=True, kw_only=True)
 class FlopModel:
-    """Operations of forward and backward, by :data:`TERMS`; padding is computed, and so it counts."""
+    """Operations of forward and backward, by ``TERMS``; padding is computed, and so it counts."""
 
     coefficients: Mapping[str, float]
     layout: BatchLayout
@@ -58,5 +58,5 @@ def count_flops(
     table = np.array([[getattr(shape, name) for name in TERMS] for shape in shapes], dtype=np.float64)
     solution = non_negative_fit(table / counted[:, None], np.ones(len(counted)))
     residual = float(np.abs(table @ solution / counted - 1).max())
-    coefficients = dict(zip(TERMS, solution.tolist(), strict=True))
+    coefficients: dict[str, float] = dict(zip(TERMS, solution.tolist(), strict=True))
     return FlopModel(coefficients=coefficients, layout=BatchLayout.for_model(config), residual=residual)

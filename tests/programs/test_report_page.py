@@ -70,9 +70,9 @@ def run(tmp_path_factory):
 def test_lines_hold_the_numbers_of_every_other_logger(run):
     folder, memory = run
     lines = [json.loads(line) for line in (folder / 'metrics.jsonl').read_text().splitlines()]
-    assert [line['step'] for line in lines] == [1, 2, 3, 4, 5]
     for name in ('loss/train/total', 'token_monitor/seconds_p99', 'token_monitor/source/a/loss'):
-        assert [line[name] for line in lines] == [float(value) for _, value in memory.data[name]]
+        found = [(line['step'], line[name]) for line in lines if name in line]
+        assert found == list(enumerate((float(value) for _, value in memory.data[name]), start=1))
 
 
 def test_page_needs_no_network_and_draws_what_was_logged(run, tmp_path):
