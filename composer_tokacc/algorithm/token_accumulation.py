@@ -336,10 +336,11 @@ class TokenAccumulation(Algorithm):
     def _restore(self, state: State, logger: Logger) -> None:
         """AFTER_BACKWARD: callbacks read ``state.loss`` at the end of the batch and expect the model's own."""
         assert self._fit is not None
+        self._fit.reductions.reach_all()
         split, records = split_of(state.dataloader), self._step.records
         has_all = sum(record.num_samples for record in records) == self._step.num_samples
         if has_all and (split is None or len(records) == len(split.made)):
-            self._fit.reductions.check_last()
+            self._fit.reductions.reach_all_by_hand()
         state.loss, self._raw_loss = self._raw_loss, None
         self._step.records[-1].release()
 

@@ -152,7 +152,7 @@ class Probe:
         given = with_own_tensors(batch)
         with precision, _hooked(self._layers, begin_graph), torch.no_grad():
             outputs = self._forward(given)
-            loss = self._loss(outputs, given)  # once, as what it counts may be added up
+            loss = _loss_of(self._loss, outputs, given)  # once, as what it counts may be added up
             terms = self._terms(loss, outputs)
         logits = logits_of(outputs)
         self._logits_at = None if logits is None or isinstance(logits, DTensor) else logits.data_ptr()
@@ -219,6 +219,18 @@ class Probe:
 
         with _hooked(_leaves(self.model), move):
             yield
+
+
+def _loss_of(loss: Callable[[Any, Batch], Any], outputs: Any, batch: Batch) -> Any:
+    try:
+        return loss(outputs, batch)
+    except KeyError as error:
+        if error.args != ('loss',):
+            raise
+        raise ValueError(
+            f"The model's forward must give a loss for `labels`, got: {', '.join(outputs)}. Take a class with "
+            'a head that computes one, such as `AutoModelForCausalLM`.'
+        ) from error
 
 
 class _NoDropout(TorchFunctionMode):

@@ -130,7 +130,9 @@ def _check_parts(config: TrainConfig) -> None:
     for kind, section, given in (('optimizer', config.optimizer, [[weight]]), ('scheduler', config.scheduler, [])):
         if 'name' not in section:
             raise ConfigError(f'`{kind}.name` must be given, got: {section}')
-        check_part(kind, kind, section['name'], without(section, 'name'), *given)
+        own = without(section, 'name', *['parts'] * (kind == 'optimizer'))
+        check_part(kind, kind, section['name'], own, *given)
+    _check_groups(config.optimizer)
     if 'token_accumulation' in config.algorithms and config.trainer.get('accumulate_train_batch_on_tokens'):
         raise ConfigError(
             '`trainer.accumulate_train_batch_on_tokens` must be false with `algorithms.token_accumulation`, got: true. '
@@ -141,6 +143,17 @@ def _check_parts(config: TrainConfig) -> None:
         raise ConfigError(
             '`algorithms.gradient_clipping.clipping_type` must be norm or value with FSDP, got: adaptive. Or use DDP'
         )
+
+
+def _check_groups(optimizer: dict[str, Any]) -> None:
+    """Checks what parts of the model are given of their own."""
+    parts = optimizer.get('parts') or {}
+    if not isinstance(parts, dict) or not all(isinstance(own, dict) for own in parts.values()):
+        raise ConfigError(f'`optimizer.parts` must map parts of the model to arguments, got: {parts}')
+    for name, own in parts.items():
+        weight = torch.nn.Parameter(torch.zeros(1))
+        given = {**without(optimizer, 'name', 'parts'), **own}
+        check_part('optimizer', f'optimizer.parts.{name}', optimizer['name'], given, [weight])
 
 
 def _check_trainer(trainer: dict[str, Any]) -> None:

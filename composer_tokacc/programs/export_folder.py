@@ -18,7 +18,7 @@ from composer.models import HuggingFaceModel
 from composer.models.huggingface import get_hf_config_from_composer_state_dict
 from safetensors import SafetensorError
 from torch import nn
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 

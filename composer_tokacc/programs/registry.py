@@ -103,7 +103,7 @@ def build_all(kind: str, parts: Mapping[str, Any] | None) -> list[Any]:
 
 def build_section(kind: str, section: Mapping[str, Any], *positional: Any) -> Any:
     """Builds what a checked section with a ``name`` and arguments stands for."""
-    return class_by_name(kind, section['name'])(*positional, **without(section, 'name'))
+    return class_by_name(kind, section['name'])(*positional, **without(section, 'name', 'parts'))
 
 
 def _make(path: str, cls: Any, arguments: Mapping[str, Any], *given: Any) -> Any:

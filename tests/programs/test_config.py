@@ -75,6 +75,7 @@ def test_order_of_algorithms_is_the_order_in_the_file(tmp_path):
         ('trainer.loggers.tensorbord={}', 'tensorbord. Did you mean tensorboard?'),
         ('optimizer.name=adam_v', 'adam_v. Did you mean adam?'),
         ('optimizer.lrr=1', 'lrr. Did you mean lr?'),
+        ('optimizer.parts={vision_tower: {lrr: 1}}', 'lrr. Did you mean lr?'),
         ('scheduler.alpha=0.1', 'alpha. Did you mean alpha_f?'),
         ('report.num_smples=2', 'num_smples. Did you mean num_samples?'),
         ('dataset.num_smples=2', 'num_smples. Did you mean num_samples?'),

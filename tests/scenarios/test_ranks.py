@@ -32,8 +32,6 @@ def test_text_gradients_do_not_depend_on_ranks_or_cut(ranks):
     assert 'accumulate_train_batch_on_tokens' in refused['exact counter']
     if ranks > 1:
         assert 'accumulate_train_batch_on_tokens' in refused['default counter']
-        # DDP reduces no gradient then, and says so at the next forward, when the optimizer has moved.
-        assert "2 that no microbatch of this rank reaches, such as ['model.unreached.weight'" in refused['unreached']
 
 
 @pytest.mark.slow
