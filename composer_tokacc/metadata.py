@@ -55,8 +55,9 @@ class SourceShare:
 def sources_of(batch: Mapping[str, Any]) -> Sequence[str | None] | None:
     """Returns the source of each row, a list ``source`` of names; None where the batch has no such list."""
     names = batch.get('source')
-    is_list = isinstance(names, (list, tuple)) and len(names) == num_rows(batch)
-    return names if is_list and all(isinstance(name, str | None) for name in names) else None
+    if not isinstance(names, (list, tuple)) or len(names) != num_rows(batch):
+        return None
+    return names if all(isinstance(name, str | None) for name in names) else None
 
 
 def metadata_keys(batch: Mapping[str, Any]) -> list[str]:
@@ -120,7 +121,9 @@ def annotate(batch: Mapping[str, Any], loss_tokens: str = 'causal', token_weight
     if (sources := sources_of(batch)) is not None:
         weighed = facts.get('weights', counts.loss_generating)
         rows = zip(sources, counts.loss_generating, counts.real, weighed, samples, strict=True)
-        facts['sources'] = [SourceShare(*row) if number else None for *row, number in rows]
+        facts['sources'] = [
+            SourceShare(source, loss, real, weight) if number else None for source, loss, real, weight, number in rows
+        ]
     return with_metadata(batch, **facts)
 
 

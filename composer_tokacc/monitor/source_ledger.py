@@ -55,7 +55,7 @@ class SourceLedger:
     def note(self, batch: Batch, outputs: Any, rule: str) -> None:
         """Notes a microbatch whose rows carry ``source``; nothing waits for the device where they were counted."""
         facts = metadata_of(batch)
-        rows = facts.get('sources') or _counted(batch, rule)
+        rows: Any = facts.get('sources') or _counted(batch, rule)
         if rows is None:
             return
         is_packed = isinstance(rows[0], list)
@@ -88,7 +88,9 @@ class SourceLedger:
                 break
             self._learn(dist.all_gather_object(new))
         sums = ranks[:, len(values) + 1 :].sum(dim=0).view(-1, len(SUMS)).tolist()
-        found = {name: dict(zip(SUMS, row, strict=True)) for name, row in zip(self.names, sums, strict=True)}
+        found: dict[str, dict[str, float]] = {
+            name: dict(zip(SUMS, row, strict=True)) for name, row in zip(self.names, sums, strict=True)
+        }
         return ranks[:, : len(values)], found
 
     def _sums(self) -> dict[str, list[float]]:

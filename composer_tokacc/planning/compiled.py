@@ -36,7 +36,7 @@ def compiled(function: Function) -> Function:
     return cast(Function, dispatcher)
 
 
-class _ForgivingCache(FunctionCache):
+class _ForgivingCache(FunctionCache):  # pyright: ignore[reportGeneralTypeIssues]
     """A cache that is only ever a help: a full disk or a damaged file costs a compilation, not the run."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:

@@ -64,7 +64,7 @@ class RegroupingDataLoader(DataLoader):
         self._generator = torch.Generator()
         kwargs.setdefault('generator', self._generator)
         collate = partial(batch_sampler.planner.collate, collate_fn or default_collate)
-        pack = _Parcel if kwargs.get('pin_memory') else _as_it_is
+        pack: Any = _Parcel if kwargs.get('pin_memory') else _as_it_is
         super().__init__(_PlannedDataset(dataset, collate), batch_sampler=batch_sampler, collate_fn=pack, **kwargs)
         self._resume_at = (0, 0)
         self._yielded = (0, 0)

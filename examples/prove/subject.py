@@ -10,7 +10,7 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from composer_tokacc import BatchLayout, measure_token_weights, verify_invariance
@@ -66,7 +66,7 @@ def prove(trainer: str, package: str, step: Callable[[Any, list[Batch]], None], 
         gradients = torch.autograd.grad(plain(**batch).loss, [*plain.parameters()])
         return dict(zip(dict(plain.named_parameters()), gradients, strict=True))
 
-    hook = register_optimizer_step_pre_hook(keep)
+    hook = register_optimizer_step_post_hook(keep)
     with measure_token_weights(model) as report:
         gradients([layout.concat(rows[start : start + 3]) for start in (0, 3, 6)])
     print(report)
