@@ -58,7 +58,7 @@ def step_loss_weights(
             :class:`.RegroupingDataLoader` yields.
         loss_tokens: By which rule the model averages, see :func:`.counting.loss_mask`.
         token_weights: What tokens weigh, see :class:`.TokenAccumulation`. Within a microbatch
-            :func:`.functional.apply_token_weights` sees to it.
+            ``apply_token_weights`` sees to it.
         device: Where the process group reduces.
 
     Example:
