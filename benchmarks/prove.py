@@ -16,9 +16,10 @@ import os
 import subprocess
 import sys
 
+from benchmarks.machine import machine
 from benchmarks.pages import ROOT, filled, table
 from benchmarks.record import RESULTS as FOLDER
-from benchmarks.record import write_at_once
+from benchmarks.record import write
 
 RESULTS, PAGE, PROGRAMS = FOLDER / 'prove.json', ROOT / 'docs' / 'prove.md', ROOT / 'examples' / 'prove'
 COLUMNS = ('trainer', 'version', 'lightest to heaviest token', 'largest gradient error', 'verdict')
@@ -41,6 +42,11 @@ def printed(program: str) -> str | None:
     return done.stdout
 
 
+def rows_there() -> dict[str, list[str]]:
+    """Those of the results file."""
+    return json.loads(RESULTS.read_text())['programs'] if RESULTS.exists() else {}
+
+
 def row_of(output: str) -> list[str]:
     """The cells of the table, of the line that begins with the name of the trainer and ends with the verdict."""
     [line] = [line for line in output.splitlines() if line.count(' | ') == len(COLUMNS) - 1]
@@ -54,13 +60,13 @@ def table_of(rows: dict[str, list[str]]) -> str:
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    rows = rows_there()
     for program in programs():
         output = printed(program)
         print(f'{program}: not installed' if output is None else output, flush=True)
         if output is not None:
             rows[program] = row_of(output)
-    write_at_once(RESULTS, json.dumps(rows, indent=1) + '\n')
+    write(RESULTS, {'machine': machine(), 'programs': rows})
     PAGE.write_text(filled(PAGE.read_text(), {'prove': lambda: table_of(rows)}))
 
 

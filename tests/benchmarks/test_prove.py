@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from benchmarks import prove
@@ -23,7 +21,7 @@ def test_a_program_is_short_enough_to_copy(program):
 
 
 def test_the_page_is_made_of_what_the_programs_printed():
-    rows, page = json.loads(prove.RESULTS.read_text()), prove.PAGE.read_text()
+    rows, page = prove.rows_there(), prove.PAGE.read_text()
     assert sorted(rows) == prove.programs()
     assert filled(page, {'prove': lambda: prove.table_of(rows)}) == page
 
@@ -35,6 +33,6 @@ def test_a_program_prints_what_the_page_says(program):
     if output is None:
         pytest.skip('the trainer is not installed')
     trainer, _, weights, _, verdict = prove.row_of(output)
-    expected = json.loads(prove.RESULTS.read_text())[program]
+    expected = prove.rows_there()[program]
     assert [trainer, weights, verdict] == [expected[0], expected[2], expected[4]]
     assert (verdict == 'exact') == (weights == '1.00 to 1.00')
