@@ -39,7 +39,8 @@ def test_one_token_counts_twice(token_exact):
 
 def test_the_fixture_passes_exact_steps_and_names_the_tokens_of_others(pytester):
     pytester.makepyfile(LOOPS)
-    done = pytester.runpytest_inprocess('-p', 'composer_tokacc.pytest_plugin', '-p', 'no:cacheprovider')
+    plugins = ('no:composer_tokacc', 'composer_tokacc.pytest_plugin', 'no:cacheprovider')  # installed with it or before
+    done = pytester.runpytest_inprocess(*(word for plugin in plugins for word in ('-p', plugin)))
     done.assert_outcomes(passed=1, failed=2)
     done.stdout.fnmatch_lines([
         '*got: the heaviest weighs 4.0000 times the lightest.',
