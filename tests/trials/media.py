@@ -61,6 +61,14 @@ def of(content: bytes) -> Write:
     return lambda path: path.write_bytes(content)
 
 
+def gzipped(write: Write) -> Write:
+    def compress(path: Path) -> None:
+        write(path)
+        path.write_bytes(gzip.compress(path.read_bytes()))
+
+    return compress
+
+
 def with_zeros(write: Write) -> Write:
     """Some bytes in the middle are lost."""
 
@@ -186,12 +194,7 @@ FILES: dict[str, tuple[str, str, Write, str]] = {
     'a PDF': (IMAGE, 'a.pdf', picture, NO_IMAGE),
     'an error page as a picture': (IMAGE, 'a.jpg', of(b'<html>404</html>'), NO_IMAGE),
     'a pointer of Git LFS': (IMAGE, 'a.jpg', of(b'version https://git-lfs.github.com/spec/v1\n'), NO_IMAGE),
-    'a gzip of a picture': (
-        IMAGE,
-        'a.png',
-        lambda path: (picture(path), path.write_bytes(gzip.compress(path.read_bytes()))),
-        NO_IMAGE,
-    ),
+    'a gzip of a picture': (IMAGE, 'a.png', gzipped(picture), NO_IMAGE),
     'a sequence of AVIF': (IMAGE, 'a.avif', pages, 'several images'),
     **{
         f'a cut {ending}': (IMAGE, f'a.{ending}', cut(noise, share), SAMPLE)
@@ -275,12 +278,7 @@ FILES: dict[str, tuple[str, str, Write, str]] = {
     'a sound of 1e30': (AUDIO, 'a.wav', values(1e30), 'finite'),
     'a list of sounds': (AUDIO, 'a.pls', of(b'[playlist]\nFile1=/etc/passwd\n'), SAMPLE),
     'a MIDI': (AUDIO, 'a.mid', of(b'MThd\0\0\0\6\0\0\0\1\0\x60MTrk\0\0\0\4\0\xff\x2f\0'), SAMPLE),
-    'a gzip of a sound': (
-        AUDIO,
-        'a.wav',
-        lambda path: (long_wav(path), path.write_bytes(gzip.compress(path.read_bytes()))),
-        SAMPLE,
-    ),
+    'a gzip of a sound': (AUDIO, 'a.wav', gzipped(long_wav), SAMPLE),
 }
 KINDS = {IMAGE: 'image', VIDEO: 'video', AUDIO: 'audio'}
 
