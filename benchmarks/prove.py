@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 
+from benchmarks.launch import environment
 from benchmarks.machine import machine
 from benchmarks.pages import ROOT, filled, table
 from benchmarks.record import RESULTS as FOLDER
@@ -32,9 +32,8 @@ def programs() -> list[str]:
 
 def printed(program: str) -> str | None:
     """All that one prints; None where what it imports is not installed."""
-    environment = {**os.environ, 'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'}
     command = [sys.executable, str(PROGRAMS / f'{program}.py')]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
     if done.returncode and 'ModuleNotFoundError' in done.stderr:
         return None
     if done.returncode:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,6 +60,7 @@ def main() -> None:
     parser.add_argument('folder')
     parser.add_argument('--steps', type=int, default=-1)
     given = parser.parse_args()
+    Path(given.folder).mkdir(parents=True, exist_ok=True)  # the Trainer makes it on one rank, maybe after another looks
     arguments = TrainingArguments(
         given.folder, max_steps=given.steps, num_train_epochs=EPOCHS, learning_rate=LEARNING_RATE, optim='sgd',
         lr_scheduler_type='constant', max_grad_norm=0.0, use_cpu=True, bf16=False, logging_steps=1, save_steps=5,

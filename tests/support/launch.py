@@ -18,22 +18,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import free_port
+from benchmarks.machine import environment_of_no_rank, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_STANDING = 4
 """Each rank that stays grows to 1.3 GiB."""
 
 
-OF_A_RANK = {'RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'NODE_RANK', 'MASTER_ADDR'}
-"""What Composer leaves behind in this process, where a test has trained in it."""
-
-
 def environment() -> dict[str, str]:
     """That of a launch: the package and the tests are found, a rank keeps to one thread, and no other has its port."""
     path = f'{ROOT}{os.pathsep}{os.environ.get("PYTHONPATH", "")}'
-    own = {key: value for key, value in os.environ.items() if key not in OF_A_RANK}
-    return {**own, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': path, 'MASTER_PORT': str(free_port())}
+    own = {'OMP_NUM_THREADS': '1', 'PYTHONPATH': path, 'MASTER_PORT': str(free_port())}
+    return {**environment_of_no_rank(), **own}
 
 
 def command(folder: str, arguments: Sequence[str], ranks: int) -> list[str]:
