@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import environment_of_no_rank
 from benchmarks.pages import ROOT
 
 COMPOSER = str(Path(sys.executable).with_name('composer'))
@@ -20,7 +20,7 @@ COMPOSER = str(Path(sys.executable).with_name('composer'))
 
 def environment(**more: str) -> dict[str, str]:
     """One thread a rank, and this checkout's own modules."""
-    return {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT), **more}
+    return {**environment_of_no_rank(), 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT), **more}
 
 
 def on_ranks(ranks: int, module: str, *arguments: str) -> Any:

@@ -13,6 +13,8 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
+OF_A_RANK = {'RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'NODE_RANK', 'MASTER_ADDR'}
+"""What a Trainer leaves in the environment of a process that has trained."""
 PACKAGES = ('mosaicml', 'torch', 'transformers', 'numpy', 'numba')
 
 
@@ -27,6 +29,11 @@ def machine() -> dict[str, str | int | float]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def environment_of_no_rank() -> dict[str, str]:
+    """That of this process, for a launcher or a process alone."""
+    return {key: value for key, value in os.environ.items() if key not in OF_A_RANK}
 
 
 def free_port() -> int:

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from composer_tokacc.faces import on_first_use
 
 if TYPE_CHECKING:
     from composer_tokacc.algorithm import TokenAccumulation
+    from composer_tokacc.algorithm.functional import step_loss_weights, weighted_microbatches
     from composer_tokacc.checks.token_weights import measure_token_weights
     from composer_tokacc.counting import TokenCounts, count_tokens
     from composer_tokacc.data_spec import token_data_spec
@@ -35,10 +37,12 @@ __all__ = [
     'count_tokens',
     'measure_token_weights',
     'plan_microbatches',
+    'step_loss_weights',
     'suggest_microbatching',
     'token_data_spec',
     'verify_invariance',
     'verify_isolation',
+    'weighted_microbatches',
 ]
 
 # Loaded on first use: who takes the planner alone waits neither for torch nor for Composer.
@@ -55,20 +59,13 @@ _ROOMS = {
     'count_tokens': 'counting',
     'measure_token_weights': 'checks.token_weights',
     'plan_microbatches': 'planning',
+    'step_loss_weights': 'algorithm.functional',
     'suggest_microbatching': 'sizing',
     'token_data_spec': 'data_spec',
     'verify_invariance': 'invariance',
     'verify_isolation': 'invariance',
+    'weighted_microbatches': 'algorithm.functional',
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _ROOMS:
-        raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-    value = getattr(import_module(f'{__name__}.{_ROOMS[name]}'), name)
-    globals()[name] = value  # found without this function from now on
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__ = on_first_use(__name__, _ROOMS)

@@ -5,28 +5,62 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
 import torch.distributed
-from composer.utils import dist
 
-__all__ = ['RankSum', 'from_any_rank', 'max_over_ranks']
+__all__ = ['RankSum', 'all_gather_object', 'from_any_rank', 'get_global_rank', 'get_world_size', 'max_over_ranks']
 
 T = TypeVar('T')
 
 
+def get_world_size() -> int:
+    """Returns how many ranks there are: of the process group, or before it stands as launched."""
+    return torch.distributed.get_world_size() if _has_group() else int(os.environ.get('WORLD_SIZE', 1))
+
+
+def get_global_rank() -> int:
+    """Returns which of them this is, as :func:`get_world_size` does."""
+    return torch.distributed.get_rank() if _has_group() else int(os.environ.get('RANK', 0))
+
+
+def _has_group() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _can_ask() -> bool:
+    """Returns whether there are other ranks to ask; refuses ranks that were launched and do not know each other."""
+    if not _has_group() and get_world_size() > 1:
+        raise RuntimeError(
+            f'Ranks must have a process group to sum over, got: none on {get_world_size()} ranks. Call '
+            '`torch.distributed.init_process_group` first (with Composer: `dist.initialize_dist`).'
+        )
+    return _has_group()
+
+
+def all_gather_object(value: T) -> list[T]:
+    """Returns the values of all ranks, by rank; a collective."""
+    values = [value] * get_world_size()
+    if _can_ask():
+        torch.distributed.all_gather_object(values, value)
+    return values
+
+
 def from_any_rank(value: T | None) -> T | None:
     """Returns the value of the first rank that has one; a collective."""
-    return next((found for found in dist.all_gather_object(value) if found is not None), None)
+    return next((found for found in all_gather_object(value) if found is not None), None)
 
 
 def max_over_ranks(values: Sequence[int]) -> list[int]:
     """Returns one integer all-reduce; on the GPU only where the backend knows no other."""
+    if not torch.distributed.is_initialized():
+        return [int(value) for value in values]
     on_gpu = torch.distributed.get_backend() == 'nccl'
     tensor = torch.tensor([int(value) for value in values], device=torch.cuda.current_device() if on_gpu else 'cpu')
-    dist.all_reduce(tensor, reduce_operation='MAX')
+    torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
     return tensor.tolist()
 
 
@@ -44,7 +78,7 @@ class RankSum:
         self._values: tuple[float, ...] | None = None
         self._tensor = values
         self._work = None
-        if torch.distributed.is_initialized():
+        if _can_ask():
             self._work = torch.distributed.all_reduce(self._tensor, async_op=True)
 
     def read(self) -> tuple[float, ...]:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from composer.utils import dist
 
 from composer_tokacc.batch import Batch, labels_of, with_own_tensors
 from composer_tokacc.checks.logits import logits_of
+from composer_tokacc.collectives import all_gather_object, get_global_rank
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.layout import BatchLayout, with_media
 from composer_tokacc.metadata import without_metadata
@@ -58,7 +58,7 @@ class InvarianceCase:
             cut=cut, padding=padding, microbatch_size=microbatch_size, error=error, factor=_factor(found, expected),
             reason=reason, is_held=is_held,
         )  # fmt: skip
-        return max(dist.all_gather_object(case), key=lambda one: one.error)
+        return max(all_gather_object(case), key=lambda one: one.error)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +163,7 @@ def _telling_rows(
     layout: BatchLayout | None, batches: Sequence[Batch]
 ) -> tuple[BatchLayout, list[dict[str, Any]], list[dict[str, Any]]]:
     """The layout, this rank's rows one by one, and those of all ranks; refuses what proves nothing. A collective."""
-    counts = dist.all_gather_object(sum(len(labels_of(batch)) for batch in batches))
+    counts = all_gather_object(sum(len(labels_of(batch)) for batch in batches))
     if len(set(counts)) > 1 or counts[0] < 2:
         raise ValueError(f'`rows` must hold as many rows on every rank, and at least 2, got: {counts}.')
     # Those with media have the most entries, and tell the layout.
@@ -173,7 +173,7 @@ def _telling_rows(
         for batch in batches
         for row in range(layout.num_rows(batch))
     ]
-    of_ranks = dist.all_gather_object(own)
+    of_ranks = all_gather_object(own)
     everyone = [row for of_rank in of_ranks for row in of_rank]
     counts = {rule: [int(loss_mask(row, rule).sum()) for row in everyone] for rule in ('unshifted', 'causal')}
     for rule, labels in counts.items():  # whichever the model counts by
@@ -188,7 +188,7 @@ def _telling_rows(
         # Ranks with equally many labels would hide a mean over ranks: rows are dealt anew, those of few labels first.
         order = sorted(range(len(everyone)), key=lambda row: [labels[row] for labels in counts.values()])
         everyone = [everyone[row] for row in order]
-        own = everyone[dist.get_global_rank() * len(own) :][: len(own)]
+        own = everyone[get_global_rank() * len(own) :][: len(own)]
     return layout, own, everyone
 
 

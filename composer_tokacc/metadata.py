@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ Key after prefix    Values        Meaning                                       
 ``weights``         float         sum of the tokens' weights, where they are not    :func:`annotate`
                                   all 1
 ``rule``            str           by which ``loss_tokens`` were counted             :func:`annotate`
+``sources``         SourceShare   what the row is of its source, where the batch    :func:`annotate`
+                                  names it; None: a dummy row; a list in a packed
+                                  row, one for each document
 ``samples``         int           samples of the dataset: 1, 0 for a row that was   loaders (rows that fill up a rank),
                                   added, several for a packed row                   the split (added and packed rows)
 ``microbatches``    int           microbatches with samples that this rank makes    the split
@@ -36,6 +40,24 @@ Key after prefix    Values        Meaning                                       
 Composer's own split cuts lists with the rows, its own sample counter takes nothing but tensors and lists, and moving a
 batch to a device leaves them alone, so reading them costs no device sync; ``HuggingFaceModel.forward`` drops them.
 """
+
+
+@dataclass(frozen=True, slots=True)
+class SourceShare:
+    """What a row, or a document of a packed one, is of its source; no tuple, which Composer would map over."""
+
+    source: str | None  # None: of none
+    loss_tokens: int
+    real_tokens: int
+    weight: float  # of its loss tokens
+
+
+def sources_of(batch: Mapping[str, Any]) -> Sequence[str | None] | None:
+    """Returns the source of each row, a list ``source`` of names; None where the batch has no such list."""
+    names = batch.get('source')
+    if not isinstance(names, (list, tuple)) or len(names) != num_rows(batch):
+        return None
+    return names if all(isinstance(name, str | None) for name in names) else None
 
 
 def metadata_keys(batch: Mapping[str, Any]) -> list[str]:
@@ -96,6 +118,12 @@ def annotate(batch: Mapping[str, Any], loss_tokens: str = 'causal', token_weight
         weights, _ = token_weights_of(batch, token_weights, loss_tokens)
         batch = {**batch, LOSS_WEIGHTS: weights}
         facts['weights'] = weights.sum(dim=1, dtype=torch.float64).tolist()
+    if (sources := sources_of(batch)) is not None:
+        weighed = facts.get('weights', counts.loss_generating)
+        rows = zip(sources, counts.loss_generating, counts.real, weighed, samples, strict=True)
+        facts['sources'] = [
+            SourceShare(source, loss, real, weight) if number else None for source, loss, real, weight, number in rows
+        ]
     return with_metadata(batch, **facts)
 
 

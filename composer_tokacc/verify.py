@@ -114,7 +114,8 @@ def verify(config: TrainConfig, *, max_rows: int = 8, tolerance: float = 1e-6) -
     chosen = [round(place) for place in torch.linspace(0, num_rows - 1, num_chosen).tolist()]
     rows = [layout.trim(layout.select(batch, [row])) for row in chosen]
     everyone = [row for rows_of_rank in dist.all_gather_object(rows) for row in rows_of_rank]
-    weights = (config.algorithms.get('token_accumulation') or {}).get('token_weights', 'token')
+    settings = config.algorithms.get('token_accumulation') or {}
+    weights, balance = settings.get('token_weights', 'token'), settings.get('router_balance', 'microbatch')
     rule = ''
     if weights != 'token':
         labelled = max(everyone, key=lambda row: int((row['labels'] != IGNORE_INDEX).sum()))
@@ -125,7 +126,7 @@ def verify(config: TrainConfig, *, max_rows: int = 8, tolerance: float = 1e-6) -
         together = with_media(layout, layout.concat(everyone, padding_side=padding))
         expected = _whole_gradient(parts, together, weights, rule)
         own = layout.concat(rows, padding_side=padding)
-        for cut, size, data, algorithm in _cuts(own, layout, weights):
+        for cut, size, data, algorithm in _cuts(own, layout, weights, balance):
             found = _trained_gradient(parts, data, size, algorithm)
             is_ours = isinstance(algorithm, TokenAccumulation)
             cases.append(
@@ -136,7 +137,9 @@ def verify(config: TrainConfig, *, max_rows: int = 8, tolerance: float = 1e-6) -
     return InvarianceReport(cases=tuple(cases), tolerance=tolerance)
 
 
-def _cuts(batch: dict[str, Any], layout: BatchLayout, weights: str) -> Iterator[tuple[str, int, DataSpec, Algorithm]]:
+def _cuts(
+    batch: dict[str, Any], layout: BatchLayout, weights: str, balance: str
+) -> Iterator[tuple[str, int, DataSpec, Algorithm]]:
     """Stock Composer with a split that keeps image rows, and ours."""
     num_rows = layout.num_rows(batch)
 
@@ -154,7 +157,7 @@ def _cuts(batch: dict[str, Any], layout: BatchLayout, weights: str) -> Iterator[
         ), UnusedParameters()  # fmt: skip
         for cut, regroup in (('in order', False), ('regrouped', True)):
             data = token_data_spec(loader, layout=layout, regroup=regroup)
-            yield cut, size, data, TokenAccumulation(token_weights=weights)
+            yield cut, size, data, TokenAccumulation(token_weights=weights, router_balance=balance)
 
 
 class _OneBatch(IterableDataset):

@@ -52,7 +52,21 @@ _ELSEWHERE = (
     'typing',
 )
 # What annotations of packages without an inventory leave of theirs.
-nitpick_ignore = [('py:class', name) for name in ('Batch', 'Dataset', 'PathLike', 'Stream', 'Table', 'inf', 'optional')]
+nitpick_ignore = [
+    ('py:class', name)
+    for name in (
+        'Batch',
+        'ControlTokens',
+        'DataLoader',
+        'DataSpec',
+        'Dataset',
+        'PathLike',
+        'Stream',
+        'Table',
+        'inf',
+        'optional',
+    )
+]
 # Ranges stand in annotations of the YAML file's sections.
 nitpick_ignore_regex = [('py:.*', rf'({"|".join(_ELSEWHERE)})\..*'), ('py:class', r'.*\.values\.Range')]
 

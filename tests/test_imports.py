@@ -16,7 +16,7 @@ import pytest
 import composer_tokacc
 from tests.support.launch import ROOT
 
-BELOW = {'data', 'sizing', 'programs', 'train', 'size', 'verify', 'export'}
+BELOW = {'data', 'sizing', 'programs', 'train', 'size', 'look', 'verify', 'export'}
 """Rooms and programs under the line of the plugin."""
 PLUGIN = sorted(set(composer_tokacc.__all__) - {'SizingReport', 'suggest_microbatching', 'verify_invariance'})
 
@@ -41,13 +41,13 @@ def rooms(modules: set[str]) -> set[str]:
 
 def test_the_package_alone_loads_nothing_of_the_hosts():
     modules = loaded('import composer_tokacc')
-    assert not rooms(modules)
+    assert rooms(modules) == {'faces'}
     assert not modules & {'torch', 'composer', 'transformers', 'numpy'}
 
 
 def test_the_planner_loads_neither_torch_nor_composer():
     modules = loaded('from composer_tokacc import plan_microbatches\nimport composer_tokacc.planning')
-    assert rooms(modules) == {'planning', 'compat'}
+    assert rooms(modules) == {'faces', 'planning', 'compat'}
     assert not modules & {'torch', 'composer', 'transformers'}
 
 
@@ -62,8 +62,30 @@ def test_a_name_loads_no_room_that_it_does_not_need(name, unneeded):
     assert not rooms(loaded(f'from composer_tokacc import {name}')) & unneeded
 
 
+NEEDS_COMPOSER = {'TokenAccumulation', 'TokenMonitor', 'SkipReadBatches', 'SizingReport', 'suggest_microbatching'}
+REFUSED = ('composer', 'transformers', 'numba', 'scipy', 'filelock', 'yaml', 'psutil', 'PIL', 'omegaconf', 'tqdm')
+
+
+def test_the_engine_needs_neither_composer_nor_anything_else_but_torch_and_numpy():
+    names = sorted(set(composer_tokacc.__all__) - NEEDS_COMPOSER)
+    modules = loaded(
+        'from importlib.abc import MetaPathFinder\n'
+        'class Refuse(MetaPathFinder):\n'
+        '    def find_spec(self, name, path=None, target=None):\n'
+        f'        if name.split(".")[0] in {REFUSED}: raise ModuleNotFoundError(name)\n'
+        'sys.meta_path.insert(0, Refuse())\n'
+        f'from composer_tokacc import {", ".join(names)}\n'
+        'import composer_tokacc.data_spec.split, composer_tokacc.weights, composer_tokacc.sampling\n'
+        'lengths = [9, 2, 7, 3, 3, 8]\n'
+        'plan = plan_microbatches(lengths, max_tokens=9, num_ranks=2)\n'
+        'assert sorted(i for rank in plan.ranks for one in rank for i in one.indices) == [0, 1, 2, 3, 4, 5]'
+    )
+    assert {'sampling', 'layout', 'data_spec', 'checks', 'invariance', 'algorithm'} <= rooms(modules)
+    assert not modules & set(REFUSED)
+
+
 def test_the_structure_of_a_model_is_known_without_the_sizing_helper():
-    assert rooms(loaded('import composer_tokacc.model_structure')) == {'model_structure'}
+    assert rooms(loaded('import composer_tokacc.model_structure')) == {'faces', 'model_structure'}
 
 
 @pytest.mark.slow
@@ -74,6 +96,7 @@ def test_the_plugin_loads_no_data_no_sizing_and_no_program():
 
 
 ORDER = (
+    'faces',
     'compat',
     'batch',
     'collectives',
@@ -95,7 +118,9 @@ ORDER = (
     'sizing',
     'programs',
     'size',
+    'look',
     'export',
+    'pytest_plugin',
     'verify',
     'train',
     'examples',
@@ -152,6 +177,7 @@ def test_every_public_name_is_found_listed_and_typed():
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and (node.module or '').startswith('composer_tokacc.')
         for alias in node.names
+        if alias.name != 'on_first_use'
     }
     assert typed == {name: f'composer_tokacc.{room}' for name, room in composer_tokacc._ROOMS.items()}
     assert set(typed) == set(composer_tokacc.__all__)

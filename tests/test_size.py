@@ -135,11 +135,17 @@ def test_lengths_are_as_the_figures_say() -> None:
 @pytest.mark.parametrize(
     ('arguments', 'message'),
     [
-        (['lengths.mean=-3'], '`lengths.mean` must be a figure that data can have, got: -3'),
+        (['lengths.mean=-3'], '`lengths.mean` must be at least 1 and at most 16777216, got: -3'),
         (['lengths.mean=nan'], '`lengths.mean` must be of type float, got: nan'),
         (['lengths.variation=1'], '`lengths.mean` must be given, got: nothing'),
-        (['lengths.mean=200', 'lengths.image_tokens=4000'], '`lengths.image_tokens` must be a figure'),
-        (['lengths.mean=200', 'lengths.with_images=90'], '`lengths.with_images` must be a figure'),
+        (
+            ['lengths.mean=200', 'lengths.image_tokens=4000'],
+            '`lengths.image_tokens` must be below the longest, got: 4000',
+        ),
+        (
+            ['lengths.mean=200', 'lengths.with_images=90'],
+            '`lengths.with_images` must be at least 0 and at most 1, got: 90',
+        ),
         (['lengths.mean=200', 'lengths.longst=9'], 'longst. Did you mean longest?'),
         (['lengths.mean=many'], '`lengths.mean`'),
         (['lengths=150'], '`lengths` must be a CSV file, plain or .gz, got: 150'),
@@ -162,11 +168,11 @@ def test_images_of_any_size_need_a_processor(capsys: pytest.CaptureFixture[str])
     ('content', 'message'),
     [
         (None, 'must be a CSV file, plain or .gz, got: '),
-        ('tokens,image_tiles\n5,1\n', 'must have the column tokens, and perhaps image_tokens, loss_tokens,'),
+        ('tokens,image_tiles\n5,1\n', 'must have the column tokens once, and perhaps image_tokens, loss_tokens,'),
         ('image_tokens\n5\n', 'got: image_tokens in '),
         ('', 'must have the column tokens'),
         ('tokens\n', 'must hold at least one sample, got: none'),
-        ('tokens,image_tokens\n5,1\n6\n', 'must have 2 whole numbers a line, got: 6 (line 3 of '),
+        ('tokens,image_tokens\n5,1\n6\n', 'must have 2 whole numbers up to 16777216 a line, got: 6 (line 3 of '),
         ('tokens\n5\nabc\n', 'got: abc (line 3 of '),
         ('tokens\n-5\n', 'got: -5 (line 2 of '),
         ('tokens\n0\n', 'must be at least 1, got: 0'),

@@ -342,3 +342,31 @@ def test_images_videos_and_a_table_of_text_survive_a_kill(tmp_path):
     assert last[0].name == last[1].name
     resumed, expected = (checkpoint(file)['model'] for file in last)
     assert_equal_bitwise(resumed, expected)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_watched_and_a_dry_run_that_leaves_nothing(tmp_path, capsys):
+    parts = (
+        'dataset.parts={scans: {num_samples: 30, loss_share: 0.7}, more: {num_samples: 10, seed: 5, loss_share: 0.3}}'
+    )
+    watched = [
+        DIGITS,
+        *TINY_DIGITS,
+        parts,
+        'callbacks.token_monitor.device_tflops=0.05',
+        'microbatching.rehearse=heaviest',
+    ]
+    assert main([*watched, 'dry_run=true', f'report.folder={tmp_path / "dry"}']) == 0
+    said = capsys.readouterr().err
+    assert 'rehearsed the heaviest microbatches of 12 steps' in said
+    assert 'dry run: all but training went well; an epoch has 5 steps' in said
+    assert not list((tmp_path / 'dry').iterdir()), 'that it can be written is tried, no more'
+    result = train(*watched, folder=tmp_path / 'run')
+    lines = [json.loads(line) for line in (tmp_path / 'run' / 'metrics.jsonl').read_text().splitlines()]
+    assert result['token_monitor']['mfu'] == pytest.approx(
+        np.mean([line['token_monitor/mfu'] for line in lines if 'token_monitor/mfu' in line])
+    )
+    assert result['sources'].keys() == {'scans', 'more'}
+    assert sum(row['weight'] for row in result['sources'].values()) == pytest.approx(1)
+    assert result['sources']['scans']['weight'] == pytest.approx(0.7, abs=0.1)
+    assert 'Model FLOPs utilization' in (tmp_path / 'run' / 'report.html').read_text()

@@ -5,14 +5,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed
 
 from composer_tokacc.checks.logits import at_predictions, weigh_tokens
-from composer_tokacc.collectives import RankSum
+from composer_tokacc.collectives import RankSum, get_world_size
+from composer_tokacc.counting import with_one_label
+from composer_tokacc.layout import PreSplitBatch
+from composer_tokacc.metadata import annotate, loss_weight, num_loss_tokens, without_metadata
 from composer_tokacc.weights import token_weights_of
 
 
@@ -40,7 +42,7 @@ def sample_weight(num_samples: int, step_samples: int, *, world_size: int = 1) -
 
 
 def step_loss_weights(
-    microbatches: Sequence[Mapping[str, Any]],
+    microbatches: Sequence[Mapping[str, Any]] | PreSplitBatch,
     *,
     loss_tokens: str = 'causal',
     token_weights: str = 'token',
@@ -49,13 +51,14 @@ def step_loss_weights(
     """Returns the factor of each microbatch's mean loss in one optimizer step; a collective over the ranks.
 
     A microbatch without loss-generating tokens has factor 0, and in most models a loss of NaN: it must not be computed,
-    or where DDP waits for it, be given a label.
+    or where DDP waits for it, be given a label, as :func:`weighted_microbatches` does.
 
     Args:
-        microbatches: This rank's part of the step; each has ``labels`` of shape ``(rows, width)``.
+        microbatches: This rank's part of the step; each has ``labels`` of shape ``(rows, width)``. Also what a
+            :class:`.RegroupingDataLoader` yields.
         loss_tokens: By which rule the model averages, see :func:`.counting.loss_mask`.
         token_weights: What tokens weigh, see :class:`.TokenAccumulation`. Within a microbatch
-            :func:`apply_token_weights` sees to it.
+            ``apply_token_weights`` sees to it.
         device: Where the process group reduces.
 
     Example:
@@ -64,11 +67,50 @@ def step_loss_weights(
             for microbatch, weight in zip(microbatches, step_loss_weights(microbatches)):
                 (model(**microbatch).loss * weight).backward()
     """
-    weights = [token_weights_of(microbatch, token_weights, loss_tokens)[0] for microbatch in microbatches]
-    counts = [float(of_one.sum(dtype=torch.float64)) for of_one in weights]
-    world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    (step_tokens,) = RankSum(torch.tensor([sum(counts)], dtype=torch.float64, device=device)).read()
-    return [token_weight(count, step_tokens, world_size=world_size) for count in counts]
+    return _weights_of(_annotated(microbatches, loss_tokens, token_weights), device)
+
+
+def weighted_microbatches(
+    microbatches: Sequence[Mapping[str, Any]] | PreSplitBatch,
+    *,
+    loss_tokens: str = 'causal',
+    device: torch.device | str = 'cpu',
+) -> Iterator[tuple[dict[str, Any], float]]:
+    """Yields each microbatch as a model takes it, and the factor of its mean loss; a collective over the ranks.
+
+    One without loss-generating tokens, or of rows that only fill up a rank, comes with a label, so that its loss is a
+    number, and with factor 0: DDP may wait for it on the other ranks. Further documents of packed rows come with
+    their first label masked, as they are counted. Arguments are those of :func:`step_loss_weights`,
+    and every token weighs the same.
+
+    Example:
+        .. code-block:: python
+
+            for microbatch, weight in weighted_microbatches(batch):
+                (model(**microbatch).loss * weight).backward()
+    """
+    counted = _annotated(microbatches, loss_tokens, 'token')
+    for microbatch, weight in zip(counted, _weights_of(counted, device), strict=True):
+        plain = without_metadata(microbatch)
+        yield (plain if num_loss_tokens(microbatch) else with_one_label(plain)), weight
+
+
+def _annotated(
+    microbatches: Sequence[Mapping[str, Any]] | PreSplitBatch, loss_tokens: str, token_weights: str
+) -> list[Mapping[str, Any]]:
+    if isinstance(microbatches, PreSplitBatch):
+        microbatches = microbatches.microbatches
+    if isinstance(microbatches, Mapping):
+        raise TypeError(
+            '`microbatches` must be a list of batches, got: one batch. Cut it, or give `[batch]` as one microbatch.'
+        )
+    return [annotate(microbatch, loss_tokens, token_weights) for microbatch in microbatches]
+
+
+def _weights_of(counted: Sequence[Mapping[str, Any]], device: torch.device | str) -> list[float]:
+    sums = [float(loss_weight(microbatch)) for microbatch in counted]
+    (step_tokens,) = RankSum(torch.tensor([sum(sums)], dtype=torch.float64, device=device)).read()
+    return [token_weight(weight, step_tokens, world_size=get_world_size()) for weight in sums]
 
 
 def apply_token_weights(

@@ -7,20 +7,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from composer_tokacc.checks.logits import router_loss_of
 
 LOSS_UNITS = ('tokens', 'samples', 'coupled_samples', 'microbatches')
-SPLIT_UNITS = {'tokens': 'tokens', 'router': 'microbatches'}
-"""Terms of the loss of a mixture of experts, which Hugging Face's models return as one number."""
 COEFFICIENTS = ('router_aux_loss_coef', 'aux_loss_coef')
 
 
 class SplitLoss(dict):
-    """The one number of a mixture of experts, by its terms."""
+    """The one number that Hugging Face's mixtures of experts return, by its terms."""
+
+    units: ClassVar = {'tokens': 'tokens', 'router': 'microbatches'}
+
+
+class StepBalancedLoss(SplitLoss):
+    """One whose router's term is a microbatch's part of that of the whole step."""
+
+    units: ClassVar = {'tokens': 'tokens', 'router': 'step'}
 
 
 class LossTerms:
@@ -55,7 +61,7 @@ class LossTerms:
                     '(docs/errors.md#model-loss).'
                 )
             return {place: ('tokens', term) for place, term in enumerate(tensors_in(loss))}
-        units = SPLIT_UNITS if isinstance(loss, SplitLoss) else self.units or dict.fromkeys(loss, 'tokens')
+        units = loss.units if isinstance(loss, SplitLoss) else self.units or dict.fromkeys(loss, 'tokens')
         for name, term in loss.items():
             if not isinstance(term, torch.Tensor):
                 raise RuntimeError(

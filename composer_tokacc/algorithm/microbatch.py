@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from composer.core import State
+from composer.utils import dist
 
 from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, LossTerms, attached_zero, tensors_in
 from composer_tokacc.algorithm.setup import Fit
@@ -99,14 +101,32 @@ def record_of(state: State, fit: Fit, step: StepCheck, composers_weight: float) 
     return record
 
 
+def check_added_rows(state: State, fit: Fit, record: MicrobatchRecord) -> None:
+    """Refuses means over samples that have a loss where a row is no sample, and has no labels: it fills up a rank."""
+    samples, terms = metadata_of(record.batch)['samples'], fit.terms.of_unit(state.loss, 'samples')
+    logits = logits_of(state.outputs)
+    if all(samples) or not record.num_samples or not terms or logits is None or not logits.requires_grad:
+        return
+    total = torch.stack([term.sum() for term in terms]).sum()
+    (found,) = torch.autograd.grad(total, logits, retain_graph=True, allow_unused=True)
+    added = [row for row, number in enumerate(samples) if number == 0]
+    if found is not None and len(found) == len(samples) and found[added].any():
+        raise RuntimeError(
+            f'Terms over samples must be 0 for rows without labels, which fill up ranks, got: a gradient in '
+            f'{len(added)} of {len(samples)} rows. Multiply what a row adds by `(labels != -100).any(dim=1)`, or give '
+            'every rank as many samples (`drop_last=True`).'
+        )
+
+
 def scales_of(record: MicrobatchRecord, share: float) -> dict[str, float]:
     """Returns the factor of the terms of each unit, on top of Composer's weight; ``share``: of the mean over tokens."""
-    scales: dict[str, float] = dict.fromkeys(LOSS_UNITS, 1.0 if record.num_samples else 0.0)
+    scales: dict[str, float] = dict.fromkeys((*LOSS_UNITS, 'step'), 1.0 if record.num_samples else 0.0)
     if record.num_samples:
         scales['tokens'] = share / record.composers_weight
         # Rows that are no samples have no labels, and loss 0 in a term's mean.
         samples = metadata_of(record.batch)['samples']
         scales['samples'] = len(samples) / sum(map(bool, samples))
+        scales['step'] = dist.get_world_size() / record.composers_weight
         scales['microbatches'] = 1.0 / ((record.num_microbatches or 1) * record.composers_weight)
     return scales
 

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from composer_tokacc.algorithm.loss_terms import LossTerms, router_coefficient
+from composer_tokacc.algorithm.router_balance import StepBalance
 from composer_tokacc.batch import Batch
 from composer_tokacc.checks.first_batch import FirstBatchCheck
 from composer_tokacc.checks.gradient_hooks import check_gradient_hooks
@@ -42,6 +43,8 @@ class Fit:
     reductions: ReductionWatch
     norms: Mapping[str, nn.Module]
     """Layers that normalise by the statistics of their microbatch while they are in training mode."""
+    balance: StepBalance | None = None
+    """Of the router over the step, where that was asked for."""
     has_bypass: bool | None = None
     """Whether the loss has a term that is not made of the logits; None: no step has told yet."""
 
@@ -76,7 +79,13 @@ class Fit:
 
 
 def begin_fit(
-    state: State, *, loss_units: Mapping[str, str] | None, loss_tokens: str, token_weights: str, check_loss: bool
+    state: State,
+    *,
+    loss_units: Mapping[str, str] | None,
+    loss_tokens: str,
+    token_weights: str,
+    router_balance: str,
+    check_loss: bool,
 ) -> Fit:
     """Returns what a fit begins with, of its first batch, with the arguments of the algorithm; a collective."""
     _warn(state, token_weights)
@@ -84,12 +93,7 @@ def begin_fit(
     model: Any = model.module if isinstance(model, DistributedDataParallel) else model
     check_gradient_hooks(model)
     terms = LossTerms(loss_units, None if loss_units else router_coefficient(model))
-    if terms.coupled and split is not None and (split.options.regroup or split.options.packing):
-        raise RuntimeError(
-            f'Rows must be independent to be regrouped, got: the terms {terms.coupled} of `loss_units`, whose value '
-            'depends on which rows share a microbatch. Set `token_data_spec(..., regroup=False)` '
-            '(docs/errors.md#row-coupling).'
-        )
+    _check_coupling(terms, split)
     layout, microbatch_size = layout_of(state, split), state.device_train_microbatch_size or 1
     if split is not None:  # what another model has left there says nothing of this one
         split.start(model, layout, state.batch, microbatch_size)
@@ -115,6 +119,7 @@ def begin_fit(
         reductions=ReductionWatch(state, is_coupled=bool(terms.coupled)),
         # Whoever switches the check off accepts that the run depends on how batches are cut.
         norms={name: one for name, one in model.named_modules() if isinstance(one, BatchNorm)} if check_loss else {},
+        balance=StepBalance(state, split, terms, to_device, precision) if router_balance == 'step' else None,
     )
     fit.check_norms()
     return fit
@@ -126,6 +131,15 @@ def _warn(state: State, token_weights: str) -> None:
         log.warning('The data have `%s`, of which no use is made without `token_weights=column`.', LOSS_WEIGHTS)
     if any(getattr(module, 'neftune_noise_alpha', None) for module in state.model.modules()):
         log.warning('NEFTune scales its noise by the width of its batch, which is trimmed (docs/limits.md).')
+
+
+def _check_coupling(terms: LossTerms, split: Any) -> None:
+    if terms.coupled and split is not None and (split.options.regroup or split.options.packing):
+        raise RuntimeError(
+            f'Rows must be independent to be regrouped, got: the terms {terms.coupled} of `loss_units`, whose value '
+            'depends on which rows share a microbatch. Set `token_data_spec(..., regroup=False)` '
+            '(docs/errors.md#row-coupling).'
+        )
 
 
 def is_decoder(model: Any) -> bool:

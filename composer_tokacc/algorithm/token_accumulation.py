@@ -17,7 +17,15 @@ from torch.distributed.tensor import DTensor
 
 from composer_tokacc.algorithm.functional import sample_weight, token_weight
 from composer_tokacc.algorithm.loss_terms import SplitLoss, check_units
-from composer_tokacc.algorithm.microbatch import HiddenEntries, record_of, replace_empty, scales_of, watch_tokens
+from composer_tokacc.algorithm.microbatch import (
+    HiddenEntries,
+    check_added_rows,
+    record_of,
+    replace_empty,
+    scales_of,
+    watch_tokens,
+)
+from composer_tokacc.algorithm.router_balance import check_router_balance
 from composer_tokacc.algorithm.setup import Fit, begin_fit, is_decoder, vocabulary_of
 from composer_tokacc.batch import Batch, check_batch, sample_name
 from composer_tokacc.checks.step import NUM_FIRST_STEPS, StepCheck, TokenChoice
@@ -75,6 +83,9 @@ class TokenAccumulation(Algorithm):
             all weigh the same), -1/2 (``'sqrt'``) or -1 (``'sample'``: samples weigh the same), or what the batch says
             (``'column'``: ``batch['loss_weights']``, a float per row or per position of the labels). The loss must be
             made of the logits that the model returns. Default: ``'token'``.
+        router_balance (str): Of what the load-balancing loss of a Hugging Face mixture of experts is a statistic: of
+            each ``'microbatch'`` by itself, evenly weighed, or of the ``'step'``, as one forward over the whole global
+            batch would have it, which takes a further forward of each microbatch. Default: ``'microbatch'``.
         check_loss (bool): Whether to hold the rule to the model's own loss by the probe. Default: ``True``.
 
     Raises:
@@ -95,17 +106,14 @@ class TokenAccumulation(Algorithm):
         loss_tokens: str = 'auto',
         loss_units: dict[str, str] | None = None,
         token_weights: str = 'token',
+        router_balance: str = 'microbatch',
         check_loss: bool = True,
     ) -> None:
-        _check_arguments(loss_tokens, token_weights, check_loss)
         check_units(loss_units)
-        if token_weights != 'token' and loss_units and 'tokens' not in loss_units.values():
-            raise ValueError(
-                "`token_weights` must be 'token' where no term of `loss_units` is a mean over tokens, got: "
-                f'{token_weights!r}.'
-            )
+        check_router_balance(router_balance, loss_units)
+        _check_arguments(loss_tokens, loss_units, token_weights, check_loss)
         self.loss_tokens, self.token_weights, self.check_loss = loss_tokens, token_weights, check_loss
-        self.loss_units = dict(loss_units) if loss_units else None
+        self.loss_units, self.router_balance = dict(loss_units) if loss_units else None, router_balance
         self.num_empty_steps = 0
         self._fit: Fit | None = None
         self._measuring = TokenChoice()
@@ -132,7 +140,7 @@ class TokenAccumulation(Algorithm):
 
     def __repr__(self) -> str:
         """As it would be written."""
-        names = ('loss_tokens', 'loss_units', 'token_weights', 'check_loss')
+        names = ('loss_tokens', 'loss_units', 'token_weights', 'router_balance', 'check_loss')
         return f'TokenAccumulation({", ".join(f"{name}={getattr(self, name)!r}" for name in names)})'
 
     def __str__(self) -> str:
@@ -176,7 +184,7 @@ class TokenAccumulation(Algorithm):
 
     def _end_epoch(self, state: State, logger: Logger) -> None:
         """EPOCH_END: Composer goes on to the next epoch for ever where none has a batch and batches are counted."""
-        if self._fit is None and state.timestamp.batch == 0:
+        if state.previous_timestamp is not None and state.previous_timestamp.batch_in_epoch == 0:
             raise RuntimeError(
                 'The train dataloader must give at least one batch on every rank, got: an epoch of none.'
             )
@@ -211,15 +219,16 @@ class TokenAccumulation(Algorithm):
             return self._fit, self._fit.kinds_of(state.batch)
         fit = self._fit = begin_fit(
             state, loss_units=self.loss_units, loss_tokens=self.loss_tokens, token_weights=self.token_weights,
-            check_loss=self.check_loss,
+            router_balance=self.router_balance, check_loss=self.check_loss,
         )  # fmt: skip
         self._reduces_once = self._reduces_once and fit.reductions.may_meet_once
         kinds = fit.kinds_of(state.batch)
         fit.prove(state.batch, dist.all_gather_object(kinds), reduces_once=self._reduces_once)
-        if fit.check.has_router_loss and fit.terms.router_coefficient is not None:
+        if fit.check.has_router_loss and fit.terms.router_coefficient is not None and fit.balance is None:
             log.warning(
                 'The mean over tokens is exact. The load-balancing loss of the router is a statistic of each '
-                "microbatch; the step's is the mean of its microbatches', and depends on how the batch is cut."
+                "microbatch; the step's is the mean of its microbatches', and depends on how the batch is cut. With "
+                '`router_balance=step` it does not.'
             )
         return fit, kinds
 
@@ -234,6 +243,8 @@ class TokenAccumulation(Algorithm):
             self._step.gradient_scale = state.scaler.get_scale()
         if fit.split is not None:
             fit.split.begin_step(copies_microbatches=lambda: bool(state.train_metrics))
+        if fit.balance is not None:
+            fit.balance.count()
 
     def _hide_metadata(self, state: State, logger: Logger) -> None:
         """BEFORE_FORWARD: totals are read, as Composer has just waited for its own; the model sees its own batch."""
@@ -277,6 +288,7 @@ class TokenAccumulation(Algorithm):
         _, step_samples, step_weight = self._totals.read()[:3]
         composers_weight = sample_weight(num_samples(batch), int(step_samples), world_size=world_size)
         record = record_of(state, fit, self._step, composers_weight)
+        check_added_rows(state, fit, record)
         if self.is_weighted and record.num_tokens:
             tokens = torch.stack([term.detach().float().mean() for term in fit.terms.of_unit(state.loss, 'tokens')])
             self._token_sums.append(tokens.sum() * record.num_tokens)
@@ -286,15 +298,18 @@ class TokenAccumulation(Algorithm):
             scaled, is_whole = share * self._step.gradient_scale, self._measuring.is_whole()
             watch_tokens(state, record, fit, share=scaled, is_weighted=self.is_weighted, is_whole=is_whole)
         self._raw_loss = sum(state.loss.values()) if isinstance(state.loss, SplitLoss) else state.loss
+        if fit.balance is not None:
+            state.loss = fit.balance.applied(state.loss, state.outputs, len(self._step.records) - 1)
         state.loss = fit.terms.scaled(state.loss, scales_of(record, share), observe=record.observe)
 
     def _restore(self, state: State, logger: Logger) -> None:
         """AFTER_BACKWARD: callbacks read ``state.loss`` at the end of the batch and expect the model's own."""
         fit, records = self._fit, self._step.records
         assert fit is not None
+        fit.reductions.reach_all()
         has_all = sum(record.num_samples for record in records) == self._step.num_samples
-        if has_all and (fit.split is None or len(records) == fit.split.num_made):
-            fit.reductions.check_last()
+        if has_all and (fit.split is None or len(records) == len(fit.split.made)):
+            fit.reductions.reach_all_by_hand()
         state.loss, self._raw_loss = self._raw_loss, None
         self._step.records[-1].release()
 
@@ -312,10 +327,14 @@ class TokenAccumulation(Algorithm):
         # Infinities under a loss scale are the scaler's own business: it skips the step.
         step.check(_gradients(state.optimizers) if is_due and step.gradient_scale == 1.0 else [])
         fit.has_bypass = step.has_bypass
+        if fit.balance is not None:
+            fit.balance.check()
         kinds = [int(count > 0) for count in self._totals.read()[3:]]
         if fit.check.is_due(kinds, number):
             fit.prove(self._device_batch, [kinds], reduces_once=self._reduces_once)
         reduced_once = fit.reductions.reduced_once()
+        if fit.split is not None:
+            fit.split.made = []  # nobody waits for them while the next batch is read
         if fit.split is not None and reduced_once is not None:
             self._reduces_once = reduced_once
             fit.split.adopt(fit.split.rules, reduces_once=reduced_once)
@@ -342,9 +361,14 @@ class TokenAccumulation(Algorithm):
         logger.log_metrics(metrics)
 
 
-def _check_arguments(loss_tokens: Any, token_weights: Any, check_loss: Any) -> None:
+def _check_arguments(loss_tokens: Any, loss_units: dict[str, str] | None, token_weights: Any, check_loss: Any) -> None:
     if token_weights not in tuple(TOKEN_WEIGHTS):
         raise ValueError(f'`token_weights` must be one of {tuple(TOKEN_WEIGHTS)}, got: {token_weights!r}.')
+    if token_weights != 'token' and loss_units and 'tokens' not in loss_units.values():
+        raise ValueError(
+            "`token_weights` must be 'token' where no term of `loss_units` is a mean over tokens, got: "
+            f'{token_weights!r}.'
+        )
     if check_rule(loss_tokens, allow_auto=True) == 'auto' and not check_loss:
         raise ValueError(
             "`loss_tokens` must be an explicit rule with `check_loss=False`, got: 'auto'. The rule is found by the "

@@ -50,7 +50,7 @@ ROUTER = (
 )
 
 
-class _Part(NamedTuple):
+class _CutRows(NamedTuple):
     """Some of the rows in one forward, and what it gave."""
 
     rows: Sequence[int]
@@ -97,7 +97,7 @@ class RowComparison:
             self._check_positions()
 
     @cached_property
-    def _rounded(self) -> _Part:
+    def _rounded(self) -> _CutRows:
         """The whole with one more rounding at every layer; few models are so deep that anyone asks."""
         return self._part(self._rows, self._probe.run(self._moved, rounded=True), self._everyone, 'rounded')
 
@@ -177,7 +177,7 @@ class RowComparison:
             failure = self._failure_behind_padding(packing)
         return failure or (self._loss_failure(parts) if self._check_loss else None)
 
-    def _part(self, batch: Batch, result: ProbeResult, rows: Sequence[int], how: str) -> _Part:
+    def _part(self, batch: Batch, result: ProbeResult, rows: Sequence[int], how: str) -> _CutRows:
         """Returns what a forward of some rows gave, with each row's columns where the whole has them."""
         numbers = {'tokens': int(loss_mask(batch, self._rule).sum()), 'samples': len(rows)}
         width, gradients = self._width, {}
@@ -196,9 +196,9 @@ class RowComparison:
                 else:
                     placed[:, : point.shape[1]] = point[: len(rows), :width]
                 placed *= numbers[unit]
-        return _Part(rows, how, numbers, result.losses, gradients)
+        return _CutRows(rows, how, numbers, result.losses, gradients)
 
-    def _difference(self, part: _Part) -> str | None:
+    def _difference(self, part: _CutRows) -> str | None:
         """Returns how the gradients of some rows differ from what they are beside the others; None: by round-off."""
         rows, how, check_loss = part.rows, part.how, self._check_loss
         count, expected_count = part.numbers['tokens'], sum(self._counts[row] for row in rows)
@@ -262,7 +262,7 @@ class RowComparison:
             )
         return failure
 
-    def _loss_failure(self, parts: Sequence[_Part]) -> str | None:
+    def _loss_failure(self, parts: Sequence[_CutRows]) -> str | None:
         """The formula itself: the loss of all rows is the mean of those of the microbatches, by tokens or samples."""
         for unit, expected in self.whole.losses.items():
             found = [(part.losses[unit], part.numbers[unit]) for part in parts if unit in part.losses]

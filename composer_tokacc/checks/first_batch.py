@@ -11,13 +11,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from composer.utils import dist
+import torch.distributed
 
 from composer_tokacc.batch import IGNORE_INDEX, Batch, with_own_tensors
 from composer_tokacc.checks.comparison import MEAN, NAME_TERMS, RowComparison, share_elsewhere
 from composer_tokacc.checks.logits import targets_of
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.checks.rows import chosen_rows, rule_batch, with_unequal_row
+from composer_tokacc.collectives import all_gather_object, get_global_rank
 from composer_tokacc.counting import LOSS_RULES
 from composer_tokacc.layout import ROW_KINDS, BatchLayout, describe, kinds_of, microbatches_of
 from composer_tokacc.metadata import num_rows, without_metadata
@@ -110,7 +111,7 @@ class FirstBatchCheck:
         rows = with_unequal_row(self.layout, rows, self.rule)
         comparison = RowComparison(self._probe, self.layout, self._on_device, self.rule, rows, self._check_loss)
         found = comparison.first_exact(cutter, rules)
-        scales = dist.all_gather_object(comparison.token_scale())  # ranks must agree on what they look at again
+        scales = all_gather_object(comparison.token_scale())  # ranks must agree on what they look at again
         self.token_scale = None if None in scales else scales[0]
         self.vocabulary, self.has_router_loss = comparison.whole.vocabulary, comparison.whole.has_router_loss
         log.info('The first-batch check took %.2f s. %s', time.perf_counter() - started, found)
@@ -122,13 +123,14 @@ class FirstBatchCheck:
 
     def _shared_rows(self, batch: Batch, kinds: set[str]) -> dict[str, Any]:
         """Returns the rows that all ranks probe with."""
-        offers = dist.all_gather_object((len(kinds), num_rows(batch)))
+        offers = all_gather_object((len(kinds), num_rows(batch)))
         owner = max(range(len(offers)), key=lambda rank: (offers[rank], -rank))
         shared: list[Any] = [None]
-        if dist.get_global_rank() == owner:
+        if get_global_rank() == owner:
             layout = self.layout
             shared = [dict(batch) if layout is None else chosen_rows(layout, batch, kinds, self._max_rows)]
-        dist.broadcast_object_list(shared, src=owner)
+        if len(offers) > 1:
+            torch.distributed.broadcast_object_list(shared, src=owner)
         return shared[0]
 
 

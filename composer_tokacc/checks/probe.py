@@ -129,7 +129,7 @@ class Probe:
         while True:
             precision = torch.autocast(self._device_type, enabled=False) if self._in_full else self._precision()
             try:
-                with torch.no_grad(), _undisturbed(self.model, training=self.is_training):
+                with torch.no_grad(), _as_probed(self.model, training=self.is_training):
                     torch.manual_seed(seed)
                     with torch.compiler.set_stance('force_eager'):
                         return self._run(batch, precision, **options)
@@ -159,7 +159,7 @@ class Probe:
         alter = partial(_altered, rounded)
         with precision, _hooked(_leaves(self.model), alter), _hooked(self._layers, begin_graph), torch.no_grad():
             outputs = self._forward(given)
-            loss = self._loss(outputs, given)  # once, as what it counts may be added up
+            loss = _loss_of(self._loss, outputs, given)  # once, as what it counts may be added up
             terms = self._terms(loss, outputs)
         logits = _checked_logits(outputs, batch)
         self._logits_at = None if logits is None or isinstance(logits, DTensor) else logits.data_ptr()
@@ -182,6 +182,18 @@ class Probe:
             eps=max(torch.finfo(value.dtype).eps for value in (*terms.values(), torch.zeros(()))),
             gradient_eps=max(torch.finfo(point.dtype).eps for point in (*points, torch.zeros(()))),
         )
+
+
+def _loss_of(loss: Callable[[Any, Batch], Any], outputs: Any, batch: Batch) -> Any:
+    try:
+        return loss(outputs, batch)
+    except KeyError as error:
+        if error.args != ('loss',):
+            raise
+        raise ValueError(
+            f"The model's forward must give a loss for `labels`, got: {', '.join(outputs)}. Take a class with "
+            'a head that computes one, such as `AutoModelForCausalLM`.'
+        ) from error
 
 
 class _NoDropout(TorchFunctionMode):
@@ -261,29 +273,36 @@ def _hooked(modules: Iterable[torch.nn.Module], change: Callable[..., Any]) -> I
 
 
 @contextmanager
-def _undisturbed(model: torch.nn.Module, *, training: bool) -> Iterator[None]:
-    """The run is the same with and without the probe: random state, modes and buffers are put back.
-
-    In training modules stay in the mode they are in, but for BatchNorm, and no dropout drops.
-    """
-    modes = [(module, module.training) for module in model.modules()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()] if training else []
+def undisturbed(model: torch.nn.Module) -> Iterator[None]:
+    """Leaves a run the same with and without a forward in between: puts random state and buffers back."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()] if model.training else []
     python_state, numpy_state = random.getstate(), np.random.get_state()
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     try:
-        with torch.random.fork_rng(devices=devices), _NoDropout():
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        with torch.no_grad():
+            for buffer, kept in buffers:
+                buffer.copy_(kept)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):  # a forward leaves the root whole, without gradients, until a backward
+                module.reshard()
+
+
+@contextmanager
+def _as_probed(model: torch.nn.Module, *, training: bool) -> Iterator[None]:
+    """Leaves modules in training in the mode that they are in, but for BatchNorm, and has no dropout drop."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        with undisturbed(model), _NoDropout():
             random.seed(0)
             np.random.seed(0)
             for module, was_training in modes:
                 module.training = training and was_training and not isinstance(module, BatchNorm)
             yield
     finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
         for module, was_training in modes:
             module.training = was_training
-        for buffer, kept in buffers:
-            buffer.copy_(kept)
-        for module, _ in modes:
-            if isinstance(module, FSDPModule):  # a forward leaves the root whole, without gradients, until a backward
-                module.reshard()

@@ -62,6 +62,26 @@ class TokenWeightsReport:
         residuals = [backward.residual for backward in self._backwards]
         return float(torch.stack(residuals).max()) if residuals else float('nan')
 
+    @property
+    def known_to(self) -> float:
+        """How far above 1 round-off may bring the spread of equal weights: one too large and another too small."""
+        return 2 * (self._tolerance + self.residual)
+
+    def unequal_tokens(self) -> str:
+        """Says of each backward of this rank which of its tokens weigh other than the median of all of them."""
+        median, lines = torch.cat(self.weights).median().cpu(), []
+        for number, weights in enumerate(self.weights, start=1):
+            shares = weights.cpu() / median
+            off = ((shares - 1).abs() > self.known_to).nonzero().flatten()
+            if len(off):
+                which = (
+                    'all' if len(off) == len(shares) else f'number {", ".join(str(int(one) + 1) for one in off[:8])}'
+                )
+                low, high = float(shares[off].min()), float(shares[off].max())
+                span = f'{high:.4g}' if high - low <= self.known_to else f'{low:.4g} to {high:.4g}'
+                lines.append(f'backward {number}: {which} of {len(shares):,} tokens with loss: {span} times the median')
+        return '\n'.join(lines)
+
     def __deepcopy__(self, memo: Any) -> TokenWeightsReport:
         return self  # a copy of the model (an average of weights) keeps its hooks: they must end with these
 
@@ -76,8 +96,8 @@ class TokenWeightsReport:
         where = ' on this rank (`.spread` asks all)' if dist.is_available() and dist.is_initialized() else ''
         largest, smallest = self._extremes().abs().tolist()
         if smallest != torch.inf:
-            known = 2 * (self._tolerance + self.residual)  # one weight may be too large and another too small
-            verdict = f'{"weigh" if largest <= smallest * (1 + known) else "do NOT weigh"} the same, to {known:.0e}'
+            is_same = largest <= smallest * (1 + self.known_to)
+            verdict = f'{"weigh" if is_same else "do NOT weigh"} the same, to {self.known_to:.0e}'
             lines.append(f'tokens {verdict}{where}: largest over smallest weight {largest / smallest:.7f}')
         if left_out := sum(int(backward.num_left_out) for backward in self._backwards):
             lines.append(f'{left_out:,} left out: 1 - p of the label below {SURE}, or a gradient that is of no label')

@@ -78,6 +78,8 @@ def _check_last_bytes(file: BinaryIO) -> None:
 
 def one_thread(stream: Any) -> None:
     """Decodes alone: the decoder's threads write log lines, waiting for Python while Python waits for their end."""
+    if stream.codec_context is None:
+        raise ValueError('it is in a codec that is not known. Convert it to mp4, flac or wav')
     stream.codec_context.thread_count = 1
 
 

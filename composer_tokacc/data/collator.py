@@ -43,6 +43,12 @@ class VisionLanguageCollator:
             The batch, ``input_ids`` of shape ``(len(samples), width)`` first, with the lists ``sample_ids``,
             ``num_images``, ...
         """
+        shapes = [getattr(sample.get('input_ids'), 'shape', ()) for sample in samples]
+        if not shapes or any(len(shape) != 2 for shape in shapes):
+            raise ValueError(
+                f'`samples` must each hold `input_ids` of shape (1, length), got: {[*map(tuple, shapes[:3])]}. Call '
+                "the processor with return_tensors='pt'."
+            )
         counts = [sum(sample.get(f'num_{modality}s', [0])[0] for modality in MODALITIES) for sample in samples]
         layout = self.layout or BatchLayout.infer(samples[counts.index(max(counts))])
         batch = layout.concat(samples, padding_side=self.padding_side, pad_token_id=self.pad_token_id)

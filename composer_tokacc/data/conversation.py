@@ -71,6 +71,8 @@ class ConversationEncoder:
         video: VideoSampling | None = None,
         control_tokens: ControlTokens = 'warn',
     ) -> None:
+        if max_length is not None and (not isinstance(max_length, int) or max_length < 1):
+            raise ValueError(f'`max_length` must be a whole number, at least 1, or None, got: {max_length!r}.')
         self.processor = processor
         self.max_length = max_length
         self.tokenizer = getattr(processor, 'tokenizer', processor)
@@ -112,8 +114,8 @@ class ConversationEncoder:
 
         Args:
             messages: ``{'role': 'system' | 'user' | 'assistant', 'content': [{'type': 'image'} |
-                {'type': 'text', 'text': ...}, ...]}``, or the role ``tool``; the text of an assistant turn carries the
-                loss, unless the turn has ``'weight': 0``.
+                {'type': 'text', 'text': ...}, ...]}``, or a text as ``content``, or the role ``tool``; the text of an
+                assistant turn carries the loss, unless the turn has ``'weight': 0``.
             images: One per ``{'type': 'image'}``, in order, as PIL images.
             videos: One per ``{'type': 'video'}``.
             audios: One per ``{'type': 'audio'}``: float samples at the processor's own rate.
@@ -126,6 +128,11 @@ class ConversationEncoder:
         Raises:
             ValueError: If the sample is longer than ``max_length``, or an audio than the processor takes.
         """
+        if not messages:
+            raise ValueError('`messages` must hold at least one turn, got: none.')
+        messages = [
+            {**one, **_said(one['role'], text)} if isinstance(text := one['content'], str) else one for one in messages
+        ]
         media = {'image': images, 'video': videos, 'audio': audios}
         self._check_audio(audios)
         text, answers = self.render(messages)

@@ -24,8 +24,9 @@ from composer_tokacc.data.records import PLACEHOLDER, EmbeddedFile, Medium, RawR
 # Keys of a record that list the files of a modality.
 LIST_KEYS = {'image': ('image', 'images'), 'video': ('video', 'videos'), 'audio': ('audio', 'audios', 'sound')}
 MODALITY_OF_TAG = {**{f'<{name}>': name for name in MODALITIES}, '<vila/video>': 'video', '<sound>': 'audio'}
-# Every tag, or what Qwen-VL and Monkey write: the file's name inside the text.
-MEDIUM_IN_TEXT = re.compile(rf'<img>(.*?)</img>|{"|".join(MODALITY_OF_TAG)}', re.DOTALL)
+# Every tag, or what Qwen-VL and Monkey write: the file's name inside the text. No name runs over another tag, or a
+# text of unclosed ones would be searched to its end for each.
+MEDIUM_IN_TEXT = re.compile(rf'<img>((?:(?!</?img>).)*)</img>|{"|".join(MODALITY_OF_TAG)}', re.DOTALL)
 # Types of content parts -> what they hold, and the keys that may hold it.
 PART_TYPES = {
     **dict.fromkeys(('text', 'input_text', 'output_text'), ('text', ('text',))),

@@ -123,6 +123,8 @@ def length_table(
     Raises:
         BadSampleError: For the first bad sample (``'raise'``), on all ranks.
     """
+    if not len(dataset):
+        raise ValueError('`dataset` must hold at least one sample, got: none.')
     patch_size = patch_size_of(patch_size, processor)
     options: dict[str, Any] = {'patch_size': patch_size, 'num_workers': num_workers, 'on_error': on_error}
     if isinstance(dataset, ConcatDataset):
@@ -278,6 +280,8 @@ def _patches_of(pixels: torch.Tensor, patch_size: int, image_sizes: Any) -> int:
 
 
 def _row_of(token_ids: tuple[int, ...], patch_size: int, sample: Mapping[str, Any]) -> TableRow:
+    if missing := {'input_ids', 'labels'} - sample.keys():
+        raise ValueError(f'`dataset` must give samples with `input_ids` and `labels`, got: one without {min(missing)}.')
     ids = sample['input_ids']
     num_image_tokens = int(torch.isin(ids, torch.tensor(token_ids)).sum())
     num_loss_tokens = int((sample['labels'][:, 1:] != IGNORE_INDEX).sum())

@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ log = logging.getLogger(__name__)
 
 class LlavaDataset(Dataset):
     """Conversations about images, videos and audio, loss on the assistant's turns only, ending tokens included.
+
+    With several files each sample carries the name of its own, ``source``.
 
     Bad samples are never replaced and never dropped in passing, so that every rank has the same samples at the same
     indices: with ``on_error='raise'`` a bad record raises at the start, an unreadable file or a sample over
@@ -110,7 +113,13 @@ class LlavaDataset(Dataset):
 
     def _encoded(self, index: int, *, shapes_only: bool = False) -> dict[str, Any]:
         record = self.records[index]
-        return self.encoder.encode_record(record, open_files(record, self.folders[index]), shapes_only=shapes_only)
+        sample = self.encoder.encode_record(record, open_files(record, self.folders[index]), shapes_only=shapes_only)
+        return {**sample, 'source': [record.file_name]} if self._has_several_files else sample
+
+    @cached_property
+    def _has_several_files(self) -> bool:
+        first = self.records[0].file_name
+        return any(record.file_name != first for record in self.records)
 
     def unexpanded(self, indices: Sequence[int]) -> list[tuple[dict[str, Any], list[tuple[int, int]]] | None]:
         """Returns some samples before their placeholders are expanded, and image sizes: ``headers`` needs no more.

@@ -31,7 +31,7 @@ class LlavaStreamingDataset(StreamingDataset):
         max_length: Longest sample allowed, in tokens, image tokens included. Nothing is ever truncated.
         video: As for :class:`.LlavaDataset`, and ``control_tokens``.
         streams: Several sources: :class:`streaming.Stream`, or a mapping of names to their arguments (``local``,
-            ``remote``, ``proportion``, ...) as a YAML file has them.
+            ``remote``, ``proportion``, ...) as a YAML file has them, whose samples carry that name as ``source``.
         **kwargs: Further arguments of :class:`streaming.StreamingDataset`: ``local``, ``remote``, ``shuffle``,
             ``shuffle_seed``, ``batch_size`` (of one rank), ``num_canonical_nodes``, ``cache_limit``, ...
 
@@ -50,6 +50,7 @@ class LlavaStreamingDataset(StreamingDataset):
         streams: Sequence[Stream] | Mapping[str, Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> None:
+        self._stream_names = list(streams) if isinstance(streams, Mapping) and len(streams) > 1 else []
         if isinstance(streams, Mapping):
             streams = [Stream(**arguments) for arguments in streams.values()]
         options: dict[str, Any] = {'max_length': max_length, 'control_tokens': control_tokens}
@@ -59,7 +60,10 @@ class LlavaStreamingDataset(StreamingDataset):
     def get_item(self, sample_id: int, retry: int = 7) -> dict[str, Any]:
         """Returns a sample by its number in the shards; downloads its shard where it is not there yet."""
         record, files = from_row(super().get_item(sample_id, retry))
-        return self.encoder.encode_record(record, list(map(BytesIO, files)))
+        sample = self.encoder.encode_record(record, list(map(BytesIO, files)))
+        if not self._stream_names:
+            return sample
+        return {**sample, 'source': [self._stream_names[self.stream_per_shard[self.spanner[sample_id][0]]]]}
 
     @staticmethod
     def texts(*folders: PathLike) -> Iterator[str]:

@@ -95,6 +95,11 @@ class Record:
         """Text of every turn, without placeholders."""
         return [PLACEHOLDER.sub('', turn.text) for turn in self.turns]
 
+    @property
+    def file_name(self) -> str:
+        """Name of the file that it stands in."""
+        return os.path.basename(self.source.rpartition(', ')[0])
+
     def count(self, modality: str) -> int:
         """Returns how many media of a modality it has."""
         return sum(medium.modality == modality for medium in self.media)

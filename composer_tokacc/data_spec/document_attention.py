@@ -6,8 +6,9 @@
 A packed row's ``attention_mask`` has a row for each document, True where its tokens are. Transformers hands that to the
 mask function of the model's attention, which makes one mask a document, or none where a document is plainly causal; the
 layers hand these on to the attention function, which calls the plain one for each document. Layers with a state or a
-convolution get the mask itself, and are called for each document. All of it are arguments of the forward: a layer that
-is computed again in the backward, or a model that is called twice, sees its own documents.
+convolution get the mask itself, and are called for each document; a router's load-balancing loss gets none. All of it
+are arguments of the forward: a layer that is computed again in the backward, or a model that is called twice, sees its
+own documents.
 """
 
 from __future__ import annotations
@@ -65,10 +66,16 @@ class DocumentAttention:
         AttentionInterface.register(name, _in_plain_python(partial(_attend, self._plain)))
         AttentionMaskInterface.register(name, _in_plain_python(partial(_masks, self._plain)))
         self._set(name)
+        # What is changed stays so: other masks pass through, and copies of a model too.
         for layer in {type(module) for module in _mixers(model)}:
-            if not hasattr(layer.forward, 'by_document'):  # stays: other masks pass through, and copies of a model too
+            if not hasattr(layer.forward, 'by_document'):
                 changed: Any = wraps(layer.forward)(_in_plain_python(partial(_mix, layer.forward)))
                 changed.by_document, layer.forward = True, changed
+        for names in (vars(sys.modules[type(host).__module__]) for host in hosts):
+            balance: Any = names.get('load_balancing_loss_func')
+            if balance is not None and not hasattr(balance, 'by_document'):
+                names['load_balancing_loss_func'] = changed = wraps(balance)(partial(_balance, balance))
+                changed.by_document = True
 
     def undo(self) -> None:
         """Sets the attention that the model had before."""
@@ -145,6 +152,15 @@ def _mix(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if isinstance(outputs[0], tuple):
         return torch.cat([output[0] for output in outputs], dim=1), *outputs[0][1:]
     return torch.cat(outputs, dim=1)
+
+
+def _balance(plain: Callable[..., Any], logits: Any, *args: Any, **kwargs: Any) -> Any:
+    """Returns the load-balancing loss of a router, which takes a mask of rows alone; packed rows have no padding."""
+    call = inspect.signature(plain).bind(logits, *args, **kwargs)
+    mask = call.arguments.get('attention_mask')
+    if logits and mask is not None and mask.numel() != logits[0].shape[:-1].numel():
+        call.arguments['attention_mask'] = None
+    return plain(*call.args, **call.kwargs)
 
 
 def _in_plain_python(function: Callable[..., Any]) -> Any:

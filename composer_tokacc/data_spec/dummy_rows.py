@@ -78,7 +78,8 @@ def zero_weight(batch: Batch) -> dict[str, Any]:
     """Returns a copy without labels, whose rows are no samples."""
     none = [0] * num_rows(batch)
     emptied = {**batch, 'labels': torch.full_like(batch['labels'], IGNORE_INDEX)}
-    return with_metadata(emptied, loss_tokens=none, real_tokens=none, samples=none, weights=none)
+    sources = [None] * len(none)
+    return with_metadata(emptied, loss_tokens=none, real_tokens=none, samples=none, weights=none, sources=sources)
 
 
 def smallest_row(sources: Sequence[RowFacts], modality: str) -> dict[str, Any] | None:
@@ -102,10 +103,7 @@ def add_rows(layout: BatchLayout, microbatch: Batch, rows: Sequence[Batch]) -> d
     fitting = [_with_lists(row, microbatch, per_row) for row in rows]
     # Under the mask any id will do that is no placeholder. A row may begin with one.
     ids = microbatch['input_ids']
-    is_text = torch.ones_like(ids, dtype=torch.bool)
-    for modality, media in layout.family.media.items():
-        found = media.placeholders(microbatch, layout.config, modality)
-        is_text &= ~found if found is not None else True
+    is_text = torch.ones_like(ids, dtype=torch.bool) if layout.config is None else ~layout.is_placeholder(microbatch)
     positions = microbatch.get('position_ids')
     if positions is not None and positions.dim() == 2:  # trimming has written them; a row of no weight takes any
         fitting = [{'position_ids': torch.arange(layout.width(row))[None], **row} for row in fitting]

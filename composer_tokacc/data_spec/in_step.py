@@ -3,8 +3,8 @@
 
 """Several ranks in step: encoders are used on all ranks alike, and counts are equal where they must be.
 
-An encoder that one rank leaves unused makes DDP raise or skip its reduction, and FSDP hang. FSDP gathers the weights in
-every microbatch; DDP looks for gradients where it reduces them, in most runs in the last one alone.
+An encoder that one rank leaves unused makes FSDP hang, which gathers its weights in every microbatch. DDP waits for
+gradients where it reduces them, in most runs in the last one alone: there ``ReductionWatch`` gives it zeros.
 """
 
 from __future__ import annotations
@@ -70,28 +70,6 @@ def with_dummies(pieces: Sequence[Piece], dummies: DummyRows, rules: CutRules, o
     return done
 
 
-def with_dummies_in_last(
-    pieces: Sequence[Piece], dummies: DummyRows, rules: CutRules, options: CutOptions, *, may_reorder: bool
-) -> tuple[list[Piece], bool]:
-    """Returns the pieces in an order in which the last holds the media, or is the smallest and gets rows with them.
-
-    And whether they find no room there, and need a microbatch of their own behind it.
-    """
-
-    def missing(piece: Piece) -> int:
-        return len(dummies.missing(piece.facts, piece.rows))
-
-    if not pieces:
-        return [], True
-    *others, last = pieces
-    if may_reorder and missing(last):
-        place = min(range(len(pieces)), key=lambda k: (missing(pieces[k]), sum(pieces[k].widths)))
-        *others, last = *pieces[:place], *pieces[place + 1 :], pieces[place]
-    completed = last._replace(dummies=dummies.missing(last.facts, last.rows))
-    has_room = not completed.dummies or completed.fits(rules, options)
-    return [*others, completed if has_room else last], not has_room
-
-
 def in_step(
     pieces: Sequence[Piece],
     dummies: DummyRows,
@@ -114,10 +92,9 @@ def in_step(
     if rules.needs_media and not has_media:
         # A text row must not see an image where no row of the step has one: a microbatch of its own, the last, uses
         # the encoder.
-        planned, is_apart = list(pieces), True
+        planned, is_apart = list(pieces), not reduces_once
     elif reduces_once and not rules.needs_media:
-        may_reorder = options.regroup or bool(options.packing)
-        planned, is_apart = with_dummies_in_last(pieces, dummies, rules, options, may_reorder=may_reorder)
+        planned, is_apart = list(pieces), False
     else:
         planned, is_apart = with_dummies(pieces, dummies, rules, options), False
     count = max(len(planned) + is_apart, 1)

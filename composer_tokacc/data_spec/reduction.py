@@ -5,16 +5,16 @@
 
 from __future__ import annotations
 
-import zlib
+from typing import TYPE_CHECKING
 
 import torch
-from composer.core import State
-from composer.utils import dist
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from composer_tokacc.collectives import max_over_ranks
 from composer_tokacc.compat import check_reducer_finalized
+
+if TYPE_CHECKING:
+    from composer.core import State
 
 
 class ReductionWatch:
@@ -28,6 +28,8 @@ class ReductionWatch:
     def __init__(self, state: State, *, is_coupled: bool) -> None:
         self._model = state.model
         self._reduces: list[bool] = []
+        self._unreached: set[torch.nn.Parameter] = set()
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         # In automatic microbatching ranks ask each other after every forward whether memory ran out, synchronized batch
         # norms meet within it, and losses of coupled rows may gather those of other ranks.
         self.may_meet_once = (
@@ -39,6 +41,7 @@ class ReductionWatch:
     def start_attempt(self) -> None:
         """Forgets an attempt that failed half-way."""
         self._reduces = []
+        self._forget_hooks()
 
     def see(self, num_microbatches: int, *, has_unequal_counts: bool, reduced_once: bool) -> None:
         """Notes whether gradients are reduced in the backward of the microbatch that comes now.
@@ -51,6 +54,9 @@ class ReductionWatch:
         if not isinstance(self._model, DistributedDataParallel):
             return
         self._reduces.append(self._model.require_backward_grad_sync)
+        if self._reduces[-1] and not (self._model.find_unused_parameters or self._model.static_graph):
+            self._unreached = {parameter for parameter in self._model.parameters() if parameter.requires_grad}
+            self._hooks = [one.register_post_accumulate_grad_hook(self._unreached.discard) for one in self._unreached]
         if not self._reduces[-1] or len(self._reduces) >= num_microbatches:
             return
         got = f'got: a reduction in microbatch {len(self._reduces)} of {num_microbatches}'
@@ -66,31 +72,31 @@ class ReductionWatch:
                 f'{got}. Leave `Trainer(ddp_sync_strategy=)` as it was when the checkpoint was written.'
             )
 
-    def check_last(self) -> None:
-        """Checks the gradients of a step's last microbatch where DDP leaves them to the trainer; a collective then."""
+    def reach_all(self) -> None:
+        """Gives parameters that the backward left out a gradient of zero: DDP waits for one of each, on every rank."""
+        self._forget_hooks()
+        if self._unreached:
+            torch.autograd.backward([parameter.flatten()[:0].sum() for parameter in self._unreached])
+            self._unreached = set()
+
+    def _forget_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def reach_all_by_hand(self) -> None:
+        """Gives all parameters a gradient, where DDP leaves the last microbatch of a step to the trainer.
+
+        Composer's ``forced_sync`` reduces what is not None, one after the other: ranks must have the same ones.
+        """
         if isinstance(self._model, DistributedDataParallel) and not self._reduces[-1]:
-            check_same_gradients(self._model.module)
+            for parameter in self._model.parameters():
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
 
     def reduced_once(self) -> bool | None:
         """Returns whether this step reduced in its last microbatch alone; None: nothing tells, or ranks meet in all."""
         return not any(self._reduces[:-1]) if len(self._reduces) > 1 and self.may_meet_once else None
-
-
-def check_same_gradients(model: torch.nn.Module) -> None:
-    """Raises RuntimeError on all ranks if some have gradients that others lack; a collective.
-
-    Composer's ``forced_sync`` reduces what is not None, one after the other: ranks would add up unlike parameters.
-    """
-    names = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
-    digest = zlib.crc32('\n'.join(names).encode())
-    highest, lowest = max_over_ranks([digest, -digest])
-    if highest != -lowest:
-        model.zero_grad(set_to_none=True)  # Composer reduces what is there on its way out of an error, too
-        raise RuntimeError(
-            f'All ranks must have gradients of the same parameters with `ddp_sync_strategy=forced_sync`, got: '
-            f'{len(names)} on rank {dist.get_global_rank()}, of other ones than another rank. Leave '
-            '`Trainer(ddp_sync_strategy=)` as it is by default (docs/errors.md#other-gradients).'
-        )
 
 
 def check_sharding(model: torch.nn.Module) -> None:
@@ -111,10 +117,7 @@ def check_reduced(model: torch.nn.Module) -> None:
     try:
         check_reducer_finalized(model)
     except RuntimeError as error:
-        without = [name for name, p in model.module.named_parameters() if p.requires_grad and p.grad is None]
         raise RuntimeError(
-            'Every trained parameter must be reached by the last microbatch of each rank, or DDP does not reduce the '
-            f'gradients, got: {len(without)} that no microbatch of this rank reaches, such as {without[:3]}. Freeze '
-            'what no loss reaches, and let token_data_spec() with a `layout` that knows the media of the model give '
-            'every microbatch a row with media.'
+            'DDP must have reduced every gradient at the end of a step, got: some that it still waits for. Leave DDP '
+            'as Composer makes it, without `static_graph` (docs/errors.md#ranks).'
         ) from error

@@ -5,14 +5,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from composer.core import State
-from composer.utils import dist
-
+from composer_tokacc.collectives import all_gather_object, get_world_size
 from composer_tokacc.data_spec.split import MicrobatchSplit
 from composer_tokacc.layout import BatchLayout
+
+if TYPE_CHECKING:
+    from composer.core import State
 
 _SPLITS: WeakValueDictionary[int, MicrobatchSplit] = WeakValueDictionary()
 
@@ -44,8 +45,8 @@ def layout_of(state: State, split: MicrobatchSplit | None) -> BatchLayout | None
         except (KeyError, ValueError):
             if split is not None:
                 raise
-        inferred = [one for one in dist.all_gather_object(found) if one is not None]
-        if len(inferred) < dist.get_world_size():
+        inferred = [one for one in all_gather_object(found) if one is not None]
+        if len(inferred) < get_world_size():
             return None
         layout = max(inferred, key=lambda one: len(one.family.entries))  # a rank without media sees a text model
     if split is None:

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from composer.utils import dist
 
 from composer_tokacc.batch import MODALITIES, Batch, sample_name
+from composer_tokacc.collectives import all_gather_object, get_world_size
 from composer_tokacc.data_spec.build import build
 from composer_tokacc.data_spec.cut_rules import CutRules, padded_candidates
 from composer_tokacc.data_spec.document_attention import DocumentAttention
@@ -62,11 +62,11 @@ class MicrobatchSplit:
         self.checked = False
         """Whether the first-batch check has seen the model."""
         self.reduces_once = False
-        """Whether ranks meet in the last microbatch of a step alone, where DDP reduces gradients: then the others may
-        leave an encoder unused, and ranks may make unequally many. The algorithm sees it happen."""
+        """Whether ranks meet in the last microbatch of a step alone, where DDP reduces gradients: then they may leave
+        an encoder unused, and make unequally many. The algorithm sees it happen, and gives DDP zeros."""
         self.copies_microbatches: Callable[[], bool] | None = None
         """Asks whether metrics of training read a copy of each microbatch; None: no algorithm is in this step."""
-        self.num_made = 0
+        self.made: list[dict[str, Any]] = []
         """Microbatches of the batch that was split last, those of no weight included."""
         self._microbatch_transforms = microbatch_transforms
         self._model: Any = None
@@ -96,7 +96,7 @@ class MicrobatchSplit:
         widths = np.array([max(lengths[row] for row in rows) for rows in cuts])
         padded = float((np.array([len(rows) for rows in cuts]) * cost.rows(widths) + cost.launch).sum())
         packed = sum(cost.packed([lengths[row] for row in rows]) for rows in pack_lengths(lengths, budget))
-        packed, padded = map(sum, zip(*dist.all_gather_object((packed, padded)), strict=True))
+        packed, padded = map(sum, zip(*all_gather_object((packed, padded)), strict=True))
         log.info('packing=%s: the first batch costs %.0f packed and %.0f padded.', packed < padded, packed, padded)
         return packed < padded
 
@@ -202,14 +202,14 @@ class MicrobatchSplit:
         options = replace(self.options, max_tokens=int(microbatch_size * width))
         pieces = self._cut(sources, pre_split, options)
         empty: list[dict[str, Any]] = []
-        if dist.get_world_size() > 1:
+        if get_world_size() > 1:
             pieces, empty = self._in_step(layout, sources, pieces, options)
         elif self.rules.needs_media:
             pieces = with_dummies(pieces, _first_modality(sources), self.rules, options)
         self._warn_of(sources, pieces, options)
         microbatches = build(layout, pieces, self.rules, options, self._attention)
-        self.num_made = len(pieces) + len(empty)
-        return [with_metadata(one, microbatches=[len(pieces)] * num_rows(one)) for one in microbatches] + empty
+        self.made = [with_metadata(one, microbatches=[len(pieces)] * num_rows(one)) for one in microbatches] + empty
+        return self.made
 
     def _in_order(self, layout: BatchLayout, batch: Batch, size: int) -> list[dict[str, Any]]:
         """Returns chunks of rows: the trainer drops a sampler's padding with split_batch(batch, n - 1)[0]."""
@@ -263,7 +263,7 @@ class MicrobatchSplit:
         for number, facts in enumerate(sources):
             piece = Piece.from_facts(facts, self.rules, options)
             piece.check_caps(options, indices[number] if indices else None)
-            if dist.get_world_size() > 1:  # rows that only fill up a rank weigh nothing, and need not be computed
+            if get_world_size() > 1:  # rows that only fill up a rank weigh nothing, and need not be computed
                 samples = metadata_of(facts.batch).get('samples', [1] * len(piece.rows))
                 piece = piece.take([row for row in piece.rows if samples[row]])
             if piece.rows:
@@ -276,6 +276,7 @@ class MicrobatchSplit:
     ) -> tuple[list[Piece], list[dict[str, Any]]]:
         """Returns the pieces with dummy rows, and empty microbatches behind them, as all ranks need them."""
         may_have_media = self.layout is None or bool(layout.family.media or layout.extra)
+        may_have_media &= self.rules.needs_media or not self.reduces_once
         dummies, has_media = dummies_in_step(layout, sources, may_have_media=may_have_media)
         planned, num_empty = in_step(
             pieces, dummies, self.rules, options, has_media=has_media, reduces_once=self.reduces_once

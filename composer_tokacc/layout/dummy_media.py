@@ -84,11 +84,6 @@ def _image_row(config: Any, count: int) -> DummySample:
     return {'input_ids': _ids(config, 'image', count), 'pixel_values': _grey(config.vision_config, 1)}
 
 
-def vipllava_image(config: Any) -> DummySample:
-    """CLIP without its class token."""
-    return _image_row(config, _patches(config.vision_config))
-
-
 def pixtral_image(config: Any) -> DummySample:
     """Two merged patches: of an image of a single one Mistral3 loses the dimension of tokens."""
     side = config.vision_config.patch_size * getattr(config, 'spatial_merge_size', 1)
@@ -97,35 +92,6 @@ def pixtral_image(config: Any) -> DummySample:
         'pixel_values': _grey(config.vision_config, 1, size=(side, 2 * side)),
         'image_sizes': torch.tensor([[side, 2 * side]]),
     }
-
-
-def paligemma_image(config: Any) -> DummySample:
-    """SigLIP; all the row is prefix."""
-    row = vipllava_image(config)
-    return {**row, 'token_type_ids': torch.zeros_like(row['input_ids'])}
-
-
-def gemma3_image(config: Any) -> DummySample:
-    """A fixed number of tokens, which attend to each other."""
-    around = ('boi_token_index', 'eoi_token_index')
-    ids = _ids(config, 'image', config.mm_tokens_per_image, around=around)
-    types = (ids == token_id(config, 'image')).long()
-    return {'input_ids': ids, 'token_type_ids': types, 'pixel_values': _grey(config.vision_config, 1)}
-
-
-def internvl_image(config: Any) -> DummySample:
-    """One tile, its patches joined in squares."""
-    return _image_row(config, round(_patches(config.vision_config) * config.downsample_ratio**2))
-
-
-def aya_image(config: Any) -> DummySample:
-    """One tile, its patches joined in squares."""
-    return _image_row(config, _patches(config.vision_config) // config.downsample_factor**2)
-
-
-def got_ocr2_image(config: Any) -> DummySample:
-    """SAM's patches after two convolutions of stride 2."""
-    return _image_row(config, _patches(config.vision_config) // 16)
 
 
 # Encoders that tile.
@@ -225,21 +191,13 @@ def _glm_row(config: Any, row: DummySample, unit: str) -> DummySample:
 # Encoders with slots.
 
 
-def idefics2_image(config: Any) -> DummySample:
-    """One patch, resampled."""
-    return _slot_row(config, config.vision_config.patch_size, config.perceiver_config.resampler_n_latents)
-
-
-def idefics3_image(config: Any) -> DummySample:
-    """One token: a square of joined patches."""
-    return _slot_row(config, config.vision_config.patch_size * config.scale_factor, 1)
-
-
-def _slot_row(config: Any, side: int, count: int) -> DummySample:
-    return {
-        'input_ids': _ids(config, 'image', count),
-        'pixel_values': _grey(config.vision_config, 1, 1, size=(side, side)),
-        'pixel_attention_mask': torch.ones(1, 1, side, side, dtype=torch.long),
+def idefics_image(config: Any) -> DummySample | None:
+    """One token: a square of joined patches; None for Idefics2, which resamples them."""
+    side, scale = config.vision_config.patch_size, getattr(config, 'scale_factor', None)
+    return scale and {
+        'input_ids': _ids(config, 'image', 1),
+        'pixel_values': _grey(config.vision_config, 1, 1, size=(side * scale, side * scale)),
+        'pixel_attention_mask': torch.ones(1, 1, side * scale, side * scale, dtype=torch.long),
     }
 
 

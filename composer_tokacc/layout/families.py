@@ -150,7 +150,6 @@ _GRIDS = {
 }
 _CLIPS = {'pixel_values_videos': _VIDEO, 'image_sizes_videos': _VIDEO}
 _TILES = {**_CLIPS, 'pixel_values': _IMAGE, 'image_sizes': _IMAGE}
-_SLOTS = {'pixel_values': Entry(slot_dim=1), 'pixel_attention_mask': Entry(slot_dim=1)}
 _SOUNDS = {'input_features': _AUDIO, 'feature_attention_mask': _AUDIO}
 
 
@@ -231,19 +230,6 @@ def _aspect_ratio_slots(batch: Batch) -> torch.Tensor:
     return batch['aspect_ratio_ids'] != 0
 
 
-def _one_size(
-    name: str, model_type: str, dummy: Any, *, sizes: Any = placeholders.equal, matches: Any = _never
-) -> Family:
-    """Returns a family whose images, or tiles of images, come one after the other in one tensor."""
-    return Family(
-        name=name,
-        model_types=(model_type,),
-        entries={'pixel_values': _IMAGE, 'image_sizes': _IMAGE},
-        media={'image': Media(sizes=sizes, dummy=dummy)},
-        matches=matches,
-    )
-
-
 FAMILIES: tuple[Family, ...] = (
     Family(
         name='encoder-decoder',  # Whisper, TrOCR: one sound or image a row, and the labels are the only text
@@ -300,25 +286,11 @@ FAMILIES: tuple[Family, ...] = (
         'without one attend to padding images',
     ),
     Family(
-        name='Idefics3/SmolVLM',
-        model_types=('idefics3', 'smolvlm'),
-        entries=_SLOTS,
-        media={'image': Media(dummy=dummy_media.idefics3_image)},
+        name='Idefics',
+        model_types=('idefics2', 'idefics3', 'smolvlm', 'granite_docling'),
+        entries={'pixel_values': Entry(slot_dim=1), 'pixel_attention_mask': Entry(slot_dim=1)},
+        media={'image': Media(dummy=dummy_media.idefics_image)},
         matches=_has_pixel_mask,
-        slots=_masked_slots,
-    ),
-    Family(
-        name='Granite Docling',
-        model_types=('granite_docling',),
-        entries=_SLOTS,
-        slots=_masked_slots,
-        media={'image': Media()},
-    ),
-    Family(
-        name='Idefics2',
-        model_types=('idefics2',),
-        entries=_SLOTS,
-        media={'image': Media(dummy=dummy_media.idefics2_image)},
         slots=_masked_slots,
     ),
     Family(
@@ -383,14 +355,13 @@ FAMILIES: tuple[Family, ...] = (
         },
         matches=_has_tiles_or_clips,
     ),
-    _one_size('LLaVA', 'llava', dummy_media.llava_image, sizes=placeholders.patch_counts, matches=_has_plain_images),
-    _one_size('Mistral3', 'mistral3', dummy_media.pixtral_image, sizes=placeholders.patch_counts),
-    _one_size('VipLLaVA', 'vipllava', dummy_media.vipllava_image),
-    _one_size('PaliGemma', 'paligemma', dummy_media.paligemma_image),
-    _one_size('Gemma3', 'gemma3', dummy_media.gemma3_image),
-    _one_size('InternVL', 'internvl', dummy_media.internvl_image),
-    _one_size('GOT-OCR2', 'got_ocr2', dummy_media.got_ocr2_image),
-    _one_size('Aya Vision', 'aya_vision', dummy_media.aya_image),
+    Family(
+        name='LLaVA',
+        model_types=('llava', 'mistral3'),
+        entries={'pixel_values': _IMAGE, 'image_sizes': _IMAGE},
+        media={'image': Media(sizes=placeholders.patch_counts, dummy=dummy_media.llava_image)},
+        matches=_has_plain_images,
+    ),
     Family(
         name='Qwen-Audio',
         model_types=('qwen2_audio',),

@@ -75,9 +75,13 @@ class BatchLayout:
                 'Image tokens must be known to count them, got: a layout without the model. Pass `model=`, or use '
                 'TokenAccumulation.'
             )
+        return self.is_placeholder(batch).sum(dim=1).tolist()
+
+    def is_placeholder(self, batch: Batch) -> torch.Tensor:
+        """Returns where placeholders of images, videos and audios stand, ``(rows, width)`` bool."""
         found = [token_id for modality in MODALITIES for token_id in self._placeholder_ids(modality)]
         ids = torch.tensor(found, dtype=torch.long)
-        return torch.isin(text_of(batch), ids.to(text_of(batch).device)).sum(dim=1).tolist()
+        return torch.isin(text_of(batch), ids.to(text_of(batch).device))
 
     def _placeholder_ids(self, modality: str) -> tuple[int, ...]:
         token_id = dummy_media.token_id(self.config, modality)

@@ -174,8 +174,8 @@ def plan_rows(
     vision_cost: Table | None = None,
 ) -> MicrobatchPlan:
     """Plans as :func:`.plan_microbatches`, with options that are checked already."""
-    if num_ranks < 1:
-        raise ValueError(f'`num_ranks` must be at least 1, got: {num_ranks}.')
+    if not isinstance(num_ranks, int) or num_ranks < 1:
+        raise ValueError(f'`num_ranks` must be a whole number, at least 1, got: {num_ranks}.')
     checked = Rows(lengths, options, image_tokens=image_tokens, vision_cost=vision_cost)
     # Under 'fsdp' the k-th microbatches of all ranks run side by side: a step slot, for which all wait.
     in_slots = options.objective == 'fsdp'

@@ -3,7 +3,9 @@
 
 """What the programs share: the YAML file of a run, its checks, and what it names."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from composer_tokacc.faces import on_first_use
 
 if TYPE_CHECKING:
     from composer_tokacc.programs.errors import ConfigError
@@ -11,11 +13,5 @@ if TYPE_CHECKING:
 
 __all__ = ['ConfigError', 'TrainConfig', 'load_config']
 
-
-def __getattr__(name: str) -> Any:
-    """Loads a name on first use: ``--help`` must not wait for the planner."""
-    from importlib import import_module
-
-    if name not in __all__:
-        raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-    return getattr(import_module(f'{__name__}.{"errors" if name == "ConfigError" else "schema"}'), name)
+# `--help` must not wait for the planner.
+__getattr__ = on_first_use(__name__, {'ConfigError': 'errors', 'TrainConfig': 'schema', 'load_config': 'schema'})

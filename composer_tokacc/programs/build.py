@@ -21,7 +21,7 @@ from composer_tokacc.layout import BatchLayout
 from composer_tokacc.programs.checkpoints import remember_unused_parameters, resume_on_shared_folder
 from composer_tokacc.programs.errors import ConfigError, in_words_of
 from composer_tokacc.programs.lora import identify_adapter
-from composer_tokacc.programs.models import build_model
+from composer_tokacc.programs.models import build_model, parameter_groups
 from composer_tokacc.programs.process import DIST_TIMEOUT, say
 from composer_tokacc.programs.registry import build_all, build_section, without
 from composer_tokacc.programs.resume_guard import SameData
@@ -121,7 +121,8 @@ def build_trainer(
         callbacks.append(SkipReadBatches())
     if hasattr(parts.train_dataset, 'load_state_dict'):  # as StreamingDataset
         callbacks.append(RestoreRandomState())
-    trainable = [parameter for parameter in parts.model.parameters() if parameter.requires_grad]
+    groups = parameter_groups(parts.model.model, config.optimizer.get('parts') or {})
+    trainable: Any = groups if len(groups) > 1 else groups[0]['params']
     optimizer = build_section('optimizer', config.optimizer, trainable)
     remember_unused_parameters(optimizer)
     if arguments.get('autoresume'):

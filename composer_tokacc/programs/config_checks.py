@@ -27,7 +27,7 @@ from composer_tokacc.programs.registry import check_host_arguments, check_part, 
 from composer_tokacc.programs.schema import TrainConfig, precision_of
 from composer_tokacc.programs.source import token_data_spec_of
 from composer_tokacc.programs.sources import source_of
-from composer_tokacc.programs.values import check_arguments, check_names, check_numbers, check_time
+from composer_tokacc.programs.values import check_arguments, check_names, check_numbers, check_time, check_value
 
 # Arguments of the Trainer that other sections fill.
 _FILLED_ELSEWHERE = {
@@ -110,15 +110,13 @@ def _check_batches(config: TrainConfig, num_ranks: int) -> None:
             'GPUs only'
         )
     for key in ('processor', 'eval'):
-        if not isinstance(config.dataset.get(key), dict | None):
-            raise ConfigError(f'`dataset.{key}` must be a mapping of arguments, got: {config.dataset[key]}')
+        check_value(f'dataset.{key}', config.dataset.get(key), dict | None)
 
 
 def _check_parts(config: TrainConfig) -> None:
     """Checks the sections that name classes."""
     loggers = config.trainer.get('loggers') or {}
-    if not isinstance(loggers, dict):
-        raise ConfigError(f'`trainer.loggers` must be a mapping of names to arguments, got: {loggers}')
+    check_value('trainer.loggers', loggers, dict)
     for kind, parts in (('algorithms', config.algorithms), ('callbacks', config.callbacks), ('loggers', loggers)):
         for name, arguments in parts.items():
             check_part(kind, f'trainer.loggers.{name}' if kind == 'loggers' else f'{kind}.{name}', name, arguments)
@@ -132,7 +130,9 @@ def _check_parts(config: TrainConfig) -> None:
     for kind, section, given in (('optimizer', config.optimizer, [[weight]]), ('scheduler', config.scheduler, [])):
         if 'name' not in section:
             raise ConfigError(f'`{kind}.name` must be given, got: {section}')
-        check_part(kind, kind, section['name'], without(section, 'name'), *given)
+        own = without(section, 'name', *['parts'] * (kind == 'optimizer'))
+        check_part(kind, kind, section['name'], own, *given)
+    _check_groups(config.optimizer)
     if 'token_accumulation' in config.algorithms and config.trainer.get('accumulate_train_batch_on_tokens'):
         raise ConfigError(
             '`trainer.accumulate_train_batch_on_tokens` must be false with `algorithms.token_accumulation`, got: true. '
@@ -143,6 +143,17 @@ def _check_parts(config: TrainConfig) -> None:
         raise ConfigError(
             '`algorithms.gradient_clipping.clipping_type` must be norm or value with FSDP, got: adaptive. Or use DDP'
         )
+
+
+def _check_groups(optimizer: dict[str, Any]) -> None:
+    """Checks what parts of the model are given of their own."""
+    parts = optimizer.get('parts') or {}
+    if not isinstance(parts, dict) or not all(isinstance(own, dict) for own in parts.values()):
+        raise ConfigError(f'`optimizer.parts` must map parts of the model to arguments, got: {parts}')
+    for name, own in parts.items():
+        weight = torch.nn.Parameter(torch.zeros(1))
+        given = {**without(optimizer, 'name', 'parts'), **own}
+        check_part('optimizer', f'optimizer.parts.{name}', optimizer['name'], given, [weight])
 
 
 def _check_trainer(trainer: dict[str, Any]) -> None:
@@ -221,10 +232,8 @@ def _check_mesh(fsdp: Mapping[str, Any], num_ranks: int) -> None:
 
 def _check_report(config: TrainConfig) -> None:
     report = config.report
-    if not isinstance(report.get('folder'), str):
-        raise ConfigError(f'`report.folder` must be a path, got: {report.get("folder")}')
-    if not isinstance(report.get('export'), bool | None):
-        raise ConfigError(f'`report.export` must be true or false, got: {report["export"]}')
+    check_value('report.folder', report.get('folder'), str)
+    check_value('report.export', report.get('export'), bool | None)
     if 'name' in report:
         function = import_by_name('report', str(report['name']))
         if inspect.isbuiltin(function):

@@ -18,7 +18,7 @@ from composer.models import HuggingFaceModel
 from composer.models.huggingface import get_hf_config_from_composer_state_dict
 from safetensors import SafetensorError
 from torch import nn
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
@@ -53,11 +53,7 @@ def _export(state: Mapping[str, Any], checkpoint: Path, folder: Path, *, merge: 
     with must('the checkpoint must be one of a HuggingFaceModel', f'{checkpoint} with {sorted(state)}', KeyError):
         metadata = state['integrations']['huggingface']
         weights = {name.removeprefix('model.'): value for name, value in state['model'].items()}
-    broken = [name for name, value in weights.items() if value.is_floating_point() and not value.isfinite().all()]
-    if broken:
-        raise ConfigError(
-            f'the weights must be finite numbers, got: {checkpoint} with NaN or infinite ones in {broken[:3]}'
-        )
+    _check_finite(weights, str(checkpoint))
     config = get_hf_config_from_composer_state_dict({'state': state})
     adapter = metadata['model'].get('peft_config')
     if adapter is None:
@@ -72,6 +68,7 @@ def _export(state: Mapping[str, Any], checkpoint: Path, folder: Path, *, merge: 
 def export_model(model: HuggingFaceModel, folder: Path) -> None:
     """Writes a model in memory, whose weights are whole on this rank, as :func:`export_checkpoint`; overwrites."""
     inner: Any = model.model
+    _check_finite(dict(inner.named_parameters()), 'the trained model')
     set_cache(inner.config, on=True)
     for pattern in ('*.safetensors*', '*config.json'):  # of an earlier run, perhaps of another kind of model
         for stale in folder.glob(pattern):
@@ -90,6 +87,12 @@ def _read(checkpoint: Path, scratch: Path) -> dict[str, Any]:
             path = scratch / 'whole.pt'
             dcp_to_torch_save(checkpoint.resolve(), path)
         return read_checkpoint(path)['state']
+
+
+def _check_finite(weights: Mapping[str, torch.Tensor], owner: str) -> None:
+    broken = [name for name, value in weights.items() if value.is_floating_point() and not value.isfinite().all()]
+    if broken:
+        raise ConfigError(f'the weights must be finite numbers, got: {owner} with NaN or infinite ones in {broken[:3]}')
 
 
 def _with_weights(model: Any, weights: Mapping[str, torch.Tensor]) -> Any:

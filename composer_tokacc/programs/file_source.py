@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal, Optional
 
@@ -18,7 +20,7 @@ from composer_tokacc.planning import CostModel
 from composer_tokacc.programs.errors import ConfigError, unknown_name
 from composer_tokacc.programs.registry import import_by_name, without
 from composer_tokacc.programs.source import Source, check_video
-from composer_tokacc.programs.values import AT_LEAST_0, AT_LEAST_1, check_arguments
+from composer_tokacc.programs.values import AT_LEAST_0, AT_LEAST_1, Range, check_arguments, check_value
 from composer_tokacc.sampling import Mixture, RegroupingBatchSampler, RegroupingDataLoader
 
 # Keys of one of several parts that are not arguments of the dataset class.
@@ -30,7 +32,19 @@ _RANGES = {
     'on_error': Literal['raise', 'skip'],
 }
 """Of the arguments of our own dataset and small processor."""
-_KEYS_OF_PART = ('name', 'epochs', 'weight')
+_SHARES = ('epochs', 'weight', 'loss_share')
+_KEYS_OF_PART = ('name', *_SHARES)
+
+
+class NamedParts(ConcatDataset):
+    """Several datasets one behind the other, whose samples carry the name of theirs as ``source``."""
+
+    def __init__(self, datasets: Sequence[Dataset], names: Sequence[str]) -> None:
+        super().__init__(datasets)
+        self.names = list(names)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {**super().__getitem__(index), 'source': [self.names[bisect_right(self.cumulative_sizes, index)]]}
 
 
 class FileSource(Source):
@@ -55,7 +69,7 @@ class FileSource(Source):
             raise ConfigError(f'`loader.exchange_ranks` must be false for samples read by index, got: {found}')
         per_step = self.config.loader.modality == 'per_step'
         # Only a RegroupingBatchSampler gives the parts the shares that are asked for.
-        has_shares = 'parts' in self.section and any(part.keys() & {'epochs', 'weight'} for part in self._parts())
+        has_shares = 'parts' in self.section and any(part.keys() & {*_SHARES} for part in self._parts())
         if not self.config.regroups_ranks and (per_step or has_shares):
             what = '`loader.modality: per_step`' if per_step else 'shares of `dataset.parts`'
             raise ConfigError(f'`loader.regroup_ranks` and `microbatching.regroup` must be on for {what}, got: off')
@@ -66,15 +80,20 @@ class FileSource(Source):
             raise ConfigError(f'`dataset.parts` must map names to dataset sections, got: {parts}')
         for name, part in zip(parts, self._parts(), strict=True):
             _check_dataset(f'dataset.parts.{name}', part, own_keys=_KEYS_OF_PART)
-            for key in ('epochs', 'weight'):
-                value = part.get(key, 1)
-                if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
-                    raise ConfigError(f'`dataset.parts.{name}.{key}` must be a positive number, got: {value}')
-        weighted = [name for name, part in parts.items() if 'weight' in part]
-        timed = [name for name, part in parts.items() if 'epochs' in part]
-        if weighted and (len(weighted) < len(parts) or timed):
-            found = f'`weight` in {weighted}, `epochs` in {timed}, of {list(parts)}'
-            raise ConfigError(f'`dataset.parts` must all have a `weight`, or none and perhaps `epochs`, got: {found}')
+            for key in _SHARES:
+                share = Annotated[float, Range(above=0, below=1e9)]
+                check_value(f'dataset.parts.{name}.{key}', part.get(key, 1), share)
+        having = {key: [name for name, part in parts.items() if key in part] for key in _SHARES}
+        used = [key for key in _SHARES if having[key]]
+        if len(used) > 1 or any(len(having[key]) < len(parts) for key in used if key != 'epochs'):
+            found = ', '.join(f'`{key}` in {having[key]}' for key in used)
+            raise ConfigError(
+                '`dataset.parts` must all have a `weight`, or all a `loss_share`, or none and perhaps `epochs`, got: '
+                f'{found}, of {list(parts)}'
+            )
+        shares = [part['loss_share'] for part in parts.values() if 'loss_share' in part]
+        if shares and not math.isclose(sum(shares), 1, abs_tol=1e-6):
+            raise ConfigError(f'`loss_share` of `dataset.parts` must add up to 1, got: {sum(shares):g}')
 
     def _parts(self) -> list[dict[str, Any]]:
         """Returns the sections of the training sets; what stands beside ``parts`` holds for each."""
@@ -112,7 +131,7 @@ class FileSource(Source):
             for record in (record for one in datasets for record in getattr(one, 'records', ())):
                 if record.loss_weights is None:
                     raise record.error('must have `loss_weights` with `token_weights: column`, got: none')
-        return ConcatDataset(datasets) if 'parts' in self.section else datasets[0]
+        return NamedParts(datasets, list(self.section['parts'])) if 'parts' in self.section else datasets[0]
 
     def _open(self, part: dict[str, Any], processor: Any) -> Dataset:
         cls = _dataset_class('dataset', part['name'])
@@ -170,21 +189,20 @@ class FileSource(Source):
             seed=self.config.seed,
             shuffle=loader.shuffle,
             drop_last=loader.drop_last,
-            mixture=self._mixture(dataset) if 'parts' in self.section else None,
+            mixture=self._mixture(dataset, table.loss_tokens) if 'parts' in self.section else None,
             modality=loader.modality,  # pyright: ignore[reportArgumentType]  # refused by the sampler
             **self.planning,
         )
         return RegroupingDataLoader(dataset, batch_sampler=sampler, **options), slot_tokens
 
-    def _mixture(self, dataset: Any) -> Mixture:
+    def _mixture(self, dataset: Any, loss_tokens: Any) -> Mixture:
         """Returns the shares of the parts."""
-        parts = self._parts()
+        parts, sizes = self._parts(), [len(one) for one in dataset.datasets]
+        if 'loss_share' in parts[0]:
+            return Mixture.from_loss_shares(sizes, [part['loss_share'] for part in parts], loss_tokens)
         weights = [part['weight'] for part in parts if 'weight' in part]
-        return Mixture(
-            [len(one) for one in dataset.datasets],
-            epochs=None if weights else [part.get('epochs', 1) for part in parts],
-            weights=weights or None,
-        )
+        epochs = None if weights else [part.get('epochs', 1) for part in parts]
+        return Mixture(sizes, epochs=epochs, weights=weights or None)
 
 
 def _dataset_class(path: str, name: Any) -> Any:

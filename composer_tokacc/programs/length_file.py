@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -23,8 +23,11 @@ from composer_tokacc.data import LengthTable
 from composer_tokacc.layout import BatchLayout, dummy_row
 from composer_tokacc.programs.models import tokenizer_of
 from composer_tokacc.programs.schema import ConfigError, merge
+from composer_tokacc.programs.values import Range
 
 CSV_COLUMNS = {'tokens': 'lengths', **{name: name for name in ('image_tokens', 'loss_tokens', 'vision_patches')}}
+LONGEST = 2**24
+"""Tokens of a sample, far above what any model takes; at a hundred times as many the simulation fills the memory."""
 STAND_IN_SIDES = (336, 1344)
 """Pixels of a small and a large image, which differ in tokens wherever the size decides."""
 
@@ -33,32 +36,26 @@ STAND_IN_SIDES = (336, 1344)
 class LengthDistribution:
     """What is known of data that is not at hand: lognormal lengths of the text, and a share of samples with images."""
 
-    mean: float = MISSING
+    mean: Annotated[float, Range(least=1, most=LONGEST)] = MISSING
     """Tokens of a sample beside those of its images, on average."""
-    variation: float = 0.7
+    variation: Annotated[float, Range(least=0, below=100)] = 0.7
     """Standard deviation of them over their mean."""
-    image_tokens: int = 0
+    image_tokens: Annotated[int, Range(least=0, most=LONGEST)] = 0
     """Tokens of the images of a sample that has any."""
-    with_images: float = 1.0
+    with_images: Annotated[float, Range(least=0, most=1)] = 1.0
     """Share of the samples that have."""
-    longest: int | None = None
+    longest: Annotated[int, Range(least=1, most=LONGEST)] | None = None
     """Longer samples are as long as this; null: ``dataset.max_length``."""
-    samples: int = 20_000
+    samples: Annotated[int, Range(least=1, most=10**7)] = 20_000
     """Samples to draw."""
 
     def draw(self, *, longest: int | None, seed: int) -> LengthTable:
         """Returns a table of so many samples."""
-        longest = (longest or 2**31 - 1) if self.longest is None else self.longest
-        for name, good in (
-            ('mean', 1 <= self.mean < 2**31),
-            ('variation', 0 <= self.variation < 100),
-            ('longest', longest >= 1),
-            ('image_tokens', 0 <= self.image_tokens < longest),
-            ('with_images', 0 <= self.with_images <= 1),
-            ('samples', 1 <= self.samples <= 10**7),
-        ):
-            if not good:
-                raise ConfigError(f'`lengths.{name}` must be a figure that data can have, got: {getattr(self, name)}')
+        longest = (longest or LONGEST) if self.longest is None else self.longest
+        if self.image_tokens >= longest:
+            raise ConfigError(
+                f'`lengths.image_tokens` must be below the longest, got: {self.image_tokens} of {longest}'
+            )
         generator = np.random.default_rng(seed)
         spread = math.sqrt(math.log1p(self.variation**2))
         text = generator.lognormal(math.log(self.mean) - spread**2 / 2, spread, self.samples)
@@ -84,13 +81,11 @@ def read_lengths(path: str) -> LengthTable:
         with opener(path, 'rt', encoding='utf-8-sig') as file:
             lines = csv.reader(file)
             names = [name.strip() for name in next(lines, [])]
-            if 'tokens' not in names or not set(names) <= CSV_COLUMNS.keys():
+            if 'tokens' not in names or not set(names) <= CSV_COLUMNS.keys() or len(names) > len(set(names)):
                 raise ConfigError(
-                    f'`lengths` must have the column tokens, and perhaps {", ".join(list(CSV_COLUMNS)[1:])}, got: '
+                    f'`lengths` must have the column tokens once, and perhaps {", ".join(list(CSV_COLUMNS)[1:])}, got: '
                     f'{", ".join(names)} in {path}. Rename or remove the others'
                 )
-            if len(names) > len(set(names)):
-                raise ConfigError(f'`lengths` must have each column once, got: {", ".join(names)} in {path}')
             rows = [_row(path, lines.line_num, line, len(names)) for line in lines if line]
     except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f'`lengths` must be a CSV file, plain or .gz, got: {path} ({error})') from error
@@ -112,11 +107,12 @@ def read_lengths(path: str) -> LengthTable:
 def _row(path: str, number: int, line: list[str], num_columns: int) -> list[int]:
     try:
         values = [int(value) for value in line]
-        if len(values) != num_columns or min(values) < 0 or max(values) > 2**31 - 1:
+        if len(values) != num_columns or min(values) < 0 or max(values) > LONGEST:
             raise ValueError
     except ValueError:
         raise ConfigError(
-            f'`lengths` must have {num_columns} whole numbers a line, got: {",".join(line)} (line {number} of {path})'
+            f'`lengths` must have {num_columns} whole numbers up to {LONGEST} a line, got: {",".join(line)} '
+            f'(line {number} of {path})'
         ) from None
     return values
 

@@ -162,6 +162,22 @@ def freeze_parameters(model: nn.Module, names: Sequence[str]) -> None:
         raise ValueError(f'`freeze` must leave something to train, got: {list(names)}, which is the whole model')
 
 
+def parameter_groups(model: nn.Module, parts: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns what is trained as an optimizer's groups: one for each part, with its own arguments, and the rest.
+
+    Parts are named as in :func:`freeze_parameters`; a parameter belongs to the longest name that it lies under.
+    """
+    groups: dict[str, dict[str, Any]] = {name: {**own, 'params': []} for name, own in [*parts.items(), ('', {})]}
+    for full, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            names = [name for name in parts if _lies_under(full, name)]
+            groups[max(names, key=len, default='')]['params'].append(parameter)
+    empty = [name for name in parts if not groups[name]['params']]
+    if empty:
+        raise ValueError(f'`optimizer.parts` must name parts of the model that are trained, got: {", ".join(empty)}')
+    return [group for group in groups.values() if group['params']]
+
+
 def read_config(pretrained: str | None, config: dict[str, Any] | None, processor: Any = None) -> PretrainedConfig:
     """Returns the config of a checkpoint, or that of a fresh model with the given fields, without the model.
 

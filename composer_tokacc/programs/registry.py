@@ -68,6 +68,7 @@ _HINTS: dict[str, Any] = {
     'momentum': Annotated[float, FRACTION],
     'precision': Literal[tuple(one.value for one in Precision)] | None,  # type: ignore[valid-type]
     'save_num_checkpoints_to_keep': Annotated[int, Range(least=-1)],
+    'python_log_level': Literal['DEBUG', 'INFO', 'WARNING', 'ERROR', 'CRITICAL'] | None,
     'sharding_strategy': Literal[tuple(SHARDING_MAP)],  # type: ignore[valid-type]
     'smoothing': Annotated[float, FRACTION],
     'state_dict_type': Literal['full', 'sharded'],
@@ -102,7 +103,7 @@ def build_all(kind: str, parts: Mapping[str, Any] | None) -> list[Any]:
 
 def build_section(kind: str, section: Mapping[str, Any], *positional: Any) -> Any:
     """Builds what a checked section with a ``name`` and arguments stands for."""
-    return class_by_name(kind, section['name'])(*positional, **without(section, 'name'))
+    return class_by_name(kind, section['name'])(*positional, **without(section, 'name', 'parts'))
 
 
 def _make(path: str, cls: Any, arguments: Mapping[str, Any], *given: Any) -> Any:

@@ -18,11 +18,13 @@ from composer.models import HuggingFaceModel
 from composer_tokacc.programs.build import RunParts
 from composer_tokacc.programs.export_folder import export_model
 from composer_tokacc.programs.registry import import_by_name, without
+from composer_tokacc.programs.report_page import write_page
 from composer_tokacc.programs.schema import TrainConfig
 
 _LOSS = 'loss/train/total'
 _EVAL = 'metrics/eval/'
 _MONITOR = 'token_monitor/'
+_SOURCE = f'{_MONITOR}source/'
 # Name in TokenMonitor, words, format.
 _MONITOR_LINES = (
     ('device_batch_padding_ratio', 'padding had no microbatch been trimmed', '{:.1%}'),
@@ -32,6 +34,9 @@ _MONITOR_LINES = (
     ('rank_imbalance', 'slowest rank over the mean, in computed positions', '{:.3f}'),
     ('microbatches', 'microbatches a step, over all ranks', '{:.1f}'),
     ('real_tokens_per_second', 'real tokens a second', '{:,.0f}'),
+    ('mfu', 'use of what the devices can do (MFU)', '{:.1%}'),
+    ('seconds_p50', 'seconds of a step, median', '{:.3f}'),
+    ('loader_seconds', 'of it waiting for data', '{:.3f}'),
 )
 
 
@@ -66,7 +71,8 @@ def summarize(
     _, losses = _series(history, _LOSS)
     names = {prefix: [name for name in history.data if name.startswith(prefix)] for prefix in (_EVAL, _MONITOR)}
     last = {name.removeprefix(_EVAL): _series(history, name)[1][-1:] for name in names[_EVAL]}
-    means = {name.removeprefix(_MONITOR): _series(history, name)[1] for name in names[_MONITOR]}
+    monitored = [name for name in names[_MONITOR] if not name.startswith(_SOURCE)]
+    means = {name.removeprefix(_MONITOR): _series(history, name)[1] for name in monitored}
     return {
         'run_name': state.run_name,
         'steps': int(state.timestamp.batch.value),
@@ -78,8 +84,21 @@ def summarize(
         'loss': {'first': losses[0], 'last': losses[-1]} if losses else {},
         'eval': {name: values[0] for name, values in last.items() if values},
         'token_monitor': {name: float(np.mean(values)) for name, values in means.items() if values},
+        'sources': _sources(history),
         'skipped': skipped,
     }
+
+
+def _sources(history: InMemoryLogger) -> dict[str, dict[str, float]]:
+    """Returns what each source gave to the run: tokens in all, mean shares of the steps, its loss first and last."""
+    found = {}
+    for name in sorted({name.removeprefix(_SOURCE).partition('/')[0] for name in history.data if _SOURCE in name}):
+        fields = ('tokens', 'weight', 'positions', 'loss')
+        tokens, weight, positions, loss = (_series(history, f'{_SOURCE}{name}/{field}')[1] for field in fields)
+        found[name] = {'tokens': sum(tokens), 'weight': float(np.mean(weight)), 'positions': float(np.mean(positions))}
+        if loss:
+            found[name] |= {'first_loss': loss[0], 'last_loss': loss[-1]}
+    return found
 
 
 def write_report(config: TrainConfig, parts: RunParts, result: dict[str, Any], history: InMemoryLogger) -> str:
@@ -100,11 +119,12 @@ def write_report(config: TrainConfig, parts: RunParts, result: dict[str, Any], h
         lines += import_by_name('report', config.report['name'])(
             run, **without(config.report, 'folder', 'name', 'export')
         )
+    (folder / 'result.json').write_text(json.dumps(result, indent=2) + '\n')
     if config.report.get('export'):
         export_model(parts.model, folder / 'exported')
         lines.append(('model for transformers', str(folder / 'exported')))
-    (folder / 'result.json').write_text(json.dumps(result, indent=2) + '\n')
     lines.append(('written to', str(folder)))
+    write_page(folder / 'report.html', result['run_name'], lines, history)
     width = max(len(text) for text, _ in lines)
     return '\n'.join(f'{text:<{width}}  {value}' for text, value in lines)
 
@@ -125,6 +145,10 @@ def _lines(result: dict[str, Any]) -> list[tuple[str, str]]:
     if 'MaskedAccuracy' in evaluation:
         lines.append(('held-out token accuracy', f'{evaluation["MaskedAccuracy"]:.2%}'))
     lines += [(text, form.format(monitor[name])) for name, text, form in _MONITOR_LINES if name in monitor]
+    for name, row in result['sources'].items():
+        losses = f', loss {row["first_loss"]:.3f} -> {row["last_loss"]:.3f}' if 'first_loss' in row else ''
+        text = f'{row["tokens"]:,.0f} tokens, {row["weight"]:.1%} of the weight, {row["positions"]:.1%} of the cost'
+        lines.append((f'source {name}', text + losses))
     return lines + [('bad samples', report) for report in result['skipped']]
 
 

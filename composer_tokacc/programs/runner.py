@@ -42,19 +42,10 @@ def run_program(
             check_machine(config)
     except ConfigError as error:
         return refuse(error, on_all_ranks=True)
-
-    def checked(config: TrainConfig) -> int | None:
-        with in_words_of(config):
-            return program(config)
-
-    return _run_watched(checked, config)
-
-
-def _run_watched(program: Callable[[TrainConfig], int | None], config: TrainConfig) -> int:
-    """Runs a program so that what ends one rank is said once, by the rank that met it first."""
     watch = RankWatch(config.trainer.get('dist_timeout', DIST_TIMEOUT))
     try:
-        return program(config) or 0
+        with in_words_of(config):
+            return program(config) or 0
     except (ConfigError, BadSampleError) as error:
         return 2 if watch.tell(one_line(error), 2) else refuse(error)
     except Exception as error:

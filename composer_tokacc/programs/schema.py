@@ -121,12 +121,17 @@ class MicrobatchingConfig:
     """Positions that count: ``causal``, ``causal_attended``, ``unshifted``, or ``auto``: as the model's own loss."""
     on_oversize: Literal['raise', 'warn'] = 'raise'
     """A row over the token budget: ``raise``, naming it, or ``warn``, naming it, and compute it alone."""
+    rehearse: Literal['heaviest', 'none'] | None = None
+    """``heaviest``: before the first step of ``train`` the heaviest microbatches of the whole run go forward and
+    backward once, so that memory fails then or not at all; null: on GPUs."""
 
 
 @dataclass(kw_only=True)
 class TrainConfig:
     """One run. ``algorithms`` and ``callbacks`` map names to arguments, in order, as llm-foundry has them."""
 
+    dry_run: bool = False
+    """Everything but training: config, data, model, the first batch's check and the rehearsal; nothing is written."""
     seed: Annotated[int, Range(least=0, most=2**32 - 1)] = 17
     """Seed of weights, order of samples and everything Composer seeds."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -138,7 +143,7 @@ class TrainConfig:
     algorithms: dict[str, Any] = field(default_factory=dict)
     callbacks: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=lambda: {'name': 'decoupled_adamw'})
-    """``name`` of a Composer or torch class, and its arguments."""
+    """``name`` of a Composer or torch class, its arguments, and ``parts``: arguments of parts of the model, by name."""
     scheduler: dict[str, Any] = field(default_factory=lambda: {'name': 'constant'})
     """``name`` of a Composer scheduler, and its arguments."""
     trainer: dict[str, Any] = field(default_factory=dict)

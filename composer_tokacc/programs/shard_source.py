@@ -158,13 +158,8 @@ class ShardSource(Source):
             if key in arguments:
                 raise ConfigError(f'`{path}.{key}` must be left out, got: {arguments[key]}. Set `{source}`')
         check_video(path, arguments)
-        known = {
-            'max_length',
-            'video',
-            'control_tokens',
-            *inspect.signature(StreamingDataset).parameters,
-        } - _FROM_LOADER.keys()
-        check_names(path, arguments, known)
+        known = {'max_length', 'video', 'control_tokens', *inspect.signature(StreamingDataset).parameters}
+        check_names(path, arguments, known - _FROM_LOADER.keys())
         streams = arguments.get('streams')
         if not any(arguments.get(source) for source in _PLACES):
             raise ConfigError(f'`{path}` must name its shards, got: none of {", ".join(_PLACES)}. Give `{path}.local`')

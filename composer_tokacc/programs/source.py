@@ -142,7 +142,8 @@ class Source(ABC):
 
 def token_data_spec_of(config: TrainConfig, dataloader: Any, *, slot_tokens: int | None, **others: Any) -> DataSpec:
     """Returns :func:`.token_data_spec` with the ``microbatching`` section."""
-    given = without(vars(config.microbatching), 'device_train_microbatch_size', 'device_memory_gib', 'slot_tokens')
+    others_keys = ('device_train_microbatch_size', 'device_memory_gib', 'slot_tokens', 'rehearse')
+    given = without(vars(config.microbatching), *others_keys)
     return token_data_spec(dataloader, slot_tokens=slot_tokens, **given, **others)
 
 

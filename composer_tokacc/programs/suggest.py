@@ -14,20 +14,27 @@ from typing import Any
 
 import numpy as np
 import torch
+from composer.callbacks.speed_monitor import get_gpu_flops_available
+from composer.core import State
 from composer.utils import dist
 
 from composer_tokacc.cache import cache_folder
 from composer_tokacc.data import TABLE_COLUMNS, LengthTable
+from composer_tokacc.layout import BatchLayout
+from composer_tokacc.monitor import TokenMonitor
 from composer_tokacc.planning import CostModel
 from composer_tokacc.programs.models import build_transformers_model
-from composer_tokacc.programs.registry import build_section
+from composer_tokacc.programs.process import say
+from composer_tokacc.programs.registry import build_section, without
 from composer_tokacc.programs.schema import TrainConfig, precision_of
 from composer_tokacc.programs.sources import source_of
 from composer_tokacc.sizing import (
     GIB,
+    FlopModel,
     MemoryModel,
     SizingReport,
     calibrate_fake,
+    count_flops,
     load_or_calibrate,
     suggest_microbatching,
 )
@@ -106,6 +113,34 @@ def memory_of_run(config: TrainConfig, dataset: Any, processor: Any, table: Leng
         )
 
     return load_or_calibrate(cache_folder('memory'), _key(config, table), calibrate)
+
+
+def watch_flops(config: TrainConfig, parts: Any, state: State) -> None:
+    """Has the run's :class:`.TokenMonitor` count operations, where it knows what a device can do; a collective."""
+    monitor = next((one for one in state.callbacks if isinstance(one, TokenMonitor)), None)
+    if monitor is None or not (monitor.device_tflops or get_gpu_flops_available(state)):
+        return
+    layout, counted = BatchLayout.for_model(parts.model), [None]
+    table = source_of(config).measure(parts.train_dataset, parts.processor)
+    if dist.get_global_rank() == 0:
+        say('counting the operations of the model ...')
+        try:
+            counted = [flops_of_run(config, parts.train_dataset, parts.processor, table).coefficients]
+        except Exception as error:  # whatever a trace trips over is no reason not to train
+            log.warning('MFU is not logged, as the model could not be traced: %s: %s', type(error).__name__, error)
+    dist.broadcast_object_list(counted)
+    monitor.flops = None if counted[0] is None else FlopModel(coefficients=counted[0], layout=layout, residual=0.0)
+
+
+def flops_of_run(config: TrainConfig, dataset: Any, processor: Any, table: LengthTable) -> FlopModel:
+    """Returns the operations of a config's run, traced: with eager attention, whose products are seen."""
+    own = {'attn_implementation': 'eager', 'activation_checkpointing': False}
+    settings = {**without(asdict(config.model), 'train_metrics'), **own}
+    build = partial(build_transformers_model, processor=processor, load_weights=False, **settings)
+    with torch.device('meta'):
+        model_config = build().config
+    samples = [dataset[index] for index in _probe_samples(table)]
+    return count_flops(build, model_config, samples, width=int(table.lengths.max()))
 
 
 def device_memory_gib(config: TrainConfig) -> float:

@@ -3,11 +3,16 @@
 
 """Who reads what: sampler, mixture, loaders of pre-split batches, exchange between ranks, resumption."""
 
+from typing import TYPE_CHECKING
+
+from composer_tokacc.faces import on_first_use
 from composer_tokacc.sampling.exchange import ExchangingDataLoader
 from composer_tokacc.sampling.loader import RegroupingDataLoader
 from composer_tokacc.sampling.mixture import Mixture
-from composer_tokacc.sampling.resume import RestoreRandomState, SkipReadBatches
 from composer_tokacc.sampling.sampler import RegroupingBatchSampler
+
+if TYPE_CHECKING:
+    from composer_tokacc.sampling.resume import RestoreRandomState, SkipReadBatches
 
 __all__ = [
     'ExchangingDataLoader',
@@ -17,3 +22,6 @@ __all__ = [
     'RestoreRandomState',
     'SkipReadBatches',
 ]
+
+# Callbacks alone need Composer.
+__getattr__ = on_first_use(__name__, {'RestoreRandomState': 'resume', 'SkipReadBatches': 'resume'})

@@ -16,9 +16,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.distributed
-from composer.utils import dist
 from torch.utils.data import DataLoader, Dataset
 
+from composer_tokacc.collectives import get_global_rank, get_world_size
 from composer_tokacc.planning import CostModel, CutOptions
 from composer_tokacc.sampling.rank_assignment import LoadPlanner, RankAssignment
 from composer_tokacc.sampling.repeated_samples import num_repeated_by
@@ -75,7 +75,7 @@ class ExchangingDataLoader(DataLoader):
         **kwargs: Any,
     ) -> None:
         # An own generator: seeding workers must not move the random numbers of the run.
-        kwargs.setdefault('generator', torch.Generator().manual_seed(torch.initial_seed() + dist.get_global_rank()))
+        kwargs.setdefault('generator', torch.Generator().manual_seed(torch.initial_seed() + get_global_rank()))
         # Workers send each tensor through a file of its own, and samples are many: so they send one that holds all.
         super().__init__(dataset, collate_fn=to_bytes if kwargs.get('num_workers') else list, **kwargs)
         if self.batch_size is None:
@@ -87,7 +87,7 @@ class ExchangingDataLoader(DataLoader):
             max_tokens=max_tokens, max_image_tokens=max_image_tokens, width_multiple=width_multiple,
             objective=objective, cost=cost or CostModel(),
         )  # fmt: skip
-        self._planner = LoadPlanner(dist.get_world_size(), options)
+        self._planner = LoadPlanner(get_world_size(), options)
         self._patches = None if cost is None else patches  # without a cost the encoder is free: no need to look
         self._exchange = SampleExchange()
         self._num_samples = 0
@@ -106,7 +106,7 @@ class ExchangingDataLoader(DataLoader):
             assignments = [RankAssignment.from_plan(microbatches, range(len(lengths))) for microbatches in plan]
             to_compute = self._exchange.swap(samples, list(map(len, sizes)), [list(one) for one in assignments])
             self._num_samples += len(lengths)
-            ready = planner.collate(self._collate, to_compute, assignments[dist.get_global_rank()])
+            ready = planner.collate(self._collate, to_compute, assignments[get_global_rank()])
             ready.indices = None  # they count the samples of this step, and say nothing to a user
             yield ready.pin_memory() if self._pin else ready
 
@@ -159,9 +159,9 @@ class SampleExchange:
 
     def gather(self, value: Any) -> list[Any]:
         """Returns the values of all ranks, by rank; for small ones."""
-        if dist.get_world_size() == 1:
+        if get_world_size() == 1:
             return [value]
-        values: list[Any] = [None] * dist.get_world_size()
+        values: list[Any] = [None] * get_world_size()
         torch.distributed.all_gather_object(values, value, group=self._gloo())
         return values
 
@@ -173,7 +173,7 @@ class SampleExchange:
             num_samples: How many each rank has. Samples of all ranks are counted through in the order of the ranks.
             assigned: Numbers of the samples that each rank shall have; several may have the same.
         """
-        rank = dist.get_global_rank()
+        rank = get_global_rank()
         owners = [owner for owner, number in enumerate(num_samples) for _ in range(number)]
         first = sum(num_samples[:rank])
         wanted = [[samples[index - first] for index in of_rank if owners[index] == rank] for of_rank in assigned]

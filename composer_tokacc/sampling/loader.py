@@ -64,7 +64,8 @@ class RegroupingDataLoader(DataLoader):
         self._generator = torch.Generator()
         kwargs.setdefault('generator', self._generator)
         collate = partial(batch_sampler.planner.collate, collate_fn or default_collate)
-        super().__init__(_PlannedDataset(dataset, collate), batch_sampler=batch_sampler, collate_fn=_Parcel, **kwargs)
+        pack: Any = _Parcel if kwargs.get('pin_memory') else _as_it_is
+        super().__init__(_PlannedDataset(dataset, collate), batch_sampler=batch_sampler, collate_fn=pack, **kwargs)
         self._resume_at = (0, 0)
         self._yielded = (0, 0)
 
@@ -81,6 +82,10 @@ class RegroupingDataLoader(DataLoader):
     def _sampler(self) -> RegroupingBatchSampler:
         assert isinstance(self.batch_sampler, RegroupingBatchSampler), 'checked in __init__; torch forbids a change'
         return self.batch_sampler
+
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the epoch of the next iteration, as trainers ask a loader that shuffles by it."""
+        self._sampler.set_epoch(epoch)
 
     def skip_to(self, epoch: int, batch: int) -> None:
         """Yields what comes before batch `batch` of epoch `epoch` as ``SkippedBatch``, once."""
@@ -105,10 +110,10 @@ class RegroupingDataLoader(DataLoader):
         # Of worker processes: another one for each rank, epoch, and place of resumption.
         entropy = [sampler.seed % 2**32, epoch, sampler.rank, first]
         self._generator.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1)[0]))
-        for parcel in super().__iter__():
+        for batch in super().__iter__():
             first += 1
             self._yielded = (epoch, first)
-            yield parcel.batch
+            yield batch.batch if isinstance(batch, _Parcel) else batch
 
     def state_dict(self) -> dict[str, Any]:
         """State of the sampler after the batch that was yielded last, whatever workers have fetched ahead."""
@@ -142,6 +147,10 @@ class _PlannedDataset(Dataset):
         indices, read = list(assignment), getattr(self.dataset, '__getitems__', None)
         samples = read(indices) if read is not None else [self.dataset[index] for index in indices]
         return self._collate(samples, assignment)
+
+
+def _as_it_is(batch: PreSplitBatch) -> PreSplitBatch:
+    return batch
 
 
 class _Parcel:

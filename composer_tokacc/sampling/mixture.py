@@ -13,6 +13,8 @@ from fractions import Fraction
 import numpy as np
 import torch
 
+from composer_tokacc.planning import Table, checked_table
+
 
 @dataclass(frozen=True)
 class Mixture:
@@ -43,6 +45,29 @@ class Mixture:
                 raise ValueError(
                     f'`{name}` must be one positive number for each of {len(self.sizes)} datasets, got: {list(values)}.'
                 )
+
+    @classmethod
+    def from_loss_shares(cls, sizes: Sequence[int], shares: Sequence[float], loss_tokens: Table) -> Mixture:
+        """Returns the mixture in which each dataset has its share of the loss tokens.
+
+        A dataset's weight is its share over the mean loss tokens of its samples, so the share is exact over whole
+        passes. Every global batch has the samples that go with it, to within one or two; how far its tokens are off
+        depends on how unlike a dataset's samples are.
+
+        Args:
+            sizes: Samples of each dataset.
+            shares: Of the loss tokens, relative.
+            loss_tokens: Of each sample of all datasets, (sum(sizes),).
+
+        Raises:
+            ValueError: If a dataset has no loss tokens, or an argument is out of range.
+        """
+        ends = np.cumsum(sizes)
+        tokens = checked_table('loss_tokens', loss_tokens, int(ends[-1]), least=0)
+        means = [tokens[end - size : end].mean() for size, end in zip(sizes, ends, strict=True)]
+        if min(means) == 0:
+            raise ValueError(f'`loss_tokens` must be some in every dataset, got: means of {means}. Leave it out.')
+        return cls(sizes, weights=[float(share / mean) for share, mean in zip(shares, means, strict=True)])
 
     @property
     def quotas(self) -> list[Fraction]:

@@ -12,9 +12,9 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
-from composer.utils import dist
 from torch.utils.data import Dataset, DistributedSampler
 
+from composer_tokacc.collectives import get_global_rank, get_world_size
 from composer_tokacc.planning import CostModel, CutOptions, MicrobatchPlan, Table, checked_table
 from composer_tokacc.sampling.mixture import Mixture, mixed_batches
 from composer_tokacc.sampling.rank_assignment import LoadPlanner, RankAssignment
@@ -96,8 +96,8 @@ class RegroupingBatchSampler(DistributedSampler):
         modality: Literal['mixed', 'per_step'] = 'mixed',
         media: Table | None = None,
     ) -> None:
-        num_replicas = dist.get_world_size() if num_replicas is None else num_replicas
-        rank = dist.get_global_rank() if rank is None else rank
+        num_replicas = get_world_size() if num_replicas is None else num_replicas
+        rank = get_global_rank() if rank is None else rank
         num_samples = len(dataset)  # pyright: ignore[reportArgumentType]
         _check_batch_size(global_batch_size, num_replicas, num_samples, mixture, drop_last)
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)

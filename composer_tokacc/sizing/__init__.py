@@ -8,6 +8,7 @@ Three parts. A run's own model is traced without its memory, which gives a memor
 simulated with the run's own cuts, and reported (``profile``, ``simulate``, ``report``); ``timing`` speaks of seconds.
 """
 
+from composer_tokacc.sizing.flops import FlopModel, count_flops
 from composer_tokacc.sizing.memory_model import GIB, MemoryModel, calibrate_fake, load_or_calibrate
 from composer_tokacc.sizing.profile import SampleSizes
 from composer_tokacc.sizing.report import SizingReport, draw_report
@@ -21,12 +22,14 @@ __all__ = [
     'GIB',
     'BatchShape',
     'Capacity',
+    'FlopModel',
     'MemoryModel',
     'MicrobatchTimer',
     'SampleSizes',
     'SizingReport',
     'StaticBytes',
     'calibrate_fake',
+    'count_flops',
     'draw_batches',
     'draw_report',
     'fit_cost',

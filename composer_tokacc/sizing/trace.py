@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from composer_tokacc.compat import DataDependentOutputException, let_fake_weights_be_swapped
 from composer_tokacc.layout import BatchLayout, with_media
@@ -70,6 +71,7 @@ class TracedStep:
         self._named = inspect.signature((self.model.get_base_model() if is_adapted else self.model).forward).parameters
         self.vocab_size = self.model.config.get_text_config().vocab_size
         self._logits_dtype: torch.dtype | None = None  # of the step before: none yet
+        self._counter: FlopCounterMode | None = None
         self._warm_up(first_batch)
         self.static = self._count_static(make_optimizer)
         if strategy == 'fsdp' and self._dtype is not None:
@@ -99,6 +101,13 @@ class TracedStep:
         end_phase('blocks')
         return MicrobatchPeaks(BatchShape.from_batch(batch, self.layout), phases)
 
+    def count_flops(self, batch: Mapping[str, Any]) -> int:
+        """Returns the floating point operations of a microbatch's matrix products, forward and backward."""
+        self._counter = FlopCounterMode(display=False)
+        self._step(batch)
+        counter, self._counter = self._counter, None
+        return counter.get_total_flops()
+
     def _step(self, batch: Mapping[str, Any]) -> torch.dtype | None:
         """Runs forward and backward, as the Trainer does them; returns the type of the logits."""
         inputs = {key: value for key, value in with_media(self.layout, batch).items() if key in self._named}
@@ -124,7 +133,7 @@ class TracedStep:
     @contextmanager
     def _tracked(self) -> Iterator[None]:
         try:
-            with RealInputs(self._mode), self._tracker:
+            with RealInputs(self._mode), self._tracker, self._counter or nullcontext():
                 yield
         except (DataDependentOutputException, RuntimeError) as error:
             raise ValueError(

@@ -172,6 +172,23 @@ def test_loss_of_samples_alone(copies, microbatch_size, wrapped):
     assert relative_error(recorder.gradients, expected) < 1e-6
 
 
+class NormTerm(HuggingFaceModel):
+    """Beside the mean over tokens one over rows, which does not ask for their labels."""
+
+    def loss(self, outputs, batch):
+        return {'lm': outputs['loss'], 'norm': outputs['logits'][:, 0].square().mean()}
+
+
+def test_term_of_samples_that_ignores_labels_is_refused_beside_a_row_that_fills_up_a_rank():
+    model: HuggingFaceModel = NormTerm(text_model(), shift_labels=True, use_logits=True)
+    rows = len(SHAPE)
+    batch, algorithm = collate(text_rows(SHAPE)), TokenAccumulation(loss_units={'lm': 'tokens', 'norm': 'samples'})
+    train(model, token_data_spec(loader(batch)), algorithms=[algorithm], microbatch_size=rows)
+    given = with_metadata(batch, samples=[1] * (rows - 1) + [0])
+    with pytest.raises(RuntimeError, match='got: a gradient in 1 of 5 rows'):
+        train(model, token_data_spec(loader(given)), algorithms=[algorithm], microbatch_size=rows)
+
+
 def test_noise_that_is_scaled_by_the_width_is_said(caplog):
     model = text_model()
     setattr(model.model.embed_tokens, 'neftune_noise_alpha', 5.0)  # noqa: B010

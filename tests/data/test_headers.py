@@ -174,7 +174,7 @@ def assert_same(table, expected):
 
 
 @pytest.mark.parametrize('name', PROCESSORS)
-@pytest.mark.parametrize('padding_side', ['right', 'left'])
+@pytest.mark.parametrize('padding_side', ['right', pytest.param('left', marks=pytest.mark.slow)])
 def test_table_from_headers_is_that_of_the_samples(name, padding_side, path, tmp_path, by_headers):
     processor = PROCESSORS[name]()
     getattr(processor, 'tokenizer', processor).padding_side = padding_side

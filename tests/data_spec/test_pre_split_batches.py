@@ -60,7 +60,7 @@ def names(microbatches):
 @pytest.fixture
 def two_ranks(monkeypatch):
     """This process is one of two ranks, which all say what this one says."""
-    monkeypatch.setattr('composer_tokacc.data_spec.split.dist.get_world_size', lambda: 2)
+    monkeypatch.setattr('composer_tokacc.data_spec.split.get_world_size', lambda: 2)
     monkeypatch.setattr('composer_tokacc.data_spec.in_step.max_over_ranks', list)
 
 

@@ -30,7 +30,7 @@ def test_steps_without_media_are_exact_on_two_ranks():
 
 
 @pytest.mark.slow
-def test_once_ddp_was_seen_to_reduce_in_the_last_microbatch_alone_only_that_one_gets_rows_with_media():
+def test_once_ddp_was_seen_to_reduce_in_the_last_microbatch_alone_none_gets_rows_with_media():
     once = [{'family': name} for name in ('llava', 'qwen2_5_vl', 'idefics3', 'qwen2_vl_video')]
     once.append({'family': 'llava', 'ddp_sync_strategy': 'forced_sync'})
     always = [{'family': 'llava', 'ddp_sync_strategy': 'multi_auto_sync'}]
@@ -41,7 +41,7 @@ def test_once_ddp_was_seen_to_reduce_in_the_last_microbatch_alone_only_that_one_
             assert len(first) > 2
             assert sum(map(bool, first)) >= len(first) - 1  # one has media of its own
             for step in steps:
-                assert any(step[:-1]) == ('multi' in arguments.get('ddp_sync_strategy', '')), (arguments, step)
+                assert any(step) == ('multi' in arguments.get('ddp_sync_strategy', '')), (arguments, step)
 
 
 @pytest.mark.slow
@@ -97,6 +97,13 @@ def test_run_resumed_at_a_step_without_media_ends_with_the_parameters_of_the_unb
 
 
 @pytest.mark.slow
-def test_gradients_that_only_some_ranks_have_are_refused_where_the_trainer_reduces_by_itself():
-    told = launch_json('tests/ranks/other_gradients.py', ranks=2)
-    assert all('All ranks must have gradients of the same parameters' in one for one in told), told
+def test_types_whose_layout_is_found_are_exact_where_one_rank_has_media_or_none():
+    """The first step is text alone; parameters that no rank reaches have a gradient of zero, or none under FSDP."""
+    cases = [('gemma4', 'image'), ('molmo2', 'image'), ('lfm2_vl', 'image'), ('glmasr', 'audio'), ('internvl', 'image')]
+    runs = [{'model_type': name, 'modality': one, 'steps': 'tmtm'} for name, one in cases]
+    runs += [{**one, 'fsdp': True} for one in runs[1:]]  # in float32, where Gemma 4 by itself rounds by 5e-5
+    for arguments, errors in zip(
+        runs, launch_json('tests/ranks/found_families.py', json.dumps(runs), ranks=2), strict=True
+    ):
+        assert len(errors) == len(arguments['steps'])
+        assert max(errors) < 1e-6, (arguments, errors)

@@ -50,7 +50,7 @@ _FENCE = re.compile(
 )
 REASONS = {
     'dry run': ('needs a GPU', 'needs a checkpoint of the hub', 'installs', 'takes minutes'),
-    'not run': ('llm-foundry takes seven gigabytes',),
+    'not run': ('llm-foundry takes seven gigabytes', 'another environment'),
 }
 _COMMAND = re.compile(r'(\w+=\w+ )?(python -m|composer -n|make|pip|uv) \S')
 _OVERRIDE = re.compile(rf'({"|".join(field.name for field in fields(TrainConfig))})\.[\w.]+=\S')

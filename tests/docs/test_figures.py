@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.foreign_equality import table_of as table_of_equality
+from benchmarks.pages import filled
 from benchmarks.token_weights import table_of as table_of_weights
 from tests.data.formats_page import page as formats_page
 from tests.support.launch import ROOT
@@ -25,6 +27,15 @@ def row_of(page: str, beginning: str) -> list[str]:
     rows = [line for line in (ROOT / page).read_text().splitlines() if line.startswith(f'| {beginning}')]
     assert len(rows) == 1, f'{page}: {len(rows)} rows begin with {beginning}'
     return [cell.strip().replace('*', '').replace(' % padding', ' %') for cell in rows[0].strip('|').split('|')]
+
+
+def test_equality_tests_of_others():
+    found = results('foreign_equality')
+    page = (ROOT / 'docs' / 'benchmarks.md').read_text()
+    assert page == filled(page, {'foreign_equality': lambda: table_of_equality(found)})
+    for case in found['cases']:
+        assert case['ours']['passes']
+        assert not case['stock']['passes'], 'the text says that stock fails them'
 
 
 @pytest.mark.parametrize('page', ['README.md', 'docs/benchmarks.md'])

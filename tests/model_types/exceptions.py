@@ -7,10 +7,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 _ROPE = {'rope_theta': 1e4, 'rope_type': 'default', 'mrope_section': [4, 2, 2]}
 _MROPE = ('glm_ocr', 'glmga', 'qwen2_vl', 'qwen2_5_vl', 'glm46v', 'glm4v', 'paddleocr_vl')
 _THINKER = {'vision_start_token_id': 152, 'vision_end_token_id': 153}
 _MINICPM = {'image_token_id': 150, 'video_token_id': 151, 'insert_layer_id': 0}
+
+_INDEXER = {
+    'indexer_n_heads': 2, 'indexer_kv_heads': 1, 'indexer_head_dim': 16, 'indexer_budget': 64,
+    'indexer_compress_ratio': 4,
+}  # fmt: skip
 
 CONFIGS: dict[str, dict[str, Any]] = {
     'aria': {
@@ -28,6 +35,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         'vocabulary_map': {'<image>': 150, '<|extra_200|>': 99,
         **{f'<|visual token {n:06}|>': 110 + n for n in range(8)}},
     },
+    'fast_vlm': {'vision_config.hidden_size': 16},
+    'gemma3n': {
+        'vision_config.hidden_size': 16, 'vision_soft_tokens_per_image': 16, 'text_config.num_kv_shared_layers': 0,
+    },
+    'perception_lm': {'vision_config.model_args': {'embed_dim': 16}, 'vision_use_cls_token': False},
+    'mistral4': {'rope_parameters.partial_rotary_factor': 1.0},
     'hunyuan_vl': {'text_config.head_dim': 16, 'text_config.rope_parameters': {**_ROPE, 'mrope_section': [2, 2, 2, 2]}},
     'molmo2': {
         'adapter_config.vision_feature_layer': [1, 0], 'vision_config.image_size': [16, 16],
@@ -62,10 +75,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         'downsample_rate': '1/2', 'vision_config.hidden_size': 128, 'qformer_config.hidden_size': 128,
         'deepstack_layer_map': [[0, 0], [1, 1]], 'spatial_target_layers': [0, 1],
     },
-    'qwen4_exp': {
-        'text_config.indexer_n_heads': 2, 'text_config.indexer_kv_heads': 1, 'text_config.indexer_head_dim': 16,
-        'text_config.indexer_budget': 64, 'text_config.indexer_compress_ratio': 4,
-    },
+    'qwen4_exp': {f'text_config.{key}': size for key, size in _INDEXER.items()},
+    'qwen4_exp_text': _INDEXER,
     'qwen2_5_omni_thinker': {**_THINKER, 'text_config.rope_parameters': _ROPE},
     'qwen3_omni_moe_thinker': {**_THINKER, 'audio_config.downsample_hidden_size': 16},
     'gemma3': {'mm_tokens_per_image': 4},
@@ -114,8 +125,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     'deepseek_vl_hybrid': {'high_res_vision_config.global_attn_indexes': [0]},
     'vibevoice_asr': {
-        f'{part}_tokenizer_encoder_config.{key}': value for part in ('acoustic', 'semantic')
-        for key, value in (('num_filters', 1), ('depths', [1] * 7))
+        **{
+            f'{part}_tokenizer_encoder_config.{key}': value for part in ('acoustic', 'semantic')
+            for key, value in (('num_filters', 1), ('depths', [1] * 7))
+        },
     },
     # Text.
     'bailing_hybrid': {'topk_group': 1},
@@ -129,7 +142,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     'jamba': {'attn_layer_period': 2, 'attn_layer_offset': 1},
     'lfm2_moe': {'layer_types': ['conv', 'full_attention'], 'num_dense_layers': 1},
     'mamba2': {'num_heads': 4, 'n_groups': 1},
-    'mimo_v2_flash': {'rope_parameters': {
+    'mimo_v2_flash': {'num_attention_heads': 4, 'rope_parameters': {
         kind: {'rope_type': 'default', 'rope_theta': 1e4, 'partial_rotary_factor': 0.5}
         for kind in ('full_attention', 'sliding_attention')
     }},
@@ -144,7 +157,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
         'attention_hidden_size': 64, 'attention_head_dim': 32, 'num_hidden_layers': 4,
         'layers_block_type': ['linear_attention', 'hybrid'] * 2,
     },
-    'zamba2': {'n_mamba_heads': 4, 'mamba_headdim': 16, 'mamba_ngroups': 1, 'attention_hidden_size': 64,
+    'zamba2': {'num_hidden_layers': 4, 'layers_block_type': ['linear_attention', 'hybrid'] * 2,
+        'hybrid_layer_ids': [1, 3], 'n_mamba_heads': 4,
+        'mamba_headdim': 16, 'mamba_ngroups': 1, 'attention_hidden_size': 64,
         'attention_head_dim': 32},
 }  # fmt: skip
 
@@ -152,7 +167,21 @@ _GEMMA_PATCHES = {'image': {'patch_size': 4, 'max_soft_tokens': 70}, 'video': {'
 _SQUARE = {'height': 64, 'width': 64}
 _FULL_SOUND = {'audio_call': {'padding': 'max_length'}}
 
+_ALONE: list[list[int]] = [[0], [1], [2]]
+
 PROCESSORS: dict[str, dict[str, Any]] = {
+    **{name: {'image': {'name': 'CLIPImageProcessor'}} for name in ('fast_vlm', 'gemma3n')},
+    'perception_lm': {'image': {'max_num_tiles': 2, 'tile_size': 16}, 'image_items': [[1], [], [1, 1], []]},
+    'nemotron_h_omni': {
+        'video': {
+            'norm_mean': [0.5] * 3,
+            'norm_std': [0.5] * 3,
+            'patch_size': 4,
+            'video_target_num_patches': 16,
+        }
+    },
+    'pp_formulanet': {'decoder_ids': True},
+    'unlimited_ocr': {'image_items': _ALONE, 'lists': ('num_local_patches',)},
     'aria': {'image': {'max_image_size': 490}},
     'qwen3_omni_moe_thinker': {'like': 'qwen3_omni_moe'},
     'qwen2_5_omni_thinker': {'like': 'qwen2_5_omni'},
@@ -167,11 +196,13 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     'glm_ocr': {'like': 'glm46v', 'frames': True},
     'qwen3_vl_moe': {'like': 'qwen3_vl'},
     'vision-encoder-decoder': {'image': {'name': 'ViTImageProcessor'}},
-    **{name: {'nested': True} for name in ('idefics2', 'idefics3', 'smolvlm', 'granite_docling', 'mllama', 'idefics')},
+    **{name: {'nested': True} for name in ('idefics2', 'idefics3', 'smolvlm', 'granite_docling')},
+    'mllama': {'nested': True, 'image_items': _ALONE, 'image_count': 1},
+    'idefics': {'slots': True},
     'moss_transcribe_diarize': {**_FULL_SOUND, 'audio': {'chunk_length': 2}},
     'voxtral': {**_FULL_SOUND, 'audio': {'chunk_length': 2}},
     'glmasr': {'length': 3840},
-    'llava_onevision': {'nested': True},
+    'llava_onevision': {'nested': True, 'image_items': _ALONE},  # several in a row are not cut into tiles
     'ernie4_5_vl_moe': {'video': {'draw_on_frames': False}},
     'florence2': {'image': {'size': _SQUARE, 'crop_size': _SQUARE}},
     'lfm2_vl': {'image': {'max_num_patches': 64, 'encoder_patch_size': 4, 'tile_size': 32}},
@@ -179,7 +210,8 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     'dots3_note': {'image': {'temporal_patch_size': 1}, 'video': {'temporal_patch_size': 1}},
     'diffusion_gemma': {'like': 'gemma4', **_GEMMA_PATCHES},
     'nemo_speechlm': {'length': 3680, 'audio': {'feature_size': 16}},
-    'voxtral_realtime': {'length': 5120},
+    'kyutai_speech_to_text': {'modalities': (), 'codes': True},
+    'pi0': {'modalities': (), 'robot': True},
     'smolvlm': {'nested': True, 'video_items': [[0], [1], [2]]},
     'video_llava': {'image_count': 16},
     'udop': {'image': {'name': 'ViTImageProcessor', 'size': {'height': 16, 'width': 16}}},
@@ -193,15 +225,14 @@ PROCESSORS: dict[str, dict[str, Any]] = {
 }
 """By model type: settings by modality; `nested`: a list of images a row; `like`: the type whose processors it takes."""
 
-_THINKS = 'its forward takes no batch; its thinker is trained'
+THINKERS = {'qwen2_5_omni': 'qwen2_5_omni_thinker', 'qwen3_omni_moe': 'qwen3_omni_moe_thinker'}
+"""Types whose own forward takes no batch, by the part that is trained."""
+
+NEWER = 'it wants torch 2.8 or newer: scatter of int32'
+_IS_OLD = tuple(map(int, torch.__version__.split('.')[:2])) < (2, 8)
 UNTRIED: dict[str, str] = {
-    'qwen2_5_omni': _THINKS,
-    'qwen3_omni_moe': _THINKS,
-    'mllama': 'it is exact in the table above',
-    'diffusion_gemma': 'its forward gives no loss',
-    'glm5_next': 'it wants a newer torch: scatter of int32',
-    'qwen4_exp': 'it wants a newer torch: scatter of int32',
-    'pi0': 'actions of a robot carry its loss, no tokens',
+    **({'glm5_next': NEWER, 'qwen4_exp': NEWER} if _IS_OLD else {}),
+    'voxtral_realtime': 'text as wide as its sound, which is not trimmed with it: stopped by its own forward',
 }
 """Why a type has no trial here."""
 
@@ -213,13 +244,12 @@ UNTRIED_TEXT: dict[str, str] = {
     'git': 'it takes no batch without images; it stands among the multimodal types',
     'musicgen': _DECODES,
     'musicgen_melody': _DECODES,
-    'qwen4_exp': UNTRIED['qwen4_exp'],
-    'qwen4_exp_text': UNTRIED['qwen4_exp'],
+    **({'qwen4_exp': NEWER, 'qwen4_exp_text': NEWER} if _IS_OLD else {}),
 }
 """The same of text types."""
 
 ONE_EACH: dict[str, str] = {
-    'blip': 'text', 'git': 'text', 'pix2struct': 'decoder', 'pp_formulanet': 'decoder',
+    'blip': 'text', 'idefics': 'text', 'git': 'text', 'pix2struct': 'decoder', 'pp_formulanet': 'decoder',
     'vision-encoder-decoder': 'decoder', 'udop': 'seq2seq', 'kosmos-2': 'masked', 'kosmos-2.5': 'masked',
         'evolla': 'text',
 }  # fmt: skip

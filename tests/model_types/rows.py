@@ -36,6 +36,9 @@ _MASKS = ('input_features_mask', 'feature_attention_mask', 'padding_mask', 'audi
 class Maker:
     """Makes batches of a model type."""
 
+    side = 'right'
+    """Where rows are padded."""
+
     def __init__(self, model_type: str, model: Any) -> None:
         self.model_type, self.model, self.config = model_type, model, model.config
         self.named = inspect.signature(type(model).forward).parameters
@@ -52,14 +55,8 @@ class Maker:
             rows = [[4 + (row * 11 + 5 * place) % 90 for place in range(count)] for row, count in enumerate(WORDS)]
             return self._joined(rows, [[0] * len(row) for row in rows], None)
         one_each = ONE_EACH.get(self.model_type)
-        one_a_row = [[0], [1], [2]]
-        items = (
-            one_a_row
-            if one_each
-            else self.settings.get(f'{modality}_items', ITEMS[modality])
-            if has_media
-            else [[]] * len(WORDS)
-        )
+        given = self.settings.get(f'{modality}_items', ITEMS[modality]) if has_media else [[]] * len(WORDS)
+        items = [[0], [1], [2]] if one_each else given
         flat = [item for row in items for item in row]
         media = self.media(modality, items) if flat else {}
         counts = dict.fromkeys(flat, 0) if one_each else {item: self.count(modality, item) for item in set(flat)}
@@ -83,7 +80,14 @@ class Maker:
             words = [4 + (row * 11 + 5 * place) % 90 for place in range(WORDS[row])]
             rows.append(text + words)
             types.append(kinds + [0] * len(words))
-        return media | self._joined(rows, types, one_each)
+        joined = self._joined(rows, types, one_each)
+        if self.settings.get('slots'):  # Idefics: a slot an image, and who sees it
+            media['pixel_values'] = media['pixel_values'].unflatten(0, (-1, 1))
+            joined['image_attention_mask'] = joined['attention_mask'][..., None]
+        if 'cross_attention_mask' in self.named and media:
+            sees = (joined['input_ids'] == ids[0]).cumsum(dim=1)
+            joined['cross_attention_mask'] = sees[..., None, None] * media['aspect_ratio_mask'][:, None]
+        return media | joined
 
     def _sounds(self, items: Sequence[int], size: int) -> dict[str, torch.Tensor]:
         """Where a package for sounds is missing: frames as the forward documents them, padded, and their mask."""
@@ -100,18 +104,25 @@ class Maker:
         return found if isinstance(found, int) else 4
 
     def _joined(self, rows: list[list[int]], types: list[list[int]], one_each: str | None) -> dict[str, Any]:
-        width = max(map(len, rows))
-        ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
-        kinds = torch.tensor([row + [0] * (width - len(row)) for row in types])
-        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+        ids, kinds, mask = map(self._padded, (rows, types, [[1] * len(row) for row in rows]))
         labels = ids.masked_fill((mask == 0) | (kinds > 0), -100)
+        if self.side == 'left':  # or a pad would predict it
+            labels = labels.masked_fill(mask.cumsum(dim=1) == 1, -100)
         batch = {'input_ids': ids, 'attention_mask': mask, 'labels': labels}
+        if self.settings.get('decoder_ids'):
+            batch['decoder_input_ids'] = ids
         if one_each == 'decoder':
             del batch['input_ids'], batch['attention_mask']
         if one_each == 'seq2seq' or (self.config.is_encoder_decoder and one_each != 'decoder'):
             batch['labels'] = torch.tensor([[4, 5, 6, 7], [8, 9, -100, -100], [9, 8, 7, -100], [5, 6, -100, -100]])[
                 : len(rows)
             ]
+        if self.settings.get('codes'):  # text and sound in one tensor
+            codes = torch.ones(*ids.shape, self.config.num_codebooks, dtype=torch.long)
+            batch['input_ids'] = torch.cat([ids[..., None], codes], dim=-1)
+        if self.settings.get('robot'):
+            del batch['labels']
+            batch |= {'state': torch.zeros(len(ids), 32), 'actions': torch.zeros(len(ids), 4, 32)}
         if one_each == 'masked':
             batch['image_embeds_position_mask'] = (kinds > 0).long()
         if 'bbox' in self.named:
@@ -121,10 +132,17 @@ class Maker:
                 batch[key] = kinds
         return batch
 
+    def _padded(self, rows: list[list[int]]) -> torch.Tensor:
+        width = max(map(len, rows))
+        pads = [[0] * (width - len(row)) for row in rows]
+        return torch.tensor(
+            [pad + row if self.side == 'left' else row + pad for row, pad in zip(rows, pads, strict=True)]
+        )
+
     def count(self, modality: str, item: int) -> int:
         """Placeholders of one item: features that the encoder makes of it, or those that the forward asks for."""
         if given := self.settings.get(f'{modality}_count'):
-            return given(self, item) if callable(given) else given
+            return int(given(self, item) if callable(given) else given)
         media = self.media(modality, [[item]])
         ask = getattr(self.model, f'get_{modality}_features', None)
         ask = ask or getattr(getattr(self.model, 'model', None), f'get_{modality}_features', None)
@@ -179,6 +197,7 @@ class Maker:
                 given, **{key: value for key, value in options.items() if key in asked or 'kwargs' in asked}
             )
         found = found[0] if isinstance(found, tuple) else found
+        found = {'pixel_values': found} if torch.is_tensor(found) else found
         if 'qformer_input_ids' in self.named:
             words = torch.arange(4, 7).expand(num_items, 3).contiguous()
             found = {**found, 'qformer_input_ids': words, 'qformer_attention_mask': torch.ones_like(words)}
@@ -193,7 +212,8 @@ class Maker:
             if key in self.named:
                 media[key] = value if torch.is_tensor(value) else torch.as_tensor(np.array(value))
         dtype = next(self.model.parameters()).dtype
-        return {key: value.to(dtype) if value.is_floating_point() else value for key, value in media.items()}
+        media = {key: value.to(dtype) if value.is_floating_point() else value for key, value in media.items()}
+        return media | {key: media[key].tolist() for key in self.settings.get('lists', ())}
 
     def _class_name(self, modality: str) -> str | None:
         if given := self.settings.get(modality, {}).get('name'):
@@ -224,7 +244,7 @@ class Maker:
             }
             asked = inspect.signature(getattr(transformers, name)).parameters
             return getattr(transformers, name)(**{key: v for key, v in small.items() if key in asked} | chosen)
-        plain = getattr(transformers, name)()
+        plain = getattr(transformers, name)(**chosen)
         settings = {}
         for key, value in plain.to_dict().items():
             if (small := _small(key, value)) is not None:

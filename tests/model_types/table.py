@@ -23,19 +23,27 @@ PAGE = """
 
 Every `config.model_type` of `MODEL_FOR_MULTIMODAL_LM_MAPPING` and `MODEL_FOR_CAUSAL_LM_MAPPING` of transformers 5.23: a
 tiny model of its config in double precision, rows with two items, none and one as its own image, video and audio
-processors make them, and as many placeholders as its encoder makes features; one step of the Trainer with microbatches
-of one and two rows, padded on the right, on one rank.
+processors make them, and as many placeholders as its encoder makes features; steps of the Trainer on one rank with
+microbatches of one, two and three rows. A table for each modality, a row for each type, columns for rows padded on the
+right and on the left.
 
 - `exact 3e-16`: the largest relative error of the gradient against one forward over the whole batch. In float32 where
-  the model takes no doubles (1e-7), or casts inside (1e-9).
-- `refused: ...`: stopped before the first optimizer step, for this reason.
-- `not tried`, `not built`: the model's own forward fails on such rows, or a package is missing.
+  the model takes no doubles (1e-7), or casts inside (1e-9). More than 1e-6, of Gemma 4 padded on the left, is what
+  other rows beside them and eight more columns of padding change by rounding alone (float32 is 5e-5 off doubles).
+- `refused: ...`: stopped before the optimizer step, for this reason.
+- `not tried: ...`: the model's own forward takes no such rows, or there is no loss over tokens.
+- No result for the left: the rows are of one length, or of a decoder.
+- Of the encoders of timm, which is no requirement (FastVLM, Gemma 3n, Perception LM), one convolution stands in; of
+  Qwen-Omni the thinker is trained, whose forward takes a batch; `torch 2.15` where torch 2.7 is too old for the model.
 
-Made by `make model-types TRY=1`; `make model-types` tries all again and compares.
+Made by `make model-types TRY=1`; `make model-types` tries all again and compares. On two ranks, DDP and FSDP2, with
+steps of text alone and with media on one rank only: `tests/data_spec/test_text_only_steps.py`, types by sample.
 """
 
 NOT_THERE = """
 ## Not there
+
+My model is not in the tables:
 
 1. Try it: a model without an entry is taken as it is. Names and shapes of the tensors, the ids in the config and the
    placeholders of the rows tell which tensors belong to which row, if one answer fits.
@@ -43,8 +51,10 @@ NOT_THERE = """
 3. `layout must tell which of N entries ...`: none or two answers fit. Carry `num_images` (`num_videos`, `num_audios`)
    in the batch, one int a row.
 4. A tensor that is neither of rows nor of media: `layout=BatchLayout.for_model(model).with_entries(name=Entry(...))`.
-5. On several ranks have a row with media in every step: dummy rows are known for families with an entry only.
+5. Several ranks need nothing more: under DDP any step may be without media; under FSDP the smallest row with media of
+   any rank serves as [dummy row](decisions/dummy_rows.md).
 6. A type with the format of a known one: a word in `model_types` of `composer_tokacc/layout/families.py`.
+7. Tell us: the `model_type`, the message, and names and shapes of the tensors of one batch.
 """
 
 KEPT = Path(__file__).parent / 'results.json'
@@ -70,10 +80,14 @@ def try_types(kind: str, types: list[str]) -> None:
         except TimeoutError:
             found = {'': 'not tried: takes over two minutes'}
         signal.alarm(0)
+        if not torch.__version__.startswith('2.7'):
+            found = {name: f'{said} (torch {torch.__version__.partition("+")[0]})' for name, said in found.items()}
         print(model_type, found, flush=True)
         kept: Results = results() if KEPT.exists() else {}
         kept.setdefault(kind, {})[model_type] = found
-        KEPT.write_text(_lines(kept))
+        unfinished = KEPT.with_suffix('.new')
+        unfinished.write_text(_lines(kept))
+        unfinished.replace(KEPT)
 
 
 def _lines(kept: Results) -> str:
@@ -95,20 +109,24 @@ def page() -> str:
 
 
 def table() -> str:
-    """Markdown: counts, and one row a type and modality."""
+    """Markdown: counts, and for each modality one row a type."""
     lines = []
     for kind, types in results().items():
         counts = Counter(verdict(found) for found in types.values())
         said = ', '.join(f'{counts[name]} {name}' for name in ORDER if counts[name])
-        lines += [
-            f'{len(types)} {kind} types, exact where one modality is: {said}.',
-            '',
-            '| type | modality | result |',
-            '|---|---|---|',
-        ]
-        for model_type, found in types.items():
-            lines += [f'| `{model_type}` | {modality} | {_cell(said)} |' for modality, said in found.items()]
-        lines.append('')
+        lines += [f'{len(types)} {kind} types, exact where one modality is: {said}.', '']
+        for modality in ('image', 'video', 'audio', 'text', ''):
+            found = {name: one for name, one in types.items() if modality in one}
+            if not found:
+                continue
+            title = {'': 'None', 'text': 'Text' if kind == 'text' else 'Text of multimodal types'}
+            lines += [f'### {title.get(modality, modality.capitalize())}', '']
+            lines += ['| type | padded right | padded left |', '|---|---|---|']
+            lines += [
+                f'| `{name}` | {_cell(one[modality])} | {_cell(one.get(f"{modality}, padded left", ""))} |'
+                for name, one in found.items()
+            ]
+            lines.append('')
     return '\n'.join(lines).rstrip()
 
 

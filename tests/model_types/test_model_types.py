@@ -16,8 +16,13 @@ if not transformers.__version__.startswith('5.23'):
 
 from composer.models import HuggingFaceModel
 
-from tests.matrix.harness import measure_steps, quiet
+from composer_tokacc import BatchLayout
+from composer_tokacc.data_spec.dummy_rows import add_rows, smallest_row
+from composer_tokacc.layout import describe
+from composer_tokacc.metadata import without_metadata
+from tests.matrix.harness import measure_steps, plain_gradients, quiet
 from tests.model_types.trial import MULTIMODAL, TEXT, maker_of, tried
+from tests.support.training import relative_error
 
 QUICK = {'multimodal': ('florence2', 'git', 'step3p7'), 'text': ('gpt2', 'mamba', 'mixtral')}
 SLICE = {
@@ -57,3 +62,25 @@ def test_first_step_of_text_alone_does_not_decide_how_images_are_cut(model_type)
     with quiet():
         outcomes = measure_steps(HuggingFaceModel(maker.model, shift_labels=True), steps, 1)
     assert [one.kind for one in outcomes] == ['exact'] * 3, outcomes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ('model_type', 'modality'),
+    [
+        *((one, 'image') for one in ('gemma3', 'internvl', 'lfm2_vl', 'minicpmv4_6', 'molmo2', 'paligemma')),
+        *(('glm4v', 'video'), ('qwen3_5', 'video'), ('glmasr', 'audio')),
+    ],
+)
+def test_smallest_row_with_media_of_any_rank_serves_as_dummy_row(model_type, modality):
+    """It changes no gradient, and uses the encoder that text leaves unused."""
+    maker = maker_of(model_type)
+    model, layout = HuggingFaceModel(maker.model, shift_labels=True), BatchLayout.for_model(maker.model)
+    text, media = maker.batch(modality, has_media=False), maker.batch(modality, runs=2 if modality == 'video' else 1)
+    row = smallest_row([describe(layout, media)], modality)
+    assert row is not None
+    joined = without_metadata(add_rows(layout, text, [row]))
+    assert layout.units_per_row(joined, modality)[:-1] == [0] * len(text['input_ids'])
+    found, expected = plain_gradients(model, joined), plain_gradients(model, text)
+    assert relative_error(found, expected) < 1e-6
+    assert found.keys() > expected.keys()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import PretrainedConfig
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.model_types.exceptions import CONFIGS
@@ -60,6 +61,8 @@ SIZES: Mapping[str, int] = {
     r'state_size|ssm_state_size|mamba_d_state|d_state': 8,
 }
 _SIZES = [(re.compile(rf'^({pattern})$'), size) for pattern, size in SIZES.items()]
+ZERO_WHEN_FRESH = ('softmax_scaling.scale',)
+"""Parameters that scale what depends on positions, but by 0 before training: docs/limits.md."""
 _KEPT = ('model_type', 'torch_dtype', 'dtype', 'architectures', 'transformers_version')
 
 
@@ -125,13 +128,40 @@ def _shrink(values: dict[Any, Any], marks: dict[int, int]) -> None:
                 values[name] = min(value, 4096)
 
 
+class TimmStandIn(transformers.PreTrainedModel):
+    """One convolution in place of an encoder of timm: what a batch holds is the processor's, not the encoder's."""
+
+    config_class = transformers.TimmWrapperConfig
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.is_sequence = 'embed_dim' in (config.model_args or {})
+        size = config.model_args['embed_dim'] if self.is_sequence else config.hidden_size
+        self.patches = torch.nn.Conv2d(3, size, PATCH, PATCH)
+
+    def forward(self, pixel_values: torch.Tensor, **_: Any) -> Any:
+        found = self.patches(pixel_values)  # (images, size, height, width)
+        found = found.flatten(2).transpose(1, 2) if self.is_sequence else found
+        return BaseModelOutputWithPooling(last_hidden_state=found)
+
+
+class Gemma3nStandIn(TimmStandIn):
+    """The same, of Gemma 3n's own config."""
+
+    config_class = transformers.Gemma3nVisionConfig
+
+
+for _stand_in in (TimmStandIn, Gemma3nStandIn):
+    transformers.AutoModel.register(_stand_in.config_class, _stand_in, exist_ok=True)
+
+
 def tiny_model(config: Any, model_class: Any, *, seed: int = 0) -> torch.nn.Module:
     """Random weights, larger than fresh ones, so that positions and media matter."""
     torch.manual_seed(seed)
     model = model_class(config) if isinstance(config, PretrainedConfig) else model_class(**config)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.is_floating_point() and parameter.dim() > 1:
+        for name, parameter in model.named_parameters():
+            if parameter.is_floating_point() and (parameter.dim() > 1 or name.endswith(ZERO_WHEN_FRESH)):
                 parameter.normal_(std=0.1)
             elif parameter.is_floating_point() and not torch.isfinite(parameter).all():
                 parameter.zero_()

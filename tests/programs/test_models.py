@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForImageTextToText
 
 from composer_tokacc.model_structure import transformer_blocks
-from composer_tokacc.programs.models import build_model, build_transformers_model, freeze_parameters
+from composer_tokacc.programs.models import build_model, build_transformers_model, freeze_parameters, parameter_groups
 from tests.support.text import VOCABULARY, text_model
 
 VISION = {
@@ -241,3 +241,19 @@ def test_values_that_make_no_model_are_refused(text, expected):
     config = {'model_type': 'llama', 'hidden_size': 32, 'num_attention_heads': 4, 'num_key_value_heads': 4, **text}
     with pytest.raises(ValueError, match=expected):
         build_transformers_model(config=config)
+
+
+def test_parts_have_learning_rates_of_their_own(processor):
+    model = build_transformers_model(config=llava(processor), processor=processor, freeze=['multi_modal_projector'])
+    parts = {'vision_tower': {'lr': 0.25}, 'language_model': {'lr': 0.5}, 'language_model.layers.1': {'lr': 0.125}}
+    groups = parameter_groups(model, parts)
+    found = {id(one): group.get('lr') for group in groups for one in group['params']}
+    expected = {}
+    for name, one in model.named_parameters():
+        of_text = 0.125 if 'layers.1.' in name else 0.5 if 'language_model' in name else None
+        if one.requires_grad:
+            expected[id(one)] = 0.25 if 'vision_tower' in name else of_text
+    assert found == expected
+    assert sum(len(group['params']) for group in groups) == len(expected), 'each once'
+    with pytest.raises(ValueError, match='must name parts of the model that are trained, got: multi_modal_projector'):
+        parameter_groups(model, {'multi_modal_projector': {'lr': 1}})

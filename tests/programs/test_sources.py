@@ -140,6 +140,22 @@ def test_parts_are_mixed_by_their_epochs_and_measured_one_by_one(tmp_path):
     assert all(4 <= count <= 6 for count in counts), 'each step has its share of 18 in 58'
 
 
+def test_parts_name_themselves_and_get_their_share_of_the_loss_tokens(tmp_path):
+    shares = (
+        'dataset.parts={scans: {num_samples: 40, loss_share: 0.8}, more: {num_samples: 6, seed: 5, loss_share: 0.2}}'
+    )
+    spec, dataset = build(tmp_path, shares)
+    assert [dataset[index]['source'] for index in (0, 39, 40, 45)] == [['scans'], ['scans'], ['more'], ['more']]
+    tokens = {'scans': 0, 'more': 0}
+    for epoch in range(9):
+        spec.dataloader.batch_sampler.set_epoch(epoch)
+        for batch in spec.dataloader:
+            for microbatch in batch.microbatches:
+                for name, labels in zip(microbatch['source'], microbatch['labels'], strict=True):
+                    tokens[name] += int((labels != -100).sum())
+    assert tokens['scans'] / sum(tokens.values()) == pytest.approx(0.8, abs=0.02)
+
+
 def test_one_modality_a_step(tmp_path):
     spec, _ = build(tmp_path, 'loader.modality=per_step', 'loader.drop_last=false', 'loader.global_batch_size=8')
     kinds = [{count > 0 for count in batch['num_images']} for batch in spec.dataloader]
@@ -149,8 +165,10 @@ def test_one_modality_a_step(tmp_path):
 MISTAKES = [
     (['dataset.parts={a: {weight: 1}, b: {}}'], r"must all have a `weight`.*got: `weight` in \['a'\]"),
     (['dataset.parts={a: {weight: 1}, b: {weight: 2, epochs: 1}}'], r"`epochs` in \['b'\]"),
-    (['dataset.parts={a: {epochs: 0}}'], '`dataset.parts.a.epochs` must be a positive number, got: 0'),
-    (['dataset.parts={a: {epochs: often}}'], '`dataset.parts.a.epochs` must be a positive number, got: often'),
+    (['dataset.parts={a: {loss_share: 0.3}, b: {weight: 1}}'], r"`weight` in \['b'\], `loss_share` in \['a'\]"),
+    (['dataset.parts={a: {loss_share: 0.3}, b: {loss_share: 0.6}}'], '`loss_share` .* must add up to 1, got: 0.9'),
+    (['dataset.parts={a: {epochs: 0}}'], '`dataset.parts.a.epochs` must be above 0 and below 1000000000.0, got: 0'),
+    (['dataset.parts={a: {epochs: often}}'], '`dataset.parts.a.epochs` must be of type float, got: often'),
     (['dataset.parts={a: {epoch: 1}}'], '`dataset.parts.a` key must be a known name, got: epoch. Did you mean epochs'),
     (['dataset.parts={a: {name: lava}}'], '`dataset.parts.a.name` must be a known name, got: lava. Did you mean llava'),
     (['dataset.parts=[1]'], '`dataset.parts` must map names'),

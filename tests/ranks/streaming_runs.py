@@ -18,7 +18,7 @@ import torch
 from composer.core import Callback
 from composer.utils import dist, get_device
 from streaming import StreamingDataLoader
-from streaming.base.util import clean_stale_shared_memory
+from streaming.base.util import clean_stale_shared_memory  # pyright: ignore[reportMissingImports]
 from torch.utils.data import DataLoader
 
 from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec

@@ -256,3 +256,30 @@ def test_a_stretch_holds_the_items_of_the_merged_sequence(quotas, begin, length)
 
 def test_integer_quotas_are_met_exactly():
     assert counts_of_first(1010, [Fraction(1000), Fraction(3), Fraction(7)]) == [1000, 3, 7]
+
+
+@settings(deadline=None, max_examples=25)
+@given(sizes=st.lists(st.integers(30, 90), min_size=2, max_size=3), seed=st.integers(0, 9))
+def test_shares_of_loss_tokens_are_what_was_asked_for(sizes, seed):
+    """Counted sample by sample: short answers in one dataset, long ones in another, some without any."""
+    rng = np.random.default_rng(seed)
+    tokens = np.concatenate([rng.integers(0, 10 ** (1 + k), size) + k for k, size in enumerate(sizes)])
+    tokens[np.cumsum(sizes) - 1] += 1  # some in every dataset
+    shares = (0.5, 0.3, 0.2) if len(sizes) == 3 else (0.7, 0.3)
+    mixture = Mixture.from_loss_shares(sizes, shares, tokens)
+    assert float(sum(mixture.quotas)) == pytest.approx(sum(sizes))
+    ends, found, passes = np.cumsum(sizes), np.zeros(len(sizes)), np.zeros(len(sizes))
+    for epoch in range(40):
+        for sample in samples(batches(mixture, 20, epoch, seed=seed)):
+            which = int(np.searchsorted(ends, sample, side='right'))
+            found[which] += tokens[sample]
+            passes[which] += 1 / sizes[which]
+    # All but the last pass of each dataset are whole, so what is left over is less than one pass of each.
+    most = [tokens[end - size : end].sum() for size, end in zip(sizes, ends, strict=True)]
+    for which, share in enumerate(shares):
+        assert abs(found[which] / found.sum() - share) <= (max(most) + most[which]) / found.sum()
+
+
+def test_loss_shares_of_a_dataset_without_loss_are_refused():
+    with pytest.raises(ValueError, match='`loss_tokens` must be some in every dataset'):
+        Mixture.from_loss_shares([2, 1], [0.5, 0.5], [3, 4, 0])

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip('streaming')
 
-from streaming.base.format import reader_from_json
+from streaming.base.format import reader_from_json  # pyright: ignore[reportMissingImports]
 
 from composer_tokacc.data import BadSampleError
 from composer_tokacc.data.to_mds import main, write_shards

@@ -19,7 +19,7 @@ Batch = dict[str, Any]
 def split(batch: Batch, size: float, **options: Any) -> list[Batch]:
     """Microbatches of a batch, which is left as it is."""
     spec = token_data_spec(loader(batch), **options)
-    return spec.split_batch(spec.batch_transforms(copy.deepcopy(batch)), size)  # pyright: ignore[reportOptionalCall]
+    return list(spec.split_batch(spec.batch_transforms(copy.deepcopy(batch)), size))
 
 
 def loss_tokens(batch: Batch) -> int:

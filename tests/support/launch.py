@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import free_port
+from benchmarks.machine import environment_of_no_rank, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_STANDING = 4
@@ -28,7 +28,8 @@ MOST_STANDING = 4
 def environment() -> dict[str, str]:
     """That of a launch: the package and the tests are found, a rank keeps to one thread, and no other has its port."""
     path = f'{ROOT}{os.pathsep}{os.environ.get("PYTHONPATH", "")}'
-    return {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': path, 'MASTER_PORT': str(free_port())}
+    own = {'OMP_NUM_THREADS': '1', 'PYTHONPATH': path, 'MASTER_PORT': str(free_port())}
+    return {**environment_of_no_rank(), **own}
 
 
 def command(folder: str, arguments: Sequence[str], ranks: int) -> list[str]:

@@ -61,11 +61,11 @@ class SampleEncoder:
     @property
     def pad_token_id(self) -> int:
         """Id of the padding token."""
-        return self.tokenizer.convert_tokens_to_ids('<pad>')
+        return self.token_id('<pad>')
 
     def token_id(self, token: str) -> int:
         """Id of a token."""
-        return self.tokenizer.convert_tokens_to_ids(token)
+        return int(self.tokenizer.convert_tokens_to_ids(token))
 
     def __call__(self, sample: Sample) -> dict[str, Any]:
         """What the processor returns for one sample, plus ``labels``."""

@@ -61,6 +61,14 @@ def of(content: bytes) -> Write:
     return lambda path: path.write_bytes(content)
 
 
+def gzipped(write: Write) -> Write:
+    def compress(path: Path) -> None:
+        write(path)
+        path.write_bytes(gzip.compress(path.read_bytes()))
+
+    return compress
+
+
 def with_zeros(write: Write) -> Write:
     """Some bytes in the middle are lost."""
 
@@ -122,19 +130,28 @@ def live(path: Path) -> None:
         container.mux(stream.encode())
 
 
-def pcm(path: Path, *, width: int = 2, channels: int = 1) -> None:
+def bare_mp3(path: Path) -> None:
+    """Without a Xing header."""
+    with av.open(str(path), 'w', options={'write_xing': '0', 'id3v2_version': '0'}) as container:
+        stream: Any = container.add_stream('libmp3lame', rate=16000, layout='mono')
+        frame = av.AudioFrame.from_ndarray((sine(0.6) * 9999).astype(np.int16)[None], format='s16', layout='mono')
+        frame.sample_rate = 16000
+        container.mux([*stream.encode(frame), *stream.encode()])
+
+
+def pcm(path: Path, *, width: int = 2, channels: int = 1, frames: int = 9600) -> None:
     with wave.open(str(path), 'wb') as file:
         file.setnchannels(channels)
         file.setsampwidth(width)
         file.setframerate(16000)
-        file.writeframes(b'\1' * (width * channels * 9600))
+        file.writeframes(b'\1' * (width * channels * frames))
 
 
-def pcm_with(place: int, form: str, value: int) -> Write:
+def pcm_with(place: int, form: str, value: int, *, frames: int = 9600) -> Write:
     """A WAV with another number in its header."""
 
     def write(path: Path) -> None:
-        pcm(path)
+        pcm(path, frames=frames)
         content = bytearray(path.read_bytes())
         struct.pack_into(form, content, place, value)
         path.write_bytes(content)
@@ -156,6 +173,7 @@ def values(value: float) -> Write:
 
 
 GIF, MPEG4 = partial(write_video, codec='gif', pixels='rgb8'), write_video
+FFV1 = partial(write_video, codec='ffv1')
 FLV, WEBM = partial(write_video, codec='flv'), partial(write_video, codec='libvpx')
 OPUS, MP3, FLAC = (partial(encoded, codec=codec) for codec in ('libopus', 'libmp3lame', 'flac'))
 NO_IMAGE, NO_CONTAINER = 'no image of a known format', 'in no container'
@@ -176,12 +194,7 @@ FILES: dict[str, tuple[str, str, Write, str]] = {
     'a PDF': (IMAGE, 'a.pdf', picture, NO_IMAGE),
     'an error page as a picture': (IMAGE, 'a.jpg', of(b'<html>404</html>'), NO_IMAGE),
     'a pointer of Git LFS': (IMAGE, 'a.jpg', of(b'version https://git-lfs.github.com/spec/v1\n'), NO_IMAGE),
-    'a gzip of a picture': (
-        IMAGE,
-        'a.png',
-        lambda path: (picture(path), path.write_bytes(gzip.compress(path.read_bytes()))),
-        NO_IMAGE,
-    ),
+    'a gzip of a picture': (IMAGE, 'a.png', gzipped(picture), NO_IMAGE),
     'a sequence of AVIF': (IMAGE, 'a.avif', pages, 'several images'),
     **{
         f'a cut {ending}': (IMAGE, f'a.{ending}', cut(noise, share), SAMPLE)
@@ -198,6 +211,12 @@ FILES: dict[str, tuple[str, str, Write, str]] = {
             ('avif', 0.9),
         )
     },
+    'a JPEG with damaged pixels, which say nothing of it': (IMAGE, 'a.jpg', with_zeros(noise), WORKS),
+    'a picture with 16 bits': (IMAGE, 'a.png', lambda path: Image.new('I;16', (16, 16), 60000).save(path), WORKS),
+    'a picture of floats': (IMAGE, 'a.tiff', lambda path: Image.new('F', (16, 16), 0.5).save(path), 'no known white'),
+    'a picture of two colours': (IMAGE, 'a.png', lambda path: Image.new('1', (16, 16), 1).save(path), WORKS),
+    'a picture of which nothing shows': (IMAGE, 'a.png', lambda path: Image.new('LA', (16, 16)).save(path), WORKS),
+    'a picture of 3,000 x 10': (VIDEO, 'a.png', lambda path: Image.new('RGB', (3000, 10)).save(path), 'aspect ratio'),
     'a picture that lost bytes': (IMAGE, 'a.png', with_zeros(noise), SAMPLE),
     # videos
     'a GIF as a video': (VIDEO, 'a.gif', GIF, WORKS),
@@ -222,6 +241,12 @@ FILES: dict[str, tuple[str, str, Write, str]] = {
     'a MP4 with zeros behind it': (VIDEO, 'a.mp4', followed_by(MPEG4, bytes(5000)), WORKS),
     'a video of 2 x 2 pixels': (VIDEO, 'a.mp4', partial(MPEG4, size=(2, 2)), WORKS),
     'a video of a frame a day': (VIDEO, 'a.mkv', partial(MPEG4, shades=[1, 2], times=[0, 86_400_000]), WORKS),
+    'a video of odd sides': (VIDEO, 'a.mkv', partial(FFV1, size=(33, 17), pixels='yuv444p'), WORKS),
+    'a video of 10 bits': (VIDEO, 'a.mkv', partial(FFV1, pixels='yuv420p10le'), WORKS),
+    'a video in grey': (VIDEO, 'a.mkv', partial(FFV1, pixels='gray'), WORKS),
+    'a video that lost bytes': (VIDEO, 'a.mkv', with_zeros(MPEG4), SAMPLE),
+    'a bare stream of H.264': (VIDEO, 'a.h264', partial(MPEG4, codec='libx264'), NO_CONTAINER),
+    'a bare video of Y4M': (VIDEO, 'a.y4m', partial(MPEG4, codec='rawvideo'), NO_CONTAINER),
     'a sound as a video': (VIDEO, 'a.mp3', MP3, 'no video'),
     # sounds
     'a video as a sound': (AUDIO, 'a.mp4', MPEG4, 'no audio'),
@@ -232,7 +257,13 @@ FILES: dict[str, tuple[str, str, Write, str]] = {
     'an Ogg Opus without its last bytes': (AUDIO, 'a.ogg', cut(OPUS, 0.95), 'end is missing'),
     'an Ogg Opus with zeros behind it': (AUDIO, 'a.ogg', followed_by(OPUS, bytes(900)), WORKS),
     'a WAV of rate 0': (AUDIO, 'a.wav', pcm_with(24, '<I', 0), SAMPLE),
-    'a WAV of rate 1': (AUDIO, 'a.wav', pcm_with(24, '<I', 1), 'at most'),
+    'a WAV of rate 1': (AUDIO, 'a.wav', pcm_with(24, '<I', 1, frames=100), 'at most'),
+    'a WAV of rate 384,000': (AUDIO, 'a.wav', pcm_with(24, '<I', 384000, frames=200_000), WORKS),
+    'a WAV of a codec that nobody knows': (AUDIO, 'a.wav', pcm_with(20, '<H', 99), 'codec that is not known'),
+    'a WAV that says it is shorter': (AUDIO, 'a.wav', pcm_with(40, '<I', 10), 'at least'),
+    'a WAV of no samples': (AUDIO, 'a.wav', partial(pcm, frames=0), 'no audio'),
+    'a FLAC that lost bytes': (AUDIO, 'a.flac', with_zeros(FLAC), SAMPLE),
+    'half a MP3 that does not say how long it is': (AUDIO, 'a.mp3', half(bare_mp3), WORKS),
     'a WAV of a rate without end': (AUDIO, 'a.wav', pcm_with(24, '<I', 2**32 - 1), SAMPLE),
     'a WAV of no channels': (AUDIO, 'a.wav', pcm_with(22, '<H', 0), SAMPLE),
     'a WAV that says 65,535 channels': (AUDIO, 'a.wav', pcm_with(22, '<H', 65535), SAMPLE),
@@ -247,12 +278,7 @@ FILES: dict[str, tuple[str, str, Write, str]] = {
     'a sound of 1e30': (AUDIO, 'a.wav', values(1e30), 'finite'),
     'a list of sounds': (AUDIO, 'a.pls', of(b'[playlist]\nFile1=/etc/passwd\n'), SAMPLE),
     'a MIDI': (AUDIO, 'a.mid', of(b'MThd\0\0\0\6\0\0\0\1\0\x60MTrk\0\0\0\4\0\xff\x2f\0'), SAMPLE),
-    'a gzip of a sound': (
-        AUDIO,
-        'a.wav',
-        lambda path: (long_wav(path), path.write_bytes(gzip.compress(path.read_bytes()))),
-        SAMPLE,
-    ),
+    'a gzip of a sound': (AUDIO, 'a.wav', gzipped(long_wav), SAMPLE),
 }
 KINDS = {IMAGE: 'image', VIDEO: 'video', AUDIO: 'audio'}
 

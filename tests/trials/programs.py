@@ -51,8 +51,8 @@ def _whole_checkpoint() -> Path:
     return folder / 'latest-rank0.pt'
 
 
-def whole(folder: Path) -> None:
-    shutil.copy(_whole_checkpoint(), folder / 'a.pt')
+def whole(folder: Path, name: str = 'a.pt') -> None:
+    shutil.copy(_whole_checkpoint(), folder / name)
 
 
 def cut(folder: Path) -> None:
@@ -165,6 +165,10 @@ PROGRAMS: dict[str, tuple[Given, str]] = {
     'resume from a pickle that runs code': (('train', LOAD, pickled_code), 'a.pt'),
     'resume without the state of the optimizer': (('train', LOAD, changed(without('optimizers'))), 'optimizer'),
     'resume without the model': (('train', LOAD, changed(without('model'))), 'a.pt'),
+    'a second run into the folder of the first': (
+        ('train', [*RUN, 'trainer.save_folder={folder}'], lambda folder: whole(folder, 'ep0-ba1-rank0.pt')),
+        '`trainer.save_folder`',
+    ),
     'a pipe as the YAML file': (('train', ['{folder}/a.pt'], a_pipe), 'a.pt'),
     'a picture as the YAML file': (('train', ['{folder}/a.pt'], a_picture), 'YAML'),
     'a folder as the YAML file': (('train', ['{folder}/a.pt'], a_folder), 'a.pt'),
@@ -175,6 +179,15 @@ PROGRAMS: dict[str, tuple[Given, str]] = {
     'verify with a tolerance below 0': (('verify', [*RUN, '--tolerance', '-1'], None), '--tolerance'),
     'size of no lengths': (('size', [*SIZE, 'lengths='], None), '`lengths'),
     'size of lengths of at most 0': (('size', [*SIZE, 'lengths.mean=100', 'lengths.longest=0'], None), 'longest'),
+    'size of a sample of 2 thousand million tokens': (
+        ('size', [*SIZE, 'lengths={folder}/a.csv'], a_table('tokens\n2000000000\n')),
+        'up to 16777216',
+    ),
+    'size of half a token': (('size', [*SIZE, 'lengths={folder}/a.csv'], a_table('tokens\n5.5\n')), 'whole numbers'),
+    'size of images for twice all samples': (
+        ('size', [*SIZE, 'lengths.mean=50', 'lengths.with_images=2'], None),
+        'with_images',
+    ),
     'size of lengths from a pipe': (('size', [*SIZE, 'lengths={folder}/a.pt'], a_pipe), 'a.pt'),
     'size of two columns of tokens': (
         ('size', [*SIZE, 'lengths={folder}/a.csv'], a_table('tokens,tokens\n5,6\n')),

@@ -15,6 +15,9 @@ from composer.models import HuggingFaceModel
 from transformers import LlamaForSequenceClassification
 
 from composer_tokacc import TokenAccumulation, plan_microbatches, token_data_spec
+from composer_tokacc.data import ConversationEncoder, VisionLanguageCollator, length_table
+from composer_tokacc.data.lengths import build_length_table
+from tests.data.chat_processors import small
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import loader, train
 from tests.trials.outcomes import WORKS, Trial, refusal
@@ -63,6 +66,11 @@ def classified() -> None:
     train(model, token_data_spec(loader(given)), algorithms=[TokenAccumulation()])
 
 
+def fitted_again_with_nothing() -> None:
+    *_, trainer = train(text_model(), token_data_spec(loader(batch())), algorithms=[TokenAccumulation()])
+    trainer.fit(train_dataloader=token_data_spec(loader()), duration='1ba', reset_time=False)
+
+
 def wrapped_twice() -> Any:
     return token_data_spec(token_data_spec(loader(batch())))  # pyright: ignore[reportArgumentType]
 
@@ -105,6 +113,23 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: plan_microbatches([3, 4], num_ranks=1, max_tokens=8, objective='ddp2'),  # pyright: ignore
         'objective',
     ),
+    'a plan of one and a half ranks': (lambda: plan_microbatches([2], num_ranks=1.5, max_tokens=8), 'num_ranks'),  # pyright: ignore
+    'a collator of no samples': (lambda: VisionLanguageCollator(small())([]), '`samples`'),
+    'a collator of samples of one dimension': (
+        lambda: VisionLanguageCollator(small())([{'input_ids': torch.ones(3, dtype=torch.long)}]), '`samples`'
+    ),
+    'a conversation of nobody': (lambda: ConversationEncoder(small())([]), '`messages`'),
+    'a conversation of plain texts': (
+        lambda: ConversationEncoder(small())([
+            {'role': 'user', 'content': 'A?'}, {'role': 'assistant', 'content': 'B.'}
+        ]),
+        WORKS,
+    ),
+    'lengths of no samples': (lambda: length_table([], small()), '`dataset`'),
+    'lengths of samples without labels': (
+        lambda: build_length_table([{'input_ids': torch.ones(1, 3)}], small()), 'labels'
+    ),
+    'a second fit with a loader of nothing': (fitted_again_with_nothing, 'at least one batch'),
     'a loader of nothing': (lambda: train(text_model(), token_data_spec(loader()), algorithms=[TokenAccumulation()]),
                             'batch'),
 }  # fmt: skip

@@ -10,6 +10,7 @@ import gzip
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,22 @@ TEXTS: dict[str, tuple[tuple[str, Make, dict[str, Any]], str]] = {
     'code of a template in an answer': ((IMAGE, said('A?', '{{ 7*7 }}{% for %}'), {}), WORKS),
     'markers of ours in an answer': ((IMAGE, said('A?', '\ue0000\ue001'), {}), WORKS),
     'an answer that is true': ((IMAGE, said('A?', True), {}), 'must be a string'),
+    'a hundred thousand tags that nothing closes': ((IMAGE, said('<img>' * 100_000, 'B.'), {}), '`</img>` must end'),
+    'a tag in a tag': ((IMAGE, said('<img>a<img>a.png</img>', 'B.'), {}), '`</img>` must end'),
+    'a word of 100,000 letters': ((IMAGE, said('A?', 'x' * 100_000), {}), WORKS),
+    'a letter of 100,000 accents': ((IMAGE, said('A?', 'e' + '\u0301' * 100_000), {}), WORKS),
+    'a thousand turns': ((IMAGE, said(*['A?', 'B.'] * 500), {}), WORKS),
+    'a thousand samples of one id': ((IMAGE, text(f'[{",".join([GOOD] * 1000)}]'), {}), WORKS),
+    'a name in capitals': ((IMAGE, of_file('image', 'A.PNG', partial(picture, format='PNG')), {}), WORKS),
+    'a name with a percent sign': ((IMAGE, of_file('image', 'a%20b.png', picture), {}), WORKS),
+    'a name with a hash sign': ((IMAGE, of_file('image', 'a#b.png', picture), {}), WORKS),
+    'a file as the folder of images': (
+        (IMAGE, of_file('image', 'a.png', picture), {'image_dir': '/etc/passwd'}),
+        SAMPLE,
+    ),
+    'no folder of images': ((IMAGE, of_file('image', 'a.png', picture), {'image_dir': '/nowhere'}), SAMPLE),
+    'a longest sample below 0': ((IMAGE, one(), {'max_length': -1}), '`max_length`'),
+    'a longest sample that is a word': ((IMAGE, one(), {'max_length': '2048'}), '`max_length`'),
     'turns in a list in a list': ((IMAGE, one(conversations=[TURNS]), {}), SAMPLE),
     # names of media
     'a name with a NUL': ((IMAGE, named('a\0.png'), {}), SAMPLE),

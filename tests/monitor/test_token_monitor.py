@@ -68,6 +68,34 @@ def test_one_microbatch_has_no_weighting_error():
     assert logged(memory, 'token_monitor/sample_weighting_error') == pytest.approx([0.0])
 
 
+class MadeUpFlops:
+    """Ten operations a position, and 1,000 for all media of a batch."""
+
+    def text(self, rows, width):
+        return 10.0 * rows * width
+
+    def media(self, batch):
+        return 1000.0
+
+
+def test_use_of_the_device_is_operations_over_what_it_can_do():
+    monitor = TokenMonitor(flops=MadeUpFlops(), device_tflops=0.5)
+    batch = collate(text_rows(SHAPE))
+    _, memory, _ = train(text_model(), loader(batch, batch), callbacks=[monitor], microbatch_size=2, max_duration='2ba')
+    rates, seconds = (logged(memory, f'token_monitor/{name}') for name in ('tokens_per_second', 'seconds_p99'))
+    operations = 10 * 6 * WIDTH + 1000
+    for rate, mfu, tera in zip(
+        rates, *(logged(memory, f'token_monitor/{n}') for n in ('mfu', 'tflops_per_second')), strict=True
+    ):
+        assert mfu == pytest.approx(operations * rate / (6 * WIDTH) / 0.5e12)
+        assert tera == pytest.approx(mfu * 0.5)
+    assert seconds[0] == pytest.approx(6 * WIDTH / rates[0])
+    assert logged(memory, 'token_monitor/hours_left')[-1] == 0
+    assert min(logged(memory, 'token_monitor/loader_seconds')) > 0
+    with pytest.raises(ValueError, match='`device_tflops` must be positive, got: -1'):
+        TokenMonitor(device_tflops=-1)
+
+
 class OutOfMemoryUntil(Algorithm):
     """Raises, as the GPU would, in every microbatch of more than so many positions."""
 

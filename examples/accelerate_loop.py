@@ -1,0 +1,69 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Planned batches and exact weights in a loop with accelerate. Composer is not imported.
+
+accelerate launch --cpu --num_processes 2 examples/accelerate_loop.py checkpoint --steps 5
+accelerate launch --cpu --num_processes 1 examples/accelerate_loop.py checkpoint       # goes on there
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from ragged import EPOCHS, GLOBAL_BATCH, LEARNING_RATE, Rows, collate, small_llama
+
+from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, weighted_microbatches
+
+
+def main() -> None:
+    """Trains for two epochs, or as many steps."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('checkpoint', type=Path)
+    parser.add_argument('--steps', type=int)
+    given = parser.parse_args()
+
+    dataset, accelerator = Rows(), Accelerator()  # steps of accumulation are the sampler's, not accelerate's
+    model = small_llama()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=LEARNING_RATE))
+    sampler = RegroupingBatchSampler(
+        dataset, lengths=dataset.lengths, global_batch_size=GLOBAL_BATCH, max_tokens=64,
+        num_replicas=accelerator.num_processes, rank=accelerator.process_index,
+    )  # fmt: skip
+    # Not prepared: the sampler has shared out the samples already.
+    loader = RegroupingDataLoader(dataset, batch_sampler=sampler, collate_fn=collate)
+    accelerator.register_for_checkpointing(loader)
+    if given.checkpoint.exists():
+        accelerator.load_state(str(given.checkpoint))
+
+    for epoch in range(sampler.epoch, EPOCHS):
+        loader.set_epoch(epoch)
+        for number_in_epoch, batch in enumerate(loader, start=sampler.first_batch + 1):
+            microbatches = list(weighted_microbatches(batch, device=accelerator.device))
+            mean = torch.zeros((), device=accelerator.device)
+            for number, (microbatch, weight) in enumerate(microbatches, start=1):
+                # Ranks meet in their last microbatch alone, as they may have unequally many.
+                with contextlib.nullcontext() if number == len(microbatches) else accelerator.no_sync(model):
+                    on_device = {key: value.to(accelerator.device) for key, value in microbatch.items()}
+                    loss = model(**on_device).loss * weight
+                    accelerator.backward(loss)
+                mean += loss.detach()
+            optimizer.step()
+            optimizer.zero_grad()
+            step = epoch * len(loader) + number_in_epoch
+            mean = accelerator.reduce(mean, 'mean')
+            accelerator.print(f'step {step}: {len(microbatches)} microbatches, mean loss over all tokens {mean:.6f}')
+            if step == given.steps:
+                break
+        if step == given.steps:
+            break
+    accelerator.save_state(str(given.checkpoint), safe_serialization=False)
+    accelerator.end_training()
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,86 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Planned batches and exact weights in a loop of your own. Neither Composer nor Transformers is imported.
+
+python examples/plain_loop.py last.pt
+torchrun --nproc-per-node 2 examples/plain_loop.py last.pt --steps 5   # as far as step 5
+python examples/plain_loop.py last.pt                                  # goes on there, in the middle of an epoch
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+from pathlib import Path
+
+import torch
+from ragged import EPOCHS, GLOBAL_BATCH, LEARNING_RATE, Rows, SmallModel, collate
+
+from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, weighted_microbatches
+from composer_tokacc.layout import PreSplitBatch
+
+
+def accumulate(model: torch.nn.Module, batch: PreSplitBatch) -> torch.Tensor:
+    """Makes the gradient of a step, and returns the mean loss over all tokens times this rank's part in it."""
+    microbatches, mean = list(weighted_microbatches(batch)), torch.zeros(())
+    for number, (microbatch, weight) in enumerate(microbatches, start=1):
+        # Ranks meet in their last microbatch alone, as they may have unequally many.
+        meets = number == len(microbatches) or not hasattr(model, 'no_sync')
+        with contextlib.nullcontext() if meets else model.no_sync():
+            loss = model(**microbatch) * weight
+            loss.backward()
+        mean += loss.detach()
+    return mean
+
+
+def main() -> None:
+    """Trains for two epochs, or as many steps."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('checkpoint', type=Path)
+    parser.add_argument('--steps', type=int)
+    given = parser.parse_args()
+    if 'RANK' in os.environ:
+        torch.distributed.init_process_group('gloo')  # on GPUs 'nccl', and device='cuda' for weighted_microbatches
+
+    dataset, model = Rows(), SmallModel()
+    trained = torch.nn.parallel.DistributedDataParallel(model) if torch.distributed.is_initialized() else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    # A microbatch may hold 64 tokens, padding included; its rows are those of like length in the global batch.
+    sampler = RegroupingBatchSampler(dataset, lengths=dataset.lengths, global_batch_size=GLOBAL_BATCH, max_tokens=64)
+    loader = RegroupingDataLoader(dataset, batch_sampler=sampler, collate_fn=collate)
+    step = 0
+    if given.checkpoint.exists():
+        saved = torch.load(given.checkpoint)
+        model.load_state_dict(saved['model'])
+        optimizer.load_state_dict(saved['optimizer'])
+        loader.load_state_dict(saved['loader'])  # also on another number of ranks
+        step = saved['step']
+
+    for epoch in range(sampler.epoch, EPOCHS):
+        loader.set_epoch(epoch)
+        for batch in loader:  # what this rank computes of a step
+            mean = accumulate(trained, batch)
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            if torch.distributed.is_initialized():
+                torch.distributed.all_reduce(mean)
+                mean /= torch.distributed.get_world_size()
+            if sampler.rank == 0:
+                print(
+                    f'step {step}: {len(batch.microbatches)} microbatches, mean loss over all tokens {mean:.6f}',
+                    flush=True,
+                )
+            if step == given.steps:
+                break
+        if step == given.steps:
+            break
+    if sampler.rank == 0:
+        states = {'model': model.state_dict(), 'optimizer': optimizer.state_dict(), 'loader': loader.state_dict()}
+        torch.save({**states, 'step': step}, given.checkpoint)
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,25 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""accelerate, "training samples of variable size" in its guide: ``python examples/prove/accelerate_tokens.py``."""
+
+import torch
+from accelerate import Accelerator
+from subject import prove
+from torch.nn.functional import cross_entropy
+
+
+def step(model, microbatches):
+    """One optimizer step."""
+    accelerator = Accelerator(gradient_accumulation_steps=len(microbatches), cpu=True)
+    prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    targets = sum((batch['labels'][:, 1:] != -100).sum() for batch in microbatches)
+    num_items = accelerator.gather(targets).sum().item()
+    for batch in microbatches:
+        logits, labels = prepared(**batch).logits[:, :-1], batch['labels'][:, 1:]
+        loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction='sum') / num_items
+        accelerator.backward(loss * len(microbatches) * accelerator.num_processes)
+    optimizer.step()
+
+
+prove('accelerate, loss by tokens', 'accelerate', step)

@@ -1,0 +1,79 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""What each trainer here has to show: a small Llama, eight ragged rows, and the two questions to its step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from composer_tokacc import BatchLayout, measure_token_weights, verify_invariance
+
+LENGTHS = (5, 9, 14, 30, 7, 22, 11, 3)
+Batch = dict[str, Any]
+
+
+def rows_of_text() -> list[Batch]:
+    """One-row batches of random tokens, all of which carry loss."""
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(3, 64, (1, length), generator=generator) for length in LENGTHS]
+    return [{'input_ids': one, 'attention_mask': torch.ones_like(one), 'labels': one.clone()} for one in ids]
+
+
+def small_llama() -> Any:
+    """The same weights every time."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, use_cache=False
+    )
+    return LlamaForCausalLM(config)
+
+
+def whole(gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient that ranks may hold parts of."""
+    return getattr(gradient, 'full_tensor', gradient.clone)()
+
+
+def prove(trainer: str, package: str, step: Callable[[Any, list[Batch]], None], model: Any = None) -> None:
+    """Prints what tokens weigh in one step of microbatches of three, and whether the gradient depends on the cut.
+
+    Args:
+        trainer: What it is called in the last line.
+        package: Whose version is told.
+        step: Has the trainer make one optimizer step, at learning rate 0, of these microbatches.
+        model: The model, where it is no small Llama of its own; parameters keep their names.
+    """
+    model, rows, found = model or small_llama(), rows_of_text(), {}
+    layout, plain = BatchLayout.infer(rows[0]), small_llama()
+
+    def keep(*_: Any) -> None:
+        named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
+        found.update({name.removeprefix('module.'): whole(gradient) for name, gradient in named})
+
+    def gradients(microbatches: list[Batch]) -> dict[str, torch.Tensor]:
+        found.clear()
+        model.train().zero_grad()
+        step(model, microbatches)
+        return dict(found)
+
+    def reference(batch: Batch) -> dict[str, torch.Tensor]:
+        gradients = torch.autograd.grad(plain(**batch).loss, [*plain.parameters()])
+        return dict(zip(dict(plain.named_parameters()), gradients, strict=True))
+
+    hook = register_optimizer_step_post_hook(keep)
+    with measure_token_weights(model) as report:
+        gradients([layout.concat(rows[start : start + 3]) for start in (0, 3, 6)])
+    print(report)
+    cuts = verify_invariance(gradients, rows, layout=layout, reference=reference, padding_sides=['right'])
+    hook.remove()
+    print(cuts)
+    weights = torch.cat(report.weights)
+    low, high = float(weights.min() / weights.mean()), float(weights.max() / weights.mean())
+    verdict = 'exact' if cuts.is_exact else 'NOT exact'
+    print(f'{trainer} | {package} {version(package)} | {low:.2f} to {high:.2f} | {cuts.worst.error:.0e} | {verdict}')

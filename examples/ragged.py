@@ -1,0 +1,67 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Rows of unlike lengths and two small models for the examples beside this file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+VOCABULARY, GLOBAL_BATCH, EPOCHS, LEARNING_RATE = 64, 8, 2, 0.5
+
+
+class Rows(torch.utils.data.Dataset):
+    """25 rows of 3 to 60 random tokens, of which the first ones are a prompt; of one row nothing carries loss."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.lengths = (3 + 8 * torch.randn(25, generator=generator).exp()).clamp(max=60).long().tolist()
+        self.rows = [torch.randint(3, VOCABULARY, (length,), generator=generator) for length in self.lengths]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        """The tokens, and how many of them are the prompt."""
+        return self.rows[index], len(self.rows[index]) if index == 7 else index % 3
+
+
+def collate(samples: list[tuple[torch.Tensor, int]]) -> dict[str, torch.Tensor]:
+    """Padded on the right; -100 where a label carries no loss."""
+    width = max(len(ids) for ids, _ in samples)
+    ids = torch.stack([functional.pad(ids, (0, width - len(ids))) for ids, _ in samples])
+    columns = torch.arange(width)
+    real = torch.stack([columns < len(ids) for ids, _ in samples])
+    prompt = torch.stack([columns < num_prompt for _, num_prompt in samples])
+    return {'input_ids': ids, 'attention_mask': real.long(), 'labels': ids.masked_fill(~real | prompt, -100)}
+
+
+class SmallModel(torch.nn.Module):
+    """A recurrent language model; gives the mean loss over the labels of a microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = torch.nn.Embedding(VOCABULARY, 32)
+        self.layer = torch.nn.GRU(32, 32, batch_first=True)
+        self.head = torch.nn.Linear(32, VOCABULARY)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """The mean cross-entropy."""
+        logits = self.head(self.layer(self.embedding(input_ids))[0])
+        return functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def small_llama() -> Any:
+    """A Llama of Transformers, with the same weights every time."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)

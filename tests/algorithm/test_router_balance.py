@@ -1,0 +1,158 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""``router_balance='step'``: the gradient of one forward over the whole batch with its router's loss, however cut.
+
+The reference is the model's own loss on the whole batch, in float64, with a coefficient at which the router is a large
+part of it.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from composer.core import Algorithm, Event
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from composer_tokacc import TokenAccumulation, token_data_spec
+from tests.matrix.native_models import NativeModel
+from tests.model_types.tiny import tiny_config, tiny_model
+from tests.support.text import collate, text_model, text_rows
+from tests.support.training import hugging_face, loader, logged, reference_gradients, relative_error, train
+
+SHAPE = [(4, 2), (9, 0), (5, 3), (14, 11), (6, 1), (3, 2)]
+COEFFICIENT = 0.5
+
+
+def mixture(model_type='mixtral', **settings):
+    config = tiny_config(model_type)
+    config.output_router_logits, config.router_aux_loss_coef = True, COEFFICIENT
+    for name, value in settings.items():
+        setattr(config, name, value)
+    return tiny_model(config, getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])).train()
+
+
+def step(model, data, microbatch_size=2, **settings):
+    arguments = {name: settings.pop(name) for name in ('token_weights', 'loss_units') if name in settings}
+    recorder, memory, _ = train(
+        model, data, algorithms=[TokenAccumulation(router_balance='step', **arguments), *settings.pop('more', ())],
+        microbatch_size=microbatch_size, **settings,
+    )  # fmt: skip
+    return recorder, memory
+
+
+@pytest.mark.parametrize('packing', [False, True])
+@pytest.mark.parametrize('model_type', ['mixtral', 'qwen3_moe', 'qwen3_5_moe_text', 'olmoe', 'gpt_oss'])
+def test_gradient_and_loss_are_those_of_the_whole_batch(model_type, packing):
+    is_v4 = transformers.__version__.startswith('4.')
+    if model_type not in transformers.CONFIG_MAPPING or (is_v4 and packing and model_type == 'olmoe'):
+        pytest.skip(f'transformers {transformers.__version__} has no such model, or its own attention')
+    model, batch = mixture(model_type), collate(text_rows(SHAPE))
+    expected, loss = reference_gradients(model, batch)
+    for microbatch_size in (1, 3) if model_type == 'mixtral' else (2,):
+        recorder, memory = step(model, token_data_spec(loader(batch), packing=packing), microbatch_size)
+        assert relative_error(recorder.gradients, expected) < 1e-6
+        assert logged(memory, 'loss/train/total') == pytest.approx([loss], rel=1e-6)
+
+
+def test_it_is_not_the_mean_of_the_microbatches():
+    model, batch = mixture(), collate(text_rows(SHAPE))
+    expected, _ = reference_gradients(model, batch)
+    recorder, *_ = train(model, token_data_spec(loader(batch)), algorithms=[TokenAccumulation()], microbatch_size=2)
+    assert relative_error(recorder.gradients, expected) > 1e-2
+
+
+@pytest.mark.parametrize('settings', [{'router_jitter_noise': 0.3}, {'attention_dropout': 0.4}])
+def test_random_numbers_are_those_of_training_and_leave_the_run_as_it_was(settings):
+    model, batch = mixture(**settings), collate(text_rows(SHAPE))
+
+    def gradients(balance):
+        algorithm = TokenAccumulation(router_balance=balance)
+        recorder, *_ = train(model, token_data_spec(loader(batch)), algorithms=[algorithm], microbatch_size=2, seed=7)
+        return recorder.gradients
+
+    # With another statistic all else is the same: what the router's term cannot reach.
+    found, plain = gradients('step'), gradients('microbatch')
+    head = 'model.lm_head.weight'
+    torch.testing.assert_close(found[head], plain[head], rtol=1e-5, atol=1e-7)
+
+
+class DrawsNumbers(Algorithm):
+    """Draws a random number before every forward, as augmentations do."""
+
+    def match(self, event, state):
+        return event == Event.BEFORE_FORWARD
+
+    def apply(self, event, state, logger):
+        torch.rand(3)
+
+
+def test_other_random_numbers_in_training_are_refused():
+    model, batch = mixture(router_jitter_noise=0.9), collate(text_rows([(40, 20)] * 6))
+    with pytest.raises(RuntimeError, match='choose the same experts with and without a graph'):
+        step(model, token_data_spec(loader(batch)), more=[DrawsNumbers()])
+
+
+def another_loss(change):
+    model = hugging_face(mixture())
+    forward = model.model.forward
+
+    def changed(**inputs):
+        outputs = forward(**inputs)
+        aux_loss = change(outputs)
+        outputs.loss = outputs.loss + COEFFICIENT * (aux_loss - outputs.aux_loss)
+        outputs.aux_loss = aux_loss
+        return outputs
+
+    model.model.forward = changed
+    return model
+
+
+def z_loss(outputs):
+    return (
+        outputs.aux_loss + 0.1 * torch.stack([one.logsumexp(-1).square().mean() for one in outputs.router_logits]).sum()
+    )
+
+
+def without_logits(outputs):
+    outputs.router_logits = ()
+    return outputs.aux_loss
+
+
+@pytest.mark.parametrize(('change', 'message'), [(z_loss, 'is not the number of experts'), (without_logits, 'outputs')])
+def test_other_load_balancing_losses_are_refused_before_the_optimizer_moves(change, message):
+    model, batch = another_loss(change), collate(text_rows(SHAPE))
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(RuntimeError, match=f'{message}.*router_balance=.microbatch.'):
+        step(model, token_data_spec(loader(batch)), optimizer=torch.optim.SGD(model.parameters(), lr=1.0))
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+
+
+def test_what_has_no_router_is_refused():
+    batch = collate(text_rows(SHAPE))
+    for model in (text_model(), mixture(output_router_logits=False), NativeModel('causal')):
+        with pytest.raises(RuntimeError, match=r'router_aux_loss_coef|output_router_logits=True'):
+            step(model, token_data_spec(loader(batch)))
+    with pytest.raises(RuntimeError, match=r'Use token_data_spec\(\)'):
+        step(mixture(), loader(batch))
+    with pytest.raises(ValueError, match=r'router_balance.*one of'):
+        TokenAccumulation(router_balance='batch')
+    with pytest.raises(ValueError, match='loss_units'):
+        TokenAccumulation(router_balance='step', loss_units={'lm': 'tokens', 'router': 'microbatches'})
+
+
+def test_weights_of_tokens_leave_the_routers_term_alone():
+    model, batch = mixture(), collate(text_rows([(8, 4)] * 4 + [(12, 4)] * 2))  # as many tokens in each sample
+    expected, loss = reference_gradients(model, batch)
+    recorder, memory = step(model, token_data_spec(loader(batch)), token_weights='sample')
+    assert relative_error(recorder.gradients, expected) < 1e-6
+    assert logged(memory, 'loss/train/total') == pytest.approx([loss], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_compiled_forward_is_exact():
+    model, batch = mixture(), collate(text_rows(SHAPE))
+    expected, _ = reference_gradients(model, batch)
+    recorder, _ = step(model, token_data_spec(loader(batch)), compile_config={'backend': 'aot_eager'})
+    assert relative_error(recorder.gradients, expected) < 1e-6

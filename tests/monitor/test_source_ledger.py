@@ -1,0 +1,129 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The ledger by source, held to one forward for each source and to a plain count."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from composer_tokacc import TokenAccumulation, TokenMonitor, token_data_spec
+from composer_tokacc.monitor.source_ledger import MOST_SOURCES, OTHERS
+from tests.ranks.source_ledger import SHAPE as RANK_SHAPE
+from tests.ranks.source_ledger import STEPS
+from tests.support.launch import launch_json
+from tests.support.text import collate, text_model, text_rows
+from tests.support.training import loader, logged, train
+
+SHAPE = [(4, 2), (5, 0), (9, 7), (14, 11), (6, 1), (3, 2), (12, 5)]
+SOURCES = ['a', 'b', 'b', 'a', 'c', 'a', 'b']
+TOKENS = {'a': 15, 'b': 12, 'c': 1}
+
+
+def batch_of(shape=SHAPE, sources=SOURCES, **kwargs):
+    return {**collate(text_rows(shape), **kwargs), 'source': list(sources)}
+
+
+def field(memory, name, source='a'):
+    return logged(memory, f'token_monitor/source/{source}/{name}')
+
+
+def loss_of(model, rows, wanted):
+    """Token mean of one plain forward in float64 over the rows of one source, each by itself."""
+    total, count = 0.0, 0
+    for row, source in zip(rows, SOURCES, strict=True):
+        if source == wanted:
+            logits = model(input_ids=row['input_ids']).logits[0, :-1]
+            labels = row['labels'][0, 1:]
+            total += torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction='sum').item()
+            count += int((labels != -100).sum())
+    return total / count
+
+
+@pytest.mark.parametrize('side', ['right', 'left'])
+@pytest.mark.parametrize('cut', [{'regroup': False}, {}, {'packing': True}], ids=['in order', 'regrouped', 'packed'])
+def test_loss_of_a_source_is_that_of_one_forward_over_its_rows(cut, side):
+    model = text_model()
+    expected = {source: loss_of(text_model().double(), text_rows(SHAPE), source) for source in TOKENS}
+    data = token_data_spec(loader(batch_of(side=side)), slot_tokens=14, **cut)
+    _, memory, _ = train(model, data, algorithms=[TokenAccumulation()], callbacks=[TokenMonitor()], microbatch_size=2)
+    for source, count in TOKENS.items():
+        assert field(memory, 'tokens', source) == [count]
+        assert field(memory, 'weight', source) == pytest.approx([count / sum(TOKENS.values())], abs=1e-12)
+        assert field(memory, 'loss', source) == pytest.approx([expected[source]], rel=1e-6)
+    together = sum(field(memory, 'loss', source)[0] * count for source, count in TOKENS.items())
+    assert together / sum(TOKENS.values()) == pytest.approx(logged(memory, 'loss/train/total')[0], rel=1e-6)
+    # Every computed position is of some source, as there are no dummy rows.
+    assert sum(field(memory, 'positions', source)[0] for source in TOKENS) == pytest.approx(1, abs=1e-9)
+
+
+@pytest.mark.parametrize('power', [0.5, 1.0])
+def test_shares_of_the_weight_are_those_of_weighted_tokens(power):
+    data = token_data_spec(loader(batch_of()))
+    name = {0.5: 'sqrt', 1.0: 'sample'}[power]
+    _, memory, _ = train(
+        text_model(), data, algorithms=[TokenAccumulation(token_weights=name)], callbacks=[TokenMonitor()],
+        microbatch_size=2,
+    )  # fmt: skip
+    weights = dict.fromkeys(TOKENS, 0.0)
+    for (_, labelled), source in zip(SHAPE, SOURCES, strict=True):
+        weights[source] += labelled ** (1 - power) if labelled else 0.0
+    for source, weight in weights.items():
+        assert field(memory, 'weight', source) == pytest.approx([weight / sum(weights.values())], rel=1e-6)
+
+
+def test_monitor_alone_counts_rows_that_carry_a_source():
+    expected = loss_of(text_model().double(), text_rows(SHAPE), 'b')
+    _, memory, _ = train(text_model(), loader(batch_of()), callbacks=[TokenMonitor()], microbatch_size=3)
+    assert field(memory, 'tokens', 'b') == [TOKENS['b']]
+    assert field(memory, 'loss', 'b') == pytest.approx([expected], rel=1e-6)
+
+
+def test_a_source_that_comes_late_or_stays_away():
+    batches = [batch_of(sources=['a'] * 7), batch_of(sources=[None, *'aaaaaa']), batch_of(sources=['late'] * 7)]
+    _, memory, _ = train(text_model(), loader(*batches), callbacks=[TokenMonitor()], max_duration='3ba')
+    assert field(memory, 'tokens') == [28, 26, 0]
+    assert field(memory, 'tokens', 'late') == [28]
+    assert len(field(memory, 'loss')) == 2, 'of no tokens there is no mean'
+
+
+@pytest.mark.parametrize(
+    ('source', 'monitor'),
+    [(['a'] * 7, TokenMonitor(sources=False)), (torch.zeros(7), TokenMonitor()), ([1] * 7, TokenMonitor())],
+    ids=['switched off', 'a tensor of the user', 'numbers of the user'],
+)
+def test_nothing_is_logged_where_rows_name_no_source(source, monitor):
+    batch = {**batch_of(), 'source': source}
+    _, memory, _ = train(text_model(), loader(batch), callbacks=[monitor], microbatch_size=7)
+    assert not [name for name in memory.data if '/source/' in name]
+    with pytest.raises(ValueError, match="`sources` must be 'auto' or False, got: 'files'"):
+        TokenMonitor(sources='files')
+
+
+def test_more_sources_than_can_be_told_apart_are_counted_together(caplog):
+    shape = [(4, 2)] * (MOST_SOURCES + 9)
+    batch = batch_of(shape, [f'{index:03d}' for index in range(len(shape))])
+    _, memory, _ = train(text_model(), loader(batch, batch), callbacks=[TokenMonitor()], max_duration='2ba')
+    assert field(memory, 'tokens', '000') == [2, 2]
+    assert field(memory, 'tokens', OTHERS) == [18, 18]
+    assert caplog.text.count('sources: those beyond are logged together') == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('ranks', [2, 4])
+def test_sources_that_one_rank_alone_has(ranks):
+    """Ranks learn of a source together: none waits for another, whichever of them sees it, and in whichever step."""
+    for found in launch_json('tests/ranks/source_ledger.py', '[{}, {"packing": true}]', ranks=ranks):
+        for values, sources in zip(found['logged'], STEPS, strict=True):
+            for source in set(sources):
+                rows = [row for row, name in enumerate(sources) if name == source]
+                count = sum(RANK_SHAPE[row][1] for row in rows)
+                assert values[f'{source}/tokens'] == count
+                assert values[f'{source}/weight'] == pytest.approx(count / sum(n for _, n in RANK_SHAPE), abs=1e-9)
+                if count:
+                    mean = sum(found['losses'][row] for row in rows) / count
+                    assert values[f'{source}/loss'] == pytest.approx(mean, rel=1e-6)
+            assert sum(value for name, value in values.items() if name.endswith('/weight')) == pytest.approx(
+                1, abs=1e-9
+            )

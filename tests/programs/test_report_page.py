@@ -1,0 +1,101 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The page and the lines that a run leaves: all that was logged, and nothing from the network."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+
+import pytest
+from composer.core import Callback, Timestamp
+from composer.loggers import InMemoryLogger
+
+from composer_tokacc import TokenMonitor
+from composer_tokacc.programs.report_page import MOST_POINTS, JsonLines, write_page
+from tests.support.text import collate, text_model, text_rows
+from tests.support.training import loader, train
+
+SHAPE = [(4, 2), (9, 7), (6, 1)]
+
+
+class Page(HTMLParser):
+    """Collects what a browser would draw, and would fetch."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.fetched, self.captions, self.points = [], [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.open.append(tag)
+        given = dict(attrs)
+        self.fetched += [value for name, value in given.items() if name in ('src', 'href')]
+        if tag == 'polyline':
+            self.points.append([tuple(map(float, point.split(','))) for point in given['points'].split()])
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] == 'figcaption':
+            self.captions.append(data)
+
+    def handle_endtag(self, tag):
+        while self.open and self.open.pop() != tag:
+            pass
+
+
+class Attached(Callback):
+    """Hands what is logged to one destination more."""
+
+    def __init__(self, destination):
+        self.destination = destination
+
+    def fit_start(self, state, logger):
+        logger.destinations = (*logger.destinations, self.destination)
+
+
+@pytest.fixture(scope='module')
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('run')
+    batch = {**collate(text_rows(SHAPE)), 'source': ['a', 'b<', 'a']}
+    lines = JsonLines(str(folder))
+    _, memory, trainer = train(
+        text_model(), loader(*[batch] * 5), callbacks=[TokenMonitor(), lines, Attached(lines)], max_duration='5ba',
+        microbatch_size=3,
+    )  # fmt: skip
+    trainer.close()
+    return folder, memory
+
+
+def test_lines_hold_the_numbers_of_every_other_logger(run):
+    folder, memory = run
+    lines = [json.loads(line) for line in (folder / 'metrics.jsonl').read_text().splitlines()]
+    for name in ('loss/train/total', 'token_monitor/seconds_p99', 'token_monitor/source/a/loss'):
+        found = [(line['step'], line[name]) for line in lines if name in line]
+        assert found == list(enumerate((float(value) for _, value in memory.data[name]), start=1))
+
+
+def test_page_needs_no_network_and_draws_what_was_logged(run, tmp_path):
+    _, memory = run
+    (tmp_path / 'result.png').write_bytes(b'PNG')
+    write_page(tmp_path / 'report.html', 'a <b>', [('loss', '1 < 2')], memory)
+    text = (tmp_path / 'report.html').read_text()
+    page = Page(text)
+    assert all(found.startswith('data:image/png;base64,') for found in page.fetched)
+    assert len(page.fetched) == 1
+    assert 'http' not in text
+    assert {'Loss', 'Loss by source', 'Tokens a second', 'Seconds of a step', 'Padding'} <= set(page.captions)
+    assert 'a <b>' not in text
+    assert all(0 <= x <= 640 and 0 <= y <= 200 for line in page.points for x, y in line)
+    assert {len(line) for line in page.points} == {5}
+
+
+def test_a_long_run_is_drawn_by_means(tmp_path):
+    memory = InMemoryLogger()
+    for step in range(5000):
+        memory.data.setdefault('loss/train/total', []).append((Timestamp(batch=step), float(step)))
+    write_page(tmp_path / 'report.html', 'long', [], memory)
+    (line,) = Page((tmp_path / 'report.html').read_text()).points
+    assert len(line) == MOST_POINTS
+    assert [x for x, _ in line] == sorted(x for x, _ in line)
+    assert [y for _, y in line] == sorted((y for _, y in line), reverse=True)

@@ -1,0 +1,46 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""What `look` shows of samples, held to their tokens."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from composer_tokacc.look import described, main
+from examples.digits import DigitsDataset, build_digits_processor
+from tests.support.programs import DIGITS
+
+SMALL = ['dataset.num_samples=20', 'dataset.eval.num_samples=6']
+
+
+def test_what_is_learned_stands_between_marks_and_placeholders_are_counted():
+    processor = build_digits_processor()
+    dataset = DigitsDataset(processor, num_samples=12)
+    for index in range(12):
+        sample = dataset[index]
+        text = described(sample, processor.tokenizer, index)
+        learned = [token for token in sample['labels'][0].tolist() if token != -100]
+        assert f'{sample["input_ids"].shape[1]} tokens, {len(learned)} of them learned' in text
+        shown = ''.join(re.findall(' >> (.*?) << ', text, flags=re.DOTALL))
+        assert shown.split() == processor.tokenizer.decode(learned).split()
+        images = sum(sample['num_images'])
+        placeholders = int((sample['input_ids'] == processor.tokenizer.convert_tokens_to_ids('<image>')).sum())
+        counted = [int(number) for number in re.findall(r'\[<image> x (\d+)\]', text)]
+        assert text.count('<image>') + sum(counted) - len(counted) == placeholders
+        assert ('pixel_values: ' in text) == bool(images)
+
+
+def test_a_dozen_samples_of_a_yaml_file(capsys):
+    assert main([DIGITS, *SMALL]) == 0
+    assert len(re.findall('^== sample', capsys.readouterr().out, flags=re.MULTILINE)) == 12
+    assert main([DIGITS, *SMALL, 'samples=3', 'eval=true']) == 0
+    assert len(re.findall('^== sample', capsys.readouterr().out, flags=re.MULTILINE)) == 3
+
+
+@pytest.mark.parametrize('wrong', ['samples=few', 'eval=perhaps'])
+def test_mistakes_are_one_line(wrong, capsys):
+    assert main([DIGITS, wrong]) == 2
+    assert '`samples` must be a number' in capsys.readouterr().err
