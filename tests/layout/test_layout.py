@@ -20,16 +20,17 @@ from tests.support.small_batches import LLAVA, QWEN, TEXT, text_batch
 
 IMAGE = 9
 
-# The real span.
 
-
-@pytest.mark.parametrize('side', ['left', 'right'])
 @pytest.mark.parametrize('model', [3, None, torch.nn.Linear(1, 1)])
 def test_a_layout_is_asked_of_a_model_with_a_config(model):
     with pytest.raises(TypeError, match='`model` must have a `config` with a `model_type`, got: '):
         BatchLayout.for_model(model)
 
 
+# The real span.
+
+
+@pytest.mark.parametrize('side', ['left', 'right'])
 def test_lengths_and_trim_on_either_side(side):
     batch, layout = text_batch([3, 5, 2], side=side, width=8), BatchLayout(family=TEXT)
     assert padding_side(batch) == side
