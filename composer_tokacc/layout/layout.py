@@ -49,11 +49,7 @@ class BatchLayout:
 
     @classmethod
     def for_model(cls, model: Any) -> BatchLayout:
-        """The layout of a Hugging Face model (or its config, or a Composer ``HuggingFaceModel``, in DDP or not).
-
-        Raises:
-            TypeError: If it has no config.
-        """
+        """The layout of a Hugging Face model (or its config, or a Composer ``HuggingFaceModel``, in DDP or not)."""
         model = getattr(model, 'module', model)
         config = getattr(model, 'config', model)
         if not hasattr(config, 'model_type'):
