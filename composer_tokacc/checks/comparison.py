@@ -164,7 +164,7 @@ class RowComparison:
         everyone, packing = list(range(len(self._counts))), getattr(rules, 'packing', '')
         # A leak runs from one document into the next, so every document must have been behind the others.
         groups = [everyone, everyone[::-1]] if packing else [[row] for row in everyone]
-        errors = (AttributeError, IndexError, TypeError, ValueError, *((RuntimeError, KeyError) if packing else ()))
+        errors = (AttributeError, IndexError, TypeError, ValueError, RuntimeError, *((KeyError,) if packing else ()))
         losses: dict[str, list[tuple[float, int]]] = {unit: [] for unit in self.whole.losses}
         for group in groups:
             try:
@@ -173,7 +173,9 @@ class RowComparison:
                     self._layout.select(self._rows, group) if is_whole else cutter.assemble(self._facts, group, rules)
                 )
                 result = self._probe.run(self._on_device(part))
-            except errors as error:  # BLIP-2 takes no batch without images
+            except torch.OutOfMemoryError:  # Composer halves microbatches and tries again
+                raise
+            except errors as error:  # BLIP-2 takes no batch without images, Voxtral Realtime no text shorter than sound
                 what = 'packed rows' if packing else f'{sample_name(self._rows, group[0])} by itself'
                 remedy = ' Set `packing=False` (docs/errors.md#packing).' if packing else ''
                 return f'The model must take {what}, got: {str(error).rstrip(".")}.{remedy}'
@@ -303,6 +305,12 @@ class RowComparison:
             return (
                 f'The model must tell packed documents apart, got: {failure}. Attention, positions or states leak from '
                 f'one document to the next{pads}. Set `packing=False`, which is exact (docs/errors.md#packing).'
+            )
+        if self._probe.is_random:
+            return (
+                f'The forward must not be random in evaluation, or no two cuts can be compared, got: {failure}. Switch '
+                'off its noise: an argument of the forward, which a batch may carry, or an entry of the config '
+                '(docs/errors.md#row-coupling).'
             )
         return (
             f"A row's losses must not depend on the rows beside it nor on its padding, got: {failure}. Rows see each "
