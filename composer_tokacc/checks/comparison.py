@@ -158,13 +158,15 @@ class RowComparison:
         packing, parts = getattr(rules, 'packing', ''), []
         # A leak runs from one document into the next, so every document must have been behind the others.
         groups = [self._everyone, self._everyone[::-1]] if packing else [[row] for row in self._everyone]
-        errors = (AttributeError, IndexError, TypeError, ValueError, *((RuntimeError, KeyError) if packing else ()))
+        errors = (AttributeError, IndexError, TypeError, ValueError, RuntimeError, *((KeyError,) if packing else ()))
         for rows in groups:
             try:
                 is_whole = cutter is None
                 batch = self._layout.select(self._rows, rows) if is_whole else cutter.assemble(self._facts, rows, rules)
                 result = self._probe.run(self._on_device(batch))
-            except errors as error:  # BLIP-2 takes no batch without images
+            except torch.OutOfMemoryError:  # Composer halves microbatches and tries again
+                raise
+            except errors as error:  # BLIP-2 takes no batch without images, Voxtral Realtime no text shorter than sound
                 what = 'packed rows' if packing else f'{sample_name(self._rows, rows[0])} by itself'
                 remedy = ' Set `packing=False` (docs/errors.md#packing).' if packing else ''
                 return f'The model must take {what}, got: {str(error).rstrip(".")}.{remedy}'
@@ -289,6 +291,12 @@ class RowComparison:
             return (
                 f'The model must tell packed documents apart, got: {failure}. Attention, positions or states leak from '
                 f'one document to the next{pads}. Set `packing=False`, which is exact (docs/errors.md#packing).'
+            )
+        if self._probe.is_random:
+            return (
+                f'The forward must not be random in evaluation, or no two cuts can be compared, got: {failure}. Switch '
+                'off its noise: an argument of the forward, which a batch may carry, or an entry of the config '
+                '(docs/errors.md#row-coupling).'
             )
         return (
             f"A row's losses must not depend on the rows beside it nor on its padding, got: {failure}. Rows see each "

@@ -76,7 +76,7 @@ class Probe:
         self.model = model
         self._forward, self._loss, self._precision = forward, loss, precision
         self._terms = terms or (lambda loss, outputs: {'tokens': loss})
-        self.is_training = True
+        self.is_training, self.is_random = True, False
         self._has_looked, self._logits_at = False, None
         self._alike: dict[torch.nn.Module, list[str]] = {}
         """Names of the weights of each module whose entries are all alike."""
@@ -123,7 +123,8 @@ class Probe:
         last = (own or makers or [len(found)])[-1]
         self._layers = [module for module, *_ in found[max(last - 1, 0) : last + 1]]
         again = self._run_as_in_training(batch, **options)
-        if self.is_training and not all(again.is_same_loss(unit, loss) for unit, loss in first.losses.items()):
+        self.is_random = not all(again.is_same_loss(unit, loss) for unit, loss in first.losses.items())
+        if self.is_training and self.is_random:
             log.info('The loss is random in training even without dropout, so it was looked at in evaluation only.')
             self.is_training, self._layers = False, []
             return self._look(batch, **options)
