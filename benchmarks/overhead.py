@@ -35,9 +35,8 @@ from benchmarks.machine import machine
 from benchmarks.pages import ROOT
 from benchmarks.record import RESULTS, write
 from composer_tokacc import TokenAccumulation
-from composer_tokacc.algorithm.token_accumulation import NUM_FIRST_STEPS
 from composer_tokacc.checks.logits import has_bypass
-from composer_tokacc.checks.step import MicrobatchRecord
+from composer_tokacc.checks.step import NUM_FIRST_STEPS, MicrobatchRecord
 from composer_tokacc.collectives import RankSum
 from composer_tokacc.programs import load_config
 from composer_tokacc.programs.build import build_parts, build_trainer

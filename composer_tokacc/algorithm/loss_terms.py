@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 
-from composer_tokacc.checks.probe import router_loss_of
+from composer_tokacc.checks.logits import router_loss_of
 
 LOSS_UNITS = ('tokens', 'samples', 'coupled_samples', 'microbatches')
 COEFFICIENTS = ('router_aux_loss_coef', 'aux_loss_coef')
@@ -88,8 +88,8 @@ class LossTerms:
         if not isinstance(loss, Mapping):
             return tuple(terms.values())
         if 'total' in loss:
-            is_sum = terms and self.units
-            terms['total'] = _sum(terms.values()) if is_sum else change('total', 'tokens', loss['total'])
+            floats = [term.float() for term in terms.values()]
+            terms['total'] = _sum(floats) if floats and self.units else change('total', 'tokens', loss['total'])
         return type(loss)(terms) if isinstance(loss, SplitLoss) else terms
 
     def scaled(self, loss: Any, scales: Mapping[str, float], observe: Callable[[torch.Tensor], None]) -> Any:
@@ -147,6 +147,7 @@ class LossTerms:
         """Returns the sum of the terms of each unit that no cut may change: tokens, and samples if there are any."""
         loss = self.split(loss, outputs)
         terms = [term for _, term in self.named(loss).values()]
+        total = loss.get('total') if isinstance(loss, Mapping) else None
         if isinstance(loss, Mapping) and not self.units and not isinstance(loss, SplitLoss):
             if len(terms) > 1:
                 raise RuntimeError(
@@ -154,19 +155,18 @@ class LossTerms:
                     '`loss_units`, or set `check_loss=False` with an explicit `loss_tokens` '
                     '(docs/errors.md#model-loss).'
                 )
-            return {'tokens': loss['total'] if 'total' in loss else _sum_as_given(terms)}
-        if terms and isinstance(loss, Mapping) and 'total' in loss:
-            total, summed = loss['total'].float(), _sum(terms)
-            if not torch.isclose(total, summed, rtol=1e-4):
+            return {'tokens': _sum(terms) if total is None else total}
+        if terms and total is not None:
+            summed = _sum([term.float() for term in terms])
+            if not torch.isclose(total.float(), summed, rtol=1e-4):
                 raise RuntimeError(
                     f"`loss['total']` must be the sum of the other terms, got: {total.item():.6f} where they sum to "
                     f'{summed.item():.6f}. Return each term with its weight, and all that the total holds '
                     '(docs/errors.md#model-loss).'
                 )
-        tokens, samples = self.of_unit(loss, 'tokens'), self.of_unit(loss, 'samples')
-        found = {'tokens': _sum_as_given(tokens)} if tokens else {}
+        found = {unit: self.of_unit(loss, unit) for unit in ('tokens', 'samples')}
         # Terms of rows that see each other are refused, or the check is off.
-        return {**found, **({'samples': _sum(samples)} if samples else {})} or {'tokens': _sum_as_given(terms)}
+        return {unit: _sum(of_unit) for unit, of_unit in found.items() if of_unit} or {'tokens': _sum(terms)}
 
 
 def check_units(loss_units: Any) -> None:
@@ -229,11 +229,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(item)
 
 
-def _sum(terms: Iterable[torch.Tensor]) -> torch.Tensor:
-    """As Composer adds the terms of a loss up."""
-    return torch.stack([term.float().mean() for term in terms]).sum()
-
-
-def _sum_as_given(terms: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns the same, in the coarsest of their dtypes."""
-    return _sum(terms).to(max((term.dtype for term in terms), key=lambda dtype: torch.finfo(dtype).eps))
+def _sum(terms: Collection[torch.Tensor]) -> torch.Tensor:
+    """As Composer adds the terms of a loss up, in the coarsest of their dtypes."""
+    coarsest = max((term.dtype for term in terms), key=lambda dtype: torch.finfo(dtype).eps)
+    return torch.stack([term.float().mean() for term in terms]).sum().to(coarsest)

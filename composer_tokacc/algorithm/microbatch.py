@@ -14,8 +14,15 @@ from composer.utils import dist
 from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, LossTerms, attached_zero, tensors_in
 from composer_tokacc.algorithm.setup import Fit
 from composer_tokacc.batch import Batch
-from composer_tokacc.checks.logits import at_predictions, has_bypass, logits_of, targets_of, token_losses, weigh_tokens
-from composer_tokacc.checks.probe import router_loss_of
+from composer_tokacc.checks.logits import (
+    at_predictions,
+    has_bypass,
+    logits_of,
+    router_loss_of,
+    targets_of,
+    token_losses,
+    weigh_tokens,
+)
 from composer_tokacc.checks.step import MicrobatchRecord, StepCheck
 from composer_tokacc.counting import with_one_label
 from composer_tokacc.metadata import (

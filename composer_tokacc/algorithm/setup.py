@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,8 @@ from composer_tokacc.checks.probe import Probe
 from composer_tokacc.compat import BatchNorm
 from composer_tokacc.data_spec.reduction import ReductionWatch
 from composer_tokacc.data_spec.registry import layout_of, split_of
-from composer_tokacc.layout import BatchLayout, microbatches_of
+from composer_tokacc.data_spec.split import MicrobatchSplit
+from composer_tokacc.layout import describe_all, kinds_of, microbatches_of
 from composer_tokacc.weights import LOSS_WEIGHTS
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ class Fit:
     """What is known of model and loader from the first batch of a fit on."""
 
     check: FirstBatchCheck
-    layout: BatchLayout | None
+    split: MicrobatchSplit | None
     terms: LossTerms
     reductions: ReductionWatch
     norms: Mapping[str, nn.Module]
@@ -46,6 +47,25 @@ class Fit:
     """Of the router over the step, where that was asked for."""
     has_bypass: bool | None = None
     """Whether the loss has a term that is not made of the logits; None: no step has told yet."""
+
+    def kinds_of(self, batch: Batch) -> Sequence[int]:
+        """Returns the kinds of rows that a batch has."""
+        return kinds_of(describe_all(self.check.layout, batch))
+
+    def prove(self, batch: Batch, of_ranks: Sequence[Sequence[int]], *, reduces_once: bool) -> None:
+        """Has the check look at rows of every kind that is new on any rank, and the split cut by what it finds."""
+        try:
+            rules = self.check.prove(batch, self.split, self.kinds_of(batch), of_ranks)
+        except BaseException:
+            self.end()
+            raise
+        if self.split is not None:
+            self.split.adopt(rules, reduces_once=reduces_once)
+
+    def end(self) -> None:
+        """Gives the user the model back."""
+        if self.split is not None:
+            self.split.attend_as_before()
 
     def check_norms(self) -> None:
         """Raises RuntimeError if one is in training mode: evaluation puts the whole model back into it."""
@@ -94,7 +114,7 @@ def begin_fit(
             check_loss=check_loss or token_weights != 'token',
             microbatch_size=microbatch_size,
         ),
-        layout=layout,
+        split=split,
         terms=terms,
         reductions=ReductionWatch(state, is_coupled=bool(terms.coupled)),
         # Whoever switches the check off accepts that the run depends on how batches are cut.

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,13 +27,12 @@ from composer_tokacc.algorithm.microbatch import (
 )
 from composer_tokacc.algorithm.router_balance import check_router_balance
 from composer_tokacc.algorithm.setup import Fit, begin_fit, is_decoder, vocabulary_of
-from composer_tokacc.batch import Batch, check_batch, labels_of, sample_name
-from composer_tokacc.checks.step import StepCheck
+from composer_tokacc.batch import Batch, check_batch, sample_name
+from composer_tokacc.checks.step import NUM_FIRST_STEPS, StepCheck, TokenChoice
 from composer_tokacc.collectives import RankSum
 from composer_tokacc.counting import check_rule
 from composer_tokacc.data_spec.reduction import check_reduced, check_sharding
-from composer_tokacc.data_spec.registry import split_of
-from composer_tokacc.layout import describe_all, kinds_of, microbatches_of
+from composer_tokacc.layout import microbatches_of
 from composer_tokacc.metadata import (
     METADATA_PREFIX,
     annotate,
@@ -51,13 +49,8 @@ from composer_tokacc.weights import LOSS_WEIGHTS, TOKEN_WEIGHTS
 
 log = logging.getLogger(__name__)
 
-WHOLE, WHOLE_SHARE = random.Random(0), 1 / 64
-"""Of all later microbatches, those of which every position and every entry is measured: a tenth of a microbatch with a
-large vocabulary, so one in 64 costs 0.2 %."""
-NUM_FIRST_STEPS, LOOK_EVERY = 10, 16
-"""Steps in which every token is measured, and steps from one look at all gradients to the next. In the steps between,
-tokens of one microbatch are measured, of all where the batch has a label that no batch before had: what a loss does to
-some labels alone shows in the first step that has them."""
+LOOK_EVERY = 16
+"""Steps from one look at all gradients to the next."""
 
 
 class TokenAccumulation(Algorithm):
@@ -121,9 +114,9 @@ class TokenAccumulation(Algorithm):
         _check_arguments(loss_tokens, loss_units, token_weights, check_loss)
         self.loss_tokens, self.token_weights, self.check_loss = loss_tokens, token_weights, check_loss
         self.loss_units, self.router_balance = dict(loss_units) if loss_units else None, router_balance
-        self.num_empty_steps = self._num_steps = self._num_microbatches = 0
+        self.num_empty_steps = 0
         self._fit: Fit | None = None
-        self._seen_labels, self._has_new_label = torch.zeros(0, dtype=torch.bool), True
+        self._measuring = TokenChoice()
         self._step = StepCheck(num_tokens=0, num_samples=0, loss_weight=0)
         self._totals: Any = None
         """RankSum of the step: loss-generating tokens, samples, weight, and how many ranks have rows of each kind."""
@@ -198,19 +191,20 @@ class TokenAccumulation(Algorithm):
 
     def _end_fit(self, state: State, logger: Logger) -> None:
         """FIT_END: the model is the user's again."""
-        if (split := split_of(state.dataloader)) is not None:
-            split.attend_as_before()
+        if self._fit is not None:
+            self._fit.end()
 
     def _count(self, state: State, logger: Logger) -> None:
         """BATCH_START: ``state.batch`` is the whole device batch, still on the CPU, so counting syncs nothing."""
         vocabulary = vocabulary_of(state.model) if self._fit is None else self._fit.check.vocabulary
-        for microbatch in microbatches_of(state.batch):
-            check_batch(microbatch, vocabulary, is_decoder=is_decoder(state.model))
+        decodes, microbatches = is_decoder(state.model), microbatches_of(state.batch)
+        for microbatch in microbatches:
+            check_batch(microbatch, vocabulary, is_decoder=decodes)
         if num_copies := num_repeated(state.dataloader, int(state.timestamp.batch_in_epoch)):
             samples = [1] * (num_rows(state.batch) - num_copies) + [0] * num_copies
             state.batch = with_metadata(state.batch, samples=samples)
-        self._note_labels(state.batch)
-        fit, kinds = self._fit_of(state, logger)
+        self._measuring.begin_step(microbatches)
+        fit, kinds = self._fit_of(state)
         assert fit.check.rule is not None
         # The batch brings its counts, so that split_batch hands each microbatch its own.
         state.batch = self._device_batch = annotate(state.batch, fit.check.rule, self.token_weights)
@@ -219,26 +213,17 @@ class TokenAccumulation(Algorithm):
         dtype = torch.float64 if self.is_weighted else torch.int64
         self._totals = RankSum(state.device.tensor_to_device(torch.tensor([*local, *kinds], dtype=dtype)))
 
-    def _note_labels(self, batch: Batch) -> None:
-        """Notes whether any label id comes for the first time; on the CPU."""
-        for microbatch in microbatches_of(batch):
-            labels = labels_of(microbatch).flatten().clamp_min(0)
-            if (missing := int(labels.max()) + 1 - len(self._seen_labels)) > 0:
-                self._seen_labels = torch.nn.functional.pad(self._seen_labels, (0, missing))
-            if not self._seen_labels.index_select(0, labels).all():
-                self._seen_labels[labels] = self._has_new_label = True
-
-    def _fit_of(self, state: State, logger: Logger) -> tuple[Fit, Sequence[int]]:
+    def _fit_of(self, state: State) -> tuple[Fit, Sequence[int]]:
         """Returns what is known of the fit, and the kinds of rows of a batch; the first batch is looked at."""
         if self._fit is not None:
-            return self._fit, kinds_of(describe_all(self._fit.layout, state.batch))
+            return self._fit, self._fit.kinds_of(state.batch)
         fit = self._fit = begin_fit(
             state, loss_units=self.loss_units, loss_tokens=self.loss_tokens, token_weights=self.token_weights,
             router_balance=self.router_balance, check_loss=self.check_loss,
         )  # fmt: skip
         self._reduces_once = self._reduces_once and fit.reductions.may_meet_once
-        kinds = kinds_of(describe_all(fit.layout, state.batch))
-        self._prove(state, logger, state.batch, kinds, dist.all_gather_object(kinds))
+        kinds = fit.kinds_of(state.batch)
+        fit.prove(state.batch, dist.all_gather_object(kinds), reduces_once=self._reduces_once)
         if fit.check.has_router_loss and fit.terms.router_coefficient is not None and fit.balance is None:
             log.warning(
                 'The mean over tokens is exact. The load-balancing loss of the router is a statistic of each '
@@ -247,41 +232,26 @@ class TokenAccumulation(Algorithm):
             )
         return fit, kinds
 
-    def _prove(
-        self, state: State, logger: Logger, batch: Batch, kinds: Sequence[int], of_ranks: Sequence[Sequence[int]]
-    ) -> None:
-        """Has the check look at rows of every kind that is new, and the split cut by what it finds."""
-        assert self._fit is not None
-        split = split_of(state.dataloader)
-        try:
-            rules = self._fit.check.prove(batch, split, None if split is None else split.rules, kinds, of_ranks)
-        except BaseException:
-            self._end_fit(state, logger)
-            raise
-        if split is not None:
-            split.adopt(rules, reduces_once=self._reduces_once)
-
     def _start_attempt(self, state: State, logger: Logger) -> None:
         """BEFORE_TRAIN_BATCH: fires once per attempt (an OOM retry or a closure called again starts afresh)."""
-        assert self._fit is not None, 'BATCH_START comes before BEFORE_TRAIN_BATCH'
-        self._fit.check_norms()
-        self._fit.reductions.start_attempt()
+        fit = self._fit
+        assert fit is not None, 'BATCH_START comes before BEFORE_TRAIN_BATCH'
+        fit.check_norms()
+        fit.reductions.start_attempt()
         self._step.records, self._token_sums = [], []
         if state.scaler is not None and state.scaler.is_enabled():
             self._step.gradient_scale = state.scaler.get_scale()
-        if (split := split_of(state.dataloader)) is not None:
-            split.begin_step(copies_microbatches=lambda: bool(state.train_metrics))
-        if self._fit.balance is not None:
-            self._fit.balance.count()
+        if fit.split is not None:
+            fit.split.begin_step(copies_microbatches=lambda: bool(state.train_metrics))
+        if fit.balance is not None:
+            fit.balance.count()
 
     def _hide_metadata(self, state: State, logger: Logger) -> None:
         """BEFORE_FORWARD: totals are read, as Composer has just waited for its own; the model sees its own batch."""
-        assert self._fit is not None
-        split = split_of(state.dataloader)
-        unequal = split is not None and split.options.equal_counts is False
-        self._fit.reductions.see(
-            num_microbatches(state.batch), has_unequal_counts=unequal, reduced_once=self._reduces_once
-        )
+        fit = self._fit
+        assert fit is not None
+        unequal = fit.split is not None and fit.split.options.equal_counts is False
+        fit.reductions.see(num_microbatches(state.batch), has_unequal_counts=unequal, reduced_once=self._reduces_once)
         tokens, _, weight = self._totals.read()[:3]
         if weight == 0 and tokens:
             raise RuntimeError(
@@ -290,19 +260,20 @@ class TokenAccumulation(Algorithm):
                 'no weight out of the data (docs/errors.md#counts).'
             )
         self._hidden = HiddenEntries(
-            state.batch, is_weighted=self.is_weighted, is_of_tokens=set(self._fit.terms.units.values()) <= {'tokens'}
+            state.batch, is_weighted=self.is_weighted, is_of_tokens=set(fit.terms.units.values()) <= {'tokens'}
         )
         state.batch = self._hidden.batch
 
     def _replace_loss(self, state: State, logger: Logger) -> None:
         """AFTER_LOSS: the loss of a microbatch without tokens is zero; callbacks see the batch's metadata again."""
-        assert self._fit is not None
+        fit, step = self._fit, self._measuring.step
+        assert fit is not None
         assert self._hidden is not None
         state.batch = self._hidden.put_back(state.batch)
-        if self._num_steps & (self._num_steps - 1) == 0:  # again now and then: schedules may change it
-            self._fit.terms.check_coefficient(state.loss, state.outputs)
-        state.loss = self._fit.terms.split(state.loss, state.outputs)
-        state.loss = replace_empty(state, self._fit.terms)
+        if step & (step - 1) == 0:  # again now and then: schedules may change it
+            fit.terms.check_coefficient(state.loss, state.outputs)
+        state.loss = fit.terms.split(state.loss, state.outputs)
+        state.loss = replace_empty(state, fit.terms)
 
     def _scale(self, state: State, logger: Logger) -> None:
         """BEFORE_BACKWARD: the last point where ``state.loss`` matters, so nothing may rescale it afterwards."""
@@ -322,12 +293,10 @@ class TokenAccumulation(Algorithm):
             tokens = torch.stack([term.detach().float().mean() for term in fit.terms.of_unit(state.loss, 'tokens')])
             self._token_sums.append(tokens.sum() * record.num_tokens)
         share = token_weight(record.loss_weight, step_weight, world_size=world_size)
-        is_first = self._num_steps < NUM_FIRST_STEPS or self._has_new_label
-        is_chosen = len(self._step.records) - 1 == self._num_steps % max(self._num_microbatches, 1)
-        if record.loss_weight and record.num_samples and (is_first or is_chosen or self.is_weighted):
-            is_whole = self._num_steps < NUM_FIRST_STEPS or WHOLE.random() < WHOLE_SHARE
-            scaled_share = share * self._step.gradient_scale
-            watch_tokens(state, record, fit, share=scaled_share, is_weighted=self.is_weighted, is_whole=is_whole)
+        is_chosen = self.is_weighted or self._measuring.has(len(self._step.records) - 1)
+        if record.loss_weight and record.num_samples and is_chosen:
+            scaled, is_whole = share * self._step.gradient_scale, self._measuring.is_whole()
+            watch_tokens(state, record, fit, share=scaled, is_weighted=self.is_weighted, is_whole=is_whole)
         self._raw_loss = sum(state.loss.values()) if isinstance(state.loss, SplitLoss) else state.loss
         if fit.balance is not None:
             state.loss = fit.balance.applied(state.loss, state.outputs, len(self._step.records) - 1)
@@ -335,43 +304,42 @@ class TokenAccumulation(Algorithm):
 
     def _restore(self, state: State, logger: Logger) -> None:
         """AFTER_BACKWARD: callbacks read ``state.loss`` at the end of the batch and expect the model's own."""
-        assert self._fit is not None
-        self._fit.reductions.reach_all()
-        split, records = split_of(state.dataloader), self._step.records
+        fit, records = self._fit, self._step.records
+        assert fit is not None
+        fit.reductions.reach_all()
         has_all = sum(record.num_samples for record in records) == self._step.num_samples
-        if has_all and (split is None or len(records) == len(split.made)):
-            self._fit.reductions.reach_all_by_hand()
+        if has_all and (fit.split is None or len(records) == len(fit.split.made)):
+            fit.reductions.reach_all_by_hand()
         state.loss, self._raw_loss = self._raw_loss, None
         self._step.records[-1].release()
 
     def _finish(self, state: State, logger: Logger) -> None:
         """AFTER_TRAIN_BATCH: gradients are whole, the optimizer has not moved yet."""
-        fit, step = self._fit, self._step
+        fit, step, number = self._fit, self._step, self._measuring.step
         assert fit is not None
         check_reduced(state.model)
-        if self._num_steps == 0 and not (self.is_weighted or step.is_measured):
+        if number == 0 and not (self.is_weighted or step.is_measured):
             why = 'no gradient comes by the logits' if fit.check.token_scale else 'the loss is no plain mean of them'
             log.info('What tokens weigh is not measured in training, as %s. All are counted in every step.', why)
         # Of all that a cut does, only a microbatch without tokens makes NaNs (0 / 0). Those that the model makes by
         # itself a forward over the whole batch would make too, and reading every gradient costs a hundredth of a step.
-        is_due = step.num_empty > 0 or self._num_steps < NUM_FIRST_STEPS or self._num_steps % LOOK_EVERY == 0
+        is_due = step.num_empty > 0 or number < NUM_FIRST_STEPS or number % LOOK_EVERY == 0
         # Infinities under a loss scale are the scaler's own business: it skips the step.
         step.check(_gradients(state.optimizers) if is_due and step.gradient_scale == 1.0 else [])
         fit.has_bypass = step.has_bypass
         if fit.balance is not None:
             fit.balance.check()
         kinds = [int(count > 0) for count in self._totals.read()[3:]]
-        if fit.check.is_due(kinds, self._num_steps):
-            own = kinds_of(describe_all(fit.layout, self._device_batch))
-            self._prove(state, logger, self._device_batch, own, [kinds])
-        split, reduced_once = split_of(state.dataloader), fit.reductions.reduced_once()
-        if split is not None:
-            split.made = []  # nobody waits for them while the next batch is read
-        if split is not None and reduced_once is not None:
+        if fit.check.is_due(kinds, number):
+            fit.prove(self._device_batch, [kinds], reduces_once=self._reduces_once)
+        reduced_once = fit.reductions.reduced_once()
+        if fit.split is not None:
+            fit.split.made = []  # nobody waits for them while the next batch is read
+        if fit.split is not None and reduced_once is not None:
             self._reduces_once = reduced_once
-            split.adopt(split.rules, reduces_once=reduced_once)
-        self._device_batch, self._has_new_label, self._num_microbatches = {}, False, len(step.records)
-        self._num_steps += 1
+            fit.split.adopt(fit.split.rules, reduces_once=reduced_once)
+        self._device_batch = {}
+        self._measuring.end_step(len(step.records))
         self._log(state, logger)
 
     def _log(self, state: State, logger: Logger) -> None:

@@ -12,18 +12,18 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
-from composer_tokacc.batch import IGNORE_INDEX, Batch, own_labels, real_positions, sample_name
+from composer_tokacc.batch import IGNORE_INDEX, Batch, own_labels, sample_name
 from composer_tokacc.checks.logits import TINY, targets_of
 from composer_tokacc.checks.probe import NOISE_FACTOR, Probe, ProbeResult
 from composer_tokacc.checks.rows import documents_of
 from composer_tokacc.counting import loss_mask
-from composer_tokacc.layout import BatchLayout, RowFacts, describe
+from composer_tokacc.layout import BatchLayout, describe
 
 log = logging.getLogger(__name__)
 
@@ -50,25 +50,21 @@ ROUTER = (
 )
 
 
-class Cutter(Protocol):
-    """A split, as far as it is asked: the rules are its own, and the check only finds those that hold."""
+class _CutRows(NamedTuple):
+    """Some of the rows in one forward, and what it gave."""
 
-    @property
-    def must_pack(self) -> bool:
-        """Whether rows are packed or the run stops."""
-        ...
-
-    def candidates(self, facts: RowFacts, known: Any) -> Iterable[Any]:
-        """Rules that are to be tried on such rows, cheapest first; ``known``: those found on other rows."""
-        ...
-
-    def assemble(self, facts: RowFacts, rows: Sequence[int], rules: Any) -> dict[str, Any]:
-        """The microbatch of some rows by such rules."""
-        ...
+    rows: Sequence[int]
+    how: str
+    numbers: Mapping[str, int]  # of what the terms of each unit are a mean
+    losses: Mapping[str, float]
+    gradients: Mapping[tuple[str, int], torch.Tensor]  # of each row times that number, where the whole has its columns
 
 
 class RowComparison:
     """Holds every cut of some rows against all of them together, as the loader padded them.
+
+    The ``cutter`` of its methods is a split, whose rules are its own: ``candidates(facts, known)`` are those to try
+    on such rows, cheapest first; ``assemble(facts, rows, rules)`` is the microbatch of some rows. None: there is none.
 
     ``rows`` are as of :func:`.chosen_rows`; with ``check_loss`` they must weigh in the loss what their tokens say.
     """
@@ -83,10 +79,10 @@ class RowComparison:
         check_loss: bool,
     ) -> None:
         self._probe, self._layout, self._on_device, self._rule = probe, layout, on_device, rule
-        self._rows, self._check_loss = rows, check_loss
-        self._width, self._facts = rows['labels'].shape[1], describe(layout, rows)
-        self._narrowest = self._width
+        self._rows, self._facts, self._check_loss = rows, describe(layout, rows), check_loss
         self._counts = loss_mask(rows, rule).sum(dim=1).tolist()
+        self._width = self._narrowest = rows['labels'].shape[1]  # of a decoder's text, where it has one of its own
+        self._everyone = list(range(len(self._counts)))
         self._moved = on_device(rows)
         found = loss_mask(self._moved, rule).sum(dim=1).tolist()
         if found != self._counts:
@@ -95,16 +91,15 @@ class RowComparison:
                 f'{sum(self._counts)} were counted. Change labels in `batch_transforms` (docs/errors.md#counts).'
             )
         self.whole = probe.run(self._moved, measured=True)
-        self._expected = self._by_row(self._moved, self.whole, range(len(self._counts)))
+        self._expected = self._part(rows, self.whole, self._everyone, 'whole')
         if check_loss:
             self._check_router_loss()
             self._check_positions()
 
     @cached_property
-    def _rounded(self) -> ProbeResult:
+    def _rounded(self) -> _CutRows:
         """The whole with one more rounding at every layer; few models are so deep that anyone asks."""
-        with self._probe.with_rounding():
-            return self._probe.run(self._moved)
+        return self._part(self._rows, self._probe.run(self._moved, rounded=True), self._everyone, 'rounded')
 
     @property
     def has_shown_trimming(self) -> bool:
@@ -124,7 +119,7 @@ class RowComparison:
         is_same = max(worst, float(measured.residual)) <= PLAIN_TOLERANCE + self.whole.gradient_eps
         return mean * sum(self._counts) if is_same and self._check_loss else None
 
-    def first_exact(self, cutter: Cutter | None, rules: Any) -> Any:
+    def first_exact(self, cutter: Any, rules: Any) -> Any:
         """Returns the first rules under which every row keeps its gradient."""
         failures = []
         for candidate in [rules] if cutter is None else cutter.candidates(self._facts, rules):
@@ -143,8 +138,7 @@ class RowComparison:
         at_logits = self.whole.gradients['tokens'][-1] if self.whole.measured is not None else None
         if at_logits is None:
             return
-        norms, at_tokens = at_logits.norm(dim=-1), targets_of(self._moved, self._rule).cpu() != IGNORE_INDEX
-        share = float(norms[~at_tokens].norm() / norms[at_tokens].norm().clamp(min=TINY))
+        share = share_elsewhere(at_logits, targets_of(self._moved, self._rule).cpu() != IGNORE_INDEX)
         if share > GRADIENT_TOLERANCE:
             raise RuntimeError(
                 "The gradient of the model's own loss by its logits must be 0 where no label counts, got: "
@@ -159,77 +153,72 @@ class RowComparison:
         if whole.has_router_loss and (is_part or self.token_scale() is None):
             raise RuntimeError(f'{MEAN}one that holds {ROUTER}')
 
-    def _failure(self, cutter: Cutter | None, rules: Any) -> str | None:
+    def _failure(self, cutter: Any, rules: Any) -> str | None:
         """Returns how the first microbatch fails in which another cut changes a gradient; None: none does."""
-        everyone, packing = list(range(len(self._counts))), getattr(rules, 'packing', '')
+        packing, parts = getattr(rules, 'packing', ''), []
         # A leak runs from one document into the next, so every document must have been behind the others.
-        groups = [everyone, everyone[::-1]] if packing else [[row] for row in everyone]
-        errors = (AttributeError, IndexError, TypeError, ValueError, *((RuntimeError, KeyError) if packing else ()))
-        losses: dict[str, list[tuple[float, int]]] = {unit: [] for unit in self.whole.losses}
-        for group in groups:
+        groups = [self._everyone, self._everyone[::-1]] if packing else [[row] for row in self._everyone]
+        errors = (AttributeError, IndexError, TypeError, ValueError, RuntimeError, *((KeyError,) if packing else ()))
+        for rows in groups:
             try:
                 is_whole = cutter is None
-                part = (
-                    self._layout.select(self._rows, group) if is_whole else cutter.assemble(self._facts, group, rules)
-                )
-                result = self._probe.run(self._on_device(part))
-            except errors as error:  # BLIP-2 takes no batch without images
-                what = 'packed rows' if packing else f'{sample_name(self._rows, group[0])} by itself'
+                batch = self._layout.select(self._rows, rows) if is_whole else cutter.assemble(self._facts, rows, rules)
+                result = self._probe.run(self._on_device(batch))
+            except torch.OutOfMemoryError:  # Composer halves microbatches and tries again
+                raise
+            except errors as error:  # BLIP-2 takes no batch without images, Voxtral Realtime no text shorter than sound
+                what = 'packed rows' if packing else f'{sample_name(self._rows, rows[0])} by itself'
                 remedy = ' Set `packing=False` (docs/errors.md#packing).' if packing else ''
                 return f'The model must take {what}, got: {str(error).rstrip(".")}.{remedy}'
-            failure = self._difference(part, result, group, 'packed' if packing else 'by itself')
-            if failure is not None:
+            parts.append(self._part(batch, result, rows, 'packed' if packing else 'by itself'))
+            if (failure := self._difference(parts[-1])) is not None:
                 return failure
-            for unit, number in self._numbers(part, group).items():
-                if unit in result.losses and number:
-                    losses[unit].append((result.losses[unit], number))
-            self._narrowest = min(self._narrowest, part['labels'].shape[1])
+            self._narrowest = min(self._narrowest, batch['labels'].shape[1])
+        failure = None
         if self._facts.side == 'left' and (packing or getattr(rules, 'left', '') == 'trim'):
             failure = self._failure_behind_padding(packing)
-        return failure or (self._loss_failure(losses) if self._check_loss else None)
+        return failure or (self._loss_failure(parts) if self._check_loss else None)
 
-    def _numbers(self, part: Batch, group: Sequence[int]) -> dict[str, int]:
-        """Of what the terms of each unit are a mean."""
-        numbers = {'tokens': int(loss_mask(part, self._rule).sum()), 'samples': len(group)}
-        return {unit: numbers[unit] for unit in self.whole.losses}
-
-    def _by_row(self, part: Batch, result: ProbeResult, group: Sequence[int]) -> dict[tuple[str, int], torch.Tensor]:
-        """Gradients of each row times the number of what they are a mean of, where the whole has its positions."""
-        numbers, found = self._numbers(part, group), {}
+    def _part(self, batch: Batch, result: ProbeResult, rows: Sequence[int], how: str) -> _CutRows:
+        """Returns what a forward of some rows gave, with each row's columns where the whole has them."""
+        numbers = {'tokens': int(loss_mask(batch, self._rule).sum()), 'samples': len(rows)}
+        width, gradients = self._width, {}
         for unit, points in result.gradients.items():
             for index, point in enumerate(points):
-                rows = torch.zeros(len(group), self._width, 1 if point is None else point.shape[-1])
-                found[unit, index] = rows
+                placed = torch.zeros(len(rows), width, 1 if point is None else point.shape[-1])
+                gradients[unit, index] = placed
                 if point is None:
                     continue
-                if len(point) < len(group):  # one row of documents
-                    real, documents = real_positions(self._rows), documents_of(part)[0]
-                    for place, row in enumerate(group):
-                        rows[place, real[row]] = point[0, documents == place]
+                if len(point) < len(rows):  # one row of documents
+                    documents = documents_of(batch)[0]
+                    for place, row in enumerate(rows):
+                        placed[place, self._facts.real[row]] = point[0, documents == place]
                 elif self._facts.side == 'left':
-                    rows[:, -point.shape[1] :] = point[: len(group), -self._width :]
+                    placed[:, -point.shape[1] :] = point[: len(rows), -width:]
                 else:
-                    rows[:, : point.shape[1]] = point[: len(group), : self._width]
-                rows *= numbers[unit]
-        return found
+                    placed[:, : point.shape[1]] = point[: len(rows), :width]
+                placed *= numbers[unit]
+        return _CutRows(rows, how, numbers, result.losses, gradients)
 
-    def _difference(self, part: Batch, result: ProbeResult, group: Sequence[int], how: str) -> str | None:
+    def _difference(self, part: _CutRows) -> str | None:
         """Returns how the gradients of some rows differ from what they are beside the others; None: by round-off."""
-        count, expected_count = int(loss_mask(part, self._rule).sum()), sum(self._counts[row] for row in group)
+        rows, how, check_loss = part.rows, part.how, self._check_loss
+        count, expected_count = part.numbers['tokens'], sum(self._counts[row] for row in rows)
         if count != expected_count:
             return self._explained(f'{count} loss-generating tokens {how} instead of {expected_count}', how)
-        for key, found in self._by_row(part, result, group).items():
-            expected, largest = self._expected[key][group], float(self._expected[key].flatten(1).norm(dim=1).max())
+        for key, found in part.gradients.items():
+            expected = self._expected.gradients[key]
+            largest, expected = float(expected.flatten(1).norm(dim=1).max()), expected[rows]
             # How much longer each row's gradient is than expected, along it: a factor is not a leak.
             along, square = (found * expected).flatten(1).sum(dim=1), expected.square().flatten(1).sum(dim=1)
             factors = torch.where((square > 0) & (along != 0), along / square, 1.0)
             unscaled = found / factors[:, None, None]
-            errors = _relative(found if self._check_loss else unscaled, expected, largest)
+            errors = _relative(found if check_loss else unscaled, expected, largest)
             worst = int(errors.argmax())
-            error, allowed = float(errors[worst]), self._allowed(key, float(errors[worst]))
-            if error <= allowed:
+            error = float(errors[worst])
+            if error <= (allowed := self._allowed(key, error)):
                 continue
-            name = sample_name(self._rows, group[worst])
+            name = sample_name(self._rows, rows[worst])
             if key[0] == 'samples':
                 return (
                     f'{SAMPLES}a gradient of {name} that changes by {error:.1e} {how}. Take a mean over columns over '
@@ -248,8 +237,7 @@ class RowComparison:
         """By how much a row's gradient may change and be the same, if it has changed by ``error``."""
         if error <= GRADIENT_TOLERANCE:
             return GRADIENT_TOLERANCE
-        rounded = self._by_row(self._moved, self._rounded, range(len(self._counts)))[key]
-        noise = NOISE_FACTOR * float(_relative(rounded, self._expected[key]).max())
+        noise = NOISE_FACTOR * float(_relative(self._rounded.gradients[key], self._expected.gradients[key]).max())
         # The gradient is rounded itself; and what differs by more than any round-off is no round-off (a stale state).
         eps = self.whole.gradient_eps
         return max(GRADIENT_TOLERANCE, eps, min(noise, MOST_ROUNDINGS * eps, MOST_NOISE))
@@ -260,15 +248,15 @@ class RowComparison:
         mask, labels = self._rows.get('attention_mask'), own_labels(self._rows)
         if columns <= 0 or mask is None or mask.dim() != 2:
             return None
-        rows = list(range(len(self._counts)))
-        if labels is not None:  # a label on a row's first token is predicted from padding
-            first = real_positions(self._rows).int().argmax(dim=1, keepdim=True)
-            rows = [row for row in rows if int(labels[row, first[row]]) == IGNORE_INDEX]
+        # A label on a row's first token is predicted from padding.
+        first = self._facts.real.int().argmax(dim=1).tolist()
+        rows = [row for row in self._everyone if labels is None or int(labels[row, first[row]]) == IGNORE_INDEX]
         if not rows:
             return None
         row = max(rows, key=self._counts.__getitem__)
-        part = self._layout.pad_left(self._layout.select(self._rows, [row]), columns)
-        failure = self._difference(part, self._probe.run(self._on_device(part)), [row], 'behind more padding')
+        batch = self._layout.pad_left(self._layout.select(self._rows, [row]), columns)
+        result = self._probe.run(self._on_device(batch))
+        failure = self._difference(self._part(batch, result, [row], 'behind more padding'))
         if failure is not None and packing:
             return (
                 f"A row's losses must not depend on its columns for it to be packed, got: {failure} Pad on the right, "
@@ -276,14 +264,14 @@ class RowComparison:
             )
         return failure
 
-    def _loss_failure(self, losses: dict[str, list[tuple[float, int]]]) -> str | None:
+    def _loss_failure(self, parts: Sequence[_CutRows]) -> str | None:
         """The formula itself: the loss of all rows is the mean of those of the microbatches, by tokens or samples."""
-        for unit, found in losses.items():
-            expected = self.whole.losses[unit]
+        for unit, expected in self.whole.losses.items():
+            found = [(part.losses[unit], part.numbers[unit]) for part in parts if unit in part.losses]
             total = sum(number for _, number in found)
             if not total or (unit == 'samples' and len(found) < len(self._counts)):
                 continue  # a term that is absent for one row alone says nothing of the others
-            mean = sum(loss * number for loss, number in found) / total
+            mean = sum(loss * number for loss, number in found if number) / total
             # The noise takes a forward more, so it is asked for only where it decides.
             if self.whole.is_same_loss(unit, mean) or self.whole.is_same_loss(
                 unit, mean, noise=abs(self._rounded.losses[unit] - expected)
@@ -304,11 +292,23 @@ class RowComparison:
                 f'The model must tell packed documents apart, got: {failure}. Attention, positions or states leak from '
                 f'one document to the next{pads}. Set `packing=False`, which is exact (docs/errors.md#packing).'
             )
+        if self._probe.is_random:
+            return (
+                f'The forward must not be random in evaluation, or no two cuts can be compared, got: {failure}. Switch '
+                'off its noise: an argument of the forward, which a batch may carry, or an entry of the config '
+                '(docs/errors.md#row-coupling).'
+            )
         return (
             f"A row's losses must not depend on the rows beside it nor on its padding, got: {failure}. Rows see each "
             'other in this model (statistics of the batch, attention over padding). Pad on the other side, freeze the '
             'layer, or pass `position_ids` and an `attention_mask` (docs/errors.md#row-coupling).'
         )
+
+
+def share_elsewhere(gradient: torch.Tensor, predicts: torch.Tensor) -> float:
+    """Returns the size of a gradient at other positions than those that predict, over its size at them."""
+    norms = gradient.norm(dim=-1)
+    return float(norms[~predicts].norm() / norms[predicts].norm().clamp(min=TINY))
 
 
 def _relative(found: torch.Tensor, expected: torch.Tensor, largest: float | None = None) -> torch.Tensor:

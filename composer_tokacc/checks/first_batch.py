@@ -14,7 +14,7 @@ import torch
 import torch.distributed
 
 from composer_tokacc.batch import IGNORE_INDEX, Batch, with_own_tensors
-from composer_tokacc.checks.comparison import MEAN, NAME_TERMS, Cutter, RowComparison
+from composer_tokacc.checks.comparison import MEAN, NAME_TERMS, RowComparison, share_elsewhere
 from composer_tokacc.checks.logits import targets_of
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.checks.rows import chosen_rows, rule_batch, with_unequal_row
@@ -57,32 +57,25 @@ class FirstBatchCheck:
         self._probe, self._to_device = probe, to_device
         self._loss_tokens, self._check_loss = loss_tokens, check_loss
         self._max_rows = min(max(int(2 * microbatch_size), 4), MAX_ROWS)
-        self._proven, self._was_run = [False] * len(ROW_KINDS), False
+        self._proven, self._was_run = set[str](), False
 
     def is_due(self, kinds: Sequence[int], step: int) -> bool:
         """Returns whether any of the kinds was not looked at yet; all are looked at again now and then."""
         if step >= LOOK_AGAIN and step & (step - 1) == 0:
             self._was_run = False
-        return self.is_new(kinds) or not self._was_run
+        return not self._was_run or bool(_names_of(kinds) - self._proven)
 
-    def is_new(self, kinds: Sequence[int]) -> bool:
-        """Returns whether any of the kinds was not looked at yet."""
-        return any(kind and not seen for kind, seen in zip(kinds, self._proven, strict=True))
-
-    def prove(
-        self, batch: Batch, cutter: Cutter | None, rules: Any, kinds: Sequence[int], of_ranks: Sequence[Sequence[int]]
-    ) -> Any:
+    def prove(self, batch: Batch, cutter: Any, kinds: Sequence[int], of_ranks: Sequence[Sequence[int]]) -> Any:
         """Returns the rules by which rows may be cut, of every kind that was not looked at yet; a collective.
 
         Raises on all ranks if no cut leaves the gradients of the rows alone. ``batch`` is this rank's, on the CPU, with
-        rows of ``kinds``; ``rules`` are those by which ``cutter`` cuts so far (None: whole rows alone are tried).
+        rows of ``kinds``; without ``cutter`` whole rows alone are tried.
         """
-        present = [any(of_kind) for of_kind in zip(*of_ranks, strict=True)]
-        while self.is_new(present) or not self._was_run:  # of a batch without any kind as well
-            new = [bool(kind and not seen) for kind, seen in zip(present, self._proven, strict=True)]
-            wanted = [int(kind and is_new) for kind, is_new in zip(kinds, new, strict=True)]
+        rules = None if cutter is None else cutter.rules
+        present = set[str]().union(*map(_names_of, of_ranks))
+        while (new := present - self._proven) or not self._was_run:  # of a batch without any kind as well
             try:
-                found, shown = self._run(batch, cutter, rules, wanted)
+                found, shown = self._run(batch, cutter, rules, _names_of(kinds) & new)
             except IndexError as error:  # as torch says on a CPU; a GPU stops the process
                 raise RuntimeError(
                     f'The model must take the batch, got: {error}, for {_ids_of(batch)}. Labels must be -100 or ids of '
@@ -90,15 +83,13 @@ class FirstBatchCheck:
                     'to the model (docs/errors.md#counts).'
                 ) from error
             if getattr(found, 'packing', False) != getattr(rules, 'packing', False):
-                self._proven = [False] * len(ROW_KINDS)  # what was proven of packed rows says nothing of padded ones
+                self._proven = set()  # what was proven of packed rows says nothing of padded ones
             rules = found
-            if not any(kind and is_new for kind, is_new in zip(shown, new, strict=True)):
-                # A kind that no chosen row shows, such as media that the layout cannot tell apart.
-                shown = [kind or is_present for kind, is_present in zip(shown, present, strict=True)]
-            self._proven = [bool(old or kind) for old, kind in zip(self._proven, shown, strict=True)]
+            # A kind may be that no chosen row shows, such as media that the layout cannot tell apart.
+            self._proven |= shown if shown & new else shown | present
         return rules
 
-    def _run(self, batch: Batch, cutter: Cutter | None, rules: Any, kinds: Sequence[int]) -> tuple[Any, Sequence[int]]:
+    def _run(self, batch: Batch, cutter: Any, rules: Any, kinds: set[str]) -> tuple[Any, set[str]]:
         """Finds the rule, if it is not known yet, and the rules of the cut for rows like those of ``batch``.
 
         All ranks probe the rows of one rank, because FSDP hangs if only some ranks' rows have images: of the rank with
@@ -116,25 +107,23 @@ class FirstBatchCheck:
                 'Rows of the batch could not be told apart, so it was not checked that they are independent of each '
                 'other. Use token_data_spec(), with a `layout` that knows every entry.'
             )
-            return rules, kinds_of([])
+            return rules, set()
         rows = with_unequal_row(self.layout, rows, self.rule)
-        with self._probe.with_varied_norms():
-            comparison = RowComparison(self._probe, self.layout, self._on_device, self.rule, rows, self._check_loss)
-            found = comparison.first_exact(cutter, rules)
+        comparison = RowComparison(self._probe, self.layout, self._on_device, self.rule, rows, self._check_loss)
+        found = comparison.first_exact(cutter, rules)
         scales = all_gather_object(comparison.token_scale())  # ranks must agree on what they look at again
         self.token_scale = None if None in scales else scales[0]
         self.vocabulary, self.has_router_loss = comparison.whole.vocabulary, comparison.whole.has_router_loss
         log.info('The first-batch check took %.2f s. %s', time.perf_counter() - started, found)
-        of_padding = () if comparison.has_shown_trimming else ('left', 'positions', 'right')
-        shown = zip(ROW_KINDS, kinds_of([describe(self.layout, rows)]), strict=True)
-        return found, [int(seen and kind not in of_padding) for kind, seen in shown]
+        shown = _names_of(kinds_of([describe(self.layout, rows)]))
+        return found, shown if comparison.has_shown_trimming else shown - {'left', 'positions', 'right'}
 
     def _on_device(self, batch: Batch) -> Any:
         return self._to_device(with_own_tensors(without_metadata(batch)))
 
-    def _shared_rows(self, batch: Batch, kinds: Sequence[int]) -> dict[str, Any]:
+    def _shared_rows(self, batch: Batch, kinds: set[str]) -> dict[str, Any]:
         """Returns the rows that all ranks probe with."""
-        offers = all_gather_object((sum(kinds), num_rows(batch)))
+        offers = all_gather_object((len(kinds), num_rows(batch)))
         owner = max(range(len(offers)), key=lambda rank: (offers[rank], -rank))
         shared: list[Any] = [None]
         if get_global_rank() == owner:
@@ -156,8 +145,7 @@ def find_loss_rule(probe: Probe, row: Batch, *, loss_tokens: str = 'auto') -> st
     norms, matching = gradient.norm(dim=-1), []
     for rule in LOSS_RULES:
         predicts = targets_of(row, rule).cpu() != IGNORE_INDEX
-        elsewhere = float(norms[~predicts].norm() / norms.norm())
-        if elsewhere < 0.1 and bool((norms[predicts] > 0).all()):
+        if (elsewhere := share_elsewhere(gradient, predicts)) < 0.1 and bool((norms[predicts] > 0).all()):
             matching.append((elsewhere, rule))
     where = _listed(norms)
     if not matching:
@@ -175,6 +163,10 @@ def find_loss_rule(probe: Probe, row: Batch, *, loss_tokens: str = 'auto') -> st
             f'`loss_tokens={found!r}` (docs/errors.md#loss-rule).'
         )
     return found if loss_tokens == 'auto' else loss_tokens
+
+
+def _names_of(kinds: Sequence[int]) -> set[str]:
+    return {name for name, number in zip(ROW_KINDS, kinds, strict=True) if number}
 
 
 def _listed(marked: torch.Tensor) -> str:

@@ -69,10 +69,19 @@ class TokenDeviations(NamedTuple):
 
 def logits_of(outputs: Any) -> torch.Tensor | None:
     """Returns the logits in a model's outputs, ``(rows, width, vocabulary)``, or None where it gives none."""
-    logits = outputs.get('logits') if isinstance(outputs, Mapping) else getattr(outputs, 'logits', None)
-    if logits is None and isinstance(outputs, torch.Tensor):
-        logits = outputs
+    logits = _entry(outputs, 'logits')
+    logits = outputs if logits is None and isinstance(outputs, torch.Tensor) else logits
     return logits if isinstance(logits, torch.Tensor) and logits.dim() == 3 else None
+
+
+def router_loss_of(outputs: Any) -> torch.Tensor | None:
+    """Returns the load-balancing loss of a mixture of experts in a model's outputs."""
+    found = _entry(outputs, 'aux_loss')
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def _entry(outputs: Any, name: str) -> Any:
+    return outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
@@ -103,9 +112,10 @@ def measure(logits: torch.Tensor, gradient: torch.Tensor, targets: torch.Tensor 
         direction = z.softmax(dim=-1)
         direction.scatter_add_(1, y.clamp(min=0)[:, None], direction.new_full((len(z), 1), -1.0))
         direction *= (y != IGNORE_INDEX)[:, None]
-        size = direction.square().sum(dim=-1)
-        weight = (g * direction).sum(dim=-1) / size.clamp(min=TINY)
-        found.append((weight, y, size.sqrt(), (g - weight[:, None] * direction).norm(dim=-1)))
+        size = direction.norm(dim=-1)
+        weight = torch.linalg.vecdot(g, direction) / size.square().clamp(min=TINY)
+        rest = torch.addcmul(g, weight[:, None], direction, value=-1).norm(dim=-1)
+        found.append((weight, y, size, rest))
     return MeasuredTokens(*(torch.cat(parts).view(logits.shape[:2]) for parts in zip(*found, strict=True)))
 
 

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import logging
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from composer_tokacc.batch import Batch, labels_of, with_own_tensors
-from composer_tokacc.checks.logits import MeasuredTokens, logits_of, measure, sketch, token_losses
+from composer_tokacc.checks.logits import MeasuredTokens, logits_of, measure, router_loss_of, sketch, token_losses
 from composer_tokacc.compat import BatchNorm
 
 log = logging.getLogger(__name__)
@@ -66,13 +67,13 @@ class Probe:
         forward: Callable[[Any], Any],
         loss: Callable[[Any, Any], Any],
         model: torch.nn.Module,
-        precision: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
         terms: Callable[[Any, Any], Mapping[str, torch.Tensor]] | None = None,
     ) -> None:
         self.model = model
         self._forward, self._loss, self._precision = forward, loss, precision
         self._terms = terms or (lambda loss, outputs: {'tokens': loss})
-        self.is_training = True
+        self.is_training, self.is_random = True, False
         self._has_looked, self._logits_at = False, None
         self._layers: list[torch.nn.Module] = []
         """What gives the states that logits are made of, most often a norm, and what makes the logits."""
@@ -92,12 +93,16 @@ class Probe:
 
         return cls(forward, lambda outputs, batch: outputs['loss'], model)
 
-    def run(self, batch: Batch, *, measured: bool = False) -> ProbeResult:
-        """Runs a batch on its device, eagerly; leaves random numbers, modes and buffers as they were."""
-        run = self._run_as_in_training if self._has_looked else self._look
-        return run(batch, measured=measured)
+    def run(self, batch: Batch, *, measured: bool = False, rounded: bool = False) -> ProbeResult:
+        """Runs a batch on its device, eagerly; leaves random numbers, modes and buffers as they were.
 
-    def _look(self, batch: Batch, *, measured: bool) -> ProbeResult:
+        ``rounded``: with every layer's output moved by its last digit, up or down, by which round-off moves the rest.
+        The same rows in another order or number would not do: kernels then make the very same sums.
+        """
+        run = self._run_as_in_training if self._has_looked else self._look
+        return run(batch, measured=measured, rounded=rounded)
+
+    def _look(self, batch: Batch, **options: bool) -> ProbeResult:
         """Runs twice, which shows the last layers, and whether the loss is random."""
         found: list[tuple[torch.nn.Module, int, int]] = []
 
@@ -112,32 +117,34 @@ class Probe:
         own = [place for place in makers if found[place][2] == self._logits_at]
         last = (own or makers or [len(found)])[-1]
         self._layers = [module for module, *_ in found[max(last - 1, 0) : last + 1]]
-        again = self._run_as_in_training(batch, measured=measured)
-        if self.is_training and not all(again.is_same_loss(unit, loss) for unit, loss in first.losses.items()):
+        again = self._run_as_in_training(batch, **options)
+        self.is_random = not all(again.is_same_loss(unit, loss) for unit, loss in first.losses.items())
+        if self.is_training and self.is_random:
             log.info('The loss is random in training even without dropout, so it was looked at in evaluation only.')
             self.is_training, self._layers = False, []
-            return self._look(batch, measured=measured)
+            return self._look(batch, **options)
         self._has_looked = True
         return again
 
-    def _run_as_in_training(self, batch: Batch, seed: int = 0, *, measured: bool = False) -> ProbeResult:
-        with torch.no_grad(), _as_probed(self.model, training=self.is_training):
-            torch.manual_seed(seed)
-            with torch.compiler.set_stance('force_eager'):
-                if self._in_full:
-                    try:
-                        return self._run(batch, torch.autocast(self._device_type, enabled=False), measured)
-                    except RuntimeError:  # a kernel that knows half precision only, as flash attention does
-                        self._in_full = False
-                try:
-                    return self._run(batch, self._precision(), measured)
-                except RuntimeError as error:
-                    if 'in-place' not in str(error) or len(self._layers) < 2:
-                        raise
+    def _run_as_in_training(self, batch: Batch, seed: int = 0, **options: bool) -> ProbeResult:
+        while True:
+            precision = torch.autocast(self._device_type, enabled=False) if self._in_full else self._precision()
+            try:
+                with torch.no_grad(), _as_probed(self.model, training=self.is_training):
+                    torch.manual_seed(seed)
+                    with torch.compiler.set_stance('force_eager'):
+                        return self._run(batch, precision, **options)
+            except RuntimeError as error:
+                if self._in_full:  # a kernel that knows half precision only, as flash attention does
+                    self._in_full = False
+                elif 'in-place' in str(error) and len(self._layers) > 1:
                     self._layers = self._layers[:1]  # Chameleon writes into its logits, which no leaf allows
-                    return self._run(batch, self._precision(), measured)
+                else:
+                    raise
 
-    def _run(self, batch: Batch, precision: contextlib.AbstractContextManager[Any], measured: bool) -> ProbeResult:
+    def _run(
+        self, batch: Batch, precision: AbstractContextManager[Any], *, measured: bool = False, rounded: bool = False
+    ) -> ProbeResult:
         leaves: dict[torch.nn.Module, torch.Tensor] = {}
 
         def begin_graph(module: torch.nn.Module, args: Any, output: Any) -> Any:
@@ -150,18 +157,13 @@ class Probe:
 
         # A copy, the same for forward and loss as in training: models that write into it change no other run.
         given = with_own_tensors(batch)
-        with precision, _hooked(self._layers, begin_graph), torch.no_grad():
+        alter = partial(_altered, rounded)
+        with precision, _hooked(_leaves(self.model), alter), _hooked(self._layers, begin_graph), torch.no_grad():
             outputs = self._forward(given)
             loss = _loss_of(self._loss, outputs, given)  # once, as what it counts may be added up
             terms = self._terms(loss, outputs)
-        logits = logits_of(outputs)
+        logits = _checked_logits(outputs, batch)
         self._logits_at = None if logits is None or isinstance(logits, DTensor) else logits.data_ptr()
-        if logits is not None and logits.shape[:2] != labels_of(batch).shape:
-            raise RuntimeError(
-                f"The model's logits must be as wide as the labels, got: {tuple(logits.shape[:2])} for labels of "
-                f'{tuple(labels_of(batch).shape)}. The model expands or truncates the sequence inside forward. Expand '
-                'image placeholders in the processor instead (docs/errors.md#loss-rule).'
-            )
         points = [leaves[layer] for layer in self._layers if layer in leaves]
         if logits is not None and logits.requires_grad and all(logits is not leaf for leaf in points):
             points.append(logits)
@@ -181,44 +183,6 @@ class Probe:
             eps=max(torch.finfo(value.dtype).eps for value in (*terms.values(), torch.zeros(()))),
             gradient_eps=max(torch.finfo(point.dtype).eps for point in (*points, torch.zeros(()))),
         )
-
-    @contextlib.contextmanager
-    def with_varied_norms(self) -> Iterator[None]:
-        """Runs as if every channel of a norm were scaled by a factor of its own.
-
-        The weights of fresh norms are all alike, and hide from the loss and the logits, not from the gradient by the
-        weights, that a norm behind the rotary embedding (HunYuan) makes attention depend on absolute positions.
-        """
-        draws: dict[torch.Size, torch.Tensor] = {}
-
-        def scale(module: torch.nn.Module, args: Any, output: Any) -> Any:
-            shape: Any = module.weight.shape
-            if not isinstance(output, torch.Tensor) or shape != output.shape[-1:]:
-                return output
-            if shape not in draws:
-                generator = torch.Generator().manual_seed(shape[0])
-                draws[shape] = (0.75 + 0.5 * torch.rand(shape, generator=generator)).to(output)
-            return output * draws[shape].to(output)
-
-        norms = [one for one in _leaves(self.model) if getattr(getattr(one, 'weight', None), 'ndim', 0) == 1]
-        with _hooked(norms, scale):
-            yield
-
-    @contextlib.contextmanager
-    def with_rounding(self) -> Iterator[None]:
-        """Runs with every layer's output moved by its last digit, up or down: by how much round-off moves the rest.
-
-        The same rows in another order or number would not do: kernels then make the very same sums.
-        """
-
-        def move(module: torch.nn.Module, args: Any, output: Any) -> Any:
-            if not isinstance(output, torch.Tensor) or not output.dtype.is_floating_point:
-                return output
-            step = torch.finfo(output.dtype).eps * (2 * (torch.rand_like(output) < 0.5) - 1)
-            return output * (1 + step).to(output.dtype)
-
-        with _hooked(_leaves(self.model), move):
-            yield
 
 
 def _loss_of(loss: Callable[[Any, Batch], Any], outputs: Any, batch: Batch) -> Any:
@@ -247,10 +211,36 @@ class _NoDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def router_loss_of(outputs: Any) -> torch.Tensor | None:
-    """Returns the load-balancing loss of a mixture of experts in a model's outputs."""
-    found = outputs.get('aux_loss') if isinstance(outputs, Mapping) else getattr(outputs, 'aux_loss', None)
-    return found if isinstance(found, torch.Tensor) else None
+def _altered(rounded: bool, module: torch.nn.Module, args: Any, output: Any) -> Any:
+    """Returns a layer's output, of a norm with every channel scaled by a factor of its own; a forward hook.
+
+    The weights of fresh norms are all alike, and hide from the loss and the logits, not from the gradient by the
+    weights, that a norm behind the rotary embedding (HunYuan) makes attention depend on absolute positions.
+    """
+    if not isinstance(output, torch.Tensor) or not output.dtype.is_floating_point:
+        return None
+    if getattr(getattr(module, 'weight', None), 'shape', None) == output.shape[-1:]:
+        output = output * _channel_factors(output.shape[-1]).to(output)
+    if rounded:
+        step = torch.finfo(output.dtype).eps * (2 * (torch.rand_like(output) < 0.5) - 1)
+        output = output * (1 + step).to(output.dtype)
+    return output
+
+
+@cache
+def _channel_factors(size: int) -> torch.Tensor:
+    return 0.75 + 0.5 * torch.rand(size, generator=torch.Generator().manual_seed(size))
+
+
+def _checked_logits(outputs: Any, batch: Batch) -> torch.Tensor | None:
+    logits, labels = logits_of(outputs), labels_of(batch)
+    if logits is not None and logits.shape[:2] != labels.shape:
+        raise RuntimeError(
+            f"The model's logits must be as wide as the labels, got: {tuple(logits.shape[:2])} for labels of "
+            f'{tuple(labels.shape)}. The model expands or truncates the sequence inside forward. Expand image '
+            'placeholders in the processor instead (docs/errors.md#loss-rule).'
+        )
+    return logits
 
 
 def _gradients(value: torch.Tensor, points: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -272,7 +262,7 @@ def _leaves(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [module for module in model.modules() if next(module.children(), None) is None]
 
 
-@contextlib.contextmanager
+@contextmanager
 def _hooked(modules: Iterable[torch.nn.Module], change: Callable[..., Any]) -> Iterator[None]:
     """Has ``change`` make what the modules return, of ``(module, inputs, output)``."""
     hooks = [module.register_forward_hook(change) for module in modules]
@@ -283,7 +273,7 @@ def _hooked(modules: Iterable[torch.nn.Module], change: Callable[..., Any]) -> I
             hook.remove()
 
 
-@contextlib.contextmanager
+@contextmanager
 def undisturbed(model: torch.nn.Module) -> Iterator[None]:
     """Leaves a run the same with and without a forward in between: puts random state and buffers back."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()] if model.training else []
@@ -303,7 +293,7 @@ def undisturbed(model: torch.nn.Module) -> Iterator[None]:
                 module.reshard()
 
 
-@contextlib.contextmanager
+@contextmanager
 def _as_probed(model: torch.nn.Module, *, training: bool) -> Iterator[None]:
     """Leaves modules in training in the mode that they are in, but for BatchNorm, and has no dropout drop."""
     modes = [(module, module.training) for module in model.modules()]

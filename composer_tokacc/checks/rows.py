@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from composer_tokacc.batch import IGNORE_INDEX, MODALITIES, Batch, labels_of, real_positions
 from composer_tokacc.counting import loss_mask
-from composer_tokacc.layout import ROW_KINDS, BatchLayout, describe
+from composer_tokacc.layout import BatchLayout, describe
 from composer_tokacc.metadata import without_metadata
 
 MIN_ROWS = 4
@@ -21,11 +21,10 @@ NUM_LABELS = 4
 """Labels of the row that is asked for the rule."""
 
 
-def chosen_rows(layout: BatchLayout, batch: Batch, wanted: Sequence[int], max_rows: int) -> dict[str, Any]:
+def chosen_rows(layout: BatchLayout, batch: Batch, wanted: set[str], max_rows: int) -> dict[str, Any]:
     """Returns a few unlike rows, as the loader padded them, each with a label: first those of the wanted kinds."""
-    facts = describe(layout, batch)
+    facts, labels = describe(layout, batch), labels_of(batch)
     lengths, media = facts.lengths, facts.media
-    labels = labels_of(batch)
     indices = range(len(lengths))
     # Rows with labels before those that need made-up ones.
     labelled = (labels[:, 1:] != IGNORE_INDEX).any(dim=1).tolist()
@@ -33,14 +32,11 @@ def chosen_rows(layout: BatchLayout, batch: Batch, wanted: Sequence[int], max_ro
     def best(key: Callable[[int], Any]) -> int:
         return min(indices, key=lambda row: (not labelled[row], key(row), lengths[row]))
 
-    units = [unit for unit, is_wanted in zip(ROW_KINDS, wanted, strict=True) if is_wanted and unit in MODALITIES]
+    units = [unit for unit in MODALITIES if unit in wanted]
     counts = {unit: facts.counts.get(unit, [0] * len(lengths)) for unit in units}
-    first = real_positions(batch).int().argmax(dim=1).tolist()
+    first = facts.real.int().argmax(dim=1).tolist()
     # A label on the first token behind padding is the hardest to keep.
-    hardest = [
-        row for row in indices
-        if 0 < first[row] < labels.shape[1] and int(labels[row, first[row]]) != IGNORE_INDEX
-    ]  # fmt: skip
+    hardest = [row for row in indices if 0 < first[row] < labels.shape[1] and labels[row, first[row]] != IGNORE_INDEX]
     roles = [
         best(lambda row: -lengths[row]),
         best(lambda row: lengths[row]),
@@ -115,10 +111,12 @@ def rule_batch(layout: BatchLayout | None, rows: Batch) -> dict[str, Any]:
     told apart the others stay, without labels.
     """
     if layout is not None:
-        counts = (labels_of(rows)[:, 1:] != IGNORE_INDEX).sum(dim=1).tolist()
-        media = layout.media_per_row(rows)  # with media if it can be, as some models take no other
-        best = min(range(len(counts)), key=lambda row: (counts[row] < 2, counts[row] < 4, not media[row]))
-        rows = layout.select(rows, [best])
+        counts, facts = (labels_of(rows)[:, 1:] != IGNORE_INDEX).sum(dim=1).tolist(), describe(layout, rows)
+
+        def order(row: int) -> Any:  # with media if it can be, as some models take no other
+            return counts[row] < 2, counts[row] < NUM_LABELS, not facts.media[row], facts.lengths[row]
+
+        rows = layout.trim(layout.select(rows, [min(range(len(counts)), key=order)]))
     labels, mask, ids = labels_of(rows), rows.get('attention_mask'), rows.get('input_ids')
     mask = mask if isinstance(mask, torch.Tensor) and mask.shape == labels.shape else None
     attended = torch.ones_like(labels, dtype=torch.bool) if mask is None else mask != 0

@@ -25,7 +25,7 @@ class VisionLanguageCollator:
 
     def __init__(self, tokenizer: Any, *, layout: BatchLayout | None = None) -> None:
         tokenizer = getattr(tokenizer, 'tokenizer', tokenizer)
-        if tokenizer.pad_token_id is None:
+        if getattr(tokenizer, 'pad_token_id', None) is None:
             remedy = 'Set it: `tokenizer.pad_token = tokenizer.eos_token` (padding is masked, so any will do)'
             raise ValueError(f'`tokenizer` must have a pad token, got: none. {remedy}.')
         self.pad_token_id: int = tokenizer.pad_token_id

@@ -103,7 +103,7 @@ class CountingDataSpec(DataSpec):
         self._first_batch.layout = layout  # of this batch, where the model does not tell
         kinds = kinds_of(describe_all(layout, batch))
         present = max_over_ranks(kinds) if get_world_size() > 1 else kinds
-        self._split.adopt(self._first_batch.prove(batch, self._split, self._split.rules, kinds, [present]))
+        self._split.adopt(self._first_batch.prove(batch, self._split, kinds, [present]))
         assert self._first_batch.rule is not None
         self._rule = self._first_batch.rule
 

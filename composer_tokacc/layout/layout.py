@@ -52,6 +52,8 @@ class BatchLayout:
         """The layout of a Hugging Face model (or its config, or a Composer ``HuggingFaceModel``, in DDP or not)."""
         model = getattr(model, 'module', model)
         config = getattr(model, 'config', model)
+        if not hasattr(config, 'model_type'):
+            raise TypeError(f'`model` must have a `config` with a `model_type`, got: {type(model).__name__}.')
         registered = (family for family in FAMILIES if config.model_type in family.model_types)
         return cls(family=next(registered, None) or found_family(config), config=config)
 

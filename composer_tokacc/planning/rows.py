@@ -108,8 +108,9 @@ def checked_table(name: str, values: Table, num_samples: int, *, least: int = 0,
         raise ValueError(
             f'`{name}` must have one entry per sample, got: shape {table.shape} for {num_samples} samples.'
         )
-    if dtype is np.int64 and table.dtype.kind not in 'iu':
-        raise ValueError(f'`{name}` must be integers, got: {table.dtype}. Pass token counts.')
+    kinds, wanted = ('iu', 'integers') if dtype is np.int64 else ('iuf', 'numbers')
+    if table.dtype.kind not in kinds:
+        raise ValueError(f'`{name}` must be {wanted}, got: {table.dtype}. Pass token counts.')
     if not (table.min() >= least and table.max() < np.inf):  # NaN compares with nothing
         at = int(np.argmin((table >= least) & (table < np.inf)))
         raise ValueError(f'`{name}` must be finite and at least {least}, got: {table[at]} at sample {at}.')

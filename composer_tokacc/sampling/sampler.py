@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, TypeVar
 
@@ -182,8 +182,8 @@ class RegroupingBatchSampler(DistributedSampler):
             ValueError: If the state is of other global batches, or has keys missing or left over.
         """
         expected = {'epoch', 'batch', *self._identity()}
-        if state.keys() != expected:
-            raise ValueError(f'`state` must have the keys {sorted(expected)}, got: {sorted(state)}.')
+        if not isinstance(state, Mapping) or state.keys() != expected:
+            raise ValueError(f'`state` must have the keys {sorted(expected)}, got: {state!r}.')
         for name, value in self._identity().items():
             if state[name] != value:
                 raise ValueError(

@@ -51,11 +51,11 @@ def batch_of(shape=RAGGED, side='right', ids=True, **entries):
     return {**batch, **entries}
 
 
-def check(model, batch, data, token_weights, microbatch_size, **options):
+def check(model, batch, data, token_weights, microbatch_size, callbacks=()):
     expected, loss, token_mean = weighted_reference(model, batch, token_weights)
     recorder, memory, _ = train(
-        model, data, algorithms=[TokenAccumulation(token_weights=token_weights)], callbacks=[NaNMonitor()],
-        microbatch_size=microbatch_size, **options,
+        model, data, algorithms=[TokenAccumulation(token_weights=token_weights)], microbatch_size=microbatch_size,
+        callbacks=[NaNMonitor(), *callbacks],
     )  # fmt: skip
     assert relative_error(recorder.gradients, expected) < TOLERANCE
     assert logged(memory, 'loss/train/total') == pytest.approx([loss], rel=TOLERANCE)
@@ -120,13 +120,7 @@ def test_weight_of_a_row_is_that_of_all_its_tokens(model, form):
     weights = [0.5, 2.0, 0.0, 1.0, 3.0, 0.25] if form != 'integers' else [1, 2, 0, 1, 3, 4]
     given = {'list': weights, 'column': torch.tensor(weights)[:, None]}.get(form, torch.tensor(weights))
     expected = {**batch, 'loss_weights': torch.tensor(weights).float()}
-    reference, loss, _ = weighted_reference(model, expected, 'column')
-    recorder, memory, _ = train(
-        model, token_data_spec(loader({**batch, 'loss_weights': given})),
-        algorithms=[TokenAccumulation(token_weights='column')], microbatch_size=2,
-    )  # fmt: skip
-    assert relative_error(recorder.gradients, reference) < TOLERANCE
-    assert logged(memory, 'loss/train/total') == pytest.approx([loss], rel=TOLERANCE)
+    check(model, expected, token_data_spec(loader({**batch, 'loss_weights': given})), 'column', 2)
 
 
 def test_documents_of_rows_that_come_packed_keep_their_own_weights(model):
@@ -138,10 +132,7 @@ def test_documents_of_rows_that_come_packed_keep_their_own_weights(model):
         'position_ids': torch.cat([torch.arange(row['input_ids'].shape[1])[None] for row in rows], dim=1),
     }
     for weights in ('sqrt', 'sample'):
-        expected, _, _ = weighted_reference(model, batch, weights)
-        data = loader({key: value.clone() for key, value in packed.items()})
-        recorder, _, _ = train(model, data, algorithms=[TokenAccumulation(token_weights=weights)])
-        assert relative_error(recorder.gradients, expected) < TOLERANCE
+        check(model, batch, loader({key: value.clone() for key, value in packed.items()}), weights, 1)
 
 
 @pytest.mark.parametrize('token_weights', WEIGHTS)
@@ -208,11 +199,7 @@ def test_bad_weights_where_no_loss_is_generated_do_not_matter(model):
     batch = batch_of()
     batch['loss_weights'] = batch['loss_weights'].masked_fill(batch['labels'] == -100, float('nan'))
     clean = {**batch, 'loss_weights': batch['loss_weights'].nan_to_num(0)}
-    expected, _, _ = weighted_reference(model, clean, 'column')
-    recorder, _, _ = train(
-        model, token_data_spec(loader(batch)), algorithms=[TokenAccumulation(token_weights='column')]
-    )
-    assert relative_error(recorder.gradients, expected) < TOLERANCE
+    check(model, clean, token_data_spec(loader(batch)), 'column', 1)
 
 
 def test_unknown_weights_are_refused():
@@ -249,9 +236,6 @@ def test_accumulated_gradient_is_clipped(model):
 
 
 def test_out_of_memory_half_way_gives_the_same_gradient(model):
-    batch = batch_of()
-    expected, _, _ = weighted_reference(model, batch, 'column')
-
     class OutOfMemoryOnce(Callback):
         failed = False
 
@@ -261,11 +245,8 @@ def test_out_of_memory_half_way_gives_the_same_gradient(model):
                 self.failed = True
                 raise RuntimeError('CUDA out of memory')
 
-    recorder, _, _ = train(
-        model, token_data_spec(loader(batch)), algorithms=[TokenAccumulation(token_weights='column')],
-        callbacks=[OutOfMemoryOnce()], microbatch_size=4,
-    )  # fmt: skip
-    assert relative_error(recorder.gradients, expected) < TOLERANCE
+    batch = batch_of()
+    check(model, batch, token_data_spec(loader(batch)), 'column', 4, callbacks=[OutOfMemoryOnce()])
 
 
 def test_weights_that_a_transform_drops_or_changes_are_noticed(model):

@@ -74,7 +74,7 @@ def prove(loss, *, with_logits=True, loss_tokens='auto'):
         microbatch_size=4,
     )
     kinds = kinds_of([describe(layout, batch)])
-    check.prove(batch, None, None, kinds, [kinds])
+    check.prove(batch, None, kinds, [kinds])
     return check
 
 
@@ -118,8 +118,7 @@ def test_round_off_is_of_the_order_of_the_models_precision():
     for dtype in (torch.float32, torch.bfloat16):
         probe = probe_of(causal, model=text_model().to(dtype))
         plain = probe.run(row).gradients['tokens'][-1]
-        with probe.with_rounding():
-            moved = probe.run(row).gradients['tokens'][-1]
+        moved = probe.run(row, rounded=True).gradients['tokens'][-1]
         found.append(float((moved - plain).norm() / plain.norm()))
     assert 1e-9 < found[0] < 1e-6
     assert 1e-5 < found[1] < 1e-1
@@ -179,8 +178,7 @@ def test_running_leaves_mode_and_random_numbers_alone():
     state = torch.get_rng_state()
     probe, row = probe_of(causal, model=model), text_row(12, 6)
     assert probe.run(row).losses == probe.run(row).losses
-    with probe.with_rounding(), probe.with_varied_norms():
-        probe.run(row)
+    probe.run(row, rounded=True)
     assert [module.training for module in model.modules()] == modes
     assert torch.equal(torch.get_rng_state(), state)
     assert not any(module._forward_hooks for module in model.modules())

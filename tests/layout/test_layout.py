@@ -20,6 +20,13 @@ from tests.support.small_batches import LLAVA, QWEN, TEXT, text_batch
 
 IMAGE = 9
 
+
+@pytest.mark.parametrize('model', [3, None, torch.nn.Linear(1, 1)])
+def test_a_layout_is_asked_of_a_model_with_a_config(model):
+    with pytest.raises(TypeError, match='`model` must have a `config` with a `model_type`, got: '):
+        BatchLayout.for_model(model)
+
+
 # The real span.
 
 

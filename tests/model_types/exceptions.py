@@ -108,7 +108,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     'lfm2_vl': {'vision_config.num_patches': 16},
     **{name: {'text_config.rope_parameters': {**_ROPE, 'mrope_section': [2, 1, 1]}} for name in ('glm4v_moe',)},
     'voxtral': {'audio_token_id': 150, 'audio_config.intermediate_size': 128, 'audio_config.max_source_positions': 100},
-    'voxtral_realtime': {'audio_token_id': 150, 'audio_config.intermediate_size': 128},
+    'voxtral_realtime': {'audio_config.intermediate_size': 128},
     'qwen2_audio': {'ignore_index': -100},
     'vision-encoder-decoder': {'pad_token_id': 0, 'decoder_start_token_id': 1},
     'kosmos-2': {'latent_query_num': 4},
@@ -202,6 +202,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     'moss_transcribe_diarize': {**_FULL_SOUND, 'audio': {'chunk_length': 2}},
     'voxtral': {**_FULL_SOUND, 'audio': {'chunk_length': 2}},
     'glmasr': {'length': 3840},
+    'voxtral_realtime': {'length': 5120, 'words': lambda media: media['input_features'].shape[-1] // 8},
     'llava_onevision': {'nested': True, 'image_items': _ALONE},  # several in a row are not cut into tiles
     'ernie4_5_vl_moe': {'video': {'draw_on_frames': False}},
     'florence2': {'image': {'size': _SQUARE, 'crop_size': _SQUARE}},
@@ -223,17 +224,15 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     'instructblip': {'modalities': ('image',)},
     'qwen2_audio': {**_FULL_SOUND, 'audio_count': lambda maker, item: 5 + 2 * item},
 }
-"""By model type: settings by modality; `nested`: a list of images a row; `like`: the type whose processors it takes."""
+"""By model type: settings by modality; `nested`: a list of images a row; `like`: the type whose processors it takes;
+`words`: those of a row, where its media tell."""
 
 THINKERS = {'qwen2_5_omni': 'qwen2_5_omni_thinker', 'qwen3_omni_moe': 'qwen3_omni_moe_thinker'}
 """Types whose own forward takes no batch, by the part that is trained."""
 
 NEWER = 'it wants torch 2.8 or newer: scatter of int32'
 _IS_OLD = tuple(map(int, torch.__version__.split('.')[:2])) < (2, 8)
-UNTRIED: dict[str, str] = {
-    **({'glm5_next': NEWER, 'qwen4_exp': NEWER} if _IS_OLD else {}),
-    'voxtral_realtime': 'text as wide as its sound, which is not trimmed with it: stopped by its own forward',
-}
+UNTRIED: dict[str, str] = {'glm5_next': NEWER, 'qwen4_exp': NEWER} if _IS_OLD else {}
 """Why a type has no trial here."""
 
 _DRAFTS = 'it drafts for another model, whose states it takes'
@@ -251,6 +250,6 @@ UNTRIED_TEXT: dict[str, str] = {
 ONE_EACH: dict[str, str] = {
     'blip': 'text', 'idefics': 'text', 'git': 'text', 'pix2struct': 'decoder', 'pp_formulanet': 'decoder',
     'vision-encoder-decoder': 'decoder', 'udop': 'seq2seq', 'kosmos-2': 'masked', 'kosmos-2.5': 'masked',
-        'evolla': 'text',
+        'evolla': 'text', 'voxtral_realtime': 'text',
 }  # fmt: skip
 """Types whose rows have an image each, without placeholders; the text is theirs, or a decoder's."""

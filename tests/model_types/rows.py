@@ -77,7 +77,9 @@ class Maker:
                     kinds += [0] + [TYPES[modality]] * number
                 text += marks[1:]
                 kinds += [0]
-            words = [4 + (row * 11 + 5 * place) % 90 for place in range(WORDS[row])]
+            told = self.settings.get('words')
+            num_words = told(self.media(modality, [chosen])) - len(text) if told else WORDS[row]
+            words = [4 + (row * 11 + 5 * place) % 90 for place in range(num_words)]
             rows.append(text + words)
             types.append(kinds + [0] * len(words))
         joined = self._joined(rows, types, one_each)
@@ -150,7 +152,7 @@ class Maker:
             if ask is not None:
                 try:
                     named = inspect.signature(ask).parameters
-                    found = ask(**{key: value for key, value in media.items() if key in named})
+                    found = ask(**{key: value for key, value in media.items() if key in named or 'args' in named})
                     found = getattr(found, 'pooler_output', found)
                     tensors = [found] if torch.is_tensor(found) else list(found)
                     return sum(one.numel() // one.shape[-1] for one in tensors)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import transformers
 
 from tests.model_types.table import kind_of, results, table
@@ -24,7 +25,7 @@ from tests.matrix.harness import measure_steps, plain_gradients, quiet
 from tests.model_types.trial import MULTIMODAL, TEXT, maker_of, tried
 from tests.support.training import relative_error
 
-QUICK = {'multimodal': ('florence2', 'git', 'step3p7'), 'text': ('gpt2', 'mamba', 'mixtral')}
+QUICK = {'multimodal': ('florence2', 'git', 'step3p7', 'voxtral_realtime'), 'text': ('gpt2', 'mamba', 'mixtral')}
 SLICE = {
     'multimodal': ('cohere2_vision', 'gemma4', 'glm46v', 'lfm2_vl', 'minicpmv4_6', 'molmo2', 'pix2struct'),
     'text': ('bloom', 'gemma3_text', 'lfm2', 'llama', 'olmoe', 'qwen3_next', 'rwkv'),
@@ -62,6 +63,29 @@ def test_first_step_of_text_alone_does_not_decide_how_images_are_cut(model_type)
     with quiet():
         outcomes = measure_steps(HuggingFaceModel(maker.model, shift_labels=True), steps, 1)
     assert [one.kind for one in outcomes] == ['exact'] * 3, outcomes
+
+
+def test_images_numbered_over_the_batch_are_exact_with_positions_of_each_row():
+    maker = maker_of('hunyuan_vl')
+    batch, layout = maker.batch('image'), BatchLayout.for_model(maker.model)
+    rows = [layout.select(batch, [row]) for row in range(len(batch['input_ids']))]
+    keys = ('input_ids', 'mm_token_type_ids', 'image_grid_thw', 'attention_mask')
+    positions = [maker.model.model.get_rope_index(**{key: row[key] for key in keys if key in row})[0] for row in rows]
+    batch['position_ids'] = torch.cat(positions, dim=1)
+    with quiet():
+        (outcome,) = measure_steps(HuggingFaceModel(maker.model, shift_labels=True), [batch], 1)
+    assert outcome.kind == 'exact', outcome
+
+
+def test_noise_in_evaluation_is_named_and_exact_once_it_is_off():
+    maker = maker_of('vibevoice_asr')
+    model, batch = HuggingFaceModel(maker.model, shift_labels=True), maker.batch('audio')
+    with quiet():
+        (noisy,) = measure_steps(model, [batch], 1)
+        (without,) = measure_steps(model, [{**batch, 'sample': False}], 1)
+    assert noisy.kind == 'refused'
+    assert 'random in evaluation' in noisy.message
+    assert without.kind == 'exact', without
 
 
 @pytest.mark.slow

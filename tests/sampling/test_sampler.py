@@ -229,8 +229,9 @@ def test_state_of_other_global_batches_is_refused():
             build(96, 12, **kwargs).load_state_dict(state)
     with pytest.raises(ValueError, match=r'`global_batch_size` .*, got: 24, saved: 12'):
         build(96, 24).load_state_dict(state)
-    with pytest.raises(ValueError, match='must have the keys'):
-        build(96, 12).load_state_dict({**state, 'more': 1})
+    for wrong in ({**state, 'more': 1}, None, [1]):
+        with pytest.raises(ValueError, match='must have the keys'):
+            build(96, 12).load_state_dict(wrong)
     with pytest.raises(ValueError, match=r'`batch` must be in \[0, 8\], got: 9'):
         build(96, 12).skip_to(9)
 
@@ -247,6 +248,7 @@ def test_state_of_other_global_batches_is_refused():
         ({'lengths': [3.0, 1, 1, 5]}, '`lengths` must be integers, got: float64'),
         ({'lengths': [3, 9, 1, 5], 'max_tokens': 8}, r'`max_tokens` must be at least .* got: 8 < 9 \(sample 1\)'),
         ({'image_tokens': [0, 1, 7, 0], 'max_image_tokens': 6}, r'`max_image_tokens` .* got: 6 < 7 \(sample 2\)'),
+        ({'vision_cost': ['a', 'b', 'c', 'd']}, '`vision_cost` must be numbers, got: <U1'),
         ({'max_image_tokens': 6}, '`image_tokens` must be given'),
         ({'image_tokens': [0, -2, 7, 0]}, '`image_tokens` must be finite and at least 0, got: -2 at sample 1'),
         ({'global_batch_size': 8, 'drop_last': True}, 'at most the dataset with `drop_last`, got: 8 > 4 samples'),
