@@ -93,7 +93,7 @@ class ConversationEncoder:
         ):
             if missing:
                 raise ValueError(f'`processor` must have {missing}, got: {type(processor).__name__} without. {remedy}.')
-        self.media_options: dict[str, Mapping[str, Any]] = {}
+        self.media_options: Mapping[str, Mapping[str, Any]] = {}
         """Further ``images_kwargs`` and ``videos_kwargs`` of every call of the processor."""
         # Templates of text models take plain strings.
         self._takes_parts = bool(self.parts) and self._writes_parts()

@@ -170,7 +170,7 @@ class FittingEncoder(ConversationEncoder):
     ) -> dict[str, Any]:
         """Returns a sample with one large black image, or video."""
         encoder = copy(self)
-        encoder.max_length, encoder.media_options = None, options or {}
+        encoder.max_length, encoder.media_options = None, {} if options is None else options
         content = [{'type': modality}, {'type': 'text', 'text': 'q'}]
         messages = [{'role': 'user', 'content': content}, {'role': 'assistant', 'content': 'a'}]
         if modality == 'image':
