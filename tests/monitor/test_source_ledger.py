@@ -133,6 +133,7 @@ def test_more_sources_than_can_be_told_apart_are_counted_together(caplog):
 def test_sources_that_one_rank_alone_has(ranks):
     """Ranks learn of a source together: none waits for another, whichever of them sees it, and in whichever step."""
     for found in launch_json('tests/ranks/source_ledger.py', '[{}, {"packing": true}]', ranks=ranks):
+        assert found['norms'][0] == pytest.approx(found['first_norm'], rel=1e-5)
         for values, sources in zip(found['logged'], STEPS, strict=True):
             for source in set(sources):
                 rows = [row for row, name in enumerate(sources) if name == source]
