@@ -78,6 +78,7 @@ class Probe:
         self._terms = terms or (lambda loss, outputs: {'tokens': loss})
         self.is_training, self.is_random = True, False
         self._has_looked, self._logits_at = False, None
+        self._modules = list(model.modules())
         self._alike: dict[torch.nn.Module, list[str]] = {}
         """Names of the weights of each module whose entries are all alike."""
         self._layers: list[torch.nn.Module] = []
@@ -115,7 +116,7 @@ class Probe:
             if _is_of_positions(output, batch):
                 found.append((module, output.shape[-1], output.data_ptr()))
 
-        with _hooked(_leaves(self.model), note):
+        with _hooked(_leaves(self._modules), note):
             first = self._run_as_in_training(batch, seed=1)
         makers = [place for place, (_, size, _) in enumerate(found) if size == first.vocabulary]
         # A teacher's head may come after the model's own, whose output is the logits, unless they are changed again.
@@ -135,10 +136,8 @@ class Probe:
         while True:
             precision = torch.autocast(self._device_type, enabled=False) if self._in_full else self._precision()
             try:
-                with torch.no_grad(), _as_probed(self.model, training=self.is_training):
-                    torch.manual_seed(seed)
-                    with torch.compiler.set_stance('force_eager'):
-                        return self._run(batch, precision, **options)
+                with torch.no_grad(), undisturbed(self.model), self._as_probed(seed):
+                    return self._run(batch, precision, **options)
             except RuntimeError as error:
                 if self._in_full:  # a kernel that knows half precision only, as flash attention does
                     self._in_full = False
@@ -162,7 +161,7 @@ class Probe:
 
         # A copy, the same for forward and loss as in training: models that write into it change no other run.
         given = with_own_tensors(batch)
-        rounding = _hooked(_leaves(self.model) if rounded else [], _rounded)
+        rounding = _hooked(_leaves(self._modules) if rounded else [], _rounded)
         with precision, self._with_varied_weights(), rounding, _hooked(self._layers, begin_graph), torch.no_grad():
             outputs = self._forward(given)
             loss = _loss_of(self._loss, outputs, given)  # once, as what it counts may be added up
@@ -188,6 +187,25 @@ class Probe:
             eps=max(torch.finfo(value.dtype).eps for value in (*terms.values(), torch.zeros(()))),
             gradient_eps=max(torch.finfo(point.dtype).eps for point in (*points, torch.zeros(()))),
         )
+
+    @contextmanager
+    def _as_probed(self, seed: int) -> Iterator[None]:
+        """Leaves modules in training in the mode that they are in, but for BatchNorm, and has no dropout drop."""
+        training = [module for module in self._modules if module.training]
+        training = [module for module in training if not self.is_training or isinstance(module, BatchNorm)]
+        random.seed(0)
+        np.random.seed(0)
+        torch.default_generator.manual_seed(seed)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(seed)
+        for module in training:
+            module.training = False
+        try:
+            with _NoDropout(), torch.compiler.set_stance('force_eager'):
+                yield
+        finally:
+            for module in training:
+                module.training = True
 
     @contextmanager
     def _with_varied_weights(self) -> Iterator[None]:
@@ -217,7 +235,7 @@ class Probe:
                         vars(module)[name] = before
 
         # Until a forward has reached it, FSDP does not have a weight whole.
-        modules = [one for one in self.model.modules() if self._alike.get(one, True)]
+        modules = [one for one in self._modules if self._alike.get(one, True)]
         hooks = [one.register_forward_pre_hook(show) for one in modules]
         hooks += [one.register_forward_hook(hide, always_call=True) for one in modules]
         try:
@@ -273,7 +291,9 @@ def _is_alike(weight: torch.Tensor) -> bool:
 
 def _varied(weight: torch.Tensor) -> torch.Tensor:
     """Returns a weight with a positive number of its own added to each entry, the smaller the more inputs it has."""
-    entries = weight.detach().reshape(len(weight) if weight.dim() else 1, -1)
+    if weight.dim() < 2:
+        return weight + VARIATION * _shares(weight.numel(), weight.dtype, weight.device).view(weight.shape)
+    entries = weight.flatten(1)
     rows, columns = (_shares(size, weight.dtype, weight.device) for size in entries.shape)
     varied = torch.addcmul(entries, rows[:, None], columns, value=VARIATION / entries.shape[1] ** 0.5)
     return varied.view(weight.shape)
@@ -311,8 +331,8 @@ def _is_of_positions(output: Any, batch: Batch) -> bool:
     return output.shape[:2] == labels_of(batch).shape
 
 
-def _leaves(model: torch.nn.Module) -> list[torch.nn.Module]:
-    return [module for module in model.modules() if next(module.children(), None) is None]
+def _leaves(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
+    return [module for module in modules if next(module.children(), None) is None]
 
 
 @contextmanager
@@ -344,19 +364,3 @@ def undisturbed(model: torch.nn.Module) -> Iterator[None]:
         for module in model.modules():
             if isinstance(module, FSDPModule):  # a forward leaves the root whole, without gradients, until a backward
                 module.reshard()
-
-
-@contextmanager
-def _as_probed(model: torch.nn.Module, *, training: bool) -> Iterator[None]:
-    """Leaves modules in training in the mode that they are in, but for BatchNorm, and has no dropout drop."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        with undisturbed(model), _NoDropout():
-            random.seed(0)
-            np.random.seed(0)
-            for module, was_training in modes:
-                module.training = training and was_training and not isinstance(module, BatchNorm)
-            yield
-    finally:
-        for module, was_training in modes:
-            module.training = was_training
