@@ -33,16 +33,17 @@ __all__ = [
     'FakeTensorMode',
     'TorchDispatchMode',
     'attention_of',
-    'check_reducer_finalized',
     'composer_state_types',
     'detect_fake_mode',
     'gradient_hooks',
     'inner_model',
+    'is_reduced',
     'let_fake_weights_be_swapped',
     'new_shared_storage',
     'put_back_torch_names',
     'set_machine_code_cache',
     'skip_embedding_resize',
+    'state_of_gradient',
     'steps_after_gradients',
     'storage_key',
     'tree_flatten',
@@ -126,9 +127,18 @@ def inner_model(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def check_reducer_finalized(model: torch.nn.parallel.DistributedDataParallel) -> None:
-    """Raises RuntimeError if DDP left gradients unreduced; DDP asks itself only at the start of its next forward."""
-    model._check_reducer_finalized()
+def is_reduced(model: torch.nn.parallel.DistributedDataParallel) -> bool:
+    """Returns whether DDP has reduced every gradient; it asks itself only at the start of its next forward."""
+    try:
+        model._check_reducer_finalized()
+    except RuntimeError:
+        return False
+    return True
+
+
+def state_of_gradient(parameter: torch.Tensor) -> tuple[int, int]:
+    """Returns what changes when a backward reaches a parameter: it makes a gradient, or writes into the one there."""
+    return (0, 0) if parameter.grad is None else (id(parameter.grad), parameter.grad._version)
 
 
 def gradient_hooks(parameter: torch.Tensor) -> list[Any]:

@@ -115,6 +115,16 @@ def test_ddp_still_asks_itself_whether_its_gradients_are_reduced():
     assert callable(DistributedDataParallel._check_reducer_finalized)
 
 
+def test_backward_changes_the_state_of_a_gradient_and_no_other_does():
+    reached, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    for _ in range(3):
+        before = [compat.state_of_gradient(one) for one in (reached, other)]
+        reached.sum().backward()
+        assert compat.state_of_gradient(reached) != before[0]
+        assert compat.state_of_gradient(other) == before[1]
+        reached.grad.clone()
+
+
 def test_hooks_of_a_parameter_are_listed():
     parameter = nn.Parameter(torch.ones(2))
     assert (compat.gradient_hooks(parameter), compat.steps_after_gradients(parameter)) == ([], [])
