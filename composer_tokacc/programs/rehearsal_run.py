@@ -36,6 +36,8 @@ def run_candidate(state: State, candidate: Candidate, size: int) -> int:
     weights = algorithm.token_weights if algorithm is not None else 'token'
     rule = (algorithm.rule if algorithm is not None else None) or 'causal'
     split, model = split_of(state.dataloader), state.model
+    if weights == 'column' and not any(LOSS_WEIGHTS in one for one in batch.microbatches):
+        weights = 'token'  # a step's own, which no plan of a microbatch has
     counted = annotate(batch, rule, weights)
     microbatches = batch.microbatches if split is None else split(counted, size)
     heavy = max(microbatches, key=lambda one: (one['labels'].numel(), len(one)))
