@@ -29,7 +29,7 @@ class ReductionWatch:
         self._model = state.model
         self._reduces: list[bool] = []
         self._parameters = list(state.model.parameters())
-        self._before: list[tuple[int, int]] = []
+        self._before: list[tuple[torch.nn.Parameter, tuple[int, int]]] = []
         """What each parameter's gradient was before a backward that reduces."""
         # In automatic microbatching ranks ask each other after every forward whether memory ran out, synchronized batch
         # norms meet within it, and losses of coupled rows may gather those of other ranks.
@@ -55,7 +55,7 @@ class ReductionWatch:
             return
         self._reduces.append(self._model.require_backward_grad_sync)
         if self._reduces[-1] and not (self._model.find_unused_parameters or self._model.static_graph):
-            self._before = [state_of_gradient(parameter) for parameter in self._parameters]
+            self._before = [(parameter, state_of_gradient(parameter)) for parameter in self._parameters]
         if not self._reduces[-1] or len(self._reduces) >= num_microbatches:
             return
         got = f'got: a reduction in microbatch {len(self._reduces)} of {num_microbatches}'
@@ -73,11 +73,14 @@ class ReductionWatch:
 
     def reach_all(self) -> None:
         """Gives parameters that the backward left out a gradient of zero: DDP waits for one of each, on every rank."""
-        pairs = [(one, state) for one, state in zip(self._parameters, self._before, strict=False) if one.requires_grad]
-        unreached, self._before = [one for one, state in pairs if state_of_gradient(one) == state], []
-        # A backward that reaches none leaves DDP as it was.
-        if unreached and (len(unreached) == len(pairs) or not is_reduced(self._model)):
-            torch.autograd.backward([parameter.flatten()[:0].sum() for parameter in unreached])
+        before, self._before = self._before, []
+        if not before or not isinstance(self._model, DistributedDataParallel):
+            return
+        # A backward that reaches none leaves DDP as it was before it.
+        if is_reduced(self._model) and any(state_of_gradient(one) != state for one, state in before):
+            return
+        left_out = (one for one, state in before if one.requires_grad and state_of_gradient(one) == state)
+        torch.autograd.backward([parameter.flatten()[:0].sum() for parameter in left_out])
 
     def reach_all_by_hand(self) -> None:
         """Gives all parameters a gradient, where DDP leaves the last microbatch of a step to the trainer.
