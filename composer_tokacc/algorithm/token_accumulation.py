@@ -324,12 +324,11 @@ class TokenAccumulation(Algorithm):
         kinds = [int(count > 0) for count in self._totals.read()[3:]]
         if fit.check.is_due(kinds, number):
             fit.prove(self._device_batch, [kinds], reduces_once=self._reduces_once)
-        reduced_once = fit.reductions.reduced_once()
         if fit.split is not None:
             fit.split.made = []  # nobody waits for them while the next batch is read
-        if fit.split is not None and reduced_once is not None:
-            self._reduces_once = reduced_once
-            fit.split.adopt(fit.split.rules, reduces_once=reduced_once)
+            if (reduced_once := fit.reductions.reduced_once()) is not None:
+                self._reduces_once = reduced_once
+                fit.split.adopt(fit.split.rules, reduces_once=reduced_once)
         self._device_batch = {}
         self._measuring.end_step(len(step.records))
         self._log(state, logger)

@@ -78,7 +78,8 @@ class Probe:
         self._terms = terms or (lambda loss, outputs: {'tokens': loss})
         self.is_training, self.is_random = True, False
         self._has_looked, self._logits_at = False, None
-        self._modules = list(model.modules())
+        # Those of TorchScript take no hooks.
+        self._modules = [one for one in model.modules() if not isinstance(one, torch.jit.ScriptModule)]
         self._alike: dict[torch.nn.Module, list[str]] = {}
         """Names of the weights of each module whose entries are all alike."""
         self._layers: list[torch.nn.Module] = []

@@ -196,6 +196,12 @@ def test_what_a_weight_of_0_hides_is_seen_and_the_weight_left_alone(shape):
     assert all(map(torch.equal, model.parameters(), before))
 
 
+def test_a_layer_of_torchscript_is_run_as_it_is():
+    model = text_model()
+    model.model.embed_tokens = torch.nn.Sequential(model.model.embed_tokens, torch.jit.script(torch.nn.LayerNorm(32)))
+    assert find_loss_rule(probe_of(causal, model=model), telling_row()) == 'causal'
+
+
 def test_a_forward_that_fails_leaves_the_weights_alone():
     model = text_model()
     probe, names = probe_of(causal, model=model), [sorted(vars(module)) for module in model.modules()]
