@@ -110,7 +110,7 @@ class TokenAccumulation(Algorithm):
         _check_arguments(loss_tokens, loss_units, token_weights, check_loss)
         self.loss_tokens, self.token_weights, self.check_loss = loss_tokens, token_weights, check_loss
         self.loss_units, self.router_balance = dict(loss_units) if loss_units else None, router_balance
-        self.num_empty_steps = 0
+        self.num_empty_steps, self._reduces_once = 0, False
         self._fit: Fit | None = None
         self._measuring = TokenChoice()
         self._step = StepCheck(num_tokens=0, num_samples=0, loss_weight=0)
@@ -120,7 +120,6 @@ class TokenAccumulation(Algorithm):
         self._hidden: HiddenEntries | None = None
         self._token_sums: list[torch.Tensor] = []
         self._raw_loss: Any = None
-        self._reduces_once = False
         self._actions = {
             Event.FIT_START: self._start_fit,
             Event.BATCH_START: self._count,
