@@ -114,7 +114,7 @@ def _train(config: TrainConfig) -> None:
         say('evaluating ...')
         trainer.eval()
     say('writing the report ...')
-    result = summarize(trainer.state, history, first_step=first_step, seconds=seconds, skipped=parts.skip_reports())
+    result = summarize(trainer.state, history, parts, first_step=first_step, seconds=seconds)
     summary = write_report(config, parts, result, history) if dist.get_global_rank() == 0 else ''
     # The other ranks wait for the one that writes: NCCL takes an early end for a crash.
     dist.barrier()

@@ -93,6 +93,8 @@ class ConversationEncoder:
         ):
             if missing:
                 raise ValueError(f'`processor` must have {missing}, got: {type(processor).__name__} without. {remedy}.')
+        self.media_options: Mapping[str, Mapping[str, Any]] = {}
+        """Further ``images_kwargs`` and ``videos_kwargs`` of every call of the processor."""
         # Templates of text models take plain strings.
         self._takes_parts = bool(self.parts) and self._writes_parts()
         self._written = {modality for modality in self.parts if self._writes_media(modality)}
@@ -146,8 +148,10 @@ class ConversationEncoder:
         encoded = self.control.spell({**encoded, 'labels': labels})
         length = encoded['input_ids'].shape[1]
         if self.max_length is not None and length > self.max_length:
-            found = f'{self.max_length} < {length} tokens with {sum(map(len, media.values()))} media'
-            raise ValueError(f'`max_length` must be at least the sample, got: {found}. Raise it, or set on_error=skip.')
+            num_media = sum(map(len, media.values()))
+            found = f'{self.max_length} < {length} tokens with {num_media} media'
+            remedy = 'Raise it, or set on_error=skip' + ' or fit=true' * (num_media > 0)
+            raise ValueError(f'`max_length` must be at least the sample, got: {found}. {remedy}.')
         counts = {f'num_{modality}s': [len(media[modality])] for modality in {'image': None, **self.parts}}
         return {**encoded, 'sample_ids': [sample_id], **counts}
 
@@ -196,6 +200,10 @@ class ConversationEncoder:
                     labels[0, first:last] = input_ids[0, first:last]
                 samples[i] = self.control.spell({'input_ids': input_ids, 'labels': labels})
         return samples
+
+    def has_room(self, num_tokens: int, num_image_tokens: int) -> bool:
+        """Tells whether a sample of so many tokens is none too many."""
+        return self.max_length is None or num_tokens <= self.max_length
 
     def check_takes_media(self, record: Record) -> None:
         """Refuses media that the processor does not take, which would drop them, and looks for control tokens."""
@@ -315,6 +323,7 @@ class ConversationEncoder:
         self, text: str, media: Mapping[str, Sequence[Any]], add_special_tokens: bool
     ) -> dict[str, torch.Tensor]:
         options: dict[str, Any] = {'return_tensors': 'pt', 'add_special_tokens': add_special_tokens}
+        options |= {key: dict(values) for key, values in self.media_options.items()}
         given = {modality: list(items) for modality, items in media.items() if items}
         videos = given.get('video', [])
         if not self.parts:
@@ -328,7 +337,7 @@ class ConversationEncoder:
             given['video'] = [video.frames for video in videos]
             # The frames are chosen already.
             metadata = [dict(video.metadata) for video in videos]
-            options['videos_kwargs'] = {'video_metadata': metadata, 'do_sample_frames': False}
+            options.setdefault('videos_kwargs', {}).update(video_metadata=metadata, do_sample_frames=False)
         if 'audio' in given:
             options['audio_kwargs'] = {'sampling_rate': self.parts['audio'].sampling_rate}
         arguments = {TAKEN_BY[modality][1]: items for modality, items in given.items()}

@@ -24,7 +24,7 @@ from composer_tokacc.data.conversation import ConversationEncoder
 Size = tuple[int, int]
 """Width and height in pixels."""
 TableRow = tuple[int, ...]
-"""Tokens, image tokens, positions with loss, patches."""
+"""Tokens, image tokens, positions with loss, patches, steps by which media were made smaller."""
 Unexpanded = tuple[TableRow, list[Size]]
 """The row of a sample whose placeholders are not expanded, and the sizes of its images."""
 PerSize = Mapping[Any, TableRow | None]
@@ -55,8 +55,7 @@ def rows_from_headers(
     processed = _SizesProcessed(dataset.encoder, row_of)
     added = _added_by_images(processed, sizes_of, map_samples)
     rows = [one and _expanded(one, added[len(one[1])], processed.num_marks) for one in unexpanded]
-    longest = dataset.encoder.max_length
-    rows = [row if row and (longest is None or row[0] <= longest) else None for row in rows]
+    rows = [row if row and dataset.encoder.has_room(*row[:2]) else None for row in rows]
     places = [place for place, row in enumerate(rows) if row is None]
     found = map_samples(partial(_with_videos, dataset, row_of), [indices[place] for place in places], FEWEST_VIDEOS)
     for place, row in zip(places, found, strict=True):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -29,9 +29,11 @@ from composer_tokacc.data.headers import TableRow, rows_from_headers
 from composer_tokacc.data.identity import class_name, identify_data, identify_processor, identify_vocabulary
 from composer_tokacc.data.records import BadSampleError
 
-TABLE_VERSION = 6
+TABLE_VERSION = 7
 """Goes up with every change of what a table holds, so that files of older versions are not read."""
-TABLE_COLUMNS = ('lengths', 'image_tokens', 'loss_tokens', 'vision_patches')
+SHRINK_STEPS = 'shrink_steps'
+"""Entry of a sample whose media are made to fit, a list of one, while its dataset is measured."""
+TABLE_COLUMNS = ('lengths', 'image_tokens', 'loss_tokens', 'vision_patches', SHRINK_STEPS)
 FEWEST_FOR_WORKERS = 512
 """Starting processes takes longer than reading fewer samples than these."""
 FEWEST_FOR_HEADERS = 512
@@ -58,8 +60,14 @@ class LengthTable:
     """Positions that carry loss under the causal shift."""
     vision_patches: np.ndarray
     """Patches that the vision encoder computes, before a resampler or a merge makes image tokens of them."""
+    shrink_steps: np.ndarray = None  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]  # zeros
+    """Steps by which the budgets of its media were lowered so that it fits; 0: it fits as it is."""
     errors: dict[int, str] = field(default_factory=dict)
     """Why a sample cannot be used, by index; all its sizes are 0."""
+
+    def __post_init__(self) -> None:
+        if self.shrink_steps is None:
+            object.__setattr__(self, SHRINK_STEPS, np.zeros_like(self.lengths))
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -134,6 +142,9 @@ def length_table(
     measured = getattr(dataset, 'measured', None)
     if measured is not None and measured[0] == patch_size:
         return measured[1]
+    if measured is not None and measured[1].shrink_steps.any():  # with other patches
+        table = build_length_table(dataset, processor, **options)
+        return replace(table, shrink_steps=measured[1].shrink_steps)
     folder = Path(cache_folder('lengths') if folder is None else folder)
     name = table_name(dataset, processor, patch_size=patch_size)
     # A table from headers does not know all bad samples, and must not be taken for one that does.
@@ -285,7 +296,8 @@ def _row_of(token_ids: tuple[int, ...], patch_size: int, sample: Mapping[str, An
     ids = sample['input_ids']
     num_image_tokens = int(torch.isin(ids, torch.tensor(token_ids)).sum())
     num_loss_tokens = int((sample['labels'][:, 1:] != IGNORE_INDEX).sum())
-    return ids.shape[1], num_image_tokens, num_loss_tokens, count_patches(sample, patch_size)
+    steps = sample.get(SHRINK_STEPS, [0])[0]
+    return ids.shape[1], num_image_tokens, num_loss_tokens, count_patches(sample, patch_size), steps
 
 
 def _read_row(dataset: Any, row_of: Callable[[Mapping[str, Any]], TableRow], index: int) -> TableRow | str:

@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,9 @@ from composer_tokacc.cache import fingerprint
 from composer_tokacc.data.control_tokens import ControlTokens
 from composer_tokacc.data.conversation import ConversationEncoder
 from composer_tokacc.data.files import read_records, read_texts
+from composer_tokacc.data.fit import FittingEncoder, share_of
 from composer_tokacc.data.images import image_size
-from composer_tokacc.data.lengths import LengthTable, length_table, patch_size_of
+from composer_tokacc.data.lengths import SHRINK_STEPS, LengthTable, length_table, patch_size_of
 from composer_tokacc.data.records import BadSampleError, EmbeddedFile, PathLike, Record
 from composer_tokacc.data.user_files import open_files
 from composer_tokacc.data.videos import VideoSampling
@@ -47,10 +48,13 @@ class LlavaDataset(Dataset):
         allow_outside: Whether names may lead out of that folder: ``../``, absolute ones, links.
         video: Arguments of :class:`.VideoSampling`: ``num_frames``, or ``fps``; ``min_frames``, ``max_frames``.
         max_length: Longest sample allowed, in tokens, image tokens included. Nothing is ever truncated.
+        fit: Make images and videos of a sample over ``max_length`` or ``max_image_tokens`` smaller, see
+            :class:`.FittingEncoder`. All samples are measured at the start then; ``fitted`` says what became of which.
+        max_image_tokens: Most tokens of a sample's media (``fit`` only).
         control_tokens: As for :class:`.ConversationEncoder`.
         on_error: ``'raise'`` or ``'skip'``.
-        num_workers: Processes that read the samples (``skip`` only). ``None``: all cores.
-        lengths_folder: Where what was found is kept (``skip`` only), see :func:`.length_table`.
+        num_workers: Processes that read the samples (``skip`` and ``fit`` only). ``None``: all cores.
+        lengths_folder: Where what was found is kept (the same), see :func:`.length_table`.
         patch_size: Of the vision encoder, for the lengths that are kept with it; see there.
 
     Raises:
@@ -68,6 +72,8 @@ class LlavaDataset(Dataset):
         allow_outside: bool = False,
         video: Mapping[str, Any] | None = None,
         max_length: int | None = None,
+        fit: bool = False,
+        max_image_tokens: int | None = None,
         control_tokens: ControlTokens = 'warn',
         on_error: str = 'raise',
         num_workers: int | None = None,
@@ -76,13 +82,26 @@ class LlavaDataset(Dataset):
     ) -> None:
         if on_error not in ('raise', 'skip'):
             raise ValueError(f"`on_error` must be 'raise' or 'skip', got: {on_error!r}.")
-        options: dict[str, Any] = {'max_length': max_length, 'control_tokens': control_tokens}
-        self.encoder = ConversationEncoder(processor, video=VideoSampling(**(video or {})), **options)
+        if max_image_tokens is not None and not fit:
+            raise ValueError(f'`max_image_tokens` must be left out without `fit`, got: {max_image_tokens}.')
+        make = partial(FittingEncoder, max_image_tokens=max_image_tokens) if fit else ConversationEncoder
+        sampling = VideoSampling(**(video or {}))
+        self.encoder = make(processor, video=sampling, max_length=max_length, control_tokens=control_tokens)
+        self.fits = fit
         self.measured: tuple[int, LengthTable] | None = None
         self.records: list[Record] = []
         self.folders: list[Path] = []
         self.skipped: list[str] = []
-        for found in read_records(path, image_dir=image_dir, allow_outside=allow_outside):
+        self._read(read_records(path, image_dir=image_dir, allow_outside=allow_outside), on_error)
+        if self.records and (on_error == 'skip' or fit):
+            self._measure(patch_size, on_error=on_error, folder=lengths_folder, num_workers=num_workers)
+        if not self.records:
+            reason = ''.join(f' First: {one}' for one in self.skipped[:1])
+            raise ValueError(f'`path` must hold at least one good sample, got: {path} with none.{reason}')
+
+    def _read(self, records: Iterable[tuple[Record, Path] | BadSampleError], on_error: str) -> None:
+        """Keeps the good records; the first bad one raises, or all are told."""
+        for found in records:
             try:
                 if isinstance(found, BadSampleError):
                     raise found
@@ -94,11 +113,6 @@ class LlavaDataset(Dataset):
             else:
                 self.records.append(found[0])
                 self.folders.append(found[1])
-        if on_error == 'skip':
-            self._skip_unreadable(patch_size, folder=lengths_folder, num_workers=num_workers)
-        if not self.records:
-            reason = ''.join(f' First: {one}' for one in self.skipped[:1])
-            raise ValueError(f'`path` must hold at least one good sample, got: {path} with none.{reason}')
 
     @staticmethod
     def texts(path: PathLike | Sequence[PathLike]) -> Iterator[str]:
@@ -113,7 +127,11 @@ class LlavaDataset(Dataset):
 
     def _encoded(self, index: int, *, shapes_only: bool = False) -> dict[str, Any]:
         record = self.records[index]
-        sample = self.encoder.encode_record(record, open_files(record, self.folders[index]), shapes_only=shapes_only)
+        known = {} if not self.fits or self.measured is None else {'steps': int(self.measured[1].shrink_steps[index])}
+        files = open_files(record, self.folders[index])
+        sample = self.encoder.encode_record(record, files, shapes_only=shapes_only, **known)
+        if known:  # the length table has it; parts of a mixture that do not fit theirs have no such entry
+            sample.pop(SHRINK_STEPS)
         return {**sample, 'source': [record.file_name]} if self._has_several_files else sample
 
     @cached_property
@@ -147,7 +165,9 @@ class LlavaDataset(Dataset):
         ``max_length``, which leaves out nothing in silence.
         """
         spelled = [('control_tokens', 'text')] if self.encoder.control.option == 'text' else []
-        return _all_digits(chain(self._identities(), spelled))
+        caps = (self.encoder.max_length, getattr(self.encoder, 'max_image_tokens', None))
+        fitted = [('fit', *caps)] if self.fits else []
+        return _all_digits(chain(self._identities(), spelled, fitted))
 
     def _identities(self) -> Iterator[tuple[Any, ...]]:
         for record, folder in zip(self.records, self.folders, strict=True):
@@ -166,11 +186,20 @@ class LlavaDataset(Dataset):
         first = f'; first: {self.skipped[0]}' if self.skipped else ''
         return f'skipped {len(self.skipped)} of {total} samples{first}'
 
-    def _skip_unreadable(self, patch_size: int | None, **options: Any) -> None:
-        if not self.records:
-            return
+    def fitted(self) -> list[dict[str, Any]]:
+        """Returns the samples whose media were made smaller: id, place, tokens now, and the share of the budgets."""
+        if self.measured is None:
+            return []
+        table = self.measured[1]
+        return [
+            {'sample': one.sample_id, 'source': one.source, 'tokens': int(tokens), 'share': round(share_of(steps), 4)}
+            for one, tokens, steps in zip(self.records, table.lengths, table.shrink_steps.tolist(), strict=True)
+            if steps
+        ]
+
+    def _measure(self, patch_size: int | None, **options: Any) -> None:
         patch_size = patch_size_of(patch_size, self.encoder.processor)
-        table = length_table(self, self.encoder.processor, patch_size=patch_size, on_error='skip', **options)
+        table = length_table(self, self.encoder.processor, patch_size=patch_size, **options)
         good = [index for index in range(len(self.records)) if index not in table.errors]
         self.skipped += table.errors.values()
         self.records = [self.records[index] for index in good]

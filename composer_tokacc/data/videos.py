@@ -54,12 +54,16 @@ class VideoSampling:
         if self.max_frames < least:
             raise ValueError(f'`max_frames` must be at least the frames asked for, got: {self.max_frames} < {least}')
 
-    def choose(self, times: Sequence[float], duration: float) -> list[int]:
-        """Returns numbers of the frames to take; the times of all, and the duration, are in seconds from the first."""
+    def count(self, num_frames: int, duration: float) -> int:
+        """Returns how many are taken of a video of so many frames, and seconds."""
         count = self.num_frames
         if count is None:
-            count = min(int(duration * (self.fps or DEFAULT_FPS) + 1e-6), len(times))  # 0.3 s x 10 is 2.9999999
-        count = min(max(count, self.min_frames), self.max_frames)
+            count = min(int(duration * (self.fps or DEFAULT_FPS) + 1e-6), num_frames)  # 0.3 s x 10 is 2.9999999
+        return min(max(count, self.min_frames), self.max_frames)
+
+    def choose(self, times: Sequence[float], duration: float) -> list[int]:
+        """Returns numbers of the frames to take; the times of all, and the duration, are in seconds from the first."""
+        count = self.count(len(times), duration)
         # What is on the screen at that moment.
         return [max(bisect_right(times, i * duration / count + 1e-6) - 1, 0) for i in range(count)]
 
@@ -81,7 +85,7 @@ def read_frames(files: Sequence[MediaFile], sampling: VideoSampling) -> Video:
     if len(sizes := {image.size for image in images.values()}) > 1:
         raise ValueError(f'frames of a video must be of one size, got: {sorted(sizes)[:3]}. Resize them')
     _check_pixels(len(chosen), *images[chosen[0]].size)
-    return _video([np.asarray(images[i]) for i in chosen], chosen, len(files), step)
+    return make_video([np.asarray(images[i]) for i in chosen], chosen, len(files), step)
 
 
 def _check_pixels(num_frames: int, width: int, height: int) -> None:
@@ -110,7 +114,7 @@ def read_video(file: MediaFile, sampling: VideoSampling, *, shapes_only: bool = 
     if gaps and max(gaps) > 1.5 * step:  # in an uneven rhythm the mean says little about when a frame is shown
         step = min(gaps)
     nominal = [round(times[i] / step) for i in chosen]
-    return _video([frames[stamps[i]] for i in chosen], nominal, round(duration / step), step)
+    return make_video([frames[stamps[i]] for i in chosen], nominal, round(duration / step), step)
 
 
 @contextmanager
@@ -182,7 +186,7 @@ def _upright(frame: np.ndarray, matrix: Any) -> np.ndarray:
     return frame[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1]
 
 
-def _video(frames: Sequence[np.ndarray], numbers: list[int], total: int, step: float) -> Video:
+def make_video(frames: Sequence[np.ndarray], numbers: list[int], total: int, step: float) -> Video:
     """Joins frames with what processors ask about them: frame ``n`` is shown after ``n * step`` seconds."""
     stacked = torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2)
     metadata = {

@@ -46,9 +46,16 @@ class RunParts:
 
     def skip_reports(self) -> list[str]:
         """Returns one line for each dataset that left out bad samples."""
+        return [dataset.skip_report() for dataset in self._datasets if getattr(dataset, 'skipped', None)]
+
+    def fitted(self) -> list[dict[str, Any]]:
+        """Returns the samples whose media were made smaller, as :meth:`.LlavaDataset.fitted` does."""
+        return [one for dataset in self._datasets if hasattr(dataset, 'fitted') for one in dataset.fitted()]
+
+    @property
+    def _datasets(self) -> list[Any]:
         train: Any = self.train_dataset
-        datasets: list[Any] = [*(train.datasets if isinstance(train, ConcatDataset) else [train]), self.eval_dataset]
-        return [dataset.skip_report() for dataset in datasets if getattr(dataset, 'skipped', None)]
+        return [*(train.datasets if isinstance(train, ConcatDataset) else [train]), self.eval_dataset]
 
 
 def build_parts(config: TrainConfig) -> RunParts:

@@ -27,7 +27,7 @@ from composer_tokacc.sampling import Mixture, RegroupingBatchSampler, Regrouping
 _WHOLE = Annotated[int, AT_LEAST_1]
 _RANGES = {
     **dict.fromkeys(('vocab_size', 'image_size', 'patch_size', 'model_max_length'), _WHOLE),
-    'max_length': Optional[_WHOLE],  # noqa: UP045 - for pyright
+    **dict.fromkeys(('max_length', 'max_image_tokens'), Optional[_WHOLE]),  # noqa: UP045 - for pyright
     'num_workers': Optional[Annotated[int, AT_LEAST_0]],  # noqa: UP045
     'on_error': Literal['raise', 'skip'],
 }
@@ -136,8 +136,11 @@ class FileSource(Source):
     def _open(self, part: dict[str, Any], processor: Any) -> Dataset:
         cls = _dataset_class('dataset', part['name'])
         arguments = without(part, *_KEYS_OF_PART)
-        if issubclass(cls, LlavaDataset) and arguments.get('on_error') == 'skip':
-            # It reads all samples to know the bad ones, and so measures them for the sampler too.
+        fits = issubclass(cls, LlavaDataset) and arguments.get('fit', False)
+        if fits:
+            arguments |= self._caps(arguments)
+        if fits or (issubclass(cls, LlavaDataset) and arguments.get('on_error') == 'skip'):
+            # It reads all samples to know what becomes of them, and so measures them for the sampler too.
             measuring = {'lengths_folder': self.config.loader.lengths_folder, 'patch_size': self.patch_size(processor)}
             arguments = {**measuring, **arguments}
         try:
@@ -146,6 +149,14 @@ class FileSource(Source):
             if error.name and not isinstance(error, ModuleNotFoundError):
                 raise  # a name that a module there lacks is a bug, ours or of the dataset's class
             raise ConfigError(f'`dataset.name` {part["name"]} needs a package more, got: {error}') from error
+
+    def _caps(self, part: dict[str, Any]) -> dict[str, int | None]:
+        """Returns the most that a row may hold: what the dataset's section says, or a microbatch has room for."""
+        own = self.config.microbatching
+        size, width = own.device_train_microbatch_size, own.slot_tokens
+        room = size * width if isinstance(size, int) and width else None
+        caps = {'max_length': room, 'max_image_tokens': own.max_image_tokens}
+        return {name: min(filter(None, (part.get(name), cap)), default=None) for name, cap in caps.items()}
 
     def open_loader(
         self, dataset: Any, processor: Any, options: dict[str, Any], *, is_eval: bool
@@ -174,8 +185,8 @@ class FileSource(Source):
             raise ConfigError(
                 '`microbatching.device_train_microbatch_size` times `slot_tokens` must be at least the longest sample, '
                 f'got: {size} x {slot_tokens} < {longest} (sample {int(table.lengths.argmax())}). Raise one of them, '
-                'set `dataset.max_length`, or let it go alone over the budget with `loader.regroup_ranks=false` and '
-                '`microbatching.on_oversize=warn`'
+                'set `dataset.max_length` or `dataset.fit`, or let it go alone over the budget with '
+                '`loader.regroup_ranks=false` and `microbatching.on_oversize=warn`'
             )
         has_images = table.image_tokens.any() or loader.modality == 'per_step'
         sampler = RegroupingBatchSampler(

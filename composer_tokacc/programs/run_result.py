@@ -61,7 +61,7 @@ class FinishedRun:
 
 
 def summarize(
-    state: State, history: InMemoryLogger, *, first_step: int, seconds: float, skipped: list[str]
+    state: State, history: InMemoryLogger, parts: RunParts, *, first_step: int, seconds: float
 ) -> dict[str, Any]:
     """Returns the result of a run as JSON has it: ``eval`` of the last evaluation, ``token_monitor`` as means.
 
@@ -85,7 +85,8 @@ def summarize(
         'eval': {name: values[0] for name, values in last.items() if values},
         'token_monitor': {name: float(np.mean(values)) for name, values in means.items() if values},
         'sources': _sources(history),
-        'skipped': skipped,
+        'skipped': parts.skip_reports(),
+        'fitted': parts.fitted(),
     }
 
 
@@ -149,7 +150,12 @@ def _lines(result: dict[str, Any]) -> list[tuple[str, str]]:
         losses = f', loss {row["first_loss"]:.3f} -> {row["last_loss"]:.3f}' if 'first_loss' in row else ''
         text = f'{row["tokens"]:,.0f} tokens, {row["weight"]:.1%} of the weight, {row["positions"]:.1%} of the cost'
         lines.append((f'source {name}', text + losses))
-    return lines + [('bad samples', report) for report in result['skipped']]
+    lines += [('bad samples', report) for report in result['skipped']]
+    if fitted := result['fitted']:
+        least = min(fitted, key=lambda one: one['share'])
+        text = f'{len(fitted)} samples, to {least["share"]:.0%} at the least ("{least["sample"]}"); all: result.json'
+        lines.append(('media made smaller to fit', text))
+    return lines
 
 
 def _series(history: InMemoryLogger, name: str) -> tuple[list[int], list[float]]:
