@@ -38,7 +38,7 @@ def layout_of(state: State, split: MicrobatchSplit | None) -> BatchLayout | None
         return split.given_layout
     try:
         layout = BatchLayout.for_model(state.model)
-    except (AttributeError, ValueError):  # no config, or a vision model of no known family
+    except (TypeError, ValueError):  # no config, or a vision model of no known family
         found = None
         try:
             found = BatchLayout.infer(state.batch)
