@@ -142,15 +142,13 @@ class RowComparison:
         packing, parts = getattr(rules, 'packing', ''), []
         # A leak runs from one document into the next, so every document must have been behind the others.
         groups = [self._everyone, self._everyone[::-1]] if packing else [[row] for row in self._everyone]
-        errors = (AttributeError, IndexError, TypeError, ValueError, RuntimeError, *((KeyError,) if packing else ()))
+        errors = (AttributeError, IndexError, TypeError, ValueError, *((RuntimeError, KeyError) if packing else ()))
         for rows in groups:
             try:
                 is_whole = cutter is None
                 batch = self._layout.select(self._rows, rows) if is_whole else cutter.assemble(self._facts, rows, rules)
                 result = self._probe.run(self._on_device(batch))
-            except torch.OutOfMemoryError:  # Composer halves microbatches and tries again
-                raise
-            except errors as error:  # BLIP-2 takes no batch without images, Voxtral Realtime no text shorter than sound
+            except errors as error:  # BLIP-2 takes no batch without images
                 what = 'packed rows' if packing else f'{sample_name(self._rows, rows[0])} by itself'
                 remedy = ' Set `packing=False` (docs/errors.md#packing).' if packing else ''
                 return f'The model must take {what}, got: {str(error).rstrip(".")}.{remedy}'

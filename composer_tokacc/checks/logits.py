@@ -112,10 +112,10 @@ def measure(logits: torch.Tensor, gradient: torch.Tensor, targets: torch.Tensor 
         direction = z.softmax(dim=-1)
         direction.scatter_add_(1, y.clamp(min=0)[:, None], direction.new_full((len(z), 1), -1.0))
         direction *= (y != IGNORE_INDEX)[:, None]
-        size = direction.norm(dim=-1)
-        weight = torch.linalg.vecdot(g, direction) / size.square().clamp(min=TINY)
+        square = direction.square().sum(dim=-1)  # norm() of 32,000 numbers is 3e-6 off on a CPU
+        weight = torch.linalg.vecdot(g, direction) / square.clamp(min=TINY)
         rest = torch.addcmul(g, weight[:, None], direction, value=-1).norm(dim=-1)
-        found.append((weight, y, size, rest))
+        found.append((weight, y, square.sqrt(), rest))
     return MeasuredTokens(*(torch.cat(parts).view(logits.shape[:2]) for parts in zip(*found, strict=True)))
 
 

@@ -48,8 +48,8 @@ class LlavaDataset(Dataset):
         allow_outside: Whether names may lead out of that folder: ``../``, absolute ones, links.
         video: Arguments of :class:`.VideoSampling`: ``num_frames``, or ``fps``; ``min_frames``, ``max_frames``.
         max_length: Longest sample allowed, in tokens, image tokens included. Nothing is ever truncated.
-        fit: Make images and videos of a sample over ``max_length`` or ``max_image_tokens`` smaller, see
-            :class:`.FittingEncoder`. All samples are measured at the start then; ``fitted`` says what became of which.
+        fit: Make images and videos of a sample over ``max_length`` or ``max_image_tokens`` smaller, as ``docs/data.md``
+            says. All samples are measured at the start then; ``fitted`` says what became of which.
         max_image_tokens: Most tokens of a sample's media (``fit`` only).
         control_tokens: As for :class:`.ConversationEncoder`.
         on_error: ``'raise'`` or ``'skip'``.

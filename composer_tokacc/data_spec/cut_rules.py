@@ -71,7 +71,7 @@ def padded_candidates(facts: RowFacts, known: CutRules) -> Iterator[CutRules]:
     needs_media = [False] if all(media) or not any(media) else [False, True]
     known = replace(known, packing='', needs_media=known.needs_media or bool(facts.layout.family.coupling))
     policies: tuple[str, ...] = ('trim', 'shift', 'keep') if facts.side == 'left' else ('trim', 'keep')
-    if not facts.is_padded:
+    if not facts.is_padded or not facts.may_be_trimmed:
         policies = (getattr(known, facts.side),)  # nothing to trim, so nothing is learnt of trimming
     elif facts.side == 'left':
         known = replace(known, left_width=widest_like(facts.width), left_given=facts.has_positions)

@@ -17,17 +17,12 @@ from typing import Any
 import torch
 
 from composer_tokacc.layout import placeholders
+from composer_tokacc.layout.placeholders import token_ids
 
 DummySample = dict[str, Any]
 GREY = 0.5
 AUDIO_FRAMES = 8
 """Two tokens: Qwen2-Audio takes a lone audio token for one that it must expand itself."""
-
-
-def token_id(config: Any, unit: str) -> int | None:
-    """The placeholder id of a unit; up to transformers 4.51 it was called an index."""
-    found = getattr(config, f'{unit}_token_id', None)
-    return getattr(config, f'{unit}_token_index', None) if found is None else found
 
 
 def plain_id(config: Any) -> int:
@@ -41,7 +36,7 @@ def _ids(config: Any, unit: str, count: int, *, around: tuple[str, str] = ('', '
     """``(1, width)``: a plain token, the placeholders between the tokens that must stand around them, a plain token."""
     before, after = ([getattr(config, name)] if getattr(config, name, None) is not None else [] for name in around)
     plain = [plain_id(config)]
-    return torch.tensor([[*plain, *before, *[token_id(config, unit)] * count, *after, *plain]])
+    return torch.tensor([[*plain, *before, *token_ids(config, unit)[:1] * count, *after, *plain]])
 
 
 def _size(vision: Any) -> tuple[int, int]:
@@ -165,7 +160,7 @@ def _grid_row(config: Any, unit: str, key: str, token_type: int) -> DummySample:
     values = getattr(vision, 'in_channels', 3) * vision.temporal_patch_size * vision.patch_size**2
     return {
         'input_ids': ids,
-        'mm_token_type_ids': (ids == token_id(config, unit)).long() * token_type,
+        'mm_token_type_ids': (ids == token_ids(config, unit)[0]).long() * token_type,
         key: torch.full((merge**2, values), GREY),
         f'{unit}_grid_thw': torch.tensor([[1, merge, merge]]),
     }
@@ -184,7 +179,7 @@ def glm4v_video(config: Any) -> DummySample:
 def _glm_row(config: Any, row: DummySample, unit: str) -> DummySample:
     around = (f'{unit}_start_token_id', f'{unit}_end_token_id')
     ids = _ids(config, 'image', 1, around=around)
-    types = (ids == token_id(config, 'image')).long() * int(row['mm_token_type_ids'].max())
+    types = (ids == token_ids(config, 'image')[0]).long() * int(row['mm_token_type_ids'].max())
     return {**row, 'input_ids': ids, 'mm_token_type_ids': types}
 
 
@@ -209,7 +204,7 @@ def mllama_image(config: Any) -> DummySample:
     pixels[:, :, 1:] = 0
     is_first = torch.zeros(tiles, dtype=torch.long)
     is_first[0] = 1
-    attends = (ids == token_id(config, 'image')).long().cumsum(dim=1)
+    attends = (ids == token_ids(config, 'image')[0]).long().cumsum(dim=1)
     return {
         'input_ids': ids,
         'pixel_values': pixels,
@@ -239,7 +234,7 @@ def instructblip_video(config: Any) -> DummySample | None:
 
 def _queried(config: Any, unit: str, *frames: int) -> DummySample | None:
     """None for checkpoints that have no placeholder."""
-    if token_id(config, unit) is None:
+    if not token_ids(config, unit):
         return None
     return {
         'input_ids': _ids(config, unit, math.prod(frames) * config.num_query_tokens),

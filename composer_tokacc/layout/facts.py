@@ -11,6 +11,7 @@ from functools import cached_property
 import torch
 
 from composer_tokacc.batch import IGNORE_INDEX, Batch, lengths_of, own_labels, real_positions, side_of, text_of
+from composer_tokacc.layout.found import has_sound_along_text
 from composer_tokacc.layout.layout import BatchLayout
 from composer_tokacc.layout.pre_split import microbatches_of
 
@@ -47,8 +48,11 @@ class RowFacts:
 
     @property
     def may_be_trimmed(self) -> bool:
-        """Whether columns of the rows' text may go at all: not where the model's positions depend on the width."""
-        return self.batch.get('input_ids') is not None and not self.layout.width_matters(self.batch)
+        """Whether columns of the rows' text may go at all: not where positions depend on the width, or sound has it."""
+        layout, batch = self.layout, self.batch
+        return batch.get('input_ids') is not None and not (
+            layout.width_matters(batch) or has_sound_along_text(batch, layout.config)
+        )
 
     @cached_property
     def counts(self) -> dict[str, list[int]]:

@@ -76,10 +76,10 @@ class Media:
         """Where the placeholders stand, ``(rows, width)`` bool; None where neither config nor batch tells their id."""
         ids: torch.Tensor = batch['input_ids']
         types = batch.get('mm_token_type_ids')
-        token_id = dummy_media.token_id(config, unit if self.frames is None else 'image')
-        if token_id is None:
+        named = placeholders.token_ids(config, unit if self.frames is None else 'image')
+        if not named:
             return types == self.token_type if self.token_type and types is not None else None
-        found = ids == token_id
+        found = torch.isin(ids, torch.tensor(named, device=ids.device))
         if self.frames is None:
             return found
         starts, ends = ids == config.video_start_token_id, ids == config.video_end_token_id

@@ -10,7 +10,6 @@ gives that way is proven by the first-batch check; a batch that gives no answer,
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
@@ -19,19 +18,7 @@ import torch
 
 from composer_tokacc.batch import MODALITIES, Batch, text_of
 from composer_tokacc.layout.families import FAMILIES, Entry, Family, Media
-
-MODALITY_WORDS = {
-    'video': re.compile('video|second_per_grid|frame'),
-    'audio': re.compile('audio|speech|sound|chunk_|input_features|feature_attention|^input_values|^padding_mask'),
-    'image': re.compile('image|pixel|patch|vision|visual|grid|tile|crop|aspect_ratio|spatial_shapes|target_sizes'),
-}
-"""Words in the names of tensors and of config entries, by modality; the first that fits."""
-_EDGES = re.compile('start|end|begin|boi|eoi|boa|eoa|bos|eos|newline|break|row|col|sep|pad_token|base|num_|size|length')
-
-
-def modality_of(name: str) -> str | None:
-    """Returns the modality that a name speaks of."""
-    return next((modality for modality, words in MODALITY_WORDS.items() if words.search(name)), None)
+from composer_tokacc.layout.placeholders import modality_of, placeholder_ids
 
 
 def found_family(config: Any) -> Family:
@@ -41,19 +28,6 @@ def found_family(config: Any) -> Family:
         if getattr(config, part, None) is not None:
             media.setdefault(modality, Media())
     return Family(name=config.model_type, media=media) if media else FAMILIES[-1]
-
-
-def placeholder_ids(config: Any, modality: str) -> tuple[int, ...]:
-    """Returns the ids that a config names as placeholders of a modality, those of edges and of lines left out."""
-    parts = [config, getattr(config, 'vision_config', None), getattr(config, 'audio_config', None)]
-    found = {}
-    for part in parts:
-        aliases = {alias: getattr(part, alias, None) for alias in getattr(part, 'attribute_map', ())}
-        for name, value in {**getattr(part, '__dict__', {}), **aliases}.items():
-            is_id = isinstance(value, int) and not isinstance(value, bool) and re.search('_(id|index)$', name)
-            if is_id and not _EDGES.search(name) and modality_of(name.replace('media', 'image')) == modality:
-                found[name] = value
-    return tuple(dict.fromkeys(found.values()))
 
 
 def found_entry(batch: Batch, key: str, num_rows: int, width: int) -> Entry | None:
@@ -84,6 +58,14 @@ def _lies_side_by_side(batch: Batch, value: torch.Tensor, modality: str) -> bool
     sizes = [one for key, one in batch.items() if key != 'input_ids' and modality_of(key) == modality]
     sizes = [one for one in sizes if isinstance(one, torch.Tensor) and one.shape[1:] == (2,)]
     return any(int(one.prod(dim=1).sum()) * value.shape[-2] == value.shape[-1] for one in sizes)
+
+
+def has_sound_along_text(batch: Batch, config: Any) -> bool:
+    """Returns whether sound has so many frames a column of text, which cannot be trimmed alone (Voxtral Realtime)."""
+    num_rows, width = text_of(batch).shape[:2]
+    sounds = [value for key, value in batch.items() if torch.is_tensor(value) and modality_of(key) == 'audio']
+    shapes = [value.shape for value in sounds if value.dim() == 3 and len(value) == num_rows]
+    return any(shape[-1] % width == 0 for shape in shapes) and not placeholder_ids(config, 'audio')
 
 
 def found_counts(batch: Batch, config: Any, modality: str, count: int, num_rows: int) -> list[int]:

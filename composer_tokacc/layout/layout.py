@@ -14,9 +14,15 @@ from typing import Any
 import torch
 
 from composer_tokacc.batch import MODALITIES, Batch, span, text_of
-from composer_tokacc.layout import dummy_media
 from composer_tokacc.layout.families import FAMILIES, TEXT_ENTRIES, Entry, Family
-from composer_tokacc.layout.found import found_counts, found_entry, found_family, items_of_rows, placeholder_ids
+from composer_tokacc.layout.found import (
+    found_counts,
+    found_entry,
+    found_family,
+    has_sound_along_text,
+    items_of_rows,
+)
+from composer_tokacc.layout.placeholders import token_ids
 from composer_tokacc.layout.tensors import cat_padded, compact, renumber, select_units
 
 PATCHES = {'patch': ('image', 'image_grid_thw'), 'video_patch': ('video', 'video_grid_thw')}
@@ -64,7 +70,7 @@ class BatchLayout:
     @property
     def image_token_id(self) -> int | None:
         """Placeholder id of an image, where the config names one."""
-        return dummy_media.token_id(self.config, 'image')
+        return next(iter(token_ids(self.config, 'image')), None)
 
     def image_tokens_per_row(self, batch: Batch) -> list[int]:
         """Returns placeholders of images, videos and audios in each row.
@@ -81,18 +87,9 @@ class BatchLayout:
 
     def is_placeholder(self, batch: Batch) -> torch.Tensor:
         """Returns where placeholders of images, videos and audios stand, ``(rows, width)`` bool."""
-        found = [token_id for modality in MODALITIES for token_id in self._placeholder_ids(modality)]
+        found = [token_id for modality in MODALITIES for token_id in token_ids(self.config, modality)]
         ids = torch.tensor(found, dtype=torch.long)
         return torch.isin(text_of(batch), ids.to(text_of(batch).device))
-
-    def _placeholder_ids(self, modality: str) -> tuple[int, ...]:
-        token_id = dummy_media.token_id(self.config, modality)
-        return placeholder_ids(self.config, modality) if token_id is None else (token_id,)
-
-    @property
-    def merge_size(self) -> int:
-        """Side of the patch square that becomes one token (Qwen-VL)."""
-        return getattr(getattr(self.config, 'vision_config', None), 'spatial_merge_size', 2)
 
     @cached_property  # asked of every microbatch, and reading a config is slow
     def width_limit(self) -> int | None:
@@ -205,7 +202,7 @@ class BatchLayout:
         num_items = max(sizes.values())
         if min(sizes.values()) < num_items:
             raise ValueError(f'The tensors of {unit}s must have one entry per {unit} each, got: {sizes}.')
-        if self.family.has_queries and dummy_media.token_id(self.config, unit) is not None:
+        if self.family.has_queries and token_ids(self.config, unit):
             return self._units_by_placeholders(batch, unit, num_items)
         if num_rows == 1:
             return [num_items]
@@ -318,6 +315,8 @@ class BatchLayout:
         width = self.width(batch)
         side, lengths = span(batch)
         needed = min(-(-max(lengths) // width_multiple) * width_multiple, width)
+        if has_sound_along_text(batch, self.config):
+            return dict(batch)
         return self.narrow(batch, width - needed if side == 'left' else 0, needed)
 
     def narrow(self, batch: Batch, start: int, width: int) -> dict[str, Any]:

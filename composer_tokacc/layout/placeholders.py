@@ -1,21 +1,59 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""How many placeholder tokens each image, video and audio of a batch fills, computed as the models compute it.
+"""Ids of placeholder tokens, and how many each image, video and audio fills, computed as the models compute it.
 
-Every function is ``(batch, config, num_items, num_tokens) -> list[int]``: the placeholders of each item, given that the
-batch holds ``num_items`` items and ``num_tokens`` placeholders in all; an empty list where the batch does not tell.
+Every function that an entry names is ``(batch, config, num_items, num_tokens) -> list[int]``: the placeholders of each
+item, given that the batch holds ``num_items`` items and ``num_tokens`` placeholders in all; an empty list where the
+batch does not tell.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from composer_tokacc.batch import Batch
+
+MODALITY_WORDS = {
+    'video': re.compile('video|second_per_grid|frame'),
+    'audio': re.compile('audio|speech|sound|chunk_|input_features|feature_attention|^input_values|^padding_mask'),
+    'image': re.compile('image|pixel|patch|vision|visual|grid|tile|crop|aspect_ratio|spatial_shapes|target_sizes'),
+}
+"""Words in the names of tensors and of config entries, by modality; the first that fits."""
+_EDGES = re.compile('start|end|begin|boi|eoi|boa|eoa|bos|eos|newline|break|row|col|sep|pad_token|base|num_|size|length')
+
+
+def modality_of(name: str) -> str | None:
+    """Returns the modality that a name speaks of."""
+    return next((modality for modality, words in MODALITY_WORDS.items() if words.search(name)), None)
+
+
+def placeholder_ids(config: Any, modality: str) -> tuple[int, ...]:
+    """Returns the ids that a config names as placeholders of a modality, those of edges and of lines left out."""
+    parts = [config, getattr(config, 'vision_config', None), getattr(config, 'audio_config', None)]
+    found = {}
+    for part in parts:
+        aliases = {alias: getattr(part, alias, None) for alias in getattr(part, 'attribute_map', ())}
+        for name, value in {**getattr(part, '__dict__', {}), **aliases}.items():
+            is_id = isinstance(value, int) and not isinstance(value, bool) and re.search('_(id|index)$', name)
+            if is_id and not _EDGES.search(name) and modality_of(name.replace('media', 'image')) == modality:
+                found[name] = value
+    return tuple(dict.fromkeys(found.values()))
+
+
+def token_ids(config: Any, modality: str) -> tuple[int, ...]:
+    """Returns the id that a config gives a modality's placeholder by name (up to transformers 4.51 an index), or any.
+
+    Of those by other names all are taken.
+    """
+    named = (getattr(config, f'{modality}_token_{word}', None) for word in ('id', 'index'))
+    found = next((one for one in named if one is not None), None)
+    return placeholder_ids(config, modality) if found is None else (found,)
 
 
 def equal(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:

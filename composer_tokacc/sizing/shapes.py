@@ -55,7 +55,8 @@ class BatchShape:
         grids = [batch[key] for key in ('image_grid_thw', 'video_grid_thw') if key in batch]
         if grids:  # each frame attends to itself alone
             frames, height, breadth = torch.cat(grids).unbind(dim=1)
-            sizes = (height * breadth // layout.merge_size**2).repeat_interleave(frames).double()
+            merged = getattr(getattr(layout.config, 'vision_config', None), 'spatial_merge_size', 2)  # of Qwen-VL
+            sizes = (height * breadth // merged**2).repeat_interleave(frames).double()
         else:
             images = max(sum(layout.media_per_row(batch)), 1)
             sizes = torch.full((images,), image_tokens / images, dtype=torch.float64)

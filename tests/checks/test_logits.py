@@ -112,6 +112,15 @@ def test_round_off_of_shorter_types_is_within_their_tolerance():
         assert measure(logits, gradient, targets).deviations(1.0, WEIGHTS).max() < tolerance_of(dtype) * 4
 
 
+def test_weights_of_a_large_vocabulary_are_held_in_float32():
+    logits = torch.randn(1, 8, 32_000, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    labels = torch.arange(8)[None]
+    torch.nn.functional.cross_entropy(logits[0], labels[0]).backward()
+    torch.testing.assert_close(
+        measure(logits.detach(), logits.grad, labels).weights, torch.full((1, 8), 1 / 8), rtol=5e-7, atol=0
+    )
+
+
 def test_sketches_keep_the_size_of_a_difference():
     torch.manual_seed(0)
     one, other = torch.randn(3, 4, 5000), torch.randn(3, 4, 5000)

@@ -16,7 +16,7 @@ import transformers
 from PIL import Image
 from transformers.models.auto import auto_mappings, image_processing_auto, video_processing_auto
 
-from composer_tokacc.layout.found import placeholder_ids
+from composer_tokacc.layout.placeholders import placeholder_ids
 from tests.model_types.exceptions import ONE_EACH, PROCESSORS
 from tests.model_types.tiny import FIRST_MARK, IMAGE, MEL, PATCH
 
