@@ -43,8 +43,9 @@ class RankAssignment:
         """Returns that of a rank with these planned microbatches, whose indices are places in `members`."""
         computed = [microbatch for microbatch in planned if not microbatch.filled]
         places = [microbatch.indices for microbatch in computed or planned[:1]]
-        chosen, of_each = ([[values[i] for i in some] for some in places] for values in (members, weights or members))
-        return cls(chosen, is_copy=not computed, weights=None if weights is None else of_each)
+        microbatches = [[members[place] for place in some] for some in places]
+        of_each = None if weights is None else [[weights[place] for place in some] for some in places]
+        return cls(microbatches, is_copy=not computed, weights=of_each)
 
 
 @dataclass(frozen=True)
@@ -74,11 +75,11 @@ class LoadPlanner:
             # A tokenizer's BatchEncoding is no Mapping by type, but reads like one.
             if not hasattr(batch, 'keys'):
                 raise ValueError(f'`collate_fn` must return a mapping, got: {type(batch).__name__}. Name its entries.')
-            batch: dict[str, Any] = widened({key: batch[key] for key in batch.keys()}, self.options.width_multiple)  # noqa: SIM118
+            batch = widened({key: batch[key] for key in batch.keys()}, self.options.width_multiple)  # noqa: SIM118
             if assignment.weights is not None:
                 if LOSS_WEIGHTS in batch:
                     found = f'some beside shares of the loss, for {sample_name(batch, 0)}. Remove one'
                     raise ValueError(f'`{LOSS_WEIGHTS}` must be left out of the batch, got: {found}.')
-                batch[LOSS_WEIGHTS] = assignment.weights[number]
+                batch = {**batch, LOSS_WEIGHTS: assignment.weights[number]}
             microbatches.append(with_metadata(batch, samples=[0]) if assignment.is_copy else batch)
         return PreSplitBatch(microbatches, max_tokens=self.options.max_tokens, indices=assignment.microbatches)

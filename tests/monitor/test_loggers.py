@@ -17,7 +17,7 @@ STEPS = 3
 
 def tensorboard(folder):
     pytest.importorskip('tensorboard')
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # pyright: ignore[reportMissingImports]
 
     def read():
         found = {}
@@ -47,7 +47,7 @@ def mlflow(folder):
 def wandb(folder):
     if not hasattr(pytest.importorskip('wandb').sdk.wandb_run.Run, 'get_url'):
         pytest.skip("Composer's logger asks for what W&B has no more")
-    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportMissingImports]
 
     def read():
         (file,) = folder.rglob('*.wandb')
