@@ -9,8 +9,10 @@ Each is read in torch 2.7, transformers 5.23, mosaicml 0.32 and numba 0.68. Noth
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -31,15 +33,17 @@ __all__ = [
     'FakeTensorMode',
     'TorchDispatchMode',
     'attention_of',
-    'check_reducer_finalized',
     'composer_state_types',
     'detect_fake_mode',
     'gradient_hooks',
     'inner_model',
+    'is_reduced',
     'let_fake_weights_be_swapped',
     'new_shared_storage',
+    'put_back_torch_names',
     'set_machine_code_cache',
     'skip_embedding_resize',
+    'state_of_gradient',
     'steps_after_gradients',
     'storage_key',
     'tree_flatten',
@@ -66,6 +70,47 @@ _FOUND_IN = {
     'Dropout': ('torch.nn.modules.dropout', '_DropoutNd'),
 }
 
+_NEEDED_BY_COMPOSER = {
+    # What mosaicml 0.32 takes from torch when it is imported, and the public module that has it, if any.
+    'torch._dynamo OptimizedModule': '',
+    'torch.amp.grad_scaler _refresh_per_optimizer_state': '',
+    'torch.distributed._shard.sharded_tensor ShardedTensor': '',
+    'torch.distributed._tensor DTensor DeviceMesh': 'torch.distributed.tensor',
+    'torch.distributed._tensor.device_mesh DeviceMesh init_device_mesh': 'torch.distributed.device_mesh',
+    'torch.distributed.algorithms._checkpoint.checkpoint_wrapper CheckpointImpl apply_activation_checkpointing '
+    'checkpoint_wrapper offload_wrapper': '',
+    'torch.distributed.fsdp._common_utils clean_tensor_name': '',
+    'torch.distributed.fsdp._runtime_utils _post_backward_final_callback': '',
+    'torch.nn.common_types _size_2_t': '',
+    'torch.nn.modules.loss _Loss': '',
+    'torch.nn.modules.utils _pair': '',
+    'torch.profiler._memory_profiler _CATEGORY_TO_COLORS _CATEGORY_TO_INDEX MemoryProfileTimeline': '',
+}
+
+
+def put_back_torch_names() -> None:
+    """Lets Composer be imported with a torch that has dropped private names which it takes then; call it before.
+
+    A name that has no public place is put in as a class that raises when it is used: FSDP1's, a profiler's.
+    """
+    for needed, public in _NEEDED_BY_COMPOSER.items():
+        module, *names = needed.split()
+        try:
+            found = importlib.import_module(module)
+        except ModuleNotFoundError:
+            found = sys.modules[module] = ModuleType(module)
+        for name in names:
+            if not hasattr(found, name):
+                there = getattr(importlib.import_module(public), name) if public else _gone(f'{module}.{name}')
+                setattr(found, name, there)
+
+
+def _gone(name: str) -> type:
+    def use(*_: Any, **__: Any) -> Any:
+        raise NotImplementedError(f'This torch has no {name}, which Composer needs here: install an older torch.')
+
+    return type(name.rpartition('.')[-1], (), {'__new__': use})
+
 
 def __getattr__(name: str) -> Any:
     if name not in _FOUND_IN:
@@ -82,9 +127,18 @@ def inner_model(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def check_reducer_finalized(model: torch.nn.parallel.DistributedDataParallel) -> None:
-    """Raises RuntimeError if DDP left gradients unreduced; DDP asks itself only at the start of its next forward."""
-    model._check_reducer_finalized()
+def is_reduced(model: torch.nn.parallel.DistributedDataParallel) -> bool:
+    """Returns whether DDP has reduced every gradient; it asks itself only at the start of its next forward."""
+    try:
+        model._check_reducer_finalized()
+    except RuntimeError:
+        return False
+    return True
+
+
+def state_of_gradient(parameter: torch.Tensor) -> tuple[int, int]:
+    """Returns what changes when a backward reaches a parameter: it makes a gradient, or writes into the one there."""
+    return (0, 0) if parameter.grad is None else (id(parameter.grad), parameter.grad._version)
 
 
 def gradient_hooks(parameter: torch.Tensor) -> list[Any]:

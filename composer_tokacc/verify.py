@@ -43,6 +43,7 @@ from composer_tokacc.compat import Dropout
 from composer_tokacc.data_spec import token_data_spec
 from composer_tokacc.invariance import Gradients, InvarianceCase, InvarianceReport, relative_error
 from composer_tokacc.layout import BatchLayout, with_media
+from composer_tokacc.layout.pre_split import widened
 from composer_tokacc.programs import ConfigError, TrainConfig
 from composer_tokacc.programs.build import RunParts, build_parts
 from composer_tokacc.programs.errors import raised_here, refuse
@@ -140,7 +141,7 @@ def verify(config: TrainConfig, *, max_rows: int = 8, tolerance: float = 1e-6) -
     round_off = 0.0
     for padding, expected in zip(SIDES, references, strict=True):
         moved = layout.concat(everyone[::-1], padding_side=padding)
-        moved = layout.pad_left(moved, COLUMNS_BEFORE) if padding == 'left' else moved
+        moved = widened(moved, layout.width(moved) + COLUMNS_BEFORE) if padding == 'left' else moved
         found, _ = _whole_gradient(parts, with_media(layout, moved), weights, rule)
         round_off = max(round_off, relative_error(found, expected)[0])
     held = replace(report, tolerance=round_off, note=ROUND_OFF_NOTE)

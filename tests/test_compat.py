@@ -6,7 +6,12 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
 
+import composer
 import numba
 import numpy as np
 import pytest
@@ -16,7 +21,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from composer_tokacc import compat
-from tests.support.launch import ROOT
+from tests.support.launch import ROOT, environment
 
 PUBLIC_UNDERSCORES = {'_replace', '_exit'}
 """Of named tuples and of ``os``."""
@@ -30,6 +35,67 @@ def test_each_name_is_found_where_the_table_says(name):
 def test_a_name_that_is_not_listed_is_refused():
     with pytest.raises(AttributeError, match="no attribute 'FakeTensors'"):
         _ = compat.FakeTensors
+
+
+NEEDED = [(line.split()[0], name) for line in compat._NEEDED_BY_COMPOSER for name in line.split()[1:]]
+
+
+def test_what_composer_takes_from_private_places_of_torch_is_listed():
+    taken = set()
+    for path in Path(composer.__file__).parent.rglob('*.py'):
+        for node in ast.parse(path.read_text()).body:  # at the top: what is taken later breaks only what takes it
+            if isinstance(node, ast.ImportFrom) and (node.module or '').startswith('torch'):
+                private = '._' in (node.module or '')
+                taken |= {(node.module, alias.name) for alias in node.names if private or alias.name.startswith('_')}
+    assert taken <= {*NEEDED}
+
+
+@pytest.mark.parametrize(('module', 'name'), NEEDED)
+def test_a_name_that_torch_dropped_is_put_back(module, name, monkeypatch):
+    there = import_module(module)
+    before = getattr(there, name)
+    monkeypatch.delattr(there, name)
+    compat.put_back_torch_names()
+    now = getattr(there, name)
+    if now is not before:
+        with pytest.raises(NotImplementedError, match=f'This torch has no {module}.{name}'):
+            now(1)
+
+
+WITHOUT = """
+import importlib, sys
+import composer, torch.distributed.checkpoint.state_dict, torch.distributed.fsdp  # with what torch itself needs of them
+from composer_tokacc import compat
+for line in compat._NEEDED_BY_COMPOSER:
+    module, *names = line.split()
+    for name in names:
+        delattr(importlib.import_module(module), name)
+class Dropped:
+    def find_spec(self, name, *_):
+        if name.startswith('torch.distributed._tensor'):
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Dropped())
+for name in [name for name in sys.modules if name.startswith(('torch.distributed._tensor', 'composer.'))]:
+    del sys.modules[name]
+del sys.modules['composer']
+if 'with' in sys.argv:
+    compat.put_back_torch_names()
+import composer
+import pytest
+tests = ['tests/foreign/test_composers_suite.py', '-k', 'trains or bitwise']
+sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', *tests]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('how', ['with', 'without'])
+def test_composer_trains_and_resumes_where_torch_has_dropped_them_all(how):
+    command = [sys.executable, '-c', WITHOUT, how]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    if how == 'without':
+        assert 'ModuleNotFoundError: torch.distributed._tensor' in done.stderr
+    else:
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_bases_of_layers_hold_what_we_look_for():
@@ -47,6 +113,16 @@ def test_ddp_still_asks_itself_whether_its_gradients_are_reduced():
     from torch.nn.parallel import DistributedDataParallel
 
     assert callable(DistributedDataParallel._check_reducer_finalized)
+
+
+def test_backward_changes_the_state_of_a_gradient_and_no_other_does():
+    reached, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    for _ in range(3):
+        before = [compat.state_of_gradient(one) for one in (reached, other)]
+        reached.sum().backward()
+        assert compat.state_of_gradient(reached) != before[0]
+        assert compat.state_of_gradient(other) == before[1]
+        reached.grad.clone()
 
 
 def test_hooks_of_a_parameter_are_listed():

@@ -151,7 +151,7 @@ def lightning(task: Task) -> Settings:
 
 def accelerate(task: Task) -> Settings:
     """https://huggingface.co/docs/accelerate/usage_guides/gradient_accumulation: "the finished code"."""
-    accelerator, model, optimizer, loader = _prepared(task)
+    accelerator, model, optimizer, loader = _prepared(task, task.accumulation)
     for batch in loader:
         with accelerator.accumulate(model):
             loss = model(**batch).loss
@@ -163,7 +163,7 @@ def accelerate(task: Task) -> Settings:
 
 def accelerate_by_tokens(task: Task) -> Settings:
     """The same guide, "training samples of variable size": a sum of losses over the counted targets of the step."""
-    accelerator, model, optimizer, loader = _prepared(task)
+    accelerator, model, optimizer, loader = _prepared(task, task.accumulation)
     steps, iterator = task.accumulation, iter(loader)
     for _ in range(math.ceil(len(loader) / steps)):
         batches = [batch for _, batch in zip(range(steps), iterator, strict=False)]
@@ -197,22 +197,71 @@ def composer(task: Task, *, flag: bool = False) -> Settings:
 
 def ours(task: Task, *, sampler: bool = False, packing: bool = False) -> Settings:
     """docs/trainer.md: three lines; the sampler's loader; packing."""
-    from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, TokenAccumulation, token_data_spec
+    from composer_tokacc import TokenAccumulation, token_data_spec
 
     settings: Settings = {'packing': packing}
     if sampler:
-        settings |= {'max_tokens': task.sizes.microbatch * task.longest, 'slot_tokens': task.longest}
-        batches = RegroupingBatchSampler(
-            task.samples, lengths=task.samples.lengths, global_batch_size=task.sizes.global_batch, shuffle=False,
-            max_tokens=settings['max_tokens'],
-        )  # fmt: skip
-        loader = RegroupingDataLoader(
-            task.samples, batch_sampler=batches, collate_fn=collate, num_workers=task.sizes.workers
-        )
+        loader, planned = _planned(task)
+        settings |= {**planned, 'slot_tokens': task.longest}
     else:
         loader = _device_batches(task)
     data = token_data_spec(loader, packing=packing, slot_tokens=settings.get('slot_tokens'))
     return settings | _fit(task, data, {}, TokenAccumulation()) | {'sampler': sampler}
+
+
+def hugging_face_planned(task: Task) -> Settings:
+    """examples/hf_trainer.py: Hugging Face's Trainer with our sampler and weights."""
+    from transformers import Trainer, TrainingArguments
+
+    loader, planned = _planned(task)
+
+    class Planned(Trainer):
+        def get_train_dataloader(self) -> Any:
+            return loader
+
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+            model.train()
+            return _planned_step(model, inputs, self.accelerator)
+
+    settings = {**_training_arguments(task), 'per_device_train_batch_size': 1, 'gradient_accumulation_steps': 1}
+    with tempfile.TemporaryDirectory() as folder:
+        Planned(task.model, TrainingArguments(output_dir=folder, **settings), train_dataset=task.samples).train()
+    return settings | planned
+
+
+def accelerate_planned(task: Task) -> Settings:
+    """examples/accelerate_loop.py: accelerate with our sampler and weights."""
+    accelerator, model, optimizer, _ = _prepared(task, steps=1)  # accumulation is the sampler's
+    loader, planned = _planned(task)
+    for batch in loader:
+        _planned_step(model, batch, accelerator)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {'cpu': True, 'find_unused_parameters': task.find_unused, **planned}
+
+
+def _planned(task: Task) -> tuple[Any, Settings]:
+    """The sampler's loader."""
+    from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader
+
+    settings = {'max_tokens': task.sizes.microbatch * task.longest}
+    batches = RegroupingBatchSampler(
+        task.samples, lengths=task.samples.lengths, global_batch_size=task.sizes.global_batch, shuffle=False, **settings
+    )
+    workers = task.sizes.workers
+    return RegroupingDataLoader(task.samples, batch_sampler=batches, collate_fn=collate, num_workers=workers), settings
+
+
+def _planned_step(model: Any, batch: Any, accelerator: Any) -> torch.Tensor:
+    from composer_tokacc import weighted_microbatches
+
+    microbatches, mean = list(weighted_microbatches(batch)), torch.zeros(())
+    for number, (microbatch, weight) in enumerate(microbatches, start=1):
+        with contextlib.nullcontext() if number == len(microbatches) else accelerator.no_sync(model):
+            loss = model(**microbatch).loss * weight
+            accelerator.backward(loss)
+        mean += loss.detach()
+    return mean
 
 
 def bound(task: Task) -> Settings:
@@ -276,11 +325,11 @@ def _training_arguments(task: Task) -> Settings:
     }  # fmt: skip
 
 
-def _prepared(task: Task) -> tuple[Any, Any, Any, Any]:
+def _prepared(task: Task, steps: int) -> tuple[Any, Any, Any, Any]:
     from accelerate import Accelerator, DistributedDataParallelKwargs
 
     accelerator = Accelerator(
-        gradient_accumulation_steps=task.accumulation, cpu=True,
+        gradient_accumulation_steps=steps, cpu=True,
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=task.find_unused)],
     )  # fmt: skip
     task.model.train()
@@ -358,6 +407,8 @@ CONTENDERS = {
     'lightning': Contender(lightning),
     'accelerate': Contender(accelerate),
     'accelerate_tokens': Contender(accelerate_by_tokens),
+    'hf_planned': Contender(hugging_face_planned),
+    'accelerate_planned': Contender(accelerate_planned),
     'ours': Contender(ours),
     'ours_sampler': Contender(lambda task: ours(task, sampler=True)),
     'ours_packed': Contender(lambda task: ours(task, sampler=True, packing=True)),

@@ -18,11 +18,15 @@ CONTENDER_TITLES = {
     'lightning': 'Lightning',
     'accelerate': 'accelerate',
     'accelerate_tokens': 'accelerate, loss by tokens',
+    'hf_planned': 'Hugging Face Trainer, our sampler and weights',
+    'accelerate_planned': 'accelerate, our sampler and weights',
     'ours': 'ours, three lines',
     'ours_sampler': 'ours, with the sampler',
     'ours_packed': 'ours, packed',
     BOUND: '*no padding, perfectly balanced*',
 }
+OUR_SAMPLER = ('hf_planned', 'accelerate_planned')
+"""Its batches and weights in the trainers of others."""
 OURS = ('ours', 'ours_sampler', 'ours_packed')
 TRAINER_TITLES = {
     'plain': 'a plain loop, mean of means',

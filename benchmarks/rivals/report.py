@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.pages import ROOT, filled, table
 from benchmarks.record import RESULTS as FOLDER
-from benchmarks.rivals.names import BOUND, CONTENDER_TITLES, OURS, TRAINER_TITLES
+from benchmarks.rivals.names import BOUND, CONTENDER_TITLES, OUR_SAMPLER, OURS, TRAINER_TITLES
 
 RESULTS = FOLDER / 'rivals.json'
 PAGES = tuple(ROOT / name for name in ('README.md', 'docs/index.md', 'docs/rivals.md', 'docs/rivals_speed.md'))
@@ -146,7 +146,7 @@ def ratios(cells: Sequence[Row]) -> str:
     body = []
     for rival in CONTENDER_TITLES:
         found = [(ratio, where) for where, of in _cases(cells) if (ratio := against(of, rival)) is not None]
-        if found and rival not in (*OURS, BOUND):
+        if found and rival not in (*OURS, *OUR_SAMPLER, BOUND):
             (least, where), (most, _) = min(found), max(found)
             won = '; '.join(f'{place} ({1 / ratio:.2f})' for ratio, place in sorted(found) if ratio < 1)
             body.append([CONTENDER_TITLES[rival], f'{least:.2f} to {most:.2f}', where, len(found), won])

@@ -11,7 +11,7 @@ import torch
 from composer.core import State
 from composer.utils import dist
 
-from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, LossTerms, attached_zero, tensors_in
+from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, LossTerms, attached_zero
 from composer_tokacc.algorithm.setup import Fit
 from composer_tokacc.batch import Batch
 from composer_tokacc.checks.logits import (
@@ -95,7 +95,6 @@ def record_of(state: State, fit: Fit, step: StepCheck, composers_weight: float) 
         num_samples=num_samples(batch),
         num_microbatches=count,
         composers_weight=composers_weight,
-        losses=[loss.detach() for loss in tensors_in(state.loss)],
     )
     step.records.append(record)
     return record

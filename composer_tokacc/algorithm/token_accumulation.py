@@ -13,7 +13,6 @@ import torch
 from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 from composer.utils import dist
-from torch.distributed.tensor import DTensor
 
 from composer_tokacc.algorithm.functional import sample_weight, token_weight
 from composer_tokacc.algorithm.loss_terms import SplitLoss, check_units
@@ -28,7 +27,7 @@ from composer_tokacc.algorithm.microbatch import (
 from composer_tokacc.algorithm.router_balance import check_router_balance
 from composer_tokacc.algorithm.setup import Fit, begin_fit, is_decoder, vocabulary_of
 from composer_tokacc.batch import Batch, check_batch, sample_name
-from composer_tokacc.checks.step import NUM_FIRST_STEPS, StepCheck, TokenChoice
+from composer_tokacc.checks.step import StepCheck, TokenChoice
 from composer_tokacc.collectives import RankSum
 from composer_tokacc.counting import check_rule
 from composer_tokacc.data_spec.reduction import check_reduced, check_sharding
@@ -48,9 +47,6 @@ from composer_tokacc.sampling.repeated_samples import num_repeated
 from composer_tokacc.weights import LOSS_WEIGHTS, TOKEN_WEIGHTS
 
 log = logging.getLogger(__name__)
-
-LOOK_EVERY = 16
-"""Steps from one look at all gradients to the next."""
 
 
 class TokenAccumulation(Algorithm):
@@ -114,7 +110,7 @@ class TokenAccumulation(Algorithm):
         _check_arguments(loss_tokens, loss_units, token_weights, check_loss)
         self.loss_tokens, self.token_weights, self.check_loss = loss_tokens, token_weights, check_loss
         self.loss_units, self.router_balance = dict(loss_units) if loss_units else None, router_balance
-        self.num_empty_steps = 0
+        self.num_empty_steps, self._reduces_once = 0, False
         self._fit: Fit | None = None
         self._measuring = TokenChoice()
         self._step = StepCheck(num_tokens=0, num_samples=0, loss_weight=0)
@@ -124,7 +120,6 @@ class TokenAccumulation(Algorithm):
         self._hidden: HiddenEntries | None = None
         self._token_sums: list[torch.Tensor] = []
         self._raw_loss: Any = None
-        self._reduces_once = False
         self._actions = {
             Event.FIT_START: self._start_fit,
             Event.BATCH_START: self._count,
@@ -321,23 +316,18 @@ class TokenAccumulation(Algorithm):
         if number == 0 and not (self.is_weighted or step.is_measured):
             why = 'no gradient comes by the logits' if fit.check.token_scale else 'the loss is no plain mean of them'
             log.info('What tokens weigh is not measured in training, as %s. All are counted in every step.', why)
-        # Of all that a cut does, only a microbatch without tokens makes NaNs (0 / 0). Those that the model makes by
-        # itself a forward over the whole batch would make too, and reading every gradient costs a hundredth of a step.
-        is_due = step.num_empty > 0 or number < NUM_FIRST_STEPS or number % LOOK_EVERY == 0
-        # Infinities under a loss scale are the scaler's own business: it skips the step.
-        step.check(_gradients(state.optimizers) if is_due and step.gradient_scale == 1.0 else [])
+        step.check()
         fit.has_bypass = step.has_bypass
         if fit.balance is not None:
             fit.balance.check()
         kinds = [int(count > 0) for count in self._totals.read()[3:]]
         if fit.check.is_due(kinds, number):
             fit.prove(self._device_batch, [kinds], reduces_once=self._reduces_once)
-        reduced_once = fit.reductions.reduced_once()
         if fit.split is not None:
             fit.split.made = []  # nobody waits for them while the next batch is read
-        if fit.split is not None and reduced_once is not None:
-            self._reduces_once = reduced_once
-            fit.split.adopt(fit.split.rules, reduces_once=reduced_once)
+            if (reduced_once := fit.reductions.reduced_once()) is not None:
+                self._reduces_once = reduced_once
+                fit.split.adopt(fit.split.rules, reduces_once=reduced_once)
         self._device_batch = {}
         self._measuring.end_step(len(step.records))
         self._log(state, logger)
@@ -376,11 +366,3 @@ def _check_arguments(loss_tokens: Any, loss_units: dict[str, str] | None, token_
         )
     if not isinstance(check_loss, bool):
         raise ValueError(f'`check_loss` must be True or False, got: {check_loss!r}.')
-
-
-def _gradients(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
-    """This rank's gradients of all that moves, of sharded parameters its shards; quicker than a walk of the model."""
-    moved = [parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group['params']]
-    gradients = [parameter.grad for parameter in moved if parameter.grad is not None]
-    local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients]
-    return [grad for grad in local if not grad.is_sparse and grad.numel()]

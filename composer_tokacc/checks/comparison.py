@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from composer_tokacc.batch import IGNORE_INDEX, Batch, own_labels, sample_name
-from composer_tokacc.checks.logits import TINY, targets_of
+from composer_tokacc.batch import IGNORE_INDEX, Batch, sample_name
+from composer_tokacc.checks.logits import TINY
 from composer_tokacc.checks.probe import NOISE_FACTOR, Probe, ProbeResult
 from composer_tokacc.checks.rows import documents_of
 from composer_tokacc.counting import loss_mask
@@ -27,8 +27,6 @@ from composer_tokacc.layout import BatchLayout, describe
 
 log = logging.getLogger(__name__)
 
-MORE_COLUMNS = 256
-"""Padding before a row that shows whether columns matter: a scale that grows with them hardly moves with a few."""
 GRADIENT_TOLERANCE = 3e-6
 """Largest relative change of a row's gradient where rounding moves it less. Independent rows differ by 1e-7, the
 weakest leaks and undeclared terms that matter by 5e-5."""
@@ -94,7 +92,6 @@ class RowComparison:
         self._expected = self._part(rows, self.whole, self._everyone, 'whole')
         if check_loss:
             self._check_router_loss()
-            self._check_positions()
 
     @cached_property
     def _rounded(self) -> _CutRows:
@@ -133,19 +130,6 @@ class RowComparison:
         # Where rows must be packed, the first says why; else the last, of the cut that leaves most alone.
         raise RuntimeError(failures[0 if cutter is not None and cutter.must_pack else -1])
 
-    def _check_positions(self) -> None:
-        """The gradient of the tokens' terms is 0 at the logits of all positions that predict no counted label."""
-        at_logits = self.whole.gradients['tokens'][-1] if self.whole.measured is not None else None
-        if at_logits is None:
-            return
-        share = share_elsewhere(at_logits, targets_of(self._moved, self._rule).cpu() != IGNORE_INDEX)
-        if share > GRADIENT_TOLERANCE:
-            raise RuntimeError(
-                "The gradient of the model's own loss by its logits must be 0 where no label counts, got: "
-                f'{share:.1e} of what it is where one does. The loss holds a mean over other positions or rows. Take '
-                f'it over the positions whose labels count, or leave it out. {NAME_TERMS}'
-            )
-
     def _check_router_loss(self) -> None:
         """A statistic of the microbatch, however small its weight: below every tolerance it is still not exact."""
         whole = self.whole
@@ -172,10 +156,7 @@ class RowComparison:
             if (failure := self._difference(parts[-1])) is not None:
                 return failure
             self._narrowest = min(self._narrowest, batch['labels'].shape[1])
-        failure = None
-        if self._facts.side == 'left' and (packing or getattr(rules, 'left', '') == 'trim'):
-            failure = self._failure_behind_padding(packing)
-        return failure or (self._loss_failure(parts) if self._check_loss else None)
+        return self._loss_failure(parts) if self._check_loss else None
 
     def _part(self, batch: Batch, result: ProbeResult, rows: Sequence[int], how: str) -> _CutRows:
         """Returns what a forward of some rows gave, with each row's columns where the whole has them."""
@@ -240,28 +221,6 @@ class RowComparison:
         eps = self.whole.gradient_eps
         return max(GRADIENT_TOLERANCE, eps, min(noise, MOST_ROUNDINGS * eps, MOST_NOISE))
 
-    def _failure_behind_padding(self, packing: str) -> str | None:
-        """How a row fails behind more padding than the loader gave it; None: it does not, or it cannot be told."""
-        columns = min(MORE_COLUMNS, (self._layout.num_positions or 0) - self._layout.width(self._rows))
-        mask, labels = self._rows.get('attention_mask'), own_labels(self._rows)
-        if columns <= 0 or mask is None or mask.dim() != 2:
-            return None
-        # A label on a row's first token is predicted from padding.
-        first = self._facts.real.int().argmax(dim=1).tolist()
-        rows = [row for row in self._everyone if labels is None or int(labels[row, first[row]]) == IGNORE_INDEX]
-        if not rows:
-            return None
-        row = max(rows, key=self._counts.__getitem__)
-        batch = self._layout.pad_left(self._layout.select(self._rows, [row]), columns)
-        result = self._probe.run(self._on_device(batch))
-        failure = self._difference(self._part(batch, result, [row], 'behind more padding'))
-        if failure is not None and packing:
-            return (
-                f"A row's losses must not depend on its columns for it to be packed, got: {failure} Pad on the right, "
-                'or set `packing=False` (docs/errors.md#packing).'
-            )
-        return failure
-
     def _loss_failure(self, parts: Sequence[_CutRows]) -> str | None:
         """The formula itself: the loss of all rows is the mean of those of the microbatches, by tokens or samples."""
         for unit, expected in self.whole.losses.items():
@@ -298,8 +257,9 @@ class RowComparison:
             )
         return (
             f"A row's losses must not depend on the rows beside it nor on its padding, got: {failure}. Rows see each "
-            'other in this model (statistics of the batch, attention over padding). Pad on the other side, freeze the '
-            'layer, or pass `position_ids` and an `attention_mask` (docs/errors.md#row-coupling).'
+            'other in this model (statistics of the batch, attention over padding, a mean over other positions in the '
+            'loss). Pad on the other side, freeze the layer, leave the term out, or pass `position_ids` and an '
+            '`attention_mask` (docs/errors.md#row-coupling).'
         )
 
 

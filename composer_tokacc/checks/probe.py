@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,9 @@ NOISE_FACTOR = 8
 """Tolerance over the measured round-off: kernels for other shapes round every sum, the measurement only its result."""
 ROUNDING_FLOOR = 64
 """Of the rounding of a loss: kernels for other shapes sum in another order."""
+
+VARIATION = 0.8
+"""What is added to weights that are all alike goes from 0 to about half, of one input."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +78,10 @@ class Probe:
         self._terms = terms or (lambda loss, outputs: {'tokens': loss})
         self.is_training, self.is_random = True, False
         self._has_looked, self._logits_at = False, None
+        # Those of TorchScript take no hooks.
+        self._modules = [one for one in model.modules() if not isinstance(one, torch.jit.ScriptModule)]
+        self._alike: dict[torch.nn.Module, list[str]] = {}
+        """Names of the weights of each module whose entries are all alike."""
         self._layers: list[torch.nn.Module] = []
         """What gives the states that logits are made of, most often a norm, and what makes the logits."""
         parameter = next(model.parameters(), None)
@@ -110,7 +117,7 @@ class Probe:
             if _is_of_positions(output, batch):
                 found.append((module, output.shape[-1], output.data_ptr()))
 
-        with _hooked(_leaves(self.model), note):
+        with _hooked(_leaves(self._modules), note):
             first = self._run_as_in_training(batch, seed=1)
         makers = [place for place, (_, size, _) in enumerate(found) if size == first.vocabulary]
         # A teacher's head may come after the model's own, whose output is the logits, unless they are changed again.
@@ -130,10 +137,8 @@ class Probe:
         while True:
             precision = torch.autocast(self._device_type, enabled=False) if self._in_full else self._precision()
             try:
-                with torch.no_grad(), _as_probed(self.model, training=self.is_training):
-                    torch.manual_seed(seed)
-                    with torch.compiler.set_stance('force_eager'):
-                        return self._run(batch, precision, **options)
+                with torch.no_grad(), undisturbed(self.model), self._as_probed(seed):
+                    return self._run(batch, precision, **options)
             except RuntimeError as error:
                 if self._in_full:  # a kernel that knows half precision only, as flash attention does
                     self._in_full = False
@@ -157,8 +162,8 @@ class Probe:
 
         # A copy, the same for forward and loss as in training: models that write into it change no other run.
         given = with_own_tensors(batch)
-        alter = partial(_altered, rounded)
-        with precision, _hooked(_leaves(self.model), alter), _hooked(self._layers, begin_graph), torch.no_grad():
+        rounding = _hooked(_leaves(self._modules) if rounded else [], _rounded)
+        with precision, self._with_varied_weights(), rounding, _hooked(self._layers, begin_graph), torch.no_grad():
             outputs = self._forward(given)
             loss = _loss_of(self._loss, outputs, given)  # once, as what it counts may be added up
             terms = self._terms(loss, outputs)
@@ -183,6 +188,62 @@ class Probe:
             eps=max(torch.finfo(value.dtype).eps for value in (*terms.values(), torch.zeros(()))),
             gradient_eps=max(torch.finfo(point.dtype).eps for point in (*points, torch.zeros(()))),
         )
+
+    @contextmanager
+    def _as_probed(self, seed: int) -> Iterator[None]:
+        """Leaves modules in training in the mode that they are in, but for BatchNorm, and has no dropout drop."""
+        training = [module for module in self._modules if module.training]
+        training = [module for module in training if not self.is_training or isinstance(module, BatchNorm)]
+        random.seed(0)
+        np.random.seed(0)
+        torch.default_generator.manual_seed(seed)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(seed)
+        for module in training:
+            module.training = False
+        try:
+            with _NoDropout(), torch.compiler.set_stance('force_eager'):
+                yield
+        finally:
+            for module in training:
+                module.training = True
+
+    @contextmanager
+    def _with_varied_weights(self) -> Iterator[None]:
+        """Runs as if no two entries of a weight were the same, of those in which all are.
+
+        The weights of a fresh norm are all 1, and hide from loss and logits, not from the gradient by themselves, that
+        a norm behind the rotary embedding (HunYuan) makes attention depend on absolute positions; so does a scale of
+        positions that begins at 0 (Mistral Large 4). What a cut leaves alone it leaves alone with any weights.
+        Nothing is written into the model's own, of which FSDP may hold parts: attributes come before parameters.
+        """
+        own: dict[tuple[torch.nn.Module, str], Any] = {}
+
+        def show(module: torch.nn.Module, args: Any) -> None:
+            if module not in self._alike:
+                weights = module.named_parameters(recurse=False)
+                self._alike[module] = [name for name, weight in weights if _is_alike(weight)]
+            for name in self._alike[module]:
+                if (module, name) not in own:  # a module may call itself
+                    own[module, name] = vars(module).get(name)
+                    vars(module)[name] = _varied(getattr(module, name))
+
+        def hide(module: torch.nn.Module, args: Any, output: Any) -> None:
+            for name in self._alike.get(module, ()):
+                if (module, name) in own:
+                    del vars(module)[name]
+                    if (before := own.pop((module, name))) is not None:
+                        vars(module)[name] = before
+
+        # Until a forward has reached it, FSDP does not have a weight whole.
+        modules = [one for one in self._modules if self._alike.get(one, True)]
+        hooks = [one.register_forward_pre_hook(show) for one in modules]
+        hooks += [one.register_forward_hook(hide, always_call=True) for one in modules]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
 def _loss_of(loss: Callable[[Any, Batch], Any], outputs: Any, batch: Batch) -> Any:
@@ -211,25 +272,38 @@ class _NoDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _altered(rounded: bool, module: torch.nn.Module, args: Any, output: Any) -> Any:
-    """Returns a layer's output, of a norm with every channel scaled by a factor of its own; a forward hook.
-
-    The weights of fresh norms are all alike, and hide from the loss and the logits, not from the gradient by the
-    weights, that a norm behind the rotary embedding (HunYuan) makes attention depend on absolute positions.
-    """
+def _rounded(module: torch.nn.Module, args: Any, output: Any) -> Any:
+    """Returns a layer's output with each entry moved by its last digit, up or down; a forward hook."""
     if not isinstance(output, torch.Tensor) or not output.dtype.is_floating_point:
         return None
-    if getattr(getattr(module, 'weight', None), 'shape', None) == output.shape[-1:]:
-        output = output * _channel_factors(output.shape[-1]).to(output)
-    if rounded:
-        step = torch.finfo(output.dtype).eps * (2 * (torch.rand_like(output) < 0.5) - 1)
-        output = output * (1 + step).to(output.dtype)
-    return output
+    step = torch.finfo(output.dtype).eps * (2 * (torch.rand_like(output) < 0.5) - 1)
+    return output * (1 + step).to(output.dtype)
+
+
+def _is_alike(weight: torch.Tensor) -> bool:
+    """Returns whether entries differ by less than a fifth of what :func:`_varied` adds."""
+    if isinstance(weight, DTensor) or not (weight.is_floating_point() and weight.dtype.itemsize > 1 and weight.numel()):
+        return False
+    entries = weight.detach().flatten()
+    most = VARIATION / 5 * (len(weight) / len(entries) if weight.dim() else 1) ** 0.5
+    # Few weights are, and most of the others show it by their first entries.
+    return all(float(part.max() - part.min()) < most for part in (entries[:256], entries))
+
+
+def _varied(weight: torch.Tensor) -> torch.Tensor:
+    """Returns a weight with a positive number of its own added to each entry, the smaller the more inputs it has."""
+    if weight.dim() < 2:
+        return weight + VARIATION * _shares(weight.numel(), weight.dtype, weight.device).view(weight.shape)
+    entries = weight.flatten(1)
+    rows, columns = (_shares(size, weight.dtype, weight.device) for size in entries.shape)
+    varied = torch.addcmul(entries, rows[:, None], columns, value=VARIATION / entries.shape[1] ** 0.5)
+    return varied.view(weight.shape)
 
 
 @cache
-def _channel_factors(size: int) -> torch.Tensor:
-    return 0.75 + 0.5 * torch.rand(size, generator=torch.Generator().manual_seed(size))
+def _shares(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Returns numbers between 0 and 1 that are the same on all ranks and devices: multiples of the golden ratio."""
+    return (torch.arange(1, size + 1) * 0.618034 % 1).to(device, dtype)
 
 
 def _checked_logits(outputs: Any, batch: Batch) -> torch.Tensor | None:
@@ -258,8 +332,8 @@ def _is_of_positions(output: Any, batch: Batch) -> bool:
     return output.shape[:2] == labels_of(batch).shape
 
 
-def _leaves(model: torch.nn.Module) -> list[torch.nn.Module]:
-    return [module for module in model.modules() if next(module.children(), None) is None]
+def _leaves(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
+    return [module for module in modules if next(module.children(), None) is None]
 
 
 @contextmanager
@@ -291,19 +365,3 @@ def undisturbed(model: torch.nn.Module) -> Iterator[None]:
         for module in model.modules():
             if isinstance(module, FSDPModule):  # a forward leaves the root whole, without gradients, until a backward
                 module.reshard()
-
-
-@contextmanager
-def _as_probed(model: torch.nn.Module, *, training: bool) -> Iterator[None]:
-    """Leaves modules in training in the mode that they are in, but for BatchNorm, and has no dropout drop."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        with undisturbed(model), _NoDropout():
-            random.seed(0)
-            np.random.seed(0)
-            for module, was_training in modes:
-                module.training = training and was_training and not isinstance(module, BatchNorm)
-            yield
-    finally:
-        for module, was_training in modes:
-            module.training = was_training

@@ -111,12 +111,10 @@ def rule_batch(layout: BatchLayout | None, rows: Batch) -> dict[str, Any]:
     told apart the others stay, without labels.
     """
     if layout is not None:
-        counts, facts = (labels_of(rows)[:, 1:] != IGNORE_INDEX).sum(dim=1).tolist(), describe(layout, rows)
-
-        def order(row: int) -> Any:  # with media if it can be, as some models take no other
-            return counts[row] < 2, counts[row] < NUM_LABELS, not facts.media[row], facts.lengths[row]
-
-        rows = layout.trim(layout.select(rows, [min(range(len(counts)), key=order)]))
+        counts = (labels_of(rows)[:, 1:] != IGNORE_INDEX).sum(dim=1).tolist()
+        media = layout.media_per_row(rows)  # with media if it can be, as some models take no other
+        best = min(range(len(counts)), key=lambda row: (counts[row] < 2, counts[row] < NUM_LABELS, not media[row]))
+        rows = layout.select(rows, [best])
     labels, mask, ids = labels_of(rows), rows.get('attention_mask'), rows.get('input_ids')
     mask = mask if isinstance(mask, torch.Tensor) and mask.shape == labels.shape else None
     attended = torch.ones_like(labels, dtype=torch.bool) if mask is None else mask != 0

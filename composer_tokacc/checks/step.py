@@ -77,7 +77,6 @@ class MicrobatchRecord:
     num_samples: int = 1
     num_microbatches: int | None = None  # that this rank was to make of the step, where a term is divided by them
     composers_weight: float = 1.0  # that its loss is to be multiplied by
-    losses: Sequence[torch.Tensor] = ()
     has_bypass: bool = False  # whether its loss has a term that is not made of the logits
     factor: torch.Tensor | None = None  # that its loss was multiplied by
     was_reached: bool = False  # whether a gradient came by its logits
@@ -163,8 +162,8 @@ class StepCheck:
         """Whether some token of every microbatch was measured."""
         return all(record.tokens is not None for record in self._with_tokens)
 
-    def check(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Raises RuntimeError unless samples, tokens and weights are all there, and gradients, if given, are finite."""
+    def check(self) -> None:
+        """Raises RuntimeError unless samples, tokens and weights are all there."""
         if self.is_weighted and not all(record.was_reached and not record.has_bypass for record in self._with_tokens):
             raise RuntimeError(
                 "The model's own loss must be made of the logits that it returns for `token_weights`, got: one whose "
@@ -172,13 +171,7 @@ class StepCheck:
                 'Switch the kernel off, leave out `compile_config` or the term, or set '
                 "`token_weights='token'` (docs/errors.md#model-loss)."
             )
-        found = self._read(gradients)
-        if found['finite'] == [1] and found['gradients'] == [0]:  # where a loss is not, the gradient only follows it
-            raise RuntimeError(
-                f'Gradients must be finite where every loss is, got: NaN or infinity, with {self.num_empty} of '
-                f'{len(self.records)} microbatches without loss-generating tokens. A loss that divides by their number '
-                'gives 0 / 0 there; divide by at least 1, or leave such samples out (docs/errors.md#composers-weights).'
-            )
+        found = self._read()
         self._check_counts(found)
         self._check_factors([factor / self.gradient_scale for factor in found['factors']])
         self._check_tokens(found)
@@ -190,16 +183,13 @@ class StepCheck:
                 f'{expected.pop()} were expected. Split with token_data_spec().'
             )
 
-    def _read(self, gradients: Sequence[torch.Tensor]) -> Mapping[str, list[float]]:
+    def _read(self) -> Mapping[str, list[float]]:
         """Reads everything from the device at once: the only sync of a step, where Composer reads the loss anyway."""
-        losses = [loss.flatten().float() for record in self.records for loss in record.losses]
         groups: dict[str, list[torch.Tensor]] = {
             'labels': [record.tokens.count if record.tokens else record.counted().sum() for record in self.records],
             'weights': [(record.batch[LOSS_WEIGHTS] * record.counted()).sum() for record in self.records]
             if self.is_weighted
             else [],
-            'finite': [torch.cat(losses).isfinite().all()] if losses else [],
-            'gradients': [torch.nn.utils.get_total_norm(gradients).isfinite()] if gradients else [],
             'factors': [record.factor for record in self.records if record.factor is not None],
             'tokens': [record.tokens.deviations.amax() for record in self._with_tokens if record.tokens],
         }

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from composer_tokacc.compat import check_reducer_finalized
+from composer_tokacc.compat import is_reduced, state_of_gradient
 
 if TYPE_CHECKING:
     from composer.core import State
@@ -28,8 +28,9 @@ class ReductionWatch:
     def __init__(self, state: State, *, is_coupled: bool) -> None:
         self._model = state.model
         self._reduces: list[bool] = []
-        self._unreached: set[torch.nn.Parameter] = set()
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._parameters = list(state.model.parameters())
+        self._before: list[tuple[torch.nn.Parameter, tuple[int, int]]] = []
+        """What each parameter's gradient was before a backward that reduces."""
         # In automatic microbatching ranks ask each other after every forward whether memory ran out, synchronized batch
         # norms meet within it, and losses of coupled rows may gather those of other ranks.
         self.may_meet_once = (
@@ -40,8 +41,7 @@ class ReductionWatch:
 
     def start_attempt(self) -> None:
         """Forgets an attempt that failed half-way."""
-        self._reduces = []
-        self._forget_hooks()
+        self._reduces, self._before = [], []
 
     def see(self, num_microbatches: int, *, has_unequal_counts: bool, reduced_once: bool) -> None:
         """Notes whether gradients are reduced in the backward of the microbatch that comes now.
@@ -55,8 +55,7 @@ class ReductionWatch:
             return
         self._reduces.append(self._model.require_backward_grad_sync)
         if self._reduces[-1] and not (self._model.find_unused_parameters or self._model.static_graph):
-            self._unreached = {parameter for parameter in self._model.parameters() if parameter.requires_grad}
-            self._hooks = [one.register_post_accumulate_grad_hook(self._unreached.discard) for one in self._unreached]
+            self._before = [(parameter, state_of_gradient(parameter)) for parameter in self._parameters]
         if not self._reduces[-1] or len(self._reduces) >= num_microbatches:
             return
         got = f'got: a reduction in microbatch {len(self._reduces)} of {num_microbatches}'
@@ -74,15 +73,14 @@ class ReductionWatch:
 
     def reach_all(self) -> None:
         """Gives parameters that the backward left out a gradient of zero: DDP waits for one of each, on every rank."""
-        self._forget_hooks()
-        if self._unreached:
-            torch.autograd.backward([parameter.flatten()[:0].sum() for parameter in self._unreached])
-            self._unreached = set()
-
-    def _forget_hooks(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        before, self._before = self._before, []
+        if not before or not isinstance(self._model, DistributedDataParallel):
+            return
+        # A backward that reaches none leaves DDP as it was before it.
+        if is_reduced(self._model) and any(state_of_gradient(one) != state for one, state in before):
+            return
+        left_out = (one for one, state in before if one.requires_grad and state_of_gradient(one) == state)
+        torch.autograd.backward([parameter.flatten()[:0].sum() for parameter in left_out])
 
     def reach_all_by_hand(self) -> None:
         """Gives all parameters a gradient, where DDP leaves the last microbatch of a step to the trainer.
@@ -90,7 +88,7 @@ class ReductionWatch:
         Composer's ``forced_sync`` reduces what is not None, one after the other: ranks must have the same ones.
         """
         if isinstance(self._model, DistributedDataParallel) and not self._reduces[-1]:
-            for parameter in self._model.parameters():
+            for parameter in self._parameters:
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
 
@@ -112,12 +110,8 @@ def check_sharding(model: torch.nn.Module) -> None:
 
 def check_reduced(model: torch.nn.Module) -> None:
     """Raises RuntimeError if DDP left gradients unreduced, which it says itself only at the next forward."""
-    if not isinstance(model, DistributedDataParallel):
-        return
-    try:
-        check_reducer_finalized(model)
-    except RuntimeError as error:
+    if isinstance(model, DistributedDataParallel) and not is_reduced(model):
         raise RuntimeError(
             'DDP must have reduced every gradient at the end of a step, got: some that it still waits for. Leave DDP '
             'as Composer makes it, without `static_graph` (docs/errors.md#ranks).'
-        ) from error
+        )

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from composer_tokacc.batch import MODALITIES, Batch, real_positions, span, text_of
+from composer_tokacc.batch import MODALITIES, Batch, span, text_of
 from composer_tokacc.layout.families import FAMILIES, TEXT_ENTRIES, Entry, Family
 from composer_tokacc.layout.found import (
     found_counts,
@@ -101,13 +101,6 @@ class BatchLayout:
         name = 'original_max_position_embeddings'
         limits = [scaling.get(name) or getattr(config, name, None) for scaling in scalings]
         return min((limit or config.max_position_embeddings for limit in limits), default=None)
-
-    @cached_property
-    def num_positions(self) -> int | None:
-        """Columns that a row may have, as far as the config says so."""
-        config = self.config.get_text_config() if hasattr(self.config, 'get_text_config') else self.config
-        found = (self.width_limit, getattr(config, 'max_position_embeddings', None))
-        return min((limit for limit in found if isinstance(limit, int)), default=None)
 
     def width_matters(self, batch: Batch) -> bool:
         """Whether no column of the batch may be trimmed, as the model's positions depend on the batch's width."""
@@ -337,17 +330,6 @@ class BatchLayout:
                     # Composer's LanguageCrossEntropy views labels flat, which a narrowed tensor does not allow.
                     kept[key] = compact(kept[key].narrow(dim, start, width), like=value)
         return kept
-
-    def pad_left(self, batch: Batch, columns: int) -> dict[str, Any]:
-        """Returns the batch, padded on the left, with so many more columns of padding there."""
-        padding = text_of(batch)[~real_positions(batch)]
-        padded: dict[str, Any] = dict(batch)
-        for key, value in batch.items():
-            if isinstance(value, torch.Tensor) and (entry := self.entry_of(batch, key)).seq_dims:
-                if key == 'input_ids':
-                    entry = replace(entry, fill=int(padding[0]) if len(padding) else 0)
-                padded[key] = cat_padded([value], entry, self.width(batch) + columns, 'left')
-        return padded
 
     def concat(self, batches: Sequence[Batch], *, padding_side: str = 'right', pad_token_id: int = 0) -> dict[str, Any]:
         """Returns one batch of all rows: sequence axes padded to the widest, images of all rows one after the other.

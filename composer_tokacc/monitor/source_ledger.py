@@ -9,8 +9,10 @@ import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from composer.utils import dist
@@ -28,6 +30,8 @@ MOST_SOURCES = 64
 """Sources that are told apart; a collator's ``source`` may be another one for every row."""
 OTHERS = 'others'
 """Name of the sources beyond these."""
+MOST_UNREAD = 2**20
+"""Logits that may wait for the end of a step: 4 MiB."""
 SUMS = ('loss', 'tokens', 'weight', 'positions')
 """What is added up of each source: the losses of its tokens, their number, what they weigh, and computed positions."""
 
@@ -37,7 +41,21 @@ class _Part(NamedTuple):
 
     shares: Sequence[SourceShare]
     positions: Sequence[int]
-    losses: torch.Tensor | None  # sums, float64 (shares,), on the device; None: the model gives no logits
+    has_losses: bool  # False: the model gives no logits
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(share.loss_tokens for share in self.shares)
+
+
+class _Unread(NamedTuple):
+    """What the losses of a microbatch's tokens will be read from."""
+
+    logits: torch.Tensor
+    text: Mapping[str, Any]  # its labels, and what the rule asks for
+    rule: str
+    counted: torch.Tensor | None  # by nobody before: which tokens carry loss
+    num_tokens: int
 
 
 class SourceLedger:
@@ -46,11 +64,14 @@ class SourceLedger:
     def __init__(self) -> None:
         self.names: list[str] = []
         """Sources seen so far by any rank, the same list on all."""
-        self._parts: list[_Part] = []
+        self.begin_attempt()
 
     def begin_attempt(self) -> None:
         """Forgets what was noted of the step."""
-        self._parts = []
+        self._parts: list[_Part] = []
+        self._unread: list[_Unread] = []
+        self._num_unread = 0  # logits
+        self._losses: list[torch.Tensor] = []  # of tokens, float32, part after part, on the device
 
     def note(self, batch: Batch, outputs: Any, rule: str) -> None:
         """Notes a microbatch whose rows carry ``source``; nothing waits for the device where they were counted."""
@@ -58,16 +79,26 @@ class SourceLedger:
         rows: Any = facts.get('sources') or _counted(batch, rule)
         if rows is None:
             return
-        is_packed = isinstance(rows[0], list)
+        is_packed, is_counted = isinstance(rows[0], list), 'rule' in facts
         shares = [share or NOTHING for share in (rows[0] if is_packed else rows)]
         logits, labels = logits_of(outputs), batch['labels']
-        losses = None
-        if logits is not None and logits.shape[:2] == labels.shape:
-            counted = loss_mask(batch, facts['rule'][0]) if 'rule' in facts else counted_tokens(batch, rule)
-            shift = int(facts.get('rule', [rule])[0] != 'unshifted')
-            losses = _losses(logits, labels, counted, [share.loss_tokens for share in shares], shift)
+        has_losses = logits is not None and logits.shape[:2] == labels.shape
         positions = [share.real_tokens for share in shares] if is_packed else [labels.shape[1]] * len(shares)
-        self._parts.append(_Part(shares, positions, losses))
+        self._parts.append(part := _Part(shares, positions, has_losses))
+        if logits is not None and has_losses:
+            counted = None if is_counted else counted_tokens(batch, rule)
+            text = {name: batch[name] for name in ('labels', 'attention_mask') if name in batch}
+            rule = facts['rule'][0] if is_counted else rule
+            self._unread.append(_Unread(logits.detach(), text, rule, counted, part.num_tokens))
+            self._num_unread += logits.numel()
+            if self._num_unread > MOST_UNREAD:
+                self._read()
+
+    def _read(self) -> None:
+        """Reads the losses of what was noted; the fewer calls, the less they cost beside a small model."""
+        if self._unread:
+            self._losses.append(_token_losses(self._unread))
+            self._unread, self._num_unread = [], 0
 
     def gather(self, values: Sequence[float], device: Any) -> tuple[torch.Tensor, dict[str, dict[str, float]]]:
         """Gathers a step's numbers of all ranks in one collective; one more where a source comes for the first time.
@@ -95,17 +126,24 @@ class SourceLedger:
 
     def _sums(self) -> dict[str, list[float]]:
         """This rank's sums of each source; reads the device once."""
-        parts = [part.losses for part in self._parts if part.losses is not None]
-        losses = iter(torch.cat(parts).tolist() if parts else [])
-        sums: dict[str, list[float]] = {}
-        for part in self._parts:
-            for share, positions in zip(part.shares, part.positions, strict=True):
-                loss = next(losses) if part.losses is not None else math.nan if share.loss_tokens else 0.0
-                if share.source is not None:
-                    row = sums.setdefault(_loggable(share.source), [0.0] * len(SUMS))
-                    for place, value in enumerate((loss, share.loss_tokens, share.weight, positions)):
-                        row[place] += value
-        return sums
+        shares = [share for part in self._parts for share in part.shares]
+        positions = [number for part in self._parts for number in part.positions]
+        names = [None if share.source is None else _loggable(share.source) for share in shares]
+        places = {name: place for place, name in enumerate(dict.fromkeys(names))}
+        owners, tokens = np.array([places[name] for name in names], int), [share.loss_tokens for share in shares]
+        self._read()
+        losses = torch.cat(self._losses).cpu().numpy() if self._losses else np.zeros(0)
+        if not all(part.has_losses for part in self._parts):
+            losses = _with_unknown(self._parts, losses)
+        table = (
+            np.bincount(owners.repeat(tokens), losses, len(places)),
+            *(
+                np.bincount(owners, values, len(places))
+                for values in (tokens, [one.weight for one in shares], positions)
+            ),
+        )
+        rows = np.stack(table, axis=1).tolist()
+        return {name: row for name, row in zip(places, rows, strict=True) if name is not None}
 
     def _table(self, own: Mapping[str, list[float]]) -> list[float]:
         """Returns this rank's sums in the order of the names that all ranks know."""
@@ -139,27 +177,46 @@ def _counted(batch: Batch, rule: str) -> list[SourceShare] | None:
     ]
 
 
-def _losses(
-    logits: torch.Tensor, labels: torch.Tensor, counted: torch.Tensor, counts: Sequence[int], shift: int
-) -> torch.Tensor:
-    """Returns the summed losses of each share, float64 (shares,), whose tokens follow one another, so many of each.
+def _token_losses(parts: Sequence[_Unread]) -> torch.Tensor:
+    """Returns the loss of each counted token, float32 (tokens,), row after row.
 
-    As their number is known, nothing waits for the device. Labels are predicted ``shift`` positions ahead.
+    As their number is known, nothing waits for the device.
     """
-    total, device = sum(counts), logits.device
-    ordinals = counted.flatten().cumsum(dim=0)
-    places = torch.searchsorted(ordinals, torch.arange(1, total + 1, device=device))
-    places.clamp_(shift, len(ordinals) - 1)  # labels may have changed since; the step is refused then
-    targets, flat = labels.flatten()[places].clamp_(min=0), logits.detach().flatten(0, 1)
-    size = max(CHUNK // logits.shape[-1], 1)
-    parts = [
-        F.cross_entropy(whole(flat[some - shift]).float(), wanted, reduction='none')
-        for some, wanted in zip(places.split(size), targets.split(size), strict=True)
-    ]
-    owners = torch.repeat_interleave(torch.tensor(counts), output_size=total).to(device, non_blocking=True)
-    return flat.new_zeros(len(counts), dtype=torch.float64).index_add_(0, owners, torch.cat(parts).double())
+    flat, labels, counted = (_joined(tensors) for tensors in zip(*map(_in_line, parts), strict=True))
+    total, size = sum(part.num_tokens for part in parts), max(CHUNK // flat.shape[-1], 1)
+    # Labels may have changed since, then places are missing or left over: the step is refused.
+    places = counted.nonzero_static(size=total)[:, 0] if counted.device.type == 'cpu' else _places(counted, total)
+    before = places - 1 if parts[0].rule != 'unshifted' else places  # in the same row: a first column never counts
+    chunks = [(before, places)] if total <= size else zip(before.split(size), places.split(size), strict=True)
+    losses = [F.cross_entropy(whole(flat[some]).float(), labels[wanted], reduction='none') for some, wanted in chunks]
+    return _joined(losses)
 
 
+def _in_line(part: _Unread) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns logits, labels and whether these count, of all rows one after the other."""
+    counted = loss_mask(part.text, part.rule) if part.counted is None else part.counted
+    return part.logits.flatten(0, 1), part.text['labels'].flatten(), counted.flatten()
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([*tensors]) if len(tensors) > 1 else tensors[0]  # logits of a large model are not copied
+
+
+def _places(counted: torch.Tensor, total: int) -> torch.Tensor:
+    """Returns where a mask is set; for a device whose ``nonzero`` the host waits for."""
+    ordinals = counted.cumsum(dim=0)
+    places = torch.searchsorted(ordinals, torch.arange(1, total + 1, device=counted.device))
+    return places.clamp_(max=len(ordinals) - 1)
+
+
+def _with_unknown(parts: Sequence[_Part], known: np.ndarray) -> np.ndarray:
+    """Returns the losses of all parts, NaN for those without."""
+    found = np.full(sum(part.num_tokens for part in parts), math.nan)
+    found[np.repeat([part.has_losses for part in parts], [part.num_tokens for part in parts])] = known
+    return found
+
+
+@lru_cache(maxsize=4096)
 def _loggable(source: str) -> str:
     """Returns a name that every logger takes; MLflow refuses others."""
     return re.sub(r'[^\w\-. ]', '_', source, flags=re.ASCII) or '_'

@@ -15,21 +15,28 @@ import numpy as np
 import torch
 from composer.callbacks.speed_monitor import get_gpu_flops_available
 from composer.core import Callback, State
-from composer.loggers import Logger
+from composer.loggers import Logger, ProgressBarLogger
 
 from composer_tokacc.batch import text_of
 from composer_tokacc.counting import check_rule, count_tokens, loss_mask
 from composer_tokacc.layout import microbatches_of
 from composer_tokacc.metadata import is_annotated, metadata_of, num_samples
+from composer_tokacc.monitor.gradient_norm import GradientNorm
 from composer_tokacc.monitor.source_ledger import SourceLedger
 
 # What each rank contributes to a step's one reduction, in this order.
 _FIELDS = (
     'real', 'device_positions', 'positions', 'dummies', 'tokens', 'samples', 'microbatches', 'empty', 'last_variation',
-    'flops', 'device_flops', 'loader_seconds', 'peak_memory',
+    'flops', 'device_flops', 'loader_seconds', 'peak_memory', 'gradient_squares',
 )  # fmt: skip
 WINDOW = 200
 """Steps of which the percentiles speak."""
+SHORT = {
+    'tokens_per_second': ('tok/s', '{:,.0f}'),
+    'padding_ratio': ('padding', '{:.0%}'),
+    'gradient_norm': ('|grad|', '{:.3g}'),
+}
+"""What stands in the progress bar: its name there, and its form."""
 
 
 class Flops(Protocol):
@@ -57,6 +64,7 @@ class TokenMonitor(Callback):
     ``token_monitor/real_tokens_per_second``     Real tokens over the step's wall-clock time
     ``token_monitor/tokens_per_second``          Computed positions over it, padding included
     ``token_monitor/seconds_p50``, ``..._p99``   Median and 99th percentile of the seconds of the last 200 steps
+    ``token_monitor/gradient_norm``              Of the step's gradient, before it is clipped
     ``token_monitor/loader_seconds``             Of the step, the longest that a rank waited for its data
     ``token_monitor/peak_memory_gib``            The most that a rank's device has held so far (GPU)
     ``token_monitor/hours_left``                 To the end of the run, at the median of these steps
@@ -106,7 +114,7 @@ class TokenMonitor(Callback):
         if flops is not None and not hasattr(flops, 'media'):
             raise ValueError(f'`flops` must have the methods `text` and `media`, got: {flops!r}. See FlopModel.')
         self.device_tflops, self.flops = device_tflops, flops
-        self._ledger = SourceLedger()
+        self._ledger, self._norm = SourceLedger(), GradientNorm()
         self._seconds: deque[float] = deque(maxlen=WINDOW)
         self._loader_began = self._loader_seconds = self._text_flops = self._device_flops = 0.0
         self._step: dict[str, float] = {}
@@ -114,7 +122,8 @@ class TokenMonitor(Callback):
         self._previous: tuple[list[tuple[int, int]], float, float] | None = None
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Looks up what the device can do, 0 where Composer does not know it."""
+        """Looks up what the device can do, 0 where Composer does not know it, and begins to measure gradients."""
+        self._norm = GradientNorm.first_of(state)
         known = get_gpu_flops_available(state) if self.flops is not None and self.device_tflops is None else 0
         self._device_flops = 1e12 * self.device_tflops if self.device_tflops else float(known or 0)
 
@@ -169,6 +178,7 @@ class TokenMonitor(Callback):
         self._step['flops'] += self._text_flops
         self._step['device_flops'] = self._device_flops
         self._step['peak_memory'] = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0
+        self._step['gradient_squares'] = self._norm.squares()
         ranks, sources = self._ledger.gather([self._step[field] for field in _FIELDS], state.device)
         totals: dict[str, float] = dict(zip(_FIELDS, ranks.sum(dim=0).tolist(), strict=True))
         positions = ranks[:, _FIELDS.index('positions')]
@@ -181,6 +191,8 @@ class TokenMonitor(Callback):
             'microbatches': totals['microbatches'],
             'empty_microbatches': totals['empty'],
         }
+        if not math.isnan(totals['gradient_squares']):
+            metrics['gradient_norm'] = math.sqrt(totals['gradient_squares'])
         metrics |= self._speed(state, totals)
         metrics['loader_seconds'] = float(ranks[:, _FIELDS.index('loader_seconds')].max())
         if peak := float(ranks[:, _FIELDS.index('peak_memory')].max()):
@@ -196,6 +208,7 @@ class TokenMonitor(Callback):
             if row['tokens'] and math.isfinite(row['loss']):
                 metrics[f'source/{name}/loss'] = row['loss'] / row['tokens']
         logger.log_metrics({f'token_monitor/{name}': value for name, value in metrics.items()})
+        _show(metrics, logger)
 
     def _speed(self, state: State, totals: Mapping[str, float]) -> dict[str, float]:
         """Returns what is logged of the step's time."""
@@ -229,6 +242,14 @@ class TokenMonitor(Callback):
         if samples == 0 or tokens == 0:
             return 0.0
         return sum(abs(n / samples - t / tokens) for n, t in microbatches) / 2
+
+
+def _show(metrics: Mapping[str, float], logger: Logger) -> None:
+    """Writes the shortest of it into Composer's progress bar, which has the loss and the time that is left."""
+    found = {short: form.format(metrics[name]) for name, (short, form) in SHORT.items() if name in metrics}
+    for destination in logger.destinations:
+        if isinstance(destination, ProgressBarLogger) and destination.train_pbar is not None:
+            destination.train_pbar.metrics |= found  # shown with the next loss
 
 
 def _positions(batch: Mapping[str, Any]) -> int:

@@ -198,11 +198,16 @@ def _check_warmup(config: TrainConfig) -> None:
     warmup, longest = config.scheduler.get('t_warmup'), config.trainer['max_duration']
     if warmup is None:
         return
-    own, run = (ensure_time(time, TimeUnit.EPOCH).unit for time in (warmup, longest))
-    if TimeUnit.TOKEN in (own, run) and own not in (run, TimeUnit.DURATION):
+    t_max = config.scheduler.get('t_max', '1dur')
+    units = [ensure_time(time, TimeUnit.EPOCH).unit for time in (longest, warmup, t_max)]
+    # As schedulers reckon: epochs in batches, a share of the run in its own unit.
+    run, own, whole = (TimeUnit.BATCH if unit == TimeUnit.EPOCH else unit for unit in units)
+    own, whole = (run if unit == TimeUnit.DURATION else unit for unit in (own, whole))
+    if own != whole:
+        name, end = ('scheduler.t_max', t_max) if 't_max' in config.scheduler else ('trainer.max_duration', longest)
         raise ConfigError(
-            f'`scheduler.t_warmup` must be in the unit of `trainer.max_duration`, or a share such as 0.05dur, got: '
-            f'{warmup} with {longest}'
+            f'`scheduler.t_warmup` must be in the unit of `{name}`, or a share such as 0.05dur, got: '
+            f'{warmup} with {end}'
         )
 
 

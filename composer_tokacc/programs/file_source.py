@@ -21,7 +21,7 @@ from composer_tokacc.programs.errors import ConfigError, unknown_name
 from composer_tokacc.programs.registry import import_by_name, without
 from composer_tokacc.programs.source import Source, check_video
 from composer_tokacc.programs.values import AT_LEAST_0, AT_LEAST_1, Range, check_arguments, check_value
-from composer_tokacc.sampling import Mixture, RegroupingBatchSampler, RegroupingDataLoader
+from composer_tokacc.sampling import LossShares, Mixture, RegroupingBatchSampler, RegroupingDataLoader
 
 # Keys of one of several parts that are not arguments of the dataset class.
 _WHOLE = Annotated[int, AT_LEAST_1]
@@ -32,8 +32,11 @@ _RANGES = {
     'on_error': Literal['raise', 'skip'],
 }
 """Of the arguments of our own dataset and small processor."""
+_BY = Literal['sampling', 'weights']
 _SHARES = ('epochs', 'weight', 'loss_share')
 _KEYS_OF_PART = ('name', *_SHARES)
+_KEYS_OF_ALL = ('processor', 'eval', 'parts', 'loss_shares_by')
+"""Keys of the section that are of no part, but of all together."""
 
 
 class NamedParts(ConcatDataset):
@@ -84,7 +87,8 @@ class FileSource(Source):
                 share = Annotated[float, Range(above=0, below=1e9)]
                 check_value(f'dataset.parts.{name}.{key}', part.get(key, 1), share)
         having = {key: [name for name, part in parts.items() if key in part] for key in _SHARES}
-        used = [key for key in _SHARES if having[key]]
+        # By weights each part has its share whatever is drawn of it.
+        used = [key for key in _SHARES if having[key] and not (key == 'epochs' and self._shares_by_weights)]
         if len(used) > 1 or any(len(having[key]) < len(parts) for key in used if key != 'epochs'):
             found = ', '.join(f'`{key}` in {having[key]}' for key in used)
             raise ConfigError(
@@ -94,14 +98,26 @@ class FileSource(Source):
         shares = [part['loss_share'] for part in parts.values() if 'loss_share' in part]
         if shares and not math.isclose(sum(shares), 1, abs_tol=1e-6):
             raise ConfigError(f'`loss_share` of `dataset.parts` must add up to 1, got: {sum(shares):g}')
+        check_value('dataset.loss_shares_by', self.section.get('loss_shares_by', 'sampling'), _BY)
+        weights = (self.config.algorithms.get('token_accumulation') or {}).get('token_weights')
+        if self._shares_by_weights and not (shares and weights == 'column'):
+            raise ConfigError(
+                '`dataset.loss_shares_by: weights` must come with a `loss_share` of each part and '
+                '`algorithms.token_accumulation.token_weights: column`, which takes the weights, got: '
+                f'{"shares" if shares else "no shares"} and token_weights {weights}'
+            )
+
+    @property
+    def _shares_by_weights(self) -> bool:
+        return self.section.get('loss_shares_by') == 'weights'
 
     def _parts(self) -> list[dict[str, Any]]:
         """Returns the sections of the training sets; what stands beside ``parts`` holds for each."""
-        shared = without(self.section, 'processor', 'eval', 'parts')
+        shared = without(self.section, *_KEYS_OF_ALL)
         return [{**shared, **part} for part in self.section.get('parts', {'only': {}}).values()]
 
     def _eval_section(self) -> dict[str, Any]:
-        return {**without(self.section, 'processor', 'eval', 'parts'), **self.section['eval']}
+        return {**without(self.section, *_KEYS_OF_ALL), **self.section['eval']}
 
     def small_processor(self, arguments: dict[str, Any]) -> Any:
         """Makes the dataset's own, or one around a tokenizer that is trained on the files."""
@@ -127,7 +143,8 @@ class FileSource(Source):
         if is_eval:
             return self._open(self._eval_section(), processor) if self.section.get('eval') else None
         datasets = [self._open(part, processor) for part in self._parts()]
-        if (self.config.algorithms.get('token_accumulation') or {}).get('token_weights') == 'column':
+        weights = (self.config.algorithms.get('token_accumulation') or {}).get('token_weights')
+        if weights == 'column' and not self._shares_by_weights:
             for record in (record for one in datasets for record in getattr(one, 'records', ())):
                 if record.loss_weights is None:
                     raise record.error('must have `loss_weights` with `token_weights: column`, got: none')
@@ -201,6 +218,7 @@ class FileSource(Source):
             shuffle=loader.shuffle,
             drop_last=loader.drop_last,
             mixture=self._mixture(dataset, table.loss_tokens) if 'parts' in self.section else None,
+            loss_shares=self._loss_shares(dataset, table.loss_tokens) if self._shares_by_weights else None,
             modality=loader.modality,  # pyright: ignore[reportArgumentType]  # refused by the sampler
             **self.planning,
         )
@@ -209,11 +227,15 @@ class FileSource(Source):
     def _mixture(self, dataset: Any, loss_tokens: Any) -> Mixture:
         """Returns the shares of the parts."""
         parts, sizes = self._parts(), [len(one) for one in dataset.datasets]
-        if 'loss_share' in parts[0]:
+        if 'loss_share' in parts[0] and not self._shares_by_weights:
             return Mixture.from_loss_shares(sizes, [part['loss_share'] for part in parts], loss_tokens)
         weights = [part['weight'] for part in parts if 'weight' in part]
         epochs = None if weights else [part.get('epochs', 1) for part in parts]
         return Mixture(sizes, epochs=epochs, weights=weights or None)
+
+    def _loss_shares(self, dataset: Any, loss_tokens: Any) -> LossShares:
+        shares = [part['loss_share'] for part in self._parts()]
+        return LossShares([len(one) for one in dataset.datasets], shares, loss_tokens)
 
 
 def _dataset_class(path: str, name: Any) -> Any:

@@ -21,6 +21,8 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from composer_tokacc.compat import put_back_torch_names
+
 DIST_TIMEOUT = 300.0
 """Composer's own default, in seconds."""
 
@@ -35,6 +37,7 @@ def prepare(description: str | None, *, says_so: bool = False) -> None:
     gc.disable()
     if says_so:
         say('loading torch, Composer and Transformers ...')
+    put_back_torch_names()
 
 
 def command_line(description: str | None) -> argparse.ArgumentParser:

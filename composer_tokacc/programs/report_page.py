@@ -38,6 +38,7 @@ PANELS = (
     ('Tokens a second', ('token_monitor/tokens_per_second', 'token_monitor/real_tokens_per_second')),
     ('Seconds of a step', ('token_monitor/seconds_p50', 'token_monitor/seconds_p99', 'token_monitor/loader_seconds')),
     ('Model FLOPs utilization', ('token_monitor/mfu',)),
+    ('Norm of the gradient', ('token_monitor/gradient_norm',)),
     ('Padding', ('token_monitor/device_batch_padding_ratio', 'token_monitor/padding_ratio')),
     ('Slowest rank over the mean', ('token_monitor/rank_imbalance',)),
     ('Peak memory, GiB', ('token_monitor/peak_memory_gib',)),

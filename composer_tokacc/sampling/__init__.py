@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from composer_tokacc.faces import on_first_use
 from composer_tokacc.sampling.exchange import ExchangingDataLoader
 from composer_tokacc.sampling.loader import RegroupingDataLoader
+from composer_tokacc.sampling.loss_shares import LossShares
 from composer_tokacc.sampling.mixture import Mixture
 from composer_tokacc.sampling.sampler import RegroupingBatchSampler
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     'ExchangingDataLoader',
+    'LossShares',
     'Mixture',
     'RegroupingBatchSampler',
     'RegroupingDataLoader',

@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
-from composer_tokacc.batch import Batch
+from composer_tokacc.batch import Batch, sample_name
 from composer_tokacc.layout import PreSplitBatch
 from composer_tokacc.layout.pre_split import widened
 from composer_tokacc.metadata import with_metadata
 from composer_tokacc.planning import CutOptions, Microbatch, MicrobatchPlan, plan_rows
+from composer_tokacc.weights import LOSS_WEIGHTS
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class RankAssignment:
     """Samples of each microbatch; for a rank that has none, one that another rank computes."""
     is_copy: bool = False
     """Whether it is such a copy, which must weigh nothing."""
+    weights: list[list[float]] | None = None
+    """What a token of each sample weighs in the step, where that is not the same."""
 
     def __iter__(self) -> Iterator[int]:
         """Yields all samples, microbatch by microbatch, as a plain DataLoader reads them."""
@@ -34,11 +37,14 @@ class RankAssignment:
         return sum(map(len, self.microbatches))
 
     @classmethod
-    def from_plan(cls, planned: Sequence[Microbatch], members: Sequence[int]) -> RankAssignment:
+    def from_plan(
+        cls, planned: Sequence[Microbatch], members: Sequence[int], weights: Sequence[float] | None = None
+    ) -> RankAssignment:
         """Returns that of a rank with these planned microbatches, whose indices are places in `members`."""
         computed = [microbatch for microbatch in planned if not microbatch.filled]
-        microbatches = [[members[place] for place in microbatch.indices] for microbatch in computed or planned[:1]]
-        return cls(microbatches, is_copy=not computed)
+        places = [microbatch.indices for microbatch in computed or planned[:1]]
+        chosen, of_each = ([[values[i] for i in some] for some in places] for values in (members, weights or members))
+        return cls(chosen, is_copy=not computed, weights=None if weights is None else of_each)
 
 
 @dataclass(frozen=True)
@@ -63,11 +69,16 @@ class LoadPlanner:
         """Collates each microbatch of an assignment by itself; `samples` are those of all, one after the other."""
         remaining = iter(samples)
         microbatches: list[Batch] = []
-        for indices in assignment.microbatches:
+        for number, indices in enumerate(assignment.microbatches):
             batch = collate_fn([next(remaining) for _ in indices])
             # A tokenizer's BatchEncoding is no Mapping by type, but reads like one.
             if not hasattr(batch, 'keys'):
                 raise ValueError(f'`collate_fn` must return a mapping, got: {type(batch).__name__}. Name its entries.')
-            batch = widened({key: batch[key] for key in batch.keys()}, self.options.width_multiple)  # noqa: SIM118
+            batch: dict[str, Any] = widened({key: batch[key] for key in batch.keys()}, self.options.width_multiple)  # noqa: SIM118
+            if assignment.weights is not None:
+                if LOSS_WEIGHTS in batch:
+                    found = f'some beside shares of the loss, for {sample_name(batch, 0)}. Remove one'
+                    raise ValueError(f'`{LOSS_WEIGHTS}` must be left out of the batch, got: {found}.')
+                batch[LOSS_WEIGHTS] = assignment.weights[number]
             microbatches.append(with_metadata(batch, samples=[0]) if assignment.is_copy else batch)
         return PreSplitBatch(microbatches, max_tokens=self.options.max_tokens, indices=assignment.microbatches)

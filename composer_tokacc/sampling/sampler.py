@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from composer_tokacc.collectives import get_global_rank, get_world_size
 from composer_tokacc.planning import CostModel, CutOptions, MicrobatchPlan, Table, checked_table
+from composer_tokacc.sampling.loss_shares import LossShares
 from composer_tokacc.sampling.mixture import Mixture, mixed_batches
 from composer_tokacc.sampling.rank_assignment import LoadPlanner, RankAssignment
 
@@ -63,6 +64,8 @@ class RegroupingBatchSampler(DistributedSampler):
         modality: ``'mixed'``, or ``'per_step'`` for global batches of one modality each: with images, or without.
             Likewise.
         media: Modality of each sample for ``'per_step'``, (n,) ints. Default: whether it has `image_tokens`.
+        loss_shares: What tokens weigh so that each dataset has its share of a step. Batches then have ``loss_weights``,
+            for ``TokenAccumulation(token_weights='column')``.
 
     Raises:
         ValueError: If an argument is out of range; says which and how to fix it.
@@ -95,6 +98,7 @@ class RegroupingBatchSampler(DistributedSampler):
         mixture: Mixture | None = None,
         modality: Literal['mixed', 'per_step'] = 'mixed',
         media: Table | None = None,
+        loss_shares: LossShares | None = None,
     ) -> None:
         num_replicas = get_world_size() if num_replicas is None else num_replicas
         rank = get_global_rank() if rank is None else rank
@@ -106,7 +110,7 @@ class RegroupingBatchSampler(DistributedSampler):
             objective=objective, cost=cost or CostModel(),
         )  # fmt: skip
         self.planner = LoadPlanner(num_replicas, options)
-        self.global_batch_size, self.modality = global_batch_size, modality
+        self.global_batch_size, self.modality, self.loss_shares = global_batch_size, modality, loss_shares
         self._read_tables(num_samples, lengths, image_tokens, vision_cost, media)
         self.mixture = Mixture([num_samples]) if mixture is None and modality == 'per_step' else mixture
         self._plan(np.zeros(1, dtype=np.int64))  # refuses bad options now
@@ -215,7 +219,8 @@ class RegroupingBatchSampler(DistributedSampler):
         return torchs_batches(len(self.lengths), self.global_batch_size, **options)
 
     def _assign(self, window: np.ndarray) -> RankAssignment:
-        return RankAssignment.from_plan(self._plan(window).ranks[self.rank], window.tolist())
+        weights = None if self.loss_shares is None else self.loss_shares.weights(window).tolist()
+        return RankAssignment.from_plan(self._plan(window).ranks[self.rank], window.tolist(), weights)
 
     def _plan(self, window: np.ndarray) -> MicrobatchPlan:
         images = None if self.image_tokens is None else self.image_tokens[window]

@@ -382,7 +382,7 @@ def test_labels_on_pads_count_where_the_model_counts_them(model):
 def test_wrong_rule_is_refused_with_the_positions_that_the_gradient_is_at(model, batch):
     with pytest.raises(
         RuntimeError,
-        match=r"'unshifted', but the model averages by 'causal' \(the gradient .* positions \[0, 1, 2, 3\]",
+        match=r"'unshifted', but the model averages by 'causal' \(the gradient .* positions \[9, 10, 11, 12\]",
     ):
         train(model, loader(batch), algorithms=[TokenAccumulation(loss_tokens='unshifted')], microbatch_size=2)
 

@@ -171,6 +171,46 @@ def test_a_forward_that_is_random_all_the_same_is_looked_at_in_evaluation():
     assert not probe.is_training
 
 
+class Positions(torch.nn.Module):
+    """Adds to states what grows with their column, times a weight that begins at 0."""
+
+    def __init__(self, *shape):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.zeros(shape))
+
+    def forward(self, states):
+        columns = torch.arange(states.shape[1], dtype=states.dtype)[:, None]
+        return states + columns * self.scale.reshape(-1, states.shape[-1] if self.scale.numel() > 1 else 1).sum(dim=0)
+
+
+@pytest.mark.parametrize('shape', [(), (1,), (32,), (4, 32)])
+def test_what_a_weight_of_0_hides_is_seen_and_the_weight_left_alone(shape):
+    model = text_model()
+    model.model.embed_tokens = torch.nn.Sequential(model.model.embed_tokens, Positions(*shape))
+    row = text_row(12, 6)
+    before = [parameter.clone() for parameter in model.parameters()]
+    probe = probe_of(causal, model=model)
+    moved = {key: F.pad(value, (40, 0), value=-100 if key == 'labels' else 0) for key, value in row.items()}
+    assert model(**moved).loss.item() == pytest.approx(model(**row).loss.item(), rel=1e-5)
+    assert not probe.run(row).is_same_loss('tokens', probe.run(moved).losses['tokens'])
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+def test_a_layer_of_torchscript_is_run_as_it_is():
+    model = text_model()
+    model.model.embed_tokens = torch.nn.Sequential(model.model.embed_tokens, torch.jit.script(torch.nn.LayerNorm(32)))
+    assert find_loss_rule(probe_of(causal, model=model), telling_row()) == 'causal'
+
+
+def test_a_forward_that_fails_leaves_the_weights_alone():
+    model = text_model()
+    probe, names = probe_of(causal, model=model), [sorted(vars(module)) for module in model.modules()]
+    with pytest.raises(IndexError):
+        probe.run({**text_row(12, 6), 'input_ids': torch.full((1, 12), 10**6)})
+    assert [sorted(vars(module)) for module in model.modules()] == names
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+
+
 def test_running_leaves_mode_and_random_numbers_alone():
     model = text_model(attention_dropout=0.5).train()
     model.model.layers[0].eval()

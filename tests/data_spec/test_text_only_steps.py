@@ -9,7 +9,7 @@ import json
 
 import pytest
 
-from tests.support.launch import launch, launch_json
+from tests.support.launch import launch_json
 
 SCRIPT = 'tests/ranks/text_only.py'
 FAMILIES = ['llava', 'llava_next', 'qwen2_5_vl', 'idefics3', 'mistral3', 'qwen2_vl_video', 'qwen2_audio']
@@ -58,20 +58,17 @@ def test_text_models_get_no_rows_at_all_once_ddp_was_seen_to_reduce_in_the_last_
 def test_another_way_of_reducing_than_that_of_the_checkpoint_is_refused_before_the_optimizer_moves(tmp_path):
     whole = {'family': 'llava', 'steps': 'tttt', 'rows': 16, 'folder': str(tmp_path)}
     resumed = {**whole, 'folder': None, 'load_path': str(tmp_path / 'ba2.pt'), 'ddp_sync_strategy': 'multi_auto_sync'}
-    done = launch([SCRIPT, json.dumps([whole, resumed]), str(tmp_path / 'results.json')], ranks=2)
-    assert done.returncode
-    assert 'Gradients must be reduced in the last microbatch of a step alone' in done.stdout + done.stderr
-    assert len(json.loads((tmp_path / 'results.json').read_text())) == 1
+    trained, refused = run(2, [whole, resumed])
+    assert len(trained['errors']) == 4
+    assert 'Gradients must be reduced in the last microbatch of a step alone' in refused['refused']
 
 
 @pytest.mark.slow
-def test_unequal_counts_are_refused_where_every_microbatch_is_reduced(tmp_path):
+def test_unequal_counts_are_refused_where_every_microbatch_is_reduced():
     options = {'equal_counts': False, 'ddp_sync_strategy': 'multi_auto_sync'}
-    run = {'family': 'llama', 'steps': 'tt', 'rows': 16, **options}
-    done = launch([SCRIPT, json.dumps([run]), str(tmp_path / 'results.json')], ranks=2)
-    assert done.returncode
-    assert 'Ranks must make equally many microbatches where gradients are reduced in each' in done.stdout + done.stderr
-    assert not (tmp_path / 'results.json').exists()
+    [found] = run(2, [{'family': 'llama', 'steps': 'tt', 'rows': 16, **options}])
+    message = 'Ranks must make equally many microbatches where gradients are reduced in each'
+    assert message in found['refused']
 
 
 @pytest.mark.slow

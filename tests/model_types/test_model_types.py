@@ -65,6 +65,17 @@ def test_first_step_of_text_alone_does_not_decide_how_images_are_cut(model_type)
     assert [one.kind for one in outcomes] == ['exact'] * 3, outcomes
 
 
+def test_scale_of_positions_that_begins_at_0_does_not_hide_them():
+    maker = maker_of('mistral_large4')
+    maker.side = 'left'
+    scales = [weight for name, weight in maker.model.named_parameters() if name.endswith('softmax_scaling.scale')]
+    assert scales
+    assert not any(bool(weight.any()) for weight in scales)
+    with quiet():
+        (outcome,) = measure_steps(HuggingFaceModel(maker.model, shift_labels=True), [maker.batch('image')], 1)
+    assert outcome.kind == 'exact', outcome
+
+
 def test_images_numbered_over_the_batch_are_exact_with_positions_of_each_row():
     maker = maker_of('hunyuan_vl')
     batch, layout = maker.batch('image'), BatchLayout.for_model(maker.model)

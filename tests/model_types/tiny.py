@@ -61,8 +61,6 @@ SIZES: Mapping[str, int] = {
     r'state_size|ssm_state_size|mamba_d_state|d_state': 8,
 }
 _SIZES = [(re.compile(rf'^({pattern})$'), size) for pattern, size in SIZES.items()]
-ZERO_WHEN_FRESH = ('softmax_scaling.scale',)
-"""Parameters that scale what depends on positions, but by 0 before training: docs/limits.md."""
 _KEPT = ('model_type', 'torch_dtype', 'dtype', 'architectures', 'transformers_version')
 
 
@@ -160,8 +158,8 @@ def tiny_model(config: Any, model_class: Any, *, seed: int = 0) -> torch.nn.Modu
     torch.manual_seed(seed)
     model = model_class(config) if isinstance(config, PretrainedConfig) else model_class(**config)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.is_floating_point() and (parameter.dim() > 1 or name.endswith(ZERO_WHEN_FRESH)):
+        for parameter in model.parameters():
+            if parameter.is_floating_point() and parameter.dim() > 1:
                 parameter.normal_(std=0.1)
             elif parameter.is_floating_point() and not torch.isfinite(parameter).all():
                 parameter.zero_()

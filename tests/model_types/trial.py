@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import transformers
 from composer.models import HuggingFaceModel
 from transformers.models.auto.modeling_auto import (
@@ -128,7 +129,13 @@ def _round_off(model: HuggingFaceModel, batch: dict[str, Any]) -> float:
     layout = BatchLayout.for_model(model)
     moved = layout.select(batch, range(layout.num_rows(batch))[::-1])
     if not bool(batch['attention_mask'][:, 0].all()):  # padded on the left
-        moved = layout.pad_left(moved, 8)
+        width, padded = moved['labels'].shape[1], int(moved['attention_mask'][:, 0].argmin())
+        moved = {
+            key: F.pad(value, (8, 0), value=-100 if key == 'labels' else int(value[padded, 0]))
+            if isinstance(value, torch.Tensor) and value.shape[1:] == (width,)
+            else value
+            for key, value in moved.items()
+        }
     return relative_error(plain_gradients(model, moved), plain_gradients(model, batch))
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from composer_tokacc import TokenAccumulation, TokenMonitor, token_data_spec
+from composer_tokacc.monitor import source_ledger
 from composer_tokacc.monitor.source_ledger import MOST_SOURCES, OTHERS
 from tests.ranks.source_ledger import SHAPE as RANK_SHAPE
 from tests.ranks.source_ledger import STEPS
@@ -56,6 +57,23 @@ def test_loss_of_a_source_is_that_of_one_forward_over_its_rows(cut, side):
     assert together / sum(TOKENS.values()) == pytest.approx(logged(memory, 'loss/train/total')[0], rel=1e-6)
     # Every computed position is of some source, as there are no dummy rows.
     assert sum(field(memory, 'positions', source)[0] for source in TOKENS) == pytest.approx(1, abs=1e-9)
+
+
+def test_losses_that_are_read_at_once_and_in_pieces_and_without_a_wait_are_the_same(monkeypatch):
+    found = []
+    for most_unread, chunk, places in [(2**20, 2**23, None), (0, 7, None), (300, 50, source_ledger._places)]:
+        monkeypatch.setattr(source_ledger, 'MOST_UNREAD', most_unread)
+        monkeypatch.setattr(source_ledger, 'CHUNK', chunk)
+        if places is not None:  # as on a GPU, where the host would wait for `nonzero`
+            monkeypatch.setattr(
+                torch.Tensor, 'nonzero_static', lambda mask, size, places=places: places(mask, size)[:, None]
+            )
+        data = token_data_spec(loader(batch_of()), slot_tokens=14)
+        monitors = {'algorithms': [TokenAccumulation()], 'callbacks': [TokenMonitor()]}
+        _, memory, _ = train(text_model(), data, **monitors, microbatch_size=2)
+        found.append([field(memory, 'loss', source)[0] for source in TOKENS])
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
+    assert found[2] == pytest.approx(found[0], rel=1e-6)
 
 
 @pytest.mark.parametrize('power', [0.5, 1.0])
@@ -115,6 +133,7 @@ def test_more_sources_than_can_be_told_apart_are_counted_together(caplog):
 def test_sources_that_one_rank_alone_has(ranks):
     """Ranks learn of a source together: none waits for another, whichever of them sees it, and in whichever step."""
     for found in launch_json('tests/ranks/source_ledger.py', '[{}, {"packing": true}]', ranks=ranks):
+        assert found['norms'][0] == pytest.approx(found['first_norm'], rel=1e-5)
         for values, sources in zip(found['logged'], STEPS, strict=True):
             for source in set(sources):
                 rows = [row for row, name in enumerate(sources) if name == source]

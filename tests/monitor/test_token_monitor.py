@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import pytest
-from composer.core import Algorithm, Event
+from composer.algorithms import GradientClipping
+from composer.core import Algorithm, Callback, Event
+from composer.loggers import ProgressBarLogger
 
 from composer_tokacc import TokenAccumulation, TokenMonitor, token_data_spec
 from composer_tokacc.metadata import with_metadata
 from tests.support.text import collate, text_model, text_rows
-from tests.support.training import loader, logged, train
+from tests.support.training import loader, logged, reference_gradients, train
 
 SHAPE = [(4, 2), (5, 0), (9, 7), (14, 11), (6, 1), (3, 2)]
 REAL, TOKENS, WIDTH = 41, 23, 14
@@ -94,6 +96,45 @@ def test_use_of_the_device_is_operations_over_what_it_can_do():
     assert min(logged(memory, 'token_monitor/loader_seconds')) > 0
     with pytest.raises(ValueError, match='`device_tflops` must be positive, got: -1'):
         TokenMonitor(device_tflops=-1)
+
+
+@pytest.mark.parametrize('others', [[], [GradientClipping('norm', 1e-3)]], ids=['plain', 'clipped'])
+def test_gradient_norm_is_that_of_one_forward_whatever_is_clipped(others):
+    batch, model = collate(text_rows(SHAPE)), text_model()
+    expected, _ = reference_gradients(model, batch)
+    norm = float(sum(value.double().square().sum() for value in expected.values()).sqrt())
+    algorithms = [*others, TokenAccumulation()]
+    _, memory, _ = train(
+        model, loader(batch), algorithms=algorithms, callbacks=[TokenMonitor()], microbatch_size=2, max_duration='1ba'
+    )
+    assert norm > 0.1
+    assert logged(memory, 'token_monitor/gradient_norm') == pytest.approx([norm], rel=1e-5)
+
+
+class ShownNumbers(Callback):
+    """What stands behind the bar at the end of each step."""
+
+    def __init__(self):
+        self.found = []
+
+    def batch_end(self, state, logger):
+        (bar,) = (one.train_pbar for one in logger.destinations if isinstance(one, ProgressBarLogger))
+        self.found.append(dict(bar.metrics))
+
+
+def test_progress_bar_has_the_shortest_of_it(capfd):
+    batch, shown = collate(text_rows(SHAPE)), ShownNumbers()
+    options = {'progress_bar': True, 'callbacks': [TokenMonitor(), shown], 'max_duration': '3ba'}
+    _, memory, _ = train(text_model(), loader(batch, batch, batch), microbatch_size=6, **options)
+    assert 'loss/train/total=' in capfd.readouterr().err
+    for step, found in enumerate(shown.found):
+        rate, padding, norm = (
+            logged(memory, f'token_monitor/{name}')[step]
+            for name in ('tokens_per_second', 'padding_ratio', 'gradient_norm')
+        )
+        assert found['tok/s'] == f'{rate:,.0f}'
+        assert found['padding'] == f'{padding:.0%}'
+        assert found['|grad|'] == f'{norm:.3g}'
 
 
 class OutOfMemoryUntil(Algorithm):

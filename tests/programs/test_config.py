@@ -125,6 +125,8 @@ def test_wrong_types_are_refused_by_key(override, expected):
         ('trainer.max_duration=null', '`trainer.max_duration` must be given'),
         ('trainer.eval_interval=null', '`trainer.eval_interval` must be a time'),
         ('optimizer.betas=[2,3]', 'Invalid beta parameter'),
+        ('trainer.max_duration=30sp', 'must be in the unit of `trainer.max_duration`.*got: 10ba with 30sp'),
+        ('scheduler.t_max=90sp', 'must be in the unit of `scheduler.t_max`.*got: 10ba with 90sp'),
         ('scheduler.t_warmup=soon', '`scheduler.t_warmup` must be a time'),
         ('scheduler.alpha_f=low', '`scheduler.alpha_f` must be of type float, got: low'),
         ('algorithms.gradient_clipping.clipping_threshold=tight', '`algorithms.gradient_clipping.clipping_threshold`'),

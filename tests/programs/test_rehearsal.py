@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,6 +18,7 @@ from composer.devices import DeviceCPU
 from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, TokenAccumulation, token_data_spec
 from composer_tokacc.programs import ConfigError
 from composer_tokacc.programs.rehearsal import Rehearsal, rehearse
+from tests.support.launch import launch_json
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
 from tests.support.text import text_model
 from tests.support.training import hugging_face, train
@@ -166,3 +168,23 @@ def test_other_errors_of_a_model_are_its_own_and_foreign_loaders_are_left_alone(
     with pytest.raises(RuntimeError, match='shapes do not fit'):
         rehearse(stub(spec, Broken(1, 0.0)))
     assert rehearse(SimpleNamespace(dataloader=[])) is None
+
+
+@pytest.mark.slow
+def test_ranks_rehearse_in_step_under_ddp_and_fsdp():
+    """The same run with and without; and with memory that would fail late: lowered before the first step on all."""
+    limit = 2 * LONGEST
+    runs = [
+        {'fsdp': fsdp, **options} for fsdp in (False, True) for options in ({'rehearses': False}, {}, {'limit': limit})
+    ]
+    found = launch_json('tests/ranks/rehearsal.py', json.dumps(runs), ranks=2)
+    for plain, rehearsed, limited in (found[:3], found[3:]):
+        assert rehearsed['losses'] == plain['losses']
+        assert rehearsed['norms'] == plain['norms']
+        assert len(plain['losses']) == 6
+        assert rehearsed['rehearsed'] == [3, 3], 'the second fit rehearses what is left of the run'
+        assert plain['largest'] > limit, 'it would have failed'
+        assert limited['early'] > limit
+        assert limited['largest'] <= limit
+        assert set(limited['size']) == {2}
+    assert found[3]['norms'] == pytest.approx(found[0]['norms'], rel=1e-4)

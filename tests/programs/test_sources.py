@@ -156,6 +156,21 @@ def test_parts_name_themselves_and_get_their_share_of_the_loss_tokens(tmp_path):
     assert tokens['scans'] / sum(tokens.values()) == pytest.approx(0.8, abs=0.02)
 
 
+def test_parts_have_their_share_of_the_weight_of_every_step(tmp_path):
+    parts = (
+        'dataset.parts={scans: {num_samples: 40, loss_share: 0.3}, more: {num_samples: 6, epochs: 3, loss_share: 0.7}}'
+    )
+    column = 'algorithms.token_accumulation.token_weights=column'
+    spec, _ = build(tmp_path, parts, 'dataset.loss_shares_by=weights', column)
+    for batch in spec.dataloader:
+        weights = {'scans': 0.0, 'more': 0.0}
+        for microbatch in batch.microbatches:
+            rows = zip(microbatch['source'], microbatch['labels'], microbatch['loss_weights'], strict=True)
+            for name, labels, weight in rows:
+                weights[name] += weight * int((labels != -100).sum())
+        assert weights['scans'] / sum(weights.values()) == pytest.approx(0.3, abs=1e-9)
+
+
 def test_one_modality_a_step(tmp_path):
     spec, _ = build(tmp_path, 'loader.modality=per_step', 'loader.drop_last=false', 'loader.global_batch_size=8')
     kinds = [{count > 0 for count in batch['num_images']} for batch in spec.dataloader]
@@ -167,6 +182,9 @@ MISTAKES = [
     (['dataset.parts={a: {weight: 1}, b: {weight: 2, epochs: 1}}'], r"`epochs` in \['b'\]"),
     (['dataset.parts={a: {loss_share: 0.3}, b: {weight: 1}}'], r"`weight` in \['b'\], `loss_share` in \['a'\]"),
     (['dataset.parts={a: {loss_share: 0.3}, b: {loss_share: 0.6}}'], '`loss_share` .* must add up to 1, got: 0.9'),
+    (['dataset.parts={a: {loss_share: 1}}', 'dataset.loss_shares_by=weights'], 'must come with a `loss_share`.*column'),
+    (['dataset.parts={a: {loss_share: 1}}', 'dataset.loss_shares_by=luck'], '`dataset.loss_shares_by` must be .*luck'),
+    (['dataset.loss_shares_by=weights'], '`dataset` key must be a known name, got: loss_shares_by'),
     (['dataset.parts={a: {epochs: 0}}'], '`dataset.parts.a.epochs` must be above 0 and below 1000000000.0, got: 0'),
     (['dataset.parts={a: {epochs: often}}'], '`dataset.parts.a.epochs` must be of type float, got: often'),
     (['dataset.parts={a: {epoch: 1}}'], '`dataset.parts.a` key must be a known name, got: epoch. Did you mean epochs'),

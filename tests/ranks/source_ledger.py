@@ -12,7 +12,7 @@ from composer.utils import dist
 
 from composer_tokacc import TokenAccumulation, TokenMonitor, token_data_spec
 from tests.support.text import collate, text_model, text_rows
-from tests.support.training import loader, rank_share, train, write_runs
+from tests.support.training import loader, rank_share, reference_gradients, train, write_runs
 
 SHAPE = [(4, 2), (5, 0), (9, 7), (14, 11), (6, 1), (3, 2), (12, 5), (7, 3)]
 STEPS = ('aaaaaaaa', 'abcaaaad', 'dddddddd', 'eabbabba')
@@ -38,7 +38,10 @@ def run(**options: Any) -> dict[str, Any]:
     for row in rows:
         predicted = model(input_ids=row['input_ids']).logits[0, :-1]
         losses.append(float(torch.nn.functional.cross_entropy(predicted, row['labels'][0, 1:], reduction='sum')))
-    return {'logged': logged, 'losses': losses}
+    expected, _ = reference_gradients(text_model(), collate(rows))
+    norms = [float(value) for _, value in memory.data['token_monitor/gradient_norm']]
+    norm = float(sum(value.double().square().sum() for value in expected.values()).sqrt())
+    return {'logged': logged, 'losses': losses, 'norms': norms, 'first_norm': norm}
 
 
 if __name__ == '__main__':

@@ -115,5 +115,13 @@ def rows_of(subject: Subject, kind: str, seed: int, count: int) -> list[dict[str
     return rows
 
 
+def run_or_refused(**arguments: Any) -> dict[str, Any]:
+    """What ``run`` gives, or why it was refused, which it is on all ranks."""
+    try:
+        return run(**arguments)
+    except (RuntimeError, ValueError) as error:
+        return {'refused': str(error)}
+
+
 if __name__ == '__main__':
-    write_runs(run)
+    write_runs(run_or_refused)

@@ -81,6 +81,8 @@ def train(
     optimizer: torch.optim.Optimizer | None = None,
     max_duration: str = '1ba',
     device: Any = 'cpu',
+    progress_bar: bool = False,
+    loggers: Iterable[Any] = (),
     **kwargs: Any,
 ) -> tuple[GradientRecorder, InMemoryLogger, Trainer]:
     """Runs the Trainer, at learning rate 0 unless an optimizer is given."""
@@ -97,9 +99,9 @@ def train(
             device=device,
             algorithms=list(algorithms),
             callbacks=[*callbacks, recorder],
-            loggers=[memory],
+            loggers=[*loggers, memory],
             device_train_microbatch_size=microbatch_size,
-            progress_bar=False,
+            progress_bar=progress_bar,
             **kwargs,
         )
         trainer.fit()

@@ -1,0 +1,87 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Under the composer launcher: rehearsals under DDP and FSDP2, memory simulated; rank 0 writes what was seen."""
+
+from __future__ import annotations
+
+import os
+
+os.environ['FSDP_VERSION'] = '2'
+
+from typing import Any
+
+import torch
+from composer.core import Callback, State
+from composer.loggers import Logger
+from composer.utils import dist
+
+from composer_tokacc import (
+    RegroupingBatchSampler,
+    RegroupingDataLoader,
+    TokenAccumulation,
+    TokenMonitor,
+    token_data_spec,
+)
+from composer_tokacc.programs.rehearsal import Rehearsal
+from tests.support.fsdp import repair_average
+from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
+from tests.support.text import text_model
+from tests.support.training import hugging_face, logged, train, write_runs
+
+FSDP: dict[str, Any] = {'parallelism_config': {'fsdp': {'state_dict_type': 'full'}}}
+SIZE, BATCHES = 4, 3
+
+
+class MayLower(Callback):
+    """Lets the size be lowered, as with ``auto`` on a GPU."""
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        state.auto_microbatching = True
+
+
+def run(*, fsdp: bool, limit: int | None = None, rehearses: bool = True) -> dict[str, Any]:
+    """Some steps, and as many behind them in a second fit; every forward of more positions than the limit fails."""
+    repair_average()
+    dataset = LengthDataset(48, seed=3)
+    sampler = RegroupingBatchSampler(dataset, lengths=dataset.lengths, global_batch_size=16, max_tokens=SIZE * LONGEST)
+    spec = token_data_spec(
+        RegroupingDataLoader(dataset, batch_sampler=sampler, collate_fn=collate_samples), slot_tokens=LONGEST
+    )
+    torch.manual_seed(3)
+    model, seen = hugging_face(text_model(attention_dropout=0.2)), []
+    rehearsal = Rehearsal()
+    reports = []
+
+    def forward(module: Any, args: Any, kwargs: Any) -> None:
+        is_rehearsed = rehearsal.report is not None or not rehearses
+        positions = kwargs['input_ids'].numel()
+        seen.append((is_rehearsed, positions))
+        if limit is not None and positions > limit:
+            raise RuntimeError('CUDA out of memory. Tried to allocate')
+
+    model.model.register_forward_pre_hook(forward, with_kwargs=True)
+    callbacks = [TokenMonitor(), *([MayLower()] if limit is not None else []), *([rehearsal] if rehearses else [])]
+    algorithm = TokenAccumulation(loss_tokens='causal', check_loss=limit is None)
+    _, memory, trainer = train(
+        model, spec, algorithms=[algorithm], callbacks=callbacks,
+        microbatch_size=SIZE, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), max_duration=f'{BATCHES}ba',
+        seed=5, **(FSDP if fsdp else {}),
+    )  # fmt: skip
+    reports.append(rehearsal.report)
+    if limit is None:
+        trainer.fit(duration=f'{BATCHES}ba')
+        reports.append(rehearsal.report)
+    late = [positions for is_late, positions in seen if is_late]
+    return {
+        'losses': logged(memory, 'loss/train/total'),
+        'norms': logged(memory, 'token_monitor/gradient_norm'),
+        'rehearsed': [report and report.num_batches for report in reports],
+        'size': dist.all_gather_object(trainer.state.device_train_microbatch_size),
+        'largest': max(dist.all_gather_object(max(late))),
+        'early': max(dist.all_gather_object(max(positions for _, positions in seen))),
+    }
+
+
+if __name__ == '__main__':
+    write_runs(run)

@@ -1,0 +1,100 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Shares of every step's loss by weights, held to a plain count and to plain autograd."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset
+
+from composer_tokacc import (
+    RegroupingBatchSampler,
+    RegroupingDataLoader,
+    TokenAccumulation,
+    TokenMonitor,
+    token_data_spec,
+)
+from composer_tokacc.sampling import LossShares
+from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
+from tests.support.text import text_model
+from tests.support.training import logged, relative_error, train
+
+SHARES = (0.15, 0.25, 0.6)
+
+
+def test_weights_add_up_to_the_shares_of_any_global_batch():
+    rng = np.random.default_rng(0)
+    sizes, tokens = [30, 200, 7], rng.integers(0, 90, 237)
+    shares, owners = LossShares(sizes, SHARES, tokens), np.repeat([0, 1, 2], sizes)
+    for _ in range(50):
+        window = np.concatenate([rng.integers(0, 237, 40), [2, 60, 232]])
+        weights = shares.weights(window)
+        total = sum(weight * tokens[sample] for weight, sample in zip(weights, window, strict=True))
+        assert total == pytest.approx(tokens[window].sum(), rel=1e-12)
+        for number, share in enumerate(SHARES):
+            own = sum(w * tokens[k] for w, k in zip(weights, window, strict=True) if owners[k] == number)
+            assert own / total == pytest.approx(share, rel=1e-12)
+
+
+def test_a_dataset_without_tokens_in_a_step_leaves_its_share_to_the_others_and_says_so_once(caplog):
+    shares = LossShares([2, 1, 1], SHARES, [3, 5, 4, 0])
+    for _ in range(2):
+        assert shares.weights(np.array([0, 2, 3])).tolist() == pytest.approx([0.375 * 7 / 3, 0.625 * 7 / 4, 0])
+    assert len(caplog.messages) == 1
+    assert 'no loss tokens of dataset 2' in caplog.text
+
+
+@pytest.mark.parametrize('wrong', [(0.5, 0.6), (1.0,), (1.2, -0.2)])
+def test_shares_that_are_none_are_refused(wrong):
+    with pytest.raises(ValueError, match='`shares` must be positive, one for each dataset, and add up to 1'):
+        LossShares([2, 2], wrong, [1, 1, 1, 1])
+
+
+class Named(LengthDataset):
+    """Names its source."""
+
+    def __init__(self, name, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.name = name
+
+    def __getitem__(self, index):
+        return {**super().__getitem__(index), 'source': [self.name]}
+
+
+def collate_named(samples):
+    return {**collate_samples(samples), 'source': [sample['source'][0] for sample in samples]}
+
+
+@pytest.mark.parametrize('packing', [False, True])
+def test_the_gradient_of_a_step_is_that_of_the_shared_means(packing):
+    dataset = ConcatDataset([Named('a', 20), Named('b', 12, seed=1), Named('c', 8, seed=2)])
+    samples = [dataset[index] for index in range(40)]
+    tokens = [int((one['labels'][:, 1:] != -100).sum()) for one in samples]
+    lengths = [one['input_ids'].shape[1] for one in samples]
+    sampler = RegroupingBatchSampler(
+        dataset, lengths=lengths, global_batch_size=20, max_tokens=2 * LONGEST, num_replicas=1, rank=0,
+        loss_shares=LossShares([20, 12, 8], SHARES, tokens),
+    )  # fmt: skip
+    loader = RegroupingDataLoader(dataset, batch_sampler=sampler, collate_fn=collate_named)
+    model = text_model()
+    terms = []
+    for name, share in zip('abc', SHARES, strict=True):
+        losses = []
+        for index in sampler.window(0):
+            if samples[index]['source'] == [name]:
+                logits = model(input_ids=samples[index]['input_ids']).logits[0, :-1]
+                labels = samples[index]['labels'][0, 1:]
+                losses.append(torch.nn.functional.cross_entropy(logits, labels, reduction='none')[labels != -100])
+        terms.append(share * torch.cat(losses).mean())
+    torch.stack(terms).sum().backward()
+    expected = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+    recorder, memory, _ = train(
+        text_model(), token_data_spec(loader, slot_tokens=LONGEST, packing=packing), callbacks=[TokenMonitor()],
+        algorithms=[TokenAccumulation(token_weights='column')], microbatch_size=2, max_duration='1ba',
+    )  # fmt: skip
+    assert relative_error({k.removeprefix('model.'): v for k, v in recorder.gradients.items()}, expected) < 1e-6
+    for name, share in zip('abc', SHARES, strict=True):
+        assert logged(memory, f'token_monitor/source/{name}/weight') == pytest.approx([share], rel=1e-6)
