@@ -67,6 +67,8 @@ class InvarianceReport:
 
     cases: tuple[InvarianceCase, ...]
     tolerance: float
+    note: str = ''
+    """Printed between the cases and the verdict."""
 
     @property
     def worst(self) -> InvarianceCase:
@@ -88,6 +90,7 @@ class InvarianceReport:
                 f'{case.factor:>9.4f}{f"  over tolerance; {case.reason}" if is_off else ""}'
             )
         verdict = f'largest relative gradient error {self.worst.error:.1e}, tolerance {self.tolerance:.0e}'
+        lines += [self.note] if self.note else []
         return '\n'.join([*lines, f'{"exact" if self.is_exact else "NOT exact"}: {verdict}'])
 
 

@@ -36,19 +36,33 @@ from torch.utils.data import DataLoader, IterableDataset
 from composer_tokacc.algorithm import TokenAccumulation
 from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.checks.first_batch import find_loss_rule
-from composer_tokacc.checks.logits import at_predictions, targets_of
+from composer_tokacc.checks.logits import at_predictions, router_loss_of, targets_of
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.checks.rows import rule_batch
 from composer_tokacc.compat import Dropout
 from composer_tokacc.data_spec import token_data_spec
-from composer_tokacc.invariance import Gradients, InvarianceCase, InvarianceReport
+from composer_tokacc.invariance import Gradients, InvarianceCase, InvarianceReport, relative_error
 from composer_tokacc.layout import BatchLayout, with_media
+from composer_tokacc.layout.pre_split import widened
 from composer_tokacc.programs import ConfigError, TrainConfig
 from composer_tokacc.programs.build import RunParts, build_parts
 from composer_tokacc.programs.errors import raised_here, refuse
 from composer_tokacc.programs.process import command_line, without_warnings
 from composer_tokacc.programs.runner import run_program
 from composer_tokacc.weights import token_weights_of
+
+SIDES = ('right', 'left')
+COLUMNS_BEFORE = 8
+MOST_ROUND_OFF = 2e-4
+"""Gemma 4's is 1.1e-4, padded on the left; positions that a wrong cut moves make 1e-2."""
+ROUND_OFF_NOTE = (
+    'Round-off of this model is larger: the tolerance is what one forward over the same rows differs by, the last row '
+    f'first and, padded on the left, with {COLUMNS_BEFORE} columns more of padding.'
+)
+ROUTER_NOTE = (
+    'The load-balancing loss of the router is a statistic of each microbatch, so the gradient depends on the cut. That '
+    'of the step does not: `algorithms.token_accumulation.router_balance=step`.'
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -121,10 +135,34 @@ def verify(config: TrainConfig, *, max_rows: int = 8, tolerance: float = 1e-6) -
         labelled = max(everyone, key=lambda row: int((row['labels'] != IGNORE_INDEX).sum()))
         probed = _on_device(parts.model, with_media(layout, rule_batch(layout, labelled)))
         rule = find_loss_rule(Probe.from_model(parts.model), probed)
-    cases = []
-    for padding in ('right', 'left'):
+    report, references, has_router_loss = _compared(parts, layout, rows, everyone, tolerance, weights, balance, rule)
+    if report.is_exact or (has_router_loss and balance == 'microbatch'):
+        return report if report.is_exact else replace(report, note=ROUTER_NOTE)
+    round_off = 0.0
+    for padding, expected in zip(SIDES, references, strict=True):
+        moved = layout.concat(everyone[::-1], padding_side=padding)
+        moved = widened(moved, layout.width(moved) + COLUMNS_BEFORE) if padding == 'left' else moved
+        found, _ = _whole_gradient(parts, with_media(layout, moved), weights, rule)
+        round_off = max(round_off, relative_error(found, expected)[0])
+    held = replace(report, tolerance=round_off, note=ROUND_OFF_NOTE)
+    return held if tolerance < round_off < MOST_ROUND_OFF and held.is_exact else report
+
+
+def _compared(
+    parts: RunParts,
+    layout: BatchLayout,
+    rows: Sequence[dict[str, Any]],
+    everyone: Sequence[dict[str, Any]],
+    tolerance: float,
+    *settings: str,
+) -> tuple[InvarianceReport, list[Gradients], bool]:
+    """Returns the cases of this rank's rows, what they are held to by side, and whether the loss holds a router's."""
+    cases, references, has_router_loss = [], [], False
+    weights, balance, rule = settings
+    for padding in SIDES:
         together = with_media(layout, layout.concat(everyone, padding_side=padding))
-        expected = _whole_gradient(parts, together, weights, rule)
+        expected, has_router_loss = _whole_gradient(parts, together, weights, rule)
+        references.append(expected)
         own = layout.concat(rows, padding_side=padding)
         for cut, size, data, algorithm in _cuts(own, layout, weights, balance):
             found = _trained_gradient(parts, data, size, algorithm)
@@ -134,7 +172,7 @@ def verify(config: TrainConfig, *, max_rows: int = 8, tolerance: float = 1e-6) -
                     found, expected, cut=cut, padding=padding, microbatch_size=size, is_held=is_ours
                 )
             )
-    return InvarianceReport(cases=tuple(cases), tolerance=tolerance)
+    return InvarianceReport(cases=tuple(cases), tolerance=tolerance), references, has_router_loss
 
 
 def _cuts(
@@ -205,6 +243,7 @@ def _trained_gradient(parts: RunParts, data: DataSpec, size: int, algorithm: Alg
         device_train_microbatch_size=size,
         algorithms=[algorithm],
         callbacks=[recorder],
+        precision='fp32',
         progress_bar=False,
     )
     trainer.fit()
@@ -217,10 +256,11 @@ def _on_device(model: torch.nn.Module, batch: Mapping[str, Any]) -> dict[str, An
     return {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
 
 
-def _whole_gradient(parts: RunParts, batch: Mapping[str, Any], weights: str, rule: str) -> Gradients:
-    """Returns one plain forward over the global batch, the model's own mean; no Trainer, no scaling.
+def _whole_gradient(parts: RunParts, batch: Mapping[str, Any], weights: str, rule: str) -> tuple[Gradients, bool]:
+    """Returns the gradient of one plain forward over the global batch, and whether its loss holds a router's.
 
-    Where tokens do not all weigh the same, their mean is computed here, of the logits.
+    No Trainer, no scaling, the model's own mean. Where tokens do not all weigh the same, their mean is computed here,
+    of the logits.
     """
     model = parts.model.train()
     batch = _on_device(model, batch)
@@ -237,7 +277,7 @@ def _whole_gradient(parts: RunParts, batch: Mapping[str, Any], weights: str, rul
     loss.backward()
     gradients = _gradients_of(model)
     model.zero_grad(set_to_none=True)
-    return gradients
+    return gradients, router_loss_of(outputs) is not None
 
 
 def _gradients_of(model: torch.nn.Module) -> Gradients:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from itertools import accumulate, groupby, islice, pairwise
 from typing import Any, NamedTuple
 
@@ -117,6 +117,14 @@ class _Documents:
         groups = [list(group) for _, group in alike]
         self.runs = [_Run(group[0][0], len(group), group[0][1]) for group in groups]
         self.lengths = lengths
+        self._ends: torch.Tensor | None = None
+
+    def ends(self, device: torch.device) -> torch.Tensor:
+        """Returns where documents end, ``(documents + 1,)`` int32, on a device: put there once, for all layers."""
+        if self._ends is None:
+            ends = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32)
+            self._ends = ends.to(device, non_blocking=True)
+        return self._ends
 
     def split(self, states: torch.Tensor) -> list[torch.Tensor]:
         """``(1, heads, tokens, size)`` as ``(documents, heads, length, size)`` for each run, without a copy."""
@@ -126,6 +134,14 @@ class _Documents:
             part[None] if run.count == 1 else part.unflatten(1, (run.count, run.length)).transpose(0, 1)
             for part, run in zip(parts, self.runs, strict=True)
         ]
+
+
+def _lengths_of(documents: Any) -> list[int]:
+    """Returns the length of each document of a mask, read from the device once, however many layers ask."""
+    kept = vars(documents)
+    if 'lengths_of_documents' not in kept:
+        kept['lengths_of_documents'] = documents.sum(dim=1).tolist()
+    return kept['lengths_of_documents']
 
 
 def _mixers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -146,7 +162,7 @@ def _mix(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not isinstance(documents, torch.Tensor) or documents.dim() != 2 or len(documents) == len(states):
         return forward(*args, **kwargs)
     outputs = []
-    for part in states.split(documents.sum(dim=1).tolist(), dim=1):
+    for part in states.split(_lengths_of(documents), dim=1):
         call.arguments |= {'hidden_states': part, 'attention_mask': None}
         outputs.append(forward(*call.args, **call.kwargs))
     if isinstance(outputs[0], tuple):
@@ -181,7 +197,7 @@ def _masks(plain: str, **arguments: Any) -> Any:
     documents = arguments['attention_mask']
     if documents is None or len(documents) == arguments['batch_size']:
         return make(**arguments)
-    lengths = documents.sum(dim=1).tolist()
+    lengths = _lengths_of(documents)
     masks = []
     for start, end in pairwise([0, *accumulate(lengths)]):
         # Columns keep their numbers, by which a mask may look at the batch (which tokens are those of an image).
@@ -208,7 +224,7 @@ def _attend(
     if not isinstance(attention_mask, _Documents):
         return attend(module, query, key, value, attention_mask, **kwargs)
     documents = attention_mask
-    if query.is_cuda and plain == 'sdpa' and all(run.mask is None for run in documents.runs):
+    if _on_gpu(query) and plain == 'sdpa' and all(run.mask is None for run in documents.runs):
         return _attend_at_once(documents, module, query, key, value, **kwargs), None
     # (documents, length, heads, size) of each run.
     outputs = [
@@ -217,6 +233,10 @@ def _attend(
     ]
     joined = [output.flatten(0, 1) for output in outputs]
     return (joined[0] if len(joined) == 1 else torch.cat(joined))[None], None
+
+
+def _on_gpu(states: torch.Tensor) -> bool:
+    return states.is_cuda
 
 
 def _attend_at_once(
@@ -231,22 +251,71 @@ def _attend_at_once(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """As above, by the kernel for documents of any length that torch has on GPUs; ``(1, tokens, heads, size)``."""
-    ends = torch.tensor([0, *accumulate(documents.lengths)]).to(query.device, non_blocking=True)
-    shortest, longest = min(documents.lengths), max(documents.lengths)
+    """As above, by a GPU's kernel for documents of any length; ``(1, tokens, heads, size)``."""
+    causal = getattr(module, 'is_causal', True) if is_causal is None else is_causal
+    ends, longest = documents.ends(query.device), max(documents.lengths)
+    size, is_half = query.shape[-1], query.dtype in (torch.float16, torch.bfloat16)
+    kernels = KERNELS if is_half and size <= LARGEST_HEAD and size % 8 == 0 else ()
+    for takes_dropout, kernel in kernels:
+        if (takes_dropout or not dropout) and (attend := kernel()) is not None:
+            rows = [states[0].transpose(0, 1) for states in (query, key, value)]  # (tokens, heads, size)
+            return attend(*rows, ends, longest, causal=causal, scale=scaling, dropout=dropout)[None]
 
     def nested(states: torch.Tensor) -> torch.Tensor:
-        states = states.repeat_interleave(query.shape[1] // states.shape[1], dim=1)
+        states = states.repeat_interleave(query.shape[1] // states.shape[1], dim=1)  # it knows no groups of heads
         rows = states[0].transpose(0, 1).contiguous()
         return torch.nested.nested_tensor_from_jagged(
-            rows, ends, min_seqlen=shortest, max_seqlen=longest
+            rows, ends.long(), min_seqlen=min(documents.lengths), max_seqlen=longest
         ).transpose(1, 2)  # fmt: skip
 
-    causal = getattr(module, 'is_causal', True) if is_causal is None else is_causal
     found = F.scaled_dot_product_attention(
         nested(query), nested(key), nested(value), dropout_p=dropout, is_causal=causal, scale=scaling
     )
     return found.transpose(1, 2).values()[None]
+
+
+@cache
+def _torch_kernel() -> Callable[..., torch.Tensor] | None:
+    """Returns ``torch.nn.attention.varlen``, which takes groups of heads as they are; None: not in this release."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn  # type: ignore[import-not-found]
+    except ImportError:
+        return None
+    if not {'window_size', 'enable_gqa'} <= inspect.signature(varlen_attn).parameters.keys():  # as in its first release
+        return None
+
+    def attend(
+        query: Any, key: Any, value: Any, ends: Any, longest: int, *, causal: bool, scale: Any, dropout: Any
+    ) -> Any:
+        window = (-1, 0 if causal else -1)
+        return varlen_attn(
+            query, key, value, ends, ends, longest, longest, scale=scale, window_size=window, enable_gqa=True
+        )
+
+    return attend
+
+
+@cache
+def _flash_kernel() -> Callable[..., torch.Tensor] | None:
+    """Returns that of the package ``flash_attn``, which takes groups of heads as well; None: not installed."""
+    try:
+        from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
+    except ImportError:
+        return None
+
+    def attend(
+        query: Any, key: Any, value: Any, ends: Any, longest: int, *, causal: bool, scale: Any, dropout: Any
+    ) -> Any:
+        options = {'dropout_p': dropout, 'softmax_scale': scale, 'causal': causal}
+        return flash_attn_varlen_func(query, key, value, ends, ends, longest, longest, **options)
+
+    return attend
+
+
+KERNELS = ((False, _torch_kernel), (True, _flash_kernel))
+"""For half precision, the first that is there: whether it takes dropout, and what gives it."""
+LARGEST_HEAD = 256
+"""Of both."""
 
 
 def _plain_attention(plain: str, module: torch.nn.Module) -> Callable[..., Any]:

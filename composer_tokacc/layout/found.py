@@ -118,6 +118,8 @@ def _by_sizes(
         whole = items_of_rows(tokens, [size * total // patches for size in sizes])  # merged patches are tokens
     elif sum(runs) == len(sizes):
         whole = list(runs)
+    elif sum(runs) == patches:  # each frame of a video by itself
+        whole = items_of_rows(runs, sizes)
     if whole is not None and len(sizes) == count:
         answers[key] = whole
     if whole is not None and count % patches == 0:

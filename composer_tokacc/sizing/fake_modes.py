@@ -23,8 +23,9 @@ from composer_tokacc.compat import (
 
 aten: Any = torch.ops.aten
 INDEXING = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
-LARGEST_REAL = 1 << 16
-"""Numbers of a float tensor that stays real: a mask in floats is rows x width^2 of them, and SDPA makes one a layer."""
+LARGEST_REAL = 1 << 22
+"""Numbers of a float tensor that stays real: a mask in floats is rows x width^2 of them, and SDPA makes one a layer.
+Gemma 4 looks at 705,600 an image, which say where its patches are pooled."""
 
 
 class SharedFakeMode(FakeTensorMode):

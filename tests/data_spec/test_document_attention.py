@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import transformers
 from composer.core import Callback, Evaluator
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
 from composer_tokacc.data_spec import document_attention
@@ -215,6 +217,100 @@ def test_the_kernel_for_gpus_makes_the_same_of_the_documents():
         found = document_attention._attend_at_once(documents, module, query, key, value, scaling=0.3)
         expected, _ = document_attention._attend('sdpa', module, query, key, value, documents, scaling=0.3)
     torch.testing.assert_close(found, expected)
+
+
+def of_documents(query, key, value, ends, longest, *, causal, scale, dropout):
+    """What a kernel for documents of any length must make of ``(tokens, heads, size)``, one after the other."""
+    assert longest == int(ends.diff().max())
+    assert not dropout
+    parts = []
+    for q, k, v in zip(*(states.split(ends.diff().tolist()) for states in (query, key, value)), strict=True):
+        heads = [part.transpose(0, 1)[None] for part in (q, k, v)]
+        options = {'is_causal': causal, 'scale': scale, 'enable_gqa': True}
+        parts.append(torch.nn.functional.scaled_dot_product_attention(*heads, **options)[0].transpose(0, 1))
+    return torch.cat(parts)
+
+
+def test_all_layers_get_bounds_that_were_put_on_the_device_once_and_groups_of_heads_as_they_are(monkeypatch):
+    model = text_model(num_key_value_heads=1).to(torch.bfloat16)
+    packed, _ = packed_of(model, collate(text_rows(SHAPE)))
+    expected, given = logits_of(model, packed), []
+
+    def kernel(query, key, value, ends, longest, **options):
+        given.append((ends, query.shape[1], key.shape[1]))
+        return of_documents(query, key, value, ends, longest, **options)
+
+    monkeypatch.setattr(document_attention, '_on_gpu', lambda states: True)
+    monkeypatch.setattr(document_attention, 'KERNELS', [(False, lambda: kernel)])
+    torch.testing.assert_close(logits_of(model, packed), expected, rtol=0, atol=1e-2)
+    assert [heads for _, *heads in given] == [[2, 1]] * 2
+    assert len({id(ends) for ends, *_ in given}) == 1
+
+
+def test_torchs_kernel_is_called_as_this_release_declares_it(monkeypatch):
+    varlen: Any = pytest.importorskip('torch.nn.attention.varlen')
+    declared = inspect.signature(varlen.varlen_attn)
+
+    def stand_in(*args, **kwargs):
+        call = declared.bind(*args, **kwargs).arguments
+        assert call['enable_gqa']
+        states, causal = [call[name] for name in ('query', 'key', 'value')], call['window_size'] == (-1, 0)
+        return of_documents(*states, call['cu_seq_q'], call['max_q'], causal=causal, scale=call['scale'], dropout=0.0)
+
+    stand_in.__signature__ = declared
+    monkeypatch.setattr(varlen, 'varlen_attn', stand_in)
+    documents = document_attention._Documents([3, 1, 7], [None] * 3)
+    query, key, value = (torch.randn(1, heads, 11, 8, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    module: Any = torch.nn.Module()
+    module.num_key_value_groups, module.is_causal = 2, True
+    monkeypatch.setattr(document_attention, 'KERNELS', [(False, document_attention._torch_kernel.__wrapped__)])
+    found = document_attention._attend_at_once(documents, module, query, key, value, scaling=0.3)
+    expected, _ = document_attention._attend('sdpa', module, query, key, value, documents, scaling=0.3)
+    torch.testing.assert_close(found, expected)
+
+
+class Reads(TorchFunctionMode):
+    """Counts how often the lengths of documents are read from a mask."""
+
+    count = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.sum and args[0].dtype == torch.bool and args[0].dim() == 2:
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(IS_V4, reason='hybrids are refused')
+def test_lengths_are_read_from_the_device_once_a_forward_for_each_kind_of_layer():
+    config = transformers.Lfm2Config(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=5, num_attention_heads=4,
+        num_key_value_heads=2, layer_types=['conv', 'full_attention', 'conv', 'conv', 'full_attention'],
+    )  # fmt: skip
+    model = transformers.Lfm2ForCausalLM(config)
+    packed, _ = packed_of(model, collate(text_rows(SHAPE)))
+    with Reads() as reads:
+        logits_of(model, {**packed, 'use_cache': False})
+    assert reads.count <= 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(IS_V4, reason='makes its masks otherwise')
+def test_flex_attention_gets_one_block_mask_a_forward(monkeypatch):
+    """On a CPU without its compiled kernel, which has no backward there."""
+    made, make = [], transformers.masking_utils.create_block_mask
+    monkeypatch.setattr(
+        transformers.masking_utils, 'create_block_mask', lambda *args, **kwargs: made.append(1) or make(*args, **kwargs)
+    )
+    model: Any = text_model()
+    batch, layout = collate(text_rows(SHAPE)), BatchLayout.for_model(model)
+    one_by_one = [logits_of(model, layout.trim(layout.select(batch, [row]))) for row in range(len(SHAPE))]
+    model.set_attn_implementation('flex_attention')
+    packed, attention = packed_of(model, batch)
+    assert not attention.has_masks
+    with torch.compiler.set_stance('force_eager'):
+        found = logits_of(model, packed)
+    torch.testing.assert_close(found, torch.cat(one_by_one, dim=1), rtol=0, atol=2e-6)
+    assert len(made) == 1
 
 
 @pytest.mark.skipif(IS_V4, reason='names its settings otherwise')

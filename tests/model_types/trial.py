@@ -31,8 +31,8 @@ MULTIMODAL = sorted(MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
 TEXT = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def maker_of(model_type: str, *, text: bool = False) -> Maker:
-    """A tiny model in double precision, with experts one by one, and what makes its rows."""
+def maker_of(model_type: str, *, text: bool = False, **settings: Any) -> Maker:
+    """A tiny model in double precision, with experts one by one, and what makes its rows; settings of its text part."""
     model_type = THINKERS.get(model_type, model_type)
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if text else MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
     class_name = names[model_type]
@@ -41,6 +41,8 @@ def maker_of(model_type: str, *, text: bool = False) -> Maker:
     if text and not isinstance(config, model_class.config_class):  # the text part of a multimodal type
         config = config.get_text_config()
     config.use_cache = False
+    for key, value in settings.items():
+        setattr(config.get_text_config(), key, value)
     model: Any = tiny_model(config, model_class).double()
     if hasattr(model, '_can_set_experts_implementation') and model._can_set_experts_implementation():
         model.set_experts_implementation('eager')

@@ -10,10 +10,13 @@ each rank's batch by itself, weighed by its loss-generating tokens.
 from __future__ import annotations
 
 import copy
+import hashlib
 import os
+from typing import Any
 
 os.environ['FSDP_VERSION'] = '2'
 
+import torch
 from composer.models import HuggingFaceModel
 from composer.utils import dist
 
@@ -25,7 +28,19 @@ from tests.support.fsdp import repair_average
 from tests.support.training import loader, relative_error, train, write_runs
 
 
-def run(*, model_type: str, modality: str, steps: str, fsdp: bool = False, size: int = 2) -> list[float]:
+def run(
+    *,
+    model_type: str,
+    modality: str,
+    steps: str,
+    fsdp: bool = False,
+    size: int = 2,
+    settings: dict[str, Any] | None = None,
+    runs: int = 1,
+    lr: float = 0.0,
+    folder: str | None = None,
+    load_path: str | None = None,
+) -> dict[str, Any]:
     """One Trainer.
 
     Args:
@@ -34,22 +49,44 @@ def run(*, model_type: str, modality: str, steps: str, fsdp: bool = False, size:
         steps: A letter a step: ``'t'`` text only, ``'m'`` with media on the first rank alone.
         fsdp: Whether the model is sharded.
         size: Microbatch size.
+        settings: Of the text part's config.
+        runs: Runs of placeholders of each item: frames with words between them.
+        lr: Learning rate; with 0 the gradients of all steps are known.
+        folder: Where checkpoints go, one a step.
+        load_path: Checkpoint to resume from.
     """
-    maker = maker_of(model_type)
-    media, text = maker.batch(modality), maker.batch(modality, has_media=False)
+    maker = maker_of(model_type, **settings or {})
+    media, text = maker.batch(modality, runs=runs), maker.batch(modality, has_media=False)
     model = HuggingFaceModel(maker.model, shift_labels=True)
     expected = {kind: _weighted(model, [media if kind == 'm' else text, text]) for kind in set(steps)}
+    doubles = plain_gradients(model, media)
+    if lr:  # what has no gradient has no optimizer state, which torch misses on loading
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in doubles)
     own = [media if kind == 'm' and not dist.get_global_rank() else text for kind in steps]
     if fsdp:
         repair_average()
-    options = {'parallelism_config': {'fsdp': {'state_dict_type': 'full'}}} if fsdp else {}
+    options: dict[str, Any] = {'parallelism_config': {'fsdp': {'state_dict_type': 'full'}}} if fsdp else {}
+    if folder is not None:
+        options |= {'save_folder': folder, 'save_interval': '1ba', 'save_filename': 'ba{batch}.pt'}
+    trained = sharded(maker.model) if fsdp else copy.deepcopy(model)
     with quiet():
         recorder, _, trainer = train(
-            sharded(maker.model) if fsdp else copy.deepcopy(model), token_data_spec(loader(*own)),
-            algorithms=[TokenAccumulation()], microbatch_size=size, max_duration=f'{len(steps)}ba', **options,
+            trained, token_data_spec(loader(*own)), algorithms=[TokenAccumulation()], microbatch_size=size,
+            optimizer=torch.optim.AdamW(trained.parameters(), lr=lr, weight_decay=0.0), max_duration=f'{len(steps)}ba',
+            load_path=load_path, **options,
         )  # fmt: skip
+    dist.barrier()
+    values = [getattr(one, 'full_tensor', one.detach)().flatten() for one in trainer.state.model.parameters()]
     trainer.close()
-    return [relative_error(found, expected[kind]) for found, kind in zip(recorder.steps, steps, strict=True)]
+    pairs = zip(recorder.steps, steps[len(steps) - len(recorder.steps) :], strict=True)
+    model.float()
+    given = {key: value.float() if value.is_floating_point() else value for key, value in media.items()}
+    return {
+        'round_off': relative_error(plain_gradients(model, given), doubles),
+        'errors': [relative_error(found, expected[kind]) for found, kind in pairs],
+        'parameters': hashlib.sha256(torch.cat(values).detach().numpy().tobytes()).hexdigest(),
+    }
 
 
 def _weighted(model, batches):
