@@ -24,6 +24,7 @@ from composer.loggers import InMemoryLogger, Logger
 from composer.utils import dist
 
 from composer_tokacc.programs import TrainConfig
+from composer_tokacc.programs.answers import answers_of
 from composer_tokacc.programs.build import build_loggers, build_parts, build_trainer
 from composer_tokacc.programs.checkpoints import checkpoint_folder, keep_to_whole_checkpoint, lock_folder
 from composer_tokacc.programs.errors import must
@@ -100,6 +101,8 @@ def _train(config: TrainConfig) -> None:
     watch_flops(config, parts, trainer.state)
     if (rehearsal := rehearsal_of(config, parts)) is not None:
         trainer.state.callbacks.append(rehearsal)
+    if (answers := answers_of(config, parts)) is not None:
+        trainer.state.callbacks.append(answers)
     first_step = int(trainer.state.timestamp.batch.value)
     started = time.monotonic()
     duration, elapsed = trainer.state.max_duration, trainer.state.timestamp
@@ -115,7 +118,8 @@ def _train(config: TrainConfig) -> None:
         trainer.eval()
     say('writing the report ...')
     result = summarize(trainer.state, history, parts, first_step=first_step, seconds=seconds)
-    summary = write_report(config, parts, result, history) if dist.get_global_rank() == 0 else ''
+    last = [] if answers is None else answers.last
+    summary = write_report(config, parts, result, history, last) if dist.get_global_rank() == 0 else ''
     # The other ranks wait for the one that writes: NCCL takes an early end for a crash.
     dist.barrier()
     trainer.close()  # before the summary: it ends the progress bar's line

@@ -164,8 +164,7 @@ class ConversationEncoder:
             shapes_only: Decode of the media no more than the shapes of the sample need.
         """
         self.check_takes_media(record)
-        rate = getattr(self.parts.get('audio'), 'sampling_rate', 16000)
-        media = decode_media(record, files, video=self.video, sampling_rate=rate, shapes_only=shapes_only)
+        media = self.decode(record, files, shapes_only=shapes_only)
         try:
             named = {f'{modality}s': items for modality, items in media.items()}
             sample = self(record.messages(), **named, sample_id=record.sample_id)
@@ -176,6 +175,11 @@ class ConversationEncoder:
         if record.loss_weights is not None:
             sample[LOSS_WEIGHTS] = torch.full(sample['labels'].shape, record.loss_weights)
         return sample
+
+    def decode(self, record: Record, files: Sequence[MediaFile], *, shapes_only: bool = False) -> dict[str, list[Any]]:
+        """Decodes the media of a record as the processor takes them; see :func:`.decode_media`."""
+        rate = getattr(self.parts.get('audio'), 'sampling_rate', 16000)
+        return decode_media(record, files, video=self.video, sampling_rate=rate, shapes_only=shapes_only)
 
     def encode_unexpanded(self, conversations: Sequence[Sequence[Message]]) -> list[dict[str, torch.Tensor] | None]:
         """Encodes samples without expanding their placeholders: much faster, because no processor is run.

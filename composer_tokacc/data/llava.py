@@ -158,6 +158,11 @@ class LlavaDataset(Dataset):
         """Returns a sample of the same shapes, one frame of each video decoded; None where there is no video."""
         return self._encoded(index, shapes_only=True) if self.records[index].count('video') else None
 
+    def decoded(self, index: int) -> dict[str, list[Any]]:
+        """Returns images, videos and audio of a sample by modality, as no processor has seen them yet."""
+        record = self.records[index]
+        return self.encoder.decode(record, open_files(record, self.folders[index]))
+
     def identity(self) -> str:
         """Changes with what a model is trained on: the turns, and the files by name and size, or embedded content.
 

@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from composer import Trainer
@@ -24,10 +24,18 @@ from composer_tokacc.programs.checkpoints import check_checkpoint
 from composer_tokacc.programs.errors import ConfigError, in_words_of, must
 from composer_tokacc.programs.models import check_model
 from composer_tokacc.programs.registry import check_host_arguments, check_part, import_by_name, without
-from composer_tokacc.programs.schema import TrainConfig, precision_of
+from composer_tokacc.programs.schema import OF_THE_REPORT, TrainConfig, precision_of
 from composer_tokacc.programs.source import token_data_spec_of
 from composer_tokacc.programs.sources import source_of
-from composer_tokacc.programs.values import check_arguments, check_names, check_numbers, check_time, check_value
+from composer_tokacc.programs.values import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    check_arguments,
+    check_names,
+    check_numbers,
+    check_time,
+    check_value,
+)
 
 # Arguments of the Trainer that other sections fill.
 _FILLED_ELSEWHERE = {
@@ -42,8 +50,6 @@ _FILLED_ELSEWHERE = {
     'seed': 'seed',
 }
 _FSDP = 'trainer.parallelism_config.fsdp'
-_OF_THE_REPORT = ('folder', 'name', 'export')
-"""Keys of the section that are not for the function under ``name``."""
 
 
 def check_config(config: TrainConfig, *, num_ranks: int | None = None) -> None:
@@ -239,13 +245,15 @@ def _check_report(config: TrainConfig) -> None:
     report = config.report
     check_value('report.folder', report.get('folder'), str)
     check_value('report.export', report.get('export'), bool | None)
+    check_value('report.answers', report.get('answers', 0), Annotated[int, AT_LEAST_0])
+    check_value('report.answer_tokens', report.get('answer_tokens', 1), Annotated[int, AT_LEAST_1])
     if 'name' in report:
         function = import_by_name('report', str(report['name']))
         if inspect.isbuiltin(function):
             raise ConfigError(f'`report.name` must be a function that takes a FinishedRun, got: {report["name"]}')
-        check_arguments('report', function, without(report, *_OF_THE_REPORT), num_given=1)
+        check_arguments('report', function, without(report, *OF_THE_REPORT), num_given=1)
     else:
-        check_names('report', report, _OF_THE_REPORT)
+        check_names('report', report, OF_THE_REPORT)
     reason, merge = '', ''
     if config.is_sharded:
         reason = 'FSDP, whose weights are on no rank whole'

@@ -10,6 +10,7 @@ import html
 import json
 import math
 from collections.abc import Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -17,9 +18,14 @@ import numpy as np
 from composer.core import State
 from composer.loggers import InMemoryLogger, Logger, LoggerDestination
 from composer.utils import dist
+from PIL import Image
+
+from composer_tokacc.programs.answers import Answer
 
 MOST_POINTS = 400
 """Points of a curve: each is the mean of as many steps as fall on it."""
+MOST_IMAGES, SMALLEST_SHOWN = 12, 48
+"""Of an answered sample: images that are shown, and the pixels that a small one is magnified to."""
 LINE_COLORS = ('#2a78b5', '#c0392b', '#1f9d6b', '#8e5ea2', '#d98c1f', '#5f6b7a')
 WIDTH, HEIGHT, MARGIN = 640, 200, 46
 
@@ -27,6 +33,7 @@ STYLE = """
 body { font: 15px/1.4 sans-serif; max-width: 1340px; margin: 2em auto; color: #222 }
 th { text-align: left; padding-right: 2em; font-weight: normal; color: #555 }
 figure { display: inline-block; margin: .6em 0 } figcaption { font-weight: bold } img { max-width: 100% }
+.answer { width: 620px; margin-right: 1em; vertical-align: top }
 """
 
 Series = tuple[Sequence[int], Sequence[float]]
@@ -92,20 +99,47 @@ class JsonLines(LoggerDestination):
         self._line = {}
 
 
-def write_page(path: Path, title: str, lines: Sequence[tuple[str, str]], history: InMemoryLogger) -> None:
-    """Writes the page: the summary's lines, a curve of everything in ``PANELS`` that was logged, ``result.png``."""
+def write_page(
+    path: Path, title: str, lines: Sequence[tuple[str, str]], history: InMemoryLogger, answers: Sequence[Answer] = ()
+) -> None:
+    """Writes the page: the summary, a curve of everything in ``PANELS`` that was logged, answers, ``result.png``."""
     rows = ''.join(f'<tr><th>{html.escape(name)}</th><td>{html.escape(text)}</td></tr>' for name, text in lines)
     charts = ''.join(_chart(name, found) for name, patterns in PANELS if (found := _found(history, patterns)))
     picture = path.with_name('result.png')
     if picture.is_file():
-        data = base64.b64encode(picture.read_bytes()).decode()
-        charts += f'<figure><img alt="result" src="data:image/png;base64,{data}"></figure>'
+        charts += f'<figure>{_embedded(picture.read_bytes(), "result")}</figure>'
+    charts += ''.join(['<h2>Answers to samples of the eval set</h2>', *map(_answered, answers)] if answers else [])
     name = html.escape(title)
     path.write_text(
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{name}</title><style>{STYLE}</style>'
         f'<h1>{name}</h1><table>{rows}</table>{charts}</html>\n',
         encoding='utf-8',
     )
+
+
+def _answered(answer: Answer) -> str:
+    """Returns a sample with its images, its question, what was expected and what the model said."""
+    pictures = []
+    for image in answer.images[:MOST_IMAGES]:
+        pixels = Image.fromarray((np.asarray(image) * 255).round().astype(np.uint8))
+        written = BytesIO()
+        pixels.resize(_shown_size(*pixels.size), Image.Resampling.NEAREST).save(written, 'PNG')
+        pictures.append(_embedded(written.getvalue(), f'image of {answer.sample_id}'))
+    said = [('question', answer.question), ('expected', answer.expected), ('answer', answer.generated)]
+    rows = ''.join(f'<tr><th>{name}</th><td>{html.escape(text)}</td></tr>' for name, text in said)
+    mark = '&#10003;' if answer.is_right else '&#10007;'
+    name = f'<figcaption>{html.escape(answer.sample_id)} {mark}</figcaption>'
+    return f'<figure class="answer">{name}{" ".join(pictures)}<table>{rows}</table></figure>'
+
+
+def _shown_size(width: int, height: int) -> tuple[int, int]:
+    """Returns a size at which a scan of eight pixels can be seen, and a photograph leaves room."""
+    scale = max(SMALLEST_SHOWN // max(width, height), 1)
+    return width * scale, height * scale
+
+
+def _embedded(data: bytes, text: str) -> str:
+    return f'<img alt="{html.escape(text)}" src="data:image/png;base64,{base64.b64encode(data).decode()}">'
 
 
 def _found(history: InMemoryLogger, patterns: Sequence[str]) -> dict[str, Series]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ from composer.core import State
 from composer.loggers import InMemoryLogger
 from composer.models import HuggingFaceModel
 
+from composer_tokacc.programs.answers import Answer
 from composer_tokacc.programs.build import RunParts
 from composer_tokacc.programs.export_folder import export_model
 from composer_tokacc.programs.registry import import_by_name, without
 from composer_tokacc.programs.report_page import write_page
-from composer_tokacc.programs.schema import TrainConfig
+from composer_tokacc.programs.schema import OF_THE_REPORT, TrainConfig
 
 _LOSS = 'loss/train/total'
 _EVAL = 'metrics/eval/'
@@ -102,7 +104,13 @@ def _sources(history: InMemoryLogger) -> dict[str, dict[str, float]]:
     return found
 
 
-def write_report(config: TrainConfig, parts: RunParts, result: dict[str, Any], history: InMemoryLogger) -> str:
+def write_report(
+    config: TrainConfig,
+    parts: RunParts,
+    result: dict[str, Any],
+    history: InMemoryLogger,
+    answers: Sequence[Answer] = (),
+) -> str:
     """Writes ``result.json``, after the function under ``report.name`` has added to it; returns the summary."""
     folder = Path(config.report['folder'].format(run_name=result['run_name']))
     folder.mkdir(parents=True, exist_ok=True)
@@ -117,15 +125,13 @@ def write_report(config: TrainConfig, parts: RunParts, result: dict[str, Any], h
             folder=folder,
             is_sharded=config.is_sharded,
         )
-        lines += import_by_name('report', config.report['name'])(
-            run, **without(config.report, 'folder', 'name', 'export')
-        )
+        lines += import_by_name('report', config.report['name'])(run, **without(config.report, *OF_THE_REPORT))
     (folder / 'result.json').write_text(json.dumps(result, indent=2) + '\n')
     if config.report.get('export'):
         export_model(parts.model, folder / 'exported')
         lines.append(('model for transformers', str(folder / 'exported')))
     lines.append(('written to', str(folder)))
-    write_page(folder / 'report.html', result['run_name'], lines, history)
+    write_page(folder / 'report.html', result['run_name'], lines, history, answers)
     width = max(len(text) for text, _ in lines)
     return '\n'.join(f'{text:<{width}}  {value}' for text, value in lines)
 

@@ -35,6 +35,10 @@ Whole = Annotated[int, AT_LEAST_1]
 """A number of things."""
 
 
+OF_THE_REPORT = ('folder', 'name', 'export', 'answers', 'answer_tokens')
+"""Keys of the section ``report`` that are not for the function under ``name``."""
+
+
 @dataclass(kw_only=True)
 class ModelConfig:
     """Arguments of ``programs.models.build_model``; exactly one of ``pretrained`` and ``config``."""
@@ -150,7 +154,8 @@ class TrainConfig:
     """Arguments of :class:`composer.Trainer`, passed as they are; ``loggers`` maps names to arguments."""
     report: dict[str, Any] = field(default_factory=lambda: {'folder': 'runs/{run_name}'})
     """``folder`` of ``result.json``; ``export: true`` writes the model there, as :mod:`composer_tokacc.export` does;
-    perhaps the dotted ``name`` of a function that adds to the result, and its arguments."""
+    perhaps the dotted ``name`` of a function that adds to the result, and its arguments. ``answers``: samples of the
+    eval set that the model answers at each evaluation (4), with ``answer_tokens`` tokens at most (64)."""
 
     def batch_size(self, *, is_eval: bool) -> int:
         """Returns the samples of one batch over all ranks, of training or of evaluation."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from examples.digits.answers import Answer
+from composer_tokacc.programs.answers import Answer
 
 __all__ = ['Curves', 'draw_result']
 

@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
+from composer_tokacc.programs.answers import Answer, answer_eval_samples
 from composer_tokacc.programs.run_result import FinishedRun
-from examples.digits.answers import Answer, answer_held_out
 
 __all__ = ['answer_and_draw']
 
@@ -37,12 +35,10 @@ def answer_and_draw(
     answers: list[Answer] = []
     # A sharded model cannot generate on one rank alone.
     if run.eval_dataset is not None and not run.is_sharded:
-        answers = answer_held_out(
+        answers = answer_eval_samples(
             run.model, run.eval_dataset, run.processor, num_samples=num_samples, max_new_tokens=max_new_tokens
         )
-    run.result['answers'] = [
-        {key: value for key, value in asdict(answer).items() if key != 'images'} for answer in answers
-    ]
+    run.result['answers'] = [answer.as_json() for answer in answers]
     lines = []
     if answers:
         num_right = sum(answer.is_right for answer in answers)
