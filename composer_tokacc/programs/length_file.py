@@ -20,7 +20,7 @@ from PIL import Image
 from transformers import PretrainedConfig
 
 from composer_tokacc.data import LengthTable
-from composer_tokacc.layout import BatchLayout, dummy_row
+from composer_tokacc.layout import BatchLayout
 from composer_tokacc.programs.models import tokenizer_of
 from composer_tokacc.programs.schema import ConfigError, merge
 from composer_tokacc.programs.values import Range
@@ -28,6 +28,8 @@ from composer_tokacc.programs.values import Range
 CSV_COLUMNS = {'tokens': 'lengths', **{name: name for name in ('image_tokens', 'loss_tokens', 'vision_patches')}}
 LONGEST = 2**24
 """Tokens of a sample, far above what any model takes; at a hundred times as many the simulation fills the memory."""
+PIXELS = {'pixel_values', 'image_sizes'}
+"""Entries of families that may have one tensor of images of one size."""
 STAND_IN_SIDES = (336, 1344)
 """Pixels of a small and a large image, which differ in tokens wherever the size decides."""
 
@@ -126,23 +128,27 @@ class StandIns:
     def __init__(self, table: LengthTable, processor: Any, config: PretrainedConfig) -> None:
         self.image_tokens = table.image_tokens
         self.processor = processor
-        self._dummy: dict[str, Any] | None = None
+        self._image: dict[str, Any] | None = None
         if processor is None and table.image_tokens.any():
-            self._dummy = dummy_row(BatchLayout.for_model(config))
-            side = getattr(getattr(config, 'vision_config', None), 'image_size', None)
-            # The smallest image that an encoder of any size takes says nothing of real ones.
-            if self._dummy is None or self._dummy['pixel_values'].shape[-1] != side:
+            layout, token = BatchLayout.for_model(config), BatchLayout.for_model(config).image_token_id
+            size = getattr(getattr(config, 'vision_config', None), 'image_size', None)
+            # What an encoder of any size, or of tiles, takes for its smallest image says nothing of real ones.
+            if token is None or not isinstance(size, int) or layout.family.entries.keys() - PIXELS:
                 raise ConfigError(
                     f'`lengths` with images of any size needs `model.pretrained`, whose processor makes them, got: a '
                     f'`model.config` of {config.model_type}. Name a checkpoint; its folder needs no weights'
                 )
+            count = int(np.gcd.reduce(table.image_tokens))  # of one image; the model itself refuses another number
+            ids = torch.full((1, count), token)
+            mask = torch.ones_like(ids)
+            self._image = {'input_ids': ids, 'attention_mask': mask, 'pixel_values': torch.zeros(1, 3, size, size)}
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Returns a sample with an image where the table has one; the large image is that of the row with most."""
         has_image = bool(self.image_tokens[index])
         if self.processor is None:
             ids = torch.ones(1, 1, dtype=torch.long)
-            sample = self._dummy if has_image and self._dummy else {'input_ids': ids, 'attention_mask': ids}
+            sample = self._image if has_image and self._image else {'input_ids': ids, 'attention_mask': ids}
         else:
             sample = self._processed(index)
         return {**sample, 'labels': sample['input_ids'].clone(), 'num_images': [int(has_image)]}
