@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from composer_tokacc.batch import Batch, labels_of, with_own_tensors
-from composer_tokacc.checks.logits import MeasuredTokens, logits_of, measure, router_loss_of, sketch, token_losses
+from composer_tokacc.checks.logits import MeasuredTokens, logits_of, measure, sketch
 from composer_tokacc.compat import BatchNorm
 
 log = logging.getLogger(__name__)
@@ -45,9 +45,7 @@ class ProbeResult:
     """Of these by what the last layers give, ``(rows, width, entries)`` each: by the states that logits are made of, as
     far as the loss uses them besides, and by the logits; None where it does not use them."""
     measured: MeasuredTokens | None  # where that was asked, of a model with logits that its loss is made of
-    explained: float | None  # what the cross-entropies of the tokens, so weighted, sum up to
     vocabulary: int | None  # number of logits of a position, if any are given
-    has_router_loss: bool
     eps: float  # machine epsilon of the loss, float32's or coarser
     gradient_eps: float  # of the coarsest gradient
 
@@ -175,16 +173,11 @@ class Probe:
         gradients = {unit: _gradients(value, points) for unit, value in terms.items()}
         at_logits = next((g for p, g in zip(points, gradients.get('tokens', []), strict=False) if p is logits), None)
         tokens = measure(logits, at_logits) if measured and logits is not None and at_logits is not None else None
-        explained = None
-        if logits is not None and tokens is not None:
-            explained = float((token_losses(logits, tokens.targets) * tokens.weights).double().sum())
         return ProbeResult(
             losses={unit: value.float().mean().item() for unit, value in terms.items()},
             gradients={unit: [g if g is None else sketch(g) for g in of_unit] for unit, of_unit in gradients.items()},
             measured=tokens,
-            explained=explained,
             vocabulary=None if logits is None else logits.shape[-1],
-            has_router_loss=router_loss_of(outputs) is not None,
             eps=max(torch.finfo(value.dtype).eps for value in (*terms.values(), torch.zeros(()))),
             gradient_eps=max(torch.finfo(point.dtype).eps for point in (*points, torch.zeros(()))),
         )
