@@ -280,7 +280,7 @@ def _is_alike(weight: torch.Tensor) -> bool:
     entries = weight.detach().flatten()
     most = VARIATION / 5 * (len(weight) / len(entries) if weight.dim() else 1) ** 0.5
     # Few weights are, and most of the others show it by their first entries.
-    return all(float(part.max() - part.min()) < most for part in (entries[:256], entries))
+    return all(float(torch.sub(*part.aminmax())) > -most for part in (entries[:256], entries))
 
 
 def _varied(weight: torch.Tensor) -> torch.Tensor:
@@ -343,7 +343,9 @@ def _hooked(modules: Iterable[torch.nn.Module], change: Callable[..., Any]) -> I
 @contextmanager
 def undisturbed(model: torch.nn.Module) -> Iterator[None]:
     """Leaves a run the same with and without a forward in between: puts random state and buffers back."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()] if model.training else []
+    modules = list(model.modules())  # to walk them is slow
+    written = [buffer for module in modules for buffer in module.buffers(recurse=False)] if model.training else []
+    buffers = [(buffer, buffer.clone()) for buffer in written]
     python_state, numpy_state = random.getstate(), np.random.get_state()
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     try:
@@ -355,6 +357,6 @@ def undisturbed(model: torch.nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, kept in buffers:
                 buffer.copy_(kept)
-        for module in model.modules():
+        for module in modules:
             if isinstance(module, FSDPModule):  # a forward leaves the root whole, without gradients, until a backward
                 module.reshard()
