@@ -28,7 +28,6 @@ from composer_tokacc.layout import (
     describe,
     describe_all,
     microbatches_of,
-    with_media,
 )
 from composer_tokacc.metadata import num_rows, samples_of, with_metadata, without_metadata
 from composer_tokacc.planning import CutOptions, cut_rows, pack_lengths
@@ -158,7 +157,7 @@ class MicrobatchSplit:
     def as_the_model_takes_it(self, batch: Any) -> Any:
         """Returns a microbatch on the device as the model gets it."""
         batch = self._microbatch_transforms(batch) if self._microbatch_transforms is not None else batch
-        return batch if self.layout is None else with_media(self.layout, batch)
+        return batch if self.layout is None else self.layout.with_media(batch)
 
     def _attend(self, packing: str) -> None:
         """Has the model's attention take rows that are so packed; called again it changes nothing."""
