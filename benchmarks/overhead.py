@@ -1,14 +1,15 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What TokenAccumulation costs: its share of a step of the demo run, on two ranks.
+"""What TokenAccumulation and the ledger by source cost: their shares of a step of the demo run, on two ranks.
 
     composer -n 2 -m benchmarks.overhead [--steps 40] [algorithms.token_accumulation.token_weights=sqrt]
     python -m benchmarks.overhead --large
 
-Runs yamls/digits.yaml and adds up the time inside the algorithm's events and its backward hook, step by step. The share
-that its one all-reduce has in it, waiting for the other rank included, is given apart. Prints medians over the steps;
-rank 0 writes results/overhead.json.
+Runs yamls/digits.yaml, its samples in two parts, and adds up the time inside the algorithm's events and its backward
+hook, step by step. The share that its one all-reduce has in it, waiting for the other rank included, is given apart.
+The ledger's share is of CPU time, that of the whole process. Prints medians over the steps; rank 0 writes
+results/overhead.json.
 
 With ``--large``: what measuring the tokens of a microbatch takes of its forward and backward, for a model of hidden
 size 1,024 and a vocabulary of 150,000 (two rows of 256 tokens; a minute, 5 GB), into the same file.
@@ -38,37 +39,42 @@ from composer_tokacc import TokenAccumulation
 from composer_tokacc.checks.logits import has_bypass
 from composer_tokacc.checks.step import NUM_FIRST_STEPS, MicrobatchRecord
 from composer_tokacc.collectives import RankSum
+from composer_tokacc.monitor.source_ledger import SourceLedger
 from composer_tokacc.programs import load_config
 from composer_tokacc.programs.build import build_parts, build_trainer
 from composer_tokacc.programs.config_checks import check_config
 
 DEMO = ROOT / 'yamls' / 'digits.yaml'
+TWO_PARTS = ['dataset.parts={one: {num_samples: 2048}, other: {num_samples: 2048, seed: 5}}', 'dataset.num_samples=1']
 
 
 class Steps(Callback):
     """Seconds of each step, and of what was timed within it."""
 
     def __init__(self) -> None:
-        self.spent = {'algorithm': 0.0, 'all_reduce': 0.0}
+        self.spent = {'algorithm': 0.0, 'all_reduce': 0.0, 'ledger': 0.0}
         self.steps: list[dict[str, float]] = []
-        self.started = 0.0
+        self.started = self.cpu_started = 0.0
 
-    def timed(self, function: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    def timed(
+        self, function: Callable[..., Any], kind: str, clock: Callable[[], float] = time.perf_counter
+    ) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            started = time.perf_counter()
+            started = clock()
             try:
                 return function(*args, **kwargs)
             finally:
-                self.spent[kind] += time.perf_counter() - started
+                self.spent[kind] += clock() - started
 
         return call
 
     def after_dataloader(self, state: State, logger: Logger) -> None:
         self.spent = dict.fromkeys(self.spent, 0.0)
-        self.started = time.perf_counter()
+        self.started, self.cpu_started = time.perf_counter(), time.process_time()
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        self.steps.append({**self.spent, 'step': time.perf_counter() - self.started})
+        step, cpu = time.perf_counter() - self.started, time.process_time() - self.cpu_started
+        self.steps.append({**self.spent, 'step': step, 'cpu': cpu})
 
 
 def measuring_of_a_large_vocabulary(rounds: int) -> dict[str, float]:
@@ -121,7 +127,8 @@ def main() -> None:
     if given.large:
         _write(given.results, {'large_vocabulary': measuring_of_a_large_vocabulary(given.steps // 8)})
         return
-    config = load_config(DEMO, [f'trainer.max_duration={given.steps}ba', 'trainer.progress_bar=false', *overrides])
+    length = [f'trainer.max_duration={given.steps}ba', 'trainer.progress_bar=false']
+    config = load_config(DEMO, [*length, *TWO_PARTS, *overrides])
     check_config(config)
     trainer = build_trainer(config, build_parts(config), InMemoryLogger())
     steps = Steps()
@@ -132,6 +139,8 @@ def main() -> None:
     MicrobatchRecord._hear = steps.timed(MicrobatchRecord._hear, 'algorithm')  # pyright: ignore[reportPrivateUsage]
     RankSum.__init__ = steps.timed(RankSum.__init__, 'all_reduce')
     RankSum.read = steps.timed(RankSum.read, 'all_reduce')
+    for name in ('note', '_sums', '_table'):  # the rest of it is the reduction that the monitor has anyway
+        setattr(SourceLedger, name, steps.timed(getattr(SourceLedger, name), 'ledger', time.process_time))
     trainer.fit()
     # The first step pays for the probe, once a run, and the first ten measure every token.
     measured = steps.steps[NUM_FIRST_STEPS:]
@@ -140,6 +149,7 @@ def main() -> None:
         'without_all_reduce': statistics.median(
             (one['algorithm'] - one['all_reduce']) / one['step'] for one in measured
         ),
+        'ledger_by_source': statistics.median(one['ledger'] / one['cpu'] for one in measured),
     }
     medians = {kind: statistics.median(one[kind] for one in measured) for kind in ('step', 'algorithm', 'all_reduce')}
     if dist.get_global_rank() == 0:
@@ -147,6 +157,7 @@ def main() -> None:
         print(f'step {medians["step"] * 1e3:.1f} ms, algorithm {medians["algorithm"] * 1e3:.2f} ms')
         print(f'of which its all-reduce, waiting included, {medians["all_reduce"] * 1e3:.2f} ms')
         print(f'share of the step {shares["with_all_reduce"]:.2%}, all-reduce aside {shares["without_all_reduce"]:.2%}')
+        print(f'share of the ledger by source {shares["ledger_by_source"]:.2%} of the CPU time')
         print(f'the probe took {steps.steps[0]["algorithm"]:.2f} s, once a run')
         first = steps.steps[0]['algorithm']
         _write(

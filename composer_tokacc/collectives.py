@@ -51,7 +51,12 @@ def all_gather_object(value: T) -> list[T]:
 
 def from_any_rank(value: T | None) -> T | None:
     """Returns the value of the first rank that has one; a collective."""
-    return next((found for found in all_gather_object(value) if found is not None), None)
+    num_ranks = get_world_size()
+    (behind,) = max_over_ranks([0 if value is None else num_ranks - get_global_rank()])
+    values = [value]
+    if _can_ask() and behind:  # one rank sends; gathering, all that have one would
+        torch.distributed.broadcast_object_list(values, src=num_ranks - behind)
+    return values[0]
 
 
 def max_over_ranks(values: Sequence[int]) -> list[int]:

@@ -15,7 +15,7 @@ from composer_tokacc.batch import Batch, labels_of, with_own_tensors
 from composer_tokacc.checks.logits import logits_of
 from composer_tokacc.collectives import all_gather_object, get_global_rank
 from composer_tokacc.counting import loss_mask
-from composer_tokacc.layout import BatchLayout, with_media
+from composer_tokacc.layout import BatchLayout
 from composer_tokacc.metadata import without_metadata
 
 Gradients = Mapping[str, torch.Tensor]
@@ -152,12 +152,12 @@ def verify_invariance(
         raise ValueError(f'`microbatch_sizes` must be positive, got: {microbatch_sizes}.')
     cases = []
     for padding in [padding_sides] if isinstance(padding_sides, str) else padding_sides:
-        whole = dict(with_media(layout, layout.concat(everyone, padding_side=padding)))
+        whole = dict(layout.with_media(layout.concat(everyone, padding_side=padding)))
         given = with_own_tensors(whole)
         expected = _copied(reference(given) if reference is not None else gradients([given]))
         for cut, size, microbatches in _cuts(layout, own, whole, padding, microbatch_sizes):
             # Copies, as a trainer may write into its batches, and cuts share their tensors.
-            found = gradients([dict(with_media(layout, with_own_tensors(one))) for one in microbatches])
+            found = gradients([dict(layout.with_media(with_own_tensors(one))) for one in microbatches])
             cases.append(InvarianceCase.from_gradients(found, expected, cut=cut, padding=padding, microbatch_size=size))
     return InvarianceReport(cases=tuple(cases), tolerance=tolerance)
 

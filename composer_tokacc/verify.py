@@ -42,7 +42,7 @@ from composer_tokacc.checks.rows import rule_batch
 from composer_tokacc.compat import Dropout
 from composer_tokacc.data_spec import token_data_spec
 from composer_tokacc.invariance import Gradients, InvarianceCase, InvarianceReport, relative_error
-from composer_tokacc.layout import BatchLayout, with_media
+from composer_tokacc.layout import BatchLayout
 from composer_tokacc.layout.pre_split import widened
 from composer_tokacc.programs import ConfigError, TrainConfig
 from composer_tokacc.programs.build import RunParts, build_parts
@@ -133,7 +133,7 @@ def verify(config: TrainConfig, *, max_rows: int = 8, tolerance: float = 1e-6) -
     rule = ''
     if weights != 'token':
         labelled = max(everyone, key=lambda row: int((row['labels'] != IGNORE_INDEX).sum()))
-        probed = _on_device(parts.model, with_media(layout, rule_batch(layout, labelled)))
+        probed = _on_device(parts.model, layout.with_media(rule_batch(layout, labelled)))
         rule = find_loss_rule(Probe.from_model(parts.model), probed)
     report, references, has_router_loss = _compared(parts, layout, rows, everyone, tolerance, weights, balance, rule)
     if report.is_exact or (has_router_loss and balance == 'microbatch'):
@@ -142,7 +142,7 @@ def verify(config: TrainConfig, *, max_rows: int = 8, tolerance: float = 1e-6) -
     for padding, expected in zip(SIDES, references, strict=True):
         moved = layout.concat(everyone[::-1], padding_side=padding)
         moved = widened(moved, layout.width(moved) + COLUMNS_BEFORE) if padding == 'left' else moved
-        found, _ = _whole_gradient(parts, with_media(layout, moved), weights, rule)
+        found, _ = _whole_gradient(parts, layout.with_media(moved), weights, rule)
         round_off = max(round_off, relative_error(found, expected)[0])
     held = replace(report, tolerance=round_off, note=ROUND_OFF_NOTE)
     return held if tolerance < round_off < MOST_ROUND_OFF and held.is_exact else report
@@ -160,7 +160,7 @@ def _compared(
     cases, references, has_router_loss = [], [], False
     weights, balance, rule = settings
     for padding in SIDES:
-        together = with_media(layout, layout.concat(everyone, padding_side=padding))
+        together = layout.with_media(layout.concat(everyone, padding_side=padding))
         expected, has_router_loss = _whole_gradient(parts, together, weights, rule)
         references.append(expected)
         own = layout.concat(rows, padding_side=padding)
@@ -190,7 +190,7 @@ def _cuts(
         yield 'stock Composer', size, DataSpec(
             loader,
             split_batch=stock,
-            microbatch_transforms=partial(with_media, layout),
+            microbatch_transforms=layout.with_media,
             get_num_samples_in_batch=lambda batch: len(batch['input_ids']),
         ), UnusedParameters()  # fmt: skip
         for cut, regroup in (('in order', False), ('regrouped', True)):

@@ -22,8 +22,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import dataloader
 
 from benchmarks.rivals.data import Samples
-from composer_tokacc import BatchLayout
-from composer_tokacc.layout import dummy_row
 
 Gradients = dict[str, torch.Tensor]
 UNKNOWN = -1
@@ -44,7 +42,7 @@ class Seen:
     ids: list[list[int]] = field(default_factory=list)
     """Which samples, :data:`UNKNOWN` for rows that are none."""
     fillers: int = 0
-    """Rows with the tokens of a sample and other labels, or blank ones: they fill up a microbatch, weighing nothing."""
+    """Rows with the tokens of a sample and other labels: they fill up a microbatch, weighing nothing."""
     losses: list[tuple[float, int]] = field(default_factory=list)
     """Sum of the losses of the tokens, and their number, where asked for."""
     largest: int = 0
@@ -103,8 +101,6 @@ class _Watcher:
     def __init__(self, model: Any, inspect: bool, curve: bool) -> None:
         self.model, self.inspect, self.curve = model, inspect, curve
         self.seen = Seen()
-        blank = dummy_row(BatchLayout.for_model(model))
-        self.blank = blank and blank['input_ids'][0].tolist()
         self.steps: list[list[dict[str, Any]]] = []
         self._begin()
 
@@ -147,7 +143,7 @@ class _Watcher:
             sizes = [one['input_ids'].numel() for one in inputs]
             seen.positions.append(sum(sizes))
             seen.largest = max(seen.largest, *sizes, 0)
-            places = [_place(samples, *row) if row[0].tolist() != self.blank else None for row in rows]
+            places = [_place(samples, *row) for row in rows]
             seen.ids.append([place for place in places if place is not None])
             seen.fillers += places.count(None)
             seen.tokens.append(sum(len(row[0]) for row, place in zip(rows, places, strict=True) if place is not None))

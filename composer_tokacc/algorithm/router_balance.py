@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from composer_tokacc.algorithm.loss_terms import LossTerms, StepBalancedLoss
 from composer_tokacc.batch import Batch, attended_positions, sample_name, text_of, with_own_tensors
-from composer_tokacc.checks.probe import router_loss_of, undisturbed
+from composer_tokacc.checks.logits import router_loss_of
+from composer_tokacc.checks.probe import undisturbed
 from composer_tokacc.checks.rows import documents_of
 from composer_tokacc.collectives import RankSum
 from composer_tokacc.data_spec.split import MicrobatchSplit

@@ -177,7 +177,7 @@ class ConversationEncoder:
         return sample
 
     def decode(self, record: Record, files: Sequence[MediaFile], *, shapes_only: bool = False) -> dict[str, list[Any]]:
-        """Decodes the media of a record as the processor takes them; see :func:`.decode_media`."""
+        """Decodes the media of a record as the processor takes them, all or only their shapes."""
         rate = getattr(self.parts.get('audio'), 'sampling_rate', 16000)
         return decode_media(record, files, video=self.video, sampling_rate=rate, shapes_only=shapes_only)
 

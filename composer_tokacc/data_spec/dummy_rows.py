@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from composer_tokacc.batch import IGNORE_INDEX, MODALITIES, Batch, padding_side
-from composer_tokacc.layout import BatchLayout, RowFacts, dummy_row
+from composer_tokacc.layout import BatchLayout, RowFacts
 from composer_tokacc.metadata import METADATA_PREFIX, num_rows, with_metadata
 
 
@@ -58,13 +58,9 @@ class DummyRows:
         return [row for name in self.needed if name not in held and (row := self.row(name)) is not None]
 
     def row(self, modality: str) -> DummyRow | None:
-        """Returns the smallest row with the modality, of the step or of the config alone; None: neither can be had."""
+        """Returns the smallest row of the step with the modality, or that of another rank; None: there is none."""
         if modality not in self._made:
-            made = dummy_row(self._layout, modality, like=self._sources[0].batch)
-            found = [None if made is None else zero_weight(made)]
-            if modality in self.present:
-                found.insert(0, smallest_row(self._sources, modality))
-            self.take(modality, min(filter(None, found), key=self._layout.width, default=None))
+            self.take(modality, smallest_row(self._sources, modality) if modality in self.present else None)
         return self._made[modality]
 
     def take(self, modality: str, row: Batch | None) -> None:

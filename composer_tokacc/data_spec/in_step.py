@@ -10,6 +10,7 @@ gradients where it reduces them, in most runs in the last one alone: there ``Red
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
 from composer_tokacc.batch import MODALITIES
@@ -39,20 +40,17 @@ def dummies_in_step(
     if not may_have_media:
         return dummies, False
     present = dummies.present
-    lacks = [modality not in present and dummies.row(modality) is None for modality in MODALITIES]
-    flags = max_over_ranks([*(modality in present for modality in MODALITIES), *lacks])
-    in_use = [modality for modality, is_used in zip(MODALITIES, flags, strict=False) if is_used]
-    lacking = {
-        modality for modality, is_lacking in zip(MODALITIES, flags[len(MODALITIES) :], strict=True) if is_lacking
-    }
-    # Those that the step has, and one for each encoder that it would not use.
-    unused = [encoder for encoder in layout.family.encoders if not set(encoder) & set(in_use)]
-    needed = [*in_use, *(encoder[0] for encoder in unused)]
-    dummies.needed = needed[:1] if layout.family.one_kind else needed
-    if in_use and not lacking.isdisjoint(dummies.needed):
-        for modality in dummies.needed:  # a rank whose config cannot make one takes another rank's
-            own = dummies.row(modality)
-            dummies.take(modality, from_any_rank(None if own is None else own.row))
+    has = [modality in present for modality in MODALITIES]
+    flags = max_over_ranks([*has, *(not one for one in has)])
+    in_use, lacked = (list(compress(MODALITIES, one)) for one in (flags[: len(has)], flags[len(has) :]))
+    dummies.needed = in_use[:1] if layout.family.one_kind else in_use
+    for modality in dummies.needed:
+        if modality not in lacked:
+            continue
+        own = dummies.row(modality)
+        row = from_any_rank(None if own is None else own.row)
+        if own is None:
+            dummies.take(modality, row)
     return dummies, bool(in_use)
 
 

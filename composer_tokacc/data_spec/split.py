@@ -28,9 +28,8 @@ from composer_tokacc.layout import (
     describe,
     describe_all,
     microbatches_of,
-    with_media,
 )
-from composer_tokacc.metadata import metadata_of, num_rows, with_metadata, without_metadata
+from composer_tokacc.metadata import num_rows, samples_of, with_metadata, without_metadata
 from composer_tokacc.planning import CutOptions, cut_rows, pack_lengths
 
 log = logging.getLogger(__name__)
@@ -158,7 +157,7 @@ class MicrobatchSplit:
     def as_the_model_takes_it(self, batch: Any) -> Any:
         """Returns a microbatch on the device as the model gets it."""
         batch = self._microbatch_transforms(batch) if self._microbatch_transforms is not None else batch
-        return batch if self.layout is None else with_media(self.layout, batch)
+        return batch if self.layout is None else self.layout.with_media(batch)
 
     def _attend(self, packing: str) -> None:
         """Has the model's attention take rows that are so packed; called again it changes nothing."""
@@ -264,7 +263,7 @@ class MicrobatchSplit:
             piece = Piece.from_facts(facts, self.rules, options)
             piece.check_caps(options, indices[number] if indices else None)
             if get_world_size() > 1:  # rows that only fill up a rank weigh nothing, and need not be computed
-                samples = metadata_of(facts.batch).get('samples', [1] * len(piece.rows))
+                samples = samples_of(facts.batch)
                 piece = piece.take([row for row in piece.rows if samples[row]])
             if piece.rows:
                 stays = pre_split is not None and piece.fits(self.rules, options)

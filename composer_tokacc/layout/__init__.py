@@ -4,7 +4,6 @@
 """How the entries of a multimodal batch belong to its rows, family by family."""
 
 from composer_tokacc.batch import Batch
-from composer_tokacc.layout.dummy_rows import dummy_row, with_media
 from composer_tokacc.layout.facts import RowFacts, describe, describe_all
 from composer_tokacc.layout.families import FAMILIES, Entry, Family, Media
 from composer_tokacc.layout.kinds import ROW_KINDS, kinds_of, widest_like
@@ -23,9 +22,7 @@ __all__ = [
     'RowFacts',
     'describe',
     'describe_all',
-    'dummy_row',
     'kinds_of',
     'microbatches_of',
     'widest_like',
-    'with_media',
 ]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from composer_tokacc.batch import IGNORE_INDEX, Batch
-from composer_tokacc.layout import dummy_media, placeholders
+from composer_tokacc.layout import placeholders
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,15 +60,12 @@ class Media:
     Args:
         sizes: Placeholder tokens of each item, ``(batch, config, num_items, num_tokens) -> list[int]``: see
             ``layout.placeholders``. None: they do not tell the items apart.
-        dummy: The smallest row with one item, ``(config) -> dict | None``: ``input_ids`` of shape ``(1, width)``, the
-            media tensors, and whatever else the model wants for it. None: the family cannot say.
         token_type: What ``mm_token_type_ids`` calls its placeholders; 0: nothing does.
         frames: Whether its placeholders stand between the tokens that start and end a video; None: they have an id of
             their own.
     """
 
     sizes: Callable[[Batch, Any, int, int], list[int]] | None = None
-    dummy: Callable[[Any], dict[str, Any] | None] | None = None
     token_type: int = 0
     frames: bool | None = None
 
@@ -97,7 +94,6 @@ class Family:
         media: What it has of ``'image'``, ``'video'`` and ``'audio'``, by these names.
         matches: Whether a batch without any model at hand has this format.
         slots: ``(rows, slots)`` bool, which slots hold an image and which are padding, for families with slots.
-        own_weights: Which of images and videos use weights that the other does not; none: one encoder serves both.
         one_kind: Whether a forward takes images or videos, never both.
         has_queries: Whether query tokens of a transformer stand for its media. Such models take no batch without any,
             and no notice of placeholders that are too few.
@@ -110,17 +106,9 @@ class Family:
     media: Mapping[str, Media] = field(default_factory=dict)
     matches: Callable[[Batch], bool] = _never
     slots: Callable[[Batch], torch.Tensor] | None = None
-    own_weights: tuple[str, ...] = ()
     one_kind: bool = False
     has_queries: bool = False
     coupling: str = ''
-
-    @property
-    def encoders(self) -> list[tuple[str, ...]]:
-        """Media by the encoder that they share."""
-        pictures = tuple(unit for unit in ('image', 'video') if unit in self.media)
-        shared = [(unit,) for unit in self.own_weights] or [pictures]
-        return [encoder for encoder in [*shared, *([('audio',)] if 'audio' in self.media else [])] if encoder]
 
 
 TEXT_ENTRIES: dict[str, Entry] = {
@@ -242,9 +230,9 @@ FAMILIES: tuple[Family, ...] = (
         model_types=('qwen2_5_omni_thinker',),
         entries={**_GRIDS, **_SOUNDS, 'audio_feature_lengths': _AUDIO, 'video_second_per_grid': _VIDEO},
         media={
-            'image': Media(sizes=placeholders.image_grid, dummy=dummy_media.omni_image),
-            'video': Media(sizes=placeholders.video_grid, dummy=dummy_media.omni_video),
-            'audio': Media(sizes=placeholders.audio_frames, dummy=dummy_media.omni_audio),
+            'image': Media(sizes=placeholders.image_grid),
+            'video': Media(sizes=placeholders.video_grid),
+            'audio': Media(sizes=placeholders.audio_frames),
         },
         matches=_has_grid_and_audio,
     ),
@@ -253,8 +241,8 @@ FAMILIES: tuple[Family, ...] = (
         model_types=('qwen2_vl', 'qwen2_5_vl', 'qwen3_vl', 'qwen3_vl_moe'),
         entries={**_GRIDS, 'second_per_grid_ts': _VIDEO},
         media={
-            'image': Media(sizes=placeholders.image_grid, token_type=1, dummy=dummy_media.qwen_image),
-            'video': Media(sizes=placeholders.video_grid, token_type=2, dummy=dummy_media.qwen_video),
+            'image': Media(sizes=placeholders.image_grid, token_type=1),
+            'video': Media(sizes=placeholders.video_grid, token_type=2),
         },
         matches=_has_grid,
     ),
@@ -265,8 +253,8 @@ FAMILIES: tuple[Family, ...] = (
         one_kind=True,
         media={
             # Frames are written as images, between the tokens of a video.
-            'image': Media(sizes=placeholders.image_grid, token_type=1, dummy=dummy_media.glm4v_image, frames=False),
-            'video': Media(sizes=placeholders.video_grid, token_type=2, dummy=dummy_media.glm4v_video, frames=True),
+            'image': Media(sizes=placeholders.image_grid, token_type=1, frames=False),
+            'video': Media(sizes=placeholders.video_grid, token_type=2, frames=True),
         },
     ),
     Family(
@@ -278,7 +266,7 @@ FAMILIES: tuple[Family, ...] = (
             'aspect_ratio_mask': Entry(slot_dim=1),
             'cross_attention_mask': Entry(seq_dims=(1,), slot_dim=2),
         },
-        media={'image': Media(dummy=dummy_media.mllama_image)},
+        media={'image': Media()},
         matches=_has_aspect_ratios,
         slots=_aspect_ratio_slots,
         # MllamaCrossAttentionDecoderLayer masks its MLP for such rows, but not its attention.
@@ -289,7 +277,7 @@ FAMILIES: tuple[Family, ...] = (
         name='Idefics',
         model_types=('idefics2', 'idefics3', 'smolvlm', 'granite_docling'),
         entries={'pixel_values': Entry(slot_dim=1), 'pixel_attention_mask': Entry(slot_dim=1)},
-        media={'image': Media(dummy=dummy_media.idefics_image)},
+        media={'image': Media()},
         matches=_has_pixel_mask,
         slots=_masked_slots,
     ),
@@ -298,7 +286,7 @@ FAMILIES: tuple[Family, ...] = (
         model_types=('instructblip',),
         has_queries=True,
         entries=_instructed(_IMAGE),
-        media={'image': Media(sizes=placeholders.queries, dummy=dummy_media.instructblip_image)},
+        media={'image': Media(sizes=placeholders.queries)},
         matches=_has_instructed_images,
     ),
     Family(
@@ -306,7 +294,7 @@ FAMILIES: tuple[Family, ...] = (
         model_types=('instructblipvideo',),
         has_queries=True,
         entries=_instructed(_VIDEO),
-        media={'video': Media(sizes=placeholders.frame_queries, dummy=dummy_media.instructblip_video)},
+        media={'video': Media(sizes=placeholders.frame_queries)},
         matches=_has_instructed_clips,
     ),
     Family(
@@ -314,33 +302,31 @@ FAMILIES: tuple[Family, ...] = (
         model_types=('blip-2',),
         has_queries=True,
         entries={'pixel_values': _IMAGE},
-        media={'image': Media(sizes=placeholders.queries, dummy=dummy_media.blip2_image)},
+        media={'image': Media(sizes=placeholders.queries)},
     ),
     Family(
         name='LLaVA-NeXT',
         model_types=('llava_next',),
         entries=_TILES,
-        media={'image': Media(sizes=placeholders.anyres, dummy=dummy_media.llava_next_image)},
+        media={'image': Media(sizes=placeholders.anyres)},
         matches=_has_tiles,
     ),
     Family(
         name='LLaVA-NeXT-Video',
         model_types=('llava_next_video',),
-        own_weights=('image',),  # `image_newline`
         entries=_TILES,
         media={
-            'image': Media(sizes=placeholders.anyres, dummy=dummy_media.llava_next_image),
-            'video': Media(sizes=placeholders.equal, dummy=dummy_media.llava_next_video),
+            'image': Media(sizes=placeholders.anyres),
+            'video': Media(sizes=placeholders.equal),
         },
     ),
     Family(
         name='Video-LLaVA',
         model_types=('video_llava',),
-        own_weights=('image', 'video'),
         entries={**_CLIPS, 'pixel_values': _IMAGE, 'pixel_values_images': _IMAGE},
         media={
-            'image': Media(sizes=placeholders.equal, dummy=dummy_media.video_llava_image),
-            'video': Media(sizes=placeholders.equal, dummy=dummy_media.video_llava_video),
+            'image': Media(sizes=placeholders.equal),
+            'video': Media(sizes=placeholders.equal),
         },
         matches=_has_images_by_their_own_name,
     ),
@@ -350,8 +336,8 @@ FAMILIES: tuple[Family, ...] = (
         # Images by row. OneVision cuts an image into tiles only where it is the row's only one.
         entries={**_TILES, 'batch_num_images': Entry(absent=0)},
         media={
-            'image': Media(sizes=placeholders.anyres_capped, dummy=dummy_media.llava_onevision_image),
-            'video': Media(sizes=placeholders.equal, dummy=dummy_media.llava_onevision_video),
+            'image': Media(sizes=placeholders.anyres_capped),
+            'video': Media(sizes=placeholders.equal),
         },
         matches=_has_tiles_or_clips,
     ),
@@ -359,14 +345,14 @@ FAMILIES: tuple[Family, ...] = (
         name='LLaVA',
         model_types=('llava', 'mistral3'),
         entries={'pixel_values': _IMAGE, 'image_sizes': _IMAGE},
-        media={'image': Media(sizes=placeholders.patch_counts, dummy=dummy_media.llava_image)},
+        media={'image': Media(sizes=placeholders.patch_counts)},
         matches=_has_plain_images,
     ),
     Family(
         name='Qwen-Audio',
         model_types=('qwen2_audio',),
         entries=_SOUNDS,
-        media={'audio': Media(sizes=placeholders.audio_frames, dummy=dummy_media.qwen_audio)},
+        media={'audio': Media(sizes=placeholders.audio_frames)},
         matches=_has_audio,
     ),
     Family(name='text', matches=_has_no_media),

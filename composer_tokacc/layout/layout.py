@@ -241,6 +241,19 @@ class BatchLayout:
             )
         return found
 
+    def with_media(self, batch: Batch) -> Batch:
+        """Returns the batch with grey media of no row, where it has none and the model takes none such: `has_queries`.
+
+        An instruction is of one token. Videos have four frames: their processor writes placeholders for as many.
+        """
+        family = self.family
+        if not family.has_queries or self.config is None or any(batch.get(key) is not None for key in family.entries):
+            return batch
+        device, size = text_of(batch).device, self.config.vision_config.image_size
+        frames, one = (4,) if 'video' in family.media else (), torch.ones(1, 1, dtype=torch.long, device=device)
+        media = {key: one for key in family.entries if key != 'pixel_values'}
+        return {**batch, **media, 'pixel_values': torch.full((1, *frames, 3, size, size), 0.5, device=device)}
+
     def coupling(self, batch: Batch) -> str | None:
         """Why the loss of this batch's rows depends on how they are grouped, or None: it does not."""
         images = self.images_per_row(batch) if self.family.coupling else [0]

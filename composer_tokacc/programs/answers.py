@@ -135,10 +135,11 @@ def _answer(model: HuggingFaceModel, dataset: Any, index: int, processor: Any, m
         if key in model.model_forward_args and key != 'labels':
             is_sequence = value.dim() == 2 and value.shape[1] == length
             inputs[key] = (value[:, :start] if is_sequence else value).to(inner.device)
+    media = image_token_ids(processor)
     generated = inner.generate(
-        **inputs, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id
-    )
-    media = set(image_token_ids(processor))
+        **inputs, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id,
+        suppress_tokens=[*media] or None,  # an untrained model may say one, which would ask for an image more
+    )  # fmt: skip
     question = [token for token in sample['input_ids'][0, :start].tolist() if token not in media]
     return Answer(
         sample_id=str(sample.get('sample_ids', [index])[0]),

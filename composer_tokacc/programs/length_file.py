@@ -20,7 +20,7 @@ from PIL import Image
 from transformers import PretrainedConfig
 
 from composer_tokacc.data import LengthTable
-from composer_tokacc.layout import BatchLayout, dummy_row
+from composer_tokacc.layout import BatchLayout
 from composer_tokacc.programs.models import tokenizer_of
 from composer_tokacc.programs.schema import ConfigError, merge
 from composer_tokacc.programs.values import Range
@@ -28,6 +28,8 @@ from composer_tokacc.programs.values import Range
 CSV_COLUMNS = {'tokens': 'lengths', **{name: name for name in ('image_tokens', 'loss_tokens', 'vision_patches')}}
 LONGEST = 2**24
 """Tokens of a sample, far above what any model takes; at a hundred times as many the simulation fills the memory."""
+CLASS_TOKENS = {'clip_vision_model': 1, 'siglip_vision_model': 0}
+"""Features of encoders with one size of image beside those of its patches."""
 STAND_IN_SIDES = (336, 1344)
 """Pixels of a small and a large image, which differ in tokens wherever the size decides."""
 
@@ -126,12 +128,10 @@ class StandIns:
     def __init__(self, table: LengthTable, processor: Any, config: PretrainedConfig) -> None:
         self.image_tokens = table.image_tokens
         self.processor = processor
-        self._dummy: dict[str, Any] | None = None
+        self._image: dict[str, Any] | None = None
         if processor is None and table.image_tokens.any():
-            self._dummy = dummy_row(BatchLayout.for_model(config))
-            side = getattr(getattr(config, 'vision_config', None), 'image_size', None)
-            # The smallest image that an encoder of any size takes says nothing of real ones.
-            if self._dummy is None or self._dummy['pixel_values'].shape[-1] != side:
+            self._image = _image_of(config)
+            if self._image is None:
                 raise ConfigError(
                     f'`lengths` with images of any size needs `model.pretrained`, whose processor makes them, got: a '
                     f'`model.config` of {config.model_type}. Name a checkpoint; its folder needs no weights'
@@ -142,7 +142,7 @@ class StandIns:
         has_image = bool(self.image_tokens[index])
         if self.processor is None:
             ids = torch.ones(1, 1, dtype=torch.long)
-            sample = self._dummy if has_image and self._dummy else {'input_ids': ids, 'attention_mask': ids}
+            sample = self._image if has_image and self._image else {'input_ids': ids, 'attention_mask': ids}
         else:
             sample = self._processed(index)
         return {**sample, 'labels': sample['input_ids'].clone(), 'num_images': [int(has_image)]}
@@ -155,3 +155,19 @@ class StandIns:
         text = self.processor.apply_chat_template([{'role': 'user', 'content': content}], tokenize=False)
         encode = self.processor if images else tokenizer_of(self.processor)
         return dict(encode(text=text, return_tensors='pt', **({'images': images} if images else {})))
+
+
+def _image_of(config: Any) -> dict[str, Any] | None:
+    """Returns a sample of one image, of LLaVA with an encoder of one size; None: the config does not tell.
+
+    What an encoder of any size, or of tiles, takes for its smallest image says nothing of real ones.
+    """
+    vision: Any = getattr(config, 'vision_config', None)
+    token = BatchLayout.for_model(config).image_token_id
+    if config.model_type != 'llava' or vision.model_type not in CLASS_TOKENS or token is None:
+        return None
+    drops_first = config.vision_feature_select_strategy == 'default'
+    count = (vision.image_size // vision.patch_size) ** 2 + CLASS_TOKENS[vision.model_type] - drops_first
+    ids = torch.full((1, count), token)
+    pixels = torch.zeros(1, vision.num_channels, vision.image_size, vision.image_size)
+    return {'input_ids': ids, 'attention_mask': torch.ones_like(ids), 'pixel_values': pixels}

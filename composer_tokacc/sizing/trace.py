@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from composer_tokacc.compat import DataDependentOutputException, let_fake_weights_be_swapped
-from composer_tokacc.layout import BatchLayout, with_media
+from composer_tokacc.layout import BatchLayout
 from composer_tokacc.model_structure import cast_model
 from composer_tokacc.sizing.fake_modes import CudaAutocast, RealInputs, SharedFakeMode
 from composer_tokacc.sizing.memory_tracker import MemoryTracker
@@ -110,7 +110,7 @@ class TracedStep:
 
     def _step(self, batch: Mapping[str, Any]) -> torch.dtype | None:
         """Runs forward and backward, as the Trainer does them; returns the type of the logits."""
-        inputs = {key: value for key, value in with_media(self.layout, batch).items() if key in self._named}
+        inputs = {key: value for key, value in self.layout.with_media(batch).items() if key in self._named}
         # Around the backward pass too: checkpointing recomputes there, under the autocast of the forward pass.
         with self._tracked(), CudaAutocast() if self._on_gpu else nullcontext():
             # Composer's state.outputs holds the logits of the microbatch before until the new ones are there.

@@ -17,7 +17,6 @@ from composer.models import ComposerModel, HuggingFaceModel
 
 from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
 from composer_tokacc.data_spec.registry import split_of
-from composer_tokacc.layout import dummy_row
 from tests.matrix.harness import measure_steps, plain_gradients
 from tests.matrix.native_models import NativeModel
 from tests.matrix.subjects import SUBJECTS
@@ -349,9 +348,9 @@ def test_image_model_that_takes_no_text_alone_gets_an_image_beside_it():
     layout = BatchLayout.for_model(case)
     text = text_batch([7, 4, 3])
     text['input_ids'] += 10
-    blank = dummy_row(layout, 'image')
-    ids = torch.cat([blank['input_ids'], text['input_ids'][:1]], dim=1)
-    labels = torch.cat([blank['labels'], text['input_ids'][:1]], dim=1)
-    image = {**blank, 'input_ids': ids, 'attention_mask': torch.ones_like(ids), 'labels': labels}
+    marks = torch.full((1, case.config.num_query_tokens), layout.image_token_id)
+    ids = torch.cat([marks, text['input_ids'][:1]], dim=1)
+    labels = torch.cat([torch.full_like(marks, -100), text['input_ids'][:1]], dim=1)
+    image = layout.with_media({'input_ids': ids, 'attention_mask': torch.ones_like(ids), 'labels': labels})
     model = HuggingFaceModel(case, shift_labels=True, use_logits=True)
     assert kinds_of_steps(model, [layout.concat([image, text])]) == ['exact']

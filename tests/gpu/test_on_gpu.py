@@ -20,7 +20,6 @@ from benchmarks.small_llava import make_rows
 from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
 from composer_tokacc.data import VisionLanguageCollator
 from composer_tokacc.data_spec.dummy_rows import add_rows, zero_weight
-from composer_tokacc.layout import dummy_row
 from composer_tokacc.programs.models import build_model
 from examples.digits import DigitsDataset, build_digits_processor
 from tests.programs.test_models import LLAVA
@@ -202,7 +201,7 @@ def test_zero_weight_row_takes_no_more_memory_than_the_cap():
     width = 2048
     full = layout.concat(make_rows([width] * 8, 0, config))
     text = layout.select(layout.concat(make_rows([width] * 16, 0, config)), range(1, 15, 2))
-    spare = zero_weight(dummy_row(layout, 'image', like=make_rows([16], 0, config)[0]))
+    spare = zero_weight(make_rows([width], 0, config)[0])
     assert layout.num_rows(text) == 7
     assert peak_mib(model, add_rows(layout, text, [spare])) <= 1.02 * peak_mib(model, full)
 

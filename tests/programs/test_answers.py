@@ -60,7 +60,9 @@ def test_an_answer_is_what_plain_generation_says(model, processor, tmp_path):
             assert np.abs(seen * 255 - np.asarray(shown)).max() < 1
         text = processor.apply_chat_template(messages[:1], add_generation_prompt=True)
         given = processor(text=[text], images=images or None, return_tensors='pt')
-        generated = model.eval().model.generate(**given, max_new_tokens=3, do_sample=False)
+        generated = model.eval().model.generate(
+            **given, max_new_tokens=3, do_sample=False, suppress_tokens=[processor.image_token_id]
+        )
         model.train()
         told = processor.tokenizer.decode(generated[0, given['input_ids'].shape[1] :], skip_special_tokens=True)
         assert answer.generated == line['generated'] == told.strip()

@@ -20,7 +20,6 @@ from composer.loggers import Logger
 from composer.utils import dist
 
 from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
-from composer_tokacc.layout import with_media
 from composer_tokacc.metadata import num_rows, num_samples
 from tests.matrix.collator import join
 from tests.matrix.harness import plain_gradients
@@ -75,7 +74,7 @@ def run(
             parameter.requires_grad_(name in reached)
     # Models with query tokens take no batch without media.
     whole = [join(batch, side='right', slots=subject.slots) for batch in batches]
-    expected = [plain_gradients(model, with_media(BatchLayout.for_model(model), batch)) for batch in whole]
+    expected = [plain_gradients(model, BatchLayout.for_model(model).with_media(batch)) for batch in whole]
     size = rows // dist.get_world_size()
     shares = [rank_share(batch, [size] * dist.get_world_size()) for batch in batches]
     data = loader(*(join(share, side='right', slots=subject.slots) for share in shares))

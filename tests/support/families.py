@@ -24,7 +24,7 @@ from tests.support import family_models, family_processors
 from tests.support.family_media import Case
 from tests.support.sample_encoder import WORDS, Sample, SampleEncoder
 
-__all__ = ['FAMILIES', 'IMAGE_FAMILIES', 'WITH_DUMMY', 'FamilyCase', 'freeze_unreached', 'ragged_samples']
+__all__ = ['FAMILIES', 'IMAGE_FAMILIES', 'FamilyCase', 'freeze_unreached', 'ragged_samples']
 
 # (sizes of the images, words before and between the images, words of the answer). Unequal in everything; row 5 has two
 # images without a word between them.
@@ -115,5 +115,3 @@ FAMILIES: dict[str, Callable[[], FamilyCase]] = {
     name: functools.partial(_case, name) for name in family_models.MODELS if name in family_processors.ENCODERS
 }
 IMAGE_FAMILIES = [name for name in FAMILIES if name != 'llama']
-WITH_DUMMY = [name for name in IMAGE_FAMILIES if name not in ('paligemma', 'gemma3', 'internvl')]
-"""Those whose smallest row with an image is made of the config; of others it is a row that was read."""
