@@ -10,14 +10,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
+from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, SiglipVisionConfig
 
 from composer_tokacc import size, train
-from composer_tokacc.data import build_small_processor
+from composer_tokacc.data import LengthTable, build_small_processor
 from composer_tokacc.programs import load_config
-from composer_tokacc.programs.length_file import lengths_of, read_lengths
+from composer_tokacc.programs.length_file import StandIns, lengths_of, read_lengths
 from composer_tokacc.programs.models import build_model
 from composer_tokacc.sizing.profile import SampleSizes
 from examples.digits import build_digits_processor
@@ -156,6 +157,21 @@ def test_figures_that_no_data_has_are_refused(
 ) -> None:
     assert size.main([LLAVA_7B, *FRESH_LLAVA, 'device_memory_gib=80', *arguments]) == 2
     assert message in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ('encoder', 'strategy', 'tokens'), [(CLIPVisionConfig, 'default', 576), (CLIPVisionConfig, 'full', 577),
+                                        (SiglipVisionConfig, 'full', 576)],
+)  # fmt: skip
+def test_samples_of_several_images_are_sized_by_one_of_the_config(encoder, strategy, tokens) -> None:
+    vision = encoder(image_size=336, patch_size=14)
+    config = LlavaConfig(vision_config=vision, vision_feature_select_strategy=strategy)
+    counts = np.array([2 * tokens, 0])
+    table = LengthTable(lengths=counts + 9, image_tokens=counts, loss_tokens=counts * 0, vision_patches=counts)
+    image, text = (StandIns(table, None, config)[index] for index in range(2))
+    assert (image['input_ids'] == config.image_token_index).sum() == image['input_ids'].numel() == tokens
+    assert image['pixel_values'].shape == (1, 3, 336, 336)
+    assert 'pixel_values' not in text
 
 
 def test_images_of_any_size_need_a_processor(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,6 @@ from torch.utils.data import DataLoader
 
 from benchmarks.timed_steps import Batches
 from composer_tokacc import BatchLayout, TokenAccumulation
-from composer_tokacc.layout import with_media
 from composer_tokacc.verify import UnusedParameters
 
 Batch = dict[str, Any]
@@ -157,7 +156,7 @@ def composer(model: Any, *, flag: bool = False, exact: bool = False) -> Callable
         keep, ends = Keep(), list(accumulate_sum(len(batch['input_ids']) for batch in microbatches))
         parts = [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
         given = DataSpec(
-            DataLoader(Batches([dict(with_media(layout, layout.concat(microbatches)))]), batch_size=None),
+            DataLoader(Batches([dict(layout.with_media(layout.concat(microbatches)))]), batch_size=None),
             split_batch=lambda batch, size: [layout.select(batch, part) for part in parts],
             get_num_samples_in_batch=lambda batch: len(batch['input_ids']),
         )

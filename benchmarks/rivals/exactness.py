@@ -29,7 +29,6 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from benchmarks.rivals.adapters import ADAPTERS, Gradients, gradients_of, named
 from benchmarks.rivals.speed import say
 from composer_tokacc import BatchLayout, verify_invariance
-from composer_tokacc.layout import with_media
 from tests.support.families import FAMILIES, ragged_samples
 from tests.support.text import VOCABULARY, text_model, text_rows
 
@@ -126,7 +125,7 @@ def check(subject_name: str, trainer: str) -> dict[str, Any]:
     layout = BatchLayout.for_model(model)
     rank = dist.get_global_rank()
     everyone = rows[: ROWS * dist.get_world_size()]
-    tokens = token_mean(model, dict(with_media(layout, layout.concat(everyone))))
+    tokens = token_mean(model, dict(layout.with_media(layout.concat(everyone))))
     checked = Checked(model, ADAPTERS[trainer](model), tokens)
     own = everyone[rank * ROWS : (rank + 1) * ROWS]
     report = verify_invariance(

@@ -28,8 +28,8 @@ from composer_tokacc.programs.values import Range
 CSV_COLUMNS = {'tokens': 'lengths', **{name: name for name in ('image_tokens', 'loss_tokens', 'vision_patches')}}
 LONGEST = 2**24
 """Tokens of a sample, far above what any model takes; at a hundred times as many the simulation fills the memory."""
-PIXELS = {'pixel_values', 'image_sizes'}
-"""Entries of families that may have one tensor of images of one size."""
+CLASS_TOKENS = {'clip_vision_model': 1, 'siglip_vision_model': 0}
+"""Features of encoders with one size of image beside those of its patches."""
 STAND_IN_SIDES = (336, 1344)
 """Pixels of a small and a large image, which differ in tokens wherever the size decides."""
 
@@ -130,18 +130,12 @@ class StandIns:
         self.processor = processor
         self._image: dict[str, Any] | None = None
         if processor is None and table.image_tokens.any():
-            layout, token = BatchLayout.for_model(config), BatchLayout.for_model(config).image_token_id
-            size = getattr(getattr(config, 'vision_config', None), 'image_size', None)
-            # What an encoder of any size, or of tiles, takes for its smallest image says nothing of real ones.
-            if token is None or not isinstance(size, int) or layout.family.entries.keys() - PIXELS:
+            self._image = _image_of(config)
+            if self._image is None:
                 raise ConfigError(
                     f'`lengths` with images of any size needs `model.pretrained`, whose processor makes them, got: a '
                     f'`model.config` of {config.model_type}. Name a checkpoint; its folder needs no weights'
                 )
-            count = int(np.gcd.reduce(table.image_tokens))  # of one image; the model itself refuses another number
-            ids = torch.full((1, count), token)
-            mask = torch.ones_like(ids)
-            self._image = {'input_ids': ids, 'attention_mask': mask, 'pixel_values': torch.zeros(1, 3, size, size)}
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Returns a sample with an image where the table has one; the large image is that of the row with most."""
@@ -161,3 +155,19 @@ class StandIns:
         text = self.processor.apply_chat_template([{'role': 'user', 'content': content}], tokenize=False)
         encode = self.processor if images else tokenizer_of(self.processor)
         return dict(encode(text=text, return_tensors='pt', **({'images': images} if images else {})))
+
+
+def _image_of(config: Any) -> dict[str, Any] | None:
+    """Returns a sample of one image, of LLaVA with an encoder of one size; None: the config does not tell.
+
+    What an encoder of any size, or of tiles, takes for its smallest image says nothing of real ones.
+    """
+    vision: Any = getattr(config, 'vision_config', None)
+    token = BatchLayout.for_model(config).image_token_id
+    if config.model_type != 'llava' or vision.model_type not in CLASS_TOKENS or token is None:
+        return None
+    drops_first = config.vision_feature_select_strategy == 'default'
+    count = (vision.image_size // vision.patch_size) ** 2 + CLASS_TOKENS[vision.model_type] - drops_first
+    ids = torch.full((1, count), token)
+    pixels = torch.zeros(1, vision.num_channels, vision.image_size, vision.image_size)
+    return {'input_ids': ids, 'attention_mask': torch.ones_like(ids), 'pixel_values': pixels}

@@ -93,5 +93,6 @@ def test_two_ranks_are_sharded_with_steps_of_text_alone_and_resumed(tmp_path):
     results = launch_json('tests/ranks/found_families.py', json.dumps(runs), ranks=2)
     for (model_type, *_), still, whole, resumed in zip(TYPES, results[::3], results[1::3], results[2::3], strict=True):
         assert (len(still['errors']), len(whole['errors']), len(resumed['errors'])) == (2, 2, 1)
-        assert max(still['errors']) < max(1e-6, 2 * still['round_off']) < 2e-4, (model_type, still)
+        # Gemma 4 in float32 is 5e-5 to 2e-4 against double precision, by the processor; a wrong cut makes 1e-2.
+        assert max(still['errors']) < max(1e-6, 2 * still['round_off']) < 1e-3, (model_type, still)
         assert resumed['parameters'] == whole['parameters'], model_type
