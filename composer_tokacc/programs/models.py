@@ -320,7 +320,8 @@ def _freeze_unreached_vision_layers(model: Any) -> set[str]:
     """Freezes what lies behind the vision feature layer, and returns the names.
 
     Without gradients it would have no optimizer state on one rank, which torch misses when a run is resumed, and on
-    several, where DDP gives it gradients of zero, weight decay would shrink it. Found by a backward on tensors without data, as releases differ: some give the normed output as the last state.
+    several, where DDP gives it gradients of zero, weight decay would shrink it. Found by a backward on tensors without
+    data, as releases differ: some give the normed output as the last state.
     """
     if getattr(model.config, 'model_type', None) not in _FEATURE_LAYER_FAMILIES:
         return set()
