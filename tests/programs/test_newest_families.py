@@ -100,6 +100,6 @@ def test_two_ranks_are_sharded_or_packed_with_steps_of_text_alone_and_resumed(tm
     for (model_type, *_), *found in zip(TYPES, *(results[index::4] for index in range(4)), strict=True):
         still, whole, resumed, packed = found
         assert [len(one['errors']) for one in found] == [2, 2, 1, 2]
-        for one in (still, packed):
-            assert max(one['errors']) < max(1e-6, 2 * one['round_off']) < 2e-4, (model_type, one)
+        assert max(packed['errors']) < 1e-6, (model_type, packed)  # in doubles
+        assert max(still['errors']) < max(1e-6, 2 * still['round_off']) < 1e-3, (model_type, still)  # a wrong cut: 1e-2
         assert resumed['parameters'] == whole['parameters'], model_type
