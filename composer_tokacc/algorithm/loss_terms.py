@@ -23,12 +23,6 @@ class SplitLoss(dict):
     units: ClassVar = {'tokens': 'tokens', 'router': 'microbatches'}
 
 
-class StepBalancedLoss(SplitLoss):
-    """One whose router's term is a microbatch's part of that of the whole step."""
-
-    units: ClassVar = {'tokens': 'tokens', 'router': 'step'}
-
-
 class LossTerms:
     """Knows the unit of each term of a loss, and changes the terms by it; without units all are means over tokens."""
 
@@ -40,16 +34,6 @@ class LossTerms:
     def coupled(self) -> list[str]:
         """Terms that are declared to depend on which rows share a microbatch."""
         return [name for name, unit in self.units.items() if unit in ('coupled_samples', 'microbatches')]
-
-    @property
-    def is_one_mean(self) -> bool:
-        """Whether the loss was declared to be one mean over tokens and nothing else."""
-        return list(self.units.values()) in ([], ['tokens'])
-
-    @property
-    def has_tokens(self) -> bool:
-        """Whether any term is a mean over tokens."""
-        return not self.units or 'tokens' in self.units.values()
 
     def named(self, loss: Any) -> dict[Any, tuple[str, torch.Tensor]]:
         """Returns the unit and the value of each term but Composer's ``'total'``, by its name or place."""

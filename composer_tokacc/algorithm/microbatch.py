@@ -23,7 +23,6 @@ from composer_tokacc.checks.logits import (
     weigh_tokens,
 )
 from composer_tokacc.checks.step import MicrobatchRecord, StepCheck
-from composer_tokacc.collectives import get_world_size
 from composer_tokacc.counting import with_one_label
 from composer_tokacc.metadata import (
     METADATA_PREFIX,
@@ -124,7 +123,7 @@ def check_added_rows(state: State, fit: Fit, record: MicrobatchRecord) -> None:
 def scales_of(record: MicrobatchRecord, share: float) -> dict[str, float]:
     """Returns the factor of the terms of each unit, on top of Composer's weight; ``share``: of the mean over tokens."""
     if not record.num_samples:
-        return dict.fromkeys((*LOSS_UNITS, 'step'), 0.0)
+        return dict.fromkeys(LOSS_UNITS, 0.0)
     samples, composers_weight = samples_of(record.batch), record.composers_weight
     return {
         'tokens': share / composers_weight,
@@ -132,7 +131,6 @@ def scales_of(record: MicrobatchRecord, share: float) -> dict[str, float]:
         'samples': len(samples) / sum(map(bool, samples)),
         'coupled_samples': 1.0,
         'microbatches': 1.0 / ((record.num_microbatches or 1) * composers_weight),
-        'step': get_world_size() / composers_weight,
     }
 
 
@@ -159,6 +157,6 @@ def watch_tokens(
         state.loss = terms.changed(
             state.loss, lambda name, unit, term: term + added if name in (first, 'total') else term
         )
-    # Other terms may go through the logits as well.
-    scale = fit.check.token_scale if terms.is_one_mean else None
+    # Where the loss is not one mean over tokens alone, other terms may go through the logits as well.
+    scale = fit.check.token_scale if list(terms.units.values()) in ([], ['tokens']) else None
     record.watch(logits, weights, None if scale is None else scale * share / record.num_tokens, is_whole=is_whole)

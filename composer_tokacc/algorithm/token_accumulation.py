@@ -24,8 +24,8 @@ from composer_tokacc.algorithm.microbatch import (
     watch_tokens,
 )
 from composer_tokacc.algorithm.router_balance import check_router_balance
-from composer_tokacc.algorithm.setup import Fit, begin_fit, is_decoder, vocabulary_of
-from composer_tokacc.batch import Batch, check_batch, sample_name
+from composer_tokacc.algorithm.setup import Fit, begin_fit, check_microbatches
+from composer_tokacc.batch import Batch, sample_name
 from composer_tokacc.checks.step import StepCheck, TokenChoice
 from composer_tokacc.collectives import RankSum, all_gather_object, get_world_size
 from composer_tokacc.counting import check_rule
@@ -188,10 +188,8 @@ class TokenAccumulation(Algorithm):
 
     def _count(self, state: State, logger: Logger) -> None:
         """BATCH_START: ``state.batch`` is the whole device batch, still on the CPU, so counting syncs nothing."""
-        vocabulary = vocabulary_of(state.model) if self._fit is None else self._fit.check.vocabulary
-        decodes, microbatches = is_decoder(state.model), microbatches_of(state.batch)
-        for microbatch in microbatches:
-            check_batch(microbatch, vocabulary, is_decoder=decodes)
+        microbatches = microbatches_of(state.batch)
+        check_microbatches(state.model, microbatches, None if self._fit is None else self._fit.check.vocabulary)
         if num_copies := num_repeated(state.dataloader, int(state.timestamp.batch_in_epoch)):
             samples = [1] * (num_rows(state.batch) - num_copies) + [0] * num_copies
             state.batch = with_metadata(state.batch, samples=samples)
@@ -286,7 +284,8 @@ class TokenAccumulation(Algorithm):
             watch_tokens(state, record, fit, share=scaled, is_weighted=self.is_weighted, is_whole=is_whole)
         self._raw_loss = sum(state.loss.values()) if isinstance(state.loss, SplitLoss) else state.loss
         if fit.balance is not None:
-            state.loss = fit.balance.applied(state.loss, state.outputs, len(self._step.records) - 1)
+            count = record.num_microbatches or 1
+            state.loss = fit.balance.applied(state.loss, state.outputs, len(self._step.records) - 1, count)
         state.loss = fit.terms.scaled(state.loss, scales_of(record, share), observe=record.observe)
 
     def _restore(self, state: State, logger: Logger) -> None:
@@ -325,7 +324,8 @@ class TokenAccumulation(Algorithm):
 
     def _log(self, state: State, logger: Logger) -> None:
         tokens = int(self._totals.read()[0])
-        if tokens == 0 and self._fit is not None and self._fit.terms.has_tokens:
+        units = self._fit.terms.units.values() if self._fit is not None else ()
+        if tokens == 0 and (not units or 'tokens' in units):
             # Zero gradients would still decay weights and move momentum; no gradients move nothing.
             for optimizer in state.optimizers:
                 optimizer.zero_grad(set_to_none=True)
