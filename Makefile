@@ -64,10 +64,11 @@ test-slow: $(STAMP)
 test-gpu: $(STAMP)
 	$(VENV)/bin/python -m pytest -m gpu
 
-# Everything about MDS shards, runs of up to four ranks included (six minutes); MARKED='not slow' leaves those out.
+# Everything about MDS shards, runs of up to four ranks included (six minutes); MARKED='not slow' leaves those out. And, as only here
+# their packages are, what loggers have written.
 MARKED ?= slow or not slow
 test-streaming: $(STAMP_STREAMING)
-	$(VENV_STREAMING)/bin/python -m pytest tests/streaming -m '$(MARKED)'
+	$(VENV_STREAMING)/bin/python -m pytest tests/streaming tests/monitor/test_loggers.py -m '$(MARKED)'
 
 test-newest: $(STAMP_NEWEST)
 	$(VENV_NEWEST)/bin/python -m pytest -n 2 -m 'not slow' $(SLICE)
@@ -110,14 +111,12 @@ docs: $(STAMP)
 	$(VENV)/bin/python -m sphinx -E -W -n --keep-going -q -b html docs docs/_build/html
 	@echo docs/_build/html/index.html
 
-# Wheel and sdist, each installed where nothing else is and tried outside of the checkout.
+# The sdist, and the wheel that uv builds of it: installed where nothing else is and tried outside of the checkout.
 dist: | $(UV)
 	rm -rf dist && $(UV) build --quiet --out-dir dist
-	for file in dist/*.tar.gz dist/*.whl; do \
-		$(UV) venv --quiet --clear --python "$$(command -v $(PYTHON))" $(VENV_DIST) && \
-		$(UV) pip install --quiet --python $(VENV_DIST)/bin/python "$$file" && \
-		.ci/smoke "$(CURDIR)/$(VENV_DIST)" || exit 1; \
-	done
+	$(UV) venv --quiet --clear --python "$$(command -v $(PYTHON))" $(VENV_DIST)
+	$(UV) pip install --quiet --python $(VENV_DIST)/bin/python dist/*.whl
+	.ci/smoke "$(CURDIR)/$(VENV_DIST)"
 	@ls -l dist
 
 # Hours on two cores; RIVALS="speed --sets 'lognormal 0.9' --ranks 1" for a part. COMPOSER_TOKACC_LENGTHS: folder of real tables.
@@ -131,7 +130,9 @@ test-rivals: $(STAMP_RIVALS)
 # By name, as a comma would end an argument of $(call).
 EVERYTHING := '.[demo,bench,datasets,lora,media,dev]'
 HERE := '.[demo,bench,datasets,lora,media,dev,docs]'
-STREAMING := '.[streaming,demo,media,dev]'
+# Composer's logger for W&B asks for what 0.20 has no more; MLflow's store, for SQLAlchemy before 2.1.
+LOGGERS := tensorboard 'wandb>=0.18,<0.20' 'mlflow-skinny>=2.14.1,<3' alembic 'sqlalchemy<2.1'
+STREAMING := '.[streaming,demo,media,dev]' $(LOGGERS)
 RIVAL_PACKAGES := '.[rivals,bench,dev]'
 
 .uv/bin/uv:

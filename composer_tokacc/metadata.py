@@ -60,18 +60,14 @@ def sources_of(batch: Mapping[str, Any]) -> Sequence[str | None] | None:
     return names if all(isinstance(name, str | None) for name in names) else None
 
 
-def metadata_keys(batch: Mapping[str, Any]) -> list[str]:
-    """Returns the keys of the batch that are ours."""
-    return [key for key in batch if isinstance(key, str) and key.startswith(METADATA_PREFIX)]
+def _is_ours(key: Any) -> bool:
+    return isinstance(key, str) and key.startswith(METADATA_PREFIX)
 
 
 def metadata_of(batch: Any) -> dict[str, list[Any]]:
     """Returns what the batch brings of ours, by name without the prefix."""
-    return (
-        {key.removeprefix(METADATA_PREFIX): batch[key] for key in metadata_keys(batch)}
-        if isinstance(batch, Mapping)
-        else {}
-    )
+    keys = filter(_is_ours, batch if isinstance(batch, Mapping) else ())
+    return {key.removeprefix(METADATA_PREFIX): batch[key] for key in keys}
 
 
 def with_metadata(batch: Mapping[str, Any], **facts: Sequence[Any]) -> dict[str, Any]:
@@ -81,8 +77,7 @@ def with_metadata(batch: Mapping[str, Any], **facts: Sequence[Any]) -> dict[str,
 
 def without_metadata(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the batch as its loader made it."""
-    own = metadata_keys(batch)
-    return {key: value for key, value in batch.items() if key not in own}
+    return {key: value for key, value in batch.items() if not _is_ours(key)}
 
 
 def is_annotated(batch: Any, loss_tokens: str | None = None) -> bool:
@@ -102,9 +97,9 @@ def annotate(batch: Mapping[str, Any], loss_tokens: str = 'causal', token_weight
     if isinstance(batch, PreSplitBatch):
         return batch.map(lambda microbatch: annotate(microbatch, loss_tokens, token_weights))
     is_plain = token_weights == 'token'
-    if is_annotated(batch, loss_tokens) and (is_plain or 'weights' in metadata_of(batch)):
+    if is_annotated(batch, loss_tokens) and (is_plain or f'{METADATA_PREFIX}weights' in batch):
         return dict(batch)
-    samples = metadata_of(batch).get('samples', [1] * num_rows(batch))
+    samples = samples_of(batch)
     batch = _without_added_labels(batch, samples)
     batch = batch if loss_tokens == 'unshifted' else mask_document_starts(batch)
     counts = count_tokens(batch, loss_tokens)
@@ -145,8 +140,12 @@ def num_rows(batch: Mapping[str, Any]) -> int:
 
 def num_samples(batch: Mapping[str, Any]) -> int:
     """Returns samples of the dataset in the batch: its rows, but for added ones, and several in a packed row."""
-    samples = batch.get(f'{METADATA_PREFIX}samples')
-    return num_rows(batch) if samples is None else sum(samples)
+    return sum(samples_of(batch))
+
+
+def samples_of(batch: Mapping[str, Any]) -> Sequence[int]:
+    """Returns how many samples of the dataset each row is, see :data:`METADATA_PREFIX`."""
+    return batch.get(f'{METADATA_PREFIX}samples') or [1] * num_rows(batch)
 
 
 def loss_weight(batch: Mapping[str, Any]) -> float:

@@ -23,12 +23,6 @@ class SplitLoss(dict):
     units: ClassVar = {'tokens': 'tokens', 'router': 'microbatches'}
 
 
-class StepBalancedLoss(SplitLoss):
-    """One whose router's term is a microbatch's part of that of the whole step."""
-
-    units: ClassVar = {'tokens': 'tokens', 'router': 'step'}
-
-
 class LossTerms:
     """Knows the unit of each term of a loss, and changes the terms by it; without units all are means over tokens."""
 
@@ -40,16 +34,6 @@ class LossTerms:
     def coupled(self) -> list[str]:
         """Terms that are declared to depend on which rows share a microbatch."""
         return [name for name, unit in self.units.items() if unit in ('coupled_samples', 'microbatches')]
-
-    @property
-    def is_one_mean(self) -> bool:
-        """Whether the loss was declared to be one mean over tokens and nothing else."""
-        return list(self.units.values()) in ([], ['tokens'])
-
-    @property
-    def has_tokens(self) -> bool:
-        """Whether any term is a mean over tokens."""
-        return not self.units or 'tokens' in self.units.values()
 
     def named(self, loss: Any) -> dict[Any, tuple[str, torch.Tensor]]:
         """Returns the unit and the value of each term but Composer's ``'total'``, by its name or place."""
@@ -114,10 +98,10 @@ class LossTerms:
 
         The balance is a statistic of the microbatch, and no mean over tokens: every microbatch's own weighs the same.
         """
-        router = self._router(loss, outputs)
-        if router is None:
+        router = router_loss_of(outputs)
+        if router is None or self.router_coefficient is None or not isinstance(loss, torch.Tensor):
             return loss
-        router = (self.router_coefficient or 0.0) * router.to(loss.device)
+        router = self.router_coefficient * router.to(loss.device)
         return SplitLoss(tokens=loss - router, router=router)
 
     def check_coefficient(self, loss: Any, outputs: Any) -> None:
@@ -125,37 +109,32 @@ class LossTerms:
 
         However small: below every tolerance the rest would still be no mean over tokens.
         """
-        router = self._router(loss, outputs)
-        # Nothing to train, or a compiled forward.
-        if router is None or not router.requires_grad or router.grad_fn is loss.grad_fn:
+        router, coefficient = router_loss_of(outputs), self.router_coefficient
+        if router is None or not isinstance(loss, torch.Tensor) or not router.requires_grad:
             return
-        (found,) = torch.autograd.grad(loss, router, retain_graph=True, allow_unused=True)
-        added = 0.0 if found is None else float(found)
-        if not math.isclose(added, self.router_coefficient or 0.0, rel_tol=1e-5):
+        if router.grad_fn is not loss.grad_fn:
+            (found,) = torch.autograd.grad(loss, router, retain_graph=True, allow_unused=True)
+            added = 0.0 if found is None else float(found)
+        else:  # a compiled forward, which tells nothing
+            added = math.nan if coefficient is None else coefficient
+        if not math.isclose(added, coefficient or 0.0, rel_tol=1e-5):
             raise RuntimeError(
-                f'The model must add its load-balancing loss times {self.router_coefficient:g}, as its config says, '
-                f'got: times {added:g}. Set `router_aux_loss_coef` of model and config to the same, or '
-                '`output_router_logits=False` (docs/errors.md#model-loss).'
+                f'The model must add its load-balancing loss times {coefficient or 0:g}, as its config says, got: '
+                f'times {added:g}. Set `router_aux_loss_coef` of model and config to the same, or '
+                "`output_router_logits=False`, or declare `loss_units={'lm': 'tokens', 'router': 'microbatches'}` "
+                '(docs/errors.md#model-loss).'
             )
-
-    def _router(self, loss: Any, outputs: Any) -> torch.Tensor | None:
-        """Returns the load-balancing loss that is to be told from the rest of the one number of a loss."""
-        is_one = self.router_coefficient is not None and isinstance(loss, torch.Tensor)
-        return router_loss_of(outputs) if is_one else None
 
     def probed(self, loss: Any, outputs: Any) -> dict[str, torch.Tensor]:
         """Returns the sum of the terms of each unit that no cut may change: tokens, and samples if there are any."""
         loss = self.split(loss, outputs)
         terms = [term for _, term in self.named(loss).values()]
-        total = loss.get('total') if isinstance(loss, Mapping) else None
-        if isinstance(loss, Mapping) and not self.units and not isinstance(loss, SplitLoss):
-            if len(terms) > 1:
-                raise RuntimeError(
-                    f'One term of the loss must be the mean over tokens, got: {sorted(loss)}. Name the unit of each in '
-                    '`loss_units`, or set `check_loss=False` with an explicit `loss_tokens` '
-                    '(docs/errors.md#model-loss).'
-                )
-            return {'tokens': _sum(terms) if total is None else total}
+        total = loss.get('total') if isinstance(loss, Mapping) and self.units else None
+        if isinstance(loss, Mapping) and not (self.units or isinstance(loss, SplitLoss)) and len(terms) > 1:
+            raise RuntimeError(
+                f'One term of the loss must be the mean over tokens, got: {sorted(loss)}. Name the unit of each in '
+                '`loss_units`, or set `check_loss=False` with an explicit `loss_tokens` (docs/errors.md#model-loss).'
+            )
         if terms and total is not None:
             summed = _sum([term.float() for term in terms])
             if not torch.isclose(total.float(), summed, rtol=1e-4):

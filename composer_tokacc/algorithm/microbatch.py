@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from composer.core import State
-from composer.utils import dist
 
 from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, LossTerms, attached_zero
 from composer_tokacc.algorithm.setup import Fit
@@ -26,12 +25,13 @@ from composer_tokacc.checks.logits import (
 from composer_tokacc.checks.step import MicrobatchRecord, StepCheck
 from composer_tokacc.counting import with_one_label
 from composer_tokacc.metadata import (
+    METADATA_PREFIX,
     is_annotated,
     loss_weight,
-    metadata_of,
     num_loss_tokens,
     num_microbatches,
     num_samples,
+    samples_of,
     without_metadata,
 )
 from composer_tokacc.weights import LOSS_WEIGHTS
@@ -48,11 +48,12 @@ class HiddenEntries:
     def __init__(self, batch: Batch, *, is_weighted: bool, is_of_tokens: bool) -> None:
         self.batch = without_metadata(batch)
         """What the model sees."""
-        if is_weighted and is_annotated(batch) and self.batch.pop(LOSS_WEIGHTS, None) is None:
+        if not is_annotated(batch) or (is_weighted and self.batch.pop(LOSS_WEIGHTS, None) is None):
+            lacking = f'`{LOSS_WEIGHTS}`' if is_annotated(batch) else f'counts ({METADATA_PREFIX}...)'
             raise RuntimeError(
-                f'Microbatches must carry the `{LOSS_WEIGHTS}` written at BATCH_START, got: {sorted(batch)}. A custom '
-                '`split_batch` or `microbatch_transforms` drops them; cut them as labels are cut, or use '
-                'token_data_spec() (docs/errors.md#counts).'
+                f'Microbatches must carry the {lacking} written at BATCH_START, got: {sorted(batch)}. A custom '
+                '`split_batch` or `microbatch_transforms` drops them; keep lists with one entry per row, cut weights '
+                'as labels are cut, or use token_data_spec() (docs/errors.md#counts).'
             )
         if is_of_tokens and is_empty(batch):
             self.batch = with_one_label(self.batch)
@@ -67,14 +68,14 @@ class HiddenEntries:
         return whole
 
 
-def is_empty(batch: Batch) -> bool:
-    """Returns whether a microbatch is known to be without loss-generating tokens, or without samples."""
-    return is_annotated(batch) and (num_loss_tokens(batch) == 0 or num_samples(batch) == 0)
+def is_empty(batch: Any) -> bool:
+    """Returns whether a microbatch is without loss-generating tokens, or without samples."""
+    return num_loss_tokens(batch) == 0 or num_samples(batch) == 0
 
 
 def replace_empty(state: State, terms: LossTerms) -> Any:
     """Returns the loss, of which terms over tokens are zero, and no mean over none, where there are no tokens."""
-    if not is_empty(state.batch):  # pyright: ignore[reportArgumentType]
+    if not is_empty(state.batch):
         return state.loss
     zero = attached_zero(state.outputs, state.loss)
     return terms.changed(state.loss, lambda name, unit, term: zero if unit == 'tokens' else term)
@@ -102,9 +103,11 @@ def record_of(state: State, fit: Fit, step: StepCheck, composers_weight: float) 
 
 def check_added_rows(state: State, fit: Fit, record: MicrobatchRecord) -> None:
     """Refuses means over samples that have a loss where a row is no sample, and has no labels: it fills up a rank."""
-    samples, terms = metadata_of(record.batch)['samples'], fit.terms.of_unit(state.loss, 'samples')
-    logits = logits_of(state.outputs)
-    if all(samples) or not record.num_samples or not terms or logits is None or not logits.requires_grad:
+    samples = samples_of(record.batch)
+    if all(samples) or not record.num_samples:
+        return
+    terms, logits = fit.terms.of_unit(state.loss, 'samples'), logits_of(state.outputs)
+    if not terms or logits is None or not logits.requires_grad:
         return
     total = torch.stack([term.sum() for term in terms]).sum()
     (found,) = torch.autograd.grad(total, logits, retain_graph=True, allow_unused=True)
@@ -119,15 +122,16 @@ def check_added_rows(state: State, fit: Fit, record: MicrobatchRecord) -> None:
 
 def scales_of(record: MicrobatchRecord, share: float) -> dict[str, float]:
     """Returns the factor of the terms of each unit, on top of Composer's weight; ``share``: of the mean over tokens."""
-    scales: dict[str, float] = dict.fromkeys((*LOSS_UNITS, 'step'), 1.0 if record.num_samples else 0.0)
-    if record.num_samples:
-        scales['tokens'] = share / record.composers_weight
+    if not record.num_samples:
+        return dict.fromkeys(LOSS_UNITS, 0.0)
+    samples, composers_weight = samples_of(record.batch), record.composers_weight
+    return {
+        'tokens': share / composers_weight,
         # Rows that are no samples have no labels, and loss 0 in a term's mean.
-        samples = metadata_of(record.batch)['samples']
-        scales['samples'] = len(samples) / sum(map(bool, samples))
-        scales['step'] = dist.get_world_size() / record.composers_weight
-        scales['microbatches'] = 1.0 / ((record.num_microbatches or 1) * record.composers_weight)
-    return scales
+        'samples': len(samples) / sum(map(bool, samples)),
+        'coupled_samples': 1.0,
+        'microbatches': 1.0 / ((record.num_microbatches or 1) * composers_weight),
+    }
 
 
 def watch_tokens(
@@ -153,6 +157,6 @@ def watch_tokens(
         state.loss = terms.changed(
             state.loss, lambda name, unit, term: term + added if name in (first, 'total') else term
         )
-    # Other terms may go through the logits as well.
-    scale = fit.check.token_scale if terms.is_one_mean else None
+    # Where the loss is not one mean over tokens alone, other terms may go through the logits as well.
+    scale = fit.check.token_scale if list(terms.units.values()) in ([], ['tokens']) else None
     record.watch(logits, weights, None if scale is None else scale * share / record.num_tokens, is_whole=is_whole)

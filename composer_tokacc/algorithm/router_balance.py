@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 from composer.core import State
-from composer.utils import dist
 from torch.nn.parallel import DistributedDataParallel
 
-from composer_tokacc.algorithm.loss_terms import LossTerms, StepBalancedLoss
+from composer_tokacc.algorithm.loss_terms import LossTerms, SplitLoss
 from composer_tokacc.batch import Batch, attended_positions, sample_name, text_of, with_own_tensors
-from composer_tokacc.checks.probe import router_loss_of, undisturbed
+from composer_tokacc.checks.logits import router_loss_of
+from composer_tokacc.checks.probe import undisturbed
 from composer_tokacc.checks.rows import documents_of
-from composer_tokacc.collectives import RankSum
+from composer_tokacc.collectives import RankSum, get_world_size
 from composer_tokacc.data_spec.split import MicrobatchSplit
 from composer_tokacc.metadata import metadata_of, without_metadata
 from composer_tokacc.weights import LOSS_WEIGHTS
@@ -74,7 +74,7 @@ class StepBalance:
                 "`router_balance='step'` must know what the load-balancing loss is multiplied by, got: a config "
                 f'without `router_aux_loss_coef`. Name it there, if the model has a router. {OTHERWISE}'
             )
-        if state.auto_microbatching and dist.get_world_size() > 1:
+        if state.auto_microbatching and get_world_size() > 1:
             raise RuntimeError(
                 "`router_balance='step'` on several ranks needs a number for `device_train_microbatch_size`, got: "
                 f"'auto'. The ranks would wait for one that runs out of memory while it counts. {OTHERWISE}"
@@ -115,16 +115,12 @@ class StepBalance:
         """
         found, attended = router_loss_of(outputs), _attended(batch)
         logits = _router_logits(outputs)
-        if not logits or found is None:
+        if not logits or found is None or any(len(layer) != attended.numel() for layer in logits):
             raise RuntimeError(
-                "`router_balance='step'` needs the router's logits and its load-balancing loss in the outputs of the "
-                'model, got: outputs without `router_logits` or `aux_loss`. Set `output_router_logits=True` in the '
-                f'config of a mixture of experts. {OTHERWISE}'
-            )
-        if any(len(layer) != attended.numel() for layer in logits):
-            raise RuntimeError(
-                "`router_balance='step'` needs the router's logits of each position of the batch, got: those of "
-                f'{[len(layer) for layer in logits][:4]} for {attended.numel()} positions. {OTHERWISE}'
+                "`router_balance='step'` needs `router_logits` of each position and their `aux_loss` in the outputs of "
+                f'the model, got: {"an" if found is not None else "no"} `aux_loss`, and logits of '
+                f'{[len(layer) for layer in logits][:4]} for {attended.numel()} positions. Set '
+                f'`output_router_logits=True` in the config of a mixture of experts. {OTHERWISE}'
             )
         is_first = self._top_k is None
         values = _balances(*_routed(logits, attended, self._top_k or logits[0].shape[-1]), len(logits) * attended.sum())
@@ -136,7 +132,7 @@ class StepBalance:
             self.check()
         return logits
 
-    def applied(self, loss: Any, outputs: Any, index: int) -> Any:
+    def applied(self, loss: Any, outputs: Any, index: int, num_microbatches: int) -> Any:
         """Returns the loss of a microbatch with its part of the step's balance for its own; by number in the step."""
         with self._precision():
             choices, probabilities = _routed(_router_logits(outputs), self._masks[index], self._top_k or 1)
@@ -146,7 +142,9 @@ class StepBalance:
         num_positions, *of_experts = self._sums.read()
         weights = [len(of_experts) * count / max(num_positions, 1) ** 2 for count in of_experts]
         balance = (probabilities.new_tensor(weights) * probabilities).sum()
-        return StepBalancedLoss(tokens=loss['tokens'], router=self._coefficient * balance)
+        # A sum, where terms of microbatches are averaged over those of all ranks.
+        factor = self._coefficient * num_microbatches * get_world_size()
+        return SplitLoss(tokens=loss['tokens'], router=factor * balance)
 
     def check(self) -> None:
         """Raises RuntimeError unless the model's own loss and its routing in training were as they were taken for."""

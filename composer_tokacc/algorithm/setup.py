@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from composer_tokacc.algorithm.loss_terms import LossTerms, router_coefficient
 from composer_tokacc.algorithm.router_balance import StepBalance
-from composer_tokacc.batch import Batch
+from composer_tokacc.batch import Batch, check_batch
 from composer_tokacc.checks.first_batch import FirstBatchCheck
 from composer_tokacc.checks.gradient_hooks import check_gradient_hooks
 from composer_tokacc.checks.probe import Probe
@@ -142,17 +142,13 @@ def _check_coupling(terms: LossTerms, split: Any) -> None:
         )
 
 
-def is_decoder(model: Any) -> bool:
-    """Returns whether labels are known to stand at the positions of the ids; those of a custom model may not."""
+def check_microbatches(model: Any, microbatches: Sequence[Batch], vocabulary: int | None) -> None:
+    """Raises ValueError where ids or labels are none of the model's; ``vocabulary``: by its logits, if any came yet."""
     model = getattr(model, 'module', model)
-    return isinstance(model, HuggingFaceModel) and not getattr(model.config, 'is_encoder_decoder', False)
-
-
-def vocabulary_of(model: Any) -> int | None:
-    """Returns how many ids a label may have, by the last layer of a Hugging Face model; None: that is not known."""
-    model = getattr(model, 'module', model)
-    try:
-        head = model.model.get_output_embeddings() if isinstance(model, HuggingFaceModel) else None
-    except (AttributeError, NotImplementedError):
-        return None
-    return getattr(head, 'out_features', None)
+    # Labels of a custom model need not stand at the positions of the ids.
+    is_decoder = isinstance(model, HuggingFaceModel) and not getattr(model.config, 'is_encoder_decoder', False)
+    if vocabulary is None and isinstance(model, HuggingFaceModel):
+        with suppress(AttributeError, NotImplementedError):
+            vocabulary = getattr(model.model.get_output_embeddings(), 'out_features', None)
+    for microbatch in microbatches:
+        check_batch(microbatch, vocabulary, is_decoder=is_decoder)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
-from composer.utils import dist
 
 from composer_tokacc.algorithm.functional import sample_weight, token_weight
 from composer_tokacc.algorithm.loss_terms import SplitLoss, check_units
@@ -25,17 +24,15 @@ from composer_tokacc.algorithm.microbatch import (
     watch_tokens,
 )
 from composer_tokacc.algorithm.router_balance import check_router_balance
-from composer_tokacc.algorithm.setup import Fit, begin_fit, is_decoder, vocabulary_of
-from composer_tokacc.batch import Batch, check_batch, sample_name
+from composer_tokacc.algorithm.setup import Fit, begin_fit, check_microbatches
+from composer_tokacc.batch import Batch, sample_name
 from composer_tokacc.checks.step import StepCheck, TokenChoice
-from composer_tokacc.collectives import RankSum
+from composer_tokacc.collectives import RankSum, all_gather_object, get_world_size
 from composer_tokacc.counting import check_rule
 from composer_tokacc.data_spec.reduction import check_reduced, check_sharding
 from composer_tokacc.layout import microbatches_of
 from composer_tokacc.metadata import (
-    METADATA_PREFIX,
     annotate,
-    is_annotated,
     loss_weight,
     num_loss_tokens,
     num_microbatches,
@@ -191,10 +188,8 @@ class TokenAccumulation(Algorithm):
 
     def _count(self, state: State, logger: Logger) -> None:
         """BATCH_START: ``state.batch`` is the whole device batch, still on the CPU, so counting syncs nothing."""
-        vocabulary = vocabulary_of(state.model) if self._fit is None else self._fit.check.vocabulary
-        decodes, microbatches = is_decoder(state.model), microbatches_of(state.batch)
-        for microbatch in microbatches:
-            check_batch(microbatch, vocabulary, is_decoder=decodes)
+        microbatches = microbatches_of(state.batch)
+        check_microbatches(state.model, microbatches, None if self._fit is None else self._fit.check.vocabulary)
         if num_copies := num_repeated(state.dataloader, int(state.timestamp.batch_in_epoch)):
             samples = [1] * (num_rows(state.batch) - num_copies) + [0] * num_copies
             state.batch = with_metadata(state.batch, samples=samples)
@@ -204,7 +199,7 @@ class TokenAccumulation(Algorithm):
         # The batch brings its counts, so that split_batch hands each microbatch its own.
         state.batch = self._device_batch = annotate(state.batch, fit.check.rule, self.token_weights)
         local = (num_loss_tokens(state.batch), num_samples(state.batch), loss_weight(state.batch))
-        self._step = StepCheck(*local, is_weighted=self.is_weighted, had_bypass=fit.has_bypass)
+        self._step = StepCheck(*local, is_weighted=self.is_weighted, has_bypass=fit.has_bypass)
         dtype = torch.float64 if self.is_weighted else torch.int64
         self._totals = RankSum(state.device.tensor_to_device(torch.tensor([*local, *kinds], dtype=dtype)))
 
@@ -218,13 +213,7 @@ class TokenAccumulation(Algorithm):
         )  # fmt: skip
         self._reduces_once = self._reduces_once and fit.reductions.may_meet_once
         kinds = fit.kinds_of(state.batch)
-        fit.prove(state.batch, dist.all_gather_object(kinds), reduces_once=self._reduces_once)
-        if fit.check.has_router_loss and fit.terms.router_coefficient is not None and fit.balance is None:
-            log.warning(
-                'The mean over tokens is exact. The load-balancing loss of the router is a statistic of each '
-                "microbatch; the step's is the mean of its microbatches', and depends on how the batch is cut. With "
-                '`router_balance=step` it does not.'
-            )
+        fit.prove(state.batch, all_gather_object(kinds), reduces_once=self._reduces_once)
         return fit, kinds
 
     def _start_attempt(self, state: State, logger: Logger) -> None:
@@ -265,21 +254,22 @@ class TokenAccumulation(Algorithm):
         assert fit is not None
         assert self._hidden is not None
         state.batch = self._hidden.put_back(state.batch)
-        if step & (step - 1) == 0:  # again now and then: schedules may change it
+        # Again now and then: schedules may change it.
+        if step & (step - 1) == 0 and (self.check_loss or fit.terms.router_coefficient is not None):
             fit.terms.check_coefficient(state.loss, state.outputs)
         state.loss = fit.terms.split(state.loss, state.outputs)
+        if isinstance(state.loss, SplitLoss) and fit.balance is None and not (step or self._step.records):
+            log.warning(
+                'The mean over tokens is exact. The load-balancing loss of the router is a statistic of each '
+                "microbatch; the step's is the mean of its microbatches', and depends on how the batch is cut. With "
+                '`router_balance=step` it does not.'
+            )
         state.loss = replace_empty(state, fit.terms)
 
     def _scale(self, state: State, logger: Logger) -> None:
         """BEFORE_BACKWARD: the last point where ``state.loss`` matters, so nothing may rescale it afterwards."""
-        fit, batch, world_size = self._fit, state.batch, dist.get_world_size()
+        fit, batch, world_size = self._fit, state.batch, get_world_size()
         assert fit is not None
-        if not is_annotated(batch):
-            raise RuntimeError(
-                f'Microbatches must carry the counts written at BATCH_START ({METADATA_PREFIX}...), got: '
-                f'{sorted(batch)}. A custom `split_batch` or `microbatch_transforms` drops them; keep lists with one '
-                'entry per row, or use token_data_spec() (docs/errors.md#counts).'
-            )
         _, step_samples, step_weight = self._totals.read()[:3]
         composers_weight = sample_weight(num_samples(batch), int(step_samples), world_size=world_size)
         record = record_of(state, fit, self._step, composers_weight)
@@ -294,7 +284,8 @@ class TokenAccumulation(Algorithm):
             watch_tokens(state, record, fit, share=scaled, is_weighted=self.is_weighted, is_whole=is_whole)
         self._raw_loss = sum(state.loss.values()) if isinstance(state.loss, SplitLoss) else state.loss
         if fit.balance is not None:
-            state.loss = fit.balance.applied(state.loss, state.outputs, len(self._step.records) - 1)
+            count = record.num_microbatches or 1
+            state.loss = fit.balance.applied(state.loss, state.outputs, len(self._step.records) - 1, count)
         state.loss = fit.terms.scaled(state.loss, scales_of(record, share), observe=record.observe)
 
     def _restore(self, state: State, logger: Logger) -> None:
@@ -306,7 +297,6 @@ class TokenAccumulation(Algorithm):
         if has_all and (fit.split is None or len(records) == len(fit.split.made)):
             fit.reductions.reach_all_by_hand()
         state.loss, self._raw_loss = self._raw_loss, None
-        self._step.records[-1].release()
 
     def _finish(self, state: State, logger: Logger) -> None:
         """AFTER_TRAIN_BATCH: gradients are whole, the optimizer has not moved yet."""
@@ -334,14 +324,15 @@ class TokenAccumulation(Algorithm):
 
     def _log(self, state: State, logger: Logger) -> None:
         tokens = int(self._totals.read()[0])
-        if tokens == 0 and self._fit is not None and self._fit.terms.has_tokens:
+        units = self._fit.terms.units.values() if self._fit is not None else ()
+        if tokens == 0 and (not units or 'tokens' in units):
             # Zero gradients would still decay weights and move momentum; no gradients move nothing.
             for optimizer in state.optimizers:
                 optimizer.zero_grad(set_to_none=True)
             self.num_empty_steps += 1
         metrics: dict[str, float] = {
             'token_accumulation/loss_generating_tokens': tokens,
-            'token_accumulation/empty_microbatches': self._step.num_empty,
+            'token_accumulation/empty_microbatches': sum(one.num_tokens == 0 for one in self._step.records),
             'token_accumulation/empty_steps': self.num_empty_steps,
         }
         if self.is_weighted:

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 
 from composer_tokacc.batch import IGNORE_INDEX, Batch, sample_name
-from composer_tokacc.checks.logits import TINY
 from composer_tokacc.checks.probe import NOISE_FACTOR, Probe, ProbeResult
 from composer_tokacc.checks.rows import documents_of
 from composer_tokacc.counting import loss_mask
@@ -40,11 +39,9 @@ left but round-off."""
 
 MEAN = "The model's own loss must be the mean over its loss-generating tokens, got: "
 SAMPLES = "The terms that `loss_units` calls 'samples' must be means over samples, got: "
-NAME_TERMS = 'Return its terms as a dict and name the unit of each in `loss_units` (docs/errors.md#model-loss).'
-ROUTER = (
-    'the load-balancing loss of a router as well, a statistic of the microbatch. Name what it is multiplied by in '
-    '`router_aux_loss_coef` of its config, or set `output_router_logits=False`, or declare it with '
-    "`loss_units={'lm': 'tokens', 'router': 'microbatches'}` (docs/errors.md#model-loss)."
+NAME_TERMS = (
+    "Return its terms as a dict and name the unit of each in `loss_units`, or a router's factor in "
+    '`router_aux_loss_coef` of the config (docs/errors.md#model-loss).'
 )
 
 
@@ -90,8 +87,6 @@ class RowComparison:
             )
         self.whole = probe.run(self._moved, measured=True)
         self._expected = self._part(rows, self.whole, self._everyone, 'whole')
-        if check_loss:
-            self._check_router_loss()
 
     @cached_property
     def _rounded(self) -> _CutRows:
@@ -129,13 +124,6 @@ class RowComparison:
             failures.append(failure)
         # Where rows must be packed, the first says why; else the last, of the cut that leaves most alone.
         raise RuntimeError(failures[0 if cutter is not None and cutter.must_pack else -1])
-
-    def _check_router_loss(self) -> None:
-        """A statistic of the microbatch, however small its weight: below every tolerance it is still not exact."""
-        whole = self.whole
-        is_part = whole.explained is None or not whole.is_same_loss('tokens', whole.explained)
-        if whole.has_router_loss and (is_part or self.token_scale() is None):
-            raise RuntimeError(f'{MEAN}one that holds {ROUTER}')
 
     def _failure(self, cutter: Any, rules: Any) -> str | None:
         """Returns how the first microbatch fails in which another cut changes a gradient; None: none does."""
@@ -237,8 +225,6 @@ class RowComparison:
             got = f'{expected:.6f} for {len(self._counts)} rows together, and {mean:.6f} as their mean one by one'
             if unit == 'samples':
                 return f'{SAMPLES}{got}. Give their own unit (docs/errors.md#model-loss).'
-            if self.whole.has_router_loss:
-                return f'{MEAN}{got}. It holds {ROUTER}'
             return f'{MEAN}{got}. It holds a term that depends on which rows share a microbatch. {NAME_TERMS}'
         return None
 
@@ -258,15 +244,9 @@ class RowComparison:
         return (
             f"A row's losses must not depend on the rows beside it nor on its padding, got: {failure}. Rows see each "
             'other in this model (statistics of the batch, attention over padding, a mean over other positions in the '
-            'loss). Pad on the other side, freeze the layer, leave the term out, or pass `position_ids` and an '
-            '`attention_mask` (docs/errors.md#row-coupling).'
+            "loss). Pad on the other side, freeze the layer, leave the term out or name a router's factor in "
+            '`router_aux_loss_coef`, or pass `position_ids` and an `attention_mask` (docs/errors.md#row-coupling).'
         )
-
-
-def share_elsewhere(gradient: torch.Tensor, predicts: torch.Tensor) -> float:
-    """Returns the size of a gradient at other positions than those that predict, over its size at them."""
-    norms = gradient.norm(dim=-1)
-    return float(norms[~predicts].norm() / norms[predicts].norm().clamp(min=TINY))
 
 
 def _relative(found: torch.Tensor, expected: torch.Tensor, largest: float | None = None) -> torch.Tensor:

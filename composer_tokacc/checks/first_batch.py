@@ -14,8 +14,8 @@ import torch
 import torch.distributed
 
 from composer_tokacc.batch import IGNORE_INDEX, Batch, with_own_tensors
-from composer_tokacc.checks.comparison import MEAN, NAME_TERMS, RowComparison, share_elsewhere
-from composer_tokacc.checks.logits import targets_of
+from composer_tokacc.checks.comparison import MEAN, NAME_TERMS, RowComparison
+from composer_tokacc.checks.logits import TINY, targets_of
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.checks.rows import chosen_rows, rule_batch, with_unequal_row
 from composer_tokacc.collectives import all_gather_object, get_global_rank
@@ -53,7 +53,6 @@ class FirstBatchCheck:
         they do not weigh the same there (label smoothing, focal losses), or nothing tells."""
         self.vocabulary: int | None = None
         """Ids that a label may have, by the model's logits."""
-        self.has_router_loss = False
         self._probe, self._to_device = probe, to_device
         self._loss_tokens, self._check_loss = loss_tokens, check_loss
         self._max_rows = min(max(int(2 * microbatch_size), 4), MAX_ROWS)
@@ -113,7 +112,7 @@ class FirstBatchCheck:
         found = comparison.first_exact(cutter, rules)
         scales = all_gather_object(comparison.token_scale())  # ranks must agree on what they look at again
         self.token_scale = None if None in scales else scales[0]
-        self.vocabulary, self.has_router_loss = comparison.whole.vocabulary, comparison.whole.has_router_loss
+        self.vocabulary = comparison.whole.vocabulary
         log.info('The first-batch check took %.2f s. %s', time.perf_counter() - started, found)
         shown = _names_of(kinds_of([describe(self.layout, rows)]))
         return found, shown if comparison.has_shown_trimming else shown - {'left', 'positions', 'right'}
@@ -145,7 +144,8 @@ def find_loss_rule(probe: Probe, row: Batch, *, loss_tokens: str = 'auto') -> st
     norms, matching = gradient.norm(dim=-1), []
     for rule in LOSS_RULES:
         predicts = targets_of(row, rule).cpu() != IGNORE_INDEX
-        if (elsewhere := share_elsewhere(gradient, predicts)) < 0.1 and bool((norms[predicts] > 0).all()):
+        elsewhere = float(norms[~predicts].norm() / norms[predicts].norm().clamp(min=TINY))
+        if elsewhere < 0.1 and bool((norms[predicts] > 0).all()):
             matching.append((elsewhere, rule))
     where = _listed(norms)
     if not matching:

@@ -59,14 +59,6 @@ class MeasuredTokens(NamedTuple):
         )
 
 
-class TokenDeviations(NamedTuple):
-    """How far tokens of a microbatch are from what they must weigh; on the device."""
-
-    deviations: torch.Tensor  # of each one's gradient, in parts of a plain token's weight, (tokens,)
-    count: torch.Tensor  # of all that carry loss, ()
-    positions: torch.Tensor | None = None  # where they are predicted, counted through all rows; None: at every one
-
-
 def logits_of(outputs: Any) -> torch.Tensor | None:
     """Returns the logits in a model's outputs, ``(rows, width, vocabulary)``, or None where it gives none."""
     logits = _entry(outputs, 'logits')
@@ -117,34 +109,6 @@ def measure(logits: torch.Tensor, gradient: torch.Tensor, targets: torch.Tensor 
         rest = torch.addcmul(g, weight[:, None], direction, value=-1).norm(dim=-1)
         found.append((weight, y, square.sqrt(), rest))
     return MeasuredTokens(*(torch.cat(parts).view(logits.shape[:2]) for parts in zip(*found, strict=True)))
-
-
-def sample_tokens(
-    logits: torch.Tensor,
-    gradient: torch.Tensor,
-    labels: torch.Tensor,
-    counted: torch.Tensor,
-    weights: torch.Tensor | None,
-    unit: float,
-    *,
-    numbers: range,
-    shift: int,
-) -> TokenDeviations:
-    """Measures a few tokens, by the label's own entry: ``w (p - 1)``. A step has no time for more a microbatch.
-
-    ``numbers`` count the tokens that carry loss (``counted``), from 1: the host knows how many there are, so nothing
-    waits for the device. Labels are predicted ``shift`` positions ahead; the others as of :class:`TokenDeviations`.
-    """
-    ordinals = counted.flatten().cumsum(dim=0)
-    wanted = torch.arange(numbers.start, numbers.stop, numbers.step, device=labels.device)
-    # Within bounds also where there are fewer labels than the host knows, which the count tells.
-    places = torch.searchsorted(ordinals, wanted).clamp_(shift, len(ordinals) - 1)
-    targets = labels.flatten()[places].clamp_(min=0)
-    places -= shift  # in the same row, as labels of column 0 do not count then
-    losses = F.cross_entropy(whole(logits.flatten(0, 1)[places]).float(), targets, reduction='none')
-    expected = losses.neg_().expm1_() if weights is None else losses.neg_().expm1_() * weights.flatten()[places]
-    entries = whole(gradient).flatten(0, 1)[places, targets].float() / unit
-    return TokenDeviations((entries - expected).abs_(), ordinals[-1], places)
 
 
 def sketch(gradient: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from composer_tokacc.batch import Batch, labels_of, with_own_tensors
-from composer_tokacc.checks.logits import MeasuredTokens, logits_of, measure, router_loss_of, sketch, token_losses
+from composer_tokacc.checks.logits import MeasuredTokens, logits_of, measure, sketch
 from composer_tokacc.compat import BatchNorm
 
 log = logging.getLogger(__name__)
@@ -45,9 +45,7 @@ class ProbeResult:
     """Of these by what the last layers give, ``(rows, width, entries)`` each: by the states that logits are made of, as
     far as the loss uses them besides, and by the logits; None where it does not use them."""
     measured: MeasuredTokens | None  # where that was asked, of a model with logits that its loss is made of
-    explained: float | None  # what the cross-entropies of the tokens, so weighted, sum up to
     vocabulary: int | None  # number of logits of a position, if any are given
-    has_router_loss: bool
     eps: float  # machine epsilon of the loss, float32's or coarser
     gradient_eps: float  # of the coarsest gradient
 
@@ -175,16 +173,11 @@ class Probe:
         gradients = {unit: _gradients(value, points) for unit, value in terms.items()}
         at_logits = next((g for p, g in zip(points, gradients.get('tokens', []), strict=False) if p is logits), None)
         tokens = measure(logits, at_logits) if measured and logits is not None and at_logits is not None else None
-        explained = None
-        if logits is not None and tokens is not None:
-            explained = float((token_losses(logits, tokens.targets) * tokens.weights).double().sum())
         return ProbeResult(
             losses={unit: value.float().mean().item() for unit, value in terms.items()},
             gradients={unit: [g if g is None else sketch(g) for g in of_unit] for unit, of_unit in gradients.items()},
             measured=tokens,
-            explained=explained,
             vocabulary=None if logits is None else logits.shape[-1],
-            has_router_loss=router_loss_of(outputs) is not None,
             eps=max(torch.finfo(value.dtype).eps for value in (*terms.values(), torch.zeros(()))),
             gradient_eps=max(torch.finfo(point.dtype).eps for point in (*points, torch.zeros(()))),
         )
@@ -287,7 +280,7 @@ def _is_alike(weight: torch.Tensor) -> bool:
     entries = weight.detach().flatten()
     most = VARIATION / 5 * (len(weight) / len(entries) if weight.dim() else 1) ** 0.5
     # Few weights are, and most of the others show it by their first entries.
-    return all(float(part.max() - part.min()) < most for part in (entries[:256], entries))
+    return all(float(torch.sub(*part.aminmax())) > -most for part in (entries[:256], entries))
 
 
 def _varied(weight: torch.Tensor) -> torch.Tensor:
@@ -350,7 +343,9 @@ def _hooked(modules: Iterable[torch.nn.Module], change: Callable[..., Any]) -> I
 @contextmanager
 def undisturbed(model: torch.nn.Module) -> Iterator[None]:
     """Leaves a run the same with and without a forward in between: puts random state and buffers back."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()] if model.training else []
+    modules = list(model.modules())  # to walk them is slow
+    written = [buffer for module in modules for buffer in module.buffers(recurse=False)] if model.training else []
+    buffers = [(buffer, buffer.clone()) for buffer in written]
     python_state, numpy_state = random.getstate(), np.random.get_state()
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     try:
@@ -362,6 +357,6 @@ def undisturbed(model: torch.nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, kept in buffers:
                 buffer.copy_(kept)
-        for module in model.modules():
+        for module in modules:
             if isinstance(module, FSDPModule):  # a forward leaves the root whole, without gradients, until a backward
                 module.reshard()

@@ -10,12 +10,13 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from composer_tokacc.batch import Batch, labels_of, sample_name
-from composer_tokacc.checks.logits import TokenDeviations, measure, on_gradient, sample_tokens, targets_of, tolerance_of
+from composer_tokacc.batch import IGNORE_INDEX, Batch, labels_of, sample_name
+from composer_tokacc.checks.logits import measure, on_gradient, targets_of, tolerance_of, whole
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.weights import LOSS_WEIGHTS
 
@@ -31,6 +32,14 @@ NUM_FIRST_STEPS, WHOLE_SHARE = 10, 1 / 64
 entry is: a tenth of a microbatch with a large vocabulary, so one in 64 costs 0.2 %."""
 CHOICE = random.Random(0)
 """Chooses tokens, so that the run's own random numbers are left alone."""
+
+
+class TokenDeviations(NamedTuple):
+    """How far tokens of a microbatch are from what they must weigh; on the device."""
+
+    deviations: torch.Tensor  # of each one's gradient, in parts of a plain token's weight, (tokens,)
+    count: torch.Tensor  # of all that carry loss, ()
+    positions: torch.Tensor | None  # where they are predicted, counted through all rows; None: at every one
 
 
 class TokenChoice:
@@ -82,40 +91,38 @@ class MicrobatchRecord:
     was_reached: bool = False  # whether a gradient came by its logits
     tokens: TokenDeviations | None = None
     tolerance: float = 0.0
-    _logits: torch.Tensor | None = None
 
     def watch(self, logits: torch.Tensor, weights: torch.Tensor | None, unit: float | None, *, is_whole: bool) -> None:
         """Listens to the gradient by the logits, of which all or a few tokens are measured; ``unit`` None: none are.
 
         ``unit`` is what a plain token must weigh, ``weights`` what each must beside it, ``(rows, width)``.
         """
-        self._logits = logits.detach()
-        on_gradient(logits, partial(self._hear, weights, unit, is_whole))
-
-    def release(self) -> None:
-        """Lets go of the logits once backward is through; until then whatever comes last counts."""
-        self._logits = None
+        # Detached: a graph whose hook holds its own logits is never freed.
+        on_gradient(logits, partial(self._hear, logits.detach(), weights, unit, is_whole))
 
     def observe(self, gradient: torch.Tensor) -> None:
         """Notes the gradient that reaches the scaled loss: the weight that Composer applied; a tensor hook."""
         found = gradient.detach().sum(dtype=torch.float32)
         self.factor = found if self.factor is None else self.factor + found
 
-    def _hear(self, weights: torch.Tensor | None, unit: float | None, is_whole: bool, gradient: torch.Tensor) -> None:
+    def _hear(
+        self, logits: torch.Tensor, weights: torch.Tensor | None, unit: float | None, is_whole: bool, grad: torch.Tensor
+    ) -> None:
         self.was_reached = True
-        if unit is None or self._logits is None:
+        if unit is None:
             return
-        self.tolerance = tolerance_of(gradient.dtype)
-        counted = self.counted()
-        if is_whole:
-            found = measure(self._logits, gradient, targets_of(self.batch, self.rule)).deviations(unit, weights)
-            self.tokens = TokenDeviations(found.flatten(), counted.sum())
-        else:
-            step, shift = -(-self.num_tokens // NUM_SAMPLED), int(self.rule != 'unshifted')
-            self.tokens = sample_tokens(
-                self._logits, gradient, self.batch['labels'], counted, weights, unit,
-                numbers=range(1 + CHOICE.randrange(step), self.num_tokens + 1, step), shift=shift,
-            )  # fmt: skip
+        self.tolerance = tolerance_of(grad.dtype)
+        given: list[Any] = [logits, grad, targets_of(self.batch, self.rule), weights]
+        ordinals, places = (given[2] != IGNORE_INDEX).flatten().cumsum(dim=0), None
+        if not is_whole:
+            # By their numbers, of which the host knows how many there are, so that nothing waits for the device; within
+            # bounds also where there are fewer, which the count tells.
+            step = -(-self.num_tokens // NUM_SAMPLED)
+            numbers = torch.arange(1 + CHOICE.randrange(step), self.num_tokens + 1, step, device=ordinals.device)
+            places = torch.searchsorted(ordinals, numbers).clamp_(max=len(ordinals) - 1)
+            given = [None if one is None else whole(one.flatten(0, 1)[places])[None] for one in given]
+        found = measure(*given[:3]).deviations(unit, given[3])
+        self.tokens = TokenDeviations(found.flatten(), ordinals[-1], places)
 
     def counted(self) -> torch.Tensor:
         """Returns which labels on the device carry loss."""
@@ -138,20 +145,9 @@ class StepCheck:
     num_samples: int
     loss_weight: float
     is_weighted: bool = False  # whether tokens may have weights of their own
-    had_bypass: bool | None = None  # of the loss in steps before; None: there were none
+    has_bypass: bool | None = None  # whether the loss has terms that are not made of the logits; None: not known yet
     gradient_scale: float = 1.0  # of mixed precision
     records: list[MicrobatchRecord] = field(default_factory=list)
-
-    @property
-    def num_empty(self) -> int:
-        """Microbatches of this rank without loss-generating tokens."""
-        return sum(record.num_tokens == 0 for record in self.records)
-
-    @property
-    def has_bypass(self) -> bool | None:
-        """Whether the loss of this step or those before has a term that is not made of the logits."""
-        is_known = self.had_bypass is not None or not self.loss_weight
-        return self.had_bypass if is_known else any(record.has_bypass for record in self.records)
 
     @property
     def _with_tokens(self) -> list[MicrobatchRecord]:
@@ -186,8 +182,8 @@ class StepCheck:
     def _read(self) -> Mapping[str, list[float]]:
         """Reads everything from the device at once: the only sync of a step, where Composer reads the loss anyway."""
         groups: dict[str, list[torch.Tensor]] = {
-            'labels': [record.tokens.count if record.tokens else record.counted().sum() for record in self.records],
-            'weights': [(record.batch[LOSS_WEIGHTS] * record.counted()).sum() for record in self.records]
+            'Labels': [record.tokens.count if record.tokens else record.counted().sum() for record in self.records],
+            'Weights': [(record.batch[LOSS_WEIGHTS] * record.counted()).sum() for record in self.records]
             if self.is_weighted
             else [],
             'factors': [record.factor for record in self.records if record.factor is not None],
@@ -209,10 +205,9 @@ class StepCheck:
                 f'{weight:g}. `split_batch` drops or repeats rows, or a later algorithm changes the batch; put '
                 'TokenAccumulation last, or use token_data_spec() (docs/errors.md#counts).'
             )
-        for what, values in (('Labels', found['labels']), ('Weights', found['weights'])):
-            for index, (record, value) in enumerate(zip(self.records, values, strict=False)):
-                counted = record.num_tokens if what == 'Labels' else record.loss_weight
-                if not math.isclose(value, counted, rel_tol=0 if what == 'Labels' else WEIGHT_TOLERANCE):
+        for what, name, tolerance in (('Labels', 'num_tokens', 0), ('Weights', 'loss_weight', WEIGHT_TOLERANCE)):
+            for index, (record, value) in enumerate(zip(self.records, found[what], strict=False)):
+                if not math.isclose(value, counted := getattr(record, name), rel_tol=tolerance):
                     raise RuntimeError(
                         f'{what} must not change after BATCH_START, got: {value:g} in microbatch {index}, where '
                         f'{counted:g} was counted of its loss-generating tokens. `microbatch_transforms` or an '
@@ -223,27 +218,18 @@ class StepCheck:
         expected = [record.composers_weight for record in self.records]
         if not observed and self.num_tokens == 0:
             return  # nothing required a gradient
-        if len(observed) != len(expected):
-            raise RuntimeError(
-                f'Composer must run backward on the scaled loss of {len(expected)} microbatches, got: {len(observed)}. '
-                'A later algorithm replaces `state.loss` at BEFORE_BACKWARD; put TokenAccumulation last '
-                '(docs/errors.md#composers-weights).'
-            )
-        if not all(
-            math.isclose(*pair, rel_tol=RELATIVE_TOLERANCE, abs_tol=1e-9)
-            for pair in zip(observed, expected, strict=True)
-        ):
+        if len(observed) != len(expected) or not np.allclose(observed, expected, rtol=RELATIVE_TOLERANCE, atol=1e-9):
             raise RuntimeError(
                 f'Composer must weight microbatches by their samples {np.round(expected[:8], 6).tolist()}, got: '
                 f'{np.round(observed[:8], 6).tolist()}. Either `accumulate_train_batch_on_tokens` is on (set it to '
                 'False), or `get_num_samples_in_batch` does not count rows (use token_data_spec()), or a later '
-                'algorithm rescales the loss (put TokenAccumulation last; docs/errors.md#composers-weights).'
+                'algorithm changes the loss (put TokenAccumulation last; docs/errors.md#composers-weights).'
             )
 
     def _check_tokens(self, found: Mapping[str, list[float]]) -> None:
         tokens = iter(found['tokens'])
         for record in self._with_tokens:
-            if record.has_bypass and self.had_bypass is False:
+            if record.has_bypass and self.has_bypass is False:
                 raise RuntimeError(
                     "The model's own loss must be made of its logits alone, as it was before, got: another term, "
                     f'which began in a microbatch with {sample_name(record.batch, 0)}. Have it in the loss from the '
@@ -259,3 +245,5 @@ class StepCheck:
                     'in training, or an algorithm changes labels around the forward. What changes on purpose: name '
                     'its term in `loss_units`, or set `check_loss=False` (docs/errors.md#model-loss).'
                 )
+        if self.has_bypass is None and self.loss_weight:
+            self.has_bypass = any(record.has_bypass for record in self.records)

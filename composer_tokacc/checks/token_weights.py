@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.checks.logits import logits_of, measure, node_of, tolerance_of
+from composer_tokacc.collectives import get_world_size
 from composer_tokacc.compat import inner_model
 
 SURE = 1e-3
@@ -93,7 +94,7 @@ class TokenWeightsReport:
                 f'{number:>8}{len(weights):>10,}{low:>15.7g}{mean:>15.7g}{high:>15.7g}{backward.residual:>10.1e}'
             )
         # Of this rank alone: whoever prints on rank 0 only must not wait for the others.
-        where = ' on this rank (`.spread` asks all)' if dist.is_available() and dist.is_initialized() else ''
+        where = ' on this rank (`.spread` asks all)' if get_world_size() > 1 else ''
         largest, smallest = self._extremes().abs().tolist()
         if smallest != torch.inf:
             is_same = largest <= smallest * (1 + self.known_to)

@@ -29,7 +29,7 @@ from composer_tokacc.layout import (
     describe_all,
     microbatches_of,
 )
-from composer_tokacc.metadata import metadata_of, num_rows, with_metadata, without_metadata
+from composer_tokacc.metadata import num_rows, samples_of, with_metadata, without_metadata
 from composer_tokacc.planning import CutOptions, cut_rows, pack_lengths
 
 log = logging.getLogger(__name__)
@@ -263,7 +263,7 @@ class MicrobatchSplit:
             piece = Piece.from_facts(facts, self.rules, options)
             piece.check_caps(options, indices[number] if indices else None)
             if get_world_size() > 1:  # rows that only fill up a rank weigh nothing, and need not be computed
-                samples = metadata_of(facts.batch).get('samples', [1] * len(piece.rows))
+                samples = samples_of(facts.batch)
                 piece = piece.take([row for row in piece.rows if samples[row]])
             if piece.rows:
                 stays = pre_split is not None and piece.fits(self.rules, options)

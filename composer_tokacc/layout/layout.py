@@ -146,14 +146,19 @@ class BatchLayout:
         has_width = all(value.shape[dim] == width for dim in entry.seq_dims) and not is_decoders
         return entry if has_width else replace(entry, seq_dims=())
 
+    def _not_text(self, batch: Batch) -> dict[str, Entry]:
+        """Returns how tensors that are no text belong to rows; asked of every microbatch, so text is told by name."""
+        text = TEXT_ENTRIES.keys() - self.extra.keys() - self.family.entries.keys()
+        keys = [key for key, value in batch.items() if key not in text and isinstance(value, torch.Tensor)]
+        return {key: self.entry_of(batch, key) for key in keys}
+
     def tensors_of(self, batch: Batch, unit: str) -> dict[str, torch.Tensor]:
-        """Returns the tensors that have one entry per unit, by key."""
-        tensors = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
-        return {key: value for key, value in tensors.items() if self.entry_of(batch, key).unit == unit}
+        """Returns the tensors that have one entry per image, video, audio or part of one, by key."""
+        return {key: batch[key] for key, entry in self._not_text(batch).items() if entry.unit == unit}
 
     def media_of(self, batch: Batch) -> list[str]:
         """Returns which of images, videos and audios have tensors in the batch."""
-        entries = [self.entry_of(batch, key) for key, value in batch.items() if isinstance(value, torch.Tensor)]
+        entries = self._not_text(batch).values()
         units = {'image' if entry.slot_dim is not None else entry.unit.partition('/')[0] for entry in entries}
         units |= {PATCHES[unit][0] for unit in units & PATCHES.keys()}
         return [unit for unit in MODALITIES if unit in units]
@@ -213,8 +218,7 @@ class BatchLayout:
 
     def _found_units(self, batch: Batch, modality: str) -> list[str]:
         """Returns what the found tensors of a modality enumerate, the fewest first: items before tiles and patches."""
-        entries = (self.entry_of(batch, key) for key, value in batch.items() if isinstance(value, torch.Tensor))
-        units = {entry.unit for entry in entries if entry.unit.startswith(f'{modality}/')}
+        units = {entry.unit for entry in self._not_text(batch).values() if entry.unit.startswith(f'{modality}/')}
         return sorted(units, key=lambda unit: int(unit.partition('/')[2]))
 
     def _units_by_placeholders(self, batch: Batch, unit: str, num_items: int) -> list[int]:

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from composer_tokacc.checks import logits as measured
 from composer_tokacc.checks.logits import (
     measure,
-    sample_tokens,
     sketch,
     targets_of,
     token_losses,
     tolerance_of,
     weigh_tokens,
 )
+from composer_tokacc.checks.step import NUM_SAMPLED, MicrobatchRecord
 from composer_tokacc.counting import loss_mask
 
 LABELS = torch.tensor([[5, 6, -100, 2], [-100, -100, 7, 0], [1, 1, 1, 1]])
@@ -79,13 +79,14 @@ def test_residual_is_the_share_of_what_no_cross_entropy_explains():
 
 def changes(logits, gradient, rule):
     """How far each token is off, by its position."""
-    counted = loss_mask({'labels': LABELS}, rule)
-    numbers = range(1, int(counted.sum()) + 1)
-    tokens = sample_tokens(
-        logits, gradient, LABELS, counted, WEIGHTS, 0.01, numbers=numbers, shift=int(rule == 'causal')
+    record = MicrobatchRecord(
+        batch={'labels': LABELS}, rule=rule, num_tokens=int(loss_mask({'labels': LABELS}, rule).sum())
     )
-    assert tokens.count == len(numbers)
-    return dict(zip(tokens.positions.tolist(), tokens.deviations.tolist(), strict=True))
+    given = logits.requires_grad_() * 1
+    record.watch(given, WEIGHTS, 0.01, is_whole=False)
+    given.backward(gradient)
+    assert record.tokens.count == record.num_tokens <= NUM_SAMPLED
+    return dict(zip(record.tokens.positions.tolist(), record.tokens.deviations.tolist(), strict=True))
 
 
 @pytest.mark.parametrize(('rule', 'shift'), [('causal', 1), ('unshifted', 0)])
@@ -97,11 +98,11 @@ def test_deviation_is_none_of_the_right_weights_and_as_large_as_a_wrong_one(rule
     wrong = WEIGHTS.clone()
     wrong[2, 1] += 1
     logits, gradient = gradient_of(lambda z: 0.01 * written_out(z, wrong, shift))
-    probability = logits[2, 1].softmax(dim=-1)[1]
+    own = logits[2, 1].softmax(dim=-1) - F.one_hot(torch.tensor(1), logits.shape[-1])
     found = changes(logits, gradient, rule)
     assert set(found) == set((targets != -100).flatten().nonzero()[:, 0].tolist())
     assert max(found, key=found.__getitem__) == 9
-    assert found[9] == pytest.approx(float(1 - probability), rel=1e-4)
+    assert found[9] == pytest.approx(float(own.norm()), rel=1e-4)
     assert int(measure(logits, gradient, targets).deviations(0.01, WEIGHTS).argmax()) == 9
 
 

@@ -101,5 +101,6 @@ def test_two_ranks_are_sharded_or_packed_with_steps_of_text_alone_and_resumed(tm
         still, whole, resumed, packed = found
         assert [len(one['errors']) for one in found] == [2, 2, 1, 2]
         assert max(packed['errors']) < 1e-6, (model_type, packed)  # in doubles
-        assert max(still['errors']) < max(1e-6, 2 * still['round_off']) < 1e-3, (model_type, still)  # a wrong cut: 1e-2
+        # Gemma 4 in float32 is 5e-5 to 2e-4 against double precision, by the processor; a wrong cut makes 1e-2.
+        assert max(still['errors']) < max(1e-6, 2 * still['round_off']) < 1e-3, (model_type, still)
         assert resumed['parameters'] == whole['parameters'], model_type
