@@ -263,11 +263,6 @@ class BatchLayout:
         media = {key: one for key in family.entries if key != 'pixel_values'}
         return {**batch, **media, 'pixel_values': torch.full((1, *frames, 3, size, size), 0.5, device=device)}
 
-    def coupling(self, batch: Batch) -> str | None:
-        """Why the loss of this batch's rows depends on how they are grouped, or None: it does not."""
-        images = self.images_per_row(batch) if self.family.coupling else [0]
-        return self.family.coupling if any(images) and not all(images) else None
-
     # New batches out of old ones.
 
     def select(self, batch: Batch, rows: Sequence[int]) -> dict[str, Any]:
