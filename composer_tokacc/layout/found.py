@@ -75,9 +75,7 @@ def carried_counts(batch: Batch, modality: str) -> list[int] | None:
     if entries is None:
         return None
     if not isinstance(entries, Sequence) or not all(hasattr(one, '__index__') and one >= 0 for one in entries):
-        raise ValueError(
-            f'`num_{modality}s` must be a list of ints from 0, one per row, got: {carried}. Count anew.'
-        )
+        raise ValueError(f'`num_{modality}s` must be a list of ints from 0, one per row, got: {carried}. Count anew.')
     return [int(one) for one in entries]
 
 
