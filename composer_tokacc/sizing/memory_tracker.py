@@ -15,6 +15,7 @@ from composer_tokacc.compat import TorchDispatchMode, storage_key, tree_iter
 from composer_tokacc.model_structure import vision_modules
 
 to_copy: Any = torch.ops.aten._to_copy
+ask_device: Any = torch.ops.prim.device
 TRACKED_PARTS = ('text', 'logits', 'vision', 'weights')
 """``weights`` are copies that autocast makes of parameters."""
 
@@ -52,7 +53,7 @@ class MemoryTracker(TorchDispatchMode):
         self.peak, self._peak_total = dict(self.current), self._total
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:  # more than half of all calls; each further mode would take its turn
+        if func is ask_device.default:  # more than half of all calls; each further mode would take its turn
             return args[0].device
         result = func(*args, **(kwargs or {}))
         for tensor in tree_iter(result):
