@@ -64,10 +64,11 @@ test-slow: $(STAMP)
 test-gpu: $(STAMP)
 	$(VENV)/bin/python -m pytest -m gpu
 
-# Everything about MDS shards, runs of up to four ranks included (six minutes); MARKED='not slow' leaves those out.
+# Everything about MDS shards, runs of up to four ranks included (six minutes); MARKED='not slow' leaves those out. And, as only here
+# their packages are, what loggers have written.
 MARKED ?= slow or not slow
 test-streaming: $(STAMP_STREAMING)
-	$(VENV_STREAMING)/bin/python -m pytest tests/streaming -m '$(MARKED)'
+	$(VENV_STREAMING)/bin/python -m pytest tests/streaming tests/monitor/test_loggers.py -m '$(MARKED)'
 
 test-newest: $(STAMP_NEWEST)
 	$(VENV_NEWEST)/bin/python -m pytest -n 2 -m 'not slow' $(SLICE)
@@ -131,7 +132,9 @@ test-rivals: $(STAMP_RIVALS)
 # By name, as a comma would end an argument of $(call).
 EVERYTHING := '.[demo,bench,datasets,lora,media,dev]'
 HERE := '.[demo,bench,datasets,lora,media,dev,docs]'
-STREAMING := '.[streaming,demo,media,dev]'
+# Composer's logger for W&B asks for what 0.20 has no more; MLflow's store, for SQLAlchemy before 2.1.
+LOGGERS := tensorboard 'wandb>=0.18,<0.20' 'mlflow-skinny>=2.14.1,<3' alembic 'sqlalchemy<2.1'
+STREAMING := '.[streaming,demo,media,dev]' $(LOGGERS)
 RIVAL_PACKAGES := '.[rivals,bench,dev]'
 
 .uv/bin/uv:

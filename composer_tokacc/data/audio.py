@@ -25,6 +25,8 @@ MEDIA_CONTAINERS = (
 )
 """FFmpeg's names of those that are one file, and say where it ends. Playlists name others, outside of the folder too;
 a transport or an elementary stream ends anywhere, so that nobody would see that half is missing."""
+STEADY_CONTAINERS = ('aiff', 'caf', 'flac', 'mp3', 'ogg', 'tta', 'voc', 'w64', 'wav', 'wv')
+"""Those of sounds alone in which no time can be left out; a recording in the others may have pauses."""
 OGG_PAGE = 27 + 255 + 255 * 255
 MAX_SAMPLE = 2**20
 """Full scale is 1, or 2**15 where a writer forgot to scale: far above it, features overflow."""
@@ -94,6 +96,17 @@ def check_end(container: Any, end: float) -> None:
         raise ValueError(f'it ends after {end - start:.1f} of {duration:.1f} s')
 
 
+def _frames_of(container: Any) -> Iterator[Any]:
+    """Gives the frames of the audio; a decoder leaves out what is damaged, and the next comes too late."""
+    end = None
+    for frame in container.decode(audio=0):
+        gap = 0 if end is None or frame.time is None else frame.time - end
+        if gap > frame.samples / frame.sample_rate / 2 and container.format.name in STEADY_CONTAINERS:
+            raise ValueError(f'{gap:.3f} s of it cannot be decoded, at {end:.2f} s: it is damaged')
+        end = (end or 0 if frame.time is None else frame.time) + frame.samples / frame.sample_rate
+        yield frame
+
+
 def read_audio(file: MediaFile, sampling_rate: int) -> np.ndarray:
     """Returns the mean of its channels, float32 ``(samples,)``, so many samples a second."""
     import av
@@ -102,10 +115,11 @@ def read_audio(file: MediaFile, sampling_rate: int) -> np.ndarray:
         if not container.streams.audio:
             raise ValueError('it holds no audio')
         one_thread(container.streams.audio[0])
+        container.streams.audio[0].codec_context.options = {'err_detect': 'crccheck+explode'}  # FLAC's, of each frame
         # Not planar: PyAV's arrays of eight planes and more end the process.
         resampler = av.AudioResampler(format='flt', rate=sampling_rate)
         pieces, size = [np.empty(0, np.float32)], 0
-        for frame in chain(container.decode(audio=0), [None]):  # None: what the resampler still holds
+        for frame in chain(_frames_of(container), [None]):  # None: what the resampler still holds
             for piece in resampler.resample(frame):
                 pieces.append(piece.to_ndarray().reshape(-1, piece.layout.nb_channels).mean(axis=1))
                 size += len(pieces[-1])

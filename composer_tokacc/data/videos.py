@@ -152,14 +152,14 @@ def _read_frames(file: MediaFile, wanted: Sequence[int], keys: Sequence[tuple[in
     """Reads the frames of the given stamps, by stamp, ``(height, width, 3)`` each."""
     found, size = {}, {}
     with _open_video(file) as (container, stream):
-        frames, frame = container.decode(stream), None
+        frames, frame = _undamaged(container.decode(stream), keys[0][0] if keys else wanted[0]), None
         for stamp in wanted:
             past = frame.pts if frame is not None else keys[0][0] if keys else stamp
             index = bisect_right(keys, (stamp, sys.maxsize)) - 1
             if index >= 0 and keys[index][0] > past:  # nothing of what lies between has to be decoded
                 for place in keys[index]:  # some containers look for what is shown then, others for what is decoded
                     container.seek(place, stream=stream)
-                    frames = container.decode(stream)
+                    frames = _undamaged(container.decode(stream), keys[index][0])
                     frame = next(frames, None)
                     if frame is not None and frame.pts is not None and frame.pts <= stamp:
                         break
@@ -173,6 +173,14 @@ def _read_frames(file: MediaFile, wanted: Sequence[int], keys: Sequence[tuple[in
             pixels = frame.reformat(format='rgb24', **size).to_ndarray()
             found[stamp] = _upright(pixels, frame.side_data.get('DISPLAYMATRIX'))
     return found
+
+
+def _undamaged(frames: Iterator[Any], start: int) -> Iterator[Any]:
+    """Refuses frames that their decoder marks, but for those before a key frame, which may lack what they need."""
+    for frame in frames:
+        if frame.is_corrupt and frame.pts is not None and frame.pts >= start:
+            raise ValueError(f'its frame at {frame.time:.2f} s is damaged')
+        yield frame
 
 
 def _upright(frame: np.ndarray, matrix: Any) -> np.ndarray:

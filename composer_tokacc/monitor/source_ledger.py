@@ -17,19 +17,20 @@ import torch
 import torch.nn.functional as F
 from composer.utils import dist
 
-from composer_tokacc.batch import Batch
+from composer_tokacc.batch import IGNORE_INDEX, Batch
 from composer_tokacc.checks.logits import CHUNK, logits_of, whole
 from composer_tokacc.counting import count_tokens, counted_tokens, loss_mask
-from composer_tokacc.metadata import SourceShare, metadata_of, sources_of
+from composer_tokacc.metadata import SourceShare, sources_of
+from composer_tokacc.planning.compiled import compiled
 
 log = logging.getLogger(__name__)
 
-NOTHING = SourceShare(None, 0, 0, 0.0)
-"""Of a dummy row."""
 MOST_SOURCES = 64
 """Sources that are told apart; a collator's ``source`` may be another one for every row."""
 OTHERS = 'others'
 """Name of the sources beyond these."""
+SMALL_VOCABULARY = 1024
+"""Up to which a plain loop on the CPU is faster than torch's calls, whose code each step must load anew."""
 MOST_UNREAD = 2**20
 """Logits that may wait for the end of a step: 4 MiB."""
 SUMS = ('loss', 'tokens', 'weight', 'positions')
@@ -39,13 +40,9 @@ SUMS = ('loss', 'tokens', 'weight', 'positions')
 class _Part(NamedTuple):
     """What one microbatch gave, by row, or by document of a packed row."""
 
-    shares: Sequence[SourceShare]
-    positions: Sequence[int]
+    shares: Sequence[SourceShare | None]  # None: a dummy row
+    width: int | None  # of each row; None: a document takes its own tokens
     has_losses: bool  # False: the model gives no logits
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(share.loss_tokens for share in self.shares)
 
 
 class _Unread(NamedTuple):
@@ -55,7 +52,7 @@ class _Unread(NamedTuple):
     text: Mapping[str, Any]  # its labels, and what the rule asks for
     rule: str
     counted: torch.Tensor | None  # by nobody before: which tokens carry loss
-    num_tokens: int
+    shares: Sequence[SourceShare | None]
 
 
 class SourceLedger:
@@ -73,23 +70,21 @@ class SourceLedger:
         self._num_unread = 0  # logits
         self._losses: list[torch.Tensor] = []  # of tokens, float32, part after part, on the device
 
-    def note(self, batch: Batch, outputs: Any, rule: str) -> None:
+    def note(self, batch: Batch, facts: Mapping[str, Any], outputs: Any, rule: str) -> None:
         """Notes a microbatch whose rows carry ``source``; nothing waits for the device where they were counted."""
-        facts = metadata_of(batch)
         rows: Any = facts.get('sources') or _counted(batch, rule)
         if rows is None:
             return
         is_packed, is_counted = isinstance(rows[0], list), 'rule' in facts
-        shares = [share or NOTHING for share in (rows[0] if is_packed else rows)]
+        shares = rows[0] if is_packed else rows
         logits, labels = logits_of(outputs), batch['labels']
         has_losses = logits is not None and logits.shape[:2] == labels.shape
-        positions = [share.real_tokens for share in shares] if is_packed else [labels.shape[1]] * len(shares)
-        self._parts.append(part := _Part(shares, positions, has_losses))
+        self._parts.append(_Part(shares, None if is_packed else labels.shape[1], has_losses))
         if logits is not None and has_losses:
             counted = None if is_counted else counted_tokens(batch, rule)
             text = {name: batch[name] for name in ('labels', 'attention_mask') if name in batch}
             rule = facts['rule'][0] if is_counted else rule
-            self._unread.append(_Unread(logits.detach(), text, rule, counted, part.num_tokens))
+            self._unread.append(_Unread(logits.detach(), text, rule, counted, shares))
             self._num_unread += logits.numel()
             if self._num_unread > MOST_UNREAD:
                 self._read()
@@ -125,25 +120,22 @@ class SourceLedger:
         return ranks[:, : len(values)], found
 
     def _sums(self) -> dict[str, list[float]]:
-        """This rank's sums of each source; reads the device once."""
-        shares = [share for part in self._parts for share in part.shares]
-        positions = [number for part in self._parts for number in part.positions]
-        names = [None if share.source is None else _loggable(share.source) for share in shares]
-        places = {name: place for place, name in enumerate(dict.fromkeys(names))}
-        owners, tokens = np.array([places[name] for name in names], int), [share.loss_tokens for share in shares]
+        """This rank's sums of each source; reads the device once. Plain loops cost less than numpy's calls here."""
         self._read()
-        losses = torch.cat(self._losses).cpu().numpy() if self._losses else np.zeros(0)
-        if not all(part.has_losses for part in self._parts):
-            losses = _with_unknown(self._parts, losses)
-        table = (
-            np.bincount(owners.repeat(tokens), losses, len(places)),
-            *(
-                np.bincount(owners, values, len(places))
-                for values in (tokens, [one.weight for one in shares], positions)
-            ),
-        )
-        rows = np.stack(table, axis=1).tolist()
-        return {name: row for name, row in zip(places, rows, strict=True) if name is not None}
+        losses = _joined(self._losses).tolist() if self._losses else []
+        found: dict[str, list[float]] = {}
+        start = 0
+        for part in self._parts:
+            for share in filter(None, part.shares):
+                loss = math.nan if share.loss_tokens else 0.0
+                if part.has_losses:
+                    loss, start = sum(losses[start : start + share.loss_tokens]), start + share.loss_tokens
+                if share.source is not None:
+                    own = found.setdefault(_loggable(share.source), [0.0] * len(SUMS))
+                    row = (loss, share.loss_tokens, share.weight, part.width or share.real_tokens)
+                    for place, value in enumerate(row):
+                        own[place] += value
+        return found
 
     def _table(self, own: Mapping[str, list[float]]) -> list[float]:
         """Returns this rank's sums in the order of the names that all ranks know."""
@@ -182,14 +174,46 @@ def _token_losses(parts: Sequence[_Unread]) -> torch.Tensor:
 
     As their number is known, nothing waits for the device.
     """
+    total = sum(share.loss_tokens for part in parts for share in part.shares if share)
+    logits = parts[0].logits
+    if logits.device.type == 'cpu' and logits.dtype == torch.float32 and logits.shape[-1] <= SMALL_VOCABULARY:
+        found, place = np.zeros(total, np.float32), 0
+        for part in parts:
+            shift = int(part.rule != 'unshifted')
+            place = _read_losses(part.logits.numpy(), _counted_labels(part).numpy(), shift, found, place)
+        return torch.from_numpy(found)
     flat, labels, counted = (_joined(tensors) for tensors in zip(*map(_in_line, parts), strict=True))
-    total, size = sum(part.num_tokens for part in parts), max(CHUNK // flat.shape[-1], 1)
-    # Labels may have changed since, then places are missing or left over: the step is refused.
-    places = counted.nonzero_static(size=total)[:, 0] if counted.device.type == 'cpu' else _places(counted, total)
+    size = max(CHUNK // flat.shape[-1], 1)
+    places = _places(counted, total)
     before = places - 1 if parts[0].rule != 'unshifted' else places  # in the same row: a first column never counts
     chunks = [(before, places)] if total <= size else zip(before.split(size), places.split(size), strict=True)
     losses = [F.cross_entropy(whole(flat[some]).float(), labels[wanted], reduction='none') for some, wanted in chunks]
     return _joined(losses)
+
+
+@compiled
+def _read_losses(logits, labels, shift, found, place):  # noqa: ANN001, ANN202 - typed by numba
+    """Writes the cross-entropy of each label from a place on; one call, where torch's twelve are cold in every step."""
+    for row in range(labels.shape[0]):
+        for column in range(shift, labels.shape[1]):
+            label = labels[row, column]
+            if label != IGNORE_INDEX and place < len(found):  # labels that have changed since: the step is refused
+                scores = logits[row, column - shift]
+                highest = scores.max()
+                odds = 0.0
+                for score in scores:
+                    odds += math.exp(score - highest)
+                found[place] = math.log(odds) + highest - scores[label]
+                place += 1
+    return place
+
+
+def _counted_labels(part: _Unread) -> torch.Tensor:
+    """Returns labels of which those that do not count are ignored; a first column that is shifted away aside."""
+    if part.counted is None and part.rule != 'causal_attended':
+        return part.text['labels']
+    counted = loss_mask(part.text, part.rule) if part.counted is None else part.counted
+    return part.text['labels'].masked_fill(~counted, IGNORE_INDEX)
 
 
 def _in_line(part: _Unread) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -203,17 +227,10 @@ def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _places(counted: torch.Tensor, total: int) -> torch.Tensor:
-    """Returns where a mask is set; for a device whose ``nonzero`` the host waits for."""
+    """Returns where a mask is set, as many as are known: for ``nonzero`` the host would wait for the device."""
     ordinals = counted.cumsum(dim=0)
     places = torch.searchsorted(ordinals, torch.arange(1, total + 1, device=counted.device))
     return places.clamp_(max=len(ordinals) - 1)
-
-
-def _with_unknown(parts: Sequence[_Part], known: np.ndarray) -> np.ndarray:
-    """Returns the losses of all parts, NaN for those without."""
-    found = np.full(sum(part.num_tokens for part in parts), math.nan)
-    found[np.repeat([part.has_losses for part in parts], [part.num_tokens for part in parts])] = known
-    return found
 
 
 @lru_cache(maxsize=4096)

@@ -167,7 +167,7 @@ class TokenMonitor(Callback):
         if self.flops is not None:
             self._text_flops += self.flops.text(*text_of(batch).shape[:2])
         if self.sources:
-            self._ledger.note(batch, state.outputs, self.loss_tokens)
+            self._ledger.note(batch, facts, state.outputs, self.loss_tokens)
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Reduces and logs."""

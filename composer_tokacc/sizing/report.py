@@ -324,7 +324,7 @@ def _draw_memory(axis: Any, report: SizingReport) -> None:
         axis.plot([], [], ' ', label=f'{limit}, above this picture')
     axis.set_ylim(0, top)
     _name_sizes(axis, report)
-    axis.set(title=f'Peak memory of a rank (no larger because of: {report.binds})', ylabel='GiB')
+    axis.set(title=f'Peak memory of a rank (bound by the {report.binds})', ylabel='GiB')
     axis.legend(fontsize=8, loc='upper left', ncols=2)
 
 

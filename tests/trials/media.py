@@ -82,6 +82,16 @@ def with_zeros(write: Write) -> Write:
     return damage
 
 
+def with_another_bit(write: Write) -> Write:
+    def damage(path: Path) -> None:
+        write(path)
+        content = bytearray(path.read_bytes())
+        content[len(content) * 6 // 10] ^= 4
+        path.write_bytes(content)
+
+    return damage
+
+
 def png_of(width: int, height: int) -> Write:
     """A header of that size, and no pixels."""
 
@@ -245,6 +255,7 @@ FILES: dict[str, tuple[str, str, Write, str]] = {
     'a video of 10 bits': (VIDEO, 'a.mkv', partial(FFV1, pixels='yuv420p10le'), WORKS),
     'a video in grey': (VIDEO, 'a.mkv', partial(FFV1, pixels='gray'), WORKS),
     'a video that lost bytes': (VIDEO, 'a.mkv', with_zeros(MPEG4), SAMPLE),
+    'a FLV that lost bytes': (VIDEO, 'a.flv', with_zeros(partial(FLV, size=(256, 256))), 'is damaged'),
     'a bare stream of H.264': (VIDEO, 'a.h264', partial(MPEG4, codec='libx264'), NO_CONTAINER),
     'a bare video of Y4M': (VIDEO, 'a.y4m', partial(MPEG4, codec='rawvideo'), NO_CONTAINER),
     'a sound as a video': (VIDEO, 'a.mp3', MP3, 'no video'),
@@ -263,6 +274,7 @@ FILES: dict[str, tuple[str, str, Write, str]] = {
     'a WAV that says it is shorter': (AUDIO, 'a.wav', pcm_with(40, '<I', 10), 'at least'),
     'a WAV of no samples': (AUDIO, 'a.wav', partial(pcm, frames=0), 'no audio'),
     'a FLAC that lost bytes': (AUDIO, 'a.flac', with_zeros(FLAC), SAMPLE),
+    'a FLAC with another bit': (AUDIO, 'a.flac', with_another_bit(FLAC), 'CRC error'),
     'half a MP3 that does not say how long it is': (AUDIO, 'a.mp3', half(bare_mp3), WORKS),
     'a WAV of a rate without end': (AUDIO, 'a.wav', pcm_with(24, '<I', 2**32 - 1), SAMPLE),
     'a WAV of no channels': (AUDIO, 'a.wav', pcm_with(22, '<H', 0), SAMPLE),
