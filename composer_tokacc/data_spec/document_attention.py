@@ -60,6 +60,11 @@ class DocumentAttention:
         find the documents themselves where ``position_ids`` restart."""
         owners = (module for module in model.modules() if hasattr(module, 'get_rope_index'))
         self._rope_index: Any = getattr(next(owners, None), 'get_rope_index', None)
+        # States would go from one document into the next by a cache, and beside one Transformers does not look where
+        # positions start anew. In the config: Qwen3.5's forward names no `use_cache` for Composer to pass.
+        self._cached = [part.config for part in self._parts if getattr(part.config, 'use_cache', False)]
+        for config in self._cached:
+            config.use_cache = False
         if not self.has_masks:
             return
         name = PREFIX + self._plain
@@ -78,7 +83,9 @@ class DocumentAttention:
                 changed.by_document = True
 
     def undo(self) -> None:
-        """Sets the attention that the model had before."""
+        """Sets the attention, and the cache, that the model had before."""
+        for config in self._cached:
+            config.use_cache = True
         if self.has_masks:
             self._set(self._plain)
 

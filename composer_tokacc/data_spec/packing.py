@@ -21,8 +21,6 @@ def pack_rows(
 ) -> dict[str, Any]:
     """Returns one row of all rows' real tokens, whose mask says which of them make a document.
 
-    ``use_cache=False`` travels with the batch: keys and values that nobody asks for again would be kept.
-
     Args:
         layout: How tensors belong to rows.
         batch: Rows with a 2-D attention mask, or none.
@@ -68,7 +66,6 @@ def pack_rows(
         # Attention without a mask finds the documents by the positions of text, which come first.
         positions = rotary if 'attention_mask' in packed else torch.cat([positions[None], rotary])
     packed['position_ids'] = positions
-    packed['use_cache'] = False
     return packed
 
 

@@ -317,9 +317,11 @@ def set_cache(config: PretrainedConfig, on: bool) -> None:
 
 
 def _freeze_unreached_vision_layers(model: Any) -> set[str]:
-    """Freezes what lies behind the vision feature layer, for whose gradient DDP would wait, and returns the names.
+    """Freezes what lies behind the vision feature layer, and returns the names.
 
-    Found by a backward on tensors without data, as releases differ: some give the normed output as the last state.
+    Without gradients it would have no optimizer state on one rank, which torch misses when a run is resumed, and on
+    several, where DDP gives it gradients of zero, weight decay would shrink it. Found by a backward on tensors without
+    data, as releases differ: some give the normed output as the last state.
     """
     if getattr(model.config, 'model_type', None) not in _FEATURE_LAYER_FAMILIES:
         return set()
@@ -344,6 +346,7 @@ def _freeze_unreached_vision_layers(model: Any) -> set[str]:
     names = {name for name, parameter in model.named_parameters() if id(parameter) in unreached}
     for name in names:
         model.get_parameter(name).requires_grad_(False)
+    log.info('Freezing %d parameters behind the vision feature layer, which no loss reaches.', len(names))
     return names
 
 

@@ -48,7 +48,8 @@ class ModelConfig:
     config: dict[str, Any] | None = None
     """Fresh model: ``model_type`` and the fields of its Transformers config."""
     freeze: list[str] = field(default_factory=list)
-    """Parts that keep their weights, e.g. ``[vision_tower]``."""
+    """Parts that keep their weights, e.g. ``[vision_tower]``. What lies behind the vision feature layer of LLaVA and
+    its kin always does: no loss reaches it."""
     lora: dict[str, Any] | None = None
     """Train an adapter (peft): ``r``, ``alpha``, ``dropout``, ``target_modules``, ``modules_to_save``; ``bits: 4``:
     the base in 4 bits (bitsandbytes, GPU only)."""

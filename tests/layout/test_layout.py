@@ -411,11 +411,7 @@ def test_rows_of_whisper_are_those_of_its_labels():
     batch = {'input_features': torch.rand(3, 4, 20), 'labels': labels, 'sample_ids': ['a', 'b', 'c']}
     for layout in (BatchLayout.for_model(model), BatchLayout.infer(batch)):
         assert (layout.num_rows(batch), layout.width(batch), describe(layout, batch).lengths) == (3, 4, [4, 4, 4])
-        assert (layout.media_per_row(batch), layout.coupling(batch), padding_side(batch)) == (
-            [0] * 3,
-            None,
-            'right',
-        )
+        assert (layout.media_per_row(batch), padding_side(batch)) == ([0] * 3, 'right')
         assert layout.trim(batch).keys() == batch.keys()
         parts = [layout.trim(part) for part in layout.split(batch, [[2, 0], [1]])]
         assert parts[0]['sample_ids'] == ['c', 'a']

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from composer_tokacc import export, size, train, verify
 from tests.support.checkpoints import CHECKPOINTS, write_checkpoint
 from tests.support.clips import write_media_folder
-from tests.support.launch import ROOT, launch_json
+from tests.support.launch import ROOT, launch_json, launch_program
 
 pytestmark = pytest.mark.slow
 ROWS = [['image'], ['video', 'image'], [], ['image', 'image'], ['video'], [], ['image'], []]
@@ -43,10 +43,14 @@ def test_every_program_takes_the_family(name, tmp_path, capsys, monkeypatch):
     write_checkpoint(name, tmp_path / 'base')
     write_media_folder(tmp_path, ROWS)
 
-    def trained(run, **given):
-        saving = {'trainer.save_folder': run, 'trainer.save_interval': '1ba', 'report.folder': f'{run}/report'}
+    def trained(run, ranks=1, **given):
+        saving = {'trainer.save_folder': tmp_path / run, 'trainer.save_interval': '1ba',
+                  'report.folder': tmp_path / run / 'report'}  # fmt: skip
         options = {'trainer.autoresume': 'false', 'trainer.progress_bar': 'false', **saving, **given}
-        assert train.main(settings(tmp_path, name, **options)) == 0, capsys.readouterr().err
+        if ranks > 1:
+            launch_program('composer_tokacc.train', *settings(tmp_path, name, **options), ranks=ranks)
+        else:
+            assert train.main(settings(tmp_path, name, **options)) == 0, capsys.readouterr().err
         assert export.main([f'{run}/latest-rank0.pt', f'{run}/exported']) == 0
         (written,) = (tmp_path / run / 'exported').glob('*.safetensors')
         return load_file(written)
@@ -57,9 +61,10 @@ def test_every_program_takes_the_family(name, tmp_path, capsys, monkeypatch):
         trained('packed', **{'microbatching.packing': 'true'}),
         trained('lora', **{'model.lora': '{r: 4}'}),
     )
+    sharded = trained('sharded', ranks=2, **{'trainer.parallelism_config.fsdp': '{state_dict_type: full}'})
     before = load_file(tmp_path / 'base' / 'model.safetensors')
-    moved, apart = norm(padded, before), norm(packed, padded)
-    assert apart < 1e-2 * moved > 0, (apart, moved)  # Adam moves by the sign of what is nearly 0
+    moved, *apart = norm(padded, before), norm(packed, padded), norm(sharded, padded)
+    assert max(apart) < 1e-2 * moved > 0, (apart, moved)  # Adam moves by the sign of what is nearly 0
     assert all(bool(value.any()) for key, value in adapted.items() if 'lora_B' in key)
     assert any('lora_B' in key for key in adapted)
     capsys.readouterr()
@@ -83,16 +88,19 @@ TYPES = [('qwen3_5', {}, 2), ('qwen3_5_moe', {}, 2), ('gemma4', {}, 4), ('gemma4
 """Settings of the text part, and runs of placeholders of a video: its frames."""
 
 
-def test_two_ranks_are_sharded_with_steps_of_text_alone_and_resumed(tmp_path):
+def test_two_ranks_are_sharded_or_packed_with_steps_of_text_alone_and_resumed(tmp_path):
     runs = []
     for index, (model_type, given, frames) in enumerate(TYPES):
         common = {'model_type': model_type, 'settings': given, 'fsdp': True, 'modality': 'video', 'runs': frames}
         moving = {**common, 'steps': 'mt', 'lr': 1e-2}
         runs += [{**common, 'steps': 'tm'}, {**moving, 'folder': str(tmp_path / str(index))}]
         runs += [{**moving, 'load_path': str(tmp_path / str(index) / 'ba1.pt')}]
+        runs += [{**common, 'fsdp': False, 'packing': True, 'steps': 'tm'}]
     results = launch_json('tests/ranks/found_families.py', json.dumps(runs), ranks=2)
-    for (model_type, *_), still, whole, resumed in zip(TYPES, results[::3], results[1::3], results[2::3], strict=True):
-        assert (len(still['errors']), len(whole['errors']), len(resumed['errors'])) == (2, 2, 1)
+    for (model_type, *_), *found in zip(TYPES, *(results[index::4] for index in range(4)), strict=True):
+        still, whole, resumed, packed = found
+        assert [len(one['errors']) for one in found] == [2, 2, 1, 2]
+        assert max(packed['errors']) < 1e-6, (model_type, packed)  # in doubles
         # Gemma 4 in float32 is 5e-5 to 2e-4 against double precision, by the processor; a wrong cut makes 1e-2.
         assert max(still['errors']) < max(1e-6, 2 * still['round_off']) < 1e-3, (model_type, still)
         assert resumed['parameters'] == whole['parameters'], model_type

@@ -34,6 +34,7 @@ def run(
     modality: str,
     steps: str,
     fsdp: bool = False,
+    packing: bool = False,
     size: int = 2,
     settings: dict[str, Any] | None = None,
     runs: int = 1,
@@ -48,6 +49,7 @@ def run(
         modality: Of the media.
         steps: A letter a step: ``'t'`` text only, ``'m'`` with media on the first rank alone.
         fsdp: Whether the model is sharded.
+        packing: Whether rows are packed.
         size: Microbatch size.
         settings: Of the text part's config.
         runs: Runs of placeholders of each item: frames with words between them.
@@ -72,7 +74,8 @@ def run(
     trained = sharded(maker.model) if fsdp else copy.deepcopy(model)
     with quiet():
         recorder, _, trainer = train(
-            trained, token_data_spec(loader(*own)), algorithms=[TokenAccumulation()], microbatch_size=size,
+            trained, token_data_spec(loader(*own), packing=packing), microbatch_size=size,
+            algorithms=[TokenAccumulation()],
             optimizer=torch.optim.AdamW(trained.parameters(), lr=lr, weight_decay=0.0), max_duration=f'{len(steps)}ba',
             load_path=load_path, **options,
         )  # fmt: skip
