@@ -69,7 +69,7 @@ def document_starts(batch: Mapping[str, Any]) -> torch.Tensor | None:
     A packed row has ``position_ids`` that restart at 0 behind its first attended token. Which rows are packed is a
     property of each row, so that it depends on no other row beside it; where no position rises above 0, none is told.
     """
-    positions, labels = batch.get('position_ids'), labels_of(batch)
+    labels, positions = labels_of(batch), batch.get('position_ids')
     if positions is None or positions.dim() != 2 or positions.shape != labels.shape:
         return None
     attended = attended_positions(batch)

@@ -68,6 +68,17 @@ def has_sound_along_text(batch: Batch, config: Any) -> bool:
     return any(shape[-1] % width == 0 for shape in shapes) and not placeholder_ids(config, 'audio')
 
 
+def carried_counts(batch: Batch, modality: str) -> list[int] | None:
+    """Returns the numbers of images, videos or audios that a batch carries, one a row; None where it carries none."""
+    carried = batch.get(f'num_{modality}s')
+    entries = carried.flatten().tolist() if isinstance(carried, torch.Tensor) else carried
+    if entries is None:
+        return None
+    if not isinstance(entries, Sequence) or not all(hasattr(one, '__index__') and one >= 0 for one in entries):
+        raise ValueError(f'`num_{modality}s` must be a list of ints from 0, one per row, got: {carried}. Count anew.')
+    return [int(one) for one in entries]
+
+
 def found_counts(batch: Batch, config: Any, modality: str, count: int, num_rows: int) -> list[int]:
     """Returns how many of so many entries of a modality's tensors belong to each row.
 
@@ -89,9 +100,9 @@ def found_counts(batch: Batch, config: Any, modality: str, count: int, num_rows:
     for key, value in batch.items():
         if isinstance(value, torch.Tensor) and not value.is_floating_point() and modality_of(key) == modality:
             answers |= _by_sizes(key, value, count, tokens, runs)
-    carried = batch.get(f'num_{modality}s')
+    carried = carried_counts(batch, modality)
     if carried is not None and len(carried) == num_rows and sum(carried) == count:
-        answers = {'carried': list(carried)}
+        answers = {'carried': carried}
     if not total and count == num_rows:  # no placeholders at all: an encoder that every row attends to
         answers = {'rows': [1] * num_rows}
     if len(set(map(tuple, answers.values()))) != 1:

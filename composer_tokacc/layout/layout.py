@@ -16,6 +16,7 @@ import torch
 from composer_tokacc.batch import MODALITIES, Batch, span, text_of
 from composer_tokacc.layout.families import FAMILIES, TEXT_ENTRIES, Entry, Family
 from composer_tokacc.layout.found import (
+    carried_counts,
     found_counts,
     found_entry,
     found_family,
@@ -51,6 +52,10 @@ class BatchLayout:
     @classmethod
     def infer(cls, batch: Batch) -> BatchLayout:
         """Returns the layout that the batch's own keys and shapes imply."""
+        if not isinstance(batch, Mapping):
+            raise TypeError(
+                f'`batch` must be a mapping of tensors, got: {type(batch).__name__}. Pass a collated batch.'
+            )
         return cls(family=next((family for family in FAMILIES if family.matches(batch)), Family(name='found')))
 
     @classmethod
@@ -198,12 +203,12 @@ class BatchLayout:
         return self._units_by_items(batch, unit)
 
     def _units_by_items(self, batch: Batch, unit: str) -> list[int]:
-        num_rows, carried = self.num_rows(batch), batch.get(f'num_{unit}s')
+        num_rows, carried = self.num_rows(batch), carried_counts(batch, unit)
         sizes = {key: value.shape[0] for key, value in self.tensors_of(batch, unit).items()}
         if not sizes and (found := self._found_units(batch, unit)):
             return self.units_per_row(batch, found[0])
         if not sizes:
-            return [0] * num_rows if carried is None else list(carried)
+            return carried or [0] * num_rows
         num_items = max(sizes.values())
         if min(sizes.values()) < num_items:
             raise ValueError(f'The tensors of {unit}s must have one entry per {unit} each, got: {sizes}.')

@@ -176,7 +176,8 @@ def _token_losses(parts: Sequence[_Unread]) -> torch.Tensor:
     """
     total = sum(share.loss_tokens for part in parts for share in part.shares if share)
     logits = parts[0].logits
-    if logits.device.type == 'cpu' and logits.dtype == torch.float32 and logits.shape[-1] <= SMALL_VOCABULARY:
+    is_plain = type(logits) is torch.Tensor and logits.device.type == 'cpu' and logits.dtype == torch.float32
+    if is_plain and logits.shape[-1] <= SMALL_VOCABULARY:
         found, place = np.zeros(total, np.float32), 0
         for part in parts:
             shift = int(part.rule != 'unshifted')
@@ -203,7 +204,8 @@ def _read_losses(logits, labels, shift, found, place):  # noqa: ANN001, ANN202 -
                 odds = 0.0
                 for score in scores:
                     odds += math.exp(score - highest)
-                found[place] = math.log(odds) + highest - scores[label]
+                known = 0 <= label < len(scores)  # nothing here would stop a read behind the end
+                found[place] = math.log(odds) + highest - scores[label] if known else math.nan
                 place += 1
     return place
 

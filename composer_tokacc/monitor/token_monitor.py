@@ -109,8 +109,8 @@ class TokenMonitor(Callback):
         if sources not in ('auto', False):
             raise ValueError(f"`sources` must be 'auto' or False, got: {sources!r}.")
         self.sources = sources
-        if device_tflops is not None and not 0 < device_tflops < math.inf:
-            raise ValueError(f'`device_tflops` must be positive, got: {device_tflops}.')
+        if device_tflops is not None and not (isinstance(device_tflops, int | float) and 0 < device_tflops < math.inf):
+            raise ValueError(f'`device_tflops` must be a positive number, got: {device_tflops!r}.')
         if flops is not None and not hasattr(flops, 'media'):
             raise ValueError(f'`flops` must have the methods `text` and `media`, got: {flops!r}. See FlopModel.')
         self.device_tflops, self.flops = device_tflops, flops

@@ -142,19 +142,24 @@ def _embedded(data: bytes, text: str) -> str:
     return f'<img alt="{html.escape(text)}" src="data:image/png;base64,{base64.b64encode(data).decode()}">'
 
 
+def finite_series(history: InMemoryLogger, name: str) -> tuple[list[int], list[float]]:
+    """Returns steps and finite values of a logged metric; empty where nothing logged it."""
+    points = [(int(time.batch.value), float(value)) for time, value in history.data.get(name, [])]
+    points = [(step, value) for step, value in points if math.isfinite(value)]
+    return [step for step, _ in points], [value for _, value in points]
+
+
 def _found(history: InMemoryLogger, patterns: Sequence[str]) -> dict[str, Series]:
     """Returns the curves of some metrics by short name; a star stands for any part of a name."""
     found: dict[str, Series] = {}
     for pattern in patterns:
         start, _, end = pattern.partition('*')
-        for name, logged in history.data.items():
+        for name in history.data:
             if name == pattern or ('*' in pattern and name.startswith(start) and name.endswith(end)):
-                points = [(int(time.batch.value), float(value)) for time, value in logged]
-                points = [(step, value) for step, value in points if math.isfinite(value)]
                 short = name[len(start) : len(name) - len(end)] if '*' in pattern else name.rpartition('/')[2]
-                if points:
-                    steps, values = zip(*points, strict=True)
-                    found[short] = steps, values
+                series = finite_series(history, name)
+                if series[0]:
+                    found[short] = series
     return found
 
 

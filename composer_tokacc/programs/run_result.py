@@ -20,7 +20,7 @@ from composer_tokacc.programs.answers import Answer
 from composer_tokacc.programs.build import RunParts
 from composer_tokacc.programs.export_folder import export_model
 from composer_tokacc.programs.registry import import_by_name, without
-from composer_tokacc.programs.report_page import write_page
+from composer_tokacc.programs.report_page import finite_series, write_page
 from composer_tokacc.programs.schema import OF_THE_REPORT, TrainConfig
 
 _LOSS = 'loss/train/total'
@@ -59,7 +59,7 @@ class FinishedRun:
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
         """Returns steps and finite values of a logged metric; empty where nothing logged it."""
-        return _series(self.history, name)
+        return finite_series(self.history, name)
 
 
 def summarize(
@@ -70,11 +70,11 @@ def summarize(
     ``seconds``, ``loss`` and ``token_monitor`` are of the steps after ``first_step``, at which this process began;
     ``skipped`` is a line for each dataset that left out bad samples.
     """
-    _, losses = _series(history, _LOSS)
+    _, losses = finite_series(history, _LOSS)
     names = {prefix: [name for name in history.data if name.startswith(prefix)] for prefix in (_EVAL, _MONITOR)}
-    last = {name.removeprefix(_EVAL): _series(history, name)[1][-1:] for name in names[_EVAL]}
+    last = {name.removeprefix(_EVAL): finite_series(history, name)[1][-1:] for name in names[_EVAL]}
     monitored = [name for name in names[_MONITOR] if not name.startswith(_SOURCE)]
-    means = {name.removeprefix(_MONITOR): _series(history, name)[1] for name in monitored}
+    means = {name.removeprefix(_MONITOR): finite_series(history, name)[1] for name in monitored}
     return {
         'run_name': state.run_name,
         'steps': int(state.timestamp.batch.value),
@@ -97,7 +97,7 @@ def _sources(history: InMemoryLogger) -> dict[str, dict[str, float]]:
     found = {}
     for name in sorted({name.removeprefix(_SOURCE).partition('/')[0] for name in history.data if _SOURCE in name}):
         fields = ('tokens', 'weight', 'positions', 'loss')
-        tokens, weight, positions, loss = (_series(history, f'{_SOURCE}{name}/{field}')[1] for field in fields)
+        tokens, weight, positions, loss = (finite_series(history, f'{_SOURCE}{name}/{field}')[1] for field in fields)
         found[name] = {'tokens': sum(tokens), 'weight': float(np.mean(weight)), 'positions': float(np.mean(positions))}
         if loss:
             found[name] |= {'first_loss': loss[0], 'last_loss': loss[-1]}
@@ -162,9 +162,3 @@ def _lines(result: dict[str, Any]) -> list[tuple[str, str]]:
         text = f'{len(fitted)} samples, to {least["share"]:.0%} at the least ("{least["sample"]}"); all: result.json'
         lines.append(('media made smaller to fit', text))
     return lines
-
-
-def _series(history: InMemoryLogger, name: str) -> tuple[list[int], list[float]]:
-    points = [(int(time.batch.value), float(value)) for time, value in history.data.get(name, [])]
-    points = [(step, value) for step, value in points if np.isfinite(value)]
-    return [step for step, _ in points], [value for _, value in points]

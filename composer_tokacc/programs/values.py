@@ -180,12 +180,12 @@ def _wrong_type(path: str, value: Any, options: Sequence[Any]) -> str:
     bases = [dict if is_section(base) else base for base in bases if get_origin(base) is not Literal]
     types = {getattr(get_origin(base) or base, '__name__', str(base)) for base in bases}
     words = {'NoneType': 'null', 'Sequence': 'list', 'dict': 'mapping', 'Mapping': 'mapping'}
-    expected = ' or '.join(sorted(words.get(name, name) for name in types))
+    expected = 'of type ' * bool(types) + ' or '.join(sorted(words.get(name, name) for name in types))
     if isinstance(value, str) and choices and types <= {'NoneType'}:
         return unknown_name(f'`{path}`', value, choices)
     if types <= {'dict', 'Mapping', 'NoneType'} and not choices:
         return f'`{path}` must be a mapping, got: {value}. Leave it out for its defaults'
-    return f'`{path}` must be of type {expected}{_or_choices(options)}, got: {value}'
+    return f'`{path}` must be {(expected + _or_choices(options)).removeprefix(", or ")}, got: {value}'
 
 
 def _or_choices(options: Sequence[Any]) -> str:

@@ -94,7 +94,7 @@ def test_use_of_the_device_is_operations_over_what_it_can_do():
     assert seconds[0] == pytest.approx(6 * WIDTH / rates[0])
     assert logged(memory, 'token_monitor/hours_left')[-1] == 0
     assert min(logged(memory, 'token_monitor/loader_seconds')) > 0
-    with pytest.raises(ValueError, match='`device_tflops` must be positive, got: -1'):
+    with pytest.raises(ValueError, match='`device_tflops` must be a positive number, got: -1'):
         TokenMonitor(device_tflops=-1)
 
 

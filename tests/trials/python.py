@@ -14,7 +14,7 @@ from composer import DataSpec
 from composer.models import HuggingFaceModel
 from transformers import LlamaForSequenceClassification
 
-from composer_tokacc import TokenAccumulation, plan_microbatches, token_data_spec
+from composer_tokacc import BatchLayout, TokenAccumulation, TokenMonitor, plan_microbatches, token_data_spec
 from composer_tokacc.data import ConversationEncoder, VisionLanguageCollator, length_table
 from composer_tokacc.data.lengths import build_length_table
 from tests.data.chat_processors import small
@@ -89,6 +89,22 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     'a batch without labels': (step({key: value for key, value in batch().items() if key != 'labels'}), 'labels'),
     'a batch without ids': (step({key: value for key, value in batch().items() if key != 'input_ids'}), 'input_ids'),
     'a batch of no rows': (step({key: value[:0] for key, value in batch().items()}), 'row'),
+    **{
+        f'numbers of images that are {kind}': (step({**batch(), 'num_images': given}), 'num_images')
+        for kind, given in {
+            'text': ['a', 'b', 'c'],
+            'none': [None] * 3,
+            'halves': [0.5, 0.5, 0],
+            'below 0': [-1, 0, 1],
+            'lists': [[1], [0], [0]],
+            'one for all': 3,
+            'a word': 'abc',
+        }.items()
+    },
+    'numbers of images in a tensor': (step({**batch(), 'num_images': torch.zeros(3, dtype=torch.long)}), WORKS),
+    'a layout of a number': (lambda: BatchLayout.infer(3), '`batch`'),  # pyright: ignore
+    'a layout of nothing': (lambda: BatchLayout.infer(None), '`batch`'),  # pyright: ignore
+    'a device that can do a word': (lambda: TokenMonitor(device_tflops='1'), 'device_tflops'),  # pyright: ignore
     'a data spec in a data spec': (of_a_data_spec, 'DataSpec'),
     'token_data_spec twice': (wrapped_twice, 'DataSpec'),
     'the algorithm twice': (step(batch(), algorithms=lambda: [TokenAccumulation(), TokenAccumulation()]), 'once'),
