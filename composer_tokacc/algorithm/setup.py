@@ -20,8 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from composer_tokacc.algorithm.loss_terms import LossTerms, router_coefficient
 from composer_tokacc.algorithm.router_balance import StepBalance
 from composer_tokacc.batch import Batch, check_batch
-from composer_tokacc.checks.first_batch import FirstBatchCheck
-from composer_tokacc.checks.gradient_hooks import check_gradient_hooks
+from composer_tokacc.checks.first_batch import FirstBatchCheck, check_gradient_hooks
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.compat import BatchNorm
 from composer_tokacc.data_spec.reduction import ReductionWatch

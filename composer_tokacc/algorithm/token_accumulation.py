@@ -268,8 +268,10 @@ class TokenAccumulation(Algorithm):
 
     def _scale(self, state: State, logger: Logger) -> None:
         """BEFORE_BACKWARD: the last point where ``state.loss`` matters, so nothing may rescale it afterwards."""
-        fit, batch, world_size = self._fit, state.batch, get_world_size()
+        fit, world_size = self._fit, get_world_size()
         assert fit is not None
+        assert self._hidden is not None
+        batch = state.batch = self._hidden.put_back(state.batch)  # whatever an algorithm took out after the loss
         _, step_samples, step_weight = self._totals.read()[:3]
         composers_weight = sample_weight(num_samples(batch), int(step_samples), world_size=world_size)
         record = record_of(state, fit, self._step, composers_weight)

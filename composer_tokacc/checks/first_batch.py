@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed
+from torch.distributed.tensor import DTensor
 
 from composer_tokacc.batch import IGNORE_INDEX, Batch, with_own_tensors
 from composer_tokacc.checks.comparison import MEAN, NAME_TERMS, RowComparison
@@ -19,6 +20,7 @@ from composer_tokacc.checks.logits import TINY, targets_of
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.checks.rows import chosen_rows, rule_batch, with_unequal_row
 from composer_tokacc.collectives import all_gather_object, get_global_rank
+from composer_tokacc.compat import gradient_hooks, steps_after_gradients
 from composer_tokacc.counting import LOSS_RULES
 from composer_tokacc.layout import ROW_KINDS, BatchLayout, describe, kinds_of, microbatches_of
 from composer_tokacc.metadata import num_rows, without_metadata
@@ -31,6 +33,9 @@ measure: rows that begin to see each other, terms of inner states."""
 MAX_ROWS = 6
 """Rows of a check at the most. Without gradients a row takes about half of the memory that it takes in training, so a
 microbatch of k rows leaves room for 2 k; at least four are needed to show the ways in which rows differ."""
+
+SCALES = (1e-4, 1.0, 1e4)
+"""Sizes of the gradients that a hook is tried on: clamps show at one of them."""
 
 
 class FirstBatchCheck:
@@ -182,3 +187,42 @@ def _ids_of(batch: Batch) -> str:
         if ids and (joined := torch.cat(ids)).numel():
             ends.append(f'`{key}` of {int(joined.min())} to {int(joined.max())}')
     return ' and '.join(ends)
+
+
+def check_gradient_hooks(model: torch.nn.Module) -> None:
+    """Checks that hooks on parameters are linear, as a step's gradient is the sum of its microbatches'.
+
+    Raises:
+        RuntimeError: If one is not (clipping, quantising), or a parameter is stepped as soon as it has a gradient.
+    """
+    for name, parameter in model.named_parameters():
+        if steps_after_gradients(parameter):
+            raise RuntimeError(
+                f'Optimizers must step once a batch, got: a hook that runs as soon as {name!r} has a gradient, in '
+                'every microbatch (`register_post_accumulate_grad_hook`). Give the optimizer to the Trainer '
+                '(docs/errors.md#gradient-hooks).'
+            )
+        for hook in gradient_hooks(parameter):
+            if not _is_linear(hook, parameter):
+                raise RuntimeError(
+                    f'Gradient hooks must be linear, got: {getattr(hook, "__qualname__", hook)} on {name!r}, which '
+                    'makes another gradient of the sum of microbatches than of each. Clip in the algorithm '
+                    '`gradient_clipping`, which sees the whole step (docs/errors.md#gradient-hooks).'
+                )
+
+
+def _is_linear(hook: Callable[[torch.Tensor], Any], parameter: torch.Tensor) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    for scale in SCALES:
+        first, second = (torch.randn(local.shape, generator=generator).to(local) * scale for _ in range(2))
+        together, apart = _changed(hook, first + second), _changed(hook, first) + _changed(hook, second)
+        tolerance = max(1e-4, 8 * torch.finfo(first.dtype).eps)
+        if float((together - apart).float().norm()) > tolerance * float(apart.float().norm()):
+            return False
+    return True
+
+
+def _changed(hook: Callable[[torch.Tensor], Any], gradient: torch.Tensor) -> torch.Tensor:
+    changed = hook(gradient.clone())
+    return gradient if changed is None else changed

@@ -52,12 +52,6 @@ class MeasuredTokens(NamedTuple):
         """The part of the gradient, over all positions, that no cross-entropy explains; ``()``, 0 of a zero one."""
         return self.rests.norm() / self.norms.norm().clamp(min=TINY)
 
-    def deviations(self, unit: float, weights: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns how far each position's gradient is from that of a token of ``unit`` times its weight, over unit."""
-        return torch.hypot(
-            (self.weights / unit - (1.0 if weights is None else weights)) * self.sizes, self.rests / unit
-        )
-
 
 def logits_of(outputs: Any) -> torch.Tensor | None:
     """Returns the logits in a model's outputs, ``(rows, width, vocabulary)``, or None where it gives none."""
@@ -100,15 +94,23 @@ def measure(logits: torch.Tensor, gradient: torch.Tensor, targets: torch.Tensor 
     for z, g, y in _chunks(logits, gradient, targets):
         if y is None:
             y = _read_targets(g, alike=ALIKE + 2.5 * torch.finfo(gradient.dtype).eps)
-        # Gradient of the plain cross-entropies; 0 where there is no target.
-        direction = z.softmax(dim=-1)
-        direction.scatter_add_(1, y.clamp(min=0)[:, None], direction.new_full((len(z), 1), -1.0))
-        direction *= (y != IGNORE_INDEX)[:, None]
+        direction = _plain_gradient(z, y)
         square = direction.square().sum(dim=-1)  # norm() of 32,000 numbers is 3e-6 off on a CPU
         weight = torch.linalg.vecdot(g, direction) / square.clamp(min=TINY)
         rest = torch.addcmul(g, weight[:, None], direction, value=-1).norm(dim=-1)
         found.append((weight, y, square.sqrt(), rest))
     return MeasuredTokens(*(torch.cat(parts).view(logits.shape[:2]) for parts in zip(*found, strict=True)))
+
+
+def deviations(
+    unit: float, logits: torch.Tensor, gradient: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None
+) -> torch.Tensor:
+    """Returns how far each position's gradient is from that of a token of ``unit`` times its weight, over unit."""
+    found = []
+    for z, g, y, w in _chunks(logits, gradient, targets, weights):
+        expected = _plain_gradient(z, y)
+        found.append((g / unit - (expected if w is None else expected * w[:, None])).norm(dim=-1))
+    return torch.cat(found).view(targets.shape)
 
 
 def sketch(gradient: torch.Tensor) -> torch.Tensor:
@@ -118,7 +120,7 @@ def sketch(gradient: torch.Tensor) -> torch.Tensor:
         return gradient.float().cpu()
     generator = torch.Generator().manual_seed(size)
     signs = torch.randint(2, (size, SKETCH_WIDTH), generator=generator).mul_(2).sub_(1).to(gradient.device).float()
-    parts = [g @ signs for _, g, _ in _chunks(gradient, gradient, None)]
+    parts = [g @ signs for g, *_ in _chunks(gradient, None)]
     return torch.cat(parts).view(*gradient.shape[:2], SKETCH_WIDTH).cpu() / SKETCH_WIDTH**0.5
 
 
@@ -190,8 +192,15 @@ def _read_targets(g: torch.Tensor, *, alike: float) -> torch.Tensor:
     return labels.masked_fill(~g.any(dim=-1), IGNORE_INDEX)
 
 
-def _chunks(logits: torch.Tensor, gradient: Any, targets: Any) -> Iterator[tuple[torch.Tensor, Any, Any]]:
-    """Gives some positions at a time: their logits and gradients in float32, and targets."""
+def _plain_gradient(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Returns softmax - onehot, the gradient of each position's cross-entropy; 0 where there is no target."""
+    direction = z.softmax(dim=-1)
+    direction.scatter_(1, y.clamp(min=0)[:, None], -1.0, reduce='add')
+    return direction.mul_((y != IGNORE_INDEX)[:, None])
+
+
+def _chunks(logits: torch.Tensor, gradient: Any, *others: Any) -> Iterator[tuple[Any, ...]]:
+    """Gives some positions at a time: their logits and gradients in float32, and what else there is of each."""
     step = max(CHUNK // logits.shape[-1], 1)
     flat = logits.detach().flatten(0, 1)
     for start in range(0, len(flat), step):
@@ -199,5 +208,5 @@ def _chunks(logits: torch.Tensor, gradient: Any, targets: Any) -> Iterator[tuple
         yield (
             whole(flat[part]).float(),
             None if gradient is None else whole(gradient.detach().flatten(0, 1)[part]).float(),
-            None if targets is None else targets.flatten()[part],
+            *(None if other is None else other.flatten()[part] for other in others),
         )

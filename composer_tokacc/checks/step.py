@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from composer_tokacc.batch import IGNORE_INDEX, Batch, labels_of, sample_name
-from composer_tokacc.checks.logits import measure, on_gradient, targets_of, tolerance_of, whole
+from composer_tokacc.checks.logits import deviations, on_gradient, targets_of, tolerance_of, whole
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.weights import LOSS_WEIGHTS
 
@@ -120,8 +120,8 @@ class MicrobatchRecord:
             step = -(-self.num_tokens // NUM_SAMPLED)
             numbers = torch.arange(1 + CHOICE.randrange(step), self.num_tokens + 1, step, device=ordinals.device)
             places = torch.searchsorted(ordinals, numbers).clamp_(max=len(ordinals) - 1)
-            given = [None if one is None else whole(one.flatten(0, 1)[places])[None] for one in given]
-        found = measure(*given[:3]).deviations(unit, given[3])
+            given = [None if one is None else whole(one).flatten(0, 1)[places][None] for one in given]
+        found = deviations(unit, *given)
         self.tokens = TokenDeviations(found.flatten(), ordinals[-1], places)
 
     def counted(self) -> torch.Tensor:
@@ -218,7 +218,10 @@ class StepCheck:
         expected = [record.composers_weight for record in self.records]
         if not observed and self.num_tokens == 0:
             return  # nothing required a gradient
-        if len(observed) != len(expected) or not np.allclose(observed, expected, rtol=RELATIVE_TOLERANCE, atol=1e-9):
+        if len(observed) != len(expected) or not all(
+            math.isclose(*pair, rel_tol=RELATIVE_TOLERANCE, abs_tol=1e-9)
+            for pair in zip(observed, expected, strict=True)
+        ):
             raise RuntimeError(
                 f'Composer must weight microbatches by their samples {np.round(expected[:8], 6).tolist()}, got: '
                 f'{np.round(observed[:8], 6).tolist()}. Either `accumulate_train_batch_on_tokens` is on (set it to '

@@ -60,6 +60,11 @@ class DocumentAttention:
         find the documents themselves where ``position_ids`` restart."""
         owners = (module for module in model.modules() if hasattr(module, 'get_rope_index'))
         self._rope_index: Any = getattr(next(owners, None), 'get_rope_index', None)
+        if self.has_masks:
+            name = PREFIX + self._plain
+            AttentionInterface.register(name, _in_plain_python(partial(_attend, self._plain)))
+            AttentionMaskInterface.register(name, _in_plain_python(partial(_masks, self._plain)))
+            self._set(name)
         # States would go from one document into the next by a cache, and beside one Transformers does not look where
         # positions start anew. In the config: Qwen3.5's forward names no `use_cache` for Composer to pass.
         self._cached = [part.config for part in self._parts if getattr(part.config, 'use_cache', False)]
@@ -67,10 +72,6 @@ class DocumentAttention:
             config.use_cache = False
         if not self.has_masks:
             return
-        name = PREFIX + self._plain
-        AttentionInterface.register(name, _in_plain_python(partial(_attend, self._plain)))
-        AttentionMaskInterface.register(name, _in_plain_python(partial(_masks, self._plain)))
-        self._set(name)
         # What is changed stays so: other masks pass through, and copies of a model too.
         for layer in {type(module) for module in _mixers(model)}:
             if not hasattr(layer.forward, 'by_document'):

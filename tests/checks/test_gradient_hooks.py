@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from composer_tokacc import TokenAccumulation
-from composer_tokacc.checks.gradient_hooks import check_gradient_hooks
+from composer_tokacc.checks.first_batch import check_gradient_hooks
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import loader, reference_gradients, relative_error, train
 

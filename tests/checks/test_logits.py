@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from composer_tokacc.checks import logits as measured
 from composer_tokacc.checks.logits import (
+    deviations,
     measure,
     sketch,
     targets_of,
@@ -93,7 +94,7 @@ def changes(logits, gradient, rule):
 def test_deviation_is_none_of_the_right_weights_and_as_large_as_a_wrong_one(rule, shift):
     targets = targets_of({'labels': LABELS}, rule)
     logits, gradient = gradient_of(lambda z: 0.01 * written_out(z, WEIGHTS, shift))
-    assert measure(logits, gradient, targets).deviations(0.01, WEIGHTS).max() < 1e-6
+    assert deviations(0.01, logits, gradient, targets, WEIGHTS).max() < 1e-6
     assert max(changes(logits, gradient, rule).values()) < 1e-6
     wrong = WEIGHTS.clone()
     wrong[2, 1] += 1
@@ -103,14 +104,14 @@ def test_deviation_is_none_of_the_right_weights_and_as_large_as_a_wrong_one(rule
     assert set(found) == set((targets != -100).flatten().nonzero()[:, 0].tolist())
     assert max(found, key=found.__getitem__) == 9
     assert found[9] == pytest.approx(float(own.norm()), rel=1e-4)
-    assert int(measure(logits, gradient, targets).deviations(0.01, WEIGHTS).argmax()) == 9
+    assert int(deviations(0.01, logits, gradient, targets, WEIGHTS).argmax()) == 9
 
 
 def test_round_off_of_shorter_types_is_within_their_tolerance():
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
         logits, gradient = gradient_of(lambda z: written_out(z.float(), WEIGHTS), dtype)
         targets = targets_of({'labels': LABELS}, 'causal')
-        assert measure(logits, gradient, targets).deviations(1.0, WEIGHTS).max() < tolerance_of(dtype) * 4
+        assert deviations(1.0, logits, gradient, targets, WEIGHTS).max() < tolerance_of(dtype) * 4
 
 
 def test_weights_of_a_large_vocabulary_are_held_in_float32():

@@ -9,10 +9,13 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from composer.core import Algorithm, Callback, Event
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from composer_tokacc import TokenAccumulation, token_data_spec
+from composer_tokacc.checks import step
 from composer_tokacc.checks.step import MicrobatchRecord
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import hugging_face, loader, reference_gradients, relative_error, train
@@ -129,3 +132,20 @@ def test_all_microbatches_are_measured_at_first_and_where_a_label_is_new(monkeyp
         algorithms=[TokenAccumulation(token_weights=token_weights)], max_duration='14ba',
     )  # fmt: skip
     assert steps == [2] * 10 + [later, later, 2, later]
+
+
+@pytest.mark.parametrize('is_whole', [True, False])
+def test_tokens_of_a_vocabulary_that_ranks_share_are_measured_as_of_a_whole_one(is_whole, monkeypatch, tmp_path):
+    monkeypatch.setattr(step, 'NUM_SAMPLED', 100)  # every one, in the same order
+    if own_group := not dist.is_initialized():
+        dist.init_process_group('gloo', init_method=f'file://{tmp_path}/ranks', rank=0, world_size=1)
+    whole = torch.randn(3, 5, 8), torch.randn(3, 5, 8)
+    shared = [distribute_tensor(one, init_device_mesh('cpu', (1,)), [Shard(2)]) for one in whole]
+    found = []
+    for logits, gradient in (whole, shared):
+        record = MicrobatchRecord(batch={'labels': torch.arange(15).view(3, 5) % 8}, rule='causal', num_tokens=12)
+        record._hear(logits, None, 0.1, is_whole, gradient)
+        found.append(record.tokens.deviations)
+    if own_group:
+        dist.destroy_process_group()
+    torch.testing.assert_close(*found)
