@@ -169,6 +169,7 @@ def measure_token_weights(model: torch.nn.Module) -> Iterator[TokenWeightsReport
         ``weights``, ``spread`` and ``residual`` so far.
 
     Raises:
+        TypeError: The model is no module.
         RuntimeError: At the end, if no gradient of logits came.
 
     Example:
@@ -181,6 +182,8 @@ def measure_token_weights(model: torch.nn.Module) -> Iterator[TokenWeightsReport
         >>> [round(weight, 4) for weight in torch.cat(report.weights).tolist()]
         [0.125, 0.125, 0.125, 0.125, 0.5]
     """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f'`model` must be a torch.nn.Module, got: {model!r}. Pass what the loss is computed by.')
     report, inner = TokenWeightsReport(), inner_model(model)
     # Trainers may call a part of what they were given. Parts of Hugging Face models that have a head have this method.
     parts = [part for part in inner.modules() if part is inner or hasattr(part, 'get_output_embeddings')]

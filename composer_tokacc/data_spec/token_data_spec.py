@@ -92,8 +92,9 @@ def token_data_spec(
     from composer_tokacc.data_spec.counting_spec import CountingDataSpec
 
     check_rule(loss_tokens, allow_auto=True)
-    if isinstance(dataloader, DataSpec):
-        raise TypeError('`dataloader` must be a dataloader, got: a DataSpec. Give its `dataloader`')
+    if isinstance(dataloader, DataSpec) or not isinstance(dataloader, Iterable):
+        got = type(dataloader).__name__
+        raise TypeError(f'`dataloader` must be a dataloader, got: {got}. Of a DataSpec, give its `dataloader`')
     if layout is not None and not isinstance(layout, BatchLayout):
         raise ValueError(f'`layout` must be a BatchLayout, got: {layout!r}.')
     for name in OWN_KWARGS:

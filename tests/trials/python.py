@@ -14,7 +14,15 @@ from composer import DataSpec
 from composer.models import HuggingFaceModel
 from transformers import LlamaForSequenceClassification
 
-from composer_tokacc import BatchLayout, TokenAccumulation, TokenMonitor, plan_microbatches, token_data_spec
+from composer_tokacc import (
+    BatchLayout,
+    TokenAccumulation,
+    TokenMonitor,
+    measure_token_weights,
+    plan_microbatches,
+    token_data_spec,
+)
+from composer_tokacc.counting import count_tokens
 from composer_tokacc.data import ConversationEncoder, VisionLanguageCollator, length_table
 from composer_tokacc.data.lengths import build_length_table
 from tests.data.chat_processors import small
@@ -106,6 +114,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     'a layout of nothing': (lambda: BatchLayout.infer(None), '`batch`'),  # pyright: ignore
     'a device that can do a word': (lambda: TokenMonitor(device_tflops='1'), 'device_tflops'),  # pyright: ignore
     'a data spec in a data spec': (of_a_data_spec, 'DataSpec'),
+    'a loader that is none': (lambda: token_data_spec(3), 'dataloader'),  # pyright: ignore
     'token_data_spec twice': (wrapped_twice, 'DataSpec'),
     'the algorithm twice': (step(batch(), algorithms=lambda: [TokenAccumulation(), TokenAccumulation()]), 'once'),
     'a rule of another name': (step(batch(), algorithms=lambda: [TokenAccumulation(loss_tokens='all')]), 'loss_tokens'),
@@ -130,6 +139,10 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         'objective',
     ),
     'a plan of one and a half ranks': (lambda: plan_microbatches([2], num_ranks=1.5, max_tokens=8), 'num_ranks'),  # pyright: ignore
+    'a plan of nothing': (lambda: plan_microbatches(None, num_ranks=1, max_tokens=8), 'lengths'),  # pyright: ignore
+    'a plan of a word': (lambda: plan_microbatches('abc', num_ranks=1, max_tokens=8), 'lengths'),  # pyright: ignore
+    'weights of no model': (lambda: measure_token_weights(3).__enter__(), '`model`'),  # pyright: ignore
+    'counts of no batch': (lambda: count_tokens(3), '`batch`'),  # pyright: ignore
     'a collator of no samples': (lambda: VisionLanguageCollator(small())([]), '`samples`'),
     'a collator of samples of one dimension': (
         lambda: VisionLanguageCollator(small())([{'input_ids': torch.ones(3, dtype=torch.long)}]), '`samples`'
