@@ -153,13 +153,16 @@ def _lengths_of(documents: Any) -> list[int]:
 
 
 def _mixers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Gives the innermost modules that take states and a mask: mixers of hybrids, and attention."""
+    """Gives the innermost modules that take states and a mask: mixers of hybrids. Attention (``is_causal``) has its own
+    way, and stays what ``torch.compile`` takes whole.
+    """
 
     def takes_mask(module: torch.nn.Module) -> bool:
         return {'hidden_states', 'attention_mask'} <= inspect.signature(type(module).forward).parameters.keys()
 
     for module in model.modules():
-        if takes_mask(module) and not any(map(takes_mask, islice(module.modules(), 1, None))):
+        is_innermost = takes_mask(module) and not any(map(takes_mask, islice(module.modules(), 1, None)))
+        if is_innermost and not hasattr(module, 'is_causal'):
             yield module
 
 
