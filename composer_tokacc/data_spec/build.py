@@ -27,26 +27,18 @@ def build(
     options: CutOptions,
     attention: DocumentAttention | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Gives the microbatch of each piece.
-
-    Args:
-        layout: How tensors belong to rows.
-        pieces: Those of one batch beside each other, so that its rows are counted once.
-        rules: How rows may be cut.
-        options: How widths are rounded.
-        attention: The model's, where rows are packed.
-    """
+    """Gives the microbatch of each piece; those of one batch lie together, so that its rows are counted once."""
     for _, of_source in groupby(pieces, key=lambda piece: id(piece.facts)):
         same = list(of_source)
         selected = layout.split(same[0].facts.batch, [piece.rows for piece in same])
         for piece, rows in zip(same, selected, strict=True):
-            microbatch = trimmed(layout, piece, rows, rules, options)
+            microbatch = _trimmed(layout, piece, rows, rules, options)
             if piece.dummies:
                 microbatch = add_rows(layout, microbatch, [dummy.row for dummy in piece.dummies])
             yield pack_rows(layout, microbatch, attention) if rules.packing else microbatch
 
 
-def trimmed(
+def _trimmed(
     layout: BatchLayout, piece: Piece, rows: dict[str, Any], rules: CutRules, options: CutOptions
 ) -> dict[str, Any]:
     """Returns the rows of a piece without the columns that none of them needs, as far as the rules allow."""

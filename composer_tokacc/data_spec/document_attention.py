@@ -101,9 +101,8 @@ class DocumentAttention:
 
     def rotary_positions(self, batch: Batch) -> torch.Tensor | None:
         """Multimodal rotary positions, ``(3, rows, width)``; None where those of text do."""
-        if self._rope_index is None or not any(
-            batch.get(f'{unit}_grid_thw') is not None for unit in ('image', 'video')
-        ):
+        grids = [batch.get(f'{unit}_grid_thw') for unit in ('image', 'video')]
+        if self._rope_index is None or all(grid is None for grid in grids):
             return None
         named = inspect.signature(self._rope_index).parameters
         return self._rope_index(**{key: value for key, value in batch.items() if key in named})[0]
@@ -130,8 +129,7 @@ class _Documents:
     def ends(self, device: torch.device) -> torch.Tensor:
         """Returns where documents end, ``(documents + 1,)`` int32, on a device: put there once, for all layers."""
         if self._ends is None:
-            ends = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32)
-            self._ends = ends.to(device, non_blocking=True)
+            self._ends = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32).to(device, non_blocking=True)
         return self._ends
 
     def split(self, states: torch.Tensor) -> list[torch.Tensor]:
@@ -146,10 +144,9 @@ class _Documents:
 
 def _lengths_of(documents: Any) -> list[int]:
     """Returns the length of each document of a mask, read from the device once, however many layers ask."""
-    kept = vars(documents)
-    if 'lengths_of_documents' not in kept:
-        kept['lengths_of_documents'] = documents.sum(dim=1).tolist()
-    return kept['lengths_of_documents']
+    if not hasattr(documents, 'lengths_of_documents'):
+        documents.lengths_of_documents = documents.sum(dim=1).tolist()
+    return documents.lengths_of_documents
 
 
 def _mixers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -222,19 +219,13 @@ def _masks(plain: str, **arguments: Any) -> Any:
 
 
 def _attend(
-    plain: str,
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Any,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, Any]:
+    plain: str, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attention_mask: Any, **kwargs: Any,
+) -> tuple[torch.Tensor, Any]:  # fmt: skip
     """Returns the attention function, as transformers calls it: states are ``(1, heads, tokens, size)``."""
-    attend = _plain_attention(plain, module)
-    if not isinstance(attention_mask, _Documents):
+    attend, documents = _plain_attention(plain, module), attention_mask
+    if not isinstance(documents, _Documents):
         return attend(module, query, key, value, attention_mask, **kwargs)
-    documents = attention_mask
     if _on_gpu(query) and plain == 'sdpa' and all(run.mask is None for run in documents.runs):
         return _attend_at_once(documents, module, query, key, value, **kwargs), None
     # (documents, length, heads, size) of each run.
@@ -251,26 +242,18 @@ def _on_gpu(states: torch.Tensor) -> bool:
 
 
 def _attend_at_once(
-    documents: _Documents,
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    **kwargs: Any,
-) -> torch.Tensor:
+    documents: _Documents, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *,
+    dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None, **kwargs: Any,
+) -> torch.Tensor:  # fmt: skip
     """As above, by a GPU's kernel for documents of any length; ``(1, tokens, heads, size)``."""
     causal = getattr(module, 'is_causal', True) if is_causal is None else is_causal
     ends, longest = documents.ends(query.device), max(documents.lengths)
     size, is_half = query.shape[-1], query.dtype in (torch.float16, torch.bfloat16)
-    kernels = KERNELS if is_half and size <= LARGEST_HEAD and size % 8 == 0 else ()
-    for takes_dropout, kernel in kernels:
+    for takes_dropout, kernel in KERNELS if is_half and size <= LARGEST_HEAD and size % 8 == 0 else ():
         if (takes_dropout or not dropout) and (attend := kernel()) is not None:
             rows = [states[0].transpose(0, 1) for states in (query, key, value)]  # (tokens, heads, size)
-            return attend(*rows, ends, longest, causal=causal, scale=scaling, dropout=dropout)[None]
+            options = {'causal': causal, 'scale': scaling, 'dropout': dropout}
+            return attend(*rows, ends, ends, longest, longest, **options)[None]
 
     def nested(states: torch.Tensor) -> torch.Tensor:
         states = states.repeat_interleave(query.shape[1] // states.shape[1], dim=1)  # it knows no groups of heads
@@ -295,13 +278,8 @@ def _torch_kernel() -> Callable[..., torch.Tensor] | None:
     if not {'window_size', 'enable_gqa'} <= inspect.signature(varlen_attn).parameters.keys():  # as in its first release
         return None
 
-    def attend(
-        query: Any, key: Any, value: Any, ends: Any, longest: int, *, causal: bool, scale: Any, dropout: Any
-    ) -> Any:
-        window = (-1, 0 if causal else -1)
-        return varlen_attn(
-            query, key, value, ends, ends, longest, longest, scale=scale, window_size=window, enable_gqa=True
-        )
+    def attend(*states: Any, causal: bool, scale: Any, dropout: Any) -> Any:
+        return varlen_attn(*states, scale=scale, window_size=(-1, 0 if causal else -1), enable_gqa=True)
 
     return attend
 
@@ -314,11 +292,8 @@ def _flash_kernel() -> Callable[..., torch.Tensor] | None:
     except ImportError:
         return None
 
-    def attend(
-        query: Any, key: Any, value: Any, ends: Any, longest: int, *, causal: bool, scale: Any, dropout: Any
-    ) -> Any:
-        options = {'dropout_p': dropout, 'softmax_scale': scale, 'causal': causal}
-        return flash_attn_varlen_func(query, key, value, ends, ends, longest, longest, **options)
+    def attend(*states: Any, causal: bool, scale: Any, dropout: Any) -> Any:
+        return flash_attn_varlen_func(*states, dropout_p=dropout, softmax_scale=scale, causal=causal)
 
     return attend
 
@@ -338,7 +313,5 @@ def _plain_attention(plain: str, module: torch.nn.Module) -> Callable[..., Any]:
     files = (vars(sys.modules[one.__module__]) for one in type(module).__mro__)
     found = next((names['eager_attention_forward'] for names in files if 'eager_attention_forward' in names), None)
     if found is None:
-        raise RuntimeError(
-            f'`eager_attention_forward` must be beside the layer, got: none for {type(module).__name__}.'
-        )
+        raise RuntimeError(f'`eager_attention_forward` must be beside a layer, got: none for {type(module).__name__}.')
     return found

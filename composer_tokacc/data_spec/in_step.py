@@ -29,28 +29,23 @@ FEW_TOKENS = 8
 def dummies_in_step(
     layout: BatchLayout, sources: Sequence[RowFacts], *, may_have_media: bool
 ) -> tuple[DummyRows, bool]:
-    """Returns the dummy rows that ranks need, and whether any rank has media; a collective.
+    """Returns the dummy rows that ranks need beside this rank's batches, and whether any rank has media; a collective.
 
-    Args:
-        layout: How tensors belong to rows.
-        sources: This rank's batches.
-        may_have_media: Whether the model takes any, the same on all ranks.
+    ``may_have_media``: whether the model takes any, the same on all ranks.
     """
     dummies = DummyRows(layout, sources if may_have_media else [])
     if not may_have_media:
         return dummies, False
-    present = dummies.present
-    has = [modality in present for modality in MODALITIES]
+    has = [modality in dummies.present for modality in MODALITIES]
     flags = max_over_ranks([*has, *(not one for one in has)])
     in_use, lacked = (list(compress(MODALITIES, one)) for one in (flags[: len(has)], flags[len(has) :]))
     dummies.needed = in_use[:1] if layout.family.one_kind else in_use
     for modality in dummies.needed:
-        if modality not in lacked:
-            continue
-        own = dummies.row(modality)
-        row = from_any_rank(None if own is None else own.row)
-        if own is None:
-            dummies.take(modality, row)
+        if modality in lacked:  # by some rank, which gets the row of another
+            own = dummies.row(modality)
+            row = from_any_rank(None if own is None else own.row)
+            if own is None:
+                dummies.take(modality, row)
     return dummies, bool(in_use)
 
 
@@ -77,25 +72,22 @@ def in_step(
     has_media: bool,
     reduces_once: bool,
 ) -> tuple[list[Piece], int]:
-    """Returns the pieces with their dummy rows, and how many empty microbatches come behind them; a collective.
+    """Returns this rank's pieces with their dummy rows, and how many empty microbatches come behind them; a collective.
 
     Args:
-        pieces: Those of this rank; none where it has no sample.
+        pieces: None where this rank has no sample.
         dummies: As of :func:`dummies_in_step`.
         rules: How rows may be cut.
         options: Caps, and whether counts must be equal.
         has_media: Whether any rank has media.
         reduces_once: Whether ranks meet in the last microbatch alone.
     """
-    if rules.needs_media and not has_media:
-        # A text row must not see an image where no row of the step has one: a microbatch of its own, the last, uses
-        # the encoder.
-        planned, is_apart = list(pieces), not reduces_once
-    elif reduces_once and not rules.needs_media:
-        planned, is_apart = list(pieces), False
-    else:
-        planned, is_apart = with_dummies(pieces, dummies, rules, options), False
-    count = max(len(planned) + is_apart, 1)
+    # A text row must not see an image where no row of the step has one: a microbatch of its own, the last, uses the
+    # encoder, if ranks meet in each.
+    stays_text = rules.needs_media and not has_media
+    need_none = stays_text or (reduces_once and not rules.needs_media)
+    planned = list(pieces) if need_none else with_dummies(pieces, dummies, rules, options)
+    count = max(len(planned) + (stays_text and not reduces_once), 1)
     if options.equal_counts is True or (options.equal_counts == 'auto' and not reduces_once):
         (count,) = max_over_ranks([count])
     return planned, count - len(planned)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from composer_tokacc.collectives import all_gather_object, get_world_size
+from composer_tokacc.collectives import all_gather_object
 from composer_tokacc.data_spec.split import MicrobatchSplit
 from composer_tokacc.layout import BatchLayout
 
@@ -38,17 +38,8 @@ def layout_of(state: State, split: MicrobatchSplit | None) -> BatchLayout | None
         return split.given_layout
     try:
         layout = BatchLayout.for_model(state.model)
-    except (TypeError, ValueError):  # no config, or a vision model of no known family
-        found = None
-        try:
-            found = BatchLayout.infer(state.batch)
-        except (KeyError, ValueError):
-            if split is not None:
-                raise
-        inferred = [one for one in all_gather_object(found) if one is not None]
-        if len(inferred) < get_world_size():
-            return None
-        layout = max(inferred, key=lambda one: len(one.family.entries))  # a rank without media sees a text model
+    except TypeError:  # no config; a rank without media sees a text model
+        layout = max(all_gather_object(BatchLayout.infer(state.batch)), key=lambda one: len(one.family.entries))
     if split is None:
         try:
             layout.select(state.batch, [0])

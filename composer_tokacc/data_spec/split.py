@@ -21,14 +21,7 @@ from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.data_spec.dummy_rows import DummyRows
 from composer_tokacc.data_spec.in_step import dummies_in_step, empty_microbatch, in_step, with_dummies
 from composer_tokacc.data_spec.pieces import Piece
-from composer_tokacc.layout import (
-    BatchLayout,
-    PreSplitBatch,
-    RowFacts,
-    describe,
-    describe_all,
-    microbatches_of,
-)
+from composer_tokacc.layout import BatchLayout, PreSplitBatch, RowFacts, describe, describe_all, microbatches_of
 from composer_tokacc.metadata import num_rows, samples_of, with_metadata, without_metadata
 from composer_tokacc.planning import CutOptions, cut_rows, pack_lengths
 
@@ -82,8 +75,7 @@ class MicrobatchSplit:
         self.rules, self.checked = CutRules(), False
         self._wants_packing = self.options.packing is True
         if self.options.packing == 'auto' and self.layout is not None:
-            sources = describe_all(self.layout, batch)
-            self._wants_packing = self._packing_costs_less(sources, microbatch_size)
+            self._wants_packing = self._packing_costs_less(describe_all(self.layout, batch), microbatch_size)
 
     def _packing_costs_less(self, sources: Sequence[RowFacts], microbatch_size: float) -> bool:
         """Returns whether packing costs less on this batch, over all ranks; a collective."""
@@ -114,13 +106,7 @@ class MicrobatchSplit:
         self.rules, self.checked, self.reduces_once = rules, True, reduces_once
         self._attend(rules.packing)
         if rules.packing == 'positions':
-            self._warn(
-                'Every packed row gets a mask as wide as all its documents: attention document by document fails.'
-            )
-
-    def begin_step(self, *, copies_microbatches: Callable[[], bool] | None) -> None:
-        """Learns what the trainer does with the microbatches of a step."""
-        self.copies_microbatches = copies_microbatches
+            self._warn('Packed rows get a mask as wide as all their documents: attention document by document fails.')
 
     # What the first-batch check asks.
 

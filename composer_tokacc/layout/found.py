@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from composer_tokacc.batch import MODALITIES, Batch, text_of
-from composer_tokacc.layout.families import FAMILIES, Entry, Family, Media
+from composer_tokacc.layout.families import TEXT_FAMILY, Entry, Family, Media
 from composer_tokacc.layout.placeholders import modality_of, placeholder_ids
 
 
@@ -27,7 +27,7 @@ def found_family(config: Any) -> Family:
     for modality, part in (('image', 'vision_config'), ('audio', 'audio_config')):
         if getattr(config, part, None) is not None:
             media.setdefault(modality, Media())
-    return Family(name=config.model_type, media=media) if media else FAMILIES[-1]
+    return Family(name=config.model_type, media=media) if media else TEXT_FAMILY
 
 
 def found_entry(batch: Batch, key: str, num_rows: int, width: int) -> Entry | None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from composer_tokacc.batch import MODALITIES, Batch, span, text_of
-from composer_tokacc.layout.families import FAMILIES, TEXT_ENTRIES, Entry, Family
+from composer_tokacc.layout.families import FAMILIES, TEXT_ENTRIES, Entry, Family, family_of
 from composer_tokacc.layout.found import (
     carried_counts,
     found_counts,
@@ -56,7 +56,7 @@ class BatchLayout:
             raise TypeError(
                 f'`batch` must be a mapping of tensors, got: {type(batch).__name__}. Pass a collated batch.'
             )
-        return cls(family=next((family for family in FAMILIES if family.matches(batch)), Family(name='found')))
+        return cls(family=family_of(batch))
 
     @classmethod
     def for_model(cls, model: Any) -> BatchLayout:
@@ -109,9 +109,8 @@ class BatchLayout:
 
     def width_matters(self, batch: Batch) -> bool:
         """Whether no column of the batch may be trimmed, as the model's positions depend on the batch's width."""
-        return (
-            self.width_limit is not None and batch.get('input_ids') is not None and self.width(batch) > self.width_limit
-        )
+        limit = self.width_limit
+        return limit is not None and batch.get('input_ids') is not None and self.width(batch) > limit
 
     # Which entry is what.
 
@@ -205,26 +204,22 @@ class BatchLayout:
     def _units_by_items(self, batch: Batch, unit: str) -> list[int]:
         num_rows, carried = self.num_rows(batch), carried_counts(batch, unit)
         sizes = {key: value.shape[0] for key, value in self.tensors_of(batch, unit).items()}
-        if not sizes and (found := self._found_units(batch, unit)):
-            return self.units_per_row(batch, found[0])
         if not sizes:
+            # What the found tensors of a modality enumerate, the fewest of it: items rather than tiles and patches.
+            found = {entry.unit for entry in self._not_text(batch).values() if entry.unit.startswith(f'{unit}/')}
+            if found:
+                return self.units_per_row(batch, min(found, key=lambda one: int(one.partition('/')[2])))
             return carried or [0] * num_rows
         num_items = max(sizes.values())
         if min(sizes.values()) < num_items:
             raise ValueError(f'The tensors of {unit}s must have one entry per {unit} each, got: {sizes}.')
-        if self.family.has_queries and token_ids(self.config, unit):
-            return self._units_by_placeholders(batch, unit, num_items)
-        if num_rows == 1:
-            return [num_items]
-        # The carried number is the user's: it says nothing where images were cut into tiles.
-        if carried is not None and len(carried) == num_rows and sum(carried) == num_items:
-            return list(carried)
+        if not (self.family.has_queries and token_ids(self.config, unit)):
+            if num_rows == 1:
+                return [num_items]
+            # The carried number is the user's: it says nothing where images were cut into tiles.
+            if carried is not None and len(carried) == num_rows and sum(carried) == num_items:
+                return carried
         return self._units_by_placeholders(batch, unit, num_items)
-
-    def _found_units(self, batch: Batch, modality: str) -> list[str]:
-        """Returns what the found tensors of a modality enumerate, the fewest first: items before tiles and patches."""
-        units = {entry.unit for entry in self._not_text(batch).values() if entry.unit.startswith(f'{modality}/')}
-        return sorted(units, key=lambda unit: int(unit.partition('/')[2]))
 
     def _units_by_placeholders(self, batch: Batch, unit: str, num_items: int) -> list[int]:
         media, num_rows = self.family.media.get(unit), self.num_rows(batch)
@@ -329,11 +324,10 @@ class BatchLayout:
 
     def trim(self, batch: Batch, *, width_multiple: int = 1) -> dict[str, Any]:
         """Cuts the columns that no row needs; widths round up to ``width_multiple``, never beyond the batch's own."""
-        width = self.width(batch)
-        side, lengths = span(batch)
-        needed = min(-(-max(lengths) // width_multiple) * width_multiple, width)
         if has_sound_along_text(batch, self.config):
             return dict(batch)
+        (side, lengths), width = span(batch), self.width(batch)
+        needed = min(-(-max(lengths) // width_multiple) * width_multiple, width)
         return self.narrow(batch, width - needed if side == 'left' else 0, needed)
 
     def narrow(self, batch: Batch, start: int, width: int) -> dict[str, Any]:
@@ -371,16 +365,15 @@ class BatchLayout:
                     joined[key] = max((one[key] for one in batches if one.get(key) is not None), key=torch.Tensor.numel)
                     continue
                 if entry.unit == 'video' and first.dim() == 5:
-                    self._refuse_ragged_clips(batches, key)
+                    _refuse_ragged_clips(self.family.name, key, batches)
                 if key == 'input_ids':
                     entry = replace(entry, fill=pad_token_id)
                 joined[key] = cat_padded(self._with_absent(batches, key, entry), entry, width, padding_side)
                 if entry.points_into is not None:
                     present = [batch for batch in batches if batch.get(key) is not None]
                     sizes = [_patches_each(batch, entry) * len(batch[entry.points_into]) for batch in present]
-                    joined[key] = renumber(
-                        joined[key], [len(batch[key]) for batch in present], [0, *accumulate(sizes)][:-1]
-                    )
+                    shifts = [0, *accumulate(sizes)][:-1]
+                    joined[key] = renumber(joined[key], [len(batch[key]) for batch in present], shifts)
             elif isinstance(first, (list, tuple)):
                 _refuse_absent(batches, key)
                 joined[key] = [item for batch in batches for item in batch[key]]
@@ -392,24 +385,13 @@ class BatchLayout:
                 joined[f'num_{unit}s'] = [count for batch in batches for count in self._carried_counts(batch, unit)]
         return joined
 
-    def _refuse_ragged_clips(self, batches: Sequence[Batch], key: str) -> None:
-        """Clips lie in one tensor without a mask: the model would compute the frames that fill it up."""
-        frames = {batch[key].shape[1]: batch for batch in batches if batch.get(key) is not None}
-        if len(frames) > 1:
-            names = ', '.join(f'{count} (sample {frames[count].get("sample_ids")})' for count in sorted(frames))
-            raise ValueError(
-                f'Videos of a batch must be of one number of frames for {self.family.name}, got: {names}. Take as many '
-                'of each: `dataset.video.num_frames`.'
-            )
-
     def _carried_counts(self, batch: Batch, unit: str) -> list[int]:
         return self.units_per_row(batch, unit) if self.tensors_of(batch, unit) else list(batch[f'num_{unit}s'])
 
     def _common_entry(self, batches: Sequence[Batch], key: str) -> Entry:
         """Sequence-shaped only if so in every batch: a decoder's labels may have the encoder's width by chance."""
         entries = [self.entry_of(batch, key) for batch in batches if batch.get(key) is not None]
-        shared = (entry for entry in entries if entry.unit == 'shared')
-        return next(shared, None) or next((entry for entry in entries if not entry.seq_dims), entries[0])
+        return min(entries, key=lambda entry: (entry.unit != 'shared', bool(entry.seq_dims)))
 
     def _with_absent(self, batches: Sequence[Batch], key: str, entry: Entry) -> list[torch.Tensor]:
         """Returns the tensors to join; batches without one bring no media, or rows of the entry's ``absent`` value."""
@@ -442,4 +424,15 @@ def _refuse_absent(batches: Sequence[Batch], key: str) -> None:
         raise ValueError(
             f'`{key}` must be in every batch or in none, got: {num_present} of {len(batches)}. Encode all samples with '
             'the same processor.'
+        )
+
+
+def _refuse_ragged_clips(family: str, key: str, batches: Sequence[Batch]) -> None:
+    """Clips lie in one tensor without a mask: the model would compute the frames that fill it up."""
+    frames = {batch[key].shape[1]: batch for batch in batches if batch.get(key) is not None}
+    if len(frames) > 1:
+        names = ', '.join(f'{count} (sample {frames[count].get("sample_ids")})' for count in sorted(frames))
+        raise ValueError(
+            f'Videos of a batch must be of one number of frames for {family}, got: {names}. Take as many of each: '
+            '`dataset.video.num_frames`.'
         )

@@ -112,9 +112,7 @@ def audio_frames(batch: Batch, config: Any, num_items: int, num_tokens: int) -> 
 
 def anyres(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
     """LLaVA-NeXT: the whole image, and its tiles without the padding, with a token at the end of each line."""
-    if config is None:
-        return []
-    return [_tiled(size, config) for size in _pairs(batch['image_sizes'])]
+    return [] if config is None else [_tiled(size, config) for size in torch.as_tensor(batch['image_sizes']).tolist()]
 
 
 def anyres_capped(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
@@ -127,13 +125,8 @@ def anyres_capped(batch: Batch, config: Any, num_items: int, num_tokens: int) ->
     is_alone = [count == 1 for count in counts for _ in range(count)]
     if len(is_alone) != num_items:
         return []
-    whole = _side(config) ** 2
-    sizes = _pairs(batch['image_sizes'])
+    sizes, whole = torch.as_tensor(batch['image_sizes']).tolist(), _side(config) ** 2
     return [_tiled(size, config, cap=cap) if alone else whole + 1 for size, alone in zip(sizes, is_alone, strict=True)]
-
-
-def _pairs(sizes: Any) -> list[tuple[int, int]]:
-    return [(int(height), int(width)) for height, width in torch.as_tensor(sizes).tolist()]
 
 
 def _side(config: Any) -> int:
@@ -141,7 +134,7 @@ def _side(config: Any) -> int:
     return config.vision_config.image_size // config.vision_config.patch_size
 
 
-def _tiled(size: tuple[int, int], config: Any, *, cap: int | None = None) -> int:
+def _tiled(size: Sequence[int], config: Any, *, cap: int | None = None) -> int:
     """Returns tokens of one image, as ``pack_image_features`` of the models makes them."""
     tile, side = config.vision_config.image_size, _side(config)
     best_height, best_width = best_resolution(size, config.image_grid_pinpoints)
@@ -153,7 +146,7 @@ def _tiled(size: tuple[int, int], config: Any, *, cap: int | None = None) -> int
     return side**2 + height * (width + 1)
 
 
-def best_resolution(size: tuple[int, int], pinpoints: Sequence[Sequence[int]]) -> tuple[int, int]:
+def best_resolution(size: Sequence[int], pinpoints: Sequence[Sequence[int]]) -> tuple[int, int]:
     """Of the resolutions that the config allows, the one that keeps most of the image, then wastes least."""
 
     def kept_and_wasted(pinpoint: Sequence[int]) -> tuple[int, int]:
@@ -165,7 +158,7 @@ def best_resolution(size: tuple[int, int], pinpoints: Sequence[Sequence[int]]) -
     return height, width
 
 
-def _unpadded(size: tuple[int, int], height: int, width: int) -> tuple[int, int]:
+def _unpadded(size: Sequence[int], height: int, width: int) -> tuple[int, int]:
     """Returns the part of the patches that is not padding, as ``unpad_image`` of the models cuts it."""
     if size[1] / size[0] > width / height:
         new_height = int(round(size[0] * (width / size[1]), 7))

@@ -219,7 +219,7 @@ def test_the_kernel_for_gpus_makes_the_same_of_the_documents():
     torch.testing.assert_close(found, expected)
 
 
-def of_documents(query, key, value, ends, longest, *, causal, scale, dropout):
+def of_documents(query, key, value, ends, _, longest, __, *, causal, scale, dropout):
     """What a kernel for documents of any length must make of ``(tokens, heads, size)``, one after the other."""
     assert longest == int(ends.diff().max())
     assert not dropout
@@ -236,9 +236,9 @@ def test_all_layers_get_bounds_that_were_put_on_the_device_once_and_groups_of_he
     packed, _ = packed_of(model, collate(text_rows(SHAPE)))
     expected, given = logits_of(model, packed), []
 
-    def kernel(query, key, value, ends, longest, **options):
+    def kernel(query, key, value, ends, *others, **options):
         given.append((ends, query.shape[1], key.shape[1]))
-        return of_documents(query, key, value, ends, longest, **options)
+        return of_documents(query, key, value, ends, *others, **options)
 
     monkeypatch.setattr(document_attention, '_on_gpu', lambda states: True)
     monkeypatch.setattr(document_attention, 'KERNELS', [(False, lambda: kernel)])
@@ -254,8 +254,11 @@ def test_torchs_kernel_is_called_as_this_release_declares_it(monkeypatch):
     def stand_in(*args, **kwargs):
         call = declared.bind(*args, **kwargs).arguments
         assert call['enable_gqa']
-        states, causal = [call[name] for name in ('query', 'key', 'value')], call['window_size'] == (-1, 0)
-        return of_documents(*states, call['cu_seq_q'], call['max_q'], causal=causal, scale=call['scale'], dropout=0.0)
+        names, causal = (
+            ('query', 'key', 'value', 'cu_seq_q', 'cu_seq_k', 'max_q', 'max_k'),
+            call['window_size'] == (-1, 0),
+        )
+        return of_documents(*(call[name] for name in names), causal=causal, scale=call['scale'], dropout=0.0)
 
     stand_in.__signature__ = declared
     monkeypatch.setattr(varlen, 'varlen_attn', stand_in)
