@@ -72,10 +72,8 @@ def check_ids(batch: Batch) -> None:
 def check_batch(batch: Any, vocabulary: int | None = None, *, is_decoder: bool = False) -> None:
     """Raises ValueError, naming the sample, where torch would only say that an index is out of range.
 
-    Args:
-        batch: A batch or microbatch with ``labels``, on the CPU.
-        vocabulary: Ids that a label may have; None: not known.
-        is_decoder: Whether labels must stand at the positions of the ids.
+    The batch is on the CPU. ``vocabulary``: ids that a label may have, None: not known; ``is_decoder``: whether labels
+    must stand at the positions of the ids.
     """
     labels = labels_of(batch)
     check_ids(batch)

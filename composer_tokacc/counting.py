@@ -52,11 +52,7 @@ class TokenCounts:
 
 
 def check_rule(loss_tokens: str, *, allow_auto: bool = False) -> str:
-    """Returns the rule, if there is such a one; ``'auto'`` is one where it is allowed.
-
-    Raises:
-        ValueError: If not; names the valid ones.
-    """
+    """Returns the rule, or raises ValueError if there is no such one; ``'auto'`` is one where it is allowed."""
     allowed = ('auto', *LOSS_RULES) if allow_auto else LOSS_RULES
     if loss_tokens not in allowed:
         raise ValueError(f'`loss_tokens` must be one of {allowed}, got: {loss_tokens!r}.')
@@ -149,13 +145,9 @@ def count_tokens(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> Token
         >>> count_tokens({'labels': labels, 'attention_mask': mask})
         TokenCounts(loss_generating=(2, 1), real=(3, 2), padded=(0, 1))
     """
-    counted = counted_tokens(batch, loss_tokens)
-    real, width = real_tokens(batch), text_of(batch).shape[1]
-    return TokenCounts(
-        loss_generating=tuple(counted.sum(dim=1).tolist()),
-        real=tuple(real),
-        padded=tuple(width - row for row in real),
-    )
+    counted, real, width = counted_tokens(batch, loss_tokens), real_tokens(batch), text_of(batch).shape[1]
+    padded = tuple(width - row for row in real)
+    return TokenCounts(loss_generating=tuple(counted.sum(dim=1).tolist()), real=tuple(real), padded=padded)
 
 
 def real_tokens(batch: Mapping[str, Any]) -> list[int]:

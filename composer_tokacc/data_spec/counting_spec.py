@@ -17,8 +17,7 @@ from composer_tokacc.checks.first_batch import FirstBatchCheck
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.collectives import get_world_size, max_over_ranks
 from composer_tokacc.counting import count_tokens, mask_document_starts, real_tokens
-from composer_tokacc.data_spec.registry import register_split
-from composer_tokacc.data_spec.split import MicrobatchSplit
+from composer_tokacc.data_spec.split import MicrobatchSplit, register_split
 from composer_tokacc.layout import BatchLayout, PreSplitBatch, describe_all, kinds_of, microbatches_of
 from composer_tokacc.metadata import annotate, is_annotated, metadata_of, num_samples, without_metadata
 

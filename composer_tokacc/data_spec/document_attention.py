@@ -193,11 +193,9 @@ def _in_plain_python(function: Callable[..., Any]) -> Any:
 
 
 def _masks(plain: str, **arguments: Any) -> Any:
-    """Returns the mask function of our attention, as transformers calls it.
+    """Makes the masks of our attention, as transformers asks for them; each document gets the plain one's.
 
-    Args:
-        plain: The attention that each document gets.
-        **arguments: Among them ``attention_mask``, bool: ``(rows, width)``, or ``(documents, width)`` of a packed row.
+    Among the arguments is ``attention_mask``, bool: ``(rows, width)``, or ``(documents, width)`` of a packed row.
     """
     from transformers import AttentionMaskInterface
 
@@ -230,11 +228,10 @@ def _attend(
         return _attend_at_once(documents, module, query, key, value, **kwargs), None
     # (documents, length, heads, size) of each run.
     outputs = [
-        attend(module, q, k, v, run.mask, **kwargs)[0]
+        attend(module, q, k, v, run.mask, **kwargs)[0].flatten(0, 1)
         for run, q, k, v in zip(documents.runs, *map(documents.split, (query, key, value)), strict=True)
     ]
-    joined = [output.flatten(0, 1) for output in outputs]
-    return (joined[0] if len(joined) == 1 else torch.cat(joined))[None], None
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None], None
 
 
 def _on_gpu(states: torch.Tensor) -> bool:

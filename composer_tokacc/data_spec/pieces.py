@@ -1,19 +1,24 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Pieces: rows of a collated batch that go through the model together, under the caps, and not selected yet."""
+"""Pieces: rows of a batch that go through the model together, under the caps; and the microbatches built of them."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
 
 from composer_tokacc.batch import sample_name
 from composer_tokacc.data_spec.cut_rules import CutRules
-from composer_tokacc.data_spec.dummy_rows import DummyRow
-from composer_tokacc.layout import RowFacts
+from composer_tokacc.data_spec.document_attention import DocumentAttention
+from composer_tokacc.data_spec.dummy_rows import DummyRow, add_rows
+from composer_tokacc.data_spec.packing import pack_rows
+from composer_tokacc.layout import BatchLayout, RowFacts
 from composer_tokacc.planning import CutOptions, cut_rows
 
 log = logging.getLogger(__name__)
@@ -72,15 +77,7 @@ class Piece(NamedTuple):
         return [self.take(group) for group in groups]
 
     def check_caps(self, options: CutOptions, indices: Sequence[int] | None) -> None:
-        """Refuses, or names, the row that is furthest over a cap by itself.
-
-        Args:
-            options: The caps, and what becomes of such rows.
-            indices: Of the rows in the dataset, where the sampler knows them.
-
-        Raises:
-            ValueError: If there is one, and it is not to be computed alone.
-        """
+        """Refuses (ValueError) or names the row furthest over a cap; ``indices``: in the dataset, if they are known."""
         sizes_in_tokens = [width + self.facts.decoder_width for width in self.widths]
         for sizes, cap, unit, setting in (
             (sizes_in_tokens, options.max_tokens, 'tokens', '`device_train_microbatch_size` x `slot_tokens`'),
@@ -100,3 +97,37 @@ class Piece(NamedTuple):
             if options.on_oversize == 'raise':
                 raise ValueError(f"{message}; `on_oversize='warn'` computes it alone, over the cap.")
             log.warning('%s. It is computed alone.', message)
+
+
+def build(
+    layout: BatchLayout,
+    pieces: Sequence[Piece],
+    rules: CutRules,
+    options: CutOptions,
+    attention: DocumentAttention | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Gives the microbatch of each piece; those of one batch lie together, so that its rows are counted once."""
+    for _, of_source in groupby(pieces, key=lambda piece: id(piece.facts)):
+        same = list(of_source)
+        selected = layout.split(same[0].facts.batch, [piece.rows for piece in same])
+        for piece, rows in zip(same, selected, strict=True):
+            microbatch = _trimmed(layout, piece, rows, rules, options)
+            if piece.dummies:
+                microbatch = add_rows(layout, microbatch, [dummy.row for dummy in piece.dummies])
+            yield pack_rows(layout, microbatch, attention) if rules.packing else microbatch
+
+
+def _trimmed(
+    layout: BatchLayout, piece: Piece, rows: dict[str, Any], rules: CutRules, options: CutOptions
+) -> dict[str, Any]:
+    """Returns the rows of a piece without the columns that none of them needs, as far as the rules allow."""
+    facts, width = piece.facts, piece.width(options)
+    if width == facts.width or rules.packing:
+        return rows
+    start = facts.width - width if facts.side == 'left' else 0
+    kept = layout.narrow(rows, start, width)
+    if start and rules.policy(facts) == 'shift' and not facts.has_positions:
+        # The model counts positions from column 0 of what it is given: it shall count on from where it would have.
+        positions = torch.arange(start, start + width)
+        kept['position_ids'] = positions.expand(len(piece.rows), width).contiguous()
+    return kept

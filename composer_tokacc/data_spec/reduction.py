@@ -27,10 +27,8 @@ class ReductionWatch:
 
     def __init__(self, state: State, *, is_coupled: bool) -> None:
         self._model = state.model
-        self._reduces: list[bool] = []
         self._parameters = list(state.model.parameters())
-        self._before: list[tuple[torch.nn.Parameter, tuple[int, int]]] = []
-        """What each parameter's gradient was before a backward that reduces."""
+        self.start_attempt()
         # In automatic microbatching ranks ask each other after every forward whether memory ran out, synchronized batch
         # norms meet within it, and losses of coupled rows may gather those of other ranks.
         self.may_meet_once = (
@@ -41,15 +39,15 @@ class ReductionWatch:
 
     def start_attempt(self) -> None:
         """Forgets an attempt that failed half-way."""
-        self._reduces, self._before = [], []
+        self._reduces: list[bool] = []
+        self._before: list[tuple[torch.nn.Parameter, tuple[int, int]]] = []
+        """What each parameter's gradient was before a backward that reduces."""
 
     def see(self, num_microbatches: int, *, has_unequal_counts: bool, reduced_once: bool) -> None:
-        """Notes whether gradients are reduced in the backward of the microbatch that comes now.
+        """Notes whether gradients are reduced in the backward of the microbatch that comes now, of so many here.
 
-        Args:
-            num_microbatches: How many this rank makes of the step.
-            has_unequal_counts: Whether ranks may make unequally many by the user's word.
-            reduced_once: Whether they were reduced in the last one alone in the steps before.
+        ``has_unequal_counts``: by the user's word ranks may make unequally many; ``reduced_once``: in the last one
+        alone gradients were reduced in the steps before.
         """
         if not isinstance(self._model, DistributedDataParallel):
             return

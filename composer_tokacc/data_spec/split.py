@@ -8,22 +8,25 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 
 from composer_tokacc.batch import MODALITIES, Batch, sample_name
 from composer_tokacc.collectives import all_gather_object, get_world_size
-from composer_tokacc.data_spec.build import build
 from composer_tokacc.data_spec.cut_rules import CutRules, padded_candidates
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.data_spec.dummy_rows import DummyRows
 from composer_tokacc.data_spec.in_step import dummies_in_step, empty_microbatch, in_step, with_dummies
-from composer_tokacc.data_spec.pieces import Piece
+from composer_tokacc.data_spec.pieces import Piece, build
 from composer_tokacc.layout import BatchLayout, PreSplitBatch, RowFacts, describe, describe_all, microbatches_of
 from composer_tokacc.metadata import num_rows, samples_of, with_metadata, without_metadata
 from composer_tokacc.planning import CutOptions, cut_rows, pack_lengths
+
+if TYPE_CHECKING:
+    from composer.core import State
 
 log = logging.getLogger(__name__)
 
@@ -302,3 +305,39 @@ def _first_modality(sources: Sequence[RowFacts]) -> DummyRows:
     dummies = DummyRows(sources[0].layout, sources)
     dummies.needed = [modality for modality in MODALITIES if modality in dummies.present][:1]
     return dummies
+
+
+# Which split, and which layout, goes with a loader.
+
+_SPLITS: WeakValueDictionary[int, MicrobatchSplit] = WeakValueDictionary()
+
+
+def register_split(dataloader: Any, split: MicrobatchSplit) -> None:
+    """Lets :func:`split_of` find the split of a loader; the split must hold on to its loader."""
+    _SPLITS[id(dataloader)] = split
+
+
+def split_of(dataloader: Any) -> MicrobatchSplit | None:
+    """Returns the split that ``token_data_spec`` made for a loader.
+
+    The trainer shows an algorithm the loader, not the DataSpec, and nothing of ours may lie in a batch before
+    BATCH_START: Composer's own algorithms clone every entry of it.
+    """
+    return _SPLITS.get(id(dataloader))
+
+
+def layout_of(state: State, split: MicrobatchSplit | None) -> BatchLayout | None:
+    """The layout that the user gave, else the model's own, else that of the batch; None: rows cannot be told apart."""
+    if split is not None and split.given_layout is not None:
+        return split.given_layout
+    try:
+        layout = BatchLayout.for_model(state.model)
+    except TypeError:  # no config; a rank without media sees a text model
+        layout = max(all_gather_object(BatchLayout.infer(state.batch)), key=lambda one: len(one.family.entries))
+    if split is None:
+        try:
+            layout.select(state.batch, [0])
+            layout.media_per_row(state.batch)
+        except (KeyError, ValueError):  # only the user's own split knows
+            return None
+    return layout

@@ -72,7 +72,7 @@ class Media:
         named = placeholders.token_ids(config, unit if self.frames is None else 'image')
         if not named:
             return types == self.token_type if self.token_type and types is not None else None
-        found = torch.isin(ids, torch.tensor(named, device=ids.device))
+        found = placeholders.stand_at(ids, named)
         if self.frames is None:
             return found
         starts, ends = ids == config.video_start_token_id, ids == config.video_end_token_id

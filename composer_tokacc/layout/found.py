@@ -18,7 +18,7 @@ import torch
 
 from composer_tokacc.batch import MODALITIES, Batch, text_of
 from composer_tokacc.layout.families import TEXT_FAMILY, Entry, Family, Media
-from composer_tokacc.layout.placeholders import modality_of, placeholder_ids
+from composer_tokacc.layout.placeholders import modality_of, placeholder_ids, stand_at
 
 
 def found_family(config: Any) -> Family:
@@ -87,8 +87,7 @@ def found_counts(batch: Batch, config: Any, modality: str, count: int, num_rows:
     """
     if num_rows == 1:
         return [count]
-    ids = torch.tensor(placeholder_ids(config, modality), dtype=torch.long)
-    is_placeholder = torch.isin(text_of(batch), ids.to(text_of(batch).device))
+    is_placeholder = stand_at(text_of(batch), placeholder_ids(config, modality))
     tokens = is_placeholder.sum(dim=1).tolist()
     begins = is_placeholder & ~torch.nn.functional.pad(is_placeholder[:, :-1], (1, 0))
     runs, total = begins.sum(dim=1).tolist(), sum(tokens)

@@ -23,8 +23,8 @@ from composer_tokacc.layout.found import (
     has_sound_along_text,
     items_of_rows,
 )
-from composer_tokacc.layout.placeholders import token_ids
-from composer_tokacc.layout.tensors import cat_padded, compact, renumber, select_units
+from composer_tokacc.layout.placeholders import stand_at, token_ids
+from composer_tokacc.layout.tensors import cat_padded, compact, renumber, select_rows
 
 PATCHES = {'patch': ('image', 'image_grid_thw'), 'video_patch': ('video', 'video_grid_thw')}
 """Units that are parts of another: of which, and the tensor whose product says how many."""
@@ -92,9 +92,8 @@ class BatchLayout:
 
     def is_placeholder(self, batch: Batch) -> torch.Tensor:
         """Returns where placeholders of images, videos and audios stand, ``(rows, width)`` bool."""
-        found = [token_id for modality in MODALITIES for token_id in token_ids(self.config, modality)]
-        ids = torch.tensor(found, dtype=torch.long)
-        return torch.isin(text_of(batch), ids.to(text_of(batch).device))
+        ids = [token_id for modality in MODALITIES for token_id in token_ids(self.config, modality)]
+        return stand_at(text_of(batch), ids)
 
     @cached_property  # asked of every microbatch, and reading a config is slow
     def width_limit(self) -> int | None:
@@ -129,8 +128,8 @@ class BatchLayout:
             ValueError: If neither the layout knows its name, nor its shape tells.
         """
         value, width = batch[key], self.width(batch)
-        known = (entries[key] for entries in (self.extra, self.family.entries, TEXT_ENTRIES) if key in entries)
-        entry = next(known, None) or found_entry(batch, key, self.num_rows(batch), width)
+        known = {**TEXT_ENTRIES, **self.family.entries, **self.extra}
+        entry = known.get(key) or found_entry(batch, key, self.num_rows(batch), width)
         if entry is None:
             raise ValueError(
                 f'`batch[{key!r}]` must be an entry that the {self.family.name} layout knows, or of the rows, got: a '
@@ -275,42 +274,17 @@ class BatchLayout:
         Each row's media are copied once; not at all where a group is a run of rows in order and the batch is on its way
         to a GPU. Page-locked tensors stay page-locked.
         """
-        units = {'row'}
+        entries: dict[str, Entry] = {}
         for key, value in batch.items():
             self._check(batch, key, value)
             if isinstance(value, torch.Tensor):
-                entry = self.entry_of(batch, key)
-                units.add('image' if entry.slot_dim is not None else entry.unit)
+                entries[key] = self.entry_of(batch, key)
         everything, groups = list(range(self.num_rows(batch))), [list(rows) for rows in groups]
         if all(rows == everything for rows in groups):
             return [dict(batch) for _ in groups]
-        ends = {unit: [0, *accumulate(self.units_per_row(batch, unit))] for unit in units - {'shared'}}
-        return [dict(batch) if rows == everything else self._select(batch, ends, rows) for rows in groups]
-
-    def _select(self, batch: Batch, ends: Mapping[str, Sequence[int]], rows: Sequence[int]) -> dict[str, Any]:
-        selected: dict[str, Any] = {}
-        for key, value in batch.items():
-            if isinstance(value, torch.Tensor):
-                entry = self.entry_of(batch, key)
-                chosen = select_units(key, value, entry, ends, rows)
-                if entry.points_into is not None:
-                    chosen = self._renumbered(batch, chosen, entry, ends, rows)
-                # A model takes no image entries for no images, rather than empty ones.
-                if not entry.is_media or chosen.numel() > 0:
-                    selected[key] = chosen
-            else:
-                selected[key] = [value[row] for row in rows] if isinstance(value, (list, tuple)) else value
-        return selected
-
-    def _renumbered(
-        self, batch: Batch, chosen: torch.Tensor, entry: Entry, ends: Mapping[str, Sequence[int]], rows: Sequence[int]
-    ) -> torch.Tensor:
-        """Returns numbers of patches, counted over the chosen rows."""
-        size, of_pixels = _patches_each(batch, entry), ends[self.entry_of(batch, entry.points_into or '').unit]
-        of_unit = ends[entry.unit]
-        starts = [0, *accumulate(size * (of_pixels[row + 1] - of_pixels[row]) for row in rows)]
-        shifts = [start - size * of_pixels[row] for start, row in zip(starts, rows, strict=False)]
-        return renumber(chosen, [of_unit[row + 1] - of_unit[row] for row in rows], shifts)
+        units = {'image' if entry.slot_dim is not None else entry.unit for entry in entries.values()}
+        ends = {unit: [0, *accumulate(self.units_per_row(batch, unit))] for unit in {'row', *units} - {'shared'}}
+        return [dict(batch) if rows == everything else select_rows(batch, entries, ends, rows) for rows in groups]
 
     def _check(self, batch: Batch, key: str, value: Any) -> None:
         is_list = isinstance(value, (list, tuple)) and len(value) == self.num_rows(batch)
@@ -371,7 +345,7 @@ class BatchLayout:
                 joined[key] = cat_padded(self._with_absent(batches, key, entry), entry, width, padding_side)
                 if entry.points_into is not None:
                     present = [batch for batch in batches if batch.get(key) is not None]
-                    sizes = [_patches_each(batch, entry) * len(batch[entry.points_into]) for batch in present]
+                    sizes = [batch[entry.points_into].shape[:2].numel() for batch in present]
                     shifts = [0, *accumulate(sizes)][:-1]
                     joined[key] = renumber(joined[key], [len(batch[key]) for batch in present], shifts)
             elif isinstance(first, (list, tuple)):
@@ -410,12 +384,6 @@ class BatchLayout:
                 shape[entry.slot_dim] = 0
             values.append(batch[key] if batch.get(key) is not None else like.new_full(shape, entry.absent or 0))
         return values
-
-
-def _patches_each(batch: Batch, entry: Entry) -> int:
-    """Returns patches of each entry of the pixels that a tensor's numbers point into."""
-    assert entry.points_into is not None
-    return batch[entry.points_into].shape[1]
 
 
 def _refuse_absent(batches: Sequence[Batch], key: str) -> None:

@@ -56,6 +56,11 @@ def token_ids(config: Any, modality: str) -> tuple[int, ...]:
     return placeholder_ids(config, modality) if found is None else (found,)
 
 
+def stand_at(text: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
+    """Returns where the ids stand in a text, bool of its shape."""
+    return torch.isin(text, torch.tensor(ids, dtype=torch.long, device=text.device))
+
+
 def equal(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
     """Items of one tensor with one shape: the model itself demands ``num_items x (tokens of that shape)`` in all."""
     return [num_tokens // num_items] * num_items if num_tokens % num_items == 0 else []
