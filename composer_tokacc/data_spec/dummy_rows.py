@@ -25,10 +25,10 @@ class DummyRow(NamedTuple):
 
 
 class DummyRows:
-    """A row of no weight for each modality of a step, made when asked for, of this rank's batches that may have any."""
+    """A row of no weight for each modality of a step, made of this rank's batches when it is asked for."""
 
-    def __init__(self, layout: BatchLayout, sources: Sequence[RowFacts]) -> None:
-        self._layout, self._sources = layout, sources
+    def __init__(self, sources: Sequence[RowFacts]) -> None:
+        self._layout, self._sources = sources[0].layout, sources
         self._made: dict[str, DummyRow | None] = {}
         self.needed: Sequence[str] = ()
         """Modalities that a microbatch must have."""
