@@ -32,11 +32,7 @@ def own_labels(batch: Batch) -> torch.Tensor | None:
 
 
 def labels_of(batch: Any) -> torch.Tensor:
-    """Returns the labels of a batch, integers ``(rows, width)``.
-
-    Raises:
-        ValueError: If there are none, or they are of another shape or type.
-    """
+    """Returns the labels of a batch, integers ``(rows, width)``; raises ValueError where there are no such ones."""
     if not isinstance(batch, Mapping) or not isinstance(batch.get('labels'), torch.Tensor):
         got = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
         raise ValueError(

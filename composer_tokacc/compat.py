@@ -139,19 +139,12 @@ def attention_of(config: Any) -> str:
 
 
 def composer_state_types() -> list[Any]:
-    """Returns the types in Composer's checkpoints that torch's safe loading does not know: random states, timestamps.
-
-    numpy says how its arrays are rebuilt by a private name, 2.x by another one than 1.x.
-    """
-    rebuild = np.zeros(1).__reduce__()[0]
+    """Returns the types in Composer's checkpoints that torch's safe loading does not know: random states, times."""
+    rebuild = np.zeros(1).__reduce__()[0]  # a private name, in numpy 2.x another one than in 1.x
     return [rebuild, np.ndarray, np.dtype, type(np.dtype('uint32')), TorchVersion, timedelta]
 
 
 def skip_embedding_resize(model_class: type) -> type:
-    """Switches off Composer's check of embeddings, which fails for configs whose ``vocab_size`` is in their text part.
-
-    Args:
-        model_class: A subclass of ``HuggingFaceModel`` whose embeddings are known to fit.
-    """
+    """Switches off Composer's check of embeddings, which fails for configs with ``vocab_size`` in their text part."""
     model_class._check_tokenizer_and_maybe_resize_embeddings = lambda self, allow_embedding_resizing: None
     return model_class

@@ -15,7 +15,7 @@ import torch
 
 from composer_tokacc.batch import IGNORE_INDEX, attended_positions, labels_of, text_of
 
-log = logging.getLogger(__name__)
+_warn_once = cache(logging.getLogger(__name__).warning)
 
 LOSS_RULES = ('causal', 'causal_attended', 'unshifted')
 """Which labels a model's own loss averages over: see :func:`.loss_mask`."""
@@ -85,16 +85,11 @@ def mask_document_starts(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     starts = document_starts(batch)
     if starts is None or not bool((batch['labels'][starts] != IGNORE_INDEX).any()):
         return batch
-    _say_that_labels_are_masked()
-    return {**batch, 'labels': batch['labels'].masked_fill(starts, IGNORE_INDEX)}
-
-
-@cache
-def _say_that_labels_are_masked() -> None:
-    log.warning(
+    _warn_once(
         'Rows are packed (`position_ids` restart at 0), and the first token of a further document has a label, which '
         'the document before it would predict: it is set to -100, in this and all later batches.'
     )
+    return {**batch, 'labels': batch['labels'].masked_fill(starts, IGNORE_INDEX)}
 
 
 def loss_mask(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> torch.Tensor:

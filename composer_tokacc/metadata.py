@@ -94,7 +94,9 @@ def annotate(batch: Mapping[str, Any], loss_tokens: str = 'causal', token_weight
     if is_annotated(batch, loss_tokens) and (is_plain or f'{METADATA_PREFIX}weights' in batch):
         return dict(batch)
     samples = samples_of(batch)
-    batch = _without_added_labels(batch, samples)
+    if not all(samples):  # rows that are no samples weigh nothing, whatever labels their loader left on them
+        is_added = ~torch.tensor(samples, dtype=torch.bool, device=batch['labels'].device)
+        batch = {**batch, 'labels': batch['labels'].masked_fill(is_added[:, None], IGNORE_INDEX)}
     batch = batch if loss_tokens == 'unshifted' else mask_document_starts(batch)
     counts = count_tokens(batch, loss_tokens)
     facts: dict[str, Sequence[Any]] = {
@@ -114,14 +116,6 @@ def annotate(batch: Mapping[str, Any], loss_tokens: str = 'causal', token_weight
             SourceShare(source, loss, real, weight) if number else None for source, loss, real, weight, number in rows
         ]
     return with_metadata(batch, **facts)
-
-
-def _without_added_labels(batch: Mapping[str, Any], samples: Sequence[int]) -> Mapping[str, Any]:
-    """Rows that are no samples weigh nothing, whatever labels their loader left on them."""
-    if all(samples):
-        return batch
-    is_added = ~torch.tensor(samples, dtype=torch.bool, device=batch['labels'].device)
-    return {**batch, 'labels': batch['labels'].masked_fill(is_added[:, None], IGNORE_INDEX)}
 
 
 def num_rows(batch: Mapping[str, Any]) -> int:

@@ -31,14 +31,10 @@ class CountingDataSpec(DataSpec):
         self._on_device: tuple[Any, Mapping[str, Any]] = (None, {})
         self._first_batch: FirstBatchCheck | None = None
         super().__init__(
-            dataloader,
-            batch_transforms=self._transform,
-            microbatch_transforms=self._transform_microbatch,
-            split_batch=self._split_counted,
-            get_num_samples_in_batch=self._num_samples,
-            get_num_tokens_in_batch=self._num_tokens,
-            **kwargs,
-        )
+            dataloader, batch_transforms=self._transform, microbatch_transforms=self._transform_microbatch,
+            split_batch=self._split_counted, get_num_samples_in_batch=self._num_samples,
+            get_num_tokens_in_batch=self._num_tokens, **kwargs,
+        )  # fmt: skip
 
     def get_num_tokens_in_batch(self, batch: Any, token_type: str = 'total') -> int:
         """As Composer's, which asks for ``'loss_generating'`` only if ``accumulate_train_batch_on_tokens`` is on."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache, partial, wraps
 from itertools import accumulate, groupby, islice, pairwise
 from typing import Any, NamedTuple
@@ -31,17 +32,12 @@ PREFIX = 'documents_'
 
 
 class DocumentAttention:
-    """Has the text layers of a model attend document by document, until :meth:`undo`.
+    """Has the text layers of a model of transformers attend document by document, until :meth:`undo`.
 
-    Batches that are not packed are computed by the plain attention, whatever the model had before.
-
-    Args:
-        model: A model of transformers, or a module around one.
-        by_positions: Whether to leave the model its attention, which finds documents where ``position_ids`` start anew:
-            with SDPA and eager attention by a mask of the packed row squared.
-
-    Raises:
-        RuntimeError: If its text attention does not go through transformers' ``AttentionInterface``, or is in chunks.
+    Batches that are not packed are computed by the plain attention, whatever the model had before. ``by_positions``
+    leaves the model its attention, which finds documents where ``position_ids`` start anew: with SDPA and eager
+    attention by a mask of the packed row squared. Raises RuntimeError if its text attention does not go through
+    ``AttentionInterface``, or is in chunks.
     """
 
     def __init__(self, model: torch.nn.Module, *, by_positions: bool = False) -> None:
@@ -246,11 +242,11 @@ def _attend_at_once(
     causal = getattr(module, 'is_causal', True) if is_causal is None else is_causal
     ends, longest = documents.ends(query.device), max(documents.lengths)
     size, is_half = query.shape[-1], query.dtype in (torch.float16, torch.bfloat16)
-    for takes_dropout, kernel in KERNELS if is_half and size <= LARGEST_HEAD and size % 8 == 0 else ():
-        if (takes_dropout or not dropout) and (attend := kernel()) is not None:
-            rows = [states[0].transpose(0, 1) for states in (query, key, value)]  # (tokens, heads, size)
-            options = {'causal': causal, 'scale': scaling, 'dropout': dropout}
-            return attend(*rows, ends, ends, longest, longest, **options)[None]
+    takes_size = is_half and size <= LARGEST_HEAD and size % 8 == 0
+    if takes_size and (attend := _half_kernel(has_dropout=dropout > 0)) is not None:
+        rows = [states[0].transpose(0, 1) for states in (query, key, value)]  # (tokens, heads, size)
+        options = {'causal': causal, 'scale': scaling, 'dropout': dropout}
+        return attend(*rows, ends, ends, longest, longest, **options)[None]
 
     def nested(states: torch.Tensor) -> torch.Tensor:
         states = states.repeat_interleave(query.shape[1] // states.shape[1], dim=1)  # it knows no groups of heads
@@ -265,40 +261,28 @@ def _attend_at_once(
     return found.transpose(1, 2).values()[None]
 
 
-@cache
-def _torch_kernel() -> Callable[..., torch.Tensor] | None:
-    """Returns ``torch.nn.attention.varlen``, which takes groups of heads as they are; None: not in this release."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn  # type: ignore[import-not-found]
-    except ImportError:
-        return None
-    if not {'window_size', 'enable_gqa'} <= inspect.signature(varlen_attn).parameters.keys():  # as in its first release
-        return None
-
-    def attend(*states: Any, causal: bool, scale: Any, dropout: Any) -> Any:
-        return varlen_attn(*states, scale=scale, window_size=(-1, 0 if causal else -1), enable_gqa=True)
-
-    return attend
-
-
-@cache
-def _flash_kernel() -> Callable[..., torch.Tensor] | None:
-    """Returns that of the package ``flash_attn``, which takes groups of heads as well; None: not installed."""
-    try:
-        from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
-    except ImportError:
-        return None
-
-    def attend(*states: Any, causal: bool, scale: Any, dropout: Any) -> Any:
-        return flash_attn_varlen_func(*states, dropout_p=dropout, softmax_scale=scale, causal=causal)
-
-    return attend
-
-
-KERNELS = ((False, _torch_kernel), (True, _flash_kernel))
-"""For half precision, the first that is there: whether it takes dropout, and what gives it."""
 LARGEST_HEAD = 256
-"""Of both."""
+"""Of both kernels for half precision."""
+
+
+@cache
+def _half_kernel(*, has_dropout: bool) -> Callable[..., torch.Tensor] | None:
+    """Returns the first kernel that is there and takes groups of heads as they are: torch's, or ``flash_attn``'s."""
+    with suppress(ImportError):
+        from torch.nn.attention.varlen import varlen_attn  # type: ignore[import-not-found]
+
+        needed = {'window_size', 'enable_gqa'}  # which its first release lacks
+        if needed <= inspect.signature(varlen_attn).parameters.keys() and not has_dropout:
+            return lambda *states, causal, scale, dropout: varlen_attn(
+                *states, scale=scale, window_size=(-1, 0 if causal else -1), enable_gqa=True
+            )
+    with suppress(ImportError):
+        from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
+
+        return lambda *states, causal, scale, dropout: flash_attn_varlen_func(
+            *states, dropout_p=dropout, softmax_scale=scale, causal=causal
+        )
+    return None
 
 
 def _plain_attention(plain: str, module: torch.nn.Module) -> Callable[..., Any]:

@@ -95,11 +95,7 @@ class MicrobatchSplit:
         return packed < padded
 
     def adopt(self, rules: CutRules, *, reduces_once: bool = False) -> None:
-        """Cuts by these rules from now on.
-
-        Raises:
-            RuntimeError: If microbatches of this step should have had other rows beside them.
-        """
+        """Cuts by these rules from now on, unless microbatches of this step should have had other rows beside them."""
         if self.checked and rules.needs_media and not self.rules.needs_media:
             raise RuntimeError(
                 'Rows without media must have the same loss beside rows with media and without, got: another one, '
@@ -171,12 +167,7 @@ class MicrobatchSplit:
         return bool(self.rules.packing)
 
     def __call__(self, batch: Batch, microbatch_size: int | float) -> list[dict[str, Any]]:
-        """Splits in training; in evaluation (no gradients) rows keep order and ``microbatch_size`` counts rows.
-
-        Raises:
-            ValueError: If ``microbatch_size`` is not positive, a row is over the cap, or the layout does not know an
-                entry.
-        """
+        """Splits in training; in evaluation (no gradients) rows keep order and ``microbatch_size`` counts rows."""
         if microbatch_size <= 0:
             raise ValueError(f'`device_train_microbatch_size` must be positive, got: {microbatch_size}.')
         # Those with images have the most entries, and tell the layout.

@@ -132,7 +132,7 @@ _GRIDS = {
 }
 _CLIPS = {'pixel_values_videos': _VIDEO, 'image_sizes_videos': _VIDEO}
 _TILES = {**_CLIPS, 'pixel_values': _IMAGE, 'image_sizes': _IMAGE}
-_SOUNDS = {'input_features': _AUDIO, 'feature_attention_mask': _AUDIO}
+_SOUNDS = {'input_features': _AUDIO, 'feature_attention_mask': _AUDIO, 'audio_feature_lengths': _AUDIO}
 
 
 def _instructed(entry: Entry) -> dict[str, Entry]:
@@ -158,22 +158,13 @@ FAMILIES: tuple[Family, ...] = (
         entries={'input_features': Entry(), 'input_values': Entry(), 'pixel_values': Entry()},
     ),
     Family(
-        name='Qwen-Omni',
-        model_types=('qwen2_5_omni_thinker',),
-        entries={**_GRIDS, **_SOUNDS, 'audio_feature_lengths': _AUDIO, 'video_second_per_grid': _VIDEO},
-        media={
-            'image': Media(sizes=placeholders.image_grid),
-            'video': Media(sizes=placeholders.video_grid),
-            'audio': Media(sizes=placeholders.audio_frames),
-        },
-    ),
-    Family(
-        name='Qwen-VL',
-        model_types=('qwen2_vl', 'qwen2_5_vl', 'qwen3_vl', 'qwen3_vl_moe'),
-        entries={**_GRIDS, 'second_per_grid_ts': _VIDEO},
+        name='Qwen-VL',  # and Qwen-Omni, which has sounds besides
+        model_types=('qwen2_vl', 'qwen2_5_vl', 'qwen3_vl', 'qwen3_vl_moe', 'qwen2_5_omni_thinker'),
+        entries={**_GRIDS, 'second_per_grid_ts': _VIDEO, 'video_second_per_grid': _VIDEO, **_SOUNDS},
         media={
             'image': Media(sizes=placeholders.image_grid, token_type=1),
             'video': Media(sizes=placeholders.video_grid, token_type=2),
+            'audio': Media(sizes=placeholders.audio_frames),
         },
     ),
     Family(
@@ -232,13 +223,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         name='LLaVA-NeXT',
-        model_types=('llava_next',),
-        entries=_TILES,
-        media={'image': Media(sizes=placeholders.anyres)},
-    ),
-    Family(
-        name='LLaVA-NeXT-Video',
-        model_types=('llava_next_video',),
+        model_types=('llava_next', 'llava_next_video'),
         entries=_TILES,
         media={'image': Media(sizes=placeholders.anyres), 'video': Media(sizes=placeholders.equal)},
     ),
@@ -280,7 +265,6 @@ def family_of(batch: Batch) -> Family:
     has_tiles = 'image_sizes' in batch and pixels == 5
     formats = {
         'encoder-decoder': 'input_ids' not in batch,
-        'Qwen-Omni': has_grid and sounds > 0,
         'Qwen-VL': has_grid,
         'Mllama': 'aspect_ratio_ids' in batch,
         'Idefics': 'pixel_attention_mask' in batch and pixels == 5,  # LFM2-VL's has no slots

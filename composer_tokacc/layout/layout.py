@@ -332,24 +332,12 @@ class BatchLayout:
         width = max(self.width(batch) for batch in batches)
         joined: dict[str, Any] = {}
         for key in dict.fromkeys(key for batch in batches for key in batch):
-            first = next((batch[key] for batch in batches if batch.get(key) is not None), None)
+            present = [batch for batch in batches if batch.get(key) is not None]
+            first = present[0][key] if present else None
             if isinstance(first, torch.Tensor):
-                entry = self._common_entry(batches, key)
-                if entry.unit == 'shared':
-                    joined[key] = max((one[key] for one in batches if one.get(key) is not None), key=torch.Tensor.numel)
-                    continue
-                if entry.unit == 'video' and first.dim() == 5:
-                    _refuse_ragged_clips(self.family.name, key, batches)
-                if key == 'input_ids':
-                    entry = replace(entry, fill=pad_token_id)
-                joined[key] = cat_padded(self._with_absent(batches, key, entry), entry, width, padding_side)
-                if entry.points_into is not None:
-                    present = [batch for batch in batches if batch.get(key) is not None]
-                    sizes = [batch[entry.points_into].shape[:2].numel() for batch in present]
-                    shifts = [0, *accumulate(sizes)][:-1]
-                    joined[key] = renumber(joined[key], [len(batch[key]) for batch in present], shifts)
+                joined[key] = self._joined(key, present, batches, width, padding_side, pad_token_id)
             elif isinstance(first, (list, tuple)):
-                _refuse_absent(batches, key)
+                _refuse_absent(key, present, batches)
                 joined[key] = [item for batch in batches for item in batch[key]]
             else:
                 joined[key] = first
@@ -362,18 +350,34 @@ class BatchLayout:
     def _carried_counts(self, batch: Batch, unit: str) -> list[int]:
         return self.units_per_row(batch, unit) if self.tensors_of(batch, unit) else list(batch[f'num_{unit}s'])
 
-    def _common_entry(self, batches: Sequence[Batch], key: str) -> Entry:
-        """Sequence-shaped only if so in every batch: a decoder's labels may have the encoder's width by chance."""
-        entries = [self.entry_of(batch, key) for batch in batches if batch.get(key) is not None]
-        return min(entries, key=lambda entry: (entry.unit != 'shared', bool(entry.seq_dims)))
+    def _joined(
+        self, key: str, present: Sequence[Batch], batches: Sequence[Batch], width: int, side: str, pad_token_id: int
+    ) -> torch.Tensor:
+        """Returns a tensor of all batches, of those in which it is present."""
+        # Sequence-shaped only if so in every batch: a decoder's labels may have the encoder's width by chance.
+        entries = [self.entry_of(batch, key) for batch in present]
+        entry = min(entries, key=lambda entry: (entry.unit != 'shared', bool(entry.seq_dims)))
+        if entry.unit == 'shared':
+            return max((batch[key] for batch in present), key=torch.Tensor.numel)
+        if entry.unit == 'video' and present[0][key].dim() == 5:
+            _refuse_ragged_clips(self.family.name, key, present)
+        if entry.is_media and entry.slot_dim is None:
+            values = [batch[key] for batch in present]
+        else:
+            values = self._with_absent(key, present, batches, entry)
+        joined = cat_padded(values, replace(entry, fill=pad_token_id) if key == 'input_ids' else entry, width, side)
+        if entry.points_into is None:
+            return joined
+        sizes = [batch[entry.points_into].shape[:2].numel() for batch in present]
+        return renumber(joined, [len(batch[key]) for batch in present], [0, *accumulate(sizes)][:-1])
 
-    def _with_absent(self, batches: Sequence[Batch], key: str, entry: Entry) -> list[torch.Tensor]:
-        """Returns the tensors to join; batches without one bring no media, or rows of the entry's ``absent`` value."""
-        if entry.slot_dim is None and entry.is_media:
-            return [batch[key] for batch in batches if batch.get(key) is not None]
+    def _with_absent(
+        self, key: str, present: Sequence[Batch], batches: Sequence[Batch], entry: Entry
+    ) -> list[torch.Tensor]:
+        """Returns the tensors to join; of batches without one no slots, or rows of the entry's ``absent`` value."""
         if entry.slot_dim is None and entry.absent is None:
-            _refuse_absent(batches, key)
-        like: torch.Tensor = next(batch[key] for batch in batches if batch.get(key) is not None)
+            _refuse_absent(key, present, batches)
+        like: torch.Tensor = present[0][key]
         values = []
         for batch in batches:
             shape = list(like.shape)
@@ -386,18 +390,17 @@ class BatchLayout:
         return values
 
 
-def _refuse_absent(batches: Sequence[Batch], key: str) -> None:
-    num_present = sum(batch.get(key) is not None for batch in batches)
-    if num_present < len(batches):
+def _refuse_absent(key: str, present: Sequence[Batch], batches: Sequence[Batch]) -> None:
+    if len(present) < len(batches):
         raise ValueError(
-            f'`{key}` must be in every batch or in none, got: {num_present} of {len(batches)}. Encode all samples with '
-            'the same processor.'
+            f'`{key}` must be in every batch or in none, got: {len(present)} of {len(batches)}. Encode all samples '
+            'with the same processor.'
         )
 
 
 def _refuse_ragged_clips(family: str, key: str, batches: Sequence[Batch]) -> None:
     """Clips lie in one tensor without a mask: the model would compute the frames that fill it up."""
-    frames = {batch[key].shape[1]: batch for batch in batches if batch.get(key) is not None}
+    frames = {batch[key].shape[1]: batch for batch in batches}
     if len(frames) > 1:
         names = ', '.join(f'{count} (sample {frames[count].get("sample_ids")})' for count in sorted(frames))
         raise ValueError(

@@ -47,10 +47,7 @@ def placeholder_ids(config: Any, modality: str) -> tuple[int, ...]:
 
 
 def token_ids(config: Any, modality: str) -> tuple[int, ...]:
-    """Returns the id that a config gives a modality's placeholder by name (up to transformers 4.51 an index), or any.
-
-    Of those by other names all are taken.
-    """
+    """Returns the id that a config gives a modality's placeholder by name (once an index), else all by other names."""
     named = (getattr(config, f'{modality}_token_{word}', None) for word in ('id', 'index'))
     found = next((one for one in named if one is not None), None)
     return placeholder_ids(config, modality) if found is None else (found,)

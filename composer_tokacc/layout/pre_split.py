@@ -40,11 +40,7 @@ class PreSplitBatch(Mapping[str, Any]):
     """
 
     def __init__(
-        self,
-        microbatches: Sequence[Batch],
-        *,
-        max_tokens: int,
-        indices: Sequence[Sequence[int]] | None = None,
+        self, microbatches: Sequence[Batch], *, max_tokens: int, indices: Sequence[Sequence[int]] | None = None
     ) -> None:
         self.microbatches = [dict(microbatch) for microbatch in microbatches]
         self.max_tokens = max_tokens

@@ -241,7 +241,7 @@ def test_all_layers_get_bounds_that_were_put_on_the_device_once_and_groups_of_he
         return of_documents(query, key, value, ends, *others, **options)
 
     monkeypatch.setattr(document_attention, '_on_gpu', lambda states: True)
-    monkeypatch.setattr(document_attention, 'KERNELS', [(False, lambda: kernel)])
+    monkeypatch.setattr(document_attention, '_half_kernel', lambda has_dropout: kernel)
     torch.testing.assert_close(logits_of(model, packed), expected, rtol=0, atol=1e-2)
     assert [heads for _, *heads in given] == [[2, 1]] * 2
     assert len({id(ends) for ends, *_ in given}) == 1
@@ -266,7 +266,7 @@ def test_torchs_kernel_is_called_as_this_release_declares_it(monkeypatch):
     query, key, value = (torch.randn(1, heads, 11, 8, dtype=torch.bfloat16) for heads in (4, 2, 2))
     module: Any = torch.nn.Module()
     module.num_key_value_groups, module.is_causal = 2, True
-    monkeypatch.setattr(document_attention, 'KERNELS', [(False, document_attention._torch_kernel.__wrapped__)])
+    monkeypatch.setattr(document_attention, '_half_kernel', document_attention._half_kernel.__wrapped__)
     found = document_attention._attend_at_once(documents, module, query, key, value, scaling=0.3)
     expected, _ = document_attention._attend('sdpa', module, query, key, value, documents, scaling=0.3)
     torch.testing.assert_close(found, expected)
