@@ -137,33 +137,15 @@ def _side(config: Any) -> int:
 
 
 def _tiled(size: Sequence[int], config: Any, *, cap: int | None = None) -> int:
-    """Returns tokens of one image, as ``pack_image_features`` of the models makes them."""
-    tile, side = config.vision_config.image_size, _side(config)
-    best_height, best_width = best_resolution(size, config.image_grid_pinpoints)
-    height, width = _unpadded(size, best_height // tile * side, best_width // tile * side)
+    """Returns tokens of one image, as ``pack_image_features`` of the models makes them, by their own functions."""
+    from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape, unpad_image
+
+    side = _side(config)
+    tiles = get_anyres_image_grid_shape(size, config.image_grid_pinpoints, config.vision_config.image_size)
+    patches = torch.empty(1, tiles[0] * side, tiles[1] * side, device='meta')
+    height, width = unpad_image(patches, size).shape[1:]
     if cap is not None:
         ratio = math.sqrt(height * width / (cap * side**2))
         if ratio > 1.1:
             height, width = int(height // ratio), int(width // ratio)
     return side**2 + height * (width + 1)
-
-
-def best_resolution(size: Sequence[int], pinpoints: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """Of the resolutions that the config allows, the one that keeps most of the image, then wastes least."""
-
-    def kept_and_wasted(pinpoint: Sequence[int]) -> tuple[int, int]:
-        scale = min(pinpoint[1] / size[1], pinpoint[0] / size[0])
-        kept = min(int(size[1] * scale) * int(size[0] * scale), size[0] * size[1])
-        return kept, kept - pinpoint[0] * pinpoint[1]
-
-    height, width = max(pinpoints, key=kept_and_wasted)
-    return height, width
-
-
-def _unpadded(size: Sequence[int], height: int, width: int) -> tuple[int, int]:
-    """Returns the part of the patches that is not padding, as ``unpad_image`` of the models cuts it."""
-    if size[1] / size[0] > width / height:
-        new_height = int(round(size[0] * (width / size[1]), 7))
-        return height - (height - new_height) // 2 * 2, width
-    new_width = int(round(size[1] * (height / size[0]), 7))
-    return height, width - (width - new_width) // 2 * 2
