@@ -18,7 +18,7 @@ from composer.loggers import Logger
 from composer.utils import dist
 
 from composer_tokacc.collectives import max_over_ranks
-from composer_tokacc.data_spec.registry import split_of
+from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.programs.build import RunParts
 from composer_tokacc.programs.errors import ConfigError
 from composer_tokacc.programs.process import say

@@ -17,7 +17,7 @@ from composer.core.precision import get_precision_context
 
 from composer_tokacc.algorithm import TokenAccumulation
 from composer_tokacc.compat import inner_model
-from composer_tokacc.data_spec.registry import split_of
+from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.layout import PreSplitBatch
 from composer_tokacc.metadata import annotate, without_metadata
 from composer_tokacc.programs.rehearsal_choice import Candidate
