@@ -18,13 +18,12 @@ from composer.utils import dist, get_device, reproducibility
 from torch.utils.data import ConcatDataset
 
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.programs.checkpoints import remember_unused_parameters, resume_on_shared_folder
+from composer_tokacc.programs.checkpoints import SameData, remember_unused_parameters, resume_on_shared_folder
 from composer_tokacc.programs.errors import ConfigError, in_words_of
 from composer_tokacc.programs.lora import identify_adapter
 from composer_tokacc.programs.models import build_model, parameter_groups
 from composer_tokacc.programs.process import DIST_TIMEOUT, say
 from composer_tokacc.programs.registry import build_all, build_section, without
-from composer_tokacc.programs.resume_guard import SameData
 from composer_tokacc.programs.schema import TrainConfig
 from composer_tokacc.programs.sources import source_of
 from composer_tokacc.programs.suggest import apply_suggestion
