@@ -30,8 +30,7 @@ from composer_tokacc.programs.checkpoints import checkpoint_folder, keep_to_whol
 from composer_tokacc.programs.errors import must
 from composer_tokacc.programs.registry import without
 from composer_tokacc.programs.rehearsal import rehearsal_of
-from composer_tokacc.programs.report_page import JsonLines
-from composer_tokacc.programs.run_result import summarize, write_report
+from composer_tokacc.programs.run_result import JsonLines, summarize, write_report
 from composer_tokacc.programs.runner import run_program
 from composer_tokacc.programs.suggest import watch_flops
 

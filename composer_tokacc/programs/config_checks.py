@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from composer import Trainer
@@ -27,15 +27,7 @@ from composer_tokacc.programs.registry import check_host_arguments, check_part, 
 from composer_tokacc.programs.schema import OF_THE_REPORT, TrainConfig, precision_of
 from composer_tokacc.programs.source import token_data_spec_of
 from composer_tokacc.programs.sources import source_of
-from composer_tokacc.programs.values import (
-    AT_LEAST_0,
-    AT_LEAST_1,
-    check_arguments,
-    check_names,
-    check_numbers,
-    check_time,
-    check_value,
-)
+from composer_tokacc.programs.values import check_arguments, check_names, check_numbers, check_time, check_value
 
 # Arguments of the Trainer that other sections fill.
 _FILLED_ELSEWHERE = {
@@ -55,10 +47,7 @@ _FSDP = 'trainer.parallelism_config.fsdp'
 def check_config(config: TrainConfig, *, num_ranks: int | None = None) -> None:
     """Raises ConfigError for the first mistake in a config whose types are right, in one line with the remedy."""
     num_ranks = num_ranks or int(os.environ.get('WORLD_SIZE', '1'))
-    for section in dataclasses.fields(config):
-        if section.name != 'microbatching':  # whose cost model may have an infinite term
-            value = getattr(config, section.name)
-            check_numbers(section.name, vars(value) if dataclasses.is_dataclass(value) else value)
+    check_numbers('', without(dataclasses.asdict(config), 'microbatching'))  # whose cost may have an infinite term
     with in_words_of(config):
         check_model(config.model.pretrained, config.model.config, config.model.lora)
         if config.model.lora is not None:
@@ -97,8 +86,8 @@ def _check_batches(config: TrainConfig, num_ranks: int) -> None:
     """Refuses batches that the ranks cannot share evenly, and what torch would refuse once the data is read."""
     loader = config.loader
     for name in ('global_batch_size', 'global_eval_batch_size'):
-        size = getattr(loader, name)
-        if size is not None and size % num_ranks:
+        size = getattr(loader, name) or 0
+        if size % num_ranks:
             below, above = size // num_ranks * num_ranks, (size // num_ranks + 1) * num_ranks
             raise ConfigError(
                 f'`loader.{name}` must be divisible by the number of ranks, got: {size} on {num_ranks} ranks. '
@@ -132,13 +121,11 @@ def _check_parts(config: TrainConfig) -> None:
             f"`callbacks.early_stopper.monitor` must be the metric's own name, got: {monitor}. "
             f'Write {monitor.rpartition("/")[2]}'
         )
-    weight = torch.nn.Parameter(torch.zeros(1))
-    for kind, section, given in (('optimizer', config.optimizer, [[weight]]), ('scheduler', config.scheduler, [])):
+    for kind, section in (('optimizer', config.optimizer), ('scheduler', config.scheduler)):
         if 'name' not in section:
             raise ConfigError(f'`{kind}.name` must be given, got: {section}')
-        own = without(section, 'name', *['parts'] * (kind == 'optimizer'))
-        check_part(kind, kind, section['name'], own, *given)
-    _check_groups(config.optimizer)
+    check_part('scheduler', 'scheduler', config.scheduler['name'], without(config.scheduler, 'name'))
+    _check_optimizer(config.optimizer)
     if 'token_accumulation' in config.algorithms and config.trainer.get('accumulate_train_batch_on_tokens'):
         raise ConfigError(
             '`trainer.accumulate_train_batch_on_tokens` must be false with `algorithms.token_accumulation`, got: true. '
@@ -151,15 +138,14 @@ def _check_parts(config: TrainConfig) -> None:
         )
 
 
-def _check_groups(optimizer: dict[str, Any]) -> None:
-    """Checks what parts of the model are given of their own."""
-    parts = optimizer.get('parts') or {}
+def _check_optimizer(optimizer: dict[str, Any]) -> None:
+    """Checks the arguments of an optimizer, and what parts of the model are given of their own."""
+    shared, parts = without(optimizer, 'name', 'parts'), optimizer.get('parts') or {}
     if not isinstance(parts, dict) or not all(isinstance(own, dict) for own in parts.values()):
         raise ConfigError(f'`optimizer.parts` must map parts of the model to arguments, got: {parts}')
-    for name, own in parts.items():
-        weight = torch.nn.Parameter(torch.zeros(1))
-        given = {**without(optimizer, 'name', 'parts'), **own}
-        check_part('optimizer', f'optimizer.parts.{name}', optimizer['name'], given, [weight])
+    groups = {'optimizer': {}, **{f'optimizer.parts.{name}': own for name, own in parts.items()}}
+    for path, own in groups.items():
+        check_part('optimizer', path, optimizer['name'], {**shared, **own}, [torch.nn.Parameter(torch.zeros(1))])
 
 
 def _check_trainer(trainer: dict[str, Any]) -> None:
@@ -243,12 +229,11 @@ def _check_mesh(fsdp: Mapping[str, Any], num_ranks: int) -> None:
 
 def _check_report(config: TrainConfig) -> None:
     report = config.report
-    check_value('report.folder', report.get('folder'), str)
-    check_value('report.export', report.get('export'), bool | None)
-    check_value('report.answers', report.get('answers', 0), Annotated[int, AT_LEAST_0])
-    check_value('report.answer_tokens', report.get('answer_tokens', 1), Annotated[int, AT_LEAST_1])
+    for key, hint in OF_THE_REPORT.items():
+        if key in report or key == 'folder':
+            check_value(f'report.{key}', report.get(key), hint)
     if 'name' in report:
-        function = import_by_name('report', str(report['name']))
+        function = import_by_name('report', report['name'])
         if inspect.isbuiltin(function):
             raise ConfigError(f'`report.name` must be a function that takes a FinishedRun, got: {report["name"]}')
         check_arguments('report', function, without(report, *OF_THE_REPORT), num_given=1)
@@ -284,5 +269,5 @@ def check_machine(config: TrainConfig) -> None:
         if folder is None or '://' in folder:
             continue
         with must(f'`{key}` must be a folder that can be made', folder, OSError):
-            run_name = str(trainer.get('run_name'))
-            Path(folder.replace('{run_name}', run_name).partition('{')[0]).mkdir(parents=True, exist_ok=True)
+            known = folder.replace('{run_name}', str(trainer.get('run_name'))).partition('{')[0]
+            Path(known).mkdir(parents=True, exist_ok=True)

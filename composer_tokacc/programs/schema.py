@@ -33,10 +33,10 @@ from composer_tokacc.programs.values import (
 Options = TypeVar('Options')
 Whole = Annotated[int, AT_LEAST_1]
 """A number of things."""
-
-
-OF_THE_REPORT = ('folder', 'name', 'export', 'answers', 'answer_tokens')
-"""Keys of the section ``report`` that are not for the function under ``name``."""
+OF_THE_REPORT: dict[str, Any] = {
+    'folder': str, 'name': str, 'export': bool | None, 'answers': Annotated[int, AT_LEAST_0], 'answer_tokens': Whole,
+}  # fmt: skip
+"""Keys of the section ``report`` that are not for the function under ``name``, and what they may be."""
 
 
 @dataclass(kw_only=True)

@@ -69,7 +69,7 @@ def check_arguments(
         raise ConfigError(f'`{path}` must be a mapping, got: {arguments}. Write {{}} for its defaults')
     arguments = arguments or {}
     parameters = list(inspect.signature(target).parameters.values())[num_given:]
-    names = [*own_keys] + [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    names = [*own_keys, *(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))]
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         check_names(path, arguments, names)
     for p in parameters:
@@ -89,11 +89,9 @@ def check_names(path: str, arguments: Iterable[str], known: Iterable[str]) -> No
 
 def hints_of(target: Any) -> dict[str, Any]:
     """Returns annotations by name; none where one names what cannot be imported."""
-    is_function = not inspect.isclass(target) or not is_dataclass(target)
+    owner = target.__init__ if inspect.isclass(target) and not is_dataclass(target) else target
     try:
-        return get_type_hints(
-            target.__init__ if is_function and inspect.isclass(target) else target, include_extras=True
-        )
+        return get_type_hints(owner, include_extras=True)
     except (NameError, TypeError, AttributeError):
         return {}
 
@@ -110,15 +108,13 @@ def check_value(path: str, value: Any, hint: Any) -> None:
     if not fitting:
         raise ConfigError(_wrong_type(path, value, options))
     base, ranges = _unpacked(fitting[0])
-    arguments = get_args(base)
     for allowed in ranges:
         if value not in allowed:
             raise ConfigError(f'`{path}` must be {allowed}{_or_choices(options)}, got: {value}')
     if is_section(base):
         check_arguments(path, base, value)
-    elif isinstance(value, list) and arguments:
-        for each in value:
-            check_value(path, each, arguments[0])
+    for each in value if isinstance(value, list) and get_args(base) else ():
+        check_value(path, each, get_args(base)[0])
     return None
 
 
