@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -17,8 +17,10 @@ import torch
 from composer.callbacks.speed_monitor import get_gpu_flops_available
 from composer.core import State
 from composer.utils import dist
+from transformers import PretrainedConfig
 
 from composer_tokacc.cache import cache_folder
+from composer_tokacc.collectives import from_any_rank
 from composer_tokacc.data import TABLE_COLUMNS, LengthTable
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.monitor import TokenMonitor
@@ -47,21 +49,21 @@ def apply_suggestion(config: TrainConfig, dataset: Any, processor: Any) -> tuple
     # Rank 0 decides for the smallest device of all ranks, and what it refuses is refused on all.
     table = source_of(config).measure(dataset, processor)
     smallest = min(dist.all_gather_object(config.microbatching.device_memory_gib or device_memory_gib(config)))
-    decided: list[Any] = [None]
+    decided: Any = None
     if dist.get_global_rank() == 0:
         try:
             memory = memory_of_run(config, dataset, processor, table)
             report = suggest_for_run(config, memory, table, num_ranks=dist.get_world_size(), gib=smallest)
             if report.too_large:
                 raise ValueError(report.warnings()[-1])
-            decided = [(report.device_train_microbatch_size, report.slot_tokens)]
+            decided = report.device_train_microbatch_size, report.slot_tokens
             log.info('Suggested microbatch size: %s', report.yaml())
         except ValueError as error:
-            decided = [str(error)]
-    dist.broadcast_object_list(decided)
-    if isinstance(decided[0], str):
-        raise ValueError(decided[0])
-    return decided[0]
+            decided = str(error)
+    decided = from_any_rank(decided)
+    if isinstance(decided, str):
+        raise ValueError(decided)
+    return decided
 
 
 def suggest_for_run(
@@ -89,22 +91,13 @@ def suggest_for_run(
 
 def memory_of_run(config: TrainConfig, dataset: Any, processor: Any, table: LengthTable) -> MemoryModel:
     """Returns the memory model of a config's run, traced without a GPU; kept in the user's cache folder."""
-    settings = asdict(config.model)
-    settings.pop('train_metrics')
     # Flash attention is not for CPUs; SDPA keeps the same, but for a mask where there is padding.
-    is_flash = str(settings['attn_implementation']).startswith('flash')
-    if is_flash:
-        settings['attn_implementation'] = 'sdpa'
-    build = partial(build_transformers_model, processor=processor, load_weights=False, **settings)
+    is_flash = str(config.model.attn_implementation).startswith('flash')
 
     def calibrate(key: Mapping[str, Any]) -> MemoryModel:
-        with torch.device('meta'):
-            model_config = build().config
         return calibrate_fake(
-            build,
-            model_config,
-            [dataset[index] for index in _probe_samples(table)],
-            width=int(table.lengths.max()),
+            *_to_trace(config, dataset, processor, table, **({'attn_implementation': 'sdpa'} if is_flash else {})),
+            width=key['width'],
             make_optimizer=partial(build_section, 'optimizer', config.optimizer),
             precision=key['precision'],
             strategy=key['strategy'],
@@ -120,27 +113,30 @@ def watch_flops(config: TrainConfig, parts: Any, state: State) -> None:
     monitor = next((one for one in state.callbacks if isinstance(one, TokenMonitor)), None)
     if monitor is None or not (monitor.device_tflops or get_gpu_flops_available(state)):
         return
-    layout, counted = BatchLayout.for_model(parts.model), [None]
+    layout, counted = BatchLayout.for_model(parts.model), None
     table = source_of(config).measure(parts.train_dataset, parts.processor)
     if dist.get_global_rank() == 0:
         say('counting the operations of the model ...')
         try:
-            counted = [flops_of_run(config, parts.train_dataset, parts.processor, table).coefficients]
+            # With eager attention, whose products are seen.
+            own = {'attn_implementation': 'eager', 'activation_checkpointing': False}
+            traced = _to_trace(config, parts.train_dataset, parts.processor, table, **own)
+            counted = count_flops(*traced, width=int(table.lengths.max())).coefficients
         except Exception as error:  # whatever a trace trips over is no reason not to train
             log.warning('MFU is not logged, as the model could not be traced: %s: %s', type(error).__name__, error)
-    dist.broadcast_object_list(counted)
-    monitor.flops = None if counted[0] is None else FlopModel(coefficients=counted[0], layout=layout, residual=0.0)
+    counted = from_any_rank(counted)
+    monitor.flops = None if counted is None else FlopModel(coefficients=counted, layout=layout, residual=0.0)
 
 
-def flops_of_run(config: TrainConfig, dataset: Any, processor: Any, table: LengthTable) -> FlopModel:
-    """Returns the operations of a config's run, traced: with eager attention, whose products are seen."""
-    own = {'attn_implementation': 'eager', 'activation_checkpointing': False}
+def _to_trace(
+    config: TrainConfig, dataset: Any, processor: Any, table: LengthTable, **own: Any
+) -> tuple[Callable[[], Any], PretrainedConfig, list[dict[str, Any]]]:
+    """Returns what builds the run's model without its weights, with settings of one's own, its config, and samples."""
     settings = {**without(asdict(config.model), 'train_metrics'), **own}
     build = partial(build_transformers_model, processor=processor, load_weights=False, **settings)
     with torch.device('meta'):
         model_config = build().config
-    samples = [dataset[index] for index in _probe_samples(table)]
-    return count_flops(build, model_config, samples, width=int(table.lengths.max()))
+    return build, model_config, [dataset[index] for index in _probe_samples(table)]
 
 
 def device_memory_gib(config: TrainConfig) -> float:
