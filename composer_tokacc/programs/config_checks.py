@@ -94,16 +94,11 @@ def _check_batches(config: TrainConfig, num_ranks: int) -> None:
                 f'Set it to {f"{below} or " if below else ""}{above}, or launch another number of ranks'
             )
     if loader.prefetch_factor is not None and not loader.num_workers:
-        raise ConfigError(
-            f'`loader.prefetch_factor` must come with `loader.num_workers`, got: {loader.prefetch_factor} with 0 '
-            'workers. Set `loader.num_workers`, or leave it out'
-        )
+        found = f'{loader.prefetch_factor} with 0 workers'
+        raise ConfigError(f'`loader.prefetch_factor` must come with `loader.num_workers`, got: {found}')
     is_cpu = config.trainer.get('device') == 'cpu' or not torch.cuda.is_available()
     if config.microbatching.device_train_microbatch_size == 'auto' and is_cpu:
-        raise ConfigError(
-            '`microbatching.device_train_microbatch_size` must be a number on CPU, got: auto. Composer can find it on '
-            'GPUs only'
-        )
+        raise ConfigError('`microbatching.device_train_microbatch_size` must be a number on CPU, got: auto (GPU only)')
     for key in ('processor', 'eval'):
         check_value(f'dataset.{key}', config.dataset.get(key), dict | None)
 
@@ -117,10 +112,8 @@ def _check_parts(config: TrainConfig) -> None:
             check_part(kind, f'trainer.loggers.{name}' if kind == 'loggers' else f'{kind}.{name}', name, arguments)
     monitor = str((config.callbacks.get('early_stopper') or {}).get('monitor', ''))
     if monitor.startswith('metrics/'):
-        raise ConfigError(
-            f"`callbacks.early_stopper.monitor` must be the metric's own name, got: {monitor}. "
-            f'Write {monitor.rpartition("/")[2]}'
-        )
+        own = monitor.rpartition('/')[2]
+        raise ConfigError(f"`callbacks.early_stopper.monitor` must be the metric's own name {own}, got: {monitor}")
     for kind, section in (('optimizer', config.optimizer), ('scheduler', config.scheduler)):
         if 'name' not in section:
             raise ConfigError(f'`{kind}.name` must be given, got: {section}')
@@ -133,9 +126,7 @@ def _check_parts(config: TrainConfig) -> None:
         )
     clipping = config.algorithms.get('gradient_clipping') or {}
     if clipping.get('clipping_type') == 'adaptive' and config.is_sharded and os.environ.get('FSDP_VERSION') != '2':
-        raise ConfigError(
-            '`algorithms.gradient_clipping.clipping_type` must be norm or value with FSDP, got: adaptive. Or use DDP'
-        )
+        raise ConfigError('`algorithms.gradient_clipping.clipping_type` must be norm or value with FSDP, got: adaptive')
 
 
 def _check_optimizer(optimizer: dict[str, Any]) -> None:
@@ -165,19 +156,14 @@ def _check_trainer(trainer: dict[str, Any]) -> None:
             f'got: {trainer["max_duration"]}'
         )
     if trainer.get('autoresume') and not (trainer.get('save_folder') and trainer.get('run_name')):
-        raise ConfigError(
-            '`trainer.autoresume` must come with `trainer.save_folder` and `trainer.run_name`, which say '
-            'where the checkpoints are, got: neither or one of them'
-        )
+        required = '`trainer.save_folder` and `trainer.run_name`'
+        raise ConfigError(f'`trainer.autoresume` must come with {required}, got: neither or one of them')
     load_path = trainer.get('load_path')
     if load_path and '://' not in load_path and '{' not in load_path:
         check_checkpoint('`trainer.load_path`', Path(load_path))
     parallelism = trainer.get('parallelism_config') or {}
-    if parallelism.get('tp') is not None:
-        raise ConfigError(
-            f'`trainer.parallelism_config` must be of `fsdp` alone, got: tp {parallelism["tp"]}, whose plan is of '
-            'Python objects. Leave it out'
-        )
+    if (tp := parallelism.get('tp')) is not None:  # whose plan is of Python objects
+        raise ConfigError(f'`trainer.parallelism_config` must be of `fsdp` alone, got: tp {tp}. Leave it out')
     check_host_arguments('trainer.parallelism_config', ParallelismConfig, parallelism)
     # The Trainer reads FSDP2's settings (FSDP_VERSION=2) from the same mapping; the classes themselves take any name.
     known = {known.name for config in (FSDPConfig, FSDP2Config) for known in dataclasses.fields(config)}
@@ -197,10 +183,8 @@ def _check_warmup(config: TrainConfig) -> None:
     own, whole = (run if unit == TimeUnit.DURATION else unit for unit in (own, whole))
     if own != whole:
         name, end = ('scheduler.t_max', t_max) if 't_max' in config.scheduler else ('trainer.max_duration', longest)
-        raise ConfigError(
-            f'`scheduler.t_warmup` must be in the unit of `{name}`, or a share such as 0.05dur, got: '
-            f'{warmup} with {end}'
-        )
+        requirement = f'`scheduler.t_warmup` must be in the unit of `{name}`, or a share such as 0.05dur'
+        raise ConfigError(f'{requirement}, got: {warmup} with {end}')
 
 
 def _check_mesh(fsdp: Mapping[str, Any], num_ranks: int) -> None:
@@ -229,25 +213,16 @@ def _check_mesh(fsdp: Mapping[str, Any], num_ranks: int) -> None:
 
 def _check_report(config: TrainConfig) -> None:
     report = config.report
-    for key, hint in OF_THE_REPORT.items():
-        if key in report or key == 'folder':
-            check_value(f'report.{key}', report.get(key), hint)
-    if 'name' in report:
-        function = import_by_name('report', report['name'])
-        if inspect.isbuiltin(function):
-            raise ConfigError(f'`report.name` must be a function that takes a FinishedRun, got: {report["name"]}')
-        check_arguments('report', function, without(report, *OF_THE_REPORT), num_given=1)
-    else:
-        check_names('report', report, OF_THE_REPORT)
-    reason, merge = '', ''
-    if config.is_sharded:
-        reason = 'FSDP, whose weights are on no rank whole'
-    elif config.model.lora is not None and config.model.pretrained is None:
-        reason, merge = '`model.lora` on a base that is nowhere else', ' merge=true'
-    if report.get('export') and reason:
+    function = import_by_name('report', str(report['name'])) if 'name' in report else lambda run: None
+    if inspect.isbuiltin(function):
+        raise ConfigError(f'`report.name` must be a function that takes a FinishedRun, got: {report["name"]}')
+    check_arguments('report', function, report, own_keys=OF_THE_REPORT, num_given=1)
+    is_alone = config.model.lora is not None and config.model.pretrained is None
+    if report.get('export') and (config.is_sharded or is_alone):
+        why = 'FSDP, whose weights are on no rank whole' if config.is_sharded else '`model.lora` on a base of its own'
         raise ConfigError(
-            f'`report.export` must be false with {reason}, got: true. Export the checkpoint afterwards: '
-            f'python -m composer_tokacc.export CHECKPOINT FOLDER{merge}'
+            f'`report.export` must be false with {why}, got: true. Export the checkpoint afterwards: '
+            f'python -m composer_tokacc.export CHECKPOINT FOLDER{"" if config.is_sharded else " merge=true"}'
         )
 
 
@@ -266,8 +241,7 @@ def check_machine(config: TrainConfig) -> None:
         )
     folders = {'report.folder': config.report['folder'], 'trainer.save_folder': trainer.get('save_folder')}
     for key, folder in folders.items():
-        if folder is None or '://' in folder:
-            continue
-        with must(f'`{key}` must be a folder that can be made', folder, OSError):
-            known = folder.replace('{run_name}', str(trainer.get('run_name'))).partition('{')[0]
-            Path(known).mkdir(parents=True, exist_ok=True)
+        if folder is not None and '://' not in folder:
+            with must(f'`{key}` must be a folder that can be made', folder, OSError):
+                known = folder.replace('{run_name}', str(trainer.get('run_name'))).partition('{')[0]
+                Path(known).mkdir(parents=True, exist_ok=True)

@@ -43,8 +43,8 @@ _RANGES = {
     'on_error': Literal['raise', 'skip'],
 }
 """Of the arguments of our own dataset and small processor."""
-_SHARES = ('epochs', 'weight', 'loss_share')
-_KEYS_OF_PART = ('name', *_SHARES)
+_SHARES = dict.fromkeys(('epochs', 'weight', 'loss_share'), Annotated[float, Range(above=0, below=1e9)])
+_KEYS_OF_PART = {'name': Any, **_SHARES}
 """Keys of one of several parts that are not arguments of the dataset class."""
 _KEYS_OF_ALL = ('processor', 'eval', 'parts', 'loss_shares_by')
 """Keys of the section that are of no part, but of all together."""
@@ -76,14 +76,14 @@ class FileSource(Source):
         if 'parts' in self.section:
             self._check_parts()
         else:
-            _check_dataset('dataset', self.section, own_keys=('name', 'processor', 'eval'))
+            _check_dataset('dataset', self.section, dict.fromkeys(('name', 'processor', 'eval'), Any))
         if self.section.get('eval') is not None:
-            _check_dataset('dataset.eval', self._eval_section(), own_keys=('name',))
+            _check_dataset('dataset.eval', self._eval_section(), {'name': Any})
         if self.config.model.pretrained is None:
             self._processor_maker(self.section.get('processor') or {})
         if self.config.loader.exchange_ranks:
-            found = f'true with `dataset.name` {self.section.get("name")}. `loader.regroup_ranks` does the same'
-            raise ConfigError(f'`loader.exchange_ranks` must be false for samples read by index, got: {found}')
+            remedy = '`loader.regroup_ranks` does the same'
+            raise ConfigError(f'`loader.exchange_ranks` must be false for samples read by index, got: true. {remedy}')
         per_step = self.config.loader.modality == 'per_step'
         # Only a RegroupingBatchSampler gives the parts the shares that are asked for.
         has_shares = 'parts' in self.section and any(part.keys() & {*_SHARES} for part in self._parts())
@@ -95,11 +95,8 @@ class FileSource(Source):
         parts = self.section['parts']
         if not isinstance(parts, dict) or not parts or not all(isinstance(part, dict) for part in parts.values()):
             raise ConfigError(f'`dataset.parts` must map names to dataset sections, got: {parts}')
-        share = Annotated[float, Range(above=0, below=1e9)]
         for name, part in zip(parts, self._parts(), strict=True):
-            _check_dataset(f'dataset.parts.{name}', part, own_keys=_KEYS_OF_PART)
-            for key in _SHARES:
-                check_value(f'dataset.parts.{name}.{key}', part.get(key, 1), share)
+            _check_dataset(f'dataset.parts.{name}', part, _KEYS_OF_PART)
         having = {key: [name for name, part in parts.items() if key in part] for key in _SHARES}
         # By weights each part has its share whatever is drawn of it.
         used = [key for key in _SHARES if having[key] and not (key == 'epochs' and self._shares_by_weights)]
@@ -254,7 +251,7 @@ def _dataset_class(path: str, name: Any) -> Any:
     raise ConfigError(f'{refusal}, or the dotted name of a dataset class')
 
 
-def _check_dataset(path: str, part: dict[str, Any], *, own_keys: tuple[str, ...]) -> None:
+def _check_dataset(path: str, part: dict[str, Any], own_keys: dict[str, Any]) -> None:
     cls = _dataset_class(path, part.get('name'))
     is_ours = inspect.isclass(cls) and issubclass(cls, LlavaDataset)
     check_arguments(path, cls, {**part, 'processor': None}, own_keys=own_keys, hints=_RANGES if is_ours else None)
@@ -362,10 +359,8 @@ class ShardSource(Source):
         """Returns the width of a slot, which all ranks must know before a batch is read."""
         slot_tokens = self.config.microbatching.slot_tokens or self.section.get('max_length')
         if slot_tokens is None:
-            raise ConfigError(
-                '`loader.exchange_ranks` needs the width of a slot before a batch is read, got: neither '
-                '`microbatching.slot_tokens` nor `dataset.max_length`. Set one'
-            )
+            found = 'neither `microbatching.slot_tokens` nor `dataset.max_length`'
+            raise ConfigError(f'`loader.exchange_ranks` needs the width of a slot before a batch is read, got: {found}')
         return slot_tokens
 
     def _texts(self) -> Iterator[str]:

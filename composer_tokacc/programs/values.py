@@ -52,7 +52,7 @@ def check_arguments(
     arguments: Any,
     *,
     num_given: int = 0,
-    own_keys: Sequence[str] = (),
+    own_keys: Mapping[str, Any] | None = None,
     hints: Mapping[str, Any] | None = None,
 ) -> None:
     """Refuses what is unknown, missing or of another type or range among the arguments for a class or function.
@@ -62,12 +62,12 @@ def check_arguments(
         target: Class or function.
         arguments: Keyword arguments; None means none.
         num_given: How many leading parameters the program supplies itself.
-        own_keys: Keys of the section that are not meant for ``target``.
+        own_keys: Keys of the section that are not meant for ``target``, and what they may be.
         hints: Annotations that count instead of those of ``target``.
     """
     if not isinstance(arguments, Mapping | None):
         raise ConfigError(f'`{path}` must be a mapping, got: {arguments}. Write {{}} for its defaults')
-    arguments = arguments or {}
+    arguments, own_keys = arguments or {}, own_keys or {}
     parameters = list(inspect.signature(target).parameters.values())[num_given:]
     names = [*own_keys, *(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))]
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -75,7 +75,7 @@ def check_arguments(
     for p in parameters:
         if p.default is p.empty and p.name in names and p.name not in arguments:
             raise ConfigError(f'`{path}.{p.name}` must be given: {target.__name__} has no default for it')
-    hints = {**hints_of(target), **(hints or {})}
+    hints = {**hints_of(target), **(hints or {}), **own_keys}
     for name, value in arguments.items():
         check_value('.'.join(filter(None, (path, str(name)))), value, hints.get(name, Any))
 
