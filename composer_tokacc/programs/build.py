@@ -108,13 +108,9 @@ def build_trainer(
     if parts.microbatch_size is not None:
         arguments['device_train_microbatch_size'] = parts.microbatch_size
     same_data = SameData(
-        parts.train_dataset,
-        parts.processor,
-        adapter=identify_adapter(parts.model.model),
-        model=parts.model,
-        trainer=config.trainer,
-        on_other_data=config.loader.on_other_data,
-    )
+        parts.train_dataset, parts.processor, adapter=identify_adapter(parts.model.model), model=parts.model,
+        trainer=config.trainer, on_other_data=config.loader.on_other_data,
+    )  # fmt: skip
     callbacks = [*build_all('callbacks', config.callbacks), same_data]
     if config.trainer.get('spin_dataloaders', True):
         callbacks.append(SkipReadBatches())

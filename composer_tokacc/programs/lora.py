@@ -146,19 +146,13 @@ def four_bit_options(lora: Mapping[str, Any], empty_model: nn.Module, dtype: tor
     Only the language model's linear layers are rounded; encoders, head and ``modules_to_save`` stay as they are.
     """
     trained = lora.get('modules_to_save') or ()
-    kept = [
-        name
-        for name, module in empty_model.named_modules()
-        if isinstance(module, nn.Linear)
-        and (not re.fullmatch(_DEFAULT_TARGETS, name) or any(f'.{part}.' in f'.{name}.' for part in trained))
-    ]
+    linear = [name for name, module in empty_model.named_modules() if isinstance(module, nn.Linear)]
+    whole = [name for name in linear if any(f'.{part}.' in f'.{name}.' for part in trained)]
+    kept = [name for name in linear if name in whole or not re.fullmatch(_DEFAULT_TARGETS, name)]
     quantization = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type='nf4',
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype,
+        load_in_4bit=True, bnb_4bit_quant_type='nf4', bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype,
         llm_int8_skip_modules=kept,
-    )
+    )  # fmt: skip
     return {'quantization_config': quantization, 'device_map': {'': torch.cuda.current_device()}}
 
 

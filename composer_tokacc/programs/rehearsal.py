@@ -321,11 +321,8 @@ def _undisturbed(state: State) -> Iterator[None]:
 @contextmanager
 def _room_for_optimizers(state: State) -> Iterator[None]:
     """Holds the memory that optimizers will take in their first step."""
-    room = [
-        torch.empty(_state_bytes(optimizer), dtype=torch.uint8, device='cuda')
-        for optimizer in state.optimizers
-        if torch.cuda.is_available() and not optimizer.state
-    ]
+    fresh = [one for one in state.optimizers if torch.cuda.is_available() and not one.state]
+    room = [torch.empty(_state_bytes(one), dtype=torch.uint8, device='cuda') for one in fresh]
     yield
     del room
 

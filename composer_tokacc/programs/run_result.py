@@ -142,11 +142,7 @@ def _sources(logged: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float
 
 
 def write_report(
-    config: TrainConfig,
-    parts: RunParts,
-    result: dict[str, Any],
-    history: InMemoryLogger,
-    answers: Sequence[Answer] = (),
+    config: TrainConfig, parts: RunParts, result: dict[str, Any], history: InMemoryLogger, answers: Sequence[Answer]
 ) -> str:
     """Writes ``result.json``, after the function under ``report.name`` has added to it; returns the summary."""
     folder = Path(config.report['folder'].format(run_name=result['run_name']))
@@ -244,32 +240,23 @@ def write_page(
         charts += f'<figure>{_embedded(picture.read_bytes(), "result")}</figure>'
     charts += ''.join(['<h2>Answers to samples of the eval set</h2>', *map(_answered, answers)] if answers else [])
     name = html.escape(title)
-    path.write_text(
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{name}</title><style>{STYLE}</style>'
-        f'<h1>{name}</h1><table>{rows}</table>{charts}</html>\n',
-        encoding='utf-8',
-    )
+    head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{name}</title><style>{STYLE}</style>'
+    path.write_text(f'{head}<h1>{name}</h1><table>{rows}</table>{charts}</html>\n', encoding='utf-8')
 
 
 def _answered(answer: Answer) -> str:
     """Returns a sample with its images, its question, what was expected and what the model said."""
     pictures = []
     for image in answer.images[:MOST_IMAGES]:
-        pixels = Image.fromarray((np.asarray(image) * 255).round().astype(np.uint8))
-        written = BytesIO()
-        pixels.resize(_shown_size(*pixels.size), Image.Resampling.NEAREST).save(written, 'PNG')
+        pixels, written = Image.fromarray((np.asarray(image) * 255).round().astype(np.uint8)), BytesIO()
+        scale = max(SMALLEST_SHOWN // max(pixels.size), 1)  # a scan of eight pixels can be seen
+        pixels.resize((pixels.width * scale, pixels.height * scale), Image.Resampling.NEAREST).save(written, 'PNG')
         pictures.append(_embedded(written.getvalue(), f'image of {answer.sample_id}'))
     said = [('question', answer.question), ('expected', answer.expected), ('answer', answer.generated)]
     rows = ''.join(f'<tr><th>{name}</th><td>{html.escape(text)}</td></tr>' for name, text in said)
     mark = '&#10003;' if answer.is_right else '&#10007;'
     name = f'<figcaption>{html.escape(answer.sample_id)} {mark}</figcaption>'
     return f'<figure class="answer">{name}{" ".join(pictures)}<table>{rows}</table></figure>'
-
-
-def _shown_size(width: int, height: int) -> tuple[int, int]:
-    """Returns a size at which a scan of eight pixels can be seen, and a photograph leaves room."""
-    scale = max(SMALLEST_SHOWN // max(width, height), 1)
-    return width * scale, height * scale
 
 
 def _embedded(data: bytes, text: str) -> str:
@@ -302,11 +289,11 @@ def _chart(title: str, curves: Mapping[str, Series]) -> str:
     parts, texts = [], []
     for number, (name, (at, of)) in enumerate(curves.items()):
         color = LINE_COLORS[number % len(LINE_COLORS)]
-        points = ' '.join(
-            f'{MARGIN + (WIDTH - 2 * MARGIN) * (step - left) / max(right - left, 1):.1f},'
-            f'{HEIGHT - 20 - (HEIGHT - 30) * (value - low) / ((high - low) or 1):.1f}'
-            for step, value in _thinned(at, of)
-        )
+        thinned = [part.mean(axis=0) for part in np.array_split(np.transpose([at, of]), min(len(at), MOST_POINTS))]
+        x, y = np.transpose(thinned)
+        x = MARGIN + (WIDTH - 2 * MARGIN) * (x - left) / max(right - left, 1)
+        y = HEIGHT - 20 - (HEIGHT - 30) * (y - low) / ((high - low) or 1)
+        points = ' '.join(f'{across:.1f},{down:.1f}' for across, down in zip(x, y, strict=True))
         parts.append(f'<polyline fill="none" stroke="{color}" stroke-width="1.6" points="{points}"/>')
         texts.append(f'<span style="color:{color}">{html.escape(name)}: {of[-1]:.4g}</span>')
     axis = (
@@ -319,8 +306,3 @@ def _chart(title: str, curves: Mapping[str, Series]) -> str:
         f'<figure><figcaption>{html.escape(title)}</figcaption><svg width="{WIDTH}" height="{HEIGHT}" font-size="11" '
         f'role="img">{axis}{"".join(parts)}</svg><br>{" &nbsp; ".join(texts)}</figure>'
     )
-
-
-def _thinned(steps: Sequence[int], values: Sequence[float]) -> list[tuple[float, float]]:
-    groups = np.array_split(np.transpose([steps, values]), min(len(steps), MOST_POINTS))
-    return [tuple(group.mean(axis=0)) for group in groups]

@@ -24,7 +24,6 @@ from composer_tokacc.collectives import from_any_rank
 from composer_tokacc.data import TABLE_COLUMNS, LengthTable
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.monitor import TokenMonitor
-from composer_tokacc.planning import CostModel
 from composer_tokacc.programs.models import build_transformers_model
 from composer_tokacc.programs.process import say
 from composer_tokacc.programs.registry import build_section, without
@@ -67,23 +66,15 @@ def apply_suggestion(config: TrainConfig, dataset: Any, processor: Any) -> tuple
 
 
 def suggest_for_run(
-    config: TrainConfig,
-    memory: MemoryModel,
-    table: LengthTable,
-    *,
-    num_ranks: int,
-    gib: float,
-    safety: float = 0.92,
-    measured_cost: CostModel | None = None,
-    seconds_per_step: float = 0.0,
+    config: TrainConfig, memory: MemoryModel, table: LengthTable, *, num_ranks: int, gib: float, **measured: Any
 ) -> SizingReport:
     """:func:`.suggest_microbatching` with what the config says; see there for the arguments."""
     own = config.microbatching
     names = ('cost', 'slot_tokens', 'max_image_tokens', 'regroup', 'equal_counts', 'width_multiple')
     suggest = partial(
         suggest_microbatching, table, num_ranks=num_ranks, global_batch_size=config.loader.global_batch_size,
-        memory=memory, device_memory_gib=gib, measured_cost=measured_cost, seconds_per_step=seconds_per_step,
-        safety=safety, seed=config.seed, **{name: getattr(own, name) for name in names},
+        memory=memory, device_memory_gib=gib, seed=config.seed, **{name: getattr(own, name) for name in names},
+        **measured,
     )  # fmt: skip
     choices = (True, False) if own.packing == 'auto' else (bool(own.packing),)
     return min((suggest(packing=packing) for packing in choices), key=lambda report: report.figures['split'].cost)
@@ -93,19 +84,25 @@ def memory_of_run(config: TrainConfig, dataset: Any, processor: Any, table: Leng
     """Returns the memory model of a config's run, traced without a GPU; kept in the user's cache folder."""
     # Flash attention is not for CPUs; SDPA keeps the same, but for a mask where there is padding.
     is_flash = str(config.model.attn_implementation).startswith('flash')
+    precision, width = precision_of(config), int(table.lengths.max())
+    key = {
+        'model': asdict(config.model),
+        'optimizer': config.optimizer,
+        'precision': precision if precision != 'amp_fp8' else 'amp_bf16',
+        'strategy': 'fsdp' if config.is_sharded else 'ddp',
+        'device': 'cpu' if config.trainer.get('device') == 'cpu' else 'gpu',
+        'width': width,
+        # A video has other pixels a token than an image has.
+        'samples': [[int(getattr(table, name)[index]) for name in TABLE_COLUMNS] for index in _probe_samples(table)],
+    }
 
     def calibrate(key: Mapping[str, Any]) -> MemoryModel:
-        return calibrate_fake(
-            *_to_trace(config, dataset, processor, table, **({'attn_implementation': 'sdpa'} if is_flash else {})),
-            width=key['width'],
-            make_optimizer=partial(build_section, 'optimizer', config.optimizer),
-            precision=key['precision'],
-            strategy=key['strategy'],
-            on_gpu=key['device'] == 'gpu',
-            has_mask=not is_flash,
-        )
+        traced = _to_trace(config, dataset, processor, table, **({'attn_implementation': 'sdpa'} if is_flash else {}))
+        optimizer = partial(build_section, 'optimizer', config.optimizer)
+        how = {'precision': key['precision'], 'strategy': key['strategy'], 'on_gpu': key['device'] == 'gpu'}
+        return calibrate_fake(*traced, width=width, make_optimizer=optimizer, has_mask=not is_flash, **how)
 
-    return load_or_calibrate(cache_folder('memory'), _key(config, table), calibrate)
+    return load_or_calibrate(cache_folder('memory'), key, calibrate)
 
 
 def watch_flops(config: TrainConfig, parts: Any, state: State) -> None:
@@ -144,21 +141,6 @@ def device_memory_gib(config: TrainConfig) -> float:
     if config.trainer.get('device') != 'cpu' and torch.cuda.is_available():
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / GIB
     return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / GIB / dist.get_local_world_size()
-
-
-def _key(config: TrainConfig, table: LengthTable) -> dict[str, Any]:
-    """Returns what the memory of a run depends on, its microbatches aside."""
-    precision = precision_of(config)
-    return {
-        'model': asdict(config.model),
-        'optimizer': config.optimizer,
-        'precision': precision if precision != 'amp_fp8' else 'amp_bf16',
-        'strategy': 'fsdp' if config.is_sharded else 'ddp',
-        'device': 'cpu' if config.trainer.get('device') == 'cpu' else 'gpu',
-        'width': int(table.lengths.max()),
-        # A video has other pixels a token than an image has.
-        'samples': [[int(getattr(table, name)[index]) for name in TABLE_COLUMNS] for index in _probe_samples(table)],
-    }
 
 
 def _probe_samples(table: LengthTable) -> list[int]:
