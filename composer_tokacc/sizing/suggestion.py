@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -108,8 +109,7 @@ def suggest_microbatching(
 ) -> SizingReport:
     """Finds the largest safe microbatch of a run, and what it gains over stock Composer at the same memory.
 
-    Steps are simulated with the functions, the cost and the options by which the run will cut: `cost`,
-    `max_image_tokens`, `regroup`, `equal_counts`, `width_multiple` and `packing` are those of :func:`.token_data_spec`.
+    Steps are simulated with the functions, the cost and the options by which the run will cut.
 
     Args:
         lengths: Length table of the dataset, from :func:`.length_table`, or plain lengths.
@@ -250,12 +250,4 @@ def _check(num_ranks: int, global_batch_size: int, device_memory_gib: float, saf
 
 def _largest(fits: Callable[[int], bool]) -> int:
     """Returns the largest number for which a predicate holds that is true up to some number; 0 where it never does."""
-    if not fits(1):
-        return 0
-    low, high = 1, 2
-    while high <= MOST_TOKENS and fits(high):
-        low, high = high, high * 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return bisect(range(1, MOST_TOKENS), False, key=lambda number: not fits(number))
