@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 
 from composer_tokacc.planning import CostModel, CutOptions, Rows, lower_bound
+from composer_tokacc.sampling.rank_assignment import check_global_batch
 from composer_tokacc.sizing.memory_model import GIB, MemoryModel
 from composer_tokacc.sizing.profile import SampleSizes
 from composer_tokacc.sizing.report import SizeRow, SizingReport
@@ -237,11 +238,7 @@ def _size_row(capacity: Capacity, size: int, slot_tokens: int, figures: dict[str
 def _check(num_ranks: int, global_batch_size: int, device_memory_gib: float, safety: float) -> None:
     if num_ranks < 1:
         raise ValueError(f'`num_ranks` must be at least 1, got: {num_ranks}.')
-    if global_batch_size < 1 or global_batch_size % num_ranks:
-        raise ValueError(
-            f'`global_batch_size` must be a positive multiple of the number of ranks, got: {global_batch_size} on '
-            f'{num_ranks} ranks. Set it to {max(-(-global_batch_size // num_ranks), 1) * num_ranks}.'
-        )
+    check_global_batch(global_batch_size, num_ranks)
     if not device_memory_gib > 0:
         raise ValueError(f'`device_memory_gib` must be positive, got: {device_memory_gib}.')
     if not 0 < safety <= 1:
