@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What one rank loads of a global batch, microbatch by microbatch, the planner that says so, and rows that are copies."""
+"""What one rank loads of a global batch, microbatch by microbatch; its planner, and rows that are only copies."""
 
 from __future__ import annotations
 
