@@ -21,8 +21,7 @@ from PIL import ExifTags, Image
 from composer_tokacc.data import BadSampleError, LlavaDataset, lengths, sizes
 from composer_tokacc.data.images import image_size
 from composer_tokacc.data.lengths import build_length_table, length_table
-from composer_tokacc.data.media import decode_media
-from composer_tokacc.data.user_files import open_files
+from composer_tokacc.data.media import decode_media, open_files
 from tests.data import chat_processors
 from tests.support.launch import launch_json
 
