@@ -135,10 +135,7 @@ def test_model_is_cast_without_converting_parameters_in_place(monkeypatch: pytes
 
     monkeypatch.setattr(torch.nn.Module, '_apply', refuse)
     run = TracedStep(
-        lambda: LlamaForCausalLM(config).train(),
-        made_up_sample(config, 10),
-        precision='amp_bf16',
-        strategy='fsdp',
+        lambda: LlamaForCausalLM(config).train(), made_up_sample(config, 10), precision='amp_bf16', strategy='fsdp'
     )
     assert {parameter.dtype for parameter in run.model.parameters()} == {torch.bfloat16}
     assert run.model.lm_head.weight is run.model.model.embed_tokens.weight

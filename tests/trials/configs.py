@@ -5,15 +5,25 @@
 
 from __future__ import annotations
 
-from tests.trials.outcomes import WORKS, Trial, check_overrides
+from pathlib import Path
+
+from composer_tokacc.programs import ConfigError, load_config
+from composer_tokacc.programs.config_checks import check_config
+from tests.trials.outcomes import LLAVA, WORKS, refusal
+
+
+def check_overrides(folder: Path, overrides: str) -> str:
+    """A config, before anything is loaded."""
+    given = [f'dataset.path={folder}/data.json', overrides]
+    return refusal(lambda: check_config(load_config(LLAVA, given), num_ranks=1), ConfigError)
+
 
 CONFIGS = {
     # name: (overrides, what the line names)
     'clipping threshold below 0': ('algorithms.gradient_clipping.clipping_threshold=-1', 'clipping_threshold'),
     'clipping threshold of 0': ('algorithms.gradient_clipping.clipping_threshold=0', 'clipping_threshold'),
     'clipping threshold that is no number': (
-        'algorithms.gradient_clipping.clipping_threshold=.nan',
-        'clipping_threshold',
+        'algorithms.gradient_clipping.clipping_threshold=.nan', 'clipping_threshold',
     ),
     'clipping threshold above 0': ('algorithms.gradient_clipping.clipping_threshold=0.5', WORKS),
     'width multiple of a thousand million': ('microbatching.width_multiple=1000000000', 'width_multiple'),
@@ -21,8 +31,7 @@ CONFIGS = {
     'layers below 0': ('model.config.text_config.num_hidden_layers=-1', 'num_hidden_layers'),
     'hidden size of 0': ('model.config.text_config.hidden_size=0', 'hidden_size'),
     'a layer of the vision encoder that is not there': (
-        'model.config.vision_feature_layer=-99',
-        'vision_feature_layer',
+        'model.config.vision_feature_layer=-99', 'vision_feature_layer',
     ),
     'an attention that is not there': ('model.config.attn_implementation=flahs', 'attn_implementation'),
     'end of the schedule below 0': ('scheduler.alpha_f=-5', 'alpha_f'),
@@ -79,7 +88,4 @@ CONFIGS = {
     'a beta above 1': ('optimizer.betas=[0.9,1.5]', '`optimizer`'),
     'both ways to take frames': ('dataset.video={fps: 1, num_frames: 3}', 'num_frames'),
     'precision of another name': ('trainer.precision=fp8ish', 'precision'),
-}
-CONFIG_TRIALS = [
-    Trial(name=name, run=check_overrides, given=given, expected=expected) for name, (given, expected) in CONFIGS.items()
-]
+}  # fmt: skip
