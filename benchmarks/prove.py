@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
+from importlib.util import find_spec
 
 from benchmarks.launch import environment
 from benchmarks.machine import machine
@@ -32,10 +34,10 @@ def programs() -> list[str]:
 
 def printed(program: str) -> str | None:
     """All that one prints; None where what it imports is not installed."""
-    command = [sys.executable, str(PROGRAMS / f'{program}.py')]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
-    if done.returncode and 'ModuleNotFoundError' in done.stderr:
+    path = PROGRAMS / f'{program}.py'
+    if not all(map(find_spec, {*re.findall(r'^(?:from|import) (\w+)', path.read_text(), re.MULTILINE)} - {'subject'})):
         return None
+    done = subprocess.run([sys.executable, str(path)], env=environment(), capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f'{program} failed:\n{done.stdout}{done.stderr}')
     return done.stdout
