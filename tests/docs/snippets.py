@@ -146,7 +146,7 @@ def _run_python(text: str, path: str, line: int, names: dict[str, Any]) -> None:
 
 
 def _run_bash(block: Block, page: str, folder: Path) -> None:
-    """Lines that call a program of this package and no more are run in this process: a fresh one imports for seconds."""
+    """Lines that only call a program of this package are run in this process: a fresh one imports for seconds."""
     told = f'{page}, line {block.line}\n'
     lines = block.text.replace('\\\n', ' ').splitlines()
     for ours, group in groupby(lines, key=lambda line: bool(_OURS.match(line))):
