@@ -15,7 +15,6 @@ Prints a table; writes results/invariance.json and results/invariance.png next t
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -36,7 +35,7 @@ from transformers import AutoModelForImageTextToText
 from benchmarks.launch import on_ranks
 from benchmarks.machine import machine
 from benchmarks.pages import show
-from benchmarks.record import RESULTS, write
+from benchmarks.record import parser_of, write
 from benchmarks.timed_steps import data_of
 from composer_tokacc import BatchLayout, TokenAccumulation
 from composer_tokacc.data import VisionLanguageCollator
@@ -185,11 +184,10 @@ def main() -> None:
         path, _, steps, *sizes = sys.argv[1:]
         work(int(steps), list(map(int, sizes)), Path(path))
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument('--steps', type=int, default=100)
     parser.add_argument('--ranks', type=int, nargs='+', default=[1, 2, 4])
     parser.add_argument('--microbatches', type=int, nargs='+', default=[16, 8, 1])
-    parser.add_argument('--results', type=Path, default=RESULTS)
     given = parser.parse_args()
     sizes = [str(size) for size in given.microbatches]
     rows = [

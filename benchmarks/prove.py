@@ -10,7 +10,6 @@ A trainer that is not installed keeps the line that it has. Writes results/prove
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import subprocess
@@ -21,7 +20,7 @@ from benchmarks.launch import environment
 from benchmarks.machine import machine
 from benchmarks.pages import ROOT, filled, table
 from benchmarks.record import RESULTS as FOLDER
-from benchmarks.record import write
+from benchmarks.record import parser_of, write
 
 RESULTS, PAGE, PROGRAMS = FOLDER / 'prove.json', ROOT / 'docs' / 'prove.md', ROOT / 'examples' / 'prove'
 COLUMNS = ('trainer', 'version', 'lightest to heaviest token', 'largest gradient error', 'verdict')
@@ -60,7 +59,7 @@ def table_of(rows: dict[str, list[str]]) -> str:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    parser_of(__doc__, results=None).parse_args()
     rows = rows_there()
     for program in programs():
         output = printed(program)

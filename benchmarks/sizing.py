@@ -13,9 +13,7 @@ both alternate, so that a busy machine slows both.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -23,7 +21,7 @@ import torch
 
 from benchmarks.machine import machine
 from benchmarks.pages import ROOT, show
-from benchmarks.record import RESULTS, write
+from benchmarks.record import parser_of, write
 from benchmarks.timed_steps import split_of
 from composer_tokacc import size as size_program
 from composer_tokacc.layout import BatchLayout
@@ -80,12 +78,11 @@ def predict(config: TrainConfig, table: Any, methods: tuple[str, ...], size: int
 
 def main() -> None:
     """Predicts, measures, prints and writes `results/sizing.json`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument('--yaml', default=str(ROOT / 'yamls' / 'digits.yaml'))
     parser.add_argument('--size', type=int, default=0, help='rows of a microbatch; 0: what the helper suggests')
     parser.add_argument('--steps', type=int, default=20)
     parser.add_argument('--blocks', type=int, default=3)
-    parser.add_argument('--results', type=Path, default=RESULTS)
     given = parser.parse_args()
     torch.set_num_threads(1)
     config = load_config(given.yaml)

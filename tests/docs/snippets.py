@@ -96,7 +96,7 @@ def blocks_of(page: str) -> list[Block]:
 
 
 def run_page(page: str, folder: Path) -> None:
-    """Runs the blocks of a page in a folder, which they share, as they share their Python names."""
+    """Runs the blocks of a page in a folder, the current one, which they share, as they share their Python names."""
     names: dict[str, Any] = {'__name__': 'snippets'}
     for block in blocks_of(page):
         if block.mark == 'dry run':
