@@ -180,9 +180,7 @@ MEDIA = {
         asked_with({'type': 'audio_url', 'audio_url': {'url': WAV_URI}}, {'type': 'video_url', 'video_url': 'a.mp4'}),
         '<audio><video>', [EMBEDDED, VIDEO],
     ),
-    'TRL': (
-        {'videos': ['a.mp4'], 'prompt': [user('What?')], 'completion': [ANSWER]}, '<video>What?', [VIDEO],
-    ),
+    'TRL': ({'videos': ['a.mp4'], 'prompt': [user('What?')], 'completion': [ANSWER]}, '<video>What?', [VIDEO]),
     'ms-swift': (
         {'query': '<video><audio>What?', 'response': 'Red.', 'videos': [{'path': 'a.mp4'}], 'audios': ['a.wav']},
         '<video><audio>What?', [VIDEO, AUDIO],
