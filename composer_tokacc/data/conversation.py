@@ -227,8 +227,8 @@ class ConversationEncoder:
         limit, longest = getattr(extractor, 'n_samples', None), max(map(len, audios), default=0)
         if limit is not None and longest > limit:
             seconds, window = (count / getattr(extractor, 'sampling_rate', 1) for count in (longest, limit))
-            found = f'{seconds:.1f} s. Cut it'
-            raise ValueError(f'an audio must be at most {window:.1f} s, what the processor takes, got: {found}')
+            found = f'{round(seconds, 3)} s. Cut it'
+            raise ValueError(f'an audio must be at most {round(window, 3)} s, what the processor takes, got: {found}')
 
     def render(self, messages: Sequence[Message]) -> tuple[str, list[AnswerSpan]]:
         """Writes the conversation out, image placeholders not expanded yet, and finds the answers in it."""

@@ -22,7 +22,7 @@ from composer.utils.parallelism import FSDP2Config, FSDPConfig, ParallelismConfi
 
 from composer_tokacc.programs.checkpoints import check_checkpoint
 from composer_tokacc.programs.errors import ConfigError, in_words_of, must
-from composer_tokacc.programs.models import check_model
+from composer_tokacc.programs.models import EVAL_METRICS, TRAIN_METRICS, check_model
 from composer_tokacc.programs.registry import check_host_arguments, check_part, import_by_name, without
 from composer_tokacc.programs.schema import OF_THE_REPORT, TrainConfig, precision_of
 from composer_tokacc.programs.source import token_data_spec_of
@@ -110,10 +110,17 @@ def _check_parts(config: TrainConfig) -> None:
     for kind, parts in (('algorithms', config.algorithms), ('callbacks', config.callbacks), ('loggers', loggers)):
         for name, arguments in parts.items():
             check_part(kind, f'trainer.loggers.{name}' if kind == 'loggers' else f'{kind}.{name}', name, arguments)
-    monitor = str((config.callbacks.get('early_stopper') or {}).get('monitor', ''))
-    if monitor.startswith('metrics/'):
-        own = monitor.rpartition('/')[2]
-        raise ConfigError(f"`callbacks.early_stopper.monitor` must be the metric's own name {own}, got: {monitor}")
+    measured = {
+        'eval': EVAL_METRICS if config.dataset.get('eval') else (),
+        'train': TRAIN_METRICS if config.model.train_metrics else (),
+    }
+    for name in sorted({'early_stopper', 'threshold_stopper'} & config.callbacks.keys()):
+        monitor, label = config.callbacks[name]['monitor'], config.callbacks[name]['dataloader_label']
+        known = {label: [metric.__name__ for metric in metrics] for label, metrics in measured.items()}
+        if monitor not in known.get(label, ()):  # it would wait for ever
+            remedy = 'Give `dataset.eval` or `model.train_metrics`, and the own name of a metric'
+            found = f'{monitor} of {label}, of the metrics {known}. {remedy}'
+            raise ConfigError(f'`callbacks.{name}` must watch a metric of this run, got: {found}')
     for kind, section in (('optimizer', config.optimizer), ('scheduler', config.scheduler)):
         if 'name' not in section:
             raise ConfigError(f'`{kind}.name` must be given, got: {section}')
@@ -162,9 +169,9 @@ def _check_trainer(trainer: dict[str, Any]) -> None:
     if load_path and '://' not in load_path and '{' not in load_path:
         check_checkpoint('`trainer.load_path`', Path(load_path))
     parallelism = trainer.get('parallelism_config') or {}
+    check_host_arguments('trainer.parallelism_config', ParallelismConfig, parallelism)
     if (tp := parallelism.get('tp')) is not None:  # whose plan is of Python objects
         raise ConfigError(f'`trainer.parallelism_config` must be of `fsdp` alone, got: tp {tp}. Leave it out')
-    check_host_arguments('trainer.parallelism_config', ParallelismConfig, parallelism)
     # The Trainer reads FSDP2's settings (FSDP_VERSION=2) from the same mapping; the classes themselves take any name.
     known = {known.name for config in (FSDPConfig, FSDP2Config) for known in dataclasses.fields(config)}
     check_names(_FSDP, parallelism.get('fsdp') or {}, known)
@@ -230,7 +237,7 @@ def check_machine(config: TrainConfig) -> None:
     """Refuses what this machine cannot do, and folders that it cannot write, before Composer finds out in its midst."""
     trainer = config.trainer
     device = trainer.get('device')
-    with must('`trainer.device` must be a device of this machine', device, ValueError, TypeError):
+    with must('`trainer.device` must be a device of this machine', device, ValueError, TypeError, ImportError):
         on_gpu = isinstance(get_device(device), DeviceGPU)
     if not on_gpu and trainer.get('precision', Precision.FP32) != Precision.FP32:
         raise ConfigError(f'`trainer.precision` must be fp32 on a CPU, got: {trainer["precision"]}')

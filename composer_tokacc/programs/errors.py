@@ -82,7 +82,7 @@ def raised_here(error: BaseException) -> bool:
 
 def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
     """Returns one line that refuses ``name`` and suggests the nearest of ``known``."""
-    known = sorted(known)
+    known = sorted(set(known))
     nearest = difflib.get_close_matches(name, known, n=1)
     listed = ', '.join(known[:40]) + (', ...' if len(known) > 40 else '')
     return f'{what} must be a known name, got: {name}. ' + (

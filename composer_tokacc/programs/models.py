@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -46,6 +45,7 @@ from composer_tokacc.programs.lora import (
     refuse_other_adapters,
     with_adapter,
 )
+from composer_tokacc.programs.values import AT_LEAST_0, AT_LEAST_1, FRACTION, POSITIVE, Range
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +53,9 @@ log = logging.getLogger(__name__)
 _FEATURE_LAYER_FAMILIES = ('llava', 'llava_next', 'llava_next_video', 'llava_onevision', 'video_llava', 'vipllava')
 # Accepted by Transformers without being attributes of every config class.
 _ALWAYS_KNOWN = frozenset({'model_type', 'rope_theta', 'rope_scaling', 'rope_parameters', 'tie_word_embeddings'})
+# By how a field's name ends, what it may be.
+_RANGES = {'_size': AT_LEAST_1, '_heads': AT_LEAST_1, '_theta': POSITIVE, 'dropout': FRACTION}
+TRAIN_METRICS, EVAL_METRICS = (LanguageCrossEntropy,), (LanguageCrossEntropy, MaskedAccuracy)
 
 
 def build_model(*, processor: Any = None, train_metrics: bool = False, **settings: Any) -> HuggingFaceModel:
@@ -70,8 +73,8 @@ def build_model(*, processor: Any = None, train_metrics: bool = False, **setting
         build_transformers_model(processor=processor, **settings),
         processor,
         use_logits=True,
-        metrics=[LanguageCrossEntropy()] if train_metrics else None,
-        eval_metrics=[LanguageCrossEntropy(), MaskedAccuracy()],
+        metrics=[metric() for metric in TRAIN_METRICS] if train_metrics else None,
+        eval_metrics=[metric() for metric in EVAL_METRICS],
         # Auto-detection says False for most vision-language models, and the metrics then compare unshifted labels.
         shift_labels=True,
     )
@@ -215,7 +218,8 @@ def read_from(pretrained: str) -> AbstractContextManager[None]:
 @contextmanager
 def _makes_a_model(name: str) -> Iterator[None]:
     """Refuses a model that its config's values, or its kernels, do not let be made."""
-    kinds = (ValueError, TypeError, RuntimeError, AssertionError, ImportError, StrictDataclassError, ArithmeticError)
+    kinds = (ValueError, TypeError, RuntimeError, AssertionError, ImportError, StrictDataclassError, ArithmeticError,
+             KeyError)  # fmt: skip
     with must(f'`{name}` must make a model', None, *kinds, raises=ValueError):
         try:
             yield
@@ -234,8 +238,8 @@ def _check_shapes(config: PretrainedConfig) -> None:
         heads, groups = (getattr(part, f'num_{kind}_heads', None) for kind in ('attention', 'key_value'))
         if isinstance(heads, int) and isinstance(groups, int) and groups > 0 and heads % groups:
             raise ValueError(
-                f'`num_attention_heads` of {part.model_type} must be a multiple of `num_key_value_heads`, got: {heads} '
-                f'and {groups}'
+                f'`config` must have `num_attention_heads` of {part.model_type} a multiple of `num_key_value_heads`, '
+                f'got: {heads} and {groups}'
             )
 
 
@@ -375,9 +379,10 @@ def _refuse_unknown(settings: dict[str, Any], default: PretrainedConfig, path: s
     for key, value in settings.items():
         if key not in known:
             raise ValueError(unknown_name(f'`{path}` key', key, known))
-        least = 1 if key.endswith('_size') else 0 if key.startswith('num_') else -math.inf
-        if isinstance(value, int | float) and value < least:
-            raise ValueError(f'`{path}.{key}` must be at least {least}, got: {value}')
+        allowed = next((found for ending, found in _RANGES.items() if key.endswith(ending)), None)
+        allowed = allowed or (AT_LEAST_0 if key.startswith('num_') else Range())
+        if isinstance(value, int | float) and value not in allowed:
+            raise ValueError(f'`{path}.{key}` must be {allowed}, got: {value}')
         inner = getattr(default, key, None)
         if isinstance(value, dict) and isinstance(inner, PretrainedConfig):
             named = value.get('model_type', inner.model_type)

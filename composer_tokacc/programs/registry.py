@@ -49,17 +49,19 @@ _NEEDED = {
     'CometMLLogger': 'comet_ml', 'MLFlowLogger': 'mlflow', 'NeptuneLogger': 'neptune', 'SlackLogger': 'slack_sdk',
     'TensorboardLogger': 'tensorboard', 'WandBLogger': 'wandb',
 }  # fmt: skip
-_DEGREE = Literal[-1] | Annotated[int, AT_LEAST_1] | None
+# One asks for several forwards a step, the other for sparse gradients.
+_UNSUITED = (torch.optim.LBFGS, torch.optim.SparseAdam)
+_ALL_OR_SOME = Literal[-1] | Annotated[int, AT_LEAST_1]
 # What a host's annotations do not say, and the host says only in the first step or never: by argument, of any class.
 _HINTS: dict[str, Any] = {
-    'alpha_f': Annotated[float, AT_LEAST_0],
+    **dict.fromkeys(('alpha', 'alpha_i', 'alpha_f', 'lr', 'weight_decay'), Annotated[float, AT_LEAST_0]),
+    **dict.fromkeys(('gamma', 'power', 'rho', 'scale_schedule_ratio'), Annotated[float, POSITIVE]),
     'clipping_threshold': Annotated[float, POSITIVE],
     'clipping_type': Literal['norm', 'value', 'adaptive'],
-    'data_parallel_replicate_degree': _DEGREE,
-    'data_parallel_shard_degree': _DEGREE,
+    **dict.fromkeys(('data_parallel_replicate_degree', 'data_parallel_shard_degree'), _ALL_OR_SOME | None),
+    **dict.fromkeys(('train_subset_num_batches', 'eval_subset_num_batches'), _ALL_OR_SOME),
     'ddp_sync_strategy': Literal[tuple(DDPSyncStrategy.__members__)] | None,  # type: ignore[valid-type]
     'dist_timeout': Annotated[float, POSITIVE],
-    'lr': Annotated[float, AT_LEAST_0],
     'mixed_precision': Literal['DEFAULT', 'PURE', 'FULL'],
     'momentum': Annotated[float, FRACTION],
     'precision': Literal[tuple(one.value for one in Precision)] | None,  # type: ignore[valid-type]
@@ -68,7 +70,7 @@ _HINTS: dict[str, Any] = {
     'sharding_strategy': Literal[tuple(SHARDING_MAP)],  # type: ignore[valid-type]
     'smoothing': Annotated[float, FRACTION],
     'state_dict_type': Literal['full', 'sharded'],
-    'weight_decay': Annotated[float, AT_LEAST_0],
+    'window_size': Annotated[int, AT_LEAST_1],
 }
 
 
@@ -79,7 +81,9 @@ def check_part(kind: str, path: str, name: str, arguments: Any, *given: Any) -> 
     which connect to somewhere.
     """
     cls = class_by_name(kind, name)
-    check_arguments(path, cls, arguments, num_given=len(given), hints=_HINTS)
+    # The host's own constructor, which a class without one has, takes anything and drops it.
+    target = object if cls.__init__ is _SECTIONS[kind][0].__init__ else cls
+    check_arguments(path, target, arguments, num_given=len(given), hints=_HINTS)
     needed = _NEEDED.get(cls.__name__)
     if needed is not None and find_spec(needed) is None:
         raise ConfigError(f'`{path}` needs the package {needed}, got: none. pip install {needed}')
@@ -125,7 +129,7 @@ def class_by_name(kind: str, name: str) -> Any:
     base, suffix, modules = _SECTIONS[kind]
     found = {}
     for cls in (value for module in reversed(modules) for value in vars(module).values() if inspect.isclass(value)):
-        if issubclass(cls, base) and cls is not base and not inspect.isabstract(cls):
+        if issubclass(cls, base) and cls not in (base, *_UNSUITED) and not inspect.isabstract(cls):
             # LRMonitor -> lr_monitor, DecoupledAdamW -> decoupled_adamw
             snake = re.sub(r'(?<=[A-Za-z])(?=[A-Z][a-z])', '_', cls.__name__).lower()
             found[snake.removesuffix(suffix).removesuffix('_')] = cls

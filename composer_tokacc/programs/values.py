@@ -43,7 +43,7 @@ FRACTION = Range(least=0, below=1)
 
 _TYPES = {bool: (bool,), int: (int,), float: (float, int), str: (str,), NoneType: (NoneType,)}
 """What a value may be, by plain annotation; exactly, as hosts take the text ``no`` for true."""
-_CONTAINERS = {list: list, Sequence: list, dict: Mapping, Mapping: Mapping}
+_CONTAINERS = {list: list, Sequence: list, tuple: list, dict: Mapping, Mapping: Mapping}
 
 
 def check_arguments(
@@ -103,7 +103,8 @@ def check_value(path: str, value: Any, hint: Any) -> None:
     # A path-like object is in no file.
     options = [option for option in alternatives(hint) if get_origin(option) is not os.PathLike]
     if Time in options and isinstance(value, str):
-        return check_time(path, value, least=0)
+        # A scheduler divides by its times, but for a warm-up.
+        return check_time(path, value, least=int(path.startswith('scheduler.') and not path.endswith('t_warmup')))
     fitting = [option for option in options if _fits(value, option)]
     if not fitting:
         raise ConfigError(_wrong_type(path, value, options))
@@ -113,8 +114,11 @@ def check_value(path: str, value: Any, hint: Any) -> None:
             raise ConfigError(f'`{path}` must be {allowed}{_or_choices(options)}, got: {value}')
     if is_section(base):
         check_arguments(path, base, value)
-    for each in value if isinstance(value, list) and get_args(base) else ():
-        check_value(path, each, get_args(base)[0])
+    of_each = get_args(base) if get_origin(base) in _CONTAINERS else ()
+    if get_origin(base) is tuple and ... not in of_each and len(value) != len(of_each):
+        raise ConfigError(f'`{path}` must be {len(of_each)} values, got: {value}')
+    for each in value if isinstance(value, list) and of_each else ():
+        check_value(path, each, of_each[0])
     return None
 
 
