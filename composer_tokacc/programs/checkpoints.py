@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import pickle
 import re
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -144,14 +143,19 @@ def check_checkpoint(what: str, path: Path) -> None:
     raise ConfigError(f'{what} must be a checkpoint file, or the folder of a sharded one, got: {path}, {found}')
 
 
-def read_checkpoint(path: Path, *, mmap: bool = False) -> dict[str, Any]:
-    """Loads a checkpoint file without running code that it may hold.
+def read_state(path: Path, *, mmap: bool = False) -> dict[str, Any]:
+    """Returns the state in a checkpoint file without running code that it may hold.
 
     Raises:
-        pickle.UnpicklingError: If it holds more than tensors, plain values and what ``compat`` lists.
+        ConfigError: If it is of another program, or holds more than tensors, plain values and what ``compat`` lists.
     """
-    with torch.serialization.safe_globals(composer_state_types()):
-        return torch.load(path, map_location='cpu', mmap=mmap, weights_only=True)
+    try:
+        with torch.serialization.safe_globals(composer_state_types()):
+            return dict(torch.load(path, map_location='cpu', mmap=mmap, weights_only=True)['state'])
+    except Exception as error:
+        said = ' '.join(str(error).partition('. ')[0].split())  # torch goes on to say how its code would be run
+        requirement = 'the checkpoint must be whole and written by Composer, and hold tensors and plain values alone'
+        raise ConfigError(f'{requirement}, got: {path} ({said})') from error
 
 
 def remember_unused_parameters(optimizer: torch.optim.Optimizer) -> None:
@@ -282,8 +286,7 @@ def _saved(path: Path, name: str) -> tuple[str, dict[str, tuple[int, ...]], bool
         }
         has_optimizer = any(key.startswith('state.optimizers') for key in entries)
     else:  # mapped: weights stay where they are
-        with must('the checkpoint must hold tensors and plain values alone', path, pickle.UnpicklingError):
-            saved = read_checkpoint(path, mmap=True)
+        saved = {'state': read_state(path, mmap=True)}
         weights = saved['state'].get('model') or {}
         shapes = {key: tuple(weight.shape) for key, weight in weights.items() if isinstance(weight, torch.Tensor)}
         has_optimizer = bool(saved['state'].get('optimizers'))

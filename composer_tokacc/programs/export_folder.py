@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from composer_tokacc.programs.checkpoints import check_checkpoint, read_checkpoint
+from composer_tokacc.programs.checkpoints import check_checkpoint, damage, read_state
 from composer_tokacc.programs.errors import ConfigError, must
 from composer_tokacc.programs.lora import load_weights, refuse_partial, with_saved_adapter
 from composer_tokacc.programs.models import auto_class, empty_model, set_cache
@@ -78,14 +78,16 @@ def export_model(model: HuggingFaceModel, folder: Path) -> None:
 
 def _read(checkpoint: Path, scratch: Path) -> dict[str, Any]:
     """Reads the ``state`` of a checkpoint; one that is sharded is put together in ``scratch``."""
-    path = checkpoint.resolve()  # `latest-rank0.pt` is a link
     check_checkpoint('the checkpoint', checkpoint)
-    # Torch's own is no Exception.
+    if not checkpoint.is_dir():
+        return read_state(checkpoint)
+    reason = damage(checkpoint)
+    # Torch's own is no Exception, and holds the traceback of a rank.
     with must('the checkpoint must be whole and written by Composer', checkpoint, Exception, CheckpointException):
-        if path.is_dir():
-            path = scratch / 'whole.pt'
-            dcp_to_torch_save(checkpoint.resolve(), path)
-        return read_checkpoint(path)['state']
+        if reason:
+            raise ValueError(reason)
+        dcp_to_torch_save(checkpoint.resolve(), scratch / 'whole.pt')
+    return read_state(scratch / 'whole.pt')
 
 
 def _check_finite(weights: Mapping[str, torch.Tensor], owner: str) -> None:

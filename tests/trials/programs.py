@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from transformers import LlamaConfig
@@ -113,6 +114,28 @@ def a_hugging_face_folder(folder: Path) -> None:
     LlamaConfig().save_pretrained(folder / 'a.pt')
 
 
+def saved(value: Any) -> Callable[[Path], Any]:
+    return lambda folder: torch.save(value, folder / 'a.pt')
+
+
+def an_archive_of_numpy(folder: Path) -> None:
+    with (folder / 'a.pt').open('wb') as file:
+        np.savez(file, a=np.zeros(2))
+
+
+def a_compiled_model(folder: Path) -> None:
+    torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(1, 2)).save(str(folder / 'a.pt'))
+
+
+def a_link_to_itself(folder: Path) -> None:
+    (folder / 'a.pt').symlink_to('a.pt')
+
+
+def a_damaged_index(folder: Path) -> None:
+    a_folder(folder)
+    (folder / 'a.pt' / '.metadata').write_bytes(b'no pickle')
+
+
 def a_pipe(folder: Path) -> None:
     os.mkfifo(folder / 'a.pt')
 
@@ -145,6 +168,13 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
     'export of a pipe': ('export', EXPORT, a_pipe, 'a.pt'),
     'export of a pickle that runs code': ('export', EXPORT, pickled_code, 'a.pt'),
     'export of NaN weights': ('export', EXPORT, changed(with_nan), 'NaN'),
+    'export of weights alone': ('export', EXPORT, saved({'lm_head.weight': torch.zeros(2)}), "('state')"),
+    'export of a list of states': ('export', EXPORT, saved({'state': [1, 2]}), 'a.pt'),
+    'export of a whole module': ('export', EXPORT, saved(torch.nn.Linear(2, 2)), '(Weights only load failed)'),
+    'export of an archive of NumPy': ('export', EXPORT, an_archive_of_numpy, 'a.pt'),
+    'export of a compiled model': ('export', EXPORT, a_compiled_model, 'a.pt'),
+    'export of a link to itself': ('export', EXPORT, a_link_to_itself, 'which is not there'),
+    'export of a folder whose index is damaged': ('export', EXPORT, a_damaged_index, 'a.pt'),
     'export of a file outside of the target': ('export', EXPORT, changed(with_a_file_outside), 'evil.txt'),
     'export without the model': ('export', EXPORT, changed(without('model')), 'a.pt'),
     'a column of weights that some samples lack': (
@@ -156,6 +186,7 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
     'resume from a text': ('train', LOAD, of_bytes(b'no checkpoint'), 'a.pt'),
     'resume from a picture': ('train', LOAD, a_picture, 'a.pt'),
     'resume from a folder': ('train', LOAD, a_folder, 'a.pt'),
+    'resume from weights alone': ('train', LOAD, saved({'lm_head.weight': torch.zeros(2)}), 'written by Composer'),
     'resume from a Hugging Face folder': ('train', LOAD, a_hugging_face_folder, 'a.pt'),
     'resume from a pickle that runs code': ('train', LOAD, pickled_code, 'a.pt'),
     'resume without the state of the optimizer': ('train', LOAD, changed(without('optimizers')), 'optimizer'),
