@@ -20,7 +20,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from composer_tokacc.programs.process import command_line, prepare
+from composer_tokacc.programs.process import command_line, prepare, while_somebody_reads
 
 if __name__ == '__main__':
     prepare(__doc__)
@@ -56,8 +56,10 @@ def look(config: TrainConfig, *, count: int = 12, is_eval: bool = False) -> None
     if built is None:
         raise ConfigError('`dataset.eval` must be given for eval=true, got: none')
     dataset, tokenizer = source.by_index(built), getattr(processor, 'tokenizer', processor)
-    for index in _spread(source.measure(built, processor).lengths.tolist(), count):
-        print(f'\n{described(dataset[index], tokenizer, index)}', flush=True)
+    chosen = _spread(source.measure(built, processor).lengths.tolist(), count)
+    with while_somebody_reads():
+        for index in chosen:
+            print(f'\n{described(dataset[index], tokenizer, index)}', flush=True)
 
 
 def _spread(lengths: Sequence[int], count: int) -> list[int]:

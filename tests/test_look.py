@@ -5,11 +5,15 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import re
+import sys
 
 import pytest
 
 from composer_tokacc.look import described, main
+from composer_tokacc.programs.process import prepare
 from examples.digits import DigitsDataset, build_digits_processor
 from tests.support.programs import DIGITS
 
@@ -44,3 +48,20 @@ def test_a_dozen_samples_of_a_yaml_file(capsys):
 def test_mistakes_are_one_line(wrong, capsys):
     assert main([DIGITS, wrong]) == 2
     assert '`samples` must be a number' in capsys.readouterr().err
+
+
+def test_it_ends_without_a_word_where_nobody_reads_on(monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, 'w') as closed:
+        monkeypatch.setattr(sys, 'stdout', closed)
+        assert main([DIGITS, *SMALL]) == 0
+
+
+def test_what_a_screen_has_no_letters_for_is_escaped(monkeypatch, tmp_path):
+    with (tmp_path / 'out').open('w', encoding='latin-1') as screen:
+        monkeypatch.setattr(sys, 'stdout', screen)
+        prepare(None)
+        gc.enable()
+        print('ä → \udce9')
+    assert (tmp_path / 'out').read_bytes() == b'\xe4 \\u2192 \\udce9\n'

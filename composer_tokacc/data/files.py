@@ -110,7 +110,7 @@ def read_raw_records(path: PathLike) -> Iterator[RawRecord]:
     A line that is no JSON is yielded as the error that it raised.
     """
     file, name = _split_name(path)
-    if file.startswith(HUB) or Path(file).is_dir() or _is_parquet(file):
+    if file.startswith(HUB) or os.path.isdir(file) or _is_parquet(file):
         yield from _read_table(file, name)
     elif name is not None:
         yield from _read_described(file, name)
@@ -126,7 +126,7 @@ def image_folder(path: PathLike) -> Path:
 
 def _split_name(path: PathLike) -> tuple[str, str | None]:
     file, mark, name = os.fspath(path).rpartition('#')
-    return (file, name) if mark and not Path(path).exists() else (os.fspath(path), None)
+    return (file, name) if mark and not os.path.exists(path) else (os.fspath(path), None)
 
 
 def _is_parquet(file: str) -> bool:

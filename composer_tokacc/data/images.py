@@ -46,7 +46,7 @@ def _open_image(file: MediaFile) -> Iterator[Image.Image]:
 def read_image(file: MediaFile) -> Image.Image:
     """Returns an image in RGB, turned as its EXIF entry says."""
     with _open_image(file) as image:
-        return _to_rgb(ImageOps.exif_transpose(image))
+        return _to_rgb(ImageOps.exif_transpose(image), has_32_bits=(image.format, image.mode) == ('TIFF', 'I'))
 
 
 def image_size(file: MediaFile) -> tuple[int, int]:
@@ -76,11 +76,11 @@ def _has_metadata_at_end(file: Any) -> bool:
     return len(head) == 8
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
+def _to_rgb(image: Image.Image, *, has_32_bits: bool) -> Image.Image:
     """Scales 16 bits a channel to 8: PIL itself clips what is above 255 to white."""
     if image.mode == 'F' or image.mode.startswith('I'):
         values = np.asarray(image)
-        if image.mode == 'F' or values.min(initial=0) < 0 or values.max(initial=0) > MAX_16_BIT:
+        if has_32_bits or image.mode == 'F' or values.min(initial=0) < 0 or values.max(initial=0) > MAX_16_BIT:
             raise ValueError(f'an image of mode {image.mode} has no known white; save it with 8 or 16 bits a channel')
         image = Image.fromarray((values // (MAX_16_BIT // 255)).astype(np.uint8))
     return image.convert('RGB')

@@ -33,6 +33,8 @@ def prepare(description: str | None, *, says_so: bool = False) -> None:
     if {'-h', '--help'} & set(sys.argv[1:]):
         command_line(description).parse_args(['--help'])
     gc.disable()
+    if sys.stdout is not None:  # closed
+        sys.stdout.reconfigure(errors='backslashreplace')  # type: ignore[union-attr]  # as that of errors is
     if says_so:
         say('loading torch, Composer and Transformers ...')
     from composer_tokacc.compat import put_back_torch_names
@@ -60,6 +62,15 @@ def say(text: str) -> None:
     if int(os.environ.get('RANK', '0')) == 0:
         seconds = time.time() - psutil.Process().create_time()
         print(f'[{seconds:4.0f} s] {text}', file=sys.stderr, flush=True)
+
+
+@contextmanager
+def while_somebody_reads() -> Iterator[None]:
+    """Ends what is printed without a word where nobody reads on, as in ``... | head``."""
+    try:
+        yield
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's end would tell of it
 
 
 def keep_what_is_loaded() -> None:

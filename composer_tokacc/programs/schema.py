@@ -8,6 +8,7 @@ Types, choices and ranges are in the annotations, which ``values.check_arguments
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -182,7 +183,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     for override in overrides:
         if '=' not in override or override.startswith(('-', '=')):
             raise ConfigError(f'arguments after the file must be key=value, got: {override}')
-    if Path(path).exists() and not Path(path).is_file():  # a pipe would be waited for
+    if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for
         raise ConfigError(f'config file must be a file, got: {path}')
     unreadable = (yaml.YAMLError, ValueError, OmegaConfBaseException)
     with must('config file must be readable', path, OSError), must(f'`{path}` must be valid YAML', None, *unreadable):

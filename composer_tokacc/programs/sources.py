@@ -21,7 +21,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 from composer_tokacc.data import LlavaDataset, build_small_processor, count_patches, image_token_ids
 from composer_tokacc.planning import CostModel
-from composer_tokacc.programs.errors import ConfigError, unknown_name
+from composer_tokacc.programs.errors import ConfigError, raised_here, unknown_name
 from composer_tokacc.programs.registry import import_by_name, without
 from composer_tokacc.programs.schema import TrainConfig, Whole
 from composer_tokacc.programs.source import Source, check_video
@@ -177,6 +177,10 @@ class FileSource(Source):
             if error.name and not isinstance(error, ModuleNotFoundError):
                 raise  # a name that a module there lacks is a bug, ours or of the dataset's class
             raise ConfigError(f'`dataset.name` {part["name"]} needs a package more, got: {error}') from error
+        except ValueError as error:
+            if raised_here(error) or issubclass(cls, LlavaDataset):
+                raise
+            raise ConfigError(f'`dataset` must be what {part["name"]} takes, got: {error}') from error
 
     def _caps(self, part: dict[str, Any]) -> dict[str, int | None]:
         """Returns the most that a row may hold: what the dataset's section says, or a microbatch has room for."""

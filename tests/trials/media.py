@@ -173,6 +173,9 @@ FILES: dict[str, tuple[str, str, Write, str]] = {
     },
     'a JPEG with damaged pixels, which say nothing of it': (IMAGE, 'a.jpg', with_zeros(noise), WORKS),
     'a picture with 16 bits': (IMAGE, 'a.png', lambda path: Image.new('I;16', (16, 16), 60000).save(path), WORKS),
+    'a picture of 32 bits a pixel': (
+        IMAGE, 'a.tiff', lambda path: Image.new('I', (16, 16), 200).save(path), 'no known white',
+    ),
     'a picture of floats': (IMAGE, 'a.tiff', lambda path: Image.new('F', (16, 16), 0.5).save(path), 'no known white'),
     'a picture of two colours': (IMAGE, 'a.png', lambda path: Image.new('1', (16, 16), 1).save(path), WORKS),
     'a picture of which nothing shows': (IMAGE, 'a.png', lambda path: Image.new('LA', (16, 16)).save(path), WORKS),

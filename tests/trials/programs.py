@@ -21,11 +21,11 @@ import torch
 from PIL import Image
 from transformers import LlamaConfig
 
-from composer_tokacc import export, size, train, verify
+from composer_tokacc import export, look, size, train, verify
 from tests.support.programs import DIGITS, TINY_DIGITS
 from tests.trials.outcomes import LLAVA, WORKS, run_program
 
-MAINS = {'train': train.main, 'size': size.main, 'verify': verify.main, 'export': export.main}
+MAINS = {'look': look.main, 'train': train.main, 'size': size.main, 'verify': verify.main, 'export': export.main}
 RUN = [DIGITS, *TINY_DIGITS, 'trainer.max_duration=1ba', 'trainer.eval_interval=1ba', 'dataset.num_samples=8']
 
 
@@ -199,6 +199,7 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
     'a picture as the YAML file': ('train', ['{folder}/a.pt'], a_picture, 'YAML'),
     'a folder as the YAML file': ('train', ['{folder}/a.pt'], a_folder, 'a.pt'),
     'rank of an adapter above every width': ('train', [*RUN, 'model.lora={r: 100000}'], '`model.lora'),
+    'a dataset of the user that does not know a word': ('look', [DIGITS, 'dataset.split=tset'], None, '`split`'),
     'verify of no rows': ('verify', [*RUN, '--rows', '0'], '--rows'),
     'verify of rows below 0': ('verify', [*RUN, '--rows', '-3'], '--rows'),
     'verify with a tolerance that is no number': ('verify', [*RUN, '--tolerance', 'nan'], '--tolerance'),

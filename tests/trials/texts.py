@@ -117,6 +117,7 @@ TEXTS: dict[str, tuple[Any, ...]] = {
     'a YAML': (IMAGE, of_bytes(b'- id: a\n', 'a.yaml'), 'a.yaml'),
     'a ZIP': (IMAGE, of_bytes(b'PK\3\4' + bytes(99), 'a.zip'), 'a.zip'),
     'an SQLite': (IMAGE, of_bytes(b'SQLite format 3\0' + bytes(99), 'a.db'), 'a.db'),
+    'a name longer than a file system takes': (IMAGE, lambda folder: folder / f'{"x" * 300}.json#a', {}, 'too long'),
     'a device': (IMAGE, lambda folder: Path('/dev/zero'), 'no regular file'),
     'a link to nothing as the file': (IMAGE, link('a.json', 'nothing'), 'does not exist'),
     'a parquet that links to itself': (IMAGE, link('a.parquet', 'a.parquet'), 'a.parquet'),
