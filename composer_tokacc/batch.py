@@ -21,7 +21,7 @@ def text_of(batch: Batch) -> torch.Tensor:
     for key in ('input_ids', 'labels', 'decoder_input_ids'):
         if isinstance(batch.get(key), torch.Tensor):
             return batch[key]
-    raise ValueError(f'`batch` must have `input_ids`, or `labels` of shape (rows, width), got: {sorted(batch)}.')
+    raise ValueError(f'`batch` must have tensors `input_ids` or `labels` of shape (rows, width), got: {sorted(batch)}.')
 
 
 def own_labels(batch: Batch) -> torch.Tensor | None:
@@ -73,7 +73,7 @@ def check_batch(batch: Any, vocabulary: int | None = None, *, is_decoder: bool =
     """
     labels = labels_of(batch)
     check_ids(batch)
-    if is_decoder and 'input_ids' in batch and labels.shape != batch['input_ids'].shape:
+    if is_decoder and batch.get('input_ids') is not None and labels.shape != batch['input_ids'].shape:
         raise ValueError(
             f'`labels` must be of the shape of `input_ids`, {tuple(batch["input_ids"].shape)}, one for each token, '
             f'got: {tuple(labels.shape)}, beginning with {sample_name(batch, 0)}. A head that classifies whole rows '

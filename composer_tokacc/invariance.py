@@ -140,11 +140,15 @@ def verify_invariance(
     layout, own, everyone = _telling_rows(layout, batches)
     if any(size < 1 for size in microbatch_sizes or ()):
         raise ValueError(f'`microbatch_sizes` must be positive, got: {microbatch_sizes}.')
+    if not tolerance >= 0:
+        raise ValueError(f'`tolerance` must be at least 0, got: {tolerance}.')
     cases = []
     for padding in [padding_sides] if isinstance(padding_sides, str) else padding_sides:
         whole = dict(layout.with_media(layout.concat(everyone, padding_side=padding)))
         given = with_own_tensors(whole)
         expected = reference(given) if reference is not None else gradients([given])
+        if not isinstance(expected, Mapping) or not all(isinstance(one, torch.Tensor) for one in expected.values()):
+            raise TypeError(f'`gradients` must give a tensor for each parameter, by name, got: {str(expected)[:60]}.')
         # Out of reach of the next step, which may write into the same tensors.
         expected = {name: gradient.detach().clone() for name, gradient in expected.items()}
         for cut, size, microbatches in _cuts(layout, own, whole, padding, microbatch_sizes):
@@ -272,7 +276,7 @@ def verify_isolation(model: torch.nn.Module, packed: Batch, documents: torch.Ten
         >>> verify_isolation(model, packed, documents).is_isolated
         True
     """
-    ids = packed['input_ids']
+    ids, documents = packed['input_ids'], torch.as_tensor(documents)
     named = [sorted(set(row.tolist()) - {-1}) for row in documents.clamp(min=-1)]
     if documents.shape != ids.shape or max(map(len, named), default=0) < 2:
         raise ValueError(
@@ -285,7 +289,9 @@ def verify_isolation(model: torch.nn.Module, packed: Batch, documents: torch.Ten
         embeddings.append(output.detach().requires_grad_())
         return embeddings[-1]
 
-    host: Any = next(one for one in model.modules() if hasattr(one, 'get_input_embeddings'))
+    host: Any = next((one for one in model.modules() if hasattr(one, 'get_input_embeddings')), None)
+    if host is None:
+        raise TypeError(f'`model` must be a Hugging Face model, or hold one, got: {type(model).__name__}.')
     hook = host.get_input_embeddings().register_forward_hook(embed)
     try:
         given = {key: value for key, value in packed.items() if key != 'labels'}

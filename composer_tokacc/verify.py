@@ -121,6 +121,8 @@ def verify(config: TrainConfig, *, max_rows: int = 8, tolerance: float = 1e-6) -
     layout = BatchLayout.for_model(parts.model)
     rows = _rows(next(iter(parts.train_loader.dataloader)), layout, max_rows)
     everyone = [row for rows_of_rank in dist.all_gather_object(rows) for row in rows_of_rank]
+    if len(everyone) < 2:
+        raise ConfigError(f'`loader.global_batch_size` and --rows must leave rows to cut apart, got: {len(everyone)}')
     given = config.algorithms.get('token_accumulation') or {}
     weights, balance = given.get('token_weights', 'token'), given.get('router_balance', 'microbatch')
     rule = ''

@@ -20,6 +20,12 @@ TOKEN_WEIGHTS: dict[str, float | None] = {'token': 0.0, 'sqrt': 0.5, 'sample': 1
 """How tokens may be weighed: by the loss tokens of their sample to the power -p, or as the batch says."""
 
 
+def check_token_weights(token_weights: str) -> None:
+    """Raises ValueError for a scheme of another name."""
+    if token_weights not in tuple(TOKEN_WEIGHTS):
+        raise ValueError(f'`token_weights` must be one of {tuple(TOKEN_WEIGHTS)}, got: {token_weights!r}.')
+
+
 def token_weights_of(
     batch: Mapping[str, Any], token_weights: str, loss_tokens: str = 'causal'
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -34,6 +40,7 @@ def token_weights_of(
     Raises:
         ValueError: If a weight is missing, negative, not finite or of another shape; with the sample.
     """
+    check_token_weights(token_weights)
     counted = counted_tokens(batch, loss_tokens)
     power = TOKEN_WEIGHTS[token_weights]
     if power is None:

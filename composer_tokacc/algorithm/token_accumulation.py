@@ -41,7 +41,7 @@ from composer_tokacc.metadata import (
     with_metadata,
 )
 from composer_tokacc.sampling.rank_assignment import num_repeated
-from composer_tokacc.weights import LOSS_WEIGHTS, TOKEN_WEIGHTS
+from composer_tokacc.weights import LOSS_WEIGHTS, check_token_weights
 
 log = logging.getLogger(__name__)
 
@@ -164,7 +164,7 @@ class TokenAccumulation(Algorithm):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what makes a resumed run end with the same bits; rule and rows are checked again."""
-        self.num_empty_steps = state['num_empty_steps']
+        self.num_empty_steps = state.get('num_empty_steps', 0)
         self._reduces_once = state.get('reduces_once', False)
 
     def _start_fit(self, state: State, logger: Logger) -> None:
@@ -345,8 +345,7 @@ class TokenAccumulation(Algorithm):
 
 
 def _check_arguments(loss_tokens: Any, loss_units: dict[str, str] | None, token_weights: Any, check_loss: Any) -> None:
-    if token_weights not in tuple(TOKEN_WEIGHTS):
-        raise ValueError(f'`token_weights` must be one of {tuple(TOKEN_WEIGHTS)}, got: {token_weights!r}.')
+    check_token_weights(token_weights)
     if token_weights != 'token' and loss_units and 'tokens' not in loss_units.values():
         raise ValueError(
             "`token_weights` must be 'token' where no term of `loss_units` is a mean over tokens, got: "

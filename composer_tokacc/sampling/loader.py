@@ -58,6 +58,9 @@ class RegroupingDataLoader(DataLoader):
                 f'`batch_sampler` must be a RegroupingBatchSampler, got: {type(batch_sampler).__name__}. Use a plain '
                 'DataLoader for others.'
             )
+        found, own = (len(one) for one in (dataset, batch_sampler.dataset))  # pyright: ignore[reportArgumentType]
+        if found != own:
+            raise ValueError(f'`dataset` must be that of `batch_sampler`, of {own} samples, got: one of {found}.')
         for name in ('batch_size', 'shuffle', 'sampler', 'drop_last'):
             if name in kwargs:
                 raise ValueError(f'`{name}` must be left to the batch sampler, got: {kwargs[name]}. Drop it.')

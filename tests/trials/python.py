@@ -16,11 +16,16 @@ from transformers import LlamaForSequenceClassification
 
 from composer_tokacc import (
     BatchLayout,
+    RegroupingBatchSampler,
+    RegroupingDataLoader,
     TokenAccumulation,
     TokenMonitor,
     measure_token_weights,
     plan_microbatches,
+    step_loss_weights,
     token_data_spec,
+    verify_invariance,
+    verify_isolation,
 )
 from composer_tokacc.counting import count_tokens
 from composer_tokacc.data import ConversationEncoder, VisionLanguageCollator, length_table
@@ -138,6 +143,27 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     'a plan of one and a half ranks': (lambda: plan_microbatches([2], num_ranks=1.5, max_tokens=8), 'num_ranks'),
     'a plan of nothing': (lambda: plan_microbatches(None, num_ranks=1, max_tokens=8), 'lengths'),
     'a plan of a word': (lambda: plan_microbatches('abc', num_ranks=1, max_tokens=8), 'lengths'),
+    'weights of another scheme': (lambda: step_loss_weights([batch()], token_weights='squared'), 'token_weights'),
+    'a loader of another dataset': (
+        lambda: RegroupingDataLoader(
+            [1, 2, 3], batch_sampler=RegroupingBatchSampler([1, 2], lengths=[4, 4], global_batch_size=2, max_tokens=8)  # pyright: ignore
+        ),
+        'of 2 samples',
+    ),
+    'gradients that nobody returns': (
+        lambda: verify_invariance(lambda cut: None, text_rows([(6, 3), (9, 2)])), 'by name'  # pyright: ignore
+    ),
+    'a tolerance that is no number': (
+        lambda: verify_invariance(lambda cut: {}, text_rows([(6, 3), (9, 2)]), tolerance=float('nan')), 'tolerance'
+    ),
+    'isolation of a layer': (
+        lambda: verify_isolation(torch.nn.Linear(2, 2), {'input_ids': torch.ones(1, 3)}, torch.tensor([[0, 0, 1]])),
+        'Hugging Face model',
+    ),
+    'documents in a list': (
+        lambda: verify_isolation(text_model(), {'input_ids': torch.tensor([[3, 4, 5]])}, [[0, 0, 1]]), WORKS  # pyright: ignore
+    ),
+    'a batch of lists': (step({key: value.tolist() for key, value in batch().items()}), 'tensors'),
     'weights of no model': (lambda: measure_token_weights(3).__enter__(), '`model`'),
     'counts of no batch': (lambda: count_tokens(3), '`batch`'),
     'a collator of no samples': (lambda: VisionLanguageCollator(small())([]), '`samples`'),
