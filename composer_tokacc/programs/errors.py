@@ -80,6 +80,17 @@ def raised_here(error: BaseException) -> bool:
     return last is not None and str(last.tb_frame.f_globals.get('__name__')).startswith('composer_tokacc.')
 
 
+@contextmanager
+def taken_by(what: str, *, of: str) -> Iterator[None]:
+    """Makes a :class:`ConfigError` of what code of others raises against its arguments; ``of`` names their sections."""
+    try:
+        yield
+    except (ValueError, TypeError, ArithmeticError, FileNotFoundError) as error:
+        if raised_here(error):
+            raise
+        raise ConfigError(f'{of} must be what {what} takes, got: {" ".join(str(error).split())}') from error
+
+
 def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
     """Returns one line that refuses ``name`` and suggests the nearest of ``known``."""
     known = sorted(set(known))

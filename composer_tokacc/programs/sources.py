@@ -11,6 +11,7 @@ import logging
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Optional
@@ -21,7 +22,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 from composer_tokacc.data import LlavaDataset, build_small_processor, count_patches, image_token_ids
 from composer_tokacc.planning import CostModel
-from composer_tokacc.programs.errors import ConfigError, raised_here, unknown_name
+from composer_tokacc.programs.errors import ConfigError, taken_by, unknown_name
 from composer_tokacc.programs.registry import import_by_name, without
 from composer_tokacc.programs.schema import TrainConfig, Whole
 from composer_tokacc.programs.source import Source, check_video
@@ -172,15 +173,12 @@ class FileSource(Source):
             measuring = {'lengths_folder': self.config.loader.lengths_folder, 'patch_size': self.patch_size(processor)}
             arguments = {**measuring, **arguments, **(self._caps(arguments) if fits else {})}
         try:
-            return cls(processor=processor, **arguments)
+            with taken_by(part['name'], of='`dataset`') if not issubclass(cls, LlavaDataset) else nullcontext():
+                return cls(processor=processor, **arguments)
         except ImportError as error:
             if error.name and not isinstance(error, ModuleNotFoundError):
                 raise  # a name that a module there lacks is a bug, ours or of the dataset's class
             raise ConfigError(f'`dataset.name` {part["name"]} needs a package more, got: {error}') from error
-        except ValueError as error:
-            if raised_here(error) or issubclass(cls, LlavaDataset):
-                raise
-            raise ConfigError(f'`dataset` must be what {part["name"]} takes, got: {error}') from error
 
     def _caps(self, part: dict[str, Any]) -> dict[str, int | None]:
         """Returns the most that a row may hold: what the dataset's section says, or a microbatch has room for."""

@@ -86,6 +86,7 @@ CONFIGS = {
     'three betas': ('optimizer.betas=[0.9,0.95,0.99]', '`optimizer.betas`'),
     'betas that are one number': ('optimizer.betas=0.9', '`optimizer.betas`'),
     'an optimizer of several forwards a step': ('optimizer.name=lbfgs', 'optimizer'),
+    'pictures mixed with pictures': ('algorithms.mix_up={}', '`algorithms` name'),
     'a cosine of no length': ('scheduler.t_max=0ba', '`scheduler.t_max`'),
     'no warm-up': ('scheduler.t_warmup=0ba', WORKS),
     'a monitor of a window of nothing': ('callbacks.speed_monitor={window_size: 0}', '`callbacks.speed_monitor'),

@@ -200,6 +200,7 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
     'a folder as the YAML file': ('train', ['{folder}/a.pt'], a_folder, 'a.pt'),
     'rank of an adapter above every width': ('train', [*RUN, 'model.lora={r: 100000}'], '`model.lora'),
     'a dataset of the user that does not know a word': ('look', [DIGITS, 'dataset.split=tset'], None, '`split`'),
+    'an algorithm for another model': ('train', [*RUN, 'algorithms.gated_linear_units={}'], None, 'Gated Linear Units'),
     'verify of one row': ('verify', [*RUN, '--rows', '1'], None, '--rows'),
     'verify of no rows': ('verify', [*RUN, '--rows', '0'], '--rows'),
     'verify of rows below 0': ('verify', [*RUN, '--rows', '-3'], '--rows'),
