@@ -16,7 +16,7 @@ from composer_tokacc import TokenAccumulation, token_data_spec
 from composer_tokacc.checks.step import MicrobatchRecord
 from composer_tokacc.collectives import RankSum
 from tests.support.text import collate, text_model, text_row, text_rows
-from tests.support.training import hugging_face, loader, logged, reference_gradients, relative_error, train
+from tests.support.training import fit, hugging_face, loader, logged, reference_gradients, relative_error, train
 
 RAGGED = [(4, 2), (5, 3), (9, 7), (14, 11), (6, 1), (3, 2)]
 TOLERANCE = 1e-6
@@ -91,17 +91,14 @@ def test_native_flag_with_a_rule_that_is_not_the_models_is_refused(model, batch)
 def test_native_flag_together_with_the_algorithm_is_refused_before_any_step(model, batch):
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(RuntimeError, match='accumulate_train_batch_on_tokens'):
-        train(
-            model, token_data_spec(loader(batch)), algorithms=[TokenAccumulation()], microbatch_size=2,
-            accumulate_train_batch_on_tokens=True, optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-        )  # fmt: skip
+        fit(model, batch, accumulate_train_batch_on_tokens=True, optimizer=torch.optim.SGD(model.parameters(), lr=1.0))
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
 def test_custom_sample_counter_is_refused(model, batch):
     spec = DataSpec(loader(batch), get_num_samples_in_batch=lambda batch: int(batch['attention_mask'].sum()))
     with pytest.raises(RuntimeError, match='get_num_samples_in_batch'):
-        train(model, spec, algorithms=[TokenAccumulation()], microbatch_size=2)
+        fit(model, spec)
 
 
 def test_microbatch_transforms_that_mask_labels_are_noticed(model, batch):
@@ -111,7 +108,7 @@ def test_microbatch_transforms_that_mask_labels_are_noticed(model, batch):
 
     spec = token_data_spec(loader(batch), microbatch_transforms=mask)
     with pytest.raises(RuntimeError, match='microbatch_transforms'):
-        train(model, spec, algorithms=[TokenAccumulation()], microbatch_size=2)
+        fit(model, spec)
 
 
 def test_batch_transforms_that_mask_labels_are_counted(model):
@@ -133,7 +130,7 @@ class DropRows(DataSpec):
 
 def test_split_that_drops_rows_is_noticed(model, batch):
     with pytest.raises(RuntimeError, match='drops or repeats rows'):
-        train(model, DropRows(loader(batch)), algorithms=[TokenAccumulation()], microbatch_size=2)
+        fit(model, DropRows(loader(batch)))
 
 
 class HalveLoss(Algorithm):
@@ -146,7 +143,7 @@ class HalveLoss(Algorithm):
 
 def test_later_algorithm_that_rescales_the_loss_is_refused(model, batch):
     with pytest.raises(RuntimeError, match='put TokenAccumulation last'):
-        train(model, loader(batch), algorithms=[TokenAccumulation(), HalveLoss()], microbatch_size=2)
+        fit(model, loader(batch), algorithms=[TokenAccumulation(), HalveLoss()])
 
 
 # Empty microbatches and steps.
@@ -196,16 +193,21 @@ def test_step_without_loss_tokens_moves_nothing(model, batch):
             snapshots.append((copy.deepcopy(state.model.state_dict()), moments))
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
-    _, memory, _ = train(
-        model, loader(batch, empty), algorithms=[TokenAccumulation(), Snapshot()], callbacks=[NaNMonitor()],
-        microbatch_size=1, optimizer=optimizer, max_duration='2ba',
-    )  # fmt: skip
+    recorder = fit(
+        model,
+        loader(batch, empty),
+        algorithms=[TokenAccumulation(), Snapshot()],
+        microbatch_size=1,
+        callbacks=[NaNMonitor()],
+        optimizer=optimizer,
+        max_duration='2ba',
+    )
     (before, moments_before), (after, moments_after) = snapshots
     assert all(torch.equal(before[name], after[name]) for name in before)
     for index, moment in moments_before[0].items():
         assert all(torch.equal(value, moments_after[0][index][name]) for name, value in moment.items())
-    assert logged(memory, 'token_accumulation/empty_steps') == [0, 1]
-    assert logged(memory, 'loss/train/total')[1] == 0.0
+    assert recorder.logged('token_accumulation/empty_steps') == [0, 1]
+    assert recorder.logged('loss/train/total')[1] == 0.0
 
 
 # What else runs in a trainer.
@@ -242,7 +244,7 @@ def test_gradient_clipping_in_any_order(model, batch, order):
     clipping = GradientClipping(clipping_type='norm', clipping_threshold=0.1)
     ours = TokenAccumulation()
     algorithms = [clipping, ours] if order == 'before' else [ours, clipping]
-    recorder, _, _ = train(model, loader(batch), algorithms=algorithms, microbatch_size=2)
+    recorder = fit(model, loader(batch), algorithms=algorithms)
     norm = torch.stack([value.norm() for value in expected.values()]).norm()
     clipped = {name: value * min(0.1 / norm.item(), 1.0) for name, value in expected.items()}
     assert relative_error(recorder.gradients, clipped) < 1e-5
@@ -253,10 +255,13 @@ def after_training(model, batch, optimizer, algorithms=()):
     finals = []
     for microbatch_size in (6, 1):
         copied = copy.deepcopy(model)
-        train(
-            copied, loader(batch), algorithms=[*algorithms, TokenAccumulation()], microbatch_size=microbatch_size,
+        fit(
+            copied,
+            loader(batch),
+            algorithms=[*algorithms, TokenAccumulation()],
+            microbatch_size=microbatch_size,
             optimizer=optimizer(copied.parameters(), lr=0.1),
-        )  # fmt: skip
+        )
         finals.append(copied.state_dict())
     return finals
 
@@ -300,16 +305,20 @@ def test_second_fit_and_checkpoint(model, batch, tmp_path):
     assert len(recorder.steps) == 2
     assert relative_error(recorder.gradients, expected) < TOLERANCE
     again = TokenAccumulation()
-    recorder, _, _ = train(
-        text_model(), loader(batch), algorithms=[again], microbatch_size=1, max_duration='3ba',
+    recorder = fit(
+        text_model(),
+        loader(batch),
+        algorithms=[again],
+        microbatch_size=1,
+        max_duration='3ba',
         load_path=str(tmp_path / 'latest-rank0.pt'),
-    )  # fmt: skip
+    )
     assert relative_error(recorder.gradients, expected) < TOLERANCE
 
 
 def test_raw_loss_is_restored_for_callbacks(model, batch):
     _, loss = reference_gradients(model, {key: value[-1:] for key, value in batch.items()})
-    recorder, _, _ = train(model, loader(batch), algorithms=[TokenAccumulation()], microbatch_size=1)
+    recorder = fit(model, loader(batch), microbatch_size=1)
     assert recorder.losses[0].item() == pytest.approx(loss, rel=TOLERANCE)
 
 
@@ -345,7 +354,7 @@ def test_no_host_sync_a_microbatch(model, monkeypatch, units):
     given = hugging_face(model)
     if units:
         monkeypatch.setattr(given, 'loss', lambda outputs, batch: {'lm': outputs['loss']})
-    train(given, loader(batch), algorithms=[algorithm], microbatch_size=1)
+    fit(given, loader(batch), algorithms=[algorithm], microbatch_size=1)
     assert (seen.count('observe'), seen.count('_hear')) == (7, 6)
     assert all(event.value in seen for event in microbatch_events)
 
@@ -362,7 +371,7 @@ def test_sums_over_the_ranks_are_read_once_a_step_before_the_first_forward(model
     algorithm = TokenAccumulation()
     scale = algorithm._actions[Event.BEFORE_BACKWARD]
     algorithm._actions[Event.BEFORE_BACKWARD] = lambda *given: (events.append(('scale', None)), scale(*given))
-    train(model, loader(batch), algorithms=[algorithm], microbatch_size=2)
+    fit(model, loader(batch), algorithms=[algorithm])
     assert events[0] == ('read', True)
     assert [waited for kind, waited in events if kind == 'read'].count(True) == 1
 
@@ -384,7 +393,7 @@ def test_wrong_rule_is_refused_with_the_positions_that_the_gradient_is_at(model,
         RuntimeError,
         match=r"'unshifted', but the model averages by 'causal' \(the gradient .* positions \[9, 10, 11, 12\]",
     ):
-        train(model, loader(batch), algorithms=[TokenAccumulation(loss_tokens='unshifted')], microbatch_size=2)
+        fit(model, loader(batch), loss_tokens='unshifted')
 
 
 class TruncatesLabels(MaskedSum):
@@ -399,7 +408,7 @@ class TruncatesLabels(MaskedSum):
 def test_model_that_truncates_labels_inside_forward_is_refused(model):
     batch = collate([text_row(12, 8, seed=1), text_row(12, 5, seed=2)])
     with pytest.raises(RuntimeError, match='changes labels inside forward'):
-        train(TruncatesLabels(model), loader(batch), algorithms=[TokenAccumulation()], microbatch_size=1)
+        fit(TruncatesLabels(model), loader(batch), microbatch_size=1)
 
 
 def test_probe_leaves_random_state_and_mode_alone(model, batch):
@@ -435,7 +444,7 @@ def test_bad_arguments_get_one_clear_line(kwargs, message):
 def test_batch_without_labels_gets_one_clear_line(model, batch):
     del batch['labels']
     with pytest.raises(ValueError, match='`labels` tensor'):
-        train(model, loader(batch), algorithms=[TokenAccumulation()], microbatch_size=2)
+        fit(model, loader(batch))
 
 
 def test_hugging_face_wrapper_is_the_one_under_test(model):

@@ -9,7 +9,7 @@ import torch
 from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
 from tests.support.families import FAMILIES
 from tests.support.text import collate, text_model, text_rows
-from tests.support.training import hugging_face, loader, reference_gradients, relative_error, train
+from tests.support.training import fit, hugging_face, loader, reference_gradients, relative_error
 
 SHAPE = [(4, 2), (5, 3), (9, 7), (14, 11)]
 
@@ -24,13 +24,13 @@ def with_batch_norm():
 def test_batch_norm_in_training_mode_is_refused(regroup):
     data = token_data_spec(loader(collate(text_rows(SHAPE))), regroup=regroup)
     with pytest.raises(RuntimeError, match=r"1 BatchNorm in training mode, such as 'model\.extra'.*eval mode"):
-        train(with_batch_norm(), data, algorithms=[TokenAccumulation()])
+        fit(with_batch_norm(), data)
 
 
 def test_batch_norm_frozen_or_accepted_goes_on():
     model = with_batch_norm()
     accepted = TokenAccumulation(loss_tokens='causal', check_loss=False)
-    recorder, _, _ = train(model, token_data_spec(loader(collate(text_rows(SHAPE)))), algorithms=[accepted])
+    recorder = fit(model, collate(text_rows(SHAPE)), algorithms=[accepted])
     assert recorder.gradients
 
 
@@ -41,7 +41,7 @@ def test_terms_that_couple_rows_refuse_regrouping(unit):
     model.loss = lambda outputs, batch: {'lm': own(model, outputs, batch), 'pairs': outputs['logits'].mean()}
     algorithm = TokenAccumulation(loss_units={'lm': 'tokens', 'pairs': unit})
     with pytest.raises(RuntimeError, match=r"the terms \['pairs'\] of `loss_units`"):
-        train(model, token_data_spec(loader(collate(text_rows(SHAPE)))), algorithms=[algorithm])
+        fit(model, collate(text_rows(SHAPE)), algorithms=[algorithm])
 
 
 @pytest.mark.parametrize('regroup', [True, False])
@@ -52,5 +52,5 @@ def test_text_rows_beside_images_keep_their_losses_by_a_row_with_an_image(regrou
     batch = BatchLayout.for_model(case.config).concat(case.rows, pad_token_id=case.pad_token_id)
     expected, _ = reference_gradients(case.model, batch)
     data = token_data_spec(loader(batch), regroup=regroup)
-    recorder, _, _ = train(case.model, data, algorithms=[TokenAccumulation()], microbatch_size=microbatch_size)
+    recorder = fit(case.model, data, microbatch_size=microbatch_size)
     assert relative_error(recorder.gradients, expected) < 2e-6  # float32 noise of text that looks at nothing

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from composer_tokacc import TokenAccumulation, token_data_spec
 from tests.matrix.harness import measure, plain_gradients
 from tests.support.text import collate, text_model, text_row
-from tests.support.training import hugging_face, relative_error, train
+from tests.support.training import fit, hugging_face, relative_error
 
 MEL_BINS, FRAMES, VOCABULARY = 8, 16, 64
 
@@ -125,10 +125,7 @@ def test_sequence_length_warmup_beside_token_data_spec_is_exact():
     rows = [text_row(length, rng.randint(1, length), seed=length) for length in [3, 16, 9, 12, 5, 16, 7, 14] * 4]
     data = DataLoader(rows, batch_size=8, collate_fn=collate)  # pyright: ignore[reportArgumentType]
     warmup = SeqLengthWarmup(duration=0.75, min_seq_length=4, max_seq_length=16, step_size=4)
-    recorder, _, _ = train(
-        text_model(), token_data_spec(data), algorithms=[warmup, TokenAccumulation()], microbatch_size=2,
-        max_duration='4ba',
-    )  # fmt: skip
+    recorder = fit(text_model(), token_data_spec(data), algorithms=[warmup, TokenAccumulation()], max_duration='4ba')
     model = hugging_face(text_model())
     widths = []
     for found, batch in zip(recorder.steps, data, strict=True):

@@ -22,7 +22,7 @@ from tests.support.families import FAMILIES
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
 from tests.support.small_batches import LLAVA, TEXT, text_batch
 from tests.support.text import text_model
-from tests.support.training import hugging_face, logged, reference_gradients, relative_error, train
+from tests.support.training import fit, hugging_face, logged, reference_gradients, relative_error, train
 
 SHAPES = [[9, 8], [5, 4, 4, 3], [10]]
 CAP = 20
@@ -208,7 +208,7 @@ def test_stale_table_of_lengths_stops_the_run_with_the_samples_id():
         f"got: sample '{changed}' of {dataset.lengths[changed]} tokens, over the cap of {cap} .* measure the lengths"
     )
     with pytest.raises(ValueError, match=message):
-        train(text_model(), spec, algorithms=[TokenAccumulation()], microbatch_size=1, max_duration='1ep')
+        fit(text_model(), spec, microbatch_size=1, max_duration='1ep')
 
 
 def test_stale_table_of_lengths_costs_neither_the_cap_nor_the_gradient_where_asked_to_warn(caplog):
@@ -226,7 +226,7 @@ def test_stale_table_of_lengths_costs_neither_the_cap_nor_the_gradient_where_ask
     assert len(planned) > 1, 'the planned microbatches should be too large'
     assert cut == [[str(changed)]], 'alone, and nothing else is over the cap'
     with caplog.at_level(logging.WARNING, logger='composer_tokacc'):
-        recorder, _, _ = train(model, spec, algorithms=[TokenAccumulation()], microbatch_size=1, max_duration='1ep')
+        recorder = fit(model, spec, microbatch_size=1, max_duration='1ep')
     assert f"sample '{changed}' of {dataset.lengths[changed]} tokens" in caplog.text
     for step, found in enumerate(recorder.steps):
         whole = collate_samples([dataset[index] for index in loader.batch_sampler.window(step)])
@@ -253,7 +253,7 @@ def test_pictures_go_with_their_rows(name):
     loader = RegroupingDataLoader(Rows(), batch_sampler=sampler, collate_fn=collate)
     assert len(next(iter(loader)).microbatches) > 1
     spec = token_data_spec(loader, slot_tokens=max(lengths))
-    recorder, _, _ = train(hugging_face(case.model), spec, algorithms=[TokenAccumulation()], microbatch_size=2)
+    recorder = fit(hugging_face(case.model), spec)
     assert split_of(loader).checked
     expected, _ = reference_gradients(case.model, collate(rows))
     assert relative_error(recorder.gradients, expected) < 1e-6

@@ -25,11 +25,10 @@ from typing import Any
 import torch
 import transformers
 
-from composer_tokacc import TokenAccumulation, token_data_spec
 from tests.matrix.harness import plain_gradients, quiet
 from tests.matrix.subjects import SUBJECTS, Subject
 from tests.matrix.text_families import EXPERTS, LLAMA, WINDOW, text_row
-from tests.support.training import Gradients, in_double, loader, relative_error, train
+from tests.support.training import Gradients, fit, in_double, relative_error
 
 __all__ = ['FAMILIES', 'cell', 'lines']
 
@@ -97,10 +96,7 @@ def cell(name: str, kernel: str, seeds: Iterable[int] = range(NUM_BATCHES)) -> d
         for way in found:
             try:
                 with quiet():
-                    recorder, _, _ = train(
-                        model, token_data_spec(loader(batch), packing=way == 'packed'),
-                        algorithms=[TokenAccumulation()], microbatch_size=size,
-                    )  # fmt: skip
+                    recorder = fit(model, batch, packing=way == 'packed', microbatch_size=size)
             except RuntimeError as error:
                 return {'kind': 'refused', 'reason': str(error), 'batch': seed}
             found[way] = max(relative_error(recorder.gradients, expected), found[way])  # in this order NaN stays

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from composer_tokacc import TokenAccumulation, TokenMonitor
 from tests.support.text import collate, text_model, text_rows
-from tests.support.training import loader, train
+from tests.support.training import fit, loader
 
 
 class CountCollectives(Callback):
@@ -41,10 +41,14 @@ def count(size: int, algorithms: list[Any], callbacks: list[Any]) -> dict[str, i
     rows = text_rows([(4, 2), (14, 11), (9, 9), (3, 0), (6, 1), (7, 2)])
     counter = CountCollectives()
     # The counter comes last, so that its step runs from after one TokenMonitor reduction to after the next.
-    train(
-        text_model(), loader(*[collate(rows)] * 4), algorithms=algorithms, callbacks=[*callbacks, counter],
-        microbatch_size=size, max_duration='4ba',
-    )  # fmt: skip
+    fit(
+        text_model(),
+        loader(*[collate(rows)] * 4),
+        algorithms=algorithms,
+        microbatch_size=size,
+        callbacks=[*callbacks, counter],
+        max_duration='4ba',
+    )
     return counter.counts
 
 

@@ -21,14 +21,7 @@ from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
 from tests.ranks.gradient_matrix import ORDERS, SHARES, TEXT_RANK_SHARES
 from tests.support.families import FAMILIES
 from tests.support.fsdp import repair_average
-from tests.support.training import (
-    hugging_face,
-    loader,
-    logged,
-    rank_share,
-    relative_error,
-    train,
-)
+from tests.support.training import fit, hugging_face, loader, logged, rank_share, relative_error, train
 from tests.support.weights import weighted_reference
 
 
@@ -46,10 +39,7 @@ def unsharded_root(case: Any) -> str:
     wrapped.model._fsdp_wrap = False
     share = BatchLayout.for_model(case.config).concat(case.rows, pad_token_id=case.pad_token_id)
     try:
-        train(
-            wrapped, token_data_spec(loader(share)), algorithms=[TokenAccumulation()],
-            parallelism_config={'fsdp': {'state_dict_type': 'full'}},
-        )  # fmt: skip
+        fit(wrapped, share, parallelism_config={'fsdp': {'state_dict_type': 'full'}})
     except RuntimeError as error:
         return str(error)
     return ''

@@ -17,18 +17,11 @@ import torch
 from composer.callbacks import NaNMonitor
 from composer.utils import dist
 
-from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
+from composer_tokacc import BatchLayout, token_data_spec
 from composer_tokacc.algorithm import step_loss_weights
 from tests.support.families import FAMILIES
 from tests.support.text import collate, text_model, text_rows
-from tests.support.training import (
-    loader,
-    logged,
-    rank_share,
-    reference_gradients,
-    relative_error,
-    train,
-)
+from tests.support.training import fit, loader, rank_share, reference_gradients, relative_error, train
 
 # How many of the six rows each rank takes: uneven, so that ranks make different numbers of microbatches.
 SHARES = {1: (6,), 2: (4, 2), 4: (2, 2, 1, 1)}
@@ -42,10 +35,8 @@ Case = tuple[str, Callable[[], dict[str, Any]]]
 
 def measure(model: torch.nn.Module, batch: dict[str, Any], data: Any, size: int, **kwargs: Any) -> dict[str, Any]:
     expected, loss = reference_gradients(model, batch)
-    recorder, memory, _ = train(
-        model, data, algorithms=[TokenAccumulation()], callbacks=[NaNMonitor()], microbatch_size=size, **kwargs
-    )
-    found = logged(memory, 'loss/train/total')[-1]
+    recorder = fit(model, data, microbatch_size=size, callbacks=[NaNMonitor()], **kwargs)
+    found = recorder.logged('loss/train/total')[-1]
     return {
         'error': relative_error(recorder.gradients, expected),
         'loss_error': abs(found - loss) / loss,
@@ -143,10 +134,7 @@ def refusals() -> dict[str, str]:
     found = {}
     for name, data in {'default counter': loader(share), 'exact counter': token_data_spec(loader(share))}.items():
         try:
-            train(
-                text_model(), data, algorithms=[TokenAccumulation()], microbatch_size=2,
-                accumulate_train_batch_on_tokens=True,
-            )  # fmt: skip
+            fit(text_model(), data, accumulate_train_batch_on_tokens=True)
             found[name] = ''
         except RuntimeError as error:
             found[name] = str(error)

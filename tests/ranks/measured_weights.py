@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from composer.utils import dist
 
-from composer_tokacc import TokenAccumulation, measure_token_weights, token_data_spec
+from composer_tokacc import measure_token_weights
 from tests.support.text import collate, text_model, text_rows
-from tests.support.training import loader, train
+from tests.support.training import fit
 
 LENGTHS = [[5, 9], [3, 3]]
 """Rows of each rank; the second row of rank 1 carries no loss."""
@@ -43,7 +43,7 @@ def main() -> None:
     found['nothing on rank 1'] = seen(report)
     llama = text_model()
     with measure_token_weights(llama) as report:
-        train(llama, token_data_spec(loader(batch)), algorithms=[TokenAccumulation()], microbatch_size=1)
+        fit(llama, batch, microbatch_size=1)
     found['ours'] = seen(report)
     if rank == 0:
         Path(sys.argv[-1]).write_text(json.dumps(found))

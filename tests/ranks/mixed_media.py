@@ -18,13 +18,13 @@ os.environ['FSDP_VERSION'] = '2'
 import torch
 from composer.utils import dist
 
-from composer_tokacc import TokenAccumulation, token_data_spec
+from composer_tokacc import token_data_spec
 from tests.matrix.collator import join
 from tests.ranks.fsdp_matrix import sharded
 from tests.support.families import freeze_unreached
 from tests.support.family_media import MEDIA, SLOT_MEDIA, MediaCase
 from tests.support.fsdp import repair_average
-from tests.support.training import loader, logged, reference_gradients, relative_error, train, write_runs
+from tests.support.training import fit, loader, reference_gradients, relative_error, write_runs
 
 
 def run(
@@ -48,10 +48,9 @@ def run(
     shares = [[rows_of(case, kinds) for kinds in step] for step in steps]
     data = loader(*(join(step[dist.get_global_rank()], side=side, slots=slots) for step in shares))
     options: dict[str, Any] = {'parallelism_config': {'fsdp': {'state_dict_type': 'full'}}} if fsdp else {}
-    recorder, memory, _ = train(
+    recorder = fit(
         sharded(case.model) if fsdp else copy.deepcopy(case.model),
         token_data_spec(data),
-        algorithms=[TokenAccumulation()],
         microbatch_size=size,
         max_duration=f'{len(steps)}ba',
         **options,
@@ -59,7 +58,7 @@ def run(
     found = []
     if dist.get_global_rank():
         return found
-    losses = logged(memory, 'loss/train/total')
+    losses = recorder.logged('loss/train/total')
     for step, gradients, loss in zip(shares, recorder.steps, losses, strict=True):
         # On the right, where eager attention has a reference in float64.
         whole = join([row for rows in step for row in rows], side='right', slots=slots)

@@ -17,14 +17,14 @@ import torch
 import transformers
 from composer.utils import dist, get_device
 
-from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
+from composer_tokacc import BatchLayout
 from tests.algorithm.test_router_balance import COEFFICIENT, mixture
 from tests.model_types.rows import Maker
 from tests.model_types.tiny import tiny_config, tiny_model
 from tests.ranks.fsdp_matrix import sharded
 from tests.support.fsdp import repair_average
 from tests.support.text import collate, text_rows
-from tests.support.training import loader, logged, rank_share, reference_gradients, relative_error, train
+from tests.support.training import fit, rank_share, reference_gradients, relative_error
 
 SHAPE = [(4, 2), (14, 11), (9, 8), (3, 0), (6, 1), (7, 2)]
 SHARES = {1: [6], 2: [5, 1]}
@@ -33,11 +33,15 @@ FSDP: dict[str, Any] = {'parallelism_config': {'fsdp': {'state_dict_type': 'full
 
 def measure(model: Any, whole: Any, share: Any, size: int, *, fsdp: bool = False, **options: Any) -> dict[str, float]:
     expected, loss = reference_gradients(model, whole)
-    recorder, memory, _ = train(
-        sharded(model) if fsdp else model, token_data_spec(loader(share), **options), microbatch_size=size,
-        algorithms=[TokenAccumulation(router_balance='step')], **(FSDP if fsdp else {}),
-    )  # fmt: skip
-    found = logged(memory, 'loss/train/total')[-1]
+    recorder = fit(
+        sharded(model) if fsdp else model,
+        share,
+        **options,
+        router_balance='step',
+        microbatch_size=size,
+        **FSDP if fsdp else {},
+    )
+    found = recorder.logged('loss/train/total')[-1]
     return {'error': relative_error(recorder.gradients, expected), 'loss_error': abs(found / loss - 1)}
 
 

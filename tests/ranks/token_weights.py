@@ -16,12 +16,12 @@ import torch
 from composer.callbacks import NaNMonitor
 from composer.utils import dist
 
-from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
+from composer_tokacc import BatchLayout, token_data_spec
 from tests.algorithm.test_router_loss import Microbatches, expected_gradients, mixture
 from tests.ranks.gradient_matrix import ORDERS, SHARES, TEXT_RANK_SHARES, Case
 from tests.support.families import FAMILIES
 from tests.support.text import collate, text_model, text_rows
-from tests.support.training import loader, logged, rank_share, relative_error, train
+from tests.support.training import fit, loader, rank_share, relative_error
 from tests.support.weights import column, weighted_reference
 
 
@@ -32,11 +32,8 @@ def measure(
     batch = layout.concat(rows, pad_token_id=pad_token_id)
     expected, loss, token_mean = weighted_reference(model, batch, weights)
     data = token_data_spec(loader(layout.concat(rank_share(rows, shares), pad_token_id=pad_token_id)), **options)
-    recorder, memory, _ = train(
-        model, data, algorithms=[TokenAccumulation(token_weights=weights)], callbacks=[NaNMonitor()],
-        microbatch_size=size,
-    )  # fmt: skip
-    found, beside = (logged(memory, name)[-1] for name in ('loss/train/total', MEAN))
+    recorder = fit(model, data, token_weights=weights, microbatch_size=size, callbacks=[NaNMonitor()])
+    found, beside = (recorder.logged(name)[-1] for name in ('loss/train/total', MEAN))
     return {
         'error': relative_error(recorder.gradients, expected),
         'loss_error': max(abs(found - loss) / loss, abs(beside - token_mean) / token_mean),
@@ -78,12 +75,10 @@ def cases(name: str) -> Iterator[Case]:
     def router() -> dict[str, Any]:
         mixtral, seen = mixture('mixtral', 0.1), Microbatches()
         data = token_data_spec(loader(collate(rank_share(rows, shares))))
-        recorder, memory, _ = train(
-            mixtral, data, algorithms=[TokenAccumulation(token_weights='sqrt')], callbacks=[seen], microbatch_size=1
-        )
+        recorder = fit(mixtral, data, token_weights='sqrt', microbatch_size=1, callbacks=[seen])
         microbatches = dist.all_gather_object(seen.inputs)
         expected, tokens, balance = expected_gradients(mixtral, collate(rows), microbatches, 'sqrt')
-        found = [logged(memory, f'loss/train/{name}')[-1] for name in ('tokens', 'router')]
+        found = [recorder.logged(f'loss/train/{name}')[-1] for name in ('tokens', 'router')]
         return {
             'error': relative_error(recorder.gradients, expected),
             'loss_error': max(abs(found[0] / tokens.item() - 1), abs(found[1] / balance.item() - 1)),

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import sys
 import warnings
@@ -15,11 +16,13 @@ from typing import Any
 
 import torch
 from composer import Trainer
-from composer.core import Callback, Event, State
+from composer.core import Callback, DataSpec, Event, State
 from composer.loggers import InMemoryLogger, Logger
 from composer.models import HuggingFaceModel
 from composer.utils import dist, get_device
 from torch.utils.data import DataLoader, IterableDataset
+
+from composer_tokacc import TokenAccumulation, token_data_spec
 
 Gradients = dict[str, torch.Tensor]
 
@@ -48,6 +51,7 @@ class GradientRecorder(Callback):
     def __init__(self) -> None:
         self.steps: list[Gradients] = []
         self.losses: list[Any] = []
+        self.memory, self.trainer = InMemoryLogger(), None
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
         if event == Event.AFTER_TRAIN_BATCH:
@@ -60,6 +64,10 @@ class GradientRecorder(Callback):
     def gradients(self) -> Gradients:
         """Those of the last step."""
         return self.steps[-1]
+
+    def logged(self, name: str) -> list[float]:
+        """Values of a metric of the run, in order."""
+        return logged(self.memory, name)
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
@@ -106,6 +114,58 @@ def train(
         )
         trainer.fit()
     return recorder, memory, trainer
+
+
+OWN_OPTIONS = inspect.signature(TokenAccumulation).parameters.keys()
+SPLIT_OPTIONS = inspect.signature(token_data_spec).parameters.keys() - {'model', *OWN_OPTIONS}
+
+
+def fit(model: Any, *data: Any, microbatch_size: int = 2, **options: Any) -> GradientRecorder:
+    """Trains with TokenAccumulation; a step on each batch, unless told otherwise.
+
+    Args:
+        model: A Composer model, or one of Hugging Face.
+        data: Batches, for ``token_data_spec`` to split; or one loader or DataSpec.
+        microbatch_size: Of the Trainer.
+        options: Those of TokenAccumulation; with batches those of ``token_data_spec``; others of :func:`train`.
+
+    Returns:
+        What was recorded: gradients, what was logged, and the ``trainer``.
+    """
+    own = {name: options.pop(name) for name in OWN_OPTIONS & options.keys()}
+    options.setdefault('algorithms', [TokenAccumulation(**own)])
+    if isinstance(data[0], (DataLoader, DataSpec)):
+        [given] = data
+    else:
+        split = {name: options.pop(name) for name in SPLIT_OPTIONS & options.keys()}
+        given = token_data_spec(loader(*data), **split)
+        options.setdefault('max_duration', f'{len(data)}ba')
+    recorder, recorder.memory, recorder.trainer = train(model, given, microbatch_size=microbatch_size, **options)
+    return recorder
+
+
+TOLERANCE = 1e-6
+
+
+def assert_exact(model: Any, *data: Any, batch: Any = None, **options: Any) -> GradientRecorder:
+    """Trains as :func:`fit`, and holds gradient and logged loss of each step to one forward over its batch.
+
+    Args:
+        model: Of Hugging Face.
+        data: See :func:`fit`.
+        batch: What one forward is over; None: each batch of the data.
+        options: See :func:`fit`.
+    """
+    batches = data if batch is None else [batch]
+    expected = [reference_gradients(model, one) for one in batches]
+    recorder = fit(model, *data, **options)
+    for (gradients, loss), found, seen in zip(expected, recorder.steps, recorder.logged(TOTAL), strict=True):
+        assert relative_error(found, gradients) < TOLERANCE
+        assert abs(seen - loss) < TOLERANCE * abs(loss)
+    return recorder
+
+
+TOTAL = 'loss/train/total'
 
 
 def hugging_face(model: torch.nn.Module, **kwargs: Any) -> HuggingFaceModel:
