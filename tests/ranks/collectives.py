@@ -5,18 +5,14 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 from composer.core import Callback
-from composer.utils import dist
 from torch.profiler import ProfilerActivity, profile
 
 from composer_tokacc import TokenAccumulation, TokenMonitor
 from tests.support.text import collate, text_model, text_rows
-from tests.support.training import fit, loader
+from tests.support.training import fit, loader, write_result
 
 
 class CountCollectives(Callback):
@@ -52,18 +48,13 @@ def count(size: int, algorithms: list[Any], callbacks: list[Any]) -> dict[str, i
     return counter.counts
 
 
-def main() -> None:
-    results = {
-        str(size): {
-            'stock': count(size, [], []),
-            'ours': count(size, [TokenAccumulation()], []),
-            'monitor': count(size, [], [TokenMonitor()]),
-        }
-        for size in (1, 6)
+def counts(size: int) -> dict[str, Any]:
+    return {
+        'stock': count(size, [], []),
+        'ours': count(size, [TokenAccumulation()], []),
+        'monitor': count(size, [], [TokenMonitor()]),
     }
-    if dist.get_global_rank() == 0:
-        Path(sys.argv[-1]).write_text(json.dumps(results))
 
 
 if __name__ == '__main__':
-    main()
+    write_result(lambda: {str(size): counts(size) for size in (1, 6)})

@@ -5,16 +5,13 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
-import sys
 from collections.abc import Iterator
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
-from composer.utils import dist, get_device
+from composer.utils import dist
 from torch.utils.data import IterableDataset
 
 from composer_tokacc import TokenAccumulation, token_data_spec
@@ -23,7 +20,7 @@ from composer_tokacc.metadata import num_samples
 from composer_tokacc.sampling import ExchangingDataLoader
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
 from tests.support.text import text_model
-from tests.support.training import logged, reference_gradients, relative_error, train
+from tests.support.training import logged, reference_gradients, relative_error, train, write_result
 
 BATCH, EPOCH = 3, 31
 SAMPLES = LengthDataset(200)
@@ -121,11 +118,10 @@ def gradients(objective: str) -> list[dict[str, float]]:
     return found
 
 
-def main() -> None:
-    dist.initialize_dist(get_device('cpu'), timeout=60.0)
+def results() -> dict[str, Any]:
     # One import for all workers of a rank.
     multiprocessing.set_forkserver_preload(['tests.ranks.exchange'])
-    results = {
+    return {
         'uneven': steps(build(Shares())),
         'sampler': by_sampler(),
         # Not forked: a child of a process with gloo's threads may wait forever for a lock that one of them held.
@@ -136,9 +132,7 @@ def main() -> None:
         'ddp': gradients('ddp'),
         'fsdp': gradients('fsdp'),
     }
-    if dist.get_global_rank() == 0:
-        Path(sys.argv[-1]).write_text(json.dumps(results))
 
 
 if __name__ == '__main__':
-    main()
+    write_result(results)

@@ -11,10 +11,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import os
 from typing import Any
-
-os.environ['FSDP_VERSION'] = '2'
 
 import torch
 from composer.models import HuggingFaceModel
@@ -23,8 +20,7 @@ from composer.utils import dist
 from composer_tokacc import TokenAccumulation, token_data_spec
 from tests.matrix.harness import plain_gradients, quiet
 from tests.model_types.trial import maker_of
-from tests.ranks.fsdp_matrix import sharded
-from tests.support.fsdp import repair_average
+from tests.support.fsdp import FSDP, repair_average, sharded
 from tests.support.training import loader, relative_error, train, write_runs
 
 
@@ -68,7 +64,7 @@ def run(
     own = [media if kind == 'm' and not dist.get_global_rank() else text for kind in steps]
     if fsdp:
         repair_average()
-    options: dict[str, Any] = {'parallelism_config': {'fsdp': {'state_dict_type': 'full'}}} if fsdp else {}
+    options = {**FSDP} if fsdp else {}
     if folder is not None:
         options |= {'save_folder': folder, 'save_interval': '1ba', 'save_filename': 'ba{batch}.pt'}
     trained = sharded(maker.model) if fsdp else copy.deepcopy(model)

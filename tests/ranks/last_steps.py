@@ -8,20 +8,17 @@ Each step's gradient is held to one forward over the samples that a run on one r
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 from composer.core import Callback
-from composer.utils import dist, get_device
+from composer.utils import dist
 from torch.utils.data import DataLoader, DistributedSampler
 
 from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, token_data_spec
 from composer_tokacc.sampling import ExchangingDataLoader
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
 from tests.support.text import text_model
-from tests.support.training import fit, reference_gradients, relative_error
+from tests.support.training import fit, reference_gradients, relative_error, write_result
 
 SEED = 3
 CASES = {'seven': (7, 4), 'one is left': (9, 4), 'many': (599, 64)}
@@ -77,18 +74,16 @@ def run(loader: DataLoader, dataset: LengthDataset, global_batch: int) -> dict[s
             'batches': counted.batches}  # fmt: skip
 
 
-def main() -> None:
-    dist.initialize_dist(get_device('cpu'), timeout=60.0)
-    results = {}
+def results() -> dict[str, Any]:
+    found = {}
     for name, (num_samples, global_batch) in CASES.items():
         dataset = LengthDataset(num_samples)
         for build in (regrouping, exchanging):
             for objective in ('ddp', 'fsdp'):
                 loader = build(dataset, global_batch, objective)
-                results[f'{name}, {build.__name__}, {objective}'] = run(loader, dataset, global_batch)
-    if dist.get_global_rank() == 0:
-        Path(sys.argv[-1]).write_text(json.dumps(results))
+                found[f'{name}, {build.__name__}, {objective}'] = run(loader, dataset, global_batch)
+    return found
 
 
 if __name__ == '__main__':
-    main()
+    write_result(results)

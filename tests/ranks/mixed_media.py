@@ -10,20 +10,16 @@ families' own processors make, with nothing in them that counts media.
 from __future__ import annotations
 
 import copy
-import os
 from typing import Any
-
-os.environ['FSDP_VERSION'] = '2'
 
 import torch
 from composer.utils import dist
 
 from composer_tokacc import token_data_spec
 from tests.matrix.collator import join
-from tests.ranks.fsdp_matrix import sharded
 from tests.support.families import freeze_unreached
 from tests.support.family_media import MEDIA, SLOT_MEDIA, MediaCase
-from tests.support.fsdp import repair_average
+from tests.support.fsdp import FSDP, repair_average, sharded
 from tests.support.training import fit, loader, reference_gradients, relative_error, write_runs
 
 
@@ -47,13 +43,12 @@ def run(
     freeze_unreached(case)
     shares = [[rows_of(case, kinds) for kinds in step] for step in steps]
     data = loader(*(join(step[dist.get_global_rank()], side=side, slots=slots) for step in shares))
-    options: dict[str, Any] = {'parallelism_config': {'fsdp': {'state_dict_type': 'full'}}} if fsdp else {}
     recorder = fit(
         sharded(case.model) if fsdp else copy.deepcopy(case.model),
         token_data_spec(data),
         microbatch_size=size,
         max_duration=f'{len(steps)}ba',
-        **options,
+        **(FSDP if fsdp else {}),
     )
     found = []
     if dist.get_global_rank():

@@ -133,6 +133,7 @@ def fit(model: Any, *data: Any, microbatch_size: int = 2, **options: Any) -> Gra
         What was recorded: gradients, what was logged, and the ``trainer``.
     """
     own = {name: options.pop(name) for name in OWN_OPTIONS & options.keys()}
+    assert not (own and 'algorithms' in options)
     options.setdefault('algorithms', [TokenAccumulation(**own)])
     if isinstance(data[0], (DataLoader, DataSpec)):
         [given] = data
@@ -213,14 +214,27 @@ def logged(memory: InMemoryLogger, name: str) -> list[float]:
     return [float(value) for _, value in memory.data[name]]
 
 
-def write_runs(run: Callable[..., Any]) -> None:
-    """Main of a script under the launcher, whose arguments are a JSON list of those of ``run``, and a result file."""
+def write_result(run: Callable[..., Any]) -> None:
+    """Main of a script under the launcher: rank 0 writes what ``run`` makes of the arguments to the last of them."""
     dist.initialize_dist(get_device('cpu'), timeout=60.0)
-    results = []
-    for arguments in json.loads(sys.argv[1]):
-        results.append(run(**arguments))
-        if dist.get_global_rank() == 0:  # after each, because a later one may hang, crash or be killed
-            Path(sys.argv[2]).write_text(json.dumps(results))
+    *arguments, path = sys.argv[1:]
+    result = run(*arguments)
+    if dist.get_global_rank() == 0:
+        Path(path).write_text(json.dumps(result))
+
+
+def write_runs(run: Callable[..., Any]) -> None:
+    """The same with a JSON list of the arguments of several runs."""
+
+    def runs(given: str) -> list[Any]:
+        results = []
+        for arguments in json.loads(given):
+            results.append(run(**arguments))
+            if dist.get_global_rank() == 0:  # after each, because a later one may hang, crash or be killed
+                Path(sys.argv[2]).write_text(json.dumps(results))
+        return results
+
+    write_result(runs)
 
 
 def rank_share(items: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
