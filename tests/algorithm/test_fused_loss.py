@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from composer_tokacc import TokenAccumulation, token_data_spec
+from composer_tokacc import TokenAccumulation
 from tests.support.launch import ROOT, environment
 from tests.support.text import collate, text_model, text_rows
-from tests.support.training import fit, loader, reference_gradients, relative_error
+from tests.support.training import fit, reference_gradients, relative_error
 
 SHAPE = [(4, 2), (9, 0), (5, 3), (14, 11), (6, 1), (3, 2)]
 
@@ -87,9 +87,8 @@ def test_rule_is_found_from_losses_alone_and_the_gradient_is_exact(logits_in_eva
 
 @pytest.mark.parametrize('logits_in_eval', [True, False])
 def test_rule_that_is_another_one_is_refused(logits_in_eval):
-    data = token_data_spec(loader(collate(text_rows(SHAPE))))
     with pytest.raises(RuntimeError, match=r"averages by 'causal'"):
-        fit(fused(logits_in_eval=logits_in_eval), data, loss_tokens='unshifted')
+        fit(fused(logits_in_eval=logits_in_eval), collate(text_rows(SHAPE)), loss_tokens='unshifted')
 
 
 @pytest.mark.parametrize('logits_in_eval', [True, False])
@@ -109,11 +108,10 @@ def test_loss_that_shifts_in_evaluation_alone_is_counted_as_in_training(logits_i
 
 @pytest.mark.parametrize('logits_in_eval', [True, False])
 def test_weights_that_reach_no_token_are_refused(logits_in_eval):
-    data = token_data_spec(loader(collate(text_rows(SHAPE))))
     with pytest.raises(
         RuntimeError, match=r'made of the logits that it returns for `token_weights`, got: .*a fused kernel'
     ):
-        fit(fused(logits_in_eval=logits_in_eval), data, token_weights='sqrt')
+        fit(fused(logits_in_eval=logits_in_eval), collate(text_rows(SHAPE)), token_weights='sqrt')
 
 
 @pytest.mark.slow

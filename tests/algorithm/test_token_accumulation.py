@@ -106,9 +106,8 @@ def test_microbatch_transforms_that_mask_labels_are_noticed(model, batch):
         batch['labels'][:, -2:] = -100
         return batch
 
-    spec = token_data_spec(loader(batch), microbatch_transforms=mask)
     with pytest.raises(RuntimeError, match='microbatch_transforms'):
-        fit(model, spec)
+        fit(model, batch, microbatch_transforms=mask)
 
 
 def test_batch_transforms_that_mask_labels_are_counted(model):

@@ -213,9 +213,8 @@ def test_column_that_nobody_asked_for_is_named(model, caplog):
 
 @pytest.mark.parametrize('token_weights', WEIGHTS)
 def test_composers_flag_is_refused_beside_weights(model, token_weights):
-    data = token_data_spec(loader(batch_of()))
     with pytest.raises(RuntimeError, match='accumulate_train_batch_on_tokens'):
-        fit(model, data, token_weights=token_weights, accumulate_train_batch_on_tokens=True)
+        fit(model, batch_of(), token_weights=token_weights, accumulate_train_batch_on_tokens=True)
 
 
 def test_accumulated_gradient_is_clipped(model):
@@ -250,9 +249,8 @@ def test_weights_that_a_transform_drops_or_changes_are_noticed(model):
         return {**batch, 'loss_weights': batch['loss_weights'] * (torch.arange(len(batch['labels'])) % 2)[:, None]}
 
     for transform, message in ((drop, 'must carry the `loss_weights`'), (change, 'Weights must not change')):
-        data = token_data_spec(loader(batch_of()), microbatch_transforms=transform)
         with pytest.raises(RuntimeError, match=message):
-            fit(model, data, token_weights='sqrt', microbatch_size=6)
+            fit(model, batch_of(), microbatch_transforms=transform, token_weights='sqrt', microbatch_size=6)
 
 
 def test_logits_are_kept_once(model):

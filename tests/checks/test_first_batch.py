@@ -89,8 +89,7 @@ def test_the_check_leaves_the_batch_alone_though_models_and_transforms_write_int
     given = {**batch, 'input_ids': (batch['input_ids'] + 1) % VOCABULARY}
     if by == 'transforms':
         options['microbatch_transforms'] = lambda one: (one['input_ids'].add_(1).remainder_(VOCABULARY), one)[1]
-    data = token_data_spec(loader(batch), **options)
-    recorder = fit(model, data)
+    recorder = fit(model, batch, **options)
     plain = gpt2()
     plain.load_state_dict(model.state_dict())
     expected, _ = reference_gradients(plain, given)
@@ -144,8 +143,7 @@ def test_term_that_depends_on_the_company_is_refused_though_every_token_agrees()
 @pytest.mark.parametrize('side', ['left', 'right'])
 def test_healthy_model_with_bfloat16_weights_is_not_refused(side):
     model = text_model().to(torch.bfloat16)
-    data = token_data_spec(loader(collate(text_rows(SHAPE), side=side)))
-    recorder = fit(model, data)
+    recorder = fit(model, collate(text_rows(SHAPE), side=side))
     assert recorder.gradients
 
 

@@ -17,7 +17,7 @@ from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, token_
 from composer_tokacc.layout import BatchLayout, PreSplitBatch
 from composer_tokacc.planning import pack_lengths
 from tests.support.families import FAMILIES
-from tests.support.training import assert_exact, fit, loader
+from tests.support.training import assert_exact, fit
 
 CASE = FAMILIES['llava']()
 LAYOUT = BatchLayout.for_model(CASE.model)
@@ -95,8 +95,9 @@ def test_packed_groups_keep_both_caps():
 @pytest.mark.parametrize('packing', [False, True])
 def test_every_microbatch_that_reaches_the_model_keeps_the_cap_and_the_gradient_is_exact(packing):
     reached = Reached()
-    data = token_data_spec(loader(joined()), max_image_tokens=CAP, packing=packing)
-    assert_exact(CASE.model, data, batch=joined(), microbatch_size=len(ROWS), callbacks=[reached])
+    assert_exact(
+        CASE.model, joined(), max_image_tokens=CAP, packing=packing, microbatch_size=len(ROWS), callbacks=[reached]
+    )
     assert len(reached.counts) > 1
     assert sum(reached.counts) == images_in(joined())
     assert max(reached.counts) <= CAP

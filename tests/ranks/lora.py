@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from composer_tokacc import BatchLayout, token_data_spec
+from composer_tokacc import BatchLayout
 from composer_tokacc.programs.models import build_model
 from examples.digits import DigitsDataset, build_digits_processor
 from tests.programs.test_models import LLAVA
 from tests.support.fsdp import FSDP, repair_average
-from tests.support.training import fit, loader, rank_share, reference_gradients, relative_error, write_result
+from tests.support.training import fit, rank_share, reference_gradients, relative_error, write_result
 
 LORA = {
     'language model': {'r': 4},
@@ -49,9 +49,14 @@ def errors() -> dict[str, float]:
         expected, _ = reference_gradients(built(processor, lora).model, layout.concat(rows))
         for parallel in ('ddp', 'fsdp'):
             for size in (1, 3):
-                data = token_data_spec(loader(layout.concat(rank_share(rows, SHARES))), layout=layout)
                 options = FSDP if parallel == 'fsdp' else {}
-                recorder = fit(built(processor, lora), data, microbatch_size=size, **options)
+                recorder = fit(
+                    built(processor, lora),
+                    layout.concat(rank_share(rows, SHARES)),
+                    layout=layout,
+                    microbatch_size=size,
+                    **options,
+                )
                 assert recorder.trainer.state.fsdp_enabled == (parallel == 'fsdp')
                 assert recorder.gradients.keys() == expected.keys()
                 results[f'{parallel} {name} microbatch {size}'] = relative_error(recorder.gradients, expected)
