@@ -59,7 +59,7 @@ def test_families_are_exact_or_refused(name, kernel):
 @pytest.mark.parametrize('name', PACKED)
 def test_no_family_is_wrong(name, kernel):
     try:
-        found = cell(name, kernel)
+        found = cell(name, kernel, seeds=range(2))
     except (ValueError, AttributeError) as error:
         pytest.skip(f'transformers {transformers.__version__}: {error}')
     # PaliGemma makes its own mask out of the one that it is given.
