@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from composer_tokacc import TokenAccumulation, token_data_spec
 from tests.matrix.harness import measure, plain_gradients
-from tests.support.text import collate, text_model, text_row
+from tests.support.text import collate, text_model, text_row, whisper_model
 from tests.support.training import fit, hugging_face, relative_error
 
 MEL_BINS, FRAMES, VOCABULARY = 8, 16, 64
@@ -24,17 +24,7 @@ MEL_BINS, FRAMES, VOCABULARY = 8, 16, 64
 
 @pytest.fixture(scope='module')
 def whisper():
-    sizes = {f'{part}_{name}': value for part in ('encoder', 'decoder') for name, value in _LAYERS.items()}
-    config = transformers.WhisperConfig(
-        vocab_size=VOCABULARY, d_model=32, num_mel_bins=MEL_BINS, max_source_positions=FRAMES // 2,
-        max_target_positions=32, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
-        suppress_tokens=None, begin_suppress_tokens=None, dropout=0.0, use_cache=False, **sizes,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return HuggingFaceModel(transformers.WhisperForConditionalGeneration(config).train(), use_logits=True)
-
-
-_LAYERS = {'layers': 2, 'attention_heads': 2, 'ffn_dim': 48}
+    return HuggingFaceModel(whisper_model().train(), use_logits=True)
 
 
 def whisper_batch(seed: int):
