@@ -42,16 +42,8 @@ _OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     'lfm2': ('Lfm2', {**LLAMA, 'layer_types': ['conv', 'full_attention']}),
     'qwen3_next': (
         'Qwen3Next',
-        {
-            **LLAMA,
-            'head_dim': 16,
-            'layer_types': ['linear_attention', 'full_attention'],
-            'mlp_only_layers': [0, 1],
-            'linear_num_value_heads': 2,
-            'linear_num_key_heads': 2,
-            'linear_key_head_dim': 8,
-            'linear_value_head_dim': 8,
-        },
+        dict(LLAMA, head_dim=16, layer_types=['linear_attention', 'full_attention'], mlp_only_layers=[0, 1],
+             linear_num_value_heads=2, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8),
     ),
 }  # fmt: skip
 

@@ -43,6 +43,5 @@ def test_cell_is_exact_or_refused_on_one_batch(cell):
 @pytest.mark.slow
 @pytest.mark.parametrize('cell', cells(SUBJECTS), ids=str)
 def test_cell_is_exact_or_refused_on_several_batches(cell):
-    """Of each cell three batches, beside that of the quick slice: every kind of labels and of first weights."""
-    first = int(cell.family in QUICK)
-    check(cell, run_cell(cell, seeds_of(cell)[first : first + 3]))
+    """Of each cell four with that of the quick slice: every kind of labels and of first weights."""
+    check(cell, run_cell(cell, seeds_of(cell)[int(cell.family in QUICK) : 4]))
