@@ -16,10 +16,18 @@ from composer_tokacc import TokenAccumulation, token_data_spec
 from composer_tokacc.checks.step import MicrobatchRecord
 from composer_tokacc.collectives import RankSum
 from tests.support.text import collate, text_model, text_row, text_rows
-from tests.support.training import fit, hugging_face, loader, logged, reference_gradients, relative_error, train
+from tests.support.training import (
+    TOLERANCE,
+    assert_exact,
+    fit,
+    hugging_face,
+    loader,
+    reference_gradients,
+    relative_error,
+    train,
+)
 
 RAGGED = [(4, 2), (5, 3), (9, 7), (14, 11), (6, 1), (3, 2)]
-TOLERANCE = 1e-6
 
 
 @pytest.fixture
@@ -32,23 +40,13 @@ def batch():
     return collate(text_rows(RAGGED))
 
 
-def assert_exact(model, data, batch, **options):
-    """Trains, and holds gradient and logged loss to one forward over the batch."""
-    expected, loss = reference_gradients(model, batch)
-    options = {'algorithms': [TokenAccumulation()], 'microbatch_size': 2, **options}
-    recorder, memory, trainer = train(model, data, **options)
-    assert relative_error(recorder.gradients, expected) < TOLERANCE
-    assert logged(memory, 'loss/train/total') == pytest.approx([loss], rel=TOLERANCE)
-    return memory, trainer
-
-
 @pytest.mark.parametrize('side', ['left', 'right'])
 @pytest.mark.parametrize('microbatch_size', [1, 2, 3, 6])
 @pytest.mark.parametrize('split', ['stock', 'ordered', 'regrouped'])
 def test_gradient_is_that_of_one_forward_over_the_batch(model, side, microbatch_size, split):
     batch = collate(text_rows(RAGGED), side=side)
     data = loader(batch) if split == 'stock' else token_data_spec(loader(batch), regroup=split == 'regrouped')
-    assert_exact(model, data, batch, microbatch_size=microbatch_size)
+    assert_exact(model, data, batch=batch, microbatch_size=microbatch_size)
 
 
 def test_stock_composer_is_wrong_here_so_the_test_can_fail(model):
@@ -69,11 +67,11 @@ def test_native_flag_is_exact(model, batch, is_ours, options):
     Rows times one common width is proportional to the rows: nothing is wrong on one rank, so nothing is refused.
     """
     data = token_data_spec(loader(batch), model=model) if is_ours else loader(batch)
-    assert_exact(model, data, batch, accumulate_train_batch_on_tokens=True, **options)
+    assert_exact(model, data, batch=batch, accumulate_train_batch_on_tokens=True, **options)
 
 
 def test_algorithm_together_with_a_model_to_count_by_is_exact(model, batch):
-    assert_exact(model, token_data_spec(loader(batch), model=model), batch)
+    assert_exact(model, token_data_spec(loader(batch), model=model), batch=batch)
 
 
 @pytest.mark.parametrize('rule', ['auto', 'causal', 'unshifted'])
@@ -119,7 +117,7 @@ def test_batch_transforms_that_mask_labels_are_counted(model):
         batch['labels'][:, -1:] = -100
         return batch
 
-    assert_exact(model, token_data_spec(loader(batch), batch_transforms=mask), masked)
+    assert_exact(model, batch, batch_transforms=mask, batch=masked)
 
 
 class DropRows(DataSpec):
@@ -152,8 +150,8 @@ def test_later_algorithm_that_rescales_the_loss_is_refused(model, batch):
 def test_rows_without_loss_tokens_are_exact_and_logged_finite(model, split):
     batch = collate(text_rows([(4, 2), (9, 0), (14, 11), (6, 0), (3, 1)]))
     data = loader(batch) if split == 'stock' else token_data_spec(loader(batch))
-    memory, _ = assert_exact(model, data, batch, callbacks=[NaNMonitor()], microbatch_size=1)
-    assert logged(memory, 'token_accumulation/empty_microbatches') == [2]
+    recorder = assert_exact(model, data, batch=batch, callbacks=[NaNMonitor()], microbatch_size=1)
+    assert recorder.logged('token_accumulation/empty_microbatches') == [2]
 
 
 class MaskedSum(torch.nn.Module):
@@ -176,7 +174,7 @@ class MaskedSum(torch.nn.Module):
 
 def test_masked_sum_loss_without_loss_tokens_has_finite_gradients(model):
     batch = collate(text_rows([(4, 2), (9, 0), (14, 11)]))
-    assert_exact(MaskedSum(model), loader(batch), batch, callbacks=[NaNMonitor()], microbatch_size=1)
+    assert_exact(MaskedSum(model), loader(batch), batch=batch, callbacks=[NaNMonitor()], microbatch_size=1)
 
 
 def test_step_without_loss_tokens_moves_nothing(model, batch):
@@ -191,16 +189,9 @@ def test_step_without_loss_tokens_moves_nothing(model, batch):
             moments = [copy.deepcopy(state.optimizers[0].state_dict()['state'])]
             snapshots.append((copy.deepcopy(state.model.state_dict()), moments))
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
-    recorder = fit(
-        model,
-        loader(batch, empty),
-        algorithms=[TokenAccumulation(), Snapshot()],
-        microbatch_size=1,
-        callbacks=[NaNMonitor()],
-        optimizer=optimizer,
-        max_duration='2ba',
-    )
+    options = {'optimizer': torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5), 'max_duration': '2ba'}
+    algorithms, callbacks = [TokenAccumulation(), Snapshot()], [NaNMonitor()]
+    recorder = fit(model, loader(batch, empty), algorithms=algorithms, callbacks=callbacks, **options)
     (before, moments_before), (after, moments_after) = snapshots
     assert all(torch.equal(before[name], after[name]) for name in before)
     for index, moment in moments_before[0].items():
@@ -231,10 +222,9 @@ class OneOutOfMemory(Algorithm):
 @pytest.mark.parametrize('data', ['stock', 'token_data_spec'])
 def test_retry_after_out_of_memory_gives_the_same_gradient(model, batch, data):
     given = loader(batch) if data == 'stock' else token_data_spec(loader(batch))
-    _, trainer = assert_exact(
-        model, given, batch, algorithms=[OneOutOfMemory(), TokenAccumulation()], microbatch_size=4
-    )
-    assert trainer.state.device_train_microbatch_size == 2
+    algorithms = [OneOutOfMemory(), TokenAccumulation()]
+    recorder = assert_exact(model, given, batch=batch, algorithms=algorithms, microbatch_size=4)
+    assert recorder.trainer.state.device_train_microbatch_size == 2
 
 
 @pytest.mark.parametrize('order', ['before', 'after'])
@@ -254,13 +244,8 @@ def after_training(model, batch, optimizer, algorithms=()):
     finals = []
     for microbatch_size in (6, 1):
         copied = copy.deepcopy(model)
-        fit(
-            copied,
-            loader(batch),
-            algorithms=[*algorithms, TokenAccumulation()],
-            microbatch_size=microbatch_size,
-            optimizer=optimizer(copied.parameters(), lr=0.1),
-        )
+        options = {'microbatch_size': microbatch_size, 'optimizer': optimizer(copied.parameters(), lr=0.1)}
+        fit(copied, loader(batch), algorithms=[*algorithms, TokenAccumulation()], **options)
         finals.append(copied.state_dict())
     return finals
 
@@ -290,28 +275,18 @@ def test_grad_scaler_scale_is_not_taken_for_a_wrong_weight(model, batch, monkeyp
     monkeypatch.setattr(Trainer, '_use_grad_scaling', lambda self, precision, scaler: True)
     monkeypatch.setattr(Trainer, '_use_closures', lambda self: False)
     monkeypatch.setattr('composer.trainer.trainer.GradScaler', LossScale)
-    _, trainer = assert_exact(model, loader(batch), batch)
-    assert trainer.state.scaler.get_scale() == 1024.0
+    recorder = assert_exact(model, loader(batch), batch=batch)
+    assert recorder.trainer.state.scaler.get_scale() == 1024.0
 
 
 def test_second_fit_and_checkpoint(model, batch, tmp_path):
     expected, _ = reference_gradients(model, batch)
-    algorithm = TokenAccumulation()
-    recorder, _, trainer = train(
-        model, loader(batch), algorithms=[algorithm], microbatch_size=2, save_folder=str(tmp_path), save_interval='1ba'
-    )
-    trainer.fit(duration='1ba')
+    recorder = fit(model, loader(batch), save_folder=str(tmp_path), save_interval='1ba')
+    recorder.trainer.fit(duration='1ba')
     assert len(recorder.steps) == 2
     assert relative_error(recorder.gradients, expected) < TOLERANCE
-    again = TokenAccumulation()
-    recorder = fit(
-        text_model(),
-        loader(batch),
-        algorithms=[again],
-        microbatch_size=1,
-        max_duration='3ba',
-        load_path=str(tmp_path / 'latest-rank0.pt'),
-    )
+    load_path = str(tmp_path / 'latest-rank0.pt')
+    recorder = fit(text_model(), loader(batch), microbatch_size=1, max_duration='3ba', load_path=load_path)
     assert relative_error(recorder.gradients, expected) < TOLERANCE
 
 
@@ -383,7 +358,7 @@ def test_labels_on_pads_count_where_the_model_counts_them(model):
     batch = collate(text_rows(RAGGED), labels_on_pads=5)
     for data in (loader(batch), token_data_spec(loader(batch))):
         algorithm = TokenAccumulation()
-        assert_exact(model, data, batch, algorithms=[algorithm])
+        assert_exact(model, data, batch=batch, algorithms=[algorithm])
         assert algorithm.rule == 'causal'
 
 
