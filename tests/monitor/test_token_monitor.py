@@ -11,7 +11,7 @@ from composer.loggers import ProgressBarLogger
 from composer_tokacc import TokenAccumulation, TokenMonitor, token_data_spec
 from composer_tokacc.metadata import with_metadata
 from tests.support.text import collate, text_model, text_rows
-from tests.support.training import fit, loader, logged, reference_gradients, train
+from tests.support.training import assert_exact, fit, loader, logged, reference_gradients, train
 
 SHAPE = [(4, 2), (5, 0), (9, 7), (14, 11), (6, 1), (3, 2)]
 REAL, TOKENS, WIDTH = 41, 23, 14
@@ -159,3 +159,30 @@ def test_attempts_that_ran_out_of_memory_leave_no_trace_in_the_figures():
     assert trainer.state.device_train_microbatch_size == 1
     assert logged(memory, 'token_monitor/microbatches') == [6]
     assert logged(memory, 'token_monitor/padding_ratio') == pytest.approx([1 - REAL / (6 * WIDTH)])
+
+
+# Keys of others in the batch.
+
+NAMES = ('loss_generating_tokens', 'total_tokens', 'real_tokens', 'num_microbatches', 'counted_by', 'packed')
+
+
+@pytest.fixture(params=['all names', 'those of llm-foundry'])
+def foreign_batch(request):
+    found = collate(text_rows(SHAPE))
+    names = NAMES if request.param == 'all names' else NAMES[:2]
+    return {**found, **{name: [7] * len(SHAPE) for name in names}}
+
+
+def test_monitor_alone_counts_for_itself_beside_keys_of_others(foreign_batch):
+    recorder = fit(text_model(), loader(foreign_batch), algorithms=[], callbacks=[TokenMonitor()], microbatch_size=1)
+    assert recorder.logged('token_monitor/loss_generating_share') == pytest.approx([TOKENS / REAL])
+    assert recorder.logged('token_monitor/empty_microbatches') == [1]
+
+
+@pytest.mark.parametrize('split', ['stock', 'ours'])
+def test_algorithm_counts_for_itself_beside_keys_of_others(split, foreign_batch):
+    model = text_model()
+    data = token_data_spec(loader(foreign_batch)) if split == 'ours' else loader(foreign_batch)
+    recorder = assert_exact(model, data, batch=collate(text_rows(SHAPE)), callbacks=[TokenMonitor()])
+    assert recorder.logged('token_accumulation/loss_generating_tokens') == [TOKENS]
+    assert recorder.logged('token_monitor/loss_generating_share') == pytest.approx([TOKENS / REAL])

@@ -106,6 +106,8 @@ def gradients(objective: str) -> list[dict[str, float]]:
         max_duration=f'{len(expected)}ba',
     )
     found = []
+    if dist.get_global_rank():
+        return found
     for step, gradients_of_step, loss in zip(expected, recorder.steps, logged(memory, 'loss/train/total'), strict=True):
         names = [name for rank in step if rank['num_samples'] for name in rank['names']]
         reference, true_loss = reference_gradients(model, collate_samples([SAMPLES[name] for name in sorted(names)]))

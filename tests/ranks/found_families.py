@@ -56,7 +56,8 @@ def run(
     maker = maker_of(model_type, **settings or {})
     media, text = maker.batch(modality, runs=runs), maker.batch(modality, has_media=False)
     model = HuggingFaceModel(maker.model, shift_labels=True)
-    expected = {kind: _weighted(model, [media if kind == 'm' else text, text]) for kind in set(steps)}
+    is_first = not dist.get_global_rank()
+    expected = {kind: _weighted(model, [media if kind == 'm' else text, text]) for kind in set(steps) if is_first}
     doubles = plain_gradients(model, media)
     if lr:  # what has no gradient has no optimizer state, which torch misses on loading
         for name, parameter in model.named_parameters():
@@ -78,6 +79,8 @@ def run(
     dist.barrier()
     values = [getattr(one, 'full_tensor', one.detach)().flatten() for one in trainer.state.model.parameters()]
     trainer.close()
+    if not is_first:
+        return {}
     pairs = zip(recorder.steps, steps[len(steps) - len(recorder.steps) :], strict=True)
     model.float()
     given = {key: value.float() if value.is_floating_point() else value for key, value in media.items()}

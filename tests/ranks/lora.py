@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from composer.utils import dist
 
 from composer_tokacc import BatchLayout
 from composer_tokacc.programs.models import build_model
@@ -46,7 +47,9 @@ def errors() -> dict[str, float]:
     results = {}
     for name, lora in LORA.items():
         layout = BatchLayout.for_model(built(processor, lora))
-        expected, _ = reference_gradients(built(processor, lora).model, layout.concat(rows))
+        expected = {}
+        if not dist.get_global_rank():
+            expected, _ = reference_gradients(built(processor, lora).model, layout.concat(rows))
         for parallel in ('ddp', 'fsdp'):
             for size in (1, 3):
                 options = FSDP if parallel == 'fsdp' else {}
@@ -58,6 +61,8 @@ def errors() -> dict[str, float]:
                     **options,
                 )
                 assert recorder.trainer.state.fsdp_enabled == (parallel == 'fsdp')
+                if not expected:
+                    continue
                 assert recorder.gradients.keys() == expected.keys()
                 results[f'{parallel} {name} microbatch {size}'] = relative_error(recorder.gradients, expected)
     return results
