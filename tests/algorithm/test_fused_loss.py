@@ -73,13 +73,8 @@ def test_rule_is_found_from_losses_alone_and_the_gradient_is_exact(logits_in_eva
     batch = collate(text_rows(SHAPE))
     expected, _ = reference_gradients(text_model(), batch)
     algorithm = TokenAccumulation()
-    recorder = fit(
-        fused(logits_in_eval=logits_in_eval),
-        batch,
-        packing=packing,
-        algorithms=[algorithm],
-        microbatch_size=microbatch_size,
-    )
+    options = {'packing': packing, 'microbatch_size': microbatch_size, 'algorithms': [algorithm]}
+    recorder = fit(fused(logits_in_eval=logits_in_eval), batch, **options)
     assert algorithm.rule == 'causal'
     assert relative_error(recorder.gradients, expected) < 1e-6
     assert not [one for one in caplog.records if one.name.startswith('composer_tokacc') and one.levelname != 'INFO']
@@ -117,14 +112,8 @@ def test_weights_that_reach_no_token_are_refused(logits_in_eval):
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec('liger_kernel') is None, reason='needs liger-kernel')
 def test_liger_kernel_itself_is_exact():
-    done = subprocess.run(
-        [sys.executable, '-m', 'tests.algorithm.liger_on_cpu'],
-        cwd=ROOT,
-        env={**environment(), 'TRITON_INTERPRET': '1'},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command, interpreted = [sys.executable, '-m', 'tests.algorithm.liger_on_cpu'], {'TRITON_INTERPRET': '1'}
+    done = subprocess.run(command, cwd=ROOT, env={**environment(), **interpreted}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert not found['logits']

@@ -37,14 +37,7 @@ def steps(model: Any, *, num_steps: int, callbacks: Any = (), **options: Any) ->
 
     refusal = ''
     try:
-        fit(
-            model,
-            *list(batches())[:num_steps],
-            algorithms=[TokenAccumulation(**options)],
-            callbacks=[Counting(), *callbacks],
-            max_duration=f'{num_steps}ba',
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
-        )
+        fit(model, *list(batches())[:num_steps], callbacks=[Counting(), *callbacks], **options)
     except RuntimeError as error:
         refusal = str(error)
     # Nothing but a refusal ends a run before its time.
@@ -166,12 +159,8 @@ def test_a_term_that_is_no_tensor_is_named(term):
         def loss(self, outputs: Any, batch: Any) -> Any:
             return {'lm': outputs['loss'], 'box': term}
 
-    outcome = measure(
-        Two('causal'),
-        collate(text_rows(SHAPE)),
-        2,
-        algorithms=[TokenAccumulation(loss_units={'lm': 'tokens', 'box': 'samples'})],
-        reference=lambda model, batch: {},
-    )
+    algorithms = [TokenAccumulation(loss_units={'lm': 'tokens', 'box': 'samples'})]
+    options = {'algorithms': algorithms, 'reference': lambda model, batch: {}}
+    outcome = measure(Two('causal'), collate(text_rows(SHAPE)), 2, **options)
     assert outcome.kind == 'refused', outcome
     assert "`loss['box']` must be a tensor" in outcome.message

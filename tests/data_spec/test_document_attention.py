@@ -175,15 +175,9 @@ def test_evaluation_between_steps_is_the_models_own():
     for packing in (False, True):
         logits = EvalLogits()
         padded = token_data_spec(loader(collate(text_rows(SHAPE), side='left')))
-        fit(
-            text_model(),
-            batch,
-            batch,
-            packing=packing,
-            eval_interval='1ba',
-            callbacks=[logits],
-            eval_dataloader=Evaluator(label='eval', dataloader=padded, device_eval_microbatch_size=1),
-        )
+        held = Evaluator(label='eval', dataloader=padded, device_eval_microbatch_size=1)
+        options = {'eval_dataloader': held, 'eval_interval': '1ba', 'callbacks': [logits]}
+        fit(text_model(), batch, batch, packing=packing, **options)
         found.append(torch.cat(logits.found, dim=1))
     assert found[0].numel()
     assert torch.equal(*found)

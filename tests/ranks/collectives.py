@@ -37,14 +37,8 @@ def count(size: int, algorithms: list[Any], callbacks: list[Any]) -> dict[str, i
     rows = text_rows([(4, 2), (14, 11), (9, 9), (3, 0), (6, 1), (7, 2)])
     counter = CountCollectives()
     # The counter comes last, so that its step runs from after one TokenMonitor reduction to after the next.
-    fit(
-        text_model(),
-        loader(*[collate(rows)] * 4),
-        algorithms=algorithms,
-        microbatch_size=size,
-        callbacks=[*callbacks, counter],
-        max_duration='4ba',
-    )
+    options: Any = {'algorithms': algorithms, 'callbacks': [*callbacks, counter], 'microbatch_size': size}
+    fit(text_model(), loader(*[collate(rows)] * 4), max_duration='4ba', **options)
     return counter.counts
 
 

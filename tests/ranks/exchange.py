@@ -14,13 +14,13 @@ import torch
 from composer.utils import dist
 from torch.utils.data import IterableDataset
 
-from composer_tokacc import TokenAccumulation, token_data_spec
+from composer_tokacc import token_data_spec
 from composer_tokacc.data import BadSampleError
 from composer_tokacc.metadata import num_samples
 from composer_tokacc.sampling import ExchangingDataLoader
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
 from tests.support.text import text_model
-from tests.support.training import logged, reference_gradients, relative_error, train, write_result
+from tests.support.training import TOTAL, fit, reference_gradients, relative_error, write_result
 
 BATCH, EPOCH = 3, 31
 SAMPLES = LengthDataset(200)
@@ -97,18 +97,12 @@ def gradients(objective: str) -> list[dict[str, float]]:
     expected = steps(build(Shares(), objective=objective))
     assert len(expected) == -(-max(READ[dist.get_world_size()]) // BATCH)
     model = text_model()
-    recorder, memory, trainer = train(
-        model,
-        token_data_spec(build(Shares(), objective=objective), slot_tokens=LONGEST),
-        algorithms=[TokenAccumulation()],
-        microbatch_size=2,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
-        max_duration=f'{len(expected)}ba',
-    )
+    data = token_data_spec(build(Shares(), objective=objective), slot_tokens=LONGEST)
+    recorder = fit(model, data, max_duration=f'{len(expected)}ba')
     found = []
     if dist.get_global_rank():
         return found
-    for step, gradients_of_step, loss in zip(expected, recorder.steps, logged(memory, 'loss/train/total'), strict=True):
+    for step, gradients_of_step, loss in zip(expected, recorder.steps, recorder.logged(TOTAL), strict=True):
         names = [name for rank in step if rank['num_samples'] for name in rank['names']]
         reference, true_loss = reference_gradients(model, collate_samples([SAMPLES[name] for name in sorted(names)]))
         found.append({
@@ -116,7 +110,7 @@ def gradients(objective: str) -> list[dict[str, float]]:
             'loss_error': abs(loss - true_loss) / true_loss,
             'num_samples': len(names),
         })  # fmt: skip
-    assert int(trainer.state.timestamp.sample) == sum(one['num_samples'] for one in found)
+    assert int(recorder.trainer.state.timestamp.sample) == sum(one['num_samples'] for one in found)
     return found
 
 

@@ -53,13 +53,8 @@ def errors() -> dict[str, float]:
         for parallel in ('ddp', 'fsdp'):
             for size in (1, 3):
                 options = FSDP if parallel == 'fsdp' else {}
-                recorder = fit(
-                    built(processor, lora),
-                    layout.concat(rank_share(rows, SHARES)),
-                    layout=layout,
-                    microbatch_size=size,
-                    **options,
-                )
+                own = layout.concat(rank_share(rows, SHARES))
+                recorder = fit(built(processor, lora), own, layout=layout, microbatch_size=size, **options)
                 assert recorder.trainer.state.fsdp_enabled == (parallel == 'fsdp')
                 if not expected:
                     continue

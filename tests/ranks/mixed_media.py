@@ -43,13 +43,9 @@ def run(
     freeze_unreached(case)
     shares = [[rows_of(case, kinds) for kinds in step] for step in steps]
     data = loader(*(join(step[dist.get_global_rank()], side=side, slots=slots) for step in shares))
-    recorder = fit(
-        sharded(case.model) if fsdp else copy.deepcopy(case.model),
-        token_data_spec(data),
-        microbatch_size=size,
-        max_duration=f'{len(steps)}ba',
-        **(FSDP if fsdp else {}),
-    )
+    model = sharded(case.model) if fsdp else copy.deepcopy(case.model)
+    options = {'microbatch_size': size, 'max_duration': f'{len(steps)}ba', **(FSDP if fsdp else {})}
+    recorder = fit(model, token_data_spec(data), **options)
     found = []
     if dist.get_global_rank():
         return found

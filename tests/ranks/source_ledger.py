@@ -24,15 +24,8 @@ def run(**options: Any) -> dict[str, Any]:
     world, rows = dist.get_world_size(), text_rows(SHAPE)
     sizes = [2, *[6 // (world - 1)] * (world - 1)]
     own = [{**collate(rank_share(rows, sizes)), 'source': rank_share(step, sizes)} for step in STEPS]
-    recorder = fit(
-        text_model(),
-        *own,
-        slot_tokens=14,
-        **options,
-        microbatch_size=1,
-        callbacks=[TokenMonitor()],
-        max_duration=f'{len(STEPS)}ba',
-    )
+    callbacks = [TokenMonitor()]
+    recorder = fit(text_model(), *own, slot_tokens=14, microbatch_size=1, callbacks=callbacks, **options)
     names = {name for name in recorder.memory.data if '/source/' in name}
     logged = [{} for _ in STEPS]
     for name in names:
