@@ -10,18 +10,16 @@ each rank's batch by itself, weighed by its loss-generating tokens.
 from __future__ import annotations
 
 import copy
-import hashlib
 from typing import Any
 
 import torch
 from composer.models import HuggingFaceModel
 from composer.utils import dist
 
-from composer_tokacc import TokenAccumulation, token_data_spec
 from tests.matrix.harness import plain_gradients, quiet
 from tests.model_types.trial import maker_of
 from tests.support.fsdp import FSDP, repair_average, sharded
-from tests.support.training import loader, relative_error, train, write_runs
+from tests.support.training import fit, relative_error, saving, state_of, write_runs
 
 
 def run(
@@ -65,20 +63,14 @@ def run(
     own = [media if kind == 'm' and not dist.get_global_rank() else text for kind in steps]
     if fsdp:
         repair_average()
-    options = {**FSDP} if fsdp else {}
-    if folder is not None:
-        options |= {'save_folder': folder, 'save_interval': '1ba', 'save_filename': 'ba{batch}.pt'}
+    options: dict[str, Any] = {**(FSDP if fsdp else {}), **saving(folder), 'load_path': load_path}
     trained = sharded(maker.model) if fsdp else copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=lr, weight_decay=0.0)
     with quiet():
-        recorder, _, trainer = train(
-            trained, token_data_spec(loader(*own), packing=packing), microbatch_size=size,
-            algorithms=[TokenAccumulation()],
-            optimizer=torch.optim.AdamW(trained.parameters(), lr=lr, weight_decay=0.0), max_duration=f'{len(steps)}ba',
-            load_path=load_path, **options,
-        )  # fmt: skip
+        recorder = fit(trained, *own, packing=packing, microbatch_size=size, optimizer=optimizer, **options)
     dist.barrier()
-    values = [getattr(one, 'full_tensor', one.detach)().flatten() for one in trainer.state.model.parameters()]
-    trainer.close()
+    state = state_of(recorder.trainer.state.model)
+    recorder.trainer.close()
     if not is_first:
         return {}
     pairs = zip(recorder.steps, steps[len(steps) - len(recorder.steps) :], strict=True)
@@ -87,7 +79,7 @@ def run(
     return {
         'round_off': relative_error(plain_gradients(model, given), doubles),
         'errors': [relative_error(found, expected[kind]) for found, kind in pairs],
-        'parameters': hashlib.sha256(torch.cat(values).detach().numpy().tobytes()).hexdigest(),
+        'parameters': state['parameters'],
     }
 
 

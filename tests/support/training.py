@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import inspect
 import json
 import sys
@@ -77,6 +78,18 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 def full(tensor: torch.Tensor) -> torch.Tensor:
     """A whole tensor out of a sharded one."""
     return tensor.full_tensor() if hasattr(tensor, 'full_tensor') else tensor
+
+
+def state_of(model: torch.nn.Module) -> dict[str, Any]:
+    """A hash of the parameters, and their norm; of all ranks where they are sharded."""
+    values = torch.cat([full(p).detach().flatten() for p in unwrapped(model).parameters()])
+    return {'parameters': hashlib.sha256(values.numpy().tobytes()).hexdigest(), 'norm': float(values.double().norm())}
+
+
+def saving(folder: str | None) -> dict[str, Any]:
+    """Options of the Trainer for a checkpoint a step, ``ba{batch}.pt``, also between two epochs."""
+    names = {'save_folder': folder, 'save_filename': 'ba{batch}.pt', 'save_num_checkpoints_to_keep': -1}
+    return {**names, 'save_interval': '1ba'} if folder else {}
 
 
 def train(
