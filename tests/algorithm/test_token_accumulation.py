@@ -24,7 +24,6 @@ from tests.support.training import (
     loader,
     reference_gradients,
     relative_error,
-    train,
 )
 
 RAGGED = [(4, 2), (5, 3), (9, 7), (14, 11), (6, 1), (3, 2)]
@@ -52,9 +51,10 @@ def test_gradient_is_that_of_one_forward_over_the_batch(model, side, microbatch_
 def test_stock_composer_is_wrong_here_so_the_test_can_fail(model):
     batch = collate(text_rows(RAGGED[:4]))
     expected, _ = reference_gradients(model, batch)
-    recorder, _, _ = train(model, loader(batch), microbatch_size=1)
+    recorder = fit(model, loader(batch), algorithms=[], microbatch_size=1)
     assert relative_error(recorder.gradients, expected) > 0.1
-    recorder, _, _ = train(model, loader(batch), microbatch_size=1, accumulate_train_batch_on_tokens=True)
+    flag = {'accumulate_train_batch_on_tokens': True}
+    recorder = fit(model, loader(batch), algorithms=[], microbatch_size=1, **flag)
     assert relative_error(recorder.gradients, expected) > 0.1  # its default counter counts padding
 
 
@@ -76,14 +76,15 @@ def test_algorithm_together_with_a_model_to_count_by_is_exact(model, batch):
 
 @pytest.mark.parametrize('rule', ['auto', 'causal', 'unshifted'])
 def test_native_flag_without_a_model_to_count_by_is_refused(model, batch, rule):
+    data = token_data_spec(loader(batch), loss_tokens=rule)
     with pytest.raises(RuntimeError, match=r'pass `model=`'):
-        train(model, token_data_spec(loader(batch), loss_tokens=rule), accumulate_train_batch_on_tokens=True)
+        fit(model, data, algorithms=[], accumulate_train_batch_on_tokens=True)
 
 
 def test_native_flag_with_a_rule_that_is_not_the_models_is_refused(model, batch):
     data = token_data_spec(loader(batch), model=model, loss_tokens='unshifted')
     with pytest.raises(RuntimeError, match=r"Set `loss_tokens='causal'`"):
-        train(model, data, accumulate_train_batch_on_tokens=True)
+        fit(model, data, algorithms=[], accumulate_train_batch_on_tokens=True)
 
 
 def test_native_flag_together_with_the_algorithm_is_refused_before_any_step(model, batch):
@@ -389,11 +390,9 @@ def test_probe_leaves_random_state_and_mode_alone(model, batch):
     states = []
     for algorithms in ([], [TokenAccumulation(loss_tokens='causal', check_loss=False)], [TokenAccumulation()]):
         torch.manual_seed(7)
-        _recorder, _, trainer = train(
-            copy.deepcopy(model), loader(batch), algorithms=algorithms, microbatch_size=6, seed=7
-        )
+        recorder = fit(copy.deepcopy(model), loader(batch), algorithms=algorithms, microbatch_size=6, seed=7)
         states.append(torch.get_rng_state())
-        assert trainer.state.model.training
+        assert recorder.trainer.state.model.training
     assert torch.equal(states[0], states[1])
     assert torch.equal(states[0], states[2])
 

@@ -23,7 +23,7 @@ from tests.matrix.packed import FAMILIES as PACKED
 from tests.matrix.packed import cell
 from tests.support.families import FAMILIES
 from tests.support.text import VOCABULARY, collate, text_model, text_rows
-from tests.support.training import fit, loader, reference_gradients, relative_error, train
+from tests.support.training import fit, loader, reference_gradients, relative_error
 
 SHAPE = [(4, 2), (5, 3), (9, 7), (1, 0), (14, 11), (9, 3), (9, 2), (1, 1)]
 IS_V4 = transformers.__version__.startswith('4.')
@@ -373,7 +373,7 @@ def test_auto_pads_where_the_model_cannot_be_packed():
 
 def test_auto_without_the_algorithm_is_refused():
     with pytest.raises(RuntimeError, match="`packing='auto'` needs TokenAccumulation"):
-        train(text_model(), token_data_spec(loader(collate(text_rows(SHAPE))), packing='auto'), microbatch_size=2)
+        fit(text_model(), collate(text_rows(SHAPE)), packing='auto', algorithms=[])
 
 
 def test_other_words_for_packing_are_refused():

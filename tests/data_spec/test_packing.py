@@ -8,12 +8,12 @@ import random
 import pytest
 import torch
 
-from composer_tokacc import BatchLayout, TokenMonitor, token_data_spec
+from composer_tokacc import BatchLayout, TokenMonitor
 from composer_tokacc.data_spec.packing import pack_rows
 from composer_tokacc.planning import pack_lengths
 from tests.support.families import FAMILIES
 from tests.support.text import collate, text_model, text_rows
-from tests.support.training import assert_exact, fit, hugging_face, loader, reference_gradients, relative_error, train
+from tests.support.training import assert_exact, fit, hugging_face, reference_gradients, relative_error
 
 BOUNDS = ('attention_mask', 'position_ids')
 SHAPE = [(4, 2), (5, 3), (9, 7), (14, 11), (6, 0), (3, 2)]
@@ -66,9 +66,8 @@ def test_model_that_leaks_between_documents_is_refused(monkeypatch):
 
 
 def test_packing_without_the_algorithm_is_refused():
-    batch = collate(text_rows(SHAPE))
     with pytest.raises(RuntimeError, match='needs TokenAccumulation'):
-        train(text_model(), token_data_spec(loader(batch), packing=True), microbatch_size=2)
+        fit(text_model(), collate(text_rows(SHAPE)), packing=True, algorithms=[])
 
 
 def test_entries_that_cannot_be_packed_are_refused():

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, TokenAccumulation, token_data_spec
+from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, token_data_spec
 from composer_tokacc.data_spec.cut_rules import CutRules
 from composer_tokacc.data_spec.registry import split_of
 from composer_tokacc.layout import BatchLayout, PreSplitBatch
@@ -22,7 +22,7 @@ from tests.support.families import FAMILIES
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
 from tests.support.small_batches import LLAVA, TEXT, text_batch
 from tests.support.text import text_model
-from tests.support.training import fit, hugging_face, logged, reference_gradients, relative_error, train
+from tests.support.training import fit, hugging_face, reference_gradients, relative_error
 
 SHAPES = [[9, 8], [5, 4, 4, 3], [10]]
 CAP = 20
@@ -177,11 +177,9 @@ def test_every_step_has_the_gradient_of_its_global_batch(width_multiple):
     widths = {one['input_ids'].shape[1] % width_multiple for batch in loader for one in batch.microbatches}
     assert widths == {0}
     spec = token_data_spec(loader, slot_tokens=LONGEST, width_multiple=width_multiple)
-    recorder, memory, trainer = train(
-        model, spec, algorithms=[TokenAccumulation()], microbatch_size=2, max_duration='1ep'
-    )
-    assert int(trainer.state.timestamp.sample) == 20
-    for step, (found, loss) in enumerate(zip(recorder.steps, logged(memory, 'loss/train/total'), strict=True)):
+    recorder = fit(model, spec, max_duration='1ep')
+    assert int(recorder.trainer.state.timestamp.sample) == 20
+    for step, (found, loss) in enumerate(zip(recorder.steps, recorder.logged('loss/train/total'), strict=True)):
         whole = collate_samples([dataset[index] for index in sampler.window(step)])
         expected, true_loss = reference_gradients(model, whole)
         assert relative_error(found, expected) < 1e-6

@@ -13,12 +13,12 @@ from composer.core import Callback
 from composer.metrics import LanguageCrossEntropy
 from torch.utils.data import DataLoader, Dataset
 
-from composer_tokacc import TokenAccumulation, token_data_spec
+from composer_tokacc import token_data_spec
 from composer_tokacc.metadata import metadata_of
 from composer_tokacc.planning import CostModel
 from tests.support.exactness import rows_of, split
 from tests.support.text import collate, text_model, text_rows
-from tests.support.training import fit, hugging_face, loader, reference_gradients, relative_error, train
+from tests.support.training import fit, hugging_face, loader, reference_gradients, relative_error
 
 SHAPE = [(4, 2), (5, 3), (9, 7), (14, 11), (6, 1), (3, 2)]
 
@@ -91,7 +91,7 @@ def test_evaluation_keeps_order_and_rows_and_gives_the_true_mean():
     metric = LanguageCrossEntropy()
     composer_model = hugging_face(model, eval_metrics=[metric])
     data = token_data_spec(DataLoader(Rows(rows), batch_size=4, collate_fn=collate))
-    _, _memory, trainer = train(composer_model, loader(collate(rows)), algorithms=[TokenAccumulation()])
+    trainer = fit(composer_model, loader(collate(rows))).trainer
     trainer.eval(data)
     assert trainer.state.eval_metrics['eval']['LanguageCrossEntropy'].compute().item() == pytest.approx(loss, rel=1e-6)
     with torch.no_grad():
