@@ -175,8 +175,7 @@ def _telling_rows(
                 f'`rows` must differ in their numbers of labels, got: {labels[0]} in each of {len(everyone)} rows, '
                 f'counted {rule}. Among such rows a mean of means is the mean over all tokens, and nothing is proven.'
             )
-    totals = [[sum(labels[start : start + len(own)]) for start in range(0, len(labels), len(own))]
-              for labels in counts.values()]  # fmt: skip
+    totals = torch.tensor(list(counts.values())).view(len(counts), -1, len(own)).sum(dim=2).tolist()
     if len(of_ranks) > 1 and any(len(set(of_rule)) == 1 for of_rule in totals):
         # Ranks with equally many labels would hide a mean over ranks: rows are dealt anew, those of few labels first.
         order = sorted(range(len(everyone)), key=lambda row: [labels[row] for labels in counts.values()])

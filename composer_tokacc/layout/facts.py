@@ -12,16 +12,7 @@ from functools import cached_property
 
 import torch
 
-from composer_tokacc.batch import (
-    IGNORE_INDEX,
-    MODALITIES,
-    Batch,
-    lengths_of,
-    own_labels,
-    real_positions,
-    side_of,
-    text_of,
-)
+from composer_tokacc.batch import IGNORE_INDEX, MODALITIES, Batch, lengths_of, own_labels, real_positions, side_of
 from composer_tokacc.layout.found import has_sound_along_text
 from composer_tokacc.layout.layout import BatchLayout
 from composer_tokacc.layout.pre_split import microbatches_of
@@ -35,23 +26,28 @@ and Ministral 3 scale attention by the column, but not in the first thousands of
 
 @dataclass(frozen=True)
 class RowFacts:
-    """The rows of one collated batch, as :func:`describe` finds them.
-
-    Args:
-        batch: The batch itself, whose rows are selected later.
-        layout: How its tensors belong to rows.
-        side: Where the rows are padded, ``'left'`` or ``'right'``.
-        width: Padded width of the rows.
-        is_padded: Whether some position is padding.
-    """
+    """The rows of one collated batch, as :func:`describe` finds them: the batch, whose rows are selected later."""
 
     batch: Batch = field(repr=False)
     layout: BatchLayout = field(repr=False)
-    side: str
-    width: int
-    is_padded: bool
+    """How its tensors belong to rows."""
     real: torch.Tensor = field(repr=False)
     """Which positions are attended or labelled, ``(rows, width)`` bool."""
+
+    @cached_property
+    def is_padded(self) -> bool:
+        """Whether some position is padding."""
+        return not bool(self.real.all())
+
+    @cached_property
+    def side(self) -> str:
+        """Where the rows are padded, ``'left'`` or ``'right'``."""
+        return side_of(self.real)
+
+    @property
+    def width(self) -> int:
+        """Padded width of the rows."""
+        return self.layout.width(self.batch)
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -110,9 +106,7 @@ class RowFacts:
 
 def describe(layout: BatchLayout, batch: Batch) -> RowFacts:
     """Returns the facts about a batch's rows; one look at its masks and labels, and at its media when asked."""
-    real = real_positions(batch)
-    is_padded = not bool(real.all())
-    return RowFacts(batch, layout, side_of(real) if is_padded else 'right', text_of(batch).shape[1], is_padded, real)
+    return RowFacts(batch, layout, real_positions(batch))
 
 
 def describe_all(layout: BatchLayout | None, batch: Batch) -> list[RowFacts]:

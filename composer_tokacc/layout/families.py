@@ -124,12 +124,8 @@ TEXT_ENTRIES: dict[str, Entry] = {
 }
 
 _IMAGE, _VIDEO, _AUDIO = Entry(unit='image'), Entry(unit='video'), Entry(unit='audio')
-_GRIDS = {
-    'pixel_values': Entry(unit='patch'),
-    'image_grid_thw': _IMAGE,
-    'pixel_values_videos': Entry(unit='video_patch'),
-    'video_grid_thw': _VIDEO,
-}
+_GRIDS = {'pixel_values': Entry(unit='patch'), 'image_grid_thw': _IMAGE,
+          'pixel_values_videos': Entry(unit='video_patch'), 'video_grid_thw': _VIDEO}  # fmt: skip
 _CLIPS = {'pixel_values_videos': _VIDEO, 'image_sizes_videos': _VIDEO}
 _TILES = {**_CLIPS, 'pixel_values': _IMAGE, 'image_sizes': _IMAGE}
 _SOUNDS = {'input_features': _AUDIO, 'feature_attention_mask': _AUDIO, 'audio_feature_lengths': _AUDIO}
