@@ -40,7 +40,7 @@ from composer_tokacc.metadata import (
     num_samples,
     with_metadata,
 )
-from composer_tokacc.sampling.repeated_samples import num_repeated
+from composer_tokacc.sampling.rank_assignment import num_repeated
 from composer_tokacc.weights import LOSS_WEIGHTS, TOKEN_WEIGHTS
 
 log = logging.getLogger(__name__)
