@@ -169,6 +169,7 @@ class MicrobatchSplit:
             return self._in_order(layout, batch, max(int(microbatch_size), 1))
         sources, pre_split = self._described(layout, batch)
         self._check_packing(sources)
+        # A row of memory is a slot, and beside it what a decoder computes of a text of its own.
         width = self.options.slot_tokens or max(facts.width for facts in sources)
         width += max(facts.decoder_width for facts in sources)
         options = replace(self.options, max_tokens=int(microbatch_size * width))
