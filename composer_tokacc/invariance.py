@@ -42,12 +42,18 @@ class InvarianceCase:
     """Whether it is held to the tolerance, rather than shown beside the others."""
 
     @classmethod
-    def from_gradients(cls, found: Gradients, expected: Gradients, **facts: Any) -> InvarianceCase:
-        """Compares gradients on every rank, and gives the worst, the same on all; a collective. ``facts``: the rest."""
+    def from_gradients(
+        cls, found: Gradients, expected: Gradients, *, cut: str, padding: str, microbatch_size: int,
+        is_held: bool = True,
+    ) -> InvarianceCase:  # fmt: skip
+        """Compares gradients on every rank, and gives the worst: the same verdict on all; a collective."""
         error, reason = relative_error(found, expected)
         along = sum(_product(found[name], expected[name]) for name in found.keys() & expected.keys())
         factor = along / sum(_product(value, value) for value in expected.values())
-        case = cls(error=error, factor=factor, reason=reason, **facts)
+        case = cls(
+            cut=cut, padding=padding, microbatch_size=microbatch_size, error=error, factor=factor, reason=reason,
+            is_held=is_held,
+        )  # fmt: skip
         return max(all_gather_object(case), key=lambda one: one.error)
 
 

@@ -37,11 +37,11 @@ class CutRules:
     needs_media: bool = False
     packing: str = ''
 
-    def policy(self, facts: RowFacts, side: str | None = None) -> str:
-        """Returns what becomes of a batch's padding, or would on a side: ``'trim'``, ``'shift'`` or ``'keep'``."""
+    def policy(self, facts: RowFacts) -> str:
+        """Returns what becomes of a batch's padding: ``'trim'``, ``'shift'`` or ``'keep'``."""
         if not facts.may_be_trimmed:
             return 'keep'
-        if (side or facts.side) == 'right':
+        if facts.side == 'right':
             return self.right
         # Positions that the batch brings stay as they are where columns go; those that a model counts may not.
         is_shown = facts.has_positions == self.left_given and facts.width <= self.left_width

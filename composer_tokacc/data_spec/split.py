@@ -215,7 +215,7 @@ class MicrobatchSplit:
         if any(facts.layout.width_matters(facts.batch) for facts in sources):
             return False
         left = [facts for facts in sources if facts.side == 'left']
-        policy = self.rules.policy(max(sources, key=lambda facts: facts.width), 'left')
+        policy = self.rules.policy(replace(max(sources, key=lambda facts: facts.width), side='left'))
         return not left or (policy == 'trim' and not any(any(facts.has_label_behind_padding) for facts in left))
 
     def _check_packing(self, sources: Sequence[RowFacts]) -> None:

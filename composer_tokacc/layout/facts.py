@@ -26,28 +26,23 @@ and Ministral 3 scale attention by the column, but not in the first thousands of
 
 @dataclass(frozen=True)
 class RowFacts:
-    """The rows of one collated batch, as :func:`describe` finds them: the batch, whose rows are selected later."""
+    """The rows of one collated batch, as :func:`describe` finds them.
+
+    Args:
+        batch: The batch itself, whose rows are selected later.
+        layout: How its tensors belong to rows.
+        side: Where the rows are padded, ``'left'`` or ``'right'``.
+        width: Padded width of the rows.
+        is_padded: Whether some position is padding.
+        real: Which positions are attended or labelled, ``(rows, width)`` bool.
+    """
 
     batch: Batch = field(repr=False)
     layout: BatchLayout = field(repr=False)
-    """How its tensors belong to rows."""
+    side: str
+    width: int
+    is_padded: bool
     real: torch.Tensor = field(repr=False)
-    """Which positions are attended or labelled, ``(rows, width)`` bool."""
-
-    @cached_property
-    def is_padded(self) -> bool:
-        """Whether some position is padding."""
-        return not bool(self.real.all())
-
-    @cached_property
-    def side(self) -> str:
-        """Where the rows are padded, ``'left'`` or ``'right'``."""
-        return side_of(self.real)
-
-    @property
-    def width(self) -> int:
-        """Padded width of the rows."""
-        return self.layout.width(self.batch)
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -106,7 +101,8 @@ class RowFacts:
 
 def describe(layout: BatchLayout, batch: Batch) -> RowFacts:
     """Returns the facts about a batch's rows; one look at its masks and labels, and at its media when asked."""
-    return RowFacts(batch, layout, real_positions(batch))
+    real = real_positions(batch)
+    return RowFacts(batch, layout, side_of(real), layout.width(batch), not bool(real.all()), real)
 
 
 def describe_all(layout: BatchLayout | None, batch: Batch) -> list[RowFacts]:
