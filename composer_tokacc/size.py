@@ -60,10 +60,9 @@ from composer_tokacc.programs.errors import must, refuse
 from composer_tokacc.programs.models import read_config, tokenizer_of
 from composer_tokacc.programs.process import command_line, without_warnings
 from composer_tokacc.programs.runner import run_program
-from composer_tokacc.programs.schema import merge
+from composer_tokacc.programs.schema import Range, merge
 from composer_tokacc.programs.sources import source_of
 from composer_tokacc.programs.suggest import device_memory_gib, memory_of_run, suggest_for_run
-from composer_tokacc.programs.values import Range
 from composer_tokacc.sizing import MicrobatchTimer, SizingReport, draw_report, fit_cost
 
 __all__ = ['KEPT_SETTINGS', 'TIMED_STEPS', 'SizeOptions', 'main', 'size', 'time_shapes', 'time_steps']

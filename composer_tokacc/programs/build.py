@@ -58,12 +58,7 @@ class RunParts:
 
 
 def build_parts(config: TrainConfig) -> RunParts:
-    """Seeds this rank, joins the process group and builds what the config names besides the Trainer.
-
-    Raises:
-        ValueError: For an argument that its owner refuses once it has seen model or data; see :func:`.in_words_of`.
-        BadSampleError: For a sample that cannot be read.
-    """
+    """Seeds this rank, joins the process group and builds what the config names besides the Trainer."""
     reproducibility.seed_all(config.seed)
     # Before the data: the ranks share its reading.
     if dist.get_world_size() > 1:

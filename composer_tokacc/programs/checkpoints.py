@@ -145,11 +145,7 @@ def check_checkpoint(what: str, path: Path) -> None:
 
 
 def read_checkpoint(path: Path, *, mmap: bool = False) -> dict[str, Any]:
-    """Loads a checkpoint file without running code that it may hold.
-
-    Raises:
-        pickle.UnpicklingError: If it holds more than tensors, plain values and what ``compat`` lists.
-    """
+    """Loads a checkpoint file without running code that it may hold, of which torch raises UnpicklingError."""
     with torch.serialization.safe_globals(composer_state_types()):
         return torch.load(path, map_location='cpu', mmap=mmap, weights_only=True)
 
@@ -176,7 +172,7 @@ class SameData(Callback):
         dataset: The training set.
         processor: Its processor or tokenizer.
         adapter: See :func:`.identify_adapter`.
-        model: The model, before the Trainer has it; None compares none.
+        model: Before the Trainer has it; None compares none.
         trainer: Arguments of the Trainer, which say where a checkpoint comes from.
         on_other_data: ``'raise'``, or ``'warn'`` to go on.
     """

@@ -40,13 +40,10 @@ def must(
 
 @contextmanager
 def in_words_of(config: Any) -> Iterator[None]:
-    """Makes a :class:`ConfigError` of what the owner of an argument says against its value.
+    """Makes a :class:`ConfigError` of what the owner of an argument says against its value in a config, a dataclass.
 
     Only of a plain ValueError that this package raises: those of torch, Transformers or Streaming, and faults of the
     program, keep their type and their traceback. An argument gets its path: ``freeze`` becomes ``model.freeze``.
-
-    Args:
-        config: The config, a dataclass, whose values were handed on under their own names.
     """
     try:
         yield

@@ -29,12 +29,10 @@ from composer_tokacc.programs.models import auto_class, empty_model, set_cache
 
 
 def export_checkpoint(checkpoint: Path, folder: Path, *, merge: bool = False) -> None:
-    """Writes a folder that ``from_pretrained`` loads, without Composer and without this package.
+    """Writes a folder, absent or empty, that ``from_pretrained`` loads without Composer and without this package.
 
-    Args:
-        checkpoint: A Composer checkpoint of a ``HuggingFaceModel``: one file, or the folder of a sharded (FSDP) one.
-        folder: Where to; must be absent or empty.
-        merge: Whether a LoRA adapter is added into its base, which is loaded for it.
+    ``checkpoint`` is of a ``HuggingFaceModel``: one file, or the folder of a sharded (FSDP) one. ``merge`` adds a LoRA
+    adapter into its base, which is loaded for it.
     """
     folder = folder.resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

@@ -191,8 +191,7 @@ def _lines(result: dict[str, Any]) -> list[tuple[str, str]]:
 class JsonLines(LoggerDestination):
     """Writes what is logged in a step as one line of ``metrics.jsonl``, on the first rank; numbers alone.
 
-    Args:
-        folder: Where the file goes, ``{run_name}`` included. A resumed run writes on behind what is there.
+    A resumed run writes on behind what is there. ``folder`` is where the file goes, ``{run_name}`` included.
     """
 
     def __init__(self, folder: str) -> None:
