@@ -227,8 +227,7 @@ def merge(options: type[Options], *layers: Any, path: str = '') -> Options:
         if isinstance(error, MissingMandatoryValue):
             message = f'`{key}` must be given, got: nothing. Write {key}=... behind the file on the command line'
         raise ConfigError(message) from error
-    check_arguments(path, options, given)
-    return _instance(options, given, path)
+    return _built(path, options, given)
 
 
 def _overlay(below: Any, above: Any) -> Any:
@@ -238,15 +237,11 @@ def _overlay(below: Any, above: Any) -> Any:
     return {**below, **{key: _overlay(below.get(key), value) for key, value in above.items()}}
 
 
-def _instance(options: type[Options], given: Mapping[str, Any], path: str) -> Options:
-    """Builds a checked mapping into a dataclass, and the mappings inside it that are sections."""
-    hints, values = hints_of(options), dict(given)
-    for name, value in given.items():
-        section = next((option for option in alternatives(hints[name]) if is_section(option)), None)
-        if section is not None and value is not None:
-            values[name] = _instance(section, value, '.'.join(filter(None, (path, name))))
+def _built(path: str, section: type[Options], given: Mapping[str, Any]) -> Options:
+    """Returns a section of checked values, and of sections inside it."""
+    values = check_arguments(path, section, given)
     try:
-        return options(**values)
+        return section(**values)
     except ValueError as error:  # of a class that checks itself
         raise ConfigError(f'`{path}.{str(error)[1:]}' if path else str(error)) from error
 
@@ -273,11 +268,12 @@ def check_arguments(
     num_given: int = 0,
     own_keys: Mapping[str, Any] | None = None,
     hints: Mapping[str, Any] | None = None,
-) -> None:
+) -> dict[str, Any]:
     """Refuses what is unknown, missing or of another type or range among the arguments for a class or function.
 
     The program itself supplies ``num_given`` leading parameters. ``own_keys`` of the section are not meant for
-    ``target``, and are held to what they may be; ``hints`` count instead of the annotations of ``target``.
+    ``target``, and are held to what they may be; ``hints`` count instead of the annotations of ``target``. Returns the
+    arguments, with sections of our own as their classes.
     """
     if not isinstance(arguments, Mapping | None):
         raise ConfigError(f'`{path}` must be a mapping, got: {arguments}. Write {{}} for its defaults')
@@ -290,8 +286,8 @@ def check_arguments(
         if p.default is p.empty and p.name in names and p.name not in arguments:
             raise ConfigError(f'`{path}.{p.name}` must be given: {target.__name__} has no default for it')
     hints = {**hints_of(target), **(hints or {}), **own_keys}
-    for name, value in arguments.items():
-        check_value('.'.join(filter(None, (path, str(name)))), value, hints.get(name, Any))
+    paths = {name: f'{path}.{name}' if path else str(name) for name in arguments}
+    return {name: check_value(paths[name], value, hints.get(name, Any)) for name, value in arguments.items()}
 
 
 def check_names(path: str, arguments: Iterable[str], known: Iterable[str]) -> None:
@@ -310,26 +306,25 @@ def hints_of(target: Any) -> dict[str, Any]:
         return {}
 
 
-def check_value(path: str, value: Any, hint: Any) -> None:
-    """Holds a value to an annotation; what no YAML file can hold, such as a callable, passes."""
+def check_value(path: str, value: Any, hint: Any) -> Any:
+    """Holds a value to an annotation and returns it; what no YAML file can hold, such as a callable, passes."""
     from composer.core import Time
 
     # A path-like object is in no file.
-    options = [option for option in alternatives(hint) if get_origin(option) is not os.PathLike]
-    if Time in options and isinstance(value, str):
-        return check_time(path, value, least=0)
-    fitting = [option for option in options if _fits(value, option)]
-    if not fitting:
-        raise ConfigError(_wrong_type(path, value, options))
-    base, ranges = _unpacked(fitting[0])
+    options = [(base, ranges) for base, ranges in _alternatives(hint) if get_origin(base) is not os.PathLike]
+    bases = [base for base, _ in options]
+    if Time in bases and isinstance(value, str):
+        check_time(path, value, least=0)
+        return value
+    base, ranges = next(((base, ranges) for base, ranges in options if _fits(value, base)), (None, ()))
+    if base is None:
+        raise ConfigError(_wrong_type(path, value, bases))
     for allowed in ranges:
         if value not in allowed:
-            raise ConfigError(f'`{path}` must be {allowed}{_or_choices(options)}, got: {value}')
-    if is_section(base):
-        check_arguments(path, base, value)
+            raise ConfigError(f'`{path}` must be {allowed}{_or_choices(bases)}, got: {value}')
     for each in value if isinstance(value, list) and get_args(base) else ():
         check_value(path, each, get_args(base)[0])
-    return None
+    return _built(path, base, value) if _is_section(base) else value
 
 
 def check_time(path: str, value: Any, *, least: int = 1) -> None:
@@ -352,52 +347,46 @@ def check_numbers(path: str, value: Any) -> None:
         raise ConfigError(f'`{path}` must be a finite number of at most 64 bits, got: {shown}')
 
 
-def is_section(hint: Any) -> bool:
+def _is_section(hint: Any) -> bool:
     """Returns whether an annotation is a section of our own; a host's dataclass may take more than it says."""
     return is_dataclass(hint) and getattr(hint, '__module__', '').startswith('composer_tokacc')
 
 
-def alternatives(hint: Any) -> Iterator[Any]:
-    """Gives the members of a union, or the annotation itself."""
-    if get_origin(hint) in (Union, UnionType):
+def _alternatives(hint: Any, ranges: Sequence[Range] = ()) -> Iterator[tuple[Any, Sequence[Range]]]:
+    """Gives the members of a union, or the annotation itself, each with where its numbers must lie."""
+    if get_origin(hint) is Annotated:
+        base, *found = get_args(hint)
+        yield from _alternatives(base, [each for each in found if isinstance(each, Range)])
+    elif get_origin(hint) in (Union, UnionType):
         for option in get_args(hint):
-            yield from alternatives(option)
+            yield from _alternatives(option, ranges)
     else:
-        yield hint
+        yield hint, ranges
 
 
-def _unpacked(option: Any) -> tuple[Any, tuple[Any, ...]]:
-    if get_origin(option) is Annotated:
-        base, *ranges = get_args(option)
-        return base, tuple(each for each in ranges if isinstance(each, Range))
-    return option, ()
-
-
-def _fits(value: Any, option: Any) -> bool:
-    base = _unpacked(option)[0]
+def _fits(value: Any, base: Any) -> bool:
     if get_origin(base) is Literal:
         # Hosts put choices in capitals into capitals themselves.
         return value in get_args(base) or (isinstance(value, str) and value.upper() in get_args(base))
     if base in (bool, int, float, str, NoneType):  # exactly, as hosts take the text `no` for true
         return type(value) is base or (base is float and type(value) is int)
-    container = Mapping if is_section(base) else _CONTAINERS.get(get_origin(base) or base)
+    container = Mapping if _is_section(base) else _CONTAINERS.get(get_origin(base) or base)
     return container is None or isinstance(value, container)
 
 
-def _wrong_type(path: str, value: Any, options: Sequence[Any]) -> str:
-    bases = [_unpacked(option)[0] for option in options]
+def _wrong_type(path: str, value: Any, bases: Sequence[Any]) -> str:
     choices = [str(choice) for base in bases if get_origin(base) is Literal for choice in get_args(base)]
-    bases = [dict if is_section(base) else base for base in bases if get_origin(base) is not Literal]
-    types = {getattr(get_origin(base) or base, '__name__', str(base)) for base in bases}
+    plain = [dict if _is_section(base) else base for base in bases if get_origin(base) is not Literal]
+    types = {getattr(get_origin(base) or base, '__name__', str(base)) for base in plain}
     words = {'NoneType': 'null', 'Sequence': 'list', 'dict': 'mapping', 'Mapping': 'mapping'}
     expected = 'of type ' * bool(types) + ' or '.join(sorted(words.get(name, name) for name in types))
     if isinstance(value, str) and choices and types <= {'NoneType'}:
         return unknown_name(f'`{path}`', value, choices)
     if types <= {'dict', 'Mapping', 'NoneType'} and not choices:
         return f'`{path}` must be a mapping, got: {value}. Leave it out for its defaults'
-    return f'`{path}` must be {(expected + _or_choices(options)).removeprefix(", or ")}, got: {value}'
+    return f'`{path}` must be {(expected + _or_choices(bases)).removeprefix(", or ")}, got: {value}'
 
 
-def _or_choices(options: Sequence[Any]) -> str:
-    choices = (choice for option in options if get_origin(option) is Literal for choice in get_args(option))
+def _or_choices(bases: Sequence[Any]) -> str:
+    choices = (choice for base in bases if get_origin(base) is Literal for choice in get_args(base))
     return ''.join(f', or {choice}' for choice in choices)

@@ -59,7 +59,7 @@ class Source(ABC):
         return dataset
 
     def build_processor(self) -> Any:
-        """Returns the checkpoint's own processor, or a small one for the dataset, with images of ``model.config``'s size."""
+        """Returns the checkpoint's own processor, or where the model is fresh a small one with images of its size."""
         model, arguments = self.config.model, dict(self.section.get('processor') or {})
         if model.pretrained is not None:
             with read_from(model.pretrained):
