@@ -69,8 +69,8 @@ class Answers(Callback):
         """Answers."""
         if dist.get_global_rank() or not self._is_able:
             return
-        model = cast(HuggingFaceModel, inner_model(state.model))
         try:
+            model = cast(HuggingFaceModel, inner_model(state.model))
             self.last = answer_eval_samples(model, self.dataset, self.processor, **self.options)
         except Exception as error:  # whatever a model lacks for generation is no reason not to train
             self._is_able = False
