@@ -270,12 +270,9 @@ def _saved(path: Path, name: str) -> tuple[str, dict[str, tuple[int, ...]], bool
         saved: dict[str, Any] = {'state': {'callbacks': {name: {'fingerprints': ''}}}}
         load(saved, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=True))
         entries: Mapping[str, Any] = FileSystemReader(path).read_metadata().state_dict_metadata
-        prefix = 'state.model.'
-        shapes = {
-            key.removeprefix(prefix): tuple(entry.size)
-            for key, entry in entries.items()
-            if key.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
-        }
+        tensors = {key: tuple(entry.size) for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+        own = [key for key in tensors if key.startswith('state.model.')]
+        shapes = {key.removeprefix('state.model.'): tensors[key] for key in own}
         has_optimizer = any(key.startswith('state.optimizers') for key in entries)
     else:  # mapped: weights stay where they are
         with must('the checkpoint must hold tensors and plain values alone', path, pickle.UnpicklingError):

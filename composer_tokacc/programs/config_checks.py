@@ -39,16 +39,10 @@ from composer_tokacc.programs.sources import source_of
 
 # Arguments of the Trainer that other sections fill.
 _FILLED_ELSEWHERE = {
-    'model': 'model',
-    'train_dataloader': 'dataset` and `loader',
-    'eval_dataloader': 'dataset.eval',
-    'algorithms': 'algorithms',
-    'callbacks': 'callbacks',
-    'optimizers': 'optimizer',
-    'schedulers': 'scheduler',
-    'device_train_microbatch_size': 'microbatching.device_train_microbatch_size',
-    'seed': 'seed',
-}
+    'model': 'model', 'train_dataloader': 'dataset` and `loader', 'eval_dataloader': 'dataset.eval',
+    'algorithms': 'algorithms', 'callbacks': 'callbacks', 'optimizers': 'optimizer', 'schedulers': 'scheduler',
+    'device_train_microbatch_size': 'microbatching.device_train_microbatch_size', 'seed': 'seed',
+}  # fmt: skip
 _FSDP = 'trainer.parallelism_config.fsdp'
 
 

@@ -22,6 +22,7 @@ from composer.loggers import InMemoryLogger, Logger, LoggerDestination
 from composer.models import HuggingFaceModel
 from composer.utils import dist
 from PIL import Image
+from torch.utils.data import ConcatDataset
 
 from composer_tokacc.programs.answers import Answer
 from composer_tokacc.programs.build import RunParts
@@ -104,6 +105,8 @@ def summarize(
     losses = [value for _, values in series_of(history, 'loss/train/total').values() for value in values]
     evaluations, monitored = (series_of(history, pattern) for pattern in ('metrics/eval/*', 'token_monitor/*'))
     means = {name: float(np.mean(values)) for name, (_, values) in monitored.items()}
+    train: Any = parts.train_dataset
+    datasets = [*(train.datasets if isinstance(train, ConcatDataset) else [train]), parts.eval_dataset]
     return {
         'run_name': state.run_name,
         'steps': int(state.timestamp.batch.value),
@@ -116,8 +119,8 @@ def summarize(
         'eval': {name: values[-1] for name, (_, values) in evaluations.items()},
         'token_monitor': {name: mean for name, mean in means.items() if not name.startswith('source/')},
         'sources': _sources({name: values for name, (_, values) in monitored.items() if name.startswith('source/')}),
-        'skipped': parts.skip_reports(),
-        'fitted': parts.fitted(),
+        'skipped': [dataset.skip_report() for dataset in datasets if getattr(dataset, 'skipped', None)],
+        'fitted': [one for dataset in datasets if hasattr(dataset, 'fitted') for one in dataset.fitted()],
     }
 
 
