@@ -96,7 +96,7 @@ def _check_finite(weights: Mapping[str, torch.Tensor], owner: str) -> None:
 
 def _save_pretrained(model: Any, folder: Path) -> None:
     """Saves also a generation config that Transformers reads and does not write, such as Vicuna's: greedy, warm."""
-    set_cache(model.config, on=True)
+    set_cache(model, on=True)
     generation = getattr(model, 'generation_config', None)
     if not isinstance(model, PreTrainedModel) or generation is None:
         model.save_pretrained(folder)

@@ -89,14 +89,13 @@ def build_transformers_model(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         if pretrained is not None and load_weights:
-            model = _from_checkpoint(pretrained, getattr(torch, dtype), options)
-            _make_room_for(tokenizer_of(processor), model, has_lora=lora is not None)
+            tokenizer, has_lora = tokenizer_of(processor), lora is not None
+            model = _from_checkpoint(pretrained, tokenizer, getattr(torch, dtype), options, has_lora=has_lora)
         else:
             model = _fresh(read_config(pretrained, config, processor), getattr(torch, dtype), options)
-    _check_is_decoder(model.config)
-    for module in model.modules():
-        if isinstance(getattr(module, 'config', None), PretrainedConfig):
-            set_cache(module.config, on=False)
+    if model.config.get_text_config().is_encoder_decoder:  # which would read the answers, where the labels stand
+        raise ValueError(f'the model must have a decoder alone, got: {model.config.model_type} with an encoder')
+    set_cache(model, on=False)
     unreached = _freeze_unreached_vision_layers(model)
     freeze_parameters(model, freeze)
     if lora is not None:
@@ -243,12 +242,22 @@ def empty_model(config: PretrainedConfig) -> Any:
         return auto_class(config).from_config(config)
 
 
-def _from_checkpoint(path: str, dtype: torch.dtype, options: dict[str, Any]) -> Any:
+def _from_checkpoint(path: str, tokenizer: Any, dtype: torch.dtype, options: dict[str, Any], *, has_lora: bool) -> Any:
     # Weights in few bits need further packages, and new enough ones.
     remedy = '. pip install -U bitsandbytes accelerate' if 'quantization_config' in options else ''
     requirement = '`pretrained` must be what the installed packages can load'
     with must(requirement, path, ImportError, remedy=remedy, raises=ValueError), read_from(path):
-        return auto_class(read_config(path, None)).from_pretrained(path, **options, dtype=dtype)
+        model = auto_class(read_config(path, None)).from_pretrained(path, **options, dtype=dtype)
+    num_rows, num_tokens = model.get_input_embeddings().num_embeddings, 0 if tokenizer is None else len(tokenizer)
+    if num_tokens > num_rows and has_lora:  # an adapter is loaded beside its base as that is
+        raise ValueError(
+            f'`pretrained` must have embeddings for all tokens of the processor with `lora`, got: {num_rows} < '
+            f'{num_tokens}. Call resize_token_embeddings({num_tokens}) on it, save it and name that folder'
+        )
+    if num_tokens > num_rows:
+        log.warning('Enlarging the embeddings from %d to %d tokens, as the tokenizer has.', num_rows, num_tokens)
+        model.resize_token_embeddings(num_tokens, pad_to_multiple_of=64)
+    return model
 
 
 def _fresh(config: PretrainedConfig, dtype: torch.dtype, options: dict[str, Any]) -> Any:
@@ -258,35 +267,17 @@ def _fresh(config: PretrainedConfig, dtype: torch.dtype, options: dict[str, Any]
     return model
 
 
-def _check_is_decoder(config: PretrainedConfig) -> None:
-    if config.get_text_config().is_encoder_decoder:
-        raise ValueError(
-            f'the model must have a decoder alone, got: {config.model_type} with an encoder, which would read '
-            'the answers: labels of conversations stand at their tokens. Take one with a causal language model'
-        )
-
-
-def _make_room_for(tokenizer: Any, model: Any, *, has_lora: bool) -> None:
-    num_rows = model.get_input_embeddings().num_embeddings
-    if tokenizer is not None and len(tokenizer) > num_rows:
-        if has_lora:  # an adapter is loaded beside its base as that is
-            raise ValueError(
-                f'`pretrained` must have embeddings for all tokens of the processor with `lora`, got: {num_rows} < '
-                f'{len(tokenizer)}. Call resize_token_embeddings({len(tokenizer)}) on it, save it and name that folder'
-            )
-        log.warning('Enlarging the embeddings from %d to %d tokens, as the tokenizer has.', num_rows, len(tokenizer))
-        model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64)
-
-
-def set_cache(config: PretrainedConfig, on: bool) -> None:
+def set_cache(model: nn.Module, on: bool) -> None:
     """Switches the key-value cache of all parts of a model, which generation alone reads.
 
     Training keeps it off: packed rows leak attention with it. Before transformers 4.52 each part had its own config.
     """
-    config.use_cache = on
-    for value in vars(config).values():
-        if isinstance(value, PretrainedConfig):
-            set_cache(value, on)
+    configs: list[Any] = [getattr(module, 'config', None) for module in model.modules()]
+    while configs:
+        config = configs.pop()
+        if isinstance(config, PretrainedConfig):
+            config.use_cache = on
+            configs += vars(config).values()
 
 
 def _freeze_unreached_vision_layers(model: Any) -> set[str]:
