@@ -24,7 +24,7 @@ from composer.utils import dist, reproducibility
 from composer_tokacc.algorithm import TokenAccumulation
 from composer_tokacc.collectives import from_any_rank, max_over_ranks
 from composer_tokacc.compat import inner_model
-from composer_tokacc.data_spec.registry import split_of
+from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.layout import PreSplitBatch
 from composer_tokacc.metadata import annotate, without_metadata
 from composer_tokacc.planning import CutOptions, Microbatch, cut_rows
