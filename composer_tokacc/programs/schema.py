@@ -322,9 +322,11 @@ def check_value(path: str, value: Any, hint: Any) -> Any:
     for allowed in ranges:
         if value not in allowed:
             raise ConfigError(f'`{path}` must be {allowed}{_or_choices(bases)}, got: {value}')
+    if _is_section(base):
+        return _built(path, base, value)
     for each in value if isinstance(value, list) and get_args(base) else ():
         check_value(path, each, get_args(base)[0])
-    return _built(path, base, value) if _is_section(base) else value
+    return value
 
 
 def check_time(path: str, value: Any, *, least: int = 1) -> None:
