@@ -144,9 +144,9 @@ def _with_weights(
         with must("the adapter's base must be there to merge into", base, OSError, ValueError):
             # That of the run: the file's own may be one that rounds what was trained.
             model = auto_class(config).from_pretrained(base, dtype=config.dtype)
-    head: Any = model.get_output_embeddings()
+    head = model.get_output_embeddings()
     was_tied = head is not None and head.weight is model.get_input_embeddings().weight
-    if was_tied:  # and only one of them may have been trained
+    if head is not None and was_tied:  # and only one of them may have been trained
         head.weight = nn.Parameter(head.weight.detach().clone())
     merged: Any = with_saved_adapter(model, adapter['content'], weights).merge_and_unload()
     if was_tied:
