@@ -54,7 +54,7 @@ class SourceLedger:
         """Forgets what was noted of the step."""
         self._parts: list[_Part] = []
         self._unread: list[tuple[torch.Tensor, ...]] = []  # logits, labels and which of these count, row after row
-        self._num_unread = self._num_tokens = 0  # logits, and counted tokens, of these
+        self._num_unread = self._num_tokens = self._shift = 0  # logits and counted tokens of these; as the rule has it
         self._losses: list[torch.Tensor] = []  # of tokens, float32, part after part, on the device
 
     def note(self, batch: Batch, facts: Mapping[str, Any], outputs: Any, rule: str) -> None:

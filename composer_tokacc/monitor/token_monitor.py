@@ -180,22 +180,22 @@ class TokenMonitor(Callback):
         self._step['peak_memory'] = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0
         self._step['gradient_squares'] = self._norm.squares()
         ranks, sources = self._ledger.gather([self._step[field] for field in _FIELDS], state.device)
-        totals: dict[str, float] = dict(zip(_FIELDS, ranks.sum(dim=0).tolist(), strict=True))
-        positions = ranks[:, _FIELDS.index('positions')]
+        columns = dict(zip(_FIELDS, ranks.T, strict=True))
+        totals = {field: float(column.sum()) for field, column in columns.items()}
         metrics = {
             'padding_ratio': 1 - totals['real'] / max(totals['positions'], 1),
             'dummy_ratio': totals['dummies'] / max(totals['positions'], 1),
             'device_batch_padding_ratio': 1 - totals['real'] / max(totals['device_positions'], 1),
             'loss_generating_share': totals['tokens'] / max(totals['real'], 1),
-            'rank_imbalance': float(positions.max() / positions.mean().clamp(min=1)),
+            'rank_imbalance': float(columns['positions'].max() / columns['positions'].mean().clamp(min=1)),
             'microbatches': totals['microbatches'],
             'empty_microbatches': totals['empty'],
         }
         if not math.isnan(totals['gradient_squares']):
             metrics['gradient_norm'] = math.sqrt(totals['gradient_squares'])
         metrics |= self._speed(state, totals)
-        metrics['loader_seconds'] = float(ranks[:, _FIELDS.index('loader_seconds')].max())
-        if peak := float(ranks[:, _FIELDS.index('peak_memory')].max()):
+        metrics['loader_seconds'] = float(columns['loader_seconds'].max())
+        if peak := float(columns['peak_memory'].max()):
             metrics['peak_memory_gib'] = peak / 2**30
         if self._previous is not None:
             metrics['sample_weighting_error'] = totals['last_variation']
