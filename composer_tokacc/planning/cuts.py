@@ -92,11 +92,8 @@ def pack_lengths(
 @compiled
 def microbatch_costs(row_costs: np.ndarray, vision: np.ndarray, bounds: np.ndarray, fixed_cost: float) -> np.ndarray:
     """Returns the cost of each microbatch of a cut of sorted rows, float64 (K,)."""
-    costs = np.zeros(len(bounds) - 1)
-    for k in range(len(costs)):
-        start, end = bounds[k], bounds[k + 1]
-        costs[k] = (end - start) * row_costs[start] + (vision[end] - vision[start]) + fixed_cost
-    return costs
+    starts, ends = bounds[:-1], bounds[1:]
+    return (ends - starts) * row_costs[starts] + (vision[ends] - vision[starts]) + fixed_cost
 
 
 @compiled
@@ -257,12 +254,9 @@ def equal_cost_cut(row_costs: np.ndarray, vision: np.ndarray, reach: np.ndarray,
 
     ``count`` is at least the number of :func:`fill` without a limit.
     """
-    low = 0.0
-    high = 0.0
-    for start in range(len(row_costs)):
-        # Added up as in `fill`: rounded otherwise, the costliest microbatch could be over a limit that is its own.
-        low = max(low, row_costs[start] + (vision[start + 1] - vision[start]))
-        high = max(high, (reach[start] - start) * row_costs[start] + (vision[reach[start]] - vision[start]))
+    # Added up as in `fill`: rounded otherwise, the costliest microbatch could be over a limit that is its own.
+    low = (row_costs + (vision[1:] - vision[:-1])).max()
+    high = ((reach - np.arange(len(reach))) * row_costs + (vision[reach] - vision[:-1])).max()
     # No limit below the costliest row does better than that row's own cost.
     bounds = fill(row_costs, vision, reach, low)
     if len(bounds) - 1 <= count:
