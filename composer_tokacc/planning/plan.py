@@ -109,11 +109,7 @@ class MicrobatchPlan:
 
 
 def time_in_slots(costs: Sequence[Sequence[tuple[float, float]]]) -> float:
-    """Returns the time of ranks that wait for each other at the end of every vision encoder, and of all the rest.
-
-    Args:
-        costs: Of each microbatch of each rank: in the encoder, and in the rest.
-    """
+    """Returns the time of ranks that wait for the slowest encoder and the slowest rest of a slot: `costs` of both."""
     slots = zip_longest(*costs, fillvalue=(0.0, 0.0))
     return sum(max(vision for vision, _ in slot) + max(rest for _, rest in slot) for slot in slots)
 
