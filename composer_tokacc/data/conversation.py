@@ -75,6 +75,7 @@ class ConversationEncoder:
             raise ValueError(f'`max_length` must be a whole number, at least 1, or None, got: {max_length!r}.')
         self.processor = processor
         self.max_length = max_length
+        self.max_image_tokens: int | None = None
         self.tokenizer = getattr(processor, 'tokenizer', processor)
         parts = {modality: getattr(processor, name, None) for modality, (name, _) in TAKEN_BY.items()}
         self.parts = {modality: part for modality, part in parts.items() if part is not None}
@@ -200,20 +201,18 @@ class ConversationEncoder:
         return samples
 
     def has_room(self, num_tokens: int, num_image_tokens: int) -> bool:
-        """Tells whether a sample of so many tokens is none too many."""
-        return self.max_length is None or num_tokens <= self.max_length
+        """Tells whether a sample of so many tokens, and of its media, is under the caps."""
+        pairs = ((num_tokens, self.max_length), (num_image_tokens, self.max_image_tokens))
+        return all(cap is None or count <= cap for count, cap in pairs)
 
     def check_takes_media(self, record: Record) -> None:
         """Refuses media that the processor does not take, which would drop them, and looks for control tokens."""
         self.control.check(record)
-        for modality in (medium.modality for medium in record.media):
+        for modality in (medium.modality for medium in record.media if medium.modality not in self._written):
+            reason = 'the chat template writes no placeholder for each; set another'
             if modality not in self.parts:
-                part = TAKEN_BY[modality][0]
-                raise record.error(f'has {modality}s, but the processor takes none; use one with `{part}`')
-            if modality not in self._written:
-                raise record.error(
-                    f'has {modality}s, but the chat template writes no placeholder for each; set another'
-                )
+                reason = f'the processor takes none; use one with `{TAKEN_BY[modality][0]}`'
+            raise record.error(f'has {modality}s, but {reason}')
 
     def _check_audio(self, audios: Sequence[Any]) -> None:
         """Refuses what is longer than their window, which feature extractors cut off without a word."""
@@ -226,7 +225,11 @@ class ConversationEncoder:
 
     def render(self, messages: Sequence[Message]) -> tuple[str, list[AnswerSpan]]:
         """Writes the conversation out, image placeholders not expanded yet, and finds the answers in it."""
-        messages = [self.control.hide(_stripped(message)) for message in messages]
+        # Templates treat white space around an answer in different ways.
+        stripped = (
+            {**one, **_said('assistant', _text(one).strip())} if one['role'] == 'assistant' else one for one in messages
+        )
+        messages = [self.control.hide(message) for message in stripped]
         answers = [message for message in messages if message['role'] == 'assistant']
         text, *following = self._text_around_answers(messages)
         spans: list[AnswerSpan] = []
@@ -430,8 +433,3 @@ def _marked(message: Message, position: int) -> Message:
 
 def _text(message: Message) -> str:
     return ''.join(part['text'] for part in message['content'] if part['type'] == 'text')
-
-
-def _stripped(message: Message) -> Message:
-    """Returns an answer without the white space around it, which templates treat in different ways."""
-    return {**message, **_said('assistant', _text(message).strip())} if message['role'] == 'assistant' else message

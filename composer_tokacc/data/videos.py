@@ -255,10 +255,11 @@ def _read_stamps(container: Any, stream: Any) -> tuple[list[int], list[tuple[int
 def _read_frames(file: MediaFile, wanted: Sequence[int], keys: Sequence[tuple[int, int]]) -> dict[int, np.ndarray]:
     """Reads the frames of the given stamps, by stamp, ``(height, width, 3)`` each."""
     found, size = {}, {}
+    start = keys[0][0] if keys else wanted[0]
     with _open_stream(file, 'video') as (container, stream):
-        frames, frame = _undamaged(container.decode(stream), keys[0][0] if keys else wanted[0]), None
+        frames, frame = _undamaged(container.decode(stream), start), None
         for stamp in wanted:
-            past = frame.pts if frame is not None else keys[0][0] if keys else stamp
+            past = start if frame is None else frame.pts
             index = bisect_right(keys, (stamp, sys.maxsize)) - 1
             if index >= 0 and keys[index][0] > past:  # nothing of what lies between has to be decoded
                 for place in keys[index]:  # some containers look for what is shown then, others for what is decoded
@@ -301,13 +302,5 @@ def _upright(frame: np.ndarray, matrix: Any) -> np.ndarray:
 def make_video(frames: Sequence[np.ndarray], numbers: list[int], total: int, step: float) -> Video:
     """Joins frames with what processors ask about them: frame ``n`` is shown after ``n * step`` seconds."""
     stacked = torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2)
-    metadata = {
-        'total_num_frames': total,
-        'fps': 1 / step,
-        'duration': total * step,
-        'frames_indices': numbers,
-        'height': stacked.shape[2],
-        'width': stacked.shape[3],
-        'video_backend': 'pyav',
-    }
+    metadata = {'total_num_frames': total, 'fps': 1 / step, 'duration': total * step, 'frames_indices': numbers}
     return Video(stacked, metadata)
