@@ -41,8 +41,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.launch import on_ranks
 from benchmarks.machine import machine
-from benchmarks.pages import ROOT, filled, table
-from benchmarks.record import RESULTS, write
+from benchmarks.record import RESULTS, ROOT, filled, table, write
 from composer_tokacc import TokenAccumulation, token_data_spec
 from tests.support.text import collate
 

@@ -30,8 +30,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import LlavaConfig
 
 from benchmarks.machine import machine
-from benchmarks.pages import show
-from benchmarks.record import parser_of, write
+from benchmarks.record import parser_of, show, write
 from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, token_data_spec
 from composer_tokacc.batch import check_batch
 from composer_tokacc.data_spec.cut_rules import CutRules

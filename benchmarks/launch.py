@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import environment_of_no_rank
-from benchmarks.pages import ROOT
+from benchmarks.record import ROOT
 
 COMPOSER = str(Path(sys.executable).with_name('composer'))
 

@@ -94,13 +94,9 @@ class Rivals:
     def plan(self, batch: LengthSet, objective: Literal['ddp', 'fsdp'] = 'ddp') -> MicrobatchPlan:
         """What RegroupingBatchSampler does."""
         return plan_microbatches(
-            batch.lengths,
-            num_ranks=self.num_ranks,
-            max_tokens=self._max_tokens(batch),
-            image_tokens=batch.image_tokens if batch.image_tokens.any() else None,
-            objective=objective,
-            cost=self.cost,
-        )
+            batch.lengths, num_ranks=self.num_ranks, max_tokens=self._max_tokens(batch),
+            image_tokens=batch.image_tokens if batch.image_tokens.any() else None, objective=objective, cost=self.cost,
+        )  # fmt: skip
 
     def _price(self, lengths: np.ndarray, microbatches: list[np.ndarray] | list[list[int]]) -> float:
         widths = np.array([int(lengths[rows].max()) for rows in microbatches])

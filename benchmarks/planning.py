@@ -19,8 +19,7 @@ import numpy as np
 
 from benchmarks.length_sets import LengthSet, lognormal, read_tables
 from benchmarks.machine import machine
-from benchmarks.pages import show
-from benchmarks.record import parser_of, write
+from benchmarks.record import parser_of, show, write
 from composer_tokacc.planning import CutOptions, cut_rows, plan_microbatches
 
 MICROBATCH = 4

@@ -18,9 +18,8 @@ from importlib.util import find_spec
 
 from benchmarks.launch import environment
 from benchmarks.machine import machine
-from benchmarks.pages import ROOT, filled, table
 from benchmarks.record import RESULTS as FOLDER
-from benchmarks.record import parser_of, write
+from benchmarks.record import ROOT, filled, parser_of, table, write
 
 RESULTS, PAGE, PROGRAMS = FOLDER / 'prove.json', ROOT / 'docs' / 'prove.md', ROOT / 'examples' / 'prove'
 COLUMNS = ('trainer', 'version', 'lightest to heaviest token', 'largest gradient error', 'verdict')

@@ -79,15 +79,10 @@ def trained(coefficient: float, balance: str, steps: int) -> Steps:
     Trainer(
         model=model,
         train_dataloader=token_data_spec(DataLoader([whole_batch()] * steps, batch_size=None), slot_tokens=SLOT),
-        algorithms=[TokenAccumulation(router_balance=balance)],
-        callbacks=[found],
-        optimizers=torch.optim.SGD(model.parameters(), lr=0.0),
-        device_train_microbatch_size=ROWS,
-        max_duration=f'{steps}ba',
-        progress_bar=False,
-        device='cpu',
-        precision='fp32',
-    ).fit()
+        algorithms=[TokenAccumulation(router_balance=balance)], callbacks=[found],
+        optimizers=torch.optim.SGD(model.parameters(), lr=0.0), device_train_microbatch_size=ROWS,
+        max_duration=f'{steps}ba', progress_bar=False, device='cpu', precision='fp32',
+    ).fit()  # fmt: skip
     return found
 
 

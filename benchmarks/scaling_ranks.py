@@ -104,16 +104,11 @@ def run(method: str, steps: int, cost: CostModel, *callbacks: Callback) -> dict[
     model = HuggingFaceModel(LlamaForCausalLM(config), shift_labels=True, use_logits=True)
     timer = StepTimer()
     trainer = Trainer(
-        model=model,
-        train_dataloader=data(method, dataset, cost),
-        optimizers=torch.optim.AdamW(model.parameters(), lr=1e-4),
-        max_duration=f'{steps + 1}ba',
-        device='cpu',
-        device_train_microbatch_size=MICROBATCH,
-        algorithms=[] if method == METHODS[0] else [TokenAccumulation()],
-        callbacks=[timer, *callbacks],
-        progress_bar=False,
-    )
+        model=model, train_dataloader=data(method, dataset, cost),
+        optimizers=torch.optim.AdamW(model.parameters(), lr=1e-4), max_duration=f'{steps + 1}ba', device='cpu',
+        device_train_microbatch_size=MICROBATCH, algorithms=[] if method == METHODS[0] else [TokenAccumulation()],
+        callbacks=[timer, *callbacks], progress_bar=False,
+    )  # fmt: skip
     trainer.fit()
     ranks = np.array(dist.all_gather_object(timer.steps))  # (W, steps, 2)
     wall, busy = ranks.max(axis=0).sum(axis=0).tolist()

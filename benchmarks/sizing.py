@@ -20,8 +20,7 @@ from unittest import mock
 import torch
 
 from benchmarks.machine import machine
-from benchmarks.pages import ROOT, show
-from benchmarks.record import parser_of, write
+from benchmarks.record import ROOT, parser_of, show, write
 from benchmarks.timed_steps import split_of
 from composer_tokacc import size as size_program
 from composer_tokacc.layout import BatchLayout

@@ -30,8 +30,7 @@ import torch
 from benchmarks.fitted import fit_cost_model
 from benchmarks.length_sets import lognormal, read_tables
 from benchmarks.machine import machine
-from benchmarks.pages import show
-from benchmarks.record import parser_of, write
+from benchmarks.record import parser_of, show, write
 from benchmarks.small_llava import build_model, make_rows
 from benchmarks.timed_steps import METHODS, Row, StepClock, bound_seconds, equal_widths, timed
 from composer_tokacc import BatchLayout

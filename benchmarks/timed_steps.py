@@ -137,18 +137,11 @@ def fit(
     """Steps of a Trainer at learning rate 0: gradients are computed, weights stay."""
     wrapped = HuggingFaceModel(model, shift_labels=True, use_logits=True)
     trainer = Trainer(
-        model=wrapped,
-        train_dataloader=data,
-        optimizers=torch.optim.SGD(wrapped.parameters(), lr=0.0),
-        max_duration=f'{num_steps}ba',
-        device=device.composer(allow_tf32=allow_tf32),
-        precision=precision or device.precision,
-        device_train_microbatch_size=microbatch,
-        algorithms=list(algorithms),
-        callbacks=list(callbacks),
-        progress_bar=False,
-        **trainer_arguments,
-    )
+        model=wrapped, train_dataloader=data, optimizers=torch.optim.SGD(wrapped.parameters(), lr=0.0),
+        max_duration=f'{num_steps}ba', device=device.composer(allow_tf32=allow_tf32),
+        precision=precision or device.precision, device_train_microbatch_size=microbatch, algorithms=list(algorithms),
+        callbacks=list(callbacks), progress_bar=False, **trainer_arguments,
+    )  # fmt: skip
     try:
         trainer.fit()
     finally:

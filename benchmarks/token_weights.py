@@ -36,9 +36,8 @@ from composer.utils import dist, get_device
 from benchmarks.launch import on_ranks
 from benchmarks.length_sets import read_tables
 from benchmarks.machine import machine
-from benchmarks.pages import ROOT, filled, table
 from benchmarks.record import RESULTS as FOLDER
-from benchmarks.record import parser_of, write_at_once
+from benchmarks.record import ROOT, filled, parser_of, table, write_at_once
 from composer_tokacc import BatchLayout, TokenAccumulation, measure_token_weights, token_data_spec
 
 RESULTS = FOLDER / 'token_weights.json'

@@ -35,8 +35,7 @@ from typing import Any
 
 from benchmarks.launch import COMPOSER, environment
 from benchmarks.machine import machine
-from benchmarks.pages import ROOT
-from benchmarks.record import parser_of, write_at_once
+from benchmarks.record import ROOT, parser_of, write_at_once
 from benchmarks.rivals.adapters import ADAPTERS
 from benchmarks.rivals.contenders import CONTENDERS
 from benchmarks.rivals.curves import NAMES, WINDOW
@@ -46,15 +45,8 @@ from benchmarks.rivals.report import RESULTS, picture, write_pages
 
 PARTS = ('speed', 'exactness', 'curves', 'stalls', 'report')
 PACKAGES = (
-    'mosaicml',
-    'torch',
-    'transformers',
-    'trl',
-    'lightning',
-    'accelerate',
-    'online-dynamic-batching',
-    'datasets',
-)
+    'mosaicml', 'torch', 'transformers', 'trl', 'lightning', 'accelerate', 'online-dynamic-batching', 'datasets',
+)  # fmt: skip
 
 
 def launch(module: str, ranks: int, *arguments: str, limit: float | None = None) -> Any:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages import ROOT, filled, table
 from benchmarks.record import RESULTS as FOLDER
+from benchmarks.record import ROOT, filled, table
 from benchmarks.rivals.names import BOUND, CONTENDER_TITLES, OUR_SAMPLER, OURS, TRAINER_TITLES
 
 RESULTS = FOLDER / 'rivals.json'

@@ -18,7 +18,7 @@ import pytest
 import torch
 import transformers
 
-from benchmarks.pages import filled
+from benchmarks.record import filled
 from benchmarks.rivals import __main__ as program
 from benchmarks.rivals import adapters, report, speed
 from benchmarks.rivals.contenders import CONTENDERS

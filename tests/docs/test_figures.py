@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.foreign_equality import table_of as table_of_equality
-from benchmarks.pages import filled
+from benchmarks.record import filled
 from benchmarks.token_weights import table_of as table_of_weights
 from tests.data.formats_page import page as formats_page
 from tests.support.launch import ROOT
