@@ -147,7 +147,11 @@ def run_own(test: EqualityTest, rows: int) -> Series:
         'remove_unused_columns': False,
     }  # fmt: skip
     lists = [{key: value[0].tolist() for key, value in sample.items()} for sample in samples_of(test)]
-    more: dict[str, Any] = {'compute_loss_func': own_loss} if test.has_loss_function else {}
+    more: dict[str, Any] = {}
+    if test.has_loss_function:
+        more['compute_loss_func'] = lambda outputs, labels, num_items_in_batch=None: mean_loss(
+            outputs['logits'], labels, num_items_in_batch
+        )
     if is_trl:
         settings |= {'max_length': None, 'gradient_checkpointing': False}
         more['processing_class'] = build_processor().tokenizer
@@ -159,10 +163,6 @@ def run_own(test: EqualityTest, rows: int) -> Series:
         trainer.train()
     logged = [one for one in trainer.state.log_history if 'loss' in one]
     return {'loss': [one['loss'] for one in logged], 'norm': [float(one['grad_norm']) for one in logged]}
-
-
-def own_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-    return mean_loss(outputs['logits'], labels, num_items_in_batch)
 
 
 def padded(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:

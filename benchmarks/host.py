@@ -105,30 +105,24 @@ def ranks(count: int) -> Iterator[None]:
         yield
 
 
-def ours(spec: DataSpec, layout: BatchLayout) -> Callable[[Any], Any]:
-    """What Composer, TokenAccumulation and the split do to a batch before its first microbatch is moved."""
+def preparing(spec: DataSpec, layout: BatchLayout | None) -> Callable[[Any], Any]:
+    """What happens to a batch before its first microbatch is moved.
+
+    Args:
+        spec: Of the loader.
+        layout: For what TokenAccumulation does beside; None: what Composer does by itself.
+    """
 
     def prepare(batch: Any) -> Any:
         batch = spec.batch_transforms(batch)
         spec.get_num_samples_in_batch(batch)
         spec.get_num_tokens_in_batch(batch)
-        for microbatch in microbatches_of(batch):
-            check_batch(microbatch, VOCABULARY)
-        kinds_of(describe_all(layout, batch))
-        batch = annotate(batch, 'causal')
-        num_loss_tokens(batch), num_samples(batch)
-        return spec.split_batch(batch, MICROBATCH_SIZE)
-
-    return prepare
-
-
-def stock(spec: DataSpec) -> Callable[[Any], Any]:
-    """What Composer does by itself."""
-
-    def prepare(batch: Any) -> Any:
-        batch = spec.batch_transforms(batch)
-        spec.get_num_samples_in_batch(batch)
-        spec.get_num_tokens_in_batch(batch)
+        if layout is not None:
+            for microbatch in microbatches_of(batch):
+                check_batch(microbatch, VOCABULARY)
+            kinds_of(describe_all(layout, batch))
+            batch = annotate(batch, 'causal')
+            num_loss_tokens(batch), num_samples(batch)
         return spec.split_batch(batch, MICROBATCH_SIZE)
 
     return prepare
@@ -157,8 +151,8 @@ def specs(given: dict[str, DataLoader], layout: BatchLayout) -> dict[str, Callab
         split: Any = split_of(loader)
         # As the algorithm leaves it after the first step under DDP.
         split.adopt(CutRules(left='trim', right='trim'), reduces_once=True)
-        prepared[name] = ours(spec, layout)
-    return {**prepared, 'stock': stock(DataSpec(given['foreign'])), 'copy': plain_copy}
+        prepared[name] = preparing(spec, layout)
+    return {**prepared, 'stock': preparing(DataSpec(given['foreign']), None), 'copy': plain_copy}
 
 
 def percentiles(seconds: list[float]) -> dict[str, float]:

@@ -31,7 +31,7 @@ from composer_tokacc.programs.config_checks import check_config
 from composer_tokacc.programs.sources import source_of
 from composer_tokacc.programs.suggest import device_memory_gib, memory_of_run, suggest_for_run
 from composer_tokacc.size import time_shapes, time_steps
-from composer_tokacc.sizing import MicrobatchTimer, SampleSizes, draw_batches, simulate_steps
+from composer_tokacc.sizing import SampleSizes, draw_batches, simulate_steps
 
 LIMIT = 0.15
 
@@ -44,16 +44,11 @@ def build_stock_parts(config: TrainConfig) -> RunParts:
     return parts
 
 
-def seconds_per_step(timer: MicrobatchTimer) -> float:
-    """Mean over the timed steps."""
-    return (sum(timer.seconds) + sum(timer.outside)) / max(len(timer.outside), 1)
-
-
 def measure(config: TrainConfig, size: int, slot: int, *, stock: bool, steps: int) -> float:
     """Mean seconds of a step."""
     with mock.patch.object(size_program, 'build_parts', build_stock_parts if stock else build_parts):
         timer = time_steps(config, size=size, slot_tokens=slot, num_steps=steps)
-    return seconds_per_step(timer)
+    return (sum(timer.seconds) + sum(timer.outside)) / max(len(timer.outside), 1)
 
 
 def predict(config: TrainConfig, table: Any, methods: tuple[str, ...], size: int, slot: int) -> dict[str, float]:

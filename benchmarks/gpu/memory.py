@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -114,16 +115,12 @@ def on_gpu(build: Callable[[], Any]) -> Callable[[], Any]:
     return built
 
 
-def plain_sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """For a GPU that Adam's states alone would fill."""
-    return torch.optim.SGD(parameters, lr=0.0)
-
-
 def study(name: str, checkpointing: bool, *, dry: bool) -> dict[str, Any]:
     """One model, with or without checkpointing; `dry`: predictions alone, of a small one."""
     config = CONFIGS[name](dry)
     small_gpu = not dry and torch.cuda.get_device_properties(0).total_memory < 40 * GIB
-    optimizer = plain_sgd if small_gpu else torch.optim.AdamW
+    # Adam's states alone would fill a small one.
+    optimizer = partial(torch.optim.SGD, lr=0.0) if small_gpu else torch.optim.AdamW
     build = builder(config, checkpointing)
     samples = [made_up_sample(config, 30)]
     if config.model_type == 'llava':

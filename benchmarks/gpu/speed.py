@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -62,15 +61,11 @@ def matrix_flops(device: ComputeDevice) -> float:
     seconds = []
     for _ in range(8):
         device.synchronize()
-        seconds.append(_seconds(lambda: a @ b, device))
+        started = time.perf_counter()
+        _ = a @ b
+        device.synchronize()
+        seconds.append(time.perf_counter() - started)
     return 2 * size**3 / statistics.median(seconds[3:])
-
-
-def _seconds(function: Callable[[], Any], device: ComputeDevice) -> float:
-    started = time.perf_counter()
-    function()
-    device.synchronize()
-    return time.perf_counter() - started
 
 
 def affordable_steps(model: Any, batch: Row, scale: Scale) -> int:

@@ -37,7 +37,7 @@ from benchmarks.launch import COMPOSER, environment
 from benchmarks.machine import machine
 from benchmarks.record import ROOT, parser_of, write_at_once
 from benchmarks.rivals.adapters import ADAPTERS
-from benchmarks.rivals.contenders import CONTENDERS
+from benchmarks.rivals.contenders import CONTENDERS, takes
 from benchmarks.rivals.curves import NAMES, WINDOW
 from benchmarks.rivals.data import MODELS, SETS, Sizes
 from benchmarks.rivals.exactness import SUBJECTS
@@ -76,7 +76,7 @@ def launch(module: str, ranks: int, *arguments: str, limit: float | None = None)
 
 def measure_cells(plan: dict[str, Any], ranks: int, limit: float) -> list[dict[str, Any]]:
     """The cells of a set; whoever stands still or dies on several ranks is put down as failed, and the others go on."""
-    names = [name for name in plan['rivals'] if plan['sizes']['model'] in CONTENDERS[name].models]
+    names = [name for name in plan['rivals'] if takes(name, plan['sizes']['model'])]
     failed: list[dict[str, Any]] = []
     while names:
         found = launch('speed', ranks, json.dumps({**plan, 'rivals': names}), limit=limit)

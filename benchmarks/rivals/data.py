@@ -19,7 +19,6 @@ from transformers import CLIPImageProcessor, LlamaConfig, LlamaForCausalLM, Llav
 
 from benchmarks.length_sets import lognormal, read_tables
 from benchmarks.small_llava import IMAGE_LENGTH, IMAGE_TOKEN, VOCABULARY, build_model
-from composer_tokacc import BatchLayout
 from examples.digits import DigitsDataset, build_digits_processor
 
 MODELS = ('llava', 'llama')
@@ -178,8 +177,3 @@ def new_model(sizes: Sizes) -> Any:
             use_cache=False,
         )
     )  # fmt: skip
-
-
-def layout_of(model: Any) -> BatchLayout:
-    """How the model's batches are cut."""
-    return BatchLayout.for_model(model)

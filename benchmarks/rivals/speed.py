@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 import torch
 from composer.utils import dist, get_device
 
-from benchmarks.rivals.contenders import CONTENDERS, Task
+from benchmarks.rivals.contenders import CONTENDERS, Task, takes
 from benchmarks.rivals.data import Samples, Sizes, collate, lengths_of, new_model
 from benchmarks.rivals.names import BOUND
 from benchmarks.rivals.probe import UNKNOWN, Gradients, Seen, watched
@@ -43,7 +43,7 @@ def run(name: str, sizes: Sizes, samples: Samples, **options: bool) -> tuple[See
         dist.barrier()
     environment = dict(os.environ)
     with watched(model, samples, **options) as seen:
-        settings = CONTENDERS[name].run(task)
+        settings = CONTENDERS[name](task)
     os.environ.clear()  # Lightning takes WORLD_SIZE away, accelerate leaves variables of its own
     os.environ.update(environment)
     gc.collect()
@@ -168,7 +168,7 @@ def measure(sizes: Sizes, set_name: str, names: Sequence[str], rounds: int) -> I
     lengths = lengths_of(set_name, sizes.mean)
     samples = Samples(sizes, lengths)
     held_out = Samples(sizes, lengths, seed=1, count=HELD_OUT)
-    names = [name for name in names if sizes.model in CONTENDERS[name].models]
+    names = [name for name in names if takes(name, sizes.model)]
     cells: dict[str, Row] = {}
     references: dict[Any, Gradients] = {}
     about = {

@@ -143,10 +143,6 @@ def transport_stream(path: Path) -> None:
     write_video(path, [10 * shade for shade in range(25)] * 2, codec='mpeg2video')
 
 
-def animation(path: Path) -> None:
-    write_video(path, [10 * shade for shade in range(25)], codec='gif', pixels='rgb8')
-
-
 def playlist_to(target: str) -> Write:
     """A playlist in the image folder whose only segment lies outside of it."""
 
@@ -183,6 +179,7 @@ _TURNS = '[{"from": "human", "value": "A?"}, {"from": "gpt", "value": "B."}]'
 TWICE = f'[{{"id": "a", "conversations": [], "conversations": {_TURNS}}}]'
 CONTROL = 'Yes.<|end|>No.'
 SKIP = {'on_error': 'skip'}
+animation = functools.partial(write_video, codec='gif', pixels='rgb8')
 IMAGE, VIDEO, AUDIO = 'image', 'qwen2_vl', 'qwen2_audio'
 
 RECORDS: dict[str, tuple[Any, ...]] = {
