@@ -39,8 +39,7 @@ from composer.utils import dist, get_device
 from torch.utils.data import DataLoader, DistributedSampler
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.launch import on_ranks
-from benchmarks.machine import machine
+from benchmarks.machine import machine, on_ranks
 from benchmarks.record import RESULTS, ROOT, filled, table, write
 from composer_tokacc import TokenAccumulation, token_data_spec
 from tests.support.text import collate

@@ -32,8 +32,7 @@ from composer.utils import dist, get_device
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 from transformers import AutoModelForImageTextToText
 
-from benchmarks.launch import on_ranks
-from benchmarks.machine import machine
+from benchmarks.machine import machine, on_ranks
 from benchmarks.record import parser_of, show, write
 from benchmarks.timed_steps import data_of
 from composer_tokacc import BatchLayout, TokenAccumulation

@@ -16,8 +16,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 
-from benchmarks.launch import environment
-from benchmarks.machine import machine
+from benchmarks.machine import environment, machine
 from benchmarks.record import RESULTS as FOLDER
 from benchmarks.record import ROOT, filled, parser_of, table, write
 

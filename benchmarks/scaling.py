@@ -23,9 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.launch import on_ranks
 from benchmarks.length_sets import LengthSet, lognormal, read_tables
-from benchmarks.machine import machine
+from benchmarks.machine import machine, on_ranks
 from benchmarks.modelled import STOCK, Rivals
 from benchmarks.record import parser_of, show, write
 from composer_tokacc.planning import CostModel, CutOptions, Rows, lower_bound

@@ -35,8 +35,8 @@ from composer.utils import dist, get_device
 from torch.utils.data import DataLoader, Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.fitted import fit_cost_model
 from benchmarks.length_sets import lognormal
+from benchmarks.timed_steps import fit_cost_model
 from composer_tokacc import TokenAccumulation, token_data_spec
 from composer_tokacc.planning import CostModel
 from composer_tokacc.sampling import RegroupingBatchSampler, RegroupingDataLoader

@@ -37,8 +37,7 @@ from composer.core import Algorithm, Callback, Event, State
 from composer.loggers import Logger
 from composer.utils import dist
 
-from benchmarks.launch import COMPOSER, environment
-from benchmarks.machine import machine
+from benchmarks.machine import COMPOSER, environment, machine
 from benchmarks.record import ROOT, parser_of, write
 from composer_tokacc.data import VisionLanguageCollator
 from composer_tokacc.invariance import relative_error

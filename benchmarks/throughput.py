@@ -27,12 +27,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.fitted import fit_cost_model
 from benchmarks.length_sets import lognormal, read_tables
 from benchmarks.machine import machine
 from benchmarks.record import parser_of, show, write
 from benchmarks.small_llava import build_model, make_rows
-from benchmarks.timed_steps import METHODS, Row, StepClock, bound_seconds, equal_widths, timed
+from benchmarks.timed_steps import METHODS, Row, StepClock, bound_seconds, equal_widths, fit_cost_model, timed
 from composer_tokacc import BatchLayout
 from composer_tokacc.planning import CostModel
 from examples.digits import DigitsDataset, build_digits_processor

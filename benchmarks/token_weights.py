@@ -33,9 +33,8 @@ from typing import Any
 import torch
 from composer.utils import dist, get_device
 
-from benchmarks.launch import on_ranks
 from benchmarks.length_sets import read_tables
-from benchmarks.machine import machine
+from benchmarks.machine import machine, on_ranks
 from benchmarks.record import RESULTS as FOLDER
 from benchmarks.record import ROOT, filled, parser_of, table, write_at_once
 from composer_tokacc import BatchLayout, TokenAccumulation, measure_token_weights, token_data_spec

@@ -33,8 +33,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.launch import COMPOSER, environment
-from benchmarks.machine import machine
+from benchmarks.machine import COMPOSER, environment, machine
 from benchmarks.record import ROOT, parser_of, write_at_once
 from benchmarks.rivals.adapters import ADAPTERS
 from benchmarks.rivals.contenders import CONTENDERS, takes

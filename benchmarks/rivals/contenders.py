@@ -24,7 +24,7 @@ from composer.utils import dist
 from torch.utils.data import DataLoader, DistributedSampler
 
 from benchmarks.rivals.data import Samples, Sizes, build_processor, collate
-from benchmarks.rivals.names import BOUND
+from benchmarks.rivals.report import BOUND
 from composer_tokacc import BatchLayout
 
 Settings = dict[str, Any]

@@ -27,8 +27,8 @@ from composer.utils import dist, get_device
 
 from benchmarks.rivals.contenders import CONTENDERS, Task, takes
 from benchmarks.rivals.data import Samples, Sizes, collate, lengths_of, new_model
-from benchmarks.rivals.names import BOUND
 from benchmarks.rivals.probe import UNKNOWN, Gradients, Seen, watched
+from benchmarks.rivals.report import BOUND
 from composer_tokacc.invariance import relative_error
 
 Row = dict[str, Any]
