@@ -129,7 +129,6 @@ def mean_loss(logits: torch.Tensor, labels: torch.Tensor, count: Any = None) -> 
 
 
 def run_own(test: EqualityTest, rows: int) -> Series:
-    """By the trainer that the test was written for."""
     from datasets import Dataset
     from transformers import Trainer as HuggingFaceTrainer
     from transformers import TrainingArguments
@@ -176,8 +175,6 @@ class LossFunction(HuggingFaceModel):
 
 
 class Norms(Callback):
-    """The gradient's norm of each step."""
-
     def __init__(self) -> None:
         self.norms: list[float] = []
 
@@ -224,7 +221,6 @@ def work(path: Path) -> None:
 
 
 def compared(test: EqualityTest, whole: Series, other: Series) -> dict[str, Any]:
-    """As the test compares two runs."""
     differences = {key: np.subtract(other[key], whole[key]) for key in test.keys}
     largest = {key: float(np.abs(values).max()) for key, values in differences.items()}
     drift = {key: float(abs(values.mean())) for key, values in differences.items()}

@@ -144,7 +144,6 @@ def loaders(dataset: Rows, num_rows: int) -> dict[str, DataLoader]:
 
 
 def specs(given: dict[str, DataLoader], layout: BatchLayout) -> dict[str, Callable[[Any], Any]]:
-    """What is timed, by name."""
     prepared: dict[str, Callable[[Any], Any]] = {}
     for name, loader in given.items():
         spec = token_data_spec(loader, layout=layout, slot_tokens=SLOT_TOKENS, loss_tokens='causal')
@@ -156,7 +155,6 @@ def specs(given: dict[str, DataLoader], layout: BatchLayout) -> dict[str, Callab
 
 
 def percentiles(seconds: list[float]) -> dict[str, float]:
-    """Of a list of seconds, in milliseconds."""
     p50, p99 = np.percentile(np.array(seconds) * 1e3, [50, 99])
     return {'p50_ms': round(float(p50), 2), 'p99_ms': round(float(p99), 2)}
 

@@ -51,8 +51,6 @@ METHODS = {
 
 
 class FirstGradient(Callback):
-    """The gradient of the first step."""
-
     def __init__(self) -> None:
         self.gradient: dict[str, torch.Tensor] = {}
 

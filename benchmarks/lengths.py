@@ -126,7 +126,6 @@ def write_data(folder: Path, num_images: int, *, sides: tuple[int, ...] | None) 
 
 
 def timed(dataset: LlavaDataset, processor: Any) -> tuple[lengths.LengthTable, dict[str, float]]:
-    """The table, and what it cost."""
     started, processor_started = time.perf_counter(), time.process_time()
     table = lengths.build_length_table(dataset, processor, num_workers=0)
     seconds = {'clock': time.perf_counter() - started, 'processor': time.process_time() - processor_started}
@@ -134,7 +133,6 @@ def timed(dataset: LlavaDataset, processor: Any) -> tuple[lengths.LengthTable, d
 
 
 def compare(path: Path, processor: Any) -> dict[str, Any]:
-    """Both tables of a file, in seconds, and whether they are equal."""
     dataset = LlavaDataset(path, processor)
     _ = dataset[0]  # warms up
     # The short one suffers more from what else the machine does.

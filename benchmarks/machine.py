@@ -27,7 +27,6 @@ PACKAGES = ('mosaicml', 'torch', 'transformers', 'numpy', 'numba')
 
 
 def machine() -> dict[str, str | int | float]:
-    """Processor, cores, Python and the packages that matter."""
     found: dict[str, str | int | float] = {'processor': _processor(), 'cores': os.cpu_count() or 0}
     found['load_average'] = round(os.getloadavg()[0], 2)
     found['python'] = platform.python_version()

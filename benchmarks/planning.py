@@ -43,7 +43,6 @@ def time_call(function: Callable[[], object], repeats: int) -> dict[str, float]:
 
 
 def measure(sets: list[LengthSet], repeats: int) -> list[dict[str, Any]]:
-    """Latency of plans by size, and of a cut on one rank."""
     rows: list[dict[str, Any]] = []
     for length_set in sets:
         for objective in ('ddp', 'fsdp'):
@@ -65,7 +64,6 @@ def measure(sets: list[LengthSet], repeats: int) -> list[dict[str, Any]]:
 
 
 def picture(rows: list[dict[str, Any]], path: Path) -> None:
-    """Latency over the number of samples."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 4), layout='constrained')

@@ -41,7 +41,6 @@ def printed(program: str) -> str | None:
 
 
 def rows_there() -> dict[str, list[str]]:
-    """Those of the results file."""
     return json.loads(RESULTS.read_text())['programs'] if RESULTS.exists() else {}
 
 

@@ -37,7 +37,6 @@ def parser_of(doc: str | None, *, results: Path | None = RESULTS, lengths: bool 
 
 
 def write(path: Path, found: Any) -> None:
-    """Writes figures as JSON."""
     write_at_once(path, json.dumps(found, indent=1) + '\n')
 
 
@@ -50,13 +49,11 @@ def write_at_once(path: Path, text: str) -> None:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """In Markdown."""
     lines = [columns, ['---'] * len(columns), *rows]
     return '\n'.join(f'| {" | ".join(map(str, line))} |' for line in lines) + '\n'
 
 
 def show(title: str, rows: Sequence[dict[str, object]]) -> None:
-    """Prints a table of rows that have the same keys."""
     print(f'\n{title}')
     print(table(list(rows[0]), [[_cell(value) for value in row.values()] for row in rows]))
 

@@ -105,7 +105,6 @@ def plan_epochs(length_set: LengthSet, sizes: list[int]) -> list[dict[str, float
 
 
 def time_ranks(ranks: int, rounds: int, steps: int) -> list[dict[str, Any]]:
-    """Steps of the real Trainer under the composer launcher."""
     found = on_ranks(ranks, 'benchmarks.scaling_ranks', str(rounds), str(steps))
     methods, launch = found['methods'], found['cost']['launch']
     ours = methods['regrouped over ranks']
@@ -121,7 +120,6 @@ def time_ranks(ranks: int, rounds: int, steps: int) -> list[dict[str, Any]]:
 
 
 def picture(rows: list[dict[str, Any]], path: Path) -> None:
-    """Imbalance and speed-up over the number of ranks, on the first set."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 5), layout='constrained')

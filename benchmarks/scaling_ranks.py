@@ -48,8 +48,6 @@ METHODS = ('stock DistributedSampler', 'token_data_spec alone', 'regrouped over 
 
 
 class Rows(Dataset):
-    """Random tokens of given lengths, all of them with loss."""
-
     def __init__(self, lengths: np.ndarray) -> None:
         self.lengths = lengths
 
@@ -116,7 +114,6 @@ def run(method: str, steps: int, cost: CostModel, *callbacks: Callback) -> dict[
 
 
 def data(method: str, dataset: Rows, cost: CostModel) -> Any:
-    """The data as each method hands it to the Trainer."""
     if method == METHODS[2]:
         sampler = RegroupingBatchSampler(
             dataset, lengths=dataset.lengths, global_batch_size=GLOBAL_BATCH, max_tokens=MICROBATCH * LONGEST,

@@ -45,7 +45,6 @@ def build_stock_parts(config: TrainConfig) -> RunParts:
 
 
 def measure(config: TrainConfig, size: int, slot: int, *, stock: bool, steps: int) -> float:
-    """Mean seconds of a step."""
     with mock.patch.object(size_program, 'build_parts', build_stock_parts if stock else build_parts):
         timer = time_steps(config, size=size, slot_tokens=slot, num_steps=steps)
     return (sum(timer.seconds) + sum(timer.outside)) / max(len(timer.outside), 1)
@@ -71,7 +70,6 @@ def predict(config: TrainConfig, table: Any, methods: tuple[str, ...], size: int
 
 
 def main() -> None:
-    """Predicts, measures, prints and writes `results/sizing.json`."""
     parser = parser_of(__doc__)
     parser.add_argument('--yaml', default=str(ROOT / 'yamls' / 'digits.yaml'))
     parser.add_argument('--size', type=int, default=0, help='rows of a microbatch; 0: what the helper suggests')

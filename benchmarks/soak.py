@@ -242,7 +242,6 @@ def kill_again_and_again(folder: Path, kills: int, ranks: int, seed: int) -> dic
 
 
 def latest(folder: Path) -> Path:
-    """The newest checkpoint of a run."""
     return (folder / 'checkpoints' / 'latest-rank0.pt').resolve()
 
 

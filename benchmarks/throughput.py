@@ -113,7 +113,6 @@ def length_sets() -> dict[str, np.ndarray]:
 
 
 def picture(results: Sequence[Row], path: Path) -> None:
-    """Real tokens per second of each way to cut, one panel for a set."""
     from matplotlib.figure import Figure
 
     columns = min(len(results), 2)

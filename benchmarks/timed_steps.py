@@ -34,8 +34,6 @@ Row = dict[str, Any]
 
 
 class Batches(IterableDataset):
-    """Ready batches, as they are."""
-
     def __init__(self, batches: Sequence[Row]) -> None:
         self.batches = batches
 

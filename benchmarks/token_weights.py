@@ -139,7 +139,6 @@ def trl(model: Any, microbatches: list[Batch]) -> None:
 
 
 def step_of(host: str) -> Callable[[Any, list[Batch]], Any]:
-    """How a trainer makes one optimizer step of this rank's microbatches."""
     if host in ('ours', 'trl'):
         return {'ours': ours, 'trl': trl}[host]
     from benchmarks.rivals.adapters import ADAPTERS
@@ -148,7 +147,6 @@ def step_of(host: str) -> Callable[[Any, list[Batch]], Any]:
 
 
 def measured(subject: str, host: str) -> dict[str, Any]:
-    """One row of the results: one step on every rank."""
     lengths, silent, source = lengths_of(subject)
     model, rank, ranks = tiny_llama(), dist.get_global_rank(), dist.get_world_size()
     layout = BatchLayout.for_model(model)

@@ -106,7 +106,6 @@ def vision_config(small: bool) -> LlavaConfig:
 
 
 def builder(config: Any, checkpointing: bool = False) -> Callable[[], Any]:
-    """Makes the model on the CPU."""
     model_class = LlavaForConditionalGeneration if config.model_type == 'llava' else LlamaForCausalLM
 
     def build() -> Any:
@@ -126,7 +125,6 @@ def shape_batch(config: Any, layout: BatchLayout, rows: int, width: int) -> dict
 
 
 def compare(config: Any, memory: MemoryModel, run: GpuRun | None) -> list[dict[str, Any]]:
-    """Predicted and, on a GPU, measured peaks of all shapes."""
     layout, found = BatchLayout.for_model(config), []
     for rows, width in SHAPES:
         batch = shape_batch(config, layout, rows, width)

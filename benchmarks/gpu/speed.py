@@ -133,7 +133,6 @@ def refused_here(device: ComputeDevice) -> dict[str, str]:
 
 
 def measure(lengths: np.ndarray, scale: Scale, target: float | None, refused: dict[str, str]) -> dict[str, Any]:
-    """All ways to cut, over the same global batches."""
     config, device = scale.config(), scale.device
     layout = BatchLayout.for_model(config)
     model = build_llava(config, device, checkpointing=scale.checkpointing)

@@ -91,7 +91,6 @@ def measure_cells(plan: dict[str, Any], ranks: int, limit: float) -> list[dict[s
 
 
 def measured_on() -> dict[str, Any]:
-    """Machine and versions, to stand beside each figure."""
     versions = {}
     for package in PACKAGES:
         try:
@@ -111,7 +110,6 @@ def dumps(results: dict[str, Any]) -> str:
 
 
 def arguments() -> argparse.Namespace:
-    """What to measure, and how large."""
     parser = parser_of(__doc__, results=RESULTS)
     parser.add_argument('parts', nargs='*', choices=[*PARTS, []], help='default: all')
     parser.add_argument('--models', nargs='+', choices=MODELS, default=MODELS)

@@ -51,7 +51,6 @@ class Task:
         return self.sizes.model == 'llava'
 
     def optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Of those who are given one."""
         return torch.optim.AdamW(
             (model or self.model).parameters(), lr=self.sizes.learning_rate, weight_decay=0.0, foreach=True
         )
@@ -243,7 +242,6 @@ def accelerate_planned(task: Task) -> Settings:
 
 
 def _planned(task: Task) -> tuple[Any, Settings]:
-    """The sampler's loader."""
     from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader
 
     settings = {'max_tokens': task.sizes.microbatch * task.longest}
@@ -411,5 +409,4 @@ CONTENDERS: dict[str, Callable[[Task], Settings]] = {
 
 
 def takes(name: str, model: str) -> bool:
-    """Whether a contender can train this model."""
     return {'hf_flat': 'llama', 'trl': 'llava'}.get(name, model) == model

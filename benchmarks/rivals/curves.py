@@ -50,7 +50,6 @@ def unrest(losses: Sequence[float]) -> float:
 
 
 def stalls(name: str, sizes: Sizes, samples: Samples) -> dict[str, Any]:
-    """Times of the steps but the first."""
     seen, *_ = run(name, sizes, samples)
     steps = [end - start for start, end in pairwise(seen.ends)]
     tokens = seen.tokens[1:]

@@ -109,7 +109,6 @@ class Samples(Dataset):
 
     @cached_property
     def index(self) -> dict[bytes, int]:
-        """Tokens of a sample -> its place."""
         return {np.array(row['ids'], dtype=np.int64).tobytes(): place for place, row in enumerate(self.rows)}
 
     def messages(self) -> list[dict[str, Any]]:
@@ -135,7 +134,6 @@ def collate(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def word_of(token: int) -> str:
-    """The word that the tokenizer makes this token of."""
     return f'w{token}'
 
 

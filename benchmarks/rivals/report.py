@@ -223,7 +223,6 @@ def reached_the_model(cells: Sequence[Row]) -> str:
 
 
 def curves(found: Row) -> str:
-    """Steps, unrest, distance from the curve of exact weights, eval loss."""
     stock = found['hf']['losses']
 
     def apart(losses: Sequence[float]) -> str:
@@ -238,7 +237,6 @@ def curves(found: Row) -> str:
 
 
 def stalls(found: Row) -> str:
-    """Times of steps and waits for the loader."""
     columns = ['', 'steps', 'p50', 'p99', 'longest', 'p99 / p50 a token', 'waits for the loader', 'longest wait']
     return table(columns, [
         [_title(name), one['steps'], *(f'{1000 * one[key]:.0f}' for key in ('p50', 'p99', 'max')),
@@ -248,7 +246,6 @@ def stalls(found: Row) -> str:
 
 
 def settings(cells: Sequence[Row]) -> str:
-    """How each was called, and the sizes."""
     lines = []
     for rival in CONTENDER_TITLES:
         mine = [cell for cell in cells if cell['rival'] == rival]
@@ -322,7 +319,6 @@ def _title(rival: str) -> str:
 
 
 def picture(longer: Row, path: Path) -> None:
-    """Loss of every step by the samples seen."""
     from matplotlib.figure import Figure
 
     found, batch = longer['curves'], longer['sizes']['global_batch']
@@ -342,11 +338,9 @@ def picture(longer: Row, path: Path) -> None:
 
 
 def write_pages(results: Row) -> None:
-    """Puts the tables of these results into the pages."""
     for page in PAGES:
         page.write_text(filled(page.read_text(), parts_of(results)))
 
 
 def read(path: Path = RESULTS) -> Row:
-    """The results file."""
     return json.loads(path.read_text())

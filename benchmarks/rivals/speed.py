@@ -102,7 +102,6 @@ def membership(ids: Sequence[Sequence[int]], num_samples: int, size: int) -> str
 
 
 def digest(ids: Sequence[int]) -> str:
-    """Short name of a set of samples."""
     return hashlib.sha1(','.join(map(str, sorted(ids))).encode()).hexdigest()[:12]
 
 
@@ -157,7 +156,6 @@ def timed(name: str, sizes: Sizes, samples: Samples) -> Row:
 
 
 def quartiles(values: Sequence[float]) -> list[float]:
-    """Lower quartile, median, upper quartile."""
     if len(values) < 2:
         return [values[0]] * 3
     return statistics.quantiles(values, n=4, method='inclusive')

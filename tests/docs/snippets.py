@@ -64,8 +64,6 @@ _MARK = re.compile(r'<!-- (not run|dry run|as in|after|needs): ((?:(?!-->).)+) -
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block."""
-
     language: str
     text: str
     line: int
@@ -83,7 +81,6 @@ class Block:
 
 
 def blocks_of(page: str) -> list[Block]:
-    """Every fenced block of a page, in order."""
     content, blocks = (ROOT / page).read_text(), []
     for found in _FENCE.finditer(content):
         mark = _MARK.search(content[: found.start()])

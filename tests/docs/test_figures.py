@@ -23,7 +23,6 @@ def results(name: str) -> Any:
 
 
 def row_of(page: str, beginning: str) -> list[str]:
-    """Cells of the table row that begins so."""
     rows = [line for line in (ROOT / page).read_text().splitlines() if line.startswith(f'| {beginning}')]
     assert len(rows) == 1, f'{page}: {len(rows)} rows begin with {beginning}'
     return [cell.strip().replace('*', '').replace(' % padding', ' %') for cell in rows[0].strip('|').split('|')]

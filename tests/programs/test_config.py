@@ -24,7 +24,6 @@ LLAVA = ROOT / 'yamls' / 'llava_json.yaml'
 
 
 def mistake(path: Path, *overrides: str, num_ranks: int = 2) -> str:
-    """The one line that refuses the config."""
     with pytest.raises(ConfigError) as caught:
         check_config(load_config(path, overrides), num_ranks=num_ranks)
     message = str(caught.value)

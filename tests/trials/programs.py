@@ -59,8 +59,6 @@ def cut(folder: Path) -> None:
 
 
 def changed(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    """The checkpoint with something in its state changed."""
-
     def write(folder: Path) -> None:
         checkpoint = torch.load(_whole_checkpoint(), weights_only=False)
         change(checkpoint['state'])

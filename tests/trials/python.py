@@ -32,7 +32,6 @@ from tests.trials.outcomes import WORKS, refusal
 
 
 def call(folder: Path, given: Callable[[], Any]) -> str:
-    """The error's line."""
     return refusal(given, ValueError, TypeError, RuntimeError)
 
 
@@ -43,8 +42,6 @@ def batch(**changes: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
 
 
 def step(given: dict[str, Any], *, algorithms: Any = None, **options: Any) -> Callable[[], Any]:
-    """One step of a tiny Llama on a batch."""
-
     def run() -> None:
         chosen = [TokenAccumulation()] if algorithms is None else algorithms()
         train(text_model(), token_data_spec(loader(given), **options), algorithms=chosen)

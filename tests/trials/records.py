@@ -52,7 +52,6 @@ def _processor(name: str) -> Any:
 
 
 def record(kind: str = '', *files: str, answer: str = 'A red square.', sample_id: str = 'a') -> dict[str, Any]:
-    """A conversation about files of a kind."""
     turns = [{'from': 'human', 'value': f'<{kind}>' * len(files) + 'What is this?'}, {'from': 'gpt', 'value': answer}]
     media = {'image': list(files)} if kind == 'image' else {f'{kind}s': list(files)} if kind else {}
     return {'id': sample_id, **media, 'conversations': turns}
@@ -77,7 +76,6 @@ def of_record(**given: Any) -> Make:
 
 
 def of_file(kind: str, name: str, write: Write) -> Make:
-    """One sample about a file that is written first."""
     return lambda folder: (write(folder / name), [record(kind, name)])[1]
 
 
@@ -101,7 +99,6 @@ def pages(path: Path) -> None:
 
 
 def changed(write: Write, change: Callable[[bytes], bytes]) -> Write:
-    """A file whose bytes are changed when it is written."""
     return lambda path: (write(path), path.write_bytes(change(path.read_bytes())))
 
 
