@@ -34,7 +34,7 @@ from benchmarks.record import parser_of, show, write
 from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, token_data_spec
 from composer_tokacc.batch import check_batch
 from composer_tokacc.data_spec.cut_rules import CutRules
-from composer_tokacc.data_spec.registry import split_of
+from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.layout import BatchLayout, describe_all, kinds_of, microbatches_of
 from composer_tokacc.metadata import annotate, num_loss_tokens, num_samples
 from composer_tokacc.planning import CostModel

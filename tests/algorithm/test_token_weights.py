@@ -315,7 +315,7 @@ def test_nothing_is_asked_of_the_device(is_whole):
     watched.watch(logits, labels.float(), 1.0, is_whole=is_whole)
     (ForCausalLMLoss(logits, labels, 64) + token_losses(logits, labels).sum()).backward()
     assert watched.was_reached
-    assert watched.tokens.deviations.device.type == watched.tokens.count.device.type == 'meta'
+    assert watched.deviations.device.type == watched.count.device.type == 'meta'
 
 
 def test_model_in_bfloat16_has_no_more_than_its_own_noise(model):

@@ -16,9 +16,8 @@ from PIL import Image
 from composer_tokacc.data import BadSampleError, LlavaDataset
 from composer_tokacc.data.files import read_raw_records
 from composer_tokacc.data.formats import parse_record
-from composer_tokacc.data.media import decode_media
+from composer_tokacc.data.media import decode_media, open_files
 from composer_tokacc.data.records import RawRecord
-from composer_tokacc.data.user_files import open_files
 from tests.data.chat_processors import small
 
 

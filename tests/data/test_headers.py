@@ -18,11 +18,10 @@ import torch
 import transformers
 from PIL import ExifTags, Image
 
-from composer_tokacc.data import BadSampleError, LlavaDataset, headers, lengths
+from composer_tokacc.data import BadSampleError, LlavaDataset, lengths, sizes
 from composer_tokacc.data.images import image_size
 from composer_tokacc.data.lengths import build_length_table, length_table
-from composer_tokacc.data.media import decode_media
-from composer_tokacc.data.user_files import open_files
+from composer_tokacc.data.media import decode_media, open_files
 from tests.data import chat_processors
 from tests.support.family_processors import SQUARE
 from tests.support.launch import launch_json
@@ -185,9 +184,9 @@ def test_table_from_headers_is_that_of_the_samples(name, padding_side, path, tmp
 
 @pytest.mark.slow
 def test_workers_find_the_same(path, by_headers, monkeypatch):
-    monkeypatch.setattr(headers, 'FEWEST_CHUNKS', 0)
-    monkeypatch.setattr(headers, 'FEWEST_SIZES', 0)
-    monkeypatch.setattr(headers, 'TEXTS_TOGETHER', 7)
+    monkeypatch.setattr(sizes, 'FEWEST_CHUNKS', 0)
+    monkeypatch.setattr(sizes, 'FEWEST_SIZES', 0)
+    monkeypatch.setattr(sizes, 'TEXTS_TOGETHER', 7)
     processor = PROCESSORS['llava_next']()
     dataset = open_dataset(path, processor)
     assert_same(build_length_table(dataset, processor, num_workers=2), truth(dataset))

@@ -233,7 +233,7 @@ def test_report_as_text_json_yaml_and_picture(tmp_path: Any) -> None:
     assert pasted['device_train_microbatch_size'] * pasted['slot_tokens'] == stored['max_tokens']
     draw_report(tmp_path / 'size.svg', report)
     drawn = (tmp_path / 'size.svg').read_text()
-    for words in ('Computed positions that are padding', 'planned over all ranks', 'Peak memory of a rank', 'logits'):
+    for words in ('Computed positions that are padding', 'planned over ranks', 'Peak memory of a rank', 'logits'):
         assert f'<!-- {words}' in drawn
 
 
