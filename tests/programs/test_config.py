@@ -416,7 +416,5 @@ def test_converter_says_the_same(monkeypatch, tmp_path, capsys):
 
 
 def test_exchange_is_refused_for_samples_read_by_index():
-    message = mistake(DIGITS, 'loader.exchange_ranks=true')
-    assert (
-        'got: true with `dataset.name` examples.digits.DigitsDataset. `loader.regroup_ranks` does the same' in message
-    )
+    expected = 'must be false for samples read by index, got: true. `loader.regroup_ranks` does the same'
+    assert f'`loader.exchange_ranks` {expected}' in mistake(DIGITS, 'loader.exchange_ranks=true')
