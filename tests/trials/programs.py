@@ -60,8 +60,6 @@ def cut(folder: Path) -> None:
 
 
 def changed(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    """The checkpoint with something in its state changed."""
-
     def write(folder: Path) -> None:
         checkpoint = torch.load(_whole_checkpoint(), weights_only=False)
         change(checkpoint['state'])
@@ -110,10 +108,6 @@ def a_folder(folder: Path) -> None:
     (folder / 'a.pt').mkdir()
 
 
-def a_hugging_face_folder(folder: Path) -> None:
-    LlamaConfig().save_pretrained(folder / 'a.pt')
-
-
 def saved(value: Any) -> Callable[[Path], Any]:
     return lambda folder: torch.save(value, folder / 'a.pt')
 
@@ -127,10 +121,6 @@ def a_compiled_model(folder: Path) -> None:
     torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(1, 2)).save(str(folder / 'a.pt'))
 
 
-def a_link_to_itself(folder: Path) -> None:
-    (folder / 'a.pt').symlink_to('a.pt')
-
-
 def a_damaged_index(folder: Path) -> None:
     a_folder(folder)
     (folder / 'a.pt' / '.metadata').write_bytes(b'no pickle')
@@ -138,10 +128,6 @@ def a_damaged_index(folder: Path) -> None:
 
 def a_pipe(folder: Path) -> None:
     os.mkfifo(folder / 'a.pt')
-
-
-def a_file(folder: Path) -> None:
-    (folder / 'file').write_text('')
 
 
 def a_table(text: str) -> Callable[[Path], Any]:
@@ -173,7 +159,9 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
     'export of a whole module': ('export', EXPORT, saved(torch.nn.Linear(2, 2)), '(Weights only load failed)'),
     'export of an archive of NumPy': ('export', EXPORT, an_archive_of_numpy, 'a.pt'),
     'export of a compiled model': ('export', EXPORT, a_compiled_model, 'a.pt'),
-    'export of a link to itself': ('export', EXPORT, a_link_to_itself, 'which is not there'),
+    'export of a link to itself': (
+        'export', EXPORT, lambda folder: (folder / 'a.pt').symlink_to('a.pt'), 'which is not there',
+    ),
     'export of a folder whose index is damaged': ('export', EXPORT, a_damaged_index, 'a.pt'),
     'export of a file outside of the target': ('export', EXPORT, changed(with_a_file_outside), 'evil.txt'),
     'export without the model': ('export', EXPORT, changed(without('model')), 'a.pt'),
@@ -187,7 +175,9 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
     'resume from a picture': ('train', LOAD, a_picture, 'a.pt'),
     'resume from a folder': ('train', LOAD, a_folder, 'a.pt'),
     'resume from weights alone': ('train', LOAD, saved({'lm_head.weight': torch.zeros(2)}), 'written by Composer'),
-    'resume from a Hugging Face folder': ('train', LOAD, a_hugging_face_folder, 'a.pt'),
+    'resume from a Hugging Face folder': (
+        'train', LOAD, lambda folder: LlamaConfig().save_pretrained(folder / 'a.pt'), 'a.pt',
+    ),
     'resume from a pickle that runs code': ('train', LOAD, pickled_code, 'a.pt'),
     'resume without the state of the optimizer': ('train', LOAD, changed(without('optimizers')), 'optimizer'),
     'resume without the model': ('train', LOAD, changed(without('model')), 'a.pt'),
@@ -226,7 +216,7 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
         'size', [*SIZE, 'lengths={folder}/a.csv'], a_table('tokens,loss_tokens\n5,6\n'), 'loss_tokens',
     ),
     'size into a folder that cannot be made': (
-        'size', [DIGITS, 'dataset.num_samples=16', 'device_memory_gib=8', 'folder={folder}/file/size'], a_file,
+        'size', [DIGITS, 'dataset.num_samples=16', 'device_memory_gib=8', 'folder={folder}/a.pt/size'], of_bytes(b''),
         'folder',
     ),
 }  # fmt: skip
