@@ -43,7 +43,7 @@ _FEATURE_LAYER_FAMILIES = ('llava', 'llava_next', 'llava_next_video', 'llava_one
 # Accepted by Transformers without being attributes of every config class.
 _ALWAYS_KNOWN = frozenset({'model_type', 'rope_theta', 'rope_scaling', 'rope_parameters', 'tie_word_embeddings'})
 # By how a field's name ends, what it may be.
-_RANGES = {'_size': AT_LEAST_1, '_heads': AT_LEAST_1, '_theta': POSITIVE, 'dropout': FRACTION}
+_FIELD_RANGES = {'_size': AT_LEAST_1, '_heads': AT_LEAST_1, '_theta': POSITIVE, 'dropout': FRACTION}
 TRAIN_METRICS, EVAL_METRICS = (LanguageCrossEntropy,), (LanguageCrossEntropy, MaskedAccuracy)
 
 
@@ -349,7 +349,7 @@ def _refuse_unknown(settings: dict[str, Any], default: PretrainedConfig, path: s
     for key, value in settings.items():
         if key not in known:
             raise ValueError(unknown_name(f'`{path}` key', key, known))
-        allowed = next((found for ending, found in _RANGES.items() if key.endswith(ending)), None)
+        allowed = next((found for ending, found in _FIELD_RANGES.items() if key.endswith(ending)), None)
         allowed = allowed or (AT_LEAST_0 if key.startswith('num_') else Range())
         if isinstance(value, int | float) and value not in allowed:
             raise ValueError(f'`{path}.{key}` must be {allowed}, got: {value}')
