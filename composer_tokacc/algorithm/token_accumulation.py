@@ -313,7 +313,7 @@ class TokenAccumulation(Algorithm):
         if fit.balance is not None:
             fit.balance.check()
         kinds = [int(count > 0) for count in self._totals.read()[3:]]
-        if fit.check.is_due(kinds, number):
+        if self._device_batch and fit.check.is_due(kinds, number):  # LBFGS asks again and again for the same batch
             fit.prove(self._device_batch, [kinds], reduces_once=self._reduces_once)
         if fit.split is not None:
             fit.split.made = []  # nobody waits for them while the next batch is read

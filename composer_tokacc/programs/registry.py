@@ -49,11 +49,12 @@ _NEEDED = {
     'CometMLLogger': 'comet_ml', 'MLFlowLogger': 'mlflow', 'NeptuneLogger': 'neptune', 'SlackLogger': 'slack_sdk',
     'TensorboardLogger': 'tensorboard', 'WandBLogger': 'wandb',
 }  # fmt: skip
-# What asks for several forwards a step, for sparse gradients, for batches of images and classes, or cuts rows off.
+# What asks for sparse gradients, or for batches of images and classes, or of tensors alone.
 _UNSUITED = (
-    torch.optim.LBFGS, torch.optim.SparseAdam, composer.algorithms.AugMix, composer.algorithms.ColOut,
-    composer.algorithms.CutMix, composer.algorithms.CutOut, composer.algorithms.MixUp,
+    torch.optim.SparseAdam, composer.algorithms.AugMix, composer.algorithms.ColOut, composer.algorithms.CutMix,
+    composer.algorithms.CutOut, composer.algorithms.MixUp,
     composer.algorithms.ProgressiveResizing, composer.algorithms.RandAugment, composer.algorithms.SeqLengthWarmup,
+    composer.callbacks.ImageVisualizer,
 )  # fmt: skip
 _ALL_OR_SOME = Literal[-1] | Annotated[int, AT_LEAST_1]
 # What a host's annotations do not say, and the host says only in the first step or never: by argument, of any class.

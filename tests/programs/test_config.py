@@ -119,7 +119,7 @@ def test_wrong_types_are_refused_by_key(override, expected):
         ('optimizer.lr=.inf', '`optimizer.lr` must be a finite number'),
         ('optimizer.lr=' + '9' * 5000, 'must be valid YAML, got: Exceeds the limit'),
         ('optimizer.lr=' + '9' * 500, '`optimizer.lr` must be a finite number'),
-        ('optimizer.betas=[0.9]', '`optimizer` must be what'),
+        ('optimizer.betas=[0.9]', '`optimizer.betas` must be 2 values'),
         ('algorithms.gradient_clipping.clipping_threshold=-1', 'clipping_threshold` must be above 0, got: -1'),
         ('scheduler.alpha_f=-5', '`scheduler.alpha_f` must be at least 0, got: -5'),
         ('trainer.max_duration=null', '`trainer.max_duration` must be given'),

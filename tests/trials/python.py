@@ -132,6 +132,11 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     'a plan of one and a half ranks': (lambda: plan_microbatches([2], num_ranks=1.5, max_tokens=8), 'num_ranks'),
     'a plan of nothing': (lambda: plan_microbatches(None, num_ranks=1, max_tokens=8), 'lengths'),
     'a plan of a word': (lambda: plan_microbatches('abc', num_ranks=1, max_tokens=8), 'lengths'),
+    'twenty closures of LBFGS': (
+        lambda: train(model := text_model(), token_data_spec(loader(batch())), algorithms=[TokenAccumulation()],
+                      optimizer=torch.optim.LBFGS(model.parameters(), lr=0.01)),
+        WORKS,
+    ),
     'weights of another scheme': (lambda: step_loss_weights([batch()], token_weights='squared'), 'token_weights'),
     'a loader of another dataset': (
         lambda: RegroupingDataLoader(
