@@ -325,7 +325,7 @@ def check_value(path: str, value: Any, hint: Any) -> Any:
             raise ConfigError(f'`{path}` must be {allowed}{_or_choices(bases)}, got: {value}')
     if _is_section(base):
         return _built(path, base, value)
-    of_each = get_args(base) if get_origin(base) in _CONTAINERS else ()
+    of_each: tuple[Any, ...] = get_args(base) if get_origin(base) in _CONTAINERS else ()
     if get_origin(base) is tuple and ... not in of_each and len(value) != len(of_each):
         raise ConfigError(f'`{path}` must be {len(of_each)} values, got: {value}')
     for each in value if isinstance(value, list) and of_each else ():
