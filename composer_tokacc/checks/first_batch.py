@@ -8,10 +8,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed
 from torch.distributed.tensor import DTensor
 
 from composer_tokacc.batch import IGNORE_INDEX, Batch, with_own_tensors
@@ -19,10 +19,10 @@ from composer_tokacc.checks.comparison import MEAN, NAME_TERMS, RowComparison
 from composer_tokacc.checks.logits import TINY, targets_of
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.checks.rows import chosen_rows, rule_batch, with_unequal_row
-from composer_tokacc.collectives import all_gather_object, get_global_rank
+from composer_tokacc.collectives import all_gather_object, from_any_rank, get_global_rank, max_over_ranks
 from composer_tokacc.compat import gradient_hooks, steps_after_gradients
 from composer_tokacc.counting import LOSS_RULES
-from composer_tokacc.layout import ROW_KINDS, BatchLayout, describe, kinds_of, microbatches_of
+from composer_tokacc.layout import ROW_KINDS, BatchLayout, describe_all, kinds_of, microbatches_of
 from composer_tokacc.metadata import num_rows, without_metadata
 
 log = logging.getLogger(__name__)
@@ -38,30 +38,32 @@ SCALES = (1e-4, 1.0, 1e4)
 """Sizes of the gradients that a hook is tried on: clamps show at one of them."""
 
 
+@dataclass(eq=False)
 class FirstBatchCheck:
     """Probes the model with rows of a batch, on all ranks alike; without a layout only the loss rule is found."""
 
-    def __init__(
-        self,
-        probe: Probe,
-        layout: BatchLayout | None,
-        to_device: Callable[[Any], Any],
-        *,
-        loss_tokens: str,
-        check_loss: bool,
-        microbatch_size: float,
-    ) -> None:
-        self.layout = layout
-        self.rule: str | None = None if check_loss else loss_tokens
-        self.token_scale: float | None = None
-        """What all tokens weigh in the loss of one forward, times their number: 1 for a mean of cross-entropies. None:
-        they do not weigh the same there (label smoothing, focal losses), or nothing tells."""
-        self.vocabulary: int | None = None
-        """Ids that a label may have, by the model's logits."""
-        self._probe, self._to_device = probe, to_device
-        self._loss_tokens, self._check_loss = loss_tokens, check_loss
-        self._max_rows = min(max(int(2 * microbatch_size), 4), MAX_ROWS)
-        self._proven, self._was_run = set[str](), False
+    probe: Probe
+    layout: BatchLayout | None
+    to_device: Callable[[Any], Any]
+    _: KW_ONLY
+    loss_tokens: str
+    check_loss: bool
+    microbatch_size: float
+    rule: str | None = field(default=None, init=False)
+    token_scale: float | None = field(default=None, init=False)
+    """What all tokens weigh in the loss of one forward, times their number: 1 for a mean of cross-entropies. None: they
+    do not weigh the same there (label smoothing, focal losses), or nothing tells."""
+    vocabulary: int | None = field(default=None, init=False)
+    """Ids that a label may have, by the model's logits."""
+    _proven: set[str] = field(default_factory=set, init=False)
+    _was_run: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.rule = None if self.check_loss else self.loss_tokens
+
+    def kinds_of(self, batch: Batch) -> tuple[int, ...]:
+        """Returns which kinds of rows a batch has, see :data:`.ROW_KINDS`."""
+        return kinds_of(describe_all(self.layout, batch))
 
     def is_due(self, kinds: Sequence[int], step: int) -> bool:
         """Returns whether any of the kinds was not looked at yet; all are looked at again now and then."""
@@ -69,17 +71,18 @@ class FirstBatchCheck:
             self._was_run = False
         return not self._was_run or bool(_names_of(kinds) - self._proven)
 
-    def prove(self, batch: Batch, cutter: Any, kinds: Sequence[int], of_ranks: Sequence[Sequence[int]]) -> Any:
+    def prove(self, batch: Batch, cutter: Any) -> Any:
         """Returns the rules by which rows may be cut, of every kind that was not looked at yet; a collective.
 
-        Raises on all ranks if no cut leaves the gradients of the rows alone. ``batch`` is this rank's, on the CPU, with
-        rows of ``kinds``; without ``cutter`` whole rows alone are tried.
+        Raises on all ranks if no cut leaves the gradients of the rows alone. ``batch`` is this rank's, on the CPU;
+        without ``cutter`` whole rows alone are tried.
         """
         rules = None if cutter is None else cutter.rules
-        present = set[str]().union(*map(_names_of, of_ranks))
+        kinds = self.kinds_of(batch)
+        own, present = _names_of(kinds), _names_of(max_over_ranks(kinds))
         while (new := present - self._proven) or not self._was_run:  # of a batch without any kind as well
             try:
-                found, shown = self._run(batch, cutter, rules, _names_of(kinds) & new)
+                found, shown = self._run(batch, cutter, rules, own & new)
             except IndexError as error:  # as torch says on a CPU; a GPU stops the process
                 raise RuntimeError(
                     f'The model must take the batch, got: {error}, for {_ids_of(batch)}. Labels must be -100 or ids of '
@@ -103,7 +106,7 @@ class FirstBatchCheck:
         rows = self._shared_rows(batch, kinds)
         if self.rule is None:
             self.rule = find_loss_rule(
-                self._probe, self._on_device(rule_batch(self.layout, rows)), loss_tokens=self._loss_tokens
+                self.probe, self._on_device(rule_batch(self.layout, rows)), loss_tokens=self.loss_tokens
             )
         self._was_run = True
         if self.layout is None:
@@ -113,29 +116,29 @@ class FirstBatchCheck:
             )
             return rules, set()
         rows = with_unequal_row(self.layout, rows, self.rule)
-        comparison = RowComparison(self._probe, self.layout, self._on_device, self.rule, rows, self._check_loss)
+        comparison = RowComparison(self.probe, self.layout, self._on_device, self.rule, rows, self.check_loss)
         found = comparison.first_exact(cutter, rules)
         scales = all_gather_object(comparison.token_scale())  # ranks must agree on what they look at again
         self.token_scale = None if None in scales else scales[0]
         self.vocabulary = comparison.whole.vocabulary
         log.info('The first-batch check took %.2f s. %s', time.perf_counter() - started, found)
-        shown = _names_of(kinds_of([describe(self.layout, rows)]))
+        shown = _names_of(self.kinds_of(rows))
         return found, shown if comparison.has_shown_trimming else shown - {'left', 'positions', 'right'}
 
     def _on_device(self, batch: Batch) -> Any:
-        return self._to_device(with_own_tensors(without_metadata(batch)))
+        return self.to_device(with_own_tensors(without_metadata(batch)))
 
-    def _shared_rows(self, batch: Batch, kinds: set[str]) -> dict[str, Any]:
+    def _shared_rows(self, batch: Batch, kinds: set[str]) -> Any:
         """Returns the rows that all ranks probe with."""
+        max_rows = min(max(int(2 * self.microbatch_size), 4), MAX_ROWS)
         offers = all_gather_object((len(kinds), num_rows(batch)))
-        owner = max(range(len(offers)), key=lambda rank: (offers[rank], -rank))
-        shared: list[Any] = [None]
-        if get_global_rank() == owner:
-            layout = self.layout
-            shared = [dict(batch) if layout is None else chosen_rows(layout, batch, kinds, self._max_rows)]
-        if len(offers) > 1:
-            torch.distributed.broadcast_object_list(shared, src=owner)
-        return shared[0]
+        if get_global_rank() != offers.index(max(offers)):
+            rows = None
+        elif self.layout is None:
+            rows = dict(batch)
+        else:
+            rows = chosen_rows(self.layout, batch, kinds, max_rows)
+        return from_any_rank(rows)
 
 
 def find_loss_rule(probe: Probe, row: Batch, *, loss_tokens: str = 'auto') -> str:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,29 +23,23 @@ NUM_LABELS = 4
 def chosen_rows(layout: BatchLayout, batch: Batch, wanted: set[str], max_rows: int) -> dict[str, Any]:
     """Returns a few unlike rows, as the loader padded them, each with a label: first those of the wanted kinds."""
     facts, labels = describe(layout, batch), labels_of(batch)
-    lengths, media = facts.lengths, facts.media
-    indices = range(len(lengths))
-    # Rows with labels before those that need made-up ones.
-    labelled = (labels[:, 1:] != IGNORE_INDEX).any(dim=1).tolist()
-
-    def best(key: Callable[[int], Any]) -> int:
-        return min(indices, key=lambda row: (not labelled[row], key(row), lengths[row]))
-
+    lengths, media, indices = facts.lengths, facts.media, range(len(facts.lengths))
     units = [unit for unit in MODALITIES if unit in wanted]
-    counts = {unit: facts.counts.get(unit, [0] * len(lengths)) for unit in units}
     first = facts.real.int().argmax(dim=1).tolist()
-    # A label on the first token behind padding is the hardest to keep.
-    hardest = [row for row in indices if 0 < first[row] < labels.shape[1] and labels[row, first[row]] != IGNORE_INDEX]
-    roles = [
-        best(lambda row: -lengths[row]),
-        best(lambda row: lengths[row]),
-        *(best(lambda row, unit=unit: not counts[unit][row]) for unit in units),
-        *([best(lambda row: media[row] > 0)] if any(media) else []),
-        *hardest[:1],
-        best(lambda row: -media[row]),
+    wishes = [  # the less, the better
+        [-length for length in lengths],
+        lengths,
+        *([not count for count in facts.counts.get(unit, [0] * len(lengths))] for unit in units),
+        [count > 0 for count in media],
+        # A label on the first token behind padding is the hardest to keep.
+        [not 0 < at < len(row) or int(row[at]) == IGNORE_INDEX for at, row in zip(first, labels, strict=True)],
+        [-count for count in media],
     ]
-    rows = list(dict.fromkeys(roles))[: max(max_rows, 2 + len(units))]
-    others = sorted(set(indices) - set(rows), key=lambda row: (not labelled[row], lengths[row]))
+    # Rows with labels before those that need made-up ones; of several that are as good the shortest.
+    bare = (labels[:, 1:] == IGNORE_INDEX).all(dim=1).tolist()
+    best = [min(zip(bare, wish, lengths, indices, strict=True))[-1] for wish in wishes]
+    rows = list(dict.fromkeys(best))[: max(max_rows, 2 + len(units))]
+    others = sorted(set(indices) - set(rows), key=lambda row: (bare[row], lengths[row]))
     rows += others[: max(MIN_ROWS - len(rows), 0)]
     return _with_labels(layout, layout.select(without_metadata(batch), rows))
 
