@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from composer_tokacc.algorithm.loss_terms import LossTerms, SplitLoss
 from composer_tokacc.batch import Batch, attended_positions, sample_name, text_of, with_own_tensors
+from composer_tokacc.checks.comparison import documents_of
 from composer_tokacc.checks.logits import entry_of, router_loss_of
 from composer_tokacc.checks.probe import undisturbed
-from composer_tokacc.checks.rows import documents_of
 from composer_tokacc.collectives import RankSum, get_world_size
 from composer_tokacc.data_spec.split import MicrobatchSplit
 from composer_tokacc.metadata import metadata_of, without_metadata

@@ -8,14 +8,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from composer.core import State
 from composer.core.precision import get_precision_context
 from composer.models import HuggingFaceModel
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, LossTerms, router_coefficient
@@ -27,27 +25,60 @@ from composer_tokacc.compat import BatchNorm
 from composer_tokacc.counting import check_rule
 from composer_tokacc.data_spec.reduction import ReductionWatch
 from composer_tokacc.data_spec.registry import layout_of, split_of
-from composer_tokacc.data_spec.split import MicrobatchSplit
 from composer_tokacc.layout import microbatches_of
 from composer_tokacc.weights import LOSS_WEIGHTS, TOKEN_WEIGHTS
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(kw_only=True)
 class Fit:
-    """What is known of model and loader from the first batch of a fit on."""
+    """What is known of model and loader from the first batch of a fit on; to make one is a collective.
 
-    check: FirstBatchCheck
-    split: MicrobatchSplit | None
-    terms: LossTerms
-    reductions: ReductionWatch
-    norms: Mapping[str, nn.Module]
-    """Layers that normalise by the statistics of their microbatch while they are in training mode."""
-    balance: StepBalance | None = None
-    """Of the router over the step, where that was asked for."""
-    has_bypass: bool | None = None
-    """Whether the loss has a term that is not made of the logits; None: no step has told yet."""
+    Args:
+        state: The trainer's, with that batch.
+        given: The algorithm, for its arguments.
+    """
+
+    def __init__(self, state: State, given: Any) -> None:
+        _warn(state, given.token_weights)
+        model: Any = state.model.module if isinstance(state.model, DistributedDataParallel) else state.model
+        check_gradient_hooks(model)
+        self.terms = LossTerms(given.loss_units, None if given.loss_units else router_coefficient(model))
+        self.split = split = split_of(state.dataloader)
+        layout, microbatch_size = layout_of(state, split), state.device_train_microbatch_size or 1
+        if split is not None:
+            if self.terms.coupled and (split.options.regroup or split.options.packing):
+                raise RuntimeError(
+                    f'Rows must be independent to be regrouped, got: the terms {self.terms.coupled} of `loss_units`, '
+                    'whose value depends on which rows share a microbatch. Set `token_data_spec(..., regroup=False)` '
+                    '(docs/errors.md#row-coupling).'
+                )
+            # What another model has left there says nothing of this one.
+            split.start(model, layout, state.batch, microbatch_size)
+
+        def to_device(batch: Batch) -> Any:
+            moved = state.device.batch_to_device(batch)
+            return moved if split is None else split.as_the_model_takes_it(moved)
+
+        precision = partial(get_precision_context, state.precision, state.precision_config)
+        self.reductions = ReductionWatch(state, is_coupled=bool(self.terms.coupled))
+        self.balance = None
+        if given.router_balance == 'step':
+            self.balance = StepBalance(state, split, self.terms, to_device, precision)
+        self.check = FirstBatchCheck(
+            Probe(model, model.loss, model, precision, self.terms.probed),
+            layout,
+            to_device,
+            loss_tokens=given.loss_tokens,
+            check_loss=given.check_loss or given.is_weighted,
+            microbatch_size=microbatch_size,
+        )
+        # Whoever switches the check off accepts that the run depends on how batches are cut.
+        modules = model.named_modules() if given.check_loss else ()
+        self._norms = {name: module for name, module in modules if isinstance(module, BatchNorm)}
+        self.has_bypass: bool | None = None
+        """Whether the loss has a term that is not made of the logits; None: no step has told yet."""
+        self.check_norms()
 
     def prove(self, batch: Batch, *, reduces_once: bool) -> None:
         """Has the check look at rows of every kind that is new on any rank, and the split cut by what it finds."""
@@ -66,7 +97,7 @@ class Fit:
 
     def check_norms(self) -> None:
         """Raises RuntimeError if one is in training mode: evaluation puts the whole model back into it."""
-        training = [name for name, module in self.norms.items() if module.training]
+        training = [name for name, module in self._norms.items() if module.training]
         if training:
             raise RuntimeError(
                 f'Rows must be independent of the rows beside them, got: {len(training)} BatchNorm in training mode, '
@@ -109,49 +140,6 @@ def check_arguments(given: Any) -> None:
         )
     if not isinstance(given.check_loss, bool):
         raise ValueError(f'`check_loss` must be True or False, got: {given.check_loss!r}.')
-
-
-def begin_fit(state: State, given: Any) -> Fit:
-    """Returns what a fit begins with, of its first batch and the algorithm's arguments; a collective."""
-    _warn(state, given.token_weights)
-    model: Any = state.model.module if isinstance(state.model, DistributedDataParallel) else state.model
-    check_gradient_hooks(model)
-    terms = LossTerms(given.loss_units, None if given.loss_units else router_coefficient(model))
-    split, microbatch_size = split_of(state.dataloader), state.device_train_microbatch_size or 1
-    layout = layout_of(state, split)
-    if split is not None:
-        if terms.coupled and (split.options.regroup or split.options.packing):
-            raise RuntimeError(
-                f'Rows must be independent to be regrouped, got: the terms {terms.coupled} of `loss_units`, whose '
-                'value depends on which rows share a microbatch. Set `token_data_spec(..., regroup=False)` '
-                '(docs/errors.md#row-coupling).'
-            )
-        # What another model has left there says nothing of this one.
-        split.start(model, layout, state.batch, microbatch_size)
-
-    def to_device(batch: Batch) -> Any:
-        moved = state.device.batch_to_device(batch)
-        return moved if split is None else split.as_the_model_takes_it(moved)
-
-    precision = partial(get_precision_context, state.precision, state.precision_config)
-    fit = Fit(
-        split=split,
-        terms=terms,
-        reductions=ReductionWatch(state, is_coupled=bool(terms.coupled)),
-        balance=StepBalance(state, split, terms, to_device, precision) if given.router_balance == 'step' else None,
-        check=FirstBatchCheck(
-            Probe(model, model.loss, model, precision, terms.probed),
-            layout,
-            to_device,
-            loss_tokens=given.loss_tokens,
-            check_loss=given.check_loss or given.is_weighted,
-            microbatch_size=microbatch_size,
-        ),
-        # Whoever switches the check off accepts that the run depends on how batches are cut.
-        norms={name: one for name, one in model.named_modules() if given.check_loss and isinstance(one, BatchNorm)},
-    )
-    fit.check_norms()
-    return fit
 
 
 def _warn(state: State, token_weights: str) -> None:

@@ -15,7 +15,7 @@ from composer.loggers import Logger
 
 from composer_tokacc.algorithm.functional import sample_weight, token_weight
 from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, LossTerms, SplitLoss, attached_zero
-from composer_tokacc.algorithm.setup import Fit, begin_fit, check_arguments, check_microbatches
+from composer_tokacc.algorithm.setup import Fit, check_arguments, check_microbatches
 from composer_tokacc.batch import Batch, sample_name
 from composer_tokacc.checks.logits import (
     at_predictions,
@@ -195,7 +195,7 @@ class TokenAccumulation(Algorithm):
         check_microbatches(state.model, microbatches, None if self._fit is None else self._fit.check.vocabulary)
         self._measuring.begin_step(microbatches)
         if self._fit is None:
-            self._fit = begin_fit(state, self)
+            self._fit = Fit(state, self)
             self._reduces_once = self._reduces_once and self._fit.reductions.may_meet_once
             self._fit.prove(state.batch, reduces_once=self._reduces_once)
         kinds = self._fit.check.kinds_of(state.batch)

@@ -20,7 +20,6 @@ import torch
 
 from composer_tokacc.batch import Batch, sample_name
 from composer_tokacc.checks.probe import NOISE_FACTOR, Probe, ProbeResult
-from composer_tokacc.checks.rows import documents_of
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.layout import BatchLayout, describe
 
@@ -58,13 +57,7 @@ class RowComparison:
     """
 
     def __init__(
-        self,
-        probe: Probe,
-        layout: BatchLayout,
-        on_device: Callable[[Batch], Any],
-        rule: str,
-        rows: dict[str, Any],
-        check_loss: bool,
+        self, probe: Probe, layout: BatchLayout, on_device: Callable[..., Any], rule: str, rows: Batch, check_loss: bool
     ) -> None:
         self._probe, self._layout, self._on_device, self._rule = probe, layout, on_device, rule
         self._rows, self._facts, self._check_loss = rows, describe(layout, rows), check_loss
@@ -247,3 +240,12 @@ def _relative(found: torch.Tensor, expected: torch.Tensor, largest: float | None
     sizes = expected.flatten(1).norm(dim=1)
     least = SMALL_ROW * (float(sizes.max()) if largest is None else largest)
     return ((found - expected).flatten(1).norm(dim=1) / sizes.clamp(min=least or 1e-30)).nan_to_num(nan=torch.inf)
+
+
+def documents_of(packed: Batch) -> torch.Tensor:
+    """Returns which document each position of a packed row belongs to, ``(1, width)``."""
+    mask = packed.get('attention_mask')
+    if mask is not None:
+        return mask.int().argmax(dim=0)[None]
+    positions = packed['position_ids']  # of text come first
+    return (positions.flatten(0, -2)[:1] == 0).cumsum(dim=1) - 1

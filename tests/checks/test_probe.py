@@ -9,9 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from composer_tokacc.checks.first_batch import FirstBatchCheck, find_loss_rule
+from composer_tokacc.checks.first_batch import FirstBatchCheck, find_loss_rule, rule_batch
 from composer_tokacc.checks.probe import Probe
-from composer_tokacc.checks.rows import rule_batch
 from composer_tokacc.layout import BatchLayout
 from tests.support.text import collate, text_model, text_row, text_rows
 
