@@ -15,11 +15,9 @@ results/host.json.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -33,11 +31,11 @@ from transformers import LlavaConfig
 
 from benchmarks.machine import machine
 from benchmarks.pages import show
-from benchmarks.record import RESULTS, write
+from benchmarks.record import parser_of, write
 from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, token_data_spec
 from composer_tokacc.batch import check_batch
 from composer_tokacc.data_spec.cut_rules import CutRules
-from composer_tokacc.data_spec.registry import split_of
+from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.layout import BatchLayout, describe_all, kinds_of, microbatches_of
 from composer_tokacc.metadata import annotate, num_loss_tokens, num_samples
 from composer_tokacc.planning import CostModel
@@ -208,9 +206,8 @@ def between_steps(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument('--batches', type=int, default=20)
-    parser.add_argument('--results', type=Path, default=RESULTS)
     given = parser.parse_args()
     dataset = Rows()
     layout = BatchLayout.for_model(LlavaConfig(image_token_index=IMAGE_TOKEN, image_seq_length=IMAGE_LENGTH))

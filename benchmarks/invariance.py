@@ -15,7 +15,6 @@ Prints a table; writes results/invariance.json and results/invariance.png next t
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from composer import DataSpec, Trainer
+from composer import Trainer
 from composer.core import Callback, Event, State
 from composer.loggers import InMemoryLogger, Logger
 from composer.models import HuggingFaceModel
@@ -36,8 +35,9 @@ from transformers import AutoModelForImageTextToText
 from benchmarks.launch import on_ranks
 from benchmarks.machine import machine
 from benchmarks.pages import show
-from benchmarks.record import RESULTS, write
-from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
+from benchmarks.record import parser_of, write
+from benchmarks.timed_steps import data_of
+from composer_tokacc import BatchLayout, TokenAccumulation
 from composer_tokacc.data import VisionLanguageCollator
 from composer_tokacc.invariance import relative_error
 from composer_tokacc.verify import UnusedParameters
@@ -77,18 +77,6 @@ def build_model(processor: Any) -> HuggingFaceModel:
     return HuggingFaceModel(model, shift_labels=True, use_logits=True)
 
 
-def data_of(method: str, loader: DataLoader, layout: BatchLayout) -> DataSpec:
-    """Ours, or stock's own counters and untrimmed microbatches of a fixed number of rows."""
-    if method == 'ours':
-        return token_data_spec(loader, layout=layout)
-
-    def split(batch: dict[str, Any], size: int | float) -> list[dict[str, Any]]:
-        rows = range(layout.num_rows(batch))
-        return [layout.select(batch, rows[start : start + int(size)]) for start in range(0, len(rows), int(size))]
-
-    return DataSpec(loader, split_batch=split, get_num_samples_in_batch=lambda batch: len(batch['input_ids']))
-
-
 def reference(processor: Any, dataset: Subset, collator: Any) -> tuple[dict[str, torch.Tensor], float]:
     """Gradient and loss of one plain forward over the first global batch."""
     model = build_model(processor)
@@ -107,7 +95,7 @@ def train(method: str, microbatch: int, steps: int, processor: Any, dataset: Sub
     model, first, memory = build_model(processor), FirstGradient(), InMemoryLogger()
     trainer = Trainer(
         model=model,
-        train_dataloader=data_of(method, loader, BatchLayout.for_model(model)),
+        train_dataloader=data_of('ours' if method == 'ours' else 'stock', loader, BatchLayout.for_model(model)),
         optimizers=torch.optim.AdamW(model.parameters(), lr=1e-3),
         max_duration=f'{steps}ba',
         device='cpu',
@@ -196,11 +184,10 @@ def main() -> None:
         path, _, steps, *sizes = sys.argv[1:]
         work(int(steps), list(map(int, sizes)), Path(path))
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument('--steps', type=int, default=100)
     parser.add_argument('--ranks', type=int, nargs='+', default=[1, 2, 4])
     parser.add_argument('--microbatches', type=int, nargs='+', default=[16, 8, 1])
-    parser.add_argument('--results', type=Path, default=RESULTS)
     given = parser.parse_args()
     sizes = [str(size) for size in given.microbatches]
     rows = [

@@ -13,7 +13,6 @@ on the machine disturbs less, and of the headers the median of three rounds; wri
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import tempfile
@@ -29,7 +28,7 @@ import transformers
 from PIL import Image
 
 from benchmarks.machine import machine
-from benchmarks.record import RESULTS, write
+from benchmarks.record import parser_of, write
 from composer_tokacc.data import LlavaDataset, lengths
 from composer_tokacc.data.processor import train_tokenizer
 
@@ -154,11 +153,10 @@ def compare(path: Path, processor: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument('--images', type=int, default=5000)
     parser.add_argument('--distinct', type=int, default=1000)
     parser.add_argument('--families', nargs='+', choices=FAMILIES, default=list(FAMILIES))
-    parser.add_argument('--results', type=Path, default=RESULTS)
     given = parser.parse_args()
     torch.set_num_threads(1)
     results: dict[str, Any] = {'machine': machine()}

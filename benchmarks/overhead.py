@@ -17,7 +17,6 @@ size 1,024 and a vocabulary of 150,000 (two rows of 256 tokens; a minute, 5 GB),
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
@@ -34,7 +33,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.machine import machine
 from benchmarks.pages import ROOT
-from benchmarks.record import RESULTS, write
+from benchmarks.record import parser_of, write
 from composer_tokacc import TokenAccumulation
 from composer_tokacc.checks.logits import has_bypass
 from composer_tokacc.checks.step import NUM_FIRST_STEPS, MicrobatchRecord
@@ -119,9 +118,8 @@ def _write(folder: Path, found: dict[str, Any]) -> None:
 
 def main() -> None:
     warnings.simplefilter('ignore')
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument('--steps', type=int, default=40)
-    parser.add_argument('--results', type=Path, default=RESULTS)
     parser.add_argument('--large', action='store_true')
     given, overrides = parser.parse_known_args()
     if given.large:

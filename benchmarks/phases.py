@@ -12,18 +12,16 @@ them that make more or fewer tokens of a tile, under a tower of 1,024 patches a 
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from benchmarks.length_sets import TOKENS_PER_TILE, LengthSet, half_text, read_tables
 from benchmarks.pages import table
-from benchmarks.record import RESULTS, write
+from benchmarks.record import parser_of, write
 from composer_tokacc.planning import CostModel, MicrobatchPlan, plan_microbatches
 
 PATCHES_PER_TILE = 1024
@@ -181,9 +179,7 @@ def _by_rows(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--lengths', type=Path, help='folder of tables, by default COMPOSER_TOKACC_LENGTHS')
-    parser.add_argument('--results', type=Path, default=RESULTS)
+    parser = parser_of(__doc__, lengths=True)
     parser.add_argument('--quick', action='store_true', help='two global batches each')
     given = parser.parse_args()
     found, source = read_tables(given.lengths)

@@ -12,7 +12,6 @@ whole batch with its router's loss, at the coefficients 0.001 and 0.5. Writes re
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 import warnings
@@ -27,7 +26,7 @@ from torch.utils.data import DataLoader
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from benchmarks.machine import machine
-from benchmarks.record import RESULTS, write
+from benchmarks.record import RESULTS, parser_of, write
 from composer_tokacc import TokenAccumulation, token_data_spec
 
 LENGTHS = (37, 512, 61, 240, 128, 90, 310, 45, 400, 75, 150, 33, 210, 55, 280, 100)
@@ -94,7 +93,7 @@ def trained(coefficient: float, balance: str, steps: int) -> Steps:
 
 def main() -> None:
     warnings.simplefilter('ignore')
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, results=None)
     parser.add_argument('--steps', type=int, default=12)
     given = parser.parse_args()
     results: dict[str, Any] = {}

@@ -11,7 +11,6 @@ Prints tables; writes results/scaling.json and .png.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import subprocess
@@ -29,7 +28,7 @@ from benchmarks.length_sets import LengthSet, lognormal, read_tables
 from benchmarks.machine import machine
 from benchmarks.modelled import STOCK, Rivals
 from benchmarks.pages import show
-from benchmarks.record import RESULTS, write
+from benchmarks.record import parser_of, write
 from composer_tokacc.planning import CostModel, CutOptions, Rows, lower_bound
 from composer_tokacc.sampling import RegroupingBatchSampler
 
@@ -159,9 +158,7 @@ def main() -> None:
         table, num_ranks, global_batch, result = sys.argv[2:]
         Path(result).write_text(json.dumps(plan_epoch(np.load(table), int(num_ranks), int(global_batch))))
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--lengths', type=Path, help='folder of tables, by default COMPOSER_TOKACC_LENGTHS')
-    parser.add_argument('--results', type=Path, default=RESULTS)
+    parser = parser_of(__doc__, lengths=True)
     parser.add_argument('--quick', action='store_true', help='fewer ranks, samples and rounds')
     parser.add_argument('--no-timing', action='store_true', help='leave the timed ranks out')
     given = parser.parse_args()

@@ -117,9 +117,7 @@ def data_of(
     if method in ('ours', 'packing'):
         return token_data_spec(loader, layout=layout, packing=method == 'packing', cost=cost, slot_tokens=slot_tokens)
     return DataSpec(
-        loader,
-        split_batch=split_of(method, layout),
-        get_num_samples_in_batch=lambda batch: len(batch['input_ids']),
+        loader, split_batch=split_of(method, layout), get_num_samples_in_batch=lambda batch: len(batch['input_ids'])
     )
 
 

@@ -38,7 +38,7 @@ from benchmarks.length_sets import read_tables
 from benchmarks.machine import machine
 from benchmarks.pages import ROOT, filled, table
 from benchmarks.record import RESULTS as FOLDER
-from benchmarks.record import write_at_once
+from benchmarks.record import parser_of, write_at_once
 from composer_tokacc import BatchLayout, TokenAccumulation, measure_token_weights, token_data_spec
 
 RESULTS = FOLDER / 'token_weights.json'
@@ -260,10 +260,9 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, results=RESULTS)
     parser.add_argument('--hosts', nargs='*', choices=[*HOSTS, []], default=list(HOSTS))
     parser.add_argument('--ranks', type=int, nargs='+', choices=(1, 2), default=[1, 2])
-    parser.add_argument('--results', type=Path, default=RESULTS)
     parser.add_argument('work_results', type=Path, nargs='?', help=argparse.SUPPRESS)
     given = parser.parse_args()
     installed = [host for host in given.hosts if find_spec(HOSTS[host][1].replace('mosaicml', 'composer'))]

@@ -136,7 +136,7 @@ def test_which_rows_are_packed_depends_on_no_padding_beside_them(side):
 
 
 def test_labels_that_packing_masks_are_said(caplog):
-    counting._say_that_labels_are_masked.cache_clear()
+    counting._warn_once.cache_clear()
     batch = packed([text_row(5, 5, seed=1), text_row(3, 3, seed=2)], masked=False)
     annotate(batch)
     annotate(batch)

@@ -37,6 +37,7 @@ from benchmarks.gpu import exactness, memory, out_of_memory, overhead, pinned, r
 from benchmarks.gpu.report import write_report
 from benchmarks.gpu.scale import FULL, REHEARSAL, Scale, for_memory
 from benchmarks.gpu.store import Store
+from benchmarks.record import parser_of
 
 RESULTS = Path(__file__).resolve().parents[1] / 'results' / 'gpu'
 # The short ones first, so that a run that is cut off has most answers.
@@ -70,10 +71,9 @@ def run_apart(part: str, given: argparse.Namespace, seconds: float) -> None:
 
 def main() -> None:
     warnings.simplefilter('ignore')
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, results=RESULTS)
     parser.add_argument('--parts', nargs='*', choices=PARTS, default=list(PARTS))
     parser.add_argument('--lengths', type=Path, help='folder of real length tables')
-    parser.add_argument('--results', type=Path, default=RESULTS)
     parser.add_argument('--minutes', type=float, default=8.0, help='when this is spent, no further part is started')
     parser.add_argument('--rehearse', action='store_true', help='tiny sizes on the CPU')
     parser.add_argument('--alone', action='store_true', help=argparse.SUPPRESS)

@@ -47,7 +47,7 @@ def vision_config(small: bool) -> LlavaConfig:
     return LlavaConfig(vision_config=vision, text_config=text_config(small), image_token_index=32000)
 
 
-def builder(config: Any, checkpointing: bool) -> Callable[[], Any]:
+def builder(config: Any, checkpointing: bool = False) -> Callable[[], Any]:
     """Makes the model on the CPU."""
     model_class = LlavaForConditionalGeneration if config.model_type == 'llava' else LlamaForCausalLM
 

@@ -36,7 +36,7 @@ from typing import Any
 from benchmarks.launch import COMPOSER, environment
 from benchmarks.machine import machine
 from benchmarks.pages import ROOT
-from benchmarks.record import write_at_once
+from benchmarks.record import parser_of, write_at_once
 from benchmarks.rivals.adapters import ADAPTERS
 from benchmarks.rivals.contenders import CONTENDERS
 from benchmarks.rivals.curves import NAMES, WINDOW
@@ -121,7 +121,7 @@ def dumps(results: dict[str, Any]) -> str:
 
 def arguments() -> argparse.Namespace:
     """What to measure, and how large."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, results=RESULTS)
     parser.add_argument('parts', nargs='*', choices=[*PARTS, []], help='default: all')
     parser.add_argument('--models', nargs='+', choices=MODELS, default=MODELS)
     parser.add_argument('--sets', nargs='+', choices=SETS, default=SETS)
@@ -133,7 +133,6 @@ def arguments() -> argparse.Namespace:
         parser.add_argument(f'--{name.replace("_", "-")}', type=int, default=getattr(Sizes(), name))
     parser.add_argument('--steps', type=int, default=300, help='of curves and stalls')
     parser.add_argument('--limit', type=float, default=3600, help='seconds for a set of `speed`')
-    parser.add_argument('--results', type=Path, default=RESULTS)
     return _checked(parser, parser.parse_args())
 
 

@@ -15,13 +15,7 @@ import torch
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.utils.data import Dataset
-from transformers import (
-    CLIPImageProcessor,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlavaProcessor,
-    PreTrainedTokenizerFast,
-)
+from transformers import CLIPImageProcessor, LlamaConfig, LlamaForCausalLM, LlavaProcessor, PreTrainedTokenizerFast
 
 from benchmarks.length_sets import lognormal, read_tables
 from benchmarks.small_llava import IMAGE_LENGTH, IMAGE_TOKEN, VOCABULARY, build_model

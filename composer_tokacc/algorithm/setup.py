@@ -24,7 +24,7 @@ from composer_tokacc.checks.probe import Probe
 from composer_tokacc.compat import BatchNorm
 from composer_tokacc.counting import check_rule
 from composer_tokacc.data_spec.reduction import ReductionWatch
-from composer_tokacc.data_spec.registry import layout_of, split_of
+from composer_tokacc.data_spec.split import layout_of, split_of
 from composer_tokacc.layout import microbatches_of
 from composer_tokacc.weights import LOSS_WEIGHTS, TOKEN_WEIGHTS
 

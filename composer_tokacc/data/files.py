@@ -24,9 +24,8 @@ from typing import Any
 
 from composer_tokacc.data.formats import parse_record
 from composer_tokacc.data.hub import ask_hub
-from composer_tokacc.data.media import check_decoder
+from composer_tokacc.data.media import MediaFolders, check_decoder, regular_file
 from composer_tokacc.data.records import BadSampleError, EmbeddedFile, PathLike, RawRecord, Record
-from composer_tokacc.data.user_files import MediaFolders, regular_file
 
 HUB = 'hf://datasets/'
 """How a dataset of the hub is named: ``hf://datasets/owner/name``, perhaps ``/subset`` behind it."""

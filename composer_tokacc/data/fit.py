@@ -18,8 +18,8 @@ import torch
 from PIL import Image
 
 from composer_tokacc.data.conversation import ConversationEncoder
-from composer_tokacc.data.lengths import SHRINK_STEPS, image_token_ids
 from composer_tokacc.data.records import MediaFile, Record
+from composer_tokacc.data.sizes import SHRINK_STEPS, image_token_ids
 from composer_tokacc.data.videos import VideoSampling, make_video
 
 STEPS_TO_HALF = 16

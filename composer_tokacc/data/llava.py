@@ -22,9 +22,10 @@ from composer_tokacc.data.conversation import ConversationEncoder
 from composer_tokacc.data.files import read_records, read_texts
 from composer_tokacc.data.fit import FittingEncoder, share_of
 from composer_tokacc.data.images import image_size
-from composer_tokacc.data.lengths import SHRINK_STEPS, LengthTable, length_table, patch_size_of
+from composer_tokacc.data.lengths import LengthTable, length_table
+from composer_tokacc.data.media import open_files
 from composer_tokacc.data.records import BadSampleError, EmbeddedFile, PathLike, Record
-from composer_tokacc.data.user_files import open_files
+from composer_tokacc.data.sizes import SHRINK_STEPS, patch_size_of
 from composer_tokacc.data.videos import VideoSampling
 
 log = logging.getLogger(__name__)

@@ -23,9 +23,8 @@ from typing import Any, NamedTuple
 from tqdm.auto import tqdm
 
 from composer_tokacc.data.files import read_records
-from composer_tokacc.data.media import decode_media
+from composer_tokacc.data.media import decode_media, open_files
 from composer_tokacc.data.records import BadSampleError, Medium, Record, Turn
-from composer_tokacc.data.user_files import open_files
 
 SHARD_COLUMNS = {'media': 'bytes', 'record': 'json'}
 """Columns of a shard and their MDS encodings: files byte for byte, one behind the other, and all else."""

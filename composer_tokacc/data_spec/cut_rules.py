@@ -61,12 +61,7 @@ class CutRules:
 
 
 def padded_candidates(facts: RowFacts, known: CutRules) -> Iterator[CutRules]:
-    """Gives the rules of padded microbatches that are to be tried on such rows, cheapest first.
-
-    Args:
-        facts: A few rows, as the loader padded them.
-        known: Rules that were found on other rows.
-    """
+    """Gives the rules of padded microbatches to be tried on such rows, cheapest first; ``known``: found on others."""
     media = facts.media
     needs_media = [False] if all(media) or not any(media) else [False, True]
     known = replace(known, packing='', needs_media=known.needs_media or bool(facts.layout.family.coupling))

@@ -18,13 +18,12 @@ from composer.utils import dist, get_device, reproducibility
 from torch.utils.data import ConcatDataset
 
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.programs.checkpoints import remember_unused_parameters, resume_on_shared_folder
-from composer_tokacc.programs.errors import ConfigError, in_words_of
+from composer_tokacc.programs.checkpoints import SameData, remember_unused_parameters, resume_on_shared_folder
+from composer_tokacc.programs.errors import ConfigError
 from composer_tokacc.programs.lora import identify_adapter
 from composer_tokacc.programs.models import build_model, parameter_groups
 from composer_tokacc.programs.process import DIST_TIMEOUT, say
 from composer_tokacc.programs.registry import build_all, build_section, without
-from composer_tokacc.programs.resume_guard import SameData
 from composer_tokacc.programs.schema import TrainConfig
 from composer_tokacc.programs.sources import source_of
 from composer_tokacc.programs.suggest import apply_suggestion
@@ -62,14 +61,9 @@ def build_parts(config: TrainConfig) -> RunParts:
     """Seeds this rank, joins the process group and builds what the config names besides the Trainer.
 
     Raises:
-        ConfigError: For an argument that its owner refuses once it has seen model or data.
+        ValueError: For an argument that its owner refuses once it has seen model or data; see :func:`.in_words_of`.
         BadSampleError: For a sample that cannot be read.
     """
-    with in_words_of(config):
-        return _build_parts(config)
-
-
-def _build_parts(config: TrainConfig) -> RunParts:
     reproducibility.seed_all(config.seed)
     # Before the data: the ranks share its reading.
     if dist.get_world_size() > 1:
@@ -113,17 +107,11 @@ def build_trainer(
     arguments = without(config.trainer, 'loggers')
     if parts.microbatch_size is not None:
         arguments['device_train_microbatch_size'] = parts.microbatch_size
-    callbacks = build_all('callbacks', config.callbacks)
-    callbacks.append(
-        SameData(
-            parts.train_dataset,
-            parts.processor,
-            adapter=identify_adapter(parts.model.model),
-            model=parts.model,
-            trainer=config.trainer,
-            on_other_data=config.loader.on_other_data,
-        )
-    )
+    same_data = SameData(
+        parts.train_dataset, parts.processor, adapter=identify_adapter(parts.model.model), model=parts.model,
+        trainer=config.trainer, on_other_data=config.loader.on_other_data,
+    )  # fmt: skip
+    callbacks = [*build_all('callbacks', config.callbacks), same_data]
     if config.trainer.get('spin_dataloaders', True):
         callbacks.append(SkipReadBatches())
     if hasattr(parts.train_dataset, 'load_state_dict'):  # as StreamingDataset

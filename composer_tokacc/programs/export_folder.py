@@ -24,7 +24,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from composer_tokacc.programs.checkpoints import check_checkpoint, read_checkpoint
 from composer_tokacc.programs.errors import ConfigError, must
-from composer_tokacc.programs.lora import load_weights, with_saved_adapter
+from composer_tokacc.programs.lora import load_weights, refuse_partial, with_saved_adapter
 from composer_tokacc.programs.models import auto_class, empty_model, set_cache
 
 
@@ -69,7 +69,6 @@ def export_model(model: HuggingFaceModel, folder: Path) -> None:
     """Writes a model in memory, whose weights are whole on this rank, as :func:`export_checkpoint`; overwrites."""
     inner: Any = model.model
     _check_finite(dict(inner.named_parameters()), 'the trained model')
-    set_cache(inner.config, on=True)
     for pattern in ('*.safetensors*', '*config.json'):  # of an earlier run, perhaps of another kind of model
         for stale in folder.glob(pattern):
             stale.unlink()
@@ -100,11 +99,7 @@ def _with_weights(model: Any, weights: Mapping[str, torch.Tensor]) -> Any:
     # A head that is tied to the embeddings may be stored once.
     model.tie_weights()
     missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if missing or found.unexpected_keys:
-        raise ConfigError(
-            f'the checkpoint must hold the weights of a {type(model).__name__}, got: {len(missing)} missing '
-            f'{missing[:3]}, {len(found.unexpected_keys)} unknown {found.unexpected_keys[:3]}'
-        )
+    refuse_partial(f'the weights of a {type(model).__name__}', missing, found.unexpected_keys)
     return model
 
 
@@ -112,12 +107,12 @@ def _save_model(model: Any, metadata: Mapping[str, Any], folder: Path) -> None:
     generation = metadata['model'].get('generation_config')
     if generation is not None:
         model.generation_config = GenerationConfig.from_dict(generation['content'])
-    set_cache(model.config, on=True)
     _save_pretrained(model, folder)
 
 
 def _save_pretrained(model: Any, folder: Path) -> None:
     """Saves also a generation config that Transformers reads and does not write, such as Vicuna's: greedy, warm."""
+    set_cache(model.config, on=True)
     generation = getattr(model, 'generation_config', None)
     if not isinstance(model, PreTrainedModel) or generation is None:
         model.save_pretrained(folder)
@@ -156,9 +151,8 @@ def _merged(config: PretrainedConfig, content: Mapping[str, Any], weights: Mappi
             # That of the run: the file's own may be one that rounds what was trained.
             model = auto_class(config).from_pretrained(base, dtype=config.dtype)
     head = model.get_output_embeddings()
-    was_tied = False
-    if head is not None and head.weight is model.get_input_embeddings().weight:
-        was_tied = True  # and only one of them may have been trained
+    was_tied = head is not None and head.weight is model.get_input_embeddings().weight
+    if was_tied:  # and only one of them may have been trained
         head.weight = nn.Parameter(head.weight.detach().clone())
     merged: Any = with_saved_adapter(model, content, weights).merge_and_unload()
     if was_tied:
@@ -178,10 +172,7 @@ def _write_processor(metadata: Mapping[str, Any], folder: Path) -> None:
         if not path.resolve().is_relative_to(folder.resolve()):
             raise ConfigError(f'files of the processor must lie inside the folder, got: {name}')
         path.parent.mkdir(exist_ok=True)  # a Q-Former's tokenizer has a folder of its own
-        if isinstance(content, bytes):
-            path.write_bytes(content)
-        elif isinstance(content, str):
-            path.write_text(content, encoding='utf-8')
-        else:  # Composer keeps a vocabulary as its lines, JSON as what it says
-            text = '\n'.join(content) if file['file_extension'] == '.txt' else json.dumps(content, ensure_ascii=False)
-            path.write_text(text, encoding='utf-8')
+        if not isinstance(content, str | bytes):  # Composer keeps a vocabulary as its lines, JSON as what it says
+            is_text = file['file_extension'] == '.txt'
+            content = '\n'.join(content) if is_text else json.dumps(content, ensure_ascii=False)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import math
@@ -52,7 +53,6 @@ log = logging.getLogger(__name__)
 _FEATURE_LAYER_FAMILIES = ('llava', 'llava_next', 'llava_next_video', 'llava_onevision', 'video_llava', 'vipllava')
 # Accepted by Transformers without being attributes of every config class.
 _ALWAYS_KNOWN = frozenset({'model_type', 'rope_theta', 'rope_scaling', 'rope_parameters', 'tie_word_embeddings'})
-_TOKEN_IDS = ('pad_token_id', 'bos_token_id', 'eos_token_id')
 
 
 def build_model(*, processor: Any = None, train_metrics: bool = False, **settings: Any) -> HuggingFaceModel:
@@ -134,10 +134,8 @@ def build_transformers_model(
 def check_model(pretrained: str | None, config: dict[str, Any] | None, lora: Mapping[str, Any] | None = None) -> None:
     """Refuses a model from nowhere or from two places, and a bad adapter, before anything is loaded."""
     if (pretrained is None) == (not config):
-        raise ValueError(
-            '`model` must have exactly one of `pretrained` and `config`, got: '
-            + ('none. Name a checkpoint or a `model_type`' if not config else 'both. Remove one')
-        )
+        found = 'both. Remove one' if config else 'none. Name a checkpoint or a `model_type`'
+        raise ValueError(f'`model` must have exactly one of `pretrained` and `config`, got: {found}')
     if config:
         read_config(None, config)
     if lora is not None:
@@ -153,9 +151,9 @@ def freeze_parameters(model: nn.Module, names: Sequence[str]) -> None:
     for name in names:
         matches = [parameter for full, parameter in model.named_parameters() if _lies_under(full, name)]
         if not matches:
-            parts = [part for part, _ in model.named_children()]
-            parts += [f'{outer}.{inner}' for outer in parts for inner, _ in model.get_submodule(outer).named_children()]
-            raise ValueError(f'`freeze` must name parts of the model, got: {name!r}. Parts: {", ".join(parts)}')
+            parts = [part for part, _ in model.named_modules() if part and part.count('.') < 2]
+            listed = ', '.join(sorted(parts, key=lambda part: part.count('.')))
+            raise ValueError(f'`freeze` must name parts of the model, got: {name!r}. Parts: {listed}')
         for parameter in matches:
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -187,9 +185,7 @@ def read_config(pretrained: str | None, config: dict[str, Any] | None, processor
     if pretrained is not None:
         with read_from(pretrained):
             return AutoConfig.from_pretrained(pretrained)
-    settings: dict[str, Any] = {
-        key: dict(value) if isinstance(value, dict) else value for key, value in (config or {}).items()
-    }
+    settings = copy.deepcopy(config or {})
     model_type = str(settings.get('model_type'))
     if model_type not in CONFIG_MAPPING:
         raise ValueError(unknown_name('`model.config.model_type`', model_type, CONFIG_MAPPING.keys()))
@@ -198,11 +194,12 @@ def read_config(pretrained: str | None, config: dict[str, Any] | None, processor
     text = settings.setdefault('text_config', {}) if hasattr(default, 'text_config') else settings
     _complete_text(text, tokenizer_of(processor))
     for modality in ('image', 'video', 'audio'):
-        names = [name for name in (f'{modality}_token_index', f'{modality}_token_id') if name in default.to_dict()]
+        names = [f'{modality}_token_index', f'{modality}_token_id']
+        own = next((name for name in names if name in default.to_dict()), None)
         token_id = _placeholder_id(processor, modality)
-        if names and token_id is not None and not settings.keys() & {f'{modality}_token_index', f'{modality}_token_id'}:
-            settings[names[0]] = token_id
-    settings.pop('model_type')
+        if own is not None and token_id is not None and not settings.keys() & {*names}:
+            settings[own] = token_id
+    del settings['model_type']
     with _makes_a_model('config'):
         built = CONFIG_MAPPING[model_type](**settings)
     _check_shapes(built)
@@ -256,12 +253,9 @@ def auto_class(config: PretrainedConfig) -> Any:
     """Returns the class of Transformers that builds a model of this config with its language head."""
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return AutoModelForImageTextToText
-    is_seq2seq = type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING  # Qwen2-Audio; BART is in both
-    return (
-        AutoModelForSeq2SeqLM
-        if is_seq2seq and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
-        else AutoModelForCausalLM
-    )
+    is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING  # BART is in both, Qwen2-Audio in the other alone
+    is_seq2seq = type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING and not is_causal
+    return AutoModelForSeq2SeqLM if is_seq2seq else AutoModelForCausalLM
 
 
 def empty_model(config: PretrainedConfig) -> Any:
@@ -325,7 +319,8 @@ def _freeze_unreached_vision_layers(model: Any) -> set[str]:
     """
     if getattr(model.config, 'model_type', None) not in _FEATURE_LAYER_FAMILIES:
         return set()
-    encoder = next(module for name, module in model.named_modules() if name.endswith(('vision_tower', 'image_tower')))
+    towers = [name for name, _ in model.named_modules() if name.endswith(('vision_tower', 'image_tower'))]
+    encoder = model.get_submodule(towers[0])
     chosen = getattr(model.config, 'vision_feature_layer', None)
     if chosen is None:
         chosen = model.config.vision_feature_layers
@@ -340,14 +335,11 @@ def _freeze_unreached_vision_layers(model: Any) -> set[str]:
         features = torch.stack([states[layer].sum() for layer in layers]).sum()
         names = [name for name, parameter in encoder.named_parameters() if parameter.requires_grad]
         gradients = torch.autograd.grad(features, [weights[name] for name in names], allow_unused=True)
-    unreached = {
-        id(encoder.get_parameter(name)) for name, gradient in zip(names, gradients, strict=True) if gradient is None
-    }
-    names = {name for name, parameter in model.named_parameters() if id(parameter) in unreached}
-    for name in names:
+    unreached = {f'{towers[0]}.{name}' for name, found in zip(names, gradients, strict=True) if found is None}
+    for name in unreached:
         model.get_parameter(name).requires_grad_(False)
-    log.info('Freezing %d parameters behind the vision feature layer, which no loss reaches.', len(names))
-    return names
+    log.info('Freezing %d parameters behind the vision feature layer, which no loss reaches.', len(unreached))
+    return unreached
 
 
 @skip_embedding_resize
@@ -403,7 +395,7 @@ def _complete_text(text: dict[str, Any], tokenizer: Any) -> None:
             f"`vocab_size` must be at least the tokenizer's {num_tokens}, got: {text['vocab_size']}. "
             'Leave it out to take it from the tokenizer'
         )
-    for name in _TOKEN_IDS:
+    for name in ('pad_token_id', 'bos_token_id', 'eos_token_id'):
         # None too: Llama's default ids belong to another vocabulary.
         text.setdefault(name, getattr(tokenizer, name, None))
 

@@ -21,8 +21,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from composer_tokacc.compat import put_back_torch_names
-
 DIST_TIMEOUT = 300.0
 """Composer's own default, in seconds."""
 
@@ -37,6 +35,8 @@ def prepare(description: str | None, *, says_so: bool = False) -> None:
     gc.disable()
     if says_so:
         say('loading torch, Composer and Transformers ...')
+    from composer_tokacc.compat import put_back_torch_names
+
     put_back_torch_names()
 
 

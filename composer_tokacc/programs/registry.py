@@ -46,13 +46,9 @@ _ALIASES = {
 }
 # Packages that classes import when they are made.
 _NEEDED = {
-    'CometMLLogger': 'comet_ml',
-    'MLFlowLogger': 'mlflow',
-    'NeptuneLogger': 'neptune',
-    'SlackLogger': 'slack_sdk',
-    'TensorboardLogger': 'tensorboard',
-    'WandBLogger': 'wandb',
-}
+    'CometMLLogger': 'comet_ml', 'MLFlowLogger': 'mlflow', 'NeptuneLogger': 'neptune', 'SlackLogger': 'slack_sdk',
+    'TensorboardLogger': 'tensorboard', 'WandBLogger': 'wandb',
+}  # fmt: skip
 _DEGREE = Literal[-1] | Annotated[int, AT_LEAST_1] | None
 # What a host's annotations do not say, and the host says only in the first step or never: by argument, of any class.
 _HINTS: dict[str, Any] = {

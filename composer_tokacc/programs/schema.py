@@ -9,7 +9,7 @@ Types, choices and ranges are in the annotations, which ``values.check_arguments
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -33,10 +33,10 @@ from composer_tokacc.programs.values import (
 Options = TypeVar('Options')
 Whole = Annotated[int, AT_LEAST_1]
 """A number of things."""
-
-
-OF_THE_REPORT = ('folder', 'name', 'export', 'answers', 'answer_tokens')
-"""Keys of the section ``report`` that are not for the function under ``name``."""
+OF_THE_REPORT: dict[str, Any] = {
+    'folder': str, 'name': str, 'export': bool | None, 'answers': Annotated[int, AT_LEAST_0], 'answer_tokens': Whole,
+}  # fmt: skip
+"""Keys of the section ``report`` that are not for the function under ``name``, and what they may be."""
 
 
 @dataclass(kw_only=True)
@@ -203,17 +203,16 @@ def merge(options: type[Options], *layers: Any, path: str = '') -> Options:
 
     ``path`` is the section that the layers stand in, for messages.
     """
-    merged = _defaults(options)
+    merged: Any = asdict(options())  # type: ignore[arg-type]
     for layer in layers:
         merged = _overlay(merged, OmegaConf.to_container(layer) if OmegaConf.is_config(layer) else layer)
     try:
         given: Any = OmegaConf.to_container(OmegaConf.create(merged), resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         key = '.'.join(filter(None, (path, error.full_key)))
+        message = f'{f"`{key}`" if key else "values"} must be valid, got: {str(error).splitlines()[0]}'
         if isinstance(error, MissingMandatoryValue):
             message = f'`{key}` must be given, got: nothing. Write {key}=... behind the file on the command line'
-        else:
-            message = f'{f"`{key}`" if key else "values"} must be valid, got: {str(error).splitlines()[0]}'
         raise ConfigError(message) from error
     check_arguments(path, options, given)
     return _instance(options, given, path)
@@ -226,22 +225,13 @@ def _overlay(below: Any, above: Any) -> Any:
     return {**below, **{key: _overlay(below.get(key), value) for key, value in above.items()}}
 
 
-def _defaults(options: Any) -> dict[str, Any]:
-    """Returns the defaults of a dataclass as a YAML file would have them."""
-    values = {
-        each.name: each.default if each.default_factory is MISSING else each.default_factory()
-        for each in fields(options)
-    }
-    return {name: asdict(value) if is_dataclass(value) else value for name, value in values.items()}  # type: ignore[arg-type]
-
-
 def _instance(options: type[Options], given: Mapping[str, Any], path: str) -> Options:
     """Builds a checked mapping into a dataclass, and the mappings inside it that are sections."""
     hints, values = hints_of(options), dict(given)
-    for name, value in values.items():
+    for name, value in given.items():
         section = next((option for option in alternatives(hints[name]) if is_section(option)), None)
         if section is not None and value is not None:
-            values[name] = _instance(section, value, '.'.join(filter(None, (path, name))))  # type: ignore[arg-type]
+            values[name] = _instance(section, value, '.'.join(filter(None, (path, name))))
     try:
         return options(**values)
     except ValueError as error:  # of a class that checks itself
@@ -251,11 +241,10 @@ def _instance(options: type[Options], given: Mapping[str, Any], path: str) -> Op
 def _spell_out_size(layer: Any) -> None:
     """Replaces ``microbatching.size`` by the name that Composer's users know; the later layer wins under either."""
     section = layer.get('microbatching')
-    if not OmegaConf.is_dict(section) or 'size' not in section:
-        return
-    if 'device_train_microbatch_size' in section:
-        raise ConfigError('only one of `microbatching.size` and its long name must be given, got: both. Remove one')
-    section.device_train_microbatch_size = section.pop('size')
+    if OmegaConf.is_dict(section) and 'size' in section:
+        if 'device_train_microbatch_size' in section:
+            raise ConfigError('only one of `microbatching.size` and its long name must be given, got: both. Remove one')
+        section.device_train_microbatch_size = section.pop('size')
 
 
 def precision_of(config: TrainConfig) -> str:

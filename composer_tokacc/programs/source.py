@@ -75,12 +75,8 @@ class Source(ABC):
 
     def measure(self, dataset: Any, processor: Any) -> LengthTable:
         """Returns the length table of a dataset, with patches of the run's own vision encoder."""
-        return length_table(
-            self.by_index(dataset),
-            processor,
-            folder=self.config.loader.lengths_folder,
-            patch_size=self.patch_size(processor),
-        )
+        folder, side = self.config.loader.lengths_folder, self.patch_size(processor)
+        return length_table(self.by_index(dataset), processor, folder=folder, patch_size=side)
 
     def build_loader(
         self, dataset: Any, processor: Any, layout: BatchLayout, *, is_eval: bool = False, model: Any = None
@@ -95,13 +91,9 @@ class Source(ABC):
                 or the token budget has no room for the longest sample.
         """
         loader = self.config.loader
-        options = {
-            'collate_fn': VisionLanguageCollator(processor, layout=layout),
-            'num_workers': loader.num_workers,
-            'prefetch_factor': loader.prefetch_factor,
-            'persistent_workers': loader.num_workers > 0,
-            'pin_memory': loader.pin_memory,
-        }
+        options = {name: getattr(loader, name) for name in ('num_workers', 'prefetch_factor', 'pin_memory')}
+        options |= {'persistent_workers': loader.num_workers > 0}
+        options |= {'collate_fn': VisionLanguageCollator(processor, layout=layout)}
         dataloader, slot_tokens = self.open_loader(dataset, processor, options, is_eval=is_eval)
         if not self.config.trainer.get('accumulate_train_batch_on_tokens'):
             model = None
@@ -124,12 +116,8 @@ class Source(ABC):
     @property
     def planning(self) -> dict[str, Any]:
         """Options of the config that samplers and loaders plan with."""
-        microbatching = self.config.microbatching
-        return {
-            'objective': 'fsdp' if self.config.is_sharded else 'ddp',
-            'width_multiple': microbatching.width_multiple,
-            'cost': microbatching.cost,
-        }
+        own, objective = self.config.microbatching, 'fsdp' if self.config.is_sharded else 'ddp'
+        return {'objective': objective, 'width_multiple': own.width_multiple, 'cost': own.cost}
 
     def drops_last(self, num_samples: int, *, is_eval: bool) -> bool:
         """Tells whether the last, smaller batch is left out, and refuses a dataset of which nothing would be left."""

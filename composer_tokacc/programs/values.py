@@ -52,7 +52,7 @@ def check_arguments(
     arguments: Any,
     *,
     num_given: int = 0,
-    own_keys: Sequence[str] = (),
+    own_keys: Mapping[str, Any] | None = None,
     hints: Mapping[str, Any] | None = None,
 ) -> None:
     """Refuses what is unknown, missing or of another type or range among the arguments for a class or function.
@@ -62,20 +62,20 @@ def check_arguments(
         target: Class or function.
         arguments: Keyword arguments; None means none.
         num_given: How many leading parameters the program supplies itself.
-        own_keys: Keys of the section that are not meant for ``target``.
+        own_keys: Keys of the section that are not meant for ``target``, and what they may be.
         hints: Annotations that count instead of those of ``target``.
     """
     if not isinstance(arguments, Mapping | None):
         raise ConfigError(f'`{path}` must be a mapping, got: {arguments}. Write {{}} for its defaults')
-    arguments = arguments or {}
+    arguments, own_keys = arguments or {}, own_keys or {}
     parameters = list(inspect.signature(target).parameters.values())[num_given:]
-    names = [*own_keys] + [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    names = [*own_keys, *(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))]
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         check_names(path, arguments, names)
     for p in parameters:
         if p.default is p.empty and p.name in names and p.name not in arguments:
             raise ConfigError(f'`{path}.{p.name}` must be given: {target.__name__} has no default for it')
-    hints = {**hints_of(target), **(hints or {})}
+    hints = {**hints_of(target), **(hints or {}), **own_keys}
     for name, value in arguments.items():
         check_value('.'.join(filter(None, (path, str(name)))), value, hints.get(name, Any))
 
@@ -89,11 +89,9 @@ def check_names(path: str, arguments: Iterable[str], known: Iterable[str]) -> No
 
 def hints_of(target: Any) -> dict[str, Any]:
     """Returns annotations by name; none where one names what cannot be imported."""
-    is_function = not inspect.isclass(target) or not is_dataclass(target)
+    owner = target.__init__ if inspect.isclass(target) and not is_dataclass(target) else target
     try:
-        return get_type_hints(
-            target.__init__ if is_function and inspect.isclass(target) else target, include_extras=True
-        )
+        return get_type_hints(owner, include_extras=True)
     except (NameError, TypeError, AttributeError):
         return {}
 
@@ -110,15 +108,13 @@ def check_value(path: str, value: Any, hint: Any) -> None:
     if not fitting:
         raise ConfigError(_wrong_type(path, value, options))
     base, ranges = _unpacked(fitting[0])
-    arguments = get_args(base)
     for allowed in ranges:
         if value not in allowed:
             raise ConfigError(f'`{path}` must be {allowed}{_or_choices(options)}, got: {value}')
     if is_section(base):
         check_arguments(path, base, value)
-    elif isinstance(value, list) and arguments:
-        for each in value:
-            check_value(path, each, arguments[0])
+    for each in value if isinstance(value, list) and get_args(base) else ():
+        check_value(path, each, get_args(base)[0])
     return None
 
 

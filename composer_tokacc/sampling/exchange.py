@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import count
 from typing import Any, Literal
 
@@ -20,8 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from composer_tokacc.collectives import get_global_rank, get_world_size
 from composer_tokacc.planning import CostModel, CutOptions
-from composer_tokacc.sampling.rank_assignment import LoadPlanner, RankAssignment
-from composer_tokacc.sampling.repeated_samples import num_repeated_by
+from composer_tokacc.sampling.rank_assignment import LoadPlanner, RankAssignment, num_repeated_by
 
 
 class ExchangingDataLoader(DataLoader):
@@ -43,9 +43,7 @@ class ExchangingDataLoader(DataLoader):
         collate_fn: Makes a mapping of the samples of a microbatch.
         max_tokens: Token budget of a microbatch, padding included: ``device_train_microbatch_size * slot_tokens``.
         image_token_ids: Ids of the placeholders in ``input_ids``, for image budget and ``'fsdp'``.
-        max_image_tokens: Image budget of a microbatch.
-        objective: ``'ddp'``, or ``'fsdp'`` where ranks must have equal numbers of microbatches.
-        cost: Cost model of a microbatch.
+        max_image_tokens, objective, cost: As for :func:`.plan_microbatches`.
         patches: Patches that the vision encoder computes for a sample, for `cost`. Default: image tokens tell its cost.
         width_multiple: As given to ``token_data_spec``.
         pin_memory: Whether to copy batches to page-locked memory.
@@ -154,15 +152,16 @@ class ExchangingDataLoader(DataLoader):
 class SampleExchange:
     """A process group on the CPU, made at its first use; every rank must make the same calls in the same order."""
 
-    def __init__(self) -> None:
-        self._group: Any = None
+    @cached_property
+    def _gloo(self) -> Any:
+        return torch.distributed.new_group(backend='gloo')
 
     def gather(self, value: Any) -> list[Any]:
         """Returns the values of all ranks, by rank; for small ones."""
         if get_world_size() == 1:
             return [value]
         values: list[Any] = [None] * get_world_size()
-        torch.distributed.all_gather_object(values, value, group=self._gloo())
+        torch.distributed.all_gather_object(values, value, group=self._gloo)
         return values
 
     def swap(self, samples: Sequence[Any], num_samples: Sequence[int], assigned: Sequence[Sequence[int]]) -> list[Any]:
@@ -191,16 +190,11 @@ class SampleExchange:
             return sending
         num_sent = torch.tensor([len(packed) for packed in sending])
         num_received = torch.empty_like(num_sent)
-        torch.distributed.all_to_all_single(num_received, num_sent, group=self._gloo())
+        torch.distributed.all_to_all_single(num_received, num_sent, group=self._gloo)
         received = torch.empty(int(num_received.sum()), dtype=torch.uint8)
         sizes = num_received.tolist(), num_sent.tolist()
-        torch.distributed.all_to_all_single(received, torch.cat(list(sending)), *sizes, group=self._gloo())
+        torch.distributed.all_to_all_single(received, torch.cat(list(sending)), *sizes, group=self._gloo)
         return received.split(sizes[0])
-
-    def _gloo(self) -> Any:
-        if self._group is None:
-            self._group = torch.distributed.new_group(backend='gloo')
-        return self._group
 
 
 def to_bytes(samples: Sequence[Any]) -> torch.Tensor:

@@ -14,6 +14,7 @@ import numpy as np
 
 from composer_tokacc.planning import CostModel, CutOptions, cut_rows, padded_widths
 from composer_tokacc.sampling.rank_assignment import LoadPlanner
+from composer_tokacc.sampling.sampler import torchs_batches
 from composer_tokacc.sizing.profile import SampleSizes
 
 METHODS = ('stock', 'split', 'planned')
@@ -47,16 +48,9 @@ Ranks = list[list[_Computed]]
 
 
 def draw_batches(num_samples: int, global_batch_size: int, *, num_batches: int, seed: int = 0) -> list[np.ndarray]:
-    """Draws global batches of an epoch in random order, at most `num_batches`; the last, smaller one is left out.
-
-    Returns:
-        Indices of the samples of each, ``(global_batch_size,)``; of all samples, where they are fewer than one batch.
-    """
-    order = np.random.default_rng(seed).permutation(num_samples)
-    if num_samples < global_batch_size:
-        return [order]
-    starts = range(0, num_samples - global_batch_size + 1, global_batch_size)
-    return [order[start : start + global_batch_size] for start in starts[:num_batches]]
+    """Returns the samples of the first global batches of a run, int64; of all samples, where they fill none."""
+    size = min(global_batch_size, num_samples)
+    return torchs_batches(num_samples, size, drop_last=True, seed=seed, epoch=0)[:num_batches]
 
 
 def simulate_steps(

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 
 from composer_tokacc.planning import CostModel, CutOptions, Rows, lower_bound
+from composer_tokacc.sampling.rank_assignment import check_global_batch
 from composer_tokacc.sizing.memory_model import GIB, MemoryModel
 from composer_tokacc.sizing.profile import SampleSizes
 from composer_tokacc.sizing.report import SizeRow, SizingReport
@@ -108,8 +110,7 @@ def suggest_microbatching(
 ) -> SizingReport:
     """Finds the largest safe microbatch of a run, and what it gains over stock Composer at the same memory.
 
-    Steps are simulated with the functions, the cost and the options by which the run will cut: `cost`,
-    `max_image_tokens`, `regroup`, `equal_counts`, `width_multiple` and `packing` are those of :func:`.token_data_spec`.
+    Steps are simulated with the functions, the cost and the options by which the run will cut.
 
     Args:
         lengths: Length table of the dataset, from :func:`.length_table`, or plain lengths.
@@ -237,11 +238,7 @@ def _size_row(capacity: Capacity, size: int, slot_tokens: int, figures: dict[str
 def _check(num_ranks: int, global_batch_size: int, device_memory_gib: float, safety: float) -> None:
     if num_ranks < 1:
         raise ValueError(f'`num_ranks` must be at least 1, got: {num_ranks}.')
-    if global_batch_size < 1 or global_batch_size % num_ranks:
-        raise ValueError(
-            f'`global_batch_size` must be a positive multiple of the number of ranks, got: {global_batch_size} on '
-            f'{num_ranks} ranks. Set it to {max(-(-global_batch_size // num_ranks), 1) * num_ranks}.'
-        )
+    check_global_batch(global_batch_size, num_ranks)
     if not device_memory_gib > 0:
         raise ValueError(f'`device_memory_gib` must be positive, got: {device_memory_gib}.')
     if not 0 < safety <= 1:
@@ -250,12 +247,4 @@ def _check(num_ranks: int, global_batch_size: int, device_memory_gib: float, saf
 
 def _largest(fits: Callable[[int], bool]) -> int:
     """Returns the largest number for which a predicate holds that is true up to some number; 0 where it never does."""
-    if not fits(1):
-        return 0
-    low, high = 1, 2
-    while high <= MOST_TOKENS and fits(high):
-        low, high = high, high * 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return bisect(range(1, MOST_TOKENS), False, key=lambda number: not fits(number))

@@ -16,7 +16,7 @@ import transformers
 from composer.models import ComposerModel, HuggingFaceModel
 
 from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
-from composer_tokacc.data_spec.registry import split_of
+from composer_tokacc.data_spec.split import split_of
 from tests.matrix.harness import measure_steps, plain_gradients
 from tests.matrix.native_models import NativeModel
 from tests.matrix.subjects import SUBJECTS

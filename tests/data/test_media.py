@@ -20,9 +20,8 @@ pytest.importorskip('av')
 import av
 
 from composer_tokacc.data import BadSampleError, VideoSampling, videos
-from composer_tokacc.data.media import decode_media
+from composer_tokacc.data.media import decode_media, open_files
 from composer_tokacc.data.records import EmbeddedFile, Medium, Record, Turn
-from composer_tokacc.data.user_files import open_files
 from tests.support.clips import SHADES, sine, write_sound, write_video
 
 ALL = VideoSampling(num_frames=len(SHADES))

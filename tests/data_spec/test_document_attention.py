@@ -219,7 +219,7 @@ def test_the_kernel_for_gpus_makes_the_same_of_the_documents():
     torch.testing.assert_close(found, expected)
 
 
-def of_documents(query, key, value, ends, longest, *, causal, scale, dropout):
+def of_documents(query, key, value, ends, _, longest, __, *, causal, scale, dropout):
     """What a kernel for documents of any length must make of ``(tokens, heads, size)``, one after the other."""
     assert longest == int(ends.diff().max())
     assert not dropout
@@ -236,12 +236,12 @@ def test_all_layers_get_bounds_that_were_put_on_the_device_once_and_groups_of_he
     packed, _ = packed_of(model, collate(text_rows(SHAPE)))
     expected, given = logits_of(model, packed), []
 
-    def kernel(query, key, value, ends, longest, **options):
+    def kernel(query, key, value, ends, *others, **options):
         given.append((ends, query.shape[1], key.shape[1]))
-        return of_documents(query, key, value, ends, longest, **options)
+        return of_documents(query, key, value, ends, *others, **options)
 
     monkeypatch.setattr(document_attention, '_on_gpu', lambda states: True)
-    monkeypatch.setattr(document_attention, 'KERNELS', [(False, lambda: kernel)])
+    monkeypatch.setattr(document_attention, '_half_kernel', lambda has_dropout: kernel)
     torch.testing.assert_close(logits_of(model, packed), expected, rtol=0, atol=1e-2)
     assert [heads for _, *heads in given] == [[2, 1]] * 2
     assert len({id(ends) for ends, *_ in given}) == 1
@@ -254,8 +254,11 @@ def test_torchs_kernel_is_called_as_this_release_declares_it(monkeypatch):
     def stand_in(*args, **kwargs):
         call = declared.bind(*args, **kwargs).arguments
         assert call['enable_gqa']
-        states, causal = [call[name] for name in ('query', 'key', 'value')], call['window_size'] == (-1, 0)
-        return of_documents(*states, call['cu_seq_q'], call['max_q'], causal=causal, scale=call['scale'], dropout=0.0)
+        names, causal = (
+            ('query', 'key', 'value', 'cu_seq_q', 'cu_seq_k', 'max_q', 'max_k'),
+            call['window_size'] == (-1, 0),
+        )
+        return of_documents(*(call[name] for name in names), causal=causal, scale=call['scale'], dropout=0.0)
 
     stand_in.__signature__ = declared
     monkeypatch.setattr(varlen, 'varlen_attn', stand_in)
@@ -263,7 +266,7 @@ def test_torchs_kernel_is_called_as_this_release_declares_it(monkeypatch):
     query, key, value = (torch.randn(1, heads, 11, 8, dtype=torch.bfloat16) for heads in (4, 2, 2))
     module: Any = torch.nn.Module()
     module.num_key_value_groups, module.is_causal = 2, True
-    monkeypatch.setattr(document_attention, 'KERNELS', [(False, document_attention._torch_kernel.__wrapped__)])
+    monkeypatch.setattr(document_attention, '_half_kernel', document_attention._half_kernel.__wrapped__)
     found = document_attention._attend_at_once(documents, module, query, key, value, scaling=0.3)
     expected, _ = document_attention._attend('sdpa', module, query, key, value, documents, scaling=0.3)
     torch.testing.assert_close(found, expected)

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, TokenAccumulation, token_data_spec
 from composer_tokacc.data_spec.cut_rules import CutRules
-from composer_tokacc.data_spec.registry import split_of
+from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.layout import BatchLayout, PreSplitBatch
 from composer_tokacc.metadata import metadata_of, num_samples
 from tests.support.families import FAMILIES

@@ -16,13 +16,17 @@ The reasons of the last two are those of ``REASONS``, no others.
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
+import shlex
 import subprocess
 import sys
 import textwrap
 from dataclasses import dataclass, fields
+from functools import partial
 from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -54,6 +58,7 @@ REASONS = {
 }
 _COMMAND = re.compile(r'(\w+=\w+ )?(python -m|composer -n|make|pip|uv) \S')
 _OVERRIDE = re.compile(rf'({"|".join(field.name for field in fields(TrainConfig))})\.[\w.]+=\S')
+_OURS = re.compile(r'python -m composer_tokacc\.[^>|&;$]+$')
 _MARK = re.compile(r'<!-- (not run|dry run|as in|after|needs): ((?:(?!-->).)+) -->\s*\Z', re.DOTALL)
 
 
@@ -91,7 +96,7 @@ def blocks_of(page: str) -> list[Block]:
 
 
 def run_page(page: str, folder: Path) -> None:
-    """Runs the blocks of a page in a folder, which they share, as they share their Python names."""
+    """Runs the blocks of a page in a folder, the current one, which they share, as they share their Python names."""
     names: dict[str, Any] = {'__name__': 'snippets'}
     for block in blocks_of(page):
         if block.mark == 'dry run':
@@ -141,13 +146,20 @@ def _run_python(text: str, path: str, line: int, names: dict[str, Any]) -> None:
 
 
 def _run_bash(block: Block, page: str, folder: Path) -> None:
-    path = f'{Path(sys.executable).parent}{os.pathsep}{os.environ["PATH"]}'
-    done = subprocess.run(
-        ['bash', '-euo', 'pipefail', '-c', block.text], cwd=folder, env={**environment(), 'PATH': path},
-        capture_output=True, text=True, timeout=1200,
-    )  # fmt: skip
-    told = f'{page}, line {block.line}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}'
-    assert done.returncode == 0, told
+    """Lines that only call a program of this package are run in this process: a fresh one imports for seconds."""
+    told = f'{page}, line {block.line}\n'
+    lines = block.text.replace('\\\n', ' ').splitlines()
+    for ours, group in groupby(lines, key=lambda line: bool(_OURS.match(line))):
+        if ours:
+            for _, _, module, *arguments in map(partial(shlex.split, comments=True), group):
+                assert importlib.import_module(module).main(arguments) == 0, told + module
+            continue
+        path = f'{Path(sys.executable).parent}{os.pathsep}{os.environ["PATH"]}'
+        done = subprocess.run(
+            ['bash', '-euo', 'pipefail', '-c', '\n'.join(group)], cwd=folder, env={**environment(), 'PATH': path},
+            capture_output=True, text=True, timeout=1200,
+        )  # fmt: skip
+        assert done.returncode == 0, f'{told}{done.stdout[-3000:]}\n{done.stderr[-6000:]}'
 
 
 def _check_yaml(block: Block, folder: Path) -> None:

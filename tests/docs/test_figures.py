@@ -40,8 +40,7 @@ def test_equality_tests_of_others():
 
 @pytest.mark.parametrize('page', ['README.md', 'docs/benchmarks.md'])
 @pytest.mark.parametrize(
-    ('method', 'beginning'),
-    [('stock', 'stock Composer |'), ('flag', 'stock, `acc'), ('ours', '`TokenAccumulation` +')],
+    ('method', 'beginning'), [('stock', 'stock Composer |'), ('flag', 'stock, `acc'), ('ours', '`TokenAccumulation` +')]
 )
 def test_invariance(page, method, beginning):
     runs = [run for run in results('invariance')['runs'] if run['method'] == method]

@@ -21,7 +21,7 @@ from transformers import LlavaForConditionalGeneration
 
 from composer_tokacc.data import LlavaDataset
 from composer_tokacc.programs.answers import Answers
-from composer_tokacc.programs.report_page import write_page
+from composer_tokacc.programs.run_result import write_page
 from examples.digits import DigitsDataset, digits_model_config
 from tests.data.chat_processors import PROCESSORS
 from tests.support.llava_folder import write_llava_folder
