@@ -44,6 +44,7 @@ class Fit:
         model: Any = state.model.module if isinstance(state.model, DistributedDataParallel) else state.model
         check_gradient_hooks(model)
         self.terms = LossTerms(given.loss_units, None if given.loss_units else router_coefficient(model))
+        self.reductions = ReductionWatch(state, is_coupled=bool(self.terms.coupled))
         self.split = split = split_of(state.dataloader)
         layout, microbatch_size = layout_of(state, split), state.device_train_microbatch_size or 1
         if split is not None:
@@ -61,18 +62,14 @@ class Fit:
             return moved if split is None else split.as_the_model_takes_it(moved)
 
         precision = partial(get_precision_context, state.precision, state.precision_config)
-        self.reductions = ReductionWatch(state, is_coupled=bool(self.terms.coupled))
         self.balance = None
         if given.router_balance == 'step':
             self.balance = StepBalance(state, split, self.terms, to_device, precision)
         self.check = FirstBatchCheck(
-            Probe(model, model.loss, model, precision, self.terms.probed),
-            layout,
-            to_device,
-            loss_tokens=given.loss_tokens,
-            check_loss=given.check_loss or given.is_weighted,
+            Probe(model, model.loss, model, precision, self.terms.probed), layout, to_device,
+            loss_tokens=given.loss_tokens, check_loss=given.check_loss or given.is_weighted,
             microbatch_size=microbatch_size,
-        )
+        )  # fmt: skip
         # Whoever switches the check off accepts that the run depends on how batches are cut.
         modules = model.named_modules() if given.check_loss else ()
         self._norms = {name: module for name, module in modules if isinstance(module, BatchNorm)}

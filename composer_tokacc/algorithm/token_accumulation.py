@@ -193,12 +193,12 @@ class TokenAccumulation(Algorithm):
         """BATCH_START: ``state.batch`` is the whole device batch, still on the CPU, so counting syncs nothing."""
         microbatches = microbatches_of(state.batch)
         check_microbatches(state.model, microbatches, None if self._fit is None else self._fit.check.vocabulary)
-        self._measuring.begin_step(microbatches)
         if self._fit is None:
             self._fit = Fit(state, self)
             self._reduces_once = self._reduces_once and self._fit.reductions.may_meet_once
             self._fit.prove(state.batch, reduces_once=self._reduces_once)
         kinds = self._fit.check.kinds_of(state.batch)
+        self._measuring.begin_step(microbatches)
         if num_copies := num_repeated(state.dataloader, int(state.timestamp.batch_in_epoch)):
             samples = [1] * (num_rows(state.batch) - num_copies) + [0] * num_copies
             state.batch = with_metadata(state.batch, samples=samples)
@@ -267,14 +267,10 @@ class TokenAccumulation(Algorithm):
             # Composer's own split makes microbatches of a fixed number of rows; ours says how many it made.
             count = num_microbatches(batch) or -(-step.num_samples // int(state.device_train_microbatch_size or 1))
         record = MicrobatchRecord(
-            batch=batch,
-            rule=fit.check.rule or '',
-            num_tokens=num_loss_tokens(batch),
-            loss_weight=loss_weight(batch),
-            num_samples=num_samples(batch),
-            num_microbatches=count,
+            batch=batch, rule=fit.check.rule or '', num_tokens=num_loss_tokens(batch), loss_weight=loss_weight(batch),
+            num_samples=num_samples(batch), num_microbatches=count,
             composers_weight=sample_weight(num_samples(batch), int(step_samples), world_size=world_size),
-        )
+        )  # fmt: skip
         step.records.append(record)
         share = token_weight(record.loss_weight, step_weight, world_size=world_size)
         _check_added_rows(state, fit.terms)
