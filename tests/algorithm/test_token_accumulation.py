@@ -106,7 +106,7 @@ def test_microbatch_transforms_that_mask_labels_are_noticed(model, batch):
         return batch
 
     with pytest.raises(RuntimeError, match='microbatch_transforms'):
-        fit(model, batch, microbatch_transforms=mask)
+        fit(model, token_data_spec(loader(batch), microbatch_transforms=mask))
 
 
 def test_batch_transforms_that_mask_labels_are_counted(model):
