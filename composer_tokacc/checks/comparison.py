@@ -231,7 +231,8 @@ class RowComparison:
         return (
             f"A row's losses must not depend on the rows beside it nor on its padding, got: {failure}. Rows see each "
             'other in this model (statistics of the batch, attention over padding, a mean over other positions in the '
-            'loss). Pad on the other side, freeze the layer or leave the term out (docs/errors.md#row-coupling).'
+            "loss). Pad on the other side, freeze the layer, leave the term out or name a router's factor in "
+            '`router_aux_loss_coef` (docs/errors.md#row-coupling).'
         )
 
 
