@@ -269,4 +269,4 @@ def test_timed_steps_give_seconds(tmp_path: Path) -> None:
     cost = timed['measured_cost']
     assert cost['vision_per_square'] + cost['vision_per_patch'] + cost['vision_per_image'] > 0
     assert cost['vision_per_token'] == 0
-    assert '  cost: # as measured\n' in timed['yaml']
+    assert '\n  cost:\n' in timed['yaml']
