@@ -226,7 +226,7 @@ class TokenAccumulation(Algorithm):
         if state.scaler is not None and state.scaler.is_enabled():
             self._step.gradient_scale = state.scaler.get_scale()
         if fit.split is not None:
-            fit.split.begin_step(copies_microbatches=lambda: bool(state.train_metrics))
+            fit.split.copies_microbatches = lambda: bool(state.train_metrics)
         if fit.balance is not None:
             fit.balance.count()
 

@@ -3,14 +3,14 @@
 
 """Lengths of all samples of a dataset with the run's processor, and which are bad; kept in a file.
 
-Known by reading all samples once, or most of them by the headers of their images; see :mod:`.headers`.
+Known by reading all samples once, or most of them by the headers of their images; see :mod:`.sizes`.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
@@ -23,16 +23,13 @@ from composer.utils import dist
 from torch.utils.data import ConcatDataset, DataLoader
 from tqdm.auto import tqdm
 
-from composer_tokacc.batch import IGNORE_INDEX, MODALITIES
 from composer_tokacc.cache import cache_folder, fingerprint, keep, load_kept, whole_file
-from composer_tokacc.data.headers import TableRow, rows_from_headers
 from composer_tokacc.data.identity import class_name, identify_data, identify_processor, identify_vocabulary
 from composer_tokacc.data.records import BadSampleError
+from composer_tokacc.data.sizes import SHRINK_STEPS, RowSizes, TableRow, patch_size_of
 
 TABLE_VERSION = 7
 """Goes up with every change of what a table holds, so that files of older versions are not read."""
-SHRINK_STEPS = 'shrink_steps'
-"""Entry of a sample whose media are made to fit, a list of one, while its dataset is measured."""
 TABLE_COLUMNS = ('lengths', 'image_tokens', 'loss_tokens', 'vision_patches', SHRINK_STEPS)
 FEWEST_FOR_WORKERS = 512
 """Starting processes takes longer than reading fewer samples than these."""
@@ -40,8 +37,6 @@ FEWEST_FOR_HEADERS = 512
 """So few samples are always read: their bad ones are known at the start then."""
 NUM_CHECKED = 64
 """Samples that are read in any case, to see whether headers say the same."""
-DEFAULT_PATCH_SIZE = 14
-"""The commonest side of a patch, in pixels, for where neither model nor processor names one."""
 
 log = logging.getLogger(__name__)
 
@@ -175,32 +170,24 @@ def build_length_table(
     if num_workers is None:
         num_workers = (os.cpu_count() or 1) // dist.get_local_world_size()
     own = range(rank, len(dataset), num_ranks)
-    row_of = partial(_row_of, image_token_ids(processor), patch_size_of(patch_size, processor))
-    read_row = partial(_read_row, dataset, row_of)
+    sizes = RowSizes(dataset, processor, patch_size_of(patch_size, processor))
     map_samples = partial(_map_samples, num_workers=num_workers, hide_bar=None if rank == 0 else True)
     rows: list[TableRow | str | None] = [None] * len(own)
     if _has_headers(dataset, on_error):
-        rows = _checked(rows_from_headers(dataset, own, row_of, map_samples), own, read_row, len(dataset))
+        rows = _checked(sizes.from_headers(own, map_samples), own, sizes)
     unknown = [position for position, row in enumerate(rows) if row is None]
-    read = map_samples(read_row, [own[position] for position in unknown], FEWEST_FOR_WORKERS)
+    read = map_samples(sizes.read, [own[position] for position in unknown], FEWEST_FOR_WORKERS)
     for position, row in zip(unknown, read, strict=False):
         rows[position] = row
         if isinstance(row, str) and on_error == 'raise':
             break  # the other ranks learn of it below, where they wait
-    return _gathered(rows, own, len(dataset), on_error)
-
-
-def _gathered(rows: Sequence[TableRow | str | None], own: range, num_samples: int, on_error: OnError) -> LengthTable:
-    """Joins the rows of all ranks."""
-    errors = {index: row for index, row in zip(own, rows, strict=True) if isinstance(row, str)}
-    numbers = np.array([row if isinstance(row, tuple) else (0,) * len(TABLE_COLUMNS) for row in rows], np.int32)
-    table, all_errors = np.zeros((num_samples, len(TABLE_COLUMNS)), dtype=np.int32), {}
-    for rank, (part, part_errors) in enumerate(_gather((numbers.reshape(-1, len(TABLE_COLUMNS)), errors))):
-        table[rank :: own.step] = part
-        all_errors |= part_errors
-    _raise_first(all_errors, on_error)
-    columns = dict(zip(TABLE_COLUMNS, table.T.copy(), strict=True))
-    return LengthTable(**columns, errors=dict(sorted(all_errors.items())))
+    gathered: list[TableRow | str | None] = [None] * len(dataset)
+    for other, part in enumerate(_gather(rows)):
+        gathered[other::num_ranks] = part
+    errors = {index: row for index, row in enumerate(gathered) if isinstance(row, str)}
+    _raise_first(errors, on_error)
+    numbers = np.array([row if isinstance(row, tuple) else (0,) * len(TABLE_COLUMNS) for row in gathered], np.int32)
+    return LengthTable(**dict(zip(TABLE_COLUMNS, numbers.T.copy(), strict=True)), errors=errors)
 
 
 def table_name(dataset: Any, processor: Any, *, patch_size: int | None = None) -> str:
@@ -223,91 +210,6 @@ def table_name(dataset: Any, processor: Any, *, patch_size: int | None = None) -
     return fingerprint(parts)
 
 
-def image_token_ids(processor: Any) -> tuple[int, ...]:
-    """Returns ids of the tokens that stand for images, videos and audio, as the processor declares them."""
-    tokenizer = getattr(processor, 'tokenizer', None)
-    found = {getattr(owner, f'{name}_token_id', None) for owner in (processor, tokenizer) for name in MODALITIES}
-    for name in MODALITIES:  # transformers < 4.52 gives some processors only the text of the token
-        token = getattr(processor, f'{name}_token', None)
-        if tokenizer is not None and token is not None:
-            found.add(tokenizer.convert_tokens_to_ids(str(token)))
-    # SmolVLM's name for a video is no token: its frames are images.
-    found.discard(getattr(tokenizer, 'unk_token_id', None))
-    return tuple(sorted(token_id for token_id in found if isinstance(token_id, int)))
-
-
-def patch_size_of(*owners: Any) -> int:
-    """Returns the side of a patch in pixels that the first of some owners names, else the commonest.
-
-    Args:
-        *owners: A number; a model's config, or its ``vision_config``; a processor, or its ``image_processor``; None.
-    """
-    for owner in owners:
-        parts = (getattr(owner, 'vision_config', None), owner, getattr(owner, 'image_processor', None))
-        for named in (owner, *(getattr(part, 'patch_size', None) for part in parts)):
-            if isinstance(named, Mapping):
-                named = named.get('height')
-            elif isinstance(named, list | tuple):
-                named = next(iter(named), None)
-            named = getattr(named, 'height', named)  # SizeDict of transformers 5
-            if isinstance(named, int) and named > 0:
-                return named
-    return DEFAULT_PATCH_SIZE
-
-
-def count_patches(sample: Mapping[str, Any], patch_size: int) -> int:
-    """Counts the patches that a vision encoder computes for one sample; a class token is none.
-
-    What the encoder is given but drops before its first block does not count: tiles that only fill up an image's row,
-    and what surrounds an image smaller than its batch (Pixtral). Padding that it computes does: Mllama's unused
-    tiles, and the margins of a tile.
-
-    Args:
-        sample: What the processor returns for it.
-        patch_size: Side of a patch in pixels. Of no importance where the processor cuts the patches (Qwen-VL).
-    """
-    # Video-LLaVA's processor names images by themselves.
-    images = sample.get('pixel_values', sample.get('pixel_values_images'))
-    videos = sample.get('pixel_values_videos')
-    num_patches = 0 if images is None else _patches_of(images, patch_size, sample.get('image_sizes'))
-    if videos is not None and videos.dim() == 5:  # of clips all is computed, what is grey too
-        videos = videos.flatten(0, 1)
-    return num_patches + (0 if videos is None else _patches_of(videos, patch_size, None))
-
-
-def _patches_of(pixels: torch.Tensor, patch_size: int, image_sizes: Any) -> int:
-    """Counts patches of ``(..., channels, height, width)``, or of ``(..., values)`` where each entry is one already."""
-    if pixels.dim() < 4:
-        return pixels.shape[:-1].numel()
-    if pixels.dim() == 4 and image_sizes is not None:
-        return int((torch.as_tensor(image_sizes) // patch_size).prod(dim=1).sum())
-    num_tiles = pixels.shape[:-3].numel()
-    if pixels.dim() == 5 and not pixels.is_meta:
-        # Idefics3 takes out tiles of nothing but zeros; LLaVA-NeXT and OneVision those that their processors add, which
-        # are the same. Mllama (6 dimensions) computes all. Where only sizes are asked for (meta), no tile fills up.
-        num_tiles = int(pixels.flatten(2).any(dim=2).sum())
-    height, width = pixels.shape[-2:]
-    return num_tiles * (height // patch_size) * (width // patch_size)
-
-
-def _row_of(token_ids: tuple[int, ...], patch_size: int, sample: Mapping[str, Any]) -> TableRow:
-    if missing := {'input_ids', 'labels'} - sample.keys():
-        raise ValueError(f'`dataset` must give samples with `input_ids` and `labels`, got: one without {min(missing)}.')
-    ids = sample['input_ids']
-    num_image_tokens = int(torch.isin(ids, torch.tensor(token_ids)).sum())
-    num_loss_tokens = int((sample['labels'][:, 1:] != IGNORE_INDEX).sum())
-    steps = sample.get(SHRINK_STEPS, [0])[0]
-    return ids.shape[1], num_image_tokens, num_loss_tokens, count_patches(sample, patch_size), steps
-
-
-def _read_row(dataset: Any, row_of: Callable[[Mapping[str, Any]], TableRow], index: int) -> TableRow | str:
-    """Returns a row of the table, in the order of its columns, or why the sample is bad."""
-    try:
-        return row_of(dataset[index])
-    except BadSampleError as error:
-        return str(error)
-
-
 def _map_samples(
     function: Callable[[Any], Any], items: Sequence[Any], fewest: int, *, num_workers: int, hide_bar: bool | None
 ) -> Iterator[Any]:
@@ -327,16 +229,15 @@ def _has_headers(dataset: Any, on_error: OnError) -> bool:
     return on_error == 'raise' and len(dataset) > FEWEST_FOR_HEADERS and hasattr(dataset, 'unexpanded')
 
 
-def _checked(
-    rows: Sequence[TableRow | None], own: range, read_row: Callable[[int], TableRow | str], num_samples: int
-) -> list[TableRow | str | None]:
+def _checked(rows: Sequence[TableRow | None], own: range, sizes: RowSizes) -> list[TableRow | str | None]:
     """Returns the rows if those of a random sample are what reading says, on all ranks; else none of them."""
+    num_samples = len(sizes.dataset)
     chosen = set(np.random.default_rng(0).choice(num_samples, NUM_CHECKED, replace=False).tolist())
     checked: list[TableRow | str | None] = list(rows)
     wrong = ''
     for position, index in enumerate(own):
         if index in chosen and (row := rows[position]) is not None:
-            checked[position] = read = read_row(index)
+            checked[position] = read = sizes.read(index)
             if read != row and not isinstance(read, str):
                 wrong = f'sample {index}: {row} for {read}'
     first = next(filter(None, _gather(wrong)), None)

@@ -22,9 +22,10 @@ from composer_tokacc.data.conversation import ConversationEncoder
 from composer_tokacc.data.files import read_records, read_texts
 from composer_tokacc.data.fit import FittingEncoder, share_of
 from composer_tokacc.data.images import image_size
-from composer_tokacc.data.lengths import SHRINK_STEPS, LengthTable, length_table, patch_size_of
+from composer_tokacc.data.lengths import LengthTable, length_table
+from composer_tokacc.data.media import open_files
 from composer_tokacc.data.records import BadSampleError, EmbeddedFile, PathLike, Record
-from composer_tokacc.data.user_files import open_files
+from composer_tokacc.data.sizes import SHRINK_STEPS, patch_size_of
 from composer_tokacc.data.videos import VideoSampling
 
 log = logging.getLogger(__name__)
@@ -170,8 +171,7 @@ class LlavaDataset(Dataset):
         ``max_length``, which leaves out nothing in silence.
         """
         spelled = [('control_tokens', 'text')] if self.encoder.control.option == 'text' else []
-        caps = (self.encoder.max_length, getattr(self.encoder, 'max_image_tokens', None))
-        fitted = [('fit', *caps)] if self.fits else []
+        fitted = [('fit', self.encoder.max_length, self.encoder.max_image_tokens)] if self.fits else []
         return _all_digits(chain(self._identities(), spelled, fitted))
 
     def _identities(self) -> Iterator[tuple[Any, ...]]:

@@ -96,6 +96,11 @@ class Record:
         return [PLACEHOLDER.sub('', turn.text) for turn in self.turns]
 
     @property
+    def files(self) -> list[tuple[str, str | EmbeddedFile]]:
+        """Modality and file, of all files of its media."""
+        return [(medium.modality, file) for medium in self.media for file in medium.files]
+
+    @property
     def file_name(self) -> str:
         """Name of the file that it stands in."""
         return os.path.basename(self.source.rpartition(', ')[0])

@@ -23,7 +23,7 @@ from PIL import Image
 from composer_tokacc import RegroupingBatchSampler
 from composer_tokacc.data import LlavaDataset
 from composer_tokacc.planning import CutOptions
-from composer_tokacc.programs.rehearsal_choice import heaviest
+from composer_tokacc.programs.rehearsal import _heaviest
 from tests.support.family_media import MEDIA
 
 HERE, GREY, BLUE, RED = Path(__file__).parent, '#b8c4d6', '#3b6fb6', '#c8553d'
@@ -41,7 +41,7 @@ def rehearsal(path: Path) -> None:
         num_replicas=2, rank=0,
     )  # fmt: skip
     state = SimpleNamespace(max_duration=Time.from_epoch(3), timestamp=Timestamp())
-    chosen, num_steps = heaviest(state, sampler, CutOptions(max_tokens=BUDGET), None, whole=False)
+    chosen, num_steps = _heaviest(state, sampler, CutOptions(max_tokens=BUDGET), None, whole=False)
     planned = []
     for epoch in range(3):
         sampler.set_epoch(epoch)

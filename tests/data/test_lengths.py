@@ -16,15 +16,8 @@ import transformers
 from PIL import Image
 from torch.utils.data import ConcatDataset
 
-from composer_tokacc.data import LengthTable, LlavaDataset, lengths
-from composer_tokacc.data.lengths import (
-    build_length_table,
-    count_patches,
-    image_token_ids,
-    length_table,
-    patch_size_of,
-    table_name,
-)
+from composer_tokacc.data import LengthTable, LlavaDataset, count_patches, image_token_ids, lengths, patch_size_of
+from composer_tokacc.data.lengths import build_length_table, length_table, table_name
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.programs import load_config
 from composer_tokacc.programs.sources import source_of
