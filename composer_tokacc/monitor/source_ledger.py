@@ -81,7 +81,7 @@ class SourceLedger:
         """Takes the losses of the counted tokens of what was noted."""
         if not self._unread:
             return
-        logits, labels, counted = (_joined(tensors) for tensors in zip(*self._unread, strict=True))
+        logits, labels, counted = (_joined([*tensors]) for tensors in zip(*self._unread, strict=True))
         # Where the mask is set, as many as are known: for `nonzero` the host would wait for the device.
         numbers = torch.arange(1, self._num_tokens + 1, device=counted.device)
         places = torch.searchsorted(counted.cumsum(dim=0), numbers).clamp_(max=len(counted) - 1)
@@ -160,7 +160,7 @@ def _counted(batch: Batch, rule: str) -> list[SourceShare] | None:
     ]
 
 
-def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat(tensors) if len(tensors) > 1 else tensors[0]  # logits of a large model are not copied
 
 
