@@ -32,10 +32,8 @@ from composer.utils import dist, get_device
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 from transformers import AutoModelForImageTextToText
 
-from benchmarks.launch import on_ranks
-from benchmarks.machine import machine
-from benchmarks.pages import show
-from benchmarks.record import parser_of, write
+from benchmarks.machine import machine, on_ranks
+from benchmarks.record import parser_of, show, write
 from benchmarks.timed_steps import data_of
 from composer_tokacc import BatchLayout, TokenAccumulation
 from composer_tokacc.data import VisionLanguageCollator
@@ -53,8 +51,6 @@ METHODS = {
 
 
 class FirstGradient(Callback):
-    """The gradient of the first step."""
-
     def __init__(self) -> None:
         self.gradient: dict[str, torch.Tensor] = {}
 
@@ -96,16 +92,11 @@ def train(method: str, microbatch: int, steps: int, processor: Any, dataset: Sub
     trainer = Trainer(
         model=model,
         train_dataloader=data_of('ours' if method == 'ours' else 'stock', loader, BatchLayout.for_model(model)),
-        optimizers=torch.optim.AdamW(model.parameters(), lr=1e-3),
-        max_duration=f'{steps}ba',
-        device='cpu',
+        optimizers=torch.optim.AdamW(model.parameters(), lr=1e-3), max_duration=f'{steps}ba', device='cpu',
         device_train_microbatch_size=microbatch,
         algorithms=[TokenAccumulation() if method == 'ours' else UnusedParameters()],
-        accumulate_train_batch_on_tokens=method == 'flag',
-        callbacks=[first],
-        loggers=[memory],
-        progress_bar=False,
-    )
+        accumulate_train_batch_on_tokens=method == 'flag', callbacks=[first], loggers=[memory], progress_bar=False,
+    )  # fmt: skip
     trainer.fit()
     return trainer, first, memory
 

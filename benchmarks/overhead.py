@@ -32,8 +32,7 @@ from composer.utils import dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.machine import machine
-from benchmarks.pages import ROOT
-from benchmarks.record import parser_of, write
+from benchmarks.record import ROOT, parser_of, write
 from composer_tokacc import TokenAccumulation
 from composer_tokacc.checks.logits import has_bypass
 from composer_tokacc.checks.step import NUM_FIRST_STEPS, MicrobatchRecord

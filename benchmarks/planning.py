@@ -19,8 +19,7 @@ import numpy as np
 
 from benchmarks.length_sets import LengthSet, lognormal, read_tables
 from benchmarks.machine import machine
-from benchmarks.pages import show
-from benchmarks.record import parser_of, write
+from benchmarks.record import parser_of, show, write
 from composer_tokacc.planning import CutOptions, cut_rows, plan_microbatches
 
 MICROBATCH = 4
@@ -44,7 +43,6 @@ def time_call(function: Callable[[], object], repeats: int) -> dict[str, float]:
 
 
 def measure(sets: list[LengthSet], repeats: int) -> list[dict[str, Any]]:
-    """Latency of plans by size, and of a cut on one rank."""
     rows: list[dict[str, Any]] = []
     for length_set in sets:
         for objective in ('ddp', 'fsdp'):
@@ -66,7 +64,6 @@ def measure(sets: list[LengthSet], repeats: int) -> list[dict[str, Any]]:
 
 
 def picture(rows: list[dict[str, Any]], path: Path) -> None:
-    """Latency over the number of samples."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 4), layout='constrained')

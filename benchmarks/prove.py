@@ -16,11 +16,9 @@ import subprocess
 import sys
 from importlib.util import find_spec
 
-from benchmarks.launch import environment
-from benchmarks.machine import machine
-from benchmarks.pages import ROOT, filled, table
+from benchmarks.machine import environment, machine
 from benchmarks.record import RESULTS as FOLDER
-from benchmarks.record import parser_of, write
+from benchmarks.record import ROOT, filled, parser_of, table, write
 
 RESULTS, PAGE, PROGRAMS = FOLDER / 'prove.json', ROOT / 'docs' / 'prove.md', ROOT / 'examples' / 'prove'
 COLUMNS = ('trainer', 'version', 'lightest to heaviest token', 'largest gradient error', 'verdict')
@@ -43,7 +41,6 @@ def printed(program: str) -> str | None:
 
 
 def rows_there() -> dict[str, list[str]]:
-    """Those of the results file."""
     return json.loads(RESULTS.read_text())['programs'] if RESULTS.exists() else {}
 
 

@@ -50,12 +50,10 @@ class Steps(Callback):
 
 
 def gradient_of(model: Any) -> torch.Tensor:
-    """Returns all of it in one vector."""
     return torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None])
 
 
 def whole_batch() -> dict[str, torch.Tensor]:
-    """Ragged rows of random tokens, padded on the right."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, VOCABULARY, (len(LENGTHS), max(LENGTHS)), generator=generator)
     mask = (torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]).long()
@@ -74,20 +72,14 @@ def model_of(coefficient: float) -> MixtralForCausalLM:
 
 
 def trained(coefficient: float, balance: str, steps: int) -> Steps:
-    """Steps of the Trainer with one of the balances."""
     model, found = HuggingFaceModel(model_of(coefficient), shift_labels=True, use_logits=True), Steps()
     Trainer(
         model=model,
         train_dataloader=token_data_spec(DataLoader([whole_batch()] * steps, batch_size=None), slot_tokens=SLOT),
-        algorithms=[TokenAccumulation(router_balance=balance)],
-        callbacks=[found],
-        optimizers=torch.optim.SGD(model.parameters(), lr=0.0),
-        device_train_microbatch_size=ROWS,
-        max_duration=f'{steps}ba',
-        progress_bar=False,
-        device='cpu',
-        precision='fp32',
-    ).fit()
+        algorithms=[TokenAccumulation(router_balance=balance)], callbacks=[found],
+        optimizers=torch.optim.SGD(model.parameters(), lr=0.0), device_train_microbatch_size=ROWS,
+        max_duration=f'{steps}ba', progress_bar=False, device='cpu', precision='fp32',
+    ).fit()  # fmt: skip
     return found
 
 

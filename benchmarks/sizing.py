@@ -20,8 +20,7 @@ from unittest import mock
 import torch
 
 from benchmarks.machine import machine
-from benchmarks.pages import ROOT, show
-from benchmarks.record import parser_of, write
+from benchmarks.record import ROOT, parser_of, show, write
 from benchmarks.timed_steps import split_of
 from composer_tokacc import size as size_program
 from composer_tokacc.layout import BatchLayout
@@ -32,7 +31,7 @@ from composer_tokacc.programs.config_checks import check_config
 from composer_tokacc.programs.sources import source_of
 from composer_tokacc.programs.suggest import device_memory_gib, memory_of_run, suggest_for_run
 from composer_tokacc.size import time_shapes, time_steps
-from composer_tokacc.sizing import MicrobatchTimer, SampleSizes, draw_batches, simulate_steps
+from composer_tokacc.sizing import SampleSizes, draw_batches, simulate_steps
 
 LIMIT = 0.15
 
@@ -45,16 +44,10 @@ def build_stock_parts(config: TrainConfig) -> RunParts:
     return parts
 
 
-def seconds_per_step(timer: MicrobatchTimer) -> float:
-    """Mean over the timed steps."""
-    return (sum(timer.seconds) + sum(timer.outside)) / max(len(timer.outside), 1)
-
-
 def measure(config: TrainConfig, size: int, slot: int, *, stock: bool, steps: int) -> float:
-    """Mean seconds of a step."""
     with mock.patch.object(size_program, 'build_parts', build_stock_parts if stock else build_parts):
         timer = time_steps(config, size=size, slot_tokens=slot, num_steps=steps)
-    return seconds_per_step(timer)
+    return (sum(timer.seconds) + sum(timer.outside)) / max(len(timer.outside), 1)
 
 
 def predict(config: TrainConfig, table: Any, methods: tuple[str, ...], size: int, slot: int) -> dict[str, float]:
@@ -77,7 +70,6 @@ def predict(config: TrainConfig, table: Any, methods: tuple[str, ...], size: int
 
 
 def main() -> None:
-    """Predicts, measures, prints and writes `results/sizing.json`."""
     parser = parser_of(__doc__)
     parser.add_argument('--yaml', default=str(ROOT / 'yamls' / 'digits.yaml'))
     parser.add_argument('--size', type=int, default=0, help='rows of a microbatch; 0: what the helper suggests')

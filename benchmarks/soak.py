@@ -37,10 +37,8 @@ from composer.core import Algorithm, Callback, Event, State
 from composer.loggers import Logger
 from composer.utils import dist
 
-from benchmarks.launch import COMPOSER, environment
-from benchmarks.machine import machine
-from benchmarks.pages import ROOT
-from benchmarks.record import parser_of, write
+from benchmarks.machine import COMPOSER, environment, machine
+from benchmarks.record import ROOT, parser_of, write
 from composer_tokacc.data import VisionLanguageCollator
 from composer_tokacc.invariance import relative_error
 from examples.digits import DigitsDataset, build_digits_processor
@@ -237,17 +235,13 @@ def kill_again_and_again(folder: Path, kills: int, ranks: int, seed: int) -> dic
     one, other = (torch.load(latest(path), weights_only=False)['state'] for path in (folder / 'unbroken', broken))
     parts = ('model', 'optimizers')
     return {
-        'steps': steps,
-        'ranks': ranks,
-        'seed': seed,
-        'kills': made,
+        'steps': steps, 'ranks': ranks, 'seed': seed, 'kills': made,
         'survived': sum(kill['status'] != 0 for kill in made),
         'bitwise_equal': all(equal(one[part], other[part]) for part in parts),
-    }
+    }  # fmt: skip
 
 
 def latest(folder: Path) -> Path:
-    """The newest checkpoint of a run."""
     return (folder / 'checkpoints' / 'latest-rank0.pt').resolve()
 
 

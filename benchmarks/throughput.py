@@ -27,13 +27,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.fitted import fit_cost_model
 from benchmarks.length_sets import lognormal, read_tables
 from benchmarks.machine import machine
-from benchmarks.pages import show
-from benchmarks.record import parser_of, write
+from benchmarks.record import parser_of, show, write
 from benchmarks.small_llava import build_model, make_rows
-from benchmarks.timed_steps import METHODS, Row, StepClock, bound_seconds, equal_widths, timed
+from benchmarks.timed_steps import METHODS, Row, StepClock, bound_seconds, equal_widths, fit_cost_model, timed
 from composer_tokacc import BatchLayout
 from composer_tokacc.planning import CostModel
 from examples.digits import DigitsDataset, build_digits_processor
@@ -115,7 +113,6 @@ def length_sets() -> dict[str, np.ndarray]:
 
 
 def picture(results: Sequence[Row], path: Path) -> None:
-    """Real tokens per second of each way to cut, one panel for a set."""
     from matplotlib.figure import Figure
 
     columns = min(len(results), 2)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -80,9 +81,7 @@ def check_batch(batch: Any, vocabulary: int | None = None, *, is_decoder: bool =
             'has no mean over tokens: train it without TokenAccumulation.'
         )
     if labels.dtype != torch.int64:
-        raise ValueError(
-            f'`labels` must be int64, as cross-entropy takes them, got: {labels.dtype}. Give it `.long()`.'
-        )
+        raise ValueError(f'`labels` must be int64 for cross-entropy, got: {labels.dtype}. Give it `.long()`.')
     if not labels.numel():
         raise ValueError(
             f'A batch must hold at least one row of one token, got: labels of shape {tuple(labels.shape)}. Have the '
@@ -95,10 +94,8 @@ def check_batch(batch: Any, vocabulary: int | None = None, *, is_decoder: bool =
             f'`attention_mask` must be a tensor of shape (rows, width) or (rows, heads, width, width), got: {got}, '
             f'beginning with {sample_name(batch, 0)}. Give one mask for all heads as `mask[:, None]`.'
         )
-    ids = labels.masked_fill(labels == IGNORE_INDEX, 0)
-    low, high = (int(bound) for bound in ids.aminmax())
-    if low < 0 or (vocabulary is not None and high >= vocabulary):
-        bad = ids < 0 if vocabulary is None else (ids < 0) | (ids >= vocabulary)
+    bad = (labels != IGNORE_INDEX) & ((labels < 0) | (labels >= (sys.maxsize if vocabulary is None else vocabulary)))
+    if bool(bad.any()):
         row = int(bad.any(dim=1).int().argmax())
         last = 'one of the vocabulary' if vocabulary is None else f'from 0 to {vocabulary - 1}'
         raise ValueError(

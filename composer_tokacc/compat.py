@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from types import ModuleType
 from typing import Any
@@ -126,11 +125,9 @@ def storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-@contextmanager
-def let_fake_weights_be_swapped() -> Iterator[None]:
+def let_fake_weights_be_swapped() -> AbstractContextManager[Any]:
     """Hides weak references: the newest ``Module.to`` swaps fake weights, and refuses those in the mode's own cache."""
-    with patch('weakref.getweakrefs', lambda _: []):
-        yield
+    return patch('weakref.getweakrefs', lambda _: [])
 
 
 def attention_of(config: Any) -> str:

@@ -42,12 +42,18 @@ class InvarianceCase:
     """Whether it is held to the tolerance, rather than shown beside the others."""
 
     @classmethod
-    def from_gradients(cls, found: Gradients, expected: Gradients, **facts: Any) -> InvarianceCase:
-        """Compares gradients on every rank, and gives the worst, the same on all; a collective. ``facts``: the rest."""
+    def from_gradients(
+        cls, found: Gradients, expected: Gradients, *, cut: str, padding: str, microbatch_size: int,
+        is_held: bool = True,
+    ) -> InvarianceCase:  # fmt: skip
+        """Compares gradients on every rank, and gives the worst: the same verdict on all; a collective."""
         error, reason = relative_error(found, expected)
         along = sum(_product(found[name], expected[name]) for name in found.keys() & expected.keys())
         factor = along / sum(_product(value, value) for value in expected.values())
-        case = cls(error=error, factor=factor, reason=reason, **facts)
+        case = cls(
+            cut=cut, padding=padding, microbatch_size=microbatch_size, error=error, factor=factor, reason=reason,
+            is_held=is_held,
+        )  # fmt: skip
         return max(all_gather_object(case), key=lambda one: one.error)
 
 
@@ -175,8 +181,7 @@ def _telling_rows(
                 f'`rows` must differ in their numbers of labels, got: {labels[0]} in each of {len(everyone)} rows, '
                 f'counted {rule}. Among such rows a mean of means is the mean over all tokens, and nothing is proven.'
             )
-    totals = [[sum(labels[start : start + len(own)]) for start in range(0, len(labels), len(own))]
-              for labels in counts.values()]  # fmt: skip
+    totals = torch.tensor(list(counts.values())).view(len(counts), -1, len(own)).sum(dim=2).tolist()
     if len(of_ranks) > 1 and any(len(set(of_rule)) == 1 for of_rule in totals):
         # Ranks with equally many labels would hide a mean over ranks: rows are dealt anew, those of few labels first.
         order = sorted(range(len(everyone)), key=lambda row: [labels[row] for labels in counts.values()])

@@ -28,6 +28,7 @@ from __future__ import annotations
 import csv
 import gzip
 import math
+import re
 import sys
 import tempfile
 import time
@@ -60,10 +61,9 @@ from composer_tokacc.programs.errors import must, refuse
 from composer_tokacc.programs.models import read_config, tokenizer_of
 from composer_tokacc.programs.process import command_line, without_warnings
 from composer_tokacc.programs.runner import run_program
-from composer_tokacc.programs.schema import merge
+from composer_tokacc.programs.schema import Range, merge
 from composer_tokacc.programs.sources import source_of
 from composer_tokacc.programs.suggest import device_memory_gib, memory_of_run, suggest_for_run
-from composer_tokacc.programs.values import Range
 from composer_tokacc.sizing import MicrobatchTimer, SizingReport, draw_report, fit_cost
 
 __all__ = ['KEPT_SETTINGS', 'TIMED_STEPS', 'SizeOptions', 'main', 'size', 'time_shapes', 'time_steps']
@@ -94,24 +94,21 @@ class SizeOptions:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the program; see ``run_program`` for the exit status."""
     given, overrides = command_line(__doc__).parse_known_args(arguments)
-    own = {option.name for option in fields(SizeOptions)}
+    keys = {each: re.split('[.=]', each)[0] for each in overrides}
+    mine = [each for each, key in keys.items() if key in {option.name for option in fields(SizeOptions)}]
     try:
-        options = merge(SizeOptions, OmegaConf.from_dotlist([each for each in overrides if _first_key(each) in own]))
+        options = merge(SizeOptions, OmegaConf.from_dotlist(mine))
         if options.num_ranks < 1:  # before the config's batch sizes are divided by it
             raise ConfigError(f'`num_ranks` must be at least 1, got: {options.num_ranks}')
-        if options.lengths is None and any(_first_key(each) == 'lengths' for each in overrides):
+        if options.lengths is None and 'lengths' in keys.values():
             raise ConfigError('`lengths` must be a CSV file, or figures such as lengths.mean=150, got: nothing')
     except ConfigError as error:
         return refuse(error)
-    rest = [each for each in overrides if _first_key(each) not in own]
-    rest = [f'microbatching.{each}' if each.startswith('device_memory_gib=') else each for each in rest]
+    rest = [each for each in overrides if each not in mine]
+    rest = [f'microbatching.{each}' if keys[each] == 'device_memory_gib' else each for each in rest]
     if options.lengths is not None and not any(each.startswith('dataset.path=') for each in rest):
         rest.append('dataset.path=lengths')  # a name for what is not read
     return run_program(partial(_report, options), given.config, rest, num_ranks=options.num_ranks)
-
-
-def _first_key(override: str) -> str:
-    return override.split('=')[0].split('.')[0]
 
 
 def _report(options: SizeOptions, config: TrainConfig) -> None:
@@ -125,13 +122,13 @@ def _report(options: SizeOptions, config: TrainConfig) -> None:
         report = size(config, options)
     print(report.text())
     report.save(folder / 'size.json')
-    written = str(folder / 'size.json')
+    picture = f' and {folder / "size.png"}'
     try:
         draw_report(folder / 'size.png', report)
-        written += f' and {folder / "size.png"}'
     except ImportError:
-        written += ' (no picture: matplotlib is not installed)'
-    written += ', over those of the `size` before (folder=... keeps both)' * is_again
+        picture = ' (no picture: matplotlib is not installed)'
+    before = ', over those of the `size` before (folder=... keeps both)' * is_again
+    written = f'{folder / "size.json"}{picture}{before}'
     print(f'\nsized in {time.monotonic() - started:.0f} s; written to {written}', flush=True)
 
 
@@ -152,9 +149,7 @@ def size(config: TrainConfig, options: SizeOptions) -> SizingReport:
     memory = memory_of_run(config, dataset, processor, table)
     gib = config.microbatching.device_memory_gib
     if gib is None and config.trainer.get('device') != 'cpu' and not torch.cuda.is_available():
-        raise ConfigError(
-            '`device_memory_gib` must be given where there is no GPU, got: nothing. For example device_memory_gib=80'
-        )
+        raise ConfigError('`device_memory_gib` must be given where there is no GPU, got: nothing. For example 80')
     stated = {'num_ranks': options.num_ranks, 'gib': gib or device_memory_gib(config), 'safety': options.safety}
     suggest = partial(suggest_for_run, config, memory, table, **stated)
     report = suggest()
@@ -224,9 +219,8 @@ class LengthDistribution:
         """Returns a table of so many samples."""
         longest = (longest or LONGEST) if self.longest is None else self.longest
         if self.image_tokens >= longest:
-            raise ConfigError(
-                f'`lengths.image_tokens` must be below the longest, got: {self.image_tokens} of {longest}'
-            )
+            found = f'{self.image_tokens} of {longest}'
+            raise ConfigError(f'`lengths.image_tokens` must be below the longest, got: {found}')
         generator = np.random.default_rng(seed)
         spread = math.sqrt(math.log1p(self.variation**2))
         text = generator.lognormal(math.log(self.mean) - spread**2 / 2, spread, self.samples)
@@ -276,14 +270,12 @@ def read_lengths(path: str) -> LengthTable:
 def _row(path: str, number: int, line: list[str], num_columns: int) -> list[int]:
     try:
         values = [int(value) for value in line]
-        if len(values) != num_columns or min(values) < 0 or max(values) > LONGEST:
-            raise ValueError
+        if len(values) == num_columns and min(values) >= 0 and max(values) <= LONGEST:
+            return values
     except ValueError:
-        found = f'{",".join(line)} (line {number} of {path})'
-        raise ConfigError(
-            f'`lengths` must have {num_columns} whole numbers up to {LONGEST} a line, got: {found}'
-        ) from None
-    return values
+        pass
+    found = f'{",".join(line)} (line {number} of {path})'
+    raise ConfigError(f'`lengths` must have {num_columns} whole numbers up to {LONGEST} a line, got: {found}')
 
 
 class StandIns:
@@ -298,10 +290,8 @@ class StandIns:
         if processor is None and table.image_tokens.any():
             self._image = _image_of(config)
             if self._image is None:
-                raise ConfigError(
-                    f'`lengths` with images of any size needs `model.pretrained`, whose processor makes them, got: a '
-                    f'`model.config` of {config.model_type}. Name a checkpoint; its folder needs no weights'
-                )
+                found = f'a `model.config` of {config.model_type}. Name a checkpoint; its folder needs no weights'
+                raise ConfigError(f'`lengths` with images of any size needs `model.pretrained`, got: {found}')
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Returns a sample with an image where the table has one; the large image is that of the row with most."""

@@ -50,7 +50,7 @@ from composer_tokacc.programs.build import RunParts, build_parts
 from composer_tokacc.programs.errors import raised_here, refuse
 from composer_tokacc.programs.process import command_line, without_warnings
 from composer_tokacc.programs.runner import run_program
-from composer_tokacc.programs.values import AT_LEAST_1, Range
+from composer_tokacc.programs.schema import AT_LEAST_1, Range
 from composer_tokacc.weights import token_weights_of
 
 SIDES = ('right', 'left')

@@ -65,12 +65,10 @@ def _given_weights(batch: Mapping[str, Any], counted: torch.Tensor) -> torch.Ten
             'such a column, or take other weights.'
         )
     if isinstance(given, (list, tuple)):
-        absent = [row for row, value in enumerate(given) if not isinstance(value, (int, float))]
-        if absent:
-            raise ValueError(
-                f'`{LOSS_WEIGHTS}` must be a number for every sample, got: {given[absent[0]]!r} for '
-                f'{sample_name(batch, absent[0])}.'
-            )
+        for row, value in enumerate(given):
+            if not isinstance(value, (int, float)):
+                name = sample_name(batch, row)
+                raise ValueError(f'`{LOSS_WEIGHTS}` must be a number for every sample, got: {value!r} for {name}.')
         given = torch.tensor(given)
     rows, width = counted.shape
     if not isinstance(given, torch.Tensor):

@@ -37,7 +37,6 @@ def positions(lengths: np.ndarray, microbatch: int) -> dict[str, int]:
 
 
 def ratios(variation: float | None, scale: Scale) -> dict[str, float]:
-    """Medians over device batches."""
     drawn = np.random.default_rng(0).choice(lengths_of(variation, scale), (BATCHES, scale.device_batch))
     found = [positions(row, scale.microbatch) for row in drawn]
     return {way: statistics.median(one['stock'] / one[way] for one in found) for way in found[0]}

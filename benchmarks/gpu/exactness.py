@@ -51,7 +51,6 @@ def _plain(name: str) -> str:
 
 
 def one_forward(config: LlavaConfig, batch: Row, device: ComputeDevice, dtype: torch.dtype) -> Gradients:
-    """By plain autograd."""
     model = build_llava(config, device)
     inputs = {key: value.to(device.name) for key, value in batch.items() if isinstance(value, torch.Tensor)}
     with torch.autocast(device.name, dtype, enabled=dtype != torch.float32):

@@ -75,6 +75,7 @@ class ConversationEncoder:
             raise ValueError(f'`max_length` must be a whole number, at least 1, or None, got: {max_length!r}.')
         self.processor = processor
         self.max_length = max_length
+        self.max_image_tokens: int | None = None
         self.tokenizer = getattr(processor, 'tokenizer', processor)
         parts = {modality: getattr(processor, name, None) for modality, (name, _) in TAKEN_BY.items()}
         self.parts = {modality: part for modality, part in parts.items() if part is not None}
@@ -82,17 +83,15 @@ class ConversationEncoder:
         # A model that joins frames two by two refuses a single one.
         least = max(video.min_frames, getattr(self.parts.get('video'), 'temporal_patch_size', None) or 1)
         self.video = replace(video, min_frames=least)
-        for missing, remedy in (
-            (
-                not getattr(self._template_owner(), 'chat_template', None) and 'a chat template',
-                'Set `processor.chat_template`',
-            ),
-            (not getattr(self.tokenizer, 'is_fast', False) and 'a fast tokenizer', 'Load it with use_fast=True'),
-            # BLIP's images would go nowhere.
-            (getattr(processor, 'num_query_tokens', 0) is None and '`num_query_tokens`', 'Set that of the model'),
+        has_template = getattr(self._template_owner(), 'chat_template', None)
+        has_queries = getattr(processor, 'num_query_tokens', 0) is not None  # without, BLIP's images would go nowhere
+        for has_it, what, remedy in (
+            (has_template, 'a chat template', 'Set `processor.chat_template`'),
+            (getattr(self.tokenizer, 'is_fast', False), 'a fast tokenizer', 'Load it with use_fast=True'),
+            (has_queries, '`num_query_tokens`', 'Set that of the model'),
         ):
-            if missing:
-                raise ValueError(f'`processor` must have {missing}, got: {type(processor).__name__} without. {remedy}.')
+            if not has_it:
+                raise ValueError(f'`processor` must have {what}, got: {type(processor).__name__} without. {remedy}.')
         self.media_options: Mapping[str, Mapping[str, Any]] = {}
         """Further ``images_kwargs`` and ``videos_kwargs`` of every call of the processor."""
         # Templates of text models take plain strings.
@@ -142,10 +141,8 @@ class ConversationEncoder:
         encoded = self._encode(text, media, add_special_tokens)
         if hasattr(self.processor, 'num_query_tokens'):
             encoded = self._with_queries(encoded, text[: answers[0].start] if answers else text)
-        labels = torch.full_like(encoded['input_ids'], IGNORE_INDEX)
-        for start, end in self._token_spans(text, answers, encoded['input_ids'][0], add_special_tokens):
-            labels[0, start:end] = encoded['input_ids'][0, start:end]
-        encoded = self.control.spell({**encoded, 'labels': labels})
+        spans = self._token_spans(text, answers, encoded['input_ids'][0], add_special_tokens)
+        encoded = self.control.spell({**encoded, 'labels': _labels(encoded['input_ids'], spans)})
         length = encoded['input_ids'].shape[1]
         if self.max_length is not None and length > self.max_length:
             num_media = sum(map(len, media.values()))
@@ -198,28 +195,24 @@ class ConversationEncoder:
                 continue
             tokens = self.tokenizer([text for _, text, _ in rows], add_special_tokens=added, **_IDS_ALONE)
             for (i, _, answers), ids, encoding in zip(rows, tokens['input_ids'], tokens.encodings, strict=True):
-                input_ids, labels = torch.tensor([ids]), torch.full((1, len(ids)), IGNORE_INDEX)
-                for answer in answers:
-                    first, last = _tokens_of(encoding, answer)
-                    labels[0, first:last] = input_ids[0, first:last]
+                input_ids = torch.tensor([ids])
+                labels = _labels(input_ids, [_tokens_of(encoding, answer) for answer in answers])
                 samples[i] = self.control.spell({'input_ids': input_ids, 'labels': labels})
         return samples
 
     def has_room(self, num_tokens: int, num_image_tokens: int) -> bool:
-        """Tells whether a sample of so many tokens is none too many."""
-        return self.max_length is None or num_tokens <= self.max_length
+        """Tells whether a sample of so many tokens, and of its media, is under the caps."""
+        pairs = ((num_tokens, self.max_length), (num_image_tokens, self.max_image_tokens))
+        return all(cap is None or count <= cap for count, cap in pairs)
 
     def check_takes_media(self, record: Record) -> None:
         """Refuses media that the processor does not take, which would drop them, and looks for control tokens."""
         self.control.check(record)
-        for modality in (medium.modality for medium in record.media):
+        for modality in (medium.modality for medium in record.media if medium.modality not in self._written):
+            reason = 'the chat template writes no placeholder for each; set another'
             if modality not in self.parts:
-                part = TAKEN_BY[modality][0]
-                raise record.error(f'has {modality}s, but the processor takes none; use one with `{part}`')
-            if modality not in self._written:
-                raise record.error(
-                    f'has {modality}s, but the chat template writes no placeholder for each; set another'
-                )
+                reason = f'the processor takes none; use one with `{TAKEN_BY[modality][0]}`'
+            raise record.error(f'has {modality}s, but {reason}')
 
     def _check_audio(self, audios: Sequence[Any]) -> None:
         """Refuses what is longer than their window, which feature extractors cut off without a word."""
@@ -232,7 +225,11 @@ class ConversationEncoder:
 
     def render(self, messages: Sequence[Message]) -> tuple[str, list[AnswerSpan]]:
         """Writes the conversation out, image placeholders not expanded yet, and finds the answers in it."""
-        messages = [self.control.hide(_stripped(message)) for message in messages]
+        # Templates treat white space around an answer in different ways.
+        stripped = (
+            {**one, **_said('assistant', _text(one).strip())} if one['role'] == 'assistant' else one for one in messages
+        )
+        messages = [self.control.hide(message) for message in stripped]
         answers = [message for message in messages if message['role'] == 'assistant']
         text, *following = self._text_around_answers(messages)
         spans: list[AnswerSpan] = []
@@ -255,12 +252,16 @@ class ConversationEncoder:
 
     def _check_all_written(self, messages: Sequence[Message], written: str) -> None:
         """Checks that no role is left out, as templates do without a word with one that they do not know."""
-        _check_written(messages, written)
+        versions = [(messages, written)]
         # What is said may stand elsewhere too, markers do not; one sample tells of all with the same roles.
         if (roles := tuple(message['role'] for message in messages)) not in self._known_roles:
-            marked = [_marked(message, str(position)) for position, message in enumerate(messages)]
-            _check_written(marked, self._apply_template(marked))
-            self._known_roles.add(roles)
+            marked = [_marked(message, position) for position, message in enumerate(messages)]
+            versions.append((marked, self._apply_template(marked)))
+        for message, text in ((message, text) for version, text in versions for message in version):
+            if any(part['type'] == 'text' and part['text'].strip() not in text for part in message['content']):
+                found = 'one that leaves it out. Set another, or write the text into the turn of another role'
+                raise ValueError(f'`chat_template` must write what the {message["role"]} says, got: {found}.')
+        self._known_roles.add(roles)
 
     def _writes_parts(self) -> bool:
         """Tells whether the template takes lists of parts: one for strings fails, or writes them as Python does."""
@@ -294,16 +295,10 @@ class ConversationEncoder:
 
     def _text_around_answers(self, messages: Sequence[Message]) -> list[str]:
         """Returns what the template writes before the first answer, between two, and after the last."""
-        markers: list[str] = []
-        marked: list[Message] = []
-        for message in messages:
-            if message['role'] == 'assistant':
-                markers.append(MARKER.format(len(markers)))
-                message = _said('assistant', markers[-1])
-            marked.append(message)
-        rest, pieces = self._apply_template(marked), []
-        for marker in markers:
-            piece, _, rest = rest.partition(marker)
+        answers = {i: _marked(message, i) for i, message in enumerate(messages) if message['role'] == 'assistant'}
+        rest, pieces = self._apply_template([answers.get(i, message) for i, message in enumerate(messages)]), []
+        for answer in answers.values():
+            piece, _, rest = rest.partition(_text(answer))
             pieces.append(piece)
         return [*pieces, rest]
 
@@ -407,11 +402,12 @@ class ConversationEncoder:
         return spans
 
 
-def _check_written(messages: Sequence[Message], written: str) -> None:
-    for message in messages:
-        if any(part['type'] == 'text' and part['text'].strip() not in written for part in message['content']):
-            found = 'one that leaves it out. Set another, or write the text into the turn of another role'
-            raise ValueError(f'`chat_template` must write what the {message["role"]} says, got: {found}.')
+def _labels(input_ids: torch.Tensor, spans: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Returns labels ``(1, length)`` of the tokens in the spans, and of no others."""
+    labels = torch.full_like(input_ids, IGNORE_INDEX)
+    for start, end in spans:
+        labels[0, start:end] = input_ids[0, start:end]
+    return labels
 
 
 def _tokens_of(encoding: Encoding, answer: AnswerSpan) -> tuple[int, int]:
@@ -428,17 +424,12 @@ def _said(role: str, text: str) -> dict[str, Any]:
     return {'role': role, 'content': [{'type': 'text', 'text': text}]}
 
 
-def _marked(message: Message, name: str) -> Message:
+def _marked(message: Message, position: int) -> Message:
     """Returns the same turn with a marker for each text."""
-    parts = enumerate(message['content'])
-    marks = [{'text': MARKER.format(f'{name}.{i}')} if part['type'] == 'text' else {} for i, part in parts]
-    return {**message, 'content': [{**part, **mark} for part, mark in zip(message['content'], marks, strict=True)]}
+    marks = ({'text': MARKER.format(f'{position}.{i}')} for i in range(len(message['content'])))
+    parts = zip(message['content'], marks, strict=True)
+    return {**message, 'content': [{**part, **mark} if part['type'] == 'text' else part for part, mark in parts]}
 
 
 def _text(message: Message) -> str:
     return ''.join(part['text'] for part in message['content'] if part['type'] == 'text')
-
-
-def _stripped(message: Message) -> Message:
-    """Returns an answer without the white space around it, which templates treat in different ways."""
-    return {**message, **_said('assistant', _text(message).strip())} if message['role'] == 'assistant' else message

@@ -83,25 +83,28 @@ def read_records(
         allow_outside: Whether names may lead out of that folder: ``../``, absolute ones, links.
     """
     folders = MediaFolders(allow_outside=allow_outside)
-    for path in [paths] if isinstance(paths, (str, os.PathLike)) else paths:
+    for path, raw in _read_all(paths):
         folder = image_folder(path) if image_dir is None else Path(image_dir)
-        for raw in read_raw_records(path):
-            try:
-                record = parse_record(raw)
-                check_decoder(record)
-                folders.check(record, folder)
-            except BadSampleError as error:
-                yield error
-            else:
-                yield record, folder
+        try:
+            record = parse_record(raw)
+            check_decoder(record)
+            folders.check(record, folder)
+        except BadSampleError as error:
+            yield error
+        else:
+            yield record, folder
 
 
 def read_texts(paths: PathLike | Sequence[PathLike]) -> Iterator[str]:
     """Yields the text of every turn of files, without placeholders; bad records have none."""
+    for _, raw in _read_all(paths):
+        with suppress(BadSampleError):
+            yield from parse_record(raw).texts
+
+
+def _read_all(paths: PathLike | Sequence[PathLike]) -> Iterator[tuple[PathLike, RawRecord]]:
     for path in [paths] if isinstance(paths, (str, os.PathLike)) else paths:
-        for raw in read_raw_records(path):
-            with suppress(BadSampleError):
-                yield from parse_record(raw).texts
+        yield from ((path, raw) for raw in read_raw_records(path))
 
 
 def read_raw_records(path: PathLike) -> Iterator[RawRecord]:
@@ -218,13 +221,11 @@ def _read_array(text: str, file: str) -> Iterator[RawRecord]:
             raise ValueError(f'`path` must be a valid JSON file, got: {found}. {remedy}.') from error
         yield RawRecord(file, f'line {line}' if has_lines and line != last_line else f'entry {number}', record)
         last_line = line
-    rest = text[position + 1 :]
-    if rest.strip():
-        line += rest[: len(rest) - len(rest.lstrip())].count('\n')
-        found = f'{file} with {rest.strip()[:20]!r} behind its end, at line {line}'
-        raise ValueError(
-            f'`path` must hold one JSON array, got: {found}. Join the arrays, or name each file by itself.'
-        )
+    if rest := text[position + 1 :].lstrip():
+        line = text.count('\n', 0, len(text) - len(rest)) + 1
+        found = f'{file} with {rest.rstrip()[:20]!r} behind its end, at line {line}'
+        remedy = 'Join the arrays, or name each file by itself'
+        raise ValueError(f'`path` must hold one JSON array, got: {found}. {remedy}.')
 
 
 def _decoded(text: str, position: int) -> tuple[Any, int]:

@@ -86,12 +86,6 @@ class FittingEncoder(ConversationEncoder):
             found = f'{type(processor).__name__}, which makes as many tokens of every image'
             raise ValueError(f'`fit` must have a processor whose images can be smaller, got: {found}. Leave it out.')
 
-    def has_room(self, num_tokens: int, num_image_tokens: int) -> bool:
-        """Tells whether a sample of so many tokens is under the caps."""
-        return num_tokens <= (self.max_length or num_tokens) and num_image_tokens <= (
-            self.max_image_tokens or num_image_tokens
-        )
-
     def encode_record(
         self, record: Record, files: Sequence[MediaFile], *, shapes_only: bool = False, steps: int = 0
     ) -> dict[str, Any]:
@@ -151,26 +145,24 @@ class FittingEncoder(ConversationEncoder):
 
     def _matters(self, modality: str, name: str) -> bool:
         """Tells whether a budget at its least makes fewer tokens of a large image, or of a video."""
-        least = _lowered(self.parts[modality], [name], share_of(MOST_STEPS))
         with suppress(ValueError, TypeError, RuntimeError, ZeroDivisionError):  # an argument that it does not take
-            fewer = self._probed(modality, {KWARGS[modality]: least})
-            return self._count_media(fewer) < self._count_media(self._probed(modality))
+            fewer = self._probed(modality, [name])
+            return self._count_media(fewer) < self._count_media(self._probed(modality, []))
         return False
 
     def _frames_matter(self) -> bool:
         """Tells whether fewer frames make fewer tokens, unless all videos of a batch must have as many."""
         # At the least pixels: some processors share one budget among all frames.
-        least = {KWARGS['video']: _lowered(self.parts['video'], self._budgets['video'], share_of(MOST_STEPS))}
-        many, few = (self._probed('video', least, num_frames=n) for n in (PROBE_FRAMES, self.video.min_frames))
+        counts = (PROBE_FRAMES, self.video.min_frames)
+        many, few = (self._probed('video', self._budgets['video'], num_frames=count) for count in counts)
         videos = many.get('pixel_values_videos')
         return videos is not None and videos.dim() != 5 and few['input_ids'].shape[1] < many['input_ids'].shape[1]
 
-    def _probed(
-        self, modality: str, options: Mapping[str, Any] | None = None, *, num_frames: int = PROBE_FRAMES
-    ) -> dict[str, Any]:
-        """Returns a sample with one large black image, or video."""
+    def _probed(self, modality: str, lowered: Sequence[str], *, num_frames: int = PROBE_FRAMES) -> dict[str, Any]:
+        """Returns a sample with one large black image, or video, and some budgets at their least."""
         encoder = copy(self)
-        encoder.max_length, encoder.media_options = None, {} if options is None else options
+        encoder.max_length = None
+        encoder.media_options = {KWARGS[modality]: _lowered(self.parts[modality], lowered, share_of(MOST_STEPS))}
         content = [{'type': modality}, {'type': 'text', 'text': 'q'}]
         messages = [{'role': 'user', 'content': content}, {'role': 'assistant', 'content': 'a'}]
         if modality == 'image':
@@ -180,19 +172,18 @@ class FittingEncoder(ConversationEncoder):
 
     def _refusal(self, record: Record, sample: Mapping[str, Any]) -> str:
         length, num_media = sample['input_ids'].shape[1], self._count_media(sample)
-        name, cap, found = 'max_image_tokens', self.max_image_tokens, num_media
-        if self.max_length is not None and length > self.max_length:
-            name, cap, found = 'max_length', self.max_length, length
+        is_long = self.max_length is not None and length > self.max_length
+        name, found = ('max_length', length) if is_long else ('max_image_tokens', num_media)
         made = f'{num_media} of them for {len(record.media)} media, as few as {type(self.processor).__name__} makes'
         remedy = 'Raise it, shorten the sample, or set on_error=skip'
-        return f'`{name}` must be at least the sample, got: {cap} < {found} tokens, {made}. {remedy}.'
+        return f'`{name}` must be at least the sample, got: {getattr(self, name)} < {found} tokens, {made}. {remedy}.'
 
 
 def _budgets_of(part: Any) -> list[str]:
     """Returns the arguments of an image or video processor that may bound its tokens."""
-    has_longest = (dict(getattr(part, 'size', None) or {})).get('longest_edge') is not None
-    named = [name for name in BUDGETS if isinstance(getattr(part, name, None), int)]
-    return ['size'] if has_longest else named
+    if dict(getattr(part, 'size', None) or {}).get('longest_edge') is not None:
+        return ['size']
+    return [name for name in BUDGETS if isinstance(getattr(part, name, None), int)]
 
 
 def _lowered(part: Any, names: Sequence[str], share: float) -> dict[str, Any]:

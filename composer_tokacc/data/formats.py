@@ -74,13 +74,12 @@ def parse_record(raw: RawRecord) -> Record:
     name = raw.where if own is None else ' '.join(str(own).encode('utf-8', 'backslashreplace').decode().split())[:200]
     record = Record(sample_id=name, source=f'{raw.path}, {raw.where}', turns=(), media=())
     try:
-        turns, media = _conversation(raw.data)
-        return replace(record, turns=turns, media=media, loss_weights=_loss_weights(raw.data.get('loss_weights')))
+        return replace(record, **_parsed(raw.data))
     except ValueError as error:
         raise record.error(error) from None
 
 
-def _conversation(data: Any) -> tuple[tuple[Turn, ...], tuple[Medium, ...]]:
+def _parsed(data: Any) -> dict[str, Any]:
     if isinstance(data, Exception):
         raise ValueError(f'not valid JSON: {data}')
     if not isinstance(data, dict):
@@ -98,7 +97,13 @@ def _conversation(data: Any) -> tuple[tuple[Turn, ...], tuple[Medium, ...]]:
     _check_turns(turns)
     for text in (*(turn.text for turn in turns), *(name for medium in media for name in medium.names)):
         _check_characters(text)
-    return tuple(turns), tuple(media)
+    # As float32.
+    weights = data.get('loss_weights')
+    is_number = isinstance(weights, (int, float)) and not isinstance(weights, bool)
+    if weights is not None and not (is_number and (weights == 0 or 1e-30 < weights < 1e30)):
+        raise ValueError(f'`loss_weights` must be a finite number, 0 or more, got: {_short(weights)}')
+    weights = None if weights is None else float(weights)
+    return {'turns': tuple(turns), 'media': tuple(media), 'loss_weights': weights}
 
 
 def _alpaca(
@@ -118,9 +123,7 @@ def _alpaca(
 def _prompt_and_completion(data: Mapping[str, Any]) -> list[Any]:
     """Learns TRL's completion only; media without placeholders stand before the first question."""
     prompt, completion = data['prompt'], data['completion']
-    if not all(
-        isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns) for turns in (prompt, completion)
-    ):
+    if not (_are_turns(prompt) and _are_turns(completion)):
         raise ValueError('`prompt` and `completion` must be lists of turns (a plain string says nobody speaks)')
     answers = [turn.get('role', turn.get('from')) in ('assistant', 'gpt', 'model') for turn in prompt]
     prompt = [{**turn, 'weight': 0} if answer else turn for turn, answer in zip(prompt, answers, strict=True)]
@@ -148,10 +151,14 @@ def _raw_turns(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         names = sorted(map(str, data)) if not found else [key for keys in found for key in keys]
         raise ValueError(f'must hold one conversation: {known}, got the keys: {_short(names, 200)}')
     turns = FORMATS[found[0]](data)
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
+    if not turns or not _are_turns(turns):
         raise ValueError(f'{_quoted(found[0])} must be a non-empty list of turns')
     system = data.get('system')
     return [{'role': 'system', 'content': system}, *turns] if _is_given(system) else turns
+
+
+def _are_turns(turns: Any) -> bool:
+    return isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns)
 
 
 def _turn(turn: Mapping[str, Any], slots: list[Slot]) -> Turn:
@@ -165,12 +172,9 @@ def _turn(turn: Mapping[str, Any], slots: list[Slot]) -> Turn:
         raise ValueError(f'the role of a turn must not be function_call, {_NO_TOOLS}')
     if not isinstance(name, str) or name not in ROLES:
         raise ValueError(f'the role of a turn must be one of {sorted(ROLES)}, got: {_short(name)}')
-    if isinstance(content, list):
-        text = ''.join(_part(part, slots) for part in content)
-    elif isinstance(content, str):
-        text = _text(content, slots)
-    else:
+    if not isinstance(content, list | str):
         raise ValueError(f'the text of a turn must be a string, got: {type(content).__name__}')
+    text = _text(content, slots) if isinstance(content, str) else ''.join(_part(part, slots) for part in content)
     role = ROLES[name]
     if (placeholder := PLACEHOLDER.search(text)) and role != 'user':
         raise ValueError(f'`{placeholder[0]}` may stand in user turns only')
@@ -180,22 +184,11 @@ def _turn(turn: Mapping[str, Any], slots: list[Slot]) -> Turn:
 def _carries_loss(turn: Mapping[str, Any], role: str) -> bool:
     """Reads OpenAI's and ShareGPT's `weight`, ms-swift's `loss`."""
     given = {key: turn[key] for key in ('weight', 'loss') if key in turn}
-    if not given:
-        return True
-    wrong = [value for value in given.values() if value not in (0, 1)]
-    if wrong or len(set(given.values())) > 1 or (role != 'assistant' and 1 in given.values()):
+    allowed = [0, 1] if role == 'assistant' else [0]
+    if not any(all(value == one for value in given.values()) for one in allowed):
         found = f'{_short(given)} for a turn of the {role}'
         raise ValueError(f'`weight` (or `loss`) of a turn must be 0 or 1, and 1 only for an answer, got: {found}')
     return role != 'assistant' or 0 not in given.values()
-
-
-def _loss_weights(value: Any) -> float | None:
-    if value is None:
-        return None
-    # As float32.
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (value == 0 or 1e-30 < value < 1e30):
-        raise ValueError(f'`loss_weights` must be a finite number, 0 or more, got: {_short(value)}')
-    return float(value)
 
 
 def _part(part: Any, slots: list[Slot]) -> str:
@@ -257,9 +250,9 @@ def _listed(data: Mapping[str, Any], modality: str) -> list[Medium]:
 
 def _fill(slots: list[Slot], listed: Mapping[str, list[Medium]]) -> list[Medium]:
     """Returns the media in the order of their placeholders; those of the lists go where no other stands."""
-    for modality in MODALITIES:
+    for modality, media in listed.items():
         placeholders = [medium for other, medium in slots if other == modality]
-        num_media = len(listed[modality]) + sum(medium is not None for medium in placeholders)
+        num_media = len(media) + sum(medium is not None for medium in placeholders)
         if num_media != len(placeholders):
             found = f'{num_media} {modality}s and {len(placeholders)} placeholders'
             raise ValueError(f'the number of {modality}s must match the `<{modality}>` placeholders, got: {found}')
@@ -338,10 +331,9 @@ def _check_characters(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         code = ord(text[error.start])
+        found = f'the lone surrogate \\u{code:04x}, half a character. Take it out'
         if 0xDC80 <= code <= 0xDCFF:
             found = f'the byte 0x{code - 0xDC00:02x}, which is no UTF-8. Save the file as UTF-8'
-        else:
-            found = f'the lone surrogate \\u{code:04x}, half a character. Take it out'
         raise ValueError(f'text must be valid Unicode, got: {found}') from error
 
 

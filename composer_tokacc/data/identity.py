@@ -29,15 +29,13 @@ def identify_data(dataset: Any) -> str:
     own = getattr(dataset, 'identity', None) or getattr(dataset, 'fingerprint', None)
     if callable(own):
         return fingerprint(own())
-    indices = np.unique(np.linspace(0, len(dataset) - 1, NUM_READ).astype(int)).tolist()
-    return fingerprint([len(dataset), *(_tokens_of(dataset, index) for index in indices)])
-
-
-def _tokens_of(dataset: Any, index: int) -> Any:
-    try:
-        return np.asarray(dataset[index]['input_ids']).tolist()
-    except BadSampleError as error:
-        return str(error)
+    found: list[Any] = [len(dataset)]
+    for index in np.unique(np.linspace(0, len(dataset) - 1, NUM_READ).astype(int)).tolist():
+        try:
+            found.append(np.asarray(dataset[index]['input_ids']).tolist())
+        except BadSampleError as error:
+            found.append(str(error))
+    return fingerprint(found)
 
 
 def identify_processor(processor: Any) -> str:

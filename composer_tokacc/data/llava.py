@@ -171,8 +171,7 @@ class LlavaDataset(Dataset):
         ``max_length``, which leaves out nothing in silence.
         """
         spelled = [('control_tokens', 'text')] if self.encoder.control.option == 'text' else []
-        caps = (self.encoder.max_length, getattr(self.encoder, 'max_image_tokens', None))
-        fitted = [('fit', *caps)] if self.fits else []
+        fitted = [('fit', self.encoder.max_length, self.encoder.max_image_tokens)] if self.fits else []
         return _all_digits(chain(self._identities(), spelled, fitted))
 
     def _identities(self) -> Iterator[tuple[Any, ...]]:

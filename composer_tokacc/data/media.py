@@ -16,10 +16,9 @@ from typing import Any, BinaryIO
 
 from PIL import Image
 
-from composer_tokacc.data.audio import read_audio
 from composer_tokacc.data.images import image_size, read_image
 from composer_tokacc.data.records import EmbeddedFile, MediaFile, Medium, Record
-from composer_tokacc.data.videos import VideoSampling, read_frames, read_video
+from composer_tokacc.data.videos import VideoSampling, read_audio, read_frames, read_video
 
 
 def regular_file(path: Path) -> Path:

@@ -28,19 +28,14 @@ def train_tokenizer(
     texts: Iterable[str], *, vocab_size: int = 2048, model_max_length: int = 2048
 ) -> PreTrainedTokenizerFast:
     """Trains a byte-level BPE tokenizer, which can write any text, on the given ones; it pads on the right."""
-    smallest = len(RESERVED_TOKENS) + len(pre_tokenizers.ByteLevel.alphabet())
-    if vocab_size < smallest:
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if vocab_size < (smallest := len(RESERVED_TOKENS) + len(alphabet)):
         raise ValueError(f'`vocab_size` must be at least {smallest} (special tokens and bytes), got: {vocab_size}.')
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=list(RESERVED_TOKENS),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
+    known = {'special_tokens': list(RESERVED_TOKENS), 'initial_alphabet': alphabet}
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab_size, show_progress=False, **known))
     return wrap_tokenizer(tokenizer, model_max_length=model_max_length)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -186,9 +187,9 @@ class _Expansion:
         conversation = _asked_about(len(sizes))
         text = self.encoder.encode_unexpanded([conversation])[0]
         # Among images of several sizes there may be tiles that only fill up, and are known by what they hold.
-        for blank in (_shape_alone, _black) if len(set(sizes)) < 2 else (_black,):
+        for blank in [*[_shape_alone] * (len(set(sizes)) < 2), partial(Image.new, 'RGB')]:
             with suppress(Exception):  # who reads a sample of such images is told by name
-                sample = self.encoder(conversation, [blank(*size) for size in sizes])
+                sample = self.encoder(conversation, [blank(size) for size in sizes])
                 break
         else:
             return None
@@ -216,12 +217,8 @@ def _asked_about(num_images: int) -> list[dict[str, Any]]:
     return [{'role': 'user', 'content': content}, {'role': 'assistant', 'content': [{'type': 'text', 'text': 'a'}]}]
 
 
-def _shape_alone(width: int, height: int) -> torch.Tensor:
-    return torch.empty(3, height, width, dtype=torch.uint8, device='meta')
-
-
-def _black(width: int, height: int) -> Image.Image:
-    return Image.new('RGB', (width, height))
+def _shape_alone(size: tuple[int, int]) -> torch.Tensor:
+    return torch.empty(3, *size[::-1], dtype=torch.uint8, device='meta')
 
 
 def _num_equal(first: torch.Tensor, second: torch.Tensor) -> int:

@@ -10,13 +10,13 @@ python -m composer_tokacc.data.to_mds data.json images out_folder [--size-limit 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from io import BytesIO
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,7 +71,7 @@ def write_shards(
     """
     if on_error not in ('raise', 'skip'):
         raise ValueError(f"`on_error` must be 'raise' or 'skip', got: {on_error!r}.")
-    if importlib.util.find_spec('streaming') is None:
+    if find_spec('streaming') is None:
         raise ImportError("shards need mosaicml-streaming, got: none. pip install 'composer_tokacc[streaming]'")
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -138,12 +138,11 @@ def _open_writer(out: Path, size_limit: int | str) -> Any:
     return Writer(columns=SHARD_COLUMNS, out=str(out), size_limit=limit)
 
 
-def _read_rows(records: Iterable[tuple[Record, Path] | BadSampleError]) -> Iterator[dict[str, Any] | BadSampleError]:
+def _read_rows(records: Sequence[tuple[Record, Path] | BadSampleError]) -> Iterator[dict[str, Any] | BadSampleError]:
     """Yields rows in order, read by several threads: file systems and image decoders do without Python's lock."""
-    items = iter(records)
     with ThreadPoolExecutor() as pool:
-        while chunk := list(islice(items, SAMPLES_AT_ONCE)):
-            yield from pool.map(_read_row, chunk)
+        for start in range(0, len(records), SAMPLES_AT_ONCE):
+            yield from pool.map(_read_row, records[start : start + SAMPLES_AT_ONCE])
 
 
 def _read_row(found: tuple[Record, Path] | BadSampleError) -> dict[str, Any] | BadSampleError:

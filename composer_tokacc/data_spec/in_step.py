@@ -58,14 +58,14 @@ def with_dummies(pieces: Sequence[Piece], dummies: DummyRows) -> list[Piece]:
 
 def in_step(
     sources: Sequence[RowFacts], pieces: Sequence[Piece], rules: CutRules, options: CutOptions, *,
-    may_have_media: bool, reduces_once: bool,
+    takes_media: bool, reduces_once: bool,
 ) -> tuple[list[Piece], list[dict[str, Any]]]:  # fmt: skip
     """Returns this rank's pieces with their dummy rows, and the empty microbatches behind them; a collective.
 
-    There are no pieces where this rank has no sample. ``may_have_media``: whether the model takes any, the same on all
+    There are no pieces where this rank has no sample. ``takes_media``: whether the model takes any, the same on all
     ranks; ``reduces_once``: whether ranks meet in the last microbatch alone.
     """
-    dummies = _dummies_of_ranks(sources) if may_have_media else DummyRows(sources)
+    dummies = _dummies_of_ranks(sources) if takes_media else DummyRows(sources)
     # A text row must not see an image where no row of the step has one: a microbatch of its own, the last, uses the
     # encoder, if ranks meet in each.
     stays_text = rules.needs_media and not dummies.needed

@@ -34,23 +34,16 @@ log = logging.getLogger(__name__)
 class MicrobatchSplit:
     """Composer's ``split_batch``: a microbatch size of ``k`` is a memory of ``k`` rows of ``slot_tokens``.
 
-    Args:
-        dataloader: The loader whose batches it splits; held, because the algorithm finds the split by it.
-        layout: How tensors belong to rows. None: the model's own, once it is known; until then that of each batch.
-        options: What the user asked for.
-        microbatch_transforms: The user's, done to microbatches on the device.
+    It holds its loader, by which the algorithm finds it. The layout, if none is given, is the model's own once that is
+    known, until then that of each batch. ``microbatch_transforms`` are the user's, done on the device.
     """
 
     def __init__(
-        self,
-        dataloader: Any,
-        layout: BatchLayout | None,
-        options: CutOptions,
+        self, dataloader: Any, layout: BatchLayout | None, options: CutOptions,
         microbatch_transforms: Callable[[Any], Any] | None = None,
-    ) -> None:
-        self.dataloader = dataloader
+    ) -> None:  # fmt: skip
+        self.dataloader, self.options = dataloader, options
         self.layout = self.given_layout = layout
-        self.options = options
         self.rules = CutRules(right='trim')
         """What may be trimmed. Nothing is known before the first-batch check, but that padding on the right, which no
         causal model can see, may go; on the left it may move positions."""
@@ -176,16 +169,17 @@ class MicrobatchSplit:
             return self._in_order(layout, batch, max(int(microbatch_size), 1))
         sources, pre_split = self._described(layout, batch)
         self._check_packing(sources)
+        # A row of memory is a slot, and beside it what a decoder computes of a text of its own.
         width = self.options.slot_tokens or max(facts.width for facts in sources)
         width += max(facts.decoder_width for facts in sources)
         options = replace(self.options, max_tokens=int(microbatch_size * width))
         pieces = self._cut(sources, pre_split, options)
         empty: list[dict[str, Any]] = []
         if get_world_size() > 1:
-            may_have_media = self.layout is None or bool(layout.family.media or layout.extra)
-            may_have_media &= self.rules.needs_media or not self.reduces_once
+            takes_media = self.layout is None or bool(layout.family.media or layout.extra)
+            takes_media &= self.rules.needs_media or not self.reduces_once
             pieces, empty = in_step(
-                sources, pieces, self.rules, options, may_have_media=may_have_media, reduces_once=self.reduces_once
+                sources, pieces, self.rules, options, takes_media=takes_media, reduces_once=self.reduces_once
             )
         elif self.rules.needs_media:
             pieces = with_dummies(pieces, _first_modality(sources))
@@ -221,8 +215,7 @@ class MicrobatchSplit:
         if any(facts.layout.width_matters(facts.batch) for facts in sources):
             return False
         left = [facts for facts in sources if facts.side == 'left']
-        widest = max(sources, key=lambda facts: facts.width)
-        policy = self.rules.policy(replace(widest, side='left'))
+        policy = self.rules.policy(replace(max(sources, key=lambda facts: facts.width), side='left'))
         return not left or (policy == 'trim' and not any(any(facts.has_label_behind_padding) for facts in left))
 
     def _check_packing(self, sources: Sequence[RowFacts]) -> None:

@@ -9,19 +9,5 @@ from composer_tokacc.layout.families import FAMILIES, Entry, Family, Media
 from composer_tokacc.layout.layout import BatchLayout
 from composer_tokacc.layout.pre_split import PreSplitBatch, microbatches_of
 
-__all__ = [
-    'FAMILIES',
-    'ROW_KINDS',
-    'Batch',
-    'BatchLayout',
-    'Entry',
-    'Family',
-    'Media',
-    'PreSplitBatch',
-    'RowFacts',
-    'describe',
-    'describe_all',
-    'kinds_of',
-    'microbatches_of',
-    'widest_like',
-]
+__all__ = ['FAMILIES', 'ROW_KINDS', 'Batch', 'BatchLayout', 'Entry', 'Family', 'Media', 'PreSplitBatch', 'RowFacts',
+           'describe', 'describe_all', 'kinds_of', 'microbatches_of', 'widest_like']  # fmt: skip

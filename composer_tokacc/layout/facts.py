@@ -12,16 +12,7 @@ from functools import cached_property
 
 import torch
 
-from composer_tokacc.batch import (
-    IGNORE_INDEX,
-    MODALITIES,
-    Batch,
-    lengths_of,
-    own_labels,
-    real_positions,
-    side_of,
-    text_of,
-)
+from composer_tokacc.batch import IGNORE_INDEX, MODALITIES, Batch, lengths_of, own_labels, real_positions, side_of
 from composer_tokacc.layout.found import has_sound_along_text
 from composer_tokacc.layout.layout import BatchLayout
 from composer_tokacc.layout.pre_split import microbatches_of
@@ -43,6 +34,7 @@ class RowFacts:
         side: Where the rows are padded, ``'left'`` or ``'right'``.
         width: Padded width of the rows.
         is_padded: Whether some position is padding.
+        real: Which positions are attended or labelled, ``(rows, width)`` bool.
     """
 
     batch: Batch = field(repr=False)
@@ -51,7 +43,6 @@ class RowFacts:
     width: int
     is_padded: bool
     real: torch.Tensor = field(repr=False)
-    """Which positions are attended or labelled, ``(rows, width)`` bool."""
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -111,8 +102,7 @@ class RowFacts:
 def describe(layout: BatchLayout, batch: Batch) -> RowFacts:
     """Returns the facts about a batch's rows; one look at its masks and labels, and at its media when asked."""
     real = real_positions(batch)
-    is_padded = not bool(real.all())
-    return RowFacts(batch, layout, side_of(real) if is_padded else 'right', text_of(batch).shape[1], is_padded, real)
+    return RowFacts(batch, layout, side_of(real), layout.width(batch), not bool(real.all()), real)
 
 
 def describe_all(layout: BatchLayout | None, batch: Batch) -> list[RowFacts]:

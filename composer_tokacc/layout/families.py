@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -47,6 +47,10 @@ class Entry:
     def is_media(self) -> bool:
         """Whether the tensor exists only where there are images or videos."""
         return self.unit not in ('row', 'shared') or self.slot_dim is not None
+
+
+def _never(batch: Batch) -> bool:
+    return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +92,7 @@ class Family:
         model_types: ``config.model_type`` values that use it.
         entries: Media tensors by key; text tensors are the same for all (``TEXT_ENTRIES``).
         media: What it has of ``'image'``, ``'video'`` and ``'audio'``, by these names.
+        matches: Whether a batch without any model at hand has this format.
         slots: ``(rows, slots)`` bool, which slots hold an image and which are padding, for families with slots.
         one_kind: Whether a forward takes images or videos, never both.
         has_queries: Whether query tokens of a transformer stand for its media. Such models take no batch without any,
@@ -99,6 +104,7 @@ class Family:
     model_types: tuple[str, ...] = ()
     entries: Mapping[str, Entry] = field(default_factory=dict)
     media: Mapping[str, Media] = field(default_factory=dict)
+    matches: Callable[[Batch], bool] = _never
     slots: Callable[[Batch], torch.Tensor] | None = None
     one_kind: bool = False
     has_queries: bool = False
@@ -124,12 +130,8 @@ TEXT_ENTRIES: dict[str, Entry] = {
 }
 
 _IMAGE, _VIDEO, _AUDIO = Entry(unit='image'), Entry(unit='video'), Entry(unit='audio')
-_GRIDS = {
-    'pixel_values': Entry(unit='patch'),
-    'image_grid_thw': _IMAGE,
-    'pixel_values_videos': Entry(unit='video_patch'),
-    'video_grid_thw': _VIDEO,
-}
+_GRIDS = {'pixel_values': Entry(unit='patch'), 'image_grid_thw': _IMAGE,
+          'pixel_values_videos': Entry(unit='video_patch'), 'video_grid_thw': _VIDEO}  # fmt: skip
 _CLIPS = {'pixel_values_videos': _VIDEO, 'image_sizes_videos': _VIDEO}
 _TILES = {**_CLIPS, 'pixel_values': _IMAGE, 'image_sizes': _IMAGE}
 _SOUNDS = {'input_features': _AUDIO, 'feature_attention_mask': _AUDIO, 'audio_feature_lengths': _AUDIO}
@@ -138,6 +140,26 @@ _SOUNDS = {'input_features': _AUDIO, 'feature_attention_mask': _AUDIO, 'audio_fe
 def _instructed(entry: Entry) -> dict[str, Entry]:
     """Pixels that go through a query transformer, each with the instruction of its row."""
     return {'pixel_values': entry, 'qformer_input_ids': entry, 'qformer_attention_mask': entry}
+
+
+class _Format(NamedTuple):
+    """Matches batches with tensors of so many dimensions (1: any) by key, and none by some others."""
+
+    has: Mapping[str, int] = {}
+    lacks: tuple[str, ...] = ()
+
+    def __call__(self, batch: Batch) -> bool:
+        found = {key: value.dim() for key in self.has if isinstance(value := batch.get(key), torch.Tensor)}
+        has_all = all(key in found and dim in (1, found[key]) for key, dim in self.has.items())
+        return has_all and all(batch.get(key) is None for key in self.lacks)
+
+
+def _has_grid(batch: Batch) -> bool:
+    return 'image_grid_thw' in batch or 'video_grid_thw' in batch
+
+
+def _has_tiles_or_clips(batch: Batch) -> bool:
+    return _Format({'image_sizes': 1, 'pixel_values': 5})(batch) or _Format({'pixel_values_videos': 5})(batch)
 
 
 def _masked_slots(batch: Batch) -> torch.Tensor:
@@ -150,12 +172,13 @@ def _aspect_ratio_slots(batch: Batch) -> torch.Tensor:
     return batch['aspect_ratio_ids'] != 0
 
 
-TEXT_FAMILY = Family(name='text')
+TEXT_FAMILY = Family(name='text', matches=_Format(lacks=('pixel_values',)))
 FAMILIES: tuple[Family, ...] = (
     Family(
         name='encoder-decoder',  # Whisper, TrOCR: one sound or image a row, and the labels are the only text
         model_types=('whisper', 'speech_to_text', 'speech-encoder-decoder', 'vision-encoder-decoder'),
         entries={'input_features': Entry(), 'input_values': Entry(), 'pixel_values': Entry()},
+        matches=_Format(lacks=('input_ids',)),
     ),
     Family(
         name='Qwen-VL',  # and Qwen-Omni, which has sounds besides
@@ -166,6 +189,7 @@ FAMILIES: tuple[Family, ...] = (
             'video': Media(sizes=placeholders.video_grid, token_type=2),
             'audio': Media(sizes=placeholders.audio_frames),
         },
+        matches=_has_grid,
     ),
     Family(
         name='GLM-4V',
@@ -192,6 +216,7 @@ FAMILIES: tuple[Family, ...] = (
         # MllamaCrossAttentionDecoderLayer masks its MLP for such rows, but not its attention.
         coupling='Mllama skips cross-attention in a batch without images, but beside a row with an image lets a row '
         'without one attend to padding images',
+        matches=_Format({'aspect_ratio_ids': 1}),
     ),
     Family(
         name='Idefics',
@@ -199,6 +224,7 @@ FAMILIES: tuple[Family, ...] = (
         entries={'pixel_values': Entry(slot_dim=1), 'pixel_attention_mask': Entry(slot_dim=1)},
         media={'image': Media()},
         slots=_masked_slots,
+        matches=_Format({'pixel_attention_mask': 1, 'pixel_values': 5}),  # LFM2-VL's has no slots
     ),
     Family(
         name='InstructBLIP',
@@ -206,6 +232,7 @@ FAMILIES: tuple[Family, ...] = (
         has_queries=True,
         entries=_instructed(_IMAGE),
         media={'image': Media(sizes=placeholders.queries)},
+        matches=_Format({'qformer_input_ids': 1, 'pixel_values': 4}),
     ),
     Family(
         name='InstructBLIP-Video',
@@ -213,6 +240,7 @@ FAMILIES: tuple[Family, ...] = (
         has_queries=True,
         entries=_instructed(_VIDEO),
         media={'video': Media(sizes=placeholders.frame_queries)},
+        matches=_Format({'qformer_input_ids': 1, 'pixel_values': 5}),
     ),
     Family(
         name='BLIP-2',
@@ -226,57 +254,36 @@ FAMILIES: tuple[Family, ...] = (
         model_types=('llava_next', 'llava_next_video'),
         entries=_TILES,
         media={'image': Media(sizes=placeholders.anyres), 'video': Media(sizes=placeholders.equal)},
+        # OneVision's own format has `batch_num_images` besides, and is the only other one with clips.
+        matches=_Format({'image_sizes': 1, 'pixel_values': 5}, lacks=('batch_num_images',)),
     ),
     Family(
         name='Video-LLaVA',
         model_types=('video_llava',),
         entries={**_CLIPS, 'pixel_values': _IMAGE, 'pixel_values_images': _IMAGE},
         media={'image': Media(sizes=placeholders.equal), 'video': Media(sizes=placeholders.equal)},
+        matches=_Format({'pixel_values_images': 1}),
     ),
     Family(
         name='LLaVA-OneVision',
         model_types=('llava_onevision',),
         entries={**_TILES, 'batch_num_images': Entry(absent=0)},  # images by row, which tells where they are tiled
         media={'image': Media(sizes=placeholders.anyres_capped), 'video': Media(sizes=placeholders.equal)},
+        matches=_has_tiles_or_clips,
     ),
     Family(
         name='LLaVA',
         model_types=('llava', 'mistral3'),
         entries={'pixel_values': _IMAGE, 'image_sizes': _IMAGE},
         media={'image': Media(sizes=placeholders.patch_counts)},
+        matches=_Format({'pixel_values': 4}),
     ),
     Family(
         name='Qwen-Audio',
         model_types=('qwen2_audio',),
         entries=_SOUNDS,
         media={'audio': Media(sizes=placeholders.audio_frames)},
+        matches=_Format({'input_features': 1}, lacks=('pixel_values',)),
     ),
     TEXT_FAMILY,
 )
-
-
-def family_of(batch: Batch) -> Family:
-    """Returns the family whose format a batch has, without any model at hand; that of none has to be found."""
-    pixels, clips, sounds = (
-        value.dim() if isinstance(value := batch.get(key), torch.Tensor) else 0
-        for key in ('pixel_values', 'pixel_values_videos', 'input_features')
-    )
-    has_grid = 'image_grid_thw' in batch or 'video_grid_thw' in batch
-    has_tiles = 'image_sizes' in batch and pixels == 5
-    formats = {
-        'encoder-decoder': 'input_ids' not in batch,
-        'Qwen-VL': has_grid,
-        'Mllama': 'aspect_ratio_ids' in batch,
-        'Idefics': 'pixel_attention_mask' in batch and pixels == 5,  # LFM2-VL's has no slots
-        'InstructBLIP': 'qformer_input_ids' in batch and pixels == 4,
-        'InstructBLIP-Video': 'qformer_input_ids' in batch and pixels == 5,
-        # OneVision's own format has `batch_num_images` besides, and is the only other one with clips.
-        'LLaVA-NeXT': has_tiles and 'batch_num_images' not in batch,
-        'Video-LLaVA': batch.get('pixel_values_images') is not None,
-        'LLaVA-OneVision': has_tiles or clips == 5,
-        'LLaVA': pixels == 4,
-        'Qwen-Audio': sounds > 0 and batch.get('pixel_values') is None,
-        'text': batch.get('pixel_values') is None,
-    }
-    name = next((name for name, fits in formats.items() if fits), 'found')
-    return next((family for family in FAMILIES if family.name == name), Family(name=name))

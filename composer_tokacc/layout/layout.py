@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from composer_tokacc.batch import MODALITIES, Batch, span, text_of
-from composer_tokacc.layout.families import FAMILIES, TEXT_ENTRIES, Entry, Family, family_of
+from composer_tokacc.layout.families import FAMILIES, TEXT_ENTRIES, Entry, Family
 from composer_tokacc.layout.found import (
     carried_counts,
     found_counts,
@@ -56,7 +56,7 @@ class BatchLayout:
             raise TypeError(
                 f'`batch` must be a mapping of tensors, got: {type(batch).__name__}. Pass a collated batch.'
             )
-        return cls(family=family_of(batch))
+        return cls(family=next((family for family in FAMILIES if family.matches(batch)), Family(name='found')))
 
     @classmethod
     def for_model(cls, model: Any) -> BatchLayout:

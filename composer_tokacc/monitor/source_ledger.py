@@ -54,7 +54,7 @@ class SourceLedger:
         """Forgets what was noted of the step."""
         self._parts: list[_Part] = []
         self._unread: list[tuple[torch.Tensor, ...]] = []  # logits, labels and which of these count, row after row
-        self._num_unread = self._num_tokens = 0  # logits, and counted tokens, of these
+        self._num_unread = self._num_tokens = self._shift = 0  # logits and counted tokens of these; as the rule has it
         self._losses: list[torch.Tensor] = []  # of tokens, float32, part after part, on the device
 
     def note(self, batch: Batch, facts: Mapping[str, Any], outputs: Any, rule: str) -> None:
@@ -92,14 +92,10 @@ class SourceLedger:
         self._unread, self._num_unread, self._num_tokens = [], 0, 0
 
     def gather(self, values: Sequence[float], device: Any) -> tuple[torch.Tensor, dict[str, dict[str, float]]]:
-        """Gathers a step's numbers of all ranks in one collective; one more where a source comes for the first time.
-
-        Args:
-            values: This rank's numbers besides, equally many on all ranks.
-            device: Composer's, where the process group works.
+        """Gathers a step's numbers in one collective; one more where a source comes for the first time.
 
         Returns:
-            Those of all ranks, float64 ``(ranks, values)``, and the step's sums by source and field.
+            The `values` of all ranks, float64 ``(ranks, values)``, and the step's sums by source and field.
         """
         own = self._sums()
         while True:

@@ -26,7 +26,7 @@ def compiled(function: Function) -> Function:
     """
     if njit is None:
         return function
-    dispatcher = njit(function)
+    dispatcher: Any = njit(function)
     # As `cache=True` does, with a cache class of our own. numba raises where neither the package folder nor the user's
     # cache folder can be written: no cache then. A private name, which tests/test_compat.py looks after.
     with contextlib.suppress(RuntimeError):

@@ -57,15 +57,7 @@ class Answer:
 
 
 class Answers(Callback):
-    """Lets the model answer a few samples after each evaluation, on the first rank; ``answers.jsonl`` has all of them.
-
-    Args:
-        dataset: The eval set, of processor outputs with ``labels``.
-        processor: Processor or tokenizer of the run.
-        folder (str): Where the file goes, ``{run_name}`` included.
-        num_samples (int): How many, evenly spaced.
-        max_new_tokens (int): Longest answer.
-    """
+    """Lets the model answer samples after each evaluation, on the first rank; ``answers.jsonl`` has all of them."""
 
     def __init__(self, dataset: Any, processor: Any, *, folder: str, num_samples: int, max_new_tokens: int) -> None:
         self.dataset, self.processor, self.folder = dataset, processor, folder
@@ -77,8 +69,8 @@ class Answers(Callback):
         """Answers."""
         if dist.get_global_rank() or not self._is_able:
             return
-        model = cast(HuggingFaceModel, inner_model(state.model))
         try:
+            model = cast(HuggingFaceModel, inner_model(state.model))
             self.last = answer_eval_samples(model, self.dataset, self.processor, **self.options)
         except Exception as error:  # whatever a model lacks for generation is no reason not to train
             self._is_able = False

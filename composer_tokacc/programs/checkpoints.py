@@ -145,11 +145,7 @@ def check_checkpoint(what: str, path: Path) -> None:
 
 
 def read_checkpoint(path: Path, *, mmap: bool = False) -> dict[str, Any]:
-    """Loads a checkpoint file without running code that it may hold.
-
-    Raises:
-        pickle.UnpicklingError: If it holds more than tensors, plain values and what ``compat`` lists.
-    """
+    """Loads a checkpoint file without running code that it may hold, of which torch raises UnpicklingError."""
     with torch.serialization.safe_globals(composer_state_types()):
         return torch.load(path, map_location='cpu', mmap=mmap, weights_only=True)
 
@@ -176,7 +172,7 @@ class SameData(Callback):
         dataset: The training set.
         processor: Its processor or tokenizer.
         adapter: See :func:`.identify_adapter`.
-        model: The model, before the Trainer has it; None compares none.
+        model: Before the Trainer has it; None compares none.
         trainer: Arguments of the Trainer, which say where a checkpoint comes from.
         on_other_data: ``'raise'``, or ``'warn'`` to go on.
     """
@@ -274,12 +270,9 @@ def _saved(path: Path, name: str) -> tuple[str, dict[str, tuple[int, ...]], bool
         saved: dict[str, Any] = {'state': {'callbacks': {name: {'fingerprints': ''}}}}
         load(saved, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=True))
         entries: Mapping[str, Any] = FileSystemReader(path).read_metadata().state_dict_metadata
-        prefix = 'state.model.'
-        shapes = {
-            key.removeprefix(prefix): tuple(entry.size)
-            for key, entry in entries.items()
-            if key.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
-        }
+        tensors = {key: tuple(entry.size) for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+        own = [key for key in tensors if key.startswith('state.model.')]
+        shapes = {key.removeprefix('state.model.'): tensors[key] for key in own}
         has_optimizer = any(key.startswith('state.optimizers') for key in entries)
     else:  # mapped: weights stay where they are
         with must('the checkpoint must hold tensors and plain values alone', path, pickle.UnpicklingError):

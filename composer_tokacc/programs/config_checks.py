@@ -24,23 +24,25 @@ from composer_tokacc.programs.checkpoints import check_checkpoint
 from composer_tokacc.programs.errors import ConfigError, in_words_of, must
 from composer_tokacc.programs.models import check_model
 from composer_tokacc.programs.registry import check_host_arguments, check_part, import_by_name, without
-from composer_tokacc.programs.schema import OF_THE_REPORT, TrainConfig, precision_of
+from composer_tokacc.programs.schema import (
+    OF_THE_REPORT,
+    TrainConfig,
+    check_arguments,
+    check_names,
+    check_numbers,
+    check_time,
+    check_value,
+    precision_of,
+)
 from composer_tokacc.programs.source import token_data_spec_of
 from composer_tokacc.programs.sources import source_of
-from composer_tokacc.programs.values import check_arguments, check_names, check_numbers, check_time, check_value
 
 # Arguments of the Trainer that other sections fill.
 _FILLED_ELSEWHERE = {
-    'model': 'model',
-    'train_dataloader': 'dataset` and `loader',
-    'eval_dataloader': 'dataset.eval',
-    'algorithms': 'algorithms',
-    'callbacks': 'callbacks',
-    'optimizers': 'optimizer',
-    'schedulers': 'scheduler',
-    'device_train_microbatch_size': 'microbatching.device_train_microbatch_size',
-    'seed': 'seed',
-}
+    'model': 'model', 'train_dataloader': 'dataset` and `loader', 'eval_dataloader': 'dataset.eval',
+    'algorithms': 'algorithms', 'callbacks': 'callbacks', 'optimizers': 'optimizer', 'schedulers': 'scheduler',
+    'device_train_microbatch_size': 'microbatching.device_train_microbatch_size', 'seed': 'seed',
+}  # fmt: skip
 _FSDP = 'trainer.parallelism_config.fsdp'
 
 

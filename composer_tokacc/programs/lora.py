@@ -18,7 +18,7 @@ from transformers import BitsAndBytesConfig
 from composer_tokacc.cache import fingerprint
 from composer_tokacc.model_structure import cast_model
 from composer_tokacc.programs.errors import ConfigError, must
-from composer_tokacc.programs.values import AT_LEAST_1, FRACTION, POSITIVE, check_arguments
+from composer_tokacc.programs.schema import AT_LEAST_1, FRACTION, POSITIVE, check_arguments
 
 # Names of the YAML section, as users write them, and of peft.
 _NAMES = {'alpha': 'lora_alpha', 'dropout': 'lora_dropout'}

@@ -41,10 +41,7 @@ def prepare(description: str | None, *, says_so: bool = False) -> None:
 
 
 def command_line(description: str | None) -> argparse.ArgumentParser:
-    """Returns a parser with the YAML file as ``config``; what it does not know are overrides.
-
-    The usage is the line of the description that calls the program.
-    """
+    """Returns a parser with the YAML file as ``config`` and the usage of the description; overrides are left over."""
     usage = next(line.strip() for line in (description or '').splitlines() if '-m composer_tokacc.' in line)
     parser = argparse.ArgumentParser(
         usage=usage, description=description, formatter_class=argparse.RawDescriptionHelpFormatter

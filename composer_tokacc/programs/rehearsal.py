@@ -61,6 +61,9 @@ class Candidate(NamedTuple):
         """Returns what memory grows with: positions, attention where it is whole, image tokens."""
         return self.rows * self.width, self.rows * self.width**2, self.image_tokens
 
+    def __str__(self) -> str:
+        return f'{self.rows} rows of {self.width} tokens, {self.image_tokens} image tokens'
+
     def covers(self, other: Candidate) -> bool:
         """Tells whether it is as large as another in every way."""
         return all(own >= its for own, its in zip(self.sizes(), other.sizes(), strict=True))
@@ -250,11 +253,8 @@ def _run_all(state: State, candidates: list[Candidate], report: RehearsalReport)
     for candidate in candidates if len(candidates) > 1 else candidates * 2:
         peak = _peak(state, candidate, report.microbatch_size)
         over, kibibytes = max_over_ranks([peak is None, (peak or 0) >> 10])
-        report.lines.append(
-            f'step {candidate.step}: {candidate.rows} rows of {candidate.width} tokens, {candidate.image_tokens} image '
-            f'tokens: predicted {_gib(candidate.predicted)}, '
-            + ('does not fit' if over else f'measured {_gib(kibibytes << 10)}')
-        )
+        found = 'does not fit' if over else f'measured {_gib(kibibytes << 10)}'
+        report.lines.append(f'step {candidate.step}: {candidate}: predicted {_gib(candidate.predicted)}, {found}')
         if over:
             return candidate
     return None
@@ -345,16 +345,13 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
 def _refusal(state: State, failed: Candidate, size: int, fitting: int) -> str:
     dataset: Any = state.dataloader.dataset.dataset  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
     names = [str(name) for index in failed.samples[0][:4] for name in dataset[index].get('sample_ids', [index])]
-    remedy = (
-        f'Set it to {fitting}, with which all that was rehearsed fits'
-        if fitting
-        else 'No smaller one fits either: leave these samples out, shard the model (FSDP), or set '
-        '`model.activation_checkpointing`'
-    )
+    remedy = f'Set it to {fitting}, with which all that was rehearsed fits'
+    if not fitting:
+        remedy = 'No smaller one fits either: leave these out, shard the model, or checkpoint activations'
     return (
         f'`microbatching.device_train_microbatch_size` must be one whose heaviest microbatch fits into memory, got: '
-        f'{size}, with which that of step {failed.step} does not ({failed.rows} rows of {failed.width} tokens, '
-        f'{failed.image_tokens} image tokens; samples {", ".join(names)}{", ..." * (failed.rows > 4)}). {remedy}'
+        f'{size}, with which that of step {failed.step} does not ({failed}; samples {", ".join(names)}'
+        f'{", ..." * (failed.rows > 4)}). {remedy}'
     )
 
 

@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import base64
+import fnmatch
 import html
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from io import BytesIO
 from pathlib import Path
 from typing import Any, TextIO
@@ -22,6 +22,7 @@ from composer.loggers import InMemoryLogger, Logger, LoggerDestination
 from composer.models import HuggingFaceModel
 from composer.utils import dist
 from PIL import Image
+from torch.utils.data import ConcatDataset
 
 from composer_tokacc.programs.answers import Answer
 from composer_tokacc.programs.build import RunParts
@@ -43,7 +44,7 @@ figure { display: inline-block; margin: .6em 0 } figcaption { font-weight: bold 
 .answer { width: 620px; margin-right: 1em; vertical-align: top }
 """
 
-Series = tuple[Sequence[int], Sequence[float]]
+Series = tuple[list[int], list[float]]
 
 PANELS = (
     ('Loss', ('loss/train/total', 'token_accumulation/token_mean_loss')),
@@ -90,7 +91,7 @@ class FinishedRun:
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
         """Returns steps and finite values of a logged metric; empty where nothing logged it."""
-        return finite_series(self.history, name)
+        return series_of(self.history, name).get(name.rpartition('/')[2], ([], []))
 
 
 def summarize(
@@ -101,8 +102,11 @@ def summarize(
     ``seconds``, ``loss`` and ``token_monitor`` are of the steps after ``first_step``, at which this process began;
     ``skipped`` is a line for each dataset that left out bad samples.
     """
-    losses = finite_series(history, 'loss/train/total')[1]
-    evaluations, monitored = (_values(history, prefix) for prefix in ('metrics/eval/', 'token_monitor/'))
+    losses = [value for _, values in series_of(history, 'loss/train/total').values() for value in values]
+    evaluations, monitored = (series_of(history, pattern) for pattern in ('metrics/eval/*', 'token_monitor/*'))
+    means = {name: float(np.mean(values)) for name, (_, values) in monitored.items()}
+    train: Any = parts.train_dataset
+    datasets = [*(train.datasets if isinstance(train, ConcatDataset) else [train]), parts.eval_dataset]
     return {
         'run_name': state.run_name,
         'steps': int(state.timestamp.batch.value),
@@ -112,31 +116,22 @@ def summarize(
         'tokens': int(state.timestamp.token.value),
         'seconds': round(seconds, 3),
         'loss': {'first': losses[0], 'last': losses[-1]} if losses else {},
-        'eval': {name: values[-1] for name, values in evaluations.items()},
-        'token_monitor': {
-            name: float(np.mean(values)) for name, values in monitored.items() if not name.startswith('source/')
-        },
-        'sources': _sources(_values(history, 'token_monitor/source/')),
-        'skipped': parts.skip_reports(),
-        'fitted': parts.fitted(),
+        'eval': {name: values[-1] for name, (_, values) in evaluations.items()},
+        'token_monitor': {name: mean for name, mean in means.items() if not name.startswith('source/')},
+        'sources': _sources({name: values for name, (_, values) in monitored.items() if name.startswith('source/')}),
+        'skipped': [dataset.skip_report() for dataset in datasets if getattr(dataset, 'skipped', None)],
+        'fitted': [one for dataset in datasets if hasattr(dataset, 'fitted') for one in dataset.fitted()],
     }
-
-
-def _values(history: InMemoryLogger, prefix: str) -> dict[str, list[float]]:
-    """Returns the finite values of the metrics under a prefix that have any, by the rest of the name."""
-    series = {
-        name.removeprefix(prefix): finite_series(history, name)[1] for name in history.data if name.startswith(prefix)
-    }
-    return {name: values for name, values in series.items() if values}
 
 
 def _sources(logged: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
     """Returns what each source gave to the run: tokens in all, mean shares of the steps, its loss first and last."""
     found = {}
-    for name in sorted({name.partition('/')[0] for name in logged}):
-        shares = {share: float(np.mean(logged.get(f'{name}/{share}', np.nan))) for share in ('weight', 'positions')}
-        found[name] = {'tokens': sum(logged[f'{name}/tokens']), **shares}
-        if loss := logged.get(f'{name}/loss'):
+    for name in sorted({name.split('/')[1] for name in logged}):
+        fields = (f'source/{name}/{key}' for key in ('tokens', 'weight', 'positions', 'loss'))
+        tokens, weight, positions, loss = (logged.get(field, []) for field in fields)
+        found[name] = {'tokens': sum(tokens), 'weight': float(np.mean(weight)), 'positions': float(np.mean(positions))}
+        if loss:
             found[name] |= {'first_loss': loss[0], 'last_loss': loss[-1]}
     return found
 
@@ -191,8 +186,7 @@ def _lines(result: dict[str, Any]) -> list[tuple[str, str]]:
 class JsonLines(LoggerDestination):
     """Writes what is logged in a step as one line of ``metrics.jsonl``, on the first rank; numbers alone.
 
-    Args:
-        folder: Where the file goes, ``{run_name}`` included. A resumed run writes on behind what is there.
+    A resumed run writes on behind what is there. ``folder`` is where the file goes, ``{run_name}`` included.
     """
 
     def __init__(self, folder: str) -> None:
@@ -234,7 +228,8 @@ def write_page(
 ) -> None:
     """Writes the page: the summary, a curve of everything in ``PANELS`` that was logged, answers, ``result.png``."""
     rows = ''.join(f'<tr><th>{html.escape(name)}</th><td>{html.escape(text)}</td></tr>' for name, text in lines)
-    charts = ''.join(_chart(name, found) for name, patterns in PANELS if (found := _found(history, patterns)))
+    panels = {name: {k: v for one in patterns for k, v in series_of(history, one).items()} for name, patterns in PANELS}
+    charts = ''.join(_chart(name, curves) for name, curves in panels.items() if curves)
     picture = path.with_name('result.png')
     if picture.is_file():
         charts += f'<figure>{_embedded(picture.read_bytes(), "result")}</figure>'
@@ -263,22 +258,16 @@ def _embedded(data: bytes, text: str) -> str:
     return f'<img alt="{html.escape(text)}" src="data:image/png;base64,{base64.b64encode(data).decode()}">'
 
 
-def finite_series(history: InMemoryLogger, name: str) -> tuple[list[int], list[float]]:
-    """Returns steps and finite values of a logged metric; empty where nothing logged it."""
-    points = [(int(time.batch.value), float(value)) for time, value in history.data.get(name, [])]
-    points = [(step, value) for step, value in points if math.isfinite(value)]
-    return [step for step, _ in points], [value for _, value in points]
-
-
-def _found(history: InMemoryLogger, patterns: Sequence[str]) -> dict[str, Series]:
-    """Returns the curves of some metrics by short name: what a star stands for, or the last part of the name."""
+def series_of(history: InMemoryLogger, pattern: str) -> dict[str, Series]:
+    """Returns steps and finite values of logged metrics, by what a star stands for, or the last part of the name."""
     found: dict[str, Series] = {}
-    for pattern in patterns:
-        start, _, end = pattern.partition('*')
-        for name in history.data:
-            series = finite_series(history, name) if fnmatchcase(name, pattern) else ([], [])
-            if series[0]:
-                found[name.removeprefix(start).removesuffix(end) or name.rpartition('/')[2]] = series
+    start, _, end = pattern.partition('*')
+    for name in fnmatch.filter(history.data, pattern):
+        points = [(int(time.batch.value), float(value)) for time, value in history.data[name]]
+        points = [(step, value) for step, value in points if math.isfinite(value)]
+        if points:
+            short = name.removeprefix(start).removesuffix(end) or name.rpartition('/')[2]
+            found[short] = [step for step, _ in points], [value for _, value in points]
     return found
 
 

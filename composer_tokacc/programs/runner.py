@@ -46,12 +46,8 @@ def run_program(
 ) -> int:
     """Runs a program on a YAML file and returns its exit status, 2 with one line for a mistake of the user's.
 
-    Args:
-        program: Takes the config and returns the exit status, None for 0.
-        path: The YAML file.
-        overrides: ``key=value`` each.
-        num_ranks: Ranks that the run is planned for; None: those of this launch.
-        trains: Whether it trains here and now, so that this machine must be able to.
+    The program takes the config and returns the status, None for 0. ``num_ranks`` are those that the run is planned
+    for, None: of this launch; ``trains``: this machine must be able to.
     """
     keep_what_is_loaded()
     try:
@@ -81,9 +77,8 @@ def run_program(
 class RankWatch:
     """Watches the other ranks of a run from a thread of this one.
 
-    Args:
-        timeout: Seconds that collectives wait for. A rank that gives no sign of life for nine tenths of it counts as
-            stopped, because the collectives would not say for whom they waited.
+    A rank that gives no sign of life for nine tenths of ``timeout``, the seconds that collectives wait for, counts as
+    stopped, because the collectives would not say for whom they waited.
     """
 
     def __init__(self, timeout: float) -> None:

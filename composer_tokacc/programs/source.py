@@ -26,8 +26,7 @@ from composer_tokacc.layout import BatchLayout
 from composer_tokacc.programs.errors import ConfigError
 from composer_tokacc.programs.models import read_config, read_from
 from composer_tokacc.programs.registry import without
-from composer_tokacc.programs.schema import TrainConfig
-from composer_tokacc.programs.values import check_arguments
+from composer_tokacc.programs.schema import TrainConfig, check_arguments
 
 
 class Source(ABC):
@@ -60,10 +59,7 @@ class Source(ABC):
         return dataset
 
     def build_processor(self) -> Any:
-        """Returns the checkpoint's own processor, or a small one made for the dataset where the model is fresh.
-
-        A small processor's image and patch size are those of ``model.config.vision_config``.
-        """
+        """Returns the checkpoint's own processor, or where the model is fresh a small one with images of its size."""
         model, arguments = self.config.model, dict(self.section.get('processor') or {})
         if model.pretrained is not None:
             with read_from(model.pretrained):
@@ -85,10 +81,6 @@ class Source(ABC):
 
         Evaluation keeps its rows in order. The model is for Composer's own token weights, which nothing else holds to
         the model's loss.
-
-        Raises:
-            ConfigError: When the training set is smaller than one global batch and ``drop_last`` would leave nothing,
-                or the token budget has no room for the longest sample.
         """
         loader = self.config.loader
         options = {name: getattr(loader, name) for name in ('num_workers', 'prefetch_factor', 'pin_memory')}

@@ -23,9 +23,16 @@ from composer_tokacc.data import LlavaDataset, build_small_processor, count_patc
 from composer_tokacc.planning import CostModel
 from composer_tokacc.programs.errors import ConfigError, unknown_name
 from composer_tokacc.programs.registry import import_by_name, without
-from composer_tokacc.programs.schema import TrainConfig, Whole
+from composer_tokacc.programs.schema import (
+    AT_LEAST_0,
+    Range,
+    TrainConfig,
+    Whole,
+    check_arguments,
+    check_names,
+    check_value,
+)
 from composer_tokacc.programs.source import Source, check_video
-from composer_tokacc.programs.values import AT_LEAST_0, Range, check_arguments, check_names, check_value
 from composer_tokacc.sampling import (
     ExchangingDataLoader,
     LossShares,
@@ -65,10 +72,10 @@ class NamedParts(ConcatDataset):
 
 
 class FileSource(Source):
-    """Datasets read by index.
+    """Datasets read by index; a class named in full takes ``processor`` and the section's other keys.
 
-    A class named in full takes ``processor`` and the section's other keys. For a fresh model it also has
-    ``build_processor(**arguments)``, a static method, or ``texts(path)``, on which a tokenizer is trained.
+    For a fresh model it also has ``build_processor(**arguments)``, a static method, or ``texts(path)``, on which a
+    tokenizer is trained.
     """
 
     def check(self) -> None:

@@ -102,9 +102,10 @@ class ExchangingDataLoader(DataLoader):
             vision = planner.options.cost.vision(image_tokens, patches)
             plan = planner.plan(lengths, image_tokens, vision).ranks  # of nothing but the sizes: the same on every rank
             assignments = [RankAssignment.from_plan(microbatches, range(len(lengths))) for microbatches in plan]
-            to_compute = self._exchange.swap(samples, list(map(len, sizes)), [list(one) for one in assignments])
+            rank = get_global_rank()
+            to_compute = self._exchange.swap(samples, sum(map(len, sizes[:rank])), [list(one) for one in assignments])
             self._num_samples += len(lengths)
-            ready = planner.collate(self._collate, to_compute, assignments[get_global_rank()])
+            ready = planner.collate(self._collate, to_compute, assignments[rank])
             ready.indices = None  # they count the samples of this step, and say nothing to a user
             yield ready.pin_memory() if self._pin else ready
 
@@ -164,25 +165,22 @@ class SampleExchange:
         torch.distributed.all_gather_object(values, value, group=self._gloo)
         return values
 
-    def swap(self, samples: Sequence[Any], num_samples: Sequence[int], assigned: Sequence[Sequence[int]]) -> list[Any]:
+    def swap(self, samples: Sequence[Any], first: int, assigned: Sequence[Sequence[int]]) -> list[Any]:
         """Gives every rank the samples that it computes, and returns those of this rank, in its order.
 
         Args:
             samples: Those that this rank has.
-            num_samples: How many each rank has. Samples of all ranks are counted through in the order of the ranks.
+            first: Number of the first of them. Samples of all ranks are counted through in the order of the ranks.
             assigned: Numbers of the samples that each rank shall have; several may have the same.
         """
-        rank = get_global_rank()
-        owners = [owner for owner, number in enumerate(num_samples) for _ in range(number)]
-        first = sum(num_samples[:rank])
-        wanted = [[samples[index - first] for index in of_rank if owners[index] == rank] for of_rank in assigned]
-        nothing = torch.empty(0, dtype=torch.uint8)
-        sending = [to_bytes(chosen) if chosen and to != rank else nothing for to, chosen in enumerate(wanted)]
-        arrived = [iter(from_bytes(packed)) if len(packed) else iter(()) for packed in self._all_to_all(sending)]
-        return [
-            samples[index - first] if owners[index] == rank else next(arrived[owners[index]])
-            for index in assigned[rank]
-        ]
+        held = dict(enumerate(samples, start=first))
+        sending = []
+        for to, numbers in enumerate(assigned):
+            wanted = {number: held[number] for number in numbers if number in held and to != get_global_rank()}
+            sending.append(to_bytes(wanted) if wanted else torch.empty(0, dtype=torch.uint8))
+        for packed in filter(len, self._all_to_all(sending)):
+            held |= from_bytes(packed)
+        return [held[number] for number in assigned[get_global_rank()]]
 
     def _all_to_all(self, sending: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Swaps bytes from every rank for bytes to every rank; the numbers of bytes go ahead of them."""
@@ -197,14 +195,14 @@ class SampleExchange:
         return received.split(sizes[0])
 
 
-def to_bytes(samples: Sequence[Any]) -> torch.Tensor:
+def to_bytes(samples: Any) -> torch.Tensor:
     """Returns samples as bytes, uint8 (number of bytes,)."""
     buffer = io.BytesIO()
-    torch.save(list(samples), buffer)
+    torch.save(samples, buffer)
     return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
 
 
-def from_bytes(packed: torch.Tensor) -> list[Any]:
+def from_bytes(packed: torch.Tensor) -> Any:
     """Returns the inverse of :func:`to_bytes`."""
     # Not weights_only: what one process of a run sends to another is whatever its dataset made.
     return torch.load(io.BytesIO(packed.numpy().tobytes()), weights_only=False)

@@ -61,7 +61,7 @@ class RegroupingDataLoader(DataLoader):
         for name in ('batch_size', 'shuffle', 'sampler', 'drop_last'):
             if name in kwargs:
                 raise ValueError(f'`{name}` must be left to the batch sampler, got: {kwargs[name]}. Drop it.')
-        self._generator = torch.Generator()
+        self._sampler, self._generator = batch_sampler, torch.Generator()
         kwargs.setdefault('generator', self._generator)
         collate = partial(batch_sampler.planner.collate, collate_fn or default_collate)
         super().__init__(_PlannedDataset(dataset, collate), batch_sampler=batch_sampler, collate_fn=_Parcel, **kwargs)
@@ -75,11 +75,6 @@ class RegroupingDataLoader(DataLoader):
     @batch_size.setter
     def batch_size(self, value: int | None) -> None:
         """DataLoader itself sets None, as it does with any batch sampler."""
-
-    @property
-    def _sampler(self) -> RegroupingBatchSampler:
-        assert isinstance(self.batch_sampler, RegroupingBatchSampler), 'checked in __init__; torch forbids a change'
-        return self.batch_sampler
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the next iteration, as trainers ask a loader that shuffles by it."""

@@ -193,13 +193,10 @@ def _streams(mixture: Mixture, media: np.ndarray | None) -> list[list[_Stream]]:
     datasets = [np.arange(end - size, end) for size, end in zip(mixture.sizes, ends, strict=True)]
     media = np.zeros(ends[-1], dtype=np.int64) if media is None else media
     groups = []
-    for modality in np.unique(media).tolist():
-        group = []
-        for samples, quota in zip(datasets, mixture.quotas, strict=True):
-            chosen = samples[media[samples] == modality]
-            if len(chosen):
-                group.append(_Stream(chosen, quota * len(chosen) / len(samples)))
-        groups.append(group)
+    for modality in np.unique(media):
+        chosen = [samples[media[samples] == modality] for samples in datasets]
+        parts = zip(chosen, datasets, mixture.quotas, strict=True)
+        groups.append([_Stream(some, quota * len(some) / len(of_all)) for some, of_all, quota in parts if len(some)])
     return groups
 
 
@@ -238,10 +235,8 @@ def interleave(begins: Sequence[int], ends: Sequence[int], quotas: Sequence[Frac
 
     The stretch begins with item ``begins`` of each sequence and stops before item ``ends``.
     """
-    places = [
-        (np.arange(begin, end) + 0.5) / float(quota) for begin, end, quota in zip(begins, ends, quotas, strict=True)
-    ]
+    items = [np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)]
+    places = [(of_one + 0.5) / float(quota) for of_one, quota in zip(items, quotas, strict=True)]
     order = np.argsort(np.concatenate(places), kind='stable')
-    sources = np.repeat(np.arange(len(quotas)), [len(part) for part in places])[order]
-    items = np.concatenate([np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)])[order]
-    return sources, items
+    sources = np.repeat(np.arange(len(quotas)), [len(of_one) for of_one in items])
+    return sources[order], np.concatenate(items)[order]

@@ -102,12 +102,9 @@ def num_repeated(dataloader: Any, batch_index: int) -> int:
 
     Without ``drop_last`` torch's DistributedSampler repeats samples until every rank has equally many, and a
     RegroupingBatchSampler gives a copy to a rank that is left without any. Computed as samples they would count twice,
-    and make every number of ranks train another last step; they must weigh nothing.
-
-    Args:
-        dataloader: As given to the Trainer. Samplers of others, iterable datasets, and loaders that see to it
-            themselves (``marks_added_rows``) have no such rows.
-        batch_index: Number of the batch in its epoch, from 0, batches that were skipped on resuming included.
+    and make every number of ranks train another last step; they must weigh nothing. Samplers of others, iterable
+    datasets, and loaders that see to it themselves (``marks_added_rows``) have no such rows. `batch_index` counts the
+    epoch's batches from 0, those that were skipped on resuming included.
     """
     if not isinstance(dataloader, DataLoader) or getattr(dataloader, 'marks_added_rows', False):
         return 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -18,9 +18,6 @@ from composer_tokacc.collectives import get_global_rank, get_world_size
 from composer_tokacc.planning import CostModel, CutOptions, MicrobatchPlan, Table, checked_table
 from composer_tokacc.sampling.mixture import LossShares, Mixture, mixed_batches
 from composer_tokacc.sampling.rank_assignment import LoadPlanner, RankAssignment, check_global_batch
-
-Item = TypeVar('Item')
-Result = TypeVar('Result')
 
 
 class RegroupingBatchSampler(DistributedSampler):
@@ -237,14 +234,14 @@ def torchs_batches(
     return [order[start : start + global_batch_size] for start in range(0, end, global_batch_size)]
 
 
-def prefetch(function: Callable[[Item], Result], items: Iterable[Item], *, depth: int = 2) -> Iterator[Result]:
+def prefetch(function: Callable[[Any], Any], items: Iterable[Any], *, depth: int = 2) -> Iterator[Any]:
     """Yields ``map(function, items)``, with up to `depth` further results computed in a background thread.
 
     The thread starts with the first item, and is joined when the iterator ends, is closed or is garbage collected; an
     error of `function` is raised where its result would have been yielded. Items are drawn lazily.
     """
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix='prefetch')
-    waiting: deque[Future[Result]] = deque()
+    waiting: deque[Future[Any]] = deque()
     try:
         for item in items:
             waiting.append(pool.submit(function, item))

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from composer_tokacc.planning import CostModel
 from composer_tokacc.sizing.memory_model import rough_fit
@@ -114,25 +115,15 @@ class SizingReport:
 
     def yaml(self) -> str:
         """Returns the lines to paste into a run's YAML file."""
-        lines = [
-            'microbatching:',
-            f'  device_train_microbatch_size: {self.device_train_microbatch_size}',
-            f'  slot_tokens: {self.slot_tokens} # at most {self.max_tokens:,} tokens a microbatch',
-            f'  regroup: {str(self.regroup).lower()}',
-        ]
-        if self.width_multiple > 1:
-            lines.append(f'  width_multiple: {self.width_multiple}')
-        if self.max_image_tokens is not None:
-            lines.append(f'  max_image_tokens: {self.max_image_tokens}')
-        if self.packing:
-            lines.append('  packing: true')
+        unless_default = {'width_multiple': 1, 'max_image_tokens': None, 'packing': False}
+        names = ['device_train_microbatch_size', 'slot_tokens', 'regroup']
+        names += [name for name, default in unless_default.items() if getattr(self, name) != default]
+        section = {name: getattr(self, name) for name in names}
         if self.measured_cost is not None:
-            lines.append('  cost: # as measured')
-            for field in fields(self.measured_cost):
-                value = getattr(self.measured_cost, field.name)
-                if value != field.default and field.name != 'seconds_per_token':
-                    lines.append(f'    {field.name}: {value:.4g}')
-        return '\n'.join(lines)
+            default = asdict(CostModel(seconds_per_token=self.measured_cost.seconds_per_token))
+            terms = asdict(self.measured_cost).items()
+            section['cost'] = {name: float(f'{value:.4g}') for name, value in terms if value != default[name]}
+        return yaml.safe_dump({'microbatching': section}, sort_keys=False).rstrip()
 
     def warnings(self) -> list[str]:
         """Returns what a reader must know before trusting the figures."""

@@ -103,9 +103,7 @@ def probe_batches(layout: BatchLayout, samples: Sequence[Sample], width: int) ->
     if not with_images:
         small = text[0]
         wide = max(width, 4 * _length(small))
-        sizes = [
-            (small, rows, columns) for rows, columns in ((2, wide // 4), (2, wide), (4, wide // 2), (3, wide // 4))
-        ]
+        sizes = [(small, 2, wide // 4), (small, 2, wide), (small, 4, wide // 2), (small, 3, wide // 4)]
     else:
         small, large = with_images[0], with_images[-1]
         wide = max(width, 2 * _length(small), _length(large) + 1)

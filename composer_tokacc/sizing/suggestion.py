@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -45,17 +46,15 @@ class Capacity:
 
     def worst_shape(self, tokens: int, image_tokens: int | None = None) -> BatchShape:
         """Returns the costliest microbatch of this many positions: the widest rows, and as many image tokens."""
-        # By default as many as if all were the sample with the largest part of them, up to the cap.
-        vision = self.table.image_tokens
-        most: float = tokens * (vision / self.table.tokens).max() if image_tokens is None else image_tokens
-        if image_tokens is None and self.max_image_tokens is not None:
-            most = min(most, self.max_image_tokens)
+        images, most = self.table.image_tokens, float(image_tokens or 0)
+        if image_tokens is None:  # as many as if all were the sample with the largest part of them, up to the cap
+            most = min(tokens * (images / self.table.tokens).max(), self.max_image_tokens or math.inf)
         width = min(int(self.table.tokens.max()), tokens)
         return BatchShape(
             rows=max(round(tokens / width), 1),
             width=width,
             image_tokens=int(most),
-            image_area=float(most * vision.max()),
+            image_area=float(most * images.max()),
             pixel_bytes=int(most * self.memory.pixel_bytes_per_image_token),
         )
 
@@ -187,6 +186,7 @@ def _report(
         sized = replace(options, max_tokens=size * slot)
         return {method: simulate(method=method, microbatch_rows=stock_rows, options=sized) for method in METHODS}
 
+    compared = {size, *(1 << k for k in range(max(2 * size, 2).bit_length()))}  # powers of two up to twice as much
     is_over = (table.tokens > max_tokens) | (table.image_tokens > (options.max_image_tokens or max_tokens))
     return {
         'device_train_microbatch_size': size,
@@ -198,7 +198,9 @@ def _report(
         'peak_gib': capacity.peak(max_tokens) / GIB,
         'figures': figures(size, stock_rows),
         'bound': _bound(table, batches, replace(options, max_tokens=max_tokens, cost=price), num_ranks),
-        'sizes': [_size_row(capacity, one, slot, figures(one, one)) for one in _compared_sizes(size, rows_per_rank)],
+        'sizes': [
+            _size_row(capacity, one, slot, figures(one, one)) for one in sorted(compared) if one <= rows_per_rank
+        ],
         'oversize': table.names(is_over),
         'too_large': table.names(table.tokens > capacity.max_tokens()),
     }
@@ -212,12 +214,6 @@ def _bound(table: SampleSizes, batches: Sequence[np.ndarray], options: CutOption
         for batch in batches
     )
     return float(np.mean([lower_bound(one, num_ranks) for one in rows]))
-
-
-def _compared_sizes(chosen: int, most: int) -> list[int]:
-    """Returns every power of two up to twice the choice, and the choice."""
-    sizes = {1 << k for k in range(max(2 * chosen, 2).bit_length())} | {chosen}
-    return sorted(size for size in sizes if size <= most)
 
 
 def _size_row(capacity: Capacity, size: int, slot_tokens: int, figures: dict[str, StepFigures]) -> SizeRow:

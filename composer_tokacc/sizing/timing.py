@@ -53,7 +53,7 @@ class MicrobatchTimer(Callback):
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Watches the vision encoder, its projector and what lies between them."""
-        self._depth = 0
+        self._depth, self._in_encoder, self._first_gradient = 0, 0.0, None  # encoders may run before the first step
         for module in vision_modules(state.model) if self.patches is not None else ():
             module.register_forward_pre_hook(self._enter)
             module.register_forward_hook(self._leave)
@@ -92,10 +92,11 @@ class MicrobatchTimer(Callback):
         """Notes the shape."""
         before, batch, layout = self._now(), state.batch, self.layout
         image_tokens = 0 if layout is None else sum(layout.image_tokens_per_row(batch))
-        self._shape, self._patches = (*batch['input_ids'].shape, image_tokens), []
+        patches: list[int] = []
         if layout is not None and self.patches is not None:
             rows = range(layout.num_rows(batch))
-            self._patches = [self.patches(one) for one in layout.split(batch, [[row] for row in rows])]
+            patches = [self.patches(one) for one in layout.split(batch, [[row] for row in rows])]
+        self._sizes = (*batch['input_ids'].shape, image_tokens, patches)
         self._in_encoder, self._first_gradient = 0.0, None
         spent = self._now() - before  # on counting, which is no part of the run
         self._started += spent
@@ -110,7 +111,7 @@ class MicrobatchTimer(Callback):
             return
         encoder = self._in_encoder + (0.0 if self._first_gradient is None else now - self._first_gradient)
         columns = (self.rows, self.widths, self.image_tokens, self.row_patches, self.vision_seconds, self.seconds)
-        for column, value in zip(columns, (*self._shape, self._patches, encoder, seconds), strict=True):
+        for column, value in zip(columns, (*self._sizes, encoder, seconds), strict=True):
             column.append(value)
 
     def _now(self) -> float:

@@ -122,11 +122,7 @@ class MemoryTracker(TorchDispatchMode):
     """Counts the bytes of every tensor made while it is active, by part, until the tensor dies.
 
     torch's own ``MemTracker`` tells activations from gradients, but not text from logits and vision encoder; the tests
-    hold the two against each other.
-
-    Args:
-        model: The model that runs.
-        vocab_size: Tensors whose last dimension has this size are logits.
+    hold the two against each other. Logits are told by their last dimension, `vocab_size`.
     """
 
     def __init__(self, model: nn.Module, vocab_size: int) -> None:

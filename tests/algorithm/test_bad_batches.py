@@ -41,7 +41,7 @@ def refusal(*batches: dict[str, Any], model: Any = None, has_spec: bool = True) 
 def test_labels_that_cross_entropy_does_not_take(dtype, has_spec):
     labels = batch_of()['labels'].clamp(min=0) if dtype == torch.uint8 else batch_of()['labels']
     message = refusal(batch_of(labels=labels.to(dtype)), has_spec=has_spec)
-    assert f'must be int64, as cross-entropy takes them, got: {dtype}. Give it `.long()`' in message
+    assert f'must be int64 for cross-entropy, got: {dtype}. Give it `.long()`' in message
 
 
 @pytest.mark.parametrize('later', [False, True], ids=['first batch', 'later batch'])

@@ -18,13 +18,13 @@ import pytest
 import torch
 import transformers
 
-from benchmarks.pages import filled
+from benchmarks.record import filled
 from benchmarks.rivals import __main__ as program
 from benchmarks.rivals import adapters, report, speed
 from benchmarks.rivals.contenders import CONTENDERS
 from benchmarks.rivals.data import Samples, Sizes, build_processor, collate, lengths_of, new_model
-from benchmarks.rivals.names import BOUND, CONTENDER_TITLES, TRAINER_TITLES
 from benchmarks.rivals.probe import watched
+from benchmarks.rivals.report import BOUND, CONTENDER_TITLES, TRAINER_TITLES
 from composer_tokacc import verify_invariance
 from composer_tokacc.invariance import relative_error
 from composer_tokacc.planning import pack_lengths

@@ -49,7 +49,6 @@ def said(record):
 
 
 def seen(record, folder):
-    """Colour of each image."""
     names = {(255, 0, 0): 'red', (0, 0, 255): 'blue'}
     return [
         names[image.getpixel((0, 0))] for image in decode_media(record, open_files(record, folder)).get('image', [])

@@ -153,7 +153,6 @@ def open_dataset(path, processor, **options):
 
 
 def truth(dataset, **options):
-    """The table of samples that are all read."""
     samples = [dataset[index] for index in range(len(dataset))]
     return build_length_table(samples, dataset.encoder.processor, **options)
 
@@ -209,7 +208,6 @@ def test_header_of_a_file_without_pixels_is_enough():
 
 
 def write_rows(folder, *rows):
-    """A file of (name of the image, question, answer)."""
     records = [{'id': f's{i}', 'image': name, 'conversations': turns(*texts)} for i, (name, *texts) in enumerate(rows)]
     (folder / 'data.json').write_text(json.dumps(records))
     return folder / 'data.json'

@@ -203,7 +203,7 @@ def test_what_an_edit_list_cuts_off_is_no_frame(tmp_path):
 
 def test_place_that_lies_behind_the_frame_is_not_taken_for_it(tmp_path):
     path = film(tmp_path, 'mpeg4_b.avi')
-    with videos._open_video(path) as (container, stream):
+    with videos._open_stream(path, 'video') as (container, stream):
         stamps, keys = videos._read_stamps(container, stream)
     wrong = [(stamp, stamp) for stamp, _ in keys]  # this container looks for times of decoding
     assert wrong != keys

@@ -14,7 +14,7 @@ from composer.devices import DeviceGPU
 from torch.utils.data import DataLoader
 
 from benchmarks.device import GPU
-from benchmarks.gpu.peaks import GpuRun
+from benchmarks.gpu.memory import GpuRun
 from benchmarks.gpu.scale import REHEARSAL, build_llava
 from benchmarks.small_llava import make_rows
 from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec

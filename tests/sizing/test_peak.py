@@ -129,7 +129,6 @@ def test_peak_of_unseen_microbatches(family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize('family', ['qwen2_vl', 'video_llava'])
 def test_peak_of_a_run_of_videos_alone(family: str) -> None:
     case = MEDIA[family]()

@@ -12,7 +12,7 @@ import torch
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, PreTrainedModel
 
 from benchmarks.gpu.memory import builder
-from benchmarks.made_up import made_up_sample
+from benchmarks.small_llava import made_up_sample
 from composer_tokacc.sizing import GIB, BatchShape, calibrate_fake
 from composer_tokacc.sizing.memory_model import LARGE_RESIDUAL
 from composer_tokacc.sizing.trace import TracedStep

@@ -88,8 +88,6 @@ def camera_picture(path: Path) -> None:
 
 
 def frames(*sizes: tuple[int, int]) -> Make:
-    """A video as a list of pictures."""
-
     def make(folder: Path) -> list[dict[str, Any]]:
         names = [f'{index}.png' for index in range(len(sizes))]
         for name, size in zip(names, sizes, strict=True):

@@ -59,8 +59,6 @@ def cut(folder: Path) -> None:
 
 
 def changed(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    """The checkpoint with something in its state changed."""
-
     def write(folder: Path) -> None:
         checkpoint = torch.load(_whole_checkpoint(), weights_only=False)
         change(checkpoint['state'])
@@ -109,16 +107,8 @@ def a_folder(folder: Path) -> None:
     (folder / 'a.pt').mkdir()
 
 
-def a_hugging_face_folder(folder: Path) -> None:
-    LlamaConfig().save_pretrained(folder / 'a.pt')
-
-
 def a_pipe(folder: Path) -> None:
     os.mkfifo(folder / 'a.pt')
-
-
-def a_file(folder: Path) -> None:
-    (folder / 'file').write_text('')
 
 
 def a_table(text: str) -> Callable[[Path], Any]:
@@ -156,7 +146,9 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
     'resume from a text': ('train', LOAD, of_bytes(b'no checkpoint'), 'a.pt'),
     'resume from a picture': ('train', LOAD, a_picture, 'a.pt'),
     'resume from a folder': ('train', LOAD, a_folder, 'a.pt'),
-    'resume from a Hugging Face folder': ('train', LOAD, a_hugging_face_folder, 'a.pt'),
+    'resume from a Hugging Face folder': (
+        'train', LOAD, lambda folder: LlamaConfig().save_pretrained(folder / 'a.pt'), 'a.pt',
+    ),
     'resume from a pickle that runs code': ('train', LOAD, pickled_code, 'a.pt'),
     'resume without the state of the optimizer': ('train', LOAD, changed(without('optimizers')), 'optimizer'),
     'resume without the model': ('train', LOAD, changed(without('model')), 'a.pt'),
@@ -192,7 +184,7 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
         'size', [*SIZE, 'lengths={folder}/a.csv'], a_table('tokens,loss_tokens\n5,6\n'), 'loss_tokens',
     ),
     'size into a folder that cannot be made': (
-        'size', [DIGITS, 'dataset.num_samples=16', 'device_memory_gib=8', 'folder={folder}/file/size'], a_file,
+        'size', [DIGITS, 'dataset.num_samples=16', 'device_memory_gib=8', 'folder={folder}/a.pt/size'], of_bytes(b''),
         'folder',
     ),
 }  # fmt: skip

@@ -32,7 +32,6 @@ from tests.trials.outcomes import WORKS, refusal
 
 
 def call(folder: Path, given: Callable[[], Any]) -> str:
-    """The error's line."""
     return refusal(given, ValueError, TypeError, RuntimeError)
 
 
@@ -43,8 +42,6 @@ def batch(**changes: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
 
 
 def step(given: dict[str, Any], *, algorithms: Any = None, **options: Any) -> Callable[[], Any]:
-    """One step of a tiny Llama on a batch."""
-
     def run() -> None:
         chosen = [TokenAccumulation()] if algorithms is None else algorithms()
         train(text_model(), token_data_spec(loader(given), **options), algorithms=chosen)
@@ -79,14 +76,6 @@ def fitted_again_with_nothing() -> None:
     trainer.fit(train_dataloader=token_data_spec(loader()), duration='1ba', reset_time=False)
 
 
-def wrapped_twice() -> Any:
-    return token_data_spec(token_data_spec(loader(batch())))  # pyright: ignore[reportArgumentType]
-
-
-def of_a_data_spec() -> Any:
-    return token_data_spec(DataSpec(loader(batch())))  # pyright: ignore[reportArgumentType]
-
-
 CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     'a step': (step(batch()), WORKS),
     'labels of another width': (step(batch(labels=lambda labels: labels[:, :-1])), 'labels'),
@@ -113,9 +102,9 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     'a layout of a number': (lambda: BatchLayout.infer(3), '`batch`'),
     'a layout of nothing': (lambda: BatchLayout.infer(None), '`batch`'),
     'a device that can do a word': (lambda: TokenMonitor(device_tflops='1'), 'device_tflops'),
-    'a data spec in a data spec': (of_a_data_spec, 'DataSpec'),
+    'a data spec in a data spec': (lambda: token_data_spec(DataSpec(loader(batch()))), 'DataSpec'),
     'a loader that is none': (lambda: token_data_spec(3), 'dataloader'),
-    'token_data_spec twice': (wrapped_twice, 'DataSpec'),
+    'token_data_spec twice': (lambda: token_data_spec(token_data_spec(loader(batch()))), 'DataSpec'),
     'the algorithm twice': (step(batch(), algorithms=lambda: [TokenAccumulation(), TokenAccumulation()]), 'once'),
     'a rule of another name': (step(batch(), algorithms=lambda: [TokenAccumulation(loss_tokens='all')]), 'loss_tokens'),
     'a weight of another name': (

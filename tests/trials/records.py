@@ -52,7 +52,6 @@ def _processor(name: str) -> Any:
 
 
 def record(kind: str = '', *files: str, answer: str = 'A red square.', sample_id: str = 'a') -> dict[str, Any]:
-    """A conversation about files of a kind."""
     turns = [{'from': 'human', 'value': f'<{kind}>' * len(files) + 'What is this?'}, {'from': 'gpt', 'value': answer}]
     media = {'image': list(files)} if kind == 'image' else {f'{kind}s': list(files)} if kind else {}
     return {'id': sample_id, **media, 'conversations': turns}
@@ -77,7 +76,6 @@ def of_record(**given: Any) -> Make:
 
 
 def of_file(kind: str, name: str, write: Write) -> Make:
-    """One sample about a file that is written first."""
     return lambda folder: (write(folder / name), [record(kind, name)])[1]
 
 
@@ -101,7 +99,6 @@ def pages(path: Path) -> None:
 
 
 def changed(write: Write, change: Callable[[bytes], bytes]) -> Write:
-    """A file whose bytes are changed when it is written."""
     return lambda path: (write(path), path.write_bytes(change(path.read_bytes())))
 
 
@@ -143,10 +140,6 @@ def transport_stream(path: Path) -> None:
     write_video(path, [10 * shade for shade in range(25)] * 2, codec='mpeg2video')
 
 
-def animation(path: Path) -> None:
-    write_video(path, [10 * shade for shade in range(25)], codec='gif', pixels='rgb8')
-
-
 def playlist_to(target: str) -> Write:
     """A playlist in the image folder whose only segment lies outside of it."""
 
@@ -183,6 +176,7 @@ _TURNS = '[{"from": "human", "value": "A?"}, {"from": "gpt", "value": "B."}]'
 TWICE = f'[{{"id": "a", "conversations": [], "conversations": {_TURNS}}}]'
 CONTROL = 'Yes.<|end|>No.'
 SKIP = {'on_error': 'skip'}
+animation = functools.partial(write_video, codec='gif', pixels='rgb8')
 IMAGE, VIDEO, AUDIO = 'image', 'qwen2_vl', 'qwen2_audio'
 
 RECORDS: dict[str, tuple[Any, ...]] = {

@@ -65,8 +65,6 @@ def table(rows: list[dict[str, Any]], *, cut: int = 0) -> Make:
 
 
 def saved(spoil: Callable[[Path], Any]) -> Make:
-    """A folder that ``datasets`` saved, then spoilt."""
-
     def make(folder: Path) -> Path:
         import datasets
 
