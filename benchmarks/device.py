@@ -41,7 +41,6 @@ class ComputeDevice:
         return DeviceGPU(allow_tf32=allow_tf32) if self.is_gpu else DeviceCPU()
 
     def synchronize(self) -> None:
-        """Waits for what is queued."""
         if self.is_gpu:
             torch.cuda.synchronize()
 
@@ -56,11 +55,9 @@ class ComputeDevice:
         return torch.cuda.max_memory_allocated() if self.is_gpu else 0
 
     def total_bytes(self) -> int:
-        """Memory of the device; 0 on the CPU."""
         return torch.cuda.get_device_properties(0).total_memory if self.is_gpu else 0
 
     def report(self) -> dict[str, Any]:
-        """What a figure was measured on."""
         found: dict[str, Any] = machine()
         if self.is_gpu:
             found['gpu'] = torch.cuda.get_device_name()

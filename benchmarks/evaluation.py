@@ -87,7 +87,6 @@ def mean_of_batches(case: FamilyCase, layout: BatchLayout, rows: Sequence[Row], 
 
 
 def evaluated(case: FamilyCase, layout: BatchLayout, rows: Sequence[Row], size: int, microbatch: int) -> dict[str, Any]:
-    """Composer's own metrics."""
     wrapped = HuggingFaceModel(
         copy.deepcopy(case.model),
         shift_labels=True,

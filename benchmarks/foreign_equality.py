@@ -39,10 +39,8 @@ from composer.utils import dist, get_device
 from torch.utils.data import DataLoader, DistributedSampler
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.launch import on_ranks
-from benchmarks.machine import machine
-from benchmarks.pages import ROOT, filled, table
-from benchmarks.record import RESULTS, write
+from benchmarks.machine import machine, on_ranks
+from benchmarks.record import RESULTS, ROOT, filled, table, write
 from composer_tokacc import TokenAccumulation, token_data_spec
 from tests.support.text import collate
 
@@ -131,7 +129,6 @@ def mean_loss(logits: torch.Tensor, labels: torch.Tensor, count: Any = None) -> 
 
 
 def run_own(test: EqualityTest, rows: int) -> Series:
-    """By the trainer that the test was written for."""
     from datasets import Dataset
     from transformers import Trainer as HuggingFaceTrainer
     from transformers import TrainingArguments
@@ -148,7 +145,11 @@ def run_own(test: EqualityTest, rows: int) -> Series:
         'remove_unused_columns': False,
     }  # fmt: skip
     lists = [{key: value[0].tolist() for key, value in sample.items()} for sample in samples_of(test)]
-    more: dict[str, Any] = {'compute_loss_func': own_loss} if test.has_loss_function else {}
+    more: dict[str, Any] = {}
+    if test.has_loss_function:
+        more['compute_loss_func'] = lambda outputs, labels, num_items_in_batch=None: mean_loss(
+            outputs['logits'], labels, num_items_in_batch
+        )
     if is_trl:
         settings |= {'max_length': None, 'gradient_checkpointing': False}
         more['processing_class'] = build_processor().tokenizer
@@ -160,10 +161,6 @@ def run_own(test: EqualityTest, rows: int) -> Series:
         trainer.train()
     logged = [one for one in trainer.state.log_history if 'loss' in one]
     return {'loss': [one['loss'] for one in logged], 'norm': [float(one['grad_norm']) for one in logged]}
-
-
-def own_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-    return mean_loss(outputs['logits'], labels, num_items_in_batch)
 
 
 def padded(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -178,8 +175,6 @@ class LossFunction(HuggingFaceModel):
 
 
 class Norms(Callback):
-    """The gradient's norm of each step."""
-
     def __init__(self) -> None:
         self.norms: list[float] = []
 
@@ -226,7 +221,6 @@ def work(path: Path) -> None:
 
 
 def compared(test: EqualityTest, whole: Series, other: Series) -> dict[str, Any]:
-    """As the test compares two runs."""
     differences = {key: np.subtract(other[key], whole[key]) for key in test.keys}
     largest = {key: float(np.abs(values).max()) for key, values in differences.items()}
     drift = {key: float(abs(values.mean())) for key, values in differences.items()}

@@ -15,11 +15,9 @@ results/host.json.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -32,12 +30,11 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import LlavaConfig
 
 from benchmarks.machine import machine
-from benchmarks.pages import show
-from benchmarks.record import RESULTS, write
+from benchmarks.record import parser_of, show, write
 from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, token_data_spec
 from composer_tokacc.batch import check_batch
 from composer_tokacc.data_spec.cut_rules import CutRules
-from composer_tokacc.data_spec.registry import split_of
+from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.layout import BatchLayout, describe_all, kinds_of, microbatches_of
 from composer_tokacc.metadata import annotate, num_loss_tokens, num_samples
 from composer_tokacc.planning import CostModel
@@ -108,30 +105,24 @@ def ranks(count: int) -> Iterator[None]:
         yield
 
 
-def ours(spec: DataSpec, layout: BatchLayout) -> Callable[[Any], Any]:
-    """What Composer, TokenAccumulation and the split do to a batch before its first microbatch is moved."""
+def preparing(spec: DataSpec, layout: BatchLayout | None) -> Callable[[Any], Any]:
+    """What happens to a batch before its first microbatch is moved.
+
+    Args:
+        spec: Of the loader.
+        layout: For what TokenAccumulation does beside; None: what Composer does by itself.
+    """
 
     def prepare(batch: Any) -> Any:
         batch = spec.batch_transforms(batch)
         spec.get_num_samples_in_batch(batch)
         spec.get_num_tokens_in_batch(batch)
-        for microbatch in microbatches_of(batch):
-            check_batch(microbatch, VOCABULARY)
-        kinds_of(describe_all(layout, batch))
-        batch = annotate(batch, 'causal')
-        num_loss_tokens(batch), num_samples(batch)
-        return spec.split_batch(batch, MICROBATCH_SIZE)
-
-    return prepare
-
-
-def stock(spec: DataSpec) -> Callable[[Any], Any]:
-    """What Composer does by itself."""
-
-    def prepare(batch: Any) -> Any:
-        batch = spec.batch_transforms(batch)
-        spec.get_num_samples_in_batch(batch)
-        spec.get_num_tokens_in_batch(batch)
+        if layout is not None:
+            for microbatch in microbatches_of(batch):
+                check_batch(microbatch, VOCABULARY)
+            kinds_of(describe_all(layout, batch))
+            batch = annotate(batch, 'causal')
+            num_loss_tokens(batch), num_samples(batch)
         return spec.split_batch(batch, MICROBATCH_SIZE)
 
     return prepare
@@ -153,19 +144,17 @@ def loaders(dataset: Rows, num_rows: int) -> dict[str, DataLoader]:
 
 
 def specs(given: dict[str, DataLoader], layout: BatchLayout) -> dict[str, Callable[[Any], Any]]:
-    """What is timed, by name."""
     prepared: dict[str, Callable[[Any], Any]] = {}
     for name, loader in given.items():
         spec = token_data_spec(loader, layout=layout, slot_tokens=SLOT_TOKENS, loss_tokens='causal')
         split: Any = split_of(loader)
         # As the algorithm leaves it after the first step under DDP.
         split.adopt(CutRules(left='trim', right='trim'), reduces_once=True)
-        prepared[name] = ours(spec, layout)
-    return {**prepared, 'stock': stock(DataSpec(given['foreign'])), 'copy': plain_copy}
+        prepared[name] = preparing(spec, layout)
+    return {**prepared, 'stock': preparing(DataSpec(given['foreign']), None), 'copy': plain_copy}
 
 
 def percentiles(seconds: list[float]) -> dict[str, float]:
-    """Of a list of seconds, in milliseconds."""
     p50, p99 = np.percentile(np.array(seconds) * 1e3, [50, 99])
     return {'p50_ms': round(float(p50), 2), 'p99_ms': round(float(p99), 2)}
 
@@ -208,9 +197,8 @@ def between_steps(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument('--batches', type=int, default=20)
-    parser.add_argument('--results', type=Path, default=RESULTS)
     given = parser.parse_args()
     dataset = Rows()
     layout = BatchLayout.for_model(LlavaConfig(image_token_index=IMAGE_TOKEN, image_seq_length=IMAGE_LENGTH))

@@ -15,7 +15,6 @@ Prints a table; writes results/invariance.json and results/invariance.png next t
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from composer import DataSpec, Trainer
+from composer import Trainer
 from composer.core import Callback, Event, State
 from composer.loggers import InMemoryLogger, Logger
 from composer.models import HuggingFaceModel
@@ -33,11 +32,10 @@ from composer.utils import dist, get_device
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 from transformers import AutoModelForImageTextToText
 
-from benchmarks.launch import on_ranks
-from benchmarks.machine import machine
-from benchmarks.pages import show
-from benchmarks.record import RESULTS, write
-from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
+from benchmarks.machine import machine, on_ranks
+from benchmarks.record import parser_of, show, write
+from benchmarks.timed_steps import data_of
+from composer_tokacc import BatchLayout, TokenAccumulation
 from composer_tokacc.data import VisionLanguageCollator
 from composer_tokacc.invariance import relative_error
 from composer_tokacc.verify import UnusedParameters
@@ -53,8 +51,6 @@ METHODS = {
 
 
 class FirstGradient(Callback):
-    """The gradient of the first step."""
-
     def __init__(self) -> None:
         self.gradient: dict[str, torch.Tensor] = {}
 
@@ -77,18 +73,6 @@ def build_model(processor: Any) -> HuggingFaceModel:
     return HuggingFaceModel(model, shift_labels=True, use_logits=True)
 
 
-def data_of(method: str, loader: DataLoader, layout: BatchLayout) -> DataSpec:
-    """Ours, or stock's own counters and untrimmed microbatches of a fixed number of rows."""
-    if method == 'ours':
-        return token_data_spec(loader, layout=layout)
-
-    def split(batch: dict[str, Any], size: int | float) -> list[dict[str, Any]]:
-        rows = range(layout.num_rows(batch))
-        return [layout.select(batch, rows[start : start + int(size)]) for start in range(0, len(rows), int(size))]
-
-    return DataSpec(loader, split_batch=split, get_num_samples_in_batch=lambda batch: len(batch['input_ids']))
-
-
 def reference(processor: Any, dataset: Subset, collator: Any) -> tuple[dict[str, torch.Tensor], float]:
     """Gradient and loss of one plain forward over the first global batch."""
     model = build_model(processor)
@@ -107,17 +91,12 @@ def train(method: str, microbatch: int, steps: int, processor: Any, dataset: Sub
     model, first, memory = build_model(processor), FirstGradient(), InMemoryLogger()
     trainer = Trainer(
         model=model,
-        train_dataloader=data_of(method, loader, BatchLayout.for_model(model)),
-        optimizers=torch.optim.AdamW(model.parameters(), lr=1e-3),
-        max_duration=f'{steps}ba',
-        device='cpu',
+        train_dataloader=data_of('ours' if method == 'ours' else 'stock', loader, BatchLayout.for_model(model)),
+        optimizers=torch.optim.AdamW(model.parameters(), lr=1e-3), max_duration=f'{steps}ba', device='cpu',
         device_train_microbatch_size=microbatch,
         algorithms=[TokenAccumulation() if method == 'ours' else UnusedParameters()],
-        accumulate_train_batch_on_tokens=method == 'flag',
-        callbacks=[first],
-        loggers=[memory],
-        progress_bar=False,
-    )
+        accumulate_train_batch_on_tokens=method == 'flag', callbacks=[first], loggers=[memory], progress_bar=False,
+    )  # fmt: skip
     trainer.fit()
     return trainer, first, memory
 
@@ -196,11 +175,10 @@ def main() -> None:
         path, _, steps, *sizes = sys.argv[1:]
         work(int(steps), list(map(int, sizes)), Path(path))
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument('--steps', type=int, default=100)
     parser.add_argument('--ranks', type=int, nargs='+', default=[1, 2, 4])
     parser.add_argument('--microbatches', type=int, nargs='+', default=[16, 8, 1])
-    parser.add_argument('--results', type=Path, default=RESULTS)
     given = parser.parse_args()
     sizes = [str(size) for size in given.microbatches]
     rows = [

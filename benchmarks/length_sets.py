@@ -32,7 +32,6 @@ class LengthSet:
 
     @property
     def variation(self) -> float:
-        """Coefficient of variation of the lengths."""
         return float(self.lengths.std() / self.lengths.mean())
 
     def draw(self, num_samples: int, seed: int) -> LengthSet:
@@ -42,11 +41,9 @@ class LengthSet:
         return self.take(chosen)
 
     def take(self, indices: np.ndarray) -> LengthSet:
-        """These samples, in this order."""
         return LengthSet(self.name, self.lengths[indices], self.image_tokens[indices])
 
     def global_batches(self, size: int) -> list[LengthSet]:
-        """Full global batches, one after the other."""
         return [self.take(np.arange(start, start + size)) for start in range(0, len(self.lengths) - size + 1, size)]
 
 

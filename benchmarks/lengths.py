@@ -13,7 +13,6 @@ on the machine disturbs less, and of the headers the median of three rounds; wri
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import tempfile
@@ -29,7 +28,7 @@ import transformers
 from PIL import Image
 
 from benchmarks.machine import machine
-from benchmarks.record import RESULTS, write
+from benchmarks.record import parser_of, write
 from composer_tokacc.data import LlavaDataset, lengths
 from composer_tokacc.data.processor import train_tokenizer
 
@@ -42,6 +41,7 @@ TEMPLATE = (
     "{%% if part['type'] == 'image' %%}%s{%% else %%}{{ part['text'] }}{%% endif %%}{%% endfor %%}"
     "{%% if message['role'] == 'assistant' %%}{{ '<|end|>' }}{%% endif %%}{%% endfor %%}"
 )
+CLIP = {'patch_size': 14, 'num_additional_image_tokens': 1, 'vision_feature_select_strategy': 'default'}
 
 
 def tokenizer(*special: str) -> Any:
@@ -53,25 +53,17 @@ def tokenizer(*special: str) -> Any:
 
 def llava() -> Any:
     """llava-hf/llava-1.5-7b-hf."""
-    image_processor = transformers.CLIPImageProcessor(
-        size={'shortest_edge': 336}, crop_size={'height': 336, 'width': 336}
-    )
-    return transformers.LlavaProcessor(
-        image_processor=image_processor, tokenizer=tokenizer(), patch_size=14, num_additional_image_tokens=1,
-        vision_feature_select_strategy='default', chat_template=TEMPLATE % '<image>',
-    )  # fmt: skip
+    images = transformers.CLIPImageProcessor(size={'shortest_edge': 336}, crop_size={'height': 336, 'width': 336})
+    return transformers.LlavaProcessor(images, tokenizer(), chat_template=TEMPLATE % '<image>', **CLIP)
 
 
 def llava_next() -> Any:
     """llava-hf/llava-v1.6-mistral-7b-hf."""
-    image_processor = transformers.LlavaNextImageProcessor(
+    images = transformers.LlavaNextImageProcessor(
         size={'shortest_edge': 336}, crop_size={'height': 336, 'width': 336},
         image_grid_pinpoints=[[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]],
     )  # fmt: skip
-    return transformers.LlavaNextProcessor(
-        image_processor=image_processor, tokenizer=tokenizer(), patch_size=14, num_additional_image_tokens=1,
-        vision_feature_select_strategy='default', chat_template=TEMPLATE % '<image>',
-    )  # fmt: skip
+    return transformers.LlavaNextProcessor(images, tokenizer(), chat_template=TEMPLATE % '<image>', **CLIP)
 
 
 def qwen2_5_vl() -> Any:
@@ -127,7 +119,6 @@ def write_data(folder: Path, num_images: int, *, sides: tuple[int, ...] | None) 
 
 
 def timed(dataset: LlavaDataset, processor: Any) -> tuple[lengths.LengthTable, dict[str, float]]:
-    """The table, and what it cost."""
     started, processor_started = time.perf_counter(), time.process_time()
     table = lengths.build_length_table(dataset, processor, num_workers=0)
     seconds = {'clock': time.perf_counter() - started, 'processor': time.process_time() - processor_started}
@@ -135,7 +126,6 @@ def timed(dataset: LlavaDataset, processor: Any) -> tuple[lengths.LengthTable, d
 
 
 def compare(path: Path, processor: Any) -> dict[str, Any]:
-    """Both tables of a file, in seconds, and whether they are equal."""
     dataset = LlavaDataset(path, processor)
     _ = dataset[0]  # warms up
     # The short one suffers more from what else the machine does.
@@ -154,11 +144,10 @@ def compare(path: Path, processor: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument('--images', type=int, default=5000)
     parser.add_argument('--distinct', type=int, default=1000)
     parser.add_argument('--families', nargs='+', choices=FAMILIES, default=list(FAMILIES))
-    parser.add_argument('--results', type=Path, default=RESULTS)
     given = parser.parse_args()
     torch.set_num_threads(1)
     results: dict[str, Any] = {'machine': machine()}

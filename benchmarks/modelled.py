@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from typing import Literal
 
 import numpy as np
 
 from benchmarks.length_sets import LengthSet
-from composer_tokacc.planning import CostModel, CutOptions, MicrobatchPlan, cut_rows, plan_microbatches
+from composer_tokacc.planning import CostModel, CutOptions, cut_rows, plan_microbatches
 
 STOCK = 'stock Composer'
 
@@ -42,7 +41,7 @@ class Rivals:
             'LLaVA even chunks': self.even_chunks,
             'NeMo-RL stride': self.stride,
             'token_data_spec alone': self.rank_local,
-            'regrouped over ranks': lambda batch: loads_of(self.plan(batch)),
+            'regrouped over ranks': self.regrouped,
         }
 
     def stock(self, batch: LengthSet) -> np.ndarray:
@@ -91,16 +90,13 @@ class Rivals:
             place = end
         return loads
 
-    def plan(self, batch: LengthSet, objective: Literal['ddp', 'fsdp'] = 'ddp') -> MicrobatchPlan:
+    def regrouped(self, batch: LengthSet) -> np.ndarray:
         """What RegroupingBatchSampler does."""
-        return plan_microbatches(
-            batch.lengths,
-            num_ranks=self.num_ranks,
-            max_tokens=self._max_tokens(batch),
-            image_tokens=batch.image_tokens if batch.image_tokens.any() else None,
-            objective=objective,
-            cost=self.cost,
-        )
+        plan = plan_microbatches(
+            batch.lengths, num_ranks=self.num_ranks, max_tokens=self._max_tokens(batch),
+            image_tokens=batch.image_tokens if batch.image_tokens.any() else None, cost=self.cost,
+        )  # fmt: skip
+        return np.array([sum(microbatch.cost for microbatch in rank) for rank in plan.ranks])
 
     def _price(self, lengths: np.ndarray, microbatches: list[np.ndarray] | list[list[int]]) -> float:
         widths = np.array([int(lengths[rows].max()) for rows in microbatches])
@@ -116,8 +112,3 @@ class Rivals:
 
     def _max_tokens(self, batch: LengthSet) -> int:
         return self.microbatch * int(batch.lengths.max())
-
-
-def loads_of(plan: MicrobatchPlan) -> np.ndarray:
-    """Load of each rank under a plan, (W,)."""
-    return np.array([sum(microbatch.cost for microbatch in rank) for rank in plan.ranks])

@@ -12,18 +12,15 @@ them that make more or fewer tokens of a tile, under a tower of 1,024 patches a 
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from benchmarks.length_sets import TOKENS_PER_TILE, LengthSet, half_text, read_tables
-from benchmarks.pages import table
-from benchmarks.record import RESULTS, write
+from benchmarks.record import parser_of, table, write
 from composer_tokacc.planning import CostModel, MicrobatchPlan, plan_microbatches
 
 PATCHES_PER_TILE = 1024
@@ -112,12 +109,9 @@ def measure(
     bound, columns, seconds = 0.0, 0, []
     for lengths, images, vision in global_batches(source, model, num_ranks * rows, count):
         options: dict[str, Any] = {
-            'num_ranks': num_ranks,
-            'max_tokens': memory * int(lengths.max()),
-            'image_tokens': images,
-            'objective': objective,
-            'cost': cost,
-        }
+            'num_ranks': num_ranks, 'max_tokens': memory * int(lengths.max()), 'image_tokens': images,
+            'objective': objective, 'cost': cost,
+        }  # fmt: skip
         for known in steps:
             start = time.thread_time()
             plan = plan_microbatches(lengths, vision_cost=vision[known], **options)
@@ -145,15 +139,8 @@ def tables(results: dict[str, Any]) -> list[str]:
 
 def _in_columns(rows: list[dict[str, Any]]) -> str:
     columns = (
-        'samples',
-        'model',
-        'ranks x rows',
-        'vision',
-        'text',
-        'step over the bound',
-        'without',
-        'vision of the step',
-    )
+        'samples', 'model', 'ranks x rows', 'vision', 'text', 'step over the bound', 'without', 'vision of the step',
+    )  # fmt: skip
     return table(columns, [
         [row['set'], row['model'], f'{row["ranks"]} x {row["rows"]}',
          *(f'{row["patches"][name]:.2f}' for name in ('tower', 'text', 'step')), f'{row["none"]["step"]:.2f}',
@@ -181,9 +168,7 @@ def _by_rows(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--lengths', type=Path, help='folder of tables, by default COMPOSER_TOKACC_LENGTHS')
-    parser.add_argument('--results', type=Path, default=RESULTS)
+    parser = parser_of(__doc__, lengths=True)
     parser.add_argument('--quick', action='store_true', help='two global batches each')
     given = parser.parse_args()
     found, source = read_tables(given.lengths)

@@ -10,7 +10,6 @@ Prints a table; writes results/planning.json and results/planning.png.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,8 +19,7 @@ import numpy as np
 
 from benchmarks.length_sets import LengthSet, lognormal, read_tables
 from benchmarks.machine import machine
-from benchmarks.pages import show
-from benchmarks.record import RESULTS, write
+from benchmarks.record import parser_of, show, write
 from composer_tokacc.planning import CutOptions, cut_rows, plan_microbatches
 
 MICROBATCH = 4
@@ -45,7 +43,6 @@ def time_call(function: Callable[[], object], repeats: int) -> dict[str, float]:
 
 
 def measure(sets: list[LengthSet], repeats: int) -> list[dict[str, Any]]:
-    """Latency of plans by size, and of a cut on one rank."""
     rows: list[dict[str, Any]] = []
     for length_set in sets:
         for objective in ('ddp', 'fsdp'):
@@ -67,7 +64,6 @@ def measure(sets: list[LengthSet], repeats: int) -> list[dict[str, Any]]:
 
 
 def picture(rows: list[dict[str, Any]], path: Path) -> None:
-    """Latency over the number of samples."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 4), layout='constrained')
@@ -87,9 +83,7 @@ def picture(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--lengths', type=Path, help='folder of tables, by default COMPOSER_TOKACC_LENGTHS')
-    parser.add_argument('--results', type=Path, default=RESULTS)
+    parser = parser_of(__doc__, lengths=True)
     parser.add_argument('--quick', action='store_true', help='a tenth of the repeats')
     given = parser.parse_args()
     tables, source = read_tables(given.lengths)

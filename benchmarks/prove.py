@@ -10,16 +10,15 @@ A trainer that is not installed keeps the line that it has. Writes results/prove
 
 from __future__ import annotations
 
-import argparse
 import json
+import re
 import subprocess
 import sys
+from importlib.util import find_spec
 
-from benchmarks.launch import environment
-from benchmarks.machine import machine
-from benchmarks.pages import ROOT, filled, table
+from benchmarks.machine import environment, machine
 from benchmarks.record import RESULTS as FOLDER
-from benchmarks.record import write
+from benchmarks.record import ROOT, filled, parser_of, table, write
 
 RESULTS, PAGE, PROGRAMS = FOLDER / 'prove.json', ROOT / 'docs' / 'prove.md', ROOT / 'examples' / 'prove'
 COLUMNS = ('trainer', 'version', 'lightest to heaviest token', 'largest gradient error', 'verdict')
@@ -32,17 +31,16 @@ def programs() -> list[str]:
 
 def printed(program: str) -> str | None:
     """All that one prints; None where what it imports is not installed."""
-    command = [sys.executable, str(PROGRAMS / f'{program}.py')]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
-    if done.returncode and 'ModuleNotFoundError' in done.stderr:
+    path = PROGRAMS / f'{program}.py'
+    if not all(map(find_spec, {*re.findall(r'^(?:from|import) (\w+)', path.read_text(), re.MULTILINE)} - {'subject'})):
         return None
+    done = subprocess.run([sys.executable, str(path)], env=environment(), capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f'{program} failed:\n{done.stdout}{done.stderr}')
     return done.stdout
 
 
 def rows_there() -> dict[str, list[str]]:
-    """Those of the results file."""
     return json.loads(RESULTS.read_text())['programs'] if RESULTS.exists() else {}
 
 
@@ -58,7 +56,7 @@ def table_of(rows: dict[str, list[str]]) -> str:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    parser_of(__doc__, results=None).parse_args()
     rows = rows_there()
     for program in programs():
         output = printed(program)

@@ -12,7 +12,6 @@ whole batch with its router's loss, at the coefficients 0.001 and 0.5. Writes re
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 import warnings
@@ -27,7 +26,7 @@ from torch.utils.data import DataLoader
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from benchmarks.machine import machine
-from benchmarks.record import RESULTS, write
+from benchmarks.record import RESULTS, parser_of, write
 from composer_tokacc import TokenAccumulation, token_data_spec
 
 LENGTHS = (37, 512, 61, 240, 128, 90, 310, 45, 400, 75, 150, 33, 210, 55, 280, 100)
@@ -51,12 +50,10 @@ class Steps(Callback):
 
 
 def gradient_of(model: Any) -> torch.Tensor:
-    """Returns all of it in one vector."""
     return torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None])
 
 
 def whole_batch() -> dict[str, torch.Tensor]:
-    """Ragged rows of random tokens, padded on the right."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, VOCABULARY, (len(LENGTHS), max(LENGTHS)), generator=generator)
     mask = (torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]).long()
@@ -75,26 +72,20 @@ def model_of(coefficient: float) -> MixtralForCausalLM:
 
 
 def trained(coefficient: float, balance: str, steps: int) -> Steps:
-    """Steps of the Trainer with one of the balances."""
     model, found = HuggingFaceModel(model_of(coefficient), shift_labels=True, use_logits=True), Steps()
     Trainer(
         model=model,
         train_dataloader=token_data_spec(DataLoader([whole_batch()] * steps, batch_size=None), slot_tokens=SLOT),
-        algorithms=[TokenAccumulation(router_balance=balance)],
-        callbacks=[found],
-        optimizers=torch.optim.SGD(model.parameters(), lr=0.0),
-        device_train_microbatch_size=ROWS,
-        max_duration=f'{steps}ba',
-        progress_bar=False,
-        device='cpu',
-        precision='fp32',
-    ).fit()
+        algorithms=[TokenAccumulation(router_balance=balance)], callbacks=[found],
+        optimizers=torch.optim.SGD(model.parameters(), lr=0.0), device_train_microbatch_size=ROWS,
+        max_duration=f'{steps}ba', progress_bar=False, device='cpu', precision='fp32',
+    ).fit()  # fmt: skip
     return found
 
 
 def main() -> None:
     warnings.simplefilter('ignore')
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, results=None)
     parser.add_argument('--steps', type=int, default=12)
     given = parser.parse_args()
     results: dict[str, Any] = {}

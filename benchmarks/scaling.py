@@ -11,7 +11,6 @@ Prints tables; writes results/scaling.json and .png.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import subprocess
@@ -24,12 +23,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.launch import on_ranks
 from benchmarks.length_sets import LengthSet, lognormal, read_tables
-from benchmarks.machine import machine
+from benchmarks.machine import machine, on_ranks
 from benchmarks.modelled import STOCK, Rivals
-from benchmarks.pages import show
-from benchmarks.record import RESULTS, write
+from benchmarks.record import parser_of, show, write
 from composer_tokacc.planning import CostModel, CutOptions, Rows, lower_bound
 from composer_tokacc.sampling import RegroupingBatchSampler
 
@@ -59,16 +56,13 @@ def simulate(length_set: LengthSet, num_ranks: int, per_rank: int, steps: int) -
     stock = sum(load.max() for load in found[STOCK]) / steps
     return [
         {
-            'set': length_set.name,
-            'ranks': num_ranks,
-            'samples a rank': per_rank,
-            'method': name,
+            'set': length_set.name, 'ranks': num_ranks, 'samples a rank': per_rank, 'method': name,
             'slowest / mean': float(sum(load.max() for load in per_step) / sum(load.mean() for load in per_step)),
             'share of bound': float(np.mean(bounds) / np.mean([load.max() for load in per_step])),
             'times stock': float(stock / np.mean([load.max() for load in per_step])),
         }
         for name, per_step in found.items()
-    ]
+    ]  # fmt: skip
 
 
 def plan_epoch(lengths: np.ndarray, num_ranks: int, global_batch: int) -> dict[str, float]:
@@ -84,15 +78,9 @@ def plan_epoch(lengths: np.ndarray, num_ranks: int, global_batch: int) -> dict[s
     peak = tracemalloc.get_traced_memory()[1] + 8 * len(lengths)
     tracemalloc.stop()
     return {
-        'ranks': num_ranks,
-        'global batch': global_batch,
-        'samples': len(lengths),
-        'batches': num_batches,
-        'wall s': wall,
-        'processor s': busy,
-        'samples / s': len(lengths) / busy,
-        'bytes a sample': peak / len(lengths),
-    }
+        'ranks': num_ranks, 'global batch': global_batch, 'samples': len(lengths), 'batches': num_batches,
+        'wall s': wall, 'processor s': busy, 'samples / s': len(lengths) / busy, 'bytes a sample': peak / len(lengths),
+    }  # fmt: skip
 
 
 def _sampler(lengths: np.ndarray, num_ranks: int, global_batch: int) -> RegroupingBatchSampler:
@@ -117,27 +105,21 @@ def plan_epochs(length_set: LengthSet, sizes: list[int]) -> list[dict[str, float
 
 
 def time_ranks(ranks: int, rounds: int, steps: int) -> list[dict[str, Any]]:
-    """Steps of the real Trainer under the composer launcher."""
     found = on_ranks(ranks, 'benchmarks.scaling_ranks', str(rounds), str(steps))
     methods, launch = found['methods'], found['cost']['launch']
     ours = methods['regrouped over ranks']
     return [
         {
-            'ranks': ranks,
-            'method': method,
-            'launch in tokens': launch,
-            'wall s a step': times['wall'] / steps,
-            'processor s a step': times['busy'] / steps,
-            'slowest / mean': times['imbalance'],
+            'ranks': ranks, 'method': method, 'launch in tokens': launch, 'wall s a step': times['wall'] / steps,
+            'processor s a step': times['busy'] / steps, 'slowest / mean': times['imbalance'],
             'ours is faster, wall': times['wall'] / ours['wall'],
             'ours is faster, processor': times['busy'] / ours['busy'],
         }
         for method, times in methods.items()
-    ]
+    ]  # fmt: skip
 
 
 def picture(rows: list[dict[str, Any]], path: Path) -> None:
-    """Imbalance and speed-up over the number of ranks, on the first set."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 5), layout='constrained')
@@ -159,9 +141,7 @@ def main() -> None:
         table, num_ranks, global_batch, result = sys.argv[2:]
         Path(result).write_text(json.dumps(plan_epoch(np.load(table), int(num_ranks), int(global_batch))))
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--lengths', type=Path, help='folder of tables, by default COMPOSER_TOKACC_LENGTHS')
-    parser.add_argument('--results', type=Path, default=RESULTS)
+    parser = parser_of(__doc__, lengths=True)
     parser.add_argument('--quick', action='store_true', help='fewer ranks, samples and rounds')
     parser.add_argument('--no-timing', action='store_true', help='leave the timed ranks out')
     given = parser.parse_args()

@@ -35,8 +35,8 @@ from composer.utils import dist, get_device
 from torch.utils.data import DataLoader, Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.fitted import fit_cost_model
 from benchmarks.length_sets import lognormal
+from benchmarks.timed_steps import fit_cost_model
 from composer_tokacc import TokenAccumulation, token_data_spec
 from composer_tokacc.planning import CostModel
 from composer_tokacc.sampling import RegroupingBatchSampler, RegroupingDataLoader
@@ -48,8 +48,6 @@ METHODS = ('stock DistributedSampler', 'token_data_spec alone', 'regrouped over 
 
 
 class Rows(Dataset):
-    """Random tokens of given lengths, all of them with loss."""
-
     def __init__(self, lengths: np.ndarray) -> None:
         self.lengths = lengths
 
@@ -104,16 +102,11 @@ def run(method: str, steps: int, cost: CostModel, *callbacks: Callback) -> dict[
     model = HuggingFaceModel(LlamaForCausalLM(config), shift_labels=True, use_logits=True)
     timer = StepTimer()
     trainer = Trainer(
-        model=model,
-        train_dataloader=data(method, dataset, cost),
-        optimizers=torch.optim.AdamW(model.parameters(), lr=1e-4),
-        max_duration=f'{steps + 1}ba',
-        device='cpu',
-        device_train_microbatch_size=MICROBATCH,
-        algorithms=[] if method == METHODS[0] else [TokenAccumulation()],
-        callbacks=[timer, *callbacks],
-        progress_bar=False,
-    )
+        model=model, train_dataloader=data(method, dataset, cost),
+        optimizers=torch.optim.AdamW(model.parameters(), lr=1e-4), max_duration=f'{steps + 1}ba', device='cpu',
+        device_train_microbatch_size=MICROBATCH, algorithms=[] if method == METHODS[0] else [TokenAccumulation()],
+        callbacks=[timer, *callbacks], progress_bar=False,
+    )  # fmt: skip
     trainer.fit()
     ranks = np.array(dist.all_gather_object(timer.steps))  # (W, steps, 2)
     wall, busy = ranks.max(axis=0).sum(axis=0).tolist()
@@ -121,7 +114,6 @@ def run(method: str, steps: int, cost: CostModel, *callbacks: Callback) -> dict[
 
 
 def data(method: str, dataset: Rows, cost: CostModel) -> Any:
-    """The data as each method hands it to the Trainer."""
     if method == METHODS[2]:
         sampler = RegroupingBatchSampler(
             dataset, lengths=dataset.lengths, global_batch_size=GLOBAL_BATCH, max_tokens=MICROBATCH * LONGEST,

@@ -13,18 +13,15 @@ both alternate, so that a busy machine slows both.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from composer.core import DataSpec
 
 from benchmarks.machine import machine
-from benchmarks.pages import ROOT, show
-from benchmarks.record import RESULTS, write
+from benchmarks.record import ROOT, parser_of, show, write
+from benchmarks.timed_steps import split_of
 from composer_tokacc import size as size_program
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.planning import CostModel, CutOptions
@@ -34,40 +31,23 @@ from composer_tokacc.programs.config_checks import check_config
 from composer_tokacc.programs.sources import source_of
 from composer_tokacc.programs.suggest import device_memory_gib, memory_of_run, suggest_for_run
 from composer_tokacc.size import time_shapes, time_steps
-from composer_tokacc.sizing import MicrobatchTimer, SampleSizes, draw_batches, simulate_steps
+from composer_tokacc.sizing import SampleSizes, draw_batches, simulate_steps
 
 LIMIT = 0.15
 
 
-def use_stock_split(data_spec: DataSpec) -> None:
-    """Slices rows in order and trims nothing, as Composer does with text batches."""
-    layout: BatchLayout = data_spec.split_batch.layout  # type: ignore[union-attr]
-
-    def split(batch: dict[str, Any], size: int | float) -> list[dict[str, Any]]:
-        rows = layout.num_rows(batch)
-        starts = range(0, rows, int(size))
-        return [layout.select(batch, range(start, min(start + int(size), rows))) for start in starts]
-
-    data_spec.split_batch = split
-
-
 def build_stock_parts(config: TrainConfig) -> RunParts:
-    """The run's parts, its batches cut as Composer does."""
+    """The run's parts, its rows sliced in order and nothing trimmed, as Composer does with text batches."""
     parts = build_parts(config)
-    use_stock_split(parts.train_loader)
+    layout: BatchLayout = parts.train_loader.split_batch.layout  # pyright: ignore
+    parts.train_loader.split_batch = split_of('stock', layout)
     return parts
 
 
-def seconds_per_step(timer: MicrobatchTimer) -> float:
-    """Mean over the timed steps."""
-    return (sum(timer.seconds) + sum(timer.outside)) / max(len(timer.outside), 1)
-
-
 def measure(config: TrainConfig, size: int, slot: int, *, stock: bool, steps: int) -> float:
-    """Mean seconds of a step."""
     with mock.patch.object(size_program, 'build_parts', build_stock_parts if stock else build_parts):
         timer = time_steps(config, size=size, slot_tokens=slot, num_steps=steps)
-    return seconds_per_step(timer)
+    return (sum(timer.seconds) + sum(timer.outside)) / max(len(timer.outside), 1)
 
 
 def predict(config: TrainConfig, table: Any, methods: tuple[str, ...], size: int, slot: int) -> dict[str, float]:
@@ -90,13 +70,11 @@ def predict(config: TrainConfig, table: Any, methods: tuple[str, ...], size: int
 
 
 def main() -> None:
-    """Predicts, measures, prints and writes `results/sizing.json`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument('--yaml', default=str(ROOT / 'yamls' / 'digits.yaml'))
     parser.add_argument('--size', type=int, default=0, help='rows of a microbatch; 0: what the helper suggests')
     parser.add_argument('--steps', type=int, default=20)
     parser.add_argument('--blocks', type=int, default=3)
-    parser.add_argument('--results', type=Path, default=RESULTS)
     given = parser.parse_args()
     torch.set_num_threads(1)
     config = load_config(given.yaml)

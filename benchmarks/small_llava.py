@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The model of the throughput benchmark, and rows of given lengths for it."""
+"""The model of the throughput benchmark, rows of given lengths for it, and made-up samples for models without data."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import torch
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
 VOCABULARY, IMAGE_TOKEN, IMAGE_LENGTH = 512, 3, 4
+# A word that stands for any text; ids of special tokens lie at the ends of a vocabulary, seldom here.
+_WORD_ID = 11
 Row = dict[str, Any]
 
 
@@ -65,3 +67,26 @@ def make_rows(lengths: Sequence[int], seed: int, config: Any = None) -> list[Row
             row['num_images'] = [1]
         rows.append(row)
     return rows
+
+
+def made_up_sample(config: Any, num_text_tokens: int, *, num_images: int = 0) -> dict[str, Any]:
+    """A sample of one row with white images, for text models and LLaVA-1.5.
+
+    Args:
+        config: Transformers config of the model.
+        num_text_tokens: Tokens besides those of images.
+        num_images: Images, which come first.
+    """
+    media, placeholders = {}, []
+    if num_images:
+        side, patch = config.vision_config.image_size, config.vision_config.patch_size
+        per_image = (side // patch) ** 2 + (config.vision_feature_select_strategy == 'full')
+        token_id = getattr(config, 'image_token_id', None)
+        placeholders = [config.image_token_index if token_id is None else token_id] * (per_image * num_images)
+        media = {'pixel_values': torch.ones(num_images, 3, side, side)}
+    ids = torch.tensor([[*placeholders, *[_WORD_ID] * num_text_tokens]])
+    labels = ids.clone()
+    labels[:, : len(placeholders)] = -100
+    return {
+        'input_ids': ids, 'attention_mask': torch.ones_like(ids), 'labels': labels, **media, 'num_images': [num_images]
+    }  # fmt: skip

@@ -18,7 +18,6 @@ both; writes results/soak.json next to this file, where a part that is left out 
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import random
@@ -38,10 +37,8 @@ from composer.core import Algorithm, Callback, Event, State
 from composer.loggers import Logger
 from composer.utils import dist
 
-from benchmarks.launch import COMPOSER, environment
-from benchmarks.machine import machine
-from benchmarks.pages import ROOT
-from benchmarks.record import RESULTS, write
+from benchmarks.machine import COMPOSER, environment, machine
+from benchmarks.record import ROOT, parser_of, write
 from composer_tokacc.data import VisionLanguageCollator
 from composer_tokacc.invariance import relative_error
 from examples.digits import DigitsDataset, build_digits_processor
@@ -238,17 +235,13 @@ def kill_again_and_again(folder: Path, kills: int, ranks: int, seed: int) -> dic
     one, other = (torch.load(latest(path), weights_only=False)['state'] for path in (folder / 'unbroken', broken))
     parts = ('model', 'optimizers')
     return {
-        'steps': steps,
-        'ranks': ranks,
-        'seed': seed,
-        'kills': made,
+        'steps': steps, 'ranks': ranks, 'seed': seed, 'kills': made,
         'survived': sum(kill['status'] != 0 for kill in made),
         'bitwise_equal': all(equal(one[part], other[part]) for part in parts),
-    }
+    }  # fmt: skip
 
 
 def latest(folder: Path) -> Path:
-    """The newest checkpoint of a run."""
     return (folder / 'checkpoints' / 'latest-rank0.pt').resolve()
 
 
@@ -270,12 +263,11 @@ def equal(one: Any, other: Any) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument('--steps', type=int, default=2000, help='over 200; 0 leaves it out')
     parser.add_argument('--ranks', type=int, default=2)
     parser.add_argument('--kills', type=int, default=12, help='0 leaves them out')
     parser.add_argument('--seed', type=int, default=0)
-    parser.add_argument('--results', type=Path, default=RESULTS)
     given = parser.parse_args()
     path = given.results / 'soak.json'
     results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}

@@ -15,7 +15,6 @@ Prints tables; writes results/throughput.json and .png.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -28,13 +27,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.fitted import fit_cost_model
 from benchmarks.length_sets import lognormal, read_tables
 from benchmarks.machine import machine
-from benchmarks.pages import show
-from benchmarks.record import RESULTS, write
+from benchmarks.record import parser_of, show, write
 from benchmarks.small_llava import build_model, make_rows
-from benchmarks.timed_steps import METHODS, Row, StepClock, bound_seconds, equal_widths, timed
+from benchmarks.timed_steps import METHODS, Row, StepClock, bound_seconds, equal_widths, fit_cost_model, timed
 from composer_tokacc import BatchLayout
 from composer_tokacc.planning import CostModel
 from examples.digits import DigitsDataset, build_digits_processor
@@ -116,7 +113,6 @@ def length_sets() -> dict[str, np.ndarray]:
 
 
 def picture(results: Sequence[Row], path: Path) -> None:
-    """Real tokens per second of each way to cut, one panel for a set."""
     from matplotlib.figure import Figure
 
     columns = min(len(results), 2)
@@ -151,11 +147,10 @@ def picture(results: Sequence[Row], path: Path) -> None:
 
 def main() -> None:
     warnings.simplefilter('ignore')
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument('--sets', nargs='*', help="name and device batch, e.g. 'digits 32'")
     parser.add_argument('--rounds', type=int, default=5)
     parser.add_argument('--quick', action='store_true', help='one round of one step')
-    parser.add_argument('--results', type=Path, default=RESULTS)
     given = parser.parse_args()
     torch.set_num_threads(os.cpu_count() or 1)
     sets = length_sets()

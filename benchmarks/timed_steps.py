@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Steps of the real Trainer with the rivals' ways to cut a batch, timed; and the bound that none of them passes."""
+"""Steps of the real Trainer with the rivals' ways to cut a batch, timed; the bound of them all, and fitted prices."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from composer import DataSpec, Trainer
 from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.models import HuggingFaceModel
+from scipy.optimize import nnls
 from torch.utils.data import DataLoader, IterableDataset
 
 from benchmarks.device import CPU, ComputeDevice
@@ -33,8 +34,6 @@ Row = dict[str, Any]
 
 
 class Batches(IterableDataset):
-    """Ready batches, as they are."""
-
     def __init__(self, batches: Sequence[Row]) -> None:
         self.batches = batches
 
@@ -117,9 +116,7 @@ def data_of(
     if method in ('ours', 'packing'):
         return token_data_spec(loader, layout=layout, packing=method == 'packing', cost=cost, slot_tokens=slot_tokens)
     return DataSpec(
-        loader,
-        split_batch=split_of(method, layout),
-        get_num_samples_in_batch=lambda batch: len(batch['input_ids']),
+        loader, split_batch=split_of(method, layout), get_num_samples_in_batch=lambda batch: len(batch['input_ids'])
     )
 
 
@@ -139,18 +136,11 @@ def fit(
     """Steps of a Trainer at learning rate 0: gradients are computed, weights stay."""
     wrapped = HuggingFaceModel(model, shift_labels=True, use_logits=True)
     trainer = Trainer(
-        model=wrapped,
-        train_dataloader=data,
-        optimizers=torch.optim.SGD(wrapped.parameters(), lr=0.0),
-        max_duration=f'{num_steps}ba',
-        device=device.composer(allow_tf32=allow_tf32),
-        precision=precision or device.precision,
-        device_train_microbatch_size=microbatch,
-        algorithms=list(algorithms),
-        callbacks=list(callbacks),
-        progress_bar=False,
-        **trainer_arguments,
-    )
+        model=wrapped, train_dataloader=data, optimizers=torch.optim.SGD(wrapped.parameters(), lr=0.0),
+        max_duration=f'{num_steps}ba', device=device.composer(allow_tf32=allow_tf32),
+        precision=precision or device.precision, device_train_microbatch_size=microbatch, algorithms=list(algorithms),
+        callbacks=list(callbacks), progress_bar=False, **trainer_arguments,
+    )  # fmt: skip
     try:
         trainer.fit()
     finally:
@@ -241,3 +231,27 @@ def bound_seconds(lengths: np.ndarray, times: Sequence[tuple[int, int, float]]) 
     counts, widths, seconds = np.array(times).T
     # Seconds per token vary little with the width, so interpolate those.
     return float(np.sum(np.interp(lengths, widths, seconds / counts / widths) * lengths))
+
+
+def fit_cost_model(num_rows: Sequence[int], widths: Sequence[int], seconds: Sequence[float]) -> CostModel:
+    """Fit time per token, per token squared and per launch by least squares of the relative errors.
+
+    Args:
+        num_rows: Rows of each timed microbatch.
+        widths: Their padded widths in tokens.
+        seconds: Their measured times, positive.
+
+    Raises:
+        ValueError: Times do not grow with the number of tokens.
+    """
+    n, w, t = (np.asarray(values, dtype=np.float64) for values in (num_rows, widths, seconds))
+    terms = np.stack([n * w, n * w * w, np.ones_like(n)], axis=1) / t[:, None]
+    scale = terms.max(axis=0)  # columns differ by many orders of magnitude
+    per_token, per_square, per_launch = (nnls(terms / scale, np.ones_like(t))[0] / scale).tolist()
+    if per_token <= 0:
+        raise ValueError('Measured times must grow with the number of tokens. Time wider or longer microbatches.')
+    return CostModel(
+        quadratic=per_token / per_square if per_square > 0 else float('inf'),
+        launch=per_launch / per_token,
+        seconds_per_token=per_token,
+    )

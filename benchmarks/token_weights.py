@@ -33,12 +33,10 @@ from typing import Any
 import torch
 from composer.utils import dist, get_device
 
-from benchmarks.launch import on_ranks
 from benchmarks.length_sets import read_tables
-from benchmarks.machine import machine
-from benchmarks.pages import ROOT, filled, table
+from benchmarks.machine import machine, on_ranks
 from benchmarks.record import RESULTS as FOLDER
-from benchmarks.record import write_at_once
+from benchmarks.record import ROOT, filled, parser_of, table, write_at_once
 from composer_tokacc import BatchLayout, TokenAccumulation, measure_token_weights, token_data_spec
 
 RESULTS = FOLDER / 'token_weights.json'
@@ -141,7 +139,6 @@ def trl(model: Any, microbatches: list[Batch]) -> None:
 
 
 def step_of(host: str) -> Callable[[Any, list[Batch]], Any]:
-    """How a trainer makes one optimizer step of this rank's microbatches."""
     if host in ('ours', 'trl'):
         return {'ours': ours, 'trl': trl}[host]
     from benchmarks.rivals.adapters import ADAPTERS
@@ -150,7 +147,6 @@ def step_of(host: str) -> Callable[[Any, list[Batch]], Any]:
 
 
 def measured(subject: str, host: str) -> dict[str, Any]:
-    """One row of the results: one step on every rank."""
     lengths, silent, source = lengths_of(subject)
     model, rank, ranks = tiny_llama(), dist.get_global_rank(), dist.get_world_size()
     layout = BatchLayout.for_model(model)
@@ -260,10 +256,9 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, results=RESULTS)
     parser.add_argument('--hosts', nargs='*', choices=[*HOSTS, []], default=list(HOSTS))
     parser.add_argument('--ranks', type=int, nargs='+', choices=(1, 2), default=[1, 2])
-    parser.add_argument('--results', type=Path, default=RESULTS)
     parser.add_argument('work_results', type=Path, nargs='?', help=argparse.SUPPRESS)
     given = parser.parse_args()
     installed = [host for host in given.hosts if find_spec(HOSTS[host][1].replace('mosaicml', 'composer'))]

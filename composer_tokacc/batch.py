@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,11 +33,7 @@ def own_labels(batch: Batch) -> torch.Tensor | None:
 
 
 def labels_of(batch: Any) -> torch.Tensor:
-    """Returns the labels of a batch, integers ``(rows, width)``.
-
-    Raises:
-        ValueError: If there are none, or they are of another shape or type.
-    """
+    """Returns the labels of a batch, integers ``(rows, width)``; raises ValueError where there are no such ones."""
     if not isinstance(batch, Mapping) or not isinstance(batch.get('labels'), torch.Tensor):
         got = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
         raise ValueError(
@@ -72,10 +69,8 @@ def check_ids(batch: Batch) -> None:
 def check_batch(batch: Any, vocabulary: int | None = None, *, is_decoder: bool = False) -> None:
     """Raises ValueError, naming the sample, where torch would only say that an index is out of range.
 
-    Args:
-        batch: A batch or microbatch with ``labels``, on the CPU.
-        vocabulary: Ids that a label may have; None: not known.
-        is_decoder: Whether labels must stand at the positions of the ids.
+    The batch is on the CPU. ``vocabulary``: ids that a label may have, None: not known; ``is_decoder``: whether labels
+    must stand at the positions of the ids.
     """
     labels = labels_of(batch)
     check_ids(batch)
@@ -86,9 +81,7 @@ def check_batch(batch: Any, vocabulary: int | None = None, *, is_decoder: bool =
             'has no mean over tokens: train it without TokenAccumulation.'
         )
     if labels.dtype != torch.int64:
-        raise ValueError(
-            f'`labels` must be int64, as cross-entropy takes them, got: {labels.dtype}. Give it `.long()`.'
-        )
+        raise ValueError(f'`labels` must be int64 for cross-entropy, got: {labels.dtype}. Give it `.long()`.')
     if not labels.numel():
         raise ValueError(
             f'A batch must hold at least one row of one token, got: labels of shape {tuple(labels.shape)}. Have the '
@@ -101,10 +94,8 @@ def check_batch(batch: Any, vocabulary: int | None = None, *, is_decoder: bool =
             f'`attention_mask` must be a tensor of shape (rows, width) or (rows, heads, width, width), got: {got}, '
             f'beginning with {sample_name(batch, 0)}. Give one mask for all heads as `mask[:, None]`.'
         )
-    ids = labels.masked_fill(labels == IGNORE_INDEX, 0)
-    low, high = (int(bound) for bound in ids.aminmax())
-    if low < 0 or (vocabulary is not None and high >= vocabulary):
-        bad = ids < 0 if vocabulary is None else (ids < 0) | (ids >= vocabulary)
+    bad = (labels != IGNORE_INDEX) & ((labels < 0) | (labels >= (sys.maxsize if vocabulary is None else vocabulary)))
+    if bool(bad.any()):
         row = int(bad.any(dim=1).int().argmax())
         last = 'one of the vocabulary' if vocabulary is None else f'from 0 to {vocabulary - 1}'
         raise ValueError(
@@ -126,28 +117,24 @@ def with_own_tensors(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 def real_positions(batch: Batch) -> torch.Tensor:
     """Returns ``(rows, width)`` bool: attended, or labelled (a label on a pad counts for some models and must stay)."""
-    return _real_columns(batch, slice(None))
+    real, labels = attended_positions(batch), own_labels(batch)
+    return real if labels is None else real | (labels != IGNORE_INDEX)
 
 
-def _real_columns(batch: Batch, columns: slice) -> torch.Tensor:
-    real, labels = attended_positions(batch, columns), own_labels(batch)
-    return real if labels is None else real | (labels[:, columns] != IGNORE_INDEX)
-
-
-def attended_positions(batch: Batch, columns: slice = slice(None)) -> torch.Tensor:
-    """Returns ``(rows, columns)`` bool: all that the mask does not hide; those of a mask of another input are all."""
+def attended_positions(batch: Batch) -> torch.Tensor:
+    """Returns ``(rows, width)`` bool: all that the mask does not hide; those of a mask of another input are all."""
     ids, mask = text_of(batch), batch.get('attention_mask')
     if mask is None or 'input_ids' not in batch:
-        return torch.ones_like(ids[:, columns], dtype=torch.bool)
+        return torch.ones_like(ids, dtype=torch.bool)
     if mask.dim() > 2:  # additive masks hold 0 where a key is attended, boolean ones True
         attended = mask == 0 if mask.dtype.is_floating_point else mask.bool()
-        return attended.flatten(1, -2).any(dim=1).expand_as(ids)[:, columns]
-    return mask[:, columns] != 0
+        return attended.flatten(1, -2).any(dim=1).expand_as(ids)
+    return mask != 0
 
 
 def padding_side(batch: Batch) -> str:
     """Returns ``'left'`` if every row ends at the last column and some do not start at the first, else ``'right'``."""
-    return side_of(_real_columns(batch, slice(None, None, max(text_of(batch).shape[1] - 1, 1))))
+    return side_of(real_positions(batch))
 
 
 def side_of(real: torch.Tensor) -> str:

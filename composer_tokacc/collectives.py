@@ -70,26 +70,21 @@ def max_over_ranks(values: Sequence[int]) -> list[int]:
 
 
 class RankSum:
-    """Starts one all-reduce of numbers; :meth:`read` waits for it the first time.
+    """Starts one all-reduce of numbers, equally many on all ranks; :meth:`read` waits for it the first time.
 
     Composer's own ``dist.all_reduce`` waits at once, for a rank that may be late. Here the waiting is left to whichever
     collective the host needs first, so it is never paid twice.
-
-    Args:
-        values: This rank's numbers, int64 or float64, equally many on all ranks, where the process group reduces.
     """
 
     def __init__(self, values: torch.Tensor) -> None:
-        self._values: tuple[float, ...] | None = None
-        self._tensor = values
-        self._work = None
-        if _can_ask():
-            self._work = torch.distributed.all_reduce(self._tensor, async_op=True)
+        self._tensor = values  # int64 or float64, where the process group reduces
+        self._work = torch.distributed.all_reduce(values, async_op=True) if _can_ask() else None
+        self._sums: tuple[float, ...] | None = None
 
     def read(self) -> tuple[float, ...]:
         """Returns the sums over all ranks."""
-        if self._values is None:
+        if self._sums is None:
             if self._work is not None:
                 self._work.wait()
-            self._values = tuple(self._tensor.tolist())
-        return self._values
+            self._sums = tuple(self._tensor.tolist())
+        return self._sums

@@ -3,72 +3,39 @@
 
 """Private names of the hosts: a release that changes one breaks this module, and no other.
 
-Each is read in torch 2.7, transformers 5.23, mosaicml 0.32 and numba 0.68. Nothing is imported before it is used.
+Each is read in torch 2.7, transformers 5.23 and mosaicml 0.32; numba's is in ``planning/compiled.py``, without torch.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from datetime import timedelta
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
-if TYPE_CHECKING:
-    import torch
-    from torch._guards import detect_fake_mode
-    from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
-    from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
-    from torch.nn.modules.dropout import _DropoutNd as Dropout
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only, tree_unflatten
+import numpy as np
+import torch
 
-__all__ = [
-    'BatchNorm',
-    'DataDependentOutputException',
-    'Dropout',
-    'FakeTensor',
-    'FakeTensorMode',
-    'TorchDispatchMode',
-    'attention_of',
-    'composer_state_types',
-    'detect_fake_mode',
-    'gradient_hooks',
-    'inner_model',
-    'is_reduced',
-    'let_fake_weights_be_swapped',
-    'new_shared_storage',
-    'put_back_torch_names',
-    'set_machine_code_cache',
-    'skip_embedding_resize',
-    'state_of_gradient',
-    'steps_after_gradients',
-    'storage_key',
-    'tree_flatten',
-    'tree_iter',
-    'tree_map_only',
-    'tree_unflatten',
-]
+# Memory of a model whose weights are nowhere: torch.compile's tensors without data.
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 
-_FOUND_IN = {
-    # Memory of a model whose weights are nowhere: torch.compile's tensors without data.
-    'FakeTensor': ('torch._subclasses.fake_tensor', 'FakeTensor'),
-    'FakeTensorMode': ('torch._subclasses.fake_tensor', 'FakeTensorMode'),
-    'DataDependentOutputException': ('torch._subclasses.fake_tensor', 'DataDependentOutputException'),
-    'detect_fake_mode': ('torch._guards', 'detect_fake_mode'),
-    # What sees every operation; public extensions of torch subclass it all the same.
-    'TorchDispatchMode': ('torch.utils._python_dispatch', 'TorchDispatchMode'),
-    # Tensors inside of nested arguments; `torch.utils.pytree` came after 2.7.
-    'tree_flatten': ('torch.utils._pytree', 'tree_flatten'),
-    'tree_iter': ('torch.utils._pytree', 'tree_iter'),
-    'tree_map_only': ('torch.utils._pytree', 'tree_map_only'),
-    'tree_unflatten': ('torch.utils._pytree', 'tree_unflatten'),
-    # The common bases of layers of one, two and three dimensions, and of those that synchronise over ranks.
-    'BatchNorm': ('torch.nn.modules.batchnorm', '_BatchNorm'),
-    'Dropout': ('torch.nn.modules.dropout', '_DropoutNd'),
-}
+# The common bases of layers of one, two and three dimensions, and of those that synchronise over ranks.
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.dropout import _DropoutNd as Dropout
+from torch.torch_version import TorchVersion
+
+# What sees every operation; public extensions of torch subclass it all the same.
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Tensors inside of nested arguments; `torch.utils.pytree` came after 2.7.
+from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only, tree_unflatten
+
+__all__ = ['BatchNorm', 'DataDependentOutputException', 'Dropout', 'FakeTensor', 'FakeTensorMode', 'TorchDispatchMode',
+           'detect_fake_mode', 'tree_flatten', 'tree_iter', 'tree_map_only', 'tree_unflatten']  # fmt: skip
 
 _NEEDED_BY_COMPOSER = {
     # What mosaicml 0.32 takes from torch when it is imported, and the public module that has it, if any.
@@ -112,14 +79,6 @@ def _gone(name: str) -> type:
     return type(name.rpartition('.')[-1], (), {'__new__': use})
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _FOUND_IN:
-        raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-    module, attribute = _FOUND_IN[name]
-    globals()[name] = found = getattr(importlib.import_module(module), attribute)
-    return found
-
-
 def inner_model(model: torch.nn.Module) -> torch.nn.Module:
     """Returns the model inside of DDP and of torch.compile, which keeps it as ``_orig_mod``."""
     while [name for name, _ in model.named_children()] in (['module'], ['_orig_mod']):
@@ -158,8 +117,6 @@ def _is_of_torch(hook: Any) -> bool:
 
 def new_shared_storage(num_bytes: int) -> torch.UntypedStorage:
     """Returns memory that other processes see, as ``default_collate`` takes it in a worker: it is sent uncopied."""
-    import torch
-
     return torch.UntypedStorage._new_shared(num_bytes)
 
 
@@ -168,11 +125,9 @@ def storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-@contextmanager
-def let_fake_weights_be_swapped() -> Iterator[None]:
+def let_fake_weights_be_swapped() -> AbstractContextManager[Any]:
     """Hides weak references: the newest ``Module.to`` swaps fake weights, and refuses those in the mode's own cache."""
-    with patch('weakref.getweakrefs', lambda _: []):
-        yield
+    return patch('weakref.getweakrefs', lambda _: [])
 
 
 def attention_of(config: Any) -> str:
@@ -181,29 +136,12 @@ def attention_of(config: Any) -> str:
 
 
 def composer_state_types() -> list[Any]:
-    """Returns the types in Composer's checkpoints that torch's safe loading does not know: random states, timestamps.
-
-    numpy says how its arrays are rebuilt by a private name, 2.x by another one than 1.x.
-    """
-    from datetime import timedelta
-
-    import numpy as np
-    from torch.torch_version import TorchVersion
-
-    rebuild = np.zeros(1).__reduce__()[0]
+    """Returns the types in Composer's checkpoints that torch's safe loading does not know: random states, times."""
+    rebuild = np.zeros(1).__reduce__()[0]  # a private name, in numpy 2.x another one than in 1.x
     return [rebuild, np.ndarray, np.dtype, type(np.dtype('uint32')), TorchVersion, timedelta]
 
 
-def set_machine_code_cache(dispatcher: Any, cache: Any) -> None:
-    """Gives a compiled function a cache of its own; numba's ``cache=True`` takes its own class alone."""
-    dispatcher._cache = cache
-
-
 def skip_embedding_resize(model_class: type) -> type:
-    """Switches off Composer's check of embeddings, which fails for configs whose ``vocab_size`` is in their text part.
-
-    Args:
-        model_class: A subclass of ``HuggingFaceModel`` whose embeddings are known to fit.
-    """
+    """Switches off Composer's check of embeddings, which fails for configs with ``vocab_size`` in their text part."""
     model_class._check_tokenizer_and_maybe_resize_embeddings = lambda self, allow_embedding_resizing: None
     return model_class

@@ -15,7 +15,7 @@ import torch
 
 from composer_tokacc.batch import IGNORE_INDEX, attended_positions, labels_of, text_of
 
-log = logging.getLogger(__name__)
+_warn_once = cache(logging.getLogger(__name__).warning)
 
 LOSS_RULES = ('causal', 'causal_attended', 'unshifted')
 """Which labels a model's own loss averages over: see :func:`.loss_mask`."""
@@ -52,11 +52,7 @@ class TokenCounts:
 
 
 def check_rule(loss_tokens: str, *, allow_auto: bool = False) -> str:
-    """Returns the rule, if there is such a one; ``'auto'`` is one where it is allowed.
-
-    Raises:
-        ValueError: If not; names the valid ones.
-    """
+    """Returns the rule, or raises ValueError if there is no such one; ``'auto'`` is one where it is allowed."""
     allowed = ('auto', *LOSS_RULES) if allow_auto else LOSS_RULES
     if loss_tokens not in allowed:
         raise ValueError(f'`loss_tokens` must be one of {allowed}, got: {loss_tokens!r}.')
@@ -89,16 +85,11 @@ def mask_document_starts(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     starts = document_starts(batch)
     if starts is None or not bool((batch['labels'][starts] != IGNORE_INDEX).any()):
         return batch
-    _say_that_labels_are_masked()
-    return {**batch, 'labels': batch['labels'].masked_fill(starts, IGNORE_INDEX)}
-
-
-@cache
-def _say_that_labels_are_masked() -> None:
-    log.warning(
+    _warn_once(
         'Rows are packed (`position_ids` restart at 0), and the first token of a further document has a label, which '
         'the document before it would predict: it is set to -100, in this and all later batches.'
     )
+    return {**batch, 'labels': batch['labels'].masked_fill(starts, IGNORE_INDEX)}
 
 
 def loss_mask(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> torch.Tensor:
@@ -149,13 +140,9 @@ def count_tokens(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> Token
         >>> count_tokens({'labels': labels, 'attention_mask': mask})
         TokenCounts(loss_generating=(2, 1), real=(3, 2), padded=(0, 1))
     """
-    counted = counted_tokens(batch, loss_tokens)
-    real, width = real_tokens(batch), text_of(batch).shape[1]
-    return TokenCounts(
-        loss_generating=tuple(counted.sum(dim=1).tolist()),
-        real=tuple(real),
-        padded=tuple(width - row for row in real),
-    )
+    counted, real, width = counted_tokens(batch, loss_tokens), real_tokens(batch), text_of(batch).shape[1]
+    padded = tuple(width - row for row in real)
+    return TokenCounts(loss_generating=tuple(counted.sum(dim=1).tolist()), real=tuple(real), padded=padded)
 
 
 def real_tokens(batch: Mapping[str, Any]) -> list[int]:

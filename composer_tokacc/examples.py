@@ -25,11 +25,8 @@ _INSTALLED = ('share', 'composer_tokacc')
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the program; status 1 if a file of another content was in the way, 2 if nothing can be copied."""
-    parser = argparse.ArgumentParser(
-        prog='python -m composer_tokacc.examples',
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser('python -m composer_tokacc.examples', description=__doc__, formatter_class=form)
     parser.add_argument('folder', nargs='?', default='.', type=Path)
     folder = parser.parse_args(arguments).folder
     try:

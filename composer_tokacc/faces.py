@@ -12,12 +12,7 @@ from typing import Any
 
 
 def on_first_use(face: str, places: Mapping[str, str]) -> Callable[[str], Any]:
-    """Returns a module's ``__getattr__``, and has ``dir`` list the names.
-
-    Args:
-        face: Name of that module.
-        places: For each name the module of that package in which it stands.
-    """
+    """Returns a package's ``__getattr__``, and has ``dir`` list the names; ``places``: in which module each stands."""
     module = sys.modules[face]
 
     def load(name: str) -> Any:

@@ -43,20 +43,16 @@ class InvarianceCase:
 
     @classmethod
     def from_gradients(
-        cls,
-        found: Gradients,
-        expected: Gradients,
-        *,
-        cut: str,
-        padding: str,
-        microbatch_size: int,
+        cls, found: Gradients, expected: Gradients, *, cut: str, padding: str, microbatch_size: int,
         is_held: bool = True,
-    ) -> InvarianceCase:
+    ) -> InvarianceCase:  # fmt: skip
         """Compares gradients on every rank, and gives the worst: the same verdict on all; a collective."""
         error, reason = relative_error(found, expected)
+        along = sum(_product(found[name], expected[name]) for name in found.keys() & expected.keys())
+        factor = along / sum(_product(value, value) for value in expected.values())
         case = cls(
-            cut=cut, padding=padding, microbatch_size=microbatch_size, error=error, factor=_factor(found, expected),
-            reason=reason, is_held=is_held,
+            cut=cut, padding=padding, microbatch_size=microbatch_size, error=error, factor=factor, reason=reason,
+            is_held=is_held,
         )  # fmt: skip
         return max(all_gather_object(case), key=lambda one: one.error)
 
@@ -154,7 +150,9 @@ def verify_invariance(
     for padding in [padding_sides] if isinstance(padding_sides, str) else padding_sides:
         whole = dict(layout.with_media(layout.concat(everyone, padding_side=padding)))
         given = with_own_tensors(whole)
-        expected = _copied(reference(given) if reference is not None else gradients([given]))
+        expected = reference(given) if reference is not None else gradients([given])
+        # Out of reach of the next step, which may write into the same tensors.
+        expected = {name: gradient.detach().clone() for name, gradient in expected.items()}
         for cut, size, microbatches in _cuts(layout, own, whole, padding, microbatch_sizes):
             # Copies, as a trainer may write into its batches, and cuts share their tensors.
             found = gradients([dict(layout.with_media(with_own_tensors(one))) for one in microbatches])
@@ -171,11 +169,9 @@ def _telling_rows(
         raise ValueError(f'`rows` must hold as many rows on every rank, and at least 2, got: {counts}.')
     # Those with media have the most entries, and tell the layout.
     layout = layout or BatchLayout.infer(max(batches, key=len))
-    own = [
-        layout.trim(layout.select(without_metadata(batch), [row]))
-        for batch in batches
-        for row in range(layout.num_rows(batch))
-    ]
+    own: list[dict[str, Any]] = []
+    for batch in map(without_metadata, batches):
+        own += [layout.trim(layout.select(batch, [row])) for row in range(layout.num_rows(batch))]
     of_ranks = all_gather_object(own)
     everyone = [row for of_rank in of_ranks for row in of_rank]
     counts = {rule: [int(loss_mask(row, rule).sum()) for row in everyone] for rule in ('unshifted', 'causal')}
@@ -185,8 +181,7 @@ def _telling_rows(
                 f'`rows` must differ in their numbers of labels, got: {labels[0]} in each of {len(everyone)} rows, '
                 f'counted {rule}. Among such rows a mean of means is the mean over all tokens, and nothing is proven.'
             )
-    totals = [[sum(labels[start : start + len(own)]) for start in range(0, len(labels), len(own))]
-              for labels in counts.values()]  # fmt: skip
+    totals = torch.tensor(list(counts.values())).view(len(counts), -1, len(own)).sum(dim=2).tolist()
     if len(of_ranks) > 1 and any(len(set(of_rule)) == 1 for of_rule in totals):
         # Ranks with equally many labels would hide a mean over ranks: rows are dealt anew, those of few labels first.
         order = sorted(range(len(everyone)), key=lambda row: [labels[row] for labels in counts.values()])
@@ -196,27 +191,16 @@ def _telling_rows(
 
 
 def relative_error(found: Gradients, expected: Gradients) -> tuple[float, str]:
-    """Relative error over all parameters, and which of them has the largest part in it.
+    """Returns ``|found - expected| / |expected|`` over all parameters, and a line that names the one most off.
 
-    A gradient that is absent counts as zero.
-
-    Args:
-        found: Gradient of each parameter, by name.
-        expected: The same of the reference.
-
-    Returns:
-        ``|found - expected| / |expected|`` over all parameters together, and a line that names the parameter.
-
-    Raises:
-        ValueError: If the reference is zero everywhere.
+    A gradient that is absent counts as zero. Raises ValueError if the reference is zero everywhere.
     """
-    none = torch.zeros(())
-    squares, norm = {}, 0.0
+    none, squares = torch.zeros(()), {}
     for name in sorted(found.keys() | expected.keys()):
-        wanted = expected.get(name, none).cpu().double()
-        square = float((found.get(name, none).cpu().double() - wanted).square().sum())
+        off = found.get(name, none).cpu().double() - expected.get(name, none).cpu().double()
+        square = float(off.square().sum())
         squares[name] = square if square == square else float('inf')  # NaN is no number to compare
-        norm += float(wanted.square().sum())
+    norm = sum(_product(value, value) for value in expected.values())
     if not norm > 0.0:
         raise ValueError(
             f'The reference gradient must be above zero, got: norm {norm} over {len(expected)} parameters. Rows need '
@@ -227,16 +211,8 @@ def relative_error(found: Gradients, expected: Gradients) -> tuple[float, str]:
     return (sum(squares.values()) / norm) ** 0.5, f'most of all, {worst} {reason}'
 
 
-def _factor(found: Gradients, expected: Gradients) -> float:
-    """Least-squares factor between the two."""
-    shared = found.keys() & expected.keys()
-    along = sum(float((found[name].cpu().double() * expected[name].cpu().double()).sum()) for name in shared)
-    return along / sum(float(value.cpu().double().square().sum()) for value in expected.values())
-
-
-def _copied(gradients: Gradients) -> dict[str, torch.Tensor]:
-    """Out of reach of the next step, which may write into the same tensors."""
-    return {name: gradient.detach().clone() for name, gradient in gradients.items()}
+def _product(first: torch.Tensor, second: torch.Tensor) -> float:
+    return float((first.cpu().double() * second.cpu().double()).sum())
 
 
 def _cuts(

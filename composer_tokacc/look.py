@@ -56,16 +56,12 @@ def look(config: TrainConfig, *, count: int = 12, is_eval: bool = False) -> None
     if built is None:
         raise ConfigError('`dataset.eval` must be given for eval=true, got: none')
     dataset, tokenizer = source.by_index(built), getattr(processor, 'tokenizer', processor)
-    for index in _spread(source.measure(built, processor).lengths.tolist(), count):
+    lengths = source.measure(built, processor).lengths
+    # The shortest, the longest, and others evenly between.
+    between = [place * (len(lengths) - 1) // max(count - 1, 1) for place in range(count)]
+    places = dict.fromkeys([int(lengths.argmin()), int(lengths.argmax()), *between, *range(len(lengths))])
+    for index in sorted(list(places)[:count]):
         print(f'\n{described(dataset[index], tokenizer, index)}', flush=True)
-
-
-def _spread(lengths: Sequence[int], count: int) -> list[int]:
-    """Returns so many indices: the shortest, the longest, and others evenly between."""
-    last = len(lengths) - 1
-    ends = [min(range(len(lengths)), key=lengths.__getitem__), max(range(len(lengths)), key=lengths.__getitem__)]
-    between = [place * last // max(count - 1, 1) for place in range(count)]
-    return sorted(list(dict.fromkeys([*ends, *between, *range(len(lengths))]))[:count])
 
 
 def described(sample: Mapping[str, Any], tokenizer: Any, index: int) -> str:

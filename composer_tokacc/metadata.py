@@ -60,14 +60,10 @@ def sources_of(batch: Mapping[str, Any]) -> Sequence[str | None] | None:
     return names if all(isinstance(name, str | None) for name in names) else None
 
 
-def _is_ours(key: Any) -> bool:
-    return isinstance(key, str) and key.startswith(METADATA_PREFIX)
-
-
 def metadata_of(batch: Any) -> dict[str, list[Any]]:
     """Returns what the batch brings of ours, by name without the prefix."""
-    keys = filter(_is_ours, batch if isinstance(batch, Mapping) else ())
-    return {key.removeprefix(METADATA_PREFIX): batch[key] for key in keys}
+    keys = batch if isinstance(batch, Mapping) else ()
+    return {key.removeprefix(METADATA_PREFIX): batch[key] for key in keys if str(key).startswith(METADATA_PREFIX)}
 
 
 def with_metadata(batch: Mapping[str, Any], **facts: Sequence[Any]) -> dict[str, Any]:
@@ -77,7 +73,7 @@ def with_metadata(batch: Mapping[str, Any], **facts: Sequence[Any]) -> dict[str,
 
 def without_metadata(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the batch as its loader made it."""
-    return {key: value for key, value in batch.items() if not _is_ours(key)}
+    return {key: value for key, value in batch.items() if not str(key).startswith(METADATA_PREFIX)}
 
 
 def is_annotated(batch: Any, loss_tokens: str | None = None) -> bool:
@@ -87,12 +83,10 @@ def is_annotated(batch: Any, loss_tokens: str | None = None) -> bool:
 
 
 def annotate(batch: Mapping[str, Any], loss_tokens: str = 'causal', token_weights: str = 'token') -> Mapping[str, Any]:
-    """The batch with the counts of its rows (see :data:`METADATA_PREFIX`), and packed rows masked as they are counted.
+    """Returns the batch with the counts of its rows, see :data:`METADATA_PREFIX`; packed rows are masked as counted.
 
-    Args:
-        batch: A batch with ``labels``, on the CPU where counting shall sync nothing.
-        loss_tokens: The rule, see :func:`.loss_mask`.
-        token_weights: What the tokens weigh, see :data:`TOKEN_WEIGHTS`.
+    It is on the CPU where counting shall sync nothing. The rule is of :func:`.loss_mask`, the weights of
+    :data:`TOKEN_WEIGHTS`.
     """
     if isinstance(batch, PreSplitBatch):
         return batch.map(lambda microbatch: annotate(microbatch, loss_tokens, token_weights))
@@ -100,7 +94,9 @@ def annotate(batch: Mapping[str, Any], loss_tokens: str = 'causal', token_weight
     if is_annotated(batch, loss_tokens) and (is_plain or f'{METADATA_PREFIX}weights' in batch):
         return dict(batch)
     samples = samples_of(batch)
-    batch = _without_added_labels(batch, samples)
+    if not all(samples):  # rows that are no samples weigh nothing, whatever labels their loader left on them
+        is_added = ~torch.tensor(samples, dtype=torch.bool, device=batch['labels'].device)
+        batch = {**batch, 'labels': batch['labels'].masked_fill(is_added[:, None], IGNORE_INDEX)}
     batch = batch if loss_tokens == 'unshifted' else mask_document_starts(batch)
     counts = count_tokens(batch, loss_tokens)
     facts: dict[str, Sequence[Any]] = {
@@ -120,15 +116,6 @@ def annotate(batch: Mapping[str, Any], loss_tokens: str = 'causal', token_weight
             SourceShare(source, loss, real, weight) if number else None for source, loss, real, weight, number in rows
         ]
     return with_metadata(batch, **facts)
-
-
-def _without_added_labels(batch: Mapping[str, Any], samples: Sequence[int]) -> Mapping[str, Any]:
-    """Returns rows that are no samples weigh nothing, whatever labels their loader left on them."""
-    if all(samples):
-        return batch
-    labels = batch['labels'].clone()
-    labels[[row for row, number in enumerate(samples) if number == 0]] = IGNORE_INDEX
-    return {**batch, 'labels': labels}
 
 
 def num_rows(batch: Mapping[str, Any]) -> int:

@@ -9,12 +9,8 @@ import torch
 from torch import nn
 
 # Transformers' names of what turns pixels and sounds into embeddings of the language model.
-VISION_MODULES = frozenset(
-    (
-        'vision_tower', 'visual', 'vision_model', 'image_tower', 'video_tower', 'audio_tower', 'qformer',
-        'multi_modal_projector', 'connector',
-    )
-)  # fmt: skip
+VISION_MODULES = {'vision_tower', 'visual', 'vision_model', 'image_tower', 'video_tower', 'audio_tower', 'qformer',
+                  'multi_modal_projector', 'connector'}  # fmt: skip
 
 
 def vision_modules(model: nn.Module) -> list[nn.Module]:

@@ -27,11 +27,10 @@ from composer_tokacc.programs import TrainConfig
 from composer_tokacc.programs.answers import answers_of
 from composer_tokacc.programs.build import build_loggers, build_parts, build_trainer
 from composer_tokacc.programs.checkpoints import checkpoint_folder, keep_to_whole_checkpoint, lock_folder
-from composer_tokacc.programs.errors import must
+from composer_tokacc.programs.errors import in_words_of, must
 from composer_tokacc.programs.registry import without
 from composer_tokacc.programs.rehearsal import rehearsal_of
-from composer_tokacc.programs.report_page import JsonLines
-from composer_tokacc.programs.run_result import summarize, write_report
+from composer_tokacc.programs.run_result import JsonLines, summarize, write_report
 from composer_tokacc.programs.runner import run_program
 from composer_tokacc.programs.suggest import watch_flops
 
@@ -61,7 +60,7 @@ def run(config: TrainConfig) -> None:
         return
     folder = checkpoint_folder(config.trainer)
     # One process writes for all; the others wait for it where the ranks meet.
-    with lock_folder(folder if dist.get_global_rank() == 0 else None):
+    with in_words_of(config), lock_folder(folder if dist.get_global_rank() == 0 else None):
         if dist.get_local_rank() == 0 and (found := keep_to_whole_checkpoint(config.trainer)):
             say(found)
         _train(config)
@@ -99,10 +98,8 @@ def _train(config: TrainConfig) -> None:
     say('starting the Trainer ...')
     trainer = build_trainer(config, parts, history, loggers)
     watch_flops(config, parts, trainer.state)
-    if (rehearsal := rehearsal_of(config, parts)) is not None:
-        trainer.state.callbacks.append(rehearsal)
-    if (answers := answers_of(config, parts)) is not None:
-        trainer.state.callbacks.append(answers)
+    answers = answers_of(config, parts)
+    trainer.state.callbacks += [one for one in (rehearsal_of(config, parts), answers) if one is not None]
     first_step = int(trainer.state.timestamp.batch.value)
     started = time.monotonic()
     duration, elapsed = trainer.state.max_duration, trainer.state.timestamp

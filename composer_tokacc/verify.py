@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 from composer_tokacc.programs.process import prepare
@@ -49,6 +50,7 @@ from composer_tokacc.programs.build import RunParts, build_parts
 from composer_tokacc.programs.errors import raised_here, refuse
 from composer_tokacc.programs.process import command_line, without_warnings
 from composer_tokacc.programs.runner import run_program
+from composer_tokacc.programs.schema import AT_LEAST_1, Range
 from composer_tokacc.weights import token_weights_of
 
 SIDES = ('right', 'left')
@@ -71,11 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument('--rows', type=int, default=8, help='rows of each rank, at most')
     parser.add_argument('--tolerance', type=float, default=1e-6)
     given, overrides = parser.parse_known_args(arguments)
-    if given.rows < 1:
-        return refuse(ConfigError(f'`--rows` must be at least 1, got: {given.rows}'), on_all_ranks=True)
-    if not 0 < given.tolerance < 1:
-        message = f'`--tolerance` must be a number between 0 and 1, got: {given.tolerance}'
-        return refuse(ConfigError(message), on_all_ranks=True)
+    for name, allowed in (('rows', AT_LEAST_1), ('tolerance', Range(above=0, below=1))):
+        if (value := getattr(given, name)) not in allowed:
+            return refuse(ConfigError(f'`--{name}` must be {allowed}, got: {value}'), on_all_ranks=True)
     return run_program(partial(_report, given.rows, given.tolerance), given.config, overrides)
 
 
@@ -117,25 +117,25 @@ def verify(config: TrainConfig, *, max_rows: int = 8, tolerance: float = 1e-6) -
     """
     # In a shorter type, round-off would hide what is looked for.
     parts = build_parts(replace(config, model=replace(config.model, dtype='float32')))
-    _switch_off_dropout(parts.model)
-    _leave_zero(parts.model)
+    _steady(parts.model)
     layout = BatchLayout.for_model(parts.model)
-    batch = next(iter(parts.train_loader.dataloader))
-    num_rows = layout.num_rows(batch)
-    # As many on every rank, so that all go through the same cases; evenly spread, since a planned batch has rows of
-    # like length beside each other.
-    num_chosen = min(max_rows, *dist.all_gather_object(num_rows))
-    chosen = [round(place) for place in torch.linspace(0, num_rows - 1, num_chosen).tolist()]
-    rows = [layout.trim(layout.select(batch, [row])) for row in chosen]
+    rows = _rows(next(iter(parts.train_loader.dataloader)), layout, max_rows)
     everyone = [row for rows_of_rank in dist.all_gather_object(rows) for row in rows_of_rank]
-    settings = config.algorithms.get('token_accumulation') or {}
-    weights, balance = settings.get('token_weights', 'token'), settings.get('router_balance', 'microbatch')
+    given = config.algorithms.get('token_accumulation') or {}
+    weights, balance = given.get('token_weights', 'token'), given.get('router_balance', 'microbatch')
     rule = ''
     if weights != 'token':
         labelled = max(everyone, key=lambda row: int((row['labels'] != IGNORE_INDEX).sum()))
         probed = _on_device(parts.model, layout.with_media(rule_batch(layout, labelled)))
         rule = find_loss_rule(Probe.from_model(parts.model), probed)
-    report, references, has_router_loss = _compared(parts, layout, rows, everyone, tolerance, weights, balance, rule)
+    cases, references, has_router_loss = [], [], False
+    for padding in SIDES:
+        together = layout.with_media(layout.concat(everyone, padding_side=padding))
+        expected, has_router_loss = _whole_gradient(parts, together, weights, rule)
+        references.append(expected)
+        own = layout.concat(rows, padding_side=padding)
+        cases += _cases(parts, layout, own, padding, expected, token_weights=weights, router_balance=balance)
+    report = InvarianceReport(cases=tuple(cases), tolerance=tolerance)
     if report.is_exact or (has_router_loss and balance == 'microbatch'):
         return report if report.is_exact else replace(report, note=ROUTER_NOTE)
     round_off = 0.0
@@ -148,54 +148,39 @@ def verify(config: TrainConfig, *, max_rows: int = 8, tolerance: float = 1e-6) -
     return held if tolerance < round_off < MOST_ROUND_OFF and held.is_exact else report
 
 
-def _compared(
-    parts: RunParts,
-    layout: BatchLayout,
-    rows: Sequence[dict[str, Any]],
-    everyone: Sequence[dict[str, Any]],
-    tolerance: float,
-    *settings: str,
-) -> tuple[InvarianceReport, list[Gradients], bool]:
-    """Returns the cases of this rank's rows, what they are held to by side, and whether the loss holds a router's."""
-    cases, references, has_router_loss = [], [], False
-    weights, balance, rule = settings
-    for padding in SIDES:
-        together = layout.with_media(layout.concat(everyone, padding_side=padding))
-        expected, has_router_loss = _whole_gradient(parts, together, weights, rule)
-        references.append(expected)
-        own = layout.concat(rows, padding_side=padding)
-        for cut, size, data, algorithm in _cuts(own, layout, weights, balance):
-            found = _trained_gradient(parts, data, size, algorithm)
-            is_ours = isinstance(algorithm, TokenAccumulation)
-            cases.append(
-                InvarianceCase.from_gradients(
-                    found, expected, cut=cut, padding=padding, microbatch_size=size, is_held=is_ours
-                )
-            )
-    return InvarianceReport(cases=tuple(cases), tolerance=tolerance), references, has_router_loss
+def _rows(batch: Mapping[str, Any], layout: BatchLayout, most: int) -> list[dict[str, Any]]:
+    """Returns single rows of this rank's batch: as many on every rank, so that all go through the same cases."""
+    num_rows = layout.num_rows(batch)
+    num_chosen = min(most, *dist.all_gather_object(num_rows))
+    # Evenly spread, since a planned batch has rows of like length beside each other.
+    chosen = [round(place) for place in torch.linspace(0, num_rows - 1, num_chosen).tolist()]
+    return [layout.trim(layout.select(batch, [row])) for row in chosen]
 
 
-def _cuts(
-    batch: dict[str, Any], layout: BatchLayout, weights: str, balance: str
-) -> Iterator[tuple[str, int, DataSpec, Algorithm]]:
-    """Stock Composer with a split that keeps image rows, and ours."""
+def _cases(
+    parts: RunParts, layout: BatchLayout, batch: dict[str, Any], padding: str, expected: Gradients, **settings: Any
+) -> Iterator[InvarianceCase]:
+    """Gives the cases of stock Composer, with a split that keeps image rows, and ours."""
     num_rows = layout.num_rows(batch)
 
     def stock(batch: dict[str, Any], size: int | float) -> list[dict[str, Any]]:
         starts = range(0, num_rows, int(size))
         return [layout.select(batch, range(start, min(start + int(size), num_rows))) for start in starts]
 
-    for size in (size for size in sorted({1, 2, 3, num_rows}) if size <= num_rows):
+    sizes = [size for size in sorted({1, 2, 3, num_rows}) if size <= num_rows]
+    for size, (cut, regroup) in product(sizes, (('stock Composer', None), ('in order', False), ('regrouped', True))):
         loader = DataLoader(_OneBatch(batch), batch_size=None)
-        yield 'stock Composer', size, DataSpec(
-            loader,
-            split_batch=stock,
-            microbatch_transforms=layout.with_media,
-            get_num_samples_in_batch=lambda batch: len(batch['input_ids']),
-        ), UnusedParameters()  # fmt: skip
-        for cut, regroup in (('in order', False), ('regrouped', True)):
-            data = token_data_spec(loader, layout=layout, regroup=regroup)
-            yield cut, size, data, TokenAccumulation(token_weights=weights, router_balance=balance)
+        if regroup is None:
+            algorithm, data = UnusedParameters(), DataSpec(
+                loader, split_batch=stock, microbatch_transforms=layout.with_media,
+                get_num_samples_in_batch=lambda batch: len(batch['input_ids']),
+            )  # fmt: skip
+        else:
+            algorithm, data = TokenAccumulation(**settings), token_data_spec(loader, layout=layout, regroup=regroup)
+        found = _trained_gradient(parts, data, size, algorithm)
+        yield InvarianceCase.from_gradients(
+            found, expected, cut=cut, padding=padding, microbatch_size=size, is_held=regroup is not None
+        )
 
 
 class _OneBatch(IterableDataset):
@@ -225,9 +210,6 @@ class UnusedParameters(Algorithm):
 
 class _Recorder(Callback):
     """Keeps the gradients before the optimizer sees them."""
-
-    def __init__(self) -> None:
-        self.gradients: Gradients = {}
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
         self.gradients = _gradients_of(state.model)
@@ -281,27 +263,26 @@ def _whole_gradient(parts: RunParts, batch: Mapping[str, Any], weights: str, rul
 
 
 def _gradients_of(model: torch.nn.Module) -> Gradients:
-    """By name, as the model has it before DDP is around it."""
+    """Returns them by name, as the model has it before DDP is around it."""
     named = ((name.removeprefix('module.'), p) for name, p in model.named_parameters())
     return {name: p.grad.clone() for name, p in named if p.grad is not None}
 
 
-def _leave_zero(model: torch.nn.Module) -> None:
-    """Moves what is trained and all zero: a fresh adapter's B, without which A has no gradient that could be wrong."""
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        if parameter.requires_grad and not parameter.any():
-            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+def _steady(model: torch.nn.Module) -> None:
+    """Switches off dropout, whose masks would differ, and moves what is trained and all zero.
 
-
-def _switch_off_dropout(model: torch.nn.Module) -> None:
-    """Random masks would differ between one forward and many."""
+    That is a fresh adapter's B, without which A has no gradient that could be wrong.
+    """
     for module in model.modules():
         if isinstance(module, Dropout):
             module.p = 0.0
         for name in ('attention_dropout', 'dropout'):
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.requires_grad and not parameter.any():
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
 
 
 if __name__ == '__main__':

@@ -23,7 +23,7 @@ TOKEN_WEIGHTS: dict[str, float | None] = {'token': 0.0, 'sqrt': 0.5, 'sample': 1
 def token_weights_of(
     batch: Mapping[str, Any], token_weights: str, loss_tokens: str = 'causal'
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns what the tokens of a batch weigh.
+    """Returns what tokens weigh, float32 ``(rows, width)``, 0 where no loss is generated; and where it is, bool.
 
     Args:
         batch: A batch with ``labels``; with ``loss_weights`` for ``'column'``.
@@ -31,12 +31,8 @@ def token_weights_of(
             -1/2 or -1, where a document of a packed row is a sample; or ``'column'``.
         loss_tokens: The rule, see :func:`.loss_mask`.
 
-    Returns:
-        Weights, float32 ``(rows, width)``, 0 where no loss is generated; and where it is, bool ``(rows, width)``.
-
     Raises:
-        ValueError: If a weight is missing, negative or not finite, or the weights are of another shape; with the
-            sample.
+        ValueError: If a weight is missing, negative, not finite or of another shape; with the sample.
     """
     counted = counted_tokens(batch, loss_tokens)
     power = TOKEN_WEIGHTS[token_weights]
@@ -69,12 +65,10 @@ def _given_weights(batch: Mapping[str, Any], counted: torch.Tensor) -> torch.Ten
             'such a column, or take other weights.'
         )
     if isinstance(given, (list, tuple)):
-        absent = [row for row, value in enumerate(given) if not isinstance(value, (int, float))]
-        if absent:
-            raise ValueError(
-                f'`{LOSS_WEIGHTS}` must be a number for every sample, got: {given[absent[0]]!r} for '
-                f'{sample_name(batch, absent[0])}.'
-            )
+        for row, value in enumerate(given):
+            if not isinstance(value, (int, float)):
+                name = sample_name(batch, row)
+                raise ValueError(f'`{LOSS_WEIGHTS}` must be a number for every sample, got: {value!r} for {name}.')
         given = torch.tensor(given)
     rows, width = counted.shape
     if not isinstance(given, torch.Tensor):

@@ -9,14 +9,13 @@ draws others each time, to search for what nobody has thought of. Ranks that sta
 
 from __future__ import annotations
 
-import functools
 import os
-import sys
 
 import pytest
 from hypothesis import settings
 
 from tests.support.launch import close_ranks
+from tests.support.lookups import shorten_lookups
 
 settings.register_profile('steady', derandomize=True)
 settings.register_profile('random', derandomize=False)
@@ -40,10 +39,8 @@ def _num_ranks(item) -> int:
 
 
 @pytest.fixture(scope='session', autouse=True)
-def _one_look_at_the_installation():
-    """Each Trainer looks through all files of Composer's installation for a commit, a tenth of a small test's time."""
-    if module := sys.modules.get('composer.utils.collect_env'):
-        module.get_composer_commit_hash = functools.cache(module.get_composer_commit_hash)
+def _short_lookups():
+    shorten_lookups()
 
 
 def pytest_sessionfinish():

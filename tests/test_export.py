@@ -14,7 +14,6 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from composer_tokacc import TokenAccumulation, token_data_spec
 from composer_tokacc.data import VisionLanguageCollator
 from composer_tokacc.export import main
 from composer_tokacc.programs.export_folder import export_model
@@ -23,26 +22,28 @@ from composer_tokacc.train import main as train
 from examples.digits import DigitsDataset, build_digits_processor
 from tests.programs.test_models import LLAVA
 from tests.support.launch import launch_json
-from tests.support.programs import DIGITS, QUIET, TINY_DIGITS, TINY_MODEL
-from tests.support.training import loader
-from tests.support.training import train as train_model
+from tests.support.programs import DIGITS, QUIET, TINY_DIGITS
+from tests.support.training import fit
 
 LOAD_ALONE = """
 import sys, torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
-model = AutoModelForImageTextToText.from_pretrained(sys.argv[1])
-if len(sys.argv) > 4:
-    from peft import PeftModel
-    model = PeftModel.from_pretrained(model, sys.argv[4])
-processor = AutoProcessor.from_pretrained(sys.argv[4] if len(sys.argv) > 4 else sys.argv[1])
-batch = torch.load(sys.argv[2])
-assert type(processor).__name__ == 'LlavaProcessor', type(processor)
-ids = processor.apply_chat_template(
-    [{'role': 'user', 'content': [{'type': 'text', 'text': 'Hi'}]}], tokenize=True, return_dict=True
-)['input_ids']
-assert len(ids), 'the chat template came along'
-with torch.no_grad():
-    torch.save(model.eval()(**batch).logits, sys.argv[3])
+batch, logits = torch.load(sys.argv[1]), []
+for folders in sys.argv[3:]:
+    folder, *adapter = folders.split(' with ')
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    if adapter:
+        from peft import PeftModel
+        model = PeftModel.from_pretrained(model, adapter[0])
+    processor = AutoProcessor.from_pretrained([folder, *adapter][-1])
+    assert type(processor).__name__ == 'LlavaProcessor', type(processor)
+    ids = processor.apply_chat_template(
+        [{'role': 'user', 'content': [{'type': 'text', 'text': 'Hi'}]}], tokenize=True, return_dict=True
+    )['input_ids']
+    assert len(ids), 'the chat template came along'
+    with torch.no_grad():
+        logits.append(model.eval()(**batch).logits)
+torch.save(logits, sys.argv[2])
 assert not {'composer', 'composer_tokacc'} & set(sys.modules), 'loaded by transformers alone'
 """
 
@@ -66,12 +67,13 @@ assert not {'composer', 'composer_tokacc', 'examples'} & set(sys.modules), 'load
 """
 
 
-def run(folder, *arguments):
-    arguments = [
-        *TINY_DIGITS, *TINY_MODEL, *QUIET, 'trainer.max_duration=2ba', f'trainer.save_folder={folder}/checkpoints',
-        f'report.folder={folder}/report', *arguments,
-    ]  # fmt: skip
-    assert train([DIGITS, *arguments]) == 0
+@pytest.fixture(scope='session')
+def trained(tmp_path_factory):
+    """The checkpoint of a run of two steps, and the folder that it exported at its end."""
+    folder = tmp_path_factory.mktemp('trained')
+    arguments = [f'trainer.save_folder={folder}', f'report.folder={folder}', 'report.export=true']
+    assert train([DIGITS, *TINY_DIGITS, 'trainer.max_duration=2ba', *arguments]) == 0
+    return folder / 'latest-rank0.pt', folder / 'exported'
 
 
 def a_batch():
@@ -81,16 +83,18 @@ def a_batch():
     return {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
 
 
-def logits_of_export(folder, *adapter):
-    """Logits in a process that imports neither Composer nor this package."""
-    torch.save(a_batch(), folder.parent / 'batch.pt')
-    target = folder.parent / 'logits.pt'
-    done = subprocess.run(
-        [sys.executable, '-c', LOAD_ALONE, str(folder), str(folder.parent / 'batch.pt'), str(target), *adapter],
-        capture_output=True, text=True, cwd=folder.parent,
-    )  # fmt: skip
+def run_alone(code, *arguments, folder):
+    """In a process that imports neither Composer nor this package."""
+    command = [sys.executable, '-c', code, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
     assert done.returncode == 0, done.stderr[-3000:]
-    return torch.load(target)
+
+
+def logits_of_exports(folder, *exports):
+    """Logits of each folder, or of an adapter: ``'BASE with ADAPTER'``."""
+    torch.save(a_batch(), folder / 'batch.pt')
+    run_alone(LOAD_ALONE, 'batch.pt', 'logits.pt', *exports, folder=folder)
+    return torch.load(folder / 'logits.pt')
 
 
 def logits_of_checkpoint(path):
@@ -98,7 +102,7 @@ def logits_of_checkpoint(path):
     from composer_tokacc.programs.models import build_transformers_model
     from composer_tokacc.programs.schema import load_config
 
-    config = load_config(DIGITS, [*TINY_DIGITS, *TINY_MODEL])
+    config = load_config(DIGITS, TINY_DIGITS)
     model = build_transformers_model(config=config.model.config, processor=build_digits_processor(), seed=99)
     weights = torch.load(path, weights_only=False)['state']['model']
     model.load_state_dict({name.removeprefix('model.'): value for name, value in weights.items()})
@@ -107,20 +111,12 @@ def logits_of_checkpoint(path):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_becomes_a_folder_that_transformers_loads_alone(tmp_path):
-    run(tmp_path)
-    checkpoint = tmp_path / 'checkpoints' / 'latest-rank0.pt'
+def test_checkpoint_and_end_of_training_become_folders_that_transformers_loads_alone(trained, tmp_path):
+    checkpoint, exported_at_the_end = trained
     assert main([str(checkpoint), str(tmp_path / 'exported')]) == 0
-    found, expected = logits_of_export(tmp_path / 'exported'), logits_of_checkpoint(checkpoint)
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_training_exports_at_its_end_where_asked(tmp_path):
-    run(tmp_path, 'report.export=true')
-    found = logits_of_export(tmp_path / 'report' / 'exported')
-    expected = logits_of_checkpoint(tmp_path / 'checkpoints' / 'latest-rank0.pt')
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    expected = logits_of_checkpoint(checkpoint)
+    for found in logits_of_exports(tmp_path, tmp_path / 'exported', exported_at_the_end):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -140,25 +136,20 @@ def test_the_demos_model_gives_the_answers_that_the_run_reported(tmp_path):
             image.save(path)
         questions.append({'messages': messages[:-1], 'images': paths})
     (tmp_path / 'questions.json').write_text(json.dumps(questions))
-    done = subprocess.run(
-        [sys.executable, '-c', ANSWER_ALONE, 'exported', 'questions.json', 'answers.json'],
-        capture_output=True, text=True, cwd=tmp_path,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_alone(ANSWER_ALONE, 'exported', 'questions.json', 'answers.json', folder=tmp_path)
     assert json.loads((tmp_path / 'answers.json').read_text()) == [answer['generated'] for answer in reported]
     num_right = sum(answer['generated'] == answer['expected'] for answer in reported)
     assert num_right >= 6, 'it has learnt something, so that answers differ'
 
 
 @pytest.mark.slow
-def test_an_adapter_is_trained_kept_alone_exported_and_merged(tmp_path):
+def test_an_adapter_is_trained_kept_alone_exported_and_merged(trained, tmp_path):
     pytest.importorskip('peft')
-    run(tmp_path / 'whole')
-    assert main([str(tmp_path / 'whole' / 'checkpoints' / 'latest-rank0.pt'), str(tmp_path / 'base')]) == 0
+    _, base = trained
     arguments = [argument for argument in TINY_DIGITS if not argument.startswith('model.')]
     lora = {'r': 4, 'modules_to_save': ['multi_modal_projector']}
     arguments += [
-        f'model.pretrained={tmp_path / "base"}', 'model.config=null', f'model.lora={lora}', 'optimizer.lr=0.01',
+        f'model.pretrained={base}', 'model.config=null', f'model.lora={lora}', 'optimizer.lr=0.01',
         'trainer.max_duration=3ba', f'trainer.save_folder={tmp_path / "checkpoints"}', 'scheduler.t_warmup=0ba',
         f'report.folder={tmp_path / "report"}',
     ]  # fmt: skip
@@ -167,25 +158,23 @@ def test_an_adapter_is_trained_kept_alone_exported_and_merged(tmp_path):
     weights = torch.load(checkpoint, weights_only=False)['state']['model']
     assert all('lora_' in name or 'modules_to_save' in name for name in weights)
 
-    model = build_model(pretrained=str(tmp_path / 'base'), processor=build_digits_processor(), lora=lora)
+    model = build_model(pretrained=str(base), processor=build_digits_processor(), lora=lora)
     before = model.model.eval()(**a_batch()).logits.detach()
     model.load_state_dict(weights, strict=True)
     expected = model.model.eval()(**a_batch()).logits.detach()
     assert (expected - before).abs().max() > 1e-3, 'three steps have moved the adapter'
 
     assert main([str(checkpoint), str(tmp_path / 'adapter')]) == 0
-    found = logits_of_export(tmp_path / 'base', str(tmp_path / 'adapter'))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     assert main([str(checkpoint), str(tmp_path / 'merged'), 'merge=true']) == 0
-    torch.testing.assert_close(logits_of_export(tmp_path / 'merged'), expected, rtol=1e-5, atol=1e-5)
+    kept, merged = logits_of_exports(tmp_path, f'{base} with {tmp_path}/adapter', tmp_path / 'merged')
+    torch.testing.assert_close(kept, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(merged, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
-def test_sharded_checkpoints_become_folders_with_the_logits_of_the_sharded_model(tmp_path):
+def test_sharded_checkpoints_become_folders_with_the_logits_of_the_sharded_model(trained, tmp_path):
     pytest.importorskip('peft')
-    base = tmp_path / 'base'
-    run(tmp_path / 'first', f'report.folder={tmp_path}/first', 'report.export=true')
-    (tmp_path / 'first' / 'exported').rename(base)
+    _, base = trained
     runs = {
         'weights': [],
         'adapter': [
@@ -210,13 +199,13 @@ def test_sharded_checkpoints_become_folders_with_the_logits_of_the_sharded_model
     torch.testing.assert_close(expected['resumed'], expected['adapter'], rtol=0, atol=0)
     sharded = {name: tmp_path / name / 'checkpoints' / 'ep0-ba2' for name in runs}
     assert main([str(sharded['weights']), str(tmp_path / 'exported')]) == 0
-    found = logits_of_export(tmp_path / 'exported')
-    torch.testing.assert_close(found, expected['weights'], rtol=1e-6, atol=1e-6)
-    assert main([str(sharded['adapter']), str(tmp_path / 'adapter_folder')]) == 0
-    found = logits_of_export(base, str(tmp_path / 'adapter_folder'))
-    torch.testing.assert_close(found, expected['adapter'], rtol=1e-6, atol=1e-6)
+    assert main([str(sharded['adapter']), str(tmp_path / 'kept')]) == 0
     assert main([str(sharded['adapter']), str(tmp_path / 'merged'), 'merge=true']) == 0
-    torch.testing.assert_close(logits_of_export(tmp_path / 'merged'), expected['adapter'], rtol=1e-5, atol=1e-5)
+    exports = tmp_path / 'exported', f'{base} with {tmp_path}/kept', tmp_path / 'merged'
+    whole, kept, merged = logits_of_exports(tmp_path, *exports)
+    torch.testing.assert_close(whole, expected['weights'], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(kept, expected['adapter'], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(merged, expected['adapter'], rtol=1e-5, atol=1e-5)
 
     # A shard that is gone.
     next(sharded['weights'].glob('__1_*.distcp')).unlink()
@@ -241,10 +230,8 @@ def lora_checkpoint(folder, lora, *, tied=False, pretrained=True, dtype=torch.fl
         source = {'pretrained': str(folder / 'base')}
     model = build_model(**source, processor=processor, lora={'r': 2, **lora})
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    train_model(
-        model, token_data_spec(loader(a_batch(), a_batch())), algorithms=[TokenAccumulation()], microbatch_size=2,
-        optimizer=torch.optim.AdamW(trained, lr=0.03), max_duration='2ba', save_folder=str(folder / 'checkpoints'),
-    )  # fmt: skip
+    optimizer, kept = torch.optim.AdamW(trained, lr=0.03), str(folder / 'checkpoints')
+    fit(model, a_batch(), a_batch(), optimizer=optimizer, save_folder=kept)
     return folder / 'checkpoints' / 'latest-rank0.pt', logits_of(model.model), logits_of(base)
 
 
@@ -300,10 +287,7 @@ def test_a_generation_config_that_transformers_reads_and_does_not_write_is_kept(
     processor = build_digits_processor()
     model = build_model(pretrained=str(tmp_path / 'base'), processor=processor, lora=lora)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    train_model(
-        model, token_data_spec(loader(a_batch())), algorithms=[TokenAccumulation()], microbatch_size=2,
-        optimizer=torch.optim.SGD(trained, lr=0.1), save_folder=str(tmp_path / 'again'),
-    )  # fmt: skip
+    fit(model, a_batch(), optimizer=torch.optim.SGD(trained, lr=0.1), save_folder=str(tmp_path / 'again'))
     merge = [] if lora is None else ['merge=true']
     assert main([str(tmp_path / 'again' / 'latest-rank0.pt'), str(tmp_path / 'exported'), *merge]) == 0
     kept = AutoModelForImageTextToText.from_pretrained(tmp_path / 'exported').generation_config.to_dict()

@@ -47,7 +47,7 @@ def test_the_package_alone_loads_nothing_of_the_hosts():
 
 def test_the_planner_loads_neither_torch_nor_composer():
     modules = loaded('from composer_tokacc import plan_microbatches\nimport composer_tokacc.planning')
-    assert rooms(modules) == {'faces', 'planning', 'compat'}
+    assert rooms(modules) == {'faces', 'planning'}
     assert not modules & {'torch', 'composer', 'transformers'}
 
 

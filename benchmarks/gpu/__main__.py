@@ -35,20 +35,15 @@ import torch
 from benchmarks.device import CPU, GPU
 from benchmarks.gpu import exactness, memory, out_of_memory, overhead, pinned, ranks, speed
 from benchmarks.gpu.report import write_report
-from benchmarks.gpu.scale import FULL, REHEARSAL, Scale, for_memory
+from benchmarks.gpu.scale import FULL, REHEARSAL, for_memory
 from benchmarks.gpu.store import Store
+from benchmarks.record import parser_of
 
 RESULTS = Path(__file__).resolve().parents[1] / 'results' / 'gpu'
 # The short ones first, so that a run that is cut off has most answers.
 PARTS = {
     'a': exactness, 'c': overhead, 'd': pinned, 'f': out_of_memory, 'b': speed, 'e': memory, 'g': ranks,
 }  # fmt: skip
-
-
-def scale_of(given: argparse.Namespace) -> Scale:
-    """The sizes for this device."""
-    scale = REHEARSAL if given.rehearse else for_memory(FULL, GPU.total_bytes())
-    return replace(scale, lengths=given.lengths)
 
 
 def run_apart(part: str, given: argparse.Namespace, seconds: float) -> None:
@@ -70,10 +65,9 @@ def run_apart(part: str, given: argparse.Namespace, seconds: float) -> None:
 
 def main() -> None:
     warnings.simplefilter('ignore')
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, results=RESULTS)
     parser.add_argument('--parts', nargs='*', choices=PARTS, default=list(PARTS))
     parser.add_argument('--lengths', type=Path, help='folder of real length tables')
-    parser.add_argument('--results', type=Path, default=RESULTS)
     parser.add_argument('--minutes', type=float, default=8.0, help='when this is spent, no further part is started')
     parser.add_argument('--rehearse', action='store_true', help='tiny sizes on the CPU')
     parser.add_argument('--alone', action='store_true', help=argparse.SUPPRESS)
@@ -83,10 +77,10 @@ def main() -> None:
     if not given.rehearse and not torch.cuda.is_available():
         parser.error('a GPU that torch can use is needed, got: none. Give --rehearse for tiny sizes on the CPU')
     if given.alone or given.rehearse:
-        scale = scale_of(given)
+        scale = REHEARSAL if given.rehearse else for_memory(FULL, GPU.total_bytes())
         store = Store(given.results, CPU if given.rehearse else GPU)
         for part in given.parts:
-            PARTS[part].run(scale, store)
+            PARTS[part].run(replace(scale, lengths=given.lengths), store)
     else:
         ends = time.monotonic() + 60 * given.minutes
         for part in given.parts:

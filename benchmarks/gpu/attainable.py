@@ -10,15 +10,14 @@ A GPU that is busy takes time in proportion to positions, but for attention, whi
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
 from benchmarks.gpu.scale import FULL, Scale
 from benchmarks.gpu.speed import TARGETS, lengths_of
+from benchmarks.record import parser_of
 from composer_tokacc.planning import CutOptions, cut_rows
 
 BATCHES = 40
@@ -38,16 +37,13 @@ def positions(lengths: np.ndarray, microbatch: int) -> dict[str, int]:
 
 
 def ratios(variation: float | None, scale: Scale) -> dict[str, float]:
-    """Medians over device batches."""
     drawn = np.random.default_rng(0).choice(lengths_of(variation, scale), (BATCHES, scale.device_batch))
     found = [positions(row, scale.microbatch) for row in drawn]
     return {way: statistics.median(one['stock'] / one[way] for one in found) for way in found[0]}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--lengths', type=Path)
-    scale = replace(FULL, lengths=parser.parse_args().lengths)
+    scale = replace(FULL, lengths=parser_of(__doc__, results=None, lengths=True).parse_args().lengths)
     for variation in (*scale.variations, None):
         found = ratios(variation, scale)
         name = 'tables' if variation is None else f'variation {variation}'

@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from composer.core import Callback, State
 from composer.loggers import Logger
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader
 from transformers import LlavaConfig
 
@@ -20,6 +22,7 @@ from benchmarks.gpu.store import Store
 from benchmarks.small_llava import build_model, make_rows
 from benchmarks.timed_steps import Row, data_of, fit
 from composer_tokacc import BatchLayout, TokenAccumulation
+from composer_tokacc.invariance import relative_error
 
 LENGTHS = (40, 9, 300, 17, 120, 64, 33, 511, 12, 75, 260, 28)
 SIZES = (1, 2, 4)
@@ -30,17 +33,24 @@ Gradients = dict[str, torch.Tensor]
 
 
 class GradientRecorder(Callback):
-    """Copies the gradients before the optimizer has them."""
+    """Copies the gradients before the optimizer has them, whole where ranks hold parts."""
 
     gradients: Gradients
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
-        named = state.model.named_parameters()
-        self.gradients = {name.removeprefix('model.'): p.grad.clone() for name, p in named if p.grad is not None}
+        is_sharded = any(isinstance(module, FullyShardedDataParallel) for module in state.model.modules())
+        summoned = FullyShardedDataParallel.summon_full_params(state.model, with_grads=True)
+        with summoned if is_sharded else nullcontext():
+            named = [(name, p.grad) for name, p in state.model.named_parameters() if p.grad is not None]
+            self.gradients = {_plain(name): getattr(grad, 'full_tensor', grad.clone)().clone() for name, grad in named}
+
+
+def _plain(name: str) -> str:
+    """The name in the Transformers model: FSDP's wrappers go wherever they are, DDP's and Composer's at the front."""
+    return name.replace('_fsdp_wrapped_module.', '').removeprefix('module.').removeprefix('model.')
 
 
 def one_forward(config: LlavaConfig, batch: Row, device: ComputeDevice, dtype: torch.dtype) -> Gradients:
-    """By plain autograd."""
     model = build_llava(config, device)
     inputs = {key: value.to(device.name) for key, value in batch.items() if isinstance(value, torch.Tensor)}
     with torch.autocast(device.name, dtype, enabled=dtype != torch.float32):
@@ -71,14 +81,6 @@ def accumulated_gradients(
     return recorder.gradients
 
 
-def relative_error(found: Gradients, expected: Gradients) -> float:
-    """Norm of the difference over norm of the reference, over all parameters."""
-    if found.keys() != expected.keys():
-        raise AssertionError(f'Gradients must be of the same parameters, got: {found.keys() ^ expected.keys()}')
-    difference = sum(float((found[name] - expected[name]).double().square().sum()) for name in expected)
-    return (difference / sum(float(value.double().square().sum()) for value in expected.values())) ** 0.5
-
-
 def small_config(device: ComputeDevice) -> LlavaConfig:
     """30 M parameters on a GPU; the rehearsal's own on a CPU."""
     return build_model().config if device.is_gpu else REHEARSAL.config()
@@ -92,14 +94,13 @@ def measure(device: ComputeDevice) -> dict[str, Any]:
     rows = make_rows(LENGTHS, seed=0, config=config)
     batch = BatchLayout.for_model(config).concat(rows)
     expected = one_forward(config, batch, device, torch.float32)
-    noise = relative_error(one_forward(config, batch, device, torch.bfloat16), expected)
+    noise = relative_error(one_forward(config, batch, device, torch.bfloat16), expected)[0]
     precisions = ('fp32', 'amp_bf16') if device.is_gpu else ('fp32',)
     errors: dict[str, dict[str, float | str]] = {}
     for precision, method, size in itertools.product(precisions, ('stock', 'ours', 'packing'), SIZES):
         try:
-            found: float | str = relative_error(
-                accumulated_gradients(config, rows, method, size, device, precision), expected
-            )
+            accumulated = accumulated_gradients(config, rows, method, size, device, precision)
+            found: float | str = relative_error(accumulated, expected)[0]
         except RuntimeError as error:  # packing may be refused on the first batch, rightly
             if method != 'packing':
                 raise

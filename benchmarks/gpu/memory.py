@@ -9,24 +9,82 @@ microbatch that the memory model allows on this GPU is run: it must fit, and 1.1
 
 from __future__ import annotations
 
+import copy
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import CLIPVisionConfig, LlamaConfig, LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration
 
-from benchmarks.gpu.peaks import GpuRun
 from benchmarks.gpu.scale import GIB, Scale
 from benchmarks.gpu.store import Store
-from benchmarks.made_up import made_up_sample
+from benchmarks.small_llava import made_up_sample
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.sizing import BatchShape, MemoryModel, calibrate_fake
 from composer_tokacc.sizing.shapes import batch_of_width
+from composer_tokacc.sizing.trace import AUTOCAST
 
 SHAPES = ((1, 1536), (2, 900), (2, 1700), (3, 1100), (4, 1300), (5, 700), (6, 1000), (8, 800))
 SAFETY = 0.92
 LIMIT = 0.08
+
+
+class GpuRun:
+    """Steps of the run's model on one GPU, as the Trainer does them.
+
+    Args:
+        build: Makes the model on the CPU.
+        first_batch: A small batch that reaches every parameter.
+        make_optimizer: Makes the optimizer; AdamW by default.
+        precision: As in ``Trainer(precision=...)``.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], nn.Module],
+        first_batch: Mapping[str, Any],
+        *,
+        make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
+        precision: str = 'amp_bf16',
+    ) -> None:
+        if not torch.cuda.is_available():
+            raise ValueError('A GPU must be there to measure peaks, got: none. Use calibrate_fake().')
+        self.device = torch.device('cuda', torch.cuda.current_device())
+        model: Any = build()
+        self.model: Any = (model.model if hasattr(model, 'shift_labels') else model).to(self.device)
+        self._named = inspect.signature(self.model.forward).parameters
+        self._dtype = AUTOCAST[precision]
+        self._outputs: Any = None
+        self._step(first_batch)
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        # Kept, because its states go when it does.
+        self._optimizer = (make_optimizer or torch.optim.AdamW)(parameters)
+        self._optimizer.step()
+        self._outputs = None
+        torch.cuda.synchronize()
+        self.static_bytes = torch.cuda.memory_allocated(self.device)
+
+    def peak(self, batch: Mapping[str, Any]) -> int:
+        """``torch.cuda.max_memory_allocated`` of a microbatch that follows one of the same shape."""
+        self._step(batch)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self._step(batch)
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated(self.device)
+
+    def _step(self, batch: Mapping[str, Any]) -> None:
+        moved = {k: v.to(self.device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+        kept = copy.deepcopy(moved)  # as Trainer._train_microbatch
+        inputs = {key: value for key, value in kept.items() if key in self._named}
+        with torch.autocast('cuda', self._dtype) if self._dtype is not None else nullcontext():
+            self._outputs = self.model(**inputs)
+        self._outputs.loss.backward()
+        del moved
 
 
 def text_config(small: bool) -> LlamaConfig:
@@ -47,8 +105,7 @@ def vision_config(small: bool) -> LlavaConfig:
     return LlavaConfig(vision_config=vision, text_config=text_config(small), image_token_index=32000)
 
 
-def builder(config: Any, checkpointing: bool) -> Callable[[], Any]:
-    """Makes the model on the CPU."""
+def builder(config: Any, checkpointing: bool = False) -> Callable[[], Any]:
     model_class = LlavaForConditionalGeneration if config.model_type == 'llava' else LlamaForCausalLM
 
     def build() -> Any:
@@ -68,7 +125,6 @@ def shape_batch(config: Any, layout: BatchLayout, rows: int, width: int) -> dict
 
 
 def compare(config: Any, memory: MemoryModel, run: GpuRun | None) -> list[dict[str, Any]]:
-    """Predicted and, on a GPU, measured peaks of all shapes."""
     layout, found = BatchLayout.for_model(config), []
     for rows, width in SHAPES:
         batch = shape_batch(config, layout, rows, width)
@@ -114,16 +170,12 @@ def on_gpu(build: Callable[[], Any]) -> Callable[[], Any]:
     return built
 
 
-def plain_sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """For a GPU that Adam's states alone would fill."""
-    return torch.optim.SGD(parameters, lr=0.0)
-
-
 def study(name: str, checkpointing: bool, *, dry: bool) -> dict[str, Any]:
     """One model, with or without checkpointing; `dry`: predictions alone, of a small one."""
     config = CONFIGS[name](dry)
     small_gpu = not dry and torch.cuda.get_device_properties(0).total_memory < 40 * GIB
-    optimizer = plain_sgd if small_gpu else torch.optim.AdamW
+    # Adam's states alone would fill a small one.
+    optimizer = partial(torch.optim.SGD, lr=0.0) if small_gpu else torch.optim.AdamW
     build = builder(config, checkpointing)
     samples = [made_up_sample(config, 30)]
     if config.model_type == 'llava':

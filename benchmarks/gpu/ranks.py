@@ -20,10 +20,10 @@ from typing import Any
 from benchmarks.gpu.scale import Scale
 from benchmarks.gpu.store import Store
 from benchmarks.machine import free_port
+from benchmarks.record import ROOT
 
 TIMEOUT = {'cuda': 90, 'cpu': 300}  # a rehearsal may share its cores
 LIMIT = 1e-5
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def launch(wrapper: str, backend: str, device: str) -> dict[str, Any]:

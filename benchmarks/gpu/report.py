@@ -67,7 +67,6 @@ def section(throughput: Results, results: Results, machine: dict[str, Any]) -> s
 
 
 def claims(results: Results) -> dict[str, str]:
-    """One sentence for each other part that there is."""
     found = {}
     for name, result in results.items():
         if 'error' in result:

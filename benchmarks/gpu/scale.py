@@ -59,7 +59,6 @@ class Scale:
     lengths: Path | None = None
 
     def config(self) -> LlavaConfig:
-        """Of the timed model."""
         text = LlamaConfig(**self.text, max_position_embeddings=self.longest, use_cache=False)
         config = LlavaConfig(
             text_config=text,
@@ -134,6 +133,5 @@ def build_llava(
 
 
 def count_parameters(config: LlavaConfig) -> int:
-    """Weights of the model, none of them drawn."""
     with torch.device('meta'):
         return sum(parameter.numel() for parameter in LlavaForConditionalGeneration(config).parameters())

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -62,15 +61,11 @@ def matrix_flops(device: ComputeDevice) -> float:
     seconds = []
     for _ in range(8):
         device.synchronize()
-        seconds.append(_seconds(lambda: a @ b, device))
+        started = time.perf_counter()
+        _ = a @ b
+        device.synchronize()
+        seconds.append(time.perf_counter() - started)
     return 2 * size**3 / statistics.median(seconds[3:])
-
-
-def _seconds(function: Callable[[], Any], device: ComputeDevice) -> float:
-    started = time.perf_counter()
-    function()
-    device.synchronize()
-    return time.perf_counter() - started
 
 
 def affordable_steps(model: Any, batch: Row, scale: Scale) -> int:
@@ -138,7 +133,6 @@ def refused_here(device: ComputeDevice) -> dict[str, str]:
 
 
 def measure(lengths: np.ndarray, scale: Scale, target: float | None, refused: dict[str, str]) -> dict[str, Any]:
-    """All ways to cut, over the same global batches."""
     config, device = scale.config(), scale.device
     layout = BatchLayout.for_model(config)
     model = build_llava(config, device, checkpointing=scale.checkpointing)

@@ -33,12 +33,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.launch import COMPOSER, environment
-from benchmarks.machine import machine
-from benchmarks.pages import ROOT
-from benchmarks.record import write_at_once
+from benchmarks.machine import COMPOSER, environment, machine
+from benchmarks.record import ROOT, parser_of, write_at_once
 from benchmarks.rivals.adapters import ADAPTERS
-from benchmarks.rivals.contenders import CONTENDERS
+from benchmarks.rivals.contenders import CONTENDERS, takes
 from benchmarks.rivals.curves import NAMES, WINDOW
 from benchmarks.rivals.data import MODELS, SETS, Sizes
 from benchmarks.rivals.exactness import SUBJECTS
@@ -46,15 +44,8 @@ from benchmarks.rivals.report import RESULTS, picture, write_pages
 
 PARTS = ('speed', 'exactness', 'curves', 'stalls', 'report')
 PACKAGES = (
-    'mosaicml',
-    'torch',
-    'transformers',
-    'trl',
-    'lightning',
-    'accelerate',
-    'online-dynamic-batching',
-    'datasets',
-)
+    'mosaicml', 'torch', 'transformers', 'trl', 'lightning', 'accelerate', 'online-dynamic-batching', 'datasets',
+)  # fmt: skip
 
 
 def launch(module: str, ranks: int, *arguments: str, limit: float | None = None) -> Any:
@@ -84,7 +75,7 @@ def launch(module: str, ranks: int, *arguments: str, limit: float | None = None)
 
 def measure_cells(plan: dict[str, Any], ranks: int, limit: float) -> list[dict[str, Any]]:
     """The cells of a set; whoever stands still or dies on several ranks is put down as failed, and the others go on."""
-    names = [name for name in plan['rivals'] if plan['sizes']['model'] in CONTENDERS[name].models]
+    names = [name for name in plan['rivals'] if takes(name, plan['sizes']['model'])]
     failed: list[dict[str, Any]] = []
     while names:
         found = launch('speed', ranks, json.dumps({**plan, 'rivals': names}), limit=limit)
@@ -100,7 +91,6 @@ def measure_cells(plan: dict[str, Any], ranks: int, limit: float) -> list[dict[s
 
 
 def measured_on() -> dict[str, Any]:
-    """Machine and versions, to stand beside each figure."""
     versions = {}
     for package in PACKAGES:
         try:
@@ -120,8 +110,7 @@ def dumps(results: dict[str, Any]) -> str:
 
 
 def arguments() -> argparse.Namespace:
-    """What to measure, and how large."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, results=RESULTS)
     parser.add_argument('parts', nargs='*', choices=[*PARTS, []], help='default: all')
     parser.add_argument('--models', nargs='+', choices=MODELS, default=MODELS)
     parser.add_argument('--sets', nargs='+', choices=SETS, default=SETS)
@@ -133,7 +122,6 @@ def arguments() -> argparse.Namespace:
         parser.add_argument(f'--{name.replace("_", "-")}', type=int, default=getattr(Sizes(), name))
     parser.add_argument('--steps', type=int, default=300, help='of curves and stalls')
     parser.add_argument('--limit', type=float, default=3600, help='seconds for a set of `speed`')
-    parser.add_argument('--results', type=Path, default=RESULTS)
     return _checked(parser, parser.parse_args())
 
 

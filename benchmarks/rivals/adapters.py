@@ -175,7 +175,6 @@ def composer(model: Any, *, flag: bool = False, exact: bool = False) -> Callable
 
 
 def gradients_of(model: Any) -> Gradients:
-    """As they are now."""
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 

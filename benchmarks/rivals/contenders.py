@@ -15,6 +15,7 @@ import math
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,9 @@ import torch
 from composer.utils import dist
 from torch.utils.data import DataLoader, DistributedSampler
 
-from benchmarks.rivals.data import Samples, Sizes, build_processor, collate, layout_of
-from benchmarks.rivals.names import BOUND
+from benchmarks.rivals.data import Samples, Sizes, build_processor, collate
+from benchmarks.rivals.report import BOUND
+from composer_tokacc import BatchLayout
 
 Settings = dict[str, Any]
 
@@ -49,7 +51,6 @@ class Task:
         return self.sizes.model == 'llava'
 
     def optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Of those who are given one."""
         return torch.optim.AdamW(
             (model or self.model).parameters(), lr=self.sizes.learning_rate, weight_decay=0.0, foreach=True
         )
@@ -189,7 +190,7 @@ def composer(task: Task, *, flag: bool = False) -> Settings:
 
     loader, extra = _device_batches(task), {}
     if task.sizes.model == 'llava':
-        extra = {'split_batch': split_of('stock', layout_of(task.model))}
+        extra = {'split_batch': split_of('stock', BatchLayout.for_model(task.model))}
     data = DataSpec(loader, get_num_samples_in_batch=lambda batch: len(batch['input_ids']), **extra)
     settings = {'accumulate_train_batch_on_tokens': flag}
     return _fit(task, data, settings) | {'split_batch': 'one that keeps images' if extra else 'its own'}
@@ -241,7 +242,6 @@ def accelerate_planned(task: Task) -> Settings:
 
 
 def _planned(task: Task) -> tuple[Any, Settings]:
-    """The sampler's loader."""
     from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader
 
     settings = {'max_tokens': task.sizes.microbatch * task.longest}
@@ -387,30 +387,26 @@ class _Lists:
         return {key: self.samples[index][key].tolist() for key in ('input_ids', 'labels')}
 
 
-@dataclass(frozen=True)
-class Contender:
-    """One row of the tables, and the models that it can train."""
-
-    run: Callable[[Task], Settings]
-    models: tuple[str, ...] = ('llava', 'llama')
-
-
-CONTENDERS = {
-    'composer': Contender(composer),
-    'composer_flag': Contender(lambda task: composer(task, flag=True)),
-    'hf': Contender(hugging_face),
-    'hf_group': Contender(lambda task: hugging_face(task, strategy='group_by_length')),
-    'hf_rebalance': Contender(lambda task: hugging_face(task, strategy='batch_rebalance')),
-    'hf_flat': Contender(lambda task: hugging_face(task, flat=True), ('llama',)),
-    'trl': Contender(trl_vision, ('llava',)),
-    'odb': Contender(online_dynamic_batching),
-    'lightning': Contender(lightning),
-    'accelerate': Contender(accelerate),
-    'accelerate_tokens': Contender(accelerate_by_tokens),
-    'hf_planned': Contender(hugging_face_planned),
-    'accelerate_planned': Contender(accelerate_planned),
-    'ours': Contender(ours),
-    'ours_sampler': Contender(lambda task: ours(task, sampler=True)),
-    'ours_packed': Contender(lambda task: ours(task, sampler=True, packing=True)),
-    BOUND: Contender(bound),
+CONTENDERS: dict[str, Callable[[Task], Settings]] = {
+    'composer': composer,
+    'composer_flag': partial(composer, flag=True),
+    'hf': hugging_face,
+    'hf_group': partial(hugging_face, strategy='group_by_length'),
+    'hf_rebalance': partial(hugging_face, strategy='batch_rebalance'),
+    'hf_flat': partial(hugging_face, flat=True),
+    'trl': trl_vision,
+    'odb': online_dynamic_batching,
+    'lightning': lightning,
+    'accelerate': accelerate,
+    'accelerate_tokens': accelerate_by_tokens,
+    'hf_planned': hugging_face_planned,
+    'accelerate_planned': accelerate_planned,
+    'ours': ours,
+    'ours_sampler': partial(ours, sampler=True),
+    'ours_packed': partial(ours, sampler=True, packing=True),
+    BOUND: bound,
 }
+
+
+def takes(name: str, model: str) -> bool:
+    return {'hf_flat': 'llama', 'trl': 'llava'}.get(name, model) == model

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from composer.utils import dist
 
-from benchmarks.rivals.contenders import CONTENDERS
+from benchmarks.rivals.contenders import takes
 from benchmarks.rivals.data import Samples, Sizes, lengths_of
 from benchmarks.rivals.speed import HELD_OUT, begin, end, held_out_loss, run, say
 
@@ -50,7 +50,6 @@ def unrest(losses: Sequence[float]) -> float:
 
 
 def stalls(name: str, sizes: Sizes, samples: Samples) -> dict[str, Any]:
-    """Times of the steps but the first."""
     seen, *_ = run(name, sizes, samples)
     steps = [end - start for start, end in pairwise(seen.ends)]
     tokens = seen.tokens[1:]
@@ -77,7 +76,7 @@ def main() -> None:
         if part in plan['parts']:
             found[part] = {}
             for name in plan['rivals']:
-                assert sizes.model in CONTENDERS[name].models, name
+                assert takes(name, sizes.model), name
                 found[part][name] = measure(name)
                 shown = {key: value for key, value in found[part][name].items() if not isinstance(value, list)}
                 say(f'{part}, {name}: {shown}')

@@ -15,17 +15,10 @@ import torch
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.utils.data import Dataset
-from transformers import (
-    CLIPImageProcessor,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlavaProcessor,
-    PreTrainedTokenizerFast,
-)
+from transformers import CLIPImageProcessor, LlamaConfig, LlamaForCausalLM, LlavaProcessor, PreTrainedTokenizerFast
 
 from benchmarks.length_sets import lognormal, read_tables
 from benchmarks.small_llava import IMAGE_LENGTH, IMAGE_TOKEN, VOCABULARY, build_model
-from composer_tokacc import BatchLayout
 from examples.digits import DigitsDataset, build_digits_processor
 
 MODELS = ('llava', 'llama')
@@ -116,7 +109,6 @@ class Samples(Dataset):
 
     @cached_property
     def index(self) -> dict[bytes, int]:
-        """Tokens of a sample -> its place."""
         return {np.array(row['ids'], dtype=np.int64).tobytes(): place for place, row in enumerate(self.rows)}
 
     def messages(self) -> list[dict[str, Any]]:
@@ -142,7 +134,6 @@ def collate(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def word_of(token: int) -> str:
-    """The word that the tokenizer makes this token of."""
     return f'w{token}'
 
 
@@ -184,8 +175,3 @@ def new_model(sizes: Sizes) -> Any:
             use_cache=False,
         )
     )  # fmt: skip
-
-
-def layout_of(model: Any) -> BatchLayout:
-    """How the model's batches are cut."""
-    return BatchLayout.for_model(model)

@@ -11,19 +11,50 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages import ROOT, filled, table
 from benchmarks.record import RESULTS as FOLDER
-from benchmarks.rivals.names import BOUND, CONTENDER_TITLES, OUR_SAMPLER, OURS, TRAINER_TITLES
+from benchmarks.record import ROOT, filled, table
 
 RESULTS = FOLDER / 'rivals.json'
 PAGES = tuple(ROOT / name for name in ('README.md', 'docs/index.md', 'docs/rivals.md', 'docs/rivals_speed.md'))
-SHOWN = 'lognormal 0.9'
+SHOWN, BOUND = 'lognormal 0.9', 'bound'
 EXACT = 2e-6
 BUSY = 1.7
 """Load average a core from which the machine did other work: a loader and a trainer a rank are ours."""
 HEADLINE = ('composer', 'hf', 'ours', 'ours_sampler', 'ours_packed')
 OVERVIEW = ('composer', 'hf', 'hf_group', 'hf_rebalance', 'odb', 'ours', 'ours_sampler', 'ours_packed', BOUND)
 Row = dict[str, Any]
+CONTENDER_TITLES = {
+    'composer': 'Composer',
+    'composer_flag': 'Composer, accumulate_train_batch_on_tokens',
+    'hf': 'Hugging Face Trainer',
+    'hf_group': 'Hugging Face Trainer, group_by_length',
+    'hf_rebalance': 'Hugging Face Trainer, batch_rebalance',
+    'hf_flat': 'Hugging Face Trainer, padding-free',
+    'trl': 'TRL SFTTrainer, vision',
+    'odb': 'ODB, exact loss scaling',
+    'lightning': 'Lightning',
+    'accelerate': 'accelerate',
+    'accelerate_tokens': 'accelerate, loss by tokens',
+    'hf_planned': 'Hugging Face Trainer, our sampler and weights',
+    'accelerate_planned': 'accelerate, our sampler and weights',
+    'ours': 'ours, three lines',
+    'ours_sampler': 'ours, with the sampler',
+    'ours_packed': 'ours, packed',
+    BOUND: '*no padding, perfectly balanced*',
+}
+OUR_SAMPLER = ('hf_planned', 'accelerate_planned')
+"""Its batches and weights in the trainers of others."""
+OURS = ('ours', 'ours_sampler', 'ours_packed')
+TRAINER_TITLES = {
+    'plain': 'a plain loop, mean of means',
+    'composer': 'Composer',
+    'composer_flag': 'Composer, accumulate_train_batch_on_tokens',
+    'hf': 'Hugging Face Trainer',
+    'lightning': 'Lightning',
+    'accelerate': 'accelerate',
+    'accelerate_tokens': 'accelerate, loss by tokens',
+    'ours': '**Composer with TokenAccumulation**',
+}
 
 
 def parts_of(results: Row) -> dict[str, Callable[[], str]]:
@@ -192,7 +223,6 @@ def reached_the_model(cells: Sequence[Row]) -> str:
 
 
 def curves(found: Row) -> str:
-    """Steps, unrest, distance from the curve of exact weights, eval loss."""
     stock = found['hf']['losses']
 
     def apart(losses: Sequence[float]) -> str:
@@ -207,7 +237,6 @@ def curves(found: Row) -> str:
 
 
 def stalls(found: Row) -> str:
-    """Times of steps and waits for the loader."""
     columns = ['', 'steps', 'p50', 'p99', 'longest', 'p99 / p50 a token', 'waits for the loader', 'longest wait']
     return table(columns, [
         [_title(name), one['steps'], *(f'{1000 * one[key]:.0f}' for key in ('p50', 'p99', 'max')),
@@ -217,7 +246,6 @@ def stalls(found: Row) -> str:
 
 
 def settings(cells: Sequence[Row]) -> str:
-    """How each was called, and the sizes."""
     lines = []
     for rival in CONTENDER_TITLES:
         mine = [cell for cell in cells if cell['rival'] == rival]
@@ -291,7 +319,6 @@ def _title(rival: str) -> str:
 
 
 def picture(longer: Row, path: Path) -> None:
-    """Loss of every step by the samples seen."""
     from matplotlib.figure import Figure
 
     found, batch = longer['curves'], longer['sizes']['global_batch']
@@ -311,11 +338,9 @@ def picture(longer: Row, path: Path) -> None:
 
 
 def write_pages(results: Row) -> None:
-    """Puts the tables of these results into the pages."""
     for page in PAGES:
         page.write_text(filled(page.read_text(), parts_of(results)))
 
 
 def read(path: Path = RESULTS) -> Row:
-    """The results file."""
     return json.loads(path.read_text())

@@ -25,10 +25,10 @@ from typing import Any, NoReturn
 import torch
 from composer.utils import dist, get_device
 
-from benchmarks.rivals.contenders import CONTENDERS, Task
+from benchmarks.rivals.contenders import CONTENDERS, Task, takes
 from benchmarks.rivals.data import Samples, Sizes, collate, lengths_of, new_model
-from benchmarks.rivals.names import BOUND
 from benchmarks.rivals.probe import UNKNOWN, Gradients, Seen, watched
+from benchmarks.rivals.report import BOUND
 from composer_tokacc.invariance import relative_error
 
 Row = dict[str, Any]
@@ -43,7 +43,7 @@ def run(name: str, sizes: Sizes, samples: Samples, **options: bool) -> tuple[See
         dist.barrier()
     environment = dict(os.environ)
     with watched(model, samples, **options) as seen:
-        settings = CONTENDERS[name].run(task)
+        settings = CONTENDERS[name](task)
     os.environ.clear()  # Lightning takes WORLD_SIZE away, accelerate leaves variables of its own
     os.environ.update(environment)
     gc.collect()
@@ -102,7 +102,6 @@ def membership(ids: Sequence[Sequence[int]], num_samples: int, size: int) -> str
 
 
 def digest(ids: Sequence[int]) -> str:
-    """Short name of a set of samples."""
     return hashlib.sha1(','.join(map(str, sorted(ids))).encode()).hexdigest()[:12]
 
 
@@ -157,7 +156,6 @@ def timed(name: str, sizes: Sizes, samples: Samples) -> Row:
 
 
 def quartiles(values: Sequence[float]) -> list[float]:
-    """Lower quartile, median, upper quartile."""
     if len(values) < 2:
         return [values[0]] * 3
     return statistics.quantiles(values, n=4, method='inclusive')
@@ -168,7 +166,7 @@ def measure(sizes: Sizes, set_name: str, names: Sequence[str], rounds: int) -> I
     lengths = lengths_of(set_name, sizes.mean)
     samples = Samples(sizes, lengths)
     held_out = Samples(sizes, lengths, seed=1, count=HELD_OUT)
-    names = [name for name in names if sizes.model in CONTENDERS[name].models]
+    names = [name for name in names if takes(name, sizes.model)]
     cells: dict[str, Row] = {}
     references: dict[Any, Gradients] = {}
     about = {

@@ -24,8 +24,7 @@ from composer_tokacc.checks.first_batch import FirstBatchCheck, check_gradient_h
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.compat import BatchNorm
 from composer_tokacc.data_spec.reduction import ReductionWatch
-from composer_tokacc.data_spec.registry import layout_of, split_of
-from composer_tokacc.data_spec.split import MicrobatchSplit
+from composer_tokacc.data_spec.split import MicrobatchSplit, layout_of, split_of
 from composer_tokacc.layout import describe_all, kinds_of, microbatches_of
 from composer_tokacc.weights import LOSS_WEIGHTS
 

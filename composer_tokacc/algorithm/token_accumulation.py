@@ -40,7 +40,7 @@ from composer_tokacc.metadata import (
     num_samples,
     with_metadata,
 )
-from composer_tokacc.sampling.repeated_samples import num_repeated
+from composer_tokacc.sampling.rank_assignment import num_repeated
 from composer_tokacc.weights import LOSS_WEIGHTS, TOKEN_WEIGHTS
 
 log = logging.getLogger(__name__)
@@ -226,7 +226,7 @@ class TokenAccumulation(Algorithm):
         if state.scaler is not None and state.scaler.is_enabled():
             self._step.gradient_scale = state.scaler.get_scale()
         if fit.split is not None:
-            fit.split.begin_step(copies_microbatches=lambda: bool(state.train_metrics))
+            fit.split.copies_microbatches = lambda: bool(state.train_metrics)
         if fit.balance is not None:
             fit.balance.count()
 

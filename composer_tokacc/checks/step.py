@@ -10,7 +10,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +20,6 @@ from composer_tokacc.checks.logits import deviations, on_gradient, targets_of, t
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.weights import LOSS_WEIGHTS
 
-# Composer computes its weight in double and applies it in float32.
 RELATIVE_TOLERANCE = 1e-5
 WEIGHT_TOLERANCE = 1e-3
 """Of sums in float32, in another order."""
@@ -32,14 +31,6 @@ NUM_FIRST_STEPS, WHOLE_SHARE = 10, 1 / 64
 entry is: a tenth of a microbatch with a large vocabulary, so one in 64 costs 0.2 %."""
 CHOICE = random.Random(0)
 """Chooses tokens, so that the run's own random numbers are left alone."""
-
-
-class TokenDeviations(NamedTuple):
-    """How far tokens of a microbatch are from what they must weigh; on the device."""
-
-    deviations: torch.Tensor  # of each one's gradient, in parts of a plain token's weight, (tokens,)
-    count: torch.Tensor  # of all that carry loss, ()
-    positions: torch.Tensor | None  # where they are predicted, counted through all rows; None: at every one
 
 
 class TokenChoice:
@@ -89,13 +80,17 @@ class MicrobatchRecord:
     has_bypass: bool = False  # whether its loss has a term that is not made of the logits
     factor: torch.Tensor | None = None  # that its loss was multiplied by
     was_reached: bool = False  # whether a gradient came by its logits
-    tokens: TokenDeviations | None = None
+    # Of the tokens that were measured, all on the device:
+    deviations: torch.Tensor | None = None  # of each one's gradient, in parts of a plain token's weight, (tokens,)
+    positions: torch.Tensor | None = None  # where they are predicted, counted through all rows; None: at every one
+    count: torch.Tensor | None = None  # of all that carry loss, measured or not, ()
     tolerance: float = 0.0
 
     def watch(self, logits: torch.Tensor, weights: torch.Tensor | None, unit: float | None, *, is_whole: bool) -> None:
-        """Listens to the gradient by the logits, of which all or a few tokens are measured; ``unit`` None: none are.
+        """Has all or a few tokens measured as the gradient by the logits comes.
 
-        ``unit`` is what a plain token must weigh, ``weights`` what each must beside it, ``(rows, width)``.
+        ``unit`` is what a plain token must weigh (None: none is measured), ``weights`` what each must beside it,
+        ``(rows, width)``.
         """
         # Detached: a graph whose hook holds its own logits is never freed.
         on_gradient(logits, partial(self._hear, logits.detach(), weights, unit, is_whole))
@@ -121,18 +116,14 @@ class MicrobatchRecord:
             numbers = torch.arange(1 + CHOICE.randrange(step), self.num_tokens + 1, step, device=ordinals.device)
             places = torch.searchsorted(ordinals, numbers).clamp_(max=len(ordinals) - 1)
             given = [None if one is None else whole(one).flatten(0, 1)[places][None] for one in given]
-        found = deviations(unit, *given)
-        self.tokens = TokenDeviations(found.flatten(), ordinals[-1], places)
-
-    def counted(self) -> torch.Tensor:
-        """Returns which labels on the device carry loss."""
-        return loss_mask(self.batch, self.rule)
+        self.deviations = deviations(unit, *given).flatten()
+        self.count, self.positions = ordinals[-1], places
 
     def worst(self) -> tuple[str, int]:
         """Returns sample and label of the token that is furthest off."""
-        assert self.tokens is not None
-        place = int(self.tokens.deviations.argmax())
-        place = place if self.tokens.positions is None else int(self.tokens.positions[place])
+        assert self.deviations is not None
+        place = int(self.deviations.argmax())
+        place = place if self.positions is None else int(self.positions[place])
         targets = targets_of(self.batch, self.rule)
         return sample_name(self.batch, place // targets.shape[1]), int(targets.flatten()[place])
 
@@ -156,7 +147,7 @@ class StepCheck:
     @property
     def is_measured(self) -> bool:
         """Whether some token of every microbatch was measured."""
-        return all(record.tokens is not None for record in self._with_tokens)
+        return all(record.deviations is not None for record in self._with_tokens)
 
     def check(self) -> None:
         """Raises RuntimeError unless samples, tokens and weights are all there."""
@@ -170,7 +161,7 @@ class StepCheck:
         found = self._read()
         self._check_counts(found)
         self._check_factors([factor / self.gradient_scale for factor in found['factors']])
-        self._check_tokens(found)
+        self._check_tokens(found['tokens'])
         expected = {record.num_microbatches for record in self.records} - {None}
         count = sum(record.num_samples > 0 for record in self.records)
         if expected - {count}:
@@ -181,13 +172,12 @@ class StepCheck:
 
     def _read(self) -> Mapping[str, list[float]]:
         """Reads everything from the device at once: the only sync of a step, where Composer reads the loss anyway."""
+        weighted = self.records if self.is_weighted else []
         groups: dict[str, list[torch.Tensor]] = {
-            'Labels': [record.tokens.count if record.tokens else record.counted().sum() for record in self.records],
-            'Weights': [(record.batch[LOSS_WEIGHTS] * record.counted()).sum() for record in self.records]
-            if self.is_weighted
-            else [],
+            'Labels': [loss_mask(r.batch, r.rule).sum() if r.count is None else r.count for r in self.records],
+            'Weights': [(r.batch[LOSS_WEIGHTS] * loss_mask(r.batch, r.rule)).sum() for r in weighted],
             'factors': [record.factor for record in self.records if record.factor is not None],
-            'tokens': [record.tokens.deviations.amax() for record in self._with_tokens if record.tokens],
+            'tokens': [record.deviations.amax() for record in self._with_tokens if record.deviations is not None],
         }
         stacked = [torch.stack(values).double() for values in groups.values() if values]
         read = iter(torch.cat(stacked).tolist() if stacked else [])
@@ -202,35 +192,34 @@ class StepCheck:
             raise RuntimeError(
                 f'The microbatches of a step must hold its {self.num_samples} samples and {self.num_tokens} '
                 f'loss-generating tokens of weight {self.loss_weight:g}, got: {samples} and {tokens} of weight '
-                f'{weight:g}. `split_batch` drops or repeats rows, or a later algorithm changes the batch; put '
-                'TokenAccumulation last, or use token_data_spec() (docs/errors.md#counts).'
+                f'{weight:g}. `split_batch` drops or repeats rows, or a later algorithm does: use token_data_spec(), '
+                'and put TokenAccumulation last (docs/errors.md#counts).'
             )
         for what, name, tolerance in (('Labels', 'num_tokens', 0), ('Weights', 'loss_weight', WEIGHT_TOLERANCE)):
             for index, (record, value) in enumerate(zip(self.records, found[what], strict=False)):
                 if not math.isclose(value, counted := getattr(record, name), rel_tol=tolerance):
                     raise RuntimeError(
                         f'{what} must not change after BATCH_START, got: {value:g} in microbatch {index}, where '
-                        f'{counted:g} was counted of its loss-generating tokens. `microbatch_transforms` or an '
-                        'algorithm changes them; do it in `batch_transforms` (docs/errors.md#counts).'
+                        f'{counted:g} was counted of its loss-generating tokens. Change them in `batch_transforms`, '
+                        'not in `microbatch_transforms` or an algorithm (docs/errors.md#counts).'
                     )
 
     def _check_factors(self, observed: Sequence[float]) -> None:
-        expected = [record.composers_weight for record in self.records]
         if not observed and self.num_tokens == 0:
             return  # nothing required a gradient
-        if len(observed) != len(expected) or not all(
-            math.isclose(*pair, rel_tol=RELATIVE_TOLERANCE, abs_tol=1e-9)
-            for pair in zip(observed, expected, strict=True)
-        ):
+        expected = [record.composers_weight for record in self.records]
+        # Composer computes its weight in double and applies it in float32.
+        is_close = partial(math.isclose, rel_tol=RELATIVE_TOLERANCE, abs_tol=1e-9)
+        if len(observed) != len(expected) or not all(map(is_close, observed, expected)):
             raise RuntimeError(
                 f'Composer must weight microbatches by their samples {np.round(expected[:8], 6).tolist()}, got: '
-                f'{np.round(observed[:8], 6).tolist()}. Either `accumulate_train_batch_on_tokens` is on (set it to '
-                'False), or `get_num_samples_in_batch` does not count rows (use token_data_spec()), or a later '
-                'algorithm changes the loss (put TokenAccumulation last; docs/errors.md#composers-weights).'
+                f'{np.round(observed[:8], 6).tolist()}. Set `accumulate_train_batch_on_tokens` to False, use '
+                'token_data_spec() for another `get_num_samples_in_batch`, and put TokenAccumulation last '
+                '(docs/errors.md#composers-weights).'
             )
 
-    def _check_tokens(self, found: Mapping[str, list[float]]) -> None:
-        tokens = iter(found['tokens'])
+    def _check_tokens(self, found: Sequence[float]) -> None:
+        worst = iter(found)
         for record in self._with_tokens:
             if record.has_bypass and self.has_bypass is False:
                 raise RuntimeError(
@@ -238,15 +227,15 @@ class StepCheck:
                     f'which began in a microbatch with {sample_name(record.batch, 0)}. Have it in the loss from the '
                     'first batch on, or name the terms of a dict in `loss_units` (docs/errors.md#model-loss).'
                 )
-            deviation = next(tokens) if record.tokens else 0.0
+            deviation = next(worst) if record.deviations is not None else 0.0
             if math.isfinite(deviation) and deviation > record.tolerance:
                 sample, token = record.worst()
                 raise RuntimeError(
                     "The model's own loss must stay the mean over its loss-generating tokens, got: a gradient by its "
                     f'logits that is {deviation:.1e} of a token off in {sample}, where the label is {token} (round-off '
-                    f'is {record.tolerance:.0e}). It weights some labels, divides by another number, is another loss '
-                    'in training, or an algorithm changes labels around the forward. What changes on purpose: name '
-                    'its term in `loss_units`, or set `check_loss=False` (docs/errors.md#model-loss).'
+                    f'is {record.tolerance:.0e}). It changes in training, or an algorithm changes labels around the '
+                    'forward. Name a term that is meant in `loss_units`, or set `check_loss=False` '
+                    '(docs/errors.md#model-loss).'
                 )
         if self.has_bypass is None and self.loss_weight:
             self.has_bypass = any(record.has_bypass for record in self.records)

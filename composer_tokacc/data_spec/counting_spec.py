@@ -17,8 +17,7 @@ from composer_tokacc.checks.first_batch import FirstBatchCheck
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.collectives import get_world_size, max_over_ranks
 from composer_tokacc.counting import count_tokens, mask_document_starts, real_tokens
-from composer_tokacc.data_spec.registry import register_split
-from composer_tokacc.data_spec.split import MicrobatchSplit
+from composer_tokacc.data_spec.split import MicrobatchSplit, register_split
 from composer_tokacc.layout import BatchLayout, PreSplitBatch, describe_all, kinds_of, microbatches_of
 from composer_tokacc.metadata import annotate, is_annotated, metadata_of, num_samples, without_metadata
 
@@ -26,29 +25,16 @@ from composer_tokacc.metadata import annotate, is_annotated, metadata_of, num_sa
 class CountingDataSpec(DataSpec):
     """Counts of a batch: carried where the algorithm or the split has counted already, else counted here."""
 
-    def __init__(
-        self,
-        dataloader: Any,
-        split: MicrobatchSplit,
-        model: Any,
-        loss_tokens: str,
-        *,
-        batch_transforms: Callable[[Any], Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, dataloader: Any, split: MicrobatchSplit, model: Any, loss_tokens: str, **kwargs: Any) -> None:
         self._split, self._model, self._rule = split, model, loss_tokens
-        self._batch_transforms = batch_transforms
+        self._batch_transforms: Callable[[Any], Any] | None = kwargs.pop('batch_transforms', None)
         self._on_device: tuple[Any, Mapping[str, Any]] = (None, {})
         self._first_batch: FirstBatchCheck | None = None
         super().__init__(
-            dataloader,
-            batch_transforms=self._transform,
-            microbatch_transforms=self._transform_microbatch,
-            split_batch=self._split_counted,
-            get_num_samples_in_batch=self._num_samples,
-            get_num_tokens_in_batch=self._num_tokens,
-            **kwargs,
-        )
+            dataloader, batch_transforms=self._transform, microbatch_transforms=self._transform_microbatch,
+            split_batch=self._split_counted, get_num_samples_in_batch=self._num_samples,
+            get_num_tokens_in_batch=self._num_tokens, **kwargs,
+        )  # fmt: skip
 
     def get_num_tokens_in_batch(self, batch: Any, token_type: str = 'total') -> int:
         """As Composer's, which asks for ``'loss_generating'`` only if ``accumulate_train_batch_on_tokens`` is on."""
@@ -75,7 +61,7 @@ class CountingDataSpec(DataSpec):
             check_ids(one)
         # Two specs may share a loader; the algorithm asks for the one that the trainer uses.
         register_split(self.dataloader, self._split)
-        self._split.begin_step(copies_microbatches=None)  # until the algorithm, if there is one, begins with this batch
+        self._split.copies_microbatches = None  # until the algorithm, if there is one, begins with this batch
         if 'labels' not in batch or torch.is_grad_enabled():
             return batch  # in training annotate() masks, which knows the rule
         return batch.map(mask_document_starts) if isinstance(batch, PreSplitBatch) else mask_document_starts(batch)
@@ -93,13 +79,9 @@ class CountingDataSpec(DataSpec):
         if self._first_batch is None:
             self._split.start(self._model, self._split.given_layout, batch, microbatch_size)
             self._first_batch = FirstBatchCheck(
-                Probe.from_model(self._model),
-                layout,
-                self._on_models_device,
-                loss_tokens=self._rule,
-                check_loss=True,
+                Probe.from_model(self._model), layout, self._on_models_device, loss_tokens=self._rule, check_loss=True,
                 microbatch_size=microbatch_size,
-            )
+            )  # fmt: skip
         self._first_batch.layout = layout  # of this batch, where the model does not tell
         kinds = kinds_of(describe_all(layout, batch))
         present = max_over_ranks(kinds) if get_world_size() > 1 else kinds
@@ -138,10 +120,8 @@ class CountingDataSpec(DataSpec):
             return {'total': sum(facts['real_tokens']), 'loss_generating': sum(facts['loss_tokens'])}
         rule = 'causal' if self._rule == 'auto' else self._rule
         counts = [count_tokens(microbatch, rule) for microbatch in microbatches_of(batch)]
-        return {
-            'total': sum(of_one.num_real for of_one in counts),
-            'loss_generating': sum(of_one.num_loss_generating for of_one in counts),
-        }
+        total, loss_generating = sum(one.num_real for one in counts), sum(one.num_loss_generating for one in counts)
+        return {'total': total, 'loss_generating': loss_generating}
 
 
 class _Uncopied(dict):

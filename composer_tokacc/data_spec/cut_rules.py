@@ -43,6 +43,7 @@ class CutRules:
             return 'keep'
         if facts.side == 'right':
             return self.right
+        # Positions that the batch brings stay as they are where columns go; those that a model counts may not.
         is_shown = facts.has_positions == self.left_given and facts.width <= self.left_width
         return self.left if is_shown else 'keep'
 
@@ -52,6 +53,7 @@ class CutRules:
             return facts.lengths
         if self.policy(facts) == 'keep':
             return [facts.width] * len(facts.lengths)
+        # The last pad before such a row predicts its first label, and would be gone.
         kept = zip(facts.has_label_behind_padding, facts.lengths, strict=True)
         return [facts.width if is_kept else length for is_kept, length in kept]
 
@@ -61,12 +63,7 @@ class CutRules:
 
 
 def padded_candidates(facts: RowFacts, known: CutRules) -> Iterator[CutRules]:
-    """Gives the rules of padded microbatches that are to be tried on such rows, cheapest first.
-
-    Args:
-        facts: A few rows, as the loader padded them.
-        known: Rules that were found on other rows.
-    """
+    """Gives the rules of padded microbatches to be tried on such rows, cheapest first; ``known``: found on others."""
     media = facts.media
     needs_media = [False] if all(media) or not any(media) else [False, True]
     known = replace(known, packing='', needs_media=known.needs_media or bool(facts.layout.family.coupling))

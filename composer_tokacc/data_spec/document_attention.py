@@ -16,6 +16,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache, partial, wraps
 from itertools import accumulate, groupby, islice, pairwise
 from typing import Any, NamedTuple
@@ -31,17 +32,12 @@ PREFIX = 'documents_'
 
 
 class DocumentAttention:
-    """Has the text layers of a model attend document by document, until :meth:`undo`.
+    """Has the text layers of a model of transformers attend document by document, until :meth:`undo`.
 
-    Batches that are not packed are computed by the plain attention, whatever the model had before.
-
-    Args:
-        model: A model of transformers, or a module around one.
-        by_positions: Whether to leave the model its attention, which finds documents where ``position_ids`` start anew:
-            with SDPA and eager attention by a mask of the packed row squared.
-
-    Raises:
-        RuntimeError: If its text attention does not go through transformers' ``AttentionInterface``, or is in chunks.
+    Batches that are not packed are computed by the plain attention, whatever the model had before. ``by_positions``
+    leaves the model its attention, which finds documents where ``position_ids`` start anew: with SDPA and eager
+    attention by a mask of the packed row squared. Raises RuntimeError if its text attention does not go through
+    ``AttentionInterface``, or is in chunks.
     """
 
     def __init__(self, model: torch.nn.Module, *, by_positions: bool = False) -> None:
@@ -101,9 +97,8 @@ class DocumentAttention:
 
     def rotary_positions(self, batch: Batch) -> torch.Tensor | None:
         """Multimodal rotary positions, ``(3, rows, width)``; None where those of text do."""
-        if self._rope_index is None or not any(
-            batch.get(f'{unit}_grid_thw') is not None for unit in ('image', 'video')
-        ):
+        grids = [batch.get(f'{unit}_grid_thw') for unit in ('image', 'video')]
+        if self._rope_index is None or all(grid is None for grid in grids):
             return None
         named = inspect.signature(self._rope_index).parameters
         return self._rope_index(**{key: value for key, value in batch.items() if key in named})[0]
@@ -130,8 +125,7 @@ class _Documents:
     def ends(self, device: torch.device) -> torch.Tensor:
         """Returns where documents end, ``(documents + 1,)`` int32, on a device: put there once, for all layers."""
         if self._ends is None:
-            ends = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32)
-            self._ends = ends.to(device, non_blocking=True)
+            self._ends = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32).to(device, non_blocking=True)
         return self._ends
 
     def split(self, states: torch.Tensor) -> list[torch.Tensor]:
@@ -146,10 +140,9 @@ class _Documents:
 
 def _lengths_of(documents: Any) -> list[int]:
     """Returns the length of each document of a mask, read from the device once, however many layers ask."""
-    kept = vars(documents)
-    if 'lengths_of_documents' not in kept:
-        kept['lengths_of_documents'] = documents.sum(dim=1).tolist()
-    return kept['lengths_of_documents']
+    if not hasattr(documents, 'lengths_of_documents'):
+        documents.lengths_of_documents = documents.sum(dim=1).tolist()
+    return documents.lengths_of_documents
 
 
 def _mixers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -196,11 +189,9 @@ def _in_plain_python(function: Callable[..., Any]) -> Any:
 
 
 def _masks(plain: str, **arguments: Any) -> Any:
-    """Returns the mask function of our attention, as transformers calls it.
+    """Makes the masks of our attention, as transformers asks for them; each document gets the plain one's.
 
-    Args:
-        plain: The attention that each document gets.
-        **arguments: Among them ``attention_mask``, bool: ``(rows, width)``, or ``(documents, width)`` of a packed row.
+    Among the arguments is ``attention_mask``, bool: ``(rows, width)``, or ``(documents, width)`` of a packed row.
     """
     from transformers import AttentionMaskInterface
 
@@ -222,28 +213,21 @@ def _masks(plain: str, **arguments: Any) -> Any:
 
 
 def _attend(
-    plain: str,
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Any,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, Any]:
+    plain: str, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attention_mask: Any, **kwargs: Any,
+) -> tuple[torch.Tensor, Any]:  # fmt: skip
     """Returns the attention function, as transformers calls it: states are ``(1, heads, tokens, size)``."""
-    attend = _plain_attention(plain, module)
-    if not isinstance(attention_mask, _Documents):
+    attend, documents = _plain_attention(plain, module), attention_mask
+    if not isinstance(documents, _Documents):
         return attend(module, query, key, value, attention_mask, **kwargs)
-    documents = attention_mask
     if _on_gpu(query) and plain == 'sdpa' and all(run.mask is None for run in documents.runs):
         return _attend_at_once(documents, module, query, key, value, **kwargs), None
     # (documents, length, heads, size) of each run.
     outputs = [
-        attend(module, q, k, v, run.mask, **kwargs)[0]
+        attend(module, q, k, v, run.mask, **kwargs)[0].flatten(0, 1)
         for run, q, k, v in zip(documents.runs, *map(documents.split, (query, key, value)), strict=True)
     ]
-    joined = [output.flatten(0, 1) for output in outputs]
-    return (joined[0] if len(joined) == 1 else torch.cat(joined))[None], None
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None], None
 
 
 def _on_gpu(states: torch.Tensor) -> bool:
@@ -251,26 +235,18 @@ def _on_gpu(states: torch.Tensor) -> bool:
 
 
 def _attend_at_once(
-    documents: _Documents,
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    **kwargs: Any,
-) -> torch.Tensor:
+    documents: _Documents, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *,
+    dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None, **kwargs: Any,
+) -> torch.Tensor:  # fmt: skip
     """As above, by a GPU's kernel for documents of any length; ``(1, tokens, heads, size)``."""
     causal = getattr(module, 'is_causal', True) if is_causal is None else is_causal
     ends, longest = documents.ends(query.device), max(documents.lengths)
     size, is_half = query.shape[-1], query.dtype in (torch.float16, torch.bfloat16)
-    kernels = KERNELS if is_half and size <= LARGEST_HEAD and size % 8 == 0 else ()
-    for takes_dropout, kernel in kernels:
-        if (takes_dropout or not dropout) and (attend := kernel()) is not None:
-            rows = [states[0].transpose(0, 1) for states in (query, key, value)]  # (tokens, heads, size)
-            return attend(*rows, ends, longest, causal=causal, scale=scaling, dropout=dropout)[None]
+    takes_size = is_half and size <= LARGEST_HEAD and size % 8 == 0
+    if takes_size and (attend := _half_kernel(has_dropout=dropout > 0)) is not None:
+        rows = [states[0].transpose(0, 1) for states in (query, key, value)]  # (tokens, heads, size)
+        options = {'causal': causal, 'scale': scaling, 'dropout': dropout}
+        return attend(*rows, ends, ends, longest, longest, **options)[None]
 
     def nested(states: torch.Tensor) -> torch.Tensor:
         states = states.repeat_interleave(query.shape[1] // states.shape[1], dim=1)  # it knows no groups of heads
@@ -285,48 +261,28 @@ def _attend_at_once(
     return found.transpose(1, 2).values()[None]
 
 
-@cache
-def _torch_kernel() -> Callable[..., torch.Tensor] | None:
-    """Returns ``torch.nn.attention.varlen``, which takes groups of heads as they are; None: not in this release."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn  # type: ignore[import-not-found]
-    except ImportError:
-        return None
-    if not {'window_size', 'enable_gqa'} <= inspect.signature(varlen_attn).parameters.keys():  # as in its first release
-        return None
-
-    def attend(
-        query: Any, key: Any, value: Any, ends: Any, longest: int, *, causal: bool, scale: Any, dropout: Any
-    ) -> Any:
-        window = (-1, 0 if causal else -1)
-        return varlen_attn(
-            query, key, value, ends, ends, longest, longest, scale=scale, window_size=window, enable_gqa=True
-        )
-
-    return attend
-
-
-@cache
-def _flash_kernel() -> Callable[..., torch.Tensor] | None:
-    """Returns that of the package ``flash_attn``, which takes groups of heads as well; None: not installed."""
-    try:
-        from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
-    except ImportError:
-        return None
-
-    def attend(
-        query: Any, key: Any, value: Any, ends: Any, longest: int, *, causal: bool, scale: Any, dropout: Any
-    ) -> Any:
-        options = {'dropout_p': dropout, 'softmax_scale': scale, 'causal': causal}
-        return flash_attn_varlen_func(query, key, value, ends, ends, longest, longest, **options)
-
-    return attend
-
-
-KERNELS = ((False, _torch_kernel), (True, _flash_kernel))
-"""For half precision, the first that is there: whether it takes dropout, and what gives it."""
 LARGEST_HEAD = 256
-"""Of both."""
+"""Of both kernels for half precision."""
+
+
+@cache
+def _half_kernel(*, has_dropout: bool) -> Callable[..., torch.Tensor] | None:
+    """Returns the first kernel that is there and takes groups of heads as they are: torch's, or ``flash_attn``'s."""
+    with suppress(ImportError):
+        from torch.nn.attention.varlen import varlen_attn  # type: ignore[import-not-found]
+
+        needed = {'window_size', 'enable_gqa'}  # which its first release lacks
+        if needed <= inspect.signature(varlen_attn).parameters.keys() and not has_dropout:
+            return lambda *states, causal, scale, dropout: varlen_attn(
+                *states, scale=scale, window_size=(-1, 0 if causal else -1), enable_gqa=True
+            )
+    with suppress(ImportError):
+        from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
+
+        return lambda *states, causal, scale, dropout: flash_attn_varlen_func(
+            *states, dropout_p=dropout, softmax_scale=scale, causal=causal
+        )
+    return None
 
 
 def _plain_attention(plain: str, module: torch.nn.Module) -> Callable[..., Any]:
@@ -338,7 +294,5 @@ def _plain_attention(plain: str, module: torch.nn.Module) -> Callable[..., Any]:
     files = (vars(sys.modules[one.__module__]) for one in type(module).__mro__)
     found = next((names['eager_attention_forward'] for names in files if 'eager_attention_forward' in names), None)
     if found is None:
-        raise RuntimeError(
-            f'`eager_attention_forward` must be beside the layer, got: none for {type(module).__name__}.'
-        )
+        raise RuntimeError(f'`eager_attention_forward` must be beside a layer, got: none for {type(module).__name__}.')
     return found

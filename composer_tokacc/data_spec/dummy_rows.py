@@ -25,15 +25,10 @@ class DummyRow(NamedTuple):
 
 
 class DummyRows:
-    """A row of no weight for each modality of a rank's step, made when it is asked for.
+    """A row of no weight for each modality of a step, made of this rank's batches when it is asked for."""
 
-    Args:
-        layout: How tensors belong to rows.
-        sources: The batches of the step, as far as they may have media.
-    """
-
-    def __init__(self, layout: BatchLayout, sources: Sequence[RowFacts]) -> None:
-        self._layout, self._sources = layout, sources
+    def __init__(self, sources: Sequence[RowFacts]) -> None:
+        self._layout, self._sources = sources[0].layout, sources
         self._made: dict[str, DummyRow | None] = {}
         self.needed: Sequence[str] = ()
         """Modalities that a microbatch must have."""
@@ -43,9 +38,8 @@ class DummyRows:
         """Modalities that some row has."""
         every, found = set(MODALITIES if self._layout.extra else self._layout.family.media), set()
         for facts in self._sources:
-            if every <= found:  # counting media takes a while
-                break
-            found |= {modality for modality, counts in facts.counts.items() if any(counts)}
+            if not every <= found:  # counting media takes a while
+                found |= {modality for modality, counts in facts.counts.items() if any(counts)}
         return found
 
     def missing(self, facts: RowFacts, rows: Sequence[int]) -> list[DummyRow]:
@@ -74,21 +68,21 @@ def zero_weight(batch: Batch) -> dict[str, Any]:
     """Returns a copy without labels, whose rows are no samples."""
     none = [0] * num_rows(batch)
     emptied = {**batch, 'labels': torch.full_like(batch['labels'], IGNORE_INDEX)}
-    sources = [None] * len(none)
-    return with_metadata(emptied, loss_tokens=none, real_tokens=none, samples=none, weights=none, sources=sources)
+    facts = dict.fromkeys(('loss_tokens', 'real_tokens', 'samples', 'weights'), none)
+    return with_metadata(emptied, **facts, sources=[None] * len(none))
 
 
 def smallest_row(sources: Sequence[RowFacts], modality: str) -> dict[str, Any] | None:
     """Returns the smallest row with the modality: the fewest of it, then the shortest; of no weight."""
     sizes = [
-        ((number, length), which, row)
+        (number, facts.lengths[row], which, row)
         for which, facts in enumerate(sources)
-        for row, (length, number) in enumerate(zip(facts.lengths, facts.counts.get(modality, ()), strict=False))
+        for row, number in enumerate(facts.counts.get(modality, ()))
         if number
     ]
     if not sizes:
         return None
-    _, which, row = min(sizes)
+    *_, which, row = min(sizes)
     layout = sources[which].layout
     return zero_weight(layout.trim(layout.select(sources[which].batch, [row])))
 

@@ -21,27 +21,18 @@ def pack_rows(
 ) -> dict[str, Any]:
     """Returns one row of all rows' real tokens, whose mask says which of them make a document.
 
-    Args:
-        layout: How tensors belong to rows.
-        batch: Rows with a 2-D attention mask, or none.
-        attention: The model's. Default: one that takes masks, with positions as of text.
-
-    Returns:
-        The batch of one row, ``input_ids`` of shape ``(1, total)``: ``attention_mask`` bool ``(documents, total)``,
-        True where a document is, and ``position_ids`` that start anew with each, ``(1, total)`` or, multimodal ones,
-        ``(3, 1, total)``. Per-row lists become one list per row of a list.
-
-    Raises:
-        ValueError: If the batch has an entry that cannot be packed.
+    ``attention`` is the model's; by default one that takes masks, with positions as of text. Of ``input_ids``
+    ``(1, total)`` the ``attention_mask`` is bool ``(documents, total)``, True where a document is, and ``position_ids``
+    start anew with each, ``(1, total)`` or, multimodal ones, ``(3, 1, total)``. Per-row lists become one list per row
+    of a list. Raises ValueError if the batch has an entry that cannot be packed.
     """
     real = real_positions(batch)
     _check_runs(batch, real)
     if not bool(real.any()):  # a model takes no row of nothing
         real = torch.zeros_like(real)
         real[0, 0] = True
-    num_rows = layout.num_rows(batch)
+    num_rows, packed = len(real), dict[str, Any]()
     positions = (real.cumsum(dim=1) - 1)[real][None]
-    packed: dict[str, Any] = {}
     for key, value in batch.items():
         if key == 'attention_mask':
             continue
@@ -50,16 +41,15 @@ def pack_rows(
         elif isinstance(value, torch.Tensor):
             packed[key] = _pack_tensor(layout, batch, key, real)
         elif isinstance(value, (list, tuple)) and len(value) == num_rows:
-            numbers = all(isinstance(item, (int, float)) for item in value)
-            packed[key] = [sum(value)] if numbers else [list(value)]
+            are_numbers = all(isinstance(item, (int, float)) for item in value)
+            packed[key] = [sum(value)] if are_numbers else [list(value)]
         else:
             packed[key] = value
     packed['labels'] = packed['labels'].masked_fill(positions == 0, IGNORE_INDEX)
     documents = (positions == 0).cumsum(dim=1) - 1
     if attention is None or attention.has_masks:
-        packed['attention_mask'] = (
-            documents == torch.arange(int(documents[0, -1]) + 1, device=documents.device)[:, None]
-        )
+        numbers = torch.arange(int(documents[0, -1]) + 1, device=documents.device)
+        packed['attention_mask'] = documents == numbers[:, None]
     rotary = attention.rotary_positions(batch) if attention is not None else None
     if rotary is not None:
         rotary = rotary[:, real][:, None]

@@ -1,18 +1,23 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Pieces: rows of a collated batch that go through the model together, under the caps, and not selected yet."""
+"""Pieces: rows of a batch that go through the model together, under the caps; and the microbatches built of them."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
 
 from composer_tokacc.batch import sample_name
 from composer_tokacc.data_spec.cut_rules import CutRules
-from composer_tokacc.data_spec.dummy_rows import DummyRow
+from composer_tokacc.data_spec.document_attention import DocumentAttention
+from composer_tokacc.data_spec.dummy_rows import DummyRow, add_rows
+from composer_tokacc.data_spec.packing import pack_rows
 from composer_tokacc.layout import RowFacts
 from composer_tokacc.planning import CutOptions, cut_rows
 
@@ -20,9 +25,11 @@ log = logging.getLogger(__name__)
 
 
 class Piece(NamedTuple):
-    """Some rows of a batch, and the dummy rows that are computed beside them."""
+    """Some rows of a batch, how they may be cut, and the dummy rows that are computed beside them."""
 
     facts: RowFacts
+    rules: CutRules
+    options: CutOptions
     rows: list[int]
     widths: list[int]
     """Columns that each of them keeps."""
@@ -35,7 +42,7 @@ class Piece(NamedTuple):
         """Returns all rows of a batch."""
         rows = list(range(len(facts.lengths)))
         images = facts.image_tokens if options.max_image_tokens is not None else [0] * len(rows)
-        return cls(facts, rows, rules.widths(facts), images)
+        return cls(facts, rules, options, rows, rules.widths(facts), images)
 
     def take(self, which: Iterable[int]) -> Piece:
         """Returns some of these rows."""
@@ -43,45 +50,39 @@ class Piece(NamedTuple):
         rows, widths, images = ([values[k] for k in which] for values in (self.rows, self.widths, self.image_tokens))
         return self._replace(rows=rows, widths=widths, image_tokens=images)
 
-    def width(self, options: CutOptions) -> int:
-        """Returns columns of their text once trimmed."""
-        return min(-(-max(self.widths) // options.width_multiple) * options.width_multiple, self.facts.width)
+    @property
+    def width(self) -> int:
+        """Columns of their text once trimmed."""
+        multiple = self.options.width_multiple
+        return min(-(-max(self.widths) // multiple) * multiple, self.facts.width)
 
-    def fits(self, rules: CutRules, options: CutOptions) -> bool:
-        """Returns whether they are within the caps, together with their dummy rows."""
+    @property
+    def fits(self) -> bool:
+        """Whether they are within the caps, together with their dummy rows."""
         num_rows, dummy_widths = len(self.rows) + len(self.dummies), [row.width for row in self.dummies]
-        size = num_rows * (max([self.width(options), *dummy_widths]) + self.facts.decoder_width)
-        if rules.packing:  # one row of them all, as wide as they are together
+        size = num_rows * (max([self.width, *dummy_widths]) + self.facts.decoder_width)
+        if self.rules.packing:  # one row of them all, as wide as they are together
             size = sum(self.widths) + sum(dummy_widths)
-        own, cap = sum(self.image_tokens), options.max_image_tokens
+        own, cap = sum(self.image_tokens), self.options.max_image_tokens
         # A dummy row that is over the cap of images by itself stays so, however few rows it is beside.
         fits_images = cap is None or not own or own + sum(row.image_tokens for row in self.dummies) <= cap
-        return size <= options.max_tokens and fits_images
+        return size <= self.options.max_tokens and fits_images
 
-    def cut(self, rules: CutRules, options: CutOptions) -> list[Piece]:
+    def cut(self) -> list[Piece]:
         """Returns the rows in pieces of least cost under the caps."""
-        options, extra = replace(options, packing=bool(rules.packing)), self.facts.decoder_width
-        if rules.packing:
-            groups = cut_rows(self.widths, options, image_tokens=self.image_tokens)
-        else:
-            widths = self.widths
+        options, widths, max_width = replace(self.options, packing=bool(self.rules.packing)), self.widths, None
+        if not options.packing:
+            extra = self.facts.decoder_width
+            max_width = self.facts.width + extra
             if extra:  # what is rounded up is the width without it
-                widths = [self.take([k]).width(options) + extra for k in range(len(self.rows))]
+                widths = [self.take([k]).width + extra for k in range(len(self.rows))]
                 options = replace(options, width_multiple=1)
-            groups = cut_rows(widths, options, image_tokens=self.image_tokens, max_width=self.facts.width + extra)
+        groups = cut_rows(widths, options, image_tokens=self.image_tokens, max_width=max_width)
         return [self.take(group) for group in groups]
 
-    def check_caps(self, options: CutOptions, indices: Sequence[int] | None) -> None:
-        """Refuses, or names, the row that is furthest over a cap by itself.
-
-        Args:
-            options: The caps, and what becomes of such rows.
-            indices: Of the rows in the dataset, where the sampler knows them.
-
-        Raises:
-            ValueError: If there is one, and it is not to be computed alone.
-        """
-        sizes_in_tokens = [width + self.facts.decoder_width for width in self.widths]
+    def check_caps(self, indices: Sequence[int] | None) -> None:
+        """Refuses (ValueError) or names the row furthest over a cap; ``indices``: in the dataset, if they are known."""
+        sizes_in_tokens, options = [width + self.facts.decoder_width for width in self.widths], self.options
         for sizes, cap, unit, setting in (
             (sizes_in_tokens, options.max_tokens, 'tokens', '`device_train_microbatch_size` x `slot_tokens`'),
             (self.image_tokens, options.max_image_tokens, 'image tokens', '`max_image_tokens`'),
@@ -100,3 +101,29 @@ class Piece(NamedTuple):
             if options.on_oversize == 'raise':
                 raise ValueError(f"{message}; `on_oversize='warn'` computes it alone, over the cap.")
             log.warning('%s. It is computed alone.', message)
+
+
+def build(pieces: Sequence[Piece], attention: DocumentAttention | None = None) -> Iterator[dict[str, Any]]:
+    """Gives the microbatch of each piece; those of one batch lie together, so that its rows are counted once."""
+    for _, of_source in groupby(pieces, key=lambda piece: id(piece.facts)):
+        same = list(of_source)
+        facts = same[0].facts
+        for piece, rows in zip(same, facts.layout.split(facts.batch, [piece.rows for piece in same]), strict=True):
+            microbatch = _trimmed(piece, rows)
+            if piece.dummies:
+                microbatch = add_rows(facts.layout, microbatch, [dummy.row for dummy in piece.dummies])
+            yield pack_rows(facts.layout, microbatch, attention) if piece.rules.packing else microbatch
+
+
+def _trimmed(piece: Piece, rows: dict[str, Any]) -> dict[str, Any]:
+    """Returns the rows of a piece without the columns that none of them needs, as far as the rules allow."""
+    facts, rules, width = piece.facts, piece.rules, piece.width
+    if width == facts.width or rules.packing:
+        return rows
+    start = facts.width - width if facts.side == 'left' else 0
+    kept = facts.layout.narrow(rows, start, width)
+    if start and rules.policy(facts) == 'shift' and not facts.has_positions:
+        # The model counts positions from column 0 of what it is given: it shall count on from where it would have.
+        positions = torch.arange(start, start + width)
+        kept['position_ids'] = positions.expand(len(piece.rows), width).contiguous()
+    return kept

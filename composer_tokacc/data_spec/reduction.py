@@ -26,35 +26,33 @@ class ReductionWatch:
     """
 
     def __init__(self, state: State, *, is_coupled: bool) -> None:
-        self._model = state.model
-        self._reduces: list[bool] = []
+        self._ddp = state.model if isinstance(state.model, DistributedDataParallel) else None
         self._parameters = list(state.model.parameters())
-        self._before: list[tuple[torch.nn.Parameter, tuple[int, int]]] = []
-        """What each parameter's gradient was before a backward that reduces."""
+        self.start_attempt()
         # In automatic microbatching ranks ask each other after every forward whether memory ran out, synchronized batch
         # norms meet within it, and losses of coupled rows may gather those of other ranks.
         self.may_meet_once = (
-            isinstance(state.model, DistributedDataParallel)
+            self._ddp is not None
             and not (state.auto_microbatching or is_coupled)
             and not any(isinstance(module, torch.nn.SyncBatchNorm) for module in state.model.modules())
         )
 
     def start_attempt(self) -> None:
         """Forgets an attempt that failed half-way."""
-        self._reduces, self._before = [], []
+        self._reduces: list[bool] = []
+        self._before: list[tuple[torch.nn.Parameter, tuple[int, int]]] = []
+        """What each parameter's gradient was before a backward that reduces."""
 
     def see(self, num_microbatches: int, *, has_unequal_counts: bool, reduced_once: bool) -> None:
-        """Notes whether gradients are reduced in the backward of the microbatch that comes now.
+        """Notes whether gradients are reduced in the backward of the microbatch that comes now, of so many here.
 
-        Args:
-            num_microbatches: How many this rank makes of the step.
-            has_unequal_counts: Whether ranks may make unequally many by the user's word.
-            reduced_once: Whether they were reduced in the last one alone in the steps before.
+        ``has_unequal_counts``: by the user's word ranks may make unequally many; ``reduced_once``: in the last one
+        alone gradients were reduced in the steps before.
         """
-        if not isinstance(self._model, DistributedDataParallel):
+        if self._ddp is None:
             return
-        self._reduces.append(self._model.require_backward_grad_sync)
-        if self._reduces[-1] and not (self._model.find_unused_parameters or self._model.static_graph):
+        self._reduces.append(self._ddp.require_backward_grad_sync)
+        if self._reduces[-1] and not (self._ddp.find_unused_parameters or self._ddp.static_graph):
             self._before = [(parameter, state_of_gradient(parameter)) for parameter in self._parameters]
         if not self._reduces[-1] or len(self._reduces) >= num_microbatches:
             return
@@ -74,20 +72,18 @@ class ReductionWatch:
     def reach_all(self) -> None:
         """Gives parameters that the backward left out a gradient of zero: DDP waits for one of each, on every rank."""
         before, self._before = self._before, []
-        if not before or not isinstance(self._model, DistributedDataParallel):
-            return
+        left_out = [one for one, state in before if state_of_gradient(one) == state]
         # A backward that reaches none leaves DDP as it was before it.
-        if is_reduced(self._model) and any(state_of_gradient(one) != state for one, state in before):
+        if self._ddp is None or not before or (is_reduced(self._ddp) and len(left_out) < len(before)):
             return
-        left_out = (one for one, state in before if one.requires_grad and state_of_gradient(one) == state)
-        torch.autograd.backward([parameter.flatten()[:0].sum() for parameter in left_out])
+        torch.autograd.backward([parameter.flatten()[:0].sum() for parameter in left_out if parameter.requires_grad])
 
     def reach_all_by_hand(self) -> None:
         """Gives all parameters a gradient, where DDP leaves the last microbatch of a step to the trainer.
 
         Composer's ``forced_sync`` reduces what is not None, one after the other: ranks must have the same ones.
         """
-        if isinstance(self._model, DistributedDataParallel) and not self._reduces[-1]:
+        if self._ddp is not None and not self._reduces[-1]:
             for parameter in self._parameters:
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)

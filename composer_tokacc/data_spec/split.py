@@ -8,29 +8,25 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 
 from composer_tokacc.batch import MODALITIES, Batch, sample_name
 from composer_tokacc.collectives import all_gather_object, get_world_size
-from composer_tokacc.data_spec.build import build
 from composer_tokacc.data_spec.cut_rules import CutRules, padded_candidates
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.data_spec.dummy_rows import DummyRows
-from composer_tokacc.data_spec.in_step import dummies_in_step, empty_microbatch, in_step, with_dummies
-from composer_tokacc.data_spec.pieces import Piece
-from composer_tokacc.layout import (
-    BatchLayout,
-    PreSplitBatch,
-    RowFacts,
-    describe,
-    describe_all,
-    microbatches_of,
-)
+from composer_tokacc.data_spec.in_step import in_step, with_dummies
+from composer_tokacc.data_spec.pieces import Piece, build
+from composer_tokacc.layout import BatchLayout, PreSplitBatch, RowFacts, describe, describe_all, microbatches_of
 from composer_tokacc.metadata import num_rows, samples_of, with_metadata, without_metadata
 from composer_tokacc.planning import CutOptions, cut_rows, pack_lengths
+
+if TYPE_CHECKING:
+    from composer.core import State
 
 log = logging.getLogger(__name__)
 
@@ -38,23 +34,16 @@ log = logging.getLogger(__name__)
 class MicrobatchSplit:
     """Composer's ``split_batch``: a microbatch size of ``k`` is a memory of ``k`` rows of ``slot_tokens``.
 
-    Args:
-        dataloader: The loader whose batches it splits; held, because the algorithm finds the split by it.
-        layout: How tensors belong to rows. None: the model's own, once it is known; until then that of each batch.
-        options: What the user asked for.
-        microbatch_transforms: The user's, done to microbatches on the device.
+    It holds its loader, by which the algorithm finds it. The layout, if none is given, is the model's own once that is
+    known, until then that of each batch. ``microbatch_transforms`` are the user's, done on the device.
     """
 
     def __init__(
-        self,
-        dataloader: Any,
-        layout: BatchLayout | None,
-        options: CutOptions,
+        self, dataloader: Any, layout: BatchLayout | None, options: CutOptions,
         microbatch_transforms: Callable[[Any], Any] | None = None,
-    ) -> None:
-        self.dataloader = dataloader
+    ) -> None:  # fmt: skip
+        self.dataloader, self.options = dataloader, options
         self.layout = self.given_layout = layout
-        self.options = options
         self.rules = CutRules(right='trim')
         """What may be trimmed. Nothing is known before the first-batch check, but that padding on the right, which no
         causal model can see, may go; on the left it may move positions."""
@@ -82,8 +71,7 @@ class MicrobatchSplit:
         self.rules, self.checked = CutRules(), False
         self._wants_packing = self.options.packing is True
         if self.options.packing == 'auto' and self.layout is not None:
-            sources = describe_all(self.layout, batch)
-            self._wants_packing = self._packing_costs_less(sources, microbatch_size)
+            self._wants_packing = self._packing_costs_less(describe_all(self.layout, batch), microbatch_size)
 
     def _packing_costs_less(self, sources: Sequence[RowFacts], microbatch_size: float) -> bool:
         """Returns whether packing costs less on this batch, over all ranks; a collective."""
@@ -100,11 +88,7 @@ class MicrobatchSplit:
         return packed < padded
 
     def adopt(self, rules: CutRules, *, reduces_once: bool = False) -> None:
-        """Cuts by these rules from now on.
-
-        Raises:
-            RuntimeError: If microbatches of this step should have had other rows beside them.
-        """
+        """Cuts by these rules from now on, unless microbatches of this step should have had other rows beside them."""
         if self.checked and rules.needs_media and not self.rules.needs_media:
             raise RuntimeError(
                 'Rows without media must have the same loss beside rows with media and without, got: another one, '
@@ -114,13 +98,7 @@ class MicrobatchSplit:
         self.rules, self.checked, self.reduces_once = rules, True, reduces_once
         self._attend(rules.packing)
         if rules.packing == 'positions':
-            self._warn(
-                'Every packed row gets a mask as wide as all its documents: attention document by document fails.'
-            )
-
-    def begin_step(self, *, copies_microbatches: Callable[[], bool] | None) -> None:
-        """Learns what the trainer does with the microbatches of a step."""
-        self.copies_microbatches = copies_microbatches
+            self._warn('Packed rows get a mask as wide as all their documents: attention document by document fails.')
 
     # What the first-batch check asks.
 
@@ -149,7 +127,7 @@ class MicrobatchSplit:
         piece = Piece.from_facts(facts, rules, replace(self.options, max_image_tokens=None)).take(rows)
         if rules.needs_media:
             piece = piece._replace(dummies=_first_modality([facts]).missing(facts, rows))
-        (microbatch,) = build(layout, [piece], rules, self.options, self._attention)
+        (microbatch,) = build([piece], self._attention)
         return without_metadata(microbatch)
 
     # The model, as far as it is touched.
@@ -182,12 +160,7 @@ class MicrobatchSplit:
         return bool(self.rules.packing)
 
     def __call__(self, batch: Batch, microbatch_size: int | float) -> list[dict[str, Any]]:
-        """Splits in training; in evaluation (no gradients) rows keep order and ``microbatch_size`` counts rows.
-
-        Raises:
-            ValueError: If ``microbatch_size`` is not positive, a row is over the cap, or the layout does not know an
-                entry.
-        """
+        """Splits in training; in evaluation (no gradients) rows keep order and ``microbatch_size`` counts rows."""
         if microbatch_size <= 0:
             raise ValueError(f'`device_train_microbatch_size` must be positive, got: {microbatch_size}.')
         # Those with images have the most entries, and tell the layout.
@@ -196,17 +169,22 @@ class MicrobatchSplit:
             return self._in_order(layout, batch, max(int(microbatch_size), 1))
         sources, pre_split = self._described(layout, batch)
         self._check_packing(sources)
+        # A row of memory is a slot, and beside it what a decoder computes of a text of its own.
         width = self.options.slot_tokens or max(facts.width for facts in sources)
         width += max(facts.decoder_width for facts in sources)
         options = replace(self.options, max_tokens=int(microbatch_size * width))
         pieces = self._cut(sources, pre_split, options)
         empty: list[dict[str, Any]] = []
         if get_world_size() > 1:
-            pieces, empty = self._in_step(layout, sources, pieces, options)
+            takes_media = self.layout is None or bool(layout.family.media or layout.extra)
+            takes_media &= self.rules.needs_media or not self.reduces_once
+            pieces, empty = in_step(
+                sources, pieces, self.rules, options, takes_media=takes_media, reduces_once=self.reduces_once
+            )
         elif self.rules.needs_media:
-            pieces = with_dummies(pieces, _first_modality(sources), self.rules, options)
-        self._warn_of(sources, pieces, options)
-        microbatches = build(layout, pieces, self.rules, options, self._attention)
+            pieces = with_dummies(pieces, _first_modality(sources))
+        self._warn_of(sources, pieces)
+        microbatches = build(pieces, self._attention)
         self.made = [with_metadata(one, microbatches=[len(pieces)] * num_rows(one)) for one in microbatches] + empty
         return self.made
 
@@ -216,7 +194,7 @@ class MicrobatchSplit:
         whole = Piece.from_facts(describe(layout, batch), rules, options)
         starts = range(0, len(whole.rows), size)
         pieces = [whole.take(range(start, min(start + size, len(whole.rows)))) for start in starts]
-        return list(build(layout, pieces, rules, options))
+        return list(build(pieces))
 
     def _described(self, layout: BatchLayout, batch: Batch) -> tuple[list[RowFacts], PreSplitBatch | None]:
         """Returns the facts of the batch's rows: of all, or of each microbatch of a loader, where they may stay so."""
@@ -237,8 +215,7 @@ class MicrobatchSplit:
         if any(facts.layout.width_matters(facts.batch) for facts in sources):
             return False
         left = [facts for facts in sources if facts.side == 'left']
-        widest = max(sources, key=lambda facts: facts.width)
-        policy = self.rules.policy(replace(widest, side='left'))
+        policy = self.rules.policy(replace(max(sources, key=lambda facts: facts.width), side='left'))
         return not left or (policy == 'trim' and not any(any(facts.has_label_behind_padding) for facts in left))
 
     def _check_packing(self, sources: Sequence[RowFacts]) -> None:
@@ -261,29 +238,15 @@ class MicrobatchSplit:
         indices = pre_split.indices if pre_split is not None else None
         for number, facts in enumerate(sources):
             piece = Piece.from_facts(facts, self.rules, options)
-            piece.check_caps(options, indices[number] if indices else None)
+            piece.check_caps(indices[number] if indices else None)
             if get_world_size() > 1:  # rows that only fill up a rank weigh nothing, and need not be computed
                 samples = samples_of(facts.batch)
                 piece = piece.take([row for row in piece.rows if samples[row]])
             if piece.rows:
-                stays = pre_split is not None and piece.fits(self.rules, options)
-                pieces += [piece] if stays else piece.cut(self.rules, options)
+                pieces += [piece] if pre_split is not None and piece.fits else piece.cut()
         return pieces
 
-    def _in_step(
-        self, layout: BatchLayout, sources: Sequence[RowFacts], pieces: list[Piece], options: CutOptions
-    ) -> tuple[list[Piece], list[dict[str, Any]]]:
-        """Returns the pieces with dummy rows, and empty microbatches behind them, as all ranks need them."""
-        may_have_media = self.layout is None or bool(layout.family.media or layout.extra)
-        may_have_media &= self.rules.needs_media or not self.reduces_once
-        dummies, has_media = dummies_in_step(layout, sources, may_have_media=may_have_media)
-        planned, num_empty = in_step(
-            pieces, dummies, self.rules, options, has_media=has_media, reduces_once=self.reduces_once
-        )
-        empty = [empty_microbatch(sources, dummies, len(planned))] if num_empty else []
-        return planned, empty * num_empty
-
-    def _warn_of(self, sources: Sequence[RowFacts], pieces: Sequence[Piece], options: CutOptions) -> None:
+    def _warn_of(self, sources: Sequence[RowFacts], pieces: Sequence[Piece]) -> None:
         """Warns of rows that keep their padding, and of dummy rows that find no room."""
         kept = [
             is_kept for facts in sources if not self.packing and self.rules.policy(facts) != 'keep'
@@ -295,13 +258,13 @@ class MicrobatchSplit:
                 'are computed untrimmed. Mask that label (-100), or pad on the right.', sum(kept), len(kept)
             )  # fmt: skip
         for piece in pieces:
-            if piece.dummies and not piece.fits(self.rules, options):
+            if piece.dummies and not piece.fits:
                 self._warn(
                     '%s must fit into a microbatch together with the dummy rows that keep the encoders of all ranks in '
                     'use, got: %d tokens and %d image tokens beside rows of %s tokens, over the caps of %d and %s. '
                     'They are computed over the cap. Raise it by the difference.',
                     sample_name(piece.facts.batch, piece.rows[0]), piece.widths[0], piece.image_tokens[0],
-                    [row.width for row in piece.dummies], options.max_tokens, options.max_image_tokens,
+                    [row.width for row in piece.dummies], piece.options.max_tokens, piece.options.max_image_tokens,
                 )  # fmt: skip
 
     def _warn(self, message: str, *values: Any) -> None:
@@ -313,6 +276,42 @@ class MicrobatchSplit:
 
 def _first_modality(sources: Sequence[RowFacts]) -> DummyRows:
     """Returns dummy rows of the first modality that the rows have: beside it rows without media have their loss."""
-    dummies = DummyRows(sources[0].layout, sources)
+    dummies = DummyRows(sources)
     dummies.needed = [modality for modality in MODALITIES if modality in dummies.present][:1]
     return dummies
+
+
+# Which split, and which layout, goes with a loader.
+
+_SPLITS: WeakValueDictionary[int, MicrobatchSplit] = WeakValueDictionary()
+
+
+def register_split(dataloader: Any, split: MicrobatchSplit) -> None:
+    """Lets :func:`split_of` find the split of a loader; the split must hold on to its loader."""
+    _SPLITS[id(dataloader)] = split
+
+
+def split_of(dataloader: Any) -> MicrobatchSplit | None:
+    """Returns the split that ``token_data_spec`` made for a loader.
+
+    The trainer shows an algorithm the loader, not the DataSpec, and nothing of ours may lie in a batch before
+    BATCH_START: Composer's own algorithms clone every entry of it.
+    """
+    return _SPLITS.get(id(dataloader))
+
+
+def layout_of(state: State, split: MicrobatchSplit | None) -> BatchLayout | None:
+    """The layout that the user gave, else the model's own, else that of the batch; None: rows cannot be told apart."""
+    if split is not None and split.given_layout is not None:
+        return split.given_layout
+    try:
+        layout = BatchLayout.for_model(state.model)
+    except TypeError:  # no config; a rank without media sees a text model
+        layout = max(all_gather_object(BatchLayout.infer(state.batch)), key=lambda one: len(one.family.entries))
+    if split is None:
+        try:
+            layout.select(state.batch, [0])
+            layout.media_per_row(state.batch)
+        except (KeyError, ValueError):  # only the user's own split knows
+            return None
+    return layout

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader
 
 from composer_tokacc.counting import check_rule
-from composer_tokacc.data_spec.registry import register_split
-from composer_tokacc.data_spec.split import MicrobatchSplit
+from composer_tokacc.data_spec.split import MicrobatchSplit, register_split
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.planning import CostModel, CutOptions
 

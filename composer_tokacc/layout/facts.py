@@ -1,19 +1,27 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Facts about the rows of a collated batch: all that a cut must know of them, described once."""
+"""Facts about the rows of a collated batch: all that a cut must know of them, described once; kinds of rows."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 
-from composer_tokacc.batch import IGNORE_INDEX, Batch, lengths_of, own_labels, real_positions, side_of, text_of
+from composer_tokacc.batch import IGNORE_INDEX, MODALITIES, Batch, lengths_of, own_labels, real_positions, side_of
 from composer_tokacc.layout.found import has_sound_along_text
 from composer_tokacc.layout.layout import BatchLayout
 from composer_tokacc.layout.pre_split import microbatches_of
+
+WIDTHS = tuple(2**power for power in range(4, 21))
+ROW_KINDS = ('left', 'right', *MODALITIES, 'mixed', 'positions', *(f'left over {width}' for width in WIDTHS))
+"""What rows of a batch can be like, as far as it matters to a cut: padded on the left or right, with media of a kind,
+or some with media and some without; padded on the left with ``position_ids`` given, or wider than any before (Llama 4
+and Ministral 3 scale attention by the column, but not in the first thousands of columns)."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +34,7 @@ class RowFacts:
         side: Where the rows are padded, ``'left'`` or ``'right'``.
         width: Padded width of the rows.
         is_padded: Whether some position is padding.
+        real: Which positions are attended or labelled, ``(rows, width)`` bool.
     """
 
     batch: Batch = field(repr=False)
@@ -34,7 +43,6 @@ class RowFacts:
     width: int
     is_padded: bool
     real: torch.Tensor = field(repr=False)
-    """Which positions are attended or labelled, ``(rows, width)`` bool."""
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -94,10 +102,31 @@ class RowFacts:
 def describe(layout: BatchLayout, batch: Batch) -> RowFacts:
     """Returns the facts about a batch's rows; one look at its masks and labels, and at its media when asked."""
     real = real_positions(batch)
-    is_padded = not bool(real.all())
-    return RowFacts(batch, layout, side_of(real) if is_padded else 'right', text_of(batch).shape[1], is_padded, real)
+    return RowFacts(batch, layout, side_of(real), layout.width(batch), not bool(real.all()), real)
 
 
 def describe_all(layout: BatchLayout | None, batch: Batch) -> list[RowFacts]:
     """Returns the facts of a device batch, or of each of its microbatches; none where rows cannot be told apart."""
     return [] if layout is None else [describe(layout, one) for one in microbatches_of(batch)]
+
+
+def kinds_of(sources: Sequence[RowFacts]) -> tuple[int, ...]:
+    """Returns which of :data:`ROW_KINDS` some batches have, as ones and zeros."""
+    found: set[str] = set()
+    for facts in sources:
+        if facts.batch.get('input_ids') is None:
+            continue
+        found |= {modality for modality, counts in facts.counts.items() if any(counts)}
+        if facts.is_padded:
+            found.add('positions' if facts.side == 'left' and facts.has_positions else facts.side)
+        if facts.is_padded and facts.side == 'left':
+            found |= {f'left over {width}' for width in WIDTHS if facts.width > width}
+    with_media = [bool(count) for facts in sources for count in facts.media]
+    if any(with_media) and not all(with_media):
+        found.add('mixed')
+    return tuple(int(kind in found) for kind in ROW_KINDS)
+
+
+def widest_like(width: int) -> int:
+    """Returns the width of the widest batch that is of the kinds of one so wide."""
+    return next((limit for limit in WIDTHS if width <= limit), sys.maxsize)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -76,7 +76,7 @@ class Media:
         named = placeholders.token_ids(config, unit if self.frames is None else 'image')
         if not named:
             return types == self.token_type if self.token_type and types is not None else None
-        found = torch.isin(ids, torch.tensor(named, device=ids.device))
+        found = placeholders.stand_at(ids, named)
         if self.frames is None:
             return found
         starts, ends = ids == config.video_start_token_id, ids == config.video_end_token_id
@@ -130,15 +130,11 @@ TEXT_ENTRIES: dict[str, Entry] = {
 }
 
 _IMAGE, _VIDEO, _AUDIO = Entry(unit='image'), Entry(unit='video'), Entry(unit='audio')
-_GRIDS = {
-    'pixel_values': Entry(unit='patch'),
-    'image_grid_thw': _IMAGE,
-    'pixel_values_videos': Entry(unit='video_patch'),
-    'video_grid_thw': _VIDEO,
-}
+_GRIDS = {'pixel_values': Entry(unit='patch'), 'image_grid_thw': _IMAGE,
+          'pixel_values_videos': Entry(unit='video_patch'), 'video_grid_thw': _VIDEO}  # fmt: skip
 _CLIPS = {'pixel_values_videos': _VIDEO, 'image_sizes_videos': _VIDEO}
 _TILES = {**_CLIPS, 'pixel_values': _IMAGE, 'image_sizes': _IMAGE}
-_SOUNDS = {'input_features': _AUDIO, 'feature_attention_mask': _AUDIO}
+_SOUNDS = {'input_features': _AUDIO, 'feature_attention_mask': _AUDIO, 'audio_feature_lengths': _AUDIO}
 
 
 def _instructed(entry: Entry) -> dict[str, Entry]:
@@ -146,103 +142,52 @@ def _instructed(entry: Entry) -> dict[str, Entry]:
     return {'pixel_values': entry, 'qformer_input_ids': entry, 'qformer_attention_mask': entry}
 
 
-def _ndim(batch: Batch, key: str) -> int:
-    value = batch.get(key)
-    return value.dim() if isinstance(value, torch.Tensor) else 0
+class _Format(NamedTuple):
+    """Matches batches with tensors of so many dimensions (1: any) by key, and none by some others."""
+
+    has: Mapping[str, int] = {}
+    lacks: tuple[str, ...] = ()
+
+    def __call__(self, batch: Batch) -> bool:
+        found = {key: value.dim() for key in self.has if isinstance(value := batch.get(key), torch.Tensor)}
+        has_all = all(key in found and dim in (1, found[key]) for key, dim in self.has.items())
+        return has_all and all(batch.get(key) is None for key in self.lacks)
 
 
 def _has_grid(batch: Batch) -> bool:
     return 'image_grid_thw' in batch or 'video_grid_thw' in batch
 
 
-def _has_aspect_ratios(batch: Batch) -> bool:
-    return 'aspect_ratio_ids' in batch
-
-
-def _has_pixel_mask(batch: Batch) -> bool:
-    return 'pixel_attention_mask' in batch and _ndim(batch, 'pixel_values') == 5  # LFM2-VL's has no slots
-
-
-def _has_no_ids(batch: Batch) -> bool:
-    return 'input_ids' not in batch
-
-
-def _has_grid_and_audio(batch: Batch) -> bool:
-    return _has_grid(batch) and _ndim(batch, 'input_features') > 0
-
-
-def _has_instructed_images(batch: Batch) -> bool:
-    return 'qformer_input_ids' in batch and _ndim(batch, 'pixel_values') == 4
-
-
-def _has_instructed_clips(batch: Batch) -> bool:
-    return 'qformer_input_ids' in batch and _ndim(batch, 'pixel_values') == 5
-
-
-def _has_tiles(batch: Batch) -> bool:
-    # OneVision's own format has `batch_num_images` besides, and is the only other one with clips.
-    return 'image_sizes' in batch and _ndim(batch, 'pixel_values') == 5 and 'batch_num_images' not in batch
-
-
 def _has_tiles_or_clips(batch: Batch) -> bool:
-    return ('image_sizes' in batch and _ndim(batch, 'pixel_values') == 5) or _ndim(batch, 'pixel_values_videos') == 5
-
-
-def _has_images_by_their_own_name(batch: Batch) -> bool:
-    return batch.get('pixel_values_images') is not None
-
-
-def _has_plain_images(batch: Batch) -> bool:
-    return _ndim(batch, 'pixel_values') == 4
-
-
-def _has_audio(batch: Batch) -> bool:
-    return batch.get('input_features') is not None and batch.get('pixel_values') is None
-
-
-def _has_no_media(batch: Batch) -> bool:
-    return batch.get('pixel_values') is None
+    return _Format({'image_sizes': 1, 'pixel_values': 5})(batch) or _Format({'pixel_values_videos': 5})(batch)
 
 
 def _masked_slots(batch: Batch) -> torch.Tensor:
     # Images are padded at the right and at the bottom, so a real one has its first pixel.
     mask = batch.get('pixel_attention_mask')
-    return (
-        mask.reshape(*mask.shape[:2], -1)[:, :, 0] != 0
-        if mask is not None
-        else (batch['pixel_values'].flatten(2) != 0).any(dim=2)
-    )
+    return (batch['pixel_values'].flatten(2) != 0).any(dim=2) if mask is None else mask.flatten(2)[:, :, 0] != 0
 
 
 def _aspect_ratio_slots(batch: Batch) -> torch.Tensor:
     return batch['aspect_ratio_ids'] != 0
 
 
+TEXT_FAMILY = Family(name='text', matches=_Format(lacks=('pixel_values',)))
 FAMILIES: tuple[Family, ...] = (
     Family(
         name='encoder-decoder',  # Whisper, TrOCR: one sound or image a row, and the labels are the only text
         model_types=('whisper', 'speech_to_text', 'speech-encoder-decoder', 'vision-encoder-decoder'),
         entries={'input_features': Entry(), 'input_values': Entry(), 'pixel_values': Entry()},
-        matches=_has_no_ids,
+        matches=_Format(lacks=('input_ids',)),
     ),
     Family(
-        name='Qwen-Omni',
-        model_types=('qwen2_5_omni_thinker',),
-        entries={**_GRIDS, **_SOUNDS, 'audio_feature_lengths': _AUDIO, 'video_second_per_grid': _VIDEO},
-        media={
-            'image': Media(sizes=placeholders.image_grid),
-            'video': Media(sizes=placeholders.video_grid),
-            'audio': Media(sizes=placeholders.audio_frames),
-        },
-        matches=_has_grid_and_audio,
-    ),
-    Family(
-        name='Qwen-VL',
-        model_types=('qwen2_vl', 'qwen2_5_vl', 'qwen3_vl', 'qwen3_vl_moe'),
-        entries={**_GRIDS, 'second_per_grid_ts': _VIDEO},
+        name='Qwen-VL',  # and Qwen-Omni, which has sounds besides
+        model_types=('qwen2_vl', 'qwen2_5_vl', 'qwen3_vl', 'qwen3_vl_moe', 'qwen2_5_omni_thinker'),
+        entries={**_GRIDS, 'second_per_grid_ts': _VIDEO, 'video_second_per_grid': _VIDEO, **_SOUNDS},
         media={
             'image': Media(sizes=placeholders.image_grid, token_type=1),
             'video': Media(sizes=placeholders.video_grid, token_type=2),
+            'audio': Media(sizes=placeholders.audio_frames),
         },
         matches=_has_grid,
     ),
@@ -267,19 +212,19 @@ FAMILIES: tuple[Family, ...] = (
             'cross_attention_mask': Entry(seq_dims=(1,), slot_dim=2),
         },
         media={'image': Media()},
-        matches=_has_aspect_ratios,
         slots=_aspect_ratio_slots,
         # MllamaCrossAttentionDecoderLayer masks its MLP for such rows, but not its attention.
         coupling='Mllama skips cross-attention in a batch without images, but beside a row with an image lets a row '
         'without one attend to padding images',
+        matches=_Format({'aspect_ratio_ids': 1}),
     ),
     Family(
         name='Idefics',
         model_types=('idefics2', 'idefics3', 'smolvlm', 'granite_docling'),
         entries={'pixel_values': Entry(slot_dim=1), 'pixel_attention_mask': Entry(slot_dim=1)},
         media={'image': Media()},
-        matches=_has_pixel_mask,
         slots=_masked_slots,
+        matches=_Format({'pixel_attention_mask': 1, 'pixel_values': 5}),  # LFM2-VL's has no slots
     ),
     Family(
         name='InstructBLIP',
@@ -287,7 +232,7 @@ FAMILIES: tuple[Family, ...] = (
         has_queries=True,
         entries=_instructed(_IMAGE),
         media={'image': Media(sizes=placeholders.queries)},
-        matches=_has_instructed_images,
+        matches=_Format({'qformer_input_ids': 1, 'pixel_values': 4}),
     ),
     Family(
         name='InstructBLIP-Video',
@@ -295,7 +240,7 @@ FAMILIES: tuple[Family, ...] = (
         has_queries=True,
         entries=_instructed(_VIDEO),
         media={'video': Media(sizes=placeholders.frame_queries)},
-        matches=_has_instructed_clips,
+        matches=_Format({'qformer_input_ids': 1, 'pixel_values': 5}),
     ),
     Family(
         name='BLIP-2',
@@ -306,39 +251,24 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         name='LLaVA-NeXT',
-        model_types=('llava_next',),
+        model_types=('llava_next', 'llava_next_video'),
         entries=_TILES,
-        media={'image': Media(sizes=placeholders.anyres)},
-        matches=_has_tiles,
-    ),
-    Family(
-        name='LLaVA-NeXT-Video',
-        model_types=('llava_next_video',),
-        entries=_TILES,
-        media={
-            'image': Media(sizes=placeholders.anyres),
-            'video': Media(sizes=placeholders.equal),
-        },
+        media={'image': Media(sizes=placeholders.anyres), 'video': Media(sizes=placeholders.equal)},
+        # OneVision's own format has `batch_num_images` besides, and is the only other one with clips.
+        matches=_Format({'image_sizes': 1, 'pixel_values': 5}, lacks=('batch_num_images',)),
     ),
     Family(
         name='Video-LLaVA',
         model_types=('video_llava',),
         entries={**_CLIPS, 'pixel_values': _IMAGE, 'pixel_values_images': _IMAGE},
-        media={
-            'image': Media(sizes=placeholders.equal),
-            'video': Media(sizes=placeholders.equal),
-        },
-        matches=_has_images_by_their_own_name,
+        media={'image': Media(sizes=placeholders.equal), 'video': Media(sizes=placeholders.equal)},
+        matches=_Format({'pixel_values_images': 1}),
     ),
     Family(
         name='LLaVA-OneVision',
         model_types=('llava_onevision',),
-        # Images by row. OneVision cuts an image into tiles only where it is the row's only one.
-        entries={**_TILES, 'batch_num_images': Entry(absent=0)},
-        media={
-            'image': Media(sizes=placeholders.anyres_capped),
-            'video': Media(sizes=placeholders.equal),
-        },
+        entries={**_TILES, 'batch_num_images': Entry(absent=0)},  # images by row, which tells where they are tiled
+        media={'image': Media(sizes=placeholders.anyres_capped), 'video': Media(sizes=placeholders.equal)},
         matches=_has_tiles_or_clips,
     ),
     Family(
@@ -346,14 +276,14 @@ FAMILIES: tuple[Family, ...] = (
         model_types=('llava', 'mistral3'),
         entries={'pixel_values': _IMAGE, 'image_sizes': _IMAGE},
         media={'image': Media(sizes=placeholders.patch_counts)},
-        matches=_has_plain_images,
+        matches=_Format({'pixel_values': 4}),
     ),
     Family(
         name='Qwen-Audio',
         model_types=('qwen2_audio',),
         entries=_SOUNDS,
         media={'audio': Media(sizes=placeholders.audio_frames)},
-        matches=_has_audio,
+        matches=_Format({'input_features': 1}, lacks=('pixel_values',)),
     ),
-    Family(name='text', matches=_has_no_media),
+    TEXT_FAMILY,
 )

@@ -17,17 +17,16 @@ from typing import Any
 import torch
 
 from composer_tokacc.batch import MODALITIES, Batch, text_of
-from composer_tokacc.layout.families import FAMILIES, Entry, Family, Media
-from composer_tokacc.layout.placeholders import modality_of, placeholder_ids
+from composer_tokacc.layout.families import TEXT_FAMILY, Entry, Family, Media
+from composer_tokacc.layout.placeholders import modality_of, placeholder_ids, stand_at
 
 
 def found_family(config: Any) -> Family:
     """Returns the family of a model that none is registered for: its modalities, as its config names them."""
-    media = {modality: Media() for modality in MODALITIES if placeholder_ids(config, modality)}
-    for modality, part in (('image', 'vision_config'), ('audio', 'audio_config')):
-        if getattr(config, part, None) is not None:
-            media.setdefault(modality, Media())
-    return Family(name=config.model_type, media=media) if media else FAMILIES[-1]
+    parts = {'image': getattr(config, 'vision_config', None), 'audio': getattr(config, 'audio_config', None)}
+    named = [one for one in MODALITIES if placeholder_ids(config, one) or parts.get(one) is not None]
+    media = dict.fromkeys(named, Media())
+    return Family(name=config.model_type, media=media) if media else TEXT_FAMILY
 
 
 def found_entry(batch: Batch, key: str, num_rows: int, width: int) -> Entry | None:
@@ -80,15 +79,10 @@ def carried_counts(batch: Batch, modality: str) -> list[int] | None:
 
 
 def found_counts(batch: Batch, config: Any, modality: str, count: int, num_rows: int) -> list[int]:
-    """Returns how many of so many entries of a modality's tensors belong to each row.
-
-    Raises:
-        ValueError: If the placeholders of the rows give no answer, or more than one.
-    """
+    """Returns how many of so many entries of a modality's tensors belong to each row; refuses no answer, and two."""
     if num_rows == 1:
         return [count]
-    ids = torch.tensor(placeholder_ids(config, modality), dtype=torch.long)
-    is_placeholder = torch.isin(text_of(batch), ids.to(text_of(batch).device))
+    is_placeholder = stand_at(text_of(batch), placeholder_ids(config, modality))
     tokens = is_placeholder.sum(dim=1).tolist()
     begins = is_placeholder & ~torch.nn.functional.pad(is_placeholder[:, :-1], (1, 0))
     runs, total = begins.sum(dim=1).tolist(), sum(tokens)

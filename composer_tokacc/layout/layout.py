@@ -23,8 +23,8 @@ from composer_tokacc.layout.found import (
     has_sound_along_text,
     items_of_rows,
 )
-from composer_tokacc.layout.placeholders import token_ids
-from composer_tokacc.layout.tensors import cat_padded, compact, renumber, select_units
+from composer_tokacc.layout.placeholders import stand_at, token_ids
+from composer_tokacc.layout.tensors import cat_padded, compact, renumber, select_rows
 
 PATCHES = {'patch': ('image', 'image_grid_thw'), 'video_patch': ('video', 'video_grid_thw')}
 """Units that are parts of another: of which, and the tensor whose product says how many."""
@@ -92,9 +92,8 @@ class BatchLayout:
 
     def is_placeholder(self, batch: Batch) -> torch.Tensor:
         """Returns where placeholders of images, videos and audios stand, ``(rows, width)`` bool."""
-        found = [token_id for modality in MODALITIES for token_id in token_ids(self.config, modality)]
-        ids = torch.tensor(found, dtype=torch.long)
-        return torch.isin(text_of(batch), ids.to(text_of(batch).device))
+        ids = [token_id for modality in MODALITIES for token_id in token_ids(self.config, modality)]
+        return stand_at(text_of(batch), ids)
 
     @cached_property  # asked of every microbatch, and reading a config is slow
     def width_limit(self) -> int | None:
@@ -109,9 +108,8 @@ class BatchLayout:
 
     def width_matters(self, batch: Batch) -> bool:
         """Whether no column of the batch may be trimmed, as the model's positions depend on the batch's width."""
-        return (
-            self.width_limit is not None and batch.get('input_ids') is not None and self.width(batch) > self.width_limit
-        )
+        limit = self.width_limit
+        return limit is not None and batch.get('input_ids') is not None and self.width(batch) > limit
 
     # Which entry is what.
 
@@ -130,8 +128,8 @@ class BatchLayout:
             ValueError: If neither the layout knows its name, nor its shape tells.
         """
         value, width = batch[key], self.width(batch)
-        known = (entries[key] for entries in (self.extra, self.family.entries, TEXT_ENTRIES) if key in entries)
-        entry = next(known, None) or found_entry(batch, key, self.num_rows(batch), width)
+        known = {**TEXT_ENTRIES, **self.family.entries, **self.extra}
+        entry = known.get(key) or found_entry(batch, key, self.num_rows(batch), width)
         if entry is None:
             raise ValueError(
                 f'`batch[{key!r}]` must be an entry that the {self.family.name} layout knows, or of the rows, got: a '
@@ -205,26 +203,22 @@ class BatchLayout:
     def _units_by_items(self, batch: Batch, unit: str) -> list[int]:
         num_rows, carried = self.num_rows(batch), carried_counts(batch, unit)
         sizes = {key: value.shape[0] for key, value in self.tensors_of(batch, unit).items()}
-        if not sizes and (found := self._found_units(batch, unit)):
-            return self.units_per_row(batch, found[0])
         if not sizes:
+            # What the found tensors of a modality enumerate, the fewest of it: items rather than tiles and patches.
+            found = {entry.unit for entry in self._not_text(batch).values() if entry.unit.startswith(f'{unit}/')}
+            if found:
+                return self.units_per_row(batch, min(found, key=lambda one: int(one.partition('/')[2])))
             return carried or [0] * num_rows
         num_items = max(sizes.values())
         if min(sizes.values()) < num_items:
             raise ValueError(f'The tensors of {unit}s must have one entry per {unit} each, got: {sizes}.')
-        if self.family.has_queries and token_ids(self.config, unit):
-            return self._units_by_placeholders(batch, unit, num_items)
-        if num_rows == 1:
-            return [num_items]
-        # The carried number is the user's: it says nothing where images were cut into tiles.
-        if carried is not None and len(carried) == num_rows and sum(carried) == num_items:
-            return list(carried)
+        if not (self.family.has_queries and token_ids(self.config, unit)):
+            if num_rows == 1:
+                return [num_items]
+            # The carried number is the user's: it says nothing where images were cut into tiles.
+            if carried is not None and len(carried) == num_rows and sum(carried) == num_items:
+                return carried
         return self._units_by_placeholders(batch, unit, num_items)
-
-    def _found_units(self, batch: Batch, modality: str) -> list[str]:
-        """Returns what the found tensors of a modality enumerate, the fewest first: items before tiles and patches."""
-        units = {entry.unit for entry in self._not_text(batch).values() if entry.unit.startswith(f'{modality}/')}
-        return sorted(units, key=lambda unit: int(unit.partition('/')[2]))
 
     def _units_by_placeholders(self, batch: Batch, unit: str, num_items: int) -> list[int]:
         media, num_rows = self.family.media.get(unit), self.num_rows(batch)
@@ -280,42 +274,17 @@ class BatchLayout:
         Each row's media are copied once; not at all where a group is a run of rows in order and the batch is on its way
         to a GPU. Page-locked tensors stay page-locked.
         """
-        units = {'row'}
+        entries: dict[str, Entry] = {}
         for key, value in batch.items():
             self._check(batch, key, value)
             if isinstance(value, torch.Tensor):
-                entry = self.entry_of(batch, key)
-                units.add('image' if entry.slot_dim is not None else entry.unit)
+                entries[key] = self.entry_of(batch, key)
         everything, groups = list(range(self.num_rows(batch))), [list(rows) for rows in groups]
         if all(rows == everything for rows in groups):
             return [dict(batch) for _ in groups]
-        ends = {unit: [0, *accumulate(self.units_per_row(batch, unit))] for unit in units - {'shared'}}
-        return [dict(batch) if rows == everything else self._select(batch, ends, rows) for rows in groups]
-
-    def _select(self, batch: Batch, ends: Mapping[str, Sequence[int]], rows: Sequence[int]) -> dict[str, Any]:
-        selected: dict[str, Any] = {}
-        for key, value in batch.items():
-            if isinstance(value, torch.Tensor):
-                entry = self.entry_of(batch, key)
-                chosen = select_units(key, value, entry, ends, rows)
-                if entry.points_into is not None:
-                    chosen = self._renumbered(batch, chosen, entry, ends, rows)
-                # A model takes no image entries for no images, rather than empty ones.
-                if not entry.is_media or chosen.numel() > 0:
-                    selected[key] = chosen
-            else:
-                selected[key] = [value[row] for row in rows] if isinstance(value, (list, tuple)) else value
-        return selected
-
-    def _renumbered(
-        self, batch: Batch, chosen: torch.Tensor, entry: Entry, ends: Mapping[str, Sequence[int]], rows: Sequence[int]
-    ) -> torch.Tensor:
-        """Returns numbers of patches, counted over the chosen rows."""
-        size, of_pixels = _patches_each(batch, entry), ends[self.entry_of(batch, entry.points_into or '').unit]
-        of_unit = ends[entry.unit]
-        starts = [0, *accumulate(size * (of_pixels[row + 1] - of_pixels[row]) for row in rows)]
-        shifts = [start - size * of_pixels[row] for start, row in zip(starts, rows, strict=False)]
-        return renumber(chosen, [of_unit[row + 1] - of_unit[row] for row in rows], shifts)
+        units = {'image' if entry.slot_dim is not None else entry.unit for entry in entries.values()}
+        ends = {unit: [0, *accumulate(self.units_per_row(batch, unit))] for unit in {'row', *units} - {'shared'}}
+        return [dict(batch) if rows == everything else select_rows(batch, entries, ends, rows) for rows in groups]
 
     def _check(self, batch: Batch, key: str, value: Any) -> None:
         is_list = isinstance(value, (list, tuple)) and len(value) == self.num_rows(batch)
@@ -329,11 +298,10 @@ class BatchLayout:
 
     def trim(self, batch: Batch, *, width_multiple: int = 1) -> dict[str, Any]:
         """Cuts the columns that no row needs; widths round up to ``width_multiple``, never beyond the batch's own."""
-        width = self.width(batch)
-        side, lengths = span(batch)
-        needed = min(-(-max(lengths) // width_multiple) * width_multiple, width)
         if has_sound_along_text(batch, self.config):
             return dict(batch)
+        (side, lengths), width = span(batch), self.width(batch)
+        needed = min(-(-max(lengths) // width_multiple) * width_multiple, width)
         return self.narrow(batch, width - needed if side == 'left' else 0, needed)
 
     def narrow(self, batch: Batch, start: int, width: int) -> dict[str, Any]:
@@ -364,25 +332,12 @@ class BatchLayout:
         width = max(self.width(batch) for batch in batches)
         joined: dict[str, Any] = {}
         for key in dict.fromkeys(key for batch in batches for key in batch):
-            first = next((batch[key] for batch in batches if batch.get(key) is not None), None)
+            present = [batch for batch in batches if batch.get(key) is not None]
+            first = present[0][key] if present else None
             if isinstance(first, torch.Tensor):
-                entry = self._common_entry(batches, key)
-                if entry.unit == 'shared':
-                    joined[key] = max((one[key] for one in batches if one.get(key) is not None), key=torch.Tensor.numel)
-                    continue
-                if entry.unit == 'video' and first.dim() == 5:
-                    self._refuse_ragged_clips(batches, key)
-                if key == 'input_ids':
-                    entry = replace(entry, fill=pad_token_id)
-                joined[key] = cat_padded(self._with_absent(batches, key, entry), entry, width, padding_side)
-                if entry.points_into is not None:
-                    present = [batch for batch in batches if batch.get(key) is not None]
-                    sizes = [_patches_each(batch, entry) * len(batch[entry.points_into]) for batch in present]
-                    joined[key] = renumber(
-                        joined[key], [len(batch[key]) for batch in present], [0, *accumulate(sizes)][:-1]
-                    )
+                joined[key] = self._joined(key, present, batches, width, padding_side, pad_token_id)
             elif isinstance(first, (list, tuple)):
-                _refuse_absent(batches, key)
+                _refuse_absent(key, present, batches)
                 joined[key] = [item for batch in batches for item in batch[key]]
             else:
                 joined[key] = first
@@ -392,32 +347,37 @@ class BatchLayout:
                 joined[f'num_{unit}s'] = [count for batch in batches for count in self._carried_counts(batch, unit)]
         return joined
 
-    def _refuse_ragged_clips(self, batches: Sequence[Batch], key: str) -> None:
-        """Clips lie in one tensor without a mask: the model would compute the frames that fill it up."""
-        frames = {batch[key].shape[1]: batch for batch in batches if batch.get(key) is not None}
-        if len(frames) > 1:
-            names = ', '.join(f'{count} (sample {frames[count].get("sample_ids")})' for count in sorted(frames))
-            raise ValueError(
-                f'Videos of a batch must be of one number of frames for {self.family.name}, got: {names}. Take as many '
-                'of each: `dataset.video.num_frames`.'
-            )
-
     def _carried_counts(self, batch: Batch, unit: str) -> list[int]:
         return self.units_per_row(batch, unit) if self.tensors_of(batch, unit) else list(batch[f'num_{unit}s'])
 
-    def _common_entry(self, batches: Sequence[Batch], key: str) -> Entry:
-        """Sequence-shaped only if so in every batch: a decoder's labels may have the encoder's width by chance."""
-        entries = [self.entry_of(batch, key) for batch in batches if batch.get(key) is not None]
-        shared = (entry for entry in entries if entry.unit == 'shared')
-        return next(shared, None) or next((entry for entry in entries if not entry.seq_dims), entries[0])
+    def _joined(
+        self, key: str, present: Sequence[Batch], batches: Sequence[Batch], width: int, side: str, pad_token_id: int
+    ) -> torch.Tensor:
+        """Returns a tensor of all batches, of those in which it is present."""
+        # Sequence-shaped only if so in every batch: a decoder's labels may have the encoder's width by chance.
+        entries = [self.entry_of(batch, key) for batch in present]
+        entry = min(entries, key=lambda entry: (entry.unit != 'shared', bool(entry.seq_dims)))
+        if entry.unit == 'shared':
+            return max((batch[key] for batch in present), key=torch.Tensor.numel)
+        if entry.unit == 'video' and present[0][key].dim() == 5:
+            _refuse_ragged_clips(self.family.name, key, present)
+        if entry.is_media and entry.slot_dim is None:
+            values = [batch[key] for batch in present]
+        else:
+            values = self._with_absent(key, present, batches, entry)
+        joined = cat_padded(values, replace(entry, fill=pad_token_id) if key == 'input_ids' else entry, width, side)
+        if entry.points_into is None:
+            return joined
+        sizes = [batch[entry.points_into].shape[:2].numel() for batch in present]
+        return renumber(joined, [len(batch[key]) for batch in present], [0, *accumulate(sizes)][:-1])
 
-    def _with_absent(self, batches: Sequence[Batch], key: str, entry: Entry) -> list[torch.Tensor]:
-        """Returns the tensors to join; batches without one bring no media, or rows of the entry's ``absent`` value."""
-        if entry.slot_dim is None and entry.is_media:
-            return [batch[key] for batch in batches if batch.get(key) is not None]
+    def _with_absent(
+        self, key: str, present: Sequence[Batch], batches: Sequence[Batch], entry: Entry
+    ) -> list[torch.Tensor]:
+        """Returns the tensors to join; of batches without one no slots, or rows of the entry's ``absent`` value."""
         if entry.slot_dim is None and entry.absent is None:
-            _refuse_absent(batches, key)
-        like: torch.Tensor = next(batch[key] for batch in batches if batch.get(key) is not None)
+            _refuse_absent(key, present, batches)
+        like: torch.Tensor = present[0][key]
         values = []
         for batch in batches:
             shape = list(like.shape)
@@ -430,16 +390,20 @@ class BatchLayout:
         return values
 
 
-def _patches_each(batch: Batch, entry: Entry) -> int:
-    """Returns patches of each entry of the pixels that a tensor's numbers point into."""
-    assert entry.points_into is not None
-    return batch[entry.points_into].shape[1]
-
-
-def _refuse_absent(batches: Sequence[Batch], key: str) -> None:
-    num_present = sum(batch.get(key) is not None for batch in batches)
-    if num_present < len(batches):
+def _refuse_absent(key: str, present: Sequence[Batch], batches: Sequence[Batch]) -> None:
+    if len(present) < len(batches):
         raise ValueError(
-            f'`{key}` must be in every batch or in none, got: {num_present} of {len(batches)}. Encode all samples with '
-            'the same processor.'
+            f'`{key}` must be in every batch or in none, got: {len(present)} of {len(batches)}. Encode all samples '
+            'with the same processor.'
+        )
+
+
+def _refuse_ragged_clips(family: str, key: str, batches: Sequence[Batch]) -> None:
+    """Clips lie in one tensor without a mask: the model would compute the frames that fill it up."""
+    frames = {batch[key].shape[1]: batch for batch in batches}
+    if len(frames) > 1:
+        names = ', '.join(f'{count} (sample {frames[count].get("sample_ids")})' for count in sorted(frames))
+        raise ValueError(
+            f'Videos of a batch must be of one number of frames for {family}, got: {names}. Take as many of each: '
+            '`dataset.video.num_frames`.'
         )

@@ -47,13 +47,15 @@ def placeholder_ids(config: Any, modality: str) -> tuple[int, ...]:
 
 
 def token_ids(config: Any, modality: str) -> tuple[int, ...]:
-    """Returns the id that a config gives a modality's placeholder by name (up to transformers 4.51 an index), or any.
-
-    Of those by other names all are taken.
-    """
+    """Returns the id that a config gives a modality's placeholder by name (once an index), else all by other names."""
     named = (getattr(config, f'{modality}_token_{word}', None) for word in ('id', 'index'))
     found = next((one for one in named if one is not None), None)
     return placeholder_ids(config, modality) if found is None else (found,)
+
+
+def stand_at(text: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
+    """Returns where the ids stand in a text, bool of its shape."""
+    return torch.isin(text, torch.tensor(ids, dtype=torch.long, device=text.device))
 
 
 def equal(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
@@ -112,9 +114,7 @@ def audio_frames(batch: Batch, config: Any, num_items: int, num_tokens: int) -> 
 
 def anyres(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
     """LLaVA-NeXT: the whole image, and its tiles without the padding, with a token at the end of each line."""
-    if config is None:
-        return []
-    return [_tiled(size, config) for size in _pairs(batch['image_sizes'])]
+    return [] if config is None else [_tiled(size, config) for size in torch.as_tensor(batch['image_sizes']).tolist()]
 
 
 def anyres_capped(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
@@ -127,13 +127,8 @@ def anyres_capped(batch: Batch, config: Any, num_items: int, num_tokens: int) ->
     is_alone = [count == 1 for count in counts for _ in range(count)]
     if len(is_alone) != num_items:
         return []
-    whole = _side(config) ** 2
-    sizes = _pairs(batch['image_sizes'])
+    sizes, whole = torch.as_tensor(batch['image_sizes']).tolist(), _side(config) ** 2
     return [_tiled(size, config, cap=cap) if alone else whole + 1 for size, alone in zip(sizes, is_alone, strict=True)]
-
-
-def _pairs(sizes: Any) -> list[tuple[int, int]]:
-    return [(int(height), int(width)) for height, width in torch.as_tensor(sizes).tolist()]
 
 
 def _side(config: Any) -> int:
@@ -141,34 +136,16 @@ def _side(config: Any) -> int:
     return config.vision_config.image_size // config.vision_config.patch_size
 
 
-def _tiled(size: tuple[int, int], config: Any, *, cap: int | None = None) -> int:
-    """Returns tokens of one image, as ``pack_image_features`` of the models makes them."""
-    tile, side = config.vision_config.image_size, _side(config)
-    best_height, best_width = best_resolution(size, config.image_grid_pinpoints)
-    height, width = _unpadded(size, best_height // tile * side, best_width // tile * side)
+def _tiled(size: Sequence[int], config: Any, *, cap: int | None = None) -> int:
+    """Returns tokens of one image, as ``pack_image_features`` of the models makes them, by their own functions."""
+    from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape, unpad_image
+
+    side = _side(config)
+    tiles = get_anyres_image_grid_shape(size, config.image_grid_pinpoints, config.vision_config.image_size)
+    patches = torch.empty(1, tiles[0] * side, tiles[1] * side, device='meta')
+    height, width = unpad_image(patches, size).shape[1:]
     if cap is not None:
         ratio = math.sqrt(height * width / (cap * side**2))
         if ratio > 1.1:
             height, width = int(height // ratio), int(width // ratio)
     return side**2 + height * (width + 1)
-
-
-def best_resolution(size: tuple[int, int], pinpoints: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """Of the resolutions that the config allows, the one that keeps most of the image, then wastes least."""
-
-    def kept_and_wasted(pinpoint: Sequence[int]) -> tuple[int, int]:
-        scale = min(pinpoint[1] / size[1], pinpoint[0] / size[0])
-        kept = min(int(size[1] * scale) * int(size[0] * scale), size[0] * size[1])
-        return kept, kept - pinpoint[0] * pinpoint[1]
-
-    height, width = max(pinpoints, key=kept_and_wasted)
-    return height, width
-
-
-def _unpadded(size: tuple[int, int], height: int, width: int) -> tuple[int, int]:
-    """Returns the part of the patches that is not padding, as ``unpad_image`` of the models cuts it."""
-    if size[1] / size[0] > width / height:
-        new_height = int(round(size[0] * (width / size[1]), 7))
-        return height - (height - new_height) // 2 * 2, width
-    new_width = int(round(size[1] * (height / size[0]), 7))
-    return height, width - (width - new_width) // 2 * 2

@@ -14,8 +14,9 @@ import torch
 
 from composer_tokacc.batch import Batch, padding_side
 from composer_tokacc.compat import new_shared_storage
-from composer_tokacc.layout.families import FAMILIES, TEXT_ENTRIES, Entry
+from composer_tokacc.layout.families import TEXT_ENTRIES, TEXT_FAMILY
 from composer_tokacc.layout.layout import BatchLayout
+from composer_tokacc.layout.tensors import cat_padded
 
 ALIGNMENT = 64
 """Bytes; tensors of any type may begin there."""
@@ -39,11 +40,7 @@ class PreSplitBatch(Mapping[str, Any]):
     """
 
     def __init__(
-        self,
-        microbatches: Sequence[Batch],
-        *,
-        max_tokens: int,
-        indices: Sequence[Sequence[int]] | None = None,
+        self, microbatches: Sequence[Batch], *, max_tokens: int, indices: Sequence[Sequence[int]] | None = None
     ) -> None:
         self.microbatches = [dict(microbatch) for microbatch in microbatches]
         self.max_tokens = max_tokens
@@ -61,7 +58,9 @@ class PreSplitBatch(Mapping[str, Any]):
 
     def joined(self, layout: BatchLayout) -> dict[str, Any]:
         """One plain batch of all rows, padded to the widest, on the side that the microbatches are padded on."""
-        return _joined(layout, self.microbatches)
+        is_left = any(padding_side(one) == 'left' for one in self.microbatches)
+        pad_token_id = _pad_token_id(self.microbatches)
+        return layout.concat(self.microbatches, padding_side='left' if is_left else 'right', pad_token_id=pad_token_id)
 
     def pin_memory(self) -> PreSplitBatch:
         """Returns the batch in page-locked memory. Torch's own pinning would make a plain dict of a mapping."""
@@ -100,7 +99,7 @@ class PreSplitBatch(Mapping[str, Any]):
         layout = BatchLayout.infer(with_it)
         wanted = {'input_ids', 'attention_mask', 'labels', 'decoder_input_ids', key}
         parts = [{name: value for name, value in one.items() if name in wanted} for one in self.microbatches]
-        return _joined(layout, parts)[key]
+        return PreSplitBatch(parts, max_tokens=self.max_tokens).joined(layout)[key]
 
     # On the way from a worker process.
 
@@ -123,32 +122,15 @@ def widened(batch: Batch, width_multiple: int) -> Batch:
     """Returns the batch with its text padded to a width that is a multiple, on the side where it is padded already."""
     if width_multiple == 1 or batch.get('input_ids') is None:
         return batch
-    layout = BatchLayout(family=FAMILIES[-1])
-    missing = -layout.width(batch) % width_multiple
-    left, pad_token_id = padding_side(batch) == 'left', _pad_token_id([batch])
+    layout, side = BatchLayout(family=TEXT_FAMILY), padding_side(batch)
+    width = -(-layout.width(batch) // width_multiple) * width_multiple
     wider: dict[str, Any] = dict(batch)
     for key, value in batch.items():
-        if missing and key in TEXT_ENTRIES and isinstance(value, torch.Tensor):
+        if width > layout.width(batch) and key in TEXT_ENTRIES and isinstance(value, torch.Tensor):
             entry = layout.entry_of(batch, key)
-            entry = replace(entry, fill=pad_token_id) if key == 'input_ids' else entry
-            wider[key] = with_columns(value, entry, missing, left=left)
+            entry = replace(entry, fill=_pad_token_id([batch])) if key == 'input_ids' else entry
+            wider[key] = cat_padded([value], entry, width, side)
     return wider
-
-
-def with_columns(value: torch.Tensor, entry: Entry, count: int, *, left: bool = False) -> torch.Tensor:
-    """Returns the tensor with so many columns of padding more in each dimension that has the width of the text."""
-    for dim in entry.seq_dims:
-        shape = list(value.shape)
-        shape[dim] = count
-        padding = value.new_full(shape, entry.fill)
-        value = torch.cat([padding, value] if left else [value, padding], dim=dim)
-    return value
-
-
-def _joined(layout: BatchLayout, batches: Sequence[Batch]) -> dict[str, Any]:
-    is_left = any(padding_side(batch) == 'left' for batch in batches)
-    side = 'left' if is_left else 'right'
-    return layout.concat(batches, padding_side=side, pad_token_id=_pad_token_id(batches))
 
 
 def _pad_token_id(batches: Sequence[Batch]) -> int:
@@ -165,27 +147,30 @@ class _Place(NamedTuple):
     """Where a tensor lies in the memory that is sent."""
 
     dtype: torch.dtype
-    shape: tuple[int, ...]
+    shape: torch.Size
     start: int
+
+    def of(self, memory: torch.Tensor) -> torch.Tensor:
+        """Returns the tensor there."""
+        if (count := self.shape.numel()) == 0:
+            return torch.empty(self.shape, dtype=self.dtype)
+        # No view of one tensor: Composer deep-copies microbatches for metrics, and of a view all that it is a view of.
+        return torch.frombuffer(memory.numpy(), dtype=self.dtype, count=count, offset=self.start).view(self.shape)
 
 
 def _packed(microbatches: Sequence[Mapping[str, Any]]) -> tuple[torch.Tensor, list[dict[str, Any]]]:
     """Shared memory, uint8 (bytes,), that holds all tensors, and the microbatches with places in their stead."""
-    end, places, tensors = 0, [], []
-    for microbatch in microbatches:
-        of_microbatch: dict[str, Any] = dict(microbatch)
-        for key, value in microbatch.items():
+    end, places, tensors = 0, [dict(microbatch) for microbatch in microbatches], []
+    for of_microbatch in places:
+        for key, value in of_microbatch.items():
             if type(value) is torch.Tensor and value.device.type == 'cpu' and value.layout == torch.strided:
-                of_microbatch[key] = _Place(value.dtype, tuple(value.shape), end)
-                tensors.append((of_microbatch[key], value))
-                end += -(-value.numel() * value.element_size() // ALIGNMENT) * ALIGNMENT
-        places.append(of_microbatch)
+                of_microbatch[key] = place = _Place(value.dtype, value.shape, end)
+                tensors.append((place, value))
+                end += -(-value.nbytes // ALIGNMENT) * ALIGNMENT
     # As torch's own default_collate does in a worker: what is shared from the beginning is not copied for sending.
     memory = torch.empty(0, dtype=torch.uint8).set_(new_shared_storage(max(end, 1)))
     for place, value in tensors:
-        memory[place.start : place.start + value.numel() * value.element_size()].view(place.dtype).view(
-            place.shape
-        ).copy_(value)
+        place.of(memory).copy_(value)
     return memory, places
 
 
@@ -193,16 +178,7 @@ def _unpacked(
     memory: torch.Tensor, places: list[dict[str, Any]], max_tokens: int, indices: list[list[int]] | None
 ) -> PreSplitBatch:
     """Returns the batch, whose tensors are windows on the memory that arrived."""
-    # Not views of one tensor: Composer deep-copies microbatches for metrics, and of a view all that it is a view of.
-    everything = memory.numpy()
-
-    def tensor_at(place: _Place) -> torch.Tensor:
-        count = torch.Size(place.shape).numel()
-        if count == 0:
-            return torch.empty(place.shape, dtype=place.dtype)
-        return torch.frombuffer(everything, dtype=place.dtype, count=count, offset=place.start).view(place.shape)
-
     microbatches = [
-        {key: tensor_at(value) if isinstance(value, _Place) else value for key, value in one.items()} for one in places
+        {key: value.of(memory) if isinstance(value, _Place) else value for key, value in one.items()} for one in places
     ]
     return PreSplitBatch(microbatches, max_tokens=max_tokens, indices=indices)

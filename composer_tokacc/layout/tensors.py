@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 
+from composer_tokacc.batch import Batch
 from composer_tokacc.layout.families import Entry
 
 # Memory. These three are all that touch it, so that tests can stand in for a GPU.
@@ -73,10 +75,31 @@ def cat_padded(values: Sequence[torch.Tensor], entry: Entry, width: int, side: s
     return joined
 
 
-def select_units(
+def select_rows(
+    batch: Batch, entries: Mapping[str, Entry], ends: Mapping[str, Sequence[int]], rows: Sequence[int]
+) -> dict[str, Any]:
+    """Returns the batch of the rows; ``ends``: by unit, how many there are up to each row and in all."""
+    selected: dict[str, Any] = {}
+    for key, value in batch.items():
+        entry = entries.get(key)
+        if entry is None:
+            selected[key] = [value[row] for row in rows] if isinstance(value, (list, tuple)) else value
+            continue
+        chosen = _select_units(key, value, entry, ends, rows)
+        if entry.points_into is not None:  # numbers of patches, counted over the chosen rows
+            size, of_pixels = batch[entry.points_into].shape[1], ends[entries[entry.points_into].unit]
+            starts = [0, *accumulate(size * (of_pixels[row + 1] - of_pixels[row]) for row in rows)]
+            shifts = [start - size * of_pixels[row] for start, row in zip(starts, rows, strict=False)]
+            chosen = renumber(chosen, [ends[entry.unit][row + 1] - ends[entry.unit][row] for row in rows], shifts)
+        # A model takes no image entries for no images, rather than empty ones.
+        if not entry.is_media or chosen.numel() > 0:
+            selected[key] = chosen
+    return selected
+
+
+def _select_units(
     key: str, value: torch.Tensor, entry: Entry, ends: Mapping[str, Sequence[int]], rows: Sequence[int]
 ) -> torch.Tensor:
-    """Returns the entries of the rows; ``ends``: by unit, how many there are up to each row and in all."""
     if entry.unit == 'shared':
         return value
     of_unit = ends[entry.unit]

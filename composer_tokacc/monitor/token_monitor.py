@@ -24,11 +24,6 @@ from composer_tokacc.metadata import is_annotated, metadata_of, num_samples
 from composer_tokacc.monitor.gradient_norm import GradientNorm
 from composer_tokacc.monitor.source_ledger import SourceLedger
 
-# What each rank contributes to a step's one reduction, in this order.
-_FIELDS = (
-    'real', 'device_positions', 'positions', 'dummies', 'tokens', 'samples', 'microbatches', 'empty', 'last_variation',
-    'flops', 'device_flops', 'loader_seconds', 'peak_memory', 'gradient_squares',
-)  # fmt: skip
 WINDOW = 200
 """Steps of which the percentiles speak."""
 SHORT = {
@@ -116,8 +111,8 @@ class TokenMonitor(Callback):
         self.device_tflops, self.flops = device_tflops, flops
         self._ledger, self._norm = SourceLedger(), GradientNorm()
         self._seconds: deque[float] = deque(maxlen=WINDOW)
-        self._loader_began = self._loader_seconds = self._text_flops = self._device_flops = 0.0
-        self._step: dict[str, float] = {}
+        self._loader_began = self._loader_seconds = self._device_flops = 0.0
+        self._step: dict[str, float] = {}  # what this rank contributes to the step's one reduction, in one order on all
         self._microbatches: list[tuple[int, Any]] = []
         self._previous: tuple[list[tuple[int, int]], float, float] | None = None
 
@@ -144,15 +139,15 @@ class TokenMonitor(Callback):
             'device_positions': _positions(state.batch),
             'tokens': sum(facts['loss_tokens']) if counts is None else counts.num_loss_generating,
             'samples': num_samples(state.batch),
-            'flops': 0.0 if self.flops is None else sum(map(self.flops.media, microbatches_of(state.batch))),
+            'media_flops': 0.0 if self.flops is None else sum(map(self.flops.media, microbatches_of(state.batch))),
             'loader_seconds': self._loader_seconds,
         }
 
     def before_train_batch(self, state: State, logger: Logger) -> None:
         """Forgets an attempt that ran out of memory."""
-        self._microbatches, self._text_flops = [], 0.0
+        self._microbatches = []
         self._ledger.begin_attempt()
-        self._step.update(positions=0, dummies=0, microbatches=0)
+        self._step.update(positions=0, dummies=0, microbatches=0, text_flops=0.0)
 
     def before_backward(self, state: State, logger: Logger) -> None:
         """Notes a microbatch by its shape and counts, which are counted on the device where it carries none."""
@@ -165,7 +160,7 @@ class TokenMonitor(Callback):
         self._step['dummies'] += positions * samples.count(0) / len(samples)
         self._step['microbatches'] += 1
         if self.flops is not None:
-            self._text_flops += self.flops.text(*text_of(batch).shape[:2])
+            self._step['text_flops'] += self.flops.text(*text_of(batch).shape[:2])
         if self.sources:
             self._ledger.note(batch, facts, state.outputs, self.loss_tokens)
 
@@ -173,29 +168,30 @@ class TokenMonitor(Callback):
         """Reduces and logs."""
         # Counts of the device are read here, once a step.
         self._microbatches = [(samples, int(tokens)) for samples, tokens in self._microbatches]
-        self._step['empty'] = sum(tokens == 0 for _, tokens in self._microbatches)
-        self._step['last_variation'] = self._variation()
-        self._step['flops'] += self._text_flops
-        self._step['device_flops'] = self._device_flops
-        self._step['peak_memory'] = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0
-        self._step['gradient_squares'] = self._norm.squares()
-        ranks, sources = self._ledger.gather([self._step[field] for field in _FIELDS], state.device)
-        totals: dict[str, float] = dict(zip(_FIELDS, ranks.sum(dim=0).tolist(), strict=True))
-        positions = ranks[:, _FIELDS.index('positions')]
+        self._step |= {
+            'empty': sum(tokens == 0 for _, tokens in self._microbatches),
+            'last_variation': self._variation(),
+            'device_flops': self._device_flops,
+            'peak_memory': torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0,
+            'gradient_squares': self._norm.squares(),
+        }
+        ranks, sources = self._ledger.gather([*self._step.values()], state.device)
+        columns = dict(zip(self._step, ranks.T, strict=True))
+        totals = {field: float(column.sum()) for field, column in columns.items()}
         metrics = {
             'padding_ratio': 1 - totals['real'] / max(totals['positions'], 1),
             'dummy_ratio': totals['dummies'] / max(totals['positions'], 1),
             'device_batch_padding_ratio': 1 - totals['real'] / max(totals['device_positions'], 1),
             'loss_generating_share': totals['tokens'] / max(totals['real'], 1),
-            'rank_imbalance': float(positions.max() / positions.mean().clamp(min=1)),
+            'rank_imbalance': float(columns['positions'].max() / columns['positions'].mean().clamp(min=1)),
             'microbatches': totals['microbatches'],
             'empty_microbatches': totals['empty'],
         }
         if not math.isnan(totals['gradient_squares']):
             metrics['gradient_norm'] = math.sqrt(totals['gradient_squares'])
         metrics |= self._speed(state, totals)
-        metrics['loader_seconds'] = float(ranks[:, _FIELDS.index('loader_seconds')].max())
-        if peak := float(ranks[:, _FIELDS.index('peak_memory')].max()):
+        metrics['loader_seconds'] = float(columns['loader_seconds'].max())
+        if peak := float(columns['peak_memory'].max()):
             metrics['peak_memory_gib'] = peak / 2**30
         if self._previous is not None:
             metrics['sample_weighting_error'] = totals['last_variation']
@@ -228,10 +224,10 @@ class TokenMonitor(Callback):
         if elapsed is not None and elapsed.value > 0:
             steps = state.timestamp.batch.value
             found['hours_left'] = max(steps / elapsed.value - steps, 0.0) * p50 / 3600
-        if totals['flops']:
-            found['tflops_per_second'] = totals['flops'] / seconds / 1e12
+        if flops := totals['media_flops'] + totals['text_flops']:
+            found['tflops_per_second'] = flops / seconds / 1e12
             if totals['device_flops']:
-                found['mfu'] = totals['flops'] / seconds / totals['device_flops']
+                found['mfu'] = flops / seconds / totals['device_flops']
         return found
 
     def _variation(self) -> float:

@@ -3,9 +3,8 @@
 
 """Token-budget microbatches: pure functions that cut and share a global batch. No Composer and no torch here."""
 
-from composer_tokacc.planning.cuts import cut_rows
+from composer_tokacc.planning.cuts import cut_rows, pack_lengths
 from composer_tokacc.planning.options import CostModel, CutOptions, Table
-from composer_tokacc.planning.packing import pack_lengths
 from composer_tokacc.planning.plan import (
     Microbatch,
     MicrobatchPlan,

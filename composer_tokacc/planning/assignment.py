@@ -3,7 +3,8 @@
 
 """Assignment of microbatches to ranks: longest processing time first and rebalanced, or step slots of like cost.
 
-Everywhere ``costs`` is the cost of each microbatch, float64 (K,), and ``ranks`` the rank of each, int64 (K,).
+Everywhere ``costs`` is the cost of each microbatch, float64 (K,), and ``ranks`` the rank of each, int64 (K,); they are
+returned with the load of the slowest rank.
 """
 
 from __future__ import annotations
@@ -20,11 +21,7 @@ CLOSE_ENOUGH = 1e-3
 
 @compiled
 def assign_longest_first(costs: np.ndarray, num_ranks: int) -> tuple[np.ndarray, float]:
-    """Gives the costliest remaining microbatch to the least loaded rank (Graham 1969), in O(K log K).
-
-    Returns:
-        The ranks, and the load of the slowest of them.
-    """
+    """Gives the costliest remaining microbatch to the least loaded rank (Graham 1969), in O(K log K)."""
     ranks = np.zeros(len(costs), dtype=np.int64)
     heap = [(0.0, rank) for rank in range(num_ranks)]  # ties go to the lower rank
     slowest = 0.0
@@ -43,9 +40,6 @@ def rebalance(costs: np.ndarray, ranks: np.ndarray, num_ranks: int) -> tuple[np.
 
     Every round takes the exchange after which the slower of the two ranks is fastest, so the slowest rank never becomes
     slower. Rounds are limited to four a rank. Every rank has at least one microbatch, before and after.
-
-    Returns:
-        The ranks, and the load of the slowest of them.
     """
     ranks = ranks.copy()
     loads = np.zeros(num_ranks)
@@ -107,16 +101,13 @@ def _best_exchange(costs, ranks, loads, slowest, may_move):  # noqa: ANN001, ANN
 
 @compiled
 def best_slot_order(text: np.ndarray, vision: np.ndarray, num_ranks: int) -> tuple[np.ndarray, float]:
-    """Returns the cost by which sorted microbatches make the fastest step slots, of like ones side by side.
+    """Returns the cost, (K,), by which sorted microbatches make the fastest step slots, and the time of all slots.
 
     Ranks that gather each layer's weights together wait at the end of the vision encoder as well as at the end of the
     microbatch, so a slot takes its slowest encoder and its slowest rest: ``vision`` is the cost of each microbatch in
     the encoder, ``text`` all other cost, float64 (K,). Without images sorting is optimal: whatever the slots, the k-th
     costliest of their slowest microbatches is at least the one in place k * num_ranks of all microbatches sorted by
     cost. With them, whichever of both and their sum is best: where images are equal it is the text, and vice versa.
-
-    Returns:
-        The cost, float64 (K,), and the sum over slots of the slowest encoder and the slowest rest.
     """
     best = text
     least = _slots_time(text, text, vision, num_ranks)

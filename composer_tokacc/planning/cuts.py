@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Cuts of rows into microbatches: of least padding, filled up to a limit, of equal cost, or split further.
+"""Cuts of rows into microbatches: of least padding, filled up to a limit, of equal cost, or split further; packed rows.
 
 A cut is given by its bounds: microbatch ``k`` holds rows ``bounds[k]`` to ``bounds[k + 1] - 1``, int64 (K + 1,). What a
 microbatch may hold is given by ``reach``, int64 (n,): the one that starts at row ``i`` ends at ``reach[i]`` at the
@@ -19,7 +19,6 @@ import numpy as np
 
 from composer_tokacc.planning.compiled import compiled
 from composer_tokacc.planning.options import CutOptions, Table
-from composer_tokacc.planning.packing import pack_lengths
 from composer_tokacc.planning.rows import OrderedRows, Rows
 
 PRECISION = 1e-4
@@ -28,11 +27,7 @@ microbatch changes."""
 
 
 def cut_rows(
-    lengths: Table,
-    options: CutOptions,
-    *,
-    image_tokens: Table | None = None,
-    max_width: int | None = None,
+    lengths: Table, options: CutOptions, *, image_tokens: Table | None = None, max_width: int | None = None
 ) -> list[list[int]]:
     """Cuts the rows of one rank into microbatches of least cost under hard caps, or of fewest where they are packed.
 
@@ -63,14 +58,42 @@ def cut_rows(
     return [microbatches[k] for k in np.argsort(-costs, kind='stable').tolist()]
 
 
+def pack_lengths(
+    lengths: Table, max_tokens: int, image_tokens: Table | None = None, max_image_tokens: int | None = None
+) -> list[list[int]]:
+    """Groups rows so that their lengths and their image tokens sum to at most the caps: first fit, longest first.
+
+    First-fit-decreasing needs at most 11/9 of the fewest groups, plus one (Dosa 2007). A row over the cap goes alone.
+
+    Returns:
+        Row indices of each group, longest first, so that rows of one length, which attention computes at once, are
+        beside each other; groups in order of their longest row.
+
+    Example:
+        >>> pack_lengths([7, 2, 8, 2, 2], 10)
+        [[2, 1], [0, 3], [4]]
+    """
+    sizes = np.array([lengths, [0] * len(lengths) if image_tokens is None else image_tokens]).T
+    caps = np.array([max_tokens, np.inf if max_image_tokens is None else max_image_tokens])
+    # So far: every longer row is in a group, and `room` is what each group has left of both caps.
+    groups: list[list[int]] = []
+    room: list[np.ndarray] = []
+    for row in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        fit = next((index for index, left in enumerate(room) if (sizes[row] <= left).all()), None)
+        if fit is None:
+            groups.append([])
+            room.append(caps)
+            fit = len(groups) - 1
+        groups[fit].append(row)
+        room[fit] = room[fit] - sizes[row]
+    return groups
+
+
 @compiled
 def microbatch_costs(row_costs: np.ndarray, vision: np.ndarray, bounds: np.ndarray, fixed_cost: float) -> np.ndarray:
     """Returns the cost of each microbatch of a cut of sorted rows, float64 (K,)."""
-    costs = np.zeros(len(bounds) - 1)
-    for k in range(len(costs)):
-        start, end = bounds[k], bounds[k + 1]
-        costs[k] = (end - start) * row_costs[start] + (vision[end] - vision[start]) + fixed_cost
-    return costs
+    starts, ends = bounds[:-1], bounds[1:]
+    return (ends - starts) * row_costs[starts] + (vision[ends] - vision[starts]) + fixed_cost
 
 
 @compiled
@@ -231,12 +254,9 @@ def equal_cost_cut(row_costs: np.ndarray, vision: np.ndarray, reach: np.ndarray,
 
     ``count`` is at least the number of :func:`fill` without a limit.
     """
-    low = 0.0
-    high = 0.0
-    for start in range(len(row_costs)):
-        # Added up as in `fill`: rounded otherwise, the costliest microbatch could be over a limit that is its own.
-        low = max(low, row_costs[start] + (vision[start + 1] - vision[start]))
-        high = max(high, (reach[start] - start) * row_costs[start] + (vision[reach[start]] - vision[start]))
+    # Added up as in `fill`: rounded otherwise, the costliest microbatch could be over a limit that is its own.
+    low = (row_costs + (vision[1:] - vision[:-1])).max()
+    high = ((reach - np.arange(len(reach))) * row_costs + (vision[reach] - vision[:-1])).max()
     # No limit below the costliest row does better than that row's own cost.
     bounds = fill(row_costs, vision, reach, low)
     if len(bounds) - 1 <= count:

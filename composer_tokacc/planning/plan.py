@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
@@ -93,8 +93,9 @@ class MicrobatchPlan:
         rows, computed = self._rows, [microbatch for rank in self.ranks for microbatch in rank]
         loads = np.array([sum(microbatch.cost for microbatch in rank) for rank in self.ranks])
         slowest = float(loads.max())
-        if rows.options.objective == 'fsdp':  # as many microbatches on every rank
-            slowest = sum(map(self._slot_time, zip(*self.ranks, strict=True)))
+        if rows.options.objective == 'fsdp':
+            vision = {one: float(rows.vision_cost[list(one.indices)].sum()) for one in computed}
+            slowest = time_in_slots([[(vision[one], one.cost - vision[one]) for one in rank] for rank in self.ranks])
         num_tokens = int(rows.lengths.sum())
         return PlanStats(
             padding_before=1.0 - num_tokens / (len(rows.lengths) * int(rows.lengths.max())),
@@ -106,9 +107,11 @@ class MicrobatchPlan:
             filled=sum(microbatch.filled for microbatch in computed),
         )
 
-    def _slot_time(self, slot: Sequence[Microbatch]) -> float:
-        vision = [float(self._rows.vision_cost[list(microbatch.indices)].sum()) for microbatch in slot]
-        return max(vision) + max(microbatch.cost - part for microbatch, part in zip(slot, vision, strict=True))
+
+def time_in_slots(costs: Sequence[Sequence[tuple[float, float]]]) -> float:
+    """Returns the time of ranks that wait for the slowest encoder and the slowest rest of a slot: `costs` of both."""
+    slots = zip_longest(*costs, fillvalue=(0.0, 0.0))
+    return sum(max(vision for vision, _ in slot) + max(rest for _, rest in slot) for slot in slots)
 
 
 def plan_microbatches(
@@ -144,9 +147,6 @@ def plan_microbatches(
         cost: Cost model of a microbatch.
         width_multiple: Round widths up to a multiple of this.
 
-    Returns:
-        The plan.
-
     Raises:
         ValueError: An argument is out of range.
 
@@ -156,12 +156,9 @@ def plan_microbatches(
         [[(0, 5)], [(2,), (1, 3, 4)]]
     """
     options = CutOptions(
-        max_tokens=max_tokens,
-        max_image_tokens=max_image_tokens,
-        objective=objective,
-        cost=CostModel() if cost is None else cost,
-        width_multiple=width_multiple,
-    )
+        max_tokens=max_tokens, max_image_tokens=max_image_tokens, width_multiple=width_multiple,
+        objective=objective, cost=CostModel() if cost is None else cost,
+    )  # fmt: skip
     return plan_rows(lengths, options, num_ranks=num_ranks, image_tokens=image_tokens, vision_cost=vision_cost)
 
 

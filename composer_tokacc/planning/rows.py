@@ -58,13 +58,10 @@ class Rows:
             raise ValueError(f'`max_width` must be at least the longest sample, got: {max_width} < {longest}.')
         if options.max_image_tokens is not None and image_tokens is None:
             raise ValueError('`image_tokens` must be given with `max_image_tokens`, got: None.')
-        self.image_tokens = np.zeros(num_rows, dtype=np.int64)
-        if image_tokens is not None:
-            self.image_tokens = checked_table('image_tokens', image_tokens, num_rows)
-        if vision_cost is None:
-            self.vision_cost = options.cost.vision(self.image_tokens)
-        else:
-            self.vision_cost = checked_table('vision_cost', vision_cost, num_rows, dtype=np.float64)
+        images = np.zeros(num_rows, dtype=np.int64) if image_tokens is None else image_tokens
+        self.image_tokens = checked_table('image_tokens', images, num_rows)
+        vision = options.cost.vision(self.image_tokens) if vision_cost is None else vision_cost
+        self.vision_cost = checked_table('vision_cost', vision, num_rows, dtype=np.float64)
 
     @property
     def is_over(self) -> np.ndarray:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +25,7 @@ from composer_tokacc.compat import inner_model
 from composer_tokacc.data import image_token_ids
 from composer_tokacc.programs.build import RunParts
 from composer_tokacc.programs.models import tokenizer_of
+from composer_tokacc.programs.registry import without
 from composer_tokacc.programs.schema import TrainConfig
 from composer_tokacc.programs.sources import source_of
 
@@ -52,19 +53,11 @@ class Answer:
 
     def as_json(self) -> dict[str, Any]:
         """Returns it without images."""
-        return {key: value for key, value in asdict(self).items() if key != 'images'}
+        return without(vars(self), 'images')
 
 
 class Answers(Callback):
-    """Lets the model answer a few samples after each evaluation, on the first rank; ``answers.jsonl`` has all of them.
-
-    Args:
-        dataset: The eval set, of processor outputs with ``labels``.
-        processor: Processor or tokenizer of the run.
-        folder (str): Where the file goes, ``{run_name}`` included.
-        num_samples (int): How many, evenly spaced.
-        max_new_tokens (int): Longest answer.
-    """
+    """Lets the model answer samples after each evaluation, on the first rank; ``answers.jsonl`` has all of them."""
 
     def __init__(self, dataset: Any, processor: Any, *, folder: str, num_samples: int, max_new_tokens: int) -> None:
         self.dataset, self.processor, self.folder = dataset, processor, folder
@@ -77,9 +70,8 @@ class Answers(Callback):
         if dist.get_global_rank() or not self._is_able:
             return
         try:
-            self.last = answer_eval_samples(
-                cast(HuggingFaceModel, inner_model(state.model)), self.dataset, self.processor, **self.options
-            )
+            model = cast(HuggingFaceModel, inner_model(state.model))
+            self.last = answer_eval_samples(model, self.dataset, self.processor, **self.options)
         except Exception as error:  # whatever a model lacks for generation is no reason not to train
             self._is_able = False
             log.warning('Nothing is answered at evaluations: %s: %s', type(error).__name__, error)
@@ -93,27 +85,17 @@ class Answers(Callback):
 
 def answers_of(config: TrainConfig, parts: RunParts) -> Answers | None:
     """Returns what ``report.answers`` asks for; nothing without an eval set, or of a sharded model."""
-    count = config.report.get('answers', 4)
+    count, most = config.report.get('answers', 4), config.report.get('answer_tokens', 64)
     if parts.eval_dataset is None or not count or config.is_sharded:  # no rank can generate alone
         return None
-    options = {'num_samples': count, 'max_new_tokens': config.report.get('answer_tokens', 64)}
-    return Answers(
-        source_of(config).by_index(parts.eval_dataset), parts.processor, folder=config.report['folder'], **options
-    )
+    dataset, folder = source_of(config).by_index(parts.eval_dataset), config.report['folder']
+    return Answers(dataset, parts.processor, folder=folder, num_samples=count, max_new_tokens=most)
 
 
 def answer_eval_samples(
     model: HuggingFaceModel, dataset: Any, processor: Any, *, num_samples: int, max_new_tokens: int = 64
 ) -> list[Answer]:
-    """Lets the model answer the last turn of evenly spaced samples, greedily, one by one.
-
-    Args:
-        model: Not sharded.
-        dataset: Of processor outputs with ``labels``.
-        processor: Processor or tokenizer of the run.
-        num_samples: How many samples, at most the dataset.
-        max_new_tokens: Longest answer.
-    """
+    """Lets a whole model answer the last turn of evenly spaced samples, greedily; see :class:`Answers`."""
     if num_samples < 1:
         return []
     was_training = model.training
@@ -153,10 +135,8 @@ def _answer(model: HuggingFaceModel, dataset: Any, index: int, processor: Any, m
 def _last_answer(labels: Sequence[int]) -> tuple[int, int]:
     """Start and end of the last run of labels; all images of a conversation stand before it."""
     end = max(position for position, label in enumerate(labels) if label != IGNORE_INDEX) + 1
-    start = end
-    while start > 0 and labels[start - 1] != IGNORE_INDEX:
-        start -= 1
-    return start, end
+    others = [position for position, label in enumerate(labels[:end]) if label == IGNORE_INDEX]
+    return max(others, default=-1) + 1, end
 
 
 def _images(sample: dict[str, Any], processor: Any) -> list[Any]:

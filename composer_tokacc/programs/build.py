@@ -15,16 +15,14 @@ from composer.core import DataSpec
 from composer.loggers import InMemoryLogger, LoggerDestination
 from composer.models import HuggingFaceModel
 from composer.utils import dist, get_device, reproducibility
-from torch.utils.data import ConcatDataset
 
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.programs.checkpoints import remember_unused_parameters, resume_on_shared_folder
-from composer_tokacc.programs.errors import ConfigError, in_words_of
+from composer_tokacc.programs.checkpoints import SameData, remember_unused_parameters, resume_on_shared_folder
+from composer_tokacc.programs.errors import ConfigError
 from composer_tokacc.programs.lora import identify_adapter
 from composer_tokacc.programs.models import build_model, parameter_groups
 from composer_tokacc.programs.process import DIST_TIMEOUT, say
 from composer_tokacc.programs.registry import build_all, build_section, without
-from composer_tokacc.programs.resume_guard import SameData
 from composer_tokacc.programs.schema import TrainConfig
 from composer_tokacc.programs.sources import source_of
 from composer_tokacc.programs.suggest import apply_suggestion
@@ -44,32 +42,9 @@ class RunParts:
     microbatch_size: int | str | None
     """``device_train_microbatch_size`` of the run: what the config says, ``suggest`` answered."""
 
-    def skip_reports(self) -> list[str]:
-        """Returns one line for each dataset that left out bad samples."""
-        return [dataset.skip_report() for dataset in self._datasets if getattr(dataset, 'skipped', None)]
-
-    def fitted(self) -> list[dict[str, Any]]:
-        """Returns the samples whose media were made smaller, as :meth:`.LlavaDataset.fitted` does."""
-        return [one for dataset in self._datasets if hasattr(dataset, 'fitted') for one in dataset.fitted()]
-
-    @property
-    def _datasets(self) -> list[Any]:
-        train: Any = self.train_dataset
-        return [*(train.datasets if isinstance(train, ConcatDataset) else [train]), self.eval_dataset]
-
 
 def build_parts(config: TrainConfig) -> RunParts:
-    """Seeds this rank, joins the process group and builds what the config names besides the Trainer.
-
-    Raises:
-        ConfigError: For an argument that its owner refuses once it has seen model or data.
-        BadSampleError: For a sample that cannot be read.
-    """
-    with in_words_of(config):
-        return _build_parts(config)
-
-
-def _build_parts(config: TrainConfig) -> RunParts:
+    """Seeds this rank, joins the process group and builds what the config names besides the Trainer."""
     reproducibility.seed_all(config.seed)
     # Before the data: the ranks share its reading.
     if dist.get_world_size() > 1:
@@ -90,15 +65,12 @@ def _build_parts(config: TrainConfig) -> RunParts:
     train_loader = build_loader(train_dataset)
     if isinstance(train_loader.dataloader, Sized) and not len(train_loader.dataloader):  # Composer would look for ever
         raise ConfigError('`dataset` must give every rank a batch, got: none')
+    eval_loader = None if eval_dataset is None else build_loader(eval_dataset, is_eval=True)
     return RunParts(
-        processor=processor,
-        model=model,
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
-        train_loader=train_loader,
-        eval_loader=None if eval_dataset is None else build_loader(eval_dataset, is_eval=True),
+        processor=processor, model=model, train_dataset=train_dataset, eval_dataset=eval_dataset,
+        train_loader=train_loader, eval_loader=eval_loader,
         microbatch_size=config.microbatching.device_train_microbatch_size,
-    )
+    )  # fmt: skip
 
 
 def build_loggers(config: TrainConfig) -> list[LoggerDestination]:
@@ -113,17 +85,11 @@ def build_trainer(
     arguments = without(config.trainer, 'loggers')
     if parts.microbatch_size is not None:
         arguments['device_train_microbatch_size'] = parts.microbatch_size
-    callbacks = build_all('callbacks', config.callbacks)
-    callbacks.append(
-        SameData(
-            parts.train_dataset,
-            parts.processor,
-            adapter=identify_adapter(parts.model.model),
-            model=parts.model,
-            trainer=config.trainer,
-            on_other_data=config.loader.on_other_data,
-        )
-    )
+    same_data = SameData(
+        parts.train_dataset, parts.processor, adapter=identify_adapter(parts.model.model), model=parts.model,
+        trainer=config.trainer, on_other_data=config.loader.on_other_data,
+    )  # fmt: skip
+    callbacks = [*build_all('callbacks', config.callbacks), same_data]
     if config.trainer.get('spin_dataloaders', True):
         callbacks.append(SkipReadBatches())
     if hasattr(parts.train_dataset, 'load_state_dict'):  # as StreamingDataset

@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from composer import Trainer
@@ -24,41 +24,32 @@ from composer_tokacc.programs.checkpoints import check_checkpoint
 from composer_tokacc.programs.errors import ConfigError, in_words_of, must
 from composer_tokacc.programs.models import check_model
 from composer_tokacc.programs.registry import check_host_arguments, check_part, import_by_name, without
-from composer_tokacc.programs.schema import OF_THE_REPORT, TrainConfig, precision_of
-from composer_tokacc.programs.source import token_data_spec_of
-from composer_tokacc.programs.sources import source_of
-from composer_tokacc.programs.values import (
-    AT_LEAST_0,
-    AT_LEAST_1,
+from composer_tokacc.programs.schema import (
+    OF_THE_REPORT,
+    TrainConfig,
     check_arguments,
     check_names,
     check_numbers,
     check_time,
     check_value,
+    precision_of,
 )
+from composer_tokacc.programs.source import token_data_spec_of
+from composer_tokacc.programs.sources import source_of
 
 # Arguments of the Trainer that other sections fill.
 _FILLED_ELSEWHERE = {
-    'model': 'model',
-    'train_dataloader': 'dataset` and `loader',
-    'eval_dataloader': 'dataset.eval',
-    'algorithms': 'algorithms',
-    'callbacks': 'callbacks',
-    'optimizers': 'optimizer',
-    'schedulers': 'scheduler',
-    'device_train_microbatch_size': 'microbatching.device_train_microbatch_size',
-    'seed': 'seed',
-}
+    'model': 'model', 'train_dataloader': 'dataset` and `loader', 'eval_dataloader': 'dataset.eval',
+    'algorithms': 'algorithms', 'callbacks': 'callbacks', 'optimizers': 'optimizer', 'schedulers': 'scheduler',
+    'device_train_microbatch_size': 'microbatching.device_train_microbatch_size', 'seed': 'seed',
+}  # fmt: skip
 _FSDP = 'trainer.parallelism_config.fsdp'
 
 
 def check_config(config: TrainConfig, *, num_ranks: int | None = None) -> None:
     """Raises ConfigError for the first mistake in a config whose types are right, in one line with the remedy."""
     num_ranks = num_ranks or int(os.environ.get('WORLD_SIZE', '1'))
-    for section in dataclasses.fields(config):
-        if section.name != 'microbatching':  # whose cost model may have an infinite term
-            value = getattr(config, section.name)
-            check_numbers(section.name, vars(value) if dataclasses.is_dataclass(value) else value)
+    check_numbers('', without(dataclasses.asdict(config), 'microbatching'))  # whose cost may have an infinite term
     with in_words_of(config):
         check_model(config.model.pretrained, config.model.config, config.model.lora)
         if config.model.lora is not None:
@@ -97,24 +88,19 @@ def _check_batches(config: TrainConfig, num_ranks: int) -> None:
     """Refuses batches that the ranks cannot share evenly, and what torch would refuse once the data is read."""
     loader = config.loader
     for name in ('global_batch_size', 'global_eval_batch_size'):
-        size = getattr(loader, name)
-        if size is not None and size % num_ranks:
+        size = getattr(loader, name) or 0
+        if size % num_ranks:
             below, above = size // num_ranks * num_ranks, (size // num_ranks + 1) * num_ranks
             raise ConfigError(
                 f'`loader.{name}` must be divisible by the number of ranks, got: {size} on {num_ranks} ranks. '
                 f'Set it to {f"{below} or " if below else ""}{above}, or launch another number of ranks'
             )
     if loader.prefetch_factor is not None and not loader.num_workers:
-        raise ConfigError(
-            f'`loader.prefetch_factor` must come with `loader.num_workers`, got: {loader.prefetch_factor} with 0 '
-            'workers. Set `loader.num_workers`, or leave it out'
-        )
+        found = f'{loader.prefetch_factor} with 0 workers'
+        raise ConfigError(f'`loader.prefetch_factor` must come with `loader.num_workers`, got: {found}')
     is_cpu = config.trainer.get('device') == 'cpu' or not torch.cuda.is_available()
     if config.microbatching.device_train_microbatch_size == 'auto' and is_cpu:
-        raise ConfigError(
-            '`microbatching.device_train_microbatch_size` must be a number on CPU, got: auto. Composer can find it on '
-            'GPUs only'
-        )
+        raise ConfigError('`microbatching.device_train_microbatch_size` must be a number on CPU, got: auto (GPU only)')
     for key in ('processor', 'eval'):
         check_value(f'dataset.{key}', config.dataset.get(key), dict | None)
 
@@ -128,17 +114,13 @@ def _check_parts(config: TrainConfig) -> None:
             check_part(kind, f'trainer.loggers.{name}' if kind == 'loggers' else f'{kind}.{name}', name, arguments)
     monitor = str((config.callbacks.get('early_stopper') or {}).get('monitor', ''))
     if monitor.startswith('metrics/'):
-        raise ConfigError(
-            f"`callbacks.early_stopper.monitor` must be the metric's own name, got: {monitor}. "
-            f'Write {monitor.rpartition("/")[2]}'
-        )
-    weight = torch.nn.Parameter(torch.zeros(1))
-    for kind, section, given in (('optimizer', config.optimizer, [[weight]]), ('scheduler', config.scheduler, [])):
+        own = monitor.rpartition('/')[2]
+        raise ConfigError(f"`callbacks.early_stopper.monitor` must be the metric's own name {own}, got: {monitor}")
+    for kind, section in (('optimizer', config.optimizer), ('scheduler', config.scheduler)):
         if 'name' not in section:
             raise ConfigError(f'`{kind}.name` must be given, got: {section}')
-        own = without(section, 'name', *['parts'] * (kind == 'optimizer'))
-        check_part(kind, kind, section['name'], own, *given)
-    _check_groups(config.optimizer)
+    check_part('scheduler', 'scheduler', config.scheduler['name'], without(config.scheduler, 'name'))
+    _check_optimizer(config.optimizer)
     if 'token_accumulation' in config.algorithms and config.trainer.get('accumulate_train_batch_on_tokens'):
         raise ConfigError(
             '`trainer.accumulate_train_batch_on_tokens` must be false with `algorithms.token_accumulation`, got: true. '
@@ -146,20 +128,17 @@ def _check_parts(config: TrainConfig) -> None:
         )
     clipping = config.algorithms.get('gradient_clipping') or {}
     if clipping.get('clipping_type') == 'adaptive' and config.is_sharded and os.environ.get('FSDP_VERSION') != '2':
-        raise ConfigError(
-            '`algorithms.gradient_clipping.clipping_type` must be norm or value with FSDP, got: adaptive. Or use DDP'
-        )
+        raise ConfigError('`algorithms.gradient_clipping.clipping_type` must be norm or value with FSDP, got: adaptive')
 
 
-def _check_groups(optimizer: dict[str, Any]) -> None:
-    """Checks what parts of the model are given of their own."""
-    parts = optimizer.get('parts') or {}
+def _check_optimizer(optimizer: dict[str, Any]) -> None:
+    """Checks the arguments of an optimizer, and what parts of the model are given of their own."""
+    shared, parts = without(optimizer, 'name', 'parts'), optimizer.get('parts') or {}
     if not isinstance(parts, dict) or not all(isinstance(own, dict) for own in parts.values()):
         raise ConfigError(f'`optimizer.parts` must map parts of the model to arguments, got: {parts}')
-    for name, own in parts.items():
-        weight = torch.nn.Parameter(torch.zeros(1))
-        given = {**without(optimizer, 'name', 'parts'), **own}
-        check_part('optimizer', f'optimizer.parts.{name}', optimizer['name'], given, [weight])
+    groups = {'optimizer': {}, **{f'optimizer.parts.{name}': own for name, own in parts.items()}}
+    for path, own in groups.items():
+        check_part('optimizer', path, optimizer['name'], {**shared, **own}, [torch.nn.Parameter(torch.zeros(1))])
 
 
 def _check_trainer(trainer: dict[str, Any]) -> None:
@@ -179,19 +158,14 @@ def _check_trainer(trainer: dict[str, Any]) -> None:
             f'got: {trainer["max_duration"]}'
         )
     if trainer.get('autoresume') and not (trainer.get('save_folder') and trainer.get('run_name')):
-        raise ConfigError(
-            '`trainer.autoresume` must come with `trainer.save_folder` and `trainer.run_name`, which say '
-            'where the checkpoints are, got: neither or one of them'
-        )
+        required = '`trainer.save_folder` and `trainer.run_name`'
+        raise ConfigError(f'`trainer.autoresume` must come with {required}, got: neither or one of them')
     load_path = trainer.get('load_path')
     if load_path and '://' not in load_path and '{' not in load_path:
         check_checkpoint('`trainer.load_path`', Path(load_path))
     parallelism = trainer.get('parallelism_config') or {}
-    if parallelism.get('tp') is not None:
-        raise ConfigError(
-            f'`trainer.parallelism_config` must be of `fsdp` alone, got: tp {parallelism["tp"]}, whose plan is of '
-            'Python objects. Leave it out'
-        )
+    if (tp := parallelism.get('tp')) is not None:  # whose plan is of Python objects
+        raise ConfigError(f'`trainer.parallelism_config` must be of `fsdp` alone, got: tp {tp}. Leave it out')
     check_host_arguments('trainer.parallelism_config', ParallelismConfig, parallelism)
     # The Trainer reads FSDP2's settings (FSDP_VERSION=2) from the same mapping; the classes themselves take any name.
     known = {known.name for config in (FSDPConfig, FSDP2Config) for known in dataclasses.fields(config)}
@@ -211,10 +185,8 @@ def _check_warmup(config: TrainConfig) -> None:
     own, whole = (run if unit == TimeUnit.DURATION else unit for unit in (own, whole))
     if own != whole:
         name, end = ('scheduler.t_max', t_max) if 't_max' in config.scheduler else ('trainer.max_duration', longest)
-        raise ConfigError(
-            f'`scheduler.t_warmup` must be in the unit of `{name}`, or a share such as 0.05dur, got: '
-            f'{warmup} with {end}'
-        )
+        requirement = f'`scheduler.t_warmup` must be in the unit of `{name}`, or a share such as 0.05dur'
+        raise ConfigError(f'{requirement}, got: {warmup} with {end}')
 
 
 def _check_mesh(fsdp: Mapping[str, Any], num_ranks: int) -> None:
@@ -243,26 +215,16 @@ def _check_mesh(fsdp: Mapping[str, Any], num_ranks: int) -> None:
 
 def _check_report(config: TrainConfig) -> None:
     report = config.report
-    check_value('report.folder', report.get('folder'), str)
-    check_value('report.export', report.get('export'), bool | None)
-    check_value('report.answers', report.get('answers', 0), Annotated[int, AT_LEAST_0])
-    check_value('report.answer_tokens', report.get('answer_tokens', 1), Annotated[int, AT_LEAST_1])
-    if 'name' in report:
-        function = import_by_name('report', str(report['name']))
-        if inspect.isbuiltin(function):
-            raise ConfigError(f'`report.name` must be a function that takes a FinishedRun, got: {report["name"]}')
-        check_arguments('report', function, without(report, *OF_THE_REPORT), num_given=1)
-    else:
-        check_names('report', report, OF_THE_REPORT)
-    reason, merge = '', ''
-    if config.is_sharded:
-        reason = 'FSDP, whose weights are on no rank whole'
-    elif config.model.lora is not None and config.model.pretrained is None:
-        reason, merge = '`model.lora` on a base that is nowhere else', ' merge=true'
-    if report.get('export') and reason:
+    function = import_by_name('report', str(report['name'])) if 'name' in report else lambda run: None
+    if inspect.isbuiltin(function):
+        raise ConfigError(f'`report.name` must be a function that takes a FinishedRun, got: {report["name"]}')
+    check_arguments('report', function, report, own_keys=OF_THE_REPORT, num_given=1)
+    is_alone = config.model.lora is not None and config.model.pretrained is None
+    if report.get('export') and (config.is_sharded or is_alone):
+        why = 'FSDP, whose weights are on no rank whole' if config.is_sharded else '`model.lora` on a base of its own'
         raise ConfigError(
-            f'`report.export` must be false with {reason}, got: true. Export the checkpoint afterwards: '
-            f'python -m composer_tokacc.export CHECKPOINT FOLDER{merge}'
+            f'`report.export` must be false with {why}, got: true. Export the checkpoint afterwards: '
+            f'python -m composer_tokacc.export CHECKPOINT FOLDER{"" if config.is_sharded else " merge=true"}'
         )
 
 
@@ -281,8 +243,7 @@ def check_machine(config: TrainConfig) -> None:
         )
     folders = {'report.folder': config.report['folder'], 'trainer.save_folder': trainer.get('save_folder')}
     for key, folder in folders.items():
-        if folder is None or '://' in folder:
-            continue
-        with must(f'`{key}` must be a folder that can be made', folder, OSError):
-            run_name = str(trainer.get('run_name'))
-            Path(folder.replace('{run_name}', run_name).partition('{')[0]).mkdir(parents=True, exist_ok=True)
+        if folder is not None and '://' not in folder:
+            with must(f'`{key}` must be a folder that can be made', folder, OSError):
+                known = folder.replace('{run_name}', str(trainer.get('run_name'))).partition('{')[0]
+                Path(known).mkdir(parents=True, exist_ok=True)

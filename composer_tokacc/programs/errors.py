@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import sys
+import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -40,13 +41,10 @@ def must(
 
 @contextmanager
 def in_words_of(config: Any) -> Iterator[None]:
-    """Makes a :class:`ConfigError` of what the owner of an argument says against its value.
+    """Makes a :class:`ConfigError` of what the owner of an argument says against its value in a config, a dataclass.
 
     Only of a plain ValueError that this package raises: those of torch, Transformers or Streaming, and faults of the
     program, keep their type and their traceback. An argument gets its path: ``freeze`` becomes ``model.freeze``.
-
-    Args:
-        config: The config, a dataclass, whose values were handed on under their own names.
     """
     try:
         yield
@@ -74,10 +72,8 @@ def _places_of(name: str, section: Mapping[str, Any], path: str = '') -> Iterato
 
 def raised_here(error: BaseException) -> bool:
     """Returns whether a line of this package raised an error, rather than one of a host."""
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    return last is not None and str(last.tb_frame.f_globals.get('__name__')).startswith('composer_tokacc.')
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and str(frames[-1].f_globals.get('__name__')).startswith('composer_tokacc.')
 
 
 def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
@@ -85,9 +81,8 @@ def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
     known = sorted(known)
     nearest = difflib.get_close_matches(name, known, n=1)
     listed = ', '.join(known[:40]) + (', ...' if len(known) > 40 else '')
-    return f'{what} must be a known name, got: {name}. ' + (
-        f'Did you mean {nearest[0]}?' if nearest else f'Known: {listed}'
-    )
+    hint = f'Did you mean {nearest[0]}?' if nearest else f'Known: {listed}'
+    return f'{what} must be a known name, got: {name}. {hint}'
 
 
 def one_line(error: Exception | str) -> str:

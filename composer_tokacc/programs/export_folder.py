@@ -24,17 +24,15 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from composer_tokacc.programs.checkpoints import check_checkpoint, read_checkpoint
 from composer_tokacc.programs.errors import ConfigError, must
-from composer_tokacc.programs.lora import load_weights, with_saved_adapter
+from composer_tokacc.programs.lora import load_weights, refuse_partial, with_saved_adapter
 from composer_tokacc.programs.models import auto_class, empty_model, set_cache
 
 
 def export_checkpoint(checkpoint: Path, folder: Path, *, merge: bool = False) -> None:
-    """Writes a folder that ``from_pretrained`` loads, without Composer and without this package.
+    """Writes a folder, absent or empty, that ``from_pretrained`` loads without Composer and without this package.
 
-    Args:
-        checkpoint: A Composer checkpoint of a ``HuggingFaceModel``: one file, or the folder of a sharded (FSDP) one.
-        folder: Where to; must be absent or empty.
-        merge: Whether a LoRA adapter is added into its base, which is loaded for it.
+    ``checkpoint`` is of a ``HuggingFaceModel``: one file, or the folder of a sharded (FSDP) one. ``merge`` adds a LoRA
+    adapter into its base, which is loaded for it.
     """
     folder = folder.resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -56,12 +54,14 @@ def _export(state: Mapping[str, Any], checkpoint: Path, folder: Path, *, merge: 
     _check_finite(weights, str(checkpoint))
     config = get_hf_config_from_composer_state_dict({'state': state})
     adapter = metadata['model'].get('peft_config')
-    if adapter is None:
-        _save_model(_with_weights(empty_model(config), weights), metadata, folder)
-    elif merge:
-        _save_model(_merged(config, adapter['content'], weights), metadata, folder)
-    else:
+    if adapter is not None and not merge:
         _save_adapter(config, adapter['content'], weights, folder)
+    else:
+        model = _with_weights(config, adapter, weights)
+        generation = metadata['model'].get('generation_config')
+        if generation is not None:
+            model.generation_config = GenerationConfig.from_dict(generation['content'])
+        _save_pretrained(model, folder)
     _write_processor(metadata, folder)
 
 
@@ -69,7 +69,6 @@ def export_model(model: HuggingFaceModel, folder: Path) -> None:
     """Writes a model in memory, whose weights are whole on this rank, as :func:`export_checkpoint`; overwrites."""
     inner: Any = model.model
     _check_finite(dict(inner.named_parameters()), 'the trained model')
-    set_cache(inner.config, on=True)
     for pattern in ('*.safetensors*', '*config.json'):  # of an earlier run, perhaps of another kind of model
         for stale in folder.glob(pattern):
             stale.unlink()
@@ -95,29 +94,9 @@ def _check_finite(weights: Mapping[str, torch.Tensor], owner: str) -> None:
         raise ConfigError(f'the weights must be finite numbers, got: {owner} with NaN or infinite ones in {broken[:3]}')
 
 
-def _with_weights(model: Any, weights: Mapping[str, torch.Tensor]) -> Any:
-    found = load_weights(model, weights, assign=True)
-    # A head that is tied to the embeddings may be stored once.
-    model.tie_weights()
-    missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if missing or found.unexpected_keys:
-        raise ConfigError(
-            f'the checkpoint must hold the weights of a {type(model).__name__}, got: {len(missing)} missing '
-            f'{missing[:3]}, {len(found.unexpected_keys)} unknown {found.unexpected_keys[:3]}'
-        )
-    return model
-
-
-def _save_model(model: Any, metadata: Mapping[str, Any], folder: Path) -> None:
-    generation = metadata['model'].get('generation_config')
-    if generation is not None:
-        model.generation_config = GenerationConfig.from_dict(generation['content'])
-    set_cache(model.config, on=True)
-    _save_pretrained(model, folder)
-
-
 def _save_pretrained(model: Any, folder: Path) -> None:
     """Saves also a generation config that Transformers reads and does not write, such as Vicuna's: greedy, warm."""
+    set_cache(model, on=True)
     generation = getattr(model, 'generation_config', None)
     if not isinstance(model, PreTrainedModel) or generation is None:
         model.save_pretrained(folder)
@@ -147,8 +126,18 @@ def _save_adapter(
     peft.get_peft_config(dict(content)).save_pretrained(str(folder))
 
 
-def _merged(config: PretrainedConfig, content: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> Any:
-    base = content.get('base_model_name_or_path')
+def _with_weights(
+    config: PretrainedConfig, adapter: Mapping[str, Any] | None, weights: Mapping[str, torch.Tensor]
+) -> Any:
+    """Returns the whole model, with the adapter that it may have merged into its base."""
+    if adapter is None:
+        model = empty_model(config)
+        found = load_weights(model, weights, assign=True)
+        model.tie_weights()  # a head that is tied to the embeddings may be stored once
+        missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+        refuse_partial(f'the weights of a {type(model).__name__}', missing, found.unexpected_keys)
+        return model
+    base = adapter['content'].get('base_model_name_or_path')
     if any('.base_layer.' in name for name in weights):
         model = auto_class(config).from_config(config)
     else:
@@ -156,11 +145,10 @@ def _merged(config: PretrainedConfig, content: Mapping[str, Any], weights: Mappi
             # That of the run: the file's own may be one that rounds what was trained.
             model = auto_class(config).from_pretrained(base, dtype=config.dtype)
     head = model.get_output_embeddings()
-    was_tied = False
-    if head is not None and head.weight is model.get_input_embeddings().weight:
-        was_tied = True  # and only one of them may have been trained
+    was_tied = head is not None and head.weight is model.get_input_embeddings().weight
+    if head is not None and was_tied:  # and only one of them may have been trained
         head.weight = nn.Parameter(head.weight.detach().clone())
-    merged: Any = with_saved_adapter(model, content, weights).merge_and_unload()
+    merged: Any = with_saved_adapter(model, adapter['content'], weights).merge_and_unload()
     if was_tied:
         is_tied = torch.equal(merged.get_output_embeddings().weight, merged.get_input_embeddings().weight)
         merged.config.tie_word_embeddings = merged.config.get_text_config().tie_word_embeddings = is_tied
@@ -178,10 +166,7 @@ def _write_processor(metadata: Mapping[str, Any], folder: Path) -> None:
         if not path.resolve().is_relative_to(folder.resolve()):
             raise ConfigError(f'files of the processor must lie inside the folder, got: {name}')
         path.parent.mkdir(exist_ok=True)  # a Q-Former's tokenizer has a folder of its own
-        if isinstance(content, bytes):
-            path.write_bytes(content)
-        elif isinstance(content, str):
-            path.write_text(content, encoding='utf-8')
-        else:  # Composer keeps a vocabulary as its lines, JSON as what it says
-            text = '\n'.join(content) if file['file_extension'] == '.txt' else json.dumps(content, ensure_ascii=False)
-            path.write_text(text, encoding='utf-8')
+        if not isinstance(content, str | bytes):  # Composer keeps a vocabulary as its lines, JSON as what it says
+            is_text = file['file_extension'] == '.txt'
+            content = '\n'.join(content) if is_text else json.dumps(content, ensure_ascii=False)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)

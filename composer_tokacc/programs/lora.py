@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Annotated, Any, Literal
@@ -18,7 +18,7 @@ from transformers import BitsAndBytesConfig
 from composer_tokacc.cache import fingerprint
 from composer_tokacc.model_structure import cast_model
 from composer_tokacc.programs.errors import ConfigError, must
-from composer_tokacc.programs.values import AT_LEAST_1, FRACTION, POSITIVE, check_arguments
+from composer_tokacc.programs.schema import AT_LEAST_1, FRACTION, POSITIVE, check_arguments
 
 # Names of the YAML section, as users write them, and of peft.
 _NAMES = {'alpha': 'lora_alpha', 'dropout': 'lora_dropout'}
@@ -57,16 +57,15 @@ def check_lora(lora: Mapping[str, Any], *, pretrained: str | None) -> None:
     for name in ('target_modules', 'modules_to_save'):
         if lora.get(name) is not None and not all(lora[name] or [None]):
             raise ConfigError(f'`model.lora.{name}` must name modules, got: {lora[name]!r}')
-    needed = ['peft']
+    needed = {'peft': 'model.lora'}
     if lora.get('bits') is not None:
-        needed += ['bitsandbytes', 'accelerate']
+        needed |= {'bitsandbytes': 'model.lora.bits', 'accelerate': 'model.lora.bits'}
         if pretrained is None:
             raise ConfigError('`model.lora.bits` must come with `model.pretrained`, got: no weights to round')
         if not torch.cuda.is_available():
             raise ConfigError('`model.lora.bits` must have a GPU, got: none. Leave it out to keep the base as `dtype`')
-    for package in needed:
+    for package, key in needed.items():
         if find_spec(package) is None:
-            key = 'model.lora' if package == 'peft' else 'model.lora.bits'
             raise ConfigError(f'`{key}` needs the package {package}, got: none. pip install {package}')
 
 
@@ -113,11 +112,7 @@ def with_saved_adapter(
     found = load_weights(model, weights, assign=assign)
     is_whole = any('.base_layer.' in name for name in weights)
     lacking = [name for name in found.missing_keys if is_whole or re.search(_IN_ADAPTER, name)]
-    if found.unexpected_keys or lacking:
-        raise ConfigError(
-            f'the checkpoint must hold a whole adapter of its base, got: {len(lacking)} missing {lacking[:3]}, '
-            f'{len(found.unexpected_keys)} unknown {found.unexpected_keys[:3]}'
-        )
+    refuse_partial('a whole adapter of its base', lacking, found.unexpected_keys)
     return model
 
 
@@ -128,6 +123,15 @@ def _attach(model: Any, config: Any, base: str | None) -> Any:
     model = peft.get_peft_model(model, config)
     config.base_model_name_or_path = base  # some releases put the model's own name there
     return model
+
+
+def refuse_partial(what: str, missing: Sequence[str], unknown: Sequence[str]) -> None:
+    """Refuses a checkpoint that lacks weights of a model, or holds others."""
+    if missing or unknown:
+        raise ConfigError(
+            f'the checkpoint must hold {what}, got: {len(missing)} missing {missing[:3]}, {len(unknown)} unknown '
+            f'{unknown[:3]}'
+        )
 
 
 def load_weights(model: Any, weights: Mapping[str, torch.Tensor], *, assign: bool) -> Any:
@@ -142,19 +146,13 @@ def four_bit_options(lora: Mapping[str, Any], empty_model: nn.Module, dtype: tor
     Only the language model's linear layers are rounded; encoders, head and ``modules_to_save`` stay as they are.
     """
     trained = lora.get('modules_to_save') or ()
-    kept = [
-        name
-        for name, module in empty_model.named_modules()
-        if isinstance(module, nn.Linear)
-        and (not re.fullmatch(_DEFAULT_TARGETS, name) or any(f'.{part}.' in f'.{name}.' for part in trained))
-    ]
+    linear = [name for name, module in empty_model.named_modules() if isinstance(module, nn.Linear)]
+    whole = [name for name in linear if any(f'.{part}.' in f'.{name}.' for part in trained)]
+    kept = [name for name in linear if name in whole or not re.fullmatch(_DEFAULT_TARGETS, name)]
     quantization = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type='nf4',
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype,
+        load_in_4bit=True, bnb_4bit_quant_type='nf4', bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype,
         llm_int8_skip_modules=kept,
-    )
+    )  # fmt: skip
     return {'quantization_config': quantization, 'device_map': {'': torch.cuda.current_device()}}
 
 
@@ -191,12 +189,11 @@ def refuse_other_adapters(composer_model: nn.Module) -> None:
     def compare(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # Activation checkpointing and the first FSDP put themselves into the names, the latter flattens too.
         named = module.named_parameters(remove_duplicate=False)
-        own = {re.sub(r'_\w+_wrapped_module\.', '', prefix + name): parameter for name, parameter in named}
-        saved = {name for name in state_dict if re.search(_IN_ADAPTER, name)}
-        differing = saved ^ {name for name in own if re.search(_IN_ADAPTER, name)}
-        for name in saved & own.keys():
-            if own[name].dim() == state_dict[name].dim() and own[name].shape != state_dict[name].shape:
-                differing.add(name)
+        own = {re.sub(r'_\w+_wrapped_module\.', '', prefix + name): parameter.shape for name, parameter in named}
+        here, saved = ({name for name in names if re.search(_IN_ADAPTER, name)} for names in (own, state_dict))
+        shapes = {name: state_dict[name].shape for name in saved & own.keys()}
+        differing = saved ^ here
+        differing |= {name for name, shape in shapes.items() if len(shape) == len(own[name]) and shape != own[name]}
         if differing:
             raise ConfigError(
                 f'the checkpoint must be of a run with the same `model.lora`, got: {len(differing)} weights differ '

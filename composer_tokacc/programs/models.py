@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import math
@@ -21,19 +22,8 @@ from composer.models import HuggingFaceModel
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch.func import functional_call
-from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForSeq2SeqLM,
-    PretrainedConfig,
-)
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-)
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+from transformers.models.auto import modeling_auto as auto
 
 from composer_tokacc.compat import FakeTensorMode, detect_fake_mode, skip_embedding_resize
 from composer_tokacc.model_structure import cast_model, transformer_blocks
@@ -52,29 +42,19 @@ log = logging.getLogger(__name__)
 _FEATURE_LAYER_FAMILIES = ('llava', 'llava_next', 'llava_next_video', 'llava_onevision', 'video_llava', 'vipllava')
 # Accepted by Transformers without being attributes of every config class.
 _ALWAYS_KNOWN = frozenset({'model_type', 'rope_theta', 'rope_scaling', 'rope_parameters', 'tie_word_embeddings'})
-_TOKEN_IDS = ('pad_token_id', 'bos_token_id', 'eos_token_id')
 
 
 def build_model(*, processor: Any = None, train_metrics: bool = False, **settings: Any) -> HuggingFaceModel:
-    """Builds a vision-language (or text) model for the Composer Trainer.
+    """Builds a vision-language (or text) model for the Composer Trainer; see :func:`build_transformers_model`.
 
-    Args:
-        processor: Processor or tokenizer of the run; saved with every checkpoint.
-        train_metrics: Also run the metrics on every training microbatch. Composer then copies each device batch.
-        **settings: As for :func:`build_transformers_model`.
-
-    Returns:
-        The model; ``.model`` is the Transformers model.
+    ``processor`` is saved with every checkpoint. For ``train_metrics`` Composer copies each device batch.
     """
+    inner, metrics = build_transformers_model(processor=processor, **settings), [LanguageCrossEntropy()]
+    # Auto-detection of shift_labels says False for most vision-language models, whose metrics are then of others.
     model = _RunModel(
-        build_transformers_model(processor=processor, **settings),
-        processor,
-        use_logits=True,
-        metrics=[LanguageCrossEntropy()] if train_metrics else None,
+        inner, processor, use_logits=True, metrics=metrics if train_metrics else None, shift_labels=True,
         eval_metrics=[LanguageCrossEntropy(), MaskedAccuracy()],
-        # Auto-detection says False for most vision-language models, and the metrics then compare unshifted labels.
-        shift_labels=True,
-    )
+    )  # fmt: skip
     refuse_other_adapters(model)
     if settings.get('lora') is not None and settings.get('pretrained') is not None:
         keep_trained_only(model)
@@ -109,14 +89,13 @@ def build_transformers_model(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         if pretrained is not None and load_weights:
-            model = _from_checkpoint(pretrained, getattr(torch, dtype), options)
-            _make_room_for(tokenizer_of(processor), model, has_lora=lora is not None)
+            tokenizer, has_lora = tokenizer_of(processor), lora is not None
+            model = _from_checkpoint(pretrained, tokenizer, getattr(torch, dtype), options, has_lora=has_lora)
         else:
             model = _fresh(read_config(pretrained, config, processor), getattr(torch, dtype), options)
-    _check_is_decoder(model.config)
-    for module in model.modules():
-        if isinstance(getattr(module, 'config', None), PretrainedConfig):
-            set_cache(module.config, on=False)
+    if model.config.get_text_config().is_encoder_decoder:  # which would read the answers, where the labels stand
+        raise ValueError(f'the model must have a decoder alone, got: {model.config.model_type} with an encoder')
+    set_cache(model, on=False)
     unreached = _freeze_unreached_vision_layers(model)
     freeze_parameters(model, freeze)
     if lora is not None:
@@ -134,10 +113,8 @@ def build_transformers_model(
 def check_model(pretrained: str | None, config: dict[str, Any] | None, lora: Mapping[str, Any] | None = None) -> None:
     """Refuses a model from nowhere or from two places, and a bad adapter, before anything is loaded."""
     if (pretrained is None) == (not config):
-        raise ValueError(
-            '`model` must have exactly one of `pretrained` and `config`, got: '
-            + ('none. Name a checkpoint or a `model_type`' if not config else 'both. Remove one')
-        )
+        found = 'both. Remove one' if config else 'none. Name a checkpoint or a `model_type`'
+        raise ValueError(f'`model` must have exactly one of `pretrained` and `config`, got: {found}')
     if config:
         read_config(None, config)
     if lora is not None:
@@ -153,9 +130,9 @@ def freeze_parameters(model: nn.Module, names: Sequence[str]) -> None:
     for name in names:
         matches = [parameter for full, parameter in model.named_parameters() if _lies_under(full, name)]
         if not matches:
-            parts = [part for part, _ in model.named_children()]
-            parts += [f'{outer}.{inner}' for outer in parts for inner, _ in model.get_submodule(outer).named_children()]
-            raise ValueError(f'`freeze` must name parts of the model, got: {name!r}. Parts: {", ".join(parts)}')
+            parts = [part for part, _ in model.named_modules() if part and part.count('.') < 2]
+            listed = ', '.join(sorted(parts, key=lambda part: part.count('.')))
+            raise ValueError(f'`freeze` must name parts of the model, got: {name!r}. Parts: {listed}')
         for parameter in matches:
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -187,22 +164,22 @@ def read_config(pretrained: str | None, config: dict[str, Any] | None, processor
     if pretrained is not None:
         with read_from(pretrained):
             return AutoConfig.from_pretrained(pretrained)
-    settings: dict[str, Any] = {
-        key: dict(value) if isinstance(value, dict) else value for key, value in (config or {}).items()
-    }
+    settings = copy.deepcopy(config or {})
     model_type = str(settings.get('model_type'))
     if model_type not in CONFIG_MAPPING:
         raise ValueError(unknown_name('`model.config.model_type`', model_type, CONFIG_MAPPING.keys()))
     default = CONFIG_MAPPING[model_type]()
     _refuse_unknown(settings, default, 'model.config')
     text = settings.setdefault('text_config', {}) if hasattr(default, 'text_config') else settings
-    _complete_text(text, tokenizer_of(processor))
+    if processor is not None:
+        _complete_text(text, tokenizer_of(processor))
     for modality in ('image', 'video', 'audio'):
-        names = [name for name in (f'{modality}_token_index', f'{modality}_token_id') if name in default.to_dict()]
+        names = [f'{modality}_token_index', f'{modality}_token_id']
+        own = next((name for name in names if name in default.to_dict()), None)
         token_id = _placeholder_id(processor, modality)
-        if names and token_id is not None and not settings.keys() & {f'{modality}_token_index', f'{modality}_token_id'}:
-            settings[names[0]] = token_id
-    settings.pop('model_type')
+        if own is not None and token_id is not None and not settings.keys() & {*names}:
+            settings[own] = token_id
+    del settings['model_type']
     with _makes_a_model('config'):
         built = CONFIG_MAPPING[model_type](**settings)
     _check_shapes(built)
@@ -236,10 +213,8 @@ def _check_shapes(config: PretrainedConfig) -> None:
     for part in (config, *(value for value in vars(config).values() if isinstance(value, PretrainedConfig))):
         heads, groups = (getattr(part, f'num_{kind}_heads', None) for kind in ('attention', 'key_value'))
         if isinstance(heads, int) and isinstance(groups, int) and groups > 0 and heads % groups:
-            raise ValueError(
-                f'`num_attention_heads` of {part.model_type} must be a multiple of `num_key_value_heads`, got: {heads} '
-                f'and {groups}'
-            )
+            what = f'`num_attention_heads` of {part.model_type}'
+            raise ValueError(f'{what} must be a multiple of `num_key_value_heads`, got: {heads} and {groups}')
 
 
 def tokenizer_of(processor: Any) -> Any:
@@ -254,14 +229,11 @@ def _lies_under(parameter_name: str, name: str) -> bool:
 
 def auto_class(config: PretrainedConfig) -> Any:
     """Returns the class of Transformers that builds a model of this config with its language head."""
-    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        return AutoModelForImageTextToText
-    is_seq2seq = type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING  # Qwen2-Audio; BART is in both
-    return (
-        AutoModelForSeq2SeqLM
-        if is_seq2seq and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
-        else AutoModelForCausalLM
-    )
+    if type(config) in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return auto.AutoModelForImageTextToText
+    is_causal = type(config) in auto.MODEL_FOR_CAUSAL_LM_MAPPING  # BART is in both, Qwen2-Audio in the other alone
+    is_seq2seq = type(config) in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING and not is_causal
+    return auto.AutoModelForSeq2SeqLM if is_seq2seq else auto.AutoModelForCausalLM
 
 
 def empty_model(config: PretrainedConfig) -> Any:
@@ -270,12 +242,22 @@ def empty_model(config: PretrainedConfig) -> Any:
         return auto_class(config).from_config(config)
 
 
-def _from_checkpoint(path: str, dtype: torch.dtype, options: dict[str, Any]) -> Any:
+def _from_checkpoint(path: str, tokenizer: Any, dtype: torch.dtype, options: dict[str, Any], *, has_lora: bool) -> Any:
     # Weights in few bits need further packages, and new enough ones.
     remedy = '. pip install -U bitsandbytes accelerate' if 'quantization_config' in options else ''
     requirement = '`pretrained` must be what the installed packages can load'
     with must(requirement, path, ImportError, remedy=remedy, raises=ValueError), read_from(path):
-        return auto_class(read_config(path, None)).from_pretrained(path, **options, dtype=dtype)
+        model = auto_class(read_config(path, None)).from_pretrained(path, **options, dtype=dtype)
+    num_rows, num_tokens = model.get_input_embeddings().num_embeddings, 0 if tokenizer is None else len(tokenizer)
+    if num_tokens > num_rows and has_lora:  # an adapter is loaded beside its base as that is
+        raise ValueError(
+            f'`pretrained` must have embeddings for all tokens of the processor with `lora`, got: {num_rows} < '
+            f'{num_tokens}. Call resize_token_embeddings({num_tokens}) on it, save it and name that folder'
+        )
+    if num_tokens > num_rows:
+        log.warning('Enlarging the embeddings from %d to %d tokens, as the tokenizer has.', num_rows, num_tokens)
+        model.resize_token_embeddings(num_tokens, pad_to_multiple_of=64)
+    return model
 
 
 def _fresh(config: PretrainedConfig, dtype: torch.dtype, options: dict[str, Any]) -> Any:
@@ -285,35 +267,17 @@ def _fresh(config: PretrainedConfig, dtype: torch.dtype, options: dict[str, Any]
     return model
 
 
-def _check_is_decoder(config: PretrainedConfig) -> None:
-    if config.get_text_config().is_encoder_decoder:
-        raise ValueError(
-            f'the model must have a decoder alone, got: {config.model_type} with an encoder, which would read '
-            'the answers: labels of conversations stand at their tokens. Take one with a causal language model'
-        )
-
-
-def _make_room_for(tokenizer: Any, model: Any, *, has_lora: bool) -> None:
-    num_rows = model.get_input_embeddings().num_embeddings
-    if tokenizer is not None and len(tokenizer) > num_rows:
-        if has_lora:  # an adapter is loaded beside its base as that is
-            raise ValueError(
-                f'`pretrained` must have embeddings for all tokens of the processor with `lora`, got: {num_rows} < '
-                f'{len(tokenizer)}. Call resize_token_embeddings({len(tokenizer)}) on it, save it and name that folder'
-            )
-        log.warning('Enlarging the embeddings from %d to %d tokens, as the tokenizer has.', num_rows, len(tokenizer))
-        model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64)
-
-
-def set_cache(config: PretrainedConfig, on: bool) -> None:
+def set_cache(model: nn.Module, on: bool) -> None:
     """Switches the key-value cache of all parts of a model, which generation alone reads.
 
     Training keeps it off: packed rows leak attention with it. Before transformers 4.52 each part had its own config.
     """
-    config.use_cache = on
-    for value in vars(config).values():
-        if isinstance(value, PretrainedConfig):
-            set_cache(value, on)
+    configs: list[Any] = [getattr(module, 'config', None) for module in model.modules()]
+    while configs:
+        config = configs.pop()
+        if isinstance(config, PretrainedConfig):
+            config.use_cache = on
+            configs += vars(config).values()
 
 
 def _freeze_unreached_vision_layers(model: Any) -> set[str]:
@@ -325,29 +289,27 @@ def _freeze_unreached_vision_layers(model: Any) -> set[str]:
     """
     if getattr(model.config, 'model_type', None) not in _FEATURE_LAYER_FAMILIES:
         return set()
-    encoder = next(module for name, module in model.named_modules() if name.endswith(('vision_tower', 'image_tower')))
+    towers = [name for name, _ in model.named_modules() if name.endswith(('vision_tower', 'image_tower'))]
+    encoder = model.get_submodule(towers[0])
     chosen = getattr(model.config, 'vision_feature_layer', None)
     if chosen is None:
         chosen = model.config.vision_feature_layers
     config, size, empty = encoder.config, encoder.config.image_size, detect_fake_mode() or FakeTensorMode()
-    height, width = size if isinstance(size, list | tuple) else (size, size)
+    sides = size if isinstance(size, list | tuple) else (size, size)
     tensors = chain(encoder.named_parameters(), encoder.named_buffers())
     weights: dict[str, torch.Tensor] = {name: empty.from_tensor(value) for name, value in tensors}
     with empty, torch.enable_grad():
-        pixels = torch.empty(1, config.num_channels, height, width, dtype=encoder.dtype, device=encoder.device)
+        pixels = torch.empty(1, config.num_channels, *sides, dtype=encoder.dtype, device=encoder.device)
         states = functional_call(encoder, weights, (pixels,), {'output_hidden_states': True}).hidden_states
         layers = chosen if isinstance(chosen, list | tuple) else [chosen]
         features = torch.stack([states[layer].sum() for layer in layers]).sum()
         names = [name for name, parameter in encoder.named_parameters() if parameter.requires_grad]
         gradients = torch.autograd.grad(features, [weights[name] for name in names], allow_unused=True)
-    unreached = {
-        id(encoder.get_parameter(name)) for name, gradient in zip(names, gradients, strict=True) if gradient is None
-    }
-    names = {name for name, parameter in model.named_parameters() if id(parameter) in unreached}
-    for name in names:
+    unreached = {f'{towers[0]}.{name}' for name, found in zip(names, gradients, strict=True) if found is None}
+    for name in unreached:
         model.get_parameter(name).requires_grad_(False)
-    log.info('Freezing %d parameters behind the vision feature layer, which no loss reaches.', len(names))
-    return names
+    log.info('Freezing %d parameters behind the vision feature layer, which no loss reaches.', len(unreached))
+    return unreached
 
 
 @skip_embedding_resize
@@ -395,15 +357,10 @@ def _refuse_unknown(settings: dict[str, Any], default: PretrainedConfig, path: s
 
 
 def _complete_text(text: dict[str, Any], tokenizer: Any) -> None:
-    if tokenizer is None:
-        return
     num_tokens = len(tokenizer)
     if text.setdefault('vocab_size', num_tokens) < num_tokens:
-        raise ValueError(
-            f"`vocab_size` must be at least the tokenizer's {num_tokens}, got: {text['vocab_size']}. "
-            'Leave it out to take it from the tokenizer'
-        )
-    for name in _TOKEN_IDS:
+        raise ValueError(f"`vocab_size` must be at least the tokenizer's {num_tokens}, got: {text['vocab_size']}")
+    for name in ('pad_token_id', 'bos_token_id', 'eos_token_id'):
         # None too: Llama's default ids belong to another vocabulary.
         text.setdefault(name, getattr(tokenizer, name, None))
 

@@ -21,8 +21,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from composer_tokacc.compat import put_back_torch_names
-
 DIST_TIMEOUT = 300.0
 """Composer's own default, in seconds."""
 
@@ -37,14 +35,13 @@ def prepare(description: str | None, *, says_so: bool = False) -> None:
     gc.disable()
     if says_so:
         say('loading torch, Composer and Transformers ...')
+    from composer_tokacc.compat import put_back_torch_names
+
     put_back_torch_names()
 
 
 def command_line(description: str | None) -> argparse.ArgumentParser:
-    """Returns a parser with the YAML file as ``config``; what it does not know are overrides.
-
-    The usage is the line of the description that calls the program.
-    """
+    """Returns a parser with the YAML file as ``config`` and the usage of the description; overrides are left over."""
     usage = next(line.strip() for line in (description or '').splitlines() if '-m composer_tokacc.' in line)
     parser = argparse.ArgumentParser(
         usage=usage, description=description, formatter_class=argparse.RawDescriptionHelpFormatter

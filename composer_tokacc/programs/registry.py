@@ -27,7 +27,7 @@ from composer.distributed.mosaic_parallelism import SHARDING_MAP
 
 from composer_tokacc.programs.errors import ConfigError, must, unknown_name
 from composer_tokacc.programs.process import without_warnings
-from composer_tokacc.programs.values import AT_LEAST_0, AT_LEAST_1, FRACTION, POSITIVE, Range, check_arguments
+from composer_tokacc.programs.schema import AT_LEAST_0, AT_LEAST_1, FRACTION, POSITIVE, Range, check_arguments
 
 # Base class, a word that a YAML name may leave out (`tensorboard` for TensorboardLogger), and where the classes are.
 _SECTIONS: dict[str, tuple[type, str, tuple[Any, ...]]] = {
@@ -46,13 +46,9 @@ _ALIASES = {
 }
 # Packages that classes import when they are made.
 _NEEDED = {
-    'CometMLLogger': 'comet_ml',
-    'MLFlowLogger': 'mlflow',
-    'NeptuneLogger': 'neptune',
-    'SlackLogger': 'slack_sdk',
-    'TensorboardLogger': 'tensorboard',
-    'WandBLogger': 'wandb',
-}
+    'CometMLLogger': 'comet_ml', 'MLFlowLogger': 'mlflow', 'NeptuneLogger': 'neptune', 'SlackLogger': 'slack_sdk',
+    'TensorboardLogger': 'tensorboard', 'WandBLogger': 'wandb',
+}  # fmt: skip
 _DEGREE = Literal[-1] | Annotated[int, AT_LEAST_1] | None
 # What a host's annotations do not say, and the host says only in the first step or never: by argument, of any class.
 _HINTS: dict[str, Any] = {

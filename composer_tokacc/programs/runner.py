@@ -1,20 +1,39 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The way of a program from a YAML file to an exit status."""
+"""The way of a program from a YAML file to an exit status, and whose error the user sees.
+
+The launcher shows rank 0 of a node as it goes and the others only when they have ended; by then rank 0 has died of the
+broken connection. So each rank tells its end to the store that torch's rendezvous has opened on rank 0, where a thread
+of every rank reads it: the first rank of a node prints it and ends with its status, the others end in silence.
+"""
 
 from __future__ import annotations
 
+import errno
+import os
+import re
+import resource
+import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from composer.utils import dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # documented there
 
 from composer_tokacc.data import BadSampleError
 from composer_tokacc.programs.config_checks import check_config, check_machine
 from composer_tokacc.programs.errors import ConfigError, in_words_of, one_line, refuse
-from composer_tokacc.programs.machine_faults import fault_of_machine
-from composer_tokacc.programs.process import DIST_TIMEOUT, keep_what_is_loaded, let_children_die
-from composer_tokacc.programs.ranks import RankWatch
+from composer_tokacc.programs.process import DIST_TIMEOUT, end_process, keep_what_is_loaded, let_children_die
 from composer_tokacc.programs.schema import TrainConfig, load_config
+
+_EVERY = 1.0
+"""Seconds between two looks at the store."""
+_TOLD = 'composer_tokacc/told'
+_ALIVE, _DONE = 'composer_tokacc/alive/{}', 'done'
 
 
 def run_program(
@@ -27,12 +46,8 @@ def run_program(
 ) -> int:
     """Runs a program on a YAML file and returns its exit status, 2 with one line for a mistake of the user's.
 
-    Args:
-        program: Takes the config and returns the exit status, None for 0.
-        path: The YAML file.
-        overrides: ``key=value`` each.
-        num_ranks: Ranks that the run is planned for; None: those of this launch.
-        trains: Whether it trains here and now, so that this machine must be able to.
+    The program takes the config and returns the status, None for 0. ``num_ranks`` are those that the run is planned
+    for, None: of this launch; ``trains``: this machine must be able to.
     """
     keep_what_is_loaded()
     try:
@@ -57,3 +72,119 @@ def run_program(
         raise
     finally:
         watch.stop()
+
+
+class RankWatch:
+    """Watches the other ranks of a run from a thread of this one.
+
+    A rank that gives no sign of life for nine tenths of ``timeout``, the seconds that collectives wait for, counts as
+    stopped, because the collectives would not say for whom they waited.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout, self._patience = timeout, 0.9 * timeout
+        self._is_first = dist.get_local_rank() == 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        if dist.get_world_size() > 1:
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the watch in order: this rank is not missed any more."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=2 * _EVERY)
+
+    def tell(self, message: str, status: int) -> bool:
+        """Tells the first ranks why this one ends, if it is the first to; returns whether one of them prints it."""
+        if dist.get_world_size() == 1 or not dist.is_initialized():
+            return False
+        text = f'{status} {message}'
+        try:
+            told = _connect(5.0).compare_set(_TOLD, '', text).decode()
+        except RuntimeError:  # rank 0 has gone, and the store with it
+            return False
+        if self._is_first and told == text:
+            self._stop.set()
+            time.sleep(2 * _EVERY)  # the others end first: the launcher would show what they say to a closed connection
+            return False
+        time.sleep(6 * _EVERY)  # the thread ends this process
+        return True
+
+    def _watch(self) -> None:
+        rank, num_ranks = dist.get_global_rank(), dist.get_world_size()
+        try:
+            store = _connect(self._timeout)  # one of its own: a store answers one question at a time
+            seen = {other: ('', time.monotonic()) for other in range(num_ranks) if other != rank}
+            beat = 0
+            while not self._stop.wait(_EVERY):
+                beat += 1
+                store.set(_ALIVE.format(rank), str(beat))
+                if store.check([_TOLD]):
+                    status, _, message = store.get(_TOLD).decode().partition(' ')
+                    self._end(message, int(status))
+                if self._is_first:
+                    self._miss(store, seen)
+            store.set(_ALIVE.format(rank), _DONE)
+        except RuntimeError:  # rank 0 has gone, which the launcher sees as well
+            return
+
+    def _miss(self, store: Any, seen: dict[int, tuple[str, float]]) -> None:
+        """Ends the run if a rank, last seen with the given beat at the given time, has not been heard of for long."""
+        for other, (last, since) in seen.items():
+            key = _ALIVE.format(other)
+            found = store.get(key).decode() if store.check([key]) else ''
+            if found != last or found == _DONE:
+                seen[other] = found, time.monotonic()
+            elif time.monotonic() - since > self._patience:
+                self._end(
+                    f'error: every rank must answer, got: no sign of life from rank {other} for {self._patience:.0f} '
+                    's. See whether its process is stopped or its machine hangs, or raise `trainer.dist_timeout`',
+                    2,
+                )
+
+    def _end(self, message: str, status: int) -> None:
+        """Ends this process, whose main thread may wait in a collective."""
+        if not self._stop.is_set() and not self._is_first:
+            end_process('', 0)
+        elif not self._stop.is_set():
+            end_process(message, status, delay=2 * _EVERY)  # as above
+
+
+def _connect(timeout: float) -> Any:  # torch's stubs do not know `check`
+    host, port = os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT'])
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+
+
+def fault_of_machine(error: BaseException | None) -> str:
+    """Returns what the machine lacked, in one line; empty where an error, and what it came from, is of another kind."""
+    while error is not None:
+        # From a loader process only the text comes.
+        number = re.search(r'\[Errno (\d+)\]', str(error))
+        code = getattr(error, 'errno', None) or (int(number[1]) if number else None)
+        text = ' '.join(str(error).split())[-300:] or type(error).__name__
+        # Torch's own of a full disk says only that it is not where it should be.
+        if code in (errno.ENOSPC, errno.EDQUOT) or 'unexpected pos' in text:
+            return f'the disk must have room for checkpoints and results, got: {text}'
+        if code in (errno.EMFILE, errno.ENFILE) or 'Too many open files' in text:
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            return (
+                f'the limit of open files (`ulimit -Hn`) must leave room for ranks and loader processes, got: {limit}. '
+                'Raise it, for example to 65536, or lower `loader.num_workers`'
+            )
+        if code == errno.EADDRINUSE or 'EADDRINUSE' in text:
+            return (
+                f'the port where the ranks meet must be free, got: {os.environ.get("MASTER_PORT", "")}, taken by '
+                'another program. Start again, or give the launcher one that is free: `composer --master_port PORT`'
+            )
+        frames = traceback.walk_tb(error.__traceback__)
+        if 'DataLoader worker (pid' in text or (
+            isinstance(error, ConnectionError | EOFError)
+            and any(frame.f_globals.get('__name__') == 'torch.utils.data.dataloader' for frame, _ in frames)
+        ):
+            return (
+                f'processes that read samples must live as long as the run, got: {text.rstrip(". ")}. Mostly the '
+                'machine has run out of memory: see its log, and lower `loader.num_workers` or `loader.prefetch_factor`'
+            )
+        error = error.__cause__ or error.__context__
+    return ''

@@ -1,42 +1,58 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The YAML file of a run: its sections, and how file and command line become one config.
+"""The YAML file of a run: its sections, how file and command line become one config, and what a value may be.
 
-Types, choices and ranges are in the annotations, which ``values.check_arguments`` reads before anything is loaded.
+Types, choices and ranges are in the annotations, of our own sections and of the hosts' classes alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+import inspect
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from composer_tokacc.planning import CostModel
-from composer_tokacc.programs.errors import ConfigError, must
-from composer_tokacc.programs.values import (
-    AT_LEAST_0,
-    AT_LEAST_1,
-    POSITIVE,
-    Range,
-    alternatives,
-    check_arguments,
-    hints_of,
-    is_section,
-)
+from composer_tokacc.programs.errors import ConfigError, must, unknown_name
 
 Options = TypeVar('Options')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """Where a number must lie."""
+
+    least: float = -math.inf
+    above: float = -math.inf
+    most: float = math.inf
+    below: float = math.inf
+
+    def __contains__(self, value: float) -> bool:
+        return self.least <= value <= self.most and self.above < value < self.below
+
+    def __str__(self) -> str:
+        words = (('at least', self.least), ('above', self.above), ('at most', self.most), ('below', self.below))
+        return ' and '.join(f'{word} {bound}' for word, bound in words if math.isfinite(bound))
+
+
+AT_LEAST_0, AT_LEAST_1, POSITIVE = Range(least=0), Range(least=1), Range(above=0)
+FRACTION = Range(least=0, below=1)
 Whole = Annotated[int, AT_LEAST_1]
 """A number of things."""
-
-
-OF_THE_REPORT = ('folder', 'name', 'export', 'answers', 'answer_tokens')
-"""Keys of the section ``report`` that are not for the function under ``name``."""
+OF_THE_REPORT: dict[str, Any] = {
+    'folder': str, 'name': str, 'export': bool | None, 'answers': Annotated[int, AT_LEAST_0], 'answer_tokens': Whole,
+}  # fmt: skip
+"""Keys of the section ``report`` that are not for the function under ``name``, and what they may be."""
+_CONTAINERS = {list: list, Sequence: list, dict: Mapping, Mapping: Mapping}
 
 
 @dataclass(kw_only=True)
@@ -199,24 +215,19 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
 
 
 def merge(options: type[Options], *layers: Any, path: str = '') -> Options:
-    """Returns an instance of a dataclass with the values of the last layer that names them, checked.
-
-    ``path`` is the section that the layers stand in, for messages.
-    """
-    merged = _defaults(options)
+    """Returns a checked dataclass with the values of the last layer that names them; ``path`` is their section."""
+    merged: Any = asdict(options())  # type: ignore[arg-type]
     for layer in layers:
         merged = _overlay(merged, OmegaConf.to_container(layer) if OmegaConf.is_config(layer) else layer)
     try:
         given: Any = OmegaConf.to_container(OmegaConf.create(merged), resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         key = '.'.join(filter(None, (path, error.full_key)))
+        message = f'{f"`{key}`" if key else "values"} must be valid, got: {str(error).splitlines()[0]}'
         if isinstance(error, MissingMandatoryValue):
             message = f'`{key}` must be given, got: nothing. Write {key}=... behind the file on the command line'
-        else:
-            message = f'{f"`{key}`" if key else "values"} must be valid, got: {str(error).splitlines()[0]}'
         raise ConfigError(message) from error
-    check_arguments(path, options, given)
-    return _instance(options, given, path)
+    return _built(path, options, given)
 
 
 def _overlay(below: Any, above: Any) -> Any:
@@ -226,24 +237,11 @@ def _overlay(below: Any, above: Any) -> Any:
     return {**below, **{key: _overlay(below.get(key), value) for key, value in above.items()}}
 
 
-def _defaults(options: Any) -> dict[str, Any]:
-    """Returns the defaults of a dataclass as a YAML file would have them."""
-    values = {
-        each.name: each.default if each.default_factory is MISSING else each.default_factory()
-        for each in fields(options)
-    }
-    return {name: asdict(value) if is_dataclass(value) else value for name, value in values.items()}  # type: ignore[arg-type]
-
-
-def _instance(options: type[Options], given: Mapping[str, Any], path: str) -> Options:
-    """Builds a checked mapping into a dataclass, and the mappings inside it that are sections."""
-    hints, values = hints_of(options), dict(given)
-    for name, value in values.items():
-        section = next((option for option in alternatives(hints[name]) if is_section(option)), None)
-        if section is not None and value is not None:
-            values[name] = _instance(section, value, '.'.join(filter(None, (path, name))))  # type: ignore[arg-type]
+def _built(path: str, section: type[Options], given: Mapping[str, Any]) -> Options:
+    """Returns a section of checked values, and of sections inside it."""
+    values = check_arguments(path, section, given)
     try:
-        return options(**values)
+        return section(**values)
     except ValueError as error:  # of a class that checks itself
         raise ConfigError(f'`{path}.{str(error)[1:]}' if path else str(error)) from error
 
@@ -251,13 +249,146 @@ def _instance(options: type[Options], given: Mapping[str, Any], path: str) -> Op
 def _spell_out_size(layer: Any) -> None:
     """Replaces ``microbatching.size`` by the name that Composer's users know; the later layer wins under either."""
     section = layer.get('microbatching')
-    if not OmegaConf.is_dict(section) or 'size' not in section:
-        return
-    if 'device_train_microbatch_size' in section:
-        raise ConfigError('only one of `microbatching.size` and its long name must be given, got: both. Remove one')
-    section.device_train_microbatch_size = section.pop('size')
+    if OmegaConf.is_dict(section) and 'size' in section:
+        if 'device_train_microbatch_size' in section:
+            raise ConfigError('only one of `microbatching.size` and its long name must be given, got: both. Remove one')
+        section.device_train_microbatch_size = section.pop('size')
 
 
 def precision_of(config: TrainConfig) -> str:
     """Returns the precision of the run: where the config names none, Composer's own default."""
     return str(config.trainer.get('precision') or ('fp32' if config.trainer.get('device') == 'cpu' else 'amp_fp16'))
+
+
+def check_arguments(
+    path: str,
+    target: Any,
+    arguments: Any,
+    *,
+    num_given: int = 0,
+    own_keys: Mapping[str, Any] | None = None,
+    hints: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Refuses what is unknown, missing or of another type or range among the arguments for a class or function.
+
+    The program itself supplies ``num_given`` leading parameters. ``own_keys`` of the section are not meant for
+    ``target``, and are held to what they may be; ``hints`` count instead of the annotations of ``target``. Returns the
+    arguments, with sections of our own as their classes.
+    """
+    if not isinstance(arguments, Mapping | None):
+        raise ConfigError(f'`{path}` must be a mapping, got: {arguments}. Write {{}} for its defaults')
+    arguments, own_keys = arguments or {}, own_keys or {}
+    parameters = list(inspect.signature(target).parameters.values())[num_given:]
+    names = [*own_keys, *(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))]
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        check_names(path, arguments, names)
+    for p in parameters:
+        if p.default is p.empty and p.name in names and p.name not in arguments:
+            raise ConfigError(f'`{path}.{p.name}` must be given: {target.__name__} has no default for it')
+    hints = {**hints_of(target), **(hints or {}), **own_keys}
+    paths = {name: f'{path}.{name}' if path else str(name) for name in arguments}
+    return {name: check_value(paths[name], value, hints.get(name, Any)) for name, value in arguments.items()}
+
+
+def check_names(path: str, arguments: Iterable[str], known: Iterable[str]) -> None:
+    """Refuses the first of ``arguments`` that is not ``known``; ``path`` is the section that they stand in."""
+    for key in arguments:
+        if key not in known:
+            raise ConfigError(unknown_name(f'`{path}` key' if path else 'section', str(key), known))
+
+
+def hints_of(target: Any) -> dict[str, Any]:
+    """Returns annotations by name; none where one names what cannot be imported."""
+    owner = target.__init__ if inspect.isclass(target) and not is_dataclass(target) else target
+    try:
+        return get_type_hints(owner, include_extras=True)
+    except (NameError, TypeError, AttributeError):
+        return {}
+
+
+def check_value(path: str, value: Any, hint: Any) -> Any:
+    """Holds a value to an annotation and returns it; what no YAML file can hold, such as a callable, passes."""
+    from composer.core import Time
+
+    # A path-like object is in no file.
+    options = [(base, ranges) for base, ranges in _alternatives(hint) if get_origin(base) is not os.PathLike]
+    bases = [base for base, _ in options]
+    if Time in bases and isinstance(value, str):
+        check_time(path, value, least=0)
+        return value
+    base, ranges = next(((base, ranges) for base, ranges in options if _fits(value, base)), (None, ()))
+    if base is None:
+        raise ConfigError(_wrong_type(path, value, bases))
+    for allowed in ranges:
+        if value not in allowed:
+            raise ConfigError(f'`{path}` must be {allowed}{_or_choices(bases)}, got: {value}')
+    if _is_section(base):
+        return _built(path, base, value)
+    for each in value if isinstance(value, list) and get_args(base) else ():
+        check_value(path, each, get_args(base)[0])
+    return value
+
+
+def check_time(path: str, value: Any, *, least: int = 1) -> None:
+    """Refuses what is no time, and one that is too short."""
+    from composer.core import TimeUnit, ensure_time
+
+    with must(f'`{path}` must be a time such as 2ep or 500ba', value, ValueError, TypeError, RuntimeError):
+        found = ensure_time(value, TimeUnit.EPOCH).value
+    if found < least and not 0 < found < 1:
+        raise ConfigError(f'`{path}` must be {"longer than nothing" if least else "no negative time"}, got: {value}')
+
+
+def check_numbers(path: str, value: Any) -> None:
+    """Refuses numbers that no program can reckon with, at any depth; ``.inf`` and ``.nan`` are YAML."""
+    if isinstance(value, Mapping | list):
+        for key, each in value.items() if isinstance(value, Mapping) else enumerate(value):
+            check_numbers('.'.join(filter(None, (path, str(key)))), each)
+    elif isinstance(value, int | float) and not -(2**63) <= value < 2**64:
+        shown = value if isinstance(value, float) else f'one of {value.bit_length()} bits'
+        raise ConfigError(f'`{path}` must be a finite number of at most 64 bits, got: {shown}')
+
+
+def _is_section(hint: Any) -> bool:
+    """Returns whether an annotation is a section of our own; a host's dataclass may take more than it says."""
+    return is_dataclass(hint) and getattr(hint, '__module__', '').startswith('composer_tokacc')
+
+
+def _alternatives(hint: Any, ranges: Sequence[Range] = ()) -> Iterator[tuple[Any, Sequence[Range]]]:
+    """Gives the members of a union, or the annotation itself, each with where its numbers must lie."""
+    if get_origin(hint) is Annotated:
+        base, *found = get_args(hint)
+        yield from _alternatives(base, [each for each in found if isinstance(each, Range)])
+    elif get_origin(hint) in (Union, UnionType):
+        for option in get_args(hint):
+            yield from _alternatives(option, ranges)
+    else:
+        yield hint, ranges
+
+
+def _fits(value: Any, base: Any) -> bool:
+    if get_origin(base) is Literal:
+        # Hosts put choices in capitals into capitals themselves.
+        return value in get_args(base) or (isinstance(value, str) and value.upper() in get_args(base))
+    if base in (bool, int, float, str, NoneType):  # exactly, as hosts take the text `no` for true
+        return type(value) is base or (base is float and type(value) is int)
+    container = Mapping if _is_section(base) else _CONTAINERS.get(get_origin(base) or base)
+    return container is None or isinstance(value, container)
+
+
+def _wrong_type(path: str, value: Any, bases: Sequence[Any]) -> str:
+    choices = [str(choice) for base in bases if get_origin(base) is Literal for choice in get_args(base)]
+    plain = [dict if _is_section(base) else base for base in bases if get_origin(base) is not Literal]
+    types = {getattr(get_origin(base) or base, '__name__', str(base)) for base in plain}
+    words = {'NoneType': 'null', 'Sequence': 'list', 'dict': 'mapping', 'Mapping': 'mapping'}
+    expected = 'of type ' * bool(types) + ' or '.join(sorted(words.get(name, name) for name in types))
+    if isinstance(value, str) and choices and types <= {'NoneType'}:
+        return unknown_name(f'`{path}`', value, choices)
+    if types <= {'dict', 'Mapping', 'NoneType'} and not choices:
+        return f'`{path}` must be a mapping, got: {value}. Leave it out for its defaults'
+    return f'`{path}` must be {(expected + _or_choices(bases)).removeprefix(", or ")}, got: {value}'
+
+
+def _or_choices(bases: Sequence[Any]) -> str:
+    choices = (choice for base in bases if get_origin(base) is Literal for choice in get_args(base))
+    return ''.join(f', or {choice}' for choice in choices)

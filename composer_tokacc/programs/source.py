@@ -26,8 +26,7 @@ from composer_tokacc.layout import BatchLayout
 from composer_tokacc.programs.errors import ConfigError
 from composer_tokacc.programs.models import read_config, read_from
 from composer_tokacc.programs.registry import without
-from composer_tokacc.programs.schema import TrainConfig
-from composer_tokacc.programs.values import check_arguments
+from composer_tokacc.programs.schema import TrainConfig, check_arguments
 
 
 class Source(ABC):
@@ -60,10 +59,7 @@ class Source(ABC):
         return dataset
 
     def build_processor(self) -> Any:
-        """Returns the checkpoint's own processor, or a small one made for the dataset where the model is fresh.
-
-        A small processor's image and patch size are those of ``model.config.vision_config``.
-        """
+        """Returns the checkpoint's own processor, or where the model is fresh a small one with images of its size."""
         model, arguments = self.config.model, dict(self.section.get('processor') or {})
         if model.pretrained is not None:
             with read_from(model.pretrained):
@@ -75,12 +71,8 @@ class Source(ABC):
 
     def measure(self, dataset: Any, processor: Any) -> LengthTable:
         """Returns the length table of a dataset, with patches of the run's own vision encoder."""
-        return length_table(
-            self.by_index(dataset),
-            processor,
-            folder=self.config.loader.lengths_folder,
-            patch_size=self.patch_size(processor),
-        )
+        folder, side = self.config.loader.lengths_folder, self.patch_size(processor)
+        return length_table(self.by_index(dataset), processor, folder=folder, patch_size=side)
 
     def build_loader(
         self, dataset: Any, processor: Any, layout: BatchLayout, *, is_eval: bool = False, model: Any = None
@@ -89,19 +81,11 @@ class Source(ABC):
 
         Evaluation keeps its rows in order. The model is for Composer's own token weights, which nothing else holds to
         the model's loss.
-
-        Raises:
-            ConfigError: When the training set is smaller than one global batch and ``drop_last`` would leave nothing,
-                or the token budget has no room for the longest sample.
         """
         loader = self.config.loader
-        options = {
-            'collate_fn': VisionLanguageCollator(processor, layout=layout),
-            'num_workers': loader.num_workers,
-            'prefetch_factor': loader.prefetch_factor,
-            'persistent_workers': loader.num_workers > 0,
-            'pin_memory': loader.pin_memory,
-        }
+        options = {name: getattr(loader, name) for name in ('num_workers', 'prefetch_factor', 'pin_memory')}
+        options |= {'persistent_workers': loader.num_workers > 0}
+        options |= {'collate_fn': VisionLanguageCollator(processor, layout=layout)}
         dataloader, slot_tokens = self.open_loader(dataset, processor, options, is_eval=is_eval)
         if not self.config.trainer.get('accumulate_train_batch_on_tokens'):
             model = None
@@ -124,12 +108,8 @@ class Source(ABC):
     @property
     def planning(self) -> dict[str, Any]:
         """Options of the config that samplers and loaders plan with."""
-        microbatching = self.config.microbatching
-        return {
-            'objective': 'fsdp' if self.config.is_sharded else 'ddp',
-            'width_multiple': microbatching.width_multiple,
-            'cost': microbatching.cost,
-        }
+        own, objective = self.config.microbatching, 'fsdp' if self.config.is_sharded else 'ddp'
+        return {'objective': objective, 'width_multiple': own.width_multiple, 'cost': own.cost}
 
     def drops_last(self, num_samples: int, *, is_eval: bool) -> bool:
         """Tells whether the last, smaller batch is left out, and refuses a dataset of which nothing would be left."""

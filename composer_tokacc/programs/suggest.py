@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -17,12 +17,13 @@ import torch
 from composer.callbacks.speed_monitor import get_gpu_flops_available
 from composer.core import State
 from composer.utils import dist
+from transformers import PretrainedConfig
 
 from composer_tokacc.cache import cache_folder
+from composer_tokacc.collectives import from_any_rank
 from composer_tokacc.data import TABLE_COLUMNS, LengthTable
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.monitor import TokenMonitor
-from composer_tokacc.planning import CostModel
 from composer_tokacc.programs.models import build_transformers_model
 from composer_tokacc.programs.process import say
 from composer_tokacc.programs.registry import build_section, without
@@ -47,41 +48,33 @@ def apply_suggestion(config: TrainConfig, dataset: Any, processor: Any) -> tuple
     # Rank 0 decides for the smallest device of all ranks, and what it refuses is refused on all.
     table = source_of(config).measure(dataset, processor)
     smallest = min(dist.all_gather_object(config.microbatching.device_memory_gib or device_memory_gib(config)))
-    decided: list[Any] = [None]
+    decided: Any = None
     if dist.get_global_rank() == 0:
         try:
             memory = memory_of_run(config, dataset, processor, table)
             report = suggest_for_run(config, memory, table, num_ranks=dist.get_world_size(), gib=smallest)
             if report.too_large:
                 raise ValueError(report.warnings()[-1])
-            decided = [(report.device_train_microbatch_size, report.slot_tokens)]
+            decided = report.device_train_microbatch_size, report.slot_tokens
             log.info('Suggested microbatch size: %s', report.yaml())
         except ValueError as error:
-            decided = [str(error)]
-    dist.broadcast_object_list(decided)
-    if isinstance(decided[0], str):
-        raise ValueError(decided[0])
-    return decided[0]
+            decided = str(error)
+    decided = from_any_rank(decided)
+    if isinstance(decided, str):
+        raise ValueError(decided)
+    return decided
 
 
 def suggest_for_run(
-    config: TrainConfig,
-    memory: MemoryModel,
-    table: LengthTable,
-    *,
-    num_ranks: int,
-    gib: float,
-    safety: float = 0.92,
-    measured_cost: CostModel | None = None,
-    seconds_per_step: float = 0.0,
+    config: TrainConfig, memory: MemoryModel, table: LengthTable, *, num_ranks: int, gib: float, **measured: Any
 ) -> SizingReport:
     """:func:`.suggest_microbatching` with what the config says; see there for the arguments."""
     own = config.microbatching
     names = ('cost', 'slot_tokens', 'max_image_tokens', 'regroup', 'equal_counts', 'width_multiple')
     suggest = partial(
         suggest_microbatching, table, num_ranks=num_ranks, global_batch_size=config.loader.global_batch_size,
-        memory=memory, device_memory_gib=gib, measured_cost=measured_cost, seconds_per_step=seconds_per_step,
-        safety=safety, seed=config.seed, **{name: getattr(own, name) for name in names},
+        memory=memory, device_memory_gib=gib, seed=config.seed, **{name: getattr(own, name) for name in names},
+        **measured,
     )  # fmt: skip
     choices = (True, False) if own.packing == 'auto' else (bool(own.packing),)
     return min((suggest(packing=packing) for packing in choices), key=lambda report: report.figures['split'].cost)
@@ -89,30 +82,27 @@ def suggest_for_run(
 
 def memory_of_run(config: TrainConfig, dataset: Any, processor: Any, table: LengthTable) -> MemoryModel:
     """Returns the memory model of a config's run, traced without a GPU; kept in the user's cache folder."""
-    settings = asdict(config.model)
-    settings.pop('train_metrics')
     # Flash attention is not for CPUs; SDPA keeps the same, but for a mask where there is padding.
-    is_flash = str(settings['attn_implementation']).startswith('flash')
-    if is_flash:
-        settings['attn_implementation'] = 'sdpa'
-    build = partial(build_transformers_model, processor=processor, load_weights=False, **settings)
+    is_flash = str(config.model.attn_implementation).startswith('flash')
+    precision, width = precision_of(config), int(table.lengths.max())
+    key = {
+        'model': asdict(config.model),
+        'optimizer': config.optimizer,
+        'precision': precision if precision != 'amp_fp8' else 'amp_bf16',
+        'strategy': 'fsdp' if config.is_sharded else 'ddp',
+        'device': 'cpu' if config.trainer.get('device') == 'cpu' else 'gpu',
+        'width': width,
+        # A video has other pixels a token than an image has.
+        'samples': [[int(getattr(table, name)[index]) for name in TABLE_COLUMNS] for index in _probe_samples(table)],
+    }
 
     def calibrate(key: Mapping[str, Any]) -> MemoryModel:
-        with torch.device('meta'):
-            model_config = build().config
-        return calibrate_fake(
-            build,
-            model_config,
-            [dataset[index] for index in _probe_samples(table)],
-            width=int(table.lengths.max()),
-            make_optimizer=partial(build_section, 'optimizer', config.optimizer),
-            precision=key['precision'],
-            strategy=key['strategy'],
-            on_gpu=key['device'] == 'gpu',
-            has_mask=not is_flash,
-        )
+        traced = _to_trace(config, dataset, processor, table, **({'attn_implementation': 'sdpa'} if is_flash else {}))
+        optimizer = partial(build_section, 'optimizer', config.optimizer)
+        how = {'precision': key['precision'], 'strategy': key['strategy'], 'on_gpu': key['device'] == 'gpu'}
+        return calibrate_fake(*traced, width=width, make_optimizer=optimizer, has_mask=not is_flash, **how)
 
-    return load_or_calibrate(cache_folder('memory'), _key(config, table), calibrate)
+    return load_or_calibrate(cache_folder('memory'), key, calibrate)
 
 
 def watch_flops(config: TrainConfig, parts: Any, state: State) -> None:
@@ -120,27 +110,30 @@ def watch_flops(config: TrainConfig, parts: Any, state: State) -> None:
     monitor = next((one for one in state.callbacks if isinstance(one, TokenMonitor)), None)
     if monitor is None or not (monitor.device_tflops or get_gpu_flops_available(state)):
         return
-    layout, counted = BatchLayout.for_model(parts.model), [None]
+    layout, counted = BatchLayout.for_model(parts.model), None
     table = source_of(config).measure(parts.train_dataset, parts.processor)
     if dist.get_global_rank() == 0:
         say('counting the operations of the model ...')
         try:
-            counted = [flops_of_run(config, parts.train_dataset, parts.processor, table).coefficients]
+            # With eager attention, whose products are seen.
+            own = {'attn_implementation': 'eager', 'activation_checkpointing': False}
+            traced = _to_trace(config, parts.train_dataset, parts.processor, table, **own)
+            counted = count_flops(*traced, width=int(table.lengths.max())).coefficients
         except Exception as error:  # whatever a trace trips over is no reason not to train
             log.warning('MFU is not logged, as the model could not be traced: %s: %s', type(error).__name__, error)
-    dist.broadcast_object_list(counted)
-    monitor.flops = None if counted[0] is None else FlopModel(coefficients=counted[0], layout=layout, residual=0.0)
+    counted = from_any_rank(counted)
+    monitor.flops = None if counted is None else FlopModel(coefficients=counted, layout=layout, residual=0.0)
 
 
-def flops_of_run(config: TrainConfig, dataset: Any, processor: Any, table: LengthTable) -> FlopModel:
-    """Returns the operations of a config's run, traced: with eager attention, whose products are seen."""
-    own = {'attn_implementation': 'eager', 'activation_checkpointing': False}
+def _to_trace(
+    config: TrainConfig, dataset: Any, processor: Any, table: LengthTable, **own: Any
+) -> tuple[Callable[[], Any], PretrainedConfig, list[dict[str, Any]]]:
+    """Returns what builds the run's model without its weights, with settings of one's own, its config, and samples."""
     settings = {**without(asdict(config.model), 'train_metrics'), **own}
     build = partial(build_transformers_model, processor=processor, load_weights=False, **settings)
     with torch.device('meta'):
         model_config = build().config
-    samples = [dataset[index] for index in _probe_samples(table)]
-    return count_flops(build, model_config, samples, width=int(table.lengths.max()))
+    return build, model_config, [dataset[index] for index in _probe_samples(table)]
 
 
 def device_memory_gib(config: TrainConfig) -> float:
@@ -148,21 +141,6 @@ def device_memory_gib(config: TrainConfig) -> float:
     if config.trainer.get('device') != 'cpu' and torch.cuda.is_available():
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / GIB
     return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / GIB / dist.get_local_world_size()
-
-
-def _key(config: TrainConfig, table: LengthTable) -> dict[str, Any]:
-    """Returns what the memory of a run depends on, its microbatches aside."""
-    precision = precision_of(config)
-    return {
-        'model': asdict(config.model),
-        'optimizer': config.optimizer,
-        'precision': precision if precision != 'amp_fp8' else 'amp_bf16',
-        'strategy': 'fsdp' if config.is_sharded else 'ddp',
-        'device': 'cpu' if config.trainer.get('device') == 'cpu' else 'gpu',
-        'width': int(table.lengths.max()),
-        # A video has other pixels a token than an image has.
-        'samples': [[int(getattr(table, name)[index]) for name in TABLE_COLUMNS] for index in _probe_samples(table)],
-    }
 
 
 def _probe_samples(table: LengthTable) -> list[int]:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from composer_tokacc.faces import on_first_use
 from composer_tokacc.sampling.exchange import ExchangingDataLoader
 from composer_tokacc.sampling.loader import RegroupingDataLoader
-from composer_tokacc.sampling.loss_shares import LossShares
-from composer_tokacc.sampling.mixture import Mixture
+from composer_tokacc.sampling.mixture import LossShares, Mixture
 from composer_tokacc.sampling.sampler import RegroupingBatchSampler
 
 if TYPE_CHECKING:

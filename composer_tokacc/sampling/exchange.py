@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import count
 from typing import Any, Literal
 
@@ -20,8 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from composer_tokacc.collectives import get_global_rank, get_world_size
 from composer_tokacc.planning import CostModel, CutOptions
-from composer_tokacc.sampling.rank_assignment import LoadPlanner, RankAssignment
-from composer_tokacc.sampling.repeated_samples import num_repeated_by
+from composer_tokacc.sampling.rank_assignment import LoadPlanner, RankAssignment, num_repeated_by
 
 
 class ExchangingDataLoader(DataLoader):
@@ -43,9 +43,7 @@ class ExchangingDataLoader(DataLoader):
         collate_fn: Makes a mapping of the samples of a microbatch.
         max_tokens: Token budget of a microbatch, padding included: ``device_train_microbatch_size * slot_tokens``.
         image_token_ids: Ids of the placeholders in ``input_ids``, for image budget and ``'fsdp'``.
-        max_image_tokens: Image budget of a microbatch.
-        objective: ``'ddp'``, or ``'fsdp'`` where ranks must have equal numbers of microbatches.
-        cost: Cost model of a microbatch.
+        max_image_tokens, objective, cost: As for :func:`.plan_microbatches`.
         patches: Patches that the vision encoder computes for a sample, for `cost`. Default: image tokens tell its cost.
         width_multiple: As given to ``token_data_spec``.
         pin_memory: Whether to copy batches to page-locked memory.
@@ -104,9 +102,10 @@ class ExchangingDataLoader(DataLoader):
             vision = planner.options.cost.vision(image_tokens, patches)
             plan = planner.plan(lengths, image_tokens, vision).ranks  # of nothing but the sizes: the same on every rank
             assignments = [RankAssignment.from_plan(microbatches, range(len(lengths))) for microbatches in plan]
-            to_compute = self._exchange.swap(samples, list(map(len, sizes)), [list(one) for one in assignments])
+            rank = get_global_rank()
+            to_compute = self._exchange.swap(samples, sum(map(len, sizes[:rank])), [list(one) for one in assignments])
             self._num_samples += len(lengths)
-            ready = planner.collate(self._collate, to_compute, assignments[get_global_rank()])
+            ready = planner.collate(self._collate, to_compute, assignments[rank])
             ready.indices = None  # they count the samples of this step, and say nothing to a user
             yield ready.pin_memory() if self._pin else ready
 
@@ -154,36 +153,34 @@ class ExchangingDataLoader(DataLoader):
 class SampleExchange:
     """A process group on the CPU, made at its first use; every rank must make the same calls in the same order."""
 
-    def __init__(self) -> None:
-        self._group: Any = None
+    @cached_property
+    def _gloo(self) -> Any:
+        return torch.distributed.new_group(backend='gloo')
 
     def gather(self, value: Any) -> list[Any]:
         """Returns the values of all ranks, by rank; for small ones."""
         if get_world_size() == 1:
             return [value]
         values: list[Any] = [None] * get_world_size()
-        torch.distributed.all_gather_object(values, value, group=self._gloo())
+        torch.distributed.all_gather_object(values, value, group=self._gloo)
         return values
 
-    def swap(self, samples: Sequence[Any], num_samples: Sequence[int], assigned: Sequence[Sequence[int]]) -> list[Any]:
+    def swap(self, samples: Sequence[Any], first: int, assigned: Sequence[Sequence[int]]) -> list[Any]:
         """Gives every rank the samples that it computes, and returns those of this rank, in its order.
 
         Args:
             samples: Those that this rank has.
-            num_samples: How many each rank has. Samples of all ranks are counted through in the order of the ranks.
+            first: Number of the first of them. Samples of all ranks are counted through in the order of the ranks.
             assigned: Numbers of the samples that each rank shall have; several may have the same.
         """
-        rank = get_global_rank()
-        owners = [owner for owner, number in enumerate(num_samples) for _ in range(number)]
-        first = sum(num_samples[:rank])
-        wanted = [[samples[index - first] for index in of_rank if owners[index] == rank] for of_rank in assigned]
-        nothing = torch.empty(0, dtype=torch.uint8)
-        sending = [to_bytes(chosen) if chosen and to != rank else nothing for to, chosen in enumerate(wanted)]
-        arrived = [iter(from_bytes(packed)) if len(packed) else iter(()) for packed in self._all_to_all(sending)]
-        return [
-            samples[index - first] if owners[index] == rank else next(arrived[owners[index]])
-            for index in assigned[rank]
-        ]
+        held = dict(enumerate(samples, start=first))
+        sending = []
+        for to, numbers in enumerate(assigned):
+            wanted = {number: held[number] for number in numbers if number in held and to != get_global_rank()}
+            sending.append(to_bytes(wanted) if wanted else torch.empty(0, dtype=torch.uint8))
+        for packed in filter(len, self._all_to_all(sending)):
+            held |= from_bytes(packed)
+        return [held[number] for number in assigned[get_global_rank()]]
 
     def _all_to_all(self, sending: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Swaps bytes from every rank for bytes to every rank; the numbers of bytes go ahead of them."""
@@ -191,26 +188,21 @@ class SampleExchange:
             return sending
         num_sent = torch.tensor([len(packed) for packed in sending])
         num_received = torch.empty_like(num_sent)
-        torch.distributed.all_to_all_single(num_received, num_sent, group=self._gloo())
+        torch.distributed.all_to_all_single(num_received, num_sent, group=self._gloo)
         received = torch.empty(int(num_received.sum()), dtype=torch.uint8)
         sizes = num_received.tolist(), num_sent.tolist()
-        torch.distributed.all_to_all_single(received, torch.cat(list(sending)), *sizes, group=self._gloo())
+        torch.distributed.all_to_all_single(received, torch.cat(list(sending)), *sizes, group=self._gloo)
         return received.split(sizes[0])
 
-    def _gloo(self) -> Any:
-        if self._group is None:
-            self._group = torch.distributed.new_group(backend='gloo')
-        return self._group
 
-
-def to_bytes(samples: Sequence[Any]) -> torch.Tensor:
+def to_bytes(samples: Any) -> torch.Tensor:
     """Returns samples as bytes, uint8 (number of bytes,)."""
     buffer = io.BytesIO()
-    torch.save(list(samples), buffer)
+    torch.save(samples, buffer)
     return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
 
 
-def from_bytes(packed: torch.Tensor) -> list[Any]:
+def from_bytes(packed: torch.Tensor) -> Any:
     """Returns the inverse of :func:`to_bytes`."""
     # Not weights_only: what one process of a run sends to another is whatever its dataset made.
     return torch.load(io.BytesIO(packed.numpy().tobytes()), weights_only=False)

@@ -61,13 +61,11 @@ class RegroupingDataLoader(DataLoader):
         for name in ('batch_size', 'shuffle', 'sampler', 'drop_last'):
             if name in kwargs:
                 raise ValueError(f'`{name}` must be left to the batch sampler, got: {kwargs[name]}. Drop it.')
-        self._generator = torch.Generator()
+        self._sampler, self._generator = batch_sampler, torch.Generator()
         kwargs.setdefault('generator', self._generator)
         collate = partial(batch_sampler.planner.collate, collate_fn or default_collate)
-        pack: Any = _Parcel if kwargs.get('pin_memory') else _as_it_is
-        super().__init__(_PlannedDataset(dataset, collate), batch_sampler=batch_sampler, collate_fn=pack, **kwargs)
-        self._resume_at = (0, 0)
-        self._yielded = (0, 0)
+        super().__init__(_PlannedDataset(dataset, collate), batch_sampler=batch_sampler, collate_fn=_Parcel, **kwargs)
+        self._resume_at = self._yielded = (0, 0)
 
     @property
     def batch_size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -77,11 +75,6 @@ class RegroupingDataLoader(DataLoader):
     @batch_size.setter
     def batch_size(self, value: int | None) -> None:
         """DataLoader itself sets None, as it does with any batch sampler."""
-
-    @property
-    def _sampler(self) -> RegroupingBatchSampler:
-        assert isinstance(self.batch_sampler, RegroupingBatchSampler), 'checked in __init__; torch forbids a change'
-        return self.batch_sampler
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the next iteration, as trainers ask a loader that shuffles by it."""
@@ -110,10 +103,9 @@ class RegroupingDataLoader(DataLoader):
         # Of worker processes: another one for each rank, epoch, and place of resumption.
         entropy = [sampler.seed % 2**32, epoch, sampler.rank, first]
         self._generator.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1)[0]))
-        for batch in super().__iter__():
-            first += 1
-            self._yielded = (epoch, first)
-            yield batch.batch if isinstance(batch, _Parcel) else batch
+        for number, parcel in enumerate(super().__iter__(), start=first + 1):
+            self._yielded = (epoch, number)
+            yield parcel.batch
 
     def state_dict(self) -> dict[str, Any]:
         """State of the sampler after the batch that was yielded last, whatever workers have fetched ahead."""
@@ -147,10 +139,6 @@ class _PlannedDataset(Dataset):
         indices, read = list(assignment), getattr(self.dataset, '__getitems__', None)
         samples = read(indices) if read is not None else [self.dataset[index] for index in indices]
         return self._collate(samples, assignment)
-
-
-def _as_it_is(batch: PreSplitBatch) -> PreSplitBatch:
-    return batch
 
 
 class _Parcel:

@@ -1,11 +1,13 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Which samples the global batches of an epoch hold when a run has several datasets, or one modality a step."""
+"""Which samples the global batches of an epoch hold when a run has several datasets, or one modality a step; and what
+tokens weigh where each dataset has its share of every step.
+"""
 
 from __future__ import annotations
 
-import heapq
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -14,6 +16,8 @@ import numpy as np
 import torch
 
 from composer_tokacc.planning import Table, checked_table
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,45 @@ class Mixture:
         return max(round(sum(self.quotas)), 1)
 
 
+class LossShares:
+    """Weights of samples by which the tokens of each dataset together have its share of the weight of a global batch.
+
+    The token of a dataset with share ``s`` and ``t`` of the ``T`` loss tokens of the step weighs ``s T / t``, so a
+    token weighs 1 on average. Exact in each step; a dataset without loss tokens in a step leaves its share to the
+    others, which is said once.
+
+    Args:
+        sizes: Samples of each dataset, which follow one another.
+        shares: Of the weight, of each; they add up to 1.
+        loss_tokens: Of each sample of all datasets, (sum(sizes),).
+
+    Raises:
+        ValueError: If an argument is out of range.
+    """
+
+    def __init__(self, sizes: Sequence[int], shares: Sequence[float], loss_tokens: Table) -> None:
+        if len(shares) != len(sizes) or min(shares) <= 0 or abs(sum(shares) - 1) > 1e-6:
+            raise ValueError(f'`shares` must be positive, one for each dataset, and add up to 1, got: {list(shares)}.')
+        self.shares = np.array(shares)
+        self.loss_tokens = checked_table('loss_tokens', loss_tokens, sum(sizes), least=0)
+        self._owners = np.repeat(np.arange(len(sizes)), sizes)
+        self._has_said = False
+
+    def weights(self, window: np.ndarray) -> np.ndarray:
+        """Returns what a token of each sample of a global batch weighs, float64 (samples,)."""
+        owners = self._owners[window]
+        tokens = np.bincount(owners, self.loss_tokens[window], len(self.shares))
+        absent = tokens == 0
+        if absent.any() and not self._has_said:
+            self._has_said = True
+            log.warning(
+                'A global batch has no loss tokens of dataset %d: the others have its share of that step. A larger '
+                '`global_batch_size`, or more `epochs` of it, keeps it in every step.', int(absent.argmax())
+            )  # fmt: skip
+        shares = np.where(absent, 0, self.shares)
+        return (shares * tokens.sum() / np.maximum(tokens, 1) / max(shares.sum(), 1e-9))[owners]
+
+
 @dataclass(frozen=True)
 class _Stream:
     """The samples of one dataset (and one modality), pass after pass without end, each in another order."""
@@ -150,13 +193,10 @@ def _streams(mixture: Mixture, media: np.ndarray | None) -> list[list[_Stream]]:
     datasets = [np.arange(end - size, end) for size, end in zip(mixture.sizes, ends, strict=True)]
     media = np.zeros(ends[-1], dtype=np.int64) if media is None else media
     groups = []
-    for modality in np.unique(media).tolist():
-        group = []
-        for samples, quota in zip(datasets, mixture.quotas, strict=True):
-            chosen = samples[media[samples] == modality]
-            if len(chosen):
-                group.append(_Stream(chosen, quota * len(chosen) / len(samples)))
-        groups.append(group)
+    for modality in np.unique(media):
+        chosen = [samples[media[samples] == modality] for samples in datasets]
+        parts = zip(chosen, datasets, mixture.quotas, strict=True)
+        groups.append([_Stream(some, quota * len(some) / len(of_all)) for some, of_all, quota in parts if len(some)])
     return groups
 
 
@@ -185,15 +225,8 @@ def counts_of_first(num_items: int, quotas: Sequence[Fraction]) -> list[int]:
     # All items up to this place, which are at most `num_items`; the few that are missing come one by one.
     place = Fraction(max(num_items - len(quotas), 0)) / sum(quotas)
     counts = [int(place * quota + Fraction(1, 2)) for quota in quotas]
-    nearest = [
-        ((count + Fraction(1, 2)) / quota, index)
-        for index, (count, quota) in enumerate(zip(counts, quotas, strict=True))
-    ]
-    heapq.heapify(nearest)
     for _ in range(num_items - sum(counts)):
-        _, index = nearest[0]
-        counts[index] += 1
-        heapq.heapreplace(nearest, ((counts[index] + Fraction(1, 2)) / quotas[index], index))
+        counts[min(range(len(counts)), key=lambda index: (counts[index] + Fraction(1, 2)) / quotas[index])] += 1
     return counts
 
 
@@ -202,10 +235,8 @@ def interleave(begins: Sequence[int], ends: Sequence[int], quotas: Sequence[Frac
 
     The stretch begins with item ``begins`` of each sequence and stops before item ``ends``.
     """
-    places = [
-        (np.arange(begin, end) + 0.5) / float(quota) for begin, end, quota in zip(begins, ends, quotas, strict=True)
-    ]
+    items = [np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)]
+    places = [(of_one + 0.5) / float(quota) for of_one, quota in zip(items, quotas, strict=True)]
     order = np.argsort(np.concatenate(places), kind='stable')
-    sources = np.repeat(np.arange(len(quotas)), [len(part) for part in places])[order]
-    items = np.concatenate([np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)])[order]
-    return sources, items
+    sources = np.repeat(np.arange(len(quotas)), [len(of_one) for of_one in items])
+    return sources[order], np.concatenate(items)[order]

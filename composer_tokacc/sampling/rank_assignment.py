@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What one rank loads of a global batch, microbatch by microbatch, and the planner that says so."""
+"""What one rank loads of a global batch, microbatch by microbatch; its planner, and rows that are only copies."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
+
+from torch.utils.data import DataLoader, DistributedSampler
 
 from composer_tokacc.batch import Batch, sample_name
 from composer_tokacc.layout import PreSplitBatch
@@ -48,6 +50,16 @@ class RankAssignment:
         return cls(microbatches, is_copy=not computed, weights=of_each)
 
 
+def check_global_batch(global_batch_size: int, num_ranks: int) -> None:
+    """Refuses a global batch that ranks cannot share."""
+    if global_batch_size < 1 or global_batch_size % num_ranks:
+        above = max(-(-global_batch_size // num_ranks), 1) * num_ranks
+        raise ValueError(
+            f'`global_batch_size` must be a positive multiple of the number of ranks, got: {global_batch_size} on '
+            f'{num_ranks} ranks. Set it to {above}, or launch another number of ranks.'
+        )
+
+
 @dataclass(frozen=True)
 class LoadPlanner:
     """Cuts, assigns and collates the global batches of a run."""
@@ -83,3 +95,33 @@ class LoadPlanner:
                 batch = {**batch, LOSS_WEIGHTS: assignment.weights[number]}
             microbatches.append(with_metadata(batch, samples=[0]) if assignment.is_copy else batch)
         return PreSplitBatch(microbatches, max_tokens=self.options.max_tokens, indices=assignment.microbatches)
+
+
+def num_repeated(dataloader: Any, batch_index: int) -> int:
+    """Returns how many rows at the end of this rank's batch are copies of samples that others have: 0 or 1.
+
+    Without ``drop_last`` torch's DistributedSampler repeats samples until every rank has equally many, and a
+    RegroupingBatchSampler gives a copy to a rank that is left without any. Computed as samples they would count twice,
+    and make every number of ranks train another last step; they must weigh nothing. Samplers of others, iterable
+    datasets, and loaders that see to it themselves (``marks_added_rows``) have no such rows. `batch_index` counts the
+    epoch's batches from 0, those that were skipped on resuming included.
+    """
+    if not isinstance(dataloader, DataLoader) or getattr(dataloader, 'marks_added_rows', False):
+        return 0
+    has_only_copies = getattr(dataloader.batch_sampler, 'has_only_copies', None)
+    if has_only_copies is not None:
+        return int(has_only_copies(batch_index))
+    if dataloader.batch_size is None:
+        return 0
+    return num_repeated_by(dataloader.sampler, dataloader.batch_size, batch_index)
+
+
+def num_repeated_by(sampler: Any, batch_size: int, batch_index: int) -> int:
+    """Returns how many rows at the end of a batch torch's DistributedSampler repeats; 0 for other samplers."""
+    if not isinstance(sampler, DistributedSampler) or type(sampler).__iter__ is not DistributedSampler.__iter__:
+        return 0
+    # Fewer than one sample a rank is repeated in all, so a rank has one at most, and has it last.
+    last = sampler.num_samples - 1
+    position = last * sampler.num_replicas + sampler.rank
+    num_samples = len(sampler.dataset)  # pyright: ignore[reportArgumentType]
+    return int(batch_index == last // batch_size and position >= num_samples)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -16,12 +16,8 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from composer_tokacc.collectives import get_global_rank, get_world_size
 from composer_tokacc.planning import CostModel, CutOptions, MicrobatchPlan, Table, checked_table
-from composer_tokacc.sampling.loss_shares import LossShares
-from composer_tokacc.sampling.mixture import Mixture, mixed_batches
-from composer_tokacc.sampling.rank_assignment import LoadPlanner, RankAssignment
-
-Item = TypeVar('Item')
-Result = TypeVar('Result')
+from composer_tokacc.sampling.mixture import LossShares, Mixture, mixed_batches
+from composer_tokacc.sampling.rank_assignment import LoadPlanner, RankAssignment, check_global_batch
 
 
 class RegroupingBatchSampler(DistributedSampler):
@@ -52,12 +48,7 @@ class RegroupingBatchSampler(DistributedSampler):
         drop_last: Whether the last, smaller global batch of an epoch is left out.
         num_replicas: Number of ranks. Default: as launched.
         rank: This rank. Default: as launched.
-        cost: Cost model of a microbatch.
-        image_tokens: Image tokens of each sample, (n,).
-        vision_cost: Cost of each sample in the vision encoder, (n,), as :meth:`.CostModel.vision` has it, where image
-            tokens do not tell it.
-        max_image_tokens: Image budget of a microbatch.
-        objective: ``'ddp'``, or ``'fsdp'`` where ranks must have equal numbers of microbatches.
+        cost, image_tokens, vision_cost, max_image_tokens, objective: As for :func:`.plan_microbatches`.
         width_multiple: As given to ``token_data_spec``.
         mixture: Shares of several datasets, `dataset` being their ``ConcatDataset``. Then
             ``sampling.mixture.mixed_batches`` says what a global batch holds.
@@ -115,29 +106,26 @@ class RegroupingBatchSampler(DistributedSampler):
         self.mixture = Mixture([num_samples]) if mixture is None and modality == 'per_step' else mixture
         self._plan(np.zeros(1, dtype=np.int64))  # refuses bad options now
         self.first_batch = self._position = 0  # where the next iteration starts; what was yielded of this one
-        self._kept = (self.epoch, self._batches_of_epoch())
-        self._num_batches = len(self._kept[1])
+        self._kept: tuple[int, list[np.ndarray]] = (-1, [])  # an epoch, and its global batches
+        self._num_batches = len(self._batches())
 
     def _read_tables(
-        self, num_samples: int, lengths: Table, image_tokens: Table | None, vision: Table | None, media: Table | None
+        self, num_samples: int, lengths: Table, images: Table | None, vision: Table | None, media: Table | None
     ) -> None:
-        options = self.planner.options
-        caps = {'cap_name': 'max_tokens', 'cap': options.max_tokens}
-        self.lengths = _capped('lengths', lengths, num_samples, least=1, **caps)
+        self.lengths = checked_table('lengths', lengths, num_samples, least=1)
+        _check_cap(self.lengths, 'max_tokens', self.planner.options.max_tokens)
         self.image_tokens = self.media = self._vision_cost = None
-        if image_tokens is not None:
-            caps = {'cap_name': 'max_image_tokens', 'cap': options.max_image_tokens}
-            self.image_tokens = _capped('image_tokens', image_tokens, num_samples, least=0, **caps)
+        if images is not None:
+            self.image_tokens = checked_table('image_tokens', images, num_samples)
+            _check_cap(self.image_tokens, 'max_image_tokens', self.planner.options.max_image_tokens)
         if vision is not None:
             self._vision_cost = checked_table('vision_cost', vision, num_samples, dtype=np.float64)
         if self.modality not in ('mixed', 'per_step'):
             raise ValueError(f"`modality` must be 'mixed' or 'per_step', got: {self.modality!r}.")
-        if self.modality == 'per_step' and media is not None:
-            self.media = checked_table('media', media, num_samples)
-        elif self.modality == 'per_step' and self.image_tokens is not None:
-            self.media = (self.image_tokens > 0).astype(np.int64)
-        elif self.modality == 'per_step':
-            raise ValueError("`image_tokens` or `media` must be given with modality='per_step', got: neither.")
+        if self.modality == 'per_step':
+            if media is None and self.image_tokens is None:
+                raise ValueError("`image_tokens` or `media` must be given with modality='per_step', got: neither.")
+            self.media = checked_table('media', np.sign(self.image_tokens) if media is None else media, num_samples)
 
     def __len__(self) -> int:
         """Global batches of an epoch, the same in every epoch and on all ranks."""
@@ -208,15 +196,14 @@ class RegroupingBatchSampler(DistributedSampler):
     def _batches(self) -> list[np.ndarray]:
         # Kept, because they take time in proportion to the dataset. Each is a view of the one order of the epoch.
         if self._kept[0] != self.epoch:
-            self._kept = (self.epoch, self._batches_of_epoch())
+            seed = self.seed if self.shuffle else None
+            options: dict[str, Any] = {'drop_last': self.drop_last, 'seed': seed, 'epoch': self.epoch}
+            if self.mixture is None:
+                batches = torchs_batches(len(self.lengths), self.global_batch_size, **options)
+            else:
+                batches = mixed_batches(self.mixture, self.global_batch_size, media=self.media, **options)
+            self._kept = (self.epoch, batches)
         return self._kept[1]
-
-    def _batches_of_epoch(self) -> list[np.ndarray]:
-        seed = self.seed if self.shuffle else None
-        options: dict[str, Any] = {'drop_last': self.drop_last, 'seed': seed, 'epoch': self.epoch}
-        if self.mixture is not None:
-            return mixed_batches(self.mixture, self.global_batch_size, media=self.media, **options)
-        return torchs_batches(len(self.lengths), self.global_batch_size, **options)
 
     def _assign(self, window: np.ndarray) -> RankAssignment:
         weights = None if self.loss_shares is None else self.loss_shares.weights(window).tolist()
@@ -247,14 +234,14 @@ def torchs_batches(
     return [order[start : start + global_batch_size] for start in range(0, end, global_batch_size)]
 
 
-def prefetch(function: Callable[[Item], Result], items: Iterable[Item], *, depth: int = 2) -> Iterator[Result]:
+def prefetch(function: Callable[[Any], Any], items: Iterable[Any], *, depth: int = 2) -> Iterator[Any]:
     """Yields ``map(function, items)``, with up to `depth` further results computed in a background thread.
 
     The thread starts with the first item, and is joined when the iterator ends, is closed or is garbage collected; an
     error of `function` is raised where its result would have been yielded. Items are drawn lazily.
     """
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix='prefetch')
-    waiting: deque[Future[Result]] = deque()
+    waiting: deque[Future[Any]] = deque()
     try:
         for item in items:
             waiting.append(pool.submit(function, item))
@@ -278,12 +265,7 @@ def _check_batch_size(
     num_samples = num_samples if mixture is None else mixture.num_samples  # of an epoch
     if num_samples < 1:
         raise ValueError('`dataset` must hold at least one sample, got: none.')
-    if global_batch_size < 1 or global_batch_size % num_replicas:
-        above = max(-(-global_batch_size // num_replicas), 1) * num_replicas
-        raise ValueError(
-            f'`global_batch_size` must be a positive multiple of the number of ranks, got: {global_batch_size} on '
-            f'{num_replicas} ranks. Set it to {above}, or launch another number of ranks.'
-        )
+    check_global_batch(global_batch_size, num_replicas)
     if drop_last and num_samples < global_batch_size:
         raise ValueError(
             f'`global_batch_size` must be at most the dataset with `drop_last`, got: {global_batch_size} > '
@@ -291,13 +273,11 @@ def _check_batch_size(
         )
 
 
-def _capped(name: str, values: Table, num_samples: int, *, least: int, cap_name: str, cap: int | None) -> np.ndarray:
-    """Returns one int per sample, int64 (n,), after a check that none is over the cap."""
-    table = checked_table(name, values, num_samples, least=least)
-    highest = int(table.argmax())
-    if cap is not None and table[highest] > cap:
+def _check_cap(sizes: np.ndarray, name: str, cap: int | None) -> None:
+    """Refuses samples that no microbatch may hold."""
+    highest = int(sizes.argmax())
+    if cap is not None and sizes[highest] > cap:
         raise ValueError(
-            f'`{cap_name}` must be at least the longest sample, got: {cap} < {table[highest]} (sample {highest}). '
+            f'`{name}` must be at least the longest sample, got: {cap} < {sizes[highest]} (sample {highest}). '
             'Raise it, or leave the sample out.'
         )
-    return table

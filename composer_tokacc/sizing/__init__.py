@@ -8,15 +8,14 @@ Three parts. A run's own model is traced without its memory, which gives a memor
 simulated with the run's own cuts, and reported (``profile``, ``simulate``, ``report``); ``timing`` speaks of seconds.
 """
 
-from composer_tokacc.sizing.flops import FlopModel, count_flops
-from composer_tokacc.sizing.memory_model import GIB, MemoryModel, calibrate_fake, load_or_calibrate
+from composer_tokacc.sizing.memory_model import GIB, MemoryModel, StaticBytes, load_or_calibrate
 from composer_tokacc.sizing.profile import SampleSizes
 from composer_tokacc.sizing.report import SizingReport, draw_report
 from composer_tokacc.sizing.shapes import BatchShape
 from composer_tokacc.sizing.simulate import draw_batches, simulate_steps
-from composer_tokacc.sizing.static_bytes import StaticBytes
 from composer_tokacc.sizing.suggestion import Capacity, suggest_microbatching
 from composer_tokacc.sizing.timing import MicrobatchTimer, fit_cost
+from composer_tokacc.sizing.trace import FlopModel, calibrate_fake, count_flops
 
 __all__ = [
     'GIB',

@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +18,16 @@ from scipy.optimize import nnls
 from torch import nn
 
 from composer_tokacc.cache import fingerprint, keep, load_kept, whole_file
-from composer_tokacc.compat import attention_of
-from composer_tokacc.layout import BatchLayout
-from composer_tokacc.sizing.shapes import BatchShape, probe_batches
-from composer_tokacc.sizing.static_bytes import StaticBytes
-from composer_tokacc.sizing.trace import MakeOptimizer, TracedStep
-
-log = logging.getLogger(__name__)
+from composer_tokacc.compat import storage_key
+from composer_tokacc.model_structure import transformer_blocks
+from composer_tokacc.sizing.shapes import BatchShape
 
 GIB = 1 << 30
 LARGE_RESIDUAL = 0.05
 """Residual from which a calibration says so: its figures are then rough."""
-
 CALIBRATION_VERSION = 4
 """Goes up with every change of what a calibration holds, so that files of older versions are not read."""
 
-FEATURES = ('constant', 'tokens', 'area', 'image_tokens', 'pixel_bytes', 'image_area')
 # What the bytes of each part can depend on. Tokens and tokens x vocabulary are one feature for one model, so text and
 # logits are told apart where they are measured, not here.
 _FEATURES_OF = {
@@ -43,6 +36,93 @@ _FEATURES_OF = {
     'vision': ('image_tokens', 'pixel_bytes', 'image_area'),
     'weights': ('constant',),
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class StaticBytes:
+    """Bytes of the whole model on one rank, before anything is sharded.
+
+    Args:
+        parameters: All parameters, frozen ones too.
+        buffers: Buffers.
+        gradients: Gradients of the parameters that train.
+        optimizer: States of the optimizer.
+        optimizer_step: Temporary tensors of the optimizer's step, when no activation is held.
+        block: Numbers of the largest transformer block, which FSDP gathers whole.
+        outside: Numbers outside all blocks (embeddings, head), which FSDP gathers whole and keeps for the step.
+        trained_block: Numbers that train of the block that has most of them.
+        trained_outside: Those outside all blocks that train.
+        compute_bytes: Bytes of a number in the precision of the forward pass.
+    """
+
+    parameters: int
+    buffers: int
+    gradients: int
+    optimizer: int
+    optimizer_step: int
+    block: int
+    outside: int
+    trained_block: int
+    trained_outside: int
+    compute_bytes: int
+
+    @classmethod
+    def from_model(cls, model: nn.Module, *, optimizer: int, optimizer_step: int, compute_bytes: int) -> StaticBytes:
+        """Counts a model after a backward pass; parameters that no loss reaches have no gradient."""
+        blocks = [list(block.parameters()) for block in transformer_blocks(model)] or [[]]
+        inside = {id(parameter) for block in blocks for parameter in block}
+        parameters = list(model.parameters())
+        outside = [parameter for parameter in parameters if id(parameter) not in inside]
+        return cls(
+            parameters=_num_bytes(parameters),
+            buffers=_num_bytes(model.buffers()),
+            gradients=_num_bytes(parameter.grad for parameter in parameters if parameter.grad is not None),
+            optimizer=optimizer,
+            optimizer_step=optimizer_step,
+            block=max(sum(one.numel() for one in block) for block in blocks),
+            outside=sum(one.numel() for one in outside),
+            trained_block=max(_num_trained(block) for block in blocks),
+            trained_outside=_num_trained(outside),
+            compute_bytes=compute_bytes,
+        )
+
+    def terms(self, strategy: str, num_ranks: int) -> dict[str, float]:
+        """Returns bytes by name on one of `num_ranks` ranks."""
+        if num_ranks < 1:
+            raise ValueError(f'`num_ranks` must be at least 1, got: {num_ranks}.')
+        # FSDP holds one part in `num_ranks` of everything.
+        parts = num_ranks if strategy == 'fsdp' else 1
+        terms = {
+            'parameters': self.parameters / parts,
+            'gradients': self.gradients / parts,
+            'optimizer states': self.optimizer / parts,
+        }
+        if self.buffers:
+            terms['buffers'] = float(self.buffers)
+        if strategy == 'fsdp':
+            # In the precision of the forward pass: the parameters outside the blocks, two blocks (the one that runs and
+            # the one fetched ahead), and the gradients of what is held. A block's are copied to float32 to be reduced.
+            gathered = self.outside + 2 * self.block + self.trained_outside + self.trained_block
+            terms['gathered by FSDP'] = float(gathered * self.compute_bytes + self.trained_block * 4)
+        elif num_ranks > 1:
+            # DDP copies every gradient, because Composer leaves `gradient_as_bucket_view` off.
+            terms['DDP buckets'] = float(self.gradients)
+        return terms
+
+    def optimizer_peak(self, strategy: str, num_ranks: int) -> float:
+        """Returns bytes in the optimizer's step, when activations are gone and its temporary tensors are there."""
+        terms = self.terms(strategy, num_ranks)
+        terms.pop('gathered by FSDP', None)
+        return sum(terms.values()) + self.optimizer_step / (num_ranks if strategy == 'fsdp' else 1)
+
+
+def _num_trained(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(parameter.numel() for parameter in parameters if parameter.grad is not None)
+
+
+def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Counts memory that several tensors share once."""
+    return sum({storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,34 +142,45 @@ class ActivationFit:
 
     def predict(self, shape: BatchShape) -> dict[str, float]:
         """Returns the bytes of each part."""
-        values: dict[str, float] = dict(zip(FEATURES, _features(shape, self.area), strict=True))
+        sizes = _features(shape, self.area)
         return {
-            part: sum(coefficient * values[name] for name, coefficient in terms.items())
+            part: sum(coefficient * sizes[name] for name, coefficient in terms.items())
             for part, terms in self.coefficients.items()
         }
 
 
+def _features(shape: BatchShape, area: str) -> dict[str, float]:
+    names = ('tokens', 'area', 'image_tokens', 'pixel_bytes', 'image_area')
+    sizes = {'constant': 1.0, **{name: float(getattr(shape, name)) for name in names}}
+    if area == 'never' or (area == 'padded' and not shape.is_padded):
+        sizes['area'] = 0.0
+    return sizes
+
+
 def fit_activations(shapes: Sequence[BatchShape], measured: Sequence[Mapping[str, int]], *, area: str) -> ActivationFit:
     """Fits the measured bytes by part of several microbatches; for `area` see :class:`ActivationFit`."""
-    table = np.array([_features(shape, area) for shape in shapes], dtype=np.float64)
-    totals = np.array([sum(parts.values()) - parts.get('weights', 0) for parts in measured], dtype=np.float64)
+    sizes = [_features(shape, area) for shape in shapes]
+    totals = _totals(measured)
     coefficients: dict[str, dict[str, float]] = {}
     for part in measured[0]:
         values = np.array([parts[part] for parts in measured], dtype=np.float64)
-        names = _FEATURES_OF[part]
         if part == 'weights':
             # A text-only microbatch does not copy the encoder's weights: the largest counts.
             coefficients[part] = {'constant': float(values.max())}
             continue
-        features = table[:, [FEATURES.index(name) for name in names]]
+        names = _FEATURES_OF[part]
+        features = np.array([[one[name] for name in names] for one in sizes])
         # Errors count relative to the whole, so that small microbatches weigh as much as large ones.
         solution = non_negative_fit(features / totals[:, None], values / totals)
         coefficients[part] = {name: float(x) for name, x in zip(names, solution, strict=True) if x > 0}
     fitted = ActivationFit(coefficients=coefficients, area=area, residual=0.0)
-    predicted = [fitted.predict(shape) for shape in shapes]
-    sums = np.array([sum(parts.values()) - parts.get('weights', 0) for parts in predicted])
-    residual = float(np.abs(sums / totals - 1).max())
-    return ActivationFit(coefficients=coefficients, area=area, residual=residual)
+    predicted = _totals([fitted.predict(shape) for shape in shapes])
+    return replace(fitted, residual=float(np.abs(predicted / totals - 1).max()))
+
+
+def _totals(microbatches: Sequence[Mapping[str, float]]) -> np.ndarray:
+    """Returns what each holds besides copies of weights, float64 (microbatches,)."""
+    return np.array([sum(parts.values()) - parts.get('weights', 0) for parts in microbatches], dtype=np.float64)
 
 
 def non_negative_fit(features: np.ndarray, target: np.ndarray) -> np.ndarray:
@@ -99,6 +190,11 @@ def non_negative_fit(features: np.ndarray, target: np.ndarray) -> np.ndarray:
     solution = nnls(features / scale, target)[0]
     solution[solution < 1e-9 * solution.max()] = 0.0  # noise of rounding is no term
     return solution / scale
+
+
+def relative_fit(features: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Returns the same solution for relative errors: of ``features @ x / target - 1``."""
+    return non_negative_fit(features / target[:, None], np.ones(len(target)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,16 +219,18 @@ class MemoryModel:
         """Returns bytes by term at the peak of a microbatch of this shape, in the phase that holds most."""
         parts = max((phase.predict(shape) for phase in self.phases.values()), key=lambda parts: sum(parts.values()))
         terms = self.static.terms(self.strategy, num_ranks)
-        copies = parts.pop('weights', 0.0)
+        copies = parts.get('weights', 0.0)
         if self.strategy == 'ddp' and copies:
             # FSDP's gathered parameters are in the precision of the forward pass already.
             terms['autocast copies of weights'] = copies
-        terms['text activations'] = parts['text']
-        terms['logits'] = parts['logits']
-        terms['vision activations'] = parts['vision']
-        # Twice: for metrics of training Composer copies each microbatch on the device.
-        terms['inputs'] = 2.0 * (shape.pixel_bytes + shape.input_bytes)
-        return terms
+        return {
+            **terms,
+            'text activations': parts['text'],
+            'logits': parts['logits'],
+            'vision activations': parts['vision'],
+            # Twice: for metrics of training Composer copies each microbatch on the device.
+            'inputs': 2.0 * (shape.pixel_bytes + shape.input_bytes),
+        }
 
     def peak(self, shape: BatchShape, *, num_ranks: int = 1) -> float:
         """Returns bytes at the peak of a step made of microbatches of this shape, the optimizer's step included."""
@@ -160,65 +258,13 @@ class MemoryModel:
         )
 
 
-def residual_warning(residual: float) -> str | None:
-    """Returns one line where a fit is rough, else None."""
-    if residual <= LARGE_RESIDUAL:
-        return None
-    return (
+def rough_fit(residual: float) -> list[str]:
+    """Returns one line where a fit is rough, else none."""
+    line = (
         f'The memory model misses its own microbatches by up to {residual:.1%} of the activations '
         f'(more than {LARGE_RESIDUAL:.0%}): take its figures as rough, and leave room.'
     )
-
-
-def calibrate_fake(
-    build: Callable[[], nn.Module],
-    config: Any,
-    samples: Sequence[Mapping[str, Any]],
-    *,
-    width: int,
-    make_optimizer: MakeOptimizer = torch.optim.AdamW,
-    precision: str = 'fp32',
-    strategy: str = 'ddp',
-    on_gpu: bool = True,
-    has_mask: bool = True,
-) -> MemoryModel:
-    """Traces four to six microbatches of the model under fake tensors and fits the terms to them.
-
-    Args:
-        build: Makes the model on the CPU, in training mode: ``lambda: LlamaForCausalLM(config)``. A Composer
-            ``HuggingFaceModel`` is unwrapped.
-        config: Its Transformers config.
-        samples: Samples as the processor returns them; see ``probe_batches``.
-        width: Width of the widest microbatch: about the longest sample of the dataset.
-        make_optimizer: Makes the optimizer of the parameters that train.
-        precision: ``'fp32'``, ``'amp_bf16'`` or ``'amp_fp16'``, as in ``Trainer(precision=...)``.
-        strategy: ``'ddp'`` or ``'fsdp'``, which runs a copy of the parameters in the type of `precision`.
-        on_gpu: Whether the run is on GPUs, where autocast keeps more in float32 and optimizers work on all tensors
-            at once.
-        has_mask: Whether attention holds a mask where there is padding, as SDPA does; flash attention has none.
-
-    Raises:
-        ValueError: Precision or strategy is unknown, or the model's control flow depends on values of its weights.
-    """
-    batches = probe_batches(BatchLayout.for_model(config), samples, width)
-    step = TracedStep(
-        build, batches[0], make_optimizer=make_optimizer, precision=precision, strategy=strategy, on_gpu=on_gpu
-    )
-    if not has_mask:
-        for batch in batches:
-            batch['attention_mask'] = torch.ones_like(batch['attention_mask'])
-    shapes, peaks = zip(*map(step.measure, batches), strict=True)
-    area = 'always' if attention_of(step.model.config) == 'eager' else 'padded' if has_mask else 'never'
-    memory = MemoryModel(
-        static=step.static,
-        phases={name: fit_activations(shapes, [phases[name] for phases in peaks], area=area) for name in peaks[0]},
-        strategy=strategy,
-        pixel_bytes_per_image_token=max(shape.pixel_bytes / max(shape.image_tokens, 1) for shape in shapes),
-    )
-    line = residual_warning(memory.residual)
-    if line:
-        log.warning(line)
-    return memory
+    return [line] * (residual > LARGE_RESIDUAL)
 
 
 def load_or_calibrate(
@@ -238,9 +284,3 @@ def load_or_calibrate(
         memory = calibrate(full)
         keep(path, memory.save)
     return memory
-
-
-def _features(shape: BatchShape, area: str) -> list[float]:
-    has_area = area == 'always' or (area == 'padded' and shape.is_padded)
-    sizes = (shape.tokens, shape.area * has_area, shape.image_tokens, shape.pixel_bytes, shape.image_area)
-    return [1.0, *map(float, sizes)]

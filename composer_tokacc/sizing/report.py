@@ -11,15 +11,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import yaml
+
 from composer_tokacc.planning import CostModel
-from composer_tokacc.sizing.memory_model import residual_warning
+from composer_tokacc.sizing.memory_model import rough_fit
 from composer_tokacc.sizing.profile import DatasetProfile
 from composer_tokacc.sizing.simulate import StepFigures
 
 METHOD_NAMES = {'stock': 'stock Composer', 'split': 'split and trimmed', 'planned': 'planned over ranks'}
 WORTH_SAYING = 0.02
 """Less than this of a step is within the error of the cost model."""
-PART_COLORS = {'model': '#8a8f98', 'text': '#2a78b5', 'logits': '#e0a030', 'vision': '#7d5ba6', 'inputs': '#333333'}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,27 +115,19 @@ class SizingReport:
 
     def yaml(self) -> str:
         """Returns the lines to paste into a run's YAML file."""
-        lines = [
-            'microbatching:',
-            f'  device_train_microbatch_size: {self.device_train_microbatch_size}',
-            f'  slot_tokens: {self.slot_tokens} # at most {self.max_tokens:,} tokens a microbatch',
-            f'  regroup: {str(self.regroup).lower()}',
-        ]
-        if self.width_multiple > 1:
-            lines.append(f'  width_multiple: {self.width_multiple}')
-        if self.max_image_tokens is not None:
-            lines.append(f'  max_image_tokens: {self.max_image_tokens}')
-        if self.packing:
-            lines.append('  packing: true')
+        unless_default = {'width_multiple': 1, 'max_image_tokens': None, 'packing': False}
+        names = ['device_train_microbatch_size', 'slot_tokens', 'regroup']
+        names += [name for name, default in unless_default.items() if getattr(self, name) != default]
+        section = {name: getattr(self, name) for name in names}
         if self.measured_cost is not None:
-            lines.append('  cost: # as measured')
-            lines += [f'    {name}: {value:.4g}' for name, value in _terms(self.measured_cost).items()]
-        return '\n'.join(lines)
+            default = asdict(CostModel(seconds_per_token=self.measured_cost.seconds_per_token))
+            terms = asdict(self.measured_cost).items()
+            section['cost'] = {name: float(f'{value:.4g}') for name, value in terms if value != default[name]}
+        return yaml.safe_dump({'microbatching': section}, sort_keys=False).rstrip()
 
     def warnings(self) -> list[str]:
         """Returns what a reader must know before trusting the figures."""
-        rough = residual_warning(self.memory_residual)
-        found = [rough] if rough else []
+        found = rough_fit(self.memory_residual)
         if self.too_large:
             found.append(
                 f'{len(self.too_large)} samples do not fit even alone ({self.too_large[0]}): lower the context '
@@ -175,14 +169,6 @@ class SizingReport:
         tables = [_answer(self), _memory(self), _methods(self), _sizes(self)]
         notes = [f'note: {line}' for line in self.warnings()]
         return '\n\n'.join([*tables, *notes, 'Paste into the YAML file:', self.yaml()])
-
-
-def _terms(cost: CostModel) -> dict[str, float]:
-    """Returns what a measured cost says otherwise than the default one."""
-    default = asdict(CostModel())
-    return {
-        name: value for name, value in asdict(cost).items() if value != default[name] and name != 'seconds_per_token'
-    }
 
 
 def _answer(report: SizingReport) -> str:
@@ -277,59 +263,27 @@ def draw_report(path: str | Path, report: SizingReport) -> None:
 
     figure = Figure(figsize=(11, 4.6), layout='constrained')
     padding, memory = figure.subplots(1, 2)
-    size, slot = report.device_train_microbatch_size, report.slot_tokens
     figure.suptitle(
-        f'Suggested: microbatches of at most {report.max_tokens:,} tokens ({size} rows of {slot})\n'
-        f'{report.num_ranks} ranks ({report.strategy}), {report.global_batch_size} samples a step, '
-        f'{report.device_memory_gib:g} GiB a device: {report.speedup("split"):.2f}x as fast as stock Composer, '
-        f'{report.speedup("planned"):.2f}x with planned batches',
-        fontsize=12,
+        f'Suggested: microbatches of at most {report.max_tokens:,} tokens, {report.speedup("split"):.2f}x as fast as '
+        f'stock Composer, {report.speedup("planned"):.2f}x with planned batches\n{report.identity()}'
     )
-    _draw_padding(padding, report)
-    _draw_memory(memory, report)
+    for (method, name), style in zip(METHOD_NAMES.items(), ('o-', 'o-', 's--'), strict=True):
+        padding.plot([100 * row.padding[method] for row in report.sizes], style, label=name)
+    padding.set(title='Computed positions that are padding', ylabel='%', ylim=(0, None))
+    below = np.zeros(len(report.sizes))
+    for part in report.sizes[0].parts_gib:
+        heights = [row.parts_gib[part] for row in report.sizes]
+        bars = memory.bar(range(len(heights)), heights, bottom=below, label=part)
+        below += heights
+    memory.bar_label(bars, [f'{row.peak_gib:.3g}' + '\ntoo large' * (not row.fits) for row in report.sizes])
+    memory.axhline(report.limit_gib, color='black', ls='--', label=f'limit: {report.limit_gib:.3g} GiB')
+    memory.set(title=f'Peak memory of a rank (bound by the {report.binds})', ylabel='GiB')
+    memory.set_ylim(0, 1.45 * below.max())  # the limit may be far above
+    chosen = report.device_train_microbatch_size
+    names = [f'{row.size}' + ' *' * (row.size == chosen) for row in report.sizes]
+    for axis in (padding, memory):
+        axis.set_xticks(range(len(names)), names)
+        axis.set_xlabel(f'device_train_microbatch_size, in rows of {report.slot_tokens} tokens (* suggested)')
+        axis.legend(fontsize=8)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
-
-
-def _draw_padding(axis: Any, report: SizingReport) -> None:
-    for method, style, color, label in (
-        ('stock', 'o-', '#8a8f98', 'stock Composer: every microbatch as wide as its device batch'),
-        ('split', 'o-', '#2a78b5', 'sorted, cut and trimmed on each rank'),
-        ('planned', 's--', '#1f9d6b', 'planned over all ranks'),
-    ):
-        axis.plot([100 * row.padding[method] for row in report.sizes], style, color=color, label=label)
-    _name_sizes(axis, report)
-    axis.margins(y=0.35)
-    axis.set_ylim(bottom=0)
-    axis.set(title='Computed positions that are padding', ylabel='%')
-    axis.legend(fontsize=8, loc='upper left')
-
-
-def _draw_memory(axis: Any, report: SizingReport) -> None:
-    places = range(len(report.sizes))
-    below = [0.0] * len(report.sizes)
-    for part, color in PART_COLORS.items():
-        heights = [row.parts_gib.get(part, 0.0) for row in report.sizes]
-        if any(heights):
-            axis.bar(places, heights, bottom=below, color=color, label=part)
-        below = [low + height for low, height in zip(below, heights, strict=True)]
-    for place, row in zip(places, report.sizes, strict=True):
-        note = f'{row.peak_gib:.3g}' + ('' if row.fits else '\ntoo large')
-        axis.annotate(note, (place, row.peak_gib), ha='center', va='bottom', fontsize=8)
-    limit = f'limit: {report.safety:.0%} of {report.device_memory_gib:g} GiB'
-    top = 1.45 * max(row.peak_gib for row in report.sizes)
-    if report.limit_gib < top:
-        axis.axhline(report.limit_gib, color='#c0392b', label=limit)
-    else:
-        axis.plot([], [], ' ', label=f'{limit}, above this picture')
-    axis.set_ylim(0, top)
-    _name_sizes(axis, report)
-    axis.set(title=f'Peak memory of a rank (bound by the {report.binds})', ylabel='GiB')
-    axis.legend(fontsize=8, loc='upper left', ncols=2)
-
-
-def _name_sizes(axis: Any, report: SizingReport) -> None:
-    chosen = report.device_train_microbatch_size
-    names = [f'{row.size} *' if row.size == chosen else str(row.size) for row in report.sizes]
-    axis.set_xticks(range(len(names)), names)
-    axis.set_xlabel(f'device_train_microbatch_size, in rows of {report.slot_tokens} tokens (* suggested)')

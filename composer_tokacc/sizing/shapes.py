@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.layout.pre_split import with_columns
+from composer_tokacc.layout.tensors import cat_padded
 
 Sample = Mapping[str, Any]
 
@@ -75,12 +75,11 @@ class BatchShape:
 def batch_of_width(layout: BatchLayout, samples: Sequence[Sample], width: int) -> dict[str, Any]:
     """Returns a batch of the samples, one row each, at exactly this width, the added positions masked."""
     batch = dict(layout.concat(samples))
-    missing = width - batch['input_ids'].shape[1]
-    if missing < 0:
-        raise ValueError(f'`width` must be at least the longest sample, got: {width} < {width - missing}.')
+    if width < layout.width(batch):
+        raise ValueError(f'`width` must be at least the longest sample, got: {width} < {layout.width(batch)}.')
     entries = {key: layout.entry_of(batch, key) for key, value in batch.items() if isinstance(value, torch.Tensor)}
     for key, entry in entries.items():
-        batch[key] = with_columns(batch[key], entry, missing)
+        batch[key] = cat_padded([batch[key]], entry, width, 'right') if entry.seq_dims else batch[key]
     if bool((batch['attention_mask'] != 0).all()) and batch['input_ids'].shape[0] > 1:
         # Samples of equal length: the last position of the last row stands for the padding that real batches have.
         batch['attention_mask'] = batch['attention_mask'].clone()
@@ -104,9 +103,7 @@ def probe_batches(layout: BatchLayout, samples: Sequence[Sample], width: int) ->
     if not with_images:
         small = text[0]
         wide = max(width, 4 * _length(small))
-        sizes = [
-            (small, rows, columns) for rows, columns in ((2, wide // 4), (2, wide), (4, wide // 2), (3, wide // 4))
-        ]
+        sizes = [(small, 2, wide // 4), (small, 2, wide), (small, 4, wide // 2), (small, 3, wide // 4)]
     else:
         small, large = with_images[0], with_images[-1]
         wide = max(width, 2 * _length(small), _length(large) + 1)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
 
 from composer_tokacc.planning import CostModel, CutOptions, cut_rows, padded_widths
+from composer_tokacc.planning.plan import time_in_slots
 from composer_tokacc.sampling.rank_assignment import LoadPlanner
+from composer_tokacc.sampling.sampler import torchs_batches
 from composer_tokacc.sizing.profile import SampleSizes
 
 METHODS = ('stock', 'split', 'planned')
@@ -43,20 +44,12 @@ class _Computed(NamedTuple):
 
 
 Ranks = list[list[_Computed]]
-"""Microbatches of each rank."""
 
 
 def draw_batches(num_samples: int, global_batch_size: int, *, num_batches: int, seed: int = 0) -> list[np.ndarray]:
-    """Draws global batches of an epoch in random order, at most `num_batches`; the last, smaller one is left out.
-
-    Returns:
-        Indices of the samples of each, ``(global_batch_size,)``; of all samples, where they are fewer than one batch.
-    """
-    order = np.random.default_rng(seed).permutation(num_samples)
-    if num_samples < global_batch_size:
-        return [order]
-    starts = range(0, num_samples - global_batch_size + 1, global_batch_size)
-    return [order[start : start + global_batch_size] for start in starts[:num_batches]]
+    """Returns the samples of the first global batches of a run, int64; of all samples, where they fill none."""
+    size = min(global_batch_size, num_samples)
+    return torchs_batches(num_samples, size, drop_last=True, seed=seed, epoch=0)[:num_batches]
 
 
 def simulate_steps(
@@ -86,7 +79,7 @@ def simulate_steps(
         ranks = _ranks(table, batch, method, num_ranks, microbatch_rows, options)
         priced = [[_price(one, price, vision) for one in microbatches] for microbatches in ranks]
         loads = [sum(map(sum, prices)) for prices in priced]
-        costs.append(_slots_time(priced) if options.objective == 'fsdp' else max(loads))
+        costs.append(time_in_slots(priced) if options.objective == 'fsdp' else max(loads))
         imbalances.append(costs[-1] * num_ranks / sum(loads))
         counts.append(max(map(len, ranks)))
         computed += sum(sum(one.widths) for microbatches in ranks for one in microbatches)
@@ -150,9 +143,3 @@ def _price(microbatch: _Computed, price: CostModel, vision: np.ndarray) -> tuple
     rows = float(price.rows(np.array(microbatch.widths)).sum()) + price.launch
     text = price.packed(microbatch.widths) if microbatch.is_packed else rows
     return float(vision[microbatch.samples].sum()), text
-
-
-def _slots_time(priced: Sequence[Sequence[tuple[float, float]]]) -> float:
-    """Returns the time of ranks that wait for each other after vision encoder and end of every microbatch."""
-    slots = zip_longest(*priced, fillvalue=(0.0, 0.0))
-    return sum(max(vision for vision, _ in slot) + max(rest for _, rest in slot) for slot in slots)

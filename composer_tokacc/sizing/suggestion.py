@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 
 from composer_tokacc.planning import CostModel, CutOptions, Rows, lower_bound
+from composer_tokacc.sampling.rank_assignment import check_global_batch
 from composer_tokacc.sizing.memory_model import GIB, MemoryModel
 from composer_tokacc.sizing.profile import SampleSizes
 from composer_tokacc.sizing.report import SizeRow, SizingReport
@@ -43,17 +46,15 @@ class Capacity:
 
     def worst_shape(self, tokens: int, image_tokens: int | None = None) -> BatchShape:
         """Returns the costliest microbatch of this many positions: the widest rows, and as many image tokens."""
-        # By default as many as if all were the sample with the largest part of them, up to the cap.
-        vision = self.table.image_tokens
-        most: float = tokens * (vision / self.table.tokens).max() if image_tokens is None else image_tokens
-        if image_tokens is None and self.max_image_tokens is not None:
-            most = min(most, self.max_image_tokens)
+        images, most = self.table.image_tokens, float(image_tokens or 0)
+        if image_tokens is None:  # as many as if all were the sample with the largest part of them, up to the cap
+            most = min(tokens * (images / self.table.tokens).max(), self.max_image_tokens or math.inf)
         width = min(int(self.table.tokens.max()), tokens)
         return BatchShape(
             rows=max(round(tokens / width), 1),
             width=width,
             image_tokens=int(most),
-            image_area=float(most * vision.max()),
+            image_area=float(most * images.max()),
             pixel_bytes=int(most * self.memory.pixel_bytes_per_image_token),
         )
 
@@ -108,8 +109,7 @@ def suggest_microbatching(
 ) -> SizingReport:
     """Finds the largest safe microbatch of a run, and what it gains over stock Composer at the same memory.
 
-    Steps are simulated with the functions, the cost and the options by which the run will cut: `cost`,
-    `max_image_tokens`, `regroup`, `equal_counts`, `width_multiple` and `packing` are those of :func:`.token_data_spec`.
+    Steps are simulated with the functions, the cost and the options by which the run will cut.
 
     Args:
         lengths: Length table of the dataset, from :func:`.length_table`, or plain lengths.
@@ -186,6 +186,7 @@ def _report(
         sized = replace(options, max_tokens=size * slot)
         return {method: simulate(method=method, microbatch_rows=stock_rows, options=sized) for method in METHODS}
 
+    compared = {size, *(1 << k for k in range(max(2 * size, 2).bit_length()))}  # powers of two up to twice as much
     is_over = (table.tokens > max_tokens) | (table.image_tokens > (options.max_image_tokens or max_tokens))
     return {
         'device_train_microbatch_size': size,
@@ -197,7 +198,9 @@ def _report(
         'peak_gib': capacity.peak(max_tokens) / GIB,
         'figures': figures(size, stock_rows),
         'bound': _bound(table, batches, replace(options, max_tokens=max_tokens, cost=price), num_ranks),
-        'sizes': [_size_row(capacity, one, slot, figures(one, one)) for one in _compared_sizes(size, rows_per_rank)],
+        'sizes': [
+            _size_row(capacity, one, slot, figures(one, one)) for one in sorted(compared) if one <= rows_per_rank
+        ],
         'oversize': table.names(is_over),
         'too_large': table.names(table.tokens > capacity.max_tokens()),
     }
@@ -211,12 +214,6 @@ def _bound(table: SampleSizes, batches: Sequence[np.ndarray], options: CutOption
         for batch in batches
     )
     return float(np.mean([lower_bound(one, num_ranks) for one in rows]))
-
-
-def _compared_sizes(chosen: int, most: int) -> list[int]:
-    """Returns every power of two up to twice the choice, and the choice."""
-    sizes = {1 << k for k in range(max(2 * chosen, 2).bit_length())} | {chosen}
-    return sorted(size for size in sizes if size <= most)
 
 
 def _size_row(capacity: Capacity, size: int, slot_tokens: int, figures: dict[str, StepFigures]) -> SizeRow:
@@ -237,11 +234,7 @@ def _size_row(capacity: Capacity, size: int, slot_tokens: int, figures: dict[str
 def _check(num_ranks: int, global_batch_size: int, device_memory_gib: float, safety: float) -> None:
     if num_ranks < 1:
         raise ValueError(f'`num_ranks` must be at least 1, got: {num_ranks}.')
-    if global_batch_size < 1 or global_batch_size % num_ranks:
-        raise ValueError(
-            f'`global_batch_size` must be a positive multiple of the number of ranks, got: {global_batch_size} on '
-            f'{num_ranks} ranks. Set it to {max(-(-global_batch_size // num_ranks), 1) * num_ranks}.'
-        )
+    check_global_batch(global_batch_size, num_ranks)
     if not device_memory_gib > 0:
         raise ValueError(f'`device_memory_gib` must be positive, got: {device_memory_gib}.')
     if not 0 < safety <= 1:
@@ -250,12 +243,4 @@ def _check(num_ranks: int, global_batch_size: int, device_memory_gib: float, saf
 
 def _largest(fits: Callable[[int], bool]) -> int:
     """Returns the largest number for which a predicate holds that is true up to some number; 0 where it never does."""
-    if not fits(1):
-        return 0
-    low, high = 1, 2
-    while high <= MOST_TOKENS and fits(high):
-        low, high = high, high * 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return bisect(range(1, MOST_TOKENS), False, key=lambda number: not fits(number))

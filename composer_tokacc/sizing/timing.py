@@ -19,7 +19,7 @@ from composer_tokacc.compat import tree_iter
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.model_structure import vision_modules
 from composer_tokacc.planning import CostModel
-from composer_tokacc.sizing.memory_model import non_negative_fit
+from composer_tokacc.sizing.memory_model import relative_fit
 
 LATE = 1.5
 """Times over the fit from which a microbatch was held up by something else."""
@@ -53,7 +53,7 @@ class MicrobatchTimer(Callback):
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Watches the vision encoder, its projector and what lies between them."""
-        self._depth, self._in_encoder, self._first_gradient = 0, 0.0, None
+        self._depth, self._in_encoder, self._first_gradient = 0, 0.0, None  # encoders may run before the first step
         for module in vision_modules(state.model) if self.patches is not None else ():
             module.register_forward_pre_hook(self._enter)
             module.register_forward_hook(self._leave)
@@ -90,34 +90,29 @@ class MicrobatchTimer(Callback):
 
     def before_forward(self, state: State, logger: Logger) -> None:
         """Notes the shape."""
-        before = self._now()
-        image_tokens = 0 if self.layout is None else sum(self.layout.image_tokens_per_row(state.batch))
-        patches = [] if self.patches is None or self.layout is None else self._row_patches(self.layout, state.batch)
-        self._shape = (*state.batch['input_ids'].shape, image_tokens)
-        self._patches = patches
+        before, batch, layout = self._now(), state.batch, self.layout
+        image_tokens = 0 if layout is None else sum(layout.image_tokens_per_row(batch))
+        patches: list[int] = []
+        if layout is not None and self.patches is not None:
+            rows = range(layout.num_rows(batch))
+            patches = [self.patches(one) for one in layout.split(batch, [[row] for row in rows])]
+        self._sizes = (*batch['input_ids'].shape, image_tokens, patches)
         self._in_encoder, self._first_gradient = 0.0, None
         spent = self._now() - before  # on counting, which is no part of the run
         self._started += spent
         self._step_started += spent
-
-    def _row_patches(self, layout: BatchLayout, batch: Any) -> list[int]:
-        assert self.patches is not None, 'the caller asks'
-        num_rows = len(batch['input_ids'])
-        rows = [batch] if num_rows == 1 else (layout.select(batch, [row]) for row in range(num_rows))
-        return [self.patches(row) for row in rows]
 
     def after_backward(self, state: State, logger: Logger) -> None:
         """Ends a microbatch and starts the next."""
         now = self._now()
         seconds, self._started = now - self._started, now
         self._inside += seconds
-        tower = self._in_encoder + (0.0 if self._first_gradient is None else now - self._first_gradient)
-        if int(state.timestamp.batch) >= self.skip:
-            for column, value in zip((self.rows, self.widths, self.image_tokens), self._shape, strict=True):
-                column.append(value)
-            self.row_patches.append(self._patches)
-            self.vision_seconds.append(tower)
-            self.seconds.append(seconds)
+        if int(state.timestamp.batch) < self.skip:
+            return
+        encoder = self._in_encoder + (0.0 if self._first_gradient is None else now - self._first_gradient)
+        columns = (self.rows, self.widths, self.image_tokens, self.row_patches, self.vision_seconds, self.seconds)
+        for column, value in zip(columns, (*self._sizes, encoder, seconds), strict=True):
+            column.append(value)
 
     def _now(self) -> float:
         if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -143,15 +138,17 @@ def fit_cost(timers: Sequence[MicrobatchTimer], *, quadratic: float) -> tuple[Co
     def joined(name: str) -> np.ndarray:
         return np.array([value for timer in timers for value in getattr(timer, name)], dtype=np.float64)
 
-    rows, widths, images, seconds = (joined(name) for name in ('rows', 'widths', 'image_tokens', 'seconds'))
+    names = ('rows', 'widths', 'image_tokens', 'seconds', 'vision_seconds')
+    rows, widths, images, seconds, vision = map(joined, names)
     if len(seconds) == 0:
         raise ValueError('`timers` must hold at least one microbatch, got: none. Run more steps.')
-    vision, row_patches = joined('vision_seconds'), [patches for timer in timers for patches in timer.row_patches]
-    has_images = np.array([sum(patches) > 0 for patches in row_patches], dtype=bool)
+    # Of each microbatch: squares of the patches of its rows, patches, and rows with any.
+    row_patches = [np.array(patches) for timer in timers for patches in timer.row_patches]
+    powers = np.array([[(one**2).sum(), one.sum(), (one > 0).sum()] for one in row_patches]).reshape(-1, 3)
+    has_images = powers[:, 1] > 0
     per_square = per_patch = per_image = 0.0
     if has_images.any() and vision[has_images].all():
-        powers = np.array([_powers(patches) for patches in row_patches])[has_images]
-        per_square, per_patch, per_image = _fit(powers, vision[has_images]).tolist()
+        per_square, per_patch, per_image = _fit(powers[has_images], vision[has_images]).tolist()
         seconds, images = seconds - vision, np.zeros_like(images)
     features = np.stack([rows * (widths + widths**2 / quadratic), images, np.ones_like(rows)], axis=1)
     per_token, per_image_token, per_microbatch = _fit(features, seconds).tolist()
@@ -170,19 +167,12 @@ def fit_cost(timers: Sequence[MicrobatchTimer], *, quadratic: float) -> tuple[Co
     return cost, float(np.median(outside)) if len(outside) else 0.0
 
 
-def _powers(patches: Sequence[int]) -> tuple[int, int, int]:
-    """Returns squares of the patches of the rows of a microbatch, patches, and rows with any, summed up."""
-    return sum(one * one for one in patches), sum(patches), sum(one > 0 for one in patches)
-
-
 def _fit(features: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     """Returns non-negative least squares of relative errors, (terms,)."""
     # A busy machine makes single microbatches late: they are left out, and the rest is fitted again.
-    solution = np.zeros(features.shape[1])
-    kept = np.ones(len(seconds), dtype=bool)
+    kept, solution = np.ones(len(seconds), dtype=bool), np.zeros(features.shape[1])
     for _ in range(3):
-        solution = non_negative_fit(features[kept] / seconds[kept, None], np.ones(int(kept.sum())))
+        if kept.any():
+            solution = relative_fit(features[kept], seconds[kept])
         kept = seconds <= LATE * np.maximum(features @ solution, 1e-12)
-        if not kept.any():
-            break
     return solution

@@ -3,30 +3,37 @@
 
 """A step of the run's own model without its memory: weights and activations are fake, what comes from the data is real.
 
-It tells what the model takes as a whole, and what a microbatch holds at its peak, by part.
+It tells what the model takes as a whole, what a microbatch holds at its peak, by part, and how much it computes.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from composer_tokacc.compat import DataDependentOutputException, let_fake_weights_be_swapped
+from composer_tokacc.batch import Batch
+from composer_tokacc.compat import DataDependentOutputException, attention_of, let_fake_weights_be_swapped
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.model_structure import cast_model
-from composer_tokacc.sizing.fake_modes import CudaAutocast, RealInputs, SharedFakeMode
-from composer_tokacc.sizing.memory_tracker import MemoryTracker
-from composer_tokacc.sizing.shapes import BatchShape
-from composer_tokacc.sizing.static_bytes import StaticBytes
+from composer_tokacc.sizing.memory_model import MemoryModel, StaticBytes, fit_activations, relative_fit, rough_fit
+from composer_tokacc.sizing.shapes import BatchShape, probe_batches
+from composer_tokacc.sizing.torch_modes import CudaAutocast, MemoryTracker, RealInputs, SharedFakeMode
+
+log = logging.getLogger(__name__)
 
 AUTOCAST = {'fp32': None, 'amp_bf16': torch.bfloat16, 'amp_fp16': torch.float16}
 """What Composer's precisions compute in."""
+FLOP_TERMS = ('tokens', 'area', 'image_tokens', 'image_area')
+"""Sizes that the operations are a sum of: linear layers, attention of text, vision encoder and its attention."""
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -159,3 +166,95 @@ class TracedStep:
             optimizer_step=max(sum(self._tracker.peak.values()) - before - states, 0),
             compute_bytes=(self._dtype or next(self.model.parameters()).dtype).itemsize,
         )
+
+
+def calibrate_fake(
+    build: Callable[[], nn.Module],
+    config: Any,
+    samples: Sequence[Mapping[str, Any]],
+    *,
+    width: int,
+    make_optimizer: MakeOptimizer = torch.optim.AdamW,
+    precision: str = 'fp32',
+    strategy: str = 'ddp',
+    on_gpu: bool = True,
+    has_mask: bool = True,
+) -> MemoryModel:
+    """Traces four to six microbatches of the model under fake tensors and fits the terms to them.
+
+    Args:
+        build: Makes the model on the CPU, in training mode: ``lambda: LlamaForCausalLM(config)``. A Composer
+            ``HuggingFaceModel`` is unwrapped.
+        config: Its Transformers config.
+        samples: Samples as the processor returns them; see ``probe_batches``.
+        width: Width of the widest microbatch: about the longest sample of the dataset.
+        make_optimizer: Makes the optimizer of the parameters that train.
+        precision: ``'fp32'``, ``'amp_bf16'`` or ``'amp_fp16'``, as in ``Trainer(precision=...)``.
+        strategy: ``'ddp'`` or ``'fsdp'``, which runs a copy of the parameters in the type of `precision`.
+        on_gpu: Whether the run is on GPUs, where autocast keeps more in float32 and optimizers work on all tensors
+            at once.
+        has_mask: Whether attention holds a mask where there is padding, as SDPA does; flash attention has none.
+
+    Raises:
+        ValueError: Precision or strategy is unknown, or the model's control flow depends on values of its weights.
+    """
+    batches = probe_batches(BatchLayout.for_model(config), samples, width)
+    step = TracedStep(
+        build, batches[0], make_optimizer=make_optimizer, precision=precision, strategy=strategy, on_gpu=on_gpu
+    )
+    if not has_mask:
+        for batch in batches:
+            batch['attention_mask'] = torch.ones_like(batch['attention_mask'])
+    shapes, peaks = zip(*map(step.measure, batches), strict=True)
+    area = 'always' if attention_of(step.model.config) == 'eager' else 'padded' if has_mask else 'never'
+    memory = MemoryModel(
+        static=step.static,
+        phases={name: fit_activations(shapes, [phases[name] for phases in peaks], area=area) for name in peaks[0]},
+        strategy=strategy,
+        pixel_bytes_per_image_token=max(shape.pixel_bytes / max(shape.image_tokens, 1) for shape in shapes),
+    )
+    for line in rough_fit(memory.residual):
+        log.warning(line)
+    return memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlopModel:
+    """Operations of forward and backward, by ``FLOP_TERMS``; padding is computed, and so it counts."""
+
+    coefficients: Mapping[str, float]
+    layout: BatchLayout
+    residual: float
+    """Largest relative error over the traced microbatches."""
+
+    def text(self, rows: int, width: int) -> float:
+        """Returns the operations of the language model."""
+        return self._sum(BatchShape(rows=rows, width=width), FLOP_TERMS[:2])
+
+    def media(self, batch: Batch) -> float:
+        """Returns the operations of encoders and what follows them."""
+        return self._sum(BatchShape.from_batch(batch, self.layout), FLOP_TERMS[2:])
+
+    def _sum(self, shape: BatchShape, names: Sequence[str]) -> float:
+        return sum(self.coefficients[name] * getattr(shape, name) for name in names)
+
+
+def count_flops(
+    build: Callable[[], nn.Module], config: Any, samples: Sequence[Mapping[str, Any]], *, width: int
+) -> FlopModel:
+    """Counts the matrix products of four to six microbatches without computing them; see :func:`.calibrate_fake`.
+
+    Build the model with eager attention, whose products are seen, and without activation checkpointing, whose second
+    forward is no use of the model.
+    """
+    batches = probe_batches(BatchLayout.for_model(config), samples, width)
+    step = TracedStep(build, batches[0], on_gpu=False)
+    shapes = [BatchShape.from_batch(batch, step.layout) for batch in batches]
+    counted = np.array([step.count_flops(batch) for batch in batches], dtype=np.float64)
+    table = np.array([[getattr(shape, name) for name in FLOP_TERMS] for shape in shapes], dtype=np.float64)
+    solution = relative_fit(table, counted)
+    return FlopModel(
+        coefficients=dict(zip(FLOP_TERMS, solution.tolist(), strict=True)),
+        layout=step.layout,
+        residual=float(np.abs(table @ solution / counted - 1).max()),
+    )

@@ -20,6 +20,11 @@ Curves = Mapping[str, tuple[Sequence[int], Sequence[float]]]
 
 _INK, _OURS, _STOCK, _WRONG = '#333333', '#1f6f8b', '#c9a15a', '#b23a48'
 _COLUMNS, _ROWS = 4, 2
+_LOSSES = {'loss': ('training', _OURS, ''), 'eval_loss': ('held-out', _INK, 'o')}
+_PADDING = {
+    'stock_padding': ('had no microbatch been trimmed', _STOCK, ''),
+    'padding': ('microbatches of this run', _OURS, ''),
+}
 
 
 def draw_result(path: str | Path, curves: Curves, answers: Sequence[Answer] = ()) -> None:
@@ -46,8 +51,8 @@ def draw_result(path: str | Path, curves: Curves, answers: Sequence[Answer] = ()
     heights = [3.6, 2.1 * num_rows] if shown else [3.6]
     top, *bottom = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False).flat
     left, right = top.subplots(1, 2)
-    _draw_loss(left, curves)
-    _draw_padding(right, curves)
+    _draw_curves(left, curves, _LOSSES, title='Loss per token', yscale='log')
+    _draw_curves(right, curves, _PADDING, title='Share of computed positions that is padding', ylim=(0, 1))
     if bottom:
         bottom[0].suptitle('Held-out samples, answered by generation', fontsize=10, color=_INK)
         cells = bottom[0].subplots(num_rows, _COLUMNS, squeeze=False).flat
@@ -67,27 +72,13 @@ def _choose(answers: Sequence[Answer]) -> list[Answer]:
     return [with_images[position] for position in positions] + text_only[: room - num_shown]
 
 
-def _draw_loss(axes: Any, curves: Curves) -> None:
-    _plot(axes, curves, 'loss', label='training', color=_OURS, linewidth=1)
-    _plot(axes, curves, 'eval_loss', label='held-out', color=_INK, marker='o', linewidth=1)
-    axes.set(title='Loss per token', xlabel='step', yscale='log')
-    _finish(axes)
-
-
-def _draw_padding(axes: Any, curves: Curves) -> None:
-    _plot(axes, curves, 'stock_padding', label='had no microbatch been trimmed', color=_STOCK, linewidth=1)
-    _plot(axes, curves, 'padding', label='microbatches of this run', color=_OURS, linewidth=1)
-    axes.set(title='Share of computed positions that is padding', xlabel='step', ylim=(0, 1))
-    _finish(axes)
-
-
-def _plot(axes: Any, curves: Curves, name: str, **style: Any) -> None:
-    steps, values = curves.get(name, ((), ()))
-    if len(steps):
-        axes.plot(steps, values, **style)
-
-
-def _finish(axes: Any) -> None:
+def _draw_curves(axes: Any, curves: Curves, lines: Mapping[str, tuple[str, str, str]], **settings: Any) -> None:
+    """Lines by name: label, colour and marker."""
+    for name, (label, color, marker) in lines.items():
+        steps, values = curves.get(name, ((), ()))
+        if len(steps):
+            axes.plot(steps, values, label=label, color=color, marker=marker, linewidth=1)
+    axes.set(xlabel='step', **settings)
     axes.spines[['top', 'right']].set_visible(False)
     axes.title.set_fontsize(10)
     if axes.has_data():

@@ -14,12 +14,7 @@ __all__ = ['DIGIT_WORDS', 'QUESTIONS', 'WORDS', 'DigitsQuestion', 'draw_question
 
 DIGIT_WORDS = ('zero', 'one', 'two', 'three', 'four', 'five', 'six', 'seven', 'eight', 'nine')
 
-QUESTIONS = {
-    'read': 'read the digits',
-    'spell': 'spell in words',
-    'count': 'count the images',
-    'sum': 'add the digits',
-}
+QUESTIONS = {'read': 'read the digits', 'spell': 'spell in words', 'count': 'count the images', 'sum': 'add the digits'}
 
 WORDS = (*(str(digit) for digit in range(10)), *DIGIT_WORDS, *dict.fromkeys(' '.join(QUESTIONS.values()).split()))
 

@@ -15,12 +15,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from composer_tokacc import TokenAccumulation, token_data_spec
+from composer_tokacc import TokenAccumulation
 from tests.matrix.harness import measure
 from tests.matrix.native_models import NativeModel, causal
 from tests.matrix.subjects import SUBJECTS
 from tests.support.text import collate, text_rows
-from tests.support.training import loader, train
+from tests.support.training import fit, loader
 
 SHAPE = [(4, 2), (9, 3), (5, 4), (14, 11), (6, 1), (3, 2)]
 
@@ -217,10 +217,10 @@ def test_term_in_training_alone_of_a_loss_that_is_random_there(over, kind):
             return {'loss': loss, 'logits': logits}
 
     def run():
-        return train(Random('causal'), loader(collate(text_rows(SHAPE))), algorithms=[TokenAccumulation()])
+        return fit(Random('causal'), loader(collate(text_rows(SHAPE))))
 
     if kind == 'trained':
-        assert run()[0].gradients
+        assert run().gradients
     else:
         with pytest.raises(RuntimeError, match='a mean over other positions in the loss'):
             run()
@@ -269,7 +269,7 @@ def test_term_that_is_named_with_its_unit_goes_through():
 
     batch = collate(text_rows(SHAPE))
     named = TokenAccumulation(loss_units={'lm': 'tokens', 'entropy': 'microbatches'})
-    recorder, *_ = train(Named('causal'), loader(batch), algorithms=[named], microbatch_size=2)
+    recorder = fit(Named('causal'), loader(batch), algorithms=[named])
     assert recorder.gradients
 
 
@@ -278,7 +278,7 @@ def test_rule_in_half_precision_is_seen_by_the_gradient():
     for seed in range(6):
         model, algorithm = SUBJECTS['bert'].model('fresh').to(torch.bfloat16), TokenAccumulation()
         batch = SUBJECTS['bert'].batch(seed, side='right')
-        train(model, token_data_spec(loader(batch)), algorithms=[algorithm], microbatch_size=2)
+        fit(model, batch, algorithms=[algorithm])
         assert algorithm.rule == 'unshifted', seed
 
 
@@ -293,5 +293,5 @@ def test_healthy_weights_of_other_precision(family, dtype):
     for seed in range(3):
         model = SUBJECTS[family].model('fresh').to(dtype)
         batch = SUBJECTS[family].batch(seed, side='right')
-        recorder, *_ = train(model, token_data_spec(loader(batch)), algorithms=[TokenAccumulation()], microbatch_size=2)
+        recorder = fit(model, batch)
         assert recorder.gradients

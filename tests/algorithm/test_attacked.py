@@ -15,8 +15,8 @@ import torch.nn.functional as F
 import transformers
 from composer.models import ComposerModel, HuggingFaceModel
 
-from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
-from composer_tokacc.data_spec.registry import split_of
+from composer_tokacc import BatchLayout, token_data_spec
+from composer_tokacc.data_spec.split import split_of
 from tests.matrix.harness import measure_steps, plain_gradients
 from tests.matrix.native_models import NativeModel
 from tests.matrix.subjects import SUBJECTS
@@ -25,7 +25,7 @@ from tests.support.family_media import TokenIds
 from tests.support.sample_encoder import word_tokenizer
 from tests.support.small_batches import text_batch
 from tests.support.text import collate, text_rows
-from tests.support.training import loader, relative_error, train
+from tests.support.training import fit, loader, relative_error
 
 UNEQUAL = [(4, 2), (12, 9), (7, 1), (3, 2), (9, 7)]
 EQUAL = [(4, 2), (12, 2), (7, 2), (3, 2), (9, 2)]
@@ -178,7 +178,7 @@ def test_padding_on_the_left_is_trimmed_up_to_the_width_that_was_looked_at():
     for batches in ([short], [short, long]):
         spec = token_data_spec(loader(*batches))
         duration = f'{len(batches)}ba'
-        train(SUBJECTS['llama'].model('large'), spec, algorithms=[TokenAccumulation()], max_duration=duration)
+        fit(SUBJECTS['llama'].model('large'), spec, max_duration=duration)
         rules.append(split_of(spec.dataloader).rules)
     assert [rule.left for rule in rules] == ['trim', 'trim']
     assert [rule.left_width for rule in rules] == [16, 64]
@@ -249,7 +249,7 @@ def test_probe_in_training_mode_leaves_buffers_alone():
             return self.norm(x)
 
     model.model.model.norm = counting = Counting()
-    train(model, token_data_spec(loader(batch_of(UNEQUAL))), algorithms=[TokenAccumulation()], microbatch_size=5)
+    fit(model, batch_of(UNEQUAL), microbatch_size=5)
     assert counting.calls == 1
 
 
@@ -279,12 +279,10 @@ def test_every_term_of_a_loss_is_what_it_is_said_to_be(of, units, is_exact):
     model.zero_grad(set_to_none=True)
 
     def run():
-        return train(
-            model, token_data_spec(loader(batch)), algorithms=[TokenAccumulation(loss_units=units)], microbatch_size=2
-        )
+        return fit(model, batch, loss_units=units)
 
     if is_exact:
-        assert relative_error(run()[0].gradients, expected) < 1e-6
+        assert relative_error(run().gradients, expected) < 1e-6
     else:
         with pytest.raises(RuntimeError, match='got:'):
             run()
@@ -301,9 +299,7 @@ def test_first_labels_of_packed_documents_count_where_the_loss_does_not_shift(ha
     batch['position_ids'] = torch.tensor([[*range(5), *range(7)]] * 3)
     model = NativeModel('unshifted')
     data = loader(batch)
-    recorder, *_ = train(
-        model, token_data_spec(data) if has_spec else data, algorithms=[TokenAccumulation()], microbatch_size=1
-    )
+    recorder = fit(model, token_data_spec(data) if has_spec else data, microbatch_size=1)
     assert relative_error(recorder.gradients, plain_gradients(model, batch)) < 1e-6
 
 
@@ -312,10 +308,10 @@ def test_second_model_is_asked_afresh_of_the_same_data_spec():
     full, left = batch_of([(9, 3)] * 4), batch_of(UNEQUAL, side='left')
     batches = loader(left, full)
     spec = token_data_spec(batches)
-    train(SUBJECTS['llama'].model('large'), spec, algorithms=[TokenAccumulation()], max_duration='2ba')
+    fit(SUBJECTS['llama'].model('large'), spec, max_duration='2ba')
     batches.dataset.batches = [full, left]  # pyright: ignore[reportAttributeAccessIssue]
     model = SUBJECTS['gpt2'].model('large')
-    recorder, *_ = train(model, spec, algorithms=[TokenAccumulation()], max_duration='2ba')
+    recorder = fit(model, spec, max_duration='2ba')
     for found, batch in zip(recorder.steps, (full, left), strict=True):
         assert relative_error(found, plain_gradients(model, batch)) < 1e-6
 
@@ -324,7 +320,7 @@ def test_spec_in_use_is_the_one_that_is_checked():
     data = loader(batch_of(UNEQUAL))
     used, _ = token_data_spec(data), token_data_spec(data, packing=True)
     model = SUBJECTS['bloom'].model('large')  # refuses to be packed
-    recorder, *_ = train(model, used, algorithms=[TokenAccumulation()])
+    recorder = fit(model, used)
     assert relative_error(recorder.gradients, plain_gradients(model, batch_of(UNEQUAL))) < 1e-6
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from composer_tokacc import TokenAccumulation, token_data_spec
+from composer_tokacc import token_data_spec
 from tests.algorithm.test_attacked import Terms, by_token
 from tests.support.text import VOCABULARY, collate, text_model, text_rows
-from tests.support.training import loader, reference_gradients, relative_error, train
+from tests.support.training import fit, loader, reference_gradients, relative_error
 
 SHAPE = [(4, 2), (9, 3), (5, 4), (14, 11)]
 
@@ -31,10 +31,7 @@ def with_label(label: int) -> dict[str, Any]:
 def refusal(*batches: dict[str, Any], model: Any = None, has_spec: bool = True) -> str:
     data = loader(*batches)
     with pytest.raises((ValueError, RuntimeError), match='got:') as caught:
-        train(
-            model or text_model(), token_data_spec(data) if has_spec else data, algorithms=[TokenAccumulation()],
-            microbatch_size=2, max_duration=f'{len(batches)}ba',
-        )  # fmt: skip
+        fit(model or text_model(), token_data_spec(data) if has_spec else data, max_duration=f'{len(batches)}ba')
     assert '..' not in str(caught.value)
     return str(caught.value)
 
@@ -44,7 +41,7 @@ def refusal(*batches: dict[str, Any], model: Any = None, has_spec: bool = True) 
 def test_labels_that_cross_entropy_does_not_take(dtype, has_spec):
     labels = batch_of()['labels'].clamp(min=0) if dtype == torch.uint8 else batch_of()['labels']
     message = refusal(batch_of(labels=labels.to(dtype)), has_spec=has_spec)
-    assert f'must be int64, as cross-entropy takes them, got: {dtype}. Give it `.long()`' in message
+    assert f'must be int64 for cross-entropy, got: {dtype}. Give it `.long()`' in message
 
 
 @pytest.mark.parametrize('later', [False, True], ids=['first batch', 'later batch'])
@@ -63,7 +60,7 @@ def test_model_that_does_not_say_its_vocabulary_shows_it_by_its_logits():
 
 def test_last_id_of_the_vocabulary_is_a_label():
     batch, model = with_label(VOCABULARY - 1), text_model()
-    recorder, *_ = train(model, token_data_spec(loader(batch)), algorithms=[TokenAccumulation()])
+    recorder = fit(model, batch)
     assert relative_error(recorder.gradients, reference_gradients(model, batch)[0]) < 1e-6
 
 
@@ -84,7 +81,7 @@ def test_mask_of_four_dimensions_is_taken():
     plain, model = batch_of(), text_model()
     causal = torch.ones(14, 14, dtype=torch.bool).tril()
     batch = batch_of(attention_mask=plain['attention_mask'][:, None, None].bool() & causal)
-    recorder, *_ = train(model, token_data_spec(loader(batch)), algorithms=[TokenAccumulation()])
+    recorder = fit(model, batch)
     assert relative_error(recorder.gradients, reference_gradients(model, plain)[0]) < 1e-6
 
 
@@ -96,9 +93,8 @@ def test_batch_of_no_rows(later, has_spec):
 
 
 def test_refusal_of_packed_rows_ends_its_sentences_once():
-    data = token_data_spec(loader(batch_of()), packing=True)
     with pytest.raises(RuntimeError, match='must take packed rows, got: ') as caught:
-        train(Packless(), data, algorithms=[TokenAccumulation()], microbatch_size=2)
+        fit(Packless(), batch_of(), packing=True)
     assert '..' not in str(caught.value)
 
 

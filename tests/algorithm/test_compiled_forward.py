@@ -10,10 +10,9 @@ import random
 import pytest
 import torch
 
-from composer_tokacc import TokenAccumulation, token_data_spec
 from tests.matrix.harness import plain_gradients
 from tests.support.text import collate, text_model, text_row
-from tests.support.training import hugging_face, loader, relative_error, train
+from tests.support.training import fit, hugging_face, relative_error
 
 NUM_STEPS, NUM_ROWS, LONGEST = 50, 8, 256
 MOST_GRAPHS = {False: 4, True: 24}
@@ -41,11 +40,7 @@ def lognormal_batches():
 
 def compiled_run(batches, **options):
     model = hugging_face(text_model(max_position_embeddings=LONGEST))
-    data = token_data_spec(loader(*batches), width_multiple=64, **options)
-    recorder, _, _ = train(
-        model, data, algorithms=[TokenAccumulation()], microbatch_size=2, max_duration=f'{len(batches)}ba',
-        compile_config={'backend': 'eager'},
-    )  # fmt: skip
+    recorder = fit(model, *batches, width_multiple=64, **options, compile_config={'backend': 'eager'})
     return recorder.steps
 
 

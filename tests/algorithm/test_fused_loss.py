@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from composer_tokacc import TokenAccumulation, token_data_spec
+from composer_tokacc import TokenAccumulation
 from tests.support.launch import ROOT, environment
 from tests.support.text import collate, text_model, text_rows
-from tests.support.training import loader, reference_gradients, relative_error, train
+from tests.support.training import fit, reference_gradients, relative_error
 
 SHAPE = [(4, 2), (9, 0), (5, 3), (14, 11), (6, 1), (3, 2)]
 
@@ -73,10 +73,8 @@ def test_rule_is_found_from_losses_alone_and_the_gradient_is_exact(logits_in_eva
     batch = collate(text_rows(SHAPE))
     expected, _ = reference_gradients(text_model(), batch)
     algorithm = TokenAccumulation()
-    recorder, _, _ = train(
-        fused(logits_in_eval=logits_in_eval), token_data_spec(loader(batch), packing=packing), algorithms=[algorithm],
-        microbatch_size=microbatch_size,
-    )  # fmt: skip
+    options = {'packing': packing, 'microbatch_size': microbatch_size, 'algorithms': [algorithm]}
+    recorder = fit(fused(logits_in_eval=logits_in_eval), batch, **options)
     assert algorithm.rule == 'causal'
     assert relative_error(recorder.gradients, expected) < 1e-6
     assert not [one for one in caplog.records if one.name.startswith('composer_tokacc') and one.levelname != 'INFO']
@@ -84,9 +82,8 @@ def test_rule_is_found_from_losses_alone_and_the_gradient_is_exact(logits_in_eva
 
 @pytest.mark.parametrize('logits_in_eval', [True, False])
 def test_rule_that_is_another_one_is_refused(logits_in_eval):
-    data = token_data_spec(loader(collate(text_rows(SHAPE))))
     with pytest.raises(RuntimeError, match=r"averages by 'causal'"):
-        train(fused(logits_in_eval=logits_in_eval), data, algorithms=[TokenAccumulation(loss_tokens='unshifted')])
+        fit(fused(logits_in_eval=logits_in_eval), collate(text_rows(SHAPE)), loss_tokens='unshifted')
 
 
 @pytest.mark.parametrize('logits_in_eval', [True, False])
@@ -99,34 +96,24 @@ def test_loss_that_shifts_in_evaluation_alone_is_counted_as_in_training(logits_i
     expected = {f'model.{name}': p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     algorithm = TokenAccumulation()
-    recorder, _, _ = train(model, token_data_spec(loader(batch)), algorithms=[algorithm], microbatch_size=2)
+    recorder = fit(model, batch, algorithms=[algorithm])
     assert algorithm.rule == 'unshifted'
     assert relative_error(recorder.gradients, expected) < 1e-6
 
 
 @pytest.mark.parametrize('logits_in_eval', [True, False])
 def test_weights_that_reach_no_token_are_refused(logits_in_eval):
-    data = token_data_spec(loader(collate(text_rows(SHAPE))))
     with pytest.raises(
         RuntimeError, match=r'made of the logits that it returns for `token_weights`, got: .*a fused kernel'
     ):
-        train(
-            fused(logits_in_eval=logits_in_eval), data, algorithms=[TokenAccumulation(token_weights='sqrt')],
-            microbatch_size=2,
-        )  # fmt: skip
+        fit(fused(logits_in_eval=logits_in_eval), collate(text_rows(SHAPE)), token_weights='sqrt')
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec('liger_kernel') is None, reason='needs liger-kernel')
 def test_liger_kernel_itself_is_exact():
-    done = subprocess.run(
-        [sys.executable, '-m', 'tests.algorithm.liger_on_cpu'],
-        cwd=ROOT,
-        env={**environment(), 'TRITON_INTERPRET': '1'},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command, interpreted = [sys.executable, '-m', 'tests.algorithm.liger_on_cpu'], {'TRITON_INTERPRET': '1'}
+    done = subprocess.run(command, cwd=ROOT, env={**environment(), **interpreted}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert not found['logits']

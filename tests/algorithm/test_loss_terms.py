@@ -12,7 +12,7 @@ from composer.models import HuggingFaceModel
 from composer_tokacc import TokenAccumulation, token_data_spec
 from composer_tokacc.metadata import with_metadata
 from tests.support.text import collate, text_model, text_rows
-from tests.support.training import loader, logged, relative_error, train
+from tests.support.training import fit, loader, relative_error
 
 SHAPE = [(4, 2), (5, 3), (9, 0), (14, 11), (6, 1)]
 MODALITIES = {'lm': 'tokens', 'router': 'microbatches', 'contrastive': 'samples'}
@@ -83,14 +83,11 @@ def test_every_term_has_its_own_denominator(form, microbatch_size):
     terms = expected_total(model, batch, microbatch_size)
     expected = gradients_of(model, sum(terms.values()))
     model.zero_grad()
-    recorder, memory, _ = train(
-        TermsModel(model, form=form), loader(batch), algorithms=[TokenAccumulation(loss_units=MODALITIES)],
-        microbatch_size=microbatch_size,
-    )  # fmt: skip
+    recorder = fit(TermsModel(model, form=form), loader(batch), loss_units=MODALITIES, microbatch_size=microbatch_size)
     assert relative_error(recorder.gradients, expected) < 1e-6
     for name, value in terms.items():
-        assert logged(memory, f'loss/train/{name}') == pytest.approx([value.item()], rel=1e-6)
-    assert logged(memory, 'loss/train/total') == pytest.approx([sum(terms.values()).item()], rel=1e-6)
+        assert recorder.logged(f'loss/train/{name}') == pytest.approx([value.item()], rel=1e-6)
+    assert recorder.logged('loss/train/total') == pytest.approx([sum(terms.values()).item()], rel=1e-6)
 
 
 def test_term_absent_in_some_microbatches():
@@ -99,12 +96,9 @@ def test_term_absent_in_some_microbatches():
     terms = expected_total(model, batch, 2, absent=('contrastive',))
     expected = gradients_of(model, sum(terms.values()))
     model.zero_grad()
-    recorder, memory, _ = train(
-        TermsModel(model, absent=('contrastive',)), loader(batch),
-        algorithms=[TokenAccumulation(loss_units=MODALITIES)], microbatch_size=2,
-    )  # fmt: skip
+    recorder = fit(TermsModel(model, absent=('contrastive',)), loader(batch), loss_units=MODALITIES)
     assert relative_error(recorder.gradients, expected) < 1e-6
-    assert logged(memory, 'loss/train/contrastive') == pytest.approx([terms['contrastive'].item()], rel=1e-6)
+    assert recorder.logged('loss/train/contrastive') == pytest.approx([terms['contrastive'].item()], rel=1e-6)
 
 
 @pytest.mark.parametrize('microbatch_size', [1, 2])
@@ -113,12 +107,7 @@ def test_tuple_losses_are_all_means_over_tokens(microbatch_size):
     batch = collate(text_rows(SHAPE))
     expected = gradients_of(model, 3 * expected_total(model, batch, 1)['lm'])
     model.zero_grad()
-    recorder, _, _ = train(
-        TermsModel(model, form='tuple'),
-        loader(batch),
-        algorithms=[TokenAccumulation()],
-        microbatch_size=microbatch_size,
-    )
+    recorder = fit(TermsModel(model, form='tuple'), loader(batch), microbatch_size=microbatch_size)
     assert relative_error(recorder.gradients, expected) < 1e-6
 
 
@@ -133,25 +122,21 @@ def test_number_of_microbatches_of_our_split_is_known():
     model.zero_grad()
     data = token_data_spec(loader(batch), regroup=False)
     assert [len(m['input_ids']) for m in data.split_batch(data.batch_transforms(batch), 2)] == [3, 2]
-    recorder, memory, _ = train(
-        TermsModel(model), data, algorithms=[TokenAccumulation(loss_units=MODALITIES)], microbatch_size=2
-    )
+    recorder = fit(TermsModel(model), data, loss_units=MODALITIES)
     assert relative_error(recorder.gradients, expected) < 1e-6
-    assert logged(memory, 'loss/train/router') == pytest.approx([terms['router'].item()], rel=1e-6)
+    assert recorder.logged('loss/train/router') == pytest.approx([terms['router'].item()], rel=1e-6)
 
 
 def test_term_without_unit_is_refused_by_name():
     model = TermsModel(text_model())
     units = {'lm': 'tokens', 'router': 'microbatches'}
     with pytest.raises(RuntimeError, match="no unit for 'contrastive'"):
-        train(model, loader(collate(text_rows(SHAPE))), algorithms=[TokenAccumulation(loss_units=units)])
+        fit(model, loader(collate(text_rows(SHAPE))), loss_units=units)
 
 
 def test_units_without_a_dict_loss_are_refused():
     with pytest.raises(RuntimeError, match='must go with a dict loss'):
-        train(
-            text_model(), loader(collate(text_rows(SHAPE))), algorithms=[TokenAccumulation(loss_units={'lm': 'tokens'})]
-        )
+        fit(text_model(), loader(collate(text_rows(SHAPE))), loss_units={'lm': 'tokens'})
 
 
 @pytest.mark.parametrize('wrapped', [False, True])
@@ -165,10 +150,9 @@ def test_loss_of_samples_alone(copies, microbatch_size, wrapped):
     model.zero_grad()
     given = with_metadata(batch, samples=[1] * rows + [0] * copies) if copies else batch
     data = token_data_spec(loader(given)) if wrapped or copies else loader(given)
-    recorder, *_ = train(
-        SequenceLoss(model, use_logits=True), data, microbatch_size=microbatch_size,
-        algorithms=[TokenAccumulation(loss_units={'lm': 'samples'})],
-    )  # fmt: skip
+    recorder = fit(
+        SequenceLoss(model, use_logits=True), data, loss_units={'lm': 'samples'}, microbatch_size=microbatch_size
+    )
     assert relative_error(recorder.gradients, expected) < 1e-6
 
 
@@ -183,17 +167,17 @@ def test_term_of_samples_that_ignores_labels_is_refused_beside_a_row_that_fills_
     model: HuggingFaceModel = NormTerm(text_model(), shift_labels=True, use_logits=True)
     rows = len(SHAPE)
     batch, algorithm = collate(text_rows(SHAPE)), TokenAccumulation(loss_units={'lm': 'tokens', 'norm': 'samples'})
-    train(model, token_data_spec(loader(batch)), algorithms=[algorithm], microbatch_size=rows)
+    fit(model, batch, algorithms=[algorithm], microbatch_size=rows)
     given = with_metadata(batch, samples=[1] * (rows - 1) + [0])
     with pytest.raises(RuntimeError, match='got: a gradient in 1 of 5 rows'):
-        train(model, token_data_spec(loader(given)), algorithms=[algorithm], microbatch_size=rows)
+        fit(model, given, algorithms=[algorithm], microbatch_size=rows)
 
 
 def test_noise_that_is_scaled_by_the_width_is_said(caplog):
     model = text_model()
     setattr(model.model.embed_tokens, 'neftune_noise_alpha', 5.0)  # noqa: B010
     with caplog.at_level(logging.WARNING):
-        train(model, token_data_spec(loader(collate(text_rows(SHAPE)))), algorithms=[TokenAccumulation()])
+        fit(model, collate(text_rows(SHAPE)))
     assert 'NEFTune' in caplog.text
 
 

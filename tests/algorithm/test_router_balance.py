@@ -15,11 +15,19 @@ import transformers
 from composer.core import Algorithm, Event
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from composer_tokacc import TokenAccumulation, token_data_spec
+from composer_tokacc import TokenAccumulation
 from tests.matrix.native_models import NativeModel
 from tests.model_types.tiny import tiny_config, tiny_model
 from tests.support.text import collate, text_model, text_rows
-from tests.support.training import hugging_face, in_double, loader, logged, reference_gradients, relative_error, train
+from tests.support.training import (
+    assert_exact,
+    fit,
+    hugging_face,
+    in_double,
+    loader,
+    reference_gradients,
+    relative_error,
+)
 
 SHAPE = [(4, 2), (9, 0), (5, 3), (14, 11), (6, 1), (3, 2)]
 COEFFICIENT = 0.5
@@ -33,15 +41,6 @@ def mixture(model_type='mixtral', **settings):
     return tiny_model(config, getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])).train()
 
 
-def step(model, data, microbatch_size=2, **settings):
-    arguments = {name: settings.pop(name) for name in ('token_weights', 'loss_units') if name in settings}
-    recorder, memory, _ = train(
-        model, data, algorithms=[TokenAccumulation(router_balance='step', **arguments), *settings.pop('more', ())],
-        microbatch_size=microbatch_size, **settings,
-    )  # fmt: skip
-    return recorder, memory
-
-
 @pytest.mark.parametrize('packing', [False, True])
 @pytest.mark.parametrize('model_type', ['mixtral', 'qwen3_moe', 'qwen3_5_moe_text', 'qwen3_next', 'olmoe', 'gpt_oss'])
 def test_gradient_and_loss_are_those_of_the_whole_batch(model_type, packing):
@@ -51,17 +50,14 @@ def test_gradient_and_loss_are_those_of_the_whole_batch(model_type, packing):
     model, batch = mixture(model_type), collate(text_rows(SHAPE))
     if model_type == 'qwen3_next':  # one forward of it in float32 is 1.4e-6 off doubles
         model = in_double(model)
-    expected, loss = reference_gradients(model, batch)
     for microbatch_size in (1, 3) if model_type == 'mixtral' else (2,):
-        recorder, memory = step(model, token_data_spec(loader(batch), packing=packing), microbatch_size)
-        assert relative_error(recorder.gradients, expected) < 1e-6
-        assert logged(memory, 'loss/train/total') == pytest.approx([loss], rel=1e-6)
+        assert_exact(model, batch, packing=packing, microbatch_size=microbatch_size, router_balance='step')
 
 
 def test_it_is_not_the_mean_of_the_microbatches():
     model, batch = mixture(), collate(text_rows(SHAPE))
     expected, _ = reference_gradients(model, batch)
-    recorder, *_ = train(model, token_data_spec(loader(batch)), algorithms=[TokenAccumulation()], microbatch_size=2)
+    recorder = fit(model, batch)
     assert relative_error(recorder.gradients, expected) > 1e-2
 
 
@@ -71,7 +67,7 @@ def test_random_numbers_are_those_of_training_and_leave_the_run_as_it_was(settin
 
     def gradients(balance):
         algorithm = TokenAccumulation(router_balance=balance)
-        recorder, *_ = train(model, token_data_spec(loader(batch)), algorithms=[algorithm], microbatch_size=2, seed=7)
+        recorder = fit(model, batch, algorithms=[algorithm], seed=7)
         return recorder.gradients
 
     # With another statistic all else is the same: what the router's term cannot reach.
@@ -93,7 +89,7 @@ class DrawsNumbers(Algorithm):
 def test_other_random_numbers_in_training_are_refused():
     model, batch = mixture(router_jitter_noise=0.9), collate(text_rows([(40, 20)] * 6))
     with pytest.raises(RuntimeError, match='choose the same experts with and without a graph'):
-        step(model, token_data_spec(loader(batch)), more=[DrawsNumbers()])
+        fit(model, batch, algorithms=[TokenAccumulation(router_balance='step'), DrawsNumbers()])
 
 
 def another_loss(change):
@@ -127,7 +123,7 @@ def test_other_load_balancing_losses_are_refused_before_the_optimizer_moves(chan
     model, batch = another_loss(change), collate(text_rows(SHAPE))
     before = [parameter.clone() for parameter in model.parameters()]
     with pytest.raises(RuntimeError, match=f'{message}.*router_balance=.microbatch.'):
-        step(model, token_data_spec(loader(batch)), optimizer=torch.optim.SGD(model.parameters(), lr=1.0))
+        fit(model, batch, router_balance='step', optimizer=torch.optim.SGD(model.parameters(), lr=1.0))
     assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
 
 
@@ -135,9 +131,9 @@ def test_what_has_no_router_is_refused():
     batch = collate(text_rows(SHAPE))
     for model in (text_model(), mixture(output_router_logits=False), NativeModel('causal')):
         with pytest.raises(RuntimeError, match=r'router_aux_loss_coef|output_router_logits=True'):
-            step(model, token_data_spec(loader(batch)))
+            fit(model, batch, router_balance='step')
     with pytest.raises(RuntimeError, match=r'Use token_data_spec\(\)'):
-        step(mixture(), loader(batch))
+        fit(mixture(), loader(batch), router_balance='step')
     with pytest.raises(ValueError, match=r'router_balance.*one of'):
         TokenAccumulation(router_balance='batch')
     with pytest.raises(ValueError, match='loss_units'):
@@ -146,15 +142,10 @@ def test_what_has_no_router_is_refused():
 
 def test_weights_of_tokens_leave_the_routers_term_alone():
     model, batch = mixture(), collate(text_rows([(8, 4)] * 4 + [(12, 4)] * 2))  # as many tokens in each sample
-    expected, loss = reference_gradients(model, batch)
-    recorder, memory = step(model, token_data_spec(loader(batch)), token_weights='sample')
-    assert relative_error(recorder.gradients, expected) < 1e-6
-    assert logged(memory, 'loss/train/total') == pytest.approx([loss], rel=1e-6)
+    assert_exact(model, batch, token_weights='sample', router_balance='step')
 
 
 @pytest.mark.slow
 def test_compiled_forward_is_exact():
     model, batch = mixture(), collate(text_rows(SHAPE))
-    expected, _ = reference_gradients(model, batch)
-    recorder, _ = step(model, token_data_spec(loader(batch)), compile_config={'backend': 'aot_eager'})
-    assert relative_error(recorder.gradients, expected) < 1e-6
+    assert_exact(model, batch, router_balance='step', compile_config={'backend': 'aot_eager'})

@@ -13,13 +13,13 @@ import torch
 from composer.callbacks import NaNMonitor
 from composer.core import Callback
 
-from composer_tokacc import TokenAccumulation, token_data_spec
+from composer_tokacc import token_data_spec
 from composer_tokacc.metadata import num_samples
 from tests.matrix.harness import measure
 from tests.matrix.native_models import NativeModel
 from tests.matrix.subjects import SUBJECTS
 from tests.support.text import collate, text_rows
-from tests.support.training import in_double, loader, logged, relative_error, train
+from tests.support.training import fit, in_double, loader, relative_error
 from tests.support.weights import weighted_losses
 
 SHAPE = [(4, 2), (9, 0), (5, 3), (14, 11), (6, 1), (3, 2)]
@@ -74,28 +74,27 @@ def test_tokens_are_exact_and_every_microbatchs_router_weighs_the_same(
     model, batch = mixture(family, weight), collate(text_rows(SHAPE))
     data = loader(batch) if split == 'stock' else token_data_spec(loader(batch), regroup=split == 'regrouped')
     seen = Microbatches()
-    recorder, memory, _ = train(
-        model, data, algorithms=[TokenAccumulation(token_weights=token_weights)], callbacks=[NaNMonitor(), seen],
-        microbatch_size=microbatch_size,
-    )  # fmt: skip
+    recorder = fit(
+        model, data, token_weights=token_weights, microbatch_size=microbatch_size, callbacks=[NaNMonitor(), seen]
+    )
     expected, tokens, router = expected_gradients(model, batch, [seen.inputs], token_weights)
     assert relative_error(recorder.gradients, expected) < 1e-6
-    assert logged(memory, 'loss/train/tokens') == pytest.approx([tokens.item()], rel=1e-6)
-    assert logged(memory, 'loss/train/router') == pytest.approx([router.item()], rel=1e-6)
-    assert logged(memory, 'loss/train/total') == pytest.approx([(tokens + router).item()], rel=1e-6)
+    assert recorder.logged('loss/train/tokens') == pytest.approx([tokens.item()], rel=1e-6)
+    assert recorder.logged('loss/train/router') == pytest.approx([router.item()], rel=1e-6)
+    assert recorder.logged('loss/train/total') == pytest.approx([(tokens + router).item()], rel=1e-6)
     assert isinstance(seen.loss, torch.Tensor)
 
 
 def test_what_is_not_exact_is_said(caplog):
     model, batch = mixture('mixtral', 0.01), collate(text_rows(SHAPE))
-    train(model, token_data_spec(loader(batch)), algorithms=[TokenAccumulation()], microbatch_size=2)
+    fit(model, batch)
     assert 'depends on how the batch is cut' in caplog.text
 
 
 def test_coefficient_other_than_the_configs_is_refused():
     model, batch = mixture('mixtral', 0.1), collate(text_rows(SHAPE))
     vars(model.model)['router_aux_loss_coef'] = 0.3
-    train(model, token_data_spec(loader(batch)), algorithms=[TokenAccumulation()], microbatch_size=2)
+    fit(model, batch)
     forward = model.model.forward
 
     def unadded(**inputs):
@@ -105,7 +104,7 @@ def test_coefficient_other_than_the_configs_is_refused():
 
     model.model.forward = unadded
     with pytest.raises(RuntimeError, match='router'):
-        train(model, token_data_spec(loader(batch)), algorithms=[TokenAccumulation()], microbatch_size=2)
+        fit(model, batch)
 
 
 def test_router_loss_that_is_returned_and_not_added_is_refused_however_small():
@@ -119,7 +118,7 @@ def test_router_loss_that_is_returned_and_not_added_is_refused_however_small():
 
     model.model.forward = unadded
     with pytest.raises(RuntimeError, match=r'must add its load-balancing loss times 1e-09.* got: times 0'):
-        train(model, token_data_spec(loader(batch)), algorithms=[TokenAccumulation()], microbatch_size=2)
+        fit(model, batch)
 
 
 class Unnamed(NativeModel):

@@ -16,10 +16,17 @@ from composer_tokacc import TokenAccumulation, token_data_spec
 from composer_tokacc.checks.step import MicrobatchRecord
 from composer_tokacc.collectives import RankSum
 from tests.support.text import collate, text_model, text_row, text_rows
-from tests.support.training import hugging_face, loader, logged, reference_gradients, relative_error, train
+from tests.support.training import (
+    TOLERANCE,
+    assert_exact,
+    fit,
+    hugging_face,
+    loader,
+    reference_gradients,
+    relative_error,
+)
 
 RAGGED = [(4, 2), (5, 3), (9, 7), (14, 11), (6, 1), (3, 2)]
-TOLERANCE = 1e-6
 
 
 @pytest.fixture
@@ -32,31 +39,22 @@ def batch():
     return collate(text_rows(RAGGED))
 
 
-def assert_exact(model, data, batch, **options):
-    """Trains, and holds gradient and logged loss to one forward over the batch."""
-    expected, loss = reference_gradients(model, batch)
-    options = {'algorithms': [TokenAccumulation()], 'microbatch_size': 2, **options}
-    recorder, memory, trainer = train(model, data, **options)
-    assert relative_error(recorder.gradients, expected) < TOLERANCE
-    assert logged(memory, 'loss/train/total') == pytest.approx([loss], rel=TOLERANCE)
-    return memory, trainer
-
-
 @pytest.mark.parametrize('side', ['left', 'right'])
 @pytest.mark.parametrize('microbatch_size', [1, 2, 3, 6])
 @pytest.mark.parametrize('split', ['stock', 'ordered', 'regrouped'])
 def test_gradient_is_that_of_one_forward_over_the_batch(model, side, microbatch_size, split):
     batch = collate(text_rows(RAGGED), side=side)
     data = loader(batch) if split == 'stock' else token_data_spec(loader(batch), regroup=split == 'regrouped')
-    assert_exact(model, data, batch, microbatch_size=microbatch_size)
+    assert_exact(model, data, batch=batch, microbatch_size=microbatch_size)
 
 
 def test_stock_composer_is_wrong_here_so_the_test_can_fail(model):
     batch = collate(text_rows(RAGGED[:4]))
     expected, _ = reference_gradients(model, batch)
-    recorder, _, _ = train(model, loader(batch), microbatch_size=1)
+    recorder = fit(model, loader(batch), algorithms=[], microbatch_size=1)
     assert relative_error(recorder.gradients, expected) > 0.1
-    recorder, _, _ = train(model, loader(batch), microbatch_size=1, accumulate_train_batch_on_tokens=True)
+    flag = {'accumulate_train_batch_on_tokens': True}
+    recorder = fit(model, loader(batch), algorithms=[], microbatch_size=1, **flag)
     assert relative_error(recorder.gradients, expected) > 0.1  # its default counter counts padding
 
 
@@ -69,39 +67,37 @@ def test_native_flag_is_exact(model, batch, is_ours, options):
     Rows times one common width is proportional to the rows: nothing is wrong on one rank, so nothing is refused.
     """
     data = token_data_spec(loader(batch), model=model) if is_ours else loader(batch)
-    assert_exact(model, data, batch, accumulate_train_batch_on_tokens=True, **options)
+    assert_exact(model, data, batch=batch, accumulate_train_batch_on_tokens=True, **options)
 
 
 def test_algorithm_together_with_a_model_to_count_by_is_exact(model, batch):
-    assert_exact(model, token_data_spec(loader(batch), model=model), batch)
+    assert_exact(model, token_data_spec(loader(batch), model=model), batch=batch)
 
 
 @pytest.mark.parametrize('rule', ['auto', 'causal', 'unshifted'])
 def test_native_flag_without_a_model_to_count_by_is_refused(model, batch, rule):
+    data = token_data_spec(loader(batch), loss_tokens=rule)
     with pytest.raises(RuntimeError, match=r'pass `model=`'):
-        train(model, token_data_spec(loader(batch), loss_tokens=rule), accumulate_train_batch_on_tokens=True)
+        fit(model, data, algorithms=[], accumulate_train_batch_on_tokens=True)
 
 
 def test_native_flag_with_a_rule_that_is_not_the_models_is_refused(model, batch):
     data = token_data_spec(loader(batch), model=model, loss_tokens='unshifted')
     with pytest.raises(RuntimeError, match=r"Set `loss_tokens='causal'`"):
-        train(model, data, accumulate_train_batch_on_tokens=True)
+        fit(model, data, algorithms=[], accumulate_train_batch_on_tokens=True)
 
 
 def test_native_flag_together_with_the_algorithm_is_refused_before_any_step(model, batch):
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(RuntimeError, match='accumulate_train_batch_on_tokens'):
-        train(
-            model, token_data_spec(loader(batch)), algorithms=[TokenAccumulation()], microbatch_size=2,
-            accumulate_train_batch_on_tokens=True, optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-        )  # fmt: skip
+        fit(model, batch, accumulate_train_batch_on_tokens=True, optimizer=torch.optim.SGD(model.parameters(), lr=1.0))
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
 def test_custom_sample_counter_is_refused(model, batch):
     spec = DataSpec(loader(batch), get_num_samples_in_batch=lambda batch: int(batch['attention_mask'].sum()))
     with pytest.raises(RuntimeError, match='get_num_samples_in_batch'):
-        train(model, spec, algorithms=[TokenAccumulation()], microbatch_size=2)
+        fit(model, spec)
 
 
 def test_microbatch_transforms_that_mask_labels_are_noticed(model, batch):
@@ -109,9 +105,8 @@ def test_microbatch_transforms_that_mask_labels_are_noticed(model, batch):
         batch['labels'][:, -2:] = -100
         return batch
 
-    spec = token_data_spec(loader(batch), microbatch_transforms=mask)
     with pytest.raises(RuntimeError, match='microbatch_transforms'):
-        train(model, spec, algorithms=[TokenAccumulation()], microbatch_size=2)
+        fit(model, batch, microbatch_transforms=mask)
 
 
 def test_batch_transforms_that_mask_labels_are_counted(model):
@@ -123,7 +118,7 @@ def test_batch_transforms_that_mask_labels_are_counted(model):
         batch['labels'][:, -1:] = -100
         return batch
 
-    assert_exact(model, token_data_spec(loader(batch), batch_transforms=mask), masked)
+    assert_exact(model, batch, batch_transforms=mask, batch=masked)
 
 
 class DropRows(DataSpec):
@@ -133,7 +128,7 @@ class DropRows(DataSpec):
 
 def test_split_that_drops_rows_is_noticed(model, batch):
     with pytest.raises(RuntimeError, match='drops or repeats rows'):
-        train(model, DropRows(loader(batch)), algorithms=[TokenAccumulation()], microbatch_size=2)
+        fit(model, DropRows(loader(batch)))
 
 
 class HalveLoss(Algorithm):
@@ -146,7 +141,7 @@ class HalveLoss(Algorithm):
 
 def test_later_algorithm_that_rescales_the_loss_is_refused(model, batch):
     with pytest.raises(RuntimeError, match='put TokenAccumulation last'):
-        train(model, loader(batch), algorithms=[TokenAccumulation(), HalveLoss()], microbatch_size=2)
+        fit(model, loader(batch), algorithms=[TokenAccumulation(), HalveLoss()])
 
 
 # Empty microbatches and steps.
@@ -156,8 +151,8 @@ def test_later_algorithm_that_rescales_the_loss_is_refused(model, batch):
 def test_rows_without_loss_tokens_are_exact_and_logged_finite(model, split):
     batch = collate(text_rows([(4, 2), (9, 0), (14, 11), (6, 0), (3, 1)]))
     data = loader(batch) if split == 'stock' else token_data_spec(loader(batch))
-    memory, _ = assert_exact(model, data, batch, callbacks=[NaNMonitor()], microbatch_size=1)
-    assert logged(memory, 'token_accumulation/empty_microbatches') == [2]
+    recorder = assert_exact(model, data, batch=batch, callbacks=[NaNMonitor()], microbatch_size=1)
+    assert recorder.logged('token_accumulation/empty_microbatches') == [2]
 
 
 class MaskedSum(torch.nn.Module):
@@ -180,7 +175,7 @@ class MaskedSum(torch.nn.Module):
 
 def test_masked_sum_loss_without_loss_tokens_has_finite_gradients(model):
     batch = collate(text_rows([(4, 2), (9, 0), (14, 11)]))
-    assert_exact(MaskedSum(model), loader(batch), batch, callbacks=[NaNMonitor()], microbatch_size=1)
+    assert_exact(MaskedSum(model), loader(batch), batch=batch, callbacks=[NaNMonitor()], microbatch_size=1)
 
 
 def test_step_without_loss_tokens_moves_nothing(model, batch):
@@ -195,17 +190,15 @@ def test_step_without_loss_tokens_moves_nothing(model, batch):
             moments = [copy.deepcopy(state.optimizers[0].state_dict()['state'])]
             snapshots.append((copy.deepcopy(state.model.state_dict()), moments))
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
-    _, memory, _ = train(
-        model, loader(batch, empty), algorithms=[TokenAccumulation(), Snapshot()], callbacks=[NaNMonitor()],
-        microbatch_size=1, optimizer=optimizer, max_duration='2ba',
-    )  # fmt: skip
+    options = {'optimizer': torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5), 'max_duration': '2ba'}
+    algorithms, callbacks = [TokenAccumulation(), Snapshot()], [NaNMonitor()]
+    recorder = fit(model, loader(batch, empty), algorithms=algorithms, callbacks=callbacks, **options)
     (before, moments_before), (after, moments_after) = snapshots
     assert all(torch.equal(before[name], after[name]) for name in before)
     for index, moment in moments_before[0].items():
         assert all(torch.equal(value, moments_after[0][index][name]) for name, value in moment.items())
-    assert logged(memory, 'token_accumulation/empty_steps') == [0, 1]
-    assert logged(memory, 'loss/train/total')[1] == 0.0
+    assert recorder.logged('token_accumulation/empty_steps') == [0, 1]
+    assert recorder.logged('loss/train/total')[1] == 0.0
 
 
 # What else runs in a trainer.
@@ -230,10 +223,9 @@ class OneOutOfMemory(Algorithm):
 @pytest.mark.parametrize('data', ['stock', 'token_data_spec'])
 def test_retry_after_out_of_memory_gives_the_same_gradient(model, batch, data):
     given = loader(batch) if data == 'stock' else token_data_spec(loader(batch))
-    _, trainer = assert_exact(
-        model, given, batch, algorithms=[OneOutOfMemory(), TokenAccumulation()], microbatch_size=4
-    )
-    assert trainer.state.device_train_microbatch_size == 2
+    algorithms = [OneOutOfMemory(), TokenAccumulation()]
+    recorder = assert_exact(model, given, batch=batch, algorithms=algorithms, microbatch_size=4)
+    assert recorder.trainer.state.device_train_microbatch_size == 2
 
 
 @pytest.mark.parametrize('order', ['before', 'after'])
@@ -242,7 +234,7 @@ def test_gradient_clipping_in_any_order(model, batch, order):
     clipping = GradientClipping(clipping_type='norm', clipping_threshold=0.1)
     ours = TokenAccumulation()
     algorithms = [clipping, ours] if order == 'before' else [ours, clipping]
-    recorder, _, _ = train(model, loader(batch), algorithms=algorithms, microbatch_size=2)
+    recorder = fit(model, loader(batch), algorithms=algorithms)
     norm = torch.stack([value.norm() for value in expected.values()]).norm()
     clipped = {name: value * min(0.1 / norm.item(), 1.0) for name, value in expected.items()}
     assert relative_error(recorder.gradients, clipped) < 1e-5
@@ -253,10 +245,8 @@ def after_training(model, batch, optimizer, algorithms=()):
     finals = []
     for microbatch_size in (6, 1):
         copied = copy.deepcopy(model)
-        train(
-            copied, loader(batch), algorithms=[*algorithms, TokenAccumulation()], microbatch_size=microbatch_size,
-            optimizer=optimizer(copied.parameters(), lr=0.1),
-        )  # fmt: skip
+        options = {'microbatch_size': microbatch_size, 'optimizer': optimizer(copied.parameters(), lr=0.1)}
+        fit(copied, loader(batch), algorithms=[*algorithms, TokenAccumulation()], **options)
         finals.append(copied.state_dict())
     return finals
 
@@ -286,30 +276,24 @@ def test_grad_scaler_scale_is_not_taken_for_a_wrong_weight(model, batch, monkeyp
     monkeypatch.setattr(Trainer, '_use_grad_scaling', lambda self, precision, scaler: True)
     monkeypatch.setattr(Trainer, '_use_closures', lambda self: False)
     monkeypatch.setattr('composer.trainer.trainer.GradScaler', LossScale)
-    _, trainer = assert_exact(model, loader(batch), batch)
-    assert trainer.state.scaler.get_scale() == 1024.0
+    recorder = assert_exact(model, loader(batch), batch=batch)
+    assert recorder.trainer.state.scaler.get_scale() == 1024.0
 
 
 def test_second_fit_and_checkpoint(model, batch, tmp_path):
     expected, _ = reference_gradients(model, batch)
-    algorithm = TokenAccumulation()
-    recorder, _, trainer = train(
-        model, loader(batch), algorithms=[algorithm], microbatch_size=2, save_folder=str(tmp_path), save_interval='1ba'
-    )
-    trainer.fit(duration='1ba')
+    recorder = fit(model, loader(batch), save_folder=str(tmp_path), save_interval='1ba')
+    recorder.trainer.fit(duration='1ba')
     assert len(recorder.steps) == 2
     assert relative_error(recorder.gradients, expected) < TOLERANCE
-    again = TokenAccumulation()
-    recorder, _, _ = train(
-        text_model(), loader(batch), algorithms=[again], microbatch_size=1, max_duration='3ba',
-        load_path=str(tmp_path / 'latest-rank0.pt'),
-    )  # fmt: skip
+    load_path = str(tmp_path / 'latest-rank0.pt')
+    recorder = fit(text_model(), loader(batch), microbatch_size=1, max_duration='3ba', load_path=load_path)
     assert relative_error(recorder.gradients, expected) < TOLERANCE
 
 
 def test_raw_loss_is_restored_for_callbacks(model, batch):
     _, loss = reference_gradients(model, {key: value[-1:] for key, value in batch.items()})
-    recorder, _, _ = train(model, loader(batch), algorithms=[TokenAccumulation()], microbatch_size=1)
+    recorder = fit(model, loader(batch), microbatch_size=1)
     assert recorder.losses[0].item() == pytest.approx(loss, rel=TOLERANCE)
 
 
@@ -345,7 +329,7 @@ def test_no_host_sync_a_microbatch(model, monkeypatch, units):
     given = hugging_face(model)
     if units:
         monkeypatch.setattr(given, 'loss', lambda outputs, batch: {'lm': outputs['loss']})
-    train(given, loader(batch), algorithms=[algorithm], microbatch_size=1)
+    fit(given, loader(batch), algorithms=[algorithm], microbatch_size=1)
     assert (seen.count('observe'), seen.count('_hear')) == (7, 6)
     assert all(event.value in seen for event in microbatch_events)
 
@@ -362,7 +346,7 @@ def test_sums_over_the_ranks_are_read_once_a_step_before_the_first_forward(model
     algorithm = TokenAccumulation()
     scale = algorithm._actions[Event.BEFORE_BACKWARD]
     algorithm._actions[Event.BEFORE_BACKWARD] = lambda *given: (events.append(('scale', None)), scale(*given))
-    train(model, loader(batch), algorithms=[algorithm], microbatch_size=2)
+    fit(model, loader(batch), algorithms=[algorithm])
     assert events[0] == ('read', True)
     assert [waited for kind, waited in events if kind == 'read'].count(True) == 1
 
@@ -375,7 +359,7 @@ def test_labels_on_pads_count_where_the_model_counts_them(model):
     batch = collate(text_rows(RAGGED), labels_on_pads=5)
     for data in (loader(batch), token_data_spec(loader(batch))):
         algorithm = TokenAccumulation()
-        assert_exact(model, data, batch, algorithms=[algorithm])
+        assert_exact(model, data, batch=batch, algorithms=[algorithm])
         assert algorithm.rule == 'causal'
 
 
@@ -384,7 +368,7 @@ def test_wrong_rule_is_refused_with_the_positions_that_the_gradient_is_at(model,
         RuntimeError,
         match=r"'unshifted', but the model averages by 'causal' \(the gradient .* positions \[9, 10, 11, 12\]",
     ):
-        train(model, loader(batch), algorithms=[TokenAccumulation(loss_tokens='unshifted')], microbatch_size=2)
+        fit(model, loader(batch), loss_tokens='unshifted')
 
 
 class TruncatesLabels(MaskedSum):
@@ -399,18 +383,16 @@ class TruncatesLabels(MaskedSum):
 def test_model_that_truncates_labels_inside_forward_is_refused(model):
     batch = collate([text_row(12, 8, seed=1), text_row(12, 5, seed=2)])
     with pytest.raises(RuntimeError, match='changes labels inside forward'):
-        train(TruncatesLabels(model), loader(batch), algorithms=[TokenAccumulation()], microbatch_size=1)
+        fit(TruncatesLabels(model), loader(batch), microbatch_size=1)
 
 
 def test_probe_leaves_random_state_and_mode_alone(model, batch):
     states = []
     for algorithms in ([], [TokenAccumulation(loss_tokens='causal', check_loss=False)], [TokenAccumulation()]):
         torch.manual_seed(7)
-        _recorder, _, trainer = train(
-            copy.deepcopy(model), loader(batch), algorithms=algorithms, microbatch_size=6, seed=7
-        )
+        recorder = fit(copy.deepcopy(model), loader(batch), algorithms=algorithms, microbatch_size=6, seed=7)
         states.append(torch.get_rng_state())
-        assert trainer.state.model.training
+        assert recorder.trainer.state.model.training
     assert torch.equal(states[0], states[1])
     assert torch.equal(states[0], states[2])
 
@@ -435,7 +417,7 @@ def test_bad_arguments_get_one_clear_line(kwargs, message):
 def test_batch_without_labels_gets_one_clear_line(model, batch):
     del batch['labels']
     with pytest.raises(ValueError, match='`labels` tensor'):
-        train(model, loader(batch), algorithms=[TokenAccumulation()], microbatch_size=2)
+        fit(model, loader(batch))
 
 
 def test_hugging_face_wrapper_is_the_one_under_test(model):

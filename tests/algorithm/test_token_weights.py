@@ -30,7 +30,7 @@ from tests.algorithm.test_attacked import Terms, by_token
 from tests.support.families import FAMILIES
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
 from tests.support.text import collate, text_model, text_rows
-from tests.support.training import in_double, loader, logged, relative_error, train
+from tests.support.training import fit, in_double, loader, relative_error
 from tests.support.weights import column, weighted_reference
 
 RAGGED = [(4, 2), (5, 3), (9, 7), (14, 11), (6, 1), (3, 2)]
@@ -53,14 +53,13 @@ def batch_of(shape=RAGGED, side='right', ids=True, **entries):
 
 def check(model, batch, data, token_weights, microbatch_size, callbacks=()):
     expected, loss, token_mean = weighted_reference(model, batch, token_weights)
-    recorder, memory, _ = train(
-        model, data, algorithms=[TokenAccumulation(token_weights=token_weights)], microbatch_size=microbatch_size,
-        callbacks=[NaNMonitor(), *callbacks],
-    )  # fmt: skip
+    recorder = fit(
+        model, data, token_weights=token_weights, microbatch_size=microbatch_size, callbacks=[NaNMonitor(), *callbacks]
+    )
     assert relative_error(recorder.gradients, expected) < TOLERANCE
-    assert logged(memory, 'loss/train/total') == pytest.approx([loss], rel=TOLERANCE)
+    assert recorder.logged('loss/train/total') == pytest.approx([loss], rel=TOLERANCE)
     if token_weights != 'token':
-        assert logged(memory, 'token_accumulation/token_mean_loss') == pytest.approx([token_mean], rel=TOLERANCE)
+        assert recorder.logged('token_accumulation/token_mean_loss') == pytest.approx([token_mean], rel=TOLERANCE)
 
 
 @pytest.mark.parametrize('microbatch_size', [1, 2, 3, 6])
@@ -186,7 +185,7 @@ def test_bad_weights_are_one_line_with_the_sample(model, weights, message, data)
     del batch['loss_weights']
     batch |= {} if weights is None else {'loss_weights': weights}
     with pytest.raises((ValueError, RuntimeError), match=message) as caught:
-        train(model, data(loader(batch)), algorithms=[TokenAccumulation(token_weights='column')], microbatch_size=2)
+        fit(model, data(loader(batch)), token_weights='column')
     assert '\n' not in str(caught.value)
 
 
@@ -208,18 +207,14 @@ def test_unknown_weights_are_refused():
 
 
 def test_column_that_nobody_asked_for_is_named(model, caplog):
-    train(model, loader(batch_of()), algorithms=[TokenAccumulation()], microbatch_size=2)
+    fit(model, loader(batch_of()))
     assert 'token_weights=column' in caplog.text
 
 
 @pytest.mark.parametrize('token_weights', WEIGHTS)
 def test_composers_flag_is_refused_beside_weights(model, token_weights):
-    data = token_data_spec(loader(batch_of()))
     with pytest.raises(RuntimeError, match='accumulate_train_batch_on_tokens'):
-        train(
-            model, data, algorithms=[TokenAccumulation(token_weights=token_weights)], microbatch_size=2,
-            accumulate_train_batch_on_tokens=True,
-        )  # fmt: skip
+        fit(model, batch_of(), token_weights=token_weights, accumulate_train_batch_on_tokens=True)
 
 
 def test_accumulated_gradient_is_clipped(model):
@@ -227,10 +222,7 @@ def test_accumulated_gradient_is_clipped(model):
     expected, _, _ = weighted_reference(model, batch, 'sqrt')
     norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
     clipping = GradientClipping(clipping_type='norm', clipping_threshold=0.1)
-    recorder, _, _ = train(
-        model, token_data_spec(loader(batch)), algorithms=[clipping, TokenAccumulation(token_weights='sqrt')],
-        microbatch_size=2,
-    )  # fmt: skip
+    recorder = fit(model, batch, algorithms=[clipping, TokenAccumulation(token_weights='sqrt')])
     clipped = {name: gradient * (0.1 / norm) for name, gradient in expected.items()}
     assert relative_error(recorder.gradients, clipped) < 1e-5  # torch adds 1e-6 to the norm
 
@@ -257,9 +249,8 @@ def test_weights_that_a_transform_drops_or_changes_are_noticed(model):
         return {**batch, 'loss_weights': batch['loss_weights'] * (torch.arange(len(batch['labels'])) % 2)[:, None]}
 
     for transform, message in ((drop, 'must carry the `loss_weights`'), (change, 'Weights must not change')):
-        data = token_data_spec(loader(batch_of()), microbatch_transforms=transform)
         with pytest.raises(RuntimeError, match=message):
-            train(model, data, algorithms=[TokenAccumulation(token_weights='sqrt')], microbatch_size=6)
+            fit(model, batch_of(), microbatch_transforms=transform, token_weights='sqrt', microbatch_size=6)
 
 
 def test_logits_are_kept_once(model):
@@ -283,10 +274,7 @@ def test_logits_are_kept_once(model):
 def compiled_run(model, batch, backend):
     torch._dynamo.reset()
     try:
-        return train(
-            model, token_data_spec(loader(batch)), algorithms=[TokenAccumulation(token_weights='column')],
-            microbatch_size=3, compile_config={'backend': backend},
-        )[0]  # fmt: skip
+        return fit(model, batch, token_weights='column', microbatch_size=3, compile_config={'backend': backend})
     finally:
         torch._dynamo.reset()
 
@@ -315,17 +303,14 @@ def test_nothing_is_asked_of_the_device(is_whole):
     watched.watch(logits, labels.float(), 1.0, is_whole=is_whole)
     (ForCausalLMLoss(logits, labels, 64) + token_losses(logits, labels).sum()).backward()
     assert watched.was_reached
-    assert watched.tokens.deviations.device.type == watched.tokens.count.device.type == 'meta'
+    assert watched.deviations.device.type == watched.count.device.type == 'meta'
 
 
 def test_model_in_bfloat16_has_no_more_than_its_own_noise(model):
     batch = batch_of()
     expected, _, _ = weighted_reference(model, batch, 'sqrt')
-    recorder, _, _ = train(
-        model.bfloat16(), token_data_spec(loader(batch)), algorithms=[TokenAccumulation(token_weights='sqrt')],
-        microbatch_size=2,
-    )  # fmt: skip
-    plain, _, _ = train(model, token_data_spec(loader(batch)), algorithms=[TokenAccumulation()], microbatch_size=2)
+    recorder = fit(model.bfloat16(), batch, token_weights='sqrt')
+    plain = fit(model, batch)
     noise = relative_error(plain.gradients, weighted_reference(model, batch, 'token')[0])
     assert relative_error(recorder.gradients, expected) < 3 * noise < 0.1
 
@@ -343,10 +328,7 @@ def test_ready_microbatches_of_a_planning_loader(model):
         dataset, lengths=dataset.lengths, global_batch_size=8, max_tokens=2 * LONGEST, shuffle=False, drop_last=False
     )
     data = RegroupingDataLoader(dataset, batch_sampler=sampler, collate_fn=collate_weighed)
-    recorder, _, _ = train(
-        model, token_data_spec(data, slot_tokens=LONGEST), microbatch_size=2, max_duration='2ba',
-        algorithms=[TokenAccumulation(token_weights='column')],
-    )  # fmt: skip
+    recorder = fit(model, token_data_spec(data, slot_tokens=LONGEST), token_weights='column', max_duration='2ba')
     for indices, found in zip((range(8), range(8, 10)), recorder.steps, strict=True):
         batch = collate_weighed([dataset[index] for index in indices])
         batch['loss_weights'] = torch.tensor(batch['loss_weights'])
@@ -360,5 +342,5 @@ def test_loss_that_a_composer_model_computes_of_its_outputs(token_weights, units
     model, batch = Terms(by_token if units is None else lambda *losses: {'lm': by_token(*losses)}), batch_of()
     expected, _, _ = weighted_reference(model.model, batch, token_weights)
     algorithm = TokenAccumulation(token_weights=token_weights, loss_units=units)
-    recorder, *_ = train(model, token_data_spec(loader(batch)), algorithms=[algorithm], microbatch_size=2)
+    recorder = fit(model, batch, algorithms=[algorithm])
     assert relative_error(recorder.gradients, expected) < TOLERANCE

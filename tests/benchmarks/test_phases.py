@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from benchmarks.length_sets import LengthSet
-from benchmarks.phases import LIMIT, MODELS, RESULTS, measure, tables
+from benchmarks.phases import LIMIT, MODELS, measure, tables
+from benchmarks.record import RESULTS
 from tests.support.launch import ROOT
 
 DOCS = (ROOT / 'docs' / 'phases.md').read_text()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import prove
-from benchmarks.pages import filled
+from benchmarks.record import filled
 
 LICENCE = 3
 """Lines."""

@@ -18,13 +18,13 @@ import pytest
 import torch
 import transformers
 
-from benchmarks.pages import filled
+from benchmarks.record import filled
 from benchmarks.rivals import __main__ as program
 from benchmarks.rivals import adapters, report, speed
 from benchmarks.rivals.contenders import CONTENDERS
 from benchmarks.rivals.data import Samples, Sizes, build_processor, collate, lengths_of, new_model
-from benchmarks.rivals.names import BOUND, CONTENDER_TITLES, TRAINER_TITLES
 from benchmarks.rivals.probe import watched
+from benchmarks.rivals.report import BOUND, CONTENDER_TITLES, TRAINER_TITLES
 from composer_tokacc import verify_invariance
 from composer_tokacc.invariance import relative_error
 from composer_tokacc.planning import pack_lengths
@@ -160,64 +160,44 @@ def test_a_rival_that_stood_still_leaves_the_row_that_it_has(tmp_path):
     assert json.loads(path.read_text())['cells'][0]['rounds'] == [3]
 
 
-@pytest.mark.parametrize(
-    'wrong',
-    [
-        ['--steps', '20'],
-        ['--ranks', '0'],
-        ['--rounds', '0'],
-        ['--microbatch', '0'],
-        ['--workers', '-1'],
-        ['--limit', '0'],
-    ],
-)
-def test_numbers_that_measure_nothing_are_refused(wrong, monkeypatch, capsys):
-    monkeypatch.setattr('sys.argv', ['rivals', 'speed', 'curves', *wrong])
+REFUSED = {
+    **{
+        f'{name} {value}': (['speed', 'curves', name, value], f'`{name}` must be at least')
+        for name, value in (('--steps', '20'), ('--ranks', '0'), ('--rounds', '0'), ('--microbatch', '0'),
+                            ('--workers', '-1'), ('--limit', '0'))
+    },
+    'curves of a rival that has none': (['curves', '--rivals', 'trl'], "got: ['trl']"),
+    'an epoch of one step': (['speed', '--samples', '64', '--results', '{new}'], 'two or more whole global batches'),
+    'parts of steps': (['speed', '--samples', '100', '--results', '{new}'], 'two or more whole global batches'),
+    'other sizes than those that are there': (
+        ['speed', '--rivals', 'hf', '--samples', '128'], '`--results` must be of the same sizes',
+    ),
+    'results over their picture': (['speed', '--results', 'mine.png'], '`--results` must be a .json file'),
+}  # fmt: skip
+
+
+def refusal(arguments, monkeypatch, capsys):
+    monkeypatch.setattr('sys.argv', ['rivals', *arguments])
     with pytest.raises(SystemExit):
         program.arguments()
-    assert f'`{wrong[0]}` must be at least' in capsys.readouterr().err
+    return capsys.readouterr().err
 
 
-def test_curves_of_rivals_that_have_none_are_refused(monkeypatch, capsys):
-    monkeypatch.setattr('sys.argv', ['rivals', 'curves', '--rivals', 'trl'])
-    with pytest.raises(SystemExit):
-        program.arguments()
-    assert "got: ['trl']" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize('samples', ['64', '100'])
-def test_an_epoch_of_one_step_or_of_parts_of_steps_is_refused(samples, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr('sys.argv', ['rivals', 'speed', '--samples', samples, '--results', str(tmp_path / 'a.json')])
-    with pytest.raises(SystemExit):
-        program.arguments()
-    assert '`--samples` must hold two or more whole global batches' in capsys.readouterr().err
+@pytest.mark.parametrize(('arguments', 'message'), REFUSED.values(), ids=REFUSED.keys())
+def test_what_would_measure_nothing_or_mix_results_is_refused(arguments, message, monkeypatch, capsys, tmp_path):
+    arguments = [one.format(new=tmp_path / 'a.json') for one in arguments]
+    assert message in refusal(arguments, monkeypatch, capsys)
 
 
 @pytest.mark.parametrize('text', ['', '{', '[]', '{"cells": 3}'])
 def test_results_that_are_none_are_refused_before_anything_is_measured(text, monkeypatch, capsys, tmp_path):
     path = tmp_path / 'mine.json'
-    monkeypatch.setattr('sys.argv', ['rivals', 'speed', '--results', str(path)])
-    program.arguments()
+    for arguments in (['speed', '--results', str(path)], ['speed', '--rivals', 'hf']):
+        monkeypatch.setattr('sys.argv', ['rivals', *arguments])
+        program.arguments()
     path.write_text(text)
-    with pytest.raises(SystemExit):
-        program.arguments()
-    assert '`--results` must name a file of results or a new one' in capsys.readouterr().err
-
-
-def test_results_of_other_sizes_are_not_mixed_with_those_that_are_there(monkeypatch, capsys):
-    monkeypatch.setattr('sys.argv', ['rivals', 'speed', '--rivals', 'hf'])
-    program.arguments()
-    monkeypatch.setattr('sys.argv', ['rivals', 'speed', '--rivals', 'hf', '--samples', '128'])
-    with pytest.raises(SystemExit):
-        program.arguments()
-    assert '`--results` must be of the same sizes' in capsys.readouterr().err
-
-
-def test_results_are_not_written_over_by_their_picture(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr('sys.argv', ['rivals', 'speed', '--results', str(tmp_path / 'mine.png')])
-    with pytest.raises(SystemExit):
-        program.arguments()
-    assert '`--results` must be a .json file' in capsys.readouterr().err
+    message = refusal(['speed', '--results', str(path)], monkeypatch, capsys)
+    assert '`--results` must name a file of results or a new one' in message
 
 
 # ---- the adapters
@@ -263,10 +243,14 @@ def test_an_adapter_shows_what_its_trainer_does(name, needs, exact, monkeypatch)
 # ---- the eyes
 
 
+def trained(sizes, lr=0.0):
+    model = new_model(sizes)
+    return model, torch.optim.SGD(model.parameters(), lr=lr)
+
+
 def test_what_reached_the_model_is_seen():
     sizes, samples = small_samples()
-    model = new_model(sizes)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = trained(sizes, lr=0.1)
     parts = [[[3, 1], [4]], [[0, 2, 5]]]
     with watched(model, samples, inspect=True, curve=True) as seen:
         for step in parts:
@@ -291,8 +275,7 @@ def test_what_reached_the_model_is_seen():
 
 def test_rows_with_other_labels_are_told_from_samples_and_strangers_from_both():
     sizes, samples = small_samples()
-    model = new_model(sizes)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model, optimizer = trained(sizes)
     filler, stranger = samples[2], samples[3]
     filler['labels'][1:] = -100
     stranger['input_ids'] = stranger['input_ids'].flip(0) + 1
@@ -305,8 +288,7 @@ def test_rows_with_other_labels_are_told_from_samples_and_strangers_from_both():
 
 def test_documents_of_a_packed_row_are_samples():
     sizes, samples = small_samples()
-    model = new_model(sizes)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model, optimizer = trained(sizes)
     parts = [samples[4], samples[7]]
     row = {key: torch.cat([part[key] for part in parts])[None] for key in ('input_ids', 'labels')}
     positions = torch.cat([torch.arange(len(part['input_ids'])) for part in parts])[None]

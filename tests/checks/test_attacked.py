@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from composer.core import Callback
 
-from composer_tokacc import TokenAccumulation, token_data_spec
+from composer_tokacc import TokenAccumulation
 from tests.checks.test_later_effects import Changing, batches, token_losses
 from tests.matrix.harness import measure
 from tests.matrix.native_models import NativeModel
 from tests.matrix.subjects import SUBJECTS
 from tests.support.text import collate, text_model, text_rows
-from tests.support.training import loader, train
+from tests.support.training import fit
 
 SHAPE = [(4, 2), (9, 3), (5, 4), (14, 11), (6, 1), (3, 2)]
 
@@ -37,11 +37,7 @@ def steps(model: Any, *, num_steps: int, callbacks: Any = (), **options: Any) ->
 
     refusal = ''
     try:
-        train(
-            model, token_data_spec(loader(*list(batches())[:num_steps])), microbatch_size=2,
-            algorithms=[TokenAccumulation(**options)], callbacks=[Counting(), *callbacks],
-            max_duration=f'{num_steps}ba', optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
-        )  # fmt: skip
+        fit(model, *list(batches())[:num_steps], callbacks=[Counting(), *callbacks], **options)
     except RuntimeError as error:
         refusal = str(error)
     # Nothing but a refusal ends a run before its time.
@@ -77,7 +73,7 @@ def test_gradients_that_are_rounded_themselves_are_no_leak(dtype, smoothing, see
 
     model = Smoothed('causal', init='fresh').to(dtype)
     batch = SUBJECTS['llama'].batch(seed, side='right')
-    recorder, *_ = train(model, token_data_spec(loader(batch)), algorithms=[TokenAccumulation()], microbatch_size=2)
+    recorder = fit(model, batch)
     assert recorder.gradients
 
 
@@ -163,12 +159,8 @@ def test_a_term_that_is_no_tensor_is_named(term):
         def loss(self, outputs: Any, batch: Any) -> Any:
             return {'lm': outputs['loss'], 'box': term}
 
-    outcome = measure(
-        Two('causal'),
-        collate(text_rows(SHAPE)),
-        2,
-        algorithms=[TokenAccumulation(loss_units={'lm': 'tokens', 'box': 'samples'})],
-        reference=lambda model, batch: {},
-    )
+    algorithms = [TokenAccumulation(loss_units={'lm': 'tokens', 'box': 'samples'})]
+    options = {'algorithms': algorithms, 'reference': lambda model, batch: {}}
+    outcome = measure(Two('causal'), collate(text_rows(SHAPE)), 2, **options)
     assert outcome.kind == 'refused', outcome
     assert "`loss['box']` must be a tensor" in outcome.message

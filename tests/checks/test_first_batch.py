@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from composer_tokacc import TokenAccumulation, token_data_spec
+from composer_tokacc import token_data_spec
 from composer_tokacc.data_spec.cut_rules import CutRules
 from tests.support.text import VOCABULARY, collate, text_model, text_rows
-from tests.support.training import hugging_face, loader, reference_gradients, relative_error, train
+from tests.support.training import fit, hugging_face, loader, reference_gradients, relative_error
 
 SHAPE = [(4, 2), (5, 3), (9, 7), (14, 11), (6, 1), (3, 2)]
 EVEN = [(9, 4), (9, 7), (9, 2), (9, 8)]
@@ -38,7 +38,7 @@ class Deaf(GPT2LMHeadModel):
 
 def rules_after(model, batch, **kwargs):
     data = token_data_spec(loader(batch), **kwargs)
-    recorder, _, _ = train(model, data, algorithms=[TokenAccumulation()], microbatch_size=2)
+    recorder = fit(model, data)
     expected, _ = reference_gradients(model, batch)
     assert relative_error(recorder.gradients, expected) < 1e-6
     return data.split_batch.__self__._split.rules
@@ -66,7 +66,7 @@ def test_padding_that_comes_after_the_first_batch_is_proven_before_the_optimizer
     model = gpt2()
     batches = [collate(text_rows(EVEN)), collate(text_rows(SHAPE), side=side), collate(text_rows(SHAPE[1:]), side=side)]
     data = token_data_spec(loader(*batches))
-    recorder, _, _ = train(model, data, algorithms=[TokenAccumulation()], microbatch_size=2, max_duration='3ba')
+    recorder = fit(model, data, max_duration='3ba')
     for batch, gradients in zip(batches, recorder.steps, strict=True):
         assert relative_error(gradients, reference_gradients(model, batch)[0]) < 1e-6
     known = {'left': CutRules(left='shift', left_width=16), 'right': CutRules(right='trim')}
@@ -89,8 +89,7 @@ def test_the_check_leaves_the_batch_alone_though_models_and_transforms_write_int
     given = {**batch, 'input_ids': (batch['input_ids'] + 1) % VOCABULARY}
     if by == 'transforms':
         options['microbatch_transforms'] = lambda one: (one['input_ids'].add_(1).remainder_(VOCABULARY), one)[1]
-    data = token_data_spec(loader(batch), **options)
-    recorder, _, _ = train(model, data, algorithms=[TokenAccumulation()], microbatch_size=2)
+    recorder = fit(model, batch, **options)
     plain = gpt2()
     plain.load_state_dict(model.state_dict())
     expected, _ = reference_gradients(plain, given)
@@ -115,10 +114,7 @@ def test_rows_that_see_each_other_are_refused_by_name_and_nothing_moves(make):
         RuntimeError,
         match=r"must not depend on the rows beside.* sample 'sample-\d': the gradient at its logits changes by",
     ):
-        train(
-            model, make(batch), algorithms=[TokenAccumulation()], microbatch_size=2,
-            optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-        )  # fmt: skip
+        fit(model, make(batch), optimizer=torch.optim.SGD(model.parameters(), lr=1.0))
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
@@ -131,7 +127,7 @@ def test_rows_that_see_each_other_are_refused_with_and_without_logits(logits):
         forward = wrapped.forward
         wrapped.forward = lambda batch: {'loss': forward(batch)['loss']}
     with pytest.raises(RuntimeError, match='must not depend on the rows beside it'):
-        train(wrapped, loader(collate(text_rows(SHAPE))), algorithms=[TokenAccumulation()], microbatch_size=2)
+        fit(wrapped, loader(collate(text_rows(SHAPE))))
 
 
 def test_term_that_depends_on_the_company_is_refused_though_every_token_agrees():
@@ -141,14 +137,13 @@ def test_term_that_depends_on_the_company_is_refused_though_every_token_agrees()
         own(wrapped, outputs, batch) + 0.1 * outputs['logits'].std(dim=0, unbiased=False).mean()
     )
     with pytest.raises(RuntimeError, match='a mean over other positions in the loss'):
-        train(wrapped, loader(collate(text_rows(SHAPE))), algorithms=[TokenAccumulation()], microbatch_size=2)
+        fit(wrapped, loader(collate(text_rows(SHAPE))))
 
 
 @pytest.mark.parametrize('side', ['left', 'right'])
 def test_healthy_model_with_bfloat16_weights_is_not_refused(side):
     model = text_model().to(torch.bfloat16)
-    data = token_data_spec(loader(collate(text_rows(SHAPE), side=side)))
-    recorder, _, _ = train(model, data, algorithms=[TokenAccumulation()], microbatch_size=2)
+    recorder = fit(model, collate(text_rows(SHAPE), side=side))
     assert recorder.gradients
 
 

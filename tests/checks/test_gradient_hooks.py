@@ -8,10 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from composer_tokacc import TokenAccumulation
 from composer_tokacc.checks.first_batch import check_gradient_hooks
 from tests.support.text import collate, text_model, text_rows
-from tests.support.training import loader, reference_gradients, relative_error, train
+from tests.support.training import fit, loader, reference_gradients, relative_error
 
 LINEAR = {
     'a row alone': lambda gradient: gradient * (torch.arange(len(gradient))[:, None] == 1),
@@ -58,9 +57,9 @@ def test_a_run_with_a_linear_hook_is_exact_and_with_a_clamp_refused():
     name = next(name for name in expected if name.endswith('embed_tokens.weight'))
     expected[name] = LINEAR['a row alone'](expected[name])
     handle = weight.register_hook(LINEAR['a row alone'])
-    recorder, _, _ = train(model, loader(batch), algorithms=[TokenAccumulation()], microbatch_size=1)
+    recorder = fit(model, loader(batch), microbatch_size=1)
     assert relative_error(recorder.gradients, expected) < 1e-6
     handle.remove()
     weight.register_hook(OTHERS['clamped'])
     with pytest.raises(RuntimeError, match='must be linear'):
-        train(model, loader(batch), algorithms=[TokenAccumulation()], microbatch_size=1)
+        fit(model, loader(batch), microbatch_size=1)

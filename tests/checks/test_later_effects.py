@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Losses that become another one in step 12 of 40: every step is exact, or refused before the optimizer moves."""
+"""Losses that become another one in step 12 of 20: every step is exact, or refused before the optimizer moves."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ import torch.nn.functional as F
 from composer.core import Callback
 from composer.models import ComposerModel
 
-from composer_tokacc import TokenAccumulation, token_data_spec
 from tests.matrix.subjects import SUBJECTS
 from tests.support.text import collate, text_rows
-from tests.support.training import loader, relative_error, train
+from tests.support.training import fit, relative_error
 
-NUM_STEPS, BEGINS = 40, 12
+NUM_STEPS, BEGINS = 20, 12
 RARE = 63
 """A token that no label is before the effect begins."""
 
@@ -150,11 +149,7 @@ def test_every_step_is_exact_or_refused(loss, begins):
     found: list[dict[str, torch.Tensor]] = []
     refused = None
     try:
-        train(
-            model, token_data_spec(loader(*data)), algorithms=[TokenAccumulation()], microbatch_size=2,
-            callbacks=[Counting(), Recording()], max_duration=f'{NUM_STEPS}ba',
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
-        )  # fmt: skip
+        fit(model, *data, callbacks=[Counting(), Recording()])
     except RuntimeError as error:
         refused = str(error)
         assert 'must' in refused

@@ -86,8 +86,8 @@ def changes(logits, gradient, rule):
     given = logits.requires_grad_() * 1
     record.watch(given, WEIGHTS, 0.01, is_whole=False)
     given.backward(gradient)
-    assert record.tokens.count == record.num_tokens <= NUM_SAMPLED
-    return dict(zip(record.tokens.positions.tolist(), record.tokens.deviations.tolist(), strict=True))
+    assert record.count == record.num_tokens <= NUM_SAMPLED
+    return dict(zip(record.positions.tolist(), record.deviations.tolist(), strict=True))
 
 
 @pytest.mark.parametrize(('rule', 'shift'), [('causal', 1), ('unshifted', 0)])

@@ -6,10 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
+from composer_tokacc import BatchLayout, TokenAccumulation
 from tests.support.families import FAMILIES
 from tests.support.text import collate, text_model, text_rows
-from tests.support.training import hugging_face, loader, reference_gradients, relative_error, train
+from tests.support.training import fit, hugging_face, reference_gradients, relative_error
 
 SHAPE = [(4, 2), (5, 3), (9, 7), (14, 11)]
 
@@ -22,15 +22,14 @@ def with_batch_norm():
 
 @pytest.mark.parametrize('regroup', [True, False])
 def test_batch_norm_in_training_mode_is_refused(regroup):
-    data = token_data_spec(loader(collate(text_rows(SHAPE))), regroup=regroup)
     with pytest.raises(RuntimeError, match=r"1 BatchNorm in training mode, such as 'model\.extra'.*eval mode"):
-        train(with_batch_norm(), data, algorithms=[TokenAccumulation()])
+        fit(with_batch_norm(), collate(text_rows(SHAPE)), regroup=regroup)
 
 
 def test_batch_norm_frozen_or_accepted_goes_on():
     model = with_batch_norm()
     accepted = TokenAccumulation(loss_tokens='causal', check_loss=False)
-    recorder, _, _ = train(model, token_data_spec(loader(collate(text_rows(SHAPE)))), algorithms=[accepted])
+    recorder = fit(model, collate(text_rows(SHAPE)), algorithms=[accepted])
     assert recorder.gradients
 
 
@@ -41,7 +40,7 @@ def test_terms_that_couple_rows_refuse_regrouping(unit):
     model.loss = lambda outputs, batch: {'lm': own(model, outputs, batch), 'pairs': outputs['logits'].mean()}
     algorithm = TokenAccumulation(loss_units={'lm': 'tokens', 'pairs': unit})
     with pytest.raises(RuntimeError, match=r"the terms \['pairs'\] of `loss_units`"):
-        train(model, token_data_spec(loader(collate(text_rows(SHAPE)))), algorithms=[algorithm])
+        fit(model, collate(text_rows(SHAPE)), algorithms=[algorithm])
 
 
 @pytest.mark.parametrize('regroup', [True, False])
@@ -51,6 +50,5 @@ def test_text_rows_beside_images_keep_their_losses_by_a_row_with_an_image(regrou
     case = FAMILIES['mllama']()
     batch = BatchLayout.for_model(case.config).concat(case.rows, pad_token_id=case.pad_token_id)
     expected, _ = reference_gradients(case.model, batch)
-    data = token_data_spec(loader(batch), regroup=regroup)
-    recorder, _, _ = train(case.model, data, algorithms=[TokenAccumulation()], microbatch_size=microbatch_size)
+    recorder = fit(case.model, batch, regroup=regroup, microbatch_size=microbatch_size)
     assert relative_error(recorder.gradients, expected) < 2e-6  # float32 noise of text that looks at nothing

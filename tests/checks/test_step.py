@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from composer.core import Algorithm, Callback, Event
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-from composer_tokacc import TokenAccumulation, token_data_spec
+from composer_tokacc import TokenAccumulation
 from composer_tokacc.checks import step
 from composer_tokacc.checks.step import MicrobatchRecord
 from tests.support.text import collate, text_model, text_rows
-from tests.support.training import hugging_face, loader, reference_gradients, relative_error, train
+from tests.support.training import fit, hugging_face, loader, reference_gradients, relative_error
 
 EVEN = [(9, 4), (12, 4), (7, 4), (9, 4)]
 UNEVEN = [(4, 2), (14, 11), (9, 7), (5, 1)]
@@ -87,10 +87,7 @@ def test_loss_that_shows_its_rule_only_later_is_refused_before_the_optimizer_mov
     later = collate(text_rows(UNEVEN), labels_on_pads=labels_on_pads)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with pytest.raises(RuntimeError, match=r'must (stay|be) the mean over its loss-generating tokens'):
-        train(
-            model, token_data_spec(loader(first, later, later)), algorithms=[TokenAccumulation()],
-            microbatch_size=microbatch_size, max_duration='3ba', optimizer=optimizer,
-        )  # fmt: skip
+        fit(model, first, later, later, microbatch_size=microbatch_size, optimizer=optimizer)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
@@ -98,16 +95,13 @@ def test_labels_that_are_changed_around_the_forward_are_noticed():
     batch = collate(text_rows(UNEVEN))
     for algorithms in ([MaskAroundForward(), TokenAccumulation()], [TokenAccumulation(), MaskAroundForward()]):
         with pytest.raises(RuntimeError, match='an algorithm changes labels around the forward'):
-            train(text_model(), loader(batch), algorithms=algorithms, microbatch_size=2)
+            fit(text_model(), loader(batch), algorithms=algorithms)
 
 
 def test_healthy_steps_are_looked_at_and_not_refused():
     batches = [collate(text_rows(UNEVEN)), collate(text_rows(EVEN), side='left')] * 10
     model = text_model()
-    recorder, _, _ = train(
-        model, token_data_spec(loader(*batches)), algorithms=[TokenAccumulation()], microbatch_size=2,
-        max_duration='20ba',
-    )  # fmt: skip
+    recorder = fit(model, *batches, max_duration='20ba')
     for batch, gradients in zip(batches, recorder.steps, strict=True):
         assert relative_error(gradients, reference_gradients(model, batch)[0]) < 1e-6
 
@@ -127,10 +121,7 @@ def test_all_microbatches_are_measured_at_first_and_where_a_label_is_new(monkeyp
             measured.clear()
 
     steps: list[int] = []
-    train(
-        text_model(), token_data_spec(loader(*batches), regroup=False), microbatch_size=2, callbacks=[Steps()],
-        algorithms=[TokenAccumulation(token_weights=token_weights)], max_duration='14ba',
-    )  # fmt: skip
+    fit(text_model(), *batches, regroup=False, token_weights=token_weights, callbacks=[Steps()], max_duration='14ba')
     assert steps == [2] * 10 + [later, later, 2, later]
 
 
@@ -145,7 +136,7 @@ def test_tokens_of_a_vocabulary_that_ranks_share_are_measured_as_of_a_whole_one(
     for logits, gradient in (whole, shared):
         record = MicrobatchRecord(batch={'labels': torch.arange(15).view(3, 5) % 8}, rule='causal', num_tokens=12)
         record._hear(logits, None, 0.1, is_whole, gradient)
-        found.append(record.tokens.deviations)
+        found.append(record.deviations)
     if own_group:
         dist.destroy_process_group()
     torch.testing.assert_close(*found)

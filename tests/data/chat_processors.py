@@ -13,11 +13,9 @@ import transformers
 from tokenizers import Tokenizer
 
 from composer_tokacc.data.processor import small_llava_processor, train_tokenizer
+from tests.support.family_processors import GRID, IS_OLD, MEAN_STD, PINPOINTS, QWEN_TOKENS, SQUARE, pixels
 
 TEXTS = ['What is this? A red square. And now? Blue, I think: <b>7</b> of them.'] * 4
-MEAN_STD = {'image_mean': [0.5] * 3, 'image_std': [0.5] * 3}
-SQUARE = {'height': 16, 'width': 16}
-PINPOINTS = [[16, 32], [32, 16], [32, 32]]
 
 # llava-hf/llava-1.5-7b-hf: images first, no ending token, with {% generation %}.
 VICUNA = (
@@ -62,28 +60,27 @@ def _trained() -> str:
     return train_tokenizer(TEXTS, vocab_size=512).backend_tokenizer.to_str()
 
 
-def tokenizer(*special: str, class_name: str = 'PreTrainedTokenizerFast', **named: str) -> Any:
+def tokenizer(*special: str, class_name: str = 'PreTrainedTokenizerFast', **named: Any) -> Any:
     """A byte-level BPE tokenizer with further special tokens, of the class that transformers 4 insists on."""
-    is_named = int(transformers.__version__.split('.')[0]) < 5
-    tokenizer_class = getattr(transformers, class_name if is_named else 'PreTrainedTokenizerFast')
-    wrapped = tokenizer_class(
-        tokenizer_object=Tokenizer.from_str(_trained()),
-        pad_token='<pad>',
-        unk_token='<unk>',
-        padding_side='right',
-        **named,
-    )
+    tokenizer_class = getattr(transformers, class_name if IS_OLD else 'PreTrainedTokenizerFast')
+    marks = {'pad_token': '<pad>', 'unk_token': '<unk>', 'padding_side': 'right', **named}
+    wrapped = tokenizer_class(tokenizer_object=Tokenizer.from_str(_trained()), **marks)
     wrapped.add_special_tokens({'additional_special_tokens': ['<image>', *special]})
     return wrapped
 
 
-def _video(name: str) -> dict[str, Any]:
-    cls = getattr(transformers, name, None)
-    return {} if cls is None else {'video_processor': cls()}
+def _sentences() -> Any:
+    """With Llama's marks."""
+    return tokenizer('<s>', '</s>', bos_token='<s>', eos_token='</s>')
 
 
-def _square_image_processor(name: str) -> Any:
-    return getattr(transformers, name)(size=SQUARE, crop_size=SQUARE, do_center_crop=False, **MEAN_STD)
+def _of(name: str, template: str, tokenizer: Any, **parts: Any) -> Any:
+    """A processor of its parts; ``videos`` names the class of its video processor, which is there since 4.53."""
+    if (video := parts.pop('videos', '')) and hasattr(transformers, f'{video}VideoProcessor'):
+        parts['video_processor'] = getattr(transformers, f'{video}VideoProcessor')()
+    processor = getattr(transformers, f'{name}Processor')(tokenizer=tokenizer, **parts)
+    processor.chat_template = template
+    return processor
 
 
 def small() -> Any:
@@ -91,100 +88,59 @@ def small() -> Any:
 
 
 def llava() -> Any:
-    processor = small_llava_processor(
-        tokenizer('<s>', '</s>', bos_token='<s>', eos_token='</s>'), image_size=16, patch_size=8
-    )
+    processor = small_llava_processor(_sentences(), image_size=16, patch_size=8)
     processor.chat_template = VICUNA
     return processor
 
 
 def llava_next() -> Any:
-    return transformers.LlavaNextProcessor(
-        image_processor=transformers.LlavaNextImageProcessor(
-            size={'shortest_edge': 16}, crop_size=SQUARE, image_grid_pinpoints=PINPOINTS, **MEAN_STD
-        ),
-        tokenizer=tokenizer('<s>', '</s>', bos_token='<s>', eos_token='</s>'),
-        patch_size=4,
-        vision_feature_select_strategy='default',
-        num_additional_image_tokens=1,
-        chat_template=MISTRAL,
-    )
+    images = pixels('LlavaNext', size={'shortest_edge': 16}, crop_size=SQUARE, image_grid_pinpoints=PINPOINTS)
+    return _of('LlavaNext', MISTRAL, _sentences(), image_processor=images, patch_size=4,
+               vision_feature_select_strategy='default', num_additional_image_tokens=1)  # fmt: skip
 
 
 def llava_onevision() -> Any:
-    return transformers.LlavaOnevisionProcessor(
-        image_processor=transformers.LlavaOnevisionImageProcessor(
-            size=SQUARE, image_grid_pinpoints=PINPOINTS, **MEAN_STD
-        ),
-        tokenizer=tokenizer('<video>', '<|im_start|>', '<|im_end|>', eos_token='<|im_end|>'),
-        num_image_tokens=16,
-        vision_feature_select_strategy='full',
-        chat_template=QWEN.replace('<|vision_start|><|image_pad|><|vision_end|>', '<image>'),
-        **_video('LlavaOnevisionVideoProcessor'),
-    )
+    template = QWEN.replace('<|vision_start|><|image_pad|><|vision_end|>', '<image>')
+    words = tokenizer('<video>', '<|im_start|>', '<|im_end|>', eos_token='<|im_end|>')
+    images = pixels('LlavaOnevision', size=SQUARE, image_grid_pinpoints=PINPOINTS)
+    return _of('LlavaOnevision', template, words, image_processor=images, num_image_tokens=16,
+               vision_feature_select_strategy='full', videos='LlavaOnevision')  # fmt: skip
 
 
-def qwen2_vl() -> Any:
-    special = ('<|image_pad|>', '<|video_pad|>', '<|vision_start|>', '<|vision_end|>', '<|im_start|>', '<|im_end|>')
-    return transformers.Qwen2VLProcessor(
-        image_processor=transformers.Qwen2VLImageProcessor(
-            patch_size=4, merge_size=2, temporal_patch_size=2, min_pixels=64, max_pixels=512, **MEAN_STD
-        ),
-        tokenizer=tokenizer(*special, class_name='Qwen2TokenizerFast', eos_token='<|im_end|>'),
-        chat_template=QWEN,
-        **_video('Qwen2VLVideoProcessor'),
-    )
+def qwen2_vl(name: str = 'Qwen2VL') -> Any:
+    special = (*QWEN_TOKENS, '<|im_start|>', '<|im_end|>')
+    words = tokenizer(*special, class_name='Qwen2TokenizerFast', eos_token='<|im_end|>')
+    images = pixels('Qwen2VL', min_pixels=64, max_pixels=512, **GRID)
+    return _of(name, QWEN, words, image_processor=images, videos='Qwen2VL')
 
 
 def idefics3() -> Any:
     tiles = [f'<row_{row}_col_{col}>' for row in range(1, 4) for col in range(1, 4)]
     special = ('<fake_token_around_image>', '<global-img>', '<end_of_utterance>', '<|im_start|>', *tiles)
-    return transformers.Idefics3Processor(
-        image_processor=transformers.Idefics3ImageProcessor(
-            size={'longest_edge': 32}, max_image_size={'longest_edge': 16}, **MEAN_STD
-        ),
-        tokenizer=tokenizer(*special, bos_token='<|im_start|>', eos_token='<end_of_utterance>'),
-        image_seq_len=4,
-        chat_template=SMOLVLM,
-    )
+    words = tokenizer(*special, bos_token='<|im_start|>', eos_token='<end_of_utterance>')
+    images = pixels('Idefics3', size={'longest_edge': 32}, max_image_size={'longest_edge': 16})
+    return _of('Idefics3', SMOLVLM, words, image_processor=images, image_seq_len=4)
 
 
 # Query transformers: their processors write the placeholders themselves, so the template writes nothing for an image.
-
-
-def _without_images(template: str) -> str:
-    return template.replace("{{ '<image>\\n' }}", '')
+# InstructBLIP's text goes to a second tokenizer as well.
+WITHOUT_IMAGES = VICUNA.replace("{{ '<image>\\n' }}", '')
 
 
 def blip2(**options: Any) -> Any:
-    processor = transformers.Blip2Processor(
-        image_processor=transformers.BlipImageProcessor(size=SQUARE, **MEAN_STD),
-        tokenizer=tokenizer('<s>', '</s>', bos_token='<s>', eos_token='</s>'),
-        **{'num_query_tokens': 4, **options},
-    )
-    processor.chat_template = _without_images(VICUNA)
-    return processor
+    return _of('Blip2', WITHOUT_IMAGES, _sentences(), image_processor=pixels('Blip', size=SQUARE),
+               **{'num_query_tokens': 4, **options})  # fmt: skip
 
 
 def instructblip(**options: Any) -> Any:
-    return _instructed('InstructBlipProcessor', {'image_processor': transformers.BlipImageProcessor}, options)
+    return _of('InstructBlip', WITHOUT_IMAGES, _sentences(), image_processor=pixels('Blip', size=SQUARE),
+               qformer_tokenizer=tokenizer(), **{'num_query_tokens': 4, **options})  # fmt: skip
 
 
-def instructblipvideo(**options: Any) -> Any:
-    video_processor = {'video_processor': transformers.InstructBlipVideoVideoProcessor}
-    return _instructed('InstructBlipVideoProcessor', video_processor, options)
-
-
-def _instructed(name: str, media: dict[str, Any], options: dict[str, Any]) -> Any:
-    """The text goes to a second tokenizer as well."""
-    processor = getattr(transformers, name)(
-        **{key: media_class(size=SQUARE, **MEAN_STD) for key, media_class in media.items()},
-        tokenizer=tokenizer('<s>', '</s>', bos_token='<s>', eos_token='</s>'),
-        qformer_tokenizer=tokenizer(),
-        **{'num_query_tokens': 4, **options},
-    )
-    processor.chat_template = _without_images(VICUNA)
-    return processor
+def instructblipvideo() -> Any:
+    clips = transformers.InstructBlipVideoVideoProcessor(size=SQUARE, **MEAN_STD)
+    return _of('InstructBlipVideo', WITHOUT_IMAGES, _sentences(), video_processor=clips, qformer_tokenizer=tokenizer(),
+               num_query_tokens=4)  # fmt: skip
 
 
 # Processor and the token that ends an answer.

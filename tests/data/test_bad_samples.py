@@ -19,8 +19,6 @@ from tests.support.launch import launch_json
 
 
 class WithBadOnes(Dataset):
-    """Every hundredth sample is bad."""
-
     def __init__(self, num_samples):
         self.digits = DigitsDataset(num_samples=num_samples)
 

@@ -49,7 +49,6 @@ def said(record):
 
 
 def seen(record, folder):
-    """Colour of each image."""
     names = {(255, 0, 0): 'red', (0, 0, 255): 'blue'}
     return [
         names[image.getpixel((0, 0))] for image in decode_media(record, open_files(record, folder)).get('image', [])
@@ -180,9 +179,7 @@ MEDIA = {
         asked_with({'type': 'audio_url', 'audio_url': {'url': WAV_URI}}, {'type': 'video_url', 'video_url': 'a.mp4'}),
         '<audio><video>', [EMBEDDED, VIDEO],
     ),
-    'TRL': (
-        {'videos': ['a.mp4'], 'prompt': [user('What?')], 'completion': [ANSWER]}, '<video>What?', [VIDEO],
-    ),
+    'TRL': ({'videos': ['a.mp4'], 'prompt': [user('What?')], 'completion': [ANSWER]}, '<video>What?', [VIDEO]),
     'ms-swift': (
         {'query': '<video><audio>What?', 'response': 'Red.', 'videos': [{'path': 'a.mp4'}], 'audios': ['a.wav']},
         '<video><audio>What?', [VIDEO, AUDIO],

@@ -23,34 +23,26 @@ from composer_tokacc.data.images import image_size
 from composer_tokacc.data.lengths import build_length_table, length_table
 from composer_tokacc.data.media import decode_media, open_files
 from tests.data import chat_processors
+from tests.support.family_processors import SQUARE
 from tests.support.launch import launch_json
 
 SIZES = [(16, 16), (40, 16), (16, 48), (64, 24), (33, 31), (200, 120), (7, 90)]
 
 
-def qwen2_5_vl():
-    parts = vars(chat_processors.qwen2_vl())
-    names = ('image_processor', 'tokenizer', 'video_processor', 'chat_template')
-    return transformers.Qwen2_5_VLProcessor(**{name: parts[name] for name in names})
-
-
 def gemma3():
     """Line breaks around its images, which the tokenizer joins with those of the text."""
     tokens = {'boi_token': '<start_of_image>', 'eoi_token': '<end_of_image>', 'image_token': '<image_soft_token>'}
-    square = {'height': 16, 'width': 16}
-    return transformers.Gemma3Processor(
-        image_processor=transformers.Gemma3ImageProcessor(size=square, do_pan_and_scan=False),
-        tokenizer=chat_processors.tokenizer(
-            *tokens.values(), '<|im_start|>', '<|im_end|>', eos_token='<|im_end|>', extra_special_tokens=tokens
-        ),
-        image_seq_length=4,
-        chat_template=chat_processors.QWEN.replace('<|vision_start|><|image_pad|><|vision_end|>', '<start_of_image>'),
+    words = chat_processors.tokenizer(
+        *tokens.values(), '<|im_start|>', '<|im_end|>', eos_token='<|im_end|>', extra_special_tokens=tokens
     )
+    template = chat_processors.QWEN.replace('<|vision_start|><|image_pad|><|vision_end|>', '<start_of_image>')
+    pixels = transformers.Gemma3ImageProcessor(size=SQUARE, do_pan_and_scan=False)
+    return transformers.Gemma3Processor(pixels, words, template, image_seq_length=4)
 
 
 PROCESSORS = {
     **{name: make for name, (make, _) in chat_processors.PROCESSORS.items()},
-    'qwen2_5_vl': qwen2_5_vl,
+    'qwen2_5_vl': lambda: chat_processors.qwen2_vl('Qwen2_5_VL'),
     'tokenizer': lambda: chat_processors.small().tokenizer,
 }
 
@@ -161,7 +153,6 @@ def open_dataset(path, processor, **options):
 
 
 def truth(dataset, **options):
-    """The table of samples that are all read."""
     samples = [dataset[index] for index in range(len(dataset))]
     return build_length_table(samples, dataset.encoder.processor, **options)
 
@@ -217,7 +208,6 @@ def test_header_of_a_file_without_pixels_is_enough():
 
 
 def write_rows(folder, *rows):
-    """A file of (name of the image, question, answer)."""
     records = [{'id': f's{i}', 'image': name, 'conversations': turns(*texts)} for i, (name, *texts) in enumerate(rows)]
     (folder / 'data.json').write_text(json.dumps(records))
     return folder / 'data.json'

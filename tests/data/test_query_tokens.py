@@ -251,7 +251,6 @@ def test_clip_of_other_than_four_frames_is_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_clips_of_a_file_train_as_one_forward(tmp_path):
     """Four frames of each film, whatever its length; rows without one have none."""
     processor, model = processor_of('instructblipvideo'), model_of('instructblipvideo')

@@ -16,25 +16,15 @@ from torch.utils.data import DataLoader
 
 from composer_tokacc import TokenAccumulation, token_data_spec
 from tests.matrix.harness import measure, plain_gradients
-from tests.support.text import collate, text_model, text_row
-from tests.support.training import hugging_face, relative_error, train
+from tests.support.text import collate, text_model, text_row, whisper_model
+from tests.support.training import fit, hugging_face, relative_error
 
 MEL_BINS, FRAMES, VOCABULARY = 8, 16, 64
 
 
 @pytest.fixture(scope='module')
 def whisper():
-    sizes = {f'{part}_{name}': value for part in ('encoder', 'decoder') for name, value in _LAYERS.items()}
-    config = transformers.WhisperConfig(
-        vocab_size=VOCABULARY, d_model=32, num_mel_bins=MEL_BINS, max_source_positions=FRAMES // 2,
-        max_target_positions=32, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
-        suppress_tokens=None, begin_suppress_tokens=None, dropout=0.0, use_cache=False, **sizes,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return HuggingFaceModel(transformers.WhisperForConditionalGeneration(config).train(), use_logits=True)
-
-
-_LAYERS = {'layers': 2, 'attention_heads': 2, 'ffn_dim': 48}
+    return HuggingFaceModel(whisper_model().train(), use_logits=True)
 
 
 def whisper_batch(seed: int):
@@ -125,10 +115,7 @@ def test_sequence_length_warmup_beside_token_data_spec_is_exact():
     rows = [text_row(length, rng.randint(1, length), seed=length) for length in [3, 16, 9, 12, 5, 16, 7, 14] * 4]
     data = DataLoader(rows, batch_size=8, collate_fn=collate)  # pyright: ignore[reportArgumentType]
     warmup = SeqLengthWarmup(duration=0.75, min_seq_length=4, max_seq_length=16, step_size=4)
-    recorder, _, _ = train(
-        text_model(), token_data_spec(data), algorithms=[warmup, TokenAccumulation()], microbatch_size=2,
-        max_duration='4ba',
-    )  # fmt: skip
+    recorder = fit(text_model(), token_data_spec(data), algorithms=[warmup, TokenAccumulation()], max_duration='4ba')
     model = hugging_face(text_model())
     widths = []
     for found, batch in zip(recorder.steps, data, strict=True):

@@ -15,7 +15,7 @@ from composer.core import Callback, Evaluator
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
+from composer_tokacc import BatchLayout, token_data_spec
 from composer_tokacc.data_spec import document_attention
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.data_spec.packing import pack_rows
@@ -23,7 +23,7 @@ from tests.matrix.packed import FAMILIES as PACKED
 from tests.matrix.packed import cell
 from tests.support.families import FAMILIES
 from tests.support.text import VOCABULARY, collate, text_model, text_rows
-from tests.support.training import loader, reference_gradients, relative_error, train
+from tests.support.training import fit, loader, reference_gradients, relative_error
 
 SHAPE = [(4, 2), (5, 3), (9, 7), (1, 0), (14, 11), (9, 3), (9, 2), (1, 1)]
 IS_V4 = transformers.__version__.startswith('4.')
@@ -59,7 +59,7 @@ def test_families_are_exact_or_refused(name, kernel):
 @pytest.mark.parametrize('name', PACKED)
 def test_no_family_is_wrong(name, kernel):
     try:
-        found = cell(name, kernel)
+        found = cell(name, kernel, seeds=range(2))
     except (ValueError, AttributeError) as error:
         pytest.skip(f'transformers {transformers.__version__}: {error}')
     # PaliGemma makes its own mask out of the one that it is given.
@@ -154,7 +154,7 @@ def test_other_batches_are_computed_as_before(kernel):
 def test_model_has_its_attention_back_after_training(tmp_path):
     model = text_model()
     batch = collate(text_rows(SHAPE))
-    train(model, token_data_spec(loader(batch), packing=True), algorithms=[TokenAccumulation()], microbatch_size=2)
+    fit(model, batch, packing=True)
     assert model.config._attn_implementation == 'sdpa'
     model.save_pretrained(tmp_path)
     assert 'documents' not in (tmp_path / 'config.json').read_text()
@@ -175,11 +175,9 @@ def test_evaluation_between_steps_is_the_models_own():
     for packing in (False, True):
         logits = EvalLogits()
         padded = token_data_spec(loader(collate(text_rows(SHAPE), side='left')))
-        train(
-            text_model(), token_data_spec(loader(batch, batch), packing=packing), algorithms=[TokenAccumulation()],
-            microbatch_size=2, max_duration='2ba', eval_interval='1ba', callbacks=[logits],
-            eval_dataloader=Evaluator(label='eval', dataloader=padded, device_eval_microbatch_size=1),
-        )  # fmt: skip
+        held = Evaluator(label='eval', dataloader=padded, device_eval_microbatch_size=1)
+        options = {'eval_dataloader': held, 'eval_interval': '1ba', 'callbacks': [logits]}
+        fit(text_model(), batch, batch, packing=packing, **options)
         found.append(torch.cat(logits.found, dim=1))
     assert found[0].numel()
     assert torch.equal(*found)
@@ -219,7 +217,7 @@ def test_the_kernel_for_gpus_makes_the_same_of_the_documents():
     torch.testing.assert_close(found, expected)
 
 
-def of_documents(query, key, value, ends, longest, *, causal, scale, dropout):
+def of_documents(query, key, value, ends, _, longest, __, *, causal, scale, dropout):
     """What a kernel for documents of any length must make of ``(tokens, heads, size)``, one after the other."""
     assert longest == int(ends.diff().max())
     assert not dropout
@@ -236,12 +234,12 @@ def test_all_layers_get_bounds_that_were_put_on_the_device_once_and_groups_of_he
     packed, _ = packed_of(model, collate(text_rows(SHAPE)))
     expected, given = logits_of(model, packed), []
 
-    def kernel(query, key, value, ends, longest, **options):
+    def kernel(query, key, value, ends, *others, **options):
         given.append((ends, query.shape[1], key.shape[1]))
-        return of_documents(query, key, value, ends, longest, **options)
+        return of_documents(query, key, value, ends, *others, **options)
 
     monkeypatch.setattr(document_attention, '_on_gpu', lambda states: True)
-    monkeypatch.setattr(document_attention, 'KERNELS', [(False, lambda: kernel)])
+    monkeypatch.setattr(document_attention, '_half_kernel', lambda has_dropout: kernel)
     torch.testing.assert_close(logits_of(model, packed), expected, rtol=0, atol=1e-2)
     assert [heads for _, *heads in given] == [[2, 1]] * 2
     assert len({id(ends) for ends, *_ in given}) == 1
@@ -254,8 +252,11 @@ def test_torchs_kernel_is_called_as_this_release_declares_it(monkeypatch):
     def stand_in(*args, **kwargs):
         call = declared.bind(*args, **kwargs).arguments
         assert call['enable_gqa']
-        states, causal = [call[name] for name in ('query', 'key', 'value')], call['window_size'] == (-1, 0)
-        return of_documents(*states, call['cu_seq_q'], call['max_q'], causal=causal, scale=call['scale'], dropout=0.0)
+        names, causal = (
+            ('query', 'key', 'value', 'cu_seq_q', 'cu_seq_k', 'max_q', 'max_k'),
+            call['window_size'] == (-1, 0),
+        )
+        return of_documents(*(call[name] for name in names), causal=causal, scale=call['scale'], dropout=0.0)
 
     stand_in.__signature__ = declared
     monkeypatch.setattr(varlen, 'varlen_attn', stand_in)
@@ -263,7 +264,7 @@ def test_torchs_kernel_is_called_as_this_release_declares_it(monkeypatch):
     query, key, value = (torch.randn(1, heads, 11, 8, dtype=torch.bfloat16) for heads in (4, 2, 2))
     module: Any = torch.nn.Module()
     module.num_key_value_groups, module.is_causal = 2, True
-    monkeypatch.setattr(document_attention, 'KERNELS', [(False, document_attention._torch_kernel.__wrapped__)])
+    monkeypatch.setattr(document_attention, '_half_kernel', document_attention._half_kernel.__wrapped__)
     found = document_attention._attend_at_once(documents, module, query, key, value, scaling=0.3)
     expected, _ = document_attention._attend('sdpa', module, query, key, value, documents, scaling=0.3)
     torch.testing.assert_close(found, expected)
@@ -323,7 +324,7 @@ def test_attention_in_chunks_is_refused():
     model = transformers.Llama4ForCausalLM(config)
     batch = collate(text_rows(SHAPE))
     with pytest.raises(RuntimeError, match='chunks'):
-        train(model, token_data_spec(loader(batch), packing=True), algorithms=[TokenAccumulation()], microbatch_size=2)
+        fit(model, batch, packing=True)
     assert model.config._attn_implementation == 'sdpa'
 
 
@@ -343,10 +344,7 @@ def test_a_small_convolution_over_the_documents_is_refused():
     model.model.layers[1] = Convolved(model.model.layers[1])
     rows = text_rows([(12, 1), (13, 1), (14, 2), (11, 1)])  # losses far from the bounds
     with pytest.raises(RuntimeError, match='must tell packed documents apart, got: '):
-        train(
-            model, token_data_spec(loader(collate(rows)), packing=True), algorithms=[TokenAccumulation()],
-            microbatch_size=2,
-        )  # fmt: skip
+        fit(model, collate(rows), packing=True)
 
 
 # packing='auto'
@@ -354,7 +352,7 @@ def test_a_small_convolution_over_the_documents_is_refused():
 
 def trained(model, batch, **options):
     data = token_data_spec(loader(batch), packing='auto', **options)
-    recorder, _, _ = train(model, data, algorithms=[TokenAccumulation()], microbatch_size=2)
+    recorder = fit(model, data)
     return recorder, data.split_batch.__self__._split
 
 
@@ -378,7 +376,7 @@ def test_auto_pads_where_the_model_cannot_be_packed():
 
 def test_auto_without_the_algorithm_is_refused():
     with pytest.raises(RuntimeError, match="`packing='auto'` needs TokenAccumulation"):
-        train(text_model(), token_data_spec(loader(collate(text_rows(SHAPE))), packing='auto'), microbatch_size=2)
+        fit(text_model(), collate(text_rows(SHAPE)), packing='auto', algorithms=[])
 
 
 def test_other_words_for_packing_are_refused():

@@ -13,7 +13,7 @@ import torch
 from composer_tokacc import BatchLayout, token_data_spec
 from composer_tokacc.data_spec.cut_rules import CutRules
 from composer_tokacc.data_spec.dummy_rows import add_rows, smallest_row, zero_weight
-from composer_tokacc.data_spec.registry import split_of
+from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.layout import describe
 from composer_tokacc.metadata import annotate, metadata_of, num_samples, with_metadata
 from composer_tokacc.planning import pack_lengths

@@ -13,11 +13,11 @@ import torch
 from composer.core import Callback, Event
 from torch.utils.data import Dataset
 
-from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, TokenAccumulation, token_data_spec
+from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, token_data_spec
 from composer_tokacc.layout import BatchLayout, PreSplitBatch
 from composer_tokacc.planning import pack_lengths
 from tests.support.families import FAMILIES
-from tests.support.training import loader, reference_gradients, relative_error, train
+from tests.support.training import assert_exact, fit
 
 CASE = FAMILIES['llava']()
 LAYOUT = BatchLayout.for_model(CASE.model)
@@ -94,16 +94,13 @@ def test_packed_groups_keep_both_caps():
 
 @pytest.mark.parametrize('packing', [False, True])
 def test_every_microbatch_that_reaches_the_model_keeps_the_cap_and_the_gradient_is_exact(packing):
-    expected, _ = reference_gradients(CASE.model, joined())
     reached = Reached()
-    data = token_data_spec(loader(joined()), max_image_tokens=CAP, packing=packing)
-    recorder, *_ = train(
-        CASE.model, data, algorithms=[TokenAccumulation()], callbacks=[reached], microbatch_size=len(ROWS)
+    assert_exact(
+        CASE.model, joined(), max_image_tokens=CAP, packing=packing, microbatch_size=len(ROWS), callbacks=[reached]
     )
     assert len(reached.counts) > 1
     assert sum(reached.counts) == images_in(joined())
     assert max(reached.counts) <= CAP
-    assert relative_error(recorder.gradients, expected) < 1e-6
 
 
 class Samples(Dataset):
@@ -127,7 +124,7 @@ def test_planned_microbatches_keep_it_and_so_do_those_of_a_table_that_promised_l
         assert (max(planned) <= CAP) == any(table)
         reached = Reached()
         data = token_data_spec(dataloader, slot_tokens=max(lengths), max_image_tokens=CAP)
-        train(CASE.model, data, algorithms=[TokenAccumulation()], callbacks=[reached], microbatch_size=len(ROWS))
+        fit(CASE.model, data, microbatch_size=len(ROWS), callbacks=[reached])
         assert sum(reached.counts) == images_in(joined())
         assert max(reached.counts) <= CAP
 

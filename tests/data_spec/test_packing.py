@@ -8,12 +8,12 @@ import random
 import pytest
 import torch
 
-from composer_tokacc import BatchLayout, TokenAccumulation, TokenMonitor, token_data_spec
+from composer_tokacc import BatchLayout, TokenMonitor
 from composer_tokacc.data_spec.packing import pack_rows
 from composer_tokacc.planning import pack_lengths
 from tests.support.families import FAMILIES
 from tests.support.text import collate, text_model, text_rows
-from tests.support.training import hugging_face, loader, logged, reference_gradients, relative_error, train
+from tests.support.training import assert_exact, fit, hugging_face, reference_gradients, relative_error
 
 BOUNDS = ('attention_mask', 'position_ids')
 SHAPE = [(4, 2), (5, 3), (9, 7), (14, 11), (6, 0), (3, 2)]
@@ -36,13 +36,10 @@ def test_packed_text_is_exact_and_has_no_padding(side, attention, microbatch_siz
     model = text_model(attn_implementation=attention)
     batch = collate(text_rows(SHAPE), side=side)
     expected, loss = reference_gradients(model, batch, torch.float32 if attention == 'eager' else torch.float64)
-    recorder, memory, _ = train(
-        model, token_data_spec(loader(batch), packing=True), algorithms=[TokenAccumulation()],
-        callbacks=[TokenMonitor()], microbatch_size=microbatch_size,
-    )  # fmt: skip
+    recorder = fit(model, batch, packing=True, microbatch_size=microbatch_size, callbacks=[TokenMonitor()])
     assert relative_error(recorder.gradients, expected) < 1e-6
-    assert logged(memory, 'loss/train/total') == pytest.approx([loss], rel=1e-6)
-    assert logged(memory, 'token_monitor/padding_ratio') == [0.0]
+    assert recorder.logged('loss/train/total') == pytest.approx([loss], rel=1e-6)
+    assert recorder.logged('token_monitor/padding_ratio') == [0.0]
 
 
 @pytest.mark.parametrize('side', ['left', 'right'])
@@ -51,13 +48,7 @@ def test_packed_llava_is_exact(side, microbatch_size):
     case = FAMILIES['llava']()
     layout = BatchLayout.for_model(case.config)
     batch = layout.concat(case.rows, padding_side=side, pad_token_id=case.pad_token_id)
-    expected, loss = reference_gradients(case.model, batch)
-    recorder, memory, _ = train(
-        case.model, token_data_spec(loader(batch), layout=layout, packing=True), algorithms=[TokenAccumulation()],
-        microbatch_size=microbatch_size,
-    )  # fmt: skip
-    assert relative_error(recorder.gradients, expected) < 1e-6
-    assert logged(memory, 'loss/train/total') == pytest.approx([loss], rel=1e-6)
+    assert_exact(case.model, batch, layout=layout, packing=True, microbatch_size=microbatch_size)
 
 
 def test_model_that_leaks_between_documents_is_refused(monkeypatch):
@@ -71,13 +62,12 @@ def test_model_that_leaks_between_documents_is_refused(monkeypatch):
     monkeypatch.setattr(type(model), 'forward', leaking)
     batch = collate(text_rows(SHAPE), side='right')
     with pytest.raises(RuntimeError, match=r'leak from one document to the next'):
-        train(model, token_data_spec(loader(batch), packing=True), algorithms=[TokenAccumulation()], microbatch_size=2)
+        fit(model, batch, packing=True)
 
 
 def test_packing_without_the_algorithm_is_refused():
-    batch = collate(text_rows(SHAPE))
     with pytest.raises(RuntimeError, match='needs TokenAccumulation'):
-        train(text_model(), token_data_spec(loader(batch), packing=True), microbatch_size=2)
+        fit(text_model(), collate(text_rows(SHAPE)), packing=True, algorithms=[])
 
 
 def test_entries_that_cannot_be_packed_are_refused():
@@ -96,21 +86,14 @@ def test_rows_that_are_not_one_run_of_tokens_are_refused_whenever_they_come(faul
     batch['labels'][3, :8] = -100
     batches = [plain, batch] if first_is_plain else [batch]
     with pytest.raises((ValueError, RuntimeError), match='Rows must be one run of tokens'):
-        train(
-            text_model(), token_data_spec(loader(*batches), packing=True), algorithms=[TokenAccumulation()],
-            microbatch_size=2, max_duration='2ba',
-        )  # fmt: skip
+        fit(text_model(), *batches, packing=True, max_duration='2ba')
 
 
 def test_one_label_right_behind_the_tokens_is_exact():
     model, batch = text_model(), collate(text_rows(SHAPE))
     for row, (length, _) in enumerate(SHAPE):
         batch['labels'][row, length : length + 1] = 7
-    expected, _ = reference_gradients(model, batch)
-    recorder, _, _ = train(
-        model, token_data_spec(loader(batch), packing=True), algorithms=[TokenAccumulation()], microbatch_size=2
-    )
-    assert relative_error(recorder.gradients, expected) < 1e-6
+    assert_exact(model, batch, packing=True)
 
 
 @pytest.mark.parametrize('side', ['left', 'right'])
@@ -119,10 +102,7 @@ def test_rows_without_any_token_are_packed_as_well(side):
     model, plain, nothing = text_model(), collate(text_rows(SHAPE)), collate(text_rows(SHAPE), side=side)
     nothing['attention_mask'][:] = 0
     nothing['labels'][:] = -100
-    recorder, memory, _ = train(
-        model, token_data_spec(loader(plain, nothing, plain), packing=True), algorithms=[TokenAccumulation()],
-        microbatch_size=2, max_duration='3ba',
-    )  # fmt: skip
+    recorder = fit(model, plain, nothing, plain, packing=True)
     assert not any(gradient.any() for gradient in recorder.steps[1].values())
     assert relative_error(recorder.steps[2], recorder.steps[0]) < 1e-6
-    assert logged(memory, 'loss/train/total')[1] == 0
+    assert recorder.logged('loss/train/total')[1] == 0

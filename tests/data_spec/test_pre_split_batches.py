@@ -13,16 +13,16 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, TokenAccumulation, token_data_spec
+from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, token_data_spec
 from composer_tokacc.data_spec.cut_rules import CutRules
-from composer_tokacc.data_spec.registry import split_of
+from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.layout import BatchLayout, PreSplitBatch
 from composer_tokacc.metadata import metadata_of, num_samples
 from tests.support.families import FAMILIES
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
 from tests.support.small_batches import LLAVA, TEXT, text_batch
 from tests.support.text import text_model
-from tests.support.training import hugging_face, logged, reference_gradients, relative_error, train
+from tests.support.training import fit, hugging_face, reference_gradients, relative_error
 
 SHAPES = [[9, 8], [5, 4, 4, 3], [10]]
 CAP = 20
@@ -177,11 +177,9 @@ def test_every_step_has_the_gradient_of_its_global_batch(width_multiple):
     widths = {one['input_ids'].shape[1] % width_multiple for batch in loader for one in batch.microbatches}
     assert widths == {0}
     spec = token_data_spec(loader, slot_tokens=LONGEST, width_multiple=width_multiple)
-    recorder, memory, trainer = train(
-        model, spec, algorithms=[TokenAccumulation()], microbatch_size=2, max_duration='1ep'
-    )
-    assert int(trainer.state.timestamp.sample) == 20
-    for step, (found, loss) in enumerate(zip(recorder.steps, logged(memory, 'loss/train/total'), strict=True)):
+    recorder = fit(model, spec, max_duration='1ep')
+    assert int(recorder.trainer.state.timestamp.sample) == 20
+    for step, (found, loss) in enumerate(zip(recorder.steps, recorder.logged('loss/train/total'), strict=True)):
         whole = collate_samples([dataset[index] for index in sampler.window(step)])
         expected, true_loss = reference_gradients(model, whole)
         assert relative_error(found, expected) < 1e-6
@@ -208,7 +206,7 @@ def test_stale_table_of_lengths_stops_the_run_with_the_samples_id():
         f"got: sample '{changed}' of {dataset.lengths[changed]} tokens, over the cap of {cap} .* measure the lengths"
     )
     with pytest.raises(ValueError, match=message):
-        train(text_model(), spec, algorithms=[TokenAccumulation()], microbatch_size=1, max_duration='1ep')
+        fit(text_model(), spec, microbatch_size=1, max_duration='1ep')
 
 
 def test_stale_table_of_lengths_costs_neither_the_cap_nor_the_gradient_where_asked_to_warn(caplog):
@@ -226,7 +224,7 @@ def test_stale_table_of_lengths_costs_neither_the_cap_nor_the_gradient_where_ask
     assert len(planned) > 1, 'the planned microbatches should be too large'
     assert cut == [[str(changed)]], 'alone, and nothing else is over the cap'
     with caplog.at_level(logging.WARNING, logger='composer_tokacc'):
-        recorder, _, _ = train(model, spec, algorithms=[TokenAccumulation()], microbatch_size=1, max_duration='1ep')
+        recorder = fit(model, spec, microbatch_size=1, max_duration='1ep')
     assert f"sample '{changed}' of {dataset.lengths[changed]} tokens" in caplog.text
     for step, found in enumerate(recorder.steps):
         whole = collate_samples([dataset[index] for index in loader.batch_sampler.window(step)])
@@ -253,7 +251,7 @@ def test_pictures_go_with_their_rows(name):
     loader = RegroupingDataLoader(Rows(), batch_sampler=sampler, collate_fn=collate)
     assert len(next(iter(loader)).microbatches) > 1
     spec = token_data_spec(loader, slot_tokens=max(lengths))
-    recorder, _, _ = train(hugging_face(case.model), spec, algorithms=[TokenAccumulation()], microbatch_size=2)
+    recorder = fit(hugging_face(case.model), spec)
     assert split_of(loader).checked
     expected, _ = reference_gradients(case.model, collate(rows))
     assert relative_error(recorder.gradients, expected) < 1e-6

@@ -13,12 +13,12 @@ from composer.core import Callback
 from composer.metrics import LanguageCrossEntropy
 from torch.utils.data import DataLoader, Dataset
 
-from composer_tokacc import TokenAccumulation, token_data_spec
+from composer_tokacc import token_data_spec
 from composer_tokacc.metadata import metadata_of
 from composer_tokacc.planning import CostModel
 from tests.support.exactness import rows_of, split
 from tests.support.text import collate, text_model, text_rows
-from tests.support.training import hugging_face, loader, logged, reference_gradients, relative_error, train
+from tests.support.training import fit, hugging_face, loader, reference_gradients, relative_error
 
 SHAPE = [(4, 2), (5, 3), (9, 7), (14, 11), (6, 1), (3, 2)]
 
@@ -91,7 +91,7 @@ def test_evaluation_keeps_order_and_rows_and_gives_the_true_mean():
     metric = LanguageCrossEntropy()
     composer_model = hugging_face(model, eval_metrics=[metric])
     data = token_data_spec(DataLoader(Rows(rows), batch_size=4, collate_fn=collate))
-    _, _memory, trainer = train(composer_model, loader(collate(rows)), algorithms=[TokenAccumulation()])
+    trainer = fit(composer_model, loader(collate(rows))).trainer
     trainer.eval(data)
     assert trainer.state.eval_metrics['eval']['LanguageCrossEntropy'].compute().item() == pytest.approx(loss, rel=1e-6)
     with torch.no_grad():
@@ -105,11 +105,9 @@ def test_evaluation_keeps_order_and_rows_and_gives_the_true_mean():
 def test_loss_train_total_equals_composers_token_mean_metric():
     rows = text_rows(SHAPE)
     composer_model = hugging_face(text_model(), metrics=[LanguageCrossEntropy()])
-    _, memory, _ = train(
-        composer_model, token_data_spec(loader(collate(rows))), algorithms=[TokenAccumulation()], microbatch_size=2
-    )
-    metric = logged(memory, 'metrics/train/LanguageCrossEntropy')[-1:]
-    assert logged(memory, 'loss/train/total') == pytest.approx(metric, rel=1e-6)
+    recorder = fit(composer_model, collate(rows))
+    metric = recorder.logged('metrics/train/LanguageCrossEntropy')[-1:]
+    assert recorder.logged('loss/train/total') == pytest.approx(metric, rel=1e-6)
 
 
 @pytest.mark.parametrize('has_metrics', [False, True])
@@ -129,9 +127,7 @@ def test_microbatches_are_copied_for_train_metrics_alone(has_metrics, monkeypatc
             copied_of[0] = sum(one.dtype == torch.long and one.dim() == 2 for one in copied)
 
     expected, _ = reference_gradients(composer_model.model, batch)
-    recorder, _, _ = train(
-        composer_model, data, algorithms=[TokenAccumulation()], callbacks=[Watch()], microbatch_size=2
-    )
+    recorder = fit(composer_model, data, callbacks=[Watch()])
     assert relative_error(recorder.gradients, expected) < 1e-6
     assert bool(copied_of[0]) == has_metrics
 
@@ -151,12 +147,9 @@ def test_train_metrics_that_come_late_leave_the_labels_alone(monkeypatch):
 
     composer_model, batch = hugging_face(text_model()), collate(text_rows([(4, 1), (9, 5), (14, 11), (6, 2)]))
     expected, loss = reference_gradients(composer_model.model, batch)
-    recorder, memory, _ = train(
-        composer_model, token_data_spec(loader(batch)), algorithms=[TokenAccumulation()], callbacks=[Late()],
-        optimizer=Twice(composer_model.parameters(), lr=0.0), microbatch_size=2,
-    )  # fmt: skip
+    recorder = fit(composer_model, batch, callbacks=[Late()], optimizer=Twice(composer_model.parameters(), lr=0.0))
     assert [relative_error(found, expected) < 1e-6 for found in recorder.steps] == [True, True]
-    assert logged(memory, 'metrics/train/late')[-1] == pytest.approx(loss, rel=1e-6)
+    assert recorder.logged('metrics/train/late')[-1] == pytest.approx(loss, rel=1e-6)
 
 
 @pytest.mark.parametrize(

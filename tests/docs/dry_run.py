@@ -175,11 +175,6 @@ def _pip(arguments: Sequence[str]) -> None:
             assert wanted.extras <= set(extras), one
 
 
-def _uv(arguments: Sequence[str]) -> None:
-    assert arguments[0] == 'pip', arguments
-    _pip(arguments[1:])
-
-
 _READERS: dict[str, Callable[[Sequence[str]], None]] = {
-    'composer': _composer, 'make': _make, 'pip': _pip, 'python': _python, 'uv': _uv,
+    'composer': _composer, 'make': _make, 'pip': _pip, 'python': _python, 'uv': lambda arguments: _pip(arguments[1:]),
 }  # fmt: skip

@@ -16,13 +16,16 @@ The reasons of the last two are those of ``REASONS``, no others.
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
+import shlex
 import subprocess
 import sys
 import textwrap
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,7 +37,7 @@ from omegaconf import OmegaConf
 from composer_tokacc.programs import TrainConfig, load_config
 from composer_tokacc.programs.config_checks import check_config
 from tests.docs.dry_run import commands_of, dry_run
-from tests.support.launch import ROOT, environment
+from tests.support.launch import ROOT, environment, launch_json
 
 __all__ = ['LANGUAGES', 'PAGES', 'REASONS', 'Block', 'blocks_of', 'check_as_in', 'check_lines', 'run_page']
 
@@ -54,13 +57,14 @@ REASONS = {
 }
 _COMMAND = re.compile(r'(\w+=\w+ )?(python -m|composer -n|make|pip|uv) \S')
 _OVERRIDE = re.compile(rf'({"|".join(field.name for field in fields(TrainConfig))})\.[\w.]+=\S')
+_OURS = re.compile(
+    r'(?:python|composer -n (?P<ranks>\d)) -m (?P<module>composer_tokacc\.[\w.]+)(?P<arguments>[^>|&;$]*)$'
+)
 _MARK = re.compile(r'<!-- (not run|dry run|as in|after|needs): ((?:(?!-->).)+) -->\s*\Z', re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block."""
-
     language: str
     text: str
     line: int
@@ -78,7 +82,6 @@ class Block:
 
 
 def blocks_of(page: str) -> list[Block]:
-    """Every fenced block of a page, in order."""
     content, blocks = (ROOT / page).read_text(), []
     for found in _FENCE.finditer(content):
         mark = _MARK.search(content[: found.start()])
@@ -91,7 +94,7 @@ def blocks_of(page: str) -> list[Block]:
 
 
 def run_page(page: str, folder: Path) -> None:
-    """Runs the blocks of a page in a folder, which they share, as they share their Python names."""
+    """Runs the blocks of a page in a folder, the current one, which they share, as they share their Python names."""
     names: dict[str, Any] = {'__name__': 'snippets'}
     for block in blocks_of(page):
         if block.mark == 'dry run':
@@ -141,13 +144,31 @@ def _run_python(text: str, path: str, line: int, names: dict[str, Any]) -> None:
 
 
 def _run_bash(block: Block, page: str, folder: Path) -> None:
-    path = f'{Path(sys.executable).parent}{os.pathsep}{os.environ["PATH"]}'
-    done = subprocess.run(
-        ['bash', '-euo', 'pipefail', '-c', block.text], cwd=folder, env={**environment(), 'PATH': path},
-        capture_output=True, text=True, timeout=1200,
-    )  # fmt: skip
-    told = f'{page}, line {block.line}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}'
-    assert done.returncode == 0, told
+    """Lines that only call a program of this package are run in this process, or by ranks that stay: fresh ones import
+    for seconds.
+    """
+    for ours, group in groupby(block.text.replace('\\\n', ' ').splitlines(), key=lambda line: bool(_OURS.match(line))):
+        if ours:
+            for line in group:
+                _run_program(line, folder)
+            continue
+        path = f'{Path(sys.executable).parent}{os.pathsep}{os.environ["PATH"]}'
+        done = subprocess.run(
+            ['bash', '-euo', 'pipefail', '-c', '\n'.join(group)], cwd=folder, env={**environment(), 'PATH': path},
+            capture_output=True, text=True, timeout=1200,
+        )  # fmt: skip
+        assert done.returncode == 0, f'{page}, line {block.line}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}'
+
+
+def _run_program(line: str, folder: Path) -> None:
+    found = _OURS.match(line)
+    assert found
+    module, arguments = found['module'], shlex.split(found['arguments'], comments=True)
+    if found['ranks'] in (None, '1'):
+        assert importlib.import_module(module).main(arguments) == 0, line
+        return
+    dry_run(line)  # which reads the launcher's own arguments
+    launch_json('tests/docs/on_ranks.py', str(folder), module, *arguments, ranks=int(found['ranks']))
 
 
 def _check_yaml(block: Block, folder: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.foreign_equality import table_of as table_of_equality
-from benchmarks.pages import filled
+from benchmarks.record import filled
 from benchmarks.token_weights import table_of as table_of_weights
 from tests.data.formats_page import page as formats_page
 from tests.support.launch import ROOT
@@ -23,7 +23,6 @@ def results(name: str) -> Any:
 
 
 def row_of(page: str, beginning: str) -> list[str]:
-    """Cells of the table row that begins so."""
     rows = [line for line in (ROOT / page).read_text().splitlines() if line.startswith(f'| {beginning}')]
     assert len(rows) == 1, f'{page}: {len(rows)} rows begin with {beginning}'
     return [cell.strip().replace('*', '').replace(' % padding', ' %') for cell in rows[0].strip('|').split('|')]
@@ -40,8 +39,7 @@ def test_equality_tests_of_others():
 
 @pytest.mark.parametrize('page', ['README.md', 'docs/benchmarks.md'])
 @pytest.mark.parametrize(
-    ('method', 'beginning'),
-    [('stock', 'stock Composer |'), ('flag', 'stock, `acc'), ('ours', '`TokenAccumulation` +')],
+    ('method', 'beginning'), [('stock', 'stock Composer |'), ('flag', 'stock, `acc'), ('ours', '`TokenAccumulation` +')]
 )
 def test_invariance(page, method, beginning):
     runs = [run for run in results('invariance')['runs'] if run['method'] == method]

@@ -16,6 +16,7 @@ from tests.docs.snippets import LANGUAGES, PAGES, REASONS, blocks_of, check_as_i
 from tests.support.launch import ROOT
 
 # These lie where commands are typed: in a checkout, or where `python -m composer_tokacc.examples` has put them.
+SLOW = [pytest.mark.slow, pytest.mark.timeout(3600), pytest.mark.xdist_group('ranks')]
 SHIPPED = ('yamls', 'examples', 'overrides.txt')
 
 
@@ -24,7 +25,7 @@ def _cases():
         blocks = [block for block in blocks_of(page) if block.runs or block.mark == 'dry run']
         if blocks:
             slow = any(block.runs and block.language == 'bash' for block in blocks)
-            yield pytest.param(page, marks=[pytest.mark.slow, pytest.mark.timeout(3600)] if slow else [])
+            yield pytest.param(page, marks=SLOW if slow else [])
 
 
 @pytest.mark.parametrize('page', _cases())

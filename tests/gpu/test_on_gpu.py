@@ -14,7 +14,7 @@ from composer.devices import DeviceGPU
 from torch.utils.data import DataLoader
 
 from benchmarks.device import GPU
-from benchmarks.gpu.peaks import GpuRun
+from benchmarks.gpu.memory import GpuRun
 from benchmarks.gpu.scale import REHEARSAL, build_llava
 from benchmarks.small_llava import make_rows
 from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
@@ -25,7 +25,7 @@ from examples.digits import DigitsDataset, build_digits_processor
 from tests.programs.test_models import LLAVA
 from tests.support.families import FAMILIES
 from tests.support.text import collate, text_model, text_rows
-from tests.support.training import GivenBatches, loader, reference_gradients, relative_error, train
+from tests.support.training import GivenBatches, fit, loader, reference_gradients, relative_error, train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')]
 
@@ -48,9 +48,7 @@ def test_text_gradient_is_that_of_one_forward(split, microbatch_size):
     data: Any = loader(batch)
     if split != 'stock':
         data = token_data_spec(data, regroup=split != 'ordered', packing=split == 'packed')
-    recorder, _, _ = train(
-        model, data, algorithms=[TokenAccumulation()], microbatch_size=microbatch_size, device=exact_device()
-    )
+    recorder = fit(model, data, microbatch_size=microbatch_size, device=exact_device())
     assert relative_error(recorder.gradients, expected) < TOLERANCE
 
 
@@ -61,10 +59,7 @@ def test_image_gradient_is_that_of_one_forward(family, microbatch_size):
     layout = BatchLayout.for_model(case.config)
     batch = layout.concat(case.rows, pad_token_id=case.pad_token_id)
     expected, _ = reference_gradients(case.model, batch)
-    recorder, _, _ = train(
-        case.model, token_data_spec(loader(batch), layout=layout), algorithms=[TokenAccumulation()],
-        microbatch_size=microbatch_size, device=exact_device(),
-    )  # fmt: skip
+    recorder = fit(case.model, batch, layout=layout, microbatch_size=microbatch_size, device=exact_device())
     assert relative_error(recorder.gradients, expected) < TOLERANCE
 
 
@@ -122,7 +117,7 @@ def test_no_host_sync_a_microbatch():
     finally:
         torch.cuda.set_sync_debug_mode('default')
     algorithm = NeverWaits()
-    train(text_model(), token_data_spec(loader(collate(text_rows(RAGGED)))), algorithms=[algorithm], device='gpu')
+    fit(text_model(), collate(text_rows(RAGGED)), algorithms=[algorithm], microbatch_size=1, device='gpu')
     assert algorithm.microbatches >= 4
 
 
@@ -154,10 +149,9 @@ def test_page_locked_images_stay_page_locked():
     expected, _ = reference_gradients(case.model, batch)
     seen = SeesPixels()
     pinning = DataLoader(GivenBatches([batch]), batch_size=None, pin_memory=True)
-    recorder, _, _ = train(
-        case.model, seen.watch(token_data_spec(pinning, layout=layout)), algorithms=[TokenAccumulation()],
-        callbacks=[seen], microbatch_size=2, device=exact_device(),
-    )  # fmt: skip
+    recorder = fit(
+        case.model, seen.watch(token_data_spec(pinning, layout=layout)), callbacks=[seen], device=exact_device()
+    )
     assert relative_error(recorder.gradients, expected) < TOLERANCE
     assert seen.device_batches == [True]
     assert seen.microbatches
@@ -173,10 +167,7 @@ def test_compiled_model_has_the_same_gradient_and_few_graphs(mode):
     lengths = [12, 14, 16, 9, 30, 28, 32, 25] if mode == 'default' else [32] * 8
     model, batch = text_model(), collate(text_rows([(length, length - 2) for length in lengths]))
     expected, _ = reference_gradients(model, batch)
-    recorder, _, _ = train(
-        model, token_data_spec(loader(*[batch] * 3), width_multiple=16), algorithms=[TokenAccumulation()],
-        microbatch_size=2, max_duration='3ba', device=exact_device(), compile_config={'mode': mode},
-    )  # fmt: skip
+    recorder = fit(model, *[batch] * 3, width_multiple=16, device=exact_device(), compile_config={'mode': mode})
     for gradients in recorder.steps:
         found = {name.replace('_orig_mod.', ''): gradient for name, gradient in gradients.items()}
         assert relative_error(found, expected) < TOLERANCE

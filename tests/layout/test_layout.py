@@ -10,13 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import transformers
 
 from composer_tokacc import BatchLayout
 from composer_tokacc.batch import padding_side
 from composer_tokacc.layout import FAMILIES, Entry, Family, describe, tensors
 from tests.support.families import FAMILIES as CASES
 from tests.support.small_batches import LLAVA, QWEN, TEXT, text_batch
+from tests.support.text import whisper_model
 
 IMAGE = 9
 
@@ -267,6 +267,9 @@ def test_rows_without_images_may_lack_what_only_images_have():
 # Media.
 
 
+WITH_ID = BatchLayout(family=LLAVA, config=SimpleNamespace(image_token_id=IMAGE))
+
+
 def llava_batch(ids, num_pixels, **entries):
     ids = torch.tensor(ids)
     batch = {'input_ids': ids, 'attention_mask': (ids != 0).long(), 'labels': ids}
@@ -274,15 +277,13 @@ def llava_batch(ids, num_pixels, **entries):
 
 
 def test_touching_images_of_equal_size_are_told_apart():
-    layout = BatchLayout(family=LLAVA, config=SimpleNamespace(image_token_id=IMAGE))
     batch = llava_batch([[1, 9, 9, 9, 9, 2], [3, 4, 5, 6, 7, 8], [9, 9, 1, 0, 0, 0]], 3)
-    assert layout.images_per_row(batch) == [2, 0, 1]
+    assert WITH_ID.images_per_row(batch) == [2, 0, 1]
 
 
 def test_image_broken_over_lines_is_one_image():
-    layout = BatchLayout(family=LLAVA, config=SimpleNamespace(image_token_id=IMAGE))
     batch = llava_batch([[9, 9, 1, 9, 9, 1], [9, 9, 1, 9, 9, 0]], 2)
-    assert layout.images_per_row(batch) == [1, 1]
+    assert WITH_ID.images_per_row(batch) == [1, 1]
 
 
 def test_images_of_unequal_size_are_not_told_apart_by_their_mean():
@@ -294,18 +295,16 @@ def test_images_of_unequal_size_are_not_told_apart_by_their_mean():
 
 
 def test_tiles_count_where_the_carried_number_counts_images():
-    layout = BatchLayout(family=LLAVA, config=SimpleNamespace(image_token_id=IMAGE))
     batch = llava_batch([[9, 9, 9, 1], [9, 1, 2, 3]], 4, num_images=[1, 1])
-    assert layout.images_per_row(batch) == [3, 1]
+    assert WITH_ID.images_per_row(batch) == [3, 1]
 
 
 @pytest.mark.parametrize('num_images', [[1, 1], None])
 def test_images_that_nothing_tells_apart_are_refused(num_images):
-    layout = BatchLayout(family=LLAVA, config=SimpleNamespace(image_token_id=IMAGE))
     entries = {} if num_images is None else {'num_images': num_images}
     batch = llava_batch([[9, 9, 9, 1], [9, 9, 1, 2]], 3, **entries)
     with pytest.raises(ValueError, match=r'placeholders of 3 whole images, got: \[3, 2\] by row.*Carry `num_images`'):
-        layout.images_per_row(batch)
+        WITH_ID.images_per_row(batch)
 
 
 def test_runs_of_placeholders_are_no_proof():
@@ -325,9 +324,8 @@ def test_image_without_tokens_of_its_own_is_refused():
 
 
 def test_row_cut_inside_an_image_is_refused():
-    layout = BatchLayout(family=LLAVA, config=SimpleNamespace(image_token_id=IMAGE))
     with pytest.raises(ValueError, match=r'got: \[2, 6\] by row, where the images fill \[4, 4\]'):
-        layout.images_per_row(llava_batch([[9, 9, 1, 1, 1, 1], [9, 9, 9, 9, 9, 9]], 2))
+        WITH_ID.images_per_row(llava_batch([[9, 9, 1, 1, 1, 1], [9, 9, 9, 9, 9, 9]], 2))
 
 
 def test_qwen_images_are_found_by_their_grids():
@@ -386,29 +384,9 @@ def test_list_of_media_is_refused():
 
 
 def test_rows_of_whisper_are_those_of_its_labels():
-    model = transformers.WhisperForConditionalGeneration(
-        transformers.WhisperConfig(
-            vocab_size=20,
-            d_model=16,
-            encoder_layers=1,
-            decoder_layers=1,
-            encoder_attention_heads=2,
-            decoder_attention_heads=2,
-            encoder_ffn_dim=16,
-            decoder_ffn_dim=16,
-            num_mel_bins=4,
-            max_source_positions=10,
-            max_target_positions=10,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
-            decoder_start_token_id=1,
-            suppress_tokens=None,
-            begin_suppress_tokens=None,
-        )
-    ).eval()
+    model = whisper_model().eval()
     labels = torch.tensor([[3, 4, 5, 2], [6, 2, -100, -100], [7, 8, 2, -100]])
-    batch = {'input_features': torch.rand(3, 4, 20), 'labels': labels, 'sample_ids': ['a', 'b', 'c']}
+    batch = {'input_features': torch.rand(3, 8, 16), 'labels': labels, 'sample_ids': ['a', 'b', 'c']}
     for layout in (BatchLayout.for_model(model), BatchLayout.infer(batch)):
         assert (layout.num_rows(batch), layout.width(batch), describe(layout, batch).lengths) == (3, 4, [4, 4, 4])
         assert (layout.media_per_row(batch), padding_side(batch)) == ([0] * 3, 'right')

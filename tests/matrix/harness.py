@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from composer import Trainer
 from composer.models import HuggingFaceModel
 
 import composer_tokacc
 from composer_tokacc import TokenAccumulation, token_data_spec
 from tests.matrix.subjects import SUBJECTS
-from tests.support.training import GradientRecorder, Gradients, in_double, loader, relative_error
+from tests.support.training import GradientRecorder, Gradients, in_double, loader, relative_error, train
 
 __all__ = [
     'TOLERANCE',
@@ -152,18 +151,11 @@ def measure_steps(
     stopped = []
     try:
         with quiet():
-            Trainer(
-                model=model,
-                train_dataloader=token_data_spec(loader(*batches), **options),
-                optimizers=optimizer,
-                max_duration=f'{len(batches)}ba',
-                device='cpu',
+            train(
+                model, token_data_spec(loader(*batches), **options), optimizer=optimizer, callbacks=[recorder],
                 algorithms=[TokenAccumulation()] if algorithms is None else algorithms,
-                callbacks=[recorder],
-                device_train_microbatch_size=microbatch_size,
-                progress_bar=False,
-                **(trainer_options or {}),
-            ).fit()
+                microbatch_size=microbatch_size, max_duration=f'{len(batches)}ba', **(trainer_options or {}),
+            )  # fmt: skip
     except Exception as error:
         kind = 'refused' if _is_refusal(error) and optimizer.num_steps == len(recorder.steps) else 'crashed'
         stopped = [Outcome(kind=kind, message=f'{type(error).__name__}: {error}', where=where)]

@@ -84,16 +84,8 @@ class _Ids:
     tokenizer, pad_token_id = range(VOCABULARY), 0
 
     def token_id(self, token: str) -> int:
-        named = {
-            '<s>': 6,
-            '</s>': 7,
-            'start': BEGIN,
-            'end': END,
-            'video': VIDEO,
-            'AUDIO': AUDIO,
-            'im': IMAGE,
-            'IMG': IMAGE,
-        }
+        named = {'<s>': 6, '</s>': 7, 'start': BEGIN, 'end': END, 'video': VIDEO, 'AUDIO': AUDIO, 'im': IMAGE}
+        named['IMG'] = IMAGE
         return next(number for name, number in named.items() if name in token)
 
 
@@ -207,9 +199,7 @@ def _pixtral_image(writer: _Writer) -> None:
 
 
 def _audio(writer: _Writer) -> None:
-    frames = writer.rng.choice(
-        (10, 12, FRAMES)
-    )  # two placeholders or more: Qwen2-Audio takes single ones for old-style
+    frames = writer.rng.choice((10, 12, FRAMES))  # two placeholders or more: single ones are old-style for Qwen2-Audio
     writer.place(AUDIO, ((frames - 1) // 2 + 1 - 2) // 2 + 1, 0)
     writer.keep(
         input_features=writer.random(1, MEL_BINS, FRAMES),

@@ -25,11 +25,10 @@ from typing import Any
 import torch
 import transformers
 
-from composer_tokacc import TokenAccumulation, token_data_spec
 from tests.matrix.harness import plain_gradients, quiet
 from tests.matrix.subjects import SUBJECTS, Subject
 from tests.matrix.text_families import EXPERTS, LLAMA, WINDOW, text_row
-from tests.support.training import Gradients, in_double, loader, relative_error, train
+from tests.support.training import Gradients, fit, in_double, relative_error
 
 __all__ = ['FAMILIES', 'cell', 'lines']
 
@@ -43,16 +42,8 @@ _OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     'lfm2': ('Lfm2', {**LLAMA, 'layer_types': ['conv', 'full_attention']}),
     'qwen3_next': (
         'Qwen3Next',
-        {
-            **LLAMA,
-            'head_dim': 16,
-            'layer_types': ['linear_attention', 'full_attention'],
-            'mlp_only_layers': [0, 1],
-            'linear_num_value_heads': 2,
-            'linear_num_key_heads': 2,
-            'linear_key_head_dim': 8,
-            'linear_value_head_dim': 8,
-        },
+        dict(LLAMA, head_dim=16, layer_types=['linear_attention', 'full_attention'], mlp_only_layers=[0, 1],
+             linear_num_value_heads=2, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8),
     ),
 }  # fmt: skip
 
@@ -97,10 +88,7 @@ def cell(name: str, kernel: str, seeds: Iterable[int] = range(NUM_BATCHES)) -> d
         for way in found:
             try:
                 with quiet():
-                    recorder, _, _ = train(
-                        model, token_data_spec(loader(batch), packing=way == 'packed'),
-                        algorithms=[TokenAccumulation()], microbatch_size=size,
-                    )  # fmt: skip
+                    recorder = fit(model, batch, packing=way == 'packed', microbatch_size=size)
             except RuntimeError as error:
                 return {'kind': 'refused', 'reason': str(error), 'batch': seed}
             found[way] = max(relative_error(recorder.gradients, expected), found[way])  # in this order NaN stays

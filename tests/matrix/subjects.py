@@ -106,14 +106,8 @@ PACKS = (
 
 
 def _text(name: str) -> Subject:
-    model_class = text_families.TEXT_CONFIGS[name][0]
-    return Subject(
-        name=name,
-        group='text',
-        packs=name in PACKS,
-        blank=lambda: (getattr(transformers, model_class), text_families.text_config(name)),
-        row=text_families.ROWS.get(name, text_families.text_row),
-    )
+    row = text_families.ROWS.get(name, text_families.text_row)
+    return Subject(name=name, group='text', packs=name in PACKS, blank=lambda: text_families.text_model(name), row=row)
 
 
 def _processor(name: str, *, source: str = '', has_image: bool | None = None) -> Subject:

@@ -57,7 +57,7 @@ def test_labels_on_the_first_token_behind_padding_come_later(name, regroup):
     """Such a label is predicted from padding, which trimming takes away; rows without one do not tell."""
     subject = SUBJECTS[name]
     first = subject.batch(0, side='left')
-    for seed in range(1, 7):
+    for seed in range(1, 4):  # and sizes of microbatches
         rows = subject.rows(4 * seed)
         # The shorter rows: where they lie beside longer ones, no trimmed column takes the label itself away.
         lengths = sorted(row['input_ids'].shape[1] for row in rows)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,121 +19,57 @@ VOCABULARY, LONGEST = 64, 24
 FIRST_ID = 4
 """Ids below are pad, beginning, end and mask."""
 
-LLAMA = {
-    'vocab_size': VOCABULARY,
-    'hidden_size': 32,
-    'intermediate_size': 48,
-    'num_hidden_layers': 2,
-    'num_attention_heads': 2,
-    'num_key_value_heads': 2,
-    'max_position_embeddings': 64,
-    'pad_token_id': 0,
-    'tie_word_embeddings': False,
-}
+_SIZES = dict(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
+_LAYERS = dict(vocab_size=VOCABULARY, n_layer=2, n_head=2)
+LLAMA = dict(
+    _SIZES, intermediate_size=48, num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0,
+    tie_word_embeddings=False,
+)  # fmt: skip
 # Sliding windows of 4 positions: most rows are longer.
-WINDOW = {'sliding_window': 4}
-EXPERTS = {'num_local_experts': 4, 'num_experts': 4, 'num_experts_per_tok': 2, 'moe_intermediate_size': 32}
+WINDOW = dict(sliding_window=4)
+EXPERTS = dict(num_local_experts=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 
-TEXT_CONFIGS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
-    # name: (model class, config class, settings)
-    'llama': ('LlamaForCausalLM', 'LlamaConfig', LLAMA),
-    'gpt2': (
-        'GPT2LMHeadModel',
-        'GPT2Config',
-        {'vocab_size': VOCABULARY, 'n_embd': 32, 'n_layer': 2, 'n_head': 2, 'n_positions': 64},
-    ),
+TEXT_CONFIGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    # name: (model class, settings)
+    'llama': ('LlamaForCausalLM', LLAMA),
+    'gpt2': ('GPT2LMHeadModel', dict(_LAYERS, n_embd=32, n_positions=64)),
     'gpt_neo': (
         'GPTNeoForCausalLM',
-        'GPTNeoConfig',
-        {
-            'vocab_size': VOCABULARY,
-            'hidden_size': 32,
-            'num_layers': 2,
-            'num_heads': 2,
-            'attention_types': [[['global', 'local'], 1]],
-            'window_size': 4,
-            'max_position_embeddings': 256,  # as wide as a packed row: its causal mask is a buffer of this size
-        },
+        dict(vocab_size=VOCABULARY, hidden_size=32, num_layers=2, num_heads=2, window_size=4,
+             attention_types=[[['global', 'local'], 1]],
+             max_position_embeddings=256),  # as wide as a packed row: its causal mask is a buffer of this size
     ),
     'opt': (
         'OPTForCausalLM',
-        'OPTConfig',
-        {
-            'vocab_size': VOCABULARY,
-            'hidden_size': 32,
-            'word_embed_proj_dim': 32,
-            'ffn_dim': 48,
-            'num_hidden_layers': 2,
-            'num_attention_heads': 2,
-            'max_position_embeddings': 64,
-            'pad_token_id': 0,
-        },
+        dict(_SIZES, word_embed_proj_dim=32, ffn_dim=48, max_position_embeddings=64, pad_token_id=0),
     ),
-    'bloom': (
-        'BloomForCausalLM',
-        'BloomConfig',
-        {'vocab_size': VOCABULARY, 'hidden_size': 32, 'n_layer': 2, 'n_head': 2, 'pad_token_id': 0},
-    ),
-    'falcon': (
-        'FalconForCausalLM',
-        'FalconConfig',
-        {'vocab_size': VOCABULARY, 'hidden_size': 32, 'num_hidden_layers': 2, 'num_attention_heads': 2},
-    ),
-    'falcon_alibi': (
-        'FalconForCausalLM',
-        'FalconConfig',
-        {'vocab_size': VOCABULARY, 'hidden_size': 32, 'num_hidden_layers': 2, 'num_attention_heads': 2, 'alibi': True},
-    ),
-    'mpt': (
-        'MptForCausalLM',
-        'MptConfig',
-        {'vocab_size': VOCABULARY, 'd_model': 32, 'n_layers': 2, 'n_heads': 2, 'max_seq_len': 64},
-    ),
+    'bloom': ('BloomForCausalLM', dict(_LAYERS, hidden_size=32, pad_token_id=0)),
+    'falcon': ('FalconForCausalLM', _SIZES),
+    'falcon_alibi': ('FalconForCausalLM', dict(_SIZES, alibi=True)),
+    'mpt': ('MptForCausalLM', dict(vocab_size=VOCABULARY, d_model=32, n_layers=2, n_heads=2, max_seq_len=64)),
     'mamba': (
         'MambaForCausalLM',
-        'MambaConfig',
-        {'vocab_size': VOCABULARY, 'hidden_size': 32, 'num_hidden_layers': 2, 'state_size': 4, 'pad_token_id': 0},
+        dict(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=4, pad_token_id=0),
     ),
-    'mistral': ('MistralForCausalLM', 'MistralConfig', {**LLAMA, **WINDOW}),
-    'gemma2': ('Gemma2ForCausalLM', 'Gemma2Config', {**LLAMA, **WINDOW, 'head_dim': 16}),
-    'mixtral': ('MixtralForCausalLM', 'MixtralConfig', {**LLAMA, **EXPERTS, 'sliding_window': None}),
+    'mistral': ('MistralForCausalLM', dict(LLAMA, **WINDOW)),
+    'gemma2': ('Gemma2ForCausalLM', dict(LLAMA, **WINDOW, head_dim=16)),
+    'mixtral': ('MixtralForCausalLM', dict(LLAMA, **EXPERTS, sliding_window=None)),
     'qwen3_moe': (
-        'Qwen3MoeForCausalLM',
-        'Qwen3MoeConfig',
-        {**LLAMA, **EXPERTS, 'head_dim': 16, 'decoder_sparse_step': 1, 'norm_topk_prob': True},
+        'Qwen3MoeForCausalLM', dict(LLAMA, **EXPERTS, head_dim=16, decoder_sparse_step=1, norm_topk_prob=True),
     ),
-    'bert': (
-        'BertForMaskedLM',
-        'BertConfig',
-        {
-            'vocab_size': VOCABULARY,
-            'hidden_size': 32,
-            'intermediate_size': 48,
-            'num_hidden_layers': 2,
-            'num_attention_heads': 2,
-            'max_position_embeddings': 64,
-        },
-    ),
+    'bert': ('BertForMaskedLM', dict(_SIZES, intermediate_size=48, max_position_embeddings=64)),
     't5': (
         'T5ForConditionalGeneration',
-        'T5Config',
-        {
-            'vocab_size': VOCABULARY,
-            'd_model': 32,
-            'd_kv': 16,
-            'd_ff': 48,
-            'num_layers': 2,
-            'num_heads': 2,
-            'decoder_start_token_id': 0,
-        },
+        dict(vocab_size=VOCABULARY, d_model=32, d_kv=16, d_ff=48, num_layers=2, num_heads=2, decoder_start_token_id=0),
     ),
-}
+}  # fmt: skip
 
 
-def text_config(name: str, **extra: Any) -> Any:
-    """A fresh config of a text family."""
-    _, config_class, settings = TEXT_CONFIGS[name]
-    return getattr(transformers, config_class)(**{**settings, **extra})
+def text_model(name: str) -> tuple[type, Any]:
+    """Class of a text family, and a fresh config."""
+    class_name, settings = TEXT_CONFIGS[name]
+    model_class = getattr(transformers, class_name)
+    return model_class, model_class.config_class(**copy.deepcopy(settings))
 
 
 def _ids(rng: random.Random, length: int) -> torch.Tensor:

@@ -5,18 +5,17 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
-from composer_tokacc import TokenAccumulation, TokenMonitor, token_data_spec
+from composer_tokacc import TokenMonitor
 from composer_tokacc.monitor import source_ledger
 from composer_tokacc.monitor.source_ledger import MOST_SOURCES, OTHERS
 from tests.ranks.source_ledger import SHAPE as RANK_SHAPE
 from tests.ranks.source_ledger import STEPS
 from tests.support.launch import launch_json
 from tests.support.text import collate, text_model, text_rows
-from tests.support.training import loader, logged, train
+from tests.support.training import fit, loader
 
 SHAPE = [(4, 2), (5, 0), (9, 7), (14, 11), (6, 1), (3, 2), (12, 5)]
 SOURCES = ['a', 'b', 'b', 'a', 'c', 'a', 'b']
@@ -27,8 +26,8 @@ def batch_of(shape=SHAPE, sources=SOURCES, **kwargs):
     return {**collate(text_rows(shape), **kwargs), 'source': list(sources)}
 
 
-def field(memory, name, source='a'):
-    return logged(memory, f'token_monitor/source/{source}/{name}')
+def field(recorder, name, source='a'):
+    return recorder.logged(f'token_monitor/source/{source}/{name}')
 
 
 def loss_of(model, rows, wanted):
@@ -48,66 +47,51 @@ def loss_of(model, rows, wanted):
 def test_loss_of_a_source_is_that_of_one_forward_over_its_rows(cut, side):
     model = text_model()
     expected = {source: loss_of(text_model().double(), text_rows(SHAPE), source) for source in TOKENS}
-    data = token_data_spec(loader(batch_of(side=side)), slot_tokens=14, **cut)
-    _, memory, _ = train(model, data, algorithms=[TokenAccumulation()], callbacks=[TokenMonitor()], microbatch_size=2)
+    recorder = fit(model, batch_of(side=side), slot_tokens=14, **cut, callbacks=[TokenMonitor()])
     for source, count in TOKENS.items():
-        assert field(memory, 'tokens', source) == [count]
-        assert field(memory, 'weight', source) == pytest.approx([count / sum(TOKENS.values())], abs=1e-12)
-        assert field(memory, 'loss', source) == pytest.approx([expected[source]], rel=1e-6)
-    together = sum(field(memory, 'loss', source)[0] * count for source, count in TOKENS.items())
-    assert together / sum(TOKENS.values()) == pytest.approx(logged(memory, 'loss/train/total')[0], rel=1e-6)
+        assert field(recorder, 'tokens', source) == [count]
+        assert field(recorder, 'weight', source) == pytest.approx([count / sum(TOKENS.values())], abs=1e-12)
+        assert field(recorder, 'loss', source) == pytest.approx([expected[source]], rel=1e-6)
+    together = sum(field(recorder, 'loss', source)[0] * count for source, count in TOKENS.items())
+    assert together / sum(TOKENS.values()) == pytest.approx(recorder.logged('loss/train/total')[0], rel=1e-6)
     # Every computed position is of some source, as there are no dummy rows.
-    assert sum(field(memory, 'positions', source)[0] for source in TOKENS) == pytest.approx(1, abs=1e-9)
+    assert sum(field(recorder, 'positions', source)[0] for source in TOKENS) == pytest.approx(1, abs=1e-9)
 
 
 def test_losses_that_are_read_at_once_and_in_pieces_and_without_a_wait_are_the_same(monkeypatch):
     found = []
-    for most_unread, chunk, small in [(2**20, 2**23, 1024), (0, 7, 1024), (2**20, 2**23, 0), (300, 50, 0)]:
+    for most_unread, chunk in [(2**20, 2**23), (0, 7), (300, 50)]:
         monkeypatch.setattr(source_ledger, 'MOST_UNREAD', most_unread)
         monkeypatch.setattr(source_ledger, 'CHUNK', chunk)
-        monkeypatch.setattr(source_ledger, 'SMALL_VOCABULARY', small)
-        data = token_data_spec(loader(batch_of()), slot_tokens=14)
-        monitors = {'algorithms': [TokenAccumulation()], 'callbacks': [TokenMonitor()]}
-        _, memory, _ = train(text_model(), data, **monitors, microbatch_size=2)
-        found.append([field(memory, 'loss', source)[0] for source in TOKENS])
+        recorder = fit(text_model(), batch_of(), slot_tokens=14, callbacks=[TokenMonitor()])
+        found.append([field(recorder, 'loss', source)[0] for source in TOKENS])
     assert all(one == pytest.approx(found[0], rel=1e-6) for one in found)
-
-
-def test_a_label_that_no_token_has_is_no_read_behind_the_logits():
-    found = np.zeros(2, np.float32)
-    source_ledger._read_losses(np.zeros((1, 3, 4), np.float32), np.array([[-100, 9, 2]]), 1, found, 0)
-    assert np.isnan(found[0])
-    assert found[1] == pytest.approx(np.log(4))
 
 
 @pytest.mark.parametrize('power', [0.5, 1.0])
 def test_shares_of_the_weight_are_those_of_weighted_tokens(power):
-    data = token_data_spec(loader(batch_of()))
     name = {0.5: 'sqrt', 1.0: 'sample'}[power]
-    _, memory, _ = train(
-        text_model(), data, algorithms=[TokenAccumulation(token_weights=name)], callbacks=[TokenMonitor()],
-        microbatch_size=2,
-    )  # fmt: skip
+    recorder = fit(text_model(), batch_of(), token_weights=name, callbacks=[TokenMonitor()])
     weights = dict.fromkeys(TOKENS, 0.0)
     for (_, labelled), source in zip(SHAPE, SOURCES, strict=True):
         weights[source] += labelled ** (1 - power) if labelled else 0.0
     for source, weight in weights.items():
-        assert field(memory, 'weight', source) == pytest.approx([weight / sum(weights.values())], rel=1e-6)
+        assert field(recorder, 'weight', source) == pytest.approx([weight / sum(weights.values())], rel=1e-6)
 
 
 def test_monitor_alone_counts_rows_that_carry_a_source():
     expected = loss_of(text_model().double(), text_rows(SHAPE), 'b')
-    _, memory, _ = train(text_model(), loader(batch_of()), callbacks=[TokenMonitor()], microbatch_size=3)
-    assert field(memory, 'tokens', 'b') == [TOKENS['b']]
-    assert field(memory, 'loss', 'b') == pytest.approx([expected], rel=1e-6)
+    recorder = fit(text_model(), loader(batch_of()), algorithms=[], callbacks=[TokenMonitor()], microbatch_size=3)
+    assert field(recorder, 'tokens', 'b') == [TOKENS['b']]
+    assert field(recorder, 'loss', 'b') == pytest.approx([expected], rel=1e-6)
 
 
 def test_a_source_that_comes_late_or_stays_away():
     batches = [batch_of(sources=['a'] * 7), batch_of(sources=[None, *'aaaaaa']), batch_of(sources=['late'] * 7)]
-    _, memory, _ = train(text_model(), loader(*batches), callbacks=[TokenMonitor()], max_duration='3ba')
-    assert field(memory, 'tokens') == [28, 26, 0]
-    assert field(memory, 'tokens', 'late') == [28]
-    assert len(field(memory, 'loss')) == 2, 'of no tokens there is no mean'
+    recorder = fit(text_model(), loader(*batches), algorithms=[], callbacks=[TokenMonitor()], max_duration='3ba')
+    assert field(recorder, 'tokens') == [28, 26, 0]
+    assert field(recorder, 'tokens', 'late') == [28]
+    assert len(field(recorder, 'loss')) == 2, 'of no tokens there is no mean'
 
 
 @pytest.mark.parametrize(
@@ -117,8 +101,8 @@ def test_a_source_that_comes_late_or_stays_away():
 )
 def test_nothing_is_logged_where_rows_name_no_source(source, monitor):
     batch = {**batch_of(), 'source': source}
-    _, memory, _ = train(text_model(), loader(batch), callbacks=[monitor], microbatch_size=7)
-    assert not [name for name in memory.data if '/source/' in name]
+    recorder = fit(text_model(), loader(batch), algorithms=[], callbacks=[monitor], microbatch_size=7)
+    assert not [name for name in recorder.memory.data if '/source/' in name]
     with pytest.raises(ValueError, match="`sources` must be 'auto' or False, got: 'files'"):
         TokenMonitor(sources='files')
 
@@ -126,9 +110,9 @@ def test_nothing_is_logged_where_rows_name_no_source(source, monitor):
 def test_more_sources_than_can_be_told_apart_are_counted_together(caplog):
     shape = [(4, 2)] * (MOST_SOURCES + 9)
     batch = batch_of(shape, [f'{index:03d}' for index in range(len(shape))])
-    _, memory, _ = train(text_model(), loader(batch, batch), callbacks=[TokenMonitor()], max_duration='2ba')
-    assert field(memory, 'tokens', '000') == [2, 2]
-    assert field(memory, 'tokens', OTHERS) == [18, 18]
+    recorder = fit(text_model(), loader(batch, batch), algorithms=[], callbacks=[TokenMonitor()], max_duration='2ba')
+    assert field(recorder, 'tokens', '000') == [2, 2]
+    assert field(recorder, 'tokens', OTHERS) == [18, 18]
     assert caplog.text.count('sources: those beyond are logged together') == 1
 
 

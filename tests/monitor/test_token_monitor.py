@@ -11,15 +11,15 @@ from composer.loggers import ProgressBarLogger
 from composer_tokacc import TokenAccumulation, TokenMonitor, token_data_spec
 from composer_tokacc.metadata import with_metadata
 from tests.support.text import collate, text_model, text_rows
-from tests.support.training import loader, logged, reference_gradients, train
+from tests.support.training import assert_exact, fit, loader, reference_gradients
 
 SHAPE = [(4, 2), (5, 0), (9, 7), (14, 11), (6, 1), (3, 2)]
 REAL, TOKENS, WIDTH = 41, 23, 14
 
 
 def run(data, **kwargs):
-    _, memory, _ = train(text_model(), data, callbacks=[TokenMonitor()], max_duration='2ba', **kwargs)
-    return memory
+    options = {'algorithms': [], 'callbacks': [TokenMonitor()], 'max_duration': '2ba', **kwargs}
+    return fit(text_model(), data, **options)
 
 
 def test_an_unknown_rule_is_refused_before_the_run():
@@ -29,25 +29,25 @@ def test_an_unknown_rule_is_refused_before_the_run():
 
 def test_stock_split_pays_for_the_width_of_the_device_batch():
     batch = collate(text_rows(SHAPE))
-    memory = run(loader(batch, batch), microbatch_size=1)
+    recorder = run(loader(batch, batch), microbatch_size=1)
     ratio = 1 - REAL / (6 * WIDTH)
-    assert logged(memory, 'token_monitor/padding_ratio') == pytest.approx([ratio] * 2)
-    assert logged(memory, 'token_monitor/device_batch_padding_ratio') == pytest.approx([ratio] * 2)
-    assert logged(memory, 'token_monitor/loss_generating_share') == pytest.approx([TOKENS / REAL] * 2)
-    assert logged(memory, 'token_monitor/empty_microbatches') == [1, 1]
-    assert logged(memory, 'token_monitor/microbatches') == [6, 6]
-    assert logged(memory, 'token_monitor/rank_imbalance') == [1, 1]
-    assert all(rate > 0 for rate in logged(memory, 'token_monitor/real_tokens_per_second'))
+    assert recorder.logged('token_monitor/padding_ratio') == pytest.approx([ratio] * 2)
+    assert recorder.logged('token_monitor/device_batch_padding_ratio') == pytest.approx([ratio] * 2)
+    assert recorder.logged('token_monitor/loss_generating_share') == pytest.approx([TOKENS / REAL] * 2)
+    assert recorder.logged('token_monitor/empty_microbatches') == [1, 1]
+    assert recorder.logged('token_monitor/microbatches') == [6, 6]
+    assert recorder.logged('token_monitor/rank_imbalance') == [1, 1]
+    assert all(rate > 0 for rate in recorder.logged('token_monitor/real_tokens_per_second'))
     # One row a microbatch: sample weights are 1/6, token weights t/T.
     distance = sum(abs(1 / 6 - labelled / TOKENS) for _, labelled in SHAPE) / 2
-    assert logged(memory, 'token_monitor/sample_weighting_error') == pytest.approx([distance])
+    assert recorder.logged('token_monitor/sample_weighting_error') == pytest.approx([distance])
 
 
 def test_regrouping_split_computes_less_padding():
     batch = collate(text_rows(SHAPE))
-    memory = run(token_data_spec(loader(batch, batch)), algorithms=[TokenAccumulation()], microbatch_size=2)
+    recorder = run(token_data_spec(loader(batch, batch)), algorithms=[TokenAccumulation()], microbatch_size=2)
     ratio, untrimmed = (
-        logged(memory, f'token_monitor/{name}') for name in ('padding_ratio', 'device_batch_padding_ratio')
+        recorder.logged(f'token_monitor/{name}') for name in ('padding_ratio', 'device_batch_padding_ratio')
     )
     assert untrimmed == pytest.approx([1 - REAL / (6 * WIDTH)] * 2)
     assert max(ratio) < untrimmed[0]
@@ -58,16 +58,16 @@ def test_rows_that_are_no_samples_are_told_apart_and_hold_no_real_tokens():
     batch = with_metadata(collate(text_rows(SHAPE)), samples=[1, 1, 1, 1, 1, 0])
     # Each row by itself, at its own width, but for the first two, which share one.
     data = token_data_spec(loader(batch, batch), slot_tokens=WIDTH, regroup=False)
-    memory = run(data, algorithms=[TokenAccumulation()], microbatch_size=1)
+    recorder = run(data, algorithms=[TokenAccumulation()], microbatch_size=1)
     positions = [5 + 5, 9, 14, 6 + 6]
-    assert logged(memory, 'token_monitor/dummy_ratio') == pytest.approx([6 / sum(positions)] * 2)
-    assert logged(memory, 'token_monitor/padding_ratio') == pytest.approx([1 - (REAL - 3) / sum(positions)] * 2)
+    assert recorder.logged('token_monitor/dummy_ratio') == pytest.approx([6 / sum(positions)] * 2)
+    assert recorder.logged('token_monitor/padding_ratio') == pytest.approx([1 - (REAL - 3) / sum(positions)] * 2)
 
 
 def test_one_microbatch_has_no_weighting_error():
     batch = collate(text_rows(SHAPE))
-    memory = run(loader(batch, batch), microbatch_size=6)
-    assert logged(memory, 'token_monitor/sample_weighting_error') == pytest.approx([0.0])
+    recorder = run(loader(batch, batch), microbatch_size=6)
+    assert recorder.logged('token_monitor/sample_weighting_error') == pytest.approx([0.0])
 
 
 class MadeUpFlops:
@@ -83,17 +83,17 @@ class MadeUpFlops:
 def test_use_of_the_device_is_operations_over_what_it_can_do():
     monitor = TokenMonitor(flops=MadeUpFlops(), device_tflops=0.5)
     batch = collate(text_rows(SHAPE))
-    _, memory, _ = train(text_model(), loader(batch, batch), callbacks=[monitor], microbatch_size=2, max_duration='2ba')
-    rates, seconds = (logged(memory, f'token_monitor/{name}') for name in ('tokens_per_second', 'seconds_p99'))
+    recorder = run(loader(batch, batch), callbacks=[monitor])
+    rates, seconds = (recorder.logged(f'token_monitor/{name}') for name in ('tokens_per_second', 'seconds_p99'))
     operations = 10 * 6 * WIDTH + 1000
     for rate, mfu, tera in zip(
-        rates, *(logged(memory, f'token_monitor/{n}') for n in ('mfu', 'tflops_per_second')), strict=True
+        rates, *(recorder.logged(f'token_monitor/{n}') for n in ('mfu', 'tflops_per_second')), strict=True
     ):
         assert mfu == pytest.approx(operations * rate / (6 * WIDTH) / 0.5e12)
         assert tera == pytest.approx(mfu * 0.5)
     assert seconds[0] == pytest.approx(6 * WIDTH / rates[0])
-    assert logged(memory, 'token_monitor/hours_left')[-1] == 0
-    assert min(logged(memory, 'token_monitor/loader_seconds')) > 0
+    assert recorder.logged('token_monitor/hours_left')[-1] == 0
+    assert min(recorder.logged('token_monitor/loader_seconds')) > 0
     with pytest.raises(ValueError, match='`device_tflops` must be a positive number, got: -1'):
         TokenMonitor(device_tflops=-1)
 
@@ -104,11 +104,9 @@ def test_gradient_norm_is_that_of_one_forward_whatever_is_clipped(others):
     expected, _ = reference_gradients(model, batch)
     norm = float(sum(value.double().square().sum() for value in expected.values()).sqrt())
     algorithms = [*others, TokenAccumulation()]
-    _, memory, _ = train(
-        model, loader(batch), algorithms=algorithms, callbacks=[TokenMonitor()], microbatch_size=2, max_duration='1ba'
-    )
+    recorder = fit(model, loader(batch), algorithms=algorithms, callbacks=[TokenMonitor()], max_duration='1ba')
     assert norm > 0.1
-    assert logged(memory, 'token_monitor/gradient_norm') == pytest.approx([norm], rel=1e-5)
+    assert recorder.logged('token_monitor/gradient_norm') == pytest.approx([norm], rel=1e-5)
 
 
 class ShownNumbers(Callback):
@@ -125,11 +123,11 @@ class ShownNumbers(Callback):
 def test_progress_bar_has_the_shortest_of_it(capfd):
     batch, shown = collate(text_rows(SHAPE)), ShownNumbers()
     options = {'progress_bar': True, 'callbacks': [TokenMonitor(), shown], 'max_duration': '3ba'}
-    _, memory, _ = train(text_model(), loader(batch, batch, batch), microbatch_size=6, **options)
+    recorder = run(loader(batch, batch, batch), microbatch_size=6, **options)
     assert 'loss/train/total=' in capfd.readouterr().err
     for step, found in enumerate(shown.found):
         rate, padding, norm = (
-            logged(memory, f'token_monitor/{name}')[step]
+            recorder.logged(f'token_monitor/{name}')[step]
             for name in ('tokens_per_second', 'padding_ratio', 'gradient_norm')
         )
         assert found['tok/s'] == f'{rate:,.0f}'
@@ -155,9 +153,34 @@ class OutOfMemoryUntil(Algorithm):
 def test_attempts_that_ran_out_of_memory_leave_no_trace_in_the_figures():
     """Composer halves 6 to 3 to 1 row of 14 tokens: 84 and 42 positions do not fit, 14 do."""
     batch = collate(text_rows(SHAPE))
-    _, memory, trainer = train(
-        text_model(), loader(batch), algorithms=[OutOfMemoryUntil(14)], callbacks=[TokenMonitor()], microbatch_size=6
-    )
-    assert trainer.state.device_train_microbatch_size == 1
-    assert logged(memory, 'token_monitor/microbatches') == [6]
-    assert logged(memory, 'token_monitor/padding_ratio') == pytest.approx([1 - REAL / (6 * WIDTH)])
+    recorder = run(loader(batch), algorithms=[OutOfMemoryUntil(14)], microbatch_size=6, max_duration='1ba')
+    assert recorder.trainer.state.device_train_microbatch_size == 1
+    assert recorder.logged('token_monitor/microbatches') == [6]
+    assert recorder.logged('token_monitor/padding_ratio') == pytest.approx([1 - REAL / (6 * WIDTH)])
+
+
+# Keys of others in the batch.
+
+NAMES = ('loss_generating_tokens', 'total_tokens', 'real_tokens', 'num_microbatches', 'counted_by', 'packed')
+
+
+@pytest.fixture(params=['all names', 'those of llm-foundry'])
+def foreign_batch(request):
+    found = collate(text_rows(SHAPE))
+    names = NAMES if request.param == 'all names' else NAMES[:2]
+    return {**found, **{name: [7] * len(SHAPE) for name in names}}
+
+
+def test_monitor_alone_counts_for_itself_beside_keys_of_others(foreign_batch):
+    recorder = fit(text_model(), loader(foreign_batch), algorithms=[], callbacks=[TokenMonitor()], microbatch_size=1)
+    assert recorder.logged('token_monitor/loss_generating_share') == pytest.approx([TOKENS / REAL])
+    assert recorder.logged('token_monitor/empty_microbatches') == [1]
+
+
+@pytest.mark.parametrize('split', ['stock', 'ours'])
+def test_algorithm_counts_for_itself_beside_keys_of_others(split, foreign_batch):
+    model = text_model()
+    data = token_data_spec(loader(foreign_batch)) if split == 'ours' else loader(foreign_batch)
+    recorder = assert_exact(model, data, batch=collate(text_rows(SHAPE)), callbacks=[TokenMonitor()])
+    assert recorder.logged('token_accumulation/loss_generating_tokens') == [TOKENS]
+    assert recorder.logged('token_monitor/loss_generating_share') == pytest.approx([TOKENS / REAL])

@@ -21,7 +21,7 @@ from transformers import LlavaForConditionalGeneration
 
 from composer_tokacc.data import LlavaDataset
 from composer_tokacc.programs.answers import Answers
-from composer_tokacc.programs.report_page import write_page
+from composer_tokacc.programs.run_result import write_page
 from examples.digits import DigitsDataset, digits_model_config
 from tests.data.chat_processors import PROCESSORS
 from tests.support.llava_folder import write_llava_folder
@@ -95,9 +95,8 @@ def test_images_that_the_processor_cuts_to_patches_are_shown_as_they_lie_in_the_
 
 def test_a_model_that_cannot_generate_is_said_once_and_trains_on(processor, tmp_path, caplog):
     dataset = DigitsDataset(processor, split='eval', num_samples=8)
-    broken = SimpleNamespace(
-        training=True, model=None, eval=lambda: None, train=lambda mode: None, model_forward_args=()
-    )
+    broken = torch.nn.Module()
+    broken.model, broken.model_forward_args = None, ()
     assert answered(broken, dataset, processor, tmp_path, steps=(3, 6)) == []
     assert caplog.text.count('Nothing is answered at evaluations') == 1
     assert not (tmp_path / 'run').exists()

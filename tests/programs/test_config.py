@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from composer_tokacc.data import to_mds
 from composer_tokacc.programs import ConfigError, TrainConfig, load_config, registry
 from composer_tokacc.programs.build import build_loggers
 from composer_tokacc.programs.config_checks import check_config, check_machine
@@ -23,7 +24,6 @@ LLAVA = ROOT / 'yamls' / 'llava_json.yaml'
 
 
 def mistake(path: Path, *overrides: str, num_ranks: int = 2) -> str:
-    """The one line that refuses the config."""
     with pytest.raises(ConfigError) as caught:
         check_config(load_config(path, overrides), num_ranks=num_ranks)
     message = str(caught.value)
@@ -145,10 +145,7 @@ def test_wrong_types_are_refused_by_key(override, expected):
         ('model.lora=[]', '`model.lora` must be a mapping, got: []'),
         ('model.config=x', '`model.config` must be a mapping, got: x'),
         ('microbatching.cost=3', '`microbatching.cost` must be a mapping, got: 3'),
-        (
-            'algorithms.gradient_clipping.clipping_type=nrom',
-            '` must be a known name, got: nrom. Did you mean norm?',
-        ),
+        ('algorithms.gradient_clipping.clipping_type=nrom', '` must be a known name, got: nrom. Did you mean norm?'),
         ('algorithms.gradient_clipping.clipping_type=NORM', 'got: NORM'),
         ('trainer.ddp_sync_strategy=single', '`trainer.ddp_sync_strategy` must be a known name, got: single'),
         ('trainer.precision=bf16', '`trainer.precision` must be a known name, got: bf16. Did you mean amp_bf16?'),
@@ -170,11 +167,7 @@ def test_values_that_a_class_refuses_are_refused_before_anything_is_built(overri
         ('{data_parallel_replicate_degree: -1}', '1', 'must be the number of ranks, got: -1 and -1 on 8 ranks'),
         ('{data_parallel_shard_degree: 16}', '1', 'must be the number of ranks, got: None and 16 on 8 ranks'),
         ('{data_parallel_replicate_degree: 0}', '1', 'degree` must be at least 1, or -1, got: 0'),
-        (
-            '{data_parallel_replicate_degree: two}',
-            '1',
-            'degree` must be of type int or null, or -1, got: two',
-        ),
+        ('{data_parallel_replicate_degree: two}', '1', 'degree` must be of type int or null, or -1, got: two'),
         ('{sharding_strategy: HYBRID_SHARD}', '1', '`trainer.parallelism_config.fsdp.data_parallel_replicate_degree` '),
         ('{data_parallel_replicate_degree: 2}', '2', 'FSDP_VERSION=2, which shards over all ranks whatever they say'),
     ],
@@ -406,3 +399,22 @@ def test_size_is_short_for_the_long_name_and_the_later_layer_wins(tmp_path):
         == 2
     )
     assert 'got: both' in mistake(DIGITS, 'microbatching.size=2', 'microbatching.device_train_microbatch_size=2')
+
+
+def test_missing_package_is_named_with_the_command_that_installs_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, 'streaming', None)  # as if it were not installed
+    message = mistake(ROOT / 'yamls' / 'llava_streaming.yaml', 'dataset.local=shards')
+    assert message.startswith('`dataset.name` llava_streaming needs mosaicml-streaming, got: none.')
+    assert message.endswith("pip install 'composer_tokacc[streaming]'")
+
+
+def test_converter_says_the_same(monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(sys.modules, 'streaming', None)
+    assert to_mds.main(['data.json', 'images', str(tmp_path / 'out')]) == 2
+    error = capsys.readouterr().err
+    assert error == "error: shards need mosaicml-streaming, got: none. pip install 'composer_tokacc[streaming]'\n"
+
+
+def test_exchange_is_refused_for_samples_read_by_index():
+    expected = 'must be false for samples read by index, got: true. `loader.regroup_ranks` does the same'
+    assert f'`loader.exchange_ranks` {expected}' in mistake(DIGITS, 'loader.exchange_ranks=true')

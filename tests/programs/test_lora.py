@@ -280,7 +280,7 @@ def test_an_empty_section_means_its_defaults(processor):
 
 
 @pytest.mark.slow
-def test_an_adapters_checkpoint_is_a_twentieth_of_a_model_of_a_billion_weights(tmp_path):
+def test_an_adapters_checkpoint_is_a_twentieth_of_a_model_of_a_billion_weights():
     # TinyLlama 1.1B behind CLIP's large tower and LLaVA's projector, which is trained whole; 1.4 billion in all.
     text = {
         'model_type': 'llama', 'hidden_size': 2048, 'intermediate_size': 5632, 'num_hidden_layers': 22,
@@ -296,18 +296,12 @@ def test_an_adapters_checkpoint_is_a_twentieth_of_a_model_of_a_billion_weights(t
             config=config, dtype='bfloat16', lora={'r': 16, 'modules_to_save': ['multi_modal_projector']}
         )
     assert 1.4e9 < sum(parameter.numel() for parameter in model.parameters()) < 1.5e9
-    model.to_empty(device='cpu')  # sizes do not depend on values
-    sizes = {}
-    for name in ('full', 'adapter'):
-        path = tmp_path / f'{name}.pt'
-        torch.save(model.state_dict(), path)
-        sizes[name] = path.stat().st_size
-        path.unlink()
-        keep_trained_only(model)
-    print(sizes)
-    assert sizes['adapter'] < 0.05 * sizes['full']
+    whole = sum(value.nbytes for value in model.state_dict().values())
+    keep_trained_only(model)
+    adapter = sum(value.nbytes for value in model.state_dict().values())
+    assert adapter < 0.05 * whole
     # With AdamW's two moments of all that is trained, against the weights alone.
-    assert 3 * sizes['adapter'] < 0.1 * sizes['full']
+    assert 3 * adapter < 0.1 * whole
 
 
 @pytest.mark.slow

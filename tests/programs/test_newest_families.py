@@ -26,7 +26,6 @@ ROWS = [['image'], ['video', 'image'], [], ['image', 'image'], ['video'], [], ['
 
 
 def settings(folder, name, **given):
-    """Arguments of a program."""
     values = {
         'model.pretrained': folder / 'base', 'model.config': 'null', 'dataset.processor': 'null',
         'dataset.path': folder / 'data.json', 'loader.global_batch_size': 4, 'trainer.max_duration': '3ba',

@@ -13,7 +13,7 @@ from composer.core import Callback, Timestamp
 from composer.loggers import InMemoryLogger
 
 from composer_tokacc import TokenMonitor
-from composer_tokacc.programs.report_page import MOST_POINTS, JsonLines, write_page
+from composer_tokacc.programs.run_result import MOST_POINTS, JsonLines, write_page
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import loader, train
 

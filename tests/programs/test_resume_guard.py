@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dist_cp
 from PIL import Image
 
 from composer_tokacc.programs import ConfigError
-from composer_tokacc.programs.resume_guard import SameData
+from composer_tokacc.programs.checkpoints import SameData
 from composer_tokacc.train import main
 from examples.digits import build_digits_processor
 from tests.support.launch import ROOT, launch, launch_program

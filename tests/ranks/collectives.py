@@ -5,18 +5,14 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 from composer.core import Callback
-from composer.utils import dist
 from torch.profiler import ProfilerActivity, profile
 
 from composer_tokacc import TokenAccumulation, TokenMonitor
 from tests.support.text import collate, text_model, text_rows
-from tests.support.training import loader, train
+from tests.support.training import fit, loader, write_result
 
 
 class CountCollectives(Callback):
@@ -41,25 +37,18 @@ def count(size: int, algorithms: list[Any], callbacks: list[Any]) -> dict[str, i
     rows = text_rows([(4, 2), (14, 11), (9, 9), (3, 0), (6, 1), (7, 2)])
     counter = CountCollectives()
     # The counter comes last, so that its step runs from after one TokenMonitor reduction to after the next.
-    train(
-        text_model(), loader(*[collate(rows)] * 4), algorithms=algorithms, callbacks=[*callbacks, counter],
-        microbatch_size=size, max_duration='4ba',
-    )  # fmt: skip
+    options: Any = {'algorithms': algorithms, 'callbacks': [*callbacks, counter], 'microbatch_size': size}
+    fit(text_model(), loader(*[collate(rows)] * 4), max_duration='4ba', **options)
     return counter.counts
 
 
-def main() -> None:
-    results = {
-        str(size): {
-            'stock': count(size, [], []),
-            'ours': count(size, [TokenAccumulation()], []),
-            'monitor': count(size, [], [TokenMonitor()]),
-        }
-        for size in (1, 6)
+def counts(size: int) -> dict[str, Any]:
+    return {
+        'stock': count(size, [], []),
+        'ours': count(size, [TokenAccumulation()], []),
+        'monitor': count(size, [], [TokenMonitor()]),
     }
-    if dist.get_global_rank() == 0:
-        Path(sys.argv[-1]).write_text(json.dumps(results))
 
 
 if __name__ == '__main__':
-    main()
+    write_result(lambda: {str(size): counts(size) for size in (1, 6)})

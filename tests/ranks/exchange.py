@@ -5,25 +5,22 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
-import sys
 from collections.abc import Iterator
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
-from composer.utils import dist, get_device
+from composer.utils import dist
 from torch.utils.data import IterableDataset
 
-from composer_tokacc import TokenAccumulation, token_data_spec
+from composer_tokacc import token_data_spec
 from composer_tokacc.data import BadSampleError
 from composer_tokacc.metadata import num_samples
 from composer_tokacc.sampling import ExchangingDataLoader
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
 from tests.support.text import text_model
-from tests.support.training import logged, reference_gradients, relative_error, train
+from tests.support.training import TOTAL, fit, reference_gradients, relative_error, write_result
 
 BATCH, EPOCH = 3, 31
 SAMPLES = LengthDataset(200)
@@ -100,16 +97,12 @@ def gradients(objective: str) -> list[dict[str, float]]:
     expected = steps(build(Shares(), objective=objective))
     assert len(expected) == -(-max(READ[dist.get_world_size()]) // BATCH)
     model = text_model()
-    recorder, memory, trainer = train(
-        model,
-        token_data_spec(build(Shares(), objective=objective), slot_tokens=LONGEST),
-        algorithms=[TokenAccumulation()],
-        microbatch_size=2,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
-        max_duration=f'{len(expected)}ba',
-    )
+    data = token_data_spec(build(Shares(), objective=objective), slot_tokens=LONGEST)
+    recorder = fit(model, data, max_duration=f'{len(expected)}ba')
     found = []
-    for step, gradients_of_step, loss in zip(expected, recorder.steps, logged(memory, 'loss/train/total'), strict=True):
+    if dist.get_global_rank():
+        return found
+    for step, gradients_of_step, loss in zip(expected, recorder.steps, recorder.logged(TOTAL), strict=True):
         names = [name for rank in step if rank['num_samples'] for name in rank['names']]
         reference, true_loss = reference_gradients(model, collate_samples([SAMPLES[name] for name in sorted(names)]))
         found.append({
@@ -117,15 +110,14 @@ def gradients(objective: str) -> list[dict[str, float]]:
             'loss_error': abs(loss - true_loss) / true_loss,
             'num_samples': len(names),
         })  # fmt: skip
-    assert int(trainer.state.timestamp.sample) == sum(one['num_samples'] for one in found)
+    assert int(recorder.trainer.state.timestamp.sample) == sum(one['num_samples'] for one in found)
     return found
 
 
-def main() -> None:
-    dist.initialize_dist(get_device('cpu'), timeout=60.0)
+def results() -> dict[str, Any]:
     # One import for all workers of a rank.
     multiprocessing.set_forkserver_preload(['tests.ranks.exchange'])
-    results = {
+    return {
         'uneven': steps(build(Shares())),
         'sampler': by_sampler(),
         # Not forked: a child of a process with gloo's threads may wait forever for a lock that one of them held.
@@ -136,9 +128,7 @@ def main() -> None:
         'ddp': gradients('ddp'),
         'fsdp': gradients('fsdp'),
     }
-    if dist.get_global_rank() == 0:
-        Path(sys.argv[-1]).write_text(json.dumps(results))
 
 
 if __name__ == '__main__':
-    main()
+    write_result(results)

@@ -10,22 +10,16 @@ each rank's batch by itself, weighed by its loss-generating tokens.
 from __future__ import annotations
 
 import copy
-import hashlib
-import os
 from typing import Any
-
-os.environ['FSDP_VERSION'] = '2'
 
 import torch
 from composer.models import HuggingFaceModel
 from composer.utils import dist
 
-from composer_tokacc import TokenAccumulation, token_data_spec
 from tests.matrix.harness import plain_gradients, quiet
 from tests.model_types.trial import maker_of
-from tests.ranks.fsdp_matrix import sharded
-from tests.support.fsdp import repair_average
-from tests.support.training import loader, relative_error, train, write_runs
+from tests.support.fsdp import FSDP, repair_average, sharded
+from tests.support.training import fit, relative_error, saving, state_of, write_runs
 
 
 def run(
@@ -60,7 +54,8 @@ def run(
     maker = maker_of(model_type, **settings or {})
     media, text = maker.batch(modality, runs=runs), maker.batch(modality, has_media=False)
     model = HuggingFaceModel(maker.model, shift_labels=True)
-    expected = {kind: _weighted(model, [media if kind == 'm' else text, text]) for kind in set(steps)}
+    is_first = not dist.get_global_rank()
+    expected = {kind: _weighted(model, [media if kind == 'm' else text, text]) for kind in set(steps) if is_first}
     doubles = plain_gradients(model, media)
     if lr:  # what has no gradient has no optimizer state, which torch misses on loading
         for name, parameter in model.named_parameters():
@@ -68,27 +63,23 @@ def run(
     own = [media if kind == 'm' and not dist.get_global_rank() else text for kind in steps]
     if fsdp:
         repair_average()
-    options: dict[str, Any] = {'parallelism_config': {'fsdp': {'state_dict_type': 'full'}}} if fsdp else {}
-    if folder is not None:
-        options |= {'save_folder': folder, 'save_interval': '1ba', 'save_filename': 'ba{batch}.pt'}
+    options: dict[str, Any] = {**(FSDP if fsdp else {}), **saving(folder), 'load_path': load_path}
     trained = sharded(maker.model) if fsdp else copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=lr, weight_decay=0.0)
     with quiet():
-        recorder, _, trainer = train(
-            trained, token_data_spec(loader(*own), packing=packing), microbatch_size=size,
-            algorithms=[TokenAccumulation()],
-            optimizer=torch.optim.AdamW(trained.parameters(), lr=lr, weight_decay=0.0), max_duration=f'{len(steps)}ba',
-            load_path=load_path, **options,
-        )  # fmt: skip
+        recorder = fit(trained, *own, packing=packing, microbatch_size=size, optimizer=optimizer, **options)
     dist.barrier()
-    values = [getattr(one, 'full_tensor', one.detach)().flatten() for one in trainer.state.model.parameters()]
-    trainer.close()
+    state = state_of(recorder.trainer.state.model)
+    recorder.trainer.close()
+    if not is_first:
+        return {}
     pairs = zip(recorder.steps, steps[len(steps) - len(recorder.steps) :], strict=True)
     model.float()
     given = {key: value.float() if value.is_floating_point() else value for key, value in media.items()}
     return {
         'round_off': relative_error(plain_gradients(model, given), doubles),
         'errors': [relative_error(found, expected[kind]) for found, kind in pairs],
-        'parameters': hashlib.sha256(torch.cat(values).detach().numpy().tobytes()).hexdigest(),
+        'parameters': state['parameters'],
     }
 
 

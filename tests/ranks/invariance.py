@@ -6,10 +6,7 @@
 from __future__ import annotations
 
 import inspect
-import json
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +14,7 @@ from composer.utils import dist
 
 from composer_tokacc import verify_invariance
 from tests.support.text import text_model, text_rows
-from tests.support.training import rank_share
+from tests.support.training import rank_share, write_result
 
 Loop = Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]]
 
@@ -71,26 +68,24 @@ def mean_of_means(model: Any) -> Loop:
     return gradients
 
 
-def main() -> None:
-    dist.initialize_dist('cpu')
+def results() -> dict[str, Any]:
     model = text_model()
     rows = rank_share(text_rows([(4, 2), (14, 11), (9, 9), (6, 1), (5, 3), (3, 2)]), [3, 3])
-    results: dict[str, Any] = {
+    found: dict[str, Any] = {
         'step mean': verify_invariance(step_mean(model), rows).worst.error,
         'mean of each rank': verify_invariance(step_mean(model, over_ranks=False), rows).worst.error,
     }
     same = text_rows([(4, 2), (14, 11), (10, 9)])
-    results['step mean of the same rows'] = verify_invariance(step_mean(model), same).worst.error
-    results['mean of each rank, of the same rows'] = verify_invariance(
+    found['step mean of the same rows'] = verify_invariance(step_mean(model), same).worst.error
+    found['mean of each rank, of the same rows'] = verify_invariance(
         step_mean(model, over_ranks=False), same
     ).worst.error
     try:
         verify_invariance(step_mean(model), rows[: 3 - dist.get_global_rank()])
     except ValueError as error:
-        results['refused'] = str(error)
-    if dist.get_global_rank() == 0:
-        Path(sys.argv[-1]).write_text(json.dumps(results))
+        found['refused'] = str(error)
+    return found
 
 
 if __name__ == '__main__':
-    main()
+    write_result(results)

@@ -8,20 +8,17 @@ Each step's gradient is held to one forward over the samples that a run on one r
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 from composer.core import Callback
-from composer.utils import dist, get_device
+from composer.utils import dist
 from torch.utils.data import DataLoader, DistributedSampler
 
-from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, TokenAccumulation, token_data_spec
+from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, token_data_spec
 from composer_tokacc.sampling import ExchangingDataLoader
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
 from tests.support.text import text_model
-from tests.support.training import logged, reference_gradients, relative_error, train
+from tests.support.training import fit, reference_gradients, relative_error, write_result
 
 SEED = 3
 CASES = {'seven': (7, 4), 'one is left': (9, 4), 'many': (599, 64)}
@@ -60,21 +57,16 @@ def exchanging(dataset: LengthDataset, global_batch: int, objective: Any) -> Dat
 def run(loader: DataLoader, dataset: LengthDataset, global_batch: int) -> dict[str, Any]:
     """Two epochs with the weights standing still."""
     counted, model = CountSamples(), text_model()
-    recorder, memory, _ = train(
-        model,
-        token_data_spec(loader, slot_tokens=LONGEST),
-        algorithms=[TokenAccumulation()],
-        callbacks=[counted],
-        microbatch_size=2,
-        max_duration='2ep',
-    )
+    recorder = fit(model, token_data_spec(loader, slot_tokens=LONGEST), callbacks=[counted], max_duration='2ep')
     expected: list[list[int]] = []
     for epoch in range(2):
         alone = DistributedSampler(dataset, 1, 0, seed=SEED)
         alone.set_epoch(epoch)
         order = list(alone)
         expected += [order[start : start + global_batch] for start in range(0, len(order), global_batch)]
-    losses, errors, loss_errors = logged(memory, 'loss/train/total'), [], []
+    losses, errors, loss_errors = recorder.logged('loss/train/total'), [], []
+    if dist.get_global_rank():
+        return {}
     for samples, gradients, loss in zip(expected, recorder.steps, losses, strict=True):
         if len(samples) < global_batch:
             reference, true_loss = reference_gradients(model, collate_samples([dataset[index] for index in samples]))
@@ -84,18 +76,16 @@ def run(loader: DataLoader, dataset: LengthDataset, global_batch: int) -> dict[s
             'batches': counted.batches}  # fmt: skip
 
 
-def main() -> None:
-    dist.initialize_dist(get_device('cpu'), timeout=60.0)
-    results = {}
+def results() -> dict[str, Any]:
+    found = {}
     for name, (num_samples, global_batch) in CASES.items():
         dataset = LengthDataset(num_samples)
         for build in (regrouping, exchanging):
             for objective in ('ddp', 'fsdp'):
                 loader = build(dataset, global_batch, objective)
-                results[f'{name}, {build.__name__}, {objective}'] = run(loader, dataset, global_batch)
-    if dist.get_global_rank() == 0:
-        Path(sys.argv[-1]).write_text(json.dumps(results))
+                found[f'{name}, {build.__name__}, {objective}'] = run(loader, dataset, global_batch)
+    return found
 
 
 if __name__ == '__main__':
-    main()
+    write_result(results)

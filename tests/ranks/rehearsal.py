@@ -5,10 +5,6 @@
 
 from __future__ import annotations
 
-import os
-
-os.environ['FSDP_VERSION'] = '2'
-
 from typing import Any
 
 import torch
@@ -24,12 +20,11 @@ from composer_tokacc import (
     token_data_spec,
 )
 from composer_tokacc.programs.rehearsal import Rehearsal
-from tests.support.fsdp import repair_average
+from tests.support.fsdp import FSDP, repair_average
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
 from tests.support.text import text_model
 from tests.support.training import hugging_face, logged, train, write_runs
 
-FSDP: dict[str, Any] = {'parallelism_config': {'fsdp': {'state_dict_type': 'full'}}}
 SIZE, BATCHES = 4, 3
 
 

@@ -8,7 +8,6 @@ Arguments: a JSON list of runs (the keyword arguments of :func:`run`), result fi
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import torch
@@ -16,12 +15,12 @@ from composer.core import Callback
 from composer.utils import dist
 from torch.utils.data import DataLoader
 
-from composer_tokacc import TokenAccumulation, token_data_spec
+from composer_tokacc import token_data_spec
 from composer_tokacc.sampling import RegroupingBatchSampler, RegroupingDataLoader, SkipReadBatches
 from tests.support.killer import KillRank
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
 from tests.support.text import text_model
-from tests.support.training import hugging_face, train, unwrapped, write_runs
+from tests.support.training import fit, hugging_face, saving, state_of, write_runs
 
 NUM_SAMPLES, GLOBAL_BATCH, SEED = 44, 8, 3
 """Six steps an epoch, the last one of four samples."""
@@ -39,12 +38,8 @@ class SeeSteps(Callback):
 
     def batch_end(self, state: Any, logger: Any) -> None:
         shares = dist.all_gather_object(self.mine)
-        values = torch.cat([p.detach().flatten() for p in unwrapped(state.model).parameters()])
-        self.steps[str(int(state.timestamp.batch) - 1)] = {
-            'samples': sorted(index for share in shares for index in share),
-            'parameters': hashlib.sha256(values.numpy().tobytes()).hexdigest(),
-            'norm': float(values.double().norm()),
-        }
+        samples = sorted(index for share in shares for index in share)
+        self.steps[str(int(state.timestamp.batch) - 1)] = {'samples': samples, **state_of(state.model)}
 
 
 def run(
@@ -69,19 +64,10 @@ def run(
         callbacks.append(SkipReadBatches())
     if kill_at is not None:
         callbacks.append(KillRank(rank=dist.get_world_size() - 1, batch=kill_at))
-    saving = {'save_folder': folder, 'save_interval': '1ba', 'save_filename': 'ba{batch}.pt'} if folder else {}
-    _, _, trainer = train(
-        model,
-        token_data_spec(loader, slot_tokens=LONGEST),
-        algorithms=[TokenAccumulation()],
-        callbacks=callbacks,
-        microbatch_size=2,
-        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2),
-        max_duration=durations[0],
-        seed=5,
-        load_path=load_path,
-        **saving,
-    )
+    options = {'callbacks': callbacks, 'load_path': load_path, 'seed': 5, 'max_duration': durations[0]}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    data = token_data_spec(loader, slot_tokens=LONGEST)
+    trainer = fit(model, data, optimizer=optimizer, **options, **saving(folder)).trainer
     for duration in durations[1:]:
         trainer.fit(duration=duration)
     dist.barrier()

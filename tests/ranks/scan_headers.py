@@ -5,28 +5,25 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from composer.utils import dist
 
 from composer_tokacc.data import lengths
 from tests.data.test_headers import PROCESSORS, open_dataset
+from tests.support.training import write_result
 
 
-def main(path: str, num_checked: str, result: str) -> None:
+def tables(path: str, num_checked: str) -> list[dict[str, Any]]:
     """Gathers the tables, and which samples each rank has read."""
-    dist.initialize_dist('cpu')
     dataset = open_dataset(Path(path), PROCESSORS['llava_next']())
     with mock.patch.multiple(lengths, FEWEST_FOR_HEADERS=0, NUM_CHECKED=int(num_checked)):
         table = lengths.build_length_table(dataset, dataset.encoder.processor, num_workers=0)
     columns = {name: getattr(table, name).tolist() for name in lengths.TABLE_COLUMNS}
-    gathered = dist.all_gather_object({'columns': columns, 'reads': dataset.reads})
-    if dist.get_global_rank() == 0:
-        Path(result).write_text(json.dumps(gathered))
+    return dist.all_gather_object({'columns': columns, 'reads': dataset.reads})
 
 
 if __name__ == '__main__':
-    main(*sys.argv[1:])
+    write_result(tables)

@@ -5,9 +5,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 from composer.utils import dist
@@ -16,6 +13,7 @@ from torch.utils.data import Dataset
 from composer_tokacc.data import BadSampleError, LlavaDataset
 from composer_tokacc.data.lengths import build_length_table
 from tests.data.chat_processors import small
+from tests.support.training import write_result
 
 
 class CountingDataset(LlavaDataset):
@@ -44,9 +42,8 @@ class _Everything(Dataset):
         return self.good[index]
 
 
-def main(path: str, folder: str, result: str) -> None:
+def kept(path: str, folder: str) -> list[dict[str, Any]]:
     """Gathers what each rank kept, skipped, read, and what it raises where nothing is skipped."""
-    dist.initialize_dist('cpu')
     dataset = CountingDataset(path, small(), on_error='skip', lengths_folder=folder)
     raised = ''
     try:
@@ -59,10 +56,8 @@ def main(path: str, folder: str, result: str) -> None:
         'read': dataset.read,
         'raised': raised,
     }
-    gathered = dist.all_gather_object(found)
-    if dist.get_global_rank() == 0:
-        Path(result).write_text(json.dumps(gathered))
+    return dist.all_gather_object(found)
 
 
 if __name__ == '__main__':
-    main(*sys.argv[1:])
+    write_result(kept)

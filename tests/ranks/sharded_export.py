@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 
 os.environ['FSDP_VERSION'] = '2'
@@ -22,12 +21,13 @@ from composer.utils import dist
 
 from composer_tokacc.programs.build import build_parts, build_trainer
 from composer_tokacc.programs.schema import load_config
+from tests.support.training import write_result
 
 
-def main() -> None:
+def trained(overrides_of_runs: str, path: str) -> list[str]:
     files = []
-    for overrides in json.loads(sys.argv[1]):
-        config = load_config(sys.argv[2], overrides)
+    for overrides in json.loads(overrides_of_runs):
+        config = load_config(path, overrides)
         parts = build_parts(config)
         trainer = build_trainer(config, parts, InMemoryLogger())
         trainer.fit()
@@ -39,9 +39,8 @@ def main() -> None:
         if dist.get_global_rank() == 0:
             torch.save(logits, files[-1])
         trainer.close()
-    if dist.get_global_rank() == 0:
-        Path(sys.argv[3]).write_text(json.dumps(files))
+    return files
 
 
 if __name__ == '__main__':
-    main()
+    write_result(trained)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from composer.utils import dist
 
-from composer_tokacc import TokenAccumulation, TokenMonitor, token_data_spec
+from composer_tokacc import TokenMonitor
 from tests.support.text import collate, text_model, text_rows
-from tests.support.training import loader, rank_share, reference_gradients, train, write_runs
+from tests.support.training import fit, rank_share, reference_gradients, write_runs
 
 SHAPE = [(4, 2), (5, 0), (9, 7), (14, 11), (6, 1), (3, 2), (12, 5), (7, 3)]
 STEPS = ('aaaaaaaa', 'abcaaaad', 'dddddddd', 'eabbabba')
@@ -24,14 +24,12 @@ def run(**options: Any) -> dict[str, Any]:
     world, rows = dist.get_world_size(), text_rows(SHAPE)
     sizes = [2, *[6 // (world - 1)] * (world - 1)]
     own = [{**collate(rank_share(rows, sizes)), 'source': rank_share(step, sizes)} for step in STEPS]
-    _, memory, _ = train(
-        text_model(), token_data_spec(loader(*own), slot_tokens=14, **options), algorithms=[TokenAccumulation()],
-        callbacks=[TokenMonitor()], microbatch_size=1, max_duration=f'{len(STEPS)}ba',
-    )  # fmt: skip
-    names = {name for name in memory.data if '/source/' in name}
+    callbacks = [TokenMonitor()]
+    recorder = fit(text_model(), *own, slot_tokens=14, microbatch_size=1, callbacks=callbacks, **options)
+    names = {name for name in recorder.memory.data if '/source/' in name}
     logged = [{} for _ in STEPS]
     for name in names:
-        for time, value in memory.data[name]:
+        for time, value in recorder.memory.data[name]:
             logged[int(time.batch.value) - 1][name.removeprefix('token_monitor/source/')] = float(value)
     model = text_model().double()
     losses = []
@@ -39,7 +37,7 @@ def run(**options: Any) -> dict[str, Any]:
         predicted = model(input_ids=row['input_ids']).logits[0, :-1]
         losses.append(float(torch.nn.functional.cross_entropy(predicted, row['labels'][0, 1:], reduction='sum')))
     expected, _ = reference_gradients(text_model(), collate(rows))
-    norms = [float(value) for _, value in memory.data['token_monitor/gradient_norm']]
+    norms = [float(value) for _, value in recorder.memory.data['token_monitor/gradient_norm']]
     norm = float(sum(value.double().square().sum() for value in expected.values()).sqrt())
     return {'logged': logged, 'losses': losses, 'norms': norms, 'first_norm': norm}
 

@@ -8,7 +8,6 @@ Arguments: folder of shards, a JSON list of runs (the keyword arguments of :func
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 from pathlib import Path
@@ -21,13 +20,21 @@ from streaming import StreamingDataLoader
 from streaming.base.util import clean_stale_shared_memory  # pyright: ignore[reportMissingImports]
 from torch.utils.data import DataLoader
 
-from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
+from composer_tokacc import BatchLayout, token_data_spec
 from composer_tokacc.data import VisionLanguageCollator, build_small_processor, image_token_ids
 from composer_tokacc.data.llava_streaming import LlavaStreamingDataset
 from composer_tokacc.programs.models import build_model
 from composer_tokacc.sampling import ExchangingDataLoader, RestoreRandomState
 from tests.support.killer import KillRank
-from tests.support.training import GradientRecorder, logged, reference_gradients, relative_error, train, unwrapped
+from tests.support.training import (
+    GradientRecorder,
+    fit,
+    reference_gradients,
+    relative_error,
+    saving,
+    state_of,
+    unwrapped,
+)
 
 GLOBAL_BATCH, SLOT_TOKENS = 8, 160
 CONFIG = {
@@ -54,12 +61,10 @@ class SeeSteps(Callback):
         self.mine = [str(name) for name in state.batch['sample_ids']]
 
     def batch_end(self, state: Any, logger: Any) -> None:
-        values = torch.cat([p.detach().flatten() for p in unwrapped(state.model).parameters()])
         self.steps[str(int(state.timestamp.batch) - 1)] = {
             'samples': dist.all_gather_object(self.mine),
             'counted': int(state.timestamp.sample),
-            'parameters': hashlib.sha256(values.numpy().tobytes()).hexdigest(),
-            'norm': float(values.double().norm()),
+            **state_of(state.model),
         }
 
 
@@ -103,29 +108,18 @@ def run(
     callbacks: list[Any] = [steps, RestoreRandomState()]
     if kill_at is not None:
         callbacks.append(KillRank(rank=dist.get_world_size() - 1, batch=kill_at))
-    saving = {'save_folder': folder, 'save_interval': '1ba', 'save_filename': 'ba{batch}.pt'} if folder else {}
-    if folder:  # also between two epochs
-        saving['save_num_checkpoints_to_keep'] = -1
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    recorder, memory, trainer = train(
-        model,
-        token_data_spec(loader, slot_tokens=SLOT_TOKENS, layout=layout),
-        algorithms=[TokenAccumulation()],
-        callbacks=callbacks,
-        microbatch_size=2,
-        optimizer=torch.optim.AdamW(parameters, lr=1e-2) if learn else torch.optim.SGD(parameters, lr=0.0),
-        max_duration=duration,
-        seed=5,
-        load_path=load_path,
-        **saving,
-    )
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2) if learn else torch.optim.SGD(parameters, lr=0.0)
+    options = {'callbacks': callbacks, 'load_path': load_path, 'seed': 5, 'max_duration': duration, **saving(folder)}
+    data = token_data_spec(loader, slot_tokens=SLOT_TOKENS, layout=layout)
+    recorder = fit(model, data, optimizer=optimizer, **options)
     result: dict[str, Any] = {'steps': steps.steps, 'length': len(loader), 'batch_size': loader.batch_size}
     if not learn:
         result['errors'] = errors(
-            model, dataset, reading['collate_fn'], steps, recorder, logged(memory, 'loss/train/total')
+            model, dataset, reading['collate_fn'], steps, recorder, recorder.logged('loss/train/total')
         )
     dist.barrier()
-    trainer.close()
+    recorder.trainer.close()
     return result
 
 

@@ -10,7 +10,6 @@ the errors and a hash of the last parameters.
 
 from __future__ import annotations
 
-import hashlib
 import random
 from typing import Any
 
@@ -19,12 +18,12 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
 
-from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
+from composer_tokacc import BatchLayout
 from composer_tokacc.metadata import num_rows, num_samples
 from tests.matrix.collator import join
 from tests.matrix.harness import plain_gradients
 from tests.matrix.subjects import SUBJECTS, Subject
-from tests.support.training import loader, rank_share, relative_error, train, unwrapped, write_runs
+from tests.support.training import fit, rank_share, relative_error, saving, state_of, write_runs
 
 MEDIA = ('pixel_values', 'pixel_values_videos', 'input_features')
 
@@ -74,31 +73,22 @@ def run(
             parameter.requires_grad_(name in reached)
     # Models with query tokens take no batch without media.
     whole = [join(batch, side='right', slots=subject.slots) for batch in batches]
-    expected = [plain_gradients(model, BatchLayout.for_model(model).with_media(batch)) for batch in whole]
+    is_first, layout = not dist.get_global_rank(), BatchLayout.for_model(model)
+    expected = [plain_gradients(model, layout.with_media(batch)) for batch in whole if is_first]
     size = rows // dist.get_world_size()
     shares = [rank_share(batch, [size] * dist.get_world_size()) for batch in batches]
-    data = loader(*(join(share, side='right', slots=subject.slots) for share in shares))
-    saving = {'save_folder': folder, 'save_interval': '1ba', 'save_filename': 'ba{batch}.pt'} if folder else {}
+    own = [join(share, side='right', slots=subject.slots) for share in shares]
     added = AddedRows()
-    recorder, _, trainer = train(
-        model,
-        token_data_spec(data, equal_counts=equal_counts),
-        algorithms=[TokenAccumulation()],
-        microbatch_size=2,
-        optimizer=torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0),
-        max_duration=f'{len(steps)}ba',
-        load_path=load_path,
-        callbacks=[added],
-        **saving,
-        **options,
-    )
+    options |= {'load_path': load_path, 'callbacks': [added], **saving(folder)}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+    recorder = fit(model, *own, equal_counts=equal_counts, optimizer=optimizer, **options)
     dist.barrier()
-    values = torch.cat([p.detach().flatten() for p in unwrapped(trainer.state.model).parameters()])
-    trainer.close()
-    pairs = zip(recorder.steps, expected[len(expected) - len(recorder.steps) :], strict=True)
+    state = state_of(recorder.trainer.state.model)
+    recorder.trainer.close()
+    pairs = zip(recorder.steps, expected[-len(recorder.steps) :], strict=is_first)
     return {
         'errors': [relative_error(found, expected) for found, expected in pairs],
-        'parameters': hashlib.sha256(values.numpy().tobytes()).hexdigest(),
+        'parameters': state['parameters'],
         'added': dist.all_gather_object(added.steps),
     }
 

@@ -13,14 +13,13 @@ from torch.utils.data import ConcatDataset
 from composer_tokacc import (
     RegroupingBatchSampler,
     RegroupingDataLoader,
-    TokenAccumulation,
     TokenMonitor,
     token_data_spec,
 )
 from composer_tokacc.sampling import LossShares
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
 from tests.support.text import text_model
-from tests.support.training import logged, relative_error, train
+from tests.support.training import fit, relative_error
 
 SHARES = (0.15, 0.25, 0.6)
 
@@ -91,10 +90,13 @@ def test_the_gradient_of_a_step_is_that_of_the_shared_means(packing):
         terms.append(share * torch.cat(losses).mean())
     torch.stack(terms).sum().backward()
     expected = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
-    recorder, memory, _ = train(
-        text_model(), token_data_spec(loader, slot_tokens=LONGEST, packing=packing), callbacks=[TokenMonitor()],
-        algorithms=[TokenAccumulation(token_weights='column')], microbatch_size=2, max_duration='1ba',
-    )  # fmt: skip
+    recorder = fit(
+        text_model(),
+        token_data_spec(loader, slot_tokens=LONGEST, packing=packing),
+        token_weights='column',
+        callbacks=[TokenMonitor()],
+        max_duration='1ba',
+    )
     assert relative_error({k.removeprefix('model.'): v for k, v in recorder.gradients.items()}, expected) < 1e-6
     for name, share in zip('abc', SHARES, strict=True):
-        assert logged(memory, f'token_monitor/source/{name}/weight') == pytest.approx([share], rel=1e-6)
+        assert recorder.logged(f'token_monitor/source/{name}/weight') == pytest.approx([share], rel=1e-6)

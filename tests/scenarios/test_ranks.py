@@ -9,56 +9,48 @@ import pytest
 
 from tests.support.launch import launch_json
 
-SCRIPT = 'tests/ranks/gradient_matrix.py'
 TOLERANCE = 1e-6
 
 
-def check(results):
+def check(*groups, ranks, num_cases):
+    """Returns what was refused."""
+    results = launch_json('tests/ranks/gradients.py', *groups, ranks=ranks)
+    refused = {name: results.pop(name) for name in [*results] if name.startswith('refused')}
+    assert len(results) == num_cases
     wrong = {
         name: case
         for name, case in results.items()
         if not (case['error'] < TOLERANCE and case['loss_error'] < TOLERANCE)
     }
     assert not wrong, wrong
+    return refused
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('ranks', [1, 2, 4])
 def test_text_gradients_do_not_depend_on_ranks_or_cut(ranks):
-    results = launch_json(SCRIPT, 'text', ranks=ranks)
-    refused = results.pop('refused')
-    assert len(results) == 23
-    check(results)
-    assert 'accumulate_train_batch_on_tokens' in refused['exact counter']
+    refused = check('text', ranks=ranks, num_cases=23)
+    assert 'accumulate_train_batch_on_tokens' in refused['refused exact counter']
     if ranks > 1:
-        assert 'accumulate_train_batch_on_tokens' in refused['default counter']
+        assert 'accumulate_train_batch_on_tokens' in refused['refused default counter']
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('ranks', [1, 2, 4])
 @pytest.mark.parametrize('family', ['llava', 'qwen2_5_vl'])
 def test_images_are_exact_on_ranks_with_and_without_them(family, ranks):
-    results = launch_json(SCRIPT, family, ranks=ranks)
-    results.pop('refused')
-    assert len(results) == (33 if family == 'llava' else 32)
-    check(results)
+    check(family, ranks=ranks, num_cases=33 if family == 'llava' else 32)
 
 
 @pytest.mark.slow
 def test_other_families_on_two_ranks():
-    results = launch_json(SCRIPT, 'llava_next', 'llava_onevision', 'qwen2_vl', 'idefics3', 'smolvlm', ranks=2)
-    results.pop('refused')
-    assert len(results) == 40
-    check(results)
+    check('llava_next', 'llava_onevision', 'qwen2_vl', 'idefics3', 'smolvlm', ranks=2, num_cases=40)
 
 
 @pytest.mark.slow
 def test_fsdp2_neither_hangs_nor_changes_the_gradient():
-    results = launch_json('tests/ranks/fsdp_matrix.py', 'llava', 'qwen2_5_vl', ranks=2)
-    assert 'FSDP must shard every trained parameter' in results.pop('refused')
-    assert len(results) == 12
-    assert all(case.pop('sharded') > 0 for case in results.values())
-    check(results)
+    refused = check('fsdp llava', 'fsdp qwen2_5_vl', ranks=2, num_cases=12)
+    assert all('FSDP must shard every trained parameter' in message for message in refused.values())
 
 
 @pytest.mark.slow
@@ -78,13 +70,10 @@ def test_one_all_reduce_a_step_whatever_the_number_of_microbatches():
     ('ranks', 'families'), [(2, ('text', 'llava', 'qwen2_5_vl')), (4, ('text', 'llava')), (4, ('qwen2_5_vl',))]
 )
 def test_weighted_gradients_do_not_depend_on_ranks_or_cut(ranks, families):
-    results = launch_json('tests/ranks/token_weights.py', *families, ranks=ranks)
-    assert len(results) == sum({'text': 26, 'llava': 13, 'qwen2_5_vl': 7}[family] for family in families)
-    check(results)
+    num_cases = sum({'text': 26, 'llava': 13, 'qwen2_5_vl': 7}[family] for family in families)
+    check(*(f'weights {family}' for family in families), ranks=ranks, num_cases=num_cases)
 
 
 @pytest.mark.slow
 def test_a_router_over_the_step_does_not_depend_on_ranks_or_cut():
-    results = launch_json('tests/ranks/router_balance.py', ranks=2)
-    assert len(results) == 9
-    check(results)
+    check('router', ranks=2, num_cases=9)

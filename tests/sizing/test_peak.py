@@ -97,13 +97,7 @@ def errors(
     """By how much the prediction is off, relative to what the microbatch itself takes: the model is counted by hand."""
     build = builder(case, attention, checkpointing)
     memory = calibrate_fake(
-        build,
-        case.model.config,
-        case.rows,
-        width=PROBE_WIDTH,
-        make_optimizer=adamw,
-        precision=precision,
-        on_gpu=False,
+        build, case.model.config, case.rows, width=PROBE_WIDTH, make_optimizer=adamw, precision=precision, on_gpu=False
     )
     layout = BatchLayout.for_model(case.model)
     run = RealRun(build(), layout.concat(case.rows), precision)
@@ -134,7 +128,6 @@ def test_peak_of_unseen_microbatches(family: str) -> None:
     assert_within(found, 0.05)
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.parametrize('family', ['qwen2_vl', 'video_llava'])
 def test_peak_of_a_run_of_videos_alone(family: str) -> None:

@@ -52,8 +52,7 @@ def test_microbatches_that_were_held_up_do_not_count() -> None:
 
 
 @pytest.mark.parametrize(
-    ('family', 'kind'),
-    [pytest.param('qwen2_vl', 'video', marks=pytest.mark.slow), ('qwen2_audio', 'audio')],
+    ('family', 'kind'), [pytest.param('qwen2_vl', 'video', marks=pytest.mark.slow), ('qwen2_audio', 'audio')]
 )
 def test_placeholders_of_videos_and_sounds_are_noted(family: str, kind: str) -> None:
     case = MEDIA[family]()

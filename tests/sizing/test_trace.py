@@ -9,9 +9,10 @@ import resource
 
 import pytest
 import torch
-from transformers import CLIPVisionConfig, LlamaConfig, LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration
+from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, PreTrainedModel
 
-from benchmarks.made_up import made_up_sample
+from benchmarks.gpu.memory import builder
+from benchmarks.small_llava import made_up_sample
 from composer_tokacc.sizing import GIB, BatchShape, calibrate_fake
 from composer_tokacc.sizing.memory_model import LARGE_RESIDUAL
 from composer_tokacc.sizing.trace import TracedStep
@@ -21,35 +22,34 @@ HIDDEN, INNER, LAYERS, VOCABULARY = 64, 96, 3, 200
 
 def small_config(**changes: object) -> LlamaConfig:
     sizes = {
-        'hidden_size': HIDDEN,
-        'intermediate_size': INNER,
-        'num_hidden_layers': LAYERS,
-        'num_attention_heads': 4,
-        'vocab_size': VOCABULARY,
-        'use_cache': False,
-    }
+        'hidden_size': HIDDEN, 'intermediate_size': INNER, 'num_hidden_layers': LAYERS, 'num_attention_heads': 4,
+        'vocab_size': VOCABULARY, 'use_cache': False,
+    }  # fmt: skip
     return LlamaConfig(**{**sizes, **changes})
+
+
+BLOCK = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER + 2 * HIDDEN
+OUTSIDE = 2 * VOCABULARY * HIDDEN + HIDDEN
+"""Weights of a block, and of all that is in none."""
 
 
 def test_parameters_gradients_and_states_by_hand() -> None:
     config = small_config()
-    run = TracedStep(lambda: LlamaForCausalLM(config).train(), made_up_sample(config, 10))
-    block = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER + 2 * HIDDEN
-    outside = 2 * VOCABULARY * HIDDEN + HIDDEN
-    numbers = LAYERS * block + outside
+    run = TracedStep(builder(config), made_up_sample(config, 10))
+    numbers = LAYERS * BLOCK + OUTSIDE
     assert run.static.parameters == 4 * numbers
     assert run.static.gradients == 4 * numbers
     # Two moments, and a step counter of four bytes for each of 9 tensors a block and 3 outside.
     assert run.static.optimizer == 8 * numbers + 4 * (9 * LAYERS + 3)
-    assert (run.static.block, run.static.outside, run.static.trained_outside) == (block, outside, outside)
+    assert (run.static.block, run.static.outside, run.static.trained_outside) == (BLOCK, OUTSIDE, OUTSIDE)
 
 
 def test_frozen_parts_have_neither_gradient_nor_state() -> None:
     config = small_config()
 
-    def build() -> LlamaForCausalLM:
-        model = LlamaForCausalLM(config).train()
-        model.model.embed_tokens.requires_grad_(False)
+    def build() -> PreTrainedModel:
+        model = builder(config)()
+        model.get_input_embeddings().requires_grad_(False)
         return model
 
     static = TracedStep(build, made_up_sample(config, 10)).static
@@ -62,25 +62,23 @@ def test_frozen_parts_have_neither_gradient_nor_state() -> None:
 
 def test_ranks_share_what_fsdp_shards_and_gather_the_rest() -> None:
     config = small_config()
-    static = TracedStep(lambda: LlamaForCausalLM(config).train(), made_up_sample(config, 10), strategy='fsdp').static
-    block = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER + 2 * HIDDEN
-    outside = 2 * VOCABULARY * HIDDEN + HIDDEN
+    static = TracedStep(builder(config), made_up_sample(config, 10), strategy='fsdp').static
     shared = static.terms('fsdp', 8)
-    assert shared['parameters'] == shared['gradients'] == 4 * (LAYERS * block + outside) / 8
+    assert shared['parameters'] == shared['gradients'] == 4 * (LAYERS * BLOCK + OUTSIDE) / 8
     # All outside the blocks with its gradients, two blocks, one block's gradients, and these again to be reduced.
-    assert shared['gathered by FSDP'] == 4 * (2 * outside + 2 * block + block + block)
+    assert shared['gathered by FSDP'] == 4 * (2 * OUTSIDE + 4 * BLOCK)
     assert 'DDP buckets' not in static.terms('ddp', 1)
-    assert static.terms('ddp', 2)['DDP buckets'] == 4 * (LAYERS * block + outside)
+    assert static.terms('ddp', 2)['DDP buckets'] == 4 * (LAYERS * BLOCK + OUTSIDE)
     with pytest.raises(ValueError, match='`num_ranks` must be at least 1, got: 0'):
         static.terms('ddp', 0)
     with pytest.raises(ValueError, match=r"`strategy` must be one of .*, got: 'tp'"):
-        TracedStep(lambda: LlamaForCausalLM(config), made_up_sample(config, 10), strategy='tp')
+        TracedStep(builder(config), made_up_sample(config, 10), strategy='tp')
 
 
 def test_autocast_copies_every_weight_once() -> None:
     config = small_config()
     sample = made_up_sample(config, 40)
-    run = TracedStep(lambda: LlamaForCausalLM(config).train(), sample, precision='amp_bf16')
+    run = TracedStep(builder(config), sample, precision='amp_bf16')
     held = run.measure(sample).phases['head']
     matrices = LAYERS * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER) + VOCABULARY * HIDDEN
     assert held['weights'] == 2 * matrices  # the embedding is looked up, not multiplied
@@ -90,14 +88,9 @@ def test_residual_stream_is_float32_under_autocast_alone_and_not_under_fsdp() ->
     config = small_config()
     sample = made_up_sample(config, 40)
 
-    def build() -> LlamaForCausalLM:
-        model = LlamaForCausalLM(config).train()
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})
-        return model
-
     held = {}
     for strategy in ('ddp', 'fsdp'):
-        run = TracedStep(build, sample, precision='amp_bf16', strategy=strategy)
+        run = TracedStep(builder(config, checkpointing=True), sample, precision='amp_bf16', strategy=strategy)
         assert run.static.parameters == 4 * sum(parameter.numel() for parameter in run.model.parameters())
         held[strategy] = run.measure(sample).phases['head']
     # Checkpointing keeps each block's input; the rest is the last norm's.
@@ -116,12 +109,8 @@ def test_recomputed_vision_blocks_see_the_types_of_the_first_pass() -> None:
     )
     sample = made_up_sample(config, 20, num_images=1)
 
-    def build() -> LlavaForConditionalGeneration:
-        model = LlavaForConditionalGeneration(config).train()
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})
-        return model
-
     # Layer norms are float32 under a GPU's autocast, and under FSDP their inputs are not.
+    build = builder(config, checkpointing=True)
     probe = TracedStep(build, sample, precision='amp_bf16', strategy='fsdp').measure(sample)
     assert probe.phases['blocks']['vision'] > 0
 
@@ -134,12 +123,7 @@ def test_model_is_cast_without_converting_parameters_in_place(monkeypatch: pytes
         raise RuntimeError("_apply(): Couldn't swap Embedding.weight")
 
     monkeypatch.setattr(torch.nn.Module, '_apply', refuse)
-    run = TracedStep(
-        lambda: LlamaForCausalLM(config).train(),
-        made_up_sample(config, 10),
-        precision='amp_bf16',
-        strategy='fsdp',
-    )
+    run = TracedStep(builder(config), made_up_sample(config, 10), precision='amp_bf16', strategy='fsdp')
     assert {parameter.dtype for parameter in run.model.parameters()} == {torch.bfloat16}
     assert run.model.lm_head.weight is run.model.model.embed_tokens.weight
     assert run.measure(made_up_sample(config, 10)).phases['head']['weights'] == 0
@@ -167,11 +151,7 @@ def test_llava_of_billions_of_weights_without_a_gpu() -> None:
     samples = [made_up_sample(config, 60), made_up_sample(config, 90, num_images=1)]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
-    def build() -> LlavaForConditionalGeneration:
-        model = LlavaForConditionalGeneration(config).train()
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})
-        return model
-
+    build = builder(config, checkpointing=True)
     memory = calibrate_fake(build, config, samples, width=2048, precision='amp_bf16', strategy='fsdp')
     shape = BatchShape(rows=4, width=1024, image_tokens=4 * 576, pixel_bytes=4 * 3 * 336 * 336 * 4)
     terms = memory.terms(shape, num_ranks=8)

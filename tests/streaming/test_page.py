@@ -17,10 +17,11 @@ PAGE = 'docs/streaming.md'
 
 
 # Not marked as slow, though two ranks train: CI runs every page.
-def test_page_runs(tmp_path):
+def test_page_runs(tmp_path, monkeypatch):
     assert {block.language for block in blocks_of(PAGE) if block.runs} == {'bash', 'yaml'}
     write_llava_folder(tmp_path / 'page', 20)
     (tmp_path / 'page' / 'yamls').symlink_to(ROOT / 'yamls')
+    monkeypatch.chdir(tmp_path / 'page')
     run_page(PAGE, tmp_path / 'page')
     assert (tmp_path / 'page' / 'runs' / 'llava_streaming' / 'result.json').exists()
 

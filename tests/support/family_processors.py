@@ -13,7 +13,7 @@ import transformers
 
 from tests.support.sample_encoder import SampleEncoder, word_tokenizer
 
-__all__ = ['ENCODERS', 'IMAGE_SIZE', 'PATCH_SIZE', 'PINPOINTS', 'PROCESSORS']
+__all__ = ['ENCODERS', 'IMAGE_SIZE', 'PATCH_SIZE', 'PINPOINTS', 'PROCESSORS', 'pixels']
 
 IMAGE_SIZE, PATCH_SIZE = 16, 4
 # LLaVA-NeXT and OneVision tile an image into one of these, besides the whole image.
@@ -42,28 +42,29 @@ def _processor(
     return getattr(transformers, f'{name}Processor')(tokenizer=tokenizer, **parts)
 
 
-def _images(name: str, **settings: Any) -> Any:
+def pixels(name: str, **settings: Any) -> Any:
+    """A family's image processor."""
     return getattr(transformers, f'{name}ImageProcessor')(**MEAN_STD | settings)
 
 
 def _llava() -> Any:
-    images = _images('CLIP', size=SQUARE, crop_size=SQUARE, do_center_crop=False)
+    images = pixels('CLIP', size=SQUARE, crop_size=SQUARE, do_center_crop=False)
     return _processor('Llava', '<image>', image_processor=images, **CLIP_TOKENS)
 
 
 def _llava_next() -> Any:
-    images = _images('LlavaNext', **CROPPED, image_grid_pinpoints=PINPOINTS)
+    images = pixels('LlavaNext', **CROPPED, image_grid_pinpoints=PINPOINTS)
     return _processor('LlavaNext', '<image>', image_processor=images, **CLIP_TOKENS)
 
 
 def _llava_next_video() -> Any:
-    images = _images('LlavaNext', **CROPPED, image_grid_pinpoints=PINPOINTS)
+    images = pixels('LlavaNext', **CROPPED, image_grid_pinpoints=PINPOINTS)
     return _processor('LlavaNextVideo', '<image>', '<video>', words='LlamaTokenizerFast', image_processor=images,
                       video=('LlavaNextVideo', CROPPED), **CLIP_TOKENS)  # fmt: skip
 
 
 def _llava_onevision() -> Any:
-    images = _images('LlavaOnevision', size=SQUARE, image_grid_pinpoints=PINPOINTS)
+    images = pixels('LlavaOnevision', size=SQUARE, image_grid_pinpoints=PINPOINTS)
     return _processor('LlavaOnevision', '<image>', '<video>', image_processor=images,
                       video=('LlavaOnevision', dict(size=SQUARE)), num_image_tokens=(IMAGE_SIZE // PATCH_SIZE) ** 2,
                       vision_feature_select_strategy='full')  # fmt: skip
@@ -73,12 +74,12 @@ def _video_llava() -> Any:
     # Up to transformers 4 its images have a class of their own.
     name = 'VideoLlava' if hasattr(transformers, 'VideoLlavaImageProcessor') else 'CLIP'
     square = dict(size=SQUARE, crop_size=SQUARE)
-    return _processor('VideoLlava', '<image>', '<video>', image_processor=_images(name, **square),
+    return _processor('VideoLlava', '<image>', '<video>', image_processor=pixels(name, **square),
                       video=('VideoLlava', square), patch_size=PATCH_SIZE)  # fmt: skip
 
 
 def _qwen(name: str) -> Any:
-    images = _images('Qwen2VL', min_pixels=64, max_pixels=512, **GRID)
+    images = pixels('Qwen2VL', min_pixels=64, max_pixels=512, **GRID)
     tokens = (*QWEN_TOKENS, *(QWEN3_WORDS if name == 'Qwen3VL' else ()))
     video = ('Qwen3VL' if name == 'Qwen3VL' else 'Qwen2VL', dict(size=VIDEO_SIZES, do_sample_frames=False, **GRID))
     return _processor(name, *tokens, words='Qwen2TokenizerFast', image_processor=images, video=video)
@@ -92,7 +93,7 @@ def _omni() -> Any:
     named = {f'{kind}_token': f'<|{kind.upper()}|>' for kind in ('image', 'audio', 'video')}
     named |= {f'{mark}_token': f'<|{mark}|>' for mark in ('vision_bos', 'vision_eos', 'audio_bos', 'audio_eos')}
     processor = _processor('Qwen2_5Omni', words='Qwen2TokenizerFast', named=named, feature_extractor=_sounds(),
-                           image_processor=_images('Qwen2VL', min_pixels=64, max_pixels=512, **GRID),
+                           image_processor=pixels('Qwen2VL', min_pixels=64, max_pixels=512, **GRID),
                            video=('Qwen2VL', dict(size=VIDEO_SIZES, do_sample_frames=False, **GRID)))  # fmt: skip
     # Its class has sizes of its own, which win over those of the video processor.
     processor.videos_kwargs = {'size': VIDEO_SIZES}
@@ -106,7 +107,7 @@ def _qwen2_audio() -> Any:
 
 def _idefics3() -> Any:
     # Images larger than a tile are cut into tiles, besides the whole image: several tensors for one placeholder.
-    images = _images('Idefics3', size={'longest_edge': 2 * IMAGE_SIZE}, max_image_size={'longest_edge': IMAGE_SIZE})
+    images = pixels('Idefics3', size={'longest_edge': 2 * IMAGE_SIZE}, max_image_size={'longest_edge': IMAGE_SIZE})
     tiles = [f'<row_{row}_col_{col}>' for row in range(1, 7) for col in range(1, 7)]
     tokens = ('<image>', '<fake_token_around_image>', '<global-img>', '<end_of_utterance>', *tiles)
     image_tokens = (IMAGE_SIZE // PATCH_SIZE) ** 2 // 4
@@ -117,26 +118,26 @@ def _smolvlm_video() -> Any:
     special = ('<image>', '<video>', '<fake_token_around_image>', '<global-img>', '<end_of_utterance>')
     sizes = dict(size={'longest_edge': IMAGE_SIZE}, max_image_size={'longest_edge': IMAGE_SIZE})
     processor = _processor('SmolVLM', *special, *SMOLVLM_WORDS, video=('SmolVLM', sizes),
-                           image_processor=_images('SmolVLM', do_image_splitting=False, **sizes),
+                           image_processor=pixels('SmolVLM', do_image_splitting=False, **sizes),
                            image_seq_len=(IMAGE_SIZE // PATCH_SIZE) ** 2 // 4)  # fmt: skip
     processor.tokenizer.eos_token = '<end_of_utterance>'
     return processor
 
 
 def _paligemma() -> Any:
-    images = _images('Siglip', size=SQUARE)
+    images = pixels('Siglip', size=SQUARE)
     images.image_seq_length = (IMAGE_SIZE // PATCH_SIZE) ** 2
     return _processor('PaliGemma', '<image>', words='GemmaTokenizerFast', image_processor=images)
 
 
 def _gemma3() -> Any:
     named = dict(image_token='<image_soft_token>', boi_token='<start_of_image>', eoi_token='<end_of_image>')
-    return _processor('Gemma3', words='GemmaTokenizerFast', named=named, image_processor=_images('Gemma3', size=SQUARE),
+    return _processor('Gemma3', words='GemmaTokenizerFast', named=named, image_processor=pixels('Gemma3', size=SQUARE),
                       image_seq_length=(IMAGE_SIZE // PATCH_SIZE) ** 2 // 4)  # fmt: skip
 
 
 def _mllama() -> Any:
-    images = _images('Mllama', size=SQUARE, max_image_tiles=4)
+    images = pixels('Mllama', size=SQUARE, max_image_tiles=4)
     return _processor('Mllama', '<|image|>', '<|python_tag|>', image_processor=images)
 
 
@@ -155,7 +156,7 @@ def _internvl() -> Any:
 def _pixtral(merge: int) -> Any:
     """Mistral3, whose patches are merged, and LLaVA with Pixtral's tower, whose are not."""
     patches = {'height': PATCH_SIZE, 'width': PATCH_SIZE}
-    images = _images('Pixtral', size={'longest_edge': 32}, patch_size=patches)
+    images = pixels('Pixtral', size={'longest_edge': 32}, patch_size=patches)
     return _processor('Pixtral', '[IMG]', '[IMG_BREAK]', '[IMG_END]', image_processor=images, patch_size=PATCH_SIZE,
                       spatial_merge_size=merge)  # fmt: skip
 

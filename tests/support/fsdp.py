@@ -5,8 +5,27 @@
 
 from __future__ import annotations
 
+import copy
+import os
+from typing import Any
+
+os.environ['FSDP_VERSION'] = '2'
+
 import torch
 import torch.distributed
+
+from tests.support.training import hugging_face
+
+FSDP: dict[str, Any] = {'parallelism_config': {'fsdp': {'state_dict_type': 'full'}}}
+"""Of the Trainer."""
+
+
+def sharded(model: torch.nn.Module) -> Any:
+    """Every vision and text block is a unit of its own: a rank that skips one hangs the others."""
+    wrapped = hugging_face(copy.deepcopy(model))
+    blocks = ('DecoderLayer', 'EncoderLayer', 'VisionBlock')
+    wrapped.model.fsdp_wrap_fn = lambda module: type(module).__name__.endswith(blocks)
+    return wrapped
 
 
 def averages() -> bool:

@@ -12,9 +12,12 @@ import sys
 
 from composer.utils import dist, get_device
 
+from tests.support.lookups import shorten_lookups
+
 
 def main(path: str) -> None:
     """Each line is a script with its arguments; an error ends this rank, and so all of them."""
+    shorten_lookups()
     dist.initialize_dist(get_device('cpu'), timeout=120.0)
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)

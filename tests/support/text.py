@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A tiny real text model and ragged batches for it."""
+"""Tiny real models of text, and ragged batches for them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, WhisperConfig, WhisperForConditionalGeneration
 
 VOCABULARY = 64
 
@@ -22,6 +22,19 @@ def text_model(seed: int = 0, **config: Any) -> LlamaForCausalLM:
             use_cache=False, **config,
         )
     )  # fmt: skip
+
+
+def whisper_model() -> WhisperForConditionalGeneration:
+    """Takes sounds of 8 mel bins and 16 frames."""
+    layers = {'layers': 2, 'attention_heads': 2, 'ffn_dim': 48}
+    sizes = {f'{part}_{name}': value for part in ('encoder', 'decoder') for name, value in layers.items()}
+    config = WhisperConfig(
+        vocab_size=VOCABULARY, d_model=32, num_mel_bins=8, max_source_positions=8, max_target_positions=32,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, suppress_tokens=None,
+        begin_suppress_tokens=None, dropout=0.0, use_cache=False, **sizes,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return WhisperForConditionalGeneration(config)
 
 
 def text_row(length: int, labelled: int, *, seed: int = 0) -> dict[str, Any]:

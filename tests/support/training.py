@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import inspect
 import json
 import sys
 import warnings
@@ -15,11 +17,13 @@ from typing import Any
 
 import torch
 from composer import Trainer
-from composer.core import Callback, Event, State
+from composer.core import Callback, DataSpec, Event, State
 from composer.loggers import InMemoryLogger, Logger
 from composer.models import HuggingFaceModel
 from composer.utils import dist, get_device
 from torch.utils.data import DataLoader, IterableDataset
+
+from composer_tokacc import TokenAccumulation, token_data_spec
 
 Gradients = dict[str, torch.Tensor]
 
@@ -48,6 +52,7 @@ class GradientRecorder(Callback):
     def __init__(self) -> None:
         self.steps: list[Gradients] = []
         self.losses: list[Any] = []
+        self.memory, self.trainer = InMemoryLogger(), None
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
         if event == Event.AFTER_TRAIN_BATCH:
@@ -61,6 +66,10 @@ class GradientRecorder(Callback):
         """Those of the last step."""
         return self.steps[-1]
 
+    def logged(self, name: str) -> list[float]:
+        """Values of a metric of the run, in order."""
+        return logged(self.memory, name)
+
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     return model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
@@ -69,6 +78,18 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 def full(tensor: torch.Tensor) -> torch.Tensor:
     """A whole tensor out of a sharded one."""
     return tensor.full_tensor() if hasattr(tensor, 'full_tensor') else tensor
+
+
+def state_of(model: torch.nn.Module) -> dict[str, Any]:
+    """A hash of the parameters, and their norm; of all ranks where they are sharded."""
+    values = torch.cat([full(p).detach().flatten() for p in unwrapped(model).parameters()])
+    return {'parameters': hashlib.sha256(values.numpy().tobytes()).hexdigest(), 'norm': float(values.double().norm())}
+
+
+def saving(folder: str | None) -> dict[str, Any]:
+    """Options of the Trainer for a checkpoint a step, ``ba{batch}.pt``, also between two epochs."""
+    names = {'save_folder': folder, 'save_filename': 'ba{batch}.pt', 'save_num_checkpoints_to_keep': -1}
+    return {**names, 'save_interval': '1ba'} if folder else {}
 
 
 def train(
@@ -106,6 +127,59 @@ def train(
         )
         trainer.fit()
     return recorder, memory, trainer
+
+
+OWN_OPTIONS = inspect.signature(TokenAccumulation).parameters.keys()
+SPLIT_OPTIONS = inspect.signature(token_data_spec).parameters.keys() - {'model', *OWN_OPTIONS}
+
+
+def fit(model: Any, *data: Any, microbatch_size: int = 2, **options: Any) -> GradientRecorder:
+    """Trains with TokenAccumulation; a step on each batch, unless told otherwise.
+
+    Args:
+        model: A Composer model, or one of Hugging Face.
+        data: Batches, for ``token_data_spec`` to split; or one loader or DataSpec.
+        microbatch_size: Of the Trainer.
+        options: Those of TokenAccumulation; with batches those of ``token_data_spec``; others of :func:`train`.
+
+    Returns:
+        What was recorded: gradients, what was logged, and the ``trainer``.
+    """
+    own = {name: options.pop(name) for name in OWN_OPTIONS & options.keys()}
+    assert not (own and 'algorithms' in options)
+    options.setdefault('algorithms', [TokenAccumulation(**own)])
+    if isinstance(data[0], (DataLoader, DataSpec)):
+        [given] = data
+    else:
+        split = {name: options.pop(name) for name in SPLIT_OPTIONS & options.keys()}
+        given = token_data_spec(loader(*data), **split)
+        options.setdefault('max_duration', f'{len(data)}ba')
+    recorder, recorder.memory, recorder.trainer = train(model, given, microbatch_size=microbatch_size, **options)
+    return recorder
+
+
+TOLERANCE = 1e-6
+
+
+def assert_exact(model: Any, *data: Any, batch: Any = None, **options: Any) -> GradientRecorder:
+    """Trains as :func:`fit`, and holds gradient and logged loss of each step to one forward over its batch.
+
+    Args:
+        model: Of Hugging Face.
+        data: See :func:`fit`.
+        batch: What one forward is over; None: each batch of the data.
+        options: See :func:`fit`.
+    """
+    batches = data if batch is None else [batch]
+    expected = [reference_gradients(model, one) for one in batches]
+    recorder = fit(model, *data, **options)
+    for (gradients, loss), found, seen in zip(expected, recorder.steps, recorder.logged(TOTAL), strict=True):
+        assert relative_error(found, gradients) < TOLERANCE
+        assert abs(seen - loss) < TOLERANCE * abs(loss)
+    return recorder
+
+
+TOTAL = 'loss/train/total'
 
 
 def hugging_face(model: torch.nn.Module, **kwargs: Any) -> HuggingFaceModel:
@@ -153,14 +227,27 @@ def logged(memory: InMemoryLogger, name: str) -> list[float]:
     return [float(value) for _, value in memory.data[name]]
 
 
-def write_runs(run: Callable[..., Any]) -> None:
-    """Main of a script under the launcher, whose arguments are a JSON list of those of ``run``, and a result file."""
+def write_result(run: Callable[..., Any]) -> None:
+    """Main of a script under the launcher: rank 0 writes what ``run`` makes of the arguments to the last of them."""
     dist.initialize_dist(get_device('cpu'), timeout=60.0)
-    results = []
-    for arguments in json.loads(sys.argv[1]):
-        results.append(run(**arguments))
-        if dist.get_global_rank() == 0:  # after each, because a later one may hang, crash or be killed
-            Path(sys.argv[2]).write_text(json.dumps(results))
+    *arguments, path = sys.argv[1:]
+    result = run(*arguments)
+    if dist.get_global_rank() == 0:
+        Path(path).write_text(json.dumps(result))
+
+
+def write_runs(run: Callable[..., Any]) -> None:
+    """The same with a JSON list of the arguments of several runs."""
+
+    def runs(given: str) -> list[Any]:
+        results = []
+        for arguments in json.loads(given):
+            results.append(run(**arguments))
+            if dist.get_global_rank() == 0:  # after each, because a later one may hang, crash or be killed
+                Path(sys.argv[2]).write_text(json.dumps(results))
+        return results
+
+    write_result(runs)
 
 
 def rank_share(items: Sequence[Any], sizes: Sequence[int]) -> list[Any]:

@@ -9,7 +9,6 @@ import gzip
 import struct
 import wave
 import zlib
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,77 +18,53 @@ import numpy as np
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from tests.support.clips import sine, write_sound, write_video
-from tests.trials.outcomes import WORKS, Trial
+from tests.support.clips import write_sound, write_video
+from tests.trials.outcomes import WORKS
 from tests.trials.records import (
     AUDIO,
     IMAGE,
     SAMPLE,
     VIDEO,
+    Make,
+    Write,
+    changed,
+    cut,
     encoded,
     half,
     long_wav,
     of_file,
     pages,
     picture,
-    read_records,
     record,
     transport_stream,
 )
-
-Write = Callable[[Path], Any]
 
 
 def noise(path: Path, **options: Any) -> None:
     Image.effect_noise((256, 256), 50).convert('RGB').save(path, **options)
 
 
-def cut(write: Write, share: float) -> Write:
-    def shorten(path: Path) -> None:
-        write(path)
-        content = path.read_bytes()
-        path.write_bytes(content[: int(len(content) * share)])
-
-    return shorten
-
-
-def followed_by(write: Write, content: bytes) -> Write:
-    return lambda path: (write(path), path.write_bytes(path.read_bytes() + content))
-
-
-def of(content: bytes) -> Write:
-    return lambda path: path.write_bytes(content)
-
-
-def gzipped(write: Write) -> Write:
-    def compress(path: Path) -> None:
-        write(path)
-        path.write_bytes(gzip.compress(path.read_bytes()))
-
-    return compress
+def followed_by(write: Write, more: bytes) -> Write:
+    return changed(write, lambda content: content + more)
 
 
 def with_zeros(write: Write) -> Write:
     """Some bytes in the middle are lost."""
 
-    def damage(path: Path) -> None:
-        write(path)
-        content = bytearray(path.read_bytes())
+    def damage(content: bytes) -> bytes:
         start = len(content) * 6 // 10
-        content[start : start + 200] = bytes(200)
-        path.write_bytes(content)
+        return content[:start] + bytes(min(200, len(content) - start)) + content[start + 200 :]
 
-    return damage
+    return changed(write, damage)
 
 
-def with_another_bit(write: Write) -> Write:
-    def damage(path: Path) -> None:
-        write(path)
-        content = bytearray(path.read_bytes())
-        content[len(content) * 6 // 10] ^= 4
-        path.write_bytes(content)
+def with_another_bit(content: bytes) -> bytes:
+    place = len(content) * 6 // 10
+    return content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :]
 
-    return damage
+
+def of(content: bytes) -> Write:
+    return lambda path: path.write_bytes(content)
 
 
 def png_of(width: int, height: int) -> Write:
@@ -112,9 +87,7 @@ def camera_picture(path: Path) -> None:
     picture(path, format='MPO', save_all=True, append_images=[Image.new('RGB', (16, 16))])
 
 
-def frames(*sizes: tuple[int, int]) -> Callable[[Path], Any]:
-    """A video as a list of pictures."""
-
+def frames(*sizes: tuple[int, int]) -> Make:
     def make(folder: Path) -> list[dict[str, Any]]:
         names = [f'{index}.png' for index in range(len(sizes))]
         for name, size in zip(names, sizes, strict=True):
@@ -140,15 +113,6 @@ def live(path: Path) -> None:
         container.mux(stream.encode())
 
 
-def bare_mp3(path: Path) -> None:
-    """Without a Xing header."""
-    with av.open(str(path), 'w', options={'write_xing': '0', 'id3v2_version': '0'}) as container:
-        stream: Any = container.add_stream('libmp3lame', rate=16000, layout='mono')
-        frame = av.AudioFrame.from_ndarray((sine(0.6) * 9999).astype(np.int16)[None], format='s16', layout='mono')
-        frame.sample_rate = 16000
-        container.mux([*stream.encode(frame), *stream.encode()])
-
-
 def pcm(path: Path, *, width: int = 2, channels: int = 1, frames: int = 9600) -> None:
     with wave.open(str(path), 'wb') as file:
         file.setnchannels(channels)
@@ -169,15 +133,6 @@ def pcm_with(place: int, form: str, value: int, *, frames: int = 9600) -> Write:
     return write
 
 
-def surround_flac(path: Path) -> None:
-    with av.open(str(path), 'w') as container:
-        stream: Any = container.add_stream('flac', rate=16000, layout='7.1')
-        samples = np.repeat((sine(0.5) * 9999).astype(np.int16), 8)[None]
-        frame = av.AudioFrame.from_ndarray(samples, format='s16', layout='7.1')
-        frame.sample_rate = 16000
-        container.mux([*stream.encode(frame), *stream.encode()])
-
-
 def values(value: float) -> Write:
     return lambda path: write_sound(path, np.full(9600, value, np.float32))
 
@@ -186,6 +141,7 @@ GIF, MPEG4 = partial(write_video, codec='gif', pixels='rgb8'), write_video
 FFV1 = partial(write_video, codec='ffv1')
 FLV, WEBM = partial(write_video, codec='flv'), partial(write_video, codec='libvpx')
 OPUS, MP3, FLAC = (partial(encoded, codec=codec) for codec in ('libopus', 'libmp3lame', 'flac'))
+BARE_MP3 = partial(MP3, rate=16000, write_xing='0', id3v2_version='0')
 NO_IMAGE, NO_CONTAINER = 'no image of a known format', 'in no container'
 
 FILES: dict[str, tuple[str, str, Write, str]] = {
@@ -204,22 +160,14 @@ FILES: dict[str, tuple[str, str, Write, str]] = {
     'a PDF': (IMAGE, 'a.pdf', picture, NO_IMAGE),
     'an error page as a picture': (IMAGE, 'a.jpg', of(b'<html>404</html>'), NO_IMAGE),
     'a pointer of Git LFS': (IMAGE, 'a.jpg', of(b'version https://git-lfs.github.com/spec/v1\n'), NO_IMAGE),
-    'a gzip of a picture': (IMAGE, 'a.png', gzipped(picture), NO_IMAGE),
+    'a gzip of a picture': (IMAGE, 'a.png', changed(picture, gzip.compress), NO_IMAGE),
     'a sequence of AVIF': (IMAGE, 'a.avif', pages, 'several images'),
     **{
         f'a cut {ending}': (IMAGE, f'a.{ending}', cut(noise, share), SAMPLE)
-        for ending, share in (
-            ('jpg', 0.98),
-            ('png', 0.95),
-            ('webp', 0.9),
-            ('bmp', 0.9),
-            ('tiff', 0.9),
-            ('gif', 0.9),
-            ('ppm', 0.9),
-            ('tga', 0.9),
-            ('jp2', 0.5),
-            ('avif', 0.9),
-        )
+        for ending, share in [
+            ('jpg', 0.98), ('png', 0.95), *((name, 0.9) for name in ('webp', 'bmp', 'tiff', 'gif', 'ppm', 'tga')),
+            ('jp2', 0.5), ('avif', 0.9),
+        ]
     },
     'a JPEG with damaged pixels, which say nothing of it': (IMAGE, 'a.jpg', with_zeros(noise), WORKS),
     'a picture with 16 bits': (IMAGE, 'a.png', lambda path: Image.new('I;16', (16, 16), 60000).save(path), WORKS),
@@ -274,8 +222,8 @@ FILES: dict[str, tuple[str, str, Write, str]] = {
     'a WAV that says it is shorter': (AUDIO, 'a.wav', pcm_with(40, '<I', 10), 'at least'),
     'a WAV of no samples': (AUDIO, 'a.wav', partial(pcm, frames=0), 'no audio'),
     'a FLAC that lost bytes': (AUDIO, 'a.flac', with_zeros(FLAC), SAMPLE),
-    'a FLAC with another bit': (AUDIO, 'a.flac', with_another_bit(FLAC), 'CRC error'),
-    'half a MP3 that does not say how long it is': (AUDIO, 'a.mp3', half(bare_mp3), WORKS),
+    'a FLAC with another bit': (AUDIO, 'a.flac', changed(FLAC, with_another_bit), 'CRC error'),
+    'half a MP3 that does not say how long it is': (AUDIO, 'a.mp3', half(BARE_MP3), WORKS),
     'a WAV of a rate without end': (AUDIO, 'a.wav', pcm_with(24, '<I', 2**32 - 1), SAMPLE),
     'a WAV of no channels': (AUDIO, 'a.wav', pcm_with(22, '<H', 0), SAMPLE),
     'a WAV that says 65,535 channels': (AUDIO, 'a.wav', pcm_with(22, '<H', 65535), SAMPLE),
@@ -284,36 +232,26 @@ FILES: dict[str, tuple[str, str, Write, str]] = {
     'a WAV that says 4 GiB, as a stream does': (AUDIO, 'a.wav', pcm_with(40, '<I', 2**32 - 1), WORKS),
     'a WAV of 8 bits': (AUDIO, 'a.wav', partial(pcm, width=1), WORKS),
     'a WAV of 24 bits': (AUDIO, 'a.wav', partial(pcm, width=3), WORKS),
-    'a FLAC of 8 channels': (AUDIO, 'a.flac', surround_flac, WORKS),
+    'a FLAC of 8 channels': (AUDIO, 'a.flac', partial(FLAC, channels=8), WORKS),
     'a sound of silence': (AUDIO, 'a.wav', values(0), WORKS),
     'a sound of no numbers': (AUDIO, 'a.wav', values(np.nan), 'finite'),
     'a sound of 1e30': (AUDIO, 'a.wav', values(1e30), 'finite'),
     'a list of sounds': (AUDIO, 'a.pls', of(b'[playlist]\nFile1=/etc/passwd\n'), SAMPLE),
     'a MIDI': (AUDIO, 'a.mid', of(b'MThd\0\0\0\6\0\0\0\1\0\x60MTrk\0\0\0\4\0\xff\x2f\0'), SAMPLE),
-    'a gzip of a sound': (AUDIO, 'a.wav', gzipped(long_wav), SAMPLE),
-}
+    'a gzip of a sound': (AUDIO, 'a.wav', changed(long_wav, gzip.compress), SAMPLE),
+}  # fmt: skip
 KINDS = {IMAGE: 'image', VIDEO: 'video', AUDIO: 'audio'}
-
-
-def _trial(name: str, processor: str, file: str, write: Write, expected: str) -> Trial:
-    kind = 'image' if 'picture' in name else KINDS[processor]
-    return Trial(name=name, run=read_records, given=(processor, of_file(kind, file, write), {}), expected=expected)
-
-
-MEDIA_TRIALS = [
-    *(_trial(name, *given) for name, given in FILES.items()),
-    *(
-        Trial(name=name, run=read_records, given=(VIDEO, make, options), expected=expected)
-        for name, make, options, expected in (
-            ('frames of unlike sizes', frames((32, 32), (16, 16)), {}, 'of one size'),
-            ('frames of one size', frames((32, 32), (32, 32)), {}, WORKS),
-            ('a list of one frame', frames((32, 32)), {}, WORKS),
-            (
-                'more pixels of a video than a machine holds',
-                of_file('video', 'a.mp4', partial(MPEG4, size=(512, 512))),
-                {'video': {'num_frames': 9000, 'max_frames': 9000}},
-                'pixels',
-            ),
-        )
+LARGE = {'video': {'num_frames': 9000, 'max_frames': 9000}}
+MEDIA: dict[str, tuple[Any, ...]] = {
+    # as RECORDS
+    **{
+        name: (processor, of_file('image' if 'picture' in name else KINDS[processor], file, write), expected)
+        for name, (processor, file, write, expected) in FILES.items()
+    },
+    'frames of unlike sizes': (VIDEO, frames((32, 32), (16, 16)), 'of one size'),
+    'frames of one size': (VIDEO, frames((32, 32), (32, 32)), WORKS),
+    'a list of one frame': (VIDEO, frames((32, 32)), WORKS),
+    'more pixels of a video than a machine holds': (
+        VIDEO, of_file('video', 'a.mp4', partial(MPEG4, size=(512, 512))), LARGE, 'pixels',
     ),
-]
+}  # fmt: skip

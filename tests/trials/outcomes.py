@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""How each kind of input is tried: what its line says, or nothing where it works."""
+"""What the line says of an input that was tried, or nothing where it works."""
 
 from __future__ import annotations
 
@@ -9,35 +9,14 @@ import contextlib
 import io
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from composer_tokacc.programs import ConfigError, load_config
-from composer_tokacc.programs.config_checks import check_config
 from tests.support.launch import ROOT
 
 LLAVA = str(ROOT / 'yamls' / 'llava_json.yaml')
 WORKS = ''
 LONGEST = 60
 """Seconds, after which an input hangs; also a file that nobody writes to is waited for no longer."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trial:
-    """An input.
-
-    Args:
-        name: A sentence.
-        run: Tries it: ``run(given, folder)``, the folder being its own. Returns the line, or :data:`WORKS`.
-        given: The input, as ``run`` takes it.
-        expected: What the line names; :data:`WORKS`: none.
-    """
-
-    name: str
-    run: Callable[[Any, Path], str]
-    given: Any
-    expected: str
 
 
 @contextlib.contextmanager
@@ -64,12 +43,6 @@ def refusal(run: Callable[[], Any], *errors: type[Exception]) -> str:
     except errors as error:
         return str(error)
     return WORKS
-
-
-def check_overrides(overrides: str, folder: Path) -> str:
-    """A config, before anything is loaded."""
-    given = [f'dataset.path={folder}/data.json', overrides]
-    return refusal(lambda: check_config(load_config(LLAVA, given), num_ranks=1), ConfigError)
 
 
 def run_program(main: Callable[[list[str]], int], arguments: list[str]) -> str:

@@ -22,17 +22,16 @@ from transformers import LlamaConfig
 
 from composer_tokacc import export, size, train, verify
 from tests.support.programs import DIGITS, TINY_DIGITS
-from tests.trials.outcomes import LLAVA, WORKS, Trial, run_program
+from tests.trials.outcomes import LLAVA, WORKS, run_program
 
-Given = tuple[str, list[str], Callable[[Path], Any] | None]
-"""Name of a program, its arguments with ``{folder}``, and what writes the files of that folder."""
 MAINS = {'train': train.main, 'size': size.main, 'verify': verify.main, 'export': export.main}
 RUN = [DIGITS, *TINY_DIGITS, 'trainer.max_duration=1ba', 'trainer.eval_interval=1ba', 'dataset.num_samples=8']
 
 
-def call(given: Given, folder: Path) -> str:
-    """The program's last line, where it ends with status 2; code in a file must not run."""
-    program, arguments, write = given
+def call_program(folder: Path, program: str, arguments: list[str], write: Callable[[Path], Any] | None = None) -> str:
+    """The program's last line, where it ends with status 2; ``write`` writes the files of ``{folder}``, whose code must
+    not run.
+    """
     if write is not None:
         write(folder)
     if program == 'train':
@@ -47,7 +46,7 @@ def _whole_checkpoint() -> Path:
     """Of one step, once a session."""
     folder = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    assert call(('train', [*RUN, f'trainer.save_folder={folder}'], None), folder) == WORKS
+    assert call_program(folder, 'train', [*RUN, f'trainer.save_folder={folder}']) == WORKS
     return folder / 'latest-rank0.pt'
 
 
@@ -60,8 +59,6 @@ def cut(folder: Path) -> None:
 
 
 def changed(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    """The checkpoint with something in its state changed."""
-
     def write(folder: Path) -> None:
         checkpoint = torch.load(_whole_checkpoint(), weights_only=False)
         change(checkpoint['state'])
@@ -110,16 +107,8 @@ def a_folder(folder: Path) -> None:
     (folder / 'a.pt').mkdir()
 
 
-def a_hugging_face_folder(folder: Path) -> None:
-    LlamaConfig().save_pretrained(folder / 'a.pt')
-
-
 def a_pipe(folder: Path) -> None:
     os.mkfifo(folder / 'a.pt')
-
-
-def a_file(folder: Path) -> None:
-    (folder / 'file').write_text('')
 
 
 def a_table(text: str) -> Callable[[Path], Any]:
@@ -136,76 +125,66 @@ LOAD = [*RUN, 'trainer.load_path={folder}/a.pt', 'trainer.max_duration=2ba']
 EXPORT = ['{folder}/a.pt', '{folder}/inside/exported']
 SIZE = [LLAVA, 'dataset.path=x.json', 'device_memory_gib=8', 'folder={folder}/size']
 
-PROGRAMS: dict[str, tuple[Given, str]] = {
-    # name: ((program, arguments, files), what the line names)
-    'export of a checkpoint': (('export', EXPORT, whole), WORKS),
-    'export of half a checkpoint': (('export', EXPORT, cut), 'a.pt'),
-    'export of a text': (('export', EXPORT, of_bytes(b'no checkpoint')), 'a.pt'),
-    'export of a picture': (('export', EXPORT, a_picture), 'a.pt'),
-    'export of a folder': (('export', EXPORT, a_folder), 'a.pt'),
-    'export of a pipe': (('export', EXPORT, a_pipe), 'a.pt'),
-    'export of a pickle that runs code': (('export', EXPORT, pickled_code), 'a.pt'),
-    'export of NaN weights': (('export', EXPORT, changed(with_nan)), 'NaN'),
-    'export of a file outside of the target': (('export', EXPORT, changed(with_a_file_outside)), 'evil.txt'),
-    'export without the model': (('export', EXPORT, changed(without('model'))), 'a.pt'),
+PROGRAMS: dict[str, tuple[Any, ...]] = {
+    # name: (program, arguments, perhaps what writes files, what the line names)
+    'export of a checkpoint': ('export', EXPORT, whole, WORKS),
+    'export of half a checkpoint': ('export', EXPORT, cut, 'a.pt'),
+    'export of a text': ('export', EXPORT, of_bytes(b'no checkpoint'), 'a.pt'),
+    'export of a picture': ('export', EXPORT, a_picture, 'a.pt'),
+    'export of a folder': ('export', EXPORT, a_folder, 'a.pt'),
+    'export of a pipe': ('export', EXPORT, a_pipe, 'a.pt'),
+    'export of a pickle that runs code': ('export', EXPORT, pickled_code, 'a.pt'),
+    'export of NaN weights': ('export', EXPORT, changed(with_nan), 'NaN'),
+    'export of a file outside of the target': ('export', EXPORT, changed(with_a_file_outside), 'evil.txt'),
+    'export without the model': ('export', EXPORT, changed(without('model')), 'a.pt'),
     'a column of weights that some samples lack': (
-        (
-            'train',
-            [LLAVA, 'dataset.path={folder}/data.json', 'algorithms.token_accumulation.token_weights=column'],
-            half_weighted,
-        ),
-        'sample "b"',
+        'train', [LLAVA, 'dataset.path={folder}/data.json', 'algorithms.token_accumulation.token_weights=column'],
+        half_weighted, 'sample "b"',
     ),
-    'resume from a checkpoint': (('train', LOAD, whole), WORKS),
-    'resume from half a checkpoint': (('train', LOAD, cut), 'a.pt'),
-    'resume from a text': (('train', LOAD, of_bytes(b'no checkpoint')), 'a.pt'),
-    'resume from a picture': (('train', LOAD, a_picture), 'a.pt'),
-    'resume from a folder': (('train', LOAD, a_folder), 'a.pt'),
-    'resume from a Hugging Face folder': (('train', LOAD, a_hugging_face_folder), 'a.pt'),
-    'resume from a pickle that runs code': (('train', LOAD, pickled_code), 'a.pt'),
-    'resume without the state of the optimizer': (('train', LOAD, changed(without('optimizers'))), 'optimizer'),
-    'resume without the model': (('train', LOAD, changed(without('model'))), 'a.pt'),
+    'resume from a checkpoint': ('train', LOAD, whole, WORKS),
+    'resume from half a checkpoint': ('train', LOAD, cut, 'a.pt'),
+    'resume from a text': ('train', LOAD, of_bytes(b'no checkpoint'), 'a.pt'),
+    'resume from a picture': ('train', LOAD, a_picture, 'a.pt'),
+    'resume from a folder': ('train', LOAD, a_folder, 'a.pt'),
+    'resume from a Hugging Face folder': (
+        'train', LOAD, lambda folder: LlamaConfig().save_pretrained(folder / 'a.pt'), 'a.pt',
+    ),
+    'resume from a pickle that runs code': ('train', LOAD, pickled_code, 'a.pt'),
+    'resume without the state of the optimizer': ('train', LOAD, changed(without('optimizers')), 'optimizer'),
+    'resume without the model': ('train', LOAD, changed(without('model')), 'a.pt'),
     'a second run into the folder of the first': (
-        ('train', [*RUN, 'trainer.save_folder={folder}'], lambda folder: whole(folder, 'ep0-ba1-rank0.pt')),
+        'train', [*RUN, 'trainer.save_folder={folder}'], lambda folder: whole(folder, 'ep0-ba1-rank0.pt'),
         '`trainer.save_folder`',
     ),
-    'a pipe as the YAML file': (('train', ['{folder}/a.pt'], a_pipe), 'a.pt'),
-    'a picture as the YAML file': (('train', ['{folder}/a.pt'], a_picture), 'YAML'),
-    'a folder as the YAML file': (('train', ['{folder}/a.pt'], a_folder), 'a.pt'),
-    'rank of an adapter above every width': (('train', [*RUN, 'model.lora={r: 100000}'], None), '`model.lora'),
-    'verify of no rows': (('verify', [*RUN, '--rows', '0'], None), '--rows'),
-    'verify of rows below 0': (('verify', [*RUN, '--rows', '-3'], None), '--rows'),
-    'verify with a tolerance that is no number': (('verify', [*RUN, '--tolerance', 'nan'], None), '--tolerance'),
-    'verify with a tolerance below 0': (('verify', [*RUN, '--tolerance', '-1'], None), '--tolerance'),
-    'size of no lengths': (('size', [*SIZE, 'lengths='], None), '`lengths'),
-    'size of lengths of at most 0': (('size', [*SIZE, 'lengths.mean=100', 'lengths.longest=0'], None), 'longest'),
+    'a pipe as the YAML file': ('train', ['{folder}/a.pt'], a_pipe, 'a.pt'),
+    'a picture as the YAML file': ('train', ['{folder}/a.pt'], a_picture, 'YAML'),
+    'a folder as the YAML file': ('train', ['{folder}/a.pt'], a_folder, 'a.pt'),
+    'rank of an adapter above every width': ('train', [*RUN, 'model.lora={r: 100000}'], '`model.lora'),
+    'verify of no rows': ('verify', [*RUN, '--rows', '0'], '--rows'),
+    'verify of rows below 0': ('verify', [*RUN, '--rows', '-3'], '--rows'),
+    'verify with a tolerance that is no number': ('verify', [*RUN, '--tolerance', 'nan'], '--tolerance'),
+    'verify with a tolerance below 0': ('verify', [*RUN, '--tolerance', '-1'], '--tolerance'),
+    'size of no lengths': ('size', [*SIZE, 'lengths='], '`lengths'),
+    'size of lengths of at most 0': ('size', [*SIZE, 'lengths.mean=100', 'lengths.longest=0'], 'longest'),
     'size of a sample of 2 thousand million tokens': (
-        ('size', [*SIZE, 'lengths={folder}/a.csv'], a_table('tokens\n2000000000\n')),
-        'up to 16777216',
+        'size', [*SIZE, 'lengths={folder}/a.csv'], a_table('tokens\n2000000000\n'), 'up to 16777216',
     ),
-    'size of half a token': (('size', [*SIZE, 'lengths={folder}/a.csv'], a_table('tokens\n5.5\n')), 'whole numbers'),
+    'size of half a token': ('size', [*SIZE, 'lengths={folder}/a.csv'], a_table('tokens\n5.5\n'), 'whole numbers'),
     'size of images for twice all samples': (
-        ('size', [*SIZE, 'lengths.mean=50', 'lengths.with_images=2'], None),
-        'with_images',
+        'size', [*SIZE, 'lengths.mean=50', 'lengths.with_images=2'], 'with_images',
     ),
-    'size of lengths from a pipe': (('size', [*SIZE, 'lengths={folder}/a.pt'], a_pipe), 'a.pt'),
+    'size of lengths from a pipe': ('size', [*SIZE, 'lengths={folder}/a.pt'], a_pipe, 'a.pt'),
     'size of two columns of tokens': (
-        ('size', [*SIZE, 'lengths={folder}/a.csv'], a_table('tokens,tokens\n5,6\n')),
-        'tokens',
+        'size', [*SIZE, 'lengths={folder}/a.csv'], a_table('tokens,tokens\n5,6\n'), 'tokens',
     ),
     'size of more image tokens than tokens': (
-        ('size', [*SIZE, 'lengths={folder}/a.csv'], a_table('tokens,image_tokens\n5,6\n')),
-        'image_tokens',
+        'size', [*SIZE, 'lengths={folder}/a.csv'], a_table('tokens,image_tokens\n5,6\n'), 'image_tokens',
     ),
     'size of more loss tokens than tokens': (
-        ('size', [*SIZE, 'lengths={folder}/a.csv'], a_table('tokens,loss_tokens\n5,6\n')),
-        'loss_tokens',
+        'size', [*SIZE, 'lengths={folder}/a.csv'], a_table('tokens,loss_tokens\n5,6\n'), 'loss_tokens',
     ),
     'size into a folder that cannot be made': (
-        ('size', [DIGITS, 'dataset.num_samples=16', 'device_memory_gib=8', 'folder={folder}/file/size'], a_file),
+        'size', [DIGITS, 'dataset.num_samples=16', 'device_memory_gib=8', 'folder={folder}/a.pt/size'], of_bytes(b''),
         'folder',
     ),
-}
-PROGRAM_TRIALS = [
-    Trial(name=name, run=call, given=given, expected=expected) for name, (given, expected) in PROGRAMS.items()
-]
+}  # fmt: skip

@@ -28,11 +28,10 @@ from composer_tokacc.data.lengths import build_length_table
 from tests.data.chat_processors import small
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import loader, train
-from tests.trials.outcomes import WORKS, Trial, refusal
+from tests.trials.outcomes import WORKS, refusal
 
 
-def call(given: Callable[[], Any], folder: Path) -> str:
-    """The error's line."""
+def call(folder: Path, given: Callable[[], Any]) -> str:
     return refusal(given, ValueError, TypeError, RuntimeError)
 
 
@@ -43,8 +42,6 @@ def batch(**changes: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
 
 
 def step(given: dict[str, Any], *, algorithms: Any = None, **options: Any) -> Callable[[], Any]:
-    """One step of a tiny Llama on a batch."""
-
     def run() -> None:
         chosen = [TokenAccumulation()] if algorithms is None else algorithms()
         train(text_model(), token_data_spec(loader(given), **options), algorithms=chosen)
@@ -79,14 +76,6 @@ def fitted_again_with_nothing() -> None:
     trainer.fit(train_dataloader=token_data_spec(loader()), duration='1ba', reset_time=False)
 
 
-def wrapped_twice() -> Any:
-    return token_data_spec(token_data_spec(loader(batch())))  # pyright: ignore[reportArgumentType]
-
-
-def of_a_data_spec() -> Any:
-    return token_data_spec(DataSpec(loader(batch())))  # pyright: ignore[reportArgumentType]
-
-
 CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     'a step': (step(batch()), WORKS),
     'labels of another width': (step(batch(labels=lambda labels: labels[:, :-1])), 'labels'),
@@ -110,21 +99,19 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         }.items()
     },
     'numbers of images in a tensor': (step({**batch(), 'num_images': torch.zeros(3, dtype=torch.long)}), WORKS),
-    'a layout of a number': (lambda: BatchLayout.infer(3), '`batch`'),  # pyright: ignore
-    'a layout of nothing': (lambda: BatchLayout.infer(None), '`batch`'),  # pyright: ignore
-    'a device that can do a word': (lambda: TokenMonitor(device_tflops='1'), 'device_tflops'),  # pyright: ignore
-    'a data spec in a data spec': (of_a_data_spec, 'DataSpec'),
-    'a loader that is none': (lambda: token_data_spec(3), 'dataloader'),  # pyright: ignore
-    'token_data_spec twice': (wrapped_twice, 'DataSpec'),
+    'a layout of a number': (lambda: BatchLayout.infer(3), '`batch`'),
+    'a layout of nothing': (lambda: BatchLayout.infer(None), '`batch`'),
+    'a device that can do a word': (lambda: TokenMonitor(device_tflops='1'), 'device_tflops'),
+    'a data spec in a data spec': (lambda: token_data_spec(DataSpec(loader(batch()))), 'DataSpec'),
+    'a loader that is none': (lambda: token_data_spec(3), 'dataloader'),
+    'token_data_spec twice': (lambda: token_data_spec(token_data_spec(loader(batch()))), 'DataSpec'),
     'the algorithm twice': (step(batch(), algorithms=lambda: [TokenAccumulation(), TokenAccumulation()]), 'once'),
     'a rule of another name': (step(batch(), algorithms=lambda: [TokenAccumulation(loss_tokens='all')]), 'loss_tokens'),
     'a weight of another name': (
-        step(batch(), algorithms=lambda: [TokenAccumulation(token_weights='squared')]),
-        'token_weights',
+        step(batch(), algorithms=lambda: [TokenAccumulation(token_weights='squared')]), 'token_weights',
     ),
     'a column that is not there': (
-        step(batch(), algorithms=lambda: [TokenAccumulation(token_weights='column')]),
-        'loss_weights',
+        step(batch(), algorithms=lambda: [TokenAccumulation(token_weights='column')]), 'loss_weights',
     ),
     'a loss of samples alone': (samples_alone, WORKS),
     'a head that classifies rows': (classified, 'classifies whole rows'),
@@ -135,17 +122,16 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     'a plan of no ranks': (lambda: plan_microbatches([3, 4], num_ranks=0, max_tokens=8), 'num_ranks'),
     'a plan of lengths below 0': (lambda: plan_microbatches([3, -4], num_ranks=1, max_tokens=8), 'length'),
     'a plan of another objective': (
-        lambda: plan_microbatches([3, 4], num_ranks=1, max_tokens=8, objective='ddp2'),  # pyright: ignore
-        'objective',
+        lambda: plan_microbatches([3, 4], num_ranks=1, max_tokens=8, objective='ddp2'), 'objective',
     ),
-    'a plan of one and a half ranks': (lambda: plan_microbatches([2], num_ranks=1.5, max_tokens=8), 'num_ranks'),  # pyright: ignore
-    'a plan of nothing': (lambda: plan_microbatches(None, num_ranks=1, max_tokens=8), 'lengths'),  # pyright: ignore
-    'a plan of a word': (lambda: plan_microbatches('abc', num_ranks=1, max_tokens=8), 'lengths'),  # pyright: ignore
-    'weights of no model': (lambda: measure_token_weights(3).__enter__(), '`model`'),  # pyright: ignore
-    'counts of no batch': (lambda: count_tokens(3), '`batch`'),  # pyright: ignore
+    'a plan of one and a half ranks': (lambda: plan_microbatches([2], num_ranks=1.5, max_tokens=8), 'num_ranks'),
+    'a plan of nothing': (lambda: plan_microbatches(None, num_ranks=1, max_tokens=8), 'lengths'),
+    'a plan of a word': (lambda: plan_microbatches('abc', num_ranks=1, max_tokens=8), 'lengths'),
+    'weights of no model': (lambda: measure_token_weights(3).__enter__(), '`model`'),
+    'counts of no batch': (lambda: count_tokens(3), '`batch`'),
     'a collator of no samples': (lambda: VisionLanguageCollator(small())([]), '`samples`'),
     'a collator of samples of one dimension': (
-        lambda: VisionLanguageCollator(small())([{'input_ids': torch.ones(3, dtype=torch.long)}]), '`samples`'
+        lambda: VisionLanguageCollator(small())([{'input_ids': torch.ones(3, dtype=torch.long)}]), '`samples`',
     ),
     'a conversation of nobody': (lambda: ConversationEncoder(small())([]), '`messages`'),
     'a conversation of plain texts': (
@@ -156,12 +142,10 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     'lengths of no samples': (lambda: length_table([], small()), '`dataset`'),
     'lengths of samples without labels': (
-        lambda: build_length_table([{'input_ids': torch.ones(1, 3)}], small()), 'labels'
+        lambda: build_length_table([{'input_ids': torch.ones(1, 3)}], small()), 'labels',
     ),
     'a second fit with a loader of nothing': (fitted_again_with_nothing, 'at least one batch'),
-    'a loader of nothing': (lambda: train(text_model(), token_data_spec(loader()), algorithms=[TokenAccumulation()]),
-                            'batch'),
+    'a loader of nothing': (
+        lambda: train(text_model(), token_data_spec(loader()), algorithms=[TokenAccumulation()]), 'batch',
+    ),
 }  # fmt: skip
-PYTHON_TRIALS = [
-    Trial(name=name, run=call, given=given, expected=expected) for name, (given, expected) in CALLS.items()
-]

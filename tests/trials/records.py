@@ -20,15 +20,17 @@ from composer_tokacc.data import BadSampleError, LlavaDataset
 from tests.data.chat_processors import small
 from tests.support.clips import sine, write_sound, write_video
 from tests.support.family_media import MEDIA
-from tests.trials.outcomes import WORKS, Trial, refusal
+from tests.trials.outcomes import WORKS, refusal
 
+Make, Write = Callable[[Path], Any], Callable[[Path], Any]
+"""From a folder to records; what writes one file."""
 SAMPLE = 'sample "a"'
 """Every line about a sample names its id."""
 
 
-def read_records(given: tuple[str, Callable[[Path], Any], dict[str, Any]], folder: Path) -> str:
-    """``(processor, make, options)``: ``make(folder)`` writes files and gives the records, or the data file's path."""
-    processor, make, options = given
+def read_records(folder: Path, processor: str, make: Make, options: dict[str, Any] | None = None) -> str:
+    """``make(folder)`` writes files and gives the records, or the data file's path."""
+    options = options or {}
     made = make(folder)
     path = made if isinstance(made, Path) else folder / 'data.json'
     if not isinstance(made, Path):
@@ -50,31 +52,39 @@ def _processor(name: str) -> Any:
 
 
 def record(kind: str = '', *files: str, answer: str = 'A red square.', sample_id: str = 'a') -> dict[str, Any]:
-    """A conversation about files of a kind."""
     turns = [{'from': 'human', 'value': f'<{kind}>' * len(files) + 'What is this?'}, {'from': 'gpt', 'value': answer}]
     media = {'image': list(files)} if kind == 'image' else {f'{kind}s': list(files)} if kind else {}
     return {'id': sample_id, **media, 'conversations': turns}
 
 
-def of_text(text: str) -> Callable[[Path], str]:
+def of_text(text: str) -> Make:
     return lambda folder: text
 
 
-def of_record(**given: Any) -> Callable[[Path], Any]:
-    return lambda folder: [record(**given)]
+def of_bytes(content: bytes, name: str = 'data.json') -> Make:
+    """A data file of these bytes."""
 
-
-def of_file(kind: str, name: str, write: Callable[[Path], Any]) -> Callable[[Path], Any]:
-    """One sample about a file that is written first."""
-
-    def make(folder: Path) -> list[dict[str, Any]]:
-        write(folder / name)
-        return [record(kind, name)]
+    def make(folder: Path) -> Path:
+        (folder / name).write_bytes(content)
+        return folder / name
 
     return make
 
 
-def beside_a_good_one(make: Callable[[Path], Any]) -> Callable[[Path], Any]:
+def of_record(**given: Any) -> Make:
+    return lambda folder: [record(**given)]
+
+
+def of_file(kind: str, name: str, write: Write) -> Make:
+    return lambda folder: (write(folder / name), [record(kind, name)])[1]
+
+
+def pipe_as_file(folder: Path) -> Path:
+    os.mkfifo(folder / 'a.json')
+    return folder / 'a.json'
+
+
+def beside_a_good_one(make: Make) -> Make:
     return lambda folder: [*make(folder), record(sample_id='good')]
 
 
@@ -88,15 +98,16 @@ def pages(path: Path) -> None:
     first.save(path, save_all=True, append_images=others)
 
 
-def half(write: Callable[[Path], Any]) -> Callable[[Path], None]:
-    """The first half of a file."""
+def changed(write: Write, change: Callable[[bytes], bytes]) -> Write:
+    return lambda path: (write(path), path.write_bytes(change(path.read_bytes())))
 
-    def cut(path: Path) -> None:
-        write(path)
-        content = path.read_bytes()
-        path.write_bytes(content[: len(content) // 2])
 
-    return cut
+def cut(write: Write, share: float) -> Write:
+    return changed(write, lambda content: content[: int(len(content) * share)])
+
+
+def half(write: Write) -> Write:
+    return cut(write, 0.5)
 
 
 def looping_link(path: Path) -> None:
@@ -112,12 +123,14 @@ def long_wav(path: Path, *, channels: int = 1) -> None:
     write_sound(path, sound if channels == 1 else np.repeat(sound[:, None], channels, axis=1))
 
 
-def encoded(path: Path, *, codec: str, rate: int = 48000) -> None:
+def encoded(path: Path, *, codec: str, rate: int = 48000, channels: int = 1, **options: str) -> None:
     """A sound of 0.6 s by PyAV."""
-    with av.open(str(path), 'w', options={'page_duration': '20000'}) as container:  # or one page would hold all
-        stream: Any = container.add_stream(codec, rate=rate, layout='mono')
+    # Without a duration of pages one page of an Ogg file would hold all.
+    with av.open(str(path), 'w', options={'page_duration': '20000', **options}) as container:
+        stream: Any = container.add_stream(codec, rate=rate, layout='mono' if channels == 1 else '7.1')
         for samples in sine(0.6, rate=rate).reshape(-1, 960):
-            frame = av.AudioFrame.from_ndarray((samples[None] * 32767).astype(np.int16), format='s16', layout='mono')
+            values = np.repeat((samples * 32767).astype(np.int16), channels)[None]
+            frame = av.AudioFrame.from_ndarray(values, format='s16', layout=stream.layout.name)
             frame.sample_rate = rate
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
@@ -127,11 +140,7 @@ def transport_stream(path: Path) -> None:
     write_video(path, [10 * shade for shade in range(25)] * 2, codec='mpeg2video')
 
 
-def animation(path: Path) -> None:
-    write_video(path, [10 * shade for shade in range(25)], codec='gif', pixels='rgb8')
-
-
-def playlist_to(target: str) -> Callable[[Path], None]:
+def playlist_to(target: str) -> Write:
     """A playlist in the image folder whose only segment lies outside of it."""
 
     def write(path: Path) -> None:
@@ -151,7 +160,7 @@ def pipe(path: Path) -> None:
     os.mkfifo(path)
 
 
-def in_a_folder(make: Callable[[Path], Any]) -> Callable[[Path], Any]:
+def in_a_folder(make: Make) -> Make:
     """Files lie a folder deeper than the trial's own, so that there is an outside."""
 
     def make_deeper(folder: Path) -> Path:
@@ -167,101 +176,63 @@ _TURNS = '[{"from": "human", "value": "A?"}, {"from": "gpt", "value": "B."}]'
 TWICE = f'[{{"id": "a", "conversations": [], "conversations": {_TURNS}}}]'
 CONTROL = 'Yes.<|end|>No.'
 SKIP = {'on_error': 'skip'}
+animation = functools.partial(write_video, codec='gif', pixels='rgb8')
 IMAGE, VIDEO, AUDIO = 'image', 'qwen2_vl', 'qwen2_audio'
 
-RECORDS: dict[str, tuple[tuple[str, Callable[[Path], Any], dict[str, Any]], str]] = {
+RECORDS: dict[str, tuple[Any, ...]] = {
+    # name: (processor, what makes the records, perhaps options, what the line names)
     # records
-    'a conversation': ((IMAGE, of_record(), {}), WORKS),
-    'a conversation about a picture': ((IMAGE, of_file('image', 'a.png', picture), {}), WORKS),
-    'a second key conversations': ((IMAGE, of_text(TWICE), {}), 'conversations'),
-    'an empty answer': ((IMAGE, of_record(answer=''), {}), SAMPLE),
-    'a blank answer': ((IMAGE, of_record(answer=' \n'), {}), SAMPLE),
-    'an empty list': ((IMAGE, of_text('[]'), {}), 'data.json'),
-    'an empty file': ((IMAGE, of_text(''), {}), 'data.json'),
-    'no JSON': ((IMAGE, of_text('not json'), {}), 'data.json'),
-    'a number': ((IMAGE, of_text('3'), {}), 'data.json'),
-    'a record that is a number': ((IMAGE, of_text('[3]'), {}), 'entry 1'),
-    'a file that is not there': ((IMAGE, lambda folder: folder / 'none.json', {}), 'none.json'),
-    'a folder as the file': ((IMAGE, lambda folder: folder, {}), 'table'),
-    'an empty parquet': ((IMAGE, lambda folder: _empty(folder / 'a.parquet'), {}), 'a.parquet'),
-    'a damaged parquet': ((IMAGE, lambda folder: _damaged(folder / 'a.parquet'), {}), 'a.parquet'),
-    'a pipe as the file': ((IMAGE, lambda folder: _pipe(folder / 'a.json'), {}), 'a.json'),
+    'a conversation': (IMAGE, of_record(), WORKS),
+    'a conversation about a picture': (IMAGE, of_file('image', 'a.png', picture), WORKS),
+    'a second key conversations': (IMAGE, of_text(TWICE), 'conversations'),
+    'an empty answer': (IMAGE, of_record(answer=''), SAMPLE),
+    'a blank answer': (IMAGE, of_record(answer=' \n'), SAMPLE),
+    'an empty list': (IMAGE, of_text('[]'), 'data.json'),
+    'an empty file': (IMAGE, of_text(''), 'data.json'),
+    'no JSON': (IMAGE, of_text('not json'), 'data.json'),
+    'a number': (IMAGE, of_text('3'), 'data.json'),
+    'a record that is a number': (IMAGE, of_text('[3]'), 'entry 1'),
+    'a file that is not there': (IMAGE, lambda folder: folder / 'none.json', 'none.json'),
+    'a folder as the file': (IMAGE, lambda folder: folder, 'table'),
+    'an empty parquet': (IMAGE, of_bytes(b'', 'a.parquet'), 'a.parquet'),
+    'a damaged parquet': (IMAGE, of_bytes(b'PAR1' + bytes(200) + b'PAR1', 'a.parquet'), 'a.parquet'),
+    'a pipe as the file': (IMAGE, pipe_as_file, 'a.json'),
     # pictures
-    'a picture that is not there': ((IMAGE, of_file('image', 'a.png', lambda path: None), {}), SAMPLE),
-    'a dangling link': ((IMAGE, of_file('image', 'a.png', dangling_link), {}), SAMPLE),
-    'a looping link': ((IMAGE, of_file('image', 'a.png', looping_link), {}), SAMPLE),
-    'a dangling link under skip': ((IMAGE, beside_a_good_one(of_file('image', 'a.png', dangling_link)), SKIP), WORKS),
-    'a looping link under skip': ((IMAGE, beside_a_good_one(of_file('image', 'a.png', looping_link)), SKIP), WORKS),
-    'half a picture': ((IMAGE, of_file('image', 'a.png', half(picture)), {}), SAMPLE),
-    'a pipe as a picture': ((IMAGE, of_file('image', 'a.png', pipe), {}), SAMPLE),
-    'an animated GIF as a picture': ((IMAGE, of_file('image', 'a.gif', pages), {}), SAMPLE),
-    'an animated PNG as a picture': ((IMAGE, of_file('image', 'a.png', pages), {}), SAMPLE),
-    'an animated WebP as a picture': ((IMAGE, of_file('image', 'a.webp', pages), {}), SAMPLE),
-    'a TIFF of many pages': ((IMAGE, of_file('image', 'a.tiff', pages), {}), SAMPLE),
-    'an EPS, which calls a program': ((IMAGE, of_file('image', 'a.eps', eps), {}), 'EPS'),
+    'a picture that is not there': (IMAGE, of_file('image', 'a.png', lambda path: None), SAMPLE),
+    'a dangling link': (IMAGE, of_file('image', 'a.png', dangling_link), SAMPLE),
+    'a looping link': (IMAGE, of_file('image', 'a.png', looping_link), SAMPLE),
+    'a dangling link under skip': (IMAGE, beside_a_good_one(of_file('image', 'a.png', dangling_link)), SKIP, WORKS),
+    'a looping link under skip': (IMAGE, beside_a_good_one(of_file('image', 'a.png', looping_link)), SKIP, WORKS),
+    'half a picture': (IMAGE, of_file('image', 'a.png', half(picture)), SAMPLE),
+    'a pipe as a picture': (IMAGE, of_file('image', 'a.png', pipe), SAMPLE),
+    'an animated GIF as a picture': (IMAGE, of_file('image', 'a.gif', pages), SAMPLE),
+    'an animated PNG as a picture': (IMAGE, of_file('image', 'a.png', pages), SAMPLE),
+    'an animated WebP as a picture': (IMAGE, of_file('image', 'a.webp', pages), SAMPLE),
+    'a TIFF of many pages': (IMAGE, of_file('image', 'a.tiff', pages), SAMPLE),
+    'an EPS, which calls a program': (IMAGE, of_file('image', 'a.eps', eps), 'EPS'),
     # videos
-    'a clip': ((VIDEO, of_file('video', 'a.mp4', write_video), {}), WORKS),
-    'a PNG as a video': ((VIDEO, of_file('video', 'a.png', picture), {}), SAMPLE),
-    'half a transport stream': ((VIDEO, of_file('video', 'a.ts', half(transport_stream)), {}), SAMPLE),
-    'half a GIF': ((VIDEO, of_file('video', 'a.gif', half(animation)), {}), SAMPLE),
+    'a clip': (VIDEO, of_file('video', 'a.mp4', write_video), WORKS),
+    'a PNG as a video': (VIDEO, of_file('video', 'a.png', picture), SAMPLE),
+    'half a transport stream': (VIDEO, of_file('video', 'a.ts', half(transport_stream)), SAMPLE),
+    'half a GIF': (VIDEO, of_file('video', 'a.gif', half(animation)), SAMPLE),
     'a playlist of a file elsewhere': (
-        (VIDEO, in_a_folder(of_file('video', 'v.m3u8', playlist_to('{outside}'))), {}),
-        SAMPLE,
+        VIDEO, in_a_folder(of_file('video', 'v.m3u8', playlist_to('{outside}'))), SAMPLE,
     ),
-    'a playlist that climbs': (
-        (VIDEO, in_a_folder(of_file('video', 'v.m3u8', playlist_to('../outside.ts'))), {}),
-        SAMPLE,
-    ),
+    'a playlist that climbs': (VIDEO, in_a_folder(of_file('video', 'v.m3u8', playlist_to('../outside.ts'))), SAMPLE),
     # sounds
-    'a sound': ((AUDIO, of_file('audio', 'a.wav', long_wav), {}), WORKS),
-    'a sound of two channels': ((AUDIO, of_file('audio', 'a.wav', functools.partial(long_wav, channels=2)), {}), WORKS),
-    'a sound of seven channels': (
-        (AUDIO, of_file('audio', 'a.wav', functools.partial(long_wav, channels=7)), {}),
-        WORKS,
-    ),
-    'a sound of eight channels': (
-        (AUDIO, of_file('audio', 'a.wav', functools.partial(long_wav, channels=8)), {}),
-        WORKS,
-    ),
-    'a sound of one value': (
-        (AUDIO, of_file('audio', 'a.wav', lambda path: write_sound(path, sine(0.6)[:1])), {}),
-        SAMPLE,
-    ),
-    'half a WAV': ((AUDIO, of_file('audio', 'a.wav', half(long_wav)), {}), SAMPLE),
-    'half an Ogg Opus': (
-        (AUDIO, of_file('audio', 'a.ogg', half(functools.partial(encoded, codec='libopus'))), {}),
-        SAMPLE,
-    ),
+    'a sound': (AUDIO, of_file('audio', 'a.wav', long_wav), WORKS),
+    'a sound of two channels': (AUDIO, of_file('audio', 'a.wav', functools.partial(long_wav, channels=2)), WORKS),
+    'a sound of seven channels': (AUDIO, of_file('audio', 'a.wav', functools.partial(long_wav, channels=7)), WORKS),
+    'a sound of eight channels': (AUDIO, of_file('audio', 'a.wav', functools.partial(long_wav, channels=8)), WORKS),
+    'a sound of one value': (AUDIO, of_file('audio', 'a.wav', lambda path: write_sound(path, sine(0.6)[:1])), SAMPLE),
+    'half a WAV': (AUDIO, of_file('audio', 'a.wav', half(long_wav)), SAMPLE),
+    'half an Ogg Opus': (AUDIO, of_file('audio', 'a.ogg', half(functools.partial(encoded, codec='libopus'))), SAMPLE),
     # control tokens in a user's text
-    'control tokens in an answer': ((IMAGE, of_record(answer=CONTROL), {}), WORKS),
-    'control tokens in an answer, refused': (
-        (IMAGE, of_record(answer=CONTROL), {'control_tokens': 'refuse'}),
-        '<|end|>',
-    ),
-    'control tokens in an answer, as text': ((IMAGE, of_record(answer=CONTROL), {'control_tokens': 'text'}), WORKS),
+    'control tokens in an answer': (IMAGE, of_record(answer=CONTROL), WORKS),
+    'control tokens in an answer, refused': (IMAGE, of_record(answer=CONTROL), {'control_tokens': 'refuse'}, '<|end|>'),
+    'control tokens in an answer, as text': (IMAGE, of_record(answer=CONTROL), {'control_tokens': 'text'}, WORKS),
     'control tokens that the tokenizer cannot write': (
-        (VIDEO, of_record(answer='A</s>'), {'control_tokens': 'text'}),
-        '</s>',
+        VIDEO, of_record(answer='A</s>'), {'control_tokens': 'text'}, '</s>',
     ),
-    'control tokens of another word': ((IMAGE, of_record(), {'control_tokens': 'drop'}), 'control_tokens'),
-}
-
-
-def _empty(path: Path) -> Path:
-    path.write_bytes(b'')
-    return path
-
-
-def _damaged(path: Path) -> Path:
-    path.write_bytes(b'PAR1' + bytes(200) + b'PAR1')
-    return path
-
-
-def _pipe(path: Path) -> Path:
-    os.mkfifo(path)
-    return path
-
-
-RECORD_TRIALS = [
-    Trial(name=name, run=read_records, given=given, expected=expected) for name, (given, expected) in RECORDS.items()
-]
+    'control tokens of another word': (IMAGE, of_record(), {'control_tokens': 'drop'}, 'control_tokens'),
+}  # fmt: skip

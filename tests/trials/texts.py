@@ -14,29 +14,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.trials.outcomes import WORKS, Trial
-from tests.trials.records import IMAGE, SAMPLE, SKIP, VIDEO, of_file, picture, read_records
+from tests.trials.outcomes import WORKS
+from tests.trials.records import IMAGE, SAMPLE, SKIP, VIDEO, Make, of_bytes, of_file, of_text, picture
 
-Make = Callable[[Path], Any]
 TURNS = [{'from': 'human', 'value': 'A?'}, {'from': 'gpt', 'value': 'B.'}]
 GOOD = json.dumps({'id': 'good', 'conversations': TURNS})
 NINES = '9' * 5000
 
 
-def text(value: str) -> Make:
-    return lambda folder: value
-
-
-def raw(content: bytes, name: str = 'data.json') -> Make:
-    def make(folder: Path) -> Path:
-        (folder / name).write_bytes(content)
-        return folder / name
-
-    return make
-
-
 def one(**given: Any) -> Make:
-    return text(json.dumps([{'id': 'a', 'conversations': TURNS, **given}]))
+    return of_text(json.dumps([{'id': 'a', 'conversations': TURNS, **given}]))
 
 
 def said(*texts: Any, **given: Any) -> Make:
@@ -61,7 +48,7 @@ def data_uri(content: bytes, encode: Callable[[bytes], bytes] = base64.b64encode
 
 def parts(*content: Any) -> Make:
     turns = [{'role': 'user', 'content': 'A?'}, {'role': 'assistant', 'content': list(content)}]
-    return text(json.dumps([{'id': 'a', 'messages': turns}]))
+    return of_text(json.dumps([{'id': 'a', 'messages': turns}]))
 
 
 def table(rows: list[dict[str, Any]], *, cut: int = 0) -> Make:
@@ -78,8 +65,6 @@ def table(rows: list[dict[str, Any]], *, cut: int = 0) -> Make:
 
 
 def saved(spoil: Callable[[Path], Any]) -> Make:
-    """A folder that ``datasets`` saved, then spoilt."""
-
     def make(folder: Path) -> Path:
         import datasets
 
@@ -113,125 +98,105 @@ def link_to_a_pipe(path: Path) -> None:
     path.symlink_to('pipe')
 
 
-TEXTS: dict[str, tuple[tuple[str, Make, dict[str, Any]], str]] = {
+TEXTS: dict[str, tuple[Any, ...]] = {
+    # as RECORDS
     # files
-    'NUL bytes behind the array': ((IMAGE, raw(f'[{GOOD}]'.encode() + bytes(50)), {}), 'behind its end'),
-    'nothing but NUL bytes': ((IMAGE, raw(bytes(100)), {}), 'line 1'),
-    'lines that end as on an old Mac': ((IMAGE, raw(f'{GOOD}\r{GOOD}'.encode()), {}), 'line 1'),
-    'a mark of the byte order in the middle': ((IMAGE, raw(f'{GOOD}\n\ufeff{GOOD}'.encode()), {}), 'line 2'),
-    'UTF-32': ((IMAGE, raw(f'[{GOOD}]'.encode('utf-32')), {}), WORKS),
-    'Latin-1': ((IMAGE, raw('[{"id": "a", "conversations": "\xe4"}]'.encode('latin-1')), {}), SAMPLE),
-    'a gzip of a gzip': ((IMAGE, raw(gzip.compress(gzip.compress(GOOD.encode()))), {}), 'line 1'),
-    'half a gzip': ((IMAGE, raw(gzip.compress(os.urandom(9999))[:500]), {}), 'data.json'),
-    'a hundred thousand brackets': ((IMAGE, text('[' * 100000), {}), 'data.json'),
-    'a hundred thousand brackets in a line': ((IMAGE, text('{"id":' + '[' * 100000), {}), 'too deep'),
-    'a CSV': ((IMAGE, raw(b'id,question\n1,a\n', 'a.csv'), {}), 'a.csv'),
-    'a YAML': ((IMAGE, raw(b'- id: a\n', 'a.yaml'), {}), 'a.yaml'),
-    'a ZIP': ((IMAGE, raw(b'PK\3\4' + bytes(99), 'a.zip'), {}), 'a.zip'),
-    'an SQLite': ((IMAGE, raw(b'SQLite format 3\0' + bytes(99), 'a.db'), {}), 'a.db'),
-    'a device': ((IMAGE, lambda folder: Path('/dev/zero'), {}), 'no regular file'),
-    'a link to nothing as the file': ((IMAGE, link('a.json', 'nothing'), {}), 'does not exist'),
-    'a parquet that links to itself': ((IMAGE, link('a.parquet', 'a.parquet'), {}), 'a.parquet'),
+    'NUL bytes behind the array': (IMAGE, of_bytes(f'[{GOOD}]'.encode() + bytes(50)), 'behind its end'),
+    'nothing but NUL bytes': (IMAGE, of_bytes(bytes(100)), 'line 1'),
+    'lines that end as on an old Mac': (IMAGE, of_bytes(f'{GOOD}\r{GOOD}'.encode()), 'line 1'),
+    'a mark of the byte order in the middle': (IMAGE, of_bytes(f'{GOOD}\n\ufeff{GOOD}'.encode()), 'line 2'),
+    'UTF-32': (IMAGE, of_bytes(f'[{GOOD}]'.encode('utf-32')), WORKS),
+    'Latin-1': (IMAGE, of_bytes('[{"id": "a", "conversations": "\xe4"}]'.encode('latin-1')), SAMPLE),
+    'a gzip of a gzip': (IMAGE, of_bytes(gzip.compress(gzip.compress(GOOD.encode()))), 'line 1'),
+    'half a gzip': (IMAGE, of_bytes(gzip.compress(os.urandom(9999))[:500]), 'data.json'),
+    'a hundred thousand brackets': (IMAGE, of_text('[' * 100000), 'data.json'),
+    'a hundred thousand brackets in a line': (IMAGE, of_text('{"id":' + '[' * 100000), 'too deep'),
+    'a CSV': (IMAGE, of_bytes(b'id,question\n1,a\n', 'a.csv'), 'a.csv'),
+    'a YAML': (IMAGE, of_bytes(b'- id: a\n', 'a.yaml'), 'a.yaml'),
+    'a ZIP': (IMAGE, of_bytes(b'PK\3\4' + bytes(99), 'a.zip'), 'a.zip'),
+    'an SQLite': (IMAGE, of_bytes(b'SQLite format 3\0' + bytes(99), 'a.db'), 'a.db'),
+    'a device': (IMAGE, lambda folder: Path('/dev/zero'), 'no regular file'),
+    'a link to nothing as the file': (IMAGE, link('a.json', 'nothing'), 'does not exist'),
+    'a parquet that links to itself': (IMAGE, link('a.parquet', 'a.parquet'), 'a.parquet'),
     # tables
-    'a pipe in the folder of a table': ((IMAGE, saved(pipe_for_state), {}), 'no regular file'),
-    'a pipe beside a table': ((IMAGE, saved(lambda folder: os.mkfifo(folder / 'x')), {}), 'no regular file'),
-    'a cut Arrow file': ((IMAGE, saved(cut_arrow), {}), 'must be a table'),
-    'a parquet without its footer': ((IMAGE, table([{'conversations': TURNS}], cut=4), {}), 'a.parquet'),
-    'a parquet of numbers': ((IMAGE, table([{'x': 1}]), {}), 'row 0'),
+    'a pipe in the folder of a table': (IMAGE, saved(pipe_for_state), 'no regular file'),
+    'a pipe beside a table': (IMAGE, saved(lambda folder: os.mkfifo(folder / 'x')), 'no regular file'),
+    'a cut Arrow file': (IMAGE, saved(cut_arrow), 'must be a table'),
+    'a parquet without its footer': (IMAGE, table([{'conversations': TURNS}], cut=4), 'a.parquet'),
+    'a parquet of numbers': (IMAGE, table([{'x': 1}]), 'row 0'),
     'a parquet where nobody answers': (
-        (IMAGE, table([{'conversations': [*TURNS[:1], {'from': 'gpt', 'value': None}]}]), {}),
-        'row 0',
+        IMAGE, table([{'conversations': [*TURNS[:1], {'from': 'gpt', 'value': None}]}]), 'row 0',
     ),
     # keys and numbers
     'a key twice in a turn': (
-        (
-            IMAGE,
-            text('[{"id":"a","conversations":[{"from":"human","value":"A?"},{"value":"B","from":"gpt","value":"C"}]}]'),
-            {},
-        ),
+        IMAGE,
+        of_text('[{"id":"a","conversations":[{"from":"human","value":"A?"},{"value":"B","from":"gpt","value":"C"}]}]'),
         "'value' stands twice",
     ),
-    'a key twice, skipped': ((IMAGE, text(f'[{{"id":"a","id":"b"}},{GOOD}]'), SKIP), WORKS),
-    'a key twice in a line, skipped': ((IMAGE, text(f'{{"id":"a","id":"b"}}\n{GOOD}'), SKIP), WORKS),
-    'an integer of 5,000 digits': ((IMAGE, text(f'[{{"id":{NINES}}}]'), {}), 'entry 1'),
-    'an integer of 5,000 digits, skipped': ((IMAGE, text(f'[{{"id":{NINES}}},{GOOD}]'), SKIP), WORKS),
-    'an integer of 5,000 digits in a line': ((IMAGE, text(f'{{"id":{NINES}}}'), {}), 'line 1'),
-    'a weight without end': (
-        (IMAGE, one(loss_weights=float('inf')), {}),
-        SAMPLE,
-    ),
-    'a weight of 400 digits': ((IMAGE, one(loss_weights=10**400), {}), '`loss_weights`'),
-    'a weight above float32': ((IMAGE, one(loss_weights=1e300), {}), '`loss_weights`'),
-    'a weight that float32 takes for 0': ((IMAGE, one(loss_weights=1e-300), {}), '`loss_weights`'),
-    'an id with codes of a terminal': (
-        (IMAGE, one(id='a\x1b[31m\x07', conversations=[]), {}),
-        'sample "a\\x1b[31m\\x07"',
-    ),
-    'an id of several lines': ((IMAGE, one(id='a\n\r\u2028b', conversations=[]), {}), 'sample "a b"'),
-    'an id that is an object': ((IMAGE, one(id={'x': [1]}), {}), WORKS),
+    'a key twice, skipped': (IMAGE, of_text(f'[{{"id":"a","id":"b"}},{GOOD}]'), SKIP, WORKS),
+    'a key twice in a line, skipped': (IMAGE, of_text(f'{{"id":"a","id":"b"}}\n{GOOD}'), SKIP, WORKS),
+    'an integer of 5,000 digits': (IMAGE, of_text(f'[{{"id":{NINES}}}]'), 'entry 1'),
+    'an integer of 5,000 digits, skipped': (IMAGE, of_text(f'[{{"id":{NINES}}},{GOOD}]'), SKIP, WORKS),
+    'an integer of 5,000 digits in a line': (IMAGE, of_text(f'{{"id":{NINES}}}'), 'line 1'),
+    'a weight without end': (IMAGE, one(loss_weights=float('inf')), SAMPLE),
+    'a weight of 400 digits': (IMAGE, one(loss_weights=10**400), '`loss_weights`'),
+    'a weight above float32': (IMAGE, one(loss_weights=1e300), '`loss_weights`'),
+    'a weight that float32 takes for 0': (IMAGE, one(loss_weights=1e-300), '`loss_weights`'),
+    'an id with codes of a terminal': (IMAGE, one(id='a\x1b[31m\x07', conversations=[]), 'sample "a\\x1b[31m\\x07"'),
+    'an id of several lines': (IMAGE, one(id='a\n\r\u2028b', conversations=[]), 'sample "a b"'),
+    'an id that is an object': (IMAGE, one(id={'x': [1]}), WORKS),
     # what is said
-    'an answer of zero-width spaces': ((IMAGE, said('A?', '\u200b\u200b'), {}), 'must say something'),
-    'an answer of a byte-order mark': ((IMAGE, said('A?', '\ufeff'), {}), 'must say something'),
-    'an answer of control characters': ((IMAGE, said('A?', '\x00\x01'), {}), 'must say something'),
-    'an answer of no parts': ((IMAGE, parts(), {}), 'must say something'),
-    'an answer of an empty part': ((IMAGE, parts({'type': 'text', 'text': ''}), {}), 'must say something'),
+    'an answer of zero-width spaces': (IMAGE, said('A?', '\u200b\u200b'), 'must say something'),
+    'an answer of a byte-order mark': (IMAGE, said('A?', '\ufeff'), 'must say something'),
+    'an answer of control characters': (IMAGE, said('A?', '\x00\x01'), 'must say something'),
+    'an answer of no parts': (IMAGE, parts(), 'must say something'),
+    'an answer of an empty part': (IMAGE, parts({'type': 'text', 'text': ''}), 'must say something'),
     'a blank answer in the history': (
-        (IMAGE, text(json.dumps([{'id': 'a', 'instruction': 'A?', 'output': 'B', 'history': [['C?', ' ']]}])), {}),
+        IMAGE, of_text(json.dumps([{'id': 'a', 'instruction': 'A?', 'output': 'B', 'history': [['C?', ' ']]}])),
         'must say something',
     ),
     'a blank answer that is not learned': (
-        (
-            IMAGE,
-            one(conversations=[*TURNS, {'from': 'human', 'value': 'C?'}, {'from': 'gpt', 'value': '', 'weight': 0}]),
-            {},
-        ),
+        IMAGE, one(conversations=[*TURNS, {'from': 'human', 'value': 'C?'}, {'from': 'gpt', 'value': '', 'weight': 0}]),
         WORKS,
     ),
-    'a blank question': ((IMAGE, said('', 'B.'), {}), WORKS),
-    'code of a template in an answer': ((IMAGE, said('A?', '{{ 7*7 }}{% for %}'), {}), WORKS),
-    'markers of ours in an answer': ((IMAGE, said('A?', '\ue0000\ue001'), {}), WORKS),
-    'an answer that is true': ((IMAGE, said('A?', True), {}), 'must be a string'),
-    'a hundred thousand tags that nothing closes': ((IMAGE, said('<img>' * 100_000, 'B.'), {}), '`</img>` must end'),
-    'a tag in a tag': ((IMAGE, said('<img>a<img>a.png</img>', 'B.'), {}), '`</img>` must end'),
-    'a word of 100,000 letters': ((IMAGE, said('A?', 'x' * 100_000), {}), WORKS),
-    'a letter of 100,000 accents': ((IMAGE, said('A?', 'e' + '\u0301' * 100_000), {}), WORKS),
-    'a thousand turns': ((IMAGE, said(*['A?', 'B.'] * 500), {}), WORKS),
-    'a thousand samples of one id': ((IMAGE, text(f'[{",".join([GOOD] * 1000)}]'), {}), WORKS),
-    'a name in capitals': ((IMAGE, of_file('image', 'A.PNG', partial(picture, format='PNG')), {}), WORKS),
-    'a name with a percent sign': ((IMAGE, of_file('image', 'a%20b.png', picture), {}), WORKS),
-    'a name with a hash sign': ((IMAGE, of_file('image', 'a#b.png', picture), {}), WORKS),
-    'a file as the folder of images': (
-        (IMAGE, of_file('image', 'a.png', picture), {'image_dir': '/etc/passwd'}),
-        SAMPLE,
-    ),
-    'no folder of images': ((IMAGE, of_file('image', 'a.png', picture), {'image_dir': '/nowhere'}), SAMPLE),
-    'a longest sample below 0': ((IMAGE, one(), {'max_length': -1}), '`max_length`'),
-    'a longest sample that is a word': ((IMAGE, one(), {'max_length': '2048'}), '`max_length`'),
-    'turns in a list in a list': ((IMAGE, one(conversations=[TURNS]), {}), SAMPLE),
+    'a blank question': (IMAGE, said('', 'B.'), WORKS),
+    'code of a template in an answer': (IMAGE, said('A?', '{{ 7*7 }}{% for %}'), WORKS),
+    'markers of ours in an answer': (IMAGE, said('A?', '\ue0000\ue001'), WORKS),
+    'an answer that is true': (IMAGE, said('A?', True), 'must be a string'),
+    'a hundred thousand tags that nothing closes': (IMAGE, said('<img>' * 100_000, 'B.'), '`</img>` must end'),
+    'a tag in a tag': (IMAGE, said('<img>a<img>a.png</img>', 'B.'), '`</img>` must end'),
+    'a word of 100,000 letters': (IMAGE, said('A?', 'x' * 100_000), WORKS),
+    'a letter of 100,000 accents': (IMAGE, said('A?', 'e' + '\u0301' * 100_000), WORKS),
+    'a thousand turns': (IMAGE, said(*['A?', 'B.'] * 500), WORKS),
+    'a thousand samples of one id': (IMAGE, of_text(f'[{",".join([GOOD] * 1000)}]'), WORKS),
+    'a name in capitals': (IMAGE, of_file('image', 'A.PNG', partial(picture, format='PNG')), WORKS),
+    'a name with a percent sign': (IMAGE, of_file('image', 'a%20b.png', picture), WORKS),
+    'a name with a hash sign': (IMAGE, of_file('image', 'a#b.png', picture), WORKS),
+    'a file as the folder of images': (IMAGE, of_file('image', 'a.png', picture), {'image_dir': '/etc/passwd'}, SAMPLE),
+    'no folder of images': (IMAGE, of_file('image', 'a.png', picture), {'image_dir': '/nowhere'}, SAMPLE),
+    'a longest sample below 0': (IMAGE, one(), {'max_length': -1}, '`max_length`'),
+    'a longest sample that is a word': (IMAGE, one(), {'max_length': '2048'}, '`max_length`'),
+    'turns in a list in a list': (IMAGE, one(conversations=[TURNS]), SAMPLE),
     # names of media
-    'a name with a NUL': ((IMAGE, named('a\0.png'), {}), SAMPLE),
-    'the folder itself as a picture': ((IMAGE, named('.'), {}), SAMPLE),
-    'the folder above as a picture': ((IMAGE, named('..'), {}), SAMPLE),
-    'a home folder in a name': ((IMAGE, named('~/a.png'), {}), SAMPLE),
-    'a variable in a name': ((IMAGE, named('$HOME/a.png'), {}), SAMPLE),
-    'a name with backslashes': ((IMAGE, named('.\\a.png'), {}), SAMPLE),
-    'a name that is true': ((IMAGE, named(True), {}), 'must be a file name'),
-    'names as an object': ((IMAGE, named({'a.png': 1}), {}), SAMPLE),
-    'a device as a picture': ((IMAGE, named('/dev/zero'), {'allow_outside': True}), 'no regular file'),
-    'the memory of the process as a picture': ((IMAGE, named('/proc/self/mem'), {'allow_outside': True}), SAMPLE),
-    'a URL that is none': ((IMAGE, named('file://['), {}), SAMPLE),
-    'base64 of an SVG': ((IMAGE, data_uri(b'<svg/>'), {}), 'no image of a known format'),
-    'base64 that is cut': ((IMAGE, data_uri(b'\x89PNG' * 9, cut=1), {}), 'must be base64'),
-    'base64 for URLs': ((IMAGE, data_uri(b'\xff\xfe\xfb' * 20, base64.urlsafe_b64encode), {}), 'must be base64'),
-    'a link to a pipe': ((IMAGE, of_file('image', 'a.png', link_to_a_pipe), {}), 'no regular file'),
-    'a link to a folder': ((IMAGE, of_file('image', 'a.png', lambda path: path.symlink_to(path.parent)), {}), SAMPLE),
+    'a name with a NUL': (IMAGE, named('a\0.png'), SAMPLE),
+    'the folder itself as a picture': (IMAGE, named('.'), SAMPLE),
+    'the folder above as a picture': (IMAGE, named('..'), SAMPLE),
+    'a home folder in a name': (IMAGE, named('~/a.png'), SAMPLE),
+    'a variable in a name': (IMAGE, named('$HOME/a.png'), SAMPLE),
+    'a name with backslashes': (IMAGE, named('.\\a.png'), SAMPLE),
+    'a name that is true': (IMAGE, named(True), 'must be a file name'),
+    'names as an object': (IMAGE, named({'a.png': 1}), SAMPLE),
+    'a device as a picture': (IMAGE, named('/dev/zero'), {'allow_outside': True}, 'no regular file'),
+    'the memory of the process as a picture': (IMAGE, named('/proc/self/mem'), {'allow_outside': True}, SAMPLE),
+    'a URL that is none': (IMAGE, named('file://['), SAMPLE),
+    'base64 of an SVG': (IMAGE, data_uri(b'<svg/>'), 'no image of a known format'),
+    'base64 that is cut': (IMAGE, data_uri(b'\x89PNG' * 9, cut=1), 'must be base64'),
+    'base64 for URLs': (IMAGE, data_uri(b'\xff\xfe\xfb' * 20, base64.urlsafe_b64encode), 'must be base64'),
+    'a link to a pipe': (IMAGE, of_file('image', 'a.png', link_to_a_pipe), 'no regular file'),
+    'a link to a folder': (IMAGE, of_file('image', 'a.png', lambda path: path.symlink_to(path.parent)), SAMPLE),
     'a link out of the folder': (
-        (IMAGE, of_file('image', 'a.png', lambda path: path.symlink_to('/etc/passwd')), {}),
-        'must lie under',
+        IMAGE, of_file('image', 'a.png', lambda path: path.symlink_to('/etc/passwd')), 'must lie under',
     ),
-    'a video of no frames': ((VIDEO, said('<video>A?', 'B.', videos=[[]]), {}), SAMPLE),
-    'a video of a list in a list': ((VIDEO, said('<video>A?', 'B.', videos=[[[]]]), {}), SAMPLE),
-}
-TEXT_TRIALS = [
-    Trial(name=name, run=read_records, given=given, expected=expected) for name, (given, expected) in TEXTS.items()
-]
+    'a video of no frames': (VIDEO, said('<video>A?', 'B.', videos=[[]]), SAMPLE),
+    'a video of a list in a list': (VIDEO, said('<video>A?', 'B.', videos=[[[]]]), SAMPLE),
+}  # fmt: skip

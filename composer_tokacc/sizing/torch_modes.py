@@ -1,10 +1,12 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Modes of torch under which a model runs without memory, its control flow as on real data, its types as on a GPU."""
+"""Modes of torch under which a model runs without memory: control flow of real data, types of a GPU, bytes by part."""
 
 from __future__ import annotations
 
+import weakref
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,15 +19,20 @@ from composer_tokacc.compat import (
     TorchDispatchMode,
     storage_key,
     tree_flatten,
+    tree_iter,
     tree_map_only,
     tree_unflatten,
 )
+from composer_tokacc.model_structure import vision_modules
 
 aten: Any = torch.ops.aten
+ask_device: Any = torch.ops.prim.device.default
 INDEXING = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
 LARGEST_REAL = 1 << 22
 """Numbers of a float tensor that stays real: a mask in floats is rows x width^2 of them, and SDPA makes one a layer.
 Gemma 4 looks at 705,600 an image, which say where its patches are pooled."""
+TRACKED_PARTS = ('text', 'logits', 'vision', 'weights')
+"""``weights`` are copies that autocast makes of parameters."""
 
 
 class SharedFakeMode(FakeTensorMode):
@@ -109,3 +116,69 @@ class CudaAutocast(TorchFunctionMode):
 
 def _upcast(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Counts the bytes of every tensor made while it is active, by part, until the tensor dies.
+
+    torch's own ``MemTracker`` tells activations from gradients, but not text from logits and vision encoder; the tests
+    hold the two against each other. Logits are told by their last dimension, `vocab_size`.
+    """
+
+    def __init__(self, model: nn.Module, vocab_size: int) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.current: dict[str, int] = dict.fromkeys(TRACKED_PARTS, 0)
+        self.peak = dict(self.current)
+        self._depth = 0  # of encoders that are running, one inside the other
+        # Finalizers by storage, for as long as it lives.
+        self._counted: dict[int, weakref.finalize] = {}
+        self._parameters = {storage_key(tensor) for tensor in [*model.parameters(), *model.buffers()]}
+        self._handles: list[Any] = []
+        for module in vision_modules(model):
+            self._handles.append(module.register_forward_pre_hook(partial(self._nest, 1)))
+            self._handles.append(module.register_forward_hook(partial(self._nest, -1)))
+
+    def close(self) -> None:
+        """Takes the hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
+
+    def restart_peak(self) -> None:
+        """Forgets the peak: it is what is held now."""
+        self.peak = dict(self.current)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is ask_device:  # more than half of all calls; each further mode would take its turn
+            return args[0].device
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(result):
+            is_dense = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided
+            if is_dense and storage_key(tensor) not in self._counted:
+                self.enter(tensor, self._part(tensor, func, args))
+        if sum(self.current.values()) > sum(self.peak.values()):
+            self.restart_peak()
+        return result
+
+    def enter(self, tensor: torch.Tensor, part: str) -> None:
+        """Counts a tensor under a part, unless its memory is counted already or a parameter's."""
+        storage, key = tensor.untyped_storage(), storage_key(tensor)
+        if key in self._counted or key in self._parameters:
+            return
+        self.current[part] += storage.nbytes()
+        self._counted[key] = weakref.finalize(storage, self._leave, key, part, storage.nbytes())
+
+    def _leave(self, key: int, part: str, num_bytes: int) -> None:
+        self._counted.pop(key, None)
+        self.current[part] -= num_bytes
+
+    def _part(self, tensor: torch.Tensor, func: Any, args: Any) -> str:
+        if func is aten._to_copy.default and storage_key(args[0]) in self._parameters:
+            return 'weights'
+        if self._depth:
+            return 'vision'
+        # Attention over as many positions has four dimensions.
+        return 'logits' if tensor.dim() in (2, 3) and tensor.shape[-1] == self.vocab_size else 'text'
+
+    def _nest(self, by: int, *_: Any) -> None:
+        self._depth += by
