@@ -100,7 +100,7 @@ def _place(tensor: torch.Tensor) -> int:
 def ranks(count: int) -> Iterator[None]:
     """Makes the split take itself for one rank of several, which all answer as this one."""
     room = 'composer_tokacc.data_spec'
-    world = mock.patch(f'{room}.split.dist.get_world_size', return_value=count)
+    world = mock.patch(f'{room}.split.get_world_size', return_value=count)
     with world, mock.patch(f'{room}.in_step.max_over_ranks', list):
         yield
 

@@ -23,7 +23,7 @@ from benchmarks.machine import machine
 from benchmarks.record import ROOT, parser_of, show, write
 from benchmarks.timed_steps import split_of
 from composer_tokacc import size as size_program
-from composer_tokacc.layout import BatchLayout
+from composer_tokacc.data_spec.split import split_of as split_of_loader
 from composer_tokacc.planning import CostModel, CutOptions
 from composer_tokacc.programs import TrainConfig, load_config
 from composer_tokacc.programs.build import RunParts, build_parts
@@ -39,8 +39,8 @@ LIMIT = 0.15
 def build_stock_parts(config: TrainConfig) -> RunParts:
     """The run's parts, its rows sliced in order and nothing trimmed, as Composer does with text batches."""
     parts = build_parts(config)
-    layout: BatchLayout = parts.train_loader.split_batch.layout  # pyright: ignore
-    parts.train_loader.split_batch = split_of('stock', layout)
+    ours: Any = split_of_loader(parts.train_loader.dataloader)
+    parts.train_loader.split_batch = split_of('stock', ours.layout)
     return parts
 
 

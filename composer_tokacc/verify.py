@@ -36,10 +36,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from composer_tokacc.algorithm import TokenAccumulation
 from composer_tokacc.batch import IGNORE_INDEX
-from composer_tokacc.checks.first_batch import find_loss_rule
+from composer_tokacc.checks.first_batch import find_loss_rule, rule_batch
 from composer_tokacc.checks.logits import at_predictions, router_loss_of, targets_of
 from composer_tokacc.checks.probe import Probe
-from composer_tokacc.checks.rows import rule_batch
 from composer_tokacc.compat import Dropout
 from composer_tokacc.data_spec import token_data_spec
 from composer_tokacc.invariance import Gradients, InvarianceCase, InvarianceReport, relative_error

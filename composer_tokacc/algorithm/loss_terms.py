@@ -41,8 +41,7 @@ class LossTerms:
             if self.units:
                 raise RuntimeError(
                     f'`loss_units` must go with a dict loss, got: a loss of type {type(loss).__name__}. Return a dict '
-                    f'with the terms {sorted(self.units)} from the model, or drop `loss_units` '
-                    '(docs/errors.md#model-loss).'
+                    f'with the terms {sorted(self.units)}, or drop `loss_units` (docs/errors.md#model-loss).'
                 )
             return {place: ('tokens', term) for place, term in enumerate(tensors_in(loss))}
         units = loss.units if isinstance(loss, SplitLoss) else self.units or dict.fromkeys(loss, 'tokens')
@@ -67,14 +66,12 @@ class LossTerms:
     def changed(self, loss: Any, change: Callable[[Any, str, torch.Tensor], torch.Tensor]) -> Any:
         """Returns the loss with other terms, of name, unit and value, and their total where it has one."""
         terms = {name: change(name, unit, term) for name, (unit, term) in self.named(loss).items()}
-        if isinstance(loss, torch.Tensor):
-            return terms[0]
         if not isinstance(loss, Mapping):
-            return tuple(terms.values())
+            return terms[0] if isinstance(loss, torch.Tensor) else tuple(terms.values())
         if 'total' in loss:
             floats = [term.float() for term in terms.values()]
             terms['total'] = _sum(floats) if floats and self.units else change('total', 'tokens', loss['total'])
-        return type(loss)(terms) if isinstance(loss, SplitLoss) else terms
+        return SplitLoss(terms) if isinstance(loss, SplitLoss) else terms
 
     def scaled(self, loss: Any, scales: Mapping[str, float], observe: Callable[[torch.Tensor], None]) -> Any:
         """Returns products with the factor of each unit, fresh ones: Composer multiplies what it is given in place.
@@ -120,46 +117,29 @@ class LossTerms:
         if not math.isclose(added, coefficient or 0.0, rel_tol=1e-5):
             raise RuntimeError(
                 f'The model must add its load-balancing loss times {coefficient or 0:g}, as its config says, got: '
-                f'times {added:g}. Set `router_aux_loss_coef` of model and config to the same, or '
-                "`output_router_logits=False`, or declare `loss_units={'lm': 'tokens', 'router': 'microbatches'}` "
-                '(docs/errors.md#model-loss).'
+                f'times {added:g}. Set `router_aux_loss_coef` of model and config to the same, set '
+                '`output_router_logits=False`, or name the term in `loss_units` (docs/errors.md#model-loss).'
             )
 
     def probed(self, loss: Any, outputs: Any) -> dict[str, torch.Tensor]:
         """Returns the sum of the terms of each unit that no cut may change: tokens, and samples if there are any."""
         loss = self.split(loss, outputs)
         terms = [term for _, term in self.named(loss).values()]
-        total = loss.get('total') if isinstance(loss, Mapping) and self.units else None
         if isinstance(loss, Mapping) and not (self.units or isinstance(loss, SplitLoss)) and len(terms) > 1:
             raise RuntimeError(
                 f'One term of the loss must be the mean over tokens, got: {sorted(loss)}. Name the unit of each in '
                 '`loss_units`, or set `check_loss=False` with an explicit `loss_tokens` (docs/errors.md#model-loss).'
             )
-        if terms and total is not None:
-            summed = _sum([term.float() for term in terms])
-            if not torch.isclose(total.float(), summed, rtol=1e-4):
+        if terms and self.units and 'total' in loss:
+            total, summed = loss['total'].float(), _sum([term.float() for term in terms])
+            if not torch.isclose(total, summed, rtol=1e-4):
                 raise RuntimeError(
                     f"`loss['total']` must be the sum of the other terms, got: {total.item():.6f} where they sum to "
-                    f'{summed.item():.6f}. Return each term with its weight, and all that the total holds '
-                    '(docs/errors.md#model-loss).'
+                    f'{summed.item():.6f}. Return each term with its weight (docs/errors.md#model-loss).'
                 )
         found = {unit: self.of_unit(loss, unit) for unit in ('tokens', 'samples')}
         # Terms of rows that see each other are refused, or the check is off.
         return {unit: _sum(of_unit) for unit, of_unit in found.items() if of_unit} or {'tokens': _sum(terms)}
-
-
-def check_units(loss_units: Any) -> None:
-    """Raises ValueError unless it is None, or a unit for each term of a loss."""
-    if loss_units is not None and not isinstance(loss_units, Mapping):
-        raise ValueError(
-            f"`loss_units` must be a mapping from the terms of the loss to units, such as {{'lm': 'tokens'}}, got: "
-            f'{loss_units!r}.'
-        )
-    for name, unit in (loss_units or {}).items():
-        if unit not in LOSS_UNITS:
-            raise ValueError(f'`loss_units[{name!r}]` must be one of {LOSS_UNITS}, got: {unit!r}.')
-        if name == 'total':
-            raise ValueError("`loss_units` must name terms, got: 'total', which Composer reserves for their sum.")
 
 
 def router_coefficient(model: Any) -> float | None:
@@ -175,28 +155,16 @@ def router_coefficient(model: Any) -> float | None:
 def attached_zero(outputs: Any, loss: Any) -> torch.Tensor:
     """Returns a zero in the graph of the outputs, whose backward reaches every parameter with zeros.
 
-    It hangs on the outputs rather than on the loss, because a masked sum over no tokens has NaN gradients.
+    It hangs on the outputs rather than on the loss, because a masked sum over no tokens has NaN gradients; and on none
+    of their entries, as 0 * NaN would be NaN.
     """
     losses = [term for term in tensors_in(loss) if term.requires_grad]
     # A scalar in the outputs is the loss again (HuggingFaceModel returns outputs.loss).
     inputs = [
         one for one in tensors_in(outputs) if one.requires_grad and one.dim() and all(one is not t for t in losses)
     ]
-    found: Any = _AttachedZero.apply(*(inputs or losses)) if inputs or losses else None
-    return next(tensors_in(loss)).new_zeros((), dtype=torch.float32) if found is None else found
-
-
-class _AttachedZero(torch.autograd.Function):
-    """Zero forward and zeros backward, whatever the inputs hold: 0 * NaN would be NaN."""
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(*tensors)
-        return tensors[0].new_zeros((), dtype=torch.float32)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(torch.zeros_like(tensor) for tensor in ctx.saved_tensors)
+    zero = next(tensors_in(loss)).new_zeros((), dtype=torch.float32)
+    return sum((torch.atleast_1d(one)[:0].sum().to(zero) for one in inputs or losses), zero)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

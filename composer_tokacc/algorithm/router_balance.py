@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from composer_tokacc.algorithm.loss_terms import LossTerms, SplitLoss
 from composer_tokacc.batch import Batch, attended_positions, sample_name, text_of, with_own_tensors
-from composer_tokacc.checks.logits import router_loss_of
+from composer_tokacc.checks.comparison import documents_of
+from composer_tokacc.checks.logits import entry_of, router_loss_of
 from composer_tokacc.checks.probe import undisturbed
-from composer_tokacc.checks.rows import documents_of
 from composer_tokacc.collectives import RankSum, get_world_size
 from composer_tokacc.data_spec.split import MicrobatchSplit
 from composer_tokacc.metadata import metadata_of, without_metadata
@@ -31,17 +31,6 @@ CHOICE_TOLERANCE, FEW_CHOICES = 1e-3, 2
 """Part of the choices of experts, and their number in any case, that may be others in training than they were without
 a graph: kernels that add up in no fixed order turn a few where two experts are equally good."""
 OTHERWISE = "Otherwise leave `router_balance='microbatch'` (docs/weights.md#mixtures-of-experts)."
-
-
-def check_router_balance(router_balance: Any, loss_units: Mapping[str, str] | None) -> None:
-    """Raises ValueError if there is no such balance, or the loss has terms of its own."""
-    if router_balance not in ROUTER_BALANCES:
-        raise ValueError(f'`router_balance` must be one of {ROUTER_BALANCES}, got: {router_balance!r}.')
-    if router_balance == 'step' and loss_units:
-        raise ValueError(
-            "`router_balance='step'` must go with the one number that a Hugging Face mixture of experts returns, got: "
-            f'the terms {sorted(loss_units)} of `loss_units`. {OTHERWISE}'
-        )
 
 
 class StepBalance:
@@ -65,20 +54,18 @@ class StepBalance:
         precision: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         if split is None:
-            raise RuntimeError(
-                "`router_balance='step'` must know the microbatches of a step before the first is trained, got: a "
-                f'loader with another `split_batch`. Use token_data_spec(). {OTHERWISE}'
+            raise _refusal(
+                'must know the microbatches of a step before the first is trained, got: a loader with another '
+                '`split_batch`. Use token_data_spec().'
             )
         if terms.router_coefficient is None:
-            raise RuntimeError(
-                "`router_balance='step'` must know what the load-balancing loss is multiplied by, got: a config "
-                f'without `router_aux_loss_coef`. Name it there, if the model has a router. {OTHERWISE}'
+            raise _refusal(
+                'must know what the load-balancing loss is multiplied by, got: a config without '
+                '`router_aux_loss_coef`. Name it there, if the model has a router.'
             )
         if state.auto_microbatching and get_world_size() > 1:
-            raise RuntimeError(
-                "`router_balance='step'` on several ranks needs a number for `device_train_microbatch_size`, got: "
-                f"'auto'. The ranks would wait for one that runs out of memory while it counts. {OTHERWISE}"
-            )
+            # The ranks would wait for one that runs out of memory while it counts.
+            raise _refusal("on several ranks needs a number for `device_train_microbatch_size`, got: 'auto'.")
         self._model: Any = state.model.module if isinstance(state.model, DistributedDataParallel) else state.model
         self._split, self._device, self._coefficient = split, state.device, terms.router_coefficient
         self._to_device, self._precision = to_device, precision
@@ -116,18 +103,17 @@ class StepBalance:
         found, attended = router_loss_of(outputs), _attended(batch)
         logits = _router_logits(outputs)
         if not logits or found is None or any(len(layer) != attended.numel() for layer in logits):
-            raise RuntimeError(
-                "`router_balance='step'` needs `router_logits` of each position and their `aux_loss` in the outputs of "
-                f'the model, got: {"an" if found is not None else "no"} `aux_loss`, and logits of '
-                f'{[len(layer) for layer in logits][:4]} for {attended.numel()} positions. Set '
-                f'`output_router_logits=True` in the config of a mixture of experts. {OTHERWISE}'
+            raise _refusal(
+                'needs `router_logits` of each position and their `aux_loss` in the outputs of the model, got: '
+                f'{"an" if found is not None else "no"} `aux_loss`, and logits of {[len(one) for one in logits][:4]} '
+                f'for {attended.numel()} positions. Set `output_router_logits=True` in the config of a mixture of '
+                'experts.'
             )
-        is_first = self._top_k is None
         values = _balances(*_routed(logits, attended, self._top_k or logits[0].shape[-1]), len(logits) * attended.sum())
-        if self._top_k is None:
-            self._top_k = int((values - found).abs().argmin()) + 1
         tolerance = max(VALUE_TOLERANCE, 4 * torch.finfo(logits[0].dtype).eps)
-        self._deviations['values'].append((values[self._top_k - 1 if is_first else -1] / found - 1).abs() / tolerance)
+        if is_first := self._top_k is None:
+            self._top_k = int((values - found).abs().argmin()) + 1
+        self._deviations['values'].append((values[self._top_k - 1] / found - 1).abs() / tolerance)
         if is_first:
             self.check()
         return logits
@@ -148,22 +134,24 @@ class StepBalance:
 
     def check(self) -> None:
         """Raises RuntimeError unless the model's own loss and its routing in training were as they were taken for."""
-        groups = [
-            torch.stack([*of_kind, torch.zeros_like(of_kind[0])]) for of_kind in self._deviations.values() if of_kind
-        ]
+        groups = [torch.stack(of_kind) for of_kind in self._deviations.values() if of_kind]
         worst = torch.stack([group.nan_to_num(nan=0.0).amax() for group in groups]).tolist()
         if worst[0] > 1:
-            raise RuntimeError(
-                "`router_balance='step'` needs the load-balancing loss of Hugging Face's mixtures of experts, got: an "
-                '`aux_loss` that is not the number of experts times the sum over them of the part of the positions '
-                f'that choose one and its mean probability, by `router_logits`. {OTHERWISE}'
+            raise _refusal(
+                "needs the load-balancing loss of Hugging Face's mixtures of experts, got: an `aux_loss` that is not "
+                'the number of experts times the sum over them of the part of the positions that choose one and its '
+                'mean probability, by `router_logits`.'
             )
         if len(worst) > 1 and worst[1] > 1:
-            raise RuntimeError(
-                "`router_balance='step'` needs positions to choose the same experts with and without a graph, got: "
-                f'{worst[1]:.1f} times as many others as round-off explains. Random numbers are drawn between forward '
-                f'and forward, or an algorithm changes microbatches: leave that out. {OTHERWISE}'
+            raise _refusal(
+                f'needs positions to choose the same experts with and without a graph, got: {worst[1]:.1f} times as '
+                'many others as round-off explains. Random numbers are drawn between forward and forward, or an '
+                'algorithm changes microbatches: leave that out.'
             )
+
+
+def _refusal(what: str) -> RuntimeError:
+    return RuntimeError(f"`router_balance='step'` {what} {OTHERWISE}")
 
 
 def counted_positions(microbatch: Batch) -> torch.Tensor:
@@ -176,9 +164,9 @@ def counted_positions(microbatch: Batch) -> torch.Tensor:
     counted = torch.arange(attended.shape[1], device=real.device) < real
     places = documents_of(microbatch)[0] if 'position_ids' in microbatch and len(counted) == 1 else None
     if places is not None and 0 < (end := int(real)) < len(places) and places[end] == places[end - 1]:
-        raise RuntimeError(
-            "`router_balance='step'` needs packed rows of attended positions alone, got: a label on padding, which "
-            f'becomes a position, in {sample_name(microbatch, 0)}. Mask it, or set `packing=False`. {OTHERWISE}'
+        raise _refusal(
+            'needs packed rows of attended positions alone, got: a label on padding, which becomes a position, in '
+            f'{sample_name(microbatch, 0)}. Mask it, or set `packing=False`.'
         )
     return counted
 
@@ -191,8 +179,7 @@ def _attended(batch: Batch) -> torch.Tensor:
 
 def _router_logits(outputs: Any) -> Sequence[torch.Tensor]:
     """Returns those of each layer with experts, ``(positions, experts)`` each; of a model without any, none."""
-    found = outputs.get('router_logits') if isinstance(outputs, Mapping) else getattr(outputs, 'router_logits', None)
-    return [layer.flatten(0, -2) for layer in found or () if isinstance(layer, torch.Tensor)]
+    return [one.flatten(0, -2) for one in entry_of(outputs, 'router_logits') or () if isinstance(one, torch.Tensor)]
 
 
 def _routed(logits: Sequence[torch.Tensor], counted: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,53 +7,80 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from composer.core import State
 from composer.core.precision import get_precision_context
 from composer.models import HuggingFaceModel
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from composer_tokacc.algorithm.loss_terms import LossTerms, router_coefficient
-from composer_tokacc.algorithm.router_balance import StepBalance
+from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, LossTerms, router_coefficient
+from composer_tokacc.algorithm.router_balance import OTHERWISE, ROUTER_BALANCES, StepBalance
 from composer_tokacc.batch import Batch, check_batch
 from composer_tokacc.checks.first_batch import FirstBatchCheck, check_gradient_hooks
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.compat import BatchNorm
+from composer_tokacc.counting import check_rule
 from composer_tokacc.data_spec.reduction import ReductionWatch
-from composer_tokacc.data_spec.split import MicrobatchSplit, layout_of, split_of
-from composer_tokacc.layout import describe_all, kinds_of, microbatches_of
-from composer_tokacc.weights import LOSS_WEIGHTS
+from composer_tokacc.data_spec.split import layout_of, split_of
+from composer_tokacc.layout import microbatches_of
+from composer_tokacc.weights import LOSS_WEIGHTS, check_token_weights
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(kw_only=True)
 class Fit:
-    """What is known of model and loader from the first batch of a fit on."""
+    """What is known of model and loader from the first batch of a fit on; to make one is a collective.
 
-    check: FirstBatchCheck
-    split: MicrobatchSplit | None
-    terms: LossTerms
-    reductions: ReductionWatch
-    norms: Mapping[str, nn.Module]
-    """Layers that normalise by the statistics of their microbatch while they are in training mode."""
-    balance: StepBalance | None = None
-    """Of the router over the step, where that was asked for."""
-    has_bypass: bool | None = None
-    """Whether the loss has a term that is not made of the logits; None: no step has told yet."""
+    Args:
+        state: The trainer's, with that batch.
+        given: The algorithm, for its arguments.
+    """
 
-    def kinds_of(self, batch: Batch) -> Sequence[int]:
-        """Returns the kinds of rows that a batch has."""
-        return kinds_of(describe_all(self.check.layout, batch))
+    def __init__(self, state: State, given: Any) -> None:
+        _warn(state, given.token_weights)
+        model: Any = state.model.module if isinstance(state.model, DistributedDataParallel) else state.model
+        check_gradient_hooks(model)
+        self.terms = LossTerms(given.loss_units, None if given.loss_units else router_coefficient(model))
+        self.reductions = ReductionWatch(state, is_coupled=bool(self.terms.coupled))
+        self.split = split = split_of(state.dataloader)
+        layout, microbatch_size = layout_of(state, split), state.device_train_microbatch_size or 1
+        if split is not None:
+            if self.terms.coupled and (split.options.regroup or split.options.packing):
+                raise RuntimeError(
+                    f'Rows must be independent to be regrouped, got: the terms {self.terms.coupled} of `loss_units`, '
+                    'whose value depends on which rows share a microbatch. Set `token_data_spec(..., regroup=False)` '
+                    '(docs/errors.md#row-coupling).'
+                )
+            # What another model has left there says nothing of this one.
+            split.start(model, layout, state.batch, microbatch_size)
 
-    def prove(self, batch: Batch, of_ranks: Sequence[Sequence[int]], *, reduces_once: bool) -> None:
+        def to_device(batch: Batch) -> Any:
+            moved = state.device.batch_to_device(batch)
+            return moved if split is None else split.as_the_model_takes_it(moved)
+
+        precision = partial(get_precision_context, state.precision, state.precision_config)
+        self.balance = None
+        if given.router_balance == 'step':
+            self.balance = StepBalance(state, split, self.terms, to_device, precision)
+        self.check = FirstBatchCheck(
+            Probe(model, model.loss, model, precision, self.terms.probed), layout, to_device,
+            loss_tokens=given.loss_tokens, check_loss=given.check_loss or given.is_weighted,
+            microbatch_size=microbatch_size,
+        )  # fmt: skip
+        # Whoever switches the check off accepts that the run depends on how batches are cut.
+        modules = model.named_modules() if given.check_loss else ()
+        self._norms = {name: module for name, module in modules if isinstance(module, BatchNorm)}
+        self.has_bypass: bool | None = None
+        """Whether the loss has a term that is not made of the logits; None: no step has told yet."""
+        self.check_norms()
+
+    def prove(self, batch: Batch, *, reduces_once: bool) -> None:
         """Has the check look at rows of every kind that is new on any rank, and the split cut by what it finds."""
         try:
-            rules = self.check.prove(batch, self.split, self.kinds_of(batch), of_ranks)
+            rules = self.check.prove(batch, self.split)
         except BaseException:
             self.end()
             raise
@@ -67,7 +94,7 @@ class Fit:
 
     def check_norms(self) -> None:
         """Raises RuntimeError if one is in training mode: evaluation puts the whole model back into it."""
-        training = [name for name, module in self.norms.items() if module.training]
+        training = [name for name, module in self._norms.items() if module.training]
         if training:
             raise RuntimeError(
                 f'Rows must be independent of the rows beside them, got: {len(training)} BatchNorm in training mode, '
@@ -76,51 +103,39 @@ class Fit:
             )
 
 
-def begin_fit(
-    state: State,
-    *,
-    loss_units: Mapping[str, str] | None,
-    loss_tokens: str,
-    token_weights: str,
-    router_balance: str,
-    check_loss: bool,
-) -> Fit:
-    """Returns what a fit begins with, of its first batch, with the arguments of the algorithm; a collective."""
-    _warn(state, token_weights)
-    split, model = split_of(state.dataloader), state.model
-    model: Any = model.module if isinstance(model, DistributedDataParallel) else model
-    check_gradient_hooks(model)
-    terms = LossTerms(loss_units, None if loss_units else router_coefficient(model))
-    _check_coupling(terms, split)
-    layout, microbatch_size = layout_of(state, split), state.device_train_microbatch_size or 1
-    if split is not None:  # what another model has left there says nothing of this one
-        split.start(model, layout, state.batch, microbatch_size)
-
-    def to_device(batch: Batch) -> Any:
-        moved = state.device.batch_to_device(batch)
-        return moved if split is None else split.as_the_model_takes_it(moved)
-
-    def precision() -> AbstractContextManager[Any]:
-        return get_precision_context(state.precision, state.precision_config)
-
-    fit = Fit(
-        check=FirstBatchCheck(
-            Probe(model, model.loss, model, precision, terms.probed),
-            layout,
-            to_device,
-            loss_tokens=loss_tokens,
-            check_loss=check_loss or token_weights != 'token',
-            microbatch_size=microbatch_size,
-        ),
-        split=split,
-        terms=terms,
-        reductions=ReductionWatch(state, is_coupled=bool(terms.coupled)),
-        # Whoever switches the check off accepts that the run depends on how batches are cut.
-        norms={name: one for name, one in model.named_modules() if isinstance(one, BatchNorm)} if check_loss else {},
-        balance=StepBalance(state, split, terms, to_device, precision) if router_balance == 'step' else None,
-    )
-    fit.check_norms()
-    return fit
+def check_arguments(given: Any) -> None:
+    """Raises ValueError unless the arguments of :class:`.TokenAccumulation`, its attributes, are valid."""
+    units = {} if given.loss_units is None else given.loss_units
+    if not isinstance(units, Mapping):
+        raise ValueError(
+            f"`loss_units` must be a mapping from the terms of the loss to units, such as {{'lm': 'tokens'}}, got: "
+            f'{units!r}.'
+        )
+    if 'total' in units:
+        raise ValueError("`loss_units` must name terms, got: 'total', which Composer reserves for their sum.")
+    for name, unit in units.items():
+        if unit not in LOSS_UNITS:
+            raise ValueError(f'`loss_units[{name!r}]` must be one of {LOSS_UNITS}, got: {unit!r}.')
+    if given.router_balance not in ROUTER_BALANCES:
+        raise ValueError(f'`router_balance` must be one of {ROUTER_BALANCES}, got: {given.router_balance!r}.')
+    if given.router_balance == 'step' and units:
+        raise ValueError(
+            "`router_balance='step'` must go with the one number that a Hugging Face mixture of experts returns, got: "
+            f'the terms {sorted(units)} of `loss_units`. {OTHERWISE}'
+        )
+    check_token_weights(given.token_weights)
+    if given.token_weights != 'token' and units and 'tokens' not in units.values():
+        raise ValueError(
+            "`token_weights` must be 'token' where no term of `loss_units` is a mean over tokens, got: "
+            f'{given.token_weights!r}.'
+        )
+    if check_rule(given.loss_tokens, allow_auto=True) == 'auto' and not given.check_loss:
+        raise ValueError(
+            "`loss_tokens` must be an explicit rule with `check_loss=False`, got: 'auto'. The rule is found by the "
+            "check; give 'causal' (most decoders), 'causal_attended' or 'unshifted' (docs/errors.md#loss-rule)."
+        )
+    if not isinstance(given.check_loss, bool):
+        raise ValueError(f'`check_loss` must be True or False, got: {given.check_loss!r}.')
 
 
 def _warn(state: State, token_weights: str) -> None:
@@ -129,15 +144,6 @@ def _warn(state: State, token_weights: str) -> None:
         log.warning('The data have `%s`, of which no use is made without `token_weights=column`.', LOSS_WEIGHTS)
     if any(getattr(module, 'neftune_noise_alpha', None) for module in state.model.modules()):
         log.warning('NEFTune scales its noise by the width of its batch, which is trimmed (docs/limits.md).')
-
-
-def _check_coupling(terms: LossTerms, split: Any) -> None:
-    if terms.coupled and split is not None and (split.options.regroup or split.options.packing):
-        raise RuntimeError(
-            f'Rows must be independent to be regrouped, got: the terms {terms.coupled} of `loss_units`, whose value '
-            'depends on which rows share a microbatch. Set `token_data_spec(..., regroup=False)` '
-            '(docs/errors.md#row-coupling).'
-        )
 
 
 def check_microbatches(model: Any, microbatches: Sequence[Batch], vocabulary: int | None) -> None:

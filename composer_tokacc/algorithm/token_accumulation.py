@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,34 +14,38 @@ from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 
 from composer_tokacc.algorithm.functional import sample_weight, token_weight
-from composer_tokacc.algorithm.loss_terms import SplitLoss, check_units
-from composer_tokacc.algorithm.microbatch import (
-    HiddenEntries,
-    check_added_rows,
-    record_of,
-    replace_empty,
-    scales_of,
-    watch_tokens,
-)
-from composer_tokacc.algorithm.router_balance import check_router_balance
-from composer_tokacc.algorithm.setup import Fit, begin_fit, check_microbatches
+from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, LossTerms, SplitLoss, attached_zero
+from composer_tokacc.algorithm.setup import Fit, check_arguments, check_microbatches
 from composer_tokacc.batch import Batch, sample_name
-from composer_tokacc.checks.step import StepCheck, TokenChoice
-from composer_tokacc.collectives import RankSum, all_gather_object, get_world_size
-from composer_tokacc.counting import check_rule
+from composer_tokacc.checks.logits import (
+    at_predictions,
+    has_bypass,
+    logits_of,
+    router_loss_of,
+    targets_of,
+    token_losses,
+    weigh_tokens,
+)
+from composer_tokacc.checks.step import MicrobatchRecord, StepCheck, TokenChoice
+from composer_tokacc.collectives import RankSum, get_world_size
+from composer_tokacc.counting import with_one_label
 from composer_tokacc.data_spec.reduction import check_reduced, check_sharding
 from composer_tokacc.layout import microbatches_of
 from composer_tokacc.metadata import (
+    METADATA_PREFIX,
     annotate,
+    is_annotated,
     loss_weight,
     num_loss_tokens,
     num_microbatches,
     num_rows,
     num_samples,
+    samples_of,
     with_metadata,
+    without_metadata,
 )
 from composer_tokacc.sampling.rank_assignment import num_repeated
-from composer_tokacc.weights import LOSS_WEIGHTS, check_token_weights
+from composer_tokacc.weights import LOSS_WEIGHTS
 
 log = logging.getLogger(__name__)
 
@@ -102,20 +106,19 @@ class TokenAccumulation(Algorithm):
         router_balance: str = 'microbatch',
         check_loss: bool = True,
     ) -> None:
-        check_units(loss_units)
-        check_router_balance(router_balance, loss_units)
-        _check_arguments(loss_tokens, loss_units, token_weights, check_loss)
         self.loss_tokens, self.token_weights, self.check_loss = loss_tokens, token_weights, check_loss
-        self.loss_units, self.router_balance = dict(loss_units) if loss_units else None, router_balance
+        self.loss_units, self.router_balance = loss_units, router_balance
+        check_arguments(self)
         self.num_empty_steps, self._reduces_once = 0, False
-        self._fit: Fit | None = None
         self._measuring = TokenChoice()
+        self._fit: Any = None
+        """Fit, from the first batch on."""
         self._step = StepCheck(num_tokens=0, num_samples=0, loss_weight=0)
         self._totals: Any = None
         """RankSum of the step: loss-generating tokens, samples, weight, and how many ranks have rows of each kind."""
         self._device_batch: Batch = {}
-        self._hidden: HiddenEntries | None = None
-        self._token_sums: list[torch.Tensor] = []
+        self._hidden: Any = None
+        """HiddenEntries of a microbatch."""
         self._raw_loss: Any = None
         self._actions = {
             Event.FIT_START: self._start_fit,
@@ -132,7 +135,7 @@ class TokenAccumulation(Algorithm):
 
     def __repr__(self) -> str:
         """As it would be written."""
-        names = ('loss_tokens', 'loss_units', 'token_weights', 'router_balance', 'check_loss')
+        names = inspect.signature(TokenAccumulation).parameters
         return f'TokenAccumulation({", ".join(f"{name}={getattr(self, name)!r}" for name in names)})'
 
     def __str__(self) -> str:
@@ -190,39 +193,28 @@ class TokenAccumulation(Algorithm):
         """BATCH_START: ``state.batch`` is the whole device batch, still on the CPU, so counting syncs nothing."""
         microbatches = microbatches_of(state.batch)
         check_microbatches(state.model, microbatches, None if self._fit is None else self._fit.check.vocabulary)
+        if self._fit is None:
+            self._fit = Fit(state, self)
+            self._reduces_once = self._reduces_once and self._fit.reductions.may_meet_once
+            self._fit.prove(state.batch, reduces_once=self._reduces_once)
+        kinds = self._fit.check.kinds_of(state.batch)
+        self._measuring.begin_step(microbatches)
         if num_copies := num_repeated(state.dataloader, int(state.timestamp.batch_in_epoch)):
             samples = [1] * (num_rows(state.batch) - num_copies) + [0] * num_copies
             state.batch = with_metadata(state.batch, samples=samples)
-        self._measuring.begin_step(microbatches)
-        fit, kinds = self._fit_of(state)
-        assert fit.check.rule is not None
         # The batch brings its counts, so that split_batch hands each microbatch its own.
-        state.batch = self._device_batch = annotate(state.batch, fit.check.rule, self.token_weights)
+        state.batch = self._device_batch = annotate(state.batch, self.rule or '', self.token_weights)
         local = (num_loss_tokens(state.batch), num_samples(state.batch), loss_weight(state.batch))
-        self._step = StepCheck(*local, is_weighted=self.is_weighted, has_bypass=fit.has_bypass)
+        self._step = StepCheck(*local, is_weighted=self.is_weighted, has_bypass=self._fit.has_bypass)
         dtype = torch.float64 if self.is_weighted else torch.int64
         self._totals = RankSum(state.device.tensor_to_device(torch.tensor([*local, *kinds], dtype=dtype)))
 
-    def _fit_of(self, state: State) -> tuple[Fit, Sequence[int]]:
-        """Returns what is known of the fit, and the kinds of rows of a batch; the first batch is looked at."""
-        if self._fit is not None:
-            return self._fit, self._fit.kinds_of(state.batch)
-        fit = self._fit = begin_fit(
-            state, loss_units=self.loss_units, loss_tokens=self.loss_tokens, token_weights=self.token_weights,
-            router_balance=self.router_balance, check_loss=self.check_loss,
-        )  # fmt: skip
-        self._reduces_once = self._reduces_once and fit.reductions.may_meet_once
-        kinds = fit.kinds_of(state.batch)
-        fit.prove(state.batch, all_gather_object(kinds), reduces_once=self._reduces_once)
-        return fit, kinds
-
     def _start_attempt(self, state: State, logger: Logger) -> None:
         """BEFORE_TRAIN_BATCH: fires once per attempt (an OOM retry or a closure called again starts afresh)."""
-        fit = self._fit
-        assert fit is not None, 'BATCH_START comes before BEFORE_TRAIN_BATCH'
+        fit: Fit = self._fit
         fit.check_norms()
         fit.reductions.start_attempt()
-        self._step.records, self._token_sums = [], []
+        self._step.records = []
         if state.scaler is not None and state.scaler.is_enabled():
             self._step.gradient_scale = state.scaler.get_scale()
         if fit.split is not None:
@@ -232,16 +224,14 @@ class TokenAccumulation(Algorithm):
 
     def _hide_metadata(self, state: State, logger: Logger) -> None:
         """BEFORE_FORWARD: totals are read, as Composer has just waited for its own; the model sees its own batch."""
-        fit = self._fit
-        assert fit is not None
+        fit: Fit = self._fit
         unequal = fit.split is not None and fit.split.options.equal_counts is False
         fit.reductions.see(num_microbatches(state.batch), has_unequal_counts=unequal, reduced_once=self._reduces_once)
         tokens, _, weight = self._totals.read()[:3]
         if weight == 0 and tokens:
             raise RuntimeError(
-                f'The weights of a step must not all be 0, got: 0 for each of its {tokens:.0f} loss-generating '
-                f'tokens, {sample_name(self._device_batch, 0)} among them. Fix `{LOSS_WEIGHTS}`, or leave samples of '
-                'no weight out of the data (docs/errors.md#counts).'
+                f'The weights of a step must not all be 0, got: 0 for each of its {tokens:.0f} loss-generating tokens, '
+                f'{sample_name(self._device_batch, 0)} among them. Fix `{LOSS_WEIGHTS}` (docs/errors.md#counts).'
             )
         self._hidden = HiddenEntries(
             state.batch, is_weighted=self.is_weighted, is_of_tokens=set(fit.terms.units.values()) <= {'tokens'}
@@ -250,9 +240,8 @@ class TokenAccumulation(Algorithm):
 
     def _replace_loss(self, state: State, logger: Logger) -> None:
         """AFTER_LOSS: the loss of a microbatch without tokens is zero; callbacks see the batch's metadata again."""
-        fit, step = self._fit, self._measuring.step
-        assert fit is not None
-        assert self._hidden is not None
+        fit: Fit = self._fit
+        step = self._measuring.step
         state.batch = self._hidden.put_back(state.batch)
         # Again now and then: schedules may change it.
         if step & (step - 1) == 0 and (self.check_loss or fit.terms.router_coefficient is not None):
@@ -260,40 +249,47 @@ class TokenAccumulation(Algorithm):
         state.loss = fit.terms.split(state.loss, state.outputs)
         if isinstance(state.loss, SplitLoss) and fit.balance is None and not (step or self._step.records):
             log.warning(
-                'The mean over tokens is exact. The load-balancing loss of the router is a statistic of each '
-                "microbatch; the step's is the mean of its microbatches', and depends on how the batch is cut. With "
-                '`router_balance=step` it does not.'
+                'The mean over tokens is exact. The load-balancing loss of the router is a statistic of microbatches, '
+                'and depends on how the batch is cut; with `router_balance=step` it does not.'
             )
-        state.loss = replace_empty(state, fit.terms)
+        if _is_empty(state.batch):  # no mean over none
+            zero = attached_zero(state.outputs, state.loss)
+            state.loss = fit.terms.changed(state.loss, lambda name, unit, term: zero if unit == 'tokens' else term)
 
     def _scale(self, state: State, logger: Logger) -> None:
         """BEFORE_BACKWARD: the last point where ``state.loss`` matters, so nothing may rescale it afterwards."""
-        fit, world_size = self._fit, get_world_size()
-        assert fit is not None
-        assert self._hidden is not None
+        fit: Fit = self._fit
+        step, world_size = self._step, get_world_size()
         batch = state.batch = self._hidden.put_back(state.batch)  # whatever an algorithm took out after the loss
         _, step_samples, step_weight = self._totals.read()[:3]
-        composers_weight = sample_weight(num_samples(batch), int(step_samples), world_size=world_size)
-        record = record_of(state, fit, self._step, composers_weight)
-        check_added_rows(state, fit, record)
+        count = None
+        if fit.terms.of_unit(state.loss, 'microbatches'):
+            # Composer's own split makes microbatches of a fixed number of rows; ours says how many it made.
+            count = num_microbatches(batch) or -(-step.num_samples // int(state.device_train_microbatch_size or 1))
+        record = MicrobatchRecord(
+            batch=batch, rule=fit.check.rule or '', num_tokens=num_loss_tokens(batch), loss_weight=loss_weight(batch),
+            num_samples=num_samples(batch), num_microbatches=count,
+            composers_weight=sample_weight(num_samples(batch), int(step_samples), world_size=world_size),
+        )  # fmt: skip
+        step.records.append(record)
+        share = token_weight(record.loss_weight, step_weight, world_size=world_size)
+        _check_added_rows(state, fit.terms)
         if self.is_weighted and record.num_tokens:
             tokens = torch.stack([term.detach().float().mean() for term in fit.terms.of_unit(state.loss, 'tokens')])
-            self._token_sums.append(tokens.sum() * record.num_tokens)
-        share = token_weight(record.loss_weight, step_weight, world_size=world_size)
-        is_chosen = self.is_weighted or self._measuring.has(len(self._step.records) - 1)
+            record.token_loss = tokens.sum() * record.num_tokens
+        is_chosen = self.is_weighted or self._measuring.has(len(step.records) - 1)
         if record.loss_weight and record.num_samples and is_chosen:
-            scaled, is_whole = share * self._step.gradient_scale, self._measuring.is_whole()
-            watch_tokens(state, record, fit, share=scaled, is_weighted=self.is_weighted, is_whole=is_whole)
+            scaled, is_whole = share * step.gradient_scale, self._measuring.is_whole()
+            _watch_tokens(state, record, fit, share=scaled, is_weighted=self.is_weighted, is_whole=is_whole)
         self._raw_loss = sum(state.loss.values()) if isinstance(state.loss, SplitLoss) else state.loss
         if fit.balance is not None:
-            count = record.num_microbatches or 1
-            state.loss = fit.balance.applied(state.loss, state.outputs, len(self._step.records) - 1, count)
-        state.loss = fit.terms.scaled(state.loss, scales_of(record, share), observe=record.observe)
+            state.loss = fit.balance.applied(state.loss, state.outputs, len(step.records) - 1, count or 1)
+        state.loss = fit.terms.scaled(state.loss, _scales_of(record, share), observe=record.observe)
 
     def _restore(self, state: State, logger: Logger) -> None:
         """AFTER_BACKWARD: callbacks read ``state.loss`` at the end of the batch and expect the model's own."""
-        fit, records = self._fit, self._step.records
-        assert fit is not None
+        fit: Fit = self._fit
+        records = self._step.records
         fit.reductions.reach_all()
         has_all = sum(record.num_samples for record in records) == self._step.num_samples
         if has_all and (fit.split is None or len(records) == len(fit.split.made)):
@@ -302,8 +298,8 @@ class TokenAccumulation(Algorithm):
 
     def _finish(self, state: State, logger: Logger) -> None:
         """AFTER_TRAIN_BATCH: gradients are whole, the optimizer has not moved yet."""
-        fit, step, number = self._fit, self._step, self._measuring.step
-        assert fit is not None
+        fit: Fit = self._fit
+        step, number = self._step, self._measuring.step
         check_reduced(state.model)
         if number == 0 and not (self.is_weighted or step.is_measured):
             why = 'no gradient comes by the logits' if fit.check.token_scale else 'the loss is no plain mean of them'
@@ -313,8 +309,8 @@ class TokenAccumulation(Algorithm):
         if fit.balance is not None:
             fit.balance.check()
         kinds = [int(count > 0) for count in self._totals.read()[3:]]
-        if self._device_batch and fit.check.is_due(kinds, number):  # LBFGS asks again and again for the same batch
-            fit.prove(self._device_batch, [kinds], reduces_once=self._reduces_once)
+        if self._device_batch and fit.check.is_due(kinds, number):  # L-BFGS asks again for the same batch
+            fit.prove(self._device_batch, reduces_once=self._reduces_once)
         if fit.split is not None:
             fit.split.made = []  # nobody waits for them while the next batch is read
             if (reduced_once := fit.reductions.reduced_once()) is not None:
@@ -326,7 +322,7 @@ class TokenAccumulation(Algorithm):
 
     def _log(self, state: State, logger: Logger) -> None:
         tokens = int(self._totals.read()[0])
-        units = self._fit.terms.units.values() if self._fit is not None else ()
+        units = self._fit.terms.units.values()
         if tokens == 0 and (not units or 'tokens' in units):
             # Zero gradients would still decay weights and move momentum; no gradients move nothing.
             for optimizer in state.optimizers:
@@ -338,23 +334,102 @@ class TokenAccumulation(Algorithm):
             'token_accumulation/empty_steps': self.num_empty_steps,
         }
         if self.is_weighted:
-            sums = torch.stack(self._token_sums).double().sum() if self._token_sums else torch.zeros(()).double()
+            losses = [one.token_loss for one in self._step.records if one.token_loss is not None]
+            sums = torch.stack(losses).double().sum() if losses else torch.zeros(()).double()
             total = RankSum(state.device.tensor_to_device(sums.cpu()[None])).read()[0]
             metrics['token_accumulation/token_mean_loss'] = total / max(tokens, 1)
         logger.log_metrics(metrics)
 
 
-def _check_arguments(loss_tokens: Any, loss_units: dict[str, str] | None, token_weights: Any, check_loss: Any) -> None:
-    check_token_weights(token_weights)
-    if token_weights != 'token' and loss_units and 'tokens' not in loss_units.values():
-        raise ValueError(
-            "`token_weights` must be 'token' where no term of `loss_units` is a mean over tokens, got: "
-            f'{token_weights!r}.'
+class HiddenEntries:
+    """Entries of ours that a model does not see: a compiled one would be compiled again for each list among them.
+
+    A microbatch without loss-generating tokens gets one label for the forward: a loss that divides by their number, and
+    computes its gradient in the forward as fused ones do, would make NaNs that no weight of zero takes out again.
+    Only where the loss is means over tokens alone (``is_of_tokens``): a term over samples would see the label.
+    """
+
+    def __init__(self, batch: Batch, *, is_weighted: bool, is_of_tokens: bool) -> None:
+        self.batch = without_metadata(batch)
+        """What the model sees."""
+        if not is_annotated(batch) or (is_weighted and self.batch.pop(LOSS_WEIGHTS, None) is None):
+            lacking = f'`{LOSS_WEIGHTS}`' if is_annotated(batch) else f'counts ({METADATA_PREFIX}...)'
+            raise RuntimeError(
+                f'Microbatches must carry the {lacking} written at BATCH_START, got: {sorted(batch)}. A custom '
+                '`split_batch` or `microbatch_transforms` drops them: use token_data_spec() (docs/errors.md#counts).'
+            )
+        if is_of_tokens and _is_empty(batch):
+            self.batch = with_one_label(self.batch)
+        self._hidden = {key: value for key, value in batch.items() if key not in self.batch}
+        self._made_up, self._labels = self.batch.get('labels'), batch.get('labels')
+
+    def put_back(self, batch: Batch) -> dict[str, Any]:
+        """Returns the batch with them; what others have changed meanwhile stays changed, for the check to see."""
+        whole = {'labels': self._labels, **batch, **self._hidden}  # a model may take labels out of its batch
+        if self._labels is not None and whole.get('labels') is self._made_up:
+            whole['labels'] = self._labels
+        return whole
+
+
+def _is_empty(batch: Any) -> bool:
+    return num_loss_tokens(batch) == 0 or num_samples(batch) == 0
+
+
+def _check_added_rows(state: State, terms: LossTerms) -> None:
+    """Refuses means over samples that have a loss where a row is no sample, and has no labels: it fills up a rank."""
+    samples, logits = samples_of(state.batch), logits_of(state.outputs)
+    if all(samples) or not any(samples) or logits is None or not logits.requires_grad:
+        return
+    if not (of_samples := terms.of_unit(state.loss, 'samples')):
+        return
+    total = torch.stack([term.sum() for term in of_samples]).sum()
+    (found,) = torch.autograd.grad(total, logits, retain_graph=True, allow_unused=True)
+    added = [row for row, number in enumerate(samples) if number == 0]
+    if found is not None and len(found) == len(samples) and found[added].any():
+        raise RuntimeError(
+            f'Terms over samples must be 0 for rows without labels, which fill up ranks, got: a gradient in '
+            f'{len(added)} of {len(samples)} rows. Multiply what a row adds by `(labels != -100).any(dim=1)`, or give '
+            'every rank as many samples (`drop_last=True`).'
         )
-    if check_rule(loss_tokens, allow_auto=True) == 'auto' and not check_loss:
-        raise ValueError(
-            "`loss_tokens` must be an explicit rule with `check_loss=False`, got: 'auto'. The rule is found by the "
-            "check; give 'causal' (most decoders), 'causal_attended' or 'unshifted' (docs/errors.md#loss-rule)."
+
+
+def _scales_of(record: MicrobatchRecord, share: float) -> dict[str, float]:
+    """Returns the factor of the terms of each unit, on top of Composer's weight; ``share``: of the mean over tokens."""
+    if not record.num_samples:
+        return dict.fromkeys(LOSS_UNITS, 0.0)
+    samples, composers_weight = samples_of(record.batch), record.composers_weight
+    return {
+        'tokens': share / composers_weight,
+        # Rows that are no samples have no labels, and loss 0 in a term's mean.
+        'samples': len(samples) / sum(map(bool, samples)),
+        'coupled_samples': 1.0,
+        'microbatches': 1.0 / ((record.num_microbatches or 1) * composers_weight),
+    }
+
+
+def _watch_tokens(
+    state: State, record: MicrobatchRecord, fit: Fit, *, share: float, is_weighted: bool, is_whole: bool
+) -> None:
+    """Sets what a microbatch's tokens weigh beside each other, and listens to what they weigh in its gradient.
+
+    ``share`` is what the mean over them is to weigh in the step, times the loss scale; that loss becomes the weighted
+    mean where tokens have their own weights.
+    """
+    logits, batch, terms = logits_of(state.outputs), record.batch, fit.terms
+    if logits is None or logits.grad_fn is None or logits.shape[:2] != batch['labels'].shape:
+        return
+    router = router_loss_of(state.outputs)
+    losses = terms.of_unit(state.loss, 'tokens')
+    record.has_bypass = has_bypass(losses, [logits] if router is None else [logits, router])
+    weights = None
+    if is_weighted:
+        weights = at_predictions(batch[LOSS_WEIGHTS] * (record.num_tokens / record.loss_weight), record.rule)
+        weigh_tokens(logits, weights)
+        added = (token_losses(logits, targets_of(batch, record.rule)) * (weights - 1)).sum() / record.num_tokens
+        first = next(name for name, (unit, _) in terms.named(state.loss).items() if unit == 'tokens')
+        state.loss = terms.changed(
+            state.loss, lambda name, unit, term: term + added if name in (first, 'total') else term
         )
-    if not isinstance(check_loss, bool):
-        raise ValueError(f'`check_loss` must be True or False, got: {check_loss!r}.')
+    # Where the loss is not one mean over tokens alone, other terms may go through the logits as well.
+    scale = fit.check.token_scale if list(terms.units.values()) in ([], ['tokens']) else None
+    record.watch(logits, weights, None if scale is None else scale * share / record.num_tokens, is_whole=is_whole)

@@ -14,17 +14,19 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from composer_tokacc.batch import IGNORE_INDEX, Batch, sample_name
+from composer_tokacc.batch import Batch, sample_name
 from composer_tokacc.checks.probe import NOISE_FACTOR, Probe, ProbeResult
-from composer_tokacc.checks.rows import documents_of
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.layout import BatchLayout, describe
 
 log = logging.getLogger(__name__)
+
+RowGradients = dict[tuple[str, int], torch.Tensor]
+"""Those of some rows, of the terms of a unit, by one of the points where gradients are taken."""
 
 GRADIENT_TOLERANCE = 3e-6
 """Largest relative change of a row's gradient where rounding moves it less. Independent rows differ by 1e-7, the
@@ -45,16 +47,6 @@ NAME_TERMS = (
 )
 
 
-class _CutRows(NamedTuple):
-    """Some of the rows in one forward, and what it gave."""
-
-    rows: Sequence[int]
-    how: str
-    numbers: Mapping[str, int]  # of what the terms of each unit are a mean
-    losses: Mapping[str, float]
-    gradients: Mapping[tuple[str, int], torch.Tensor]  # of each row times that number, where the whole has its columns
-
-
 class RowComparison:
     """Holds every cut of some rows against all of them together, as the loader padded them.
 
@@ -65,13 +57,7 @@ class RowComparison:
     """
 
     def __init__(
-        self,
-        probe: Probe,
-        layout: BatchLayout,
-        on_device: Callable[[Batch], Any],
-        rule: str,
-        rows: dict[str, Any],
-        check_loss: bool,
+        self, probe: Probe, layout: BatchLayout, on_device: Callable[..., Any], rule: str, rows: Batch, check_loss: bool
     ) -> None:
         self._probe, self._layout, self._on_device, self._rule = probe, layout, on_device, rule
         self._rows, self._facts, self._check_loss = rows, describe(layout, rows), check_loss
@@ -86,12 +72,16 @@ class RowComparison:
                 f'{sum(self._counts)} were counted. Change labels in `batch_transforms` (docs/errors.md#counts).'
             )
         self.whole = probe.run(self._moved, measured=True)
-        self._expected = self._part(rows, self.whole, self._everyone, 'whole')
+        self._expected = self._placed(rows, self.whole, self._everyone)
 
     @cached_property
-    def _rounded(self) -> _CutRows:
+    def _rounded(self) -> ProbeResult:
         """The whole with one more rounding at every layer; few models are so deep that anyone asks."""
-        return self._part(self._rows, self._probe.run(self._moved, rounded=True), self._everyone, 'rounded')
+        return self._probe.run(self._moved, rounded=True)
+
+    def _numbers(self, rows: Sequence[int]) -> dict[str, int]:
+        """Returns of what the terms of each unit are a mean."""
+        return {'tokens': sum(self._counts[row] for row in rows), 'samples': len(rows)}
 
     @property
     def has_shown_trimming(self) -> bool:
@@ -101,15 +91,13 @@ class RowComparison:
     def token_scale(self) -> float | None:
         """Returns what all tokens weigh in the loss, times their number; None: not the same, or there is more in it."""
         measured = self.whole.measured
-        if measured is None or not sum(self._counts):
+        if measured is None or not self._check_loss:
             return None
-        squares = measured.sizes.square() * (measured.targets != IGNORE_INDEX)
+        squares = measured.sizes.square()
         mean = float((measured.weights * squares).sum() / squares.sum())
-        if not mean or not math.isfinite(mean):
-            return None
-        worst = float(((measured.weights / mean - 1).abs() * measured.sizes).max())
+        worst = float(((measured.weights / mean - 1).abs() * measured.sizes).max()) if mean else math.inf
         is_same = max(worst, float(measured.residual)) <= PLAIN_TOLERANCE + self.whole.gradient_eps
-        return mean * sum(self._counts) if is_same and self._check_loss else None
+        return mean * sum(self._counts) if is_same and math.isfinite(mean) else None
 
     def first_exact(self, cutter: Any, rules: Any) -> Any:
         """Returns the first rules under which every row keeps its gradient."""
@@ -128,6 +116,7 @@ class RowComparison:
     def _failure(self, cutter: Any, rules: Any) -> str | None:
         """Returns how the first microbatch fails in which another cut changes a gradient; None: none does."""
         packing, parts = getattr(rules, 'packing', ''), []
+        how = 'packed' if packing else 'by itself'
         # A leak runs from one document into the next, so every document must have been behind the others.
         groups = [self._everyone, self._everyone[::-1]] if packing else [[row] for row in self._everyone]
         errors = (AttributeError, IndexError, TypeError, ValueError, *((RuntimeError, KeyError) if packing else ()))
@@ -140,15 +129,17 @@ class RowComparison:
                 what = 'packed rows' if packing else f'{sample_name(self._rows, rows[0])} by itself'
                 remedy = ' Set `packing=False` (docs/errors.md#packing).' if packing else ''
                 return f'The model must take {what}, got: {str(error).rstrip(".")}.{remedy}'
-            parts.append(self._part(batch, result, rows, 'packed' if packing else 'by itself'))
-            if (failure := self._difference(parts[-1])) is not None:
+            count, expected = int(loss_mask(batch, self._rule).sum()), self._numbers(rows)['tokens']
+            if count != expected:
+                return self._explained(f'{count} loss-generating tokens {how} instead of {expected}', how)
+            if (failure := self._difference(self._placed(batch, result, rows), rows, how)) is not None:
                 return failure
+            parts.append((rows, result.losses))
             self._narrowest = min(self._narrowest, batch['labels'].shape[1])
         return self._loss_failure(parts) if self._check_loss else None
 
-    def _part(self, batch: Batch, result: ProbeResult, rows: Sequence[int], how: str) -> _CutRows:
-        """Returns what a forward of some rows gave, with each row's columns where the whole has them."""
-        numbers = {'tokens': int(loss_mask(batch, self._rule).sum()), 'samples': len(rows)}
+    def _placed(self, batch: Batch, result: ProbeResult, rows: Sequence[int]) -> RowGradients:
+        """Returns the gradients of each row times that number, by unit and point, where the whole has its columns."""
         width, gradients = self._width, {}
         for unit, points in result.gradients.items():
             for index, point in enumerate(points):
@@ -164,23 +155,19 @@ class RowComparison:
                     placed[:, -point.shape[1] :] = point[: len(rows), -width:]
                 else:
                     placed[:, : point.shape[1]] = point[: len(rows), :width]
-                placed *= numbers[unit]
-        return _CutRows(rows, how, numbers, result.losses, gradients)
+                placed *= self._numbers(rows)[unit]
+        return gradients
 
-    def _difference(self, part: _CutRows) -> str | None:
+    def _difference(self, gradients: RowGradients, rows: Sequence[int], how: str) -> str | None:
         """Returns how the gradients of some rows differ from what they are beside the others; None: by round-off."""
-        rows, how, check_loss = part.rows, part.how, self._check_loss
-        count, expected_count = part.numbers['tokens'], sum(self._counts[row] for row in rows)
-        if count != expected_count:
-            return self._explained(f'{count} loss-generating tokens {how} instead of {expected_count}', how)
-        for key, found in part.gradients.items():
-            expected = self._expected.gradients[key]
+        for key, found in gradients.items():
+            expected = self._expected[key]
             largest, expected = float(expected.flatten(1).norm(dim=1).max()), expected[rows]
             # How much longer each row's gradient is than expected, along it: a factor is not a leak.
             along, square = (found * expected).flatten(1).sum(dim=1), expected.square().flatten(1).sum(dim=1)
             factors = torch.where((square > 0) & (along != 0), along / square, 1.0)
             unscaled = found / factors[:, None, None]
-            errors = _relative(found if check_loss else unscaled, expected, largest)
+            errors = _relative(found if self._check_loss else unscaled, expected, largest)
             worst = int(errors.argmax())
             error = float(errors[worst])
             if error <= (allowed := self._allowed(key, error)):
@@ -196,23 +183,24 @@ class RowComparison:
                     f'{MEAN}{name}, whose tokens weigh {float(factors[worst]):.6f} times as much {how} as beside '
                     f'{len(self._counts) - 1} others. Divide by the number of tokens. {NAME_TERMS}'
                 )
-            failure = f'{name}: the gradient at its logits changes by {error:.1e} {how}'
-            return self._explained(f'{failure} (round-off is {allowed:.0e})', how)
+            failure = f'{name}: the gradient at its logits changes by {error:.1e} {how} (round-off is {allowed:.0e})'
+            return self._explained(failure, how)
         return None
 
     def _allowed(self, key: tuple[str, int], error: float) -> float:
         """By how much a row's gradient may change and be the same, if it has changed by ``error``."""
         if error <= GRADIENT_TOLERANCE:
             return GRADIENT_TOLERANCE
-        noise = NOISE_FACTOR * float(_relative(self._rounded.gradients[key], self._expected.gradients[key]).max())
+        rounded = self._placed(self._rows, self._rounded, self._everyone)
+        noise = NOISE_FACTOR * float(_relative(rounded[key], self._expected[key]).max())
         # The gradient is rounded itself; and what differs by more than any round-off is no round-off (a stale state).
         eps = self.whole.gradient_eps
         return max(GRADIENT_TOLERANCE, eps, min(noise, MOST_ROUNDINGS * eps, MOST_NOISE))
 
-    def _loss_failure(self, parts: Sequence[_CutRows]) -> str | None:
+    def _loss_failure(self, parts: Sequence[tuple[Sequence[int], Mapping[str, float]]]) -> str | None:
         """The formula itself: the loss of all rows is the mean of those of the microbatches, by tokens or samples."""
         for unit, expected in self.whole.losses.items():
-            found = [(part.losses[unit], part.numbers[unit]) for part in parts if unit in part.losses]
+            found = [(losses[unit], self._numbers(rows)[unit]) for rows, losses in parts if unit in losses]
             total = sum(number for _, number in found)
             if not total or (unit == 'samples' and len(found) < len(self._counts)):
                 continue  # a term that is absent for one row alone says nothing of the others
@@ -238,14 +226,13 @@ class RowComparison:
         if self._probe.is_random:
             return (
                 f'The forward must not be random in evaluation, or no two cuts can be compared, got: {failure}. Switch '
-                'off its noise: an argument of the forward, which a batch may carry, or an entry of the config '
-                '(docs/errors.md#row-coupling).'
+                'off its noise (docs/errors.md#row-coupling).'
             )
         return (
             f"A row's losses must not depend on the rows beside it nor on its padding, got: {failure}. Rows see each "
             'other in this model (statistics of the batch, attention over padding, a mean over other positions in the '
             "loss). Pad on the other side, freeze the layer, leave the term out or name a router's factor in "
-            '`router_aux_loss_coef`, or pass `position_ids` and an `attention_mask` (docs/errors.md#row-coupling).'
+            '`router_aux_loss_coef` (docs/errors.md#row-coupling).'
         )
 
 
@@ -254,3 +241,12 @@ def _relative(found: torch.Tensor, expected: torch.Tensor, largest: float | None
     sizes = expected.flatten(1).norm(dim=1)
     least = SMALL_ROW * (float(sizes.max()) if largest is None else largest)
     return ((found - expected).flatten(1).norm(dim=1) / sizes.clamp(min=least or 1e-30)).nan_to_num(nan=torch.inf)
+
+
+def documents_of(packed: Batch) -> torch.Tensor:
+    """Returns which document each position of a packed row belongs to, ``(1, width)``."""
+    mask = packed.get('attention_mask')
+    if mask is not None:
+        return mask.int().argmax(dim=0)[None]
+    positions = packed['position_ids']  # of text come first
+    return (positions.flatten(0, -2)[:1] == 0).cumsum(dim=1) - 1

@@ -8,21 +8,20 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed
 from torch.distributed.tensor import DTensor
 
-from composer_tokacc.batch import IGNORE_INDEX, Batch, with_own_tensors
+from composer_tokacc.batch import IGNORE_INDEX, MODALITIES, Batch, labels_of, real_positions, with_own_tensors
 from composer_tokacc.checks.comparison import MEAN, NAME_TERMS, RowComparison
 from composer_tokacc.checks.logits import TINY, targets_of
 from composer_tokacc.checks.probe import Probe
-from composer_tokacc.checks.rows import chosen_rows, rule_batch, with_unequal_row
-from composer_tokacc.collectives import all_gather_object, get_global_rank
+from composer_tokacc.collectives import all_gather_object, from_any_rank, get_global_rank, max_over_ranks
 from composer_tokacc.compat import gradient_hooks, steps_after_gradients
-from composer_tokacc.counting import LOSS_RULES
-from composer_tokacc.layout import ROW_KINDS, BatchLayout, describe, kinds_of, microbatches_of
+from composer_tokacc.counting import LOSS_RULES, loss_mask
+from composer_tokacc.layout import ROW_KINDS, BatchLayout, describe, describe_all, kinds_of, microbatches_of
 from composer_tokacc.metadata import num_rows, without_metadata
 
 log = logging.getLogger(__name__)
@@ -33,35 +32,40 @@ measure: rows that begin to see each other, terms of inner states."""
 MAX_ROWS = 6
 """Rows of a check at the most. Without gradients a row takes about half of the memory that it takes in training, so a
 microbatch of k rows leaves room for 2 k; at least four are needed to show the ways in which rows differ."""
-
+MIN_ROWS = 4
+"""Rows of it, where the batch has as many: what one of them sees of the others differs."""
+NUM_LABELS = 4
+"""Labels of the row that is asked for the rule."""
 SCALES = (1e-4, 1.0, 1e4)
 """Sizes of the gradients that a hook is tried on: clamps show at one of them."""
 
 
+@dataclass(eq=False)
 class FirstBatchCheck:
     """Probes the model with rows of a batch, on all ranks alike; without a layout only the loss rule is found."""
 
-    def __init__(
-        self,
-        probe: Probe,
-        layout: BatchLayout | None,
-        to_device: Callable[[Any], Any],
-        *,
-        loss_tokens: str,
-        check_loss: bool,
-        microbatch_size: float,
-    ) -> None:
-        self.layout = layout
-        self.rule: str | None = None if check_loss else loss_tokens
-        self.token_scale: float | None = None
-        """What all tokens weigh in the loss of one forward, times their number: 1 for a mean of cross-entropies. None:
-        they do not weigh the same there (label smoothing, focal losses), or nothing tells."""
-        self.vocabulary: int | None = None
-        """Ids that a label may have, by the model's logits."""
-        self._probe, self._to_device = probe, to_device
-        self._loss_tokens, self._check_loss = loss_tokens, check_loss
-        self._max_rows = min(max(int(2 * microbatch_size), 4), MAX_ROWS)
-        self._proven, self._was_run = set[str](), False
+    probe: Probe
+    layout: BatchLayout | None
+    to_device: Callable[[Any], Any]
+    _: KW_ONLY
+    loss_tokens: str
+    check_loss: bool
+    microbatch_size: float
+    rule: str | None = field(default=None, init=False)
+    token_scale: float | None = field(default=None, init=False)
+    """What all tokens weigh in the loss of one forward, times their number: 1 for a mean of cross-entropies. None: they
+    do not weigh the same there (label smoothing, focal losses), or nothing tells."""
+    vocabulary: int | None = field(default=None, init=False)
+    """Ids that a label may have, by the model's logits."""
+    _proven: set[str] = field(default_factory=set, init=False)
+    _was_run: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.rule = None if self.check_loss else self.loss_tokens
+
+    def kinds_of(self, batch: Batch) -> tuple[int, ...]:
+        """Returns which kinds of rows a batch has, see :data:`.ROW_KINDS`."""
+        return kinds_of(describe_all(self.layout, batch))
 
     def is_due(self, kinds: Sequence[int], step: int) -> bool:
         """Returns whether any of the kinds was not looked at yet; all are looked at again now and then."""
@@ -69,17 +73,18 @@ class FirstBatchCheck:
             self._was_run = False
         return not self._was_run or bool(_names_of(kinds) - self._proven)
 
-    def prove(self, batch: Batch, cutter: Any, kinds: Sequence[int], of_ranks: Sequence[Sequence[int]]) -> Any:
+    def prove(self, batch: Batch, cutter: Any) -> Any:
         """Returns the rules by which rows may be cut, of every kind that was not looked at yet; a collective.
 
-        Raises on all ranks if no cut leaves the gradients of the rows alone. ``batch`` is this rank's, on the CPU, with
-        rows of ``kinds``; without ``cutter`` whole rows alone are tried.
+        Raises on all ranks if no cut leaves the gradients of the rows alone. ``batch`` is this rank's, on the CPU;
+        without ``cutter`` whole rows alone are tried.
         """
         rules = None if cutter is None else cutter.rules
-        present = set[str]().union(*map(_names_of, of_ranks))
+        kinds = self.kinds_of(batch)
+        own, present = _names_of(kinds), _names_of(max_over_ranks(kinds))
         while (new := present - self._proven) or not self._was_run:  # of a batch without any kind as well
             try:
-                found, shown = self._run(batch, cutter, rules, _names_of(kinds) & new)
+                found, shown = self._run(batch, cutter, rules, own & new)
             except IndexError as error:  # as torch says on a CPU; a GPU stops the process
                 raise RuntimeError(
                     f'The model must take the batch, got: {error}, for {_ids_of(batch)}. Labels must be -100 or ids of '
@@ -103,7 +108,7 @@ class FirstBatchCheck:
         rows = self._shared_rows(batch, kinds)
         if self.rule is None:
             self.rule = find_loss_rule(
-                self._probe, self._on_device(rule_batch(self.layout, rows)), loss_tokens=self._loss_tokens
+                self.probe, self._on_device(rule_batch(self.layout, rows)), loss_tokens=self.loss_tokens
             )
         self._was_run = True
         if self.layout is None:
@@ -113,29 +118,29 @@ class FirstBatchCheck:
             )
             return rules, set()
         rows = with_unequal_row(self.layout, rows, self.rule)
-        comparison = RowComparison(self._probe, self.layout, self._on_device, self.rule, rows, self._check_loss)
+        comparison = RowComparison(self.probe, self.layout, self._on_device, self.rule, rows, self.check_loss)
         found = comparison.first_exact(cutter, rules)
         scales = all_gather_object(comparison.token_scale())  # ranks must agree on what they look at again
         self.token_scale = None if None in scales else scales[0]
         self.vocabulary = comparison.whole.vocabulary
         log.info('The first-batch check took %.2f s. %s', time.perf_counter() - started, found)
-        shown = _names_of(kinds_of([describe(self.layout, rows)]))
+        shown = _names_of(self.kinds_of(rows))
         return found, shown if comparison.has_shown_trimming else shown - {'left', 'positions', 'right'}
 
     def _on_device(self, batch: Batch) -> Any:
-        return self._to_device(with_own_tensors(without_metadata(batch)))
+        return self.to_device(with_own_tensors(without_metadata(batch)))
 
-    def _shared_rows(self, batch: Batch, kinds: set[str]) -> dict[str, Any]:
+    def _shared_rows(self, batch: Batch, kinds: set[str]) -> Any:
         """Returns the rows that all ranks probe with."""
+        max_rows = min(max(int(2 * self.microbatch_size), 4), MAX_ROWS)
         offers = all_gather_object((len(kinds), num_rows(batch)))
-        owner = max(range(len(offers)), key=lambda rank: (offers[rank], -rank))
-        shared: list[Any] = [None]
-        if get_global_rank() == owner:
-            layout = self.layout
-            shared = [dict(batch) if layout is None else chosen_rows(layout, batch, kinds, self._max_rows)]
-        if len(offers) > 1:
-            torch.distributed.broadcast_object_list(shared, src=owner)
-        return shared[0]
+        if get_global_rank() != offers.index(max(offers)):
+            rows = None
+        elif self.layout is None:
+            rows = dict(batch)
+        else:
+            rows = chosen_rows(self.layout, batch, kinds, max_rows)
+        return from_any_rank(rows)
 
 
 def find_loss_rule(probe: Probe, row: Batch, *, loss_tokens: str = 'auto') -> str:
@@ -189,6 +194,102 @@ def _ids_of(batch: Batch) -> str:
     return ' and '.join(ends)
 
 
+def chosen_rows(layout: BatchLayout, batch: Batch, wanted: set[str], max_rows: int) -> dict[str, Any]:
+    """Returns a few unlike rows, as the loader padded them, each with a label: first those of the wanted kinds."""
+    facts, labels = describe(layout, batch), labels_of(batch)
+    lengths, media, indices = facts.lengths, facts.media, range(len(facts.lengths))
+    units = [unit for unit in MODALITIES if unit in wanted]
+    first = facts.real.int().argmax(dim=1).tolist()
+    wishes = [  # the less, the better
+        [-length for length in lengths],
+        lengths,
+        *([not count for count in facts.counts.get(unit, [0] * len(lengths))] for unit in units),
+        [count > 0 for count in media],
+        # A label on the first token behind padding is the hardest to keep.
+        [not 0 < at < len(row) or int(row[at]) == IGNORE_INDEX for at, row in zip(first, labels, strict=True)],
+        [-count for count in media],
+    ]
+    # Rows with labels before those that need made-up ones; of several that are as good the shortest.
+    bare = (labels[:, 1:] == IGNORE_INDEX).all(dim=1).tolist()
+    best = [min(zip(bare, wish, lengths, indices, strict=True))[-1] for wish in wishes]
+    rows = list(dict.fromkeys(best))[: max(max_rows, 2 + len(units))]
+    others = sorted(set(indices) - set(rows), key=lambda row: (bare[row], lengths[row]))
+    rows += others[: max(MIN_ROWS - len(rows), 0)]
+    return _with_labels(layout, layout.select(without_metadata(batch), rows))
+
+
+def _with_labels(layout: BatchLayout, batch: dict[str, Any]) -> dict[str, Any]:
+    """Gives rows labels on all real positions but the first, as what leaks into a row may show nowhere else.
+
+    Rows with media, whose placeholders a model may not count, keep theirs, as does the row with the longest prompt, by
+    which a term over other positions shows; without any they get one on their last real position.
+    """
+    labels, ids = batch['labels'], batch.get('input_ids')
+    if ids is None or ids.shape != labels.shape or 'decoder_input_ids' in batch:
+        return batch
+    labels = labels.clone()
+    real, media = real_positions(batch), layout.media_per_row(batch)
+    unlabelled = (real & (labels == IGNORE_INDEX)).sum(dim=1)
+    for row in range(len(labels)):
+        places = real[row].nonzero().flatten()[1:]
+        own = labels[row, 1:][labels[row, 1:] != IGNORE_INDEX]
+        if not own.numel() and len(places):
+            labels[row, places[-1]] = ids[row, places[-1]]
+        elif own.numel() and not media[row] and row != int(unlabelled.argmax()):
+            empty = places[labels[row, places] == IGNORE_INDEX]
+            labels[row, empty] = own[torch.arange(len(empty)) % len(own)]
+    return {**batch, 'labels': labels}
+
+
+def with_unequal_row(layout: BatchLayout, rows: dict[str, Any], rule: str) -> dict[str, Any]:
+    """Adds a row of fewer or more labels to rows of nearly as many.
+
+    Among rows of equally many tokens a mean of the rows' means is a mean over tokens, and the formula proves nothing.
+    """
+    counts = loss_mask(rows, rule).sum(dim=1).tolist()
+    if max(counts) >= 2 * min(counts) and max(counts) > min(counts):
+        return rows
+    lengths = describe(layout, rows).lengths
+    copied = layout.select(rows, [*range(len(counts)), min(range(len(counts)), key=lambda row: lengths[row] < 4)])
+    labels = copied['labels'] = copied['labels'].clone()
+    counted = loss_mask(copied, rule)[-1].nonzero().flatten().tolist()
+    if len(counted) > 1:
+        labels[-1, counted[:-1]] = IGNORE_INDEX
+    elif counted and (ids := copied.get('input_ids')) is not None and ids.shape == labels.shape:
+        # Behind its first token, as a label there may be predicted from padding; ids of placeholders are no labels.
+        places = real_positions(copied)[-1].nonzero().flatten().tolist()[1:]
+        labels[-1, places] = int(labels[-1, counted[0]])
+    return copied
+
+
+def rule_batch(layout: BatchLayout | None, rows: Batch) -> dict[str, Any]:
+    """Returns one of the rows with labels at which the rules differ: on its first position, and on an unattended one.
+
+    All labels are one and the same token, of which the model can be sure at one position at most. Where rows cannot be
+    told apart the others stay, without labels.
+    """
+    if layout is not None:
+        counts = (labels_of(rows)[:, 1:] != IGNORE_INDEX).sum(dim=1).tolist()
+        media = layout.media_per_row(rows)  # with media if it can be, as some models take no other
+        best = min(range(len(counts)), key=lambda row: (counts[row] < 2, counts[row] < NUM_LABELS, not media[row]))
+        rows = layout.select(rows, [best])
+    labels, mask, ids = labels_of(rows), rows.get('attention_mask'), rows.get('input_ids')
+    mask = mask if isinstance(mask, torch.Tensor) and mask.shape == labels.shape else None
+    attended = torch.ones_like(labels, dtype=torch.bool) if mask is None else mask != 0
+    places = (labels[0, 1:] != IGNORE_INDEX).nonzero().flatten() + 1
+    if len(places) < 2:
+        places = attended[0, 1:].nonzero().flatten() + 1
+    places = places[-NUM_LABELS:].tolist() or [labels.shape[1] - 1]
+    own = labels[labels != IGNORE_INDEX]  # else one of the row's tokens
+    own = own if own.numel() or ids is None or ids.shape != labels.shape else ids.flatten()
+    changed = {**rows, 'labels': torch.full_like(labels, IGNORE_INDEX)}
+    changed['labels'][0, [0, *places]] = int(own[-1]) if own.numel() else 0
+    if mask is not None and len(places) > 1:
+        changed['attention_mask'] = mask.clone()
+        changed['attention_mask'][0, places[-1]] = 0
+    return changed
+
+
 def check_gradient_hooks(model: torch.nn.Module) -> None:
     """Checks that hooks on parameters are linear, as a step's gradient is the sum of its microbatches'.
 
@@ -198,16 +299,14 @@ def check_gradient_hooks(model: torch.nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if steps_after_gradients(parameter):
             raise RuntimeError(
-                f'Optimizers must step once a batch, got: a hook that runs as soon as {name!r} has a gradient, in '
-                'every microbatch (`register_post_accumulate_grad_hook`). Give the optimizer to the Trainer '
-                '(docs/errors.md#gradient-hooks).'
+                'Optimizers must step once a batch, got: a `register_post_accumulate_grad_hook` on '
+                f'{name!r}. Give the optimizer to the Trainer (docs/errors.md#gradient-hooks).'
             )
         for hook in gradient_hooks(parameter):
             if not _is_linear(hook, parameter):
                 raise RuntimeError(
-                    f'Gradient hooks must be linear, got: {getattr(hook, "__qualname__", hook)} on {name!r}, which '
-                    'makes another gradient of the sum of microbatches than of each. Clip in the algorithm '
-                    '`gradient_clipping`, which sees the whole step (docs/errors.md#gradient-hooks).'
+                    f'Gradient hooks must be linear, got: {getattr(hook, "__qualname__", hook)} on {name!r}. Clip in '
+                    'the algorithm `gradient_clipping`, which sees the whole step (docs/errors.md#gradient-hooks).'
                 )
 
 

@@ -55,18 +55,19 @@ class MeasuredTokens(NamedTuple):
 
 def logits_of(outputs: Any) -> torch.Tensor | None:
     """Returns the logits in a model's outputs, ``(rows, width, vocabulary)``, or None where it gives none."""
-    logits = _entry(outputs, 'logits')
+    logits = entry_of(outputs, 'logits')
     logits = outputs if logits is None and isinstance(outputs, torch.Tensor) else logits
     return logits if isinstance(logits, torch.Tensor) and logits.dim() == 3 else None
 
 
 def router_loss_of(outputs: Any) -> torch.Tensor | None:
     """Returns the load-balancing loss of a mixture of experts in a model's outputs."""
-    found = _entry(outputs, 'aux_loss')
+    found = entry_of(outputs, 'aux_loss')
     return found if isinstance(found, torch.Tensor) else None
 
 
-def _entry(outputs: Any, name: str) -> Any:
+def entry_of(outputs: Any, name: str) -> Any:
+    """Returns an entry of a model's outputs by its name, or None."""
     return outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
 
 

@@ -9,7 +9,7 @@ import inspect
 import logging
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -185,8 +185,8 @@ class Probe:
     @contextmanager
     def _as_probed(self, seed: int) -> Iterator[None]:
         """Leaves modules in training in the mode that they are in, but for BatchNorm, and has no dropout drop."""
-        training = [module for module in self._modules if module.training]
-        training = [module for module in training if not self.is_training or isinstance(module, BatchNorm)]
+        changed = BatchNorm if self.is_training else torch.nn.Module
+        training = [module for module in self._modules if module.training and isinstance(module, changed)]
         random.seed(0)
         np.random.seed(0)
         torch.default_generator.manual_seed(seed)
@@ -210,33 +210,25 @@ class Probe:
         positions that begins at 0 (Mistral Large 4). What a cut leaves alone it leaves alone with any weights.
         Nothing is written into the model's own, of which FSDP may hold parts: attributes come before parameters.
         """
-        own: dict[tuple[torch.nn.Module, str], Any] = {}
 
         def show(module: torch.nn.Module, args: Any) -> None:
-            if module not in self._alike:
+            if module not in self._alike:  # until a forward has reached it, FSDP does not have a weight whole
                 weights = module.named_parameters(recurse=False)
-                self._alike[module] = [name for name, weight in weights if _is_alike(weight)]
+                self._alike[module] = [name for name, one in weights if name not in vars(module) and _is_alike(one)]
             for name in self._alike[module]:
-                if (module, name) not in own:  # a module may call itself
-                    own[module, name] = vars(module).get(name)
+                if name not in vars(module):  # a module may call itself
                     vars(module)[name] = _varied(getattr(module, name))
 
         def hide(module: torch.nn.Module, args: Any, output: Any) -> None:
             for name in self._alike.get(module, ()):
-                if (module, name) in own:
-                    del vars(module)[name]
-                    if (before := own.pop((module, name))) is not None:
-                        vars(module)[name] = before
+                vars(module).pop(name, None)
 
-        # Until a forward has reached it, FSDP does not have a weight whole.
-        modules = [one for one in self._modules if self._alike.get(one, True)]
-        hooks = [one.register_forward_pre_hook(show) for one in modules]
-        hooks += [one.register_forward_hook(hide, always_call=True) for one in modules]
-        try:
+        with ExitStack() as hooks:
+            for module in self._modules:
+                if self._alike.get(module, True):
+                    hooks.enter_context(module.register_forward_pre_hook(show))
+                    hooks.enter_context(module.register_forward_hook(hide, always_call=True))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
 
 def _loss_of(loss: Callable[[Any, Batch], Any], outputs: Any, batch: Batch) -> Any:
@@ -332,20 +324,17 @@ def _leaves(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
 @contextmanager
 def _hooked(modules: Iterable[torch.nn.Module], change: Callable[..., Any]) -> Iterator[None]:
     """Has ``change`` make what the modules return, of ``(module, inputs, output)``."""
-    hooks = [module.register_forward_hook(change) for module in modules]
-    try:
+    with ExitStack() as hooks:
+        for module in modules:
+            hooks.enter_context(module.register_forward_hook(change))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextmanager
 def undisturbed(model: torch.nn.Module) -> Iterator[None]:
     """Leaves a run the same with and without a forward in between: puts random state and buffers back."""
     modules = list(model.modules())  # to walk them is slow
-    written = [buffer for module in modules for buffer in module.buffers(recurse=False)] if model.training else []
-    buffers = [(buffer, buffer.clone()) for buffer in written]
+    buffers = [(one, one.clone()) for module in modules for one in module.buffers(recurse=False) if model.training]
     python_state, numpy_state = random.getstate(), np.random.get_state()
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     try:

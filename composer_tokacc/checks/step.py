@@ -79,6 +79,7 @@ class MicrobatchRecord:
     composers_weight: float = 1.0  # that its loss is to be multiplied by
     has_bypass: bool = False  # whether its loss has a term that is not made of the logits
     factor: torch.Tensor | None = None  # that its loss was multiplied by
+    token_loss: torch.Tensor | None = None  # the sum of its tokens' own, where tokens have weights
     was_reached: bool = False  # whether a gradient came by its logits
     # Of the tokens that were measured, all on the device:
     deviations: torch.Tensor | None = None  # of each one's gradient, in parts of a plain token's weight, (tokens,)

@@ -75,9 +75,7 @@ class TokenWeightsReport:
             shares = weights.cpu() / median
             off = ((shares - 1).abs() > self.known_to).nonzero().flatten()
             if len(off):
-                which = (
-                    'all' if len(off) == len(shares) else f'number {", ".join(str(int(one) + 1) for one in off[:8])}'
-                )
+                which = 'all' if len(off) == len(shares) else f'number {", ".join(map(str, (off[:8] + 1).tolist()))}'
                 low, high = float(shares[off].min()), float(shares[off].max())
                 span = f'{high:.4g}' if high - low <= self.known_to else f'{low:.4g} to {high:.4g}'
                 lines.append(f'backward {number}: {which} of {len(shares):,} tokens with loss: {span} times the median')
@@ -97,9 +95,9 @@ class TokenWeightsReport:
         where = ' on this rank (`.spread` asks all)' if get_world_size() > 1 else ''
         largest, smallest = self._extremes().abs().tolist()
         if smallest != torch.inf:
-            is_same = largest <= smallest * (1 + self.known_to)
-            verdict = f'{"weigh" if is_same else "do NOT weigh"} the same, to {self.known_to:.0e}'
-            lines.append(f'tokens {verdict}{where}: largest over smallest weight {largest / smallest:.7f}')
+            verb = 'weigh' if largest <= smallest * (1 + self.known_to) else 'do NOT weigh'
+            known = f'the same, to {self.known_to:.0e}{where}'
+            lines.append(f'tokens {verb} {known}: largest over smallest weight {largest / smallest:.7f}')
         if left_out := sum(int(backward.num_left_out) for backward in self._backwards):
             lines.append(f'{left_out:,} left out: 1 - p of the label below {SURE}, or a gradient that is of no label')
         if (unread := self._num_watched - len(self._backwards)) > 0:

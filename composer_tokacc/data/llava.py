@@ -141,7 +141,7 @@ class LlavaDataset(Dataset):
         return any(record.file_name != first for record in self.records)
 
     def unexpanded(self, indices: Sequence[int]) -> list[tuple[dict[str, Any], list[tuple[int, int]]] | None]:
-        """Returns some samples before their placeholders are expanded, and image sizes: ``headers`` needs no more.
+        """Returns some samples before their placeholders are expanded, and image sizes: ``sizes`` needs no more.
 
         None for a sample that has to be read, be it for its videos, or only to learn what is wrong with it.
         """

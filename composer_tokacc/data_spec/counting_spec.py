@@ -15,10 +15,9 @@ from composer.core import DataSpec
 from composer_tokacc.batch import check_ids
 from composer_tokacc.checks.first_batch import FirstBatchCheck
 from composer_tokacc.checks.probe import Probe
-from composer_tokacc.collectives import get_world_size, max_over_ranks
 from composer_tokacc.counting import count_tokens, mask_document_starts, real_tokens
 from composer_tokacc.data_spec.split import MicrobatchSplit, register_split
-from composer_tokacc.layout import BatchLayout, PreSplitBatch, describe_all, kinds_of, microbatches_of
+from composer_tokacc.layout import BatchLayout, PreSplitBatch, microbatches_of
 from composer_tokacc.metadata import annotate, is_annotated, metadata_of, num_samples, without_metadata
 
 
@@ -83,9 +82,7 @@ class CountingDataSpec(DataSpec):
                 microbatch_size=microbatch_size,
             )  # fmt: skip
         self._first_batch.layout = layout  # of this batch, where the model does not tell
-        kinds = kinds_of(describe_all(layout, batch))
-        present = max_over_ranks(kinds) if get_world_size() > 1 else kinds
-        self._split.adopt(self._first_batch.prove(batch, self._split, kinds, [present]))
+        self._split.adopt(self._first_batch.prove(batch, self._split))
         assert self._first_batch.rule is not None
         self._rule = self._first_batch.rule
 

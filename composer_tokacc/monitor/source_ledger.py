@@ -10,17 +10,18 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from itertools import islice
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from composer.utils import dist
 
-from composer_tokacc.batch import Batch
+from composer_tokacc.batch import IGNORE_INDEX, Batch
 from composer_tokacc.checks.logits import CHUNK, logits_of, whole
 from composer_tokacc.counting import count_tokens, counted_tokens, loss_mask
 from composer_tokacc.metadata import SourceShare, sources_of
+from composer_tokacc.planning.compiled import compiled
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +29,10 @@ MOST_SOURCES = 64
 """Sources that are told apart; a collator's ``source`` may be another one for every row."""
 OTHERS = 'others'
 """Name of the sources beyond these."""
+SMALL_VOCABULARY = 1024
+"""Up to which a plain loop on the CPU is faster than torch's calls, whose code each step must load anew."""
 MOST_UNREAD = 2**20
-"""Logits that may wait for the end of a step, 4 MiB: the fewer calls, the less they cost beside a small model."""
+"""Logits that may wait for the end of a step: 4 MiB."""
 SUMS = ('loss', 'tokens', 'weight', 'positions')
 """What is added up of each source: the losses of its tokens, their number, what they weigh, and computed positions."""
 
@@ -40,6 +43,16 @@ class _Part(NamedTuple):
     shares: Sequence[SourceShare | None]  # None: a dummy row
     width: int | None  # of each row; None: a document takes its own tokens
     has_losses: bool  # False: the model gives no logits
+
+
+class _Unread(NamedTuple):
+    """What the losses of a microbatch's tokens will be read from."""
+
+    logits: torch.Tensor
+    text: Mapping[str, Any]  # its labels, and what the rule asks for
+    rule: str
+    counted: torch.Tensor | None  # by nobody before: which tokens carry loss
+    shares: Sequence[SourceShare | None]
 
 
 class SourceLedger:
@@ -53,8 +66,8 @@ class SourceLedger:
     def begin_attempt(self) -> None:
         """Forgets what was noted of the step."""
         self._parts: list[_Part] = []
-        self._unread: list[tuple[torch.Tensor, ...]] = []  # logits, labels and which of these count, row after row
-        self._num_unread = self._num_tokens = self._shift = 0  # logits and counted tokens of these; as the rule has it
+        self._unread: list[_Unread] = []
+        self._num_unread = 0  # logits
         self._losses: list[torch.Tensor] = []  # of tokens, float32, part after part, on the device
 
     def note(self, batch: Batch, facts: Mapping[str, Any], outputs: Any, rule: str) -> None:
@@ -68,34 +81,29 @@ class SourceLedger:
         has_losses = logits is not None and logits.shape[:2] == labels.shape
         self._parts.append(_Part(shares, None if is_packed else labels.shape[1], has_losses))
         if logits is not None and has_losses:
+            counted = None if is_counted else counted_tokens(batch, rule)
+            text = {name: batch[name] for name in ('labels', 'attention_mask') if name in batch}
             rule = facts['rule'][0] if is_counted else rule
-            counted = loss_mask(batch, rule) if is_counted else counted_tokens(batch, rule)
-            self._unread.append((logits.detach().flatten(0, 1), labels.flatten(), counted.flatten()))
+            self._unread.append(_Unread(logits.detach(), text, rule, counted, shares))
             self._num_unread += logits.numel()
-            self._num_tokens += sum(share.loss_tokens for share in shares if share)
-            self._shift = int(rule != 'unshifted')
             if self._num_unread > MOST_UNREAD:
                 self._read()
 
     def _read(self) -> None:
-        """Takes the losses of the counted tokens of what was noted."""
-        if not self._unread:
-            return
-        logits, labels, counted = (_joined(tensors) for tensors in zip(*self._unread, strict=True))
-        # Where the mask is set, as many as are known: for `nonzero` the host would wait for the device.
-        numbers = torch.arange(1, self._num_tokens + 1, device=counted.device)
-        places = torch.searchsorted(counted.cumsum(dim=0), numbers).clamp_(max=len(counted) - 1)
-        for some in places.split(max(CHUNK // logits.shape[-1], 1)):
-            # A shift stays in the row: a first column never counts.
-            scores = whole(logits[some - self._shift]).float()
-            self._losses.append(F.cross_entropy(scores, labels[some], reduction='none'))
-        self._unread, self._num_unread, self._num_tokens = [], 0, 0
+        """Reads the losses of what was noted; the fewer calls, the less they cost beside a small model."""
+        if self._unread:
+            self._losses.append(_token_losses(self._unread))
+            self._unread, self._num_unread = [], 0
 
     def gather(self, values: Sequence[float], device: Any) -> tuple[torch.Tensor, dict[str, dict[str, float]]]:
-        """Gathers a step's numbers in one collective; one more where a source comes for the first time.
+        """Gathers a step's numbers of all ranks in one collective; one more where a source comes for the first time.
+
+        Args:
+            values: This rank's numbers besides, equally many on all ranks.
+            device: Composer's, where the process group works.
 
         Returns:
-            The `values` of all ranks, float64 ``(ranks, values)``, and the step's sums by source and field.
+            Those of all ranks, float64 ``(ranks, values)``, and the step's sums by source and field.
         """
         own = self._sums()
         while True:
@@ -114,13 +122,14 @@ class SourceLedger:
     def _sums(self) -> dict[str, list[float]]:
         """This rank's sums of each source; reads the device once. Plain loops cost less than numpy's calls here."""
         self._read()
-        losses = iter(torch.cat(self._losses).tolist() if self._losses else ())
+        losses = _joined(self._losses).tolist() if self._losses else []
         found: dict[str, list[float]] = {}
+        start = 0
         for part in self._parts:
             for share in filter(None, part.shares):
                 loss = math.nan if share.loss_tokens else 0.0
                 if part.has_losses:
-                    loss = sum(islice(losses, share.loss_tokens))
+                    loss, start = sum(losses[start : start + share.loss_tokens]), start + share.loss_tokens
                 if share.source is not None:
                     own = found.setdefault(_loggable(share.source), [0.0] * len(SUMS))
                     row = (loss, share.loss_tokens, share.weight, part.width or share.real_tokens)
@@ -160,8 +169,70 @@ def _counted(batch: Batch, rule: str) -> list[SourceShare] | None:
     ]
 
 
+def _token_losses(parts: Sequence[_Unread]) -> torch.Tensor:
+    """Returns the loss of each counted token, float32 (tokens,), row after row.
+
+    As their number is known, nothing waits for the device.
+    """
+    total = sum(share.loss_tokens for part in parts for share in part.shares if share)
+    logits = parts[0].logits
+    is_plain = type(logits) is torch.Tensor and logits.device.type == 'cpu' and logits.dtype == torch.float32
+    if is_plain and logits.shape[-1] <= SMALL_VOCABULARY:
+        found, place = np.zeros(total, np.float32), 0
+        for part in parts:
+            shift = int(part.rule != 'unshifted')
+            place = _read_losses(part.logits.numpy(), _counted_labels(part).numpy(), shift, found, place)
+        return torch.from_numpy(found)
+    flat, labels, counted = (_joined(tensors) for tensors in zip(*map(_in_line, parts), strict=True))
+    size = max(CHUNK // flat.shape[-1], 1)
+    places = _places(counted, total)
+    before = places - 1 if parts[0].rule != 'unshifted' else places  # in the same row: a first column never counts
+    chunks = [(before, places)] if total <= size else zip(before.split(size), places.split(size), strict=True)
+    losses = [F.cross_entropy(whole(flat[some]).float(), labels[wanted], reduction='none') for some, wanted in chunks]
+    return _joined(losses)
+
+
+@compiled
+def _read_losses(logits, labels, shift, found, place):  # noqa: ANN001, ANN202 - typed by numba
+    """Writes the cross-entropy of each label from a place on; one call, where torch's twelve are cold in every step."""
+    for row in range(labels.shape[0]):
+        for column in range(shift, labels.shape[1]):
+            label = labels[row, column]
+            if label != IGNORE_INDEX and place < len(found):  # labels that have changed since: the step is refused
+                scores = logits[row, column - shift]
+                highest = scores.max()
+                odds = 0.0
+                for score in scores:
+                    odds += math.exp(score - highest)
+                known = 0 <= label < len(scores)  # nothing here would stop a read behind the end
+                found[place] = math.log(odds) + highest - scores[label] if known else math.nan
+                place += 1
+    return place
+
+
+def _counted_labels(part: _Unread) -> torch.Tensor:
+    """Returns labels of which those that do not count are ignored; a first column that is shifted away aside."""
+    if part.counted is None and part.rule != 'causal_attended':
+        return part.text['labels']
+    counted = loss_mask(part.text, part.rule) if part.counted is None else part.counted
+    return part.text['labels'].masked_fill(~counted, IGNORE_INDEX)
+
+
+def _in_line(part: _Unread) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns logits, labels and whether these count, of all rows one after the other."""
+    counted = loss_mask(part.text, part.rule) if part.counted is None else part.counted
+    return part.logits.flatten(0, 1), part.text['labels'].flatten(), counted.flatten()
+
+
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat(tensors) if len(tensors) > 1 else tensors[0]  # logits of a large model are not copied
+    return torch.cat([*tensors]) if len(tensors) > 1 else tensors[0]  # logits of a large model are not copied
+
+
+def _places(counted: torch.Tensor, total: int) -> torch.Tensor:
+    """Returns where a mask is set, as many as are known: for ``nonzero`` the host would wait for the device."""
+    ordinals = counted.cumsum(dim=0)
+    places = torch.searchsorted(ordinals, torch.arange(1, total + 1, device=counted.device))
+    return places.clamp_(max=len(ordinals) - 1)
 
 
 @lru_cache(maxsize=4096)

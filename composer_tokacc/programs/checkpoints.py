@@ -307,7 +307,7 @@ def _compare_weights(
     unknown = [name for name in saved if name not in shapes]
     if not other and not (strict and (missing or unknown)):
         return
-    named = [*((missing, 'missing'), (unknown, 'unknown')) * strict, (other, 'of other shapes')]
+    named = [(missing, 'missing'), (unknown, 'unknown')] * strict + [(other, 'of other shapes')]
     found = [f'{len(names)} {what}' for names, what in named if names]
     first = (other or missing or unknown)[0]
     shown = f'{list(saved[first])} there, {list(shapes[first])} here' if other else 'missing' if missing else 'unknown'

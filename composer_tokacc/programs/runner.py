@@ -145,10 +145,11 @@ class RankWatch:
 
     def _end(self, message: str, status: int) -> None:
         """Ends this process, whose main thread may wait in a collective."""
-        if not self._stop.is_set() and not self._is_first:
+        if self._stop.is_set():
+            return
+        if not self._is_first:
             end_process('', 0)
-        elif not self._stop.is_set():
-            end_process(message, status, delay=2 * _EVERY)  # as above
+        end_process(message, status, delay=2 * _EVERY)  # as above
 
 
 def _connect(timeout: float) -> Any:  # torch's stubs do not know `check`

@@ -123,9 +123,11 @@ class RegroupingBatchSampler(DistributedSampler):
         if self.modality not in ('mixed', 'per_step'):
             raise ValueError(f"`modality` must be 'mixed' or 'per_step', got: {self.modality!r}.")
         if self.modality == 'per_step':
-            if media is None and self.image_tokens is None:
+            if media is None and self.image_tokens is not None:
+                media = np.sign(self.image_tokens)
+            if media is None:
                 raise ValueError("`image_tokens` or `media` must be given with modality='per_step', got: neither.")
-            self.media = checked_table('media', np.sign(self.image_tokens) if media is None else media, num_samples)
+            self.media = checked_table('media', media, num_samples)
 
     def __len__(self) -> int:
         """Global batches of an epoch, the same in every epoch and on all ranks."""

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,8 @@ import yaml
 from composer_tokacc.planning import CostModel
 from composer_tokacc.sizing.memory_model import rough_fit
 from composer_tokacc.sizing.profile import DatasetProfile
-from composer_tokacc.sizing.simulate import StepFigures
+from composer_tokacc.sizing.simulate import METHOD_NAMES, StepFigures
 
-METHOD_NAMES = {'stock': 'stock Composer', 'split': 'split and trimmed', 'planned': 'planned over ranks'}
 WORTH_SAYING = 0.02
 """Less than this of a step is within the error of the cost model."""
 
@@ -206,36 +205,34 @@ def _memory(report: SizingReport) -> str:
 
 
 def _methods(report: SizingReport) -> str:
-    unit = 'x stock' if report.seconds_per_unit is None else 'seconds'
-    header = (
-        ('', '', 'micro-', 'imbal-', 'time,', 'speed-', 'of the'),
-        ('method', 'padding', 'batches', 'ance', unit, 'up', 'bound'),
-    )
+    unit, time = _times(report)
+    above = ('', '', 'micro-', 'imbal-', 'time,', 'speed-', 'of the')
+    below = ('method', 'padding', 'batches', 'ance', unit, 'up', 'bound')
     rows = []
     for method, figures in report.figures.items():
         counted = f'{figures.padding_ratio:.1%}', f'{figures.microbatches:.1f}', f'{figures.imbalance:.2f}'
         gained = f'{report.speedup(method):.2f}x', f'{report.share_of_bound(method):.0%}'
-        rows.append((METHOD_NAMES[method], *counted, _time(report, figures.cost), *gained))
-    return _table('A step', header, rows)
+        rows.append((METHOD_NAMES[method], *counted, time(figures.cost), *gained))
+    return _table('A step', (above, below), rows)
 
 
-def _time(report: SizingReport, cost: float) -> str:
-    return f'{report.time_of(cost):.{2 if report.seconds_per_unit is None else 3}f}'
+def _times(report: SizingReport) -> tuple[str, Callable[[float], str]]:
+    """Returns the unit of times, and what writes the time of a cost."""
+    unit, digits = ('x stock', 2) if report.seconds_per_unit is None else ('seconds', 3)
+    return unit, lambda cost: f'{report.time_of(cost):.{digits}f}'
 
 
 def _sizes(report: SizingReport) -> str:
-    unit = 'x stock' if report.seconds_per_unit is None else 'seconds'
-    header = (
-        ('', 'padding', '', '', f'time, {unit}', '', '', 'peak', ''),
-        ('size', *METHOD_NAMES, *METHOD_NAMES, 'GiB', ''),
-    )
+    unit, time = _times(report)
+    above = ('', 'padding', '', '', f'time, {unit}', '', '', 'peak', '')
+    below = ('size', *METHOD_NAMES, *METHOD_NAMES, 'GiB', '')
     rows = []
     for row in report.sizes:
         mark = 'suggested' if row.size == report.device_train_microbatch_size else '' if row.fits else 'too large'
         padding = [f'{row.padding[method]:.1%}' for method in METHOD_NAMES]
-        times = [_time(report, row.cost[method]) for method in METHOD_NAMES]
+        times = [time(row.cost[method]) for method in METHOD_NAMES]
         rows.append((str(row.size), *padding, *times, f'{row.peak_gib:.2f}', mark))
-    return _table('Microbatch sizes', header, rows)
+    return _table('Microbatch sizes', (above, below), rows)
 
 
 def _table(title: str, header: Sequence[Sequence[str]], rows: Sequence[Sequence[str]]) -> str:

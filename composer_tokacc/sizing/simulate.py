@@ -17,7 +17,7 @@ from composer_tokacc.sampling.rank_assignment import LoadPlanner
 from composer_tokacc.sampling.sampler import torchs_batches
 from composer_tokacc.sizing.profile import SampleSizes
 
-METHODS = ('stock', 'split', 'planned')
+METHOD_NAMES = {'stock': 'stock Composer', 'split': 'split and trimmed', 'planned': 'planned over ranks'}
 """Composer's own split of padded device batches; :func:`.token_data_spec`; :class:`.RegroupingBatchSampler` as well."""
 
 
@@ -67,7 +67,7 @@ def simulate_steps(
     Args:
         table: Length table.
         batches: Sample indices of each global batch.
-        method: One of ``METHODS``.
+        method: ``'stock'``, ``'split'`` or ``'planned'``.
         num_ranks: Ranks; rank r has the samples r, r + num_ranks, ... of a batch, except where batches are planned.
         microbatch_rows: Rows of a stock microbatch.
         options: How the run cuts, its ``max_tokens`` included.

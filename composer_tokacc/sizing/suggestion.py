@@ -20,7 +20,7 @@ from composer_tokacc.sizing.memory_model import GIB, MemoryModel
 from composer_tokacc.sizing.profile import SampleSizes
 from composer_tokacc.sizing.report import SizeRow, SizingReport
 from composer_tokacc.sizing.shapes import BatchShape
-from composer_tokacc.sizing.simulate import METHODS, StepFigures, draw_batches, simulate_steps
+from composer_tokacc.sizing.simulate import METHOD_NAMES, StepFigures, draw_batches, simulate_steps
 
 if TYPE_CHECKING:
     from composer_tokacc.data import LengthTable
@@ -184,7 +184,7 @@ def _report(
 
     def figures(size: int, stock_rows: int) -> dict[str, StepFigures]:
         sized = replace(options, max_tokens=size * slot)
-        return {method: simulate(method=method, microbatch_rows=stock_rows, options=sized) for method in METHODS}
+        return {method: simulate(method=method, microbatch_rows=stock_rows, options=sized) for method in METHOD_NAMES}
 
     compared = {size, *(1 << k for k in range(max(2 * size, 2).bit_length()))}  # powers of two up to twice as much
     is_over = (table.tokens > max_tokens) | (table.image_tokens > (options.max_image_tokens or max_tokens))

@@ -110,7 +110,8 @@ class MicrobatchTimer(Callback):
         if int(state.timestamp.batch) < self.skip:
             return
         encoder = self._in_encoder + (0.0 if self._first_gradient is None else now - self._first_gradient)
-        columns = (self.rows, self.widths, self.image_tokens, self.row_patches, self.vision_seconds, self.seconds)
+        columns: list[Any] = [self.rows, self.widths, self.image_tokens, self.row_patches]
+        columns += [self.vision_seconds, self.seconds]
         for column, value in zip(columns, (*self._sizes, encoder, seconds), strict=True):
             column.append(value)
 

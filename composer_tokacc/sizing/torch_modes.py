@@ -26,7 +26,7 @@ from composer_tokacc.compat import (
 from composer_tokacc.model_structure import vision_modules
 
 aten: Any = torch.ops.aten
-ask_device: Any = torch.ops.prim.device.default
+ask_device: Any = torch.ops.prim.device
 INDEXING = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
 LARGEST_REAL = 1 << 22
 """Numbers of a float tensor that stays real: a mask in floats is rows x width^2 of them, and SDPA makes one a layer.
@@ -149,7 +149,7 @@ class MemoryTracker(TorchDispatchMode):
         self.peak = dict(self.current)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is ask_device:  # more than half of all calls; each further mode would take its turn
+        if func is ask_device.default:  # more than half of all calls; each further mode would take its turn
             return args[0].device
         result = func(*args, **(kwargs or {}))
         for tensor in tree_iter(result):

@@ -106,7 +106,7 @@ def test_microbatch_transforms_that_mask_labels_are_noticed(model, batch):
         return batch
 
     with pytest.raises(RuntimeError, match='microbatch_transforms'):
-        fit(model, batch, microbatch_transforms=mask)
+        fit(model, token_data_spec(loader(batch), microbatch_transforms=mask))
 
 
 def test_batch_transforms_that_mask_labels_are_counted(model):
@@ -339,7 +339,7 @@ def test_sums_over_the_ranks_are_read_once_a_step_before_the_first_forward(model
 
     class Watched(RankSum):
         def read(self):
-            events.append(('read', self._values is None))
+            events.append(('read', self._sums is None))
             return super().read()
 
     monkeypatch.setattr('composer_tokacc.algorithm.token_accumulation.RankSum', Watched)

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Losses that become another one in step 12 of 20: every step is exact, or refused before the optimizer moves."""
+"""Losses that become another one in step 12 of 40: every step is exact, or refused before the optimizer moves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.matrix.subjects import SUBJECTS
 from tests.support.text import collate, text_rows
 from tests.support.training import fit, relative_error
 
-NUM_STEPS, BEGINS = 20, 12
+NUM_STEPS, BEGINS = 40, 12
 RARE = 63
 """A token that no label is before the effect begins."""
 

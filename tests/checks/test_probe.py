@@ -9,10 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from composer_tokacc.checks.first_batch import FirstBatchCheck, find_loss_rule
+from composer_tokacc.checks.first_batch import FirstBatchCheck, find_loss_rule, rule_batch
 from composer_tokacc.checks.probe import Probe
-from composer_tokacc.checks.rows import rule_batch
-from composer_tokacc.layout import BatchLayout, describe, kinds_of
+from composer_tokacc.layout import BatchLayout
 from tests.support.text import collate, text_model, text_row, text_rows
 
 
@@ -73,8 +72,7 @@ def prove(loss, *, with_logits=True, loss_tokens='auto'):
         check_loss=True,
         microbatch_size=4,
     )
-    kinds = kinds_of([describe(layout, batch)])
-    check.prove(batch, None, kinds, [kinds])
+    check.prove(batch, None)
     return check
 
 

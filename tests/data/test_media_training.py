@@ -250,7 +250,7 @@ def test_models_that_join_frames_two_by_two_get_two():
 def test_rows_of_shards_are_the_records(tmp_path, name):
     """The columns that streaming writes, without streaming."""
     _, dataset = load(name, tmp_path)
-    rows = list(to_mds._read_rows(read_records(tmp_path / 'data.json')))
+    rows = list(to_mds._read_rows(list(read_records(tmp_path / 'data.json'))))
     for index, row in enumerate(rows):
         assert row.keys() == to_mds.SHARD_COLUMNS.keys()
         record, files = to_mds.from_row({**row, 'record': json.loads(json.dumps(row['record']))})

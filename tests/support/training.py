@@ -130,7 +130,8 @@ def train(
 
 
 OWN_OPTIONS = inspect.signature(TokenAccumulation).parameters.keys()
-SPLIT_OPTIONS = inspect.signature(token_data_spec).parameters.keys() - {'model', *OWN_OPTIONS}
+SPLIT_OPTIONS = {*inspect.signature(token_data_spec).parameters, 'batch_transforms', 'microbatch_transforms'}
+SPLIT_OPTIONS -= {'model', *OWN_OPTIONS}
 
 
 def fit(model: Any, *data: Any, microbatch_size: int = 2, **options: Any) -> GradientRecorder:

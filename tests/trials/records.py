@@ -22,8 +22,10 @@ from tests.support.clips import sine, write_sound, write_video
 from tests.support.family_media import MEDIA
 from tests.trials.outcomes import WORKS, refusal
 
-Make, Write = Callable[[Path], Any], Callable[[Path], Any]
-"""From a folder to records; what writes one file."""
+Make = Callable[[Path], Any]
+"""From a folder to records."""
+Write = Callable[[Path], Any]
+"""What writes one file."""
 SAMPLE = 'sample "a"'
 """Every line about a sample names its id."""
 
