@@ -138,6 +138,8 @@ def check_checkpoint(what: str, path: Path) -> None:
         found = 'which is not there'
     elif not path.is_dir() and (not path.is_file() or not (is_compressed or zipfile.is_zipfile(path))):
         found = 'which is neither whole nor written by Composer'
+    elif path.is_dir() and (reason := damage(path)):
+        found = f'damaged ({reason})'
     else:
         return
     raise ConfigError(f'{what} must be a checkpoint file, or the folder of a sharded one, got: {path}, {found}')

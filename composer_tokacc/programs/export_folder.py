@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from composer_tokacc.programs.checkpoints import check_checkpoint, damage, read_state
+from composer_tokacc.programs.checkpoints import check_checkpoint, read_state
 from composer_tokacc.programs.errors import ConfigError, must
 from composer_tokacc.programs.lora import load_weights, refuse_partial, with_saved_adapter
 from composer_tokacc.programs.models import auto_class, empty_model, set_cache
@@ -81,11 +81,8 @@ def _read(checkpoint: Path, scratch: Path) -> dict[str, Any]:
     check_checkpoint('the checkpoint', checkpoint)
     if not checkpoint.is_dir():
         return read_state(checkpoint)
-    reason = damage(checkpoint)
-    # Torch's own is no Exception, and holds the traceback of a rank.
+    # Torch's own is no Exception.
     with must('the checkpoint must be whole and written by Composer', checkpoint, Exception, CheckpointException):
-        if reason:
-            raise ValueError(reason)
         dcp_to_torch_save(checkpoint.resolve(), scratch / 'whole.pt')
     return read_state(scratch / 'whole.pt')
 

@@ -178,6 +178,7 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
     'resume from a Hugging Face folder': (
         'train', LOAD, lambda folder: LlamaConfig().save_pretrained(folder / 'a.pt'), 'a.pt',
     ),
+    'resume from a folder whose index is damaged': ('train', LOAD, a_damaged_index, 'damaged'),
     'resume from a pickle that runs code': ('train', LOAD, pickled_code, 'a.pt'),
     'resume without the state of the optimizer': ('train', LOAD, changed(without('optimizers')), 'optimizer'),
     'resume without the model': ('train', LOAD, changed(without('model')), 'a.pt'),
