@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from composer_tokacc.batch import labels_of, sample_name
+from composer_tokacc.batch import sample_name
 from composer_tokacc.counting import counted_tokens
 
 LOSS_WEIGHTS = 'loss_weights'
@@ -43,23 +43,23 @@ def token_weights_of(
     check_token_weights(token_weights)
     counted = counted_tokens(batch, loss_tokens)
     power = TOKEN_WEIGHTS[token_weights]
-    if power is None:
-        return _given_weights(batch, counted).masked_fill(~counted, 0), counted
-    documents = _documents(batch)
-    counts = torch.bincount(documents[counted], minlength=documents.numel()).clamp(min=1)
-    return counts.double().pow(-power)[documents].masked_fill(~counted, 0).float(), counted
+    if power is not None:
+        documents = _documents(batch, counted)
+        counts = torch.bincount(documents[counted], minlength=documents.numel()).clamp(min=1)
+        return counts.double().pow(-power)[documents].masked_fill(~counted, 0).float(), counted
+    return _given_weights(batch, counted).masked_fill(~counted, 0), counted
 
 
-def _documents(batch: Mapping[str, Any]) -> torch.Tensor:
+def _documents(batch: Mapping[str, Any], counted: torch.Tensor) -> torch.Tensor:
     """``(rows, width)`` int, another number for each document of each row."""
-    labels, positions, sequences = labels_of(batch), batch.get('position_ids'), batch.get('sequence_id')
-    begins = torch.zeros_like(labels, dtype=torch.bool)
-    if isinstance(positions, torch.Tensor) and positions.shape == labels.shape:
+    positions, sequences = batch.get('position_ids'), batch.get('sequence_id')
+    begins = torch.zeros_like(counted)
+    if isinstance(positions, torch.Tensor) and positions.shape == counted.shape:
         begins |= positions == 0  # of padding as well: a document without labels weighs nothing
-    if isinstance(sequences, torch.Tensor) and sequences.shape == labels.shape:  # llm-foundry's packed rows
+    if isinstance(sequences, torch.Tensor) and sequences.shape == counted.shape:  # llm-foundry's packed rows
         begins[:, 1:] |= sequences[:, 1:] != sequences[:, :-1]
     begins[:, :1] = True
-    return begins.flatten().cumsum(dim=0).view_as(labels) - 1
+    return begins.flatten().cumsum(dim=0).view_as(counted) - 1
 
 
 def _given_weights(batch: Mapping[str, Any], counted: torch.Tensor) -> torch.Tensor:
