@@ -407,7 +407,7 @@ def test_rows_of_whisper_are_those_of_its_labels():
 
 
 def test_batch_without_any_text_is_refused_in_one_line():
-    with pytest.raises(ValueError, match=r"must have `input_ids`, or `labels`.*got: \['input_features'\]"):
+    with pytest.raises(ValueError, match=r"must have tensors `input_ids` or `labels`.*got: \['input_features'\]"):
         BatchLayout(family=TEXT).num_rows({'input_features': torch.rand(2, 4, 20)})
 
 
