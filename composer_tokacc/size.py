@@ -69,6 +69,7 @@ from composer_tokacc.sizing import MicrobatchTimer, SizingReport, draw_report, f
 __all__ = ['KEPT_SETTINGS', 'TIMED_STEPS', 'SizeOptions', 'main', 'size', 'time_shapes', 'time_steps']
 
 TIMED_STEPS = 6
+"""Steps that are timed of each size and width."""
 KEPT_SETTINGS = ('precision', 'device', 'parallelism_config', 'dist_timeout')
 """Of the Trainer, in timed steps."""
 CSV_COLUMNS = {'tokens': 'lengths', **{name: name for name in ('image_tokens', 'loss_tokens', 'vision_patches')}}

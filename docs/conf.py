@@ -68,7 +68,7 @@ nitpick_ignore = [
     )
 ]
 # Ranges stand in annotations of the YAML file's sections.
-nitpick_ignore_regex = [('py:.*', rf'({"|".join(_ELSEWHERE)})\..*'), ('py:class', r'.*\.values\.Range')]
+nitpick_ignore_regex = [('py:.*', rf'({"|".join(_ELSEWHERE)})\..*'), ('py:class', r'.*\.schema\.Range')]
 
 
 def _skip_twice_listed(app: Any, what: str, name: str, obj: object, skip: bool, options: Any) -> bool | None:
