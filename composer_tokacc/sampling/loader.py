@@ -67,7 +67,9 @@ class RegroupingDataLoader(DataLoader):
         self._sampler, self._generator = batch_sampler, torch.Generator()
         kwargs.setdefault('generator', self._generator)
         collate = partial(batch_sampler.planner.collate, collate_fn or default_collate)
-        super().__init__(_PlannedDataset(dataset, collate), batch_sampler=batch_sampler, collate_fn=_Parcel, **kwargs)
+        # Who makes a loader of their own of this one's parts (accelerate, to skip batches) must get batches, no parcels.
+        pack: Any = _Parcel if kwargs.get('pin_memory') else _as_it_is
+        super().__init__(_PlannedDataset(dataset, collate), batch_sampler=batch_sampler, collate_fn=pack, **kwargs)
         self._resume_at = self._yielded = (0, 0)
 
     @property
@@ -106,9 +108,9 @@ class RegroupingDataLoader(DataLoader):
         # Of worker processes: another one for each rank, epoch, and place of resumption.
         entropy = [sampler.seed % 2**32, epoch, sampler.rank, first]
         self._generator.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1)[0]))
-        for number, parcel in enumerate(super().__iter__(), start=first + 1):
+        for number, batch in enumerate(super().__iter__(), start=first + 1):
             self._yielded = (epoch, number)
-            yield parcel.batch
+            yield batch.batch if isinstance(batch, _Parcel) else batch
 
     def state_dict(self) -> dict[str, Any]:
         """State of the sampler after the batch that was yielded last, whatever workers have fetched ahead."""
@@ -142,6 +144,10 @@ class _PlannedDataset(Dataset):
         indices, read = list(assignment), getattr(self.dataset, '__getitems__', None)
         samples = read(indices) if read is not None else [self.dataset[index] for index in indices]
         return self._collate(samples, assignment)
+
+
+def _as_it_is(batch: PreSplitBatch) -> PreSplitBatch:
+    return batch
 
 
 class _Parcel:

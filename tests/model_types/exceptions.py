@@ -207,7 +207,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     'ernie4_5_vl_moe': {'video': {'draw_on_frames': False}},
     'florence2': {'image': {'size': _SQUARE, 'crop_size': _SQUARE}},
     'lfm2_vl': {'image': {'max_num_patches': 64, 'encoder_patch_size': 4, 'tile_size': 32}},
-    'inkling2': {'image': {'size': {'height': 8, 'width': 8}}},
+    **{name: {'image': {'size': {'height': 8, 'width': 8}}} for name in ('inkling2', 'inkling2_loop')},
     'dots3_note': {'image': {'temporal_patch_size': 1}, 'video': {'temporal_patch_size': 1}},
     'diffusion_gemma': {'like': 'gemma4', **_GEMMA_PATCHES},
     'nemo_speechlm': {'length': 3680, 'audio': {'feature_size': 16}},
