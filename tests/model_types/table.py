@@ -21,7 +21,7 @@ import torch
 PAGE = """
 ## Model types
 
-Every `config.model_type` of `MODEL_FOR_MULTIMODAL_LM_MAPPING` and `MODEL_FOR_CAUSAL_LM_MAPPING` of transformers 5.23: a
+Every `config.model_type` of `MODEL_FOR_MULTIMODAL_LM_MAPPING` and `MODEL_FOR_CAUSAL_LM_MAPPING` of transformers 5.24: a
 tiny model of its config in double precision, rows with two items, none and one as its own image, video and audio
 processors make them, and as many placeholders as its encoder makes features; steps of the Trainer on one rank with
 microbatches of one, two and three rows. A table for each modality, a row for each type, columns for rows padded on the

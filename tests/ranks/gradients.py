@@ -81,7 +81,7 @@ def measure(
 
 def refusal(model: Any, data: Any, **options: Any) -> str:
     try:
-        fit(model, data, **options)
+        fit(model, data, microbatch_size=1, **options)  # so that every rank's own weights are wrong
     except RuntimeError as error:
         return str(error)
     return ''
