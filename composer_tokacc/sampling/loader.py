@@ -67,7 +67,7 @@ class RegroupingDataLoader(DataLoader):
         self._sampler, self._generator = batch_sampler, torch.Generator()
         kwargs.setdefault('generator', self._generator)
         collate = partial(batch_sampler.planner.collate, collate_fn or default_collate)
-        # Who makes a loader of their own of this one's parts (accelerate, to skip batches) must get batches, no parcels.
+        # Who makes a loader of this one's parts (accelerate, to skip batches) must get batches, not parcels.
         pack: Any = _Parcel if kwargs.get('pin_memory') else _as_it_is
         super().__init__(_PlannedDataset(dataset, collate), batch_sampler=batch_sampler, collate_fn=pack, **kwargs)
         self._resume_at = self._yielded = (0, 0)

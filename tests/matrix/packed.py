@@ -146,8 +146,8 @@ the model's mask. What keeps an attention of its own, or runs on over documents 
 - Models that reshape the mask, index by it in their loss, or attend by themselves but by transformers' masks (GPT-2,
   Qwen2-Audio, Gemma 3 before transformers 5, GPT-Neo) keep a mask as wide as the packed row, with a warning; sizes do
   not count it.
-- Refused: attention in chunks from column 0 (Llama 4), rotary embeddings that depend on the width, PaliGemma before transformers 5.24 (it
-  made its mask outside of its language model), rows that are not one run of tokens.
+- Refused: attention in chunks from column 0 (Llama 4), rotary embeddings that depend on the width, PaliGemma before
+  transformers 5.24 (its mask was made outside of its language model), rows that are not one run of tokens.
 - `torch.compile` breaks its graph at the masks and at each attention.
 
 Tiny models from configs on a CPU, {NUM_BATCHES} ragged batches each: the largest relative error of the gradient of
