@@ -165,7 +165,9 @@ def _has_tiles_or_clips(batch: Batch) -> bool:
 def _masked_slots(batch: Batch) -> torch.Tensor:
     # Images are padded at the right and at the bottom, so a real one has its first pixel.
     mask = batch.get('pixel_attention_mask')
-    return (batch['pixel_values'].flatten(2) != 0).any(dim=2) if mask is None else mask.flatten(2)[:, :, 0] != 0
+    if mask is None:
+        return (batch['pixel_values'].flatten(2) != 0).any(dim=2)
+    return mask.reshape(*mask.shape[:2], -1)[:, :, 0] != 0  # of pixels, or one of each image (Granite Docling)
 
 
 def _aspect_ratio_slots(batch: Batch) -> torch.Tensor:

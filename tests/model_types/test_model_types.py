@@ -25,7 +25,10 @@ from tests.matrix.harness import measure_steps, plain_gradients, quiet
 from tests.model_types.trial import MULTIMODAL, TEXT, maker_of, tried
 from tests.support.training import relative_error
 
-QUICK = {'multimodal': ('florence2', 'git', 'step3p7', 'voxtral_realtime'), 'text': ('gpt2', 'mamba', 'mixtral')}
+QUICK = {
+    'multimodal': ('florence2', 'git', 'granite_docling', 'step3p7', 'voxtral_realtime'),
+    'text': ('gpt2', 'mamba', 'mixtral'),
+}
 SLICE = {
     'multimodal': ('cohere2_vision', 'gemma4', 'glm46v', 'lfm2_vl', 'minicpmv4_6', 'molmo2', 'pix2struct'),
     'text': ('bloom', 'gemma3_text', 'lfm2', 'llama', 'olmoe', 'qwen3_next', 'rwkv'),
