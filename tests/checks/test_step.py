@@ -125,6 +125,10 @@ def test_all_microbatches_are_measured_at_first_and_where_a_label_is_new(monkeyp
     assert steps == [2] * 10 + [later, later, 2, later]
 
 
+KEPT = []
+"""Groups until the process ends: gloo's destructor may wait for ever for a thread that wants the interpreter's lock."""
+
+
 @pytest.mark.parametrize('is_whole', [True, False])
 def test_tokens_of_a_vocabulary_that_ranks_share_are_measured_as_of_a_whole_one(is_whole, monkeypatch, tmp_path):
     monkeypatch.setattr(step, 'NUM_SAMPLED', 100)  # every one, in the same order
@@ -138,5 +142,6 @@ def test_tokens_of_a_vocabulary_that_ranks_share_are_measured_as_of_a_whole_one(
         record._hear(logits, None, 0.1, is_whole, gradient)
         found.append(record.deviations)
     if own_group:
+        KEPT.append(dist.group.WORLD)
         dist.destroy_process_group()
     torch.testing.assert_close(*found)
