@@ -109,6 +109,7 @@ class TokenAccumulation(Algorithm):
         self.loss_tokens, self.token_weights, self.check_loss = loss_tokens, token_weights, check_loss
         self.loss_units, self.router_balance = loss_units, router_balance
         check_arguments(self)
+        self.loss_units = dict(loss_units) if loss_units else None  # the caller's may change
         self.num_empty_steps, self._reduces_once = 0, False
         self._measuring = TokenChoice()
         self._fit: Any = None
@@ -167,7 +168,7 @@ class TokenAccumulation(Algorithm):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what makes a resumed run end with the same bits; rule and rows are checked again."""
-        self.num_empty_steps = state.get('num_empty_steps', 0)
+        self.num_empty_steps = state['num_empty_steps']
         self._reduces_once = state.get('reduces_once', False)
 
     def _start_fit(self, state: State, logger: Logger) -> None:
@@ -218,7 +219,7 @@ class TokenAccumulation(Algorithm):
         if state.scaler is not None and state.scaler.is_enabled():
             self._step.gradient_scale = state.scaler.get_scale()
         if fit.split is not None:
-            fit.split.copies_microbatches = lambda: bool(state.train_metrics)
+            fit.split.begin_step(copies_microbatches=lambda: bool(state.train_metrics))
         if fit.balance is not None:
             fit.balance.count()
 
@@ -312,7 +313,7 @@ class TokenAccumulation(Algorithm):
         if self._device_batch and fit.check.is_due(kinds, number):  # L-BFGS asks again for the same batch
             fit.prove(self._device_batch, reduces_once=self._reduces_once)
         if fit.split is not None:
-            fit.split.made = []  # nobody waits for them while the next batch is read
+            fit.split.end_step()
             if (reduced_once := fit.reductions.reduced_once()) is not None:
                 self._reduces_once = reduced_once
                 fit.split.adopt(fit.split.rules, reduces_once=reduced_once)

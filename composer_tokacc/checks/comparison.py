@@ -79,6 +79,12 @@ class RowComparison:
         """The whole with one more rounding at every layer; few models are so deep that anyone asks."""
         return self._probe.run(self._moved, rounded=True)
 
+    @cached_property
+    def _noise(self) -> dict[tuple[str, int], float]:
+        """By how much round-off may change a gradient, by unit and point."""
+        rounded = self._placed(self._rows, self._rounded, self._everyone)
+        return {key: NOISE_FACTOR * float(_relative(rounded[key], one).max()) for key, one in self._expected.items()}
+
     def _numbers(self, rows: Sequence[int]) -> dict[str, int]:
         """Returns of what the terms of each unit are a mean."""
         return {'tokens': sum(self._counts[row] for row in rows), 'samples': len(rows)}
@@ -191,11 +197,9 @@ class RowComparison:
         """By how much a row's gradient may change and be the same, if it has changed by ``error``."""
         if error <= GRADIENT_TOLERANCE:
             return GRADIENT_TOLERANCE
-        rounded = self._placed(self._rows, self._rounded, self._everyone)
-        noise = NOISE_FACTOR * float(_relative(rounded[key], self._expected[key]).max())
         # The gradient is rounded itself; and what differs by more than any round-off is no round-off (a stale state).
         eps = self.whole.gradient_eps
-        return max(GRADIENT_TOLERANCE, eps, min(noise, MOST_ROUNDINGS * eps, MOST_NOISE))
+        return max(GRADIENT_TOLERANCE, eps, min(self._noise[key], MOST_ROUNDINGS * eps, MOST_NOISE))
 
     def _loss_failure(self, parts: Sequence[tuple[Sequence[int], Mapping[str, float]]]) -> str | None:
         """The formula itself: the loss of all rows is the mean of those of the microbatches, by tokens or samples."""

@@ -60,7 +60,7 @@ class CountingDataSpec(DataSpec):
             check_ids(one)
         # Two specs may share a loader; the algorithm asks for the one that the trainer uses.
         register_split(self.dataloader, self._split)
-        self._split.copies_microbatches = None  # until the algorithm, if there is one, begins with this batch
+        self._split.begin_step(copies_microbatches=None)  # until the algorithm, if there is one, begins with this batch
         if 'labels' not in batch or torch.is_grad_enabled():
             return batch  # in training annotate() masks, which knows the rule
         return batch.map(mask_document_starts) if isinstance(batch, PreSplitBatch) else mask_document_starts(batch)

@@ -100,6 +100,14 @@ class MicrobatchSplit:
         if rules.packing == 'positions':
             self._warn('Packed rows get a mask as wide as all their documents: attention document by document fails.')
 
+    def begin_step(self, *, copies_microbatches: Callable[[], bool] | None) -> None:
+        """Learns what the trainer does with the microbatches of a step."""
+        self.copies_microbatches = copies_microbatches
+
+    def end_step(self) -> None:
+        """Lets a step's microbatches go: nobody waits for them while the next batch is read."""
+        self.made = []
+
     # What the first-batch check asks.
 
     @property
