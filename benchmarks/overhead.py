@@ -8,7 +8,7 @@
 
 Runs yamls/digits.yaml, its samples in two parts, and adds up the time inside the algorithm's events and its backward
 hook, step by step. The share that its one all-reduce has in it, waiting for the other rank included, is given apart.
-The ledger's share is of CPU time, that of the whole process. Prints medians over the steps; rank 0 writes
+Prints medians over the steps; rank 0 writes
 results/overhead.json.
 
 With ``--large``: what measuring the tokens of a microbatch takes of its forward and backward, for a model of hidden
@@ -52,27 +52,24 @@ class Steps(Callback):
     def __init__(self) -> None:
         self.spent = {'algorithm': 0.0, 'all_reduce': 0.0, 'ledger': 0.0}
         self.steps: list[dict[str, float]] = []
-        self.started = self.cpu_started = 0.0
+        self.started = 0.0
 
-    def timed(
-        self, function: Callable[..., Any], kind: str, clock: Callable[[], float] = time.perf_counter
-    ) -> Callable[..., Any]:
+    def timed(self, function: Callable[..., Any], kind: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            started = clock()
+            started = time.perf_counter()
             try:
                 return function(*args, **kwargs)
             finally:
-                self.spent[kind] += clock() - started
+                self.spent[kind] += time.perf_counter() - started
 
         return call
 
     def after_dataloader(self, state: State, logger: Logger) -> None:
         self.spent = dict.fromkeys(self.spent, 0.0)
-        self.started, self.cpu_started = time.perf_counter(), time.process_time()
+        self.started = time.perf_counter()
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        step, cpu = time.perf_counter() - self.started, time.process_time() - self.cpu_started
-        self.steps.append({**self.spent, 'step': step, 'cpu': cpu})
+        self.steps.append({**self.spent, 'step': time.perf_counter() - self.started})
 
 
 def measuring_of_a_large_vocabulary(rounds: int) -> dict[str, float]:
@@ -137,7 +134,7 @@ def main() -> None:
     RankSum.__init__ = steps.timed(RankSum.__init__, 'all_reduce')
     RankSum.read = steps.timed(RankSum.read, 'all_reduce')
     for name in ('note', '_sums', '_table'):  # the rest of it is the reduction that the monitor has anyway
-        setattr(SourceLedger, name, steps.timed(getattr(SourceLedger, name), 'ledger', time.process_time))
+        setattr(SourceLedger, name, steps.timed(getattr(SourceLedger, name), 'ledger'))
     trainer.fit()
     # The first step pays for the probe, once a run, and the first ten measure every token.
     measured = steps.steps[NUM_FIRST_STEPS:]
@@ -146,7 +143,7 @@ def main() -> None:
         'without_all_reduce': statistics.median(
             (one['algorithm'] - one['all_reduce']) / one['step'] for one in measured
         ),
-        'ledger_by_source': statistics.median(one['ledger'] / one['cpu'] for one in measured),
+        'ledger_by_source': statistics.median(one['ledger'] / one['step'] for one in measured),
     }
     medians = {kind: statistics.median(one[kind] for one in measured) for kind in ('step', 'algorithm', 'all_reduce')}
     if dist.get_global_rank() == 0:
@@ -154,7 +151,7 @@ def main() -> None:
         print(f'step {medians["step"] * 1e3:.1f} ms, algorithm {medians["algorithm"] * 1e3:.2f} ms')
         print(f'of which its all-reduce, waiting included, {medians["all_reduce"] * 1e3:.2f} ms')
         print(f'share of the step {shares["with_all_reduce"]:.2%}, all-reduce aside {shares["without_all_reduce"]:.2%}')
-        print(f'share of the ledger by source {shares["ledger_by_source"]:.2%} of the CPU time')
+        print(f'share of the ledger by source {shares["ledger_by_source"]:.2%}')
         print(f'the probe took {steps.steps[0]["algorithm"]:.2f} s, once a run')
         first = steps.steps[0]['algorithm']
         _write(

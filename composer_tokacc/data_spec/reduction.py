@@ -72,10 +72,12 @@ class ReductionWatch:
     def reach_all(self) -> None:
         """Gives parameters that the backward left out a gradient of zero: DDP waits for one of each, on every rank."""
         before, self._before = self._before, []
-        left_out = [one for one, state in before if state_of_gradient(one) == state]
-        # A backward that reaches none leaves DDP as it was before it.
-        if self._ddp is None or not before or (is_reduced(self._ddp) and len(left_out) < len(before)):
+        if self._ddp is None or not before:
             return
+        # A backward that reaches none leaves DDP as it was before it.
+        if is_reduced(self._ddp) and any(state_of_gradient(one) != state for one, state in before):
+            return
+        left_out = [one for one, state in before if state_of_gradient(one) == state]
         torch.autograd.backward([parameter.flatten()[:0].sum() for parameter in left_out if parameter.requires_grad])
 
     def reach_all_by_hand(self) -> None:

@@ -9,6 +9,7 @@ import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -52,7 +53,7 @@ class _Unread(NamedTuple):
     text: Mapping[str, Any]  # its labels, and what the rule asks for
     rule: str
     counted: torch.Tensor | None  # by nobody before: which tokens carry loss
-    shares: Sequence[SourceShare | None]
+    num_tokens: int  # that carry loss
 
 
 class SourceLedger:
@@ -68,7 +69,7 @@ class SourceLedger:
         self._parts: list[_Part] = []
         self._unread: list[_Unread] = []
         self._num_unread = 0  # logits
-        self._losses: list[torch.Tensor] = []  # of tokens, float32, part after part, on the device
+        self._losses: list[np.ndarray | torch.Tensor] = []  # of tokens, float32, part after part, on the device
 
     def note(self, batch: Batch, facts: Mapping[str, Any], outputs: Any, rule: str) -> None:
         """Notes a microbatch whose rows carry ``source``; nothing waits for the device where they were counted."""
@@ -84,7 +85,8 @@ class SourceLedger:
             counted = None if is_counted else counted_tokens(batch, rule)
             text = {name: batch[name] for name in ('labels', 'attention_mask') if name in batch}
             rule = facts['rule'][0] if is_counted else rule
-            self._unread.append(_Unread(logits.detach(), text, rule, counted, shares))
+            num_tokens = sum(facts['loss_tokens'] if is_counted else [share.loss_tokens for share in shares])
+            self._unread.append(_Unread(logits.detach(), text, rule, counted, num_tokens))
             self._num_unread += logits.numel()
             if self._num_unread > MOST_UNREAD:
                 self._read()
@@ -120,9 +122,9 @@ class SourceLedger:
         return ranks[:, : len(values)], found
 
     def _sums(self) -> dict[str, list[float]]:
-        """This rank's sums of each source; reads the device once. Plain loops cost less than numpy's calls here."""
+        """This rank's sums of each source; reads the device. Plain loops cost less than numpy's calls here."""
         self._read()
-        losses = _joined(self._losses).tolist() if self._losses else []
+        losses = [loss for part in self._losses for loss in part.tolist()]
         found: dict[str, list[float]] = {}
         start = 0
         for part in self._parts:
@@ -132,9 +134,10 @@ class SourceLedger:
                     loss, start = sum(losses[start : start + share.loss_tokens]), start + share.loss_tokens
                 if share.source is not None:
                     own = found.setdefault(_loggable(share.source), [0.0] * len(SUMS))
-                    row = (loss, share.loss_tokens, share.weight, part.width or share.real_tokens)
-                    for place, value in enumerate(row):
-                        own[place] += value
+                    own[0] += loss
+                    own[1] += share.loss_tokens
+                    own[2] += share.weight
+                    own[3] += part.width or share.real_tokens
         return found
 
     def _table(self, own: Mapping[str, list[float]]) -> list[float]:
@@ -169,20 +172,21 @@ def _counted(batch: Batch, rule: str) -> list[SourceShare] | None:
     ]
 
 
-def _token_losses(parts: Sequence[_Unread]) -> torch.Tensor:
+def _token_losses(parts: Sequence[_Unread]) -> np.ndarray | torch.Tensor:
     """Returns the loss of each counted token, float32 (tokens,), row after row.
 
     As their number is known, nothing waits for the device.
     """
-    total = sum(share.loss_tokens for part in parts for share in part.shares if share)
-    logits = parts[0].logits
-    is_plain = type(logits) is torch.Tensor and logits.device.type == 'cpu' and logits.dtype == torch.float32
-    if is_plain and logits.shape[-1] <= SMALL_VOCABULARY:
+    total = sum(part.num_tokens for part in parts)
+    arrays = []
+    with suppress(TypeError, RuntimeError):  # on another device, sharded, or of a type that numpy lacks
+        arrays = [part.logits.numpy() for part in parts]
+    if arrays and arrays[0].dtype == np.float32 and arrays[0].shape[-1] <= SMALL_VOCABULARY:
         found, place = np.zeros(total, np.float32), 0
-        for part in parts:
+        for array, part in zip(arrays, parts, strict=True):
             shift = int(part.rule != 'unshifted')
-            place = _read_losses(part.logits.numpy(), _counted_labels(part).numpy(), shift, found, place)
-        return torch.from_numpy(found)
+            place = _read_losses(array, _counted_labels(part).numpy(), shift, found, place)
+        return found
     flat, labels, counted = (_joined(tensors) for tensors in zip(*map(_in_line, parts), strict=True))
     size = max(CHUNK // flat.shape[-1], 1)
     places = _places(counted, total)
