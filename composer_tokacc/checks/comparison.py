@@ -39,6 +39,7 @@ SMALL_ROW = 1e-3
 """A gradient below this part of the largest row's is compared with that: of a row that the model is sure of little is
 left but round-off."""
 
+TAKES = 'The model must take '
 MEAN = "The model's own loss must be the mean over its loss-generating tokens, got: "
 SAMPLES = "The terms that `loss_units` calls 'samples' must be means over samples, got: "
 NAME_TERMS = (
@@ -116,8 +117,9 @@ class RowComparison:
                 return candidate if is_shown else candidate.with_side_of(rules, self._facts.side)
             log.info('%s: %s', candidate, failure)
             failures.append(failure)
-        # Where rows must be packed, the first says why; else the last, of the cut that leaves most alone.
-        raise RuntimeError(failures[0 if cutter is not None and cutter.must_pack else -1])
+        if cutter is not None and cutter.must_pack:  # why the first fails that the model takes at all
+            raise RuntimeError(min(failures, key=lambda failure: failure.startswith(TAKES)))
+        raise RuntimeError(failures[-1])  # of the cut that leaves most alone
 
     def _failure(self, cutter: Any, rules: Any) -> str | None:
         """Returns how the first microbatch fails in which another cut changes a gradient; None: none does."""
@@ -134,7 +136,7 @@ class RowComparison:
             except errors as error:  # BLIP-2 takes no batch without images
                 what = 'packed rows' if packing else f'{sample_name(self._rows, rows[0])} by itself'
                 remedy = ' Set `packing=False` (docs/errors.md#packing).' if packing else ''
-                return f'The model must take {what}, got: {str(error).rstrip(".")}.{remedy}'
+                return f'{TAKES}{what}, got: {str(error).rstrip(".")}.{remedy}'
             count, expected = int(loss_mask(batch, self._rule).sum()), self._numbers(rows)['tokens']
             if count != expected:
                 return self._explained(f'{count} loss-generating tokens {how} instead of {expected}', how)

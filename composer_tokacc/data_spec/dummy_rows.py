@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from composer_tokacc.batch import IGNORE_INDEX, MODALITIES, Batch, padding_side
+from composer_tokacc.batch import IGNORE_INDEX, MODALITIES, Batch
 from composer_tokacc.layout import BatchLayout, RowFacts
 from composer_tokacc.metadata import METADATA_PREFIX, num_rows, with_metadata
 
@@ -87,8 +87,11 @@ def smallest_row(sources: Sequence[RowFacts], modality: str) -> dict[str, Any] |
     return zero_weight(layout.trim(layout.select(sources[which].batch, [row])))
 
 
-def add_rows(layout: BatchLayout, microbatch: Batch, rows: Sequence[Batch]) -> dict[str, Any]:
-    """Returns the microbatch with rows of no weight behind its own."""
+def add_rows(layout: BatchLayout, microbatch: Batch, rows: Sequence[Batch], side: str) -> dict[str, Any]:
+    """Returns the microbatch with rows of no weight behind its own; ``side``: where the rows are padded.
+
+    It is that of the batch: rows of one width, trimmed, show none, and may have been proven padded on the left alone.
+    """
     per_row = {key for key, value in microbatch.items() if isinstance(value, (list, tuple))}
     fitting = [_with_lists(row, microbatch, per_row) for row in rows]
     # Under the mask any id will do that is no placeholder. A row may begin with one.
@@ -98,7 +101,7 @@ def add_rows(layout: BatchLayout, microbatch: Batch, rows: Sequence[Batch]) -> d
     if positions is not None and positions.dim() == 2:  # trimming has written them; a row of no weight takes any
         fitting = [{'position_ids': torch.arange(layout.width(row))[None], **row} for row in fitting]
     pad_token_id = int(ids[is_text][-1])
-    return layout.concat([microbatch, *fitting], padding_side=padding_side(microbatch), pad_token_id=pad_token_id)
+    return layout.concat([microbatch, *fitting], padding_side=side, pad_token_id=pad_token_id)
 
 
 def _with_lists(row: Batch, microbatch: Batch, per_row: set[str]) -> dict[str, Any]:

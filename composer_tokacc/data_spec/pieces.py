@@ -111,7 +111,7 @@ def build(pieces: Sequence[Piece], attention: DocumentAttention | None = None) -
         for piece, rows in zip(same, facts.layout.split(facts.batch, [piece.rows for piece in same]), strict=True):
             microbatch = _trimmed(piece, rows)
             if piece.dummies:
-                microbatch = add_rows(facts.layout, microbatch, [dummy.row for dummy in piece.dummies])
+                microbatch = add_rows(facts.layout, microbatch, [dummy.row for dummy in piece.dummies], facts.side)
             yield pack_rows(facts.layout, microbatch, attention) if piece.rules.packing else microbatch
 
 

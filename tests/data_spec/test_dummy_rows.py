@@ -12,11 +12,12 @@ import torch
 
 from composer_tokacc import BatchLayout, token_data_spec
 from composer_tokacc.data_spec.cut_rules import CutRules
-from composer_tokacc.data_spec.dummy_rows import add_rows, smallest_row, zero_weight
+from composer_tokacc.data_spec.dummy_rows import DummyRows, add_rows, smallest_row, zero_weight
+from composer_tokacc.data_spec.pieces import Piece, build
 from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.layout import describe
 from composer_tokacc.metadata import annotate, metadata_of, num_samples, with_metadata
-from composer_tokacc.planning import pack_lengths
+from composer_tokacc.planning import CutOptions, pack_lengths
 from tests.matrix.harness import measure_steps
 from tests.matrix.subjects import SUBJECTS
 from tests.support import family_models
@@ -76,7 +77,7 @@ def test_spare_image_row_changes_neither_loss_nor_gradient(name, spare, side):
     layout = BatchLayout.for_model(case.model)
     loss, gradients = loss_and_gradients(case, own_rows(case, side))
     microbatch = batch_of(case, TEXT_ROWS, side)
-    padded = add_rows(layout, microbatch, [zero_weight(batch_of(case, [spare], side))])
+    padded = add_rows(layout, microbatch, [zero_weight(batch_of(case, [spare], side))], side)
     padded_loss, padded_gradients = loss_and_gradients(case, padded)
     torch.testing.assert_close(padded_loss, loss, rtol=1e-6, atol=0)
     assert relative_error(padded_gradients, gradients) < 1e-6
@@ -92,7 +93,7 @@ def test_spare_row_with_its_labels_would_change_the_gradient(name, side):
     layout = BatchLayout.for_model(case.model)
     _, gradients = loss_and_gradients(case, own_rows(case, side))
     labelled = with_metadata(batch_of(case, [1], side), samples=[0])
-    padded = add_rows(layout, batch_of(case, TEXT_ROWS, side), [labelled])
+    padded = add_rows(layout, batch_of(case, TEXT_ROWS, side), [labelled], side)
     assert relative_error(loss_and_gradients(case, padded)[1], gradients) > 1e-4
 
 
@@ -101,7 +102,7 @@ def test_added_rows_are_no_samples_and_carry_no_tokens(name):
     case = case_of(name)
     layout = BatchLayout.for_model(case.model)
     microbatch = batch_of(case, TEXT_ROWS, 'right')
-    padded = add_rows(layout, microbatch, [zero_weight(batch_of(case, [1], 'right'))])
+    padded = add_rows(layout, microbatch, [zero_weight(batch_of(case, [1], 'right'))], 'right')
     assert layout.num_rows(padded) == 3
     assert num_samples(padded) == num_samples(microbatch) == 2
     for name in ('loss_tokens', 'real_tokens', 'samples'):
@@ -118,7 +119,7 @@ def test_pads_are_no_image_placeholders(name):
     layout = BatchLayout.for_model(case.model)
     for side in ('left', 'right'):
         microbatch, spare = batch_of(case, [4], side), zero_weight(batch_of(case, [1], side))
-        padded = add_rows(layout, microbatch, [spare])
+        padded = add_rows(layout, microbatch, [spare], side)
         placeholders = spare['input_ids'] == layout.image_token_id
         assert 0 < int(placeholders.sum()) == int((padded['input_ids'] == layout.image_token_id).sum())
 
@@ -150,7 +151,7 @@ def test_spare_row_of_another_microbatch_brings_no_lists_that_this_one_lacks():
     layout = BatchLayout.for_model(case.model)
     microbatch = batch_of(case, TEXT_ROWS, 'right')
     del microbatch['sample_ids']
-    padded = add_rows(layout, microbatch, [zero_weight(batch_of(case, [1], 'right'))])
+    padded = add_rows(layout, microbatch, [zero_weight(batch_of(case, [1], 'right'))], 'right')
     assert 'sample_ids' not in padded
     assert padded['num_images'] == [0, 0, 1]
 
@@ -161,9 +162,22 @@ def test_padding_is_no_placeholder_where_a_row_begins_with_one():
     row = next(row for row, truth in zip(case.rows, case.truth, strict=True) if truth == {'image': 2, 'video': 0})
     other = next(row for row, truth in zip(case.rows, case.truth, strict=True) if not truth['image'] and truth['video'])
     assert row['input_ids'][0, 0] == case.model.config.image_token_id
-    batch = add_rows(layout, row, [zero_weight(other)])
+    batch = add_rows(layout, row, [zero_weight(other)], 'right')
     assert layout.images_per_row(batch) == [2, 0]
     torch.testing.assert_close(case.loss_sum(batch), case.loss_sum(row), rtol=1e-5, atol=0)
+
+
+def test_dummy_row_beside_a_row_without_padding_is_padded_where_the_batch_was():
+    case = case_of('llava')
+    layout = BatchLayout.for_model(case.model)
+    facts = describe(layout, batch_of(case, range(6), 'left'))
+    text = min(TEXT_ROWS, key=facts.lengths.__getitem__)
+    dummies = DummyRows([facts])
+    dummies.needed = ('image',)
+    piece = Piece.from_facts(facts, CutRules(left='trim'), CutOptions()).take([text])
+    (microbatch,) = build([piece._replace(dummies=dummies.missing(facts, [text]))])
+    assert microbatch['attention_mask'].shape[1] > facts.lengths[text]
+    assert microbatch['attention_mask'][0, -facts.lengths[text] :].all()
 
 
 def images_and_videos_somewhere(values):

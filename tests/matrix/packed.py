@@ -130,10 +130,11 @@ each document, or for each run of documents of one length. Nothing as wide as th
 windows, soft caps, sinks, grouped heads, dropout and images that see themselves in both directions stay what the
 model's own attention makes of them. Multimodal rotary positions are the model's own (`get_rope_index`), row by row,
 before rows are joined. Vision towers keep their attention, batches that are not packed (evaluation) are computed as
-before, and the model gets its own attention back at the end of `fit`.
+before, and the model gets its own attention and cache back at the end of `fit` (a checkpoint saved before has
+`use_cache: false` in its config; `export` sets it).
 
-The first batch, and the first with media of a new kind, must show that it holds: the loss of every token is the same
-packed as padded, in either order of the documents, and no logit of a document moves when another has other words.
+The first batch, and the first with media of a new kind, must show that it holds: the gradient by the logits of every
+token is the same packed as padded, in either order of the documents, with a label on every position of all rows but one.
 Layers with a state or a convolution (gated delta rules, Mamba, LFM2) are called once for each document, where they get
 the model's mask. What keeps an attention of its own, or runs on over documents in another way, is refused by that.
 

@@ -20,6 +20,11 @@ _INDEXER = {
 }  # fmt: skip
 
 CONFIGS: dict[str, dict[str, Any]] = {
+    'apertus1p5': {
+        'image_token_offset': 110, 'audio_token_offset': 118,
+        'vision_config.codebook_size': 8, 'vision_config.base_channels': 32, 'audio_config.codebook_size': 8,
+        'audio_config.codebook_dim': 32,
+    },
     'aria': {
         'vision_config.patch_size': 98, 'vision_config.image_size': 490, 'projector_patch_to_query_dict': {25: 4},
         'max_value_projector_patch_to_query_dict': 4,
@@ -136,6 +141,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     'cohere_compass_text': {'rope_parameters': {'full_attention': _ROPE, 'sliding_attention': _ROPE}},
     'dbrx': {'attn_config.rope_theta': 1e4, 'attn_config.clip_qkv': 8.0},
     'deepseek_v2': {'num_experts_per_tok': 2},
+    'dory': {
+        'num_hidden_layers': 4, 'n_input_layers': 1, 'n_recurrent_layers': 2, 'n_output_layers': 1,
+        'layer_types': ['sliding_attention', 'full_attention'] * 2,
+    },
     'dots1': {'n_routed_experts': 4, 'num_experts_per_tok': 2, 'n_shared_experts': 1, 'moe_intermediate_size': 32},
     'hunyuan_v1_dense': {'head_dim': 16},
     'hunyuan_v1_moe': {'head_dim': 16, 'num_experts': 4, 'moe_topk': [2, 2], 'num_experts_per_tok': 2},

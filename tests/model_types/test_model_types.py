@@ -118,7 +118,7 @@ def test_smallest_row_with_media_of_any_rank_serves_as_dummy_row(model_type, mod
     text, media = maker.batch(modality, has_media=False), maker.batch(modality, runs=2 if modality == 'video' else 1)
     row = smallest_row([describe(layout, media)], modality)
     assert row is not None
-    joined = without_metadata(add_rows(layout, text, [row]))
+    joined = without_metadata(add_rows(layout, text, [row], 'right'))
     assert layout.units_per_row(joined, modality)[:-1] == [0] * len(text['input_ids'])
     found, expected = plain_gradients(model, joined), plain_gradients(model, text)
     assert relative_error(found, expected) < 1e-6

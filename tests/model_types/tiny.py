@@ -32,7 +32,7 @@ SIZES: Mapping[str, int] = {
     r'qk_head_dim': 2 * HEAD,
     r'num_expert_group': 1,
     r'num_experts_per_token': 2,
-    r'(decoder_|encoder_)?vocab_size|vocab_size_per_layer_input': VOCABULARY,
+    r'(decoder_|encoder_|unpadded_)?vocab_size|vocab_size_per_layer_input': VOCABULARY,
     r'num_kv_shared_layers|num_nextn_predict_layers|first_k_dense_replace|mtp_num_hidden_layers|num_mtp_layers': 0,
     r'(qk_(rope|nope)_|v_|mamba_|global_|kv_|index_|linear_(key|value)_)?head_dim|attention_head_size'
     r'|d_kv|mamba_d_head|kv_channels'
