@@ -135,8 +135,8 @@ before, and the model gets its own attention and cache back at the end of `fit` 
 
 The first batch, and the first with media of a new kind, must show that it holds: the gradient by the logits of every
 token is the same packed as padded, in either order of the documents, with a label on every position of all rows but
-one. Layers with a state or a convolution (gated delta rules, Mamba, LFM2) are called once for each document, where they get
-the model's mask. What keeps an attention of its own, or runs on over documents in another way, is refused by that.
+one. Layers with a state or a convolution (gated delta rules, Mamba, LFM2) are called once for each document, where they
+get the model's mask. What keeps an attention of its own, or runs on over documents in another way, is refused by that.
 
 `packing='auto'` packs where the first batch costs less so (`CostModel`) and the model passes; else rows are padded.
 
