@@ -12,8 +12,9 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
+from types import NoneType
 from typing import Annotated, Any, Literal
 
 import composer.algorithms
@@ -67,7 +68,9 @@ _HINTS: dict[str, Any] = {
     **dict.fromkeys(('train_subset_num_batches', 'eval_subset_num_batches'), _ALL_OR_SOME),
     'ddp_sync_strategy': Literal[tuple(DDPSyncStrategy.__members__)] | None,  # type: ignore[valid-type]
     'dist_timeout': Annotated[float, POSITIVE],
+    **dict.fromkeys(('load_object_store', 'profiler'), NoneType),  # objects, which no file holds
     'mixed_precision': Literal['DEFAULT', 'PURE', 'FULL'],
+    'mode': Literal['default', 'reduce-overhead', 'max-autotune', 'max-autotune-no-cudagraphs'] | None,  # of compile
     'momentum': Annotated[float, FRACTION],
     'precision': Literal[tuple(one.value for one in Precision)] | None,  # type: ignore[valid-type]
     'save_num_checkpoints_to_keep': Annotated[int, Range(least=-1)],
@@ -96,9 +99,16 @@ def check_part(kind: str, path: str, name: str, arguments: Any, *given: Any) -> 
         _make(path, cls, arguments or {}, *given)
 
 
-def check_host_arguments(path: str, target: Any, arguments: Any) -> None:
+def check_host_arguments(path: str, target: Any, arguments: Any, *, num_given: int = 0) -> None:
     """Refuses arguments that a function or class of a host does not take."""
-    check_arguments(path, target, arguments, hints=_HINTS)
+    check_arguments(path, target, arguments, num_given=num_given, hints=_HINTS)
+
+
+def named_parts(config: Any) -> Iterator[tuple[str, str, str, Any]]:
+    """Gives kind, path, name and arguments of each algorithm, callback and logger that a config names."""
+    sections = {'algorithms': config.algorithms, 'callbacks': config.callbacks}
+    for path, parts in {**sections, 'trainer.loggers': config.trainer.get('loggers') or {}}.items():
+        yield from ((path.rpartition('.')[2], f'{path}.{name}', name, given) for name, given in parts.items())
 
 
 def build_all(kind: str, parts: Mapping[str, Any] | None) -> list[Any]:
