@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -29,9 +30,10 @@ MAINS = {'look': look.main, 'train': train.main, 'size': size.main, 'verify': ve
 RUN = [DIGITS, *TINY_DIGITS, 'trainer.max_duration=1ba', 'trainer.eval_interval=1ba', 'dataset.num_samples=8']
 
 
+@patch.dict(os.environ)
 def call_program(folder: Path, program: str, arguments: list[str], write: Callable[[Path], Any] | None = None) -> str:
     """The program's last line, where it ends with status 2; ``write`` writes the files of ``{folder}``, whose code must
-    not run.
+    not run, or sets the environment.
     """
     if write is not None:
         write(folder)
@@ -191,7 +193,31 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
     'a folder as the YAML file': ('train', ['{folder}/a.pt'], a_folder, 'a.pt'),
     'rank of an adapter above every width': ('train', [*RUN, 'model.lora={r: 100000}'], '`model.lora'),
     'a dataset of the user that does not know a word': ('look', [DIGITS, 'dataset.split=tset'], None, '`split`'),
-    'an algorithm for another model': ('train', [*RUN, 'algorithms.gated_linear_units={}'], None, 'Gated Linear Units'),
+    'an algorithm for another model': (
+        'train', [*RUN, 'algorithms.gated_linear_units={}'], None, '`algorithms.gated_linear_units`',
+    ),
+    'a callback that fails in a hook of the model': (
+        'train', [*RUN, 'callbacks.activation_monitor={interval: 1ba}'], None, '`callbacks.activation_monitor`',
+    ),
+    'an algorithm whose labels are elsewhere': (
+        'train', [*RUN, 'algorithms.label_smoothing={smoothing: 0.1}'], None, '`algorithms.label_smoothing`',
+    ),
+    'an optimizer for GPUs': ('train', [*RUN, 'optimizer.capturable=true'], None, '`optimizer`'),
+    'a checkpoint of a name that is not there': (
+        'train', [*RUN, 'trainer.save_folder={folder}', 'trainer.save_filename="{nope}.pt"'], None, '`trainer`',
+    ),
+    'pictures of three colours for a model of one': (
+        'train', [*RUN, 'model.config.vision_config.num_channels=1'], None, '`model` must take',
+    ),
+    'placeholders of another token': ('train', [*RUN, 'model.config.image_token_index=5'], None, '`model` must take'),
+    'a rule by which the model does not count': (
+        'train', [*RUN, 'algorithms.token_accumulation.loss_tokens=unshifted'], None, '`loss_tokens` must be',
+    ),
+    'an activation that is not there': (
+        'train', [*RUN, 'model.config.text_config.hidden_act=swishy'], None, "KeyError 'swishy'",
+    ),
+    'half a rank': ('look', [DIGITS], lambda folder: os.environ.update(LOCAL_RANK='0.5'), '`LOCAL_RANK`'),
+    'no ranks': ('train', RUN, lambda folder: os.environ.update(WORLD_SIZE='0'), '`WORLD_SIZE`'),
     'verify of one row': ('verify', [*RUN, '--rows', '1'], None, '--rows'),
     'verify of no rows': ('verify', [*RUN, '--rows', '0'], '--rows'),
     'verify of rows below 0': ('verify', [*RUN, '--rows', '-3'], '--rows'),
