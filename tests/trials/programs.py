@@ -30,10 +30,9 @@ MAINS = {'look': look.main, 'train': train.main, 'size': size.main, 'verify': ve
 RUN = [DIGITS, *TINY_DIGITS, 'trainer.max_duration=1ba', 'trainer.eval_interval=1ba', 'dataset.num_samples=8']
 
 
-@patch.dict(os.environ)
 def call_program(folder: Path, program: str, arguments: list[str], write: Callable[[Path], Any] | None = None) -> str:
     """The program's last line, where it ends with status 2; ``write`` writes the files of ``{folder}``, whose code must
-    not run, or sets the environment.
+    not run.
     """
     if write is not None:
         write(folder)
@@ -42,6 +41,11 @@ def call_program(folder: Path, program: str, arguments: list[str], write: Callab
     line = run_program(MAINS[program], [one.replace('{folder}', str(folder)) for one in arguments])
     assert not (folder / 'code ran').exists(), f'code ran, then: {line}'
     return line
+
+
+def call_in_environment(folder: Path, name: str, value: str) -> str:
+    with patch.dict(os.environ, {name: value}):
+        return call_program(folder, 'look', [DIGITS])
 
 
 @functools.cache
@@ -216,8 +220,6 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
     'an activation that is not there': (
         'train', [*RUN, 'model.config.text_config.hidden_act=swishy'], None, "KeyError 'swishy'",
     ),
-    'half a rank': ('look', [DIGITS], lambda folder: os.environ.update(LOCAL_RANK='0.5'), '`LOCAL_RANK`'),
-    'no ranks': ('train', RUN, lambda folder: os.environ.update(WORLD_SIZE='0'), '`WORLD_SIZE`'),
     'verify of one row': ('verify', [*RUN, '--rows', '1'], None, '--rows'),
     'verify of no rows': ('verify', [*RUN, '--rows', '0'], '--rows'),
     'verify of rows below 0': ('verify', [*RUN, '--rows', '-3'], '--rows'),
@@ -247,3 +249,8 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
         'folder',
     ),
 }  # fmt: skip
+ENVIRONMENTS = {
+    # name: (variable, value, what the line names)
+    'half a rank': ('LOCAL_RANK', '0.5', '`LOCAL_RANK`'),
+    'no ranks': ('WORLD_SIZE', '0', '`WORLD_SIZE`'),
+}
