@@ -215,7 +215,8 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
     ),
     'placeholders of another token': ('train', [*RUN, 'model.config.image_token_index=5'], None, '`model` must take'),
     'a rule by which the model does not count': (
-        'train', [*RUN, 'algorithms.token_accumulation.loss_tokens=unshifted'], None, '`loss_tokens` must be',
+        'train', [*RUN, 'algorithms.token_accumulation.loss_tokens=unshifted'], None,
+        '`algorithms.token_accumulation.loss_tokens`',
     ),
     'an activation that is not there': (
         'train', [*RUN, 'model.config.text_config.hidden_act=swishy'], None, "KeyError 'swishy'",
