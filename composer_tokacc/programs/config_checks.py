@@ -47,7 +47,7 @@ _FILLED_ELSEWHERE = {
 }  # fmt: skip
 _OF_THE_LAUNCHER = {
     **dict.fromkeys(('RANK', 'LOCAL_RANK', 'NODE_RANK'), AT_LEAST_0),
-    **dict.fromkeys(('WORLD_SIZE', 'LOCAL_WORLD_SIZE'), AT_LEAST_1),
+    **dict.fromkeys(('WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'MASTER_PORT'), AT_LEAST_1),
 }
 _FSDP = 'trainer.parallelism_config.fsdp'
 
@@ -260,6 +260,8 @@ def check_machine(config: TrainConfig) -> None:
     folders = {'report.folder': config.report['folder'], 'trainer.save_folder': trainer.get('save_folder')}
     for key, folder in folders.items():
         if folder is not None and '://' not in folder:
+            if folder.startswith('~'):  # a shell expands it where a word begins with it, and nobody else does
+                raise ConfigError(f'`{key}` must be written out, got: {folder}, which would be a folder of that name')
             with must(f'`{key}` must be a folder that can be made', folder, OSError):
                 known = folder.replace('{run_name}', str(trainer.get('run_name'))).partition('{')[0]
                 Path(known).mkdir(parents=True, exist_ok=True)

@@ -53,7 +53,7 @@ _NEEDED = {
 # What asks for sparse gradients, or for batches of images and classes, or of tensors alone.
 _UNSUITED = (
     torch.optim.SparseAdam, composer.algorithms.AugMix, composer.algorithms.ColOut, composer.algorithms.CutMix,
-    composer.algorithms.CutOut, composer.algorithms.MixUp,
+    composer.algorithms.CutOut, composer.algorithms.MixUp, composer.algorithms.NoOpModel,
     composer.algorithms.ProgressiveResizing, composer.algorithms.RandAugment, composer.algorithms.SeqLengthWarmup,
     composer.callbacks.ImageVisualizer,
 )  # fmt: skip
@@ -95,8 +95,10 @@ def check_part(kind: str, path: str, name: str, arguments: Any, *given: Any) -> 
     needed = _NEEDED.get(cls.__name__)
     if needed is not None and find_spec(needed) is None:
         raise ConfigError(f'`{path}` needs the package {needed}, got: none. pip install {needed}')
-    if kind != 'loggers':
-        _make(path, cls, arguments or {}, *given)
+    made = None if kind == 'loggers' else _make(path, cls, arguments or {}, *given)
+    base = object if kind in ('loggers', 'scheduler') else _SECTIONS[kind][0]  # any function may be a scheduler
+    if not isinstance(made, base):
+        raise ConfigError(f'`{path}` must be a {base.__name__}, got: a {type(made).__name__}')
 
 
 def check_host_arguments(path: str, target: Any, arguments: Any, *, num_given: int = 0) -> None:

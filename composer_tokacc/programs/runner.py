@@ -98,7 +98,7 @@ class RankWatch:
         self._is_first = dist.get_local_rank() == 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
-        if dist.get_world_size() > 1:
+        if dist.get_world_size() > 1 and 'MASTER_ADDR' in os.environ:
             self._thread.start()
 
     def stop(self) -> None:
@@ -176,6 +176,7 @@ def fault_of_machine(error: BaseException | None) -> str:
         number = re.search(r'\[Errno (\d+)\]', str(error))
         code = getattr(error, 'errno', None) or (int(number[1]) if number else None)
         text = ' '.join(str(error).split())[-300:] or type(error).__name__
+        modules = [str(frame.f_globals.get('__name__')) for frame, _ in traceback.walk_tb(error.__traceback__)]
         # Torch's own of a full disk says only that it is not where it should be.
         if code in (errno.ENOSPC, errno.EDQUOT) or 'unexpected pos' in text:
             return f'the disk must have room for checkpoints and results, got: {text}'
@@ -185,6 +186,8 @@ def fault_of_machine(error: BaseException | None) -> str:
                 f'the limit of open files (`ulimit -Hn`) must leave room for ranks and loader processes, got: {limit}. '
                 'Raise it, for example to 65536, or lower `loader.num_workers`'
             )
+        if isinstance(error, (IsADirectoryError, NotADirectoryError, PermissionError)):
+            return f'files of the run must be where they can be written and read, got: {text}'
         if isinstance(error, torch.OutOfMemoryError):
             return (
                 f'the device must have memory for a microbatch, got: {text}. Lower `microbatching.slot_tokens` or '
@@ -195,10 +198,11 @@ def fault_of_machine(error: BaseException | None) -> str:
                 f'the port where the ranks meet must be free, got: {os.environ.get("MASTER_PORT", "")}, taken by '
                 'another program. Start again, or give the launcher one that is free: `composer --master_port PORT`'
             )
-        frames = traceback.walk_tb(error.__traceback__)
+        if 'torch.distributed.rendezvous' in modules:
+            got = f'{text.rstrip(".")}. Use `composer -n RANKS`'
+            return f'the ranks must meet where `MASTER_ADDR` and `MASTER_PORT` say, got: {got}'
         if 'DataLoader worker (pid' in text or (
-            isinstance(error, ConnectionError | EOFError)
-            and any(frame.f_globals.get('__name__') == 'torch.utils.data.dataloader' for frame, _ in frames)
+            isinstance(error, ConnectionError | EOFError) and 'torch.utils.data.dataloader' in modules
         ):
             return (
                 f'processes that read samples must live as long as the run, got: {text.rstrip(". ")}. Mostly the '
@@ -226,10 +230,13 @@ def fault_of_part(error: BaseException, config: TrainConfig) -> str:
         if module.startswith('composer.trainer.'):
             blamed = blamed or ('trainer' if frame.f_code.co_name == '__init__' else '')
             break
-        if isinstance(part, _PARTS) and type(part).__module__.startswith(('composer.', 'torch.')):
+        if isinstance(part, _PARTS):
+            if not type(part).__module__.startswith(('composer.', 'torch.')):
+                break
             blamed = keys.get(type(part), 'trainer')
         elif isinstance(part, PreTrainedModel) and type(part).__module__.startswith('transformers.'):
             blamed = blamed or 'model'  # a part may stand in its hooks
+    where = next((name for name in reversed(modules) if not name.startswith('composer_tokacc.')), '')
     fits = 'take what `dataset` and its processor make' if blamed == 'model' else 'work in this run'
     remedy = 'Change it; `trainer.python_log_level=DEBUG` shows where'
-    return blamed and f'`{blamed}` must {fits}, got: {words_of(error).rstrip(".")} (in {modules[-1]}). {remedy}'
+    return blamed and f'`{blamed}` must {fits}, got: {words_of(error).rstrip(".")} (in {where}). {remedy}'
