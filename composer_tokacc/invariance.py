@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-from composer_tokacc.batch import Batch, labels_of, with_own_tensors
+from composer_tokacc.batch import Batch, labels_of, text_of, with_own_tensors
 from composer_tokacc.checks.logits import logits_of
 from composer_tokacc.collectives import all_gather_object, get_global_rank
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.metadata import without_metadata
+from composer_tokacc.planning import check_kind
 
 Gradients = Mapping[str, torch.Tensor]
 
@@ -172,7 +173,8 @@ def _telling_rows(
     if len(set(counts)) > 1 or counts[0] < 2:
         raise ValueError(f'`rows` must hold as many rows on every rank, and at least 2, got: {counts}.')
     # Those with media have the most entries, and tell the layout.
-    layout = layout or BatchLayout.infer(max(batches, key=len))
+    layout = BatchLayout.infer(max(batches, key=len)) if layout is None else layout
+    check_kind('layout', layout, BatchLayout)
     own: list[dict[str, Any]] = []
     for batch in map(without_metadata, batches):
         own += [layout.trim(layout.select(batch, [row])) for row in range(layout.num_rows(batch))]
@@ -281,7 +283,8 @@ def verify_isolation(model: torch.nn.Module, packed: Batch, documents: torch.Ten
         >>> verify_isolation(model, packed, documents).is_isolated
         True
     """
-    ids, documents = packed['input_ids'], torch.as_tensor(documents)
+    check_kind('model', model, torch.nn.Module)
+    ids, documents = text_of(packed), torch.as_tensor(documents)
     named = [sorted(set(row.tolist()) - {-1}) for row in documents.clamp(min=-1)]
     if documents.shape != ids.shape or max(map(len, named), default=0) < 2:
         raise ValueError(

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from composer_tokacc.batch import IGNORE_INDEX, text_of
+from composer_tokacc.batch import IGNORE_INDEX, labels_of, text_of
 from composer_tokacc.counting import count_tokens, mask_document_starts
 from composer_tokacc.layout import PreSplitBatch
 from composer_tokacc.weights import LOSS_WEIGHTS, token_weights_of
@@ -93,10 +93,10 @@ def annotate(batch: Mapping[str, Any], loss_tokens: str = 'causal', token_weight
     is_plain = token_weights == 'token'
     if is_annotated(batch, loss_tokens) and (is_plain or f'{METADATA_PREFIX}weights' in batch):
         return dict(batch)
-    samples = samples_of(batch)
+    labels, samples = labels_of(batch), samples_of(batch)
     if not all(samples):  # rows that are no samples weigh nothing, whatever labels their loader left on them
-        is_added = ~torch.tensor(samples, dtype=torch.bool, device=batch['labels'].device)
-        batch = {**batch, 'labels': batch['labels'].masked_fill(is_added[:, None], IGNORE_INDEX)}
+        is_added = ~torch.tensor(samples, dtype=torch.bool, device=labels.device)
+        batch = {**batch, 'labels': labels.masked_fill(is_added[:, None], IGNORE_INDEX)}
     batch = batch if loss_tokens == 'unshifted' else mask_document_starts(batch)
     counts = count_tokens(batch, loss_tokens)
     facts: dict[str, Sequence[Any]] = {

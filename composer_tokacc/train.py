@@ -44,8 +44,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The YAML file, then ``key=value`` overrides; None takes them from the command line.
     """
     given, overrides = command_line(__doc__).parse_known_args(arguments)
-    share_cores(dist.get_local_world_size())
-    allow_open_files()
     return run_program(run, given.config, overrides, trains=True)
 
 
@@ -55,6 +53,8 @@ def run(config: TrainConfig) -> None:
     Raises:
         ConfigError: For a model or data that the config names and that cannot be used.
     """
+    share_cores(dist.get_local_world_size())
+    allow_open_files()
     if config.dry_run:
         _rehearse_all(config)
         return

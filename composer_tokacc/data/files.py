@@ -26,6 +26,7 @@ from composer_tokacc.data.formats import parse_record
 from composer_tokacc.data.hub import ask_hub
 from composer_tokacc.data.media import MediaFolders, check_decoder, regular_file
 from composer_tokacc.data.records import BadSampleError, EmbeddedFile, PathLike, RawRecord, Record
+from composer_tokacc.planning import check_kind
 
 HUB = 'hf://datasets/'
 """How a dataset of the hub is named: ``hf://datasets/owner/name``, perhaps ``/subset`` behind it."""
@@ -103,7 +104,9 @@ def read_texts(paths: PathLike | Sequence[PathLike]) -> Iterator[str]:
 
 
 def _read_all(paths: PathLike | Sequence[PathLike]) -> Iterator[tuple[PathLike, RawRecord]]:
-    for path in [paths] if isinstance(paths, (str, os.PathLike)) else paths:
+    paths = [paths] if isinstance(paths, (str, os.PathLike)) else paths
+    check_kind('path', paths, Sequence)
+    for path in paths:
         yield from ((path, raw) for raw in read_raw_records(path))
 
 
@@ -311,6 +314,7 @@ def _open_table(path: str, split: str | None) -> Any:
         remedy = "pip install 'composer_tokacc[datasets]'"
         raise ValueError(f'`path` must be JSON or JSONL where `datasets` is not installed, got: {path}. {remedy}')
     import datasets.exceptions
+    import pyarrow.parquet
 
     try:
         if path.startswith(HUB):
@@ -323,7 +327,9 @@ def _open_table(path: str, split: str | None) -> Any:
                     regular_file(file)
             found = datasets.load_from_disk(path)
         else:
-            found = datasets.Dataset.from_parquet(path)
+            # `datasets` reads as many rows at a time as the first row group has, which may be none.
+            has_rows = pyarrow.parquet.read_metadata(path).num_rows > 0
+            found = datasets.Dataset.from_parquet(path) if has_rows else datasets.Dataset.from_dict({})
     except Exception as error:  # of pyarrow, of `datasets`, of the network
         if isinstance(error, datasets.exceptions.DatasetGenerationError):  # which says no more than that there is one
             error = error.__cause__ or error

@@ -32,10 +32,19 @@ def identify_data(dataset: Any) -> str:
     found: list[Any] = [len(dataset)]
     for index in np.unique(np.linspace(0, len(dataset) - 1, NUM_READ).astype(int)).tolist():
         try:
-            found.append(np.asarray(dataset[index]['input_ids']).tolist())
+            check_sample(sample := dataset[index], 'input_ids')
+            found.append(np.asarray(sample['input_ids']).tolist())
         except BadSampleError as error:
             found.append(str(error))
     return fingerprint(found)
+
+
+def check_sample(sample: Any, *needed: str) -> None:
+    """Raises ValueError unless a sample is a mapping with such keys."""
+    keys = getattr(sample, 'keys', tuple)()
+    if missing := set(needed) - set(keys):
+        found = f'one without {min(missing)}' if keys else type(sample).__name__
+        raise ValueError(f'`dataset` must give samples with `input_ids` and `labels`, got: {found}.')
 
 
 def identify_processor(processor: Any) -> str:

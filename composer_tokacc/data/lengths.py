@@ -187,7 +187,10 @@ def build_length_table(
     errors = {index: row for index, row in enumerate(gathered) if isinstance(row, str)}
     _raise_first(errors, on_error)
     numbers = np.array([row if isinstance(row, tuple) else (0,) * len(TABLE_COLUMNS) for row in gathered], np.int32)
-    return LengthTable(**dict(zip(TABLE_COLUMNS, numbers.T.copy(), strict=True)), errors=errors)
+    table = LengthTable(**dict(zip(TABLE_COLUMNS, numbers.T.copy(), strict=True)), errors=errors)
+    if not (table.loss_tokens.any() or errors):
+        raise ValueError('`dataset` must have labels to learn, got: samples whose labels are all -100.')
+    return table
 
 
 def table_name(dataset: Any, processor: Any, *, patch_size: int | None = None) -> str:

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from PIL import Image
 
-from composer_tokacc.batch import IGNORE_INDEX, MODALITIES
+from composer_tokacc.batch import IGNORE_INDEX, MODALITIES, check_ids
+from composer_tokacc.data.identity import check_sample
 from composer_tokacc.data.records import BadSampleError
 
 ImageSizes = tuple[tuple[int, int], ...]
@@ -117,9 +118,8 @@ class RowSizes:
 
     def of(self, sample: Mapping[str, Any]) -> TableRow:
         """Returns the row of a sample."""
-        if missing := {'input_ids', 'labels'} - sample.keys():
-            found = f'one without {min(missing)}'
-            raise ValueError(f'`dataset` must give samples with `input_ids` and `labels`, got: {found}.')
+        check_sample(sample, 'input_ids', 'labels')
+        check_ids(sample)
         num_image_tokens = int(torch.isin(sample['input_ids'], self.token_ids).sum())
         num_loss_tokens = int((sample['labels'][:, 1:] != IGNORE_INDEX).sum())
         num_patches, steps = count_patches(sample, self.patch_size), sample.get(SHRINK_STEPS, [0])[0]

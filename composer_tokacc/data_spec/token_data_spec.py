@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from composer_tokacc.counting import check_rule
 from composer_tokacc.data_spec.split import MicrobatchSplit, register_split
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.planning import CostModel, CutOptions
+from composer_tokacc.planning import CostModel, CutOptions, check_kind
 
 if TYPE_CHECKING:
     from composer.core import DataSpec
@@ -94,8 +94,8 @@ def token_data_spec(
     if isinstance(dataloader, DataSpec) or not isinstance(dataloader, Iterable):
         got = type(dataloader).__name__
         raise TypeError(f'`dataloader` must be a dataloader, got: {got}. Of a DataSpec, give its `dataloader`')
-    if layout is not None and not isinstance(layout, BatchLayout):
-        raise ValueError(f'`layout` must be a BatchLayout, got: {layout!r}.')
+    if layout is not None:
+        check_kind('layout', layout, BatchLayout)
     for name in OWN_KWARGS:
         if name in data_spec_kwargs:
             raise ValueError(f'`{name}` must be left to token_data_spec(), which is exact only with its own. Drop it.')

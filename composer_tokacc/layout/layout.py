@@ -25,6 +25,7 @@ from composer_tokacc.layout.found import (
 )
 from composer_tokacc.layout.placeholders import stand_at, token_ids
 from composer_tokacc.layout.tensors import cat_padded, compact, renumber, select_rows
+from composer_tokacc.planning import check_count
 
 PATCHES = {'patch': ('image', 'image_grid_thw'), 'video_patch': ('video', 'video_grid_thw')}
 """Units that are parts of another: of which, and the tensor whose product says how many."""
@@ -280,6 +281,8 @@ class BatchLayout:
             if isinstance(value, torch.Tensor):
                 entries[key] = self.entry_of(batch, key)
         everything, groups = list(range(self.num_rows(batch))), [list(rows) for rows in groups]
+        if strange := set().union(*groups) - set(everything):
+            raise ValueError(f'`rows` must be of the {len(everything)} of the batch, from 0, got: {strange}.')
         if all(rows == everything for rows in groups):
             return [dict(batch) for _ in groups]
         units = {'image' if entry.slot_dim is not None else entry.unit for entry in entries.values()}
@@ -298,6 +301,7 @@ class BatchLayout:
 
     def trim(self, batch: Batch, *, width_multiple: int = 1) -> dict[str, Any]:
         """Cuts the columns that no row needs; widths round up to ``width_multiple``, never beyond the batch's own."""
+        check_count('width_multiple', width_multiple)
         if has_sound_along_text(batch, self.config):
             return dict(batch)
         (side, lengths), width = span(batch), self.width(batch)

@@ -4,7 +4,7 @@
 """Token-budget microbatches: pure functions that cut and share a global batch. No Composer and no torch here."""
 
 from composer_tokacc.planning.cuts import cut_rows, pack_lengths
-from composer_tokacc.planning.options import CostModel, CutOptions, Table
+from composer_tokacc.planning.options import CostModel, CutOptions, Table, check_count, check_kind
 from composer_tokacc.planning.plan import (
     Microbatch,
     MicrobatchPlan,
@@ -23,6 +23,8 @@ __all__ = [
     'PlanStats',
     'Rows',
     'Table',
+    'check_count',
+    'check_kind',
     'checked_table',
     'cut_rows',
     'lower_bound',

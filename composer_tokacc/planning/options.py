@@ -11,7 +11,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from numbers import Real
+from typing import Any, Literal
 
 import numpy as np
 
@@ -51,13 +52,13 @@ class CostModel:
     seconds_per_token: float | None = None
 
     def __post_init__(self) -> None:
-        if not self.quadratic > 0:
+        if not isinstance(self.quadratic, Real) or not self.quadratic > 0:
             raise ValueError(f'`quadratic` must be positive, got: {self.quadratic}. Use math.inf for no such term.')
         names = ('vision_per_token', 'vision_per_image', 'vision_per_patch', 'vision_per_square', 'launch', 'document')
         for name in names:
             value = getattr(self, name)
-            if not 0 <= value < float('inf'):
-                raise ValueError(f'`{name}` must be finite and not negative, got: {value}.')
+            if not isinstance(value, Real) or not 0 <= value < float('inf'):
+                raise ValueError(f'`{name}` must be finite and not negative, got: {value!r}.')
 
     def rows(self, widths: np.ndarray) -> np.ndarray:
         """Returns the cost of one row at each width, without vision and launch, float64 of the same shape."""
@@ -85,6 +86,18 @@ class CostModel:
     def packed(self, lengths: Sequence[int]) -> float:
         """Returns the cost of a microbatch that is one packed row of documents, without vision."""
         return float(self.rows(np.array(lengths)).sum()) + self.document * len(lengths) + self.launch
+
+
+def check_count(name: str, value: Any) -> None:
+    """Raises ValueError unless an argument is a positive integer."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+        raise ValueError(f'`{name}` must be a positive integer, got: {value!r}.')
+
+
+def check_kind(name: str, value: Any, kind: type) -> None:
+    """Raises ValueError unless an argument is of a class."""
+    if not isinstance(value, kind):
+        raise ValueError(f'`{name}` must be a {kind.__name__}, got: {value!r:.80}.')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,12 +134,9 @@ class CutOptions:
 
     def __post_init__(self) -> None:
         for name in ('max_tokens', 'slot_tokens', 'max_image_tokens', 'width_multiple'):
-            value, may_be_none = getattr(self, name), name in ('slot_tokens', 'max_image_tokens')
-            is_positive = isinstance(value, (int, np.integer)) and not isinstance(value, bool) and value > 0
-            if not (is_positive or (value is None and may_be_none)):
-                raise ValueError(f'`{name}` must be a positive integer, got: {value!r}.')
-        if not isinstance(self.cost, CostModel):
-            raise ValueError(f'`cost` must be a CostModel, got: {self.cost!r}.')
+            if getattr(self, name) is not None or name not in ('slot_tokens', 'max_image_tokens'):
+                check_count(name, getattr(self, name))
+        check_kind('cost', self.cost, CostModel)
         for name, choices in (
             ('regroup', (True, False)),
             ('equal_counts', (True, False, 'auto')),

@@ -16,7 +16,7 @@ import numpy as np
 
 from composer_tokacc.planning.assignment import assign_longest_first, assign_slots, best_slot_order, rebalance
 from composer_tokacc.planning.cuts import LeastPaddedCuts, equal_cost_cut, microbatch_costs, split_largest
-from composer_tokacc.planning.options import CostModel, CutOptions, Table
+from composer_tokacc.planning.options import CostModel, CutOptions, Table, check_count
 from composer_tokacc.planning.rows import OrderedRows, Rows
 
 # Chosen on 460 plans for each objective: 16 to 2,048 samples of AI2D, ChartQA, DocVQA and of lognormal length, 2 to 64
@@ -171,8 +171,7 @@ def plan_rows(
     vision_cost: Table | None = None,
 ) -> MicrobatchPlan:
     """Plans as :func:`.plan_microbatches`, with options that are checked already."""
-    if not isinstance(num_ranks, int) or num_ranks < 1:
-        raise ValueError(f'`num_ranks` must be a whole number, at least 1, got: {num_ranks}.')
+    check_count('num_ranks', num_ranks)
     checked = Rows(lengths, options, image_tokens=image_tokens, vision_cost=vision_cost)
     # Under 'fsdp' the k-th microbatches of all ranks run side by side: a step slot, for which all wait.
     in_slots = options.objective == 'fsdp'

@@ -103,7 +103,8 @@ def checked_table(name: str, values: Table, num_samples: int, *, least: int = 0,
     table = np.asarray(values)
     if table.shape != (num_samples,):
         raise ValueError(
-            f'`{name}` must have one entry per sample, got: shape {table.shape} for {num_samples} samples.'
+            f'`{name}` must have one entry per sample, got: shape {table.shape} for {num_samples} samples, in a '
+            f'{type(values).__name__}.'
         )
     kinds, wanted = ('iu', 'integers') if dtype is np.int64 else ('iuf', 'numbers')
     if table.dtype.kind not in kinds:

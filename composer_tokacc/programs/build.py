@@ -18,7 +18,7 @@ from composer.utils import dist, get_device, reproducibility
 
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.programs.checkpoints import SameData, remember_unused_parameters, resume_on_shared_folder
-from composer_tokacc.programs.errors import ConfigError, taken_by
+from composer_tokacc.programs.errors import ConfigError
 from composer_tokacc.programs.lora import identify_adapter
 from composer_tokacc.programs.models import build_model, parameter_groups
 from composer_tokacc.programs.process import DIST_TIMEOUT, say
@@ -102,16 +102,15 @@ def build_trainer(
         # What lies behind the checkpoint that the run goes on from is what a killed one has left.
         arguments.setdefault('save_overwrite', True)
         arguments |= resume_on_shared_folder(config.trainer)
-    with taken_by('Composer', of='`trainer`, `algorithms` and `callbacks`'):
-        return Trainer(
-            model=parts.model,
-            train_dataloader=parts.train_loader,
-            eval_dataloader=parts.eval_loader,
-            optimizers=optimizer,
-            schedulers=build_section('scheduler', config.scheduler),
-            algorithms=build_all('algorithms', config.algorithms),
-            callbacks=callbacks,
-            loggers=[*loggers, history],
-            seed=config.seed,
-            **arguments,
-        )
+    return Trainer(
+        model=parts.model,
+        train_dataloader=parts.train_loader,
+        eval_dataloader=parts.eval_loader,
+        optimizers=optimizer,
+        schedulers=build_section('scheduler', config.scheduler),
+        algorithms=build_all('algorithms', config.algorithms),
+        callbacks=callbacks,
+        loggers=[*loggers, history],
+        seed=config.seed,
+        **arguments,
+    )

@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,10 @@ from composer.utils.parallelism import FSDP2Config, FSDPConfig, ParallelismConfi
 from composer_tokacc.programs.checkpoints import check_checkpoint
 from composer_tokacc.programs.errors import ConfigError, in_words_of, must
 from composer_tokacc.programs.models import EVAL_METRICS, TRAIN_METRICS, check_model
-from composer_tokacc.programs.registry import check_host_arguments, check_part, import_by_name, without
+from composer_tokacc.programs.registry import check_host_arguments, check_part, import_by_name, named_parts, without
 from composer_tokacc.programs.schema import (
+    AT_LEAST_0,
+    AT_LEAST_1,
     OF_THE_REPORT,
     TrainConfig,
     check_arguments,
@@ -43,11 +45,19 @@ _FILLED_ELSEWHERE = {
     'algorithms': 'algorithms', 'callbacks': 'callbacks', 'optimizers': 'optimizer', 'schedulers': 'scheduler',
     'device_train_microbatch_size': 'microbatching.device_train_microbatch_size', 'seed': 'seed',
 }  # fmt: skip
+_OF_THE_LAUNCHER = {
+    **dict.fromkeys(('RANK', 'LOCAL_RANK', 'NODE_RANK'), AT_LEAST_0),
+    **dict.fromkeys(('WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'MASTER_PORT'), AT_LEAST_1),
+}
 _FSDP = 'trainer.parallelism_config.fsdp'
 
 
 def check_config(config: TrainConfig, *, num_ranks: int | None = None) -> None:
     """Raises ConfigError for the first mistake in a config whose types are right, in one line with the remedy."""
+    for name, allowed in _OF_THE_LAUNCHER.items():
+        value = os.environ.get(name, '1')
+        if not value.isdecimal() or int(value) not in allowed:
+            raise ConfigError(f'`{name}` of the environment must be a whole number, {allowed}, got: {value}. Unset it')
     num_ranks = num_ranks or int(os.environ.get('WORLD_SIZE', '1'))
     check_numbers('', without(dataclasses.asdict(config), 'microbatching'))  # whose cost may have an infinite term
     with in_words_of(config):
@@ -107,11 +117,9 @@ def _check_batches(config: TrainConfig, num_ranks: int) -> None:
 
 def _check_parts(config: TrainConfig) -> None:
     """Checks the sections that name classes."""
-    loggers = config.trainer.get('loggers') or {}
-    check_value('trainer.loggers', loggers, dict)
-    for kind, parts in (('algorithms', config.algorithms), ('callbacks', config.callbacks), ('loggers', loggers)):
-        for name, arguments in parts.items():
-            check_part(kind, f'trainer.loggers.{name}' if kind == 'loggers' else f'{kind}.{name}', name, arguments)
+    check_value('trainer.loggers', config.trainer.get('loggers'), dict | None)
+    for part in named_parts(config):
+        check_part(*part)
     measured = {
         'eval': EVAL_METRICS if config.dataset.get('eval') else (),
         'train': TRAIN_METRICS if config.model.train_metrics else (),
@@ -170,6 +178,7 @@ def _check_trainer(trainer: dict[str, Any]) -> None:
     load_path = trainer.get('load_path')
     if load_path and '://' not in load_path and '{' not in load_path:
         check_checkpoint('`trainer.load_path`', Path(load_path))
+    check_host_arguments('trainer.compile_config', torch.compile, trainer.get('compile_config'), num_given=1)
     parallelism = trainer.get('parallelism_config') or {}
     check_host_arguments('trainer.parallelism_config', ParallelismConfig, parallelism)
     if (tp := parallelism.get('tp')) is not None:  # whose plan is of Python objects
@@ -223,7 +232,7 @@ def _check_mesh(fsdp: Mapping[str, Any], num_ranks: int) -> None:
 def _check_report(config: TrainConfig) -> None:
     report = config.report
     function = import_by_name('report', str(report['name'])) if 'name' in report else lambda run: None
-    if inspect.isbuiltin(function):
+    if str(getattr(function, '__module__', '')).partition('.')[0] in sys.stdlib_module_names:
         raise ConfigError(f'`report.name` must be a function that takes a FinishedRun, got: {report["name"]}')
     check_arguments('report', function, report, own_keys=OF_THE_REPORT, num_given=1)
     is_alone = config.model.lora is not None and config.model.pretrained is None
@@ -251,6 +260,8 @@ def check_machine(config: TrainConfig) -> None:
     folders = {'report.folder': config.report['folder'], 'trainer.save_folder': trainer.get('save_folder')}
     for key, folder in folders.items():
         if folder is not None and '://' not in folder:
+            if folder.startswith('~'):  # a shell expands it where a word begins with it, and nobody else does
+                raise ConfigError(f'`{key}` must be written out, got: {folder}, which would be a folder of that name')
             with must(f'`{key}` must be a folder that can be made', folder, OSError):
                 known = folder.replace('{run_name}', str(trainer.get('run_name'))).partition('{')[0]
                 Path(known).mkdir(parents=True, exist_ok=True)

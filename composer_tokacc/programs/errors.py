@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import difflib
+import dis
 import logging
 import os
 import re
 import sys
-import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -34,7 +34,7 @@ def must(
     try:
         yield
     except kinds as error:
-        said = ' '.join(str(error).split()) or type(error).__name__
+        said = words_of(error)
         shown = said if got is None else f'{got} ({said})'
         raise raises(f'{requirement}, got: {shown}{remedy}') from error
 
@@ -43,13 +43,14 @@ def must(
 def in_words_of(config: Any) -> Iterator[None]:
     """Makes a :class:`ConfigError` of what the owner of an argument says against its value in a config, a dataclass.
 
-    Only of a plain ValueError that this package raises: those of torch, Transformers or Streaming, and faults of the
-    program, keep their type and their traceback. An argument gets its path: ``freeze`` becomes ``model.freeze``.
+    Only of a plain ValueError, or RuntimeError, that this package raises: those of torch, Transformers or Streaming,
+    and faults of the program, keep their type and their traceback. An argument gets its path: ``freeze`` becomes
+    ``model.freeze``.
     """
     try:
         yield
-    except ValueError as error:
-        if type(error) is not ValueError or not raised_here(error):
+    except (ValueError, RuntimeError) as error:
+        if type(error) not in (ValueError, RuntimeError) or not raised_here(error):
             raise
         message = ' '.join(str(error).split())
         if named := re.match(r'`(\w+)', message):
@@ -71,9 +72,19 @@ def _places_of(name: str, section: Mapping[str, Any], path: str = '') -> Iterato
 
 
 def raised_here(error: BaseException) -> bool:
-    """Returns whether a line of this package raised an error, rather than one of a host."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return bool(frames) and str(frames[-1].f_globals.get('__name__')).startswith('composer_tokacc.')
+    """Returns whether a ``raise`` of this package raised an error, rather than a host or a fault in a line of ours."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None or not str(last.tb_frame.f_globals.get('__name__')).startswith('composer_tokacc.'):
+        return False
+    return dis.opname[last.tb_frame.f_code.co_code[last.tb_lasti]] == 'RAISE_VARARGS'
+
+
+def words_of(error: BaseException) -> str:
+    """Returns what an error says in one line, behind its kind where it says one word or nothing, as a KeyError does."""
+    said = ' '.join(str(error).split())
+    return said if ' ' in said else f'{type(error).__name__} {said}'.rstrip()
 
 
 @contextmanager
@@ -84,7 +95,7 @@ def taken_by(what: str, *, of: str) -> Iterator[None]:
     except (ValueError, TypeError, ArithmeticError, FileNotFoundError) as error:
         if raised_here(error):
             raise
-        raise ConfigError(f'{of} must be what {what} takes, got: {" ".join(str(error).split())}') from error
+        raise ConfigError(f'{of} must be what {what} takes, got: {words_of(error)}') from error
 
 
 def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
@@ -111,7 +122,8 @@ def refuse(error: Exception, *, on_all_ranks: bool = False) -> int:
     before it has spoken, and prints what each of them wrote.
     """
     log.debug('The mistake was found here:', exc_info=error)
-    if on_all_ranks and int(os.environ.get('LOCAL_RANK', '0')) > 0:
+    rank = os.environ.get('LOCAL_RANK', '0')
+    if on_all_ranks and rank.isdecimal() and int(rank) > 0:
         return 0
     print(one_line(error), file=sys.stderr, flush=True)
     return 2

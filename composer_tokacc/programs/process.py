@@ -56,7 +56,7 @@ def say(text: str) -> None:
     """Prints what is being done, behind the seconds since the start, on the first rank: some of it takes long."""
     import psutil
 
-    if int(os.environ.get('RANK', '0')) == 0:
+    if os.environ.get('RANK', '0') == '0':
         seconds = time.time() - psutil.Process().create_time()
         print(f'[{seconds:4.0f} s] {text}', file=sys.stderr, flush=True)
 

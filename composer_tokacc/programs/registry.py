@@ -12,8 +12,9 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
+from types import NoneType
 from typing import Annotated, Any, Literal
 
 import composer.algorithms
@@ -52,7 +53,7 @@ _NEEDED = {
 # What asks for sparse gradients, or for batches of images and classes, or of tensors alone.
 _UNSUITED = (
     torch.optim.SparseAdam, composer.algorithms.AugMix, composer.algorithms.ColOut, composer.algorithms.CutMix,
-    composer.algorithms.CutOut, composer.algorithms.MixUp,
+    composer.algorithms.CutOut, composer.algorithms.MixUp, composer.algorithms.NoOpModel,
     composer.algorithms.ProgressiveResizing, composer.algorithms.RandAugment, composer.algorithms.SeqLengthWarmup,
     composer.callbacks.ImageVisualizer,
 )  # fmt: skip
@@ -67,7 +68,9 @@ _HINTS: dict[str, Any] = {
     **dict.fromkeys(('train_subset_num_batches', 'eval_subset_num_batches'), _ALL_OR_SOME),
     'ddp_sync_strategy': Literal[tuple(DDPSyncStrategy.__members__)] | None,  # type: ignore[valid-type]
     'dist_timeout': Annotated[float, POSITIVE],
+    **dict.fromkeys(('load_object_store', 'profiler'), NoneType),  # objects, which no file holds
     'mixed_precision': Literal['DEFAULT', 'PURE', 'FULL'],
+    'mode': Literal['default', 'reduce-overhead', 'max-autotune', 'max-autotune-no-cudagraphs'] | None,  # of compile
     'momentum': Annotated[float, FRACTION],
     'precision': Literal[tuple(one.value for one in Precision)] | None,  # type: ignore[valid-type]
     'save_num_checkpoints_to_keep': Annotated[int, Range(least=-1)],
@@ -92,13 +95,22 @@ def check_part(kind: str, path: str, name: str, arguments: Any, *given: Any) -> 
     needed = _NEEDED.get(cls.__name__)
     if needed is not None and find_spec(needed) is None:
         raise ConfigError(f'`{path}` needs the package {needed}, got: none. pip install {needed}')
-    if kind != 'loggers':
-        _make(path, cls, arguments or {}, *given)
+    made = None if kind == 'loggers' else _make(path, cls, arguments or {}, *given)
+    base = object if kind in ('loggers', 'scheduler') else _SECTIONS[kind][0]  # any function may be a scheduler
+    if not isinstance(made, base):
+        raise ConfigError(f'`{path}` must be a {base.__name__}, got: a {type(made).__name__}')
 
 
-def check_host_arguments(path: str, target: Any, arguments: Any) -> None:
+def check_host_arguments(path: str, target: Any, arguments: Any, *, num_given: int = 0) -> None:
     """Refuses arguments that a function or class of a host does not take."""
-    check_arguments(path, target, arguments, hints=_HINTS)
+    check_arguments(path, target, arguments, num_given=num_given, hints=_HINTS)
+
+
+def named_parts(config: Any) -> Iterator[tuple[str, str, str, Any]]:
+    """Gives kind, path, name and arguments of each algorithm, callback and logger that a config names."""
+    sections = {'algorithms': config.algorithms, 'callbacks': config.callbacks}
+    for path, parts in {**sections, 'trainer.loggers': config.trainer.get('loggers') or {}}.items():
+        yield from ((path.rpartition('.')[2], f'{path}.{name}', name, given) for name, given in parts.items())
 
 
 def build_all(kind: str, parts: Mapping[str, Any] | None) -> list[Any]:

@@ -148,8 +148,8 @@ def write_report(
             result=result, history=history, model=parts.model, eval_dataset=parts.eval_dataset,
             processor=parts.processor, folder=folder, is_sharded=config.is_sharded,
         )  # fmt: skip
-        lines += import_by_name('report', config.report['name'])(run, **without(config.report, *OF_THE_REPORT))
-    (folder / 'result.json').write_text(json.dumps(result, indent=2) + '\n')
+        lines += import_by_name('report', config.report['name'])(run, **without(config.report, *OF_THE_REPORT)) or ()
+    (folder / 'result.json').write_text(json.dumps(result, indent=2, default=str) + '\n')
     if config.report.get('export'):
         export_model(parts.model, folder / 'exported')
         lines.append(('model for transformers', str(folder / 'exported')))

@@ -11,6 +11,7 @@ of every rank reads it: the first rank of a node prints it and ends with its sta
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
 import resource
@@ -21,15 +22,23 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
+from composer.core import Algorithm, Callback
+from composer.optim import ComposerScheduler
 from composer.utils import dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # documented there
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
 
 from composer_tokacc.data import BadSampleError
 from composer_tokacc.programs.config_checks import check_config, check_machine
-from composer_tokacc.programs.errors import ConfigError, in_words_of, one_line, refuse
+from composer_tokacc.programs.errors import ConfigError, in_words_of, one_line, refuse, words_of
 from composer_tokacc.programs.process import DIST_TIMEOUT, end_process, keep_what_is_loaded, let_children_die
+from composer_tokacc.programs.registry import class_by_name, named_parts
 from composer_tokacc.programs.schema import TrainConfig, load_config
 
+log = logging.getLogger(__name__)
+_PARTS = (Algorithm, Callback, Optimizer, ComposerScheduler)
 _EVERY = 1.0
 """Seconds between two looks at the store."""
 _TOLD = 'composer_tokacc/told'
@@ -53,6 +62,8 @@ def run_program(
     try:
         config = load_config(path, overrides)
         check_config(config, num_ranks=num_ranks)
+        if level := config.trainer.get('python_log_level'):
+            logging.getLogger('composer_tokacc').setLevel(level.upper())
         if trains:
             check_machine(config)
     except ConfigError as error:
@@ -65,7 +76,8 @@ def run_program(
         return 2 if watch.tell(one_line(error), 2) else refuse(error)
     except Exception as error:
         let_children_die()
-        if fault := fault_of_machine(error):
+        log.debug('The run failed here:', exc_info=error)
+        if fault := fault_of_machine(error) or fault_of_part(error, config):
             return 2 if watch.tell(one_line(fault), 2) else refuse(ConfigError(fault))
         if watch.tell(traceback.format_exc(), 1):
             return 1
@@ -86,7 +98,7 @@ class RankWatch:
         self._is_first = dist.get_local_rank() == 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
-        if dist.get_world_size() > 1:
+        if dist.get_world_size() > 1 and 'MASTER_ADDR' in os.environ:
             self._thread.start()
 
     def stop(self) -> None:
@@ -164,6 +176,7 @@ def fault_of_machine(error: BaseException | None) -> str:
         number = re.search(r'\[Errno (\d+)\]', str(error))
         code = getattr(error, 'errno', None) or (int(number[1]) if number else None)
         text = ' '.join(str(error).split())[-300:] or type(error).__name__
+        modules = [str(frame.f_globals.get('__name__')) for frame, _ in traceback.walk_tb(error.__traceback__)]
         # Torch's own of a full disk says only that it is not where it should be.
         if code in (errno.ENOSPC, errno.EDQUOT) or 'unexpected pos' in text:
             return f'the disk must have room for checkpoints and results, got: {text}'
@@ -173,15 +186,23 @@ def fault_of_machine(error: BaseException | None) -> str:
                 f'the limit of open files (`ulimit -Hn`) must leave room for ranks and loader processes, got: {limit}. '
                 'Raise it, for example to 65536, or lower `loader.num_workers`'
             )
+        if isinstance(error, (IsADirectoryError, NotADirectoryError, PermissionError)):
+            return f'files of the run must be where they can be written and read, got: {text}'
+        if isinstance(error, torch.OutOfMemoryError):
+            return (
+                f'the device must have memory for a microbatch, got: {text}. Lower `microbatching.slot_tokens` or '
+                '`device_train_microbatch_size`, or set the latter to suggest'
+            )
         if code == errno.EADDRINUSE or 'EADDRINUSE' in text:
             return (
                 f'the port where the ranks meet must be free, got: {os.environ.get("MASTER_PORT", "")}, taken by '
                 'another program. Start again, or give the launcher one that is free: `composer --master_port PORT`'
             )
-        frames = traceback.walk_tb(error.__traceback__)
+        if 'torch.distributed.rendezvous' in modules:
+            got = f'{text.rstrip(".")}. Use `composer -n RANKS`'
+            return f'the ranks must meet where `MASTER_ADDR` and `MASTER_PORT` say, got: {got}'
         if 'DataLoader worker (pid' in text or (
-            isinstance(error, ConnectionError | EOFError)
-            and any(frame.f_globals.get('__name__') == 'torch.utils.data.dataloader' for frame, _ in frames)
+            isinstance(error, ConnectionError | EOFError) and 'torch.utils.data.dataloader' in modules
         ):
             return (
                 f'processes that read samples must live as long as the run, got: {text.rstrip(". ")}. Mostly the '
@@ -189,3 +210,33 @@ def fault_of_machine(error: BaseException | None) -> str:
             )
         error = error.__cause__ or error.__context__
     return ''
+
+
+def fault_of_part(error: BaseException, config: TrainConfig) -> str:
+    """Returns what a host's part says that failed in a run, by its key in the config; empty where none of them did.
+
+    A part stands between the Trainer, which called it, and the line that raised. Classes of the user's keep their
+    traceback, and so do faults between ranks.
+    """
+    keys = {class_by_name(kind, name): path for kind, path, name, _ in named_parts(config)}
+    keys |= {class_by_name(kind, getattr(config, kind)['name']): kind for kind in ('optimizer', 'scheduler')}
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules = [str(frame.f_globals.get('__name__')) for frame in frames]
+    if modules[-1].startswith('torch.distributed'):
+        return ''
+    blamed = ''
+    for frame, module in zip(reversed(frames), reversed(modules), strict=True):
+        part = frame.f_locals.get('self')
+        if module.startswith('composer.trainer.'):
+            blamed = blamed or ('trainer' if frame.f_code.co_name == '__init__' else '')
+            break
+        if isinstance(part, _PARTS):
+            if not type(part).__module__.startswith(('composer.', 'torch.')):
+                break
+            blamed = keys.get(type(part), 'trainer')
+        elif isinstance(part, PreTrainedModel) and type(part).__module__.startswith('transformers.'):
+            blamed = blamed or 'model'  # a part may stand in its hooks
+    where = next((name for name in reversed(modules) if not name.startswith('composer_tokacc.')), '')
+    fits = 'take what `dataset` and its processor make' if blamed == 'model' else 'work in this run'
+    remedy = 'Change it; `trainer.python_log_level=DEBUG` shows where'
+    return blamed and f'`{blamed}` must {fits}, got: {words_of(error).rstrip(".")} (in {where}). {remedy}'

@@ -388,7 +388,7 @@ def _wrong_type(path: str, value: Any, bases: Sequence[Any]) -> str:
     expected = 'of type ' * bool(types) + ' or '.join(sorted(words.get(name, name) for name in types))
     if isinstance(value, str) and choices and types <= {'NoneType'}:
         return unknown_name(f'`{path}`', value, choices)
-    if types <= {'dict', 'Mapping', 'NoneType'} and not choices:
+    if types & {'dict', 'Mapping'} and types <= {'dict', 'Mapping', 'NoneType'} and not choices:
         return f'`{path}` must be a mapping, got: {value}. Leave it out for its defaults'
     return f'`{path}` must be {(expected + _or_choices(bases)).removeprefix(", or ")}, got: {value}'
 

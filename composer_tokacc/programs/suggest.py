@@ -24,6 +24,7 @@ from composer_tokacc.collectives import from_any_rank
 from composer_tokacc.data import TABLE_COLUMNS, LengthTable
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.monitor import TokenMonitor
+from composer_tokacc.programs.errors import raised_here
 from composer_tokacc.programs.models import build_transformers_model
 from composer_tokacc.programs.process import say
 from composer_tokacc.programs.registry import build_section, without
@@ -58,6 +59,8 @@ def apply_suggestion(config: TrainConfig, dataset: Any, processor: Any) -> tuple
             decided = report.device_train_microbatch_size, report.slot_tokens
             log.info('Suggested microbatch size: %s', report.yaml())
         except ValueError as error:
+            if not raised_here(error):  # a model's, which ends the other ranks as well
+                raise
             decided = str(error)
     decided = from_any_rank(decided)
     if isinstance(decided, str):

@@ -15,7 +15,15 @@ import torch
 from torch.utils.data import Dataset, DistributedSampler
 
 from composer_tokacc.collectives import get_global_rank, get_world_size
-from composer_tokacc.planning import CostModel, CutOptions, MicrobatchPlan, Table, checked_table
+from composer_tokacc.planning import (
+    CostModel,
+    CutOptions,
+    MicrobatchPlan,
+    Table,
+    check_count,
+    check_kind,
+    checked_table,
+)
 from composer_tokacc.sampling.mixture import LossShares, Mixture, mixed_batches
 from composer_tokacc.sampling.rank_assignment import LoadPlanner, RankAssignment, check_global_batch
 
@@ -148,15 +156,15 @@ class RegroupingBatchSampler(DistributedSampler):
 
     def window(self, batch: int) -> list[int]:
         """Returns the samples of global batch `batch` of this epoch over all ranks, in the order of torch's sampler."""
-        return self._batches()[batch].tolist()
+        return self._window(batch).tolist()
 
     def plan(self, batch: int) -> MicrobatchPlan:
         """Returns the plan of global batch `batch` over all ranks; its indices are places in :meth:`window`."""
-        return self._plan(self._batches()[batch])
+        return self._plan(self._window(batch))
 
     def has_only_copies(self, batch: int) -> bool:
         """Whether this rank has no sample of global batch `batch` of this epoch, but a copy that must weigh nothing."""
-        window = self._batches()[batch]
+        window = self._window(batch)
         return len(window) < self.num_replicas and self._assign(window).is_copy
 
     def skip_to(self, batch: int) -> None:
@@ -206,6 +214,12 @@ class RegroupingBatchSampler(DistributedSampler):
                 batches = mixed_batches(self.mixture, self.global_batch_size, media=self.media, **options)
             self._kept = (self.epoch, batches)
         return self._kept[1]
+
+    def _window(self, batch: int) -> np.ndarray:
+        batches = self._batches()
+        if not 0 <= batch < len(batches):
+            raise ValueError(f'`batch` must be in [0, {len(batches) - 1}], got: {batch}.')
+        return batches[batch]
 
     def _assign(self, window: np.ndarray) -> RankAssignment:
         weights = None if self.loss_shares is None else self.loss_shares.weights(window).tolist()
@@ -259,6 +273,8 @@ def _check_batch_size(
     global_batch_size: int, num_replicas: int, num_samples: int, mixture: Mixture | None, drop_last: bool
 ) -> None:
     """Refuses a global batch that ranks cannot share, or that an epoch cannot fill."""
+    if mixture is not None:
+        check_kind('mixture', mixture, Mixture)
     if mixture is not None and sum(mixture.sizes) != num_samples:
         raise ValueError(
             f'`mixture` must have the sizes of the datasets in `dataset`, got: {list(mixture.sizes)} for '
@@ -267,6 +283,7 @@ def _check_batch_size(
     num_samples = num_samples if mixture is None else mixture.num_samples  # of an epoch
     if num_samples < 1:
         raise ValueError('`dataset` must hold at least one sample, got: none.')
+    check_count('num_replicas', num_replicas)
     check_global_batch(global_batch_size, num_replicas)
     if drop_last and num_samples < global_batch_size:
         raise ValueError(

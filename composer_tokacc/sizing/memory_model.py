@@ -20,6 +20,7 @@ from torch import nn
 from composer_tokacc.cache import fingerprint, keep, load_kept, whole_file
 from composer_tokacc.compat import storage_key
 from composer_tokacc.model_structure import transformer_blocks
+from composer_tokacc.planning import check_count
 from composer_tokacc.sizing.shapes import BatchShape
 
 GIB = 1 << 30
@@ -88,8 +89,7 @@ class StaticBytes:
 
     def terms(self, strategy: str, num_ranks: int) -> dict[str, float]:
         """Returns bytes by name on one of `num_ranks` ranks."""
-        if num_ranks < 1:
-            raise ValueError(f'`num_ranks` must be at least 1, got: {num_ranks}.')
+        check_count('num_ranks', num_ranks)
         # FSDP holds one part in `num_ranks` of everything.
         parts = num_ranks if strategy == 'fsdp' else 1
         terms = {

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
-from composer_tokacc.planning import CostModel, CutOptions, Rows, lower_bound
+from composer_tokacc.planning import CostModel, CutOptions, Rows, check_count, check_kind, lower_bound
 from composer_tokacc.sampling.rank_assignment import check_global_batch
 from composer_tokacc.sizing.memory_model import GIB, MemoryModel
 from composer_tokacc.sizing.profile import SampleSizes
@@ -139,6 +139,7 @@ def suggest_microbatching(
         ValueError: An argument is out of range, or not even the shortest sample fits.
     """
     table = SampleSizes.from_lengths(lengths, sample_ids)
+    check_kind('memory', memory, MemoryModel)
     _check(num_ranks, global_batch_size, device_memory_gib, safety)
     options = CutOptions(
         slot_tokens=slot_tokens, max_image_tokens=max_image_tokens, width_multiple=width_multiple, regroup=regroup,
@@ -232,8 +233,7 @@ def _size_row(capacity: Capacity, size: int, slot_tokens: int, figures: dict[str
 
 
 def _check(num_ranks: int, global_batch_size: int, device_memory_gib: float, safety: float) -> None:
-    if num_ranks < 1:
-        raise ValueError(f'`num_ranks` must be at least 1, got: {num_ranks}.')
+    check_count('num_ranks', num_ranks)
     check_global_batch(global_batch_size, num_ranks)
     if not device_memory_gib > 0:
         raise ValueError(f'`device_memory_gib` must be positive, got: {device_memory_gib}.')

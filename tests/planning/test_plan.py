@@ -226,7 +226,7 @@ def test_share_of_the_bound_on_lognormal_lengths(objective, global_batch, least)
 @pytest.mark.parametrize(
     ('options', 'message'),
     [
-        ({'num_ranks': 0}, '`num_ranks` must be a whole number, at least 1, got: 0'),
+        ({'num_ranks': 0}, '`num_ranks` must be a positive integer, got: 0'),
         ({'objective': 'zero'}, "`objective` must be 'ddp' or 'fsdp', got: 'zero'"),
         ({'max_tokens': 0}, '`max_tokens` must be a positive integer, got: 0'),
         ({'lengths': []}, '`lengths` must hold at least one sample'),

@@ -261,7 +261,7 @@ def test_image_cap_of_the_run_is_kept_in_memory_steps_and_yaml() -> None:
     [
         ({'lengths': []}, '`lengths` must hold at least one sample'),
         ({'lengths': [5, -3, 4]}, r'`lengths` must be at least 1, got: -3 \(sample 1\)'),
-        ({'num_ranks': 0}, '`num_ranks` must be at least 1, got: 0'),
+        ({'num_ranks': 0}, '`num_ranks` must be a positive integer, got: 0'),
         ({'global_batch_size': 30}, 'multiple of the number of ranks, got: 30 on 4 ranks. Set it to 32'),
         ({'device_memory_gib': 2.0}, r'must hold the model and its shortest sample.*sharding with FSDP, freezing'),
         ({'device_memory_gib': 0.0}, '`device_memory_gib` must be positive'),

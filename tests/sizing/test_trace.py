@@ -69,7 +69,7 @@ def test_ranks_share_what_fsdp_shards_and_gather_the_rest() -> None:
     assert shared['gathered by FSDP'] == 4 * (2 * OUTSIDE + 4 * BLOCK)
     assert 'DDP buckets' not in static.terms('ddp', 1)
     assert static.terms('ddp', 2)['DDP buckets'] == 4 * (LAYERS * BLOCK + OUTSIDE)
-    with pytest.raises(ValueError, match='`num_ranks` must be at least 1, got: 0'):
+    with pytest.raises(ValueError, match='`num_ranks` must be a positive integer, got: 0'):
         static.terms('ddp', 0)
     with pytest.raises(ValueError, match=r"`strategy` must be one of .*, got: 'tp'"):
         TracedStep(builder(config), made_up_sample(config, 10), strategy='tp')

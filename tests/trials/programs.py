@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -40,6 +41,11 @@ def call_program(folder: Path, program: str, arguments: list[str], write: Callab
     line = run_program(MAINS[program], [one.replace('{folder}', str(folder)) for one in arguments])
     assert not (folder / 'code ran').exists(), f'code ran, then: {line}'
     return line
+
+
+def call_in_environment(folder: Path, name: str, value: str) -> str:
+    with patch.dict(os.environ, {name: value}):
+        return call_program(folder, 'look', [DIGITS])
 
 
 @functools.cache
@@ -191,7 +197,30 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
     'a folder as the YAML file': ('train', ['{folder}/a.pt'], a_folder, 'a.pt'),
     'rank of an adapter above every width': ('train', [*RUN, 'model.lora={r: 100000}'], '`model.lora'),
     'a dataset of the user that does not know a word': ('look', [DIGITS, 'dataset.split=tset'], None, '`split`'),
-    'an algorithm for another model': ('train', [*RUN, 'algorithms.gated_linear_units={}'], None, 'Gated Linear Units'),
+    'an algorithm for another model': (
+        'train', [*RUN, 'algorithms.gated_linear_units={}'], None, '`algorithms.gated_linear_units`',
+    ),
+    'a callback that fails in a hook of the model': (
+        'train', [*RUN, 'callbacks.activation_monitor={interval: 1ba}'], None, '`callbacks.activation_monitor`',
+    ),
+    'an algorithm whose labels are elsewhere': (
+        'train', [*RUN, 'algorithms.label_smoothing={smoothing: 0.1}'], None, '`algorithms.label_smoothing`',
+    ),
+    'an optimizer for GPUs': ('train', [*RUN, 'optimizer.capturable=true'], None, '`optimizer`'),
+    'a checkpoint of a name that is not there': (
+        'train', [*RUN, 'trainer.save_folder={folder}', 'trainer.save_filename="{nope}.pt"'], None, '`trainer`',
+    ),
+    'pictures of three colours for a model of one': (
+        'train', [*RUN, 'model.config.vision_config.num_channels=1'], None, '`model` must take',
+    ),
+    'placeholders of another token': ('train', [*RUN, 'model.config.image_token_index=5'], None, '`model` must take'),
+    'a rule by which the model does not count': (
+        'train', [*RUN, 'algorithms.token_accumulation.loss_tokens=unshifted'], None,
+        '`algorithms.token_accumulation.loss_tokens`',
+    ),
+    'an activation that is not there': (
+        'train', [*RUN, 'model.config.text_config.hidden_act=swishy'], None, "KeyError 'swishy'",
+    ),
     'verify of one row': ('verify', [*RUN, '--rows', '1'], None, '--rows'),
     'verify of no rows': ('verify', [*RUN, '--rows', '0'], '--rows'),
     'verify of rows below 0': ('verify', [*RUN, '--rows', '-3'], '--rows'),
@@ -221,3 +250,8 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
         'folder',
     ),
 }  # fmt: skip
+ENVIRONMENTS = {
+    # name: (variable, value, what the line names)
+    'half a rank': ('LOCAL_RANK', '0.5', '`LOCAL_RANK`'),
+    'no ranks': ('WORLD_SIZE', '0', '`WORLD_SIZE`'),
+}

@@ -23,6 +23,7 @@ from composer_tokacc import (
     measure_token_weights,
     plan_microbatches,
     step_loss_weights,
+    suggest_microbatching,
     token_data_spec,
     verify_invariance,
     verify_isolation,
@@ -30,6 +31,7 @@ from composer_tokacc import (
 from composer_tokacc.counting import count_tokens
 from composer_tokacc.data import ConversationEncoder, VisionLanguageCollator, length_table
 from composer_tokacc.data.lengths import build_length_table
+from composer_tokacc.planning import CostModel
 from tests.data.chat_processors import small
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import loader, train
@@ -52,6 +54,14 @@ def step(given: dict[str, Any], *, algorithms: Any = None, **options: Any) -> Ca
         train(text_model(), token_data_spec(loader(given), **options), algorithms=chosen)
 
     return run
+
+
+LAYOUT = BatchLayout.infer(batch())
+
+
+def sampler(**options: Any) -> RegroupingBatchSampler:
+    """Of two global batches of two samples."""
+    return RegroupingBatchSampler([0] * 4, lengths=[4] * 4, global_batch_size=2, max_tokens=8, **options)  # pyright: ignore
 
 
 class Named(HuggingFaceModel):
@@ -132,6 +142,31 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     'a plan of one and a half ranks': (lambda: plan_microbatches([2], num_ranks=1.5, max_tokens=8), 'num_ranks'),
     'a plan of nothing': (lambda: plan_microbatches(None, num_ranks=1, max_tokens=8), 'lengths'),
     'a plan of a word': (lambda: plan_microbatches('abc', num_ranks=1, max_tokens=8), 'lengths'),
+    'a plan of a set': (lambda: plan_microbatches({3, 4}, num_ranks=1, max_tokens=8), 'in a set'),  # pyright: ignore
+    'a cost that is a word': (lambda: CostModel(launch='1'), '`launch`'),  # pyright: ignore
+    'a sampler for no ranks': (lambda: sampler(num_replicas=0, rank=0), '`num_replicas`'),
+    'a mixture that is a word': (lambda: sampler(mixture='x'), '`mixture`'),
+    'a plan of a batch that is not there': (lambda: sampler().plan(1000), '`batch` must be in [0, 1]'),
+    'a memory of nothing': (
+        lambda: suggest_microbatching(
+            [5, 6], num_ranks=1, global_batch_size=2, memory=None, device_memory_gib=1.0  # pyright: ignore
+        ),
+        '`memory`',
+    ),
+    'a row that is not there': (lambda: LAYOUT.select(batch(), [99]), '`rows`'),
+    'the last row counted from the end': (lambda: LAYOUT.select(batch(), [-1]), '`rows`'),
+    'widths of nothing': (lambda: LAYOUT.trim(batch(), width_multiple=0), '`width_multiple`'),
+    'rows of nothing': (lambda: LAYOUT.num_rows(None), '`batch`'),  # pyright: ignore
+    'a layout that is a word': (
+        lambda: verify_invariance(lambda cut: {}, text_rows([(6, 3), (9, 2)]), layout='x'), '`layout`'  # pyright: ignore
+    ),
+    'isolation of a number': (
+        lambda: verify_isolation(3, {'input_ids': torch.ones(1, 3)}, torch.tensor([[0, 0, 1]])), '`model`'  # pyright: ignore
+    ),
+    'isolation of no ids': (
+        lambda: verify_isolation(text_model(), {'x': torch.ones(1, 3)}, torch.tensor([[0, 0, 1]])), 'input_ids'
+    ),
+    'weights of a word': (lambda: step_loss_weights(['a']), '`batch`'),  # pyright: ignore
     'twenty closures of LBFGS': (
         lambda: train(model := text_model(), token_data_spec(loader(batch())), algorithms=[TokenAccumulation()],
                       optimizer=torch.optim.LBFGS(model.parameters(), lr=0.01)),

@@ -14,6 +14,7 @@ from typing import Any
 
 import av
 import numpy as np
+import pyarrow.parquet
 from PIL import Image
 
 from composer_tokacc.data import BadSampleError, LlavaDataset
@@ -79,6 +80,12 @@ def of_record(**given: Any) -> Make:
 
 def of_file(kind: str, name: str, write: Write) -> Make:
     return lambda folder: (write(folder / name), [record(kind, name)])[1]
+
+
+def an_empty_parquet(folder: Path) -> Path:
+    schema = pyarrow.schema([('id', pyarrow.string()), ('conversations', pyarrow.string())])
+    pyarrow.parquet.write_table(schema.empty_table(), folder / 'a.parquet')
+    return folder / 'a.parquet'
 
 
 def pipe_as_file(folder: Path) -> Path:
@@ -197,6 +204,7 @@ RECORDS: dict[str, tuple[Any, ...]] = {
     'a file that is not there': (IMAGE, lambda folder: folder / 'none.json', 'none.json'),
     'a folder as the file': (IMAGE, lambda folder: folder, 'table'),
     'an empty parquet': (IMAGE, of_bytes(b'', 'a.parquet'), 'a.parquet'),
+    'a parquet of no rows': (IMAGE, an_empty_parquet, 'at least one good sample'),
     'a damaged parquet': (IMAGE, of_bytes(b'PAR1' + bytes(200) + b'PAR1', 'a.parquet'), 'a.parquet'),
     'a pipe as the file': (IMAGE, pipe_as_file, 'a.json'),
     # pictures

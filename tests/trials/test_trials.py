@@ -13,14 +13,14 @@ import pytest
 from tests.trials.configs import CONFIGS, check_overrides
 from tests.trials.media import MEDIA
 from tests.trials.outcomes import WORKS
-from tests.trials.programs import PROGRAMS, call_program
+from tests.trials.programs import ENVIRONMENTS, PROGRAMS, call_in_environment, call_program
 from tests.trials.python import CALLS, call
 from tests.trials.records import RECORDS, read_records
 from tests.trials.texts import TEXTS
 
 TABLES = [
     (check_overrides, CONFIGS), (read_records, RECORDS), (read_records, TEXTS), (read_records, MEDIA),
-    (call_program, PROGRAMS), (call, CALLS),
+    (call_program, PROGRAMS), (call_in_environment, ENVIRONMENTS), (call, CALLS),
 ]  # fmt: skip
 TRIALS = [(name, run, *entry) for run, table in TABLES for name, entry in table.items()]
 
