@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, Literal
 
 import numpy as np
@@ -52,12 +51,12 @@ class CostModel:
     seconds_per_token: float | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.quadratic, Real) or not self.quadratic > 0:
+        if not isinstance(self.quadratic, int | float | np.number) or not self.quadratic > 0:
             raise ValueError(f'`quadratic` must be positive, got: {self.quadratic}. Use math.inf for no such term.')
         names = ('vision_per_token', 'vision_per_image', 'vision_per_patch', 'vision_per_square', 'launch', 'document')
         for name in names:
             value = getattr(self, name)
-            if not isinstance(value, Real) or not 0 <= value < float('inf'):
+            if not isinstance(value, int | float | np.number) or not 0 <= value < float('inf'):
                 raise ValueError(f'`{name}` must be finite and not negative, got: {value!r}.')
 
     def rows(self, widths: np.ndarray) -> np.ndarray:

@@ -38,7 +38,7 @@ from composer_tokacc.programs.registry import class_by_name, named_parts
 from composer_tokacc.programs.schema import TrainConfig, load_config
 
 log = logging.getLogger(__name__)
-_PARTS = (Algorithm, Callback, Optimizer, ComposerScheduler)
+_PARTS: Any = (Algorithm, Callback, Optimizer, ComposerScheduler)  # the last is a protocol to type checkers alone
 _EVERY = 1.0
 """Seconds between two looks at the store."""
 _TOLD = 'composer_tokacc/told'

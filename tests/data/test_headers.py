@@ -242,7 +242,10 @@ def test_all_is_read_where_the_samples_say_something_else(path, by_headers, capl
         def __getitem__(self, index):
             sample = super().__getitem__(index)
             tail = torch.zeros_like(sample['input_ids'][:, :1])
-            return {**sample, **{name: torch.cat([sample[name], tail], 1) for name in ('input_ids', 'labels')}}
+            return {
+                **sample,
+                **{name: torch.cat([sample[name], tail], 1) for name in ('input_ids', 'labels', 'attention_mask')},
+            }
 
     by_headers(10)
     processor = PROCESSORS['llava']()
