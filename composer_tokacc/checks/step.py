@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from composer_tokacc.batch import IGNORE_INDEX, Batch, labels_of, sample_name
-from composer_tokacc.checks.logits import deviations, on_gradient, targets_of, tolerance_of, whole
+from composer_tokacc.batch import Batch, labels_of, sample_name
+from composer_tokacc.checks.logits import deviations, on_gradient, places_of, targets_of, tolerance_of, whole
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.weights import LOSS_WEIGHTS
 
@@ -108,17 +108,20 @@ class MicrobatchRecord:
         if unit is None:
             return
         self.tolerance = tolerance_of(grad.dtype)
-        given: list[Any] = [logits, grad, targets_of(self.batch, self.rule), weights]
-        ordinals, places = (given[2] != IGNORE_INDEX).flatten().cumsum(dim=0), None
-        if not is_whole:
-            # By their numbers, of which the host knows how many there are, so that nothing waits for the device; within
-            # bounds also where there are fewer, which the count tells.
-            step = -(-self.num_tokens // NUM_SAMPLED)
-            numbers = torch.arange(1 + CHOICE.randrange(step), self.num_tokens + 1, step, device=ordinals.device)
-            places = torch.searchsorted(ordinals, numbers).clamp_(max=len(ordinals) - 1)
-            given = [None if one is None else whole(one).flatten(0, 1)[places][None] for one in given]
+        ordinals = loss_mask(self.batch, self.rule).flatten().cumsum(dim=0)
+        self.count = ordinals[-1]
+        if is_whole:
+            self.deviations = deviations(unit, logits, grad, targets_of(self.batch, self.rule), weights).flatten()
+            return
+        # By their numbers, of which the host knows how many there are, so that nothing waits for the device.
+        step = -(-self.num_tokens // NUM_SAMPLED)
+        places = places_of(ordinals, range(1 + CHOICE.randrange(step), self.num_tokens + 1, step))
+        targets = labels_of(self.batch).flatten()[places]
+        self.positions = places if self.rule == 'unshifted' else places - 1  # in the same row: column 0 never counts
+        given: list[Any] = [logits, grad, None, weights]
+        given = [None if one is None else whole(one).flatten(0, 1)[self.positions][None] for one in given]
+        given[2] = targets[None]
         self.deviations = deviations(unit, *given).flatten()
-        self.count, self.positions = ordinals[-1], places
 
     def worst(self) -> tuple[str, int]:
         """Returns sample and label of the token that is furthest off."""

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from composer.utils import dist
 
 from composer_tokacc.batch import IGNORE_INDEX, Batch
-from composer_tokacc.checks.logits import CHUNK, logits_of, whole
+from composer_tokacc.checks.logits import CHUNK, logits_of, places_of, whole
 from composer_tokacc.counting import count_tokens, counted_tokens, loss_mask
 from composer_tokacc.metadata import SourceShare, sources_of
 from composer_tokacc.planning.compiled import compiled
@@ -189,7 +189,7 @@ def _token_losses(parts: Sequence[_Unread]) -> np.ndarray | torch.Tensor:
         return found
     flat, labels, counted = (_joined(tensors) for tensors in zip(*map(_in_line, parts), strict=True))
     size = max(CHUNK // flat.shape[-1], 1)
-    places = _places(counted, total)
+    places = places_of(counted.cumsum(dim=0), range(1, total + 1))
     before = places - 1 if parts[0].rule != 'unshifted' else places  # in the same row: a first column never counts
     chunks = [(before, places)] if total <= size else zip(before.split(size), places.split(size), strict=True)
     losses = [F.cross_entropy(whole(flat[some]).float(), labels[wanted], reduction='none') for some, wanted in chunks]
@@ -230,13 +230,6 @@ def _in_line(part: _Unread) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([*tensors]) if len(tensors) > 1 else tensors[0]  # logits of a large model are not copied
-
-
-def _places(counted: torch.Tensor, total: int) -> torch.Tensor:
-    """Returns where a mask is set, as many as are known: for ``nonzero`` the host would wait for the device."""
-    ordinals = counted.cumsum(dim=0)
-    places = torch.searchsorted(ordinals, torch.arange(1, total + 1, device=counted.device))
-    return places.clamp_(max=len(ordinals) - 1)
 
 
 @lru_cache(maxsize=4096)
