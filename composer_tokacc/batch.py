@@ -19,9 +19,10 @@ MODALITIES = ('image', 'video', 'audio')
 
 def text_of(batch: Batch) -> torch.Tensor:
     """Returns the ids or labels whose rows are the batch's."""
+    get = getattr(batch, 'get', {}.get)
     for key in ('input_ids', 'labels', 'decoder_input_ids'):
-        if isinstance(batch, Mapping) and isinstance(batch.get(key), torch.Tensor):
-            return batch[key]
+        if isinstance(text := get(key), torch.Tensor):
+            return text
     got = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
     raise ValueError(f'`batch` must have tensors `input_ids` or `labels` of shape (rows, width), got: {got}.')
 

@@ -54,7 +54,7 @@ class RowFacts:
         """Whether the batch says which positions its tokens have."""
         return self.batch.get('position_ids') is not None
 
-    @property
+    @cached_property
     def may_be_trimmed(self) -> bool:
         """Whether columns of the rows' text may go at all: not where positions depend on the width, or sound has it."""
         layout, batch = self.layout, self.batch

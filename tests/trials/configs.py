@@ -84,6 +84,7 @@ CONFIGS = {
     'no batch of an epoch': ('trainer.train_subset_num_batches=0', '`trainer.train_subset_num_batches`'),
     'a run scaled to nothing': ('trainer.scale_schedule_ratio=0', '`trainer.scale_schedule_ratio`'),
     'a profiler, which is an object': ('trainer.profiler={}', '`trainer.profiler`'),
+    'a model that does nothing': ('algorithms.no_op_model={}', '`algorithms` name'),
     'a mode of compilation that is not there': ('trainer.compile_config={mode: fast}', '`trainer.compile_config.mode`'),
     'a report of a function that knows no run': ('report.name=os.path.join', '`report.name`'),
     'three betas': ('optimizer.betas=[0.9,0.95,0.99]', '`optimizer.betas`'),

@@ -11,9 +11,11 @@ import json
 import os
 import pickle
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -146,6 +148,16 @@ def half_weighted(folder: Path) -> None:
     (folder / 'data.json').write_text(json.dumps(records))
 
 
+def mine(code: str) -> Callable[[Path], Any]:
+    """A module of the user's, ``mine.py``."""
+
+    def write(folder: Path) -> None:
+        exec(code, vars(sys.modules.setdefault('mine', ModuleType('mine'))))
+
+    return write
+
+
+OWN_DATA = 'from examples.digits import DigitsDataset\n'
 LOAD = [*RUN, 'trainer.load_path={folder}/a.pt', 'trainer.max_duration=2ba']
 EXPORT = ['{folder}/a.pt', '{folder}/inside/exported']
 SIZE = [LLAVA, 'dataset.path=x.json', 'device_memory_gib=8', 'folder={folder}/size']
@@ -218,6 +230,23 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
         'train', [*RUN, 'algorithms.token_accumulation.loss_tokens=unshifted'], None,
         '`algorithms.token_accumulation.loss_tokens`',
     ),
+    'a callback that is none': (
+        'train', [*RUN, 'callbacks={mine.C: {}}'], mine('class C: pass'), '`callbacks.mine.C` must be a Callback',
+    ),
+    'samples in lists': (
+        'train', [*RUN, 'dataset.name=mine.Lists'],
+        mine(f'{OWN_DATA}class Lists(DigitsDataset):\n    def __getitem__(self, index): return [1, 2]'), 'got: list',
+    ),
+    'samples of one dimension': (
+        'train', [*RUN, 'dataset.name=mine.Flat'],
+        mine(f'{OWN_DATA}class Flat(DigitsDataset):\n    def __getitem__(self, index):\n'
+             '        return {key: value[0] for key, value in super().__getitem__(index).items()}'),
+        '`input_ids` must be',
+    ),
+    'a result that is a folder': (
+        'train', RUN, lambda folder: (folder / 'report' / 'result.json').mkdir(parents=True), 'result.json',
+    ),
+    'a folder that a shell would find': ('train', [*RUN, 'trainer.save_folder=~/x'], None, '`trainer.save_folder`'),
     'an activation that is not there': (
         'train', [*RUN, 'model.config.text_config.hidden_act=swishy'], None, "KeyError 'swishy'",
     ),
@@ -254,4 +283,5 @@ ENVIRONMENTS = {
     # name: (variable, value, what the line names)
     'half a rank': ('LOCAL_RANK', '0.5', '`LOCAL_RANK`'),
     'no ranks': ('WORLD_SIZE', '0', '`WORLD_SIZE`'),
+    'a port that is a word': ('MASTER_PORT', 'abc', '`MASTER_PORT`'),
 }

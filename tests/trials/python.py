@@ -210,6 +210,9 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     'lengths of samples without labels': (
         lambda: build_length_table([{'input_ids': torch.ones(1, 3)}], small()), 'labels',
     ),
+    'samples whose labels are all ignored': (
+        lambda: build_length_table([{**batch(), 'labels': torch.full((3, 9), -100)}], small()), 'labels to learn',
+    ),
     'a second fit with a loader of nothing': (fitted_again_with_nothing, 'at least one batch'),
     'a loader of nothing': (
         lambda: train(text_model(), token_data_spec(loader()), algorithms=[TokenAccumulation()]), 'batch',
