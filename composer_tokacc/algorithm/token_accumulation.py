@@ -198,7 +198,6 @@ class TokenAccumulation(Algorithm):
             self._fit = Fit(state, self)
             self._reduces_once = self._reduces_once and self._fit.reductions.may_meet_once
             self._fit.prove(state.batch, reduces_once=self._reduces_once)
-        kinds = self._fit.check.kinds_of(state.batch)
         self._measuring.begin_step(microbatches)
         if num_copies := num_repeated(state.dataloader, int(state.timestamp.batch_in_epoch)):
             samples = [1] * (num_rows(state.batch) - num_copies) + [0] * num_copies
@@ -207,6 +206,7 @@ class TokenAccumulation(Algorithm):
         state.batch = self._device_batch = annotate(state.batch, self.rule or '', self.token_weights)
         local = (num_loss_tokens(state.batch), num_samples(state.batch), loss_weight(state.batch))
         self._step = StepCheck(*local, is_weighted=self.is_weighted, has_bypass=self._fit.has_bypass)
+        kinds = self._fit.check.kinds_of(state.batch)
         dtype = torch.float64 if self.is_weighted else torch.int64
         self._totals = RankSum(state.device.tensor_to_device(torch.tensor([*local, *kinds], dtype=dtype)))
 

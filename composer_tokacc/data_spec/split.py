@@ -244,10 +244,11 @@ class MicrobatchSplit:
         """Returns pieces under the caps; those that a loader has collated, as they are where they fit."""
         pieces: list[Piece] = []
         indices = pre_split.indices if pre_split is not None else None
+        has_ranks = get_world_size() > 1
         for number, facts in enumerate(sources):
             piece = Piece.from_facts(facts, self.rules, options)
             piece.check_caps(indices[number] if indices else None)
-            if get_world_size() > 1:  # rows that only fill up a rank weigh nothing, and need not be computed
+            if has_ranks:  # rows that only fill up a rank weigh nothing, and need not be computed
                 samples = samples_of(facts.batch)
                 piece = piece.take([row for row in piece.rows if samples[row]])
             if piece.rows:
