@@ -114,6 +114,10 @@ class BatchLayout:
 
     # Which entry is what.
 
+    @cached_property
+    def _known(self) -> Mapping[str, Entry]:
+        return {**TEXT_ENTRIES, **self.family.entries, **self.extra}
+
     def num_rows(self, batch: Batch) -> int:
         """Returns the number of rows."""
         return text_of(batch).shape[0]
@@ -129,8 +133,7 @@ class BatchLayout:
             ValueError: If neither the layout knows its name, nor its shape tells.
         """
         value, width = batch[key], self.width(batch)
-        known = {**TEXT_ENTRIES, **self.family.entries, **self.extra}
-        entry = known.get(key) or found_entry(batch, key, self.num_rows(batch), width)
+        entry = self._known.get(key) or found_entry(batch, key, self.num_rows(batch), width)
         if entry is None:
             raise ValueError(
                 f'`batch[{key!r}]` must be an entry that the {self.family.name} layout knows, or of the rows, got: a '
