@@ -319,16 +319,15 @@ class TokenAccumulation(Algorithm):
                 fit.split.adopt(fit.split.rules, reduces_once=reduced_once)
         self._device_batch = {}
         self._measuring.end_step(len(step.records))
-        self._log(state, logger)
-
-    def _log(self, state: State, logger: Logger) -> None:
         tokens = int(self._totals.read()[0])
-        units = self._fit.terms.units.values()
-        if tokens == 0 and (not units or 'tokens' in units):
+        if tokens == 0 and (not fit.terms.units or 'tokens' in fit.terms.units.values()):
             # Zero gradients would still decay weights and move momentum; no gradients move nothing.
             for optimizer in state.optimizers:
                 optimizer.zero_grad(set_to_none=True)
             self.num_empty_steps += 1
+        self._log(state, logger, tokens)
+
+    def _log(self, state: State, logger: Logger, tokens: int) -> None:
         metrics: dict[str, float] = {
             'token_accumulation/loss_generating_tokens': tokens,
             'token_accumulation/empty_microbatches': sum(one.num_tokens == 0 for one in self._step.records),

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Rows of a multimodal batch: which tensors belong to which row; select, trim, join; the smallest row with an image."""
+"""Rows of a multimodal batch: which tensors belong to which row; select, trim, join."""
 
 from __future__ import annotations
 

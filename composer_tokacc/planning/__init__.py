@@ -4,7 +4,7 @@
 """Token-budget microbatches: pure functions that cut and share a global batch. No Composer and no torch here."""
 
 from composer_tokacc.planning.cuts import cut_rows, pack_lengths
-from composer_tokacc.planning.options import CostModel, CutOptions, Table, check_count, check_kind
+from composer_tokacc.planning.options import CostModel, CutOptions, Table, check_count, check_kind, token_budget
 from composer_tokacc.planning.plan import (
     Microbatch,
     MicrobatchPlan,
@@ -32,4 +32,5 @@ __all__ = [
     'padded_widths',
     'plan_microbatches',
     'plan_rows',
+    'token_budget',
 ]

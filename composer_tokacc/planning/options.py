@@ -87,6 +87,11 @@ class CostModel:
         return float(self.rows(np.array(lengths)).sum()) + self.document * len(lengths) + self.launch
 
 
+def token_budget(microbatch_size: float, slot_tokens: int) -> int:
+    """Returns the most positions that a microbatch may hold: so many slots; asked by all who split, plan or predict."""
+    return int(microbatch_size * slot_tokens)
+
+
 def check_count(name: str, value: Any) -> None:
     """Raises ValueError unless an argument is a positive integer."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
