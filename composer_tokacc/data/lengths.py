@@ -148,8 +148,7 @@ def length_table(
         table = load_kept(path, LengthTable.load)
         if all(_gather(table is not None)):
             assert table is not None
-            _raise_first(table.errors, on_error)
-            return table
+            return _checked_table(table, on_error)
     table = build_length_table(dataset, processor, **options)
     if dist.get_local_rank() == 0:
         keep(paths[-1], table.save, hint='Set `loader.lengths_folder` to a folder that can be written.')
@@ -185,12 +184,10 @@ def build_length_table(
     for other, part in enumerate(_gather(rows)):
         gathered[other::num_ranks] = part
     errors = {index: row for index, row in enumerate(gathered) if isinstance(row, str)}
-    _raise_first(errors, on_error)
     numbers = np.array([row if isinstance(row, tuple) else (0,) * len(TABLE_COLUMNS) for row in gathered], np.int32)
-    table = LengthTable(**dict(zip(TABLE_COLUMNS, numbers.T.copy(), strict=True)), errors=errors)
-    if not (table.loss_tokens.any() or errors):
-        raise ValueError('`dataset` must have labels to learn, got: samples whose labels are all -100.')
-    return table
+    return _checked_table(
+        LengthTable(**dict(zip(TABLE_COLUMNS, numbers.T.copy(), strict=True)), errors=errors), on_error
+    )
 
 
 def table_name(dataset: Any, processor: Any, *, patch_size: int | None = None) -> str:
@@ -250,9 +247,16 @@ def _checked(rows: Sequence[TableRow | None], own: range, sizes: RowSizes) -> li
     return [None] * len(rows)
 
 
-def _raise_first(errors: dict[int, str], on_error: OnError) -> None:
-    if errors and on_error == 'raise':
-        raise BadSampleError(errors[min(errors)])
+def _checked_table(table: LengthTable, on_error: OnError) -> LengthTable:
+    """Returns a table, measured or kept, that a run can be planned by."""
+    if table.errors and on_error == 'raise':
+        raise BadSampleError(table.errors[min(table.errors)])
+    if len(table.errors) < len(table) and not table.loss_tokens.any():
+        raise ValueError(
+            '`dataset` must have labels to learn, got: samples whose labels are all -100. Mask fewer of them, or add '
+            'turns of the assistant.'
+        )
+    return table
 
 
 def _gather(value: Any) -> list[Any]:

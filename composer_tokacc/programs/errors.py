@@ -43,14 +43,14 @@ def must(
 def in_words_of(config: Any) -> Iterator[None]:
     """Makes a :class:`ConfigError` of what the owner of an argument says against its value in a config, a dataclass.
 
-    Only of a plain ValueError, or RuntimeError, that this package raises: those of torch, Transformers or Streaming,
-    and faults of the program, keep their type and their traceback. An argument gets its path: ``freeze`` becomes
-    ``model.freeze``.
+    Only of a plain ValueError, TypeError or RuntimeError that this package raises: those of torch, Transformers or
+    Streaming, and faults of the program, keep their type and their traceback. An argument gets its path: ``freeze``
+    becomes ``model.freeze``.
     """
     try:
         yield
-    except (ValueError, RuntimeError) as error:
-        if type(error) not in (ValueError, RuntimeError) or not raised_here(error):
+    except (ValueError, TypeError, RuntimeError) as error:
+        if type(error) not in (ValueError, TypeError, RuntimeError) or not raised_here(error):
             raise
         message = ' '.join(str(error).split())
         if named := re.match(r'`(\w+)', message):

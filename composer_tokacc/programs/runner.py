@@ -13,7 +13,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import re
 import resource
 import threading
 import time
@@ -43,6 +42,25 @@ _EVERY = 1.0
 """Seconds between two looks at the store."""
 _TOLD = 'composer_tokacc/told'
 _ALIVE, _DONE = 'composer_tokacc/alive/{}', 'done'
+_LACKS: Sequence[tuple[str, Sequence[int | str], tuple[type[BaseException], ...], str]] = (
+    # What a machine lacks, and what tells of it: an errno or words, or an error's class and a module that it passed.
+    ('the disk must have room for checkpoints and results, got: {text}',
+     (errno.ENOSPC, errno.EDQUOT, 'unexpected pos'), (), ''),  # torch's own of a full disk says no more
+    ('the limit of open files (`ulimit -Hn`) must leave room for ranks and loader processes, got: {limit}. Raise it, '
+     'for example to 65536, or lower `loader.num_workers`',
+     (errno.EMFILE, errno.ENFILE, 'Too many open files'), (), ''),
+    ('files of the run must be where they can be written and read, got: {text}',
+     (), (IsADirectoryError, NotADirectoryError, PermissionError), ''),
+    ('the device must have memory for a microbatch, got: {text}. Lower `microbatching.slot_tokens` or '
+     '`device_train_microbatch_size`, or set the latter to suggest', (), (torch.OutOfMemoryError,), ''),
+    ('the port where the ranks meet must be free, got: {port}, taken by another program. Start again, or give the '
+     'launcher one that is free: `composer --master_port PORT`', (errno.EADDRINUSE, 'EADDRINUSE'), (), ''),
+    ('the ranks must meet where `MASTER_ADDR` and `MASTER_PORT` say, got: {text}. Use `composer -n RANKS`',
+     (), (BaseException,), 'torch.distributed.rendezvous'),
+    ('processes that read samples must live as long as the run, got: {text}. Mostly the machine has run out of memory: '
+     'see its log, and lower `loader.num_workers` or `loader.prefetch_factor`',
+     ('DataLoader worker (pid',), (ConnectionError, EOFError), 'torch.utils.data.dataloader'),
+)  # fmt: skip
 
 
 def run_program(
@@ -172,42 +190,14 @@ def _connect(timeout: float) -> Any:  # torch's stubs do not know `check`
 def fault_of_machine(error: BaseException | None) -> str:
     """Returns what the machine lacked, in one line; empty where an error, and what it came from, is of another kind."""
     while error is not None:
-        # From a loader process only the text comes.
-        number = re.search(r'\[Errno (\d+)\]', str(error))
-        code = getattr(error, 'errno', None) or (int(number[1]) if number else None)
-        text = ' '.join(str(error).split())[-300:] or type(error).__name__
-        modules = [str(frame.f_globals.get('__name__')) for frame, _ in traceback.walk_tb(error.__traceback__)]
-        # Torch's own of a full disk says only that it is not where it should be.
-        if code in (errno.ENOSPC, errno.EDQUOT) or 'unexpected pos' in text:
-            return f'the disk must have room for checkpoints and results, got: {text}'
-        if code in (errno.EMFILE, errno.ENFILE) or 'Too many open files' in text:
-            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-            return (
-                f'the limit of open files (`ulimit -Hn`) must leave room for ranks and loader processes, got: {limit}. '
-                'Raise it, for example to 65536, or lower `loader.num_workers`'
-            )
-        if isinstance(error, (IsADirectoryError, NotADirectoryError, PermissionError)):
-            return f'files of the run must be where they can be written and read, got: {text}'
-        if isinstance(error, torch.OutOfMemoryError):
-            return (
-                f'the device must have memory for a microbatch, got: {text}. Lower `microbatching.slot_tokens` or '
-                '`device_train_microbatch_size`, or set the latter to suggest'
-            )
-        if code == errno.EADDRINUSE or 'EADDRINUSE' in text:
-            return (
-                f'the port where the ranks meet must be free, got: {os.environ.get("MASTER_PORT", "")}, taken by '
-                'another program. Start again, or give the launcher one that is free: `composer --master_port PORT`'
-            )
-        if 'torch.distributed.rendezvous' in modules:
-            got = f'{text.rstrip(".")}. Use `composer -n RANKS`'
-            return f'the ranks must meet where `MASTER_ADDR` and `MASTER_PORT` say, got: {got}'
-        if 'DataLoader worker (pid' in text or (
-            isinstance(error, ConnectionError | EOFError) and 'torch.utils.data.dataloader' in modules
-        ):
-            return (
-                f'processes that read samples must live as long as the run, got: {text.rstrip(". ")}. Mostly the '
-                'machine has run out of memory: see its log, and lower `loader.num_workers` or `loader.prefetch_factor`'
-            )
+        text = ' '.join(str(error).split())  # from a loader process only this comes
+        modules = {str(frame.f_globals.get('__name__')) for frame, _ in traceback.walk_tb(error.__traceback__)}
+        for line, signs, kinds, module in _LACKS:
+            words = [f'[Errno {sign}]' if isinstance(sign, int) else sign for sign in signs]
+            if any(each in text for each in words) or (isinstance(error, kinds) and module in {'', *modules}):
+                got = text[-300:].rstrip('. ') or type(error).__name__
+                limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+                return line.format(text=got, limit=limit, port=os.environ.get('MASTER_PORT', ''))
         error = error.__cause__ or error.__context__
     return ''
 
@@ -216,13 +206,14 @@ def fault_of_part(error: BaseException, config: TrainConfig) -> str:
     """Returns what a host's part says that failed in a run, by its key in the config; empty where none of them did.
 
     A part stands between the Trainer, which called it, and the line that raised. Classes of the user's keep their
-    traceback, and so do faults between ranks.
+    traceback, and so do faults between ranks and those of this package, be it a hook of ours in a forward.
     """
     keys = {class_by_name(kind, name): path for kind, path, name, _ in named_parts(config)}
     keys |= {class_by_name(kind, getattr(config, kind)['name']): kind for kind in ('optimizer', 'scheduler')}
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     modules = [str(frame.f_globals.get('__name__')) for frame in frames]
-    if modules[-1].startswith('torch.distributed'):
+    asked = next((name for name in reversed(modules) if not name.startswith('torch.')), '')
+    if modules[-1].startswith('torch.distributed') or asked.startswith('composer_tokacc.'):
         return ''
     blamed = ''
     for frame, module in zip(reversed(frames), reversed(modules), strict=True):
@@ -236,7 +227,6 @@ def fault_of_part(error: BaseException, config: TrainConfig) -> str:
             blamed = keys.get(type(part), 'trainer')
         elif isinstance(part, PreTrainedModel) and type(part).__module__.startswith('transformers.'):
             blamed = blamed or 'model'  # a part may stand in its hooks
-    where = next((name for name in reversed(modules) if not name.startswith('composer_tokacc.')), '')
     fits = 'take what `dataset` and its processor make' if blamed == 'model' else 'work in this run'
     remedy = 'Change it; `trainer.python_log_level=DEBUG` shows where'
-    return blamed and f'`{blamed}` must {fits}, got: {words_of(error).rstrip(".")} (in {where}). {remedy}'
+    return blamed and f'`{blamed}` must {fits}, got: {words_of(error).rstrip(".")} (in {modules[-1]}). {remedy}'

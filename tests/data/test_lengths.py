@@ -228,6 +228,15 @@ def test_bad_samples_are_named(tmp_path):
         build_length_table(LlavaDataset(tmp_path / 'data.json', processor), processor)
 
 
+def test_a_kept_table_is_asked_whether_there_are_labels_as_a_new_one_is(tmp_path):
+    processor = build_digits_processor()
+    table = LengthTable(**dict.fromkeys(lengths.TABLE_COLUMNS[:4], np.zeros(3, np.int32)), errors={0: 'no image'})
+    dataset = DigitsDataset(num_samples=3)
+    table.save(tmp_path / f'{table_name(dataset, processor)}.npz')
+    with pytest.raises(ValueError, match='labels to learn'):
+        length_table(dataset, processor, folder=tmp_path, on_error='skip')
+
+
 def test_processors_without_images_have_no_image_tokens():
     tokenizer = build_digits_processor().tokenizer
     assert image_token_ids(tokenizer) == ()

@@ -13,9 +13,11 @@ import torch
 from composer_tokacc import train
 from composer_tokacc.data import BadSampleError
 from composer_tokacc.planning import CostModel
-from composer_tokacc.programs import ConfigError
+from composer_tokacc.programs import ConfigError, load_config
 from composer_tokacc.programs.errors import in_words_of, refuse
+from composer_tokacc.programs.runner import fault_of_part
 from tests.support.programs import DIGITS, TINY_DIGITS
+from tests.support.text import text_model
 
 
 @dataclass
@@ -71,6 +73,19 @@ def test_a_fault_of_the_program_keeps_its_traceback(monkeypatch):
     monkeypatch.setattr(torch.nn.Module, 'train', broken)
     with pytest.raises(ValueError, match='a fault inside torch'):
         train.main([DIGITS, *TINY_DIGITS, 'dataset.eval=null'])
+
+
+def test_a_forward_is_blamed_for_what_it_raises_and_not_for_a_hook_of_ours():
+    config, model, ids = load_config(DIGITS, TINY_DIGITS), text_model(), torch.tensor([[3, 4]])
+    with pytest.raises(IndexError) as caught:
+        model(input_ids=ids + 10**6)
+    assert fault_of_part(caught.value, config).startswith('`model` must take what `dataset`')
+    ours = {'__name__': 'composer_tokacc.owner', 'lengthen': torch.nn.functional.pad}
+    exec('def hook(*_): lengthen(None, (1, 1))', ours)
+    model.model.layers[0].register_forward_pre_hook(ours['hook'])
+    with pytest.raises(TypeError) as caught:
+        model(input_ids=ids)
+    assert fault_of_part(caught.value, config) == ''
 
 
 def test_one_rank_of_a_node_speaks_where_all_meet_the_mistake(monkeypatch, capsys):
