@@ -25,7 +25,7 @@ from composer_tokacc.layout.found import (
 )
 from composer_tokacc.layout.placeholders import stand_at, token_ids
 from composer_tokacc.layout.tensors import cat_padded, compact, renumber, select_rows
-from composer_tokacc.planning import check_count
+from composer_tokacc.planning import check_choice, check_count
 
 PATCHES = {'patch': ('image', 'image_grid_thw'), 'video_patch': ('video', 'video_grid_thw')}
 """Units that are parts of another: of which, and the tensor whose product says how many."""
@@ -334,8 +334,7 @@ class BatchLayout:
         Raises:
             ValueError: If the layout does not know an entry, or only some batches have it and it is none of images.
         """
-        if padding_side not in ('left', 'right'):
-            raise ValueError(f"`padding_side` must be 'left' or 'right', got: {padding_side!r}.")
+        check_choice('padding_side', padding_side, ('left', 'right'))
         width = max(self.width(batch) for batch in batches)
         joined: dict[str, Any] = {}
         for key in dict.fromkeys(key for batch in batches for key in batch):

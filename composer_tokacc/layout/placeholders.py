@@ -32,7 +32,7 @@ _EDGES = re.compile('start|end|begin|boi|eoi|boa|eoa|bos|eos|newline|break|row|c
 @cache  # asked of every key of every microbatch
 def modality_of(name: str) -> str | None:
     """Returns the modality that a name speaks of."""
-    return next((modality for modality, words in MODALITY_WORDS.items() if words.search(name)), None)
+    return next((modality for modality, words in MODALITY_WORDS.items() if words.search(str(name))), None)
 
 
 def placeholder_ids(config: Any, modality: str) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ Costs are in units of one token through the dense layers.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -104,6 +104,25 @@ def check_kind(name: str, value: Any, kind: type) -> None:
         raise ValueError(f'`{name}` must be a {kind.__name__}, got: {value!r:.80}.')
 
 
+def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
+    """Raises ValueError unless an argument is one of some."""
+    # Not by `in` alone: 1 equals True.
+    if type(value) not in map(type, choices) or value not in choices:
+        *others, last = map(repr, choices)
+        raise ValueError(f'`{name}` must be {", ".join(others)} or {last}, got: {value!r}.')
+
+
+def check_state(state: Any, keys: set[str], *, counts: Sequence[str] = ()) -> None:
+    """Raises ValueError unless a state to load has these keys, those of ``counts`` with integers from 0."""
+    known = isinstance(state, Mapping) and keys <= state.keys()
+    if not known or any(not isinstance(state[name], (int, np.integer)) or state[name] < 0 for name in counts):
+        are = f', {" and ".join(counts)} of them integers from 0' if counts else ''
+        raise ValueError(
+            f'`state` must have the keys {sorted(keys)}{are}, got: {state!r:.200}. Load what `state_dict` of the same '
+            'class returned.'
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class CutOptions:
     """How rows are cut into microbatches; held by split, sampler, exchange, planner and sizing helper alike.
@@ -148,8 +167,4 @@ class CutOptions:
             ('objective', ('ddp', 'fsdp')),
             ('on_oversize', ('raise', 'warn')),
         ):
-            value = getattr(self, name)
-            # Not by `in` alone: 1 equals True.
-            if value not in choices or type(value) not in map(type, choices):
-                *others, last = map(repr, choices)
-                raise ValueError(f'`{name}` must be {", ".join(others)} or {last}, got: {value!r}.')
+            check_choice(name, getattr(self, name), choices)
