@@ -54,14 +54,22 @@ def labels_of(batch: Any) -> torch.Tensor:
 def check_ids(batch: Batch) -> None:
     """Raises ValueError unless tensors are dense, and ids integers ``(rows, width)`` mask and positions as wide."""
     for key, value in batch.items():
-        if isinstance(value, torch.Tensor) and (
-            value.layout is not torch.strided or value.is_meta or value.is_nested or value.requires_grad
-        ):
+        if not isinstance(value, torch.Tensor):
+            continue
+        is_dense = value.layout is torch.strided and not (value.is_meta or value.is_nested or value.is_quantized)
+        if not is_dense or value.requires_grad:
             raise ValueError(
-                f'`batch[{key!r}]` must be a dense tensor without a gradient, got: {value.layout} on {value.device}, '
-                f'beginning with {sample_name(batch, 0)}. Make it '
-                'one in the collator (`to_dense`, `to_padded_tensor`, `detach`).'
+                f'`batch[{key!r}]` must be a dense tensor without a gradient, got: {value.dtype}, {value.layout}, on '
+                f'{value.device}, beginning with {sample_name(batch, 0)}. Make it one in the collator (`to_dense`, '
+                '`to_padded_tensor`, `dequantize`, `detach`).'
             )
+    mask = batch.get('attention_mask')
+    if mask is not None and (not isinstance(mask, torch.Tensor) or mask.is_complex() or mask.dim() not in (2, 4)):
+        got = f'{mask.dtype} of shape {tuple(mask.shape)}' if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise ValueError(
+            f'`attention_mask` must be real, of shape (rows, width) or (rows, heads, width, width), got: {got}, '
+            f'beginning with {sample_name(batch, 0)}. Give one mask for all heads as `mask[:, None]`.'
+        )
     ids = batch.get('input_ids')
     if not isinstance(ids, torch.Tensor):
         return
@@ -70,10 +78,12 @@ def check_ids(batch: Batch) -> None:
             f'`input_ids` must be integers of shape (rows, width), got: {ids.dtype} of shape {tuple(ids.shape)}. Give '
             'vectors as `inputs_embeds`, and one row as `ids[None]`.'
         )
-    for key, dims in (('attention_mask', (2,)), ('position_ids', (2, 3))):
-        value = batch.get(key)
-        expected = ids.shape if key == 'attention_mask' else ids.shape[1:]
-        if isinstance(value, torch.Tensor) and value.dim() in dims and value.shape[-len(expected) :] != expected:
+    for key, dims in (('attention_mask', (2, 4)), ('position_ids', (2, 3))):
+        if not isinstance(value := batch.get(key), torch.Tensor) or value.dim() not in dims:
+            continue
+        # One mask may be for all rows, if it says so by its four dimensions.
+        has_rows = key == 'position_ids' or len(value) == len(ids) or (value.dim() == 4 and len(value) == 1)
+        if value.shape[-1] != ids.shape[1] or not has_rows:
             raise ValueError(
                 f'`{key}` must be as wide as `input_ids`, {tuple(ids.shape)}, got: {tuple(value.shape)}, beginning '
                 f'with {sample_name(batch, 0)}.'
@@ -100,13 +110,6 @@ def check_batch(batch: Any, vocabulary: int | None = None, *, is_decoder: bool =
         raise ValueError(
             f'A batch must hold at least one row of one token, got: labels of shape {tuple(labels.shape)}. Have the '
             'loader leave such batches out, on all ranks alike.'
-        )
-    mask = batch.get('attention_mask')
-    if mask is not None and (not isinstance(mask, torch.Tensor) or mask.dim() not in (2, 4)):
-        got = f'shape {tuple(mask.shape)}' if isinstance(mask, torch.Tensor) else type(mask).__name__
-        raise ValueError(
-            f'`attention_mask` must be a tensor of shape (rows, width) or (rows, heads, width, width), got: {got}, '
-            f'beginning with {sample_name(batch, 0)}. Give one mask for all heads as `mask[:, None]`.'
         )
     bad = (labels != IGNORE_INDEX) & ((labels < 0) | (labels >= (sys.maxsize if vocabulary is None else vocabulary)))
     if bool(bad.any()):

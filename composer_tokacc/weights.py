@@ -78,8 +78,8 @@ def _given_weights(batch: Mapping[str, Any], counted: torch.Tensor) -> torch.Ten
                 raise ValueError(f'`{LOSS_WEIGHTS}` must be a number for every sample, got: {value!r} for {name}.')
         given = torch.tensor(given)
     rows, width = counted.shape
-    if not isinstance(given, torch.Tensor):
-        raise ValueError(f'`{LOSS_WEIGHTS}` must be a tensor, or a list of a float per row, got: {given!r}.')
+    if not isinstance(given, torch.Tensor) or given.is_complex():
+        raise ValueError(f'`{LOSS_WEIGHTS}` must be a real tensor, or a list of a float per row, got: {given!r}.')
     if tuple(given.shape) not in ((rows,), (rows, 1), (rows, width)):
         raise ValueError(
             f'`{LOSS_WEIGHTS}` must be of shape ({rows},) or {rows, width}, as the labels, got: {tuple(given.shape)}, '

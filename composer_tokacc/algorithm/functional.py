@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -100,9 +100,10 @@ def _annotated(
 ) -> list[Mapping[str, Any]]:
     if isinstance(microbatches, PreSplitBatch):
         microbatches = microbatches.microbatches
-    if isinstance(microbatches, Mapping):
+    if isinstance(microbatches, Mapping) or not isinstance(microbatches, Iterable):
         raise TypeError(
-            '`microbatches` must be a list of batches, got: one batch. Cut it, or give `[batch]` as one microbatch.'
+            f'`microbatches` must be a list of batches, got: one {type(microbatches).__name__}. Cut it, or give '
+            '`[batch]` as one microbatch.'
         )
     return [annotate(microbatch, loss_tokens, token_weights) for microbatch in microbatches]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from torch.nn import Module
 from torch.utils.data import DataLoader
 
 from composer_tokacc.counting import check_rule
@@ -96,6 +97,8 @@ def token_data_spec(
         raise TypeError(f'`dataloader` must be a dataloader, got: {got}. Of a DataSpec, give its `dataloader`')
     if layout is not None:
         check_kind('layout', layout, BatchLayout)
+    if model is not None:
+        check_kind('model', model, Module)
     for name in OWN_KWARGS:
         if name in data_spec_kwargs:
             raise ValueError(f'`{name}` must be left to token_data_spec(), which is exact only with its own. Drop it.')

@@ -269,6 +269,8 @@ class BatchLayout:
         Raises:
             ValueError: If the layout does not know an entry, or does not find its rows in it.
         """
+        if any(isinstance(row, bool) for row in rows):
+            raise ValueError(f'`rows` must be numbers of rows, got: {rows}. Give those that are true.')
         (selected,) = self.split(batch, [rows])
         return selected
 

@@ -49,7 +49,7 @@ class Rows:
         max_width: int | None = None,
     ) -> None:
         self.options, self._max_width = options, max_width
-        num_rows = np.size(lengths)
+        num_rows = np.asarray(lengths).size
         if num_rows == 0:
             raise ValueError('`lengths` must hold at least one sample, got: none.')
         self.lengths = checked_table('lengths', lengths, num_rows, least=1)

@@ -42,7 +42,7 @@ class RestoreRandomState(Callback):
     """
 
     def __init__(self) -> None:
-        self._saved: str | None = None
+        self._saved: list[dict[str, Any]] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the generators of all ranks; a collective, as Composer's own is.
@@ -54,12 +54,18 @@ class RestoreRandomState(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Keeps them until the first batch."""
         check_state(state, {'generators'})
-        self._saved = state['generators']
+        try:
+            self._saved = [_restored(plain) for plain in json.loads(state['generators'])]
+        except (TypeError, ValueError, LookupError) as error:
+            raise ValueError(
+                f"`state['generators']` must be what `state_dict` returned, got: {state['generators']!r:.80}. Load the "
+                'state of a whole checkpoint.'
+            ) from error
 
     def before_dataloader(self, state: State, logger: Logger) -> None:
         """Restores them once; the loader must not draw from them when it starts."""
         if self._saved is not None:
-            reproducibility.load_rng_state([_restored(plain) for plain in json.loads(self._saved)])
+            reproducibility.load_rng_state(self._saved)
             self._saved = None
 
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal
 
@@ -103,9 +103,11 @@ class RegroupingBatchSampler(DistributedSampler):
     ) -> None:
         num_replicas = get_world_size() if num_replicas is None else num_replicas
         rank = get_global_rank() if rank is None else rank
+        check_kind('dataset', dataset, Sized)
         num_samples = len(dataset)  # pyright: ignore[reportArgumentType]
         _check_batch_size(global_batch_size, num_replicas, num_samples, mixture, drop_last)
         _check_order(seed, shuffle, drop_last)
+        check_choice('rank', rank, range(num_replicas))
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
         self.planner = LoadPlanner(num_replicas, CutOptions(
             max_tokens=max_tokens, max_image_tokens=max_image_tokens, width_multiple=width_multiple,
@@ -151,6 +153,7 @@ class RegroupingBatchSampler(DistributedSampler):
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the next iteration; another epoch than the present one starts at its beginning."""
+        check_kind('epoch', epoch, int)
         if epoch != self.epoch:
             self.first_batch = self._position = 0
         super().set_epoch(epoch)
