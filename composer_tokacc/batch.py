@@ -63,6 +63,14 @@ def check_ids(batch: Batch) -> None:
                 f'{value.device}, beginning with {sample_name(batch, 0)}. Make it one in the collator (`to_dense`, '
                 '`to_padded_tensor`, `dequantize`, `detach`).'
             )
+    ids = batch.get('input_ids')
+    if not isinstance(ids, torch.Tensor | None):
+        return
+    if ids is not None and (ids.dim() != 2 or ids.dtype not in (torch.int32, torch.int64)):
+        raise ValueError(
+            f'`input_ids` must be integers of shape (rows, width), got: {ids.dtype} of shape {tuple(ids.shape)}. Give '
+            'vectors as `inputs_embeds`, and one row as `ids[None]`.'
+        )
     mask = batch.get('attention_mask')
     if mask is not None and (not isinstance(mask, torch.Tensor) or mask.is_complex() or mask.dim() not in (2, 4)):
         got = f'{mask.dtype} of shape {tuple(mask.shape)}' if isinstance(mask, torch.Tensor) else type(mask).__name__
@@ -70,16 +78,8 @@ def check_ids(batch: Batch) -> None:
             f'`attention_mask` must be real, of shape (rows, width) or (rows, heads, width, width), got: {got}, '
             f'beginning with {sample_name(batch, 0)}. Give one mask for all heads as `mask[:, None]`.'
         )
-    ids = batch.get('input_ids')
-    if not isinstance(ids, torch.Tensor):
-        return
-    if ids.dim() != 2 or ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f'`input_ids` must be integers of shape (rows, width), got: {ids.dtype} of shape {tuple(ids.shape)}. Give '
-            'vectors as `inputs_embeds`, and one row as `ids[None]`.'
-        )
     for key, dims in (('attention_mask', (2, 4)), ('position_ids', (2, 3))):
-        if not isinstance(value := batch.get(key), torch.Tensor) or value.dim() not in dims:
+        if ids is None or not isinstance(value := batch.get(key), torch.Tensor) or value.dim() not in dims:
             continue
         # One mask may be for all rows, if it says so by its four dimensions.
         has_rows = key == 'position_ids' or len(value) == len(ids) or (value.dim() == 4 and len(value) == 1)

@@ -42,6 +42,10 @@ left but round-off."""
 TAKES = 'The model must take '
 MEAN = "The model's own loss must be the mean over its loss-generating tokens, got: "
 SAMPLES = "The terms that `loss_units` calls 'samples' must be means over samples, got: "
+NOT_A_NUMBER = (
+    "The model's loss must be a number, got: nan ({}). Look for NaN in its weights and in its batch, such as "
+    '`pixel_values`, and for an overflow of its precision (docs/errors.md#model-loss).'
+)
 NAME_TERMS = (
     "Return its terms as a dict and name the unit of each in `loss_units`, or a router's factor in "
     '`router_aux_loss_coef` of the config (docs/errors.md#model-loss).'
@@ -223,6 +227,8 @@ class RowComparison:
         return None
 
     def _explained(self, failure: str, how: str) -> str:
+        if self.whole.is_nan:
+            return NOT_A_NUMBER.format(failure)
         if how == 'packed':
             pads = ', or a pad predicts the label of a first token (mask it, -100)' * (self._facts.side == 'left')
             return (

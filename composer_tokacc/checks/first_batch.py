@@ -14,8 +14,16 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from composer_tokacc.batch import IGNORE_INDEX, MODALITIES, Batch, labels_of, real_positions, with_own_tensors
-from composer_tokacc.checks.comparison import MEAN, NAME_TERMS, RowComparison
+from composer_tokacc.batch import (
+    IGNORE_INDEX,
+    MODALITIES,
+    Batch,
+    labels_of,
+    real_positions,
+    sample_name,
+    with_own_tensors,
+)
+from composer_tokacc.checks.comparison import MEAN, NAME_TERMS, NOT_A_NUMBER, RowComparison
 from composer_tokacc.checks.logits import TINY, targets_of
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.collectives import all_gather_object, from_any_rank, get_global_rank, max_over_ranks
@@ -149,7 +157,10 @@ def find_loss_rule(probe: Probe, row: Batch, *, loss_tokens: str = 'auto') -> st
     The rule depends on the model class and the transformers version, and a wrong one is silent: raises RuntimeError if
     no rule, or not the given one, is the model's. ``row`` is as of :func:`.rule_batch`, on the model's device.
     """
-    gradients = next(iter(probe.run(row).gradients.values()))
+    result = probe.run(row)
+    if result.is_nan:
+        raise RuntimeError(NOT_A_NUMBER.format(sample_name(row, 0)))
+    gradients = next(iter(result.gradients.values()))
     gradient = next((one for one in reversed(gradients) if one is not None), torch.zeros(*row['labels'].shape, 1))
     norms, matching = gradient.norm(dim=-1), []
     for rule in LOSS_RULES:

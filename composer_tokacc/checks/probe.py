@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -48,6 +49,11 @@ class ProbeResult:
     vocabulary: int | None  # number of logits of a position, if any are given
     eps: float  # machine epsilon of the loss, float32's or coarser
     gradient_eps: float  # of the coarsest gradient
+
+    @property
+    def is_nan(self) -> bool:
+        """Whether a loss is no number, of which no gradient tells anything."""
+        return any(map(math.isnan, self.losses.values()))
 
     def is_same_loss(self, unit: str, other: float, noise: float = 0.0) -> bool:
         """Returns whether another loss differs by round-off alone."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from composer_tokacc.batch import MODALITIES
+from composer_tokacc.batch import MODALITIES, check_ids
 from composer_tokacc.layout import BatchLayout
 
 
@@ -49,6 +49,8 @@ class VisionLanguageCollator:
                 f'`samples` must each hold `input_ids` of shape (1, length), got: {[*map(tuple, shapes[:3])]}. Call '
                 "the processor with return_tensors='pt'."
             )
+        for sample in samples:
+            check_ids(sample)
         counts = [sum(sample.get(f'num_{modality}s', [0])[0] for modality in MODALITIES) for sample in samples]
         layout = self.layout or BatchLayout.infer(samples[counts.index(max(counts))])
         batch = layout.concat(samples, padding_side=self.padding_side, pad_token_id=self.pad_token_id)

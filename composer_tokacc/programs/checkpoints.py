@@ -234,7 +234,7 @@ class SameData(Callback):
                 _compare_weights(path, shapes, own or {}, strict=strict)
                 if not (weights_only or has_optimizer):
                     raise ConfigError(
-                        f'the checkpoint must hold the state of the optimizer to go on from, got: {path} without. Set '
+                        f'the checkpoint must hold optimizer and timestamp to go on from, got: {path} without. Set '
                         '`trainer.load_weights_only=true` to start from its weights'
                     )
 
@@ -243,7 +243,10 @@ class SameData(Callback):
         self._loading, self.model = False, None
 
     def _compare(self, fingerprints: str) -> None:
-        then = json.loads(fingerprints or '{}')
+        with must(
+            '`fingerprints` of a checkpoint must be those that a run wrote', repr(fingerprints), TypeError, ValueError
+        ):
+            then = dict(json.loads(fingerprints or '{}'))
         other = [name for name in then if then[name] != self._now.get(name)]
         if not other:
             return
@@ -286,10 +289,16 @@ def _saved(path: Path, name: str) -> tuple[str, dict[str, tuple[int, ...]], bool
         has_optimizer = any(key.startswith('state.optimizers') for key in entries)
     else:  # mapped: weights stay where they are
         saved = {'state': read_state(path, mmap=True)}
-        weights = saved['state'].get('model') or {}
+        parts = {key: saved['state'].get(key) or {} for key in ('model', 'optimizers', 'timestamp')}
+        if strange := [key for key, part in parts.items() if not isinstance(part, Mapping)]:
+            raise ConfigError(
+                f'the checkpoint must be one that Composer wrote, got: {path} whose {strange[0]} is damaged'
+            )
+        weights = parts['model']
         shapes = {key: tuple(weight.shape) for key, weight in weights.items() if isinstance(weight, torch.Tensor)}
-        has_optimizer = bool(saved['state'].get('optimizers'))
-    return dict(saved['state'].get('callbacks') or {}).get(name, {}).get('fingerprints', ''), shapes, has_optimizer
+        has_optimizer = bool(parts['optimizers'] and parts['timestamp'])
+    own = dict(saved['state'].get('callbacks') or {}).get(name) or {}
+    return own.get('fingerprints', ''), shapes, has_optimizer
 
 
 def _weights(model: torch.nn.Module) -> dict[str, tuple[tuple[int, ...], int]]:

@@ -103,11 +103,9 @@ class RegroupingBatchSampler(DistributedSampler):
     ) -> None:
         num_replicas = get_world_size() if num_replicas is None else num_replicas
         rank = get_global_rank() if rank is None else rank
-        check_kind('dataset', dataset, Sized)
-        num_samples = len(dataset)  # pyright: ignore[reportArgumentType]
+        num_samples = _length_of(dataset)
         _check_batch_size(global_batch_size, num_replicas, num_samples, mixture, drop_last)
-        _check_order(seed, shuffle, drop_last)
-        check_choice('rank', rank, range(num_replicas))
+        _check_order(rank, num_replicas, seed, shuffle, drop_last)
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
         self.planner = LoadPlanner(num_replicas, CutOptions(
             max_tokens=max_tokens, max_image_tokens=max_image_tokens, width_multiple=width_multiple,
@@ -274,8 +272,14 @@ def prefetch(function: Callable[[Any], Any], items: Iterable[Any], *, depth: int
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _check_order(seed: int, shuffle: bool, drop_last: bool) -> None:
-    """Refuses what gives torch's sampler no order."""
+def _length_of(dataset: Any) -> int:
+    check_kind('dataset', dataset, Sized)
+    return len(dataset)
+
+
+def _check_order(rank: int, num_replicas: int, seed: int, shuffle: bool, drop_last: bool) -> None:
+    """Refuses what gives torch's sampler no order, or a rank no part of it."""
+    check_choice('rank', rank, range(num_replicas))
     check_choice('shuffle', shuffle, (True, False))
     check_choice('drop_last', drop_last, (True, False))
     if not isinstance(seed, int) or abs(seed) >= 2**62:  # an epoch is added to it

@@ -96,8 +96,9 @@ class DigitsDataset(Dataset):
         max_length: int | None = None,
         cache: bool = True,
     ) -> None:
-        if max_images < 1:
-            raise ValueError(f'`max_images` must be at least 1, got: {max_images}.')
+        for name, value in (('max_images', max_images), ('num_samples', num_samples)):
+            if value < 1:
+                raise ValueError(f'`{name}` must be at least 1, got: {value}.')
         self.processor = processor if processor is not None else self.build_processor()
         self.encoder = ConversationEncoder(self.processor, max_length=max_length)
         self.split = split

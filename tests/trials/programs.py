@@ -200,6 +200,24 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
     'resume from a pickle that runs code': ('train', LOAD, pickled_code, 'a.pt'),
     'resume without the state of the optimizer': ('train', LOAD, changed(without('optimizers')), 'optimizer'),
     'resume without the model': ('train', LOAD, changed(without('model')), 'a.pt'),
+    **{
+        f'resume from a checkpoint whose {key} is a word': (
+            'train', LOAD, changed(lambda state, key=key: state.update({key: 'x'})), f'whose {key} is damaged',
+        )
+        for key in ('model', 'optimizers', 'timestamp')
+    },
+    'resume without the time': ('train', LOAD, changed(without('timestamp')), 'timestamp'),
+    'resume from NaN weights': ('train', LOAD, changed(with_nan), 'must be a number, got: nan (sample'),
+    **{
+        f'resume with fingerprints {given!r}': (
+            'train', LOAD,
+            changed(lambda state, given=given: dict(state['callbacks'])['SameData'].update(fingerprints=given)),
+            '`fingerprints`',
+        )
+        for given in (3, 'no JSON', '[1]')
+    },
+    'no samples to evaluate': ('train', [*RUN, 'dataset.eval.num_samples=0'], None, '`num_samples`'),
+    'samples below 0': ('look', [DIGITS, 'dataset.num_samples=-1'], '`num_samples`'),
     'a second run into the folder of the first': (
         'train', [*RUN, 'trainer.save_folder={folder}'], lambda folder: whole(folder, 'ep0-ba1-rank0.pt'),
         '`trainer.save_folder`',

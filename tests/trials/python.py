@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from composer import DataSpec
 from composer.models import HuggingFaceModel
-from transformers import LlamaForSequenceClassification
+from transformers import BatchEncoding, LlamaForSequenceClassification
 
 from composer_tokacc import (
     BatchLayout,
@@ -32,6 +32,7 @@ from composer_tokacc.counting import count_tokens
 from composer_tokacc.data import ConversationEncoder, VisionLanguageCollator, length_table
 from composer_tokacc.data.lengths import build_length_table
 from composer_tokacc.planning import CostModel
+from composer_tokacc.sampling import RestoreRandomState
 from tests.data.chat_processors import small
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import loader, train
@@ -132,6 +133,45 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         ))),
         'a row for each sample',
     ),
+    'a mask of numbers with two parts': (step(batch(attention_mask=lambda mask: mask.to(torch.complex64))), 'real'),
+    'a quantised mask': (
+        step(batch(attention_mask=lambda mask: torch.quantize_per_tensor(mask.float(), 1.0, 0, torch.qint8))),
+        'dequantize',
+    ),
+    'a mask in a list': (step(batch(attention_mask=torch.Tensor.tolist)), 'attention_mask'),
+    'a mask of four dimensions and another width': (
+        step(batch(attention_mask=lambda mask: torch.ones(3, 1, 5, 5))), 'as wide as',
+    ),
+    'a mask of four dimensions for two of three rows': (
+        step(batch(attention_mask=lambda mask: torch.ones(2, 1, 9, 9))), 'attention_mask',
+    ),
+    'complex weights': (
+        step({**batch(), 'loss_weights': torch.ones(3, dtype=torch.complex64)},
+             algorithms=lambda: [TokenAccumulation(token_weights='column')]),
+        'real tensor',
+    ),
+    'a BatchEncoding': (step(BatchEncoding(batch())), WORKS),  # pyright: ignore
+    'vectors that are no numbers': (
+        step({**{key: value for key, value in batch().items() if key != 'input_ids'},
+              'inputs_embeds': torch.full((3, 9, 32), float('nan'))}),
+        'must be a number, got: nan (row 0)',
+    ),
+    'a model that is a word': (lambda: token_data_spec(loader(batch()), model='llava'), '`model`'),
+    'a sampler of data without a length': (
+        lambda: RegroupingBatchSampler(iter([0]), lengths=[4], global_batch_size=1, max_tokens=8),  # pyright: ignore
+        '`dataset`',
+    ),
+    'a rank that is not there': (lambda: sampler(num_replicas=2, rank=5), '`rank`'),
+    'an epoch and a half': (lambda: sampler(num_replicas=1, rank=0).set_epoch(0.5), '`epoch`'),  # pyright: ignore
+    'lengths in a tensor': (lambda: plan_microbatches(torch.tensor([3, 4]), num_ranks=1, max_tokens=8), WORKS),
+    'rows by what is true': (lambda: LAYOUT.select(batch(), [True, False, True]), '`rows`'),
+    'weights of nothing at all': (lambda: step_loss_weights(None), '`microbatches`'),  # pyright: ignore
+    **{
+        f'random numbers kept as {given!r}': (
+            lambda given=given: RestoreRandomState().load_state_dict({'generators': given}), 'generators',
+        )
+        for given in (None, 'no JSON', 3)
+    },
     'a batch without labels': (step({key: value for key, value in batch().items() if key != 'labels'}), 'labels'),
     'a batch without ids': (step({key: value for key, value in batch().items() if key != 'input_ids'}), 'input_ids'),
     'a batch of no rows': (step({key: value[:0] for key, value in batch().items()}), 'row'),
