@@ -74,7 +74,7 @@ def test_tokens_outside_the_embedding():
 def test_mask_of_three_dimensions(queries, has_spec):
     mask = batch_of()['attention_mask'][:, None].expand(-1, queries, -1)
     message = refusal(batch_of(attention_mask=mask), has_spec=has_spec)
-    assert f"got: shape (4, {queries}, 14), beginning with sample 'sample-0'. Give one mask" in message
+    assert f"of shape (4, {queries}, 14), beginning with sample 'sample-0'. Give one mask" in message
 
 
 def test_mask_of_four_dimensions_is_taken():
