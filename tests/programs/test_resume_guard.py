@@ -254,6 +254,7 @@ def layers(*sizes):
 @pytest.mark.parametrize('is_sharded', [True, False])
 def test_a_checkpoint_of_another_model_is_refused_in_one_line(is_sharded, tmp_path):
     state = {'model': layers(4, 4, 4).state_dict(), 'optimizers': {'SGD': {'step': 1}}, 'callbacks': {}}
+    state['timestamp'] = {'Timestamp': {'batch': 1}}
     saved, path = {'state': state}, tmp_path / 'ep1'
     if is_sharded:
         dist_cp.save(saved, checkpoint_id=path)
