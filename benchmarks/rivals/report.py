@@ -21,7 +21,10 @@ EXACT = 2e-6
 BUSY = 1.7
 """Load average a core from which the machine did other work: a loader and a trainer a rank are ours."""
 HEADLINE = ('composer', 'hf', 'ours', 'ours_sampler', 'ours_packed')
-OVERVIEW = ('composer', 'hf', 'hf_group', 'hf_rebalance', 'odb', 'ours', 'ours_sampler', 'ours_packed', BOUND)
+OVERVIEW = (
+    *('composer', 'hf', 'hf_group', 'hf_rebalance', 'hf_planned', 'odb', 'accelerate', 'accelerate_planned'),
+    *('ours', 'ours_sampler', 'ours_packed', BOUND),
+)
 Row = dict[str, Any]
 CONTENDER_TITLES = {
     'composer': 'Composer',
@@ -94,15 +97,25 @@ def overview(cells: Sequence[Row], rivals: Sequence[str]) -> str:
 
 
 def measured_on(rows: Sequence[Row]) -> str:
-    """Machine and versions; a warning where the machine did other work."""
+    """Machines, of which sets where there are several, and versions; a warning where one did other work."""
     hosts = [row['measured_on'] for row in rows]
     versions = sorted({f'{name} {version}' for host in hosts for name, version in host['versions'].items()})
-    machines = sorted({f'{host["machine"]["cores"]} cores of {host["machine"]["processor"]}' for host in hosts})
+    where: dict[str, list[str]] = {_machine(row): [] for row in rows}
+    for case, of in _cases([row for row in rows if 'rounds' in row]):
+        for name in {_machine(row) for row in of}:
+            where[name].append(case)
+    most = max(where, key=lambda name: len(where[name]))
+    machines = [most, *(f'{name}: {"; ".join(cases)}' for name, cases in where.items() if name != most)]
     busy = [_load(row) for row in rows if row.get('rounds') and _is_disturbed(row)]
     warning = f'\n\n**{len(busy)} cells were timed beside other work: their ratios are of processor time.**' * bool(
         busy
     )
-    return f'{"; ".join(machines)}; {", ".join(versions)}.{warning}'
+    return f'{". ".join(machines)}. {", ".join(versions)}.{warning}'
+
+
+def _machine(row: Row) -> str:
+    machine = row['measured_on']['machine']
+    return f'{machine["cores"]} cores of {machine["processor"]}'
 
 
 def exactness(rows: Sequence[Row]) -> str:
