@@ -234,8 +234,8 @@ class SameData(Callback):
                 _compare_weights(path, shapes, own or {}, strict=strict)
                 if not (weights_only or has_optimizer):
                     raise ConfigError(
-                        f'the checkpoint must hold timestamp and the state of the optimizer to go on from, got: {path} without. Set '
-                        '`trainer.load_weights_only=true` to start from its weights'
+                        f'the checkpoint must hold timestamp and the state of the optimizer to go on from, got: {path} '
+                        'without. Set `trainer.load_weights_only=true` to start from its weights'
                     )
 
     def after_load(self, state: State, logger: Logger) -> None:
