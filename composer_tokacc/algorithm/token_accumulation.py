@@ -14,7 +14,7 @@ from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 
 from composer_tokacc.algorithm.functional import sample_weight, token_weight
-from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, LossTerms, SplitLoss, attached_zero
+from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, LossTerms, SplitLoss, attached_zero, tensors_in
 from composer_tokacc.algorithm.setup import Fit, check_arguments, check_microbatches
 from composer_tokacc.batch import Batch, sample_name
 from composer_tokacc.checks.logits import (
@@ -256,6 +256,10 @@ class TokenAccumulation(Algorithm):
         if _is_empty(state.batch):  # no mean over none
             zero = attached_zero(state.outputs, state.loss)
             state.loss = fit.terms.changed(state.loss, lambda name, unit, term: zero if unit == 'tokens' else term)
+        trained = next((one for one in state.model.parameters() if one.requires_grad), None)
+        if trained is not None and not any(term.requires_grad for term in tensors_in(state.loss)):
+            # Text alone, of which only an image encoder would learn: there is nothing to do, and backward would raise.
+            state.loss = fit.terms.changed(state.loss, lambda name, unit, term: term + trained.flatten()[:0].sum())
 
     def _scale(self, state: State, logger: Logger) -> None:
         """BEFORE_BACKWARD: the last point where ``state.loss`` matters, so nothing may rescale it afterwards."""
