@@ -216,7 +216,7 @@ def chosen_rows(layout: BatchLayout, batch: Batch, wanted: set[str], max_rows: i
             for sign in (1, -1)
         ),
         [count > 0 for count in media],
-        *([[not is_so for is_so in facts.has_hole]] if 'holes' in wanted else []),
+        *([[not is_so for is_so in facts.has_hole]] if {'holes', 'holes beside media'} & wanted else []),
         # A label on the first token behind padding is the hardest to keep.
         [not 0 < at < len(row) or int(row[at]) == IGNORE_INDEX for at, row in zip(first, labels, strict=True)],
         [-count for count in media],

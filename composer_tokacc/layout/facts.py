@@ -32,7 +32,8 @@ WIDTHS = tuple(2**power for power in range(4, 21))
 MEDIA_SIZES = tuple(2**power for power in range(17))
 UNLIKE = ('together', 'ragged', *(f'{bound} {size}' for bound in ('under', 'over') for size in MEDIA_SIZES))
 ROW_KINDS = (
-    'left', 'right', 'holes', *MODALITIES, 'mixed', 'positions', *(f'left over {width}' for width in WIDTHS),
+    'left', 'right', 'holes', 'holes beside media', *MODALITIES, 'mixed', 'positions',
+    *(f'left over {width}' for width in WIDTHS),
     *(f'{what} {bound} limit' for what in ('columns', 'positions') for bound in ('about', 'over')),
     *(f'{modality} {how}' for modality in MODALITIES for how in UNLIKE),
 )  # fmt: skip
@@ -157,8 +158,6 @@ def kinds_of(sources: Sequence[RowFacts]) -> tuple[int, ...]:
             found.add('positions' if facts.side == 'left' and facts.has_positions else facts.side)
         if facts.is_padded and facts.side == 'left':
             found |= {f'left over {width}' for width in WIDTHS if facts.width > width}
-        if any(facts.has_hole):
-            found.add('holes')
         if facts.is_padded and facts.layout.width_matters(facts.batch):
             bound = 'about' if min(facts.lengths) <= (facts.layout.width_limit or 0) else 'over'
             found.add(f'{"positions" if facts.has_positions else "columns"} {bound} limit')
@@ -169,6 +168,8 @@ def kinds_of(sources: Sequence[RowFacts]) -> tuple[int, ...]:
     with_media = [bool(count) for facts in sources for count in facts.media]
     if any(with_media) and not all(with_media):
         found.add('mixed')
+    if any(any(facts.has_hole) for facts in sources):
+        found.add('holes beside media' if any(with_media) else 'holes')
     return tuple(int(kind in found) for kind in ROW_KINDS)
 
 
