@@ -120,8 +120,8 @@ def preparing(spec: DataSpec, layout: BatchLayout | None) -> Callable[[Any], Any
         if layout is not None:
             for microbatch in microbatches_of(batch):
                 check_batch(microbatch, VOCABULARY)
-            kinds_of(describe_all(layout, batch))
             batch = annotate(batch, 'causal')
+            kinds_of(describe_all(layout, batch))
             num_loss_tokens(batch), num_samples(batch)
         return spec.split_batch(batch, MICROBATCH_SIZE)
 

@@ -52,20 +52,32 @@ def labels_of(batch: Any) -> torch.Tensor:
 
 
 def check_ids(batch: Batch) -> None:
-    """Raises ValueError unless ids are integers ``(rows, width)``, and a mask of two dimensions is as wide."""
-    ids, mask = batch.get('input_ids'), batch.get('attention_mask')
+    """Raises ValueError unless tensors are dense, and ids integers ``(rows, width)`` mask and positions as wide."""
+    for key, value in batch.items():
+        if isinstance(value, torch.Tensor) and (
+            value.layout is not torch.strided or value.is_meta or value.is_nested or value.requires_grad
+        ):
+            raise ValueError(
+                f'`batch[{key!r}]` must be a dense tensor without a gradient, got: {value.layout} on {value.device}, '
+                f'beginning with {sample_name(batch, 0)}. Make it '
+                'one in the collator (`to_dense`, `to_padded_tensor`, `detach`).'
+            )
+    ids = batch.get('input_ids')
     if not isinstance(ids, torch.Tensor):
         return
-    if ids.dim() != 2 or ids.is_floating_point():
+    if ids.dim() != 2 or ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f'`input_ids` must be integers of shape (rows, width), got: {ids.dtype} of shape {tuple(ids.shape)}. Give '
             'vectors as `inputs_embeds`, and one row as `ids[None]`.'
         )
-    if isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape != ids.shape:
-        raise ValueError(
-            f'`attention_mask` must be of the shape of `input_ids`, {tuple(ids.shape)}, got: {tuple(mask.shape)}, '
-            f'beginning with {sample_name(batch, 0)}.'
-        )
+    for key, dims in (('attention_mask', (2,)), ('position_ids', (2, 3))):
+        value = batch.get(key)
+        expected = ids.shape if key == 'attention_mask' else ids.shape[1:]
+        if isinstance(value, torch.Tensor) and value.dim() in dims and value.shape[-len(expected) :] != expected:
+            raise ValueError(
+                f'`{key}` must be as wide as `input_ids`, {tuple(ids.shape)}, got: {tuple(value.shape)}, beginning '
+                f'with {sample_name(batch, 0)}.'
+            )
 
 
 def check_batch(batch: Any, vocabulary: int | None = None, *, is_decoder: bool = False) -> None:

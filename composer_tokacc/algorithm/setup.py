@@ -26,6 +26,7 @@ from composer_tokacc.counting import check_rule
 from composer_tokacc.data_spec.reduction import ReductionWatch
 from composer_tokacc.data_spec.split import layout_of, split_of
 from composer_tokacc.layout import microbatches_of
+from composer_tokacc.planning import check_choice
 from composer_tokacc.weights import LOSS_WEIGHTS, check_token_weights
 
 log = logging.getLogger(__name__)
@@ -116,8 +117,8 @@ def check_arguments(given: Any) -> None:
     for name, unit in units.items():
         if unit not in LOSS_UNITS:
             raise ValueError(f'`loss_units[{name!r}]` must be one of {LOSS_UNITS}, got: {unit!r}.')
-    if given.router_balance not in ROUTER_BALANCES:
-        raise ValueError(f'`router_balance` must be one of {ROUTER_BALANCES}, got: {given.router_balance!r}.')
+    check_choice('router_balance', given.router_balance, ROUTER_BALANCES)
+    check_choice('check_loss', given.check_loss, (True, False))
     if given.router_balance == 'step' and units:
         raise ValueError(
             "`router_balance='step'` must go with the one number that a Hugging Face mixture of experts returns, got: "
@@ -134,8 +135,6 @@ def check_arguments(given: Any) -> None:
             "`loss_tokens` must be an explicit rule with `check_loss=False`, got: 'auto'. The rule is found by the "
             "check; give 'causal' (most decoders), 'causal_attended' or 'unshifted' (docs/errors.md#loss-rule)."
         )
-    if not isinstance(given.check_loss, bool):
-        raise ValueError(f'`check_loss` must be True or False, got: {given.check_loss!r}.')
 
 
 def _warn(state: State, token_weights: str) -> None:

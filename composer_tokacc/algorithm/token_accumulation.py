@@ -44,6 +44,7 @@ from composer_tokacc.metadata import (
     with_metadata,
     without_metadata,
 )
+from composer_tokacc.planning import check_state
 from composer_tokacc.sampling.rank_assignment import num_repeated
 from composer_tokacc.weights import LOSS_WEIGHTS
 
@@ -168,8 +169,8 @@ class TokenAccumulation(Algorithm):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what makes a resumed run end with the same bits; rule and rows are checked again."""
-        self.num_empty_steps = state['num_empty_steps']
-        self._reduces_once = state.get('reduces_once', False)
+        check_state(state, {'num_empty_steps'}, counts=('num_empty_steps',))
+        self.num_empty_steps, self._reduces_once = state['num_empty_steps'], bool(state.get('reduces_once'))
 
     def _start_fit(self, state: State, logger: Logger) -> None:
         """FIT_START: the model is wrapped now. A second fit may bring another loader, so rows are checked again."""
@@ -198,7 +199,6 @@ class TokenAccumulation(Algorithm):
             self._fit = Fit(state, self)
             self._reduces_once = self._reduces_once and self._fit.reductions.may_meet_once
             self._fit.prove(state.batch, reduces_once=self._reduces_once)
-        kinds = self._fit.check.kinds_of(state.batch)
         self._measuring.begin_step(microbatches)
         if num_copies := num_repeated(state.dataloader, int(state.timestamp.batch_in_epoch)):
             samples = [1] * (num_rows(state.batch) - num_copies) + [0] * num_copies
@@ -207,6 +207,7 @@ class TokenAccumulation(Algorithm):
         state.batch = self._device_batch = annotate(state.batch, self.rule or '', self.token_weights)
         local = (num_loss_tokens(state.batch), num_samples(state.batch), loss_weight(state.batch))
         self._step = StepCheck(*local, is_weighted=self.is_weighted, has_bypass=self._fit.has_bypass)
+        kinds = self._fit.check.kinds_of(state.batch)
         dtype = torch.float64 if self.is_weighted else torch.int64
         self._totals = RankSum(state.device.tensor_to_device(torch.tensor([*local, *kinds], dtype=dtype)))
 
@@ -325,16 +326,15 @@ class TokenAccumulation(Algorithm):
                 fit.split.adopt(fit.split.rules, reduces_once=reduced_once)
         self._device_batch = {}
         self._measuring.end_step(len(step.records))
-        self._log(state, logger)
-
-    def _log(self, state: State, logger: Logger) -> None:
         tokens = int(self._totals.read()[0])
-        units = self._fit.terms.units.values()
-        if tokens == 0 and (not units or 'tokens' in units):
+        if tokens == 0 and (not fit.terms.units or 'tokens' in fit.terms.units.values()):
             # Zero gradients would still decay weights and move momentum; no gradients move nothing.
             for optimizer in state.optimizers:
                 optimizer.zero_grad(set_to_none=True)
             self.num_empty_steps += 1
+        self._log(state, logger, tokens)
+
+    def _log(self, state: State, logger: Logger, tokens: int) -> None:
         metrics: dict[str, float] = {
             'token_accumulation/loss_generating_tokens': tokens,
             'token_accumulation/empty_microbatches': sum(one.num_tokens == 0 for one in self._step.records),

@@ -27,6 +27,7 @@ from composer_tokacc.data.media import open_files
 from composer_tokacc.data.records import BadSampleError, EmbeddedFile, PathLike, Record
 from composer_tokacc.data.sizes import SHRINK_STEPS, patch_size_of
 from composer_tokacc.data.videos import VideoSampling
+from composer_tokacc.planning import check_choice
 
 log = logging.getLogger(__name__)
 
@@ -81,8 +82,7 @@ class LlavaDataset(Dataset):
         lengths_folder: PathLike | None = None,
         patch_size: int | None = None,
     ) -> None:
-        if on_error not in ('raise', 'skip'):
-            raise ValueError(f"`on_error` must be 'raise' or 'skip', got: {on_error!r}.")
+        check_choice('on_error', on_error, ('raise', 'skip'))
         if max_image_tokens is not None and not fit:
             raise ValueError(f'`max_image_tokens` must be left out without `fit`, got: {max_image_tokens}.')
         make = partial(FittingEncoder, max_image_tokens=max_image_tokens) if fit else ConversationEncoder

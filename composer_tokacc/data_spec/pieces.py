@@ -108,7 +108,9 @@ def build(pieces: Sequence[Piece], attention: DocumentAttention | None = None) -
     for _, of_source in groupby(pieces, key=lambda piece: id(piece.facts)):
         same = list(of_source)
         facts = same[0].facts
-        for piece, rows in zip(same, facts.layout.split(facts.batch, [piece.rows for piece in same]), strict=True):
+        is_whole = len(same) == 1 and same[0].rows == list(range(len(facts.lengths)))
+        rows_of = [dict(facts.batch)] if is_whole else facts.layout.split(facts.batch, [piece.rows for piece in same])
+        for piece, rows in zip(same, rows_of, strict=True):
             microbatch = _trimmed(piece, rows)
             if piece.dummies:
                 microbatch = add_rows(facts.layout, microbatch, [dummy.row for dummy in piece.dummies], facts.side)

@@ -23,7 +23,7 @@ from composer_tokacc.data_spec.in_step import in_step, with_dummies
 from composer_tokacc.data_spec.pieces import Piece, build
 from composer_tokacc.layout import BatchLayout, PreSplitBatch, RowFacts, describe, describe_all, microbatches_of
 from composer_tokacc.metadata import num_rows, samples_of, with_metadata, without_metadata
-from composer_tokacc.planning import CutOptions, cut_rows, pack_lengths
+from composer_tokacc.planning import CutOptions, cut_rows, pack_lengths, token_budget
 
 if TYPE_CHECKING:
     from composer.core import State
@@ -76,7 +76,8 @@ class MicrobatchSplit:
     def _packing_costs_less(self, sources: Sequence[RowFacts], microbatch_size: float) -> bool:
         """Returns whether packing costs less on this batch, over all ranks; a collective."""
         lengths = [length for facts in sources for length in facts.lengths]
-        budget = int(microbatch_size * (self.options.slot_tokens or max(facts.width for facts in sources)))
+        slot_tokens = self.options.slot_tokens or max(facts.width for facts in sources)
+        budget = token_budget(microbatch_size, slot_tokens)
         options = replace(self.options, max_tokens=max(budget, *lengths), max_image_tokens=None, packing=False)
         cost = options.cost
         cuts = cut_rows(lengths, options, max_width=max(lengths))
@@ -180,7 +181,7 @@ class MicrobatchSplit:
         # A row of memory is a slot, and beside it what a decoder computes of a text of its own.
         width = self.options.slot_tokens or max(facts.width for facts in sources)
         width += max(facts.decoder_width for facts in sources)
-        options = replace(self.options, max_tokens=int(microbatch_size * width))
+        options = replace(self.options, max_tokens=token_budget(microbatch_size, width))
         pieces = self._cut(sources, pre_split, options)
         empty: list[dict[str, Any]] = []
         if get_world_size() > 1:
@@ -244,10 +245,11 @@ class MicrobatchSplit:
         """Returns pieces under the caps; those that a loader has collated, as they are where they fit."""
         pieces: list[Piece] = []
         indices = pre_split.indices if pre_split is not None else None
+        has_ranks = get_world_size() > 1
         for number, facts in enumerate(sources):
             piece = Piece.from_facts(facts, self.rules, options)
             piece.check_caps(indices[number] if indices else None)
-            if get_world_size() > 1:  # rows that only fill up a rank weigh nothing, and need not be computed
+            if has_ranks:  # rows that only fill up a rank weigh nothing, and need not be computed
                 samples = samples_of(facts.batch)
                 piece = piece.take([row for row in piece.rows if samples[row]])
             if piece.rows:

@@ -26,7 +26,7 @@ from composer_tokacc.batch import (
 from composer_tokacc.layout.found import has_sound_along_text
 from composer_tokacc.layout.layout import BatchLayout
 from composer_tokacc.layout.placeholders import stand_at, token_ids
-from composer_tokacc.layout.pre_split import microbatches_of
+from composer_tokacc.layout.pre_split import PreSplitBatch
 
 WIDTHS = tuple(2**power for power in range(4, 21))
 MEDIA_SIZES = tuple(2**power for power in range(17))
@@ -143,8 +143,19 @@ def describe(layout: BatchLayout, batch: Batch) -> RowFacts:
 
 
 def describe_all(layout: BatchLayout | None, batch: Batch) -> list[RowFacts]:
-    """Returns the facts of a device batch, or of each of its microbatches; none where rows cannot be told apart."""
-    return [] if layout is None else [describe(layout, one) for one in microbatches_of(batch)]
+    """Returns the facts of a device batch, or of each of its microbatches; none where rows cannot be told apart.
+
+    A pre-split batch is described once, for as long as its microbatches keep their tensors.
+    """
+    if layout is None:
+        return []
+    if not isinstance(batch, PreSplitBatch):
+        return [describe(layout, batch)]
+    texts = [one.get(key) for one in batch.microbatches for key in ('input_ids', 'attention_mask', 'labels')]
+    known, found_in = batch.described, [layout, *texts]
+    if not known or any(old is not new for old, new in zip(known[0], found_in, strict=True)):
+        batch.described = found_in, [describe(layout, one) for one in batch.microbatches]
+    return batch.described[1]
 
 
 def kinds_of(sources: Sequence[RowFacts]) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Rows of a multimodal batch: which tensors belong to which row; select, trim, join; the smallest row with an image."""
+"""Rows of a multimodal batch: which tensors belong to which row; select, trim, join."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from composer_tokacc.layout.found import (
 )
 from composer_tokacc.layout.placeholders import stand_at, token_ids
 from composer_tokacc.layout.tensors import cat_padded, compact, renumber, select_rows
-from composer_tokacc.planning import check_count
+from composer_tokacc.planning import check_choice, check_count
 
 PATCHES = {'patch': ('image', 'image_grid_thw'), 'video_patch': ('video', 'video_grid_thw')}
 """Units that are parts of another: of which, and the tensor whose product says how many."""
@@ -114,6 +114,10 @@ class BatchLayout:
 
     # Which entry is what.
 
+    @cached_property
+    def _known(self) -> Mapping[str, Entry]:
+        return {**TEXT_ENTRIES, **self.family.entries, **self.extra}
+
     def num_rows(self, batch: Batch) -> int:
         """Returns the number of rows."""
         return text_of(batch).shape[0]
@@ -129,8 +133,7 @@ class BatchLayout:
             ValueError: If neither the layout knows its name, nor its shape tells.
         """
         value, width = batch[key], self.width(batch)
-        known = {**TEXT_ENTRIES, **self.family.entries, **self.extra}
-        entry = known.get(key) or found_entry(batch, key, self.num_rows(batch), width)
+        entry = self._known.get(key) or found_entry(batch, key, self.num_rows(batch), width)
         if entry is None:
             raise ValueError(
                 f'`batch[{key!r}]` must be an entry that the {self.family.name} layout knows, or of the rows, got: a '
@@ -340,8 +343,7 @@ class BatchLayout:
         Raises:
             ValueError: If the layout does not know an entry, or only some batches have it and it is none of images.
         """
-        if padding_side not in ('left', 'right'):
-            raise ValueError(f"`padding_side` must be 'left' or 'right', got: {padding_side!r}.")
+        check_choice('padding_side', padding_side, ('left', 'right'))
         width = max(self.width(batch) for batch in batches)
         joined: dict[str, Any] = {}
         for key in dict.fromkeys(key for batch in batches for key in batch):

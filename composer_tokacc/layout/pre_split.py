@@ -45,6 +45,8 @@ class PreSplitBatch(Mapping[str, Any]):
         self.microbatches = [dict(microbatch) for microbatch in microbatches]
         self.max_tokens = max_tokens
         self.indices = indices
+        self.described: Any = None
+        """Facts of the microbatches' rows, and what they were found in: see ``describe_all``."""
         self._joined: dict[str, Any] = {}
 
     def __repr__(self) -> str:

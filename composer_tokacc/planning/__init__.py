@@ -4,7 +4,16 @@
 """Token-budget microbatches: pure functions that cut and share a global batch. No Composer and no torch here."""
 
 from composer_tokacc.planning.cuts import cut_rows, pack_lengths
-from composer_tokacc.planning.options import CostModel, CutOptions, Table, check_count, check_kind
+from composer_tokacc.planning.options import (
+    CostModel,
+    CutOptions,
+    Table,
+    check_choice,
+    check_count,
+    check_kind,
+    check_state,
+    token_budget,
+)
 from composer_tokacc.planning.plan import (
     Microbatch,
     MicrobatchPlan,
@@ -23,8 +32,10 @@ __all__ = [
     'PlanStats',
     'Rows',
     'Table',
+    'check_choice',
     'check_count',
     'check_kind',
+    'check_state',
     'checked_table',
     'cut_rows',
     'lower_bound',
@@ -32,4 +43,5 @@ __all__ = [
     'padded_widths',
     'plan_microbatches',
     'plan_rows',
+    'token_budget',
 ]

@@ -9,7 +9,7 @@ Costs are in units of one token through the dense layers.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -87,6 +87,11 @@ class CostModel:
         return float(self.rows(np.array(lengths)).sum()) + self.document * len(lengths) + self.launch
 
 
+def token_budget(microbatch_size: float, slot_tokens: int) -> int:
+    """Returns the most positions that a microbatch may hold: so many slots; asked by all who split, plan or predict."""
+    return int(microbatch_size * slot_tokens)
+
+
 def check_count(name: str, value: Any) -> None:
     """Raises ValueError unless an argument is a positive integer."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
@@ -97,6 +102,25 @@ def check_kind(name: str, value: Any, kind: type) -> None:
     """Raises ValueError unless an argument is of a class."""
     if not isinstance(value, kind):
         raise ValueError(f'`{name}` must be a {kind.__name__}, got: {value!r:.80}.')
+
+
+def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
+    """Raises ValueError unless an argument is one of some."""
+    # Not by `in` alone: 1 equals True.
+    if type(value) not in map(type, choices) or value not in choices:
+        *others, last = map(repr, choices)
+        raise ValueError(f'`{name}` must be {", ".join(others)} or {last}, got: {value!r}.')
+
+
+def check_state(state: Any, keys: set[str], *, counts: Sequence[str] = ()) -> None:
+    """Raises ValueError unless a state to load has these keys, those of ``counts`` with integers from 0."""
+    known = isinstance(state, Mapping) and keys <= state.keys()
+    if not known or any(not isinstance(state[name], (int, np.integer)) or state[name] < 0 for name in counts):
+        are = f', {" and ".join(counts)} of them integers from 0' if counts else ''
+        raise ValueError(
+            f'`state` must have the keys {sorted(keys)}{are}, got: {state!r:.200}. Load what `state_dict` of the same '
+            'class returned.'
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,8 +167,4 @@ class CutOptions:
             ('objective', ('ddp', 'fsdp')),
             ('on_oversize', ('raise', 'warn')),
         ):
-            value = getattr(self, name)
-            # Not by `in` alone: 1 equals True.
-            if value not in choices or type(value) not in map(type, choices):
-                *others, last = map(repr, choices)
-                raise ValueError(f'`{name}` must be {", ".join(others)} or {last}, got: {value!r}.')
+            check_choice(name, getattr(self, name), choices)

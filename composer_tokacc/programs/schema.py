@@ -122,7 +122,7 @@ class MicrobatchingConfig:
     device_memory_gib: Annotated[float, POSITIVE] | None = None
     """Memory of one device for ``suggest``; null: what the device has, on CPU the host's shared among its ranks."""
     slot_tokens: Whole | None = None
-    """Width of such a row in tokens; null means the width of the device batch."""
+    """Width of such a row in tokens; null: the longest sample, without ``regroup_ranks`` that of each device batch."""
     max_image_tokens: Whole | None = None
     """Most placeholders of images, videos and audios in a microbatch, a second hard cap; null: none."""
     regroup: bool = True

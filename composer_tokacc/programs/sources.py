@@ -21,7 +21,7 @@ from composer.utils import dist
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 from composer_tokacc.data import LlavaDataset, build_small_processor, count_patches, image_token_ids
-from composer_tokacc.planning import CostModel
+from composer_tokacc.planning import CostModel, token_budget
 from composer_tokacc.programs.errors import ConfigError, taken_by, unknown_name
 from composer_tokacc.programs.registry import import_by_name, without
 from composer_tokacc.programs.schema import (
@@ -191,7 +191,7 @@ class FileSource(Source):
         """Returns the most that a row may hold: what the dataset's section says, or a microbatch has room for."""
         own = self.config.microbatching
         size, width = own.device_train_microbatch_size, own.slot_tokens
-        room = size * width if isinstance(size, int) and width else None
+        room = token_budget(size, width) if isinstance(size, int) and width else None
         caps = {'max_length': room, 'max_image_tokens': own.max_image_tokens}
         return {name: min(filter(None, (part.get(name), cap)), default=None) for name, cap in caps.items()}
 
@@ -215,7 +215,7 @@ class FileSource(Source):
         longest, size = int(table.lengths.max()), self.rows_of_microbatch
         # The width of a device batch says little, because a rank may get short samples only.
         slot_tokens = microbatching.slot_tokens or longest
-        if size * slot_tokens < longest:
+        if token_budget(size, slot_tokens) < longest:
             raise ConfigError(
                 '`microbatching.device_train_microbatch_size` times `slot_tokens` must be at least the longest sample, '
                 f'got: {size} x {slot_tokens} < {longest} (sample {int(table.lengths.argmax())}). Raise one of them, '
@@ -229,7 +229,7 @@ class FileSource(Source):
             image_tokens=table.image_tokens if has_images else None,
             vision_cost=(microbatching.cost or CostModel()).vision(table.image_tokens, table.vision_patches),
             global_batch_size=loader.global_batch_size,
-            max_tokens=size * slot_tokens,
+            max_tokens=token_budget(size, slot_tokens),
             max_image_tokens=microbatching.max_image_tokens if has_images else None,
             seed=self.config.seed,
             shuffle=loader.shuffle,
@@ -341,7 +341,7 @@ class ShardSource(Source):
             dataset,
             batch_size=size,
             drop_last=drop_last,
-            max_tokens=self.rows_of_microbatch * slot_tokens,
+            max_tokens=token_budget(self.rows_of_microbatch, slot_tokens),
             image_token_ids=image_token_ids(processor),
             max_image_tokens=config.microbatching.max_image_tokens,
             patches=partial(count_patches, patch_size=self.patch_size(processor)),

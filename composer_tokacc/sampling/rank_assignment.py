@@ -16,7 +16,7 @@ from composer_tokacc.batch import Batch, sample_name
 from composer_tokacc.layout import PreSplitBatch
 from composer_tokacc.layout.pre_split import widened
 from composer_tokacc.metadata import with_metadata
-from composer_tokacc.planning import CutOptions, Microbatch, MicrobatchPlan, plan_rows
+from composer_tokacc.planning import CutOptions, Microbatch, MicrobatchPlan, check_count, plan_rows
 from composer_tokacc.weights import LOSS_WEIGHTS
 
 
@@ -52,8 +52,9 @@ class RankAssignment:
 
 def check_global_batch(global_batch_size: int, num_ranks: int) -> None:
     """Refuses a global batch that ranks cannot share."""
-    if global_batch_size < 1 or global_batch_size % num_ranks:
-        above = max(-(-global_batch_size // num_ranks), 1) * num_ranks
+    check_count('global_batch_size', global_batch_size)
+    if global_batch_size % num_ranks:
+        above = -(-global_batch_size // num_ranks) * num_ranks
         raise ValueError(
             f'`global_batch_size` must be a positive multiple of the number of ranks, got: {global_batch_size} on '
             f'{num_ranks} ranks. Set it to {above}, or launch another number of ranks.'
@@ -88,6 +89,12 @@ class LoadPlanner:
             if not hasattr(batch, 'keys'):
                 raise ValueError(f'`collate_fn` must return a mapping, got: {type(batch).__name__}. Name its entries.')
             batch = widened({key: batch[key] for key in batch.keys()}, self.options.width_multiple)  # noqa: SIM118
+            text = batch.get('input_ids', batch.get('labels'))
+            if text is not None and len(text) != len(indices):
+                raise ValueError(
+                    f'`collate_fn` must return a row for each sample, got: {len(text)} rows for {len(indices)} '
+                    f'samples, from {sample_name(batch, 0)} on. Pack rows with `token_data_spec(..., packing=True)`.'
+                )
             if assignment.weights is not None:
                 if LOSS_WEIGHTS in batch:
                     found = f'some beside shares of the loss, for {sample_name(batch, 0)}. Remove one'

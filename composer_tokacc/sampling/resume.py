@@ -14,6 +14,7 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import reproducibility
 
+from composer_tokacc.planning import check_state
 from composer_tokacc.sampling.loader import RegroupingDataLoader
 
 
@@ -52,6 +53,7 @@ class RestoreRandomState(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Keeps them until the first batch."""
+        check_state(state, {'generators'})
         self._saved = state['generators']
 
     def before_dataloader(self, state: State, logger: Logger) -> None:

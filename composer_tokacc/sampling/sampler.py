@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal
 
@@ -20,8 +20,10 @@ from composer_tokacc.planning import (
     CutOptions,
     MicrobatchPlan,
     Table,
+    check_choice,
     check_count,
     check_kind,
+    check_state,
     checked_table,
 )
 from composer_tokacc.sampling.mixture import LossShares, Mixture, mixed_batches
@@ -103,12 +105,12 @@ class RegroupingBatchSampler(DistributedSampler):
         rank = get_global_rank() if rank is None else rank
         num_samples = len(dataset)  # pyright: ignore[reportArgumentType]
         _check_batch_size(global_batch_size, num_replicas, num_samples, mixture, drop_last)
+        _check_order(seed, shuffle, drop_last)
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
-        options = CutOptions(
+        self.planner = LoadPlanner(num_replicas, CutOptions(
             max_tokens=max_tokens, max_image_tokens=max_image_tokens, width_multiple=width_multiple,
             objective=objective, cost=cost or CostModel(),
-        )  # fmt: skip
-        self.planner = LoadPlanner(num_replicas, options)
+        ))  # fmt: skip
         self.global_batch_size, self.modality, self.loss_shares = global_batch_size, modality, loss_shares
         self._read_tables(num_samples, lengths, image_tokens, vision_cost, media)
         self.mixture = Mixture([num_samples]) if mixture is None and modality == 'per_step' else mixture
@@ -128,8 +130,7 @@ class RegroupingBatchSampler(DistributedSampler):
             _check_cap(self.image_tokens, 'max_image_tokens', self.planner.options.max_image_tokens)
         if vision is not None:
             self._vision_cost = checked_table('vision_cost', vision, num_samples, dtype=np.float64)
-        if self.modality not in ('mixed', 'per_step'):
-            raise ValueError(f"`modality` must be 'mixed' or 'per_step', got: {self.modality!r}.")
+        check_choice('modality', self.modality, ('mixed', 'per_step'))
         if self.modality == 'per_step':
             if media is None and self.image_tokens is not None:
                 media = np.sign(self.image_tokens)
@@ -169,7 +170,7 @@ class RegroupingBatchSampler(DistributedSampler):
 
     def skip_to(self, batch: int) -> None:
         """Lets the next iteration start at global batch `batch`; what comes before is not even planned."""
-        if not 0 <= batch <= len(self):
+        if batch not in range(len(self) + 1):
             raise ValueError(f'`batch` must be in [0, {len(self)}], got: {batch}.')
         self.first_batch = self._position = batch
 
@@ -184,8 +185,9 @@ class RegroupingBatchSampler(DistributedSampler):
             ValueError: If the state is of other global batches, or has keys missing or left over.
         """
         expected = {'epoch', 'batch', *self._identity()}
-        if not isinstance(state, Mapping) or state.keys() != expected:
-            raise ValueError(f'`state` must have the keys {sorted(expected)}, got: {state!r}.')
+        check_state(state, expected, counts=('epoch', 'batch'))
+        if left_over := state.keys() - expected:
+            raise ValueError(f'`state` must have the keys {sorted(expected)} and no others, got: {sorted(left_over)}.')
         for name, value in self._identity().items():
             if state[name] != value:
                 raise ValueError(
@@ -267,6 +269,14 @@ def prefetch(function: Callable[[Any], Any], items: Iterable[Any], *, depth: int
             yield waiting.popleft().result()
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _check_order(seed: int, shuffle: bool, drop_last: bool) -> None:
+    """Refuses what gives torch's sampler no order."""
+    check_choice('shuffle', shuffle, (True, False))
+    check_choice('drop_last', drop_last, (True, False))
+    if not isinstance(seed, int) or abs(seed) >= 2**62:  # an epoch is added to it
+        raise ValueError(f'`seed` must be an integer that torch takes for a seed, got: {seed!r}.')
 
 
 def _check_batch_size(

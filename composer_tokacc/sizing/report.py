@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from composer_tokacc.planning import CostModel
+from composer_tokacc.planning import CostModel, token_budget
 from composer_tokacc.sizing.memory_model import rough_fit
 from composer_tokacc.sizing.profile import DatasetProfile
 from composer_tokacc.sizing.simulate import METHOD_NAMES, StepFigures
@@ -81,7 +81,7 @@ class SizingReport:
     @property
     def max_tokens(self) -> int:
         """Token budget of a microbatch."""
-        return self.device_train_microbatch_size * self.slot_tokens
+        return token_budget(self.device_train_microbatch_size, self.slot_tokens)
 
     @property
     def limit_gib(self) -> float:

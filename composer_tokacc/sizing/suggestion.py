@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
-from composer_tokacc.planning import CostModel, CutOptions, Rows, check_count, check_kind, lower_bound
+from composer_tokacc.planning import CostModel, CutOptions, Rows, check_count, check_kind, lower_bound, token_budget
 from composer_tokacc.sampling.rank_assignment import check_global_batch
 from composer_tokacc.sizing.memory_model import GIB, MemoryModel
 from composer_tokacc.sizing.profile import SampleSizes
@@ -176,7 +176,8 @@ def _report(
     """Returns the fields of the report that follow from a size, and from steps of it and of others."""
     table, num_ranks = capacity.table, capacity.num_ranks
     size, slot = _choose(capacity, options, rows_per_rank)
-    max_tokens, terms = size * slot, capacity.terms(size * slot)
+    max_tokens = token_budget(size, slot)
+    terms = capacity.terms(max_tokens)
     # Stock Composer has no cap of images, and pads every row to the longest.
     stock_rows = replace(capacity, max_image_tokens=None).max_tokens() // int(table.tokens.max())
     stock_rows = max(min(stock_rows, rows_per_rank), 1)
@@ -184,7 +185,7 @@ def _report(
     simulate = partial(simulate_steps, table, batches, num_ranks=num_ranks, price=price)
 
     def figures(size: int, stock_rows: int) -> dict[str, StepFigures]:
-        sized = replace(options, max_tokens=size * slot)
+        sized = replace(options, max_tokens=token_budget(size, slot))
         return {method: simulate(method=method, microbatch_rows=stock_rows, options=sized) for method in METHOD_NAMES}
 
     compared = {size, *(1 << k for k in range(max(2 * size, 2).bit_length()))}  # powers of two up to twice as much
@@ -219,7 +220,7 @@ def _bound(table: SampleSizes, batches: Sequence[np.ndarray], options: CutOption
 
 def _size_row(capacity: Capacity, size: int, slot_tokens: int, figures: dict[str, StepFigures]) -> SizeRow:
     """Returns padding, time and memory of one size."""
-    tokens = size * slot_tokens
+    tokens = token_budget(size, slot_tokens)
     peak, terms = capacity.peak(tokens), capacity.terms(tokens)
     parts = {short: terms[name] / GIB for short, name in {**SHRINKING_TERMS, 'inputs': 'inputs'}.items()}
     return SizeRow(

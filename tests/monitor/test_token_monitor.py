@@ -10,6 +10,7 @@ from composer.loggers import ProgressBarLogger
 
 from composer_tokacc import TokenAccumulation, TokenMonitor, token_data_spec
 from composer_tokacc.metadata import with_metadata
+from tests.support.launch import ROOT
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import assert_exact, fit, loader, reference_gradients
 
@@ -41,6 +42,20 @@ def test_stock_split_pays_for_the_width_of_the_device_batch():
     # One row a microbatch: sample weights are 1/6, token weights t/T.
     distance = sum(abs(1 / 6 - labelled / TOKENS) for _, labelled in SHAPE) / 2
     assert recorder.logged('token_monitor/sample_weighting_error') == pytest.approx([distance])
+
+
+def test_all_that_is_logged_is_listed_where_users_look():
+    batch = {**collate(text_rows(SHAPE)), 'source': ['a', 'b', 'a', 'b', 'a', 'b']}
+    recorder = run(token_data_spec(loader(batch, batch)), algorithms=[TokenAccumulation()], microbatch_size=2)
+    keys = {key.removeprefix('token_monitor/') for key in recorder.memory.data if key.startswith('token_monitor/')}
+    by_source = {key.rpartition('/')[2] for key in keys if key.startswith('source/')}
+    assert {'padding_ratio', 'rank_imbalance'} < keys
+    assert 'loss' in by_source
+    panel = (ROOT / 'docs/watching.md').read_text()
+    for key in keys - {key for key in keys if key.startswith('source/')}:
+        assert f'/{key}``' in TokenMonitor.__doc__ or f'..._{key.rpartition("_")[2]}``' in TokenMonitor.__doc__, key
+        assert f'`{key}`' in panel, key
+    assert all(f'/source/NAME/{key}``' in TokenMonitor.__doc__ for key in by_source)
 
 
 def test_regrouping_split_computes_less_padding():

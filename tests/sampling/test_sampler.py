@@ -229,7 +229,7 @@ def test_state_of_other_global_batches_is_refused():
             build(96, 12, **kwargs).load_state_dict(state)
     with pytest.raises(ValueError, match=r'`global_batch_size` .*, got: 24, saved: 12'):
         build(96, 24).load_state_dict(state)
-    for wrong in ({**state, 'more': 1}, None, [1]):
+    for wrong in ({**state, 'more': 1}, None, [1], {'x': 1}, {**state, 'epoch': 'two'}, {**state, 'batch': -1}):
         with pytest.raises(ValueError, match='must have the keys'):
             build(96, 12).load_state_dict(wrong)
     with pytest.raises(ValueError, match=r'`batch` must be in \[0, 8\], got: 9'):
@@ -241,7 +241,7 @@ def test_state_of_other_global_batches_is_refused():
     [
         ({'global_batch_size': 10, 'ranks': 4}, r'multiple of the number of ranks, got: 10 on 4 ranks\. Set it to 12'),
         ({'global_batch_size': 2, 'ranks': 4}, 'got: 2 on 4 ranks. Set it to 4'),
-        ({'global_batch_size': 0}, '`global_batch_size` must be a positive multiple'),
+        ({'global_batch_size': 0}, '`global_batch_size` must be a positive integer'),
         ({'lengths': [3, 4]}, r'one entry per sample, got: shape \(2,\) for 4'),
         ({'lengths': [3, 4, -1, 5]}, '`lengths` must be finite and at least 1, got: -1 at sample 2'),
         ({'lengths': [3, 0, 1, 5]}, '`lengths` must be finite and at least 1, got: 0 at sample 1'),

@@ -98,6 +98,40 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     'ids that are floats': (step(batch(input_ids=torch.Tensor.float)), 'input_ids'),
     'labels that are floats': (step(batch(labels=torch.Tensor.float)), 'labels'),
     'ids of one dimension': (step(batch(input_ids=lambda ids: ids[0])), 'input_ids'),
+    'ids that are booleans': (step(batch(input_ids=torch.Tensor.bool)), 'input_ids'),
+    'sparse labels': (step(batch(labels=torch.Tensor.to_sparse)), "`batch['labels']` must be a dense tensor"),
+    'a mask on no device': (step(batch(attention_mask=lambda mask: mask.to('meta'))), 'attention_mask'),
+    'a mask with a gradient': (step(batch(attention_mask=lambda mask: mask.float().requires_grad_())), 'detach'),
+    'positions of another width': (step({**batch(), 'position_ids': torch.arange(5).expand(3, 5)}), 'position_ids'),
+    'a mask of booleans': (step(batch(attention_mask=torch.Tensor.bool)), WORKS),
+    'a mask of floats': (step(batch(attention_mask=torch.Tensor.float)), WORKS),
+    'a key that is a number': (step({**batch(), 3: torch.ones(3)}), WORKS),  # pyright: ignore
+    'labels that ignore -1': (step(batch(labels=lambda labels: labels.clamp(min=-1))), '-100'),
+    'a batch in a tuple': (step(tuple(batch().values())), 'mappings'),  # pyright: ignore
+    'a set in a batch': (step({**batch(), 'extra': {1, 2}}), "`batch['extra']`"),
+    'weights that are not finite': (
+        step({**batch(), 'loss_weights': torch.tensor([1.0, float('inf'), 1.0])},
+             algorithms=lambda: [TokenAccumulation(token_weights='column')]),
+        'loss_weights',
+    ),
+    **{
+        f'a state of {kind}': (lambda given=given: TokenAccumulation().load_state_dict(given), 'num_empty_steps')
+        for kind, given in {
+            'nothing': None, 'a list': [1], 'another class': {'x': 1}, 'a word': {'num_empty_steps': 'a'},
+            'less than nothing': {'num_empty_steps': -1},
+        }.items()
+    },
+    'a sampler with a word for a seed': (lambda: sampler(seed='a'), '`seed`'),
+    'a sampler with a seed of 70 bits': (lambda: sampler(seed=2**70), '`seed`'),
+    'a sampler that drops maybe': (lambda: sampler(drop_last='maybe'), '`drop_last`'),
+    'a sampler that skips to a word': (lambda: sampler(num_replicas=1, rank=0).skip_to('a'), '`batch`'),  # pyright: ignore
+    'a collator that loses a sample': (
+        lambda: next(iter(RegroupingDataLoader(
+            [0] * 4, batch_sampler=sampler(num_replicas=1, rank=0),  # pyright: ignore
+            collate_fn=lambda samples: {'input_ids': torch.ones(1, 4, dtype=torch.long)},
+        ))),
+        'a row for each sample',
+    ),
     'a batch without labels': (step({key: value for key, value in batch().items() if key != 'labels'}), 'labels'),
     'a batch without ids': (step({key: value for key, value in batch().items() if key != 'input_ids'}), 'input_ids'),
     'a batch of no rows': (step({key: value[:0] for key, value in batch().items()}), 'row'),
