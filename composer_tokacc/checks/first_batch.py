@@ -23,7 +23,15 @@ from composer_tokacc.checks.probe import Probe
 from composer_tokacc.collectives import all_gather_object, from_any_rank, get_global_rank, max_over_ranks
 from composer_tokacc.compat import gradient_hooks, steps_after_gradients
 from composer_tokacc.counting import LOSS_RULES, loss_mask
-from composer_tokacc.layout import ROW_KINDS, BatchLayout, describe, describe_all, kinds_of, microbatches_of
+from composer_tokacc.layout import (
+    ROW_KINDS,
+    BatchLayout,
+    describe,
+    describe_all,
+    kinds_of,
+    media_entries,
+    microbatches_of,
+)
 from composer_tokacc.metadata import num_rows, without_metadata
 
 log = logging.getLogger(__name__)
@@ -236,7 +244,7 @@ def media_as_collated(layout: BatchLayout, batch: Batch, rows: Sequence[int]) ->
     for place, row in enumerate(rows if len(starts) > 2 else ()):
         number = bisect_right(starts, row) - 1
         own = layout.select(without_metadata(microbatches_of(batch)[number]), [row - starts[number]])
-        media = {key: own[key] for key, entry in layout.media_entries(own).items()}
+        media = {key: own[key] for key in media_entries(layout, own)}
         if any(value.shape[1:] != batch[key].shape[1:] for key, value in media.items()):
             found[place] = media
     return found

@@ -23,6 +23,7 @@ from composer_tokacc.batch import (
     side_of,
     text_of,
 )
+from composer_tokacc.layout.families import Entry
 from composer_tokacc.layout.found import has_sound_along_text
 from composer_tokacc.layout.layout import BatchLayout
 from composer_tokacc.layout.placeholders import stand_at, token_ids
@@ -200,10 +201,16 @@ def _ragged_kinds(sources: Sequence[RowFacts]) -> set[str]:
     """Returns the kinds of media that some microbatches pad to another size than others."""
     shapes: dict[tuple[str, str], set[tuple[int, ...]]] = {}
     for facts in sources:
-        for key, entry in facts.layout.media_entries(facts.batch).items():
+        for key, entry in media_entries(facts.layout, facts.batch).items():
             modality = 'image' if entry.slot_dim is not None else entry.unit.partition('/')[0]
             shapes.setdefault((modality, key), set()).add(tuple(facts.batch[key].shape[1:]))
     return {f'{modality} ragged' for (modality, _), of_key in shapes.items() if len(of_key) > 1}
+
+
+def media_entries(layout: BatchLayout, batch: Batch) -> dict[str, Entry]:
+    """Returns how the tensors of images, videos and audios of a batch belong to rows, by key."""
+    entries = {key: layout.entry_of(batch, key) for key, value in batch.items() if isinstance(value, torch.Tensor)}
+    return {key: entry for key, entry in entries.items() if entry.is_media}
 
 
 def widest_like(width: int) -> int:

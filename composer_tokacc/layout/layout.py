@@ -159,10 +159,6 @@ class BatchLayout:
         keys = [key for key, value in batch.items() if key not in text and isinstance(value, torch.Tensor)]
         return {key: self.entry_of(batch, key) for key in keys}
 
-    def media_entries(self, batch: Batch) -> dict[str, Entry]:
-        """Returns how the tensors of images, videos and audios belong to rows, by key."""
-        return {key: entry for key, entry in self._not_text(batch).items() if entry.is_media}
-
     def tensors_of(self, batch: Batch, unit: str) -> dict[str, torch.Tensor]:
         """Returns the tensors that have one entry per image, video, audio or part of one, by key."""
         return {key: batch[key] for key, entry in self._not_text(batch).items() if entry.unit == unit}
