@@ -14,7 +14,7 @@ from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 
 from composer_tokacc.algorithm.functional import sample_weight, token_weight
-from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, LossTerms, SplitLoss, attached_zero
+from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, LossTerms, SplitLoss, attached_zero, tensors_in
 from composer_tokacc.algorithm.setup import Fit, check_arguments, check_microbatches
 from composer_tokacc.batch import Batch, sample_name
 from composer_tokacc.checks.logits import (
@@ -257,6 +257,12 @@ class TokenAccumulation(Algorithm):
         if _is_empty(state.batch):  # no mean over none
             zero = attached_zero(state.outputs, state.loss)
             state.loss = fit.terms.changed(state.loss, lambda name, unit, term: zero if unit == 'tokens' else term)
+        layout, has_gradient = fit.check.layout, any(term.requires_grad for term in tensors_in(state.loss))
+        trained = next((one for one in state.model.parameters() if one.requires_grad), None)
+        if not (has_gradient or trained is None or layout is None or layout.media_of(state.batch)):
+            # Text alone beside a frozen language model: an encoder learns nothing of it, and backward would raise.
+            nothing = trained.flatten()[:0].sum()
+            state.loss = fit.terms.changed(state.loss, lambda name, unit, term: term + nothing)
 
     def _scale(self, state: State, logger: Logger) -> None:
         """BEFORE_BACKWARD: the last point where ``state.loss`` matters, so nothing may rescale it afterwards."""

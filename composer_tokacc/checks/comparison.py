@@ -39,6 +39,7 @@ SMALL_ROW = 1e-3
 """A gradient below this part of the largest row's is compared with that: of a row that the model is sure of little is
 left but round-off."""
 
+OWN_PADDING = 'with media padded as in its microbatch'
 TAKES = 'The model must take '
 MEAN = "The model's own loss must be the mean over its loss-generating tokens, got: "
 SAMPLES = "The terms that `loss_units` calls 'samples' must be means over samples, got: "
@@ -150,6 +151,14 @@ class RowComparison:
             self._narrowest = min(self._narrowest, batch['labels'].shape[1])
         return self._loss_failure(parts) if self._check_loss else None
 
+    def check_media(self, media: Mapping[int, Batch]) -> None:
+        """Raises RuntimeError if a row has another gradient with its media padded as its own microbatch pads them."""
+        for row, own in media.items():
+            batch = {**self._layout.select(self._rows, [row]), **own}
+            result = self._probe.run(self._on_device(batch))
+            if (failure := self._difference(self._placed(batch, result, [row]), [row], OWN_PADDING)) is not None:
+                raise RuntimeError(failure)
+
     def _placed(self, batch: Batch, result: ProbeResult, rows: Sequence[int]) -> RowGradients:
         """Returns the gradients of each row times that number, by unit and point, where the whole has its columns."""
         width, gradients = self._width, {}
@@ -234,6 +243,13 @@ class RowComparison:
             return (
                 f'The model must tell packed documents apart, got: {failure}. Attention, positions or states leak from '
                 f'one document to the next{pads}. Set `packing=False`, which is exact (docs/errors.md#packing).'
+            )
+        if how == OWN_PADDING:
+            return (
+                f'Media must be computed alike however far they are padded, got: {failure}. The model sees padding of '
+                'sounds or images, which microbatches that are collated by themselves change. Pad all to one size in '
+                "the collator (`padding='max_length'`), or give token_data_spec() a plain DataLoader "
+                '(docs/errors.md#row-coupling).'
             )
         if self._probe.is_random:
             return (

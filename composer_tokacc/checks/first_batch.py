@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import logging
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -29,7 +31,15 @@ from composer_tokacc.checks.probe import Probe
 from composer_tokacc.collectives import all_gather_object, from_any_rank, get_global_rank, max_over_ranks
 from composer_tokacc.compat import gradient_hooks, steps_after_gradients
 from composer_tokacc.counting import LOSS_RULES, loss_mask
-from composer_tokacc.layout import ROW_KINDS, BatchLayout, describe, describe_all, kinds_of, microbatches_of
+from composer_tokacc.layout import (
+    ROW_KINDS,
+    BatchLayout,
+    describe,
+    describe_all,
+    kinds_of,
+    media_entries,
+    microbatches_of,
+)
 from composer_tokacc.metadata import num_rows, without_metadata
 
 log = logging.getLogger(__name__)
@@ -94,6 +104,8 @@ class FirstBatchCheck:
             try:
                 found, shown = self._run(batch, cutter, rules, own & new)
             except IndexError as error:  # as torch says on a CPU; a GPU stops the process
+                if 'out of' not in str(error):  # an id that is out of range, a target that is out of bounds
+                    raise
                 raise RuntimeError(
                     f'The model must take the batch, got: {error}, for {_ids_of(batch)}. Labels must be -100 or ids of '
                     "the model's vocabulary, and its embedding must hold every token. Take the tokenizer that belongs "
@@ -113,7 +125,7 @@ class FirstBatchCheck:
         the most of the wanted kinds. Gives the rules, and which kinds the probed rows were of.
         """
         started = time.perf_counter()
-        rows = self._shared_rows(batch, kinds)
+        rows, media = self._shared_rows(batch, kinds)
         if self.rule is None:
             self.rule = find_loss_rule(
                 self.probe, self._on_device(rule_batch(self.layout, rows)), loss_tokens=self.loss_tokens
@@ -128,6 +140,7 @@ class FirstBatchCheck:
         rows = with_unequal_row(self.layout, rows, self.rule)
         comparison = RowComparison(self.probe, self.layout, self._on_device, self.rule, rows, self.check_loss)
         found = comparison.first_exact(cutter, rules)
+        comparison.check_media(media)
         scales = all_gather_object(comparison.token_scale())  # ranks must agree on what they look at again
         self.token_scale = None if None in scales else scales[0]
         self.vocabulary = comparison.whole.vocabulary
@@ -139,15 +152,17 @@ class FirstBatchCheck:
         return self.to_device(with_own_tensors(without_metadata(batch)))
 
     def _shared_rows(self, batch: Batch, kinds: set[str]) -> Any:
-        """Returns the rows that all ranks probe with."""
+        """Returns the rows that all ranks probe with, and of some their media as of :func:`media_as_collated`."""
         max_rows = min(max(int(2 * self.microbatch_size), 4), MAX_ROWS)
         offers = all_gather_object((len(kinds), num_rows(batch)))
         if get_global_rank() != offers.index(max(offers)):
             rows = None
         elif self.layout is None:
-            rows = dict(batch)
+            rows = dict(batch), {}
         else:
-            rows = chosen_rows(self.layout, batch, kinds, max_rows)
+            chosen = chosen_rows(self.layout, batch, kinds, max_rows)
+            selected = self.layout.select(without_metadata(batch), chosen)
+            rows = _with_labels(self.layout, selected), media_as_collated(self.layout, batch, chosen)
         return from_any_rank(rows)
 
 
@@ -205,17 +220,22 @@ def _ids_of(batch: Batch) -> str:
     return ' and '.join(ends)
 
 
-def chosen_rows(layout: BatchLayout, batch: Batch, wanted: set[str], max_rows: int) -> dict[str, Any]:
-    """Returns a few unlike rows, as the loader padded them, each with a label: first those of the wanted kinds."""
+def chosen_rows(layout: BatchLayout, batch: Batch, wanted: set[str], max_rows: int) -> list[int]:
+    """Returns the numbers of a few unlike rows: first of those of the wanted kinds."""
     facts, labels = describe(layout, batch), labels_of(batch)
     lengths, media, indices = facts.lengths, facts.media, range(len(facts.lengths))
-    units = [unit for unit in MODALITIES if unit in wanted]
+    units = [unit for unit in MODALITIES if any(kind.startswith(unit) for kind in wanted)]
     first = facts.real.int().argmax(dim=1).tolist()
     wishes = [  # the less, the better
         [-length for length in lengths],
         lengths,
-        *([not count for count in facts.counts.get(unit, [0] * len(lengths))] for unit in units),
+        *(
+            [(size is None, sign * (size or 0)) for size in facts.media_sizes(unit)]
+            for unit in units
+            for sign in (1, -1)
+        ),
         [count > 0 for count in media],
+        *([[not is_so for is_so in facts.has_hole]] if {'holes', 'holes beside media'} & wanted else []),
         # A label on the first token behind padding is the hardest to keep.
         [not 0 < at < len(row) or int(row[at]) == IGNORE_INDEX for at, row in zip(first, labels, strict=True)],
         [-count for count in media],
@@ -223,10 +243,22 @@ def chosen_rows(layout: BatchLayout, batch: Batch, wanted: set[str], max_rows: i
     # Rows with labels before those that need made-up ones; of several that are as good the shortest.
     bare = (labels[:, 1:] == IGNORE_INDEX).all(dim=1).tolist()
     best = [min(zip(bare, wish, lengths, indices, strict=True))[-1] for wish in wishes]
-    rows = list(dict.fromkeys(best))[: max(max_rows, 2 + len(units))]
+    rows = list(dict.fromkeys(best))[: max(max_rows, 2 + 2 * len(units))]
     others = sorted(set(indices) - set(rows), key=lambda row: (bare[row], lengths[row]))
-    rows += others[: max(MIN_ROWS - len(rows), 0)]
-    return _with_labels(layout, layout.select(without_metadata(batch), rows))
+    return rows + others[: max(MIN_ROWS - len(rows), 0)]
+
+
+def media_as_collated(layout: BatchLayout, batch: Batch, rows: Sequence[int]) -> dict[int, dict[str, Any]]:
+    """Returns media that a pre-split microbatch pads to another size than all together, by place among the rows."""
+    starts = [0, *accumulate(num_rows(one) for one in microbatches_of(batch))]
+    found = {}
+    for place, row in enumerate(rows if len(starts) > 2 else ()):
+        number = bisect_right(starts, row) - 1
+        own = layout.select(without_metadata(microbatches_of(batch)[number]), [row - starts[number]])
+        media = {key: own[key] for key in media_entries(layout, own)}
+        if any(value.shape[1:] != batch[key].shape[1:] for key, value in media.items()):
+            found[place] = media
+    return found
 
 
 def _with_labels(layout: BatchLayout, batch: dict[str, Any]) -> dict[str, Any]:

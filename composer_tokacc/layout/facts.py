@@ -12,16 +12,39 @@ from functools import cached_property
 
 import torch
 
-from composer_tokacc.batch import IGNORE_INDEX, MODALITIES, Batch, lengths_of, own_labels, real_positions, side_of
+from composer_tokacc.batch import (
+    IGNORE_INDEX,
+    MODALITIES,
+    Batch,
+    attended_positions,
+    lengths_of,
+    own_labels,
+    real_positions,
+    side_of,
+    text_of,
+)
+from composer_tokacc.layout.families import Entry
 from composer_tokacc.layout.found import has_sound_along_text
 from composer_tokacc.layout.layout import BatchLayout
+from composer_tokacc.layout.placeholders import stand_at, token_ids
 from composer_tokacc.layout.pre_split import PreSplitBatch
 
 WIDTHS = tuple(2**power for power in range(4, 21))
-ROW_KINDS = ('left', 'right', *MODALITIES, 'mixed', 'positions', *(f'left over {width}' for width in WIDTHS))
-"""What rows of a batch can be like, as far as it matters to a cut: padded on the left or right, with media of a kind,
-or some with media and some without; padded on the left with ``position_ids`` given, or wider than any before (Llama 4
-and Ministral 3 scale attention by the column, but not in the first thousands of columns)."""
+MEDIA_SIZES = tuple(2**power for power in range(17))
+UNLIKE = ('together', 'ragged', *(f'{bound} {size}' for bound in ('under', 'over') for size in MEDIA_SIZES))
+ROW_KINDS = (
+    'left', 'right', 'holes', 'holes beside media', *MODALITIES, 'mixed', 'positions',
+    *(f'left over {width}' for width in WIDTHS),
+    *(f'{what} {bound} limit' for what in ('columns', 'positions') for bound in ('about', 'over')),
+    *(f'{modality} {how}' for modality in MODALITIES for how in UNLIKE),
+)  # fmt: skip
+"""What rows of a batch can be like, as far as it matters to a cut: padded on the left or right, or with positions in
+between that are not attended; with media of a kind, or some with media and some without; padded on the left with
+``position_ids`` given, or wider than any before (Llama 4 and Ministral 3 scale attention by the column, but not in the
+first thousands of columns), or than the rotary embedding leaves alone, where it goes by the largest position. Several
+with media of a kind (HunYuan-VL numbers images over the batch), of unlike sizes, smaller or larger than any before
+(Qwen3-Omni pads sounds to the longest of the batch, but only those below a second), or padded otherwise in each
+microbatch that a loader collates by itself (GLM-ASR hears the padding)."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +96,14 @@ class RowFacts:
         """Number of images, videos and audios of each row."""
         return [sum(of_row) for of_row in zip(*self.counts.values(), strict=True)] or [0] * len(self.real)
 
+    def media_sizes(self, modality: str) -> list[float | None]:
+        """Returns how many placeholders an item of a modality has in each row, on average; None: it has no item."""
+        counts = self.counts.get(modality, [])
+        if not any(counts):
+            return [None] * len(self.real)
+        tokens = stand_at(text_of(self.batch), token_ids(self.layout.config, modality)).sum(dim=1).tolist()
+        return [number / count if count else None for number, count in zip(tokens, counts, strict=True)]
+
     @cached_property
     def image_tokens(self) -> list[int]:
         """Placeholders of images, videos and audios in each row."""
@@ -87,6 +118,13 @@ class RowFacts:
             if isinstance(text, torch.Tensor) and text.dim() == 2 and not self.layout.entry_of(self.batch, key).seq_dims
         ]  # fmt: skip
         return max(widths, default=0)
+
+    @cached_property
+    def has_hole(self) -> list[bool]:
+        """Which rows have positions that are not attended between some that are: models count them or not."""
+        attended = attended_positions(self.batch)
+        starts = attended & ~torch.nn.functional.pad(attended[:, :-1], (1, 0))
+        return (starts.sum(dim=1) > 1).tolist()
 
     @cached_property
     def has_label_behind_padding(self) -> list[bool]:
@@ -132,10 +170,47 @@ def kinds_of(sources: Sequence[RowFacts]) -> tuple[int, ...]:
             found.add('positions' if facts.side == 'left' and facts.has_positions else facts.side)
         if facts.is_padded and facts.side == 'left':
             found |= {f'left over {width}' for width in WIDTHS if facts.width > width}
+        if facts.is_padded and facts.layout.width_matters(facts.batch):
+            bound = 'about' if min(facts.lengths) <= (facts.layout.width_limit or 0) else 'over'
+            found.add(f'{"positions" if facts.has_positions else "columns"} {bound} limit')
+    for modality in MODALITIES:
+        found |= _media_kinds(modality, [size for facts in sources for size in facts.media_sizes(modality)])
+    if len(sources) > 1:
+        found |= _ragged_kinds(sources)
     with_media = [bool(count) for facts in sources for count in facts.media]
     if any(with_media) and not all(with_media):
         found.add('mixed')
+    if any(any(facts.has_hole) for facts in sources):
+        found.add('holes beside media' if any(with_media) else 'holes')
     return tuple(int(kind in found) for kind in ROW_KINDS)
+
+
+def _media_kinds(modality: str, media_sizes: Sequence[float | None]) -> set[str]:
+    """Returns the kinds that rows with media of these sizes are of together; none where one alone has any."""
+    sizes = [size for size in media_sizes if size is not None]
+    if len(sizes) < 2:
+        return set()
+    found, least, most = {f'{modality} together'}, min(sizes), max(sizes)
+    if least < most:
+        found |= {f'{modality} under {size}' for size in MEDIA_SIZES if least < size}
+        found |= {f'{modality} over {size}' for size in MEDIA_SIZES if most > size}
+    return found
+
+
+def _ragged_kinds(sources: Sequence[RowFacts]) -> set[str]:
+    """Returns the kinds of media that some microbatches pad to another size than others."""
+    shapes: dict[tuple[str, str], set[tuple[int, ...]]] = {}
+    for facts in sources:
+        for key, entry in media_entries(facts.layout, facts.batch).items():
+            modality = 'image' if entry.slot_dim is not None else entry.unit.partition('/')[0]
+            shapes.setdefault((modality, key), set()).add(tuple(facts.batch[key].shape[1:]))
+    return {f'{modality} ragged' for (modality, _), of_key in shapes.items() if len(of_key) > 1}
+
+
+def media_entries(layout: BatchLayout, batch: Batch) -> dict[str, Entry]:
+    """Returns how the tensors of images, videos and audios of a batch belong to rows, by key."""
+    entries = {key: layout.entry_of(batch, key) for key, value in batch.items() if isinstance(value, torch.Tensor)}
+    return {key: entry for key, entry in entries.items() if entry.is_media}
 
 
 def widest_like(width: int) -> int:

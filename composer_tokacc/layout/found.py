@@ -87,13 +87,13 @@ def found_counts(batch: Batch, config: Any, modality: str, count: int, num_rows:
     begins = is_placeholder & ~torch.nn.functional.pad(is_placeholder[:, :-1], (1, 0))
     runs, total = begins.sum(dim=1).tolist(), sum(tokens)
     answers = {}
-    if sum(runs) == count:
-        answers['runs of placeholders'] = runs
-    if total and all(count * number % total == 0 for number in tokens):
-        answers['placeholders'] = [count * number // total for number in tokens]
     for key, value in batch.items():
         if isinstance(value, torch.Tensor) and not value.is_floating_point() and modality_of(key) == modality:
             answers |= _by_sizes(key, value, count, tokens, runs)
+    if total and not answers and all(count * number % total == 0 for number in tokens):
+        answers['placeholders'] = [count * number // total for number in tokens]  # items of one size
+    if sum(runs) == count:
+        answers['runs of placeholders'] = runs
     carried = carried_counts(batch, modality)
     if carried is not None and len(carried) == num_rows and sum(carried) == count:
         answers = {'carried': carried}

@@ -198,6 +198,11 @@ class BatchLayout:
             return [ends[end] - ends[start] for start, end in pairwise(rows)]
         if unit == 'image' and self.family.slots is not None and batch.get('pixel_values') is not None:
             occupied = self.family.slots(batch)
+            if len(occupied) != self.num_rows(batch):
+                raise ValueError(
+                    f'`pixel_values` must have a row of slots for each of {self.num_rows(batch)} rows, got: '
+                    f'{len(occupied)}. Lay all images, or frames of videos, of a row into its slots.'
+                )
             return (occupied * torch.arange(1, occupied.shape[1] + 1, device=occupied.device)).amax(dim=1).tolist()
         modality, _, count = unit.partition('/')
         if count:

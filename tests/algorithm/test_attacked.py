@@ -17,6 +17,7 @@ from composer.models import ComposerModel, HuggingFaceModel
 
 from composer_tokacc import BatchLayout, token_data_spec
 from composer_tokacc.data_spec.split import split_of
+from composer_tokacc.layout import PreSplitBatch
 from tests.matrix.harness import measure_steps, plain_gradients
 from tests.matrix.native_models import NativeModel
 from tests.matrix.subjects import SUBJECTS
@@ -25,7 +26,7 @@ from tests.support.family_media import TokenIds
 from tests.support.sample_encoder import word_tokenizer
 from tests.support.small_batches import text_batch
 from tests.support.text import collate, text_rows
-from tests.support.training import fit, loader, relative_error
+from tests.support.training import GivenBatches, fit, loader, relative_error
 
 UNEQUAL = [(4, 2), (12, 9), (7, 1), (3, 2), (9, 7)]
 EQUAL = [(4, 2), (12, 2), (7, 2), (3, 2), (9, 2)]
@@ -126,6 +127,19 @@ def test_rotary_embedding_that_depends_on_the_width_of_the_batch(parameters, opt
     short, long = batch_of([(4, 2), (8, 5), (7, 3)]), batch_of([(4, 2), (30, 9), (7, 3), (3, 2)])
     kinds = kinds_of_steps(rope(**parameters), [short, long, short], **options)
     assert kinds == (['exact', 'refused'] if options else ['exact'] * 3)
+
+
+@pytest.mark.skipif(transformers.__version__.startswith('4.'), reason='names its parameters otherwise')
+@pytest.mark.parametrize('first', [[(4, 2), (8, 5)], [(30, 9), (12, 3)]], ids=['short rows first', 'long rows first'])
+def test_rotary_embedding_that_depends_on_the_largest_of_given_positions(first):
+    """A short row has another embedding beside a long one than alone, and its padded width does not tell."""
+    factors = {'short_factor': [1.0] * 8, 'long_factor': [4.0] * 8, 'original_max_position_embeddings': 10}
+    batches = [batch_of(first), batch_of([(4, 2), (30, 9), (7, 3), (3, 2)])]
+    for batch in batches:
+        batch['position_ids'] = (batch['attention_mask'].cumsum(dim=1) - 1).clamp(min=0)
+    torch.manual_seed(0)
+    model = rope(rope_type='longrope', rope_theta=100.0, **factors)
+    assert kinds_of_steps(model, batches) == ['exact', 'refused']
 
 
 def scaled_by_column(scale: Callable[[torch.Tensor], torch.Tensor]) -> HuggingFaceModel:
@@ -325,6 +339,79 @@ def test_spec_in_use_is_the_one_that_is_checked():
 
 
 # Media.
+
+
+def with_images(name, *counts):
+    """Rows of a family with so many images each, and a label."""
+    subject, rows = SUBJECTS[name], []
+    drawn = (subject.row(random.Random(seed)) for seed in range(200))
+    for count in counts:
+        rows.append(next(row for row in drawn if sum(row['num_images']) == count))
+        rows[-1]['labels'][:, -2:] = rows[-1]['input_ids'][:, -2:]
+    return rows
+
+
+def changing_pixels(name, change):
+    """A model whose pixels are changed in the forward."""
+    model = SUBJECTS[name].model('large')
+
+    def hook(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        pixels = kwargs.get('pixel_values')
+        return args, kwargs if pixels is None else {**kwargs, 'pixel_values': change(pixels)}
+
+    model.model.register_forward_pre_hook(hook, with_kwargs=True)
+    return model
+
+
+def test_images_that_see_each_other_come_together_later():
+    """HunYuan-VL numbers the images of a batch; where one row alone has any, none of it shows."""
+    subject = SUBJECTS['llava']
+    batches = [subject.collate(with_images('llava', *counts), 0, side='right') for counts in ((1, 0, 0), (1, 0, 2, 1))]
+    assert kinds_of_steps(subject.model('large'), batches) == ['exact', 'exact']
+    seeing = changing_pixels('llava', lambda pixels: pixels + 0.1 * pixels.mean(dim=0))
+    assert kinds_of_steps(seeing, [subject.collate(with_images('llava', 0, 0, 0), 0, side='right'), *batches]) == [
+        'exact',
+        'exact',
+        'refused',
+    ]
+
+
+def test_media_padded_in_each_microbatch_are_computed_as_together_or_refused():
+    """GLM-ASR hears how far a sound is padded, which a loader of microbatches decides for each by itself."""
+    subject = SUBJECTS['llava_next']
+    rows = with_images('llava_next', 1, 1, 1, 1, 0, 1, 1)
+    rows.sort(key=lambda row: row.get('pixel_values', row['labels']).shape[1])
+    batch = PreSplitBatch([subject.collate(part, 0, side='right') for part in (rows[:3], rows[3:])], max_tokens=1000)
+    assert len({one['pixel_values'].shape[1] for one in batch.microbatches}) == 2
+    model = subject.model('large')
+    recorder = fit(model, token_data_spec(GivenBatches([batch])), max_duration='1ba')
+    assert relative_error(recorder.gradients, plain_gradients(model, batch)) < 1e-6
+    hearing = changing_pixels('llava_next', lambda pixels: pixels + 0.3 * pixels.shape[1])
+    with pytest.raises(RuntimeError, match='however far they are padded'):
+        fit(hearing, token_data_spec(GivenBatches([batch])), max_duration='1ba')
+
+
+@pytest.mark.parametrize('hole_first', [True, False], ids=['at first', 'later'])
+def test_hole_in_the_mask_of_a_text_row_beside_images(hole_first):
+    """Qwen-VL counts attended positions where a batch has images, and all columns where it has none."""
+    subject = SUBJECTS['qwen2_vl']
+    rows = with_images('qwen2_vl', 1, 0, 2, 0, 0, 1)
+    whole = subject.collate(rows, 0, side='right')
+    row = sorted((1, 3, 4), key=lambda row: int(whole['attention_mask'][row].sum()))[1]  # none of the extremes
+    holed = {**whole, 'attention_mask': whole['attention_mask'].clone()}
+    holed['attention_mask'][row, 2] = 0
+    expected = ['exact', 'exact'] if hole_first else ['exact', 'refused']
+    assert kinds_of_steps(subject.model('large'), [holed, whole] if hole_first else [whole, holed]) == expected
+
+
+def test_text_alone_beside_a_frozen_language_model_teaches_nothing():
+    """Only the projector is trained, as LLaVA begins: no gradient comes of a microbatch of text."""
+    subject = SUBJECTS['llava']
+    model = subject.model('large')
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_('projector' in name)
+    rows = with_images('llava', 1, 0, 0, 2)
+    assert measure_steps(model, [subject.collate(rows, 0, side='right')], 1)[0].kind == 'exact'
 
 
 def test_text_before_the_first_image_is_not_refused():

@@ -194,3 +194,14 @@ def test_only_mllama_couples_rows(name):
 def test_no_type_has_two_entries():
     types = [model_type for family in LAYOUTS for model_type in family.model_types]
     assert len(types) == len(set(types))
+
+
+def test_slots_that_are_not_those_of_the_rows_are_refused():
+    """SmolVLM's processor makes a row of slots for each video, however many stand in a row of text."""
+    case = case_of('smolvlm')
+    layout = BatchLayout.for_model(case.model)
+    batch = joined(case, layout, IMAGE_ROWS)
+    with pytest.raises(ValueError, match='a row of slots for each of 4 rows, got: 5'):
+        layout.images_per_row(
+            {**batch, 'pixel_values': batch['pixel_values'][[0, 1, 2, 3, 3]], 'pixel_attention_mask': None}
+        )

@@ -165,3 +165,10 @@ def test_tiles_that_some_images_lack_and_masks_say_no_sizes():
 def test_rows_without_ids_are_told_by_their_labels():
     batch = {'labels': torch.ones(3, 2, dtype=torch.long), 'flattened_patches': numbered(3, 4, 5)}  # pix2struct
     assert BatchLayout.for_model(CONFIG).select(batch, [1])['flattened_patches'].unique().tolist() == [1]
+
+
+def test_sizes_of_images_tell_where_their_number_would_fit_twice():
+    """One large image and three small ones fill as many placeholders: four images would go two by two."""
+    texts = [1, *[IMAGE] * 3, 2], [1, IMAGE, 2, IMAGE, 2, IMAGE]
+    batch = rows_of(*texts, image_grid_thw=torch.tensor([[1, 2, 6], [1, 2, 2], [1, 2, 2], [1, 2, 2]]))
+    assert BatchLayout.for_model(CONFIG).images_per_row(batch) == [1, 3]
