@@ -23,7 +23,7 @@ from composer_tokacc.batch import (
     side_of,
     text_of,
 )
-from composer_tokacc.layout.families import Entry
+from composer_tokacc.layout.families import TEXT_ENTRIES, Entry
 from composer_tokacc.layout.found import has_sound_along_text
 from composer_tokacc.layout.layout import BatchLayout
 from composer_tokacc.layout.placeholders import stand_at, token_ids
@@ -123,8 +123,8 @@ class RowFacts:
     def has_hole(self) -> list[bool]:
         """Which rows have positions that are not attended between some that are: models count them or not."""
         attended = attended_positions(self.batch)
-        starts = attended & ~torch.nn.functional.pad(attended[:, :-1], (1, 0))
-        return (starts.sum(dim=1) > 1).tolist()
+        starts = (attended[:, 1:] > attended[:, :-1]).sum(dim=1) + attended[:, 0]
+        return (starts > 1).tolist()
 
     @cached_property
     def has_label_behind_padding(self) -> list[bool]:
@@ -199,12 +199,17 @@ def _media_kinds(modality: str, media_sizes: Sequence[float | None]) -> set[str]
 
 def _ragged_kinds(sources: Sequence[RowFacts]) -> set[str]:
     """Returns the kinds of media that some microbatches pad to another size than others."""
-    shapes: dict[tuple[str, str], set[tuple[int, ...]]] = {}
+    first: dict[str, torch.Size] = {}
+    found: set[str] = set()
     for facts in sources:
-        for key, entry in media_entries(facts.layout, facts.batch).items():
-            modality = 'image' if entry.slot_dim is not None else entry.unit.partition('/')[0]
-            shapes.setdefault((modality, key), set()).add(tuple(facts.batch[key].shape[1:]))
-    return {f'{modality} ragged' for (modality, _), of_key in shapes.items() if len(of_key) > 1}
+        for key, value in facts.batch.items():
+            if key in TEXT_ENTRIES or not isinstance(value, torch.Tensor):
+                continue
+            if value.shape[1:] != first.setdefault(key, value.shape[1:]):
+                entry = facts.layout.entry_of(facts.batch, key)
+                modality = 'image' if entry.slot_dim is not None else entry.unit.partition('/')[0]
+                found |= {f'{modality} ragged'} if entry.is_media else set()
+    return found
 
 
 def media_entries(layout: BatchLayout, batch: Batch) -> dict[str, Entry]:
