@@ -72,10 +72,10 @@ def check_ids(batch: Batch) -> None:
             'vectors as `inputs_embeds`, and one row as `ids[None]`.'
         )
     mask = batch.get('attention_mask')
-    if mask is not None and (not isinstance(mask, torch.Tensor) or mask.is_complex() or mask.dim() not in (2, 4)):
+    if mask is not None and (not isinstance(mask, torch.Tensor) or mask.dim() not in (2, 4) or _is_no_number(mask)):
         got = f'{mask.dtype} of shape {tuple(mask.shape)}' if isinstance(mask, torch.Tensor) else type(mask).__name__
         raise ValueError(
-            f'`attention_mask` must be real, of shape (rows, width) or (rows, heads, width, width), got: {got}, '
+            f'`attention_mask` must be real numbers, of shape (rows, width) or (rows, heads, width, width), got: {got}, '
             f'beginning with {sample_name(batch, 0)}. Give one mask for all heads as `mask[:, None]`.'
         )
     for key, dims in (('attention_mask', (2, 4)), ('position_ids', (2, 3))):
@@ -88,6 +88,10 @@ def check_ids(batch: Batch) -> None:
                 f'`{key}` must be as wide as `input_ids`, {tuple(ids.shape)}, got: {tuple(value.shape)}, beginning '
                 f'with {sample_name(batch, 0)}.'
             )
+
+
+def _is_no_number(mask: torch.Tensor) -> bool:
+    return mask.is_complex() or (mask.is_floating_point() and bool(mask.isnan().any()))
 
 
 def check_batch(batch: Any, vocabulary: int | None = None, *, is_decoder: bool = False) -> None:

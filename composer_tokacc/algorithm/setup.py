@@ -43,6 +43,8 @@ class Fit:
     def __init__(self, state: State, given: Any) -> None:
         _warn(state, given.token_weights)
         model: Any = state.model.module if isinstance(state.model, DistributedDataParallel) else state.model
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise RuntimeError('The model must have a parameter to train, got: all frozen. Let one require a gradient.')
         check_gradient_hooks(model)
         self.terms = LossTerms(given.loss_units, None if given.loss_units else router_coefficient(model))
         self.reductions = ReductionWatch(state, is_coupled=bool(self.terms.coupled))

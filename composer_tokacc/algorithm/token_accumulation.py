@@ -44,7 +44,7 @@ from composer_tokacc.metadata import (
     with_metadata,
     without_metadata,
 )
-from composer_tokacc.planning import check_state
+from composer_tokacc.planning import check_choice, check_state
 from composer_tokacc.sampling.rank_assignment import num_repeated
 from composer_tokacc.weights import LOSS_WEIGHTS
 
@@ -170,7 +170,8 @@ class TokenAccumulation(Algorithm):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what makes a resumed run end with the same bits; rule and rows are checked again."""
         check_state(state, {'num_empty_steps'}, counts=('num_empty_steps',))
-        self.num_empty_steps, self._reduces_once = state['num_empty_steps'], bool(state.get('reduces_once'))
+        check_choice('reduces_once', state.get('reduces_once', False), (True, False))
+        self.num_empty_steps, self._reduces_once = state['num_empty_steps'], state.get('reduces_once', False)
 
     def _start_fit(self, state: State, logger: Logger) -> None:
         """FIT_START: the model is wrapped now. A second fit may bring another loader, so rows are checked again."""

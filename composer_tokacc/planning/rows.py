@@ -49,7 +49,7 @@ class Rows:
         max_width: int | None = None,
     ) -> None:
         self.options, self._max_width = options, max_width
-        num_rows = np.asarray(lengths).size
+        num_rows = len(lengths) if hasattr(lengths, '__len__') else 1
         if num_rows == 0:
             raise ValueError('`lengths` must hold at least one sample, got: none.')
         self.lengths = checked_table('lengths', lengths, num_rows, least=1)
@@ -100,7 +100,10 @@ def padded_widths(lengths: np.ndarray, multiple: int, limit: int) -> np.ndarray:
 
 def checked_table(name: str, values: Table, num_samples: int, *, least: int = 0, dtype: type = np.int64) -> np.ndarray:
     """Returns one number per sample, (n,), after a check that all are finite and at least so large."""
-    table = np.asarray(values)
+    try:
+        table = np.asarray(values)
+    except ValueError as error:  # ragged
+        raise ValueError(f'`{name}` must have one number per sample, got: {values!r:.80} ({error}).') from error
     if table.shape != (num_samples,):
         raise ValueError(
             f'`{name}` must have one entry per sample, got: shape {table.shape} for {num_samples} samples, in a '

@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -277,15 +277,25 @@ def _checkpoint(trainer: Mapping[str, Any], run_name: str) -> tuple[Path | None,
     return path if path and path.exists() else None, bool(trainer.get('load_weights_only'))
 
 
-def _saved(path: Path, name: str) -> tuple[str, dict[str, tuple[int, ...]], bool]:
+Shape = tuple[int | str, ...]
+"""Sizes of a weight, and a word where it is not of floats: torch would cast an int8 weight without a word."""
+
+
+def _shape(sizes: Sequence[int], dtype: torch.dtype) -> Shape:
+    return (*sizes, *([] if dtype.is_floating_point else ['not of floats']))
+
+
+def _saved(path: Path, name: str) -> tuple[str, dict[str, Shape], bool]:
     """Returns what the callback of that name saved, the shapes of the weights, and whether an optimizer's are there."""
     if path.is_dir():
         saved: dict[str, Any] = {'state': {'callbacks': {name: {'fingerprints': ''}}}}
         load(saved, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=True))
         entries: Mapping[str, Any] = FileSystemReader(path).read_metadata().state_dict_metadata
-        tensors = {key: tuple(entry.size) for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
-        own = [key for key in tensors if key.startswith('state.model.')]
-        shapes = {key.removeprefix('state.model.'): tensors[key] for key in own}
+        shapes = {
+            key.removeprefix('state.model.'): _shape(entry.size, entry.properties.dtype)
+            for key, entry in entries.items()
+            if isinstance(entry, TensorStorageMetadata) and key.startswith('state.model.')
+        }
         has_optimizer = any(key.startswith('state.optimizers') for key in entries)
     else:  # mapped: weights stay where they are
         saved = {'state': read_state(path, mmap=True)}
@@ -295,21 +305,20 @@ def _saved(path: Path, name: str) -> tuple[str, dict[str, tuple[int, ...]], bool
                 f'the checkpoint must be one that Composer wrote, got: {path} whose {strange[0]} is damaged'
             )
         weights = parts['model']
-        shapes = {key: tuple(weight.shape) for key, weight in weights.items() if isinstance(weight, torch.Tensor)}
+        tensors = {key: weight for key, weight in weights.items() if isinstance(weight, torch.Tensor)}
+        shapes = {key: _shape(weight.shape, weight.dtype) for key, weight in tensors.items()}
         has_optimizer = bool(parts['optimizers'] and parts['timestamp'])
     own = dict(saved['state'].get('callbacks') or {}).get(name) or {}
     return own.get('fingerprints', ''), shapes, has_optimizer
 
 
-def _weights(model: torch.nn.Module) -> dict[str, tuple[tuple[int, ...], int]]:
+def _weights(model: torch.nn.Module) -> dict[str, tuple[Shape, int]]:
     """Returns shape and place in memory of each."""
     tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
-    return {name: (tuple(value.shape), value.data_ptr()) for name, value in tensors.items()}
+    return {name: (_shape(value.shape, value.dtype), value.data_ptr()) for name, value in tensors.items()}
 
 
-def _compare_weights(
-    path: Path, saved: dict[str, tuple[int, ...]], own: dict[str, tuple[tuple[int, ...], int]], *, strict: bool
-) -> None:
+def _compare_weights(path: Path, saved: dict[str, Shape], own: dict[str, tuple[Shape, int]], *, strict: bool) -> None:
     shapes = {name: shape for name, (shape, _) in own.items()}
     other = [name for name in shapes if name in saved and saved[name] != shapes[name]]
     # A head that is tied to the embeddings may be stored once.

@@ -255,12 +255,14 @@ def layers(*sizes):
 def test_a_checkpoint_of_another_model_is_refused_in_one_line(is_sharded, tmp_path):
     state = {'model': layers(4, 4, 4).state_dict(), 'optimizers': {'SGD': {'step': 1}}, 'callbacks': {}}
     state['timestamp'] = {'Timestamp': {'batch': 1}}
-    saved, path = {'state': state}, tmp_path / 'ep1'
-    if is_sharded:
-        dist_cp.save(saved, checkpoint_id=path)
-    else:
-        torch.save(saved, path)
+    path, quantised = tmp_path / 'ep1', tmp_path / 'ep2'
+    integers = {name: value.to(torch.int8) for name, value in state['model'].items()}
+    for place, weights in ((path, state['model']), (quantised, integers)):
+        saved = {'state': {**state, 'model': weights}}
+        dist_cp.save(saved, checkpoint_id=place) if is_sharded else torch.save(saved, place)
     before_load(layers(4, 4, 4), path)
+    with pytest.raises(ConfigError, match=r"4 of other shapes of 4 weights .*'not of floats'\] there"):
+        before_load(layers(4, 4, 4), quantised)
     others = {
         r'2 of other shapes of 4 weights \(1.weight: \[4, 4\] there, \[3, 4\] here\)': layers(4, 4, 3),
         r'2 missing of 4 weights \(2.weight: missing\)': layers(4, 4, 4, 4),

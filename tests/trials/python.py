@@ -87,6 +87,10 @@ def classified() -> None:
     train(model, token_data_spec(loader(given)), algorithms=[TokenAccumulation()])
 
 
+def frozen() -> None:
+    train(text_model().requires_grad_(False), token_data_spec(loader(batch())), algorithms=[TokenAccumulation()])
+
+
 def fitted_again_with_nothing() -> None:
     *_, trainer = train(text_model(), token_data_spec(loader(batch())), algorithms=[TokenAccumulation()])
     trainer.fit(train_dataloader=token_data_spec(loader()), duration='1ba', reset_time=False)
@@ -122,6 +126,12 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
             'less than nothing': {'num_empty_steps': -1},
         }.items()
     },
+    'a mask that is no number': (step(batch(attention_mask=lambda mask: mask * float('nan'))), 'attention_mask'),
+    'a model of which nothing is trained': (frozen, 'all frozen'),
+    'a collator that is a word': (
+        lambda: RegroupingDataLoader([0] * 4, batch_sampler=sampler(), collate_fn='pad'), '`collate_fn`'  # pyright: ignore
+    ),
+    'lengths of lists': (lambda: plan_microbatches([[3], [4, 5]], num_ranks=1, max_tokens=8), '`lengths`'),  # pyright: ignore
     'a sampler with a word for a seed': (lambda: sampler(seed='a'), '`seed`'),
     'a sampler with a seed of 70 bits': (lambda: sampler(seed=2**70), '`seed`'),
     'a sampler that drops maybe': (lambda: sampler(drop_last='maybe'), '`drop_last`'),
