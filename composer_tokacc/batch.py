@@ -75,7 +75,7 @@ def check_ids(batch: Batch) -> None:
     if mask is not None and (not isinstance(mask, torch.Tensor) or mask.dim() not in (2, 4) or _is_no_number(mask)):
         got = f'{mask.dtype} of shape {tuple(mask.shape)}' if isinstance(mask, torch.Tensor) else type(mask).__name__
         raise ValueError(
-            f'`attention_mask` must be real numbers, of shape (rows, width) or (rows, heads, width, width), got: {got}, '
+            f'`attention_mask` must be real numbers, (rows, width) or (rows, heads, width, width), got: {got}, '
             f'beginning with {sample_name(batch, 0)}. Give one mask for all heads as `mask[:, None]`.'
         )
     for key, dims in (('attention_mask', (2, 4)), ('position_ids', (2, 3))):
