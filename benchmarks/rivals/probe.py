@@ -163,10 +163,10 @@ def _rows(inputs: dict[str, Any]) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def _place(samples: Samples, ids: np.ndarray, labels: np.ndarray) -> int | None:
-    """Which sample it is; None for one with other labels."""
+    """Which sample it is; None for one with other labels, or without any but the one that is made up for such a row."""
     place = samples.index.get(np.ascontiguousarray(ids, dtype=np.int64).tobytes(), UNKNOWN)
     if place == UNKNOWN:
-        return UNKNOWN if (labels[1:] != -100).any() else None
+        return UNKNOWN if [label for label in labels[1:] if label != -100] not in ([], [0]) else None
     return place if np.array_equal(labels[1:], samples[place]['labels'][1:].numpy()) else None
 
 
