@@ -51,8 +51,8 @@ def labels_of(batch: Any) -> torch.Tensor:
     return labels
 
 
-def check_ids(batch: Batch) -> None:
-    """Raises ValueError unless tensors are dense, and ids integers ``(rows, width)`` mask and positions as wide."""
+def check_dense(batch: Batch) -> None:
+    """Raises ValueError unless the rows of all tensors can be taken."""
     for key, value in batch.items():
         if not isinstance(value, torch.Tensor):
             continue
@@ -63,6 +63,10 @@ def check_ids(batch: Batch) -> None:
                 f'{value.device}, beginning with {sample_name(batch, 0)}. Make it one in the collator (`to_dense`, '
                 '`to_padded_tensor`, `dequantize`, `detach`).'
             )
+
+
+def check_ids(batch: Batch) -> None:
+    """Raises ValueError unless ids are integers ``(rows, width)``, and mask and positions as wide."""
     ids = batch.get('input_ids')
     if not isinstance(ids, torch.Tensor | None):
         return
@@ -101,6 +105,7 @@ def check_batch(batch: Any, vocabulary: int | None = None, *, is_decoder: bool =
     must stand at the positions of the ids.
     """
     labels = labels_of(batch)
+    check_dense(batch)
     check_ids(batch)
     if is_decoder and batch.get('input_ids') is not None and labels.shape != batch['input_ids'].shape:
         raise ValueError(

@@ -12,7 +12,7 @@ from weakref import ref
 import torch
 from composer.core import DataSpec
 
-from composer_tokacc.batch import check_ids
+from composer_tokacc.batch import check_dense, check_ids
 from composer_tokacc.checks.first_batch import FirstBatchCheck
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.counting import count_tokens, mask_document_starts, real_tokens
@@ -57,6 +57,7 @@ class CountingDataSpec(DataSpec):
                 f'The dataloader must yield mappings with `input_ids` and `labels`, got: {type(batch).__name__}.'
             )
         for one in microbatches_of(batch):
+            check_dense(one)
             check_ids(one)
         # Two specs may share a loader; the algorithm asks for the one that the trainer uses.
         register_split(self.dataloader, self._split)

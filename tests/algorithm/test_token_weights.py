@@ -190,7 +190,7 @@ def test_bad_weights_are_one_line_with_the_sample(model, weights, message, data)
 
 
 def test_one_weight_for_the_whole_batch_is_one_line():
-    with pytest.raises(ValueError, match='must be a tensor, or a list of a float per row'):
+    with pytest.raises(ValueError, match='must be a real tensor, or a list of a float per row'):
         token_weights_of({**batch_of(), 'loss_weights': 0.5}, 'column')
 
 
