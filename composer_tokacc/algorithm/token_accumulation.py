@@ -259,10 +259,9 @@ class TokenAccumulation(Algorithm):
             zero = attached_zero(state.outputs, state.loss)
             state.loss = fit.terms.changed(state.loss, lambda name, unit, term: zero if unit == 'tokens' else term)
         layout, has_gradient = fit.check.layout, any(term.requires_grad for term in tensors_in(state.loss))
-        trained = next((one for one in state.model.parameters() if one.requires_grad), None)
-        if not (has_gradient or trained is None or layout is None or layout.media_of(state.batch)):
+        if not (has_gradient or layout is None or layout.media_of(state.batch)):
             # Text alone beside a frozen language model: an encoder learns nothing of it, and backward would raise.
-            nothing = trained.flatten()[:0].sum()
+            nothing = next(one for one in state.model.parameters() if one.requires_grad).flatten()[:0].sum()
             state.loss = fit.terms.changed(state.loss, lambda name, unit, term: term + nothing)
 
     def _scale(self, state: State, logger: Logger) -> None:
