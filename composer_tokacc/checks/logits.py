@@ -121,8 +121,9 @@ def deviations(
     """Returns how far each position's gradient is from that of a token of ``unit`` times its weight, over unit."""
     found = []
     for z, g, y, w in _chunks(logits, gradient, targets, weights):
-        expected = _plain_gradient(z, y)
-        found.append((g / unit - (expected if w is None else expected * w[:, None])).norm(dim=-1))
+        rest = _plain_gradient(z, y)
+        rest = rest if w is None else rest.mul_(w[:, None])
+        found.append(rest.sub_(g, alpha=1 / unit).norm(dim=-1))
     return torch.cat(found).view(targets.shape)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from composer_tokacc.batch import Batch, labels_of, sample_name
+from composer_tokacc.batch import IGNORE_INDEX, Batch, labels_of, sample_name
 from composer_tokacc.checks.logits import deviations, on_gradient, places_of, targets_of, tolerance_of, whole
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.weights import LOSS_WEIGHTS
@@ -108,11 +108,13 @@ class MicrobatchRecord:
         if unit is None:
             return
         self.tolerance = tolerance_of(grad.dtype)
+        if is_whole:
+            targets = targets_of(self.batch, self.rule)
+            self.count = (targets != IGNORE_INDEX).sum()
+            self.deviations = deviations(unit, logits, grad, targets, weights).flatten()
+            return
         ordinals = loss_mask(self.batch, self.rule).flatten().cumsum(dim=0)
         self.count = ordinals[-1]
-        if is_whole:
-            self.deviations = deviations(unit, logits, grad, targets_of(self.batch, self.rule), weights).flatten()
-            return
         # By their numbers, of which the host knows how many there are, so that nothing waits for the device.
         step = -(-self.num_tokens // NUM_SAMPLED)
         places = places_of(ordinals, range(1 + CHOICE.randrange(step), self.num_tokens + 1, step))
