@@ -136,7 +136,7 @@ def main() -> None:
     for name in ('note', '_sums', '_table'):  # the rest of it is the reduction that the monitor has anyway
         setattr(SourceLedger, name, steps.timed(getattr(SourceLedger, name), 'ledger'))
     trainer.fit()
-    # The first step pays for the probe, once a run, and the first ten measure every token.
+    # The first step pays for the probe, once a run, and the first ones measure every token.
     measured = steps.steps[NUM_FIRST_STEPS:]
     shares = {
         'with_all_reduce': statistics.median(one['algorithm'] / one['step'] for one in measured),

@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -98,11 +97,10 @@ def _is_no_number(mask: torch.Tensor) -> bool:
     return mask.is_complex() or (mask.is_floating_point() and bool(mask.isnan().any()))
 
 
-def check_batch(batch: Any, vocabulary: int | None = None, *, is_decoder: bool = False) -> None:
-    """Raises ValueError, naming the sample, where torch would only say that an index is out of range.
+def check_batch(batch: Any, *, is_decoder: bool = False) -> None:
+    """Raises ValueError, naming the sample, where a batch is none that tokens can be counted of; it is on the CPU.
 
-    The batch is on the CPU. ``vocabulary``: ids that a label may have, None: not known; ``is_decoder``: whether labels
-    must stand at the positions of the ids.
+    ``is_decoder``: whether labels must stand at the positions of the ids.
     """
     labels = labels_of(batch)
     check_dense(batch)
@@ -120,13 +118,26 @@ def check_batch(batch: Any, vocabulary: int | None = None, *, is_decoder: bool =
             f'A batch must hold at least one row of one token, got: labels of shape {tuple(labels.shape)}. Have the '
             'loader leave such batches out, on all ranks alike.'
         )
-    bad = (labels != IGNORE_INDEX) & ((labels < 0) | (labels >= (sys.maxsize if vocabulary is None else vocabulary)))
+
+
+def check_vocabulary(batch: Batch, key: str, size: int | None, others: Callable[[], Iterable[int]]) -> None:
+    """Raises ValueError, naming the sample, where torch would only say that an index is out of range, or a GPU stop.
+
+    ``size``: ids of the vocabulary, None: not known; ``others``: those that may stand there beside them.
+    """
+    ids = batch[key]
+    bad = ids < 0 if size is None else (ids < 0) | (ids >= size)
+    if not bool(bad.any()):
+        return
+    for other in others():
+        bad &= ids != other
     if bool(bad.any()):
         row = int(bad.any(dim=1).int().argmax())
-        last = 'one of the vocabulary' if vocabulary is None else f'from 0 to {vocabulary - 1}'
+        which = 'of the vocabulary' if size is None else f'from 0 to {size - 1}'
+        also = f'{IGNORE_INDEX} or ' if key == 'labels' else ''
         raise ValueError(
-            f'A label must be {IGNORE_INDEX} or an id {last}, got: {int(labels[row][bad[row]][0])} in '
-            f'{sample_name(batch, row)}. Take the tokenizer that belongs to the model, and mask placeholders of media.'
+            f'`{key}` must be {also}ids {which}, got: {int(ids[row][bad[row]][0])} in {sample_name(batch, row)}. Take '
+            'the tokenizer that belongs to the model, mask labels of media, and resize the embedding for new tokens.'
         )
 
 

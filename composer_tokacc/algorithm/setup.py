@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import torch
 from composer.core import State
 from composer.core.precision import get_precision_context
 from composer.models import HuggingFaceModel
@@ -18,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, LossTerms, router_coefficient
 from composer_tokacc.algorithm.router_balance import OTHERWISE, ROUTER_BALANCES, StepBalance
-from composer_tokacc.batch import Batch, check_batch
+from composer_tokacc.batch import IGNORE_INDEX, Batch, check_batch, check_vocabulary
 from composer_tokacc.checks.first_batch import FirstBatchCheck, check_gradient_hooks
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.compat import BatchNorm
@@ -26,6 +27,7 @@ from composer_tokacc.counting import check_rule
 from composer_tokacc.data_spec.reduction import ReductionWatch
 from composer_tokacc.data_spec.split import layout_of, split_of
 from composer_tokacc.layout import microbatches_of
+from composer_tokacc.layout.placeholders import all_placeholders
 from composer_tokacc.planning import check_choice
 from composer_tokacc.weights import LOSS_WEIGHTS, check_token_weights
 
@@ -152,8 +154,14 @@ def check_microbatches(model: Any, microbatches: Sequence[Batch], vocabulary: in
     model = getattr(model, 'module', model)
     # Labels of a custom model need not stand at the positions of the ids.
     is_decoder = isinstance(model, HuggingFaceModel) and not getattr(model.config, 'is_encoder_decoder', False)
-    if vocabulary is None and isinstance(model, HuggingFaceModel):
+    embedding = None
+    if isinstance(model, HuggingFaceModel):
         with suppress(AttributeError, NotImplementedError):
-            vocabulary = getattr(model.model.get_output_embeddings(), 'out_features', None)
+            vocabulary = vocabulary or getattr(model.model.get_output_embeddings(), 'out_features', None)
+            embedding = model.model.get_input_embeddings()
     for microbatch in microbatches:
-        check_batch(microbatch, vocabulary, is_decoder=is_decoder)
+        check_batch(microbatch, is_decoder=is_decoder)
+        check_vocabulary(microbatch, 'labels', vocabulary, lambda: (IGNORE_INDEX,))
+        # Another class may hold further ids; placeholders may lie outside, as models replace them.
+        if type(embedding) is torch.nn.Embedding and microbatch.get('input_ids') is not None:
+            check_vocabulary(microbatch, 'input_ids', embedding.num_embeddings, partial(all_placeholders, model.config))

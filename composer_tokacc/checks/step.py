@@ -26,7 +26,7 @@ WEIGHT_TOLERANCE = 1e-3
 NUM_SAMPLED = 16
 """Tokens of a microbatch that are measured. A loss that divides by something else than the number of tokens changes the
 weight of every token in a microbatch, so that any of them shows it."""
-NUM_FIRST_STEPS, WHOLE_SHARE = 10, 1 / 64
+NUM_FIRST_STEPS, WHOLE_SHARE = 4, 1 / 64
 """Steps in which every token is measured, and of all later microbatches the share of which every position and every
 entry is: a tenth of a microbatch with a large vocabulary, so one in 64 costs 0.2 %."""
 CHOICE = random.Random(0)

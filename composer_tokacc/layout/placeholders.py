@@ -48,6 +48,13 @@ def placeholder_ids(config: Any, modality: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(found.values()))
 
 
+def all_placeholders(config: Any) -> list[int]:
+    """Returns what a config names as placeholders of any modality."""
+    return [
+        one for modality in MODALITY_WORDS for one in (*placeholder_ids(config, modality), *token_ids(config, modality))
+    ]
+
+
 def token_ids(config: Any, modality: str) -> tuple[int, ...]:
     """Returns the id that a config gives a modality's placeholder by name (once an index), else all by other names."""
     named = (getattr(config, f'{modality}_token_{word}', None) for word in ('id', 'index'))

@@ -12,6 +12,8 @@ import torch
 
 from composer_tokacc import token_data_spec
 from tests.algorithm.test_attacked import Terms, by_token
+from tests.matrix.harness import measure_steps
+from tests.matrix.subjects import SUBJECTS
 from tests.support.text import VOCABULARY, collate, text_model, text_rows
 from tests.support.training import fit, loader, reference_gradients, relative_error
 
@@ -48,7 +50,7 @@ def test_labels_that_cross_entropy_does_not_take(dtype, has_spec):
 @pytest.mark.parametrize('label', [VOCABULARY, -1])
 def test_label_outside_the_vocabulary_is_named_with_its_sample(label, later):
     message = refusal(*[batch_of()] * later, with_label(label))
-    assert f"must be -100 or an id from 0 to {VOCABULARY - 1}, got: {label} in sample 'sample-2'" in message
+    assert f"`labels` must be -100 or ids from 0 to {VOCABULARY - 1}, got: {label} in sample 'sample-2'" in message
 
 
 def test_model_that_does_not_say_its_vocabulary_shows_it_by_its_logits():
@@ -64,9 +66,29 @@ def test_last_id_of_the_vocabulary_is_a_label():
     assert relative_error(recorder.gradients, reference_gradients(model, batch)[0]) < 1e-6
 
 
-def test_tokens_outside_the_embedding():
-    message = refusal(batch_of(input_ids=batch_of()['input_ids'] + VOCABULARY))
+@pytest.mark.parametrize('later', [False, True], ids=['first batch', 'later batch'])
+@pytest.mark.parametrize('token', [VOCABULARY, -1])
+def test_token_outside_the_embedding_is_named_with_its_sample(token, later):
+    batch = batch_of()
+    batch['input_ids'][1, 2] = token
+    message = refusal(*[batch_of()] * later, batch)
+    assert f"`input_ids` must be ids from 0 to {VOCABULARY - 1}, got: {token} in sample 'sample-1'" in message
+
+
+def test_tokens_outside_the_embedding_of_a_model_that_does_not_tell_its_size():
+    message = refusal(batch_of(input_ids=batch_of()['input_ids'] + VOCABULARY), model=Terms(by_token))
     assert 'its embedding must hold every token' in message
+
+
+def test_placeholders_outside_the_embedding_stay():
+    """PaliGemma puts pads in their place before it looks them up."""
+    subject = SUBJECTS['paligemma']
+    model, batch = subject.model('large'), subject.batch(0, side='right')
+    config, size = model.model.config, model.model.get_input_embeddings().num_embeddings
+    is_placeholder = batch['input_ids'] == config.image_token_id
+    assert is_placeholder.any()
+    config.image_token_id, batch['input_ids'] = size, batch['input_ids'].masked_fill(is_placeholder, size)
+    assert [outcome.kind for outcome in measure_steps(model, [batch], 2)] == ['exact']
 
 
 @pytest.mark.parametrize('has_spec', [True, False])
