@@ -22,6 +22,7 @@ from composer_tokacc.algorithm.router_balance import OTHERWISE, ROUTER_BALANCES,
 from composer_tokacc.batch import IGNORE_INDEX, Batch, check_batch, check_vocabulary
 from composer_tokacc.checks.first_batch import FirstBatchCheck, check_gradient_hooks
 from composer_tokacc.checks.probe import Probe
+from composer_tokacc.collectives import get_world_size
 from composer_tokacc.compat import BatchNorm
 from composer_tokacc.counting import check_rule
 from composer_tokacc.data_spec.reduction import ReductionWatch
@@ -78,6 +79,7 @@ class Fit:
         # Whoever switches the check off accepts that the run depends on how batches are cut.
         modules = model.named_modules() if given.check_loss else ()
         self._norms = {name: module for name, module in modules if isinstance(module, BatchNorm)}
+        self.world_size = get_world_size()
         self.has_bypass: bool | None = None
         """Whether the loss has a term that is not made of the logits; None: no step has told yet."""
         self.check_norms()

@@ -27,7 +27,7 @@ from composer_tokacc.checks.logits import (
     weigh_tokens,
 )
 from composer_tokacc.checks.step import MicrobatchRecord, StepCheck, TokenChoice
-from composer_tokacc.collectives import RankSum, get_world_size
+from composer_tokacc.collectives import RankSum
 from composer_tokacc.counting import with_one_label
 from composer_tokacc.data_spec.reduction import check_reduced, check_sharding
 from composer_tokacc.layout import microbatches_of
@@ -267,7 +267,7 @@ class TokenAccumulation(Algorithm):
     def _scale(self, state: State, logger: Logger) -> None:
         """BEFORE_BACKWARD: the last point where ``state.loss`` matters, so nothing may rescale it afterwards."""
         fit: Fit = self._fit
-        step, world_size = self._step, get_world_size()
+        step, world_size = self._step, fit.world_size
         batch = state.batch = self._hidden.put_back(state.batch)  # whatever an algorithm took out after the loss
         _, step_samples, step_weight = self._totals.read()[:3]
         count = None
@@ -285,13 +285,16 @@ class TokenAccumulation(Algorithm):
         if self.is_weighted and record.num_tokens:
             tokens = torch.stack([term.detach().float().mean() for term in fit.terms.of_unit(state.loss, 'tokens')])
             record.token_loss = tokens.sum() * record.num_tokens
-        is_chosen = self.is_weighted or self._measuring.has(len(step.records) - 1)
+        index = len(step.records) - 1
+        made = [] if fit.split is None else fit.split.made
+        on_cpu = made[index]['labels'] if len(made) > index else None
+        is_chosen = self.is_weighted or self._measuring.has(index, on_cpu)
         if record.loss_weight and record.num_samples and is_chosen:
             scaled, is_whole = share * step.gradient_scale, self._measuring.is_whole()
             _watch_tokens(state, record, fit, share=scaled, is_weighted=self.is_weighted, is_whole=is_whole)
         self._raw_loss = sum(state.loss.values()) if isinstance(state.loss, SplitLoss) else state.loss
         if fit.balance is not None:
-            state.loss = fit.balance.applied(state.loss, state.outputs, len(step.records) - 1, count or 1)
+            state.loss = fit.balance.applied(state.loss, state.outputs, index, count or 1)
         state.loss = fit.terms.scaled(state.loss, _scales_of(record, share), observe=record.observe)
 
     def _restore(self, state: State, logger: Logger) -> None:

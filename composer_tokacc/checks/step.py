@@ -26,44 +26,44 @@ WEIGHT_TOLERANCE = 1e-3
 NUM_SAMPLED = 16
 """Tokens of a microbatch that are measured. A loss that divides by something else than the number of tokens changes the
 weight of every token in a microbatch, so that any of them shows it."""
-NUM_FIRST_STEPS, WHOLE_SHARE = 4, 1 / 64
-"""Steps in which every token is measured, and of all later microbatches the share of which every position and every
-entry is: a tenth of a microbatch with a large vocabulary, so one in 64 costs 0.2 %."""
+WHOLE_SHARE = 1 / 64
+"""Of microbatches after the first step, the share of which every position and every entry is measured: a tenth of a
+microbatch with a large vocabulary, so one in 64 costs 0.2 %."""
 CHOICE = random.Random(0)
 """Chooses tokens, so that the run's own random numbers are left alone."""
 
 
 class TokenChoice:
-    """Chooses which tokens of a run are measured: all in the first steps, then some of one microbatch of each step.
+    """Chooses which tokens of a run are measured: all in the first step, then some of one microbatch of each step.
 
-    Where a batch has a label that no batch before had, some of all its microbatches are: what a loss does to some
-    labels alone shows in the first step that has them.
+    Of a microbatch with a label that no batch before had, some are as well: what a loss does to some labels alone
+    shows in the first step that has them.
     """
 
     def __init__(self) -> None:
         self.step = 0
-        self._seen_labels, self._has_new_label, self._num_microbatches = torch.zeros(0, dtype=torch.bool), True, 1
+        self._seen, self._new, self._num_microbatches = torch.zeros(0, dtype=torch.bool), torch.zeros(0), 1
 
     def begin_step(self, microbatches: Sequence[Batch]) -> None:
-        """Notes whether any label id comes for the first time; on the CPU."""
+        """Notes which label ids come for the first time; on the CPU."""
         labels = torch.cat([labels_of(microbatch).flatten() for microbatch in microbatches]).clamp_min_(0)
-        if (missing := int(labels.max()) + 1 - len(self._seen_labels)) > 0:
-            self._seen_labels = torch.nn.functional.pad(self._seen_labels, (0, missing))
-        if not self._seen_labels.index_select(0, labels).all():
-            self._seen_labels[labels] = self._has_new_label = True
+        if (missing := int(labels.max()) + 1 - len(self._seen)) > 0:
+            self._seen = torch.nn.functional.pad(self._seen, (0, missing))
+        self._new = labels[~self._seen.index_select(0, labels)]
+        self._seen[self._new] = True
 
-    def has(self, index: int) -> bool:
-        """Returns whether any token of a microbatch is measured."""
-        is_chosen = index == self.step % self._num_microbatches
-        return is_chosen or self.step < NUM_FIRST_STEPS or self._has_new_label
+    def has(self, index: int, labels: torch.Tensor | None) -> bool:
+        """Returns whether any token of a microbatch is measured; ``labels``: its own, if they are on the CPU."""
+        has_new = len(self._new) > 0 and (labels is None or bool(torch.isin(labels, self._new).any()))
+        return has_new or self.step == 0 or index == self.step % self._num_microbatches
 
     def is_whole(self) -> bool:
         """Returns whether all tokens of the next microbatch are measured."""
-        return self.step < NUM_FIRST_STEPS or CHOICE.random() < WHOLE_SHARE
+        return self.step == 0 or CHOICE.random() < WHOLE_SHARE
 
     def end_step(self, num_microbatches: int) -> None:
         """Goes on to the next step; the last had so many microbatches."""
-        self.step, self._has_new_label, self._num_microbatches = self.step + 1, False, max(num_microbatches, 1)
+        self.step, self._num_microbatches = self.step + 1, max(num_microbatches, 1)
 
 
 @dataclass(kw_only=True, eq=False)

@@ -22,7 +22,7 @@ from tests.support.training import fit, hugging_face, loader, reference_gradient
 
 EVEN = [(9, 4), (12, 4), (7, 4), (9, 4)]
 UNEVEN = [(4, 2), (14, 11), (9, 7), (5, 1)]
-NEW = 63
+NEW, NEW_IN_CHOSEN = 63, 62
 """A token that rows of the tests do not have as a label."""
 
 
@@ -107,9 +107,10 @@ def test_healthy_steps_are_looked_at_and_not_refused():
 
 
 @pytest.mark.parametrize(('token_weights', 'later'), [('token', 1), ('sqrt', 2)])
-def test_all_microbatches_are_measured_at_first_and_where_a_label_is_new(monkeypatch, token_weights, later):
+def test_beside_the_chosen_microbatch_those_with_a_new_label_are_measured(monkeypatch, token_weights, later):
     batches = [collate(text_rows(UNEVEN)) for _ in range(14)]
-    batches[12]['labels'][1, -2] = NEW
+    batches[8]['labels'][1, -2] = NEW_IN_CHOSEN  # of the first microbatch, which even steps choose
+    batches[11]['labels'][1, -2] = NEW
     measured, watch = [], MicrobatchRecord.watch
     monkeypatch.setattr(
         MicrobatchRecord, 'watch', lambda self, *given, **options: (measured.append(1), watch(self, *given, **options))
@@ -122,7 +123,7 @@ def test_all_microbatches_are_measured_at_first_and_where_a_label_is_new(monkeyp
 
     steps: list[int] = []
     fit(text_model(), *batches, regroup=False, token_weights=token_weights, callbacks=[Steps()], max_duration='14ba')
-    assert steps == [2] * 4 + [later] * 8 + [2, later]
+    assert steps == [2] + [later] * 10 + [2, later, later]
 
 
 KEPT = []
