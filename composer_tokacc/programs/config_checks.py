@@ -18,7 +18,7 @@ from composer import Trainer
 from composer.core import Precision, TimeUnit, ensure_time
 from composer.devices import DeviceGPU
 from composer.utils import get_device
-from composer.utils.parallelism import FSDP2Config, FSDPConfig, ParallelismConfig
+from composer.utils.parallelism import FSDP2Config, FSDPConfig
 
 from composer_tokacc.programs.checkpoints import check_checkpoint
 from composer_tokacc.programs.errors import ConfigError, in_words_of, must
@@ -164,7 +164,7 @@ def _check_trainer(trainer: dict[str, Any]) -> None:
     check_host_arguments('trainer', Trainer, {**trainer, 'model': None})
     if trainer.get('max_duration') is None:
         raise ConfigError('`trainer.max_duration` must be given, got: nothing. For example 2ep or 500ba')
-    for name in ('max_duration', 'eval_interval', 'save_interval'):
+    for name in ('max_duration', 'eval_interval', 'save_interval', 'console_log_interval'):
         if name in trainer:
             check_time(f'trainer.{name}', trainer[name])
     if ensure_time(trainer['max_duration'], TimeUnit.EPOCH).unit in (TimeUnit.SECOND, TimeUnit.ITERATION):
@@ -176,16 +176,15 @@ def _check_trainer(trainer: dict[str, Any]) -> None:
         required = '`trainer.save_folder` and `trainer.run_name`'
         raise ConfigError(f'`trainer.autoresume` must come with {required}, got: neither or one of them')
     load_path = trainer.get('load_path')
-    if load_path and '://' not in load_path and '{' not in load_path:
+    if load_path is not None and '://' not in load_path and '{' not in load_path:
         check_checkpoint('`trainer.load_path`', Path(load_path))
     check_host_arguments('trainer.compile_config', torch.compile, trainer.get('compile_config'), num_given=1)
     parallelism = trainer.get('parallelism_config') or {}
-    check_host_arguments('trainer.parallelism_config', ParallelismConfig, parallelism)
-    if (tp := parallelism.get('tp')) is not None:  # whose plan is of Python objects
-        raise ConfigError(f'`trainer.parallelism_config` must be of `fsdp` alone, got: tp {tp}. Leave it out')
+    # The plan of `tp` is of Python objects, and the Trainer drops `fsdp2`.
+    check_names('trainer.parallelism_config', [key for key in parallelism if parallelism[key] is not None], ['fsdp'])
     # The Trainer reads FSDP2's settings (FSDP_VERSION=2) from the same mapping; the classes themselves take any name.
     known = {known.name for config in (FSDPConfig, FSDP2Config) for known in dataclasses.fields(config)}
-    check_names(_FSDP, parallelism.get('fsdp') or {}, known)
+    check_names(_FSDP, check_value(_FSDP, parallelism.get('fsdp') or {}, dict), known)
     check_host_arguments(_FSDP, FSDPConfig, parallelism.get('fsdp'))
 
 
@@ -248,7 +247,9 @@ def check_machine(config: TrainConfig) -> None:
     """Refuses what this machine cannot do, and folders that it cannot write, before Composer finds out in its midst."""
     trainer = config.trainer
     device = trainer.get('device')
-    with must('`trainer.device` must be a device of this machine', device, ValueError, TypeError, ImportError):
+    with must(
+        '`trainer.device` must be a device of this machine', device, ValueError, TypeError, ImportError, RuntimeError
+    ):
         on_gpu = isinstance(get_device(device), DeviceGPU)
     if not on_gpu and trainer.get('precision', Precision.FP32) != Precision.FP32:
         raise ConfigError(f'`trainer.precision` must be fp32 on a CPU, got: {trainer["precision"]}')
@@ -258,9 +259,10 @@ def check_machine(config: TrainConfig) -> None:
             'FSDP_VERSION=2 in the environment, which runs on CPUs'
         )
     folders = {'report.folder': config.report['folder'], 'trainer.save_folder': trainer.get('save_folder')}
+    folders['loader.lengths_folder'] = config.loader.lengths_folder
     for key, folder in folders.items():
-        if folder is not None and '://' not in folder:
-            if folder.startswith('~'):  # a shell expands it where a word begins with it, and nobody else does
+        if folder is not None and ('://' not in folder or key != 'trainer.save_folder'):
+            if folder.startswith('~') or '://' in folder:  # a shell expands the one where a word begins with it
                 raise ConfigError(f'`{key}` must be written out, got: {folder}, which would be a folder of that name')
             with must(f'`{key}` must be a folder that can be made', folder, OSError):
                 known = folder.replace('{run_name}', str(trainer.get('run_name'))).partition('{')[0]

@@ -69,6 +69,7 @@ _HINTS: dict[str, Any] = {
     'ddp_sync_strategy': Literal[tuple(DDPSyncStrategy.__members__)] | None,  # type: ignore[valid-type]
     'dist_timeout': Annotated[float, POSITIVE],
     **dict.fromkeys(('load_object_store', 'profiler'), NoneType),  # objects, which no file holds
+    'loggers': dict | None,  # of ours
     'mixed_precision': Literal['DEFAULT', 'PURE', 'FULL'],
     'mode': Literal['default', 'reduce-overhead', 'max-autotune', 'max-autotune-no-cudagraphs'] | None,  # of compile
     'momentum': Annotated[float, FRACTION],
@@ -140,7 +141,7 @@ def import_by_name(path: str, name: str) -> Any:
 
 def class_by_name(kind: str, name: str) -> Any:
     """Returns the class that ``name`` stands for in a section; a ConfigError names the nearest that exists."""
-    target = _ALIASES.get((kind, name), str(name))
+    target = _ALIASES.get((kind, str(name)), str(name))
     if '.' in target:
         return import_by_name(kind, target)
     base, suffix, modules = _SECTIONS[kind]

@@ -200,7 +200,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
             raise ConfigError(f'arguments after the file must be key=value, got: {override}')
     if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for
         raise ConfigError(f'config file must be a file, got: {path}')
-    unreadable = (yaml.YAMLError, ValueError, OmegaConfBaseException)
+    unreadable = (yaml.YAMLError, ValueError, OmegaConfBaseException, RecursionError)
     with must('config file must be readable', path, OSError), must(f'`{path}` must be valid YAML', None, *unreadable):
         layers = [OmegaConf.load(path)]
     for override in overrides:  # one by one, to name it
@@ -310,16 +310,19 @@ def check_value(path: str, value: Any, hint: Any) -> Any:
     """Holds a value to an annotation and returns it; what no YAML file can hold, such as a callable, passes."""
     from composer.core import Time
 
-    # A path-like object is in no file.
-    options = [(base, ranges) for base, ranges in _alternatives(hint) if get_origin(base) is not os.PathLike]
+    options = list(_alternatives(hint))
+    is_time = any(base is Time for base, _ in options)
+    if any(_is_plain(base) and base is not NoneType for base, _ in options):  # objects of a host's are in no file
+        options = [option for option in options if _is_plain(option[0])]
     bases = [base for base, _ in options]
-    if Time in bases and isinstance(value, str):
+    if is_time and isinstance(value, str):
         # A scheduler divides by its times, but for a warm-up.
         check_time(path, value, least=int(path.startswith('scheduler.') and not path.endswith('t_warmup')))
         return value
     base, ranges = next(((base, ranges) for base, ranges in options if _fits(value, base)), (None, ()))
     if base is None:
-        raise ConfigError(_wrong_type(path, value, bases))
+        time = f'`{path}` must be a time such as 2ep or 500ba, got: {value}'
+        raise ConfigError(time if is_time else _wrong_type(path, value, bases))
     for allowed in ranges:
         if value not in allowed:
             raise ConfigError(f'`{path}` must be {allowed}{_or_choices(bases)}, got: {value}')
@@ -378,6 +381,12 @@ def _fits(value: Any, base: Any) -> bool:
         return type(value) is base or (base is float and type(value) is int)
     container = Mapping if _is_section(base) else _CONTAINERS.get(get_origin(base) or base)
     return container is None or isinstance(value, container)
+
+
+def _is_plain(base: Any) -> bool:
+    """Returns whether a YAML file can hold what an annotation asks for."""
+    kinds = (Any, bool, int, float, str, NoneType, Literal, *_CONTAINERS)
+    return (get_origin(base) or base) in kinds or _is_section(base)
 
 
 def _wrong_type(path: str, value: Any, bases: Sequence[Any]) -> str:

@@ -65,7 +65,7 @@ class Source(ABC):
             with read_from(model.pretrained):
                 ask_hub(model.pretrained, 'model')
                 return AutoProcessor.from_pretrained(model.pretrained, **arguments)
-        vision = (model.config or {}).get('vision_config', {})
+        vision = (model.config or {}).get('vision_config') or {}
         arguments = {**{key: vision[key] for key in ('image_size', 'patch_size') if key in vision}, **arguments}
         return self.small_processor(arguments)
 
