@@ -27,11 +27,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if len(arguments) != 2 + merge:
         print('usage: python -m composer_tokacc.export CHECKPOINT FOLDER [merge=true]', file=sys.stderr)
         return 2
-    from composer_tokacc.programs.errors import ConfigError, refuse
+    from composer_tokacc.programs.errors import ConfigError, local_folder, refuse
     from composer_tokacc.programs.export_folder import export_checkpoint  # takes seconds
 
     try:
-        export_checkpoint(Path(arguments[0]), Path(arguments[1]), merge=merge)
+        folder = local_folder('the folder to export to', arguments[1])
+        export_checkpoint(Path(arguments[0]), folder, merge=merge)
     except ConfigError as error:
         return refuse(error)
     print(f'written to {arguments[1]}')

@@ -57,7 +57,7 @@ from composer_tokacc.layout import BatchLayout
 from composer_tokacc.planning import CostModel
 from composer_tokacc.programs import ConfigError, TrainConfig
 from composer_tokacc.programs.build import build_parts, build_trainer
-from composer_tokacc.programs.errors import must, refuse
+from composer_tokacc.programs.errors import local_folder, must, refuse
 from composer_tokacc.programs.models import read_config, tokenizer_of
 from composer_tokacc.programs.process import command_line, without_warnings
 from composer_tokacc.programs.runner import run_program
@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _report(options: SizeOptions, config: TrainConfig) -> None:
     """Prints the report, and writes `size.json` and, where matplotlib is installed, `size.png`."""
-    started, folder = time.monotonic(), Path(options.folder)
+    started, folder = time.monotonic(), local_folder('`folder`', options.folder)
     with must('`folder` must be a folder that can be written', folder, OSError):
         folder.mkdir(parents=True, exist_ok=True)
         is_again = (folder / 'size.json').exists()

@@ -21,13 +21,14 @@ from composer.utils import get_device
 from composer.utils.parallelism import FSDP2Config, FSDPConfig
 
 from composer_tokacc.programs.checkpoints import check_checkpoint
-from composer_tokacc.programs.errors import ConfigError, in_words_of, must
+from composer_tokacc.programs.errors import ConfigError, in_words_of, local_folder, must
 from composer_tokacc.programs.models import EVAL_METRICS, TRAIN_METRICS, check_model
 from composer_tokacc.programs.registry import check_host_arguments, check_part, import_by_name, named_parts, without
 from composer_tokacc.programs.schema import (
     AT_LEAST_0,
     AT_LEAST_1,
     OF_THE_REPORT,
+    Range,
     TrainConfig,
     check_arguments,
     check_names,
@@ -47,7 +48,8 @@ _FILLED_ELSEWHERE = {
 }  # fmt: skip
 _OF_THE_LAUNCHER = {
     **dict.fromkeys(('RANK', 'LOCAL_RANK', 'NODE_RANK'), AT_LEAST_0),
-    **dict.fromkeys(('WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'MASTER_PORT'), AT_LEAST_1),
+    **dict.fromkeys(('WORLD_SIZE', 'LOCAL_WORLD_SIZE'), AT_LEAST_1),
+    'MASTER_PORT': Range(least=1, most=65535),
 }
 _FSDP = 'trainer.parallelism_config.fsdp'
 
@@ -58,7 +60,10 @@ def check_config(config: TrainConfig, *, num_ranks: int | None = None) -> None:
         value = os.environ.get(name, '1')
         if not value.isdecimal() or int(value) not in allowed:
             raise ConfigError(f'`{name}` of the environment must be a whole number, {allowed}, got: {value}. Unset it')
-    num_ranks = num_ranks or int(os.environ.get('WORLD_SIZE', '1'))
+    rank, world = (int(os.environ.get(name, default)) for name, default in (('RANK', '0'), ('WORLD_SIZE', '1')))
+    if rank >= world:  # it would take itself for one that writes nothing
+        raise ConfigError(f'`RANK` of the environment must be below `WORLD_SIZE`, got: {rank} of {world}. Unset it')
+    num_ranks = num_ranks or world
     check_numbers('', without(dataclasses.asdict(config), 'microbatching'))  # whose cost may have an infinite term
     with in_words_of(config):
         check_model(config.model.pretrained, config.model.config, config.model.lora)
@@ -247,9 +252,8 @@ def check_machine(config: TrainConfig) -> None:
     """Refuses what this machine cannot do, and folders that it cannot write, before Composer finds out in its midst."""
     trainer = config.trainer
     device = trainer.get('device')
-    with must(
-        '`trainer.device` must be a device of this machine', device, ValueError, TypeError, ImportError, RuntimeError
-    ):
+    kinds = (ValueError, TypeError, ImportError, RuntimeError)
+    with must('`trainer.device` must be a device of this machine', device, *kinds):
         on_gpu = isinstance(get_device(device), DeviceGPU)
     if not on_gpu and trainer.get('precision', Precision.FP32) != Precision.FP32:
         raise ConfigError(f'`trainer.precision` must be fp32 on a CPU, got: {trainer["precision"]}')
@@ -262,8 +266,7 @@ def check_machine(config: TrainConfig) -> None:
     folders['loader.lengths_folder'] = config.loader.lengths_folder
     for key, folder in folders.items():
         if folder is not None and ('://' not in folder or key != 'trainer.save_folder'):
-            if folder.startswith('~') or '://' in folder:  # a shell expands the one where a word begins with it
-                raise ConfigError(f'`{key}` must be written out, got: {folder}, which would be a folder of that name')
+            local_folder(f'`{key}`', folder)
             with must(f'`{key}` must be a folder that can be made', folder, OSError):
                 known = folder.replace('{run_name}', str(trainer.get('run_name'))).partition('{')[0]
                 Path(known).mkdir(parents=True, exist_ok=True)

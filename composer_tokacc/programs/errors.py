@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -96,6 +97,13 @@ def taken_by(what: str, *, of: str) -> Iterator[None]:
         if raised_here(error):
             raise
         raise ConfigError(f'{of} must be what {what} takes, got: {words_of(error)}') from error
+
+
+def local_folder(what: str, folder: str) -> Path:
+    """Returns the path of a folder that a user names; refuses what only a shell or a store of objects can read."""
+    if folder.startswith('~') or '://' in folder:
+        raise ConfigError(f'{what} must be written out, got: {folder}, which would be a folder of that name')
+    return Path(folder)
 
 
 def unknown_name(what: str, name: str, known: Iterable[str]) -> str:

@@ -48,12 +48,13 @@ def export_checkpoint(checkpoint: Path, folder: Path, *, merge: bool = False) ->
 
 
 def _export(state: Mapping[str, Any], checkpoint: Path, folder: Path, *, merge: bool) -> None:
-    with must('the checkpoint must be one of a HuggingFaceModel', f'{checkpoint} with {sorted(state)}', KeyError):
+    kinds = (KeyError, TypeError, AttributeError, RuntimeError)
+    with must('the checkpoint must be one of a HuggingFaceModel', f'{checkpoint} with {sorted(state)}', *kinds):
         metadata = state['integrations']['huggingface']
         weights = {name.removeprefix('model.'): value for name, value in state['model'].items()}
-    _check_finite(weights, str(checkpoint))
-    config = get_hf_config_from_composer_state_dict({'state': state})
-    adapter = metadata['model'].get('peft_config')
+        _check_finite(weights, str(checkpoint))
+        config = get_hf_config_from_composer_state_dict({'state': state})
+        adapter = metadata['model'].get('peft_config')
     if adapter is not None and not merge:
         _save_adapter(config, adapter['content'], weights, folder)
     else:

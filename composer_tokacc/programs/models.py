@@ -355,7 +355,7 @@ def _refuse_unknown(settings: dict[str, Any], default: PretrainedConfig, path: s
             raise ValueError(f'`{path}.{key}` must be {allowed}, got: {value}')
         inner = getattr(default, key, None)
         if isinstance(value, dict) and isinstance(inner, PretrainedConfig):
-            named = value.get('model_type', inner.model_type)
+            named = str(value.get('model_type', inner.model_type))
             if named in CONFIG_MAPPING:
                 inner = CONFIG_MAPPING[named]()
             _refuse_unknown(value, inner, f'{path}.{key}')

@@ -68,7 +68,7 @@ _HINTS: dict[str, Any] = {
     **dict.fromkeys(('train_subset_num_batches', 'eval_subset_num_batches'), _ALL_OR_SOME),
     'ddp_sync_strategy': Literal[tuple(DDPSyncStrategy.__members__)] | None,  # type: ignore[valid-type]
     'dist_timeout': Annotated[float, POSITIVE],
-    **dict.fromkeys(('load_object_store', 'profiler'), NoneType),  # objects, which no file holds
+    **dict.fromkeys(('algorithm_passes', 'load_object_store', 'profiler'), NoneType),  # objects, which no file holds
     'loggers': dict | None,  # of ours
     'mixed_precision': Literal['DEFAULT', 'PURE', 'FULL'],
     'mode': Literal['default', 'reduce-overhead', 'max-autotune', 'max-autotune-no-cudagraphs'] | None,  # of compile

@@ -182,6 +182,17 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
     ),
     'export of a folder whose index is damaged': ('export', EXPORT, a_damaged_index, 'a.pt'),
     'export of a file outside of the target': ('export', EXPORT, changed(with_a_file_outside), 'evil.txt'),
+    **{
+        f'export of a checkpoint whose {key} is {given!r}': (
+            'export', EXPORT, changed(lambda state, key=key, given=given: state.update({key: given})),
+            'HuggingFaceModel',
+        )
+        for key, given in (
+            ('integrations', None), ('integrations', 'x'), ('integrations', {'huggingface': {}}), ('model', [1]),
+            ('model', {3: 'x'}), ('model', {'lm_head.weight': torch.zeros(2, device='meta')}),
+        )
+    },
+    'export to a store of objects': ('export', ['{folder}/a.pt', 's3://bucket/x'], whole, 'must be written out'),
     'export without the model': ('export', EXPORT, changed(without('model')), 'a.pt'),
     'a column of weights that some samples lack': (
         'train', [LLAVA, 'dataset.path={folder}/data.json', 'algorithms.token_accumulation.token_weights=column'],
@@ -273,6 +284,14 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
     'verify of rows below 0': ('verify', [*RUN, '--rows', '-3'], '--rows'),
     'verify with a tolerance that is no number': ('verify', [*RUN, '--tolerance', 'nan'], '--tolerance'),
     'verify with a tolerance below 0': ('verify', [*RUN, '--tolerance', '-1'], '--tolerance'),
+    'a device of another machine': ('train', [*RUN, 'trainer.device=mps'], None, '`trainer.device`'),
+    'lengths in a folder that a shell would find': (
+        'train', [*RUN, 'loader.lengths_folder=~/x'], None, '`loader.lengths_folder`',
+    ),
+    'size into a store of objects': ('size', [*SIZE[:-1], 'lengths.mean=50', 'folder=s3://x/y'], '`folder`'),
+    'size of a table with semicolons': (
+        'size', [*SIZE, 'lengths={folder}/a.csv'], a_table('tokens;image_tokens\n5;3\n'), 'column tokens',
+    ),
     'size of no lengths': ('size', [*SIZE, 'lengths='], '`lengths'),
     'size of lengths of at most 0': ('size', [*SIZE, 'lengths.mean=100', 'lengths.longest=0'], 'longest'),
     'size of a sample of 2 thousand million tokens': (
@@ -301,5 +320,7 @@ ENVIRONMENTS = {
     # name: (variable, value, what the line names)
     'half a rank': ('LOCAL_RANK', '0.5', '`LOCAL_RANK`'),
     'no ranks': ('WORLD_SIZE', '0', '`WORLD_SIZE`'),
+    'a rank that is not there': ('RANK', '5', '`RANK`'),
+    'a port above all': ('MASTER_PORT', '99999', '`MASTER_PORT`'),
     'a port that is a word': ('MASTER_PORT', 'abc', '`MASTER_PORT`'),
 }
