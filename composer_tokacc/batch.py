@@ -118,6 +118,12 @@ def check_batch(batch: Any, *, is_decoder: bool = False) -> None:
             f'A batch must hold at least one row of one token, got: labels of shape {tuple(labels.shape)}. Have the '
             'loader leave such batches out, on all ranks alike.'
         )
+    nowhere = ~attended_positions(batch).any(dim=1)
+    if bool(nowhere.any()) and bool((lost := nowhere & (labels != IGNORE_INDEX).any(dim=1)).any()):
+        raise ValueError(
+            f'`attention_mask` must be 1 where tokens are and 0 on padding, got: no token in '
+            f'{sample_name(batch, int(lost.int().argmax()))}, which has labels. Is the mask inverted, or additive?'
+        )
 
 
 def check_vocabulary(batch: Batch, key: str, size: int | None, others: Callable[[], Iterable[int]]) -> None:

@@ -17,7 +17,7 @@ from composer_tokacc.collectives import all_gather_object, get_global_rank
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.metadata import without_metadata
-from composer_tokacc.planning import check_kind
+from composer_tokacc.planning import check_count, check_kind
 
 Gradients = Mapping[str, torch.Tensor]
 
@@ -145,8 +145,10 @@ def verify_invariance(
     """
     batches = [rows] if isinstance(rows, Mapping) else list(rows)
     layout, own, everyone = _telling_rows(layout, batches)
-    if any(size < 1 for size in microbatch_sizes or ()):
-        raise ValueError(f'`microbatch_sizes` must be positive, got: {microbatch_sizes}.')
+    if not callable(gradients):
+        raise ValueError(f'`gradients` must be a function of microbatches, got: {gradients!r:.80}.')
+    for size in microbatch_sizes or ():
+        check_count('microbatch_sizes', size)
     if not tolerance >= 0:
         raise ValueError(f'`tolerance` must be at least 0, got: {tolerance}.')
     cases = []
@@ -286,7 +288,7 @@ def verify_isolation(model: torch.nn.Module, packed: Batch, documents: torch.Ten
     check_kind('model', model, torch.nn.Module)
     ids, documents = text_of(packed), torch.as_tensor(documents)
     named = [sorted(set(row.tolist()) - {-1}) for row in documents.clamp(min=-1)]
-    if documents.shape != ids.shape or max(map(len, named), default=0) < 2:
+    if documents.is_floating_point() or documents.shape != ids.shape or max(map(len, named), default=0) < 2:
         raise ValueError(
             f'`documents` must number those of a packed row, of shape {tuple(ids.shape)} as `input_ids`, got: '
             f'{named} of shape {tuple(documents.shape)}.'

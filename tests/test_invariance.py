@@ -119,7 +119,7 @@ def test_rows_that_prove_nothing_are_refused():
     # The label of a first token is counted by few models.
     with pytest.raises(ValueError, match=r'numbers of labels, got: 3 in each of 2 rows, counted causal'):
         verify_invariance(right, text_rows([(4, 4), (9, 3)]))
-    with pytest.raises(ValueError, match=r'`microbatch_sizes` must be positive, got: \[-1\]'):
+    with pytest.raises(ValueError, match=r'`microbatch_sizes` must be a positive integer, got: -1'):
         verify_invariance(right, text_rows(ROWS), microbatch_sizes=[-1])
     with pytest.raises(ValueError, match=r'at least 2, got: \[1\]'):
         verify_invariance(right, text_rows([(4, 3)]))

@@ -130,6 +130,8 @@ class RegroupingBatchSampler(DistributedSampler):
             _check_cap(self.image_tokens, 'max_image_tokens', self.planner.options.max_image_tokens)
         if vision is not None:
             self._vision_cost = checked_table('vision_cost', vision, num_samples, dtype=np.float64)
+        if self.loss_shares is not None:
+            check_kind('loss_shares', self.loss_shares, LossShares)
         check_choice('modality', self.modality, ('mixed', 'per_step'))
         if self.modality == 'per_step':
             if media is None and self.image_tokens is not None:
@@ -151,7 +153,7 @@ class RegroupingBatchSampler(DistributedSampler):
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the next iteration; another epoch than the present one starts at its beginning."""
-        check_kind('epoch', epoch, int)
+        _check_seed('epoch', epoch)  # it is added to the seed
         if epoch != self.epoch:
             self.first_batch = self._position = 0
         super().set_epoch(epoch)
@@ -282,8 +284,12 @@ def _check_order(rank: int, num_replicas: int, seed: int, shuffle: bool, drop_la
     check_choice('rank', rank, range(num_replicas))
     check_choice('shuffle', shuffle, (True, False))
     check_choice('drop_last', drop_last, (True, False))
-    if not isinstance(seed, int) or abs(seed) >= 2**62:  # an epoch is added to it
-        raise ValueError(f'`seed` must be an integer that torch takes for a seed, got: {seed!r}.')
+    _check_seed('seed', seed)
+
+
+def _check_seed(name: str, value: int) -> None:
+    if not isinstance(value, int) or abs(value) >= 2**62:
+        raise ValueError(f'`{name}` must be an integer that torch takes for a seed, got: {value!r}.')
 
 
 def _check_batch_size(

@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from composer_tokacc.planning.rows import checked_table
 
 if TYPE_CHECKING:
     from composer_tokacc.data import LengthTable
@@ -37,8 +40,10 @@ class SampleSizes:
         cls, lengths: LengthTable | Sequence[int] | np.ndarray, sample_ids: Sequence[str] | None = None
     ) -> SampleSizes:
         """Returns the sizes of a scanned table, or of plain lengths."""
+        if not len(lengths):
+            raise ValueError('`lengths` must hold at least one sample, got: none.')
         if isinstance(lengths, Sequence | np.ndarray):
-            tokens = np.asarray(lengths)
+            tokens = checked_table('lengths', lengths, len(lengths), least=-sys.maxsize)
             sizes = cls(tokens=tokens, image_tokens=np.zeros_like(tokens), sample_ids=sample_ids)
         else:
             sizes = cls(
@@ -49,8 +54,6 @@ class SampleSizes:
                 vision_patches=lengths.vision_patches if lengths.vision_patches.any() else None,
                 sample_ids=sample_ids,
             )
-        if len(sizes) == 0:
-            raise ValueError('`lengths` must hold at least one sample, got: none.')
         at = int(np.argmin(sizes.tokens))
         if sizes.tokens[at] < 1:
             raise ValueError(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from composer import DataSpec
 from composer.models import HuggingFaceModel
@@ -127,6 +128,44 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         }.items()
     },
     'a mask that is no number': (step(batch(attention_mask=lambda mask: mask * float('nan'))), 'attention_mask'),
+    'an inverted mask': (step(batch(attention_mask=lambda mask: 1 - mask)), 'must be 1 where tokens are'),
+    'an additive mask of two dimensions': (
+        step(batch(attention_mask=lambda mask: (1.0 - mask) * -1e9)), 'must be 1 where tokens are',
+    ),
+    'a mask that hides all': (step(batch(attention_mask=lambda mask: mask * 0)), 'no token in row 0'),
+    'positions that are floats': (step({**batch(), 'position_ids': torch.arange(9.0).expand(3, 9)}), WORKS),
+    'weights that are integers': (
+        step({**batch(), 'loss_weights': torch.ones(3, dtype=torch.long)},
+             algorithms=lambda: [TokenAccumulation(token_weights='column')]),
+        WORKS,
+    ),
+    'shares of losses that are a number': (lambda: sampler(loss_shares=3), '`loss_shares`'),
+    'an epoch of 70 bits': (lambda: sampler(num_replicas=1, rank=0).set_epoch(2**70), '`epoch`'),
+    'gradients that are no function': (
+        lambda: verify_invariance(3, text_rows([(6, 3), (9, 2)])), '`gradients`'  # pyright: ignore
+    ),
+    'microbatches of one and a half rows': (
+        lambda: verify_invariance(lambda cut: {}, text_rows([(6, 3), (9, 2)]), microbatch_sizes=[1.5]),  # pyright: ignore
+        '`microbatch_sizes`',
+    ),
+    'half a document': (
+        lambda: verify_isolation(text_model(), {'input_ids': torch.tensor([[3, 4, 5]])}, torch.tensor([[0, 0.5, 1]])),
+        '`documents`',
+    ),
+    'sizes of a word': (
+        lambda: suggest_microbatching(
+            'x', num_ranks=1, global_batch_size=2, memory=None, device_memory_gib=1.0  # pyright: ignore
+        ),
+        '`lengths`',
+    ),
+    'lengths that are dates': (
+        lambda: plan_microbatches(np.array(['2020'], dtype='datetime64[D]'), num_ranks=1, max_tokens=8),  # pyright: ignore
+        'must be integers',
+    ),
+    'a loader that shuffles': (
+        lambda: RegroupingDataLoader([0] * 4, batch_sampler=sampler(num_replicas=1, rank=0), shuffle=True),  # pyright: ignore
+        'shuffle',
+    ),
     'a model of which nothing is trained': (frozen, 'all frozen'),
     'a collator that is a word': (
         lambda: RegroupingDataLoader([0] * 4, batch_sampler=sampler(), collate_fn='pad'), '`collate_fn`'  # pyright: ignore
