@@ -31,8 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from composer_tokacc.programs.export_folder import export_checkpoint  # takes seconds
 
     try:
-        folder = local_folder('the folder to export to', arguments[1])
-        export_checkpoint(Path(arguments[0]), folder, merge=merge)
+        export_checkpoint(Path(arguments[0]), local_folder('the folder to export to', arguments[1]), merge=merge)
     except ConfigError as error:
         return refuse(error)
     print(f'written to {arguments[1]}')

@@ -165,8 +165,8 @@ def _check_trainer(trainer: dict[str, Any]) -> None:
     for name, own in _FILLED_ELSEWHERE.items():
         if name in trainer:
             raise ConfigError(f'`trainer.{name}` must be set in its own section, got: {trainer[name]}. Use `{own}`')
-    # `model` is the program's own; everything else has a default.
-    check_host_arguments('trainer', Trainer, {**trainer, 'model': None})
+    # `model` is the program's own, as are `loggers`; everything else has a default.
+    check_host_arguments('trainer', Trainer, {**without(trainer, 'loggers'), 'model': None})
     if trainer.get('max_duration') is None:
         raise ConfigError('`trainer.max_duration` must be given, got: nothing. For example 2ep or 500ba')
     for name in ('max_duration', 'eval_interval', 'save_interval', 'console_log_interval'):
@@ -252,8 +252,7 @@ def check_machine(config: TrainConfig) -> None:
     """Refuses what this machine cannot do, and folders that it cannot write, before Composer finds out in its midst."""
     trainer = config.trainer
     device = trainer.get('device')
-    kinds = (ValueError, TypeError, ImportError, RuntimeError)
-    with must('`trainer.device` must be a device of this machine', device, *kinds):
+    with must('`trainer.device` must be a device of this machine', device, Exception):  # MPS has errors of its own
         on_gpu = isinstance(get_device(device), DeviceGPU)
     if not on_gpu and trainer.get('precision', Precision.FP32) != Precision.FP32:
         raise ConfigError(f'`trainer.precision` must be fp32 on a CPU, got: {trainer["precision"]}')

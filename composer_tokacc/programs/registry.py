@@ -69,7 +69,6 @@ _HINTS: dict[str, Any] = {
     'ddp_sync_strategy': Literal[tuple(DDPSyncStrategy.__members__)] | None,  # type: ignore[valid-type]
     'dist_timeout': Annotated[float, POSITIVE],
     **dict.fromkeys(('algorithm_passes', 'load_object_store', 'profiler'), NoneType),  # objects, which no file holds
-    'loggers': dict | None,  # of ours
     'mixed_precision': Literal['DEFAULT', 'PURE', 'FULL'],
     'mode': Literal['default', 'reduce-overhead', 'max-autotune', 'max-autotune-no-cudagraphs'] | None,  # of compile
     'momentum': Annotated[float, FRACTION],

@@ -320,7 +320,7 @@ ENVIRONMENTS = {
     # name: (variable, value, what the line names)
     'half a rank': ('LOCAL_RANK', '0.5', '`LOCAL_RANK`'),
     'no ranks': ('WORLD_SIZE', '0', '`WORLD_SIZE`'),
-    'a rank that is not there': ('RANK', '5', '`RANK`'),
+    'a rank outside of the world': ('RANK', '5', '`RANK`'),
     'a port above all': ('MASTER_PORT', '99999', '`MASTER_PORT`'),
     'a port that is a word': ('MASTER_PORT', 'abc', '`MASTER_PORT`'),
 }

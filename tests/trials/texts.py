@@ -111,9 +111,6 @@ TEXTS: dict[str, tuple[Any, ...]] = {
     'half a gzip': (IMAGE, of_bytes(gzip.compress(os.urandom(9999))[:500]), 'data.json'),
     'a hundred thousand brackets': (IMAGE, of_text('[' * 100000), 'data.json'),
     'a hundred thousand brackets in a line': (IMAGE, of_text('{"id":' + '[' * 100000), 'too deep'),
-    'a pointer of Git LFS': (
-        IMAGE, of_text('version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 1234\n'), 'line 1',
-    ),
     'UTF-16 without its mark': (IMAGE, of_bytes(f'[{GOOD}]'.encode('utf-16-le')), WORKS),
     'a conflict of a merge': (IMAGE, of_text(f'<<<<<<< HEAD\n{GOOD}\n=======\n{GOOD}\n>>>>>>> x'), 'line 1'),
     'a CSV': (IMAGE, of_bytes(b'id,question\n1,a\n', 'a.csv'), 'a.csv'),
