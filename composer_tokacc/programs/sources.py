@@ -25,7 +25,6 @@ from composer_tokacc.planning import CostModel, token_budget
 from composer_tokacc.programs.errors import ConfigError, taken_by, unknown_name
 from composer_tokacc.programs.registry import import_by_name, without
 from composer_tokacc.programs.schema import (
-    AT_LEAST_0,
     Range,
     TrainConfig,
     Whole,
@@ -47,7 +46,7 @@ log = logging.getLogger(__name__)
 _RANGES = {
     **dict.fromkeys(('vocab_size', 'image_size', 'patch_size', 'model_max_length'), Whole),
     **dict.fromkeys(('max_length', 'max_image_tokens'), Optional[Whole]),  # noqa: UP045 - for pyright
-    'num_workers': Optional[Annotated[int, AT_LEAST_0]],  # noqa: UP045
+    'num_workers': Optional[Annotated[int, Range(least=0, most=256)]],  # noqa: UP045
     'on_error': Literal['raise', 'skip'],
 }
 """Of the arguments of our own dataset and small processor."""

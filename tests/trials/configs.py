@@ -105,6 +105,7 @@ CONFIGS = {
     'groups that do not divide heads': ('model.config.text_config.num_key_value_heads=3', '`model.config` must'),
     'a dropout of twice all': ('model.config.text_config.attention_dropout=2.0', 'attention_dropout'),
     'workers that no machine holds': ('loader.num_workers=4000', '`loader.num_workers`'),
+    'readers that no machine holds': ('dataset.num_workers=4000', '`dataset.num_workers`'),
     'a warm-up without its unit': ('scheduler.t_warmup=10', '`scheduler.t_warmup` must be a time'),
     'an optimizer in a list': ('optimizer.name=[adamw]', '`optimizer` name'),
     'keys to leave out as one word': ('trainer.load_ignore_keys=state/optimizers', '`trainer.load_ignore_keys`'),
