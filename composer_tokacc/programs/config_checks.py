@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from composer import Trainer
@@ -64,6 +64,7 @@ def check_config(config: TrainConfig, *, num_ranks: int | None = None) -> None:
     if rank >= world:  # it would take itself for one that writes nothing
         raise ConfigError(f'`RANK` of the environment must be below `WORLD_SIZE`, got: {rank} of {world}. Unset it')
     num_ranks = num_ranks or world
+    check_value('loader.num_workers', config.loader.num_workers, Annotated[int, Range(most=256)])
     check_numbers('', without(dataclasses.asdict(config), 'microbatching'))  # whose cost may have an infinite term
     with in_words_of(config):
         check_model(config.model.pretrained, config.model.config, config.model.lora)

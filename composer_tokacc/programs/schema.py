@@ -91,7 +91,7 @@ class LoaderConfig:
     """Another order every epoch, the same for a given ``seed``."""
     drop_last: bool = True
     """Leave out the last, smaller batch of an epoch."""
-    num_workers: Annotated[int, Range(least=0, most=256)] = 0
+    num_workers: Annotated[int, AT_LEAST_0] = 0
     """Loader processes for each rank; 0 loads in the training process."""
     prefetch_factor: Whole | None = None
     """Batches that each worker holds ready; null means torch's default."""
