@@ -409,9 +409,11 @@ class ConversationEncoder:
 
 def _check_turn(turn: Any) -> None:
     given = turn if isinstance(turn, Mapping) else {}
-    parts = [{'text': text}] if isinstance(text := given.get('content'), str) else text
-    is_known = isinstance(parts, Sequence) and all(isinstance(one, Mapping) for one in parts)
-    is_known = is_known and all(one.get('type') in TAKEN_BY or isinstance(one.get('text'), str) for one in parts)
+    parts: Any = [{'text': text}] if isinstance(text := given.get('content'), str) else text
+    parts = parts if isinstance(parts, Sequence) else [None]
+    is_known = all(
+        isinstance(one, Mapping) and (one.get('type') in TAKEN_BY or isinstance(one.get('text'), str)) for one in parts
+    )
     if not is_known or not isinstance(given.get('role'), str) or given.get('weight', 1) not in (0, 1):
         known = 'with a `role`, text, image, video or audio as `content`, and a `weight` of 0 or 1'
         raise ValueError(f'`messages` must hold turns {known}, got: {turn!r:.200}.')

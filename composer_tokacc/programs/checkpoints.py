@@ -206,6 +206,8 @@ class SameData(Callback):
             **adapter,
         }
         self._loading, self._compared = False, False
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._settings: list[dict[str, str]] = []
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the fingerprints as one string; nothing while a sharded checkpoint is loaded."""
@@ -218,7 +220,7 @@ class SameData(Callback):
 
     def before_load(self, state: State, logger: Logger) -> None:
         """Compares before other data have given the model other shapes."""
-        self._loading = True
+        self._loading, self._optimizers, self._settings = True, state.optimizers, _settings(state.optimizers)
         path, weights_only = _checkpoint(self.trainer, state.run_name)
         # Composer knows how to read a compressed one.
         if path is not None and (path.is_dir() or zipfile.is_zipfile(path)):
@@ -239,8 +241,12 @@ class SameData(Callback):
                     )
 
     def after_load(self, state: State, logger: Logger) -> None:
-        """See :meth:`state_dict`."""
+        """Refuses settings of the optimizer that the checkpoint's have replaced; and see :meth:`state_dict`."""
         self._loading, self.model = False, None
+        pairs = zip(_settings(self._optimizers), self._settings, strict=False)
+        other = [(name, then[name], now.get(name)) for then, now in pairs for name in then if name in now]
+        if found := dict.fromkeys(f'{name} {then} there, {now} here' for name, then, now in other if then != now):
+            self._refuse(f"a resumed run has its checkpoint's settings of the optimizer, got: {', '.join(found)}")
 
     def _compare(self, fingerprints: str) -> None:
         with must(
@@ -255,6 +261,9 @@ class SameData(Callback):
             'a resumed run must have the data, processor, vocabulary and adapter of its checkpoint, got: other '
             f'{" and ".join(other)} ({differing})'
         )
+        self._refuse(message)
+
+    def _refuse(self, message: str) -> None:
         if self.on_other_data == 'warn':
             log.warning('%s; goes on because of `loader.on_other_data`.', message)
             return
@@ -263,6 +272,13 @@ class SameData(Callback):
             'trainer.load_path and trainer.load_weights_only=true if it starts from these weights; to go on: '
             'loader.on_other_data=warn'
         )
+
+
+def _settings(optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[str, str]]:
+    """Returns those of each group of parameters, the learning rate as it was before any schedule."""
+    groups = [{**group, 'lr': group.get('initial_lr', group['lr'])} for one in optimizers for group in one.param_groups]
+    hidden = ('params', 'initial_lr', 'foreach', 'fused', 'capturable')
+    return [{name: json.dumps(group[name], default=str) for name in group if name not in hidden} for group in groups]
 
 
 def _checkpoint(trainer: Mapping[str, Any], run_name: str) -> tuple[Path | None, bool]:

@@ -55,8 +55,8 @@ class RegroupingDataLoader(DataLoader):
         **kwargs: Any,
     ) -> None:
         check_kind('batch_sampler', batch_sampler, RegroupingBatchSampler)
-        if collate_fn is not None:
-            check_kind('collate_fn', collate_fn, Callable)
+        if collate_fn is not None and not callable(collate_fn):
+            raise ValueError(f'`collate_fn` must be a function of a list of samples, got: {collate_fn!r:.80}.')
         found, own = length_of(dataset), length_of(batch_sampler.dataset)
         if found != own:
             raise ValueError(f'`dataset` must be that of `batch_sampler`, of {own} samples, got: one of {found}.')

@@ -231,9 +231,9 @@ def test_a_sharded_checkpoint_is_read_with_and_without_fingerprints(saved, tmp_p
     for one in (callback, other):
         if saved and one is other:
             with pytest.raises(ConfigError, match=r'got: other data \(data .* of 2 samples there, .* here\)'):
-                one.before_load(SimpleNamespace(run_name='ep1'), None)
+                one.before_load(SimpleNamespace(run_name='ep1', optimizers=[]), None)
         else:
-            one.before_load(SimpleNamespace(run_name='ep1'), None)
+            one.before_load(SimpleNamespace(run_name='ep1', optimizers=[]), None)
         # What a sharded checkpoint lacks must not be asked of it.
         assert one.state_dict() == {}
         one.after_load(None, None)

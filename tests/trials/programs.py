@@ -288,6 +288,14 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
     'resume with the state of an optimizer that is empty': (
         'train', LOAD, changed(lambda state: state.update(optimizers={'AdamW': {}})), '`trainer` must work',
     ),
+    'resume with another learning rate': ('train', [*LOAD, 'optimizer.lr=0.1'], whole, 'lr 0.001 there, 0.1 here'),
+    'resume with other betas': ('train', [*LOAD, 'optimizer.betas=[0.5,0.6]'], whole, 'betas'),
+    'resume with another learning rate, warned': (
+        'train', [*LOAD, 'optimizer.lr=0.1', 'loader.on_other_data=warn'], whole, WORKS,
+    ),
+    'weights alone with another learning rate': (
+        'train', [*LOAD, 'optimizer.lr=0.1', 'trainer.load_weights_only=true'], whole, WORKS,
+    ),
     'resume with callbacks that are a word': (
         'train', LOAD, changed(lambda state: state.update(callbacks='x')), 'callbacks are damaged',
     ),
