@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from composer_tokacc.batch import MODALITIES, check_ids
@@ -43,7 +43,8 @@ class VisionLanguageCollator:
             The batch, ``input_ids`` of shape ``(len(samples), width)`` first, with the lists ``sample_ids``,
             ``num_images``, ...
         """
-        shapes = [getattr(sample.get('input_ids'), 'shape', ()) for sample in samples]
+        given = [] if isinstance(samples, Mapping) else samples  # one alone
+        shapes = [getattr(dict(sample).get('input_ids'), 'shape', ()) for sample in given]
         if not shapes or any(len(shape) != 2 for shape in shapes):
             raise ValueError(
                 f'`samples` must each hold `input_ids` of shape (1, length), got: {[*map(tuple, shapes[:3])]}. Call '

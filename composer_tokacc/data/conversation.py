@@ -19,6 +19,7 @@ from composer_tokacc.data.control_tokens import ControlTokenPolicy, ControlToken
 from composer_tokacc.data.media import decode_media
 from composer_tokacc.data.records import MediaFile, Record
 from composer_tokacc.data.videos import Video, VideoSampling
+from composer_tokacc.planning import check_count, check_kind
 from composer_tokacc.weights import LOSS_WEIGHTS
 
 Message = Mapping[str, Any]
@@ -71,15 +72,15 @@ class ConversationEncoder:
         video: VideoSampling | None = None,
         control_tokens: ControlTokens = 'warn',
     ) -> None:
-        if max_length is not None and (not isinstance(max_length, int) or max_length < 1):
-            raise ValueError(f'`max_length` must be a whole number, at least 1, or None, got: {max_length!r}.')
+        if max_length is not None:
+            check_count('max_length', max_length)
         self.processor = processor
         self.max_length = max_length
         self.max_image_tokens: int | None = None
         self.tokenizer = getattr(processor, 'tokenizer', processor)
         parts = {modality: getattr(processor, name, None) for modality, (name, _) in TAKEN_BY.items()}
         self.parts = {modality: part for modality, part in parts.items() if part is not None}
-        video = video or VideoSampling()
+        check_kind('video', video := video or VideoSampling(), VideoSampling)
         # A model that joins frames two by two refuses a single one.
         least = max(video.min_frames, getattr(self.parts.get('video'), 'temporal_patch_size', None) or 1)
         self.video = replace(video, min_frames=least)
@@ -129,8 +130,8 @@ class ConversationEncoder:
         Raises:
             ValueError: If the sample is longer than ``max_length``, or an audio than the processor takes.
         """
-        if not messages:
-            raise ValueError('`messages` must hold at least one turn, got: none.')
+        for message in messages or [None]:
+            _check_turn(message)
         messages = [
             {**one, **_said(one['role'], text)} if isinstance(text := one['content'], str) else one for one in messages
         ]
@@ -165,7 +166,7 @@ class ConversationEncoder:
         try:
             named = {f'{modality}s': items for modality, items in media.items()}
             sample = self(record.messages(), **named, sample_id=record.sample_id)
-        except (ValueError, TemplateError) as error:
+        except ValueError as error:
             raise record.error(error) from error
         except Exception as error:  # no bad sample that `skip` may drop
             raise RuntimeError(str(record.error(f'{type(error).__name__}: {error}'))) from error
@@ -266,7 +267,7 @@ class ConversationEncoder:
     def _writes_parts(self) -> bool:
         """Tells whether the template takes lists of parts: one for strings fails, or writes them as Python does."""
         self._takes_parts = True
-        with suppress(TypeError, TemplateError):
+        with suppress(TypeError, ValueError):
             return "'text': 'q'" not in self._apply_template([_said('user', 'q')])
         return False
 
@@ -275,7 +276,7 @@ class ConversationEncoder:
         if hasattr(self.processor, 'num_query_tokens'):
             return True
         question = _said('user', 'q')
-        with suppress(TypeError, TemplateError):
+        with suppress(TypeError, ValueError):
             media = ([{'type': modality}] * count for count in range(3))
             asked = [{**question, 'content': [*some, *question['content']]} for some in media]
             none, one, two = (len(self._apply_template([message])) for message in asked)
@@ -291,7 +292,11 @@ class ConversationEncoder:
             {'role': message['role'], 'content': message['content'] if self._takes_parts else _text(message)}
             for message in messages
         ]
-        return self._template_owner().apply_chat_template(messages, tokenize=False)
+        try:
+            return self._template_owner().apply_chat_template(messages, tokenize=False)
+        except (TemplateError, ArithmeticError) as error:
+            found = f'{type(error).__name__}: {error}'
+            raise ValueError(f'`chat_template` must write such messages, got: {found}. Set another.') from error
 
     def _text_around_answers(self, messages: Sequence[Message]) -> list[str]:
         """Returns what the template writes before the first answer, between two, and after the last."""
@@ -400,6 +405,18 @@ class ConversationEncoder:
                 raise ValueError(f'`processor` must expand nothing but placeholders, got: {found}.')
             spans.append((first_at, last_at))
         return spans
+
+
+def _check_turn(turn: Any) -> None:
+    given = turn if isinstance(turn, Mapping) else {}
+    parts: Any = [{'text': text}] if isinstance(text := given.get('content'), str) else text
+    parts = parts if isinstance(parts, Sequence) else [None]
+    is_known = all(
+        isinstance(one, Mapping) and (one.get('type') in TAKEN_BY or isinstance(one.get('text'), str)) for one in parts
+    )
+    if not is_known or not isinstance(given.get('role'), str) or given.get('weight', 1) not in (0, 1):
+        known = 'with a `role`, text, image, video or audio as `content`, and a `weight` of 0 or 1'
+        raise ValueError(f'`messages` must hold turns {known}, got: {turn!r:.200}.')
 
 
 def _labels(input_ids: torch.Tensor, spans: Sequence[tuple[int, int]]) -> torch.Tensor:

@@ -282,7 +282,10 @@ def _check_entry(entry: Mapping[str, Any], folder: Path) -> tuple[str, dict[str,
         return f'{path}#{entry.get("split") or "train"}', columns, tags
     if not entry.get('file_name'):
         raise ValueError('`file_name` or `hf_hub_url` must be given')
-    return str(folder / entry['file_name']), columns, tags
+    path = str(folder / entry['file_name'])
+    if _split_name(path)[1] is not None:  # it could be this entry again, without end
+        raise ValueError(f'`file_name` must be the name of a file, got: {entry["file_name"]!r}')
+    return path, columns, tags
 
 
 def _renamed(data: Mapping[str, Any], columns: Mapping[str, str], tags: Mapping[str, str]) -> dict[str, Any]:

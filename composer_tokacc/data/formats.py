@@ -62,6 +62,7 @@ REFUSED_KEYS = {
     **dict.fromkeys(('weight', 'loss_weight'), 'call the weight of a whole sample `loss_weights`'),
 }
 """Keys that would change the training, and why they are not taken or what to do."""
+_NAMES_MEDIUM = re.compile(r'(img|(image|video|audio)_(file|path|url|name))s?').fullmatch
 
 # The modality of a placeholder, and the medium where the text itself names it.
 Slot = tuple[str, Medium | None]
@@ -94,6 +95,9 @@ def _parsed(data: Any) -> dict[str, Any]:
         slots = [('video', None)] * len(slots)
         turns = [turn._replace(text=turn.text.replace('<image>', '<video>')) for turn in turns]
     media = _fill(slots, listed)
+    for key in () if media else filter(_NAMES_MEDIUM, map(str, data)):  # it would be dropped
+        if _is_given(data.get(key)):
+            raise ValueError(f'`{key}` is not supported, call it `image`, `video` or `audio`, or take it out')
     _check_turns(turns)
     for text in (*(turn.text for turn in turns), *(name for medium in media for name in medium.names)):
         _check_characters(text)
@@ -148,11 +152,15 @@ def _raw_turns(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     found = [keys for keys in FORMATS if all(data.get(key) is not None and data[key] != [] for key in keys)]
     if len(found) != 1:
         known = ', or '.join(map(_quoted, FORMATS))
-        names = sorted(map(str, data)) if not found else [key for keys in found for key in keys]
+        names = (
+            sorted(str(key) for key in data if _is_given(data[key]))
+            if not found
+            else [key for keys in found for key in keys]
+        )
         raise ValueError(f'must hold one conversation: {known}, got the keys: {_short(names, 200)}')
     turns = FORMATS[found[0]](data)
     if not turns or not _are_turns(turns):
-        raise ValueError(f'{_quoted(found[0])} must be a non-empty list of turns')
+        raise ValueError(f'{_quoted(found[0])} must be a non-empty list of turns, got: {_short(turns)}')
     system = data.get('system')
     return [{'role': 'system', 'content': system}, *turns] if _is_given(system) else turns
 

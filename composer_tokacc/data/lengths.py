@@ -83,6 +83,8 @@ class LengthTable:
     def load(cls, path: Path) -> LengthTable:
         """Reads what :meth:`save` wrote."""
         with np.load(path, allow_pickle=False) as arrays:
+            if missing := sorted({'bad', 'reasons', *TABLE_COLUMNS} - {*arrays}):
+                raise ValueError(f'`path` must be a saved length table, got: {path} without {missing}.')
             errors = dict(zip(arrays['bad'].tolist(), arrays['reasons'].tolist(), strict=True))
             return cls(**{name: arrays[name] for name in TABLE_COLUMNS}, errors=errors)
 

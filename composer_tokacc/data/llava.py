@@ -83,6 +83,7 @@ class LlavaDataset(Dataset):
         patch_size: int | None = None,
     ) -> None:
         check_choice('on_error', on_error, ('raise', 'skip'))
+        check_choice('allow_outside', allow_outside, (True, False))
         if max_image_tokens is not None and not fit:
             raise ValueError(f'`max_image_tokens` must be left out without `fit`, got: {max_image_tokens}.')
         make = partial(FittingEncoder, max_image_tokens=max_image_tokens) if fit else ConversationEncoder

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -23,7 +23,7 @@ from composer_tokacc.data_spec.in_step import in_step, with_dummies
 from composer_tokacc.data_spec.pieces import Piece, build
 from composer_tokacc.layout import BatchLayout, PreSplitBatch, RowFacts, describe, describe_all, microbatches_of
 from composer_tokacc.metadata import num_rows, samples_of, with_metadata, without_metadata
-from composer_tokacc.planning import CutOptions, cut_rows, pack_lengths, token_budget
+from composer_tokacc.planning import CutOptions, check_kind, cut_rows, pack_lengths, token_budget
 
 if TYPE_CHECKING:
     from composer.core import State
@@ -143,7 +143,9 @@ class MicrobatchSplit:
 
     def as_the_model_takes_it(self, batch: Any) -> Any:
         """Returns a microbatch on the device as the model gets it."""
-        batch = self._microbatch_transforms(batch) if self._microbatch_transforms is not None else batch
+        if self._microbatch_transforms is not None:
+            batch = self._microbatch_transforms(batch)
+            check_kind('microbatch_transforms', batch, Mapping)
         return batch if self.layout is None else self.layout.with_media(batch)
 
     def _attend(self, packing: str) -> None:

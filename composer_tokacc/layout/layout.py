@@ -25,7 +25,7 @@ from composer_tokacc.layout.found import (
 )
 from composer_tokacc.layout.placeholders import stand_at, token_ids
 from composer_tokacc.layout.tensors import cat_padded, compact, renumber, select_rows
-from composer_tokacc.planning import check_choice, check_count
+from composer_tokacc.planning import check_choice, check_count, check_kind
 
 PATCHES = {'patch': ('image', 'image_grid_thw'), 'video_patch': ('video', 'video_grid_thw')}
 """Units that are parts of another: of which, and the tensor whose product says how many."""
@@ -50,13 +50,15 @@ class BatchLayout:
     config: Any = None
     extra: Mapping[str, Entry] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        check_kind('family', self.family, Family)
+        for name, entry in self.extra.items():
+            check_kind(name, entry, Entry)
+
     @classmethod
     def infer(cls, batch: Batch) -> BatchLayout:
         """Returns the layout that the batch's own keys and shapes imply."""
-        if not isinstance(batch, Mapping):
-            raise TypeError(
-                f'`batch` must be a mapping of tensors, got: {type(batch).__name__}. Pass a collated batch.'
-            )
+        check_kind('batch', batch, Mapping)
         return cls(family=next((family for family in FAMILIES if family.matches(batch)), Family(name='found')))
 
     @classmethod

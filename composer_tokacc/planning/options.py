@@ -53,8 +53,7 @@ class CostModel:
     def __post_init__(self) -> None:
         if not isinstance(self.quadratic, int | float | np.number) or not self.quadratic > 0:
             raise ValueError(f'`quadratic` must be positive, got: {self.quadratic}. Use math.inf for no such term.')
-        names = ('vision_per_token', 'vision_per_image', 'vision_per_patch', 'vision_per_square', 'launch', 'document')
-        for name in names:
+        for name in vars(self).keys() - {'quadratic', 'seconds_per_token' if self.seconds_per_token is None else ''}:
             value = getattr(self, name)
             if not isinstance(value, int | float | np.number) or not 0 <= value < float('inf'):
                 raise ValueError(f'`{name}` must be finite and not negative, got: {value!r}.')
@@ -94,14 +93,14 @@ def token_budget(microbatch_size: float, slot_tokens: int) -> int:
 
 def check_count(name: str, value: Any) -> None:
     """Raises ValueError unless an argument is a positive integer."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 1 <= value < 2**63:
         raise ValueError(f'`{name}` must be a positive integer, got: {value!r}.')
 
 
 def check_kind(name: str, value: Any, kind: type) -> None:
     """Raises ValueError unless an argument is of a class."""
     if not isinstance(value, kind):
-        raise ValueError(f'`{name}` must be a {kind.__name__}, got: {value!r:.80}.')
+        raise ValueError(f'`{name}` must be a {kind.__name__}, got: {" ".join(repr(value).split())[:80]}.')
 
 
 def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
@@ -109,7 +108,8 @@ def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
     # Not by `in` alone: 1 equals True.
     if type(value) not in map(type, choices) or value not in choices:
         *others, last = map(repr, choices)
-        raise ValueError(f'`{name}` must be {", ".join(others)} or {last}, got: {value!r}.')
+        known = ' or '.join([', '.join(others), last] if others else [last])
+        raise ValueError(f'`{name}` must be {known}, got: {value!r}.')
 
 
 def check_state(state: Any, keys: set[str], *, counts: Sequence[str] = ()) -> None:

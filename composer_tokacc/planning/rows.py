@@ -112,9 +112,11 @@ def checked_table(name: str, values: Table, num_samples: int, *, least: int = 0,
     kinds, wanted = ('iu', 'integers') if dtype is np.int64 else ('iuf', 'numbers')
     if table.dtype.kind not in kinds:
         raise ValueError(f'`{name}` must be {wanted}, got: {table.dtype}. Pass token counts.')
-    if not (table.min() >= least and table.max() < np.inf):  # NaN compares with nothing
-        at = int(np.argmin((table >= least) & (table < np.inf)))
-        raise ValueError(f'`{name}` must be finite and at least {least}, got: {table[at]} at sample {at}.')
+    end = 2**31 if dtype is np.int64 else np.inf  # products of two must not overflow
+    if not (table.min() >= least and table.max() < end):  # NaN compares with nothing
+        at = int(np.argmin((table >= least) & (table < end)))
+        bound = f'below {end}' if table[at] >= end else f'at least {least}'
+        raise ValueError(f'`{name}` must be finite and {bound}, got: {table[at]} at sample {at}.')
     return table.astype(dtype)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from composer.core import Callback, State
 from composer.loggers import Logger
-from composer.utils import dist, format_name_with_dist, partial_format
+from composer.utils import dist, format_name_with_dist, is_compressed_pt, partial_format
 from filelock import FileLock, Timeout
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -131,12 +131,11 @@ def damage(path: Path) -> str:
 
 def check_checkpoint(what: str, path: Path) -> None:
     """Refuses what is no checkpoint by its kind: another folder, a pipe, a text."""
-    is_compressed = path.suffix not in ('', '.pt', '.pth')  # which Composer takes apart
     if path.is_dir() and not (path / '.metadata').exists():
         found = 'a folder without `.metadata`. Name the folder of one step, such as checkpoints/ep1-ba100'
     elif not path.exists():
         found = 'which is not there'
-    elif not path.is_dir() and (not path.is_file() or not (is_compressed or zipfile.is_zipfile(path))):
+    elif not path.is_dir() and (not path.is_file() or not (is_compressed_pt(str(path)) or zipfile.is_zipfile(path))):
         found = 'which is neither whole nor written by Composer'
     elif path.is_dir() and (reason := damage(path)):
         found = f'damaged ({reason})'
@@ -207,6 +206,8 @@ class SameData(Callback):
             **adapter,
         }
         self._loading, self._compared = False, False
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._settings: list[dict[str, str]] = []
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the fingerprints as one string; nothing while a sharded checkpoint is loaded."""
@@ -219,11 +220,11 @@ class SameData(Callback):
 
     def before_load(self, state: State, logger: Logger) -> None:
         """Compares before other data have given the model other shapes."""
-        self._loading = True
+        self._loading, self._optimizers, self._settings = True, state.optimizers, _settings(state.optimizers)
         path, weights_only = _checkpoint(self.trainer, state.run_name)
         # Composer knows how to read a compressed one.
         if path is not None and (path.is_dir() or zipfile.is_zipfile(path)):
-            fingerprints, shapes, has_optimizer = _saved(path, type(self).__qualname__)
+            fingerprints, shapes, optimizers = _saved(path, type(self).__qualname__)
             self._compared = True
             if not weights_only:
                 self._compare(fingerprints)
@@ -232,15 +233,20 @@ class SameData(Callback):
                 own = self._weights if state.fsdp_enabled else _weights(self.model)
                 strict = not weights_only or bool(self.trainer.get('load_strict_model_weights', True))
                 _compare_weights(path, shapes, own or {}, strict=strict)
-                if not (weights_only or has_optimizer):
+                optimizer = '' if weights_only else type(state.optimizers[0]).__qualname__
+                if optimizer and optimizer not in optimizers:  # Composer would start it anew
                     raise ConfigError(
-                        f'the checkpoint must hold timestamp and the state of the optimizer to go on from, got: {path} '
-                        'without. Set `trainer.load_weights_only=true` to start from its weights'
+                        f'the checkpoint must hold timestamp and the state of the optimizer {optimizer} to go on from, '
+                        f'got: {path} with {optimizers}. Set `trainer.load_weights_only=true` to start from its weights'
                     )
 
     def after_load(self, state: State, logger: Logger) -> None:
-        """See :meth:`state_dict`."""
+        """Refuses settings of the optimizer that the checkpoint's have replaced; and see :meth:`state_dict`."""
         self._loading, self.model = False, None
+        pairs = zip(_settings(self._optimizers), self._settings, strict=False)
+        other = [(name, then[name], now.get(name)) for then, now in pairs for name in then if name in now]
+        if found := dict.fromkeys(f'{name} {then} there, {now} here' for name, then, now in other if then != now):
+            self._refuse(f"a resumed run has its checkpoint's settings of the optimizer, got: {', '.join(found)}")
 
     def _compare(self, fingerprints: str) -> None:
         with must(
@@ -255,6 +261,9 @@ class SameData(Callback):
             'a resumed run must have the data, processor, vocabulary and adapter of its checkpoint, got: other '
             f'{" and ".join(other)} ({differing})'
         )
+        self._refuse(message)
+
+    def _refuse(self, message: str) -> None:
         if self.on_other_data == 'warn':
             log.warning('%s; goes on because of `loader.on_other_data`.', message)
             return
@@ -263,6 +272,13 @@ class SameData(Callback):
             'trainer.load_path and trainer.load_weights_only=true if it starts from these weights; to go on: '
             'loader.on_other_data=warn'
         )
+
+
+def _settings(optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[str, str]]:
+    """Returns those of each group of parameters, the learning rate as it was before any schedule."""
+    groups = [{**group, 'lr': group.get('initial_lr', group['lr'])} for one in optimizers for group in one.param_groups]
+    hidden = ('params', 'initial_lr', 'foreach', 'fused', 'capturable')
+    return [{name: json.dumps(group[name], default=str) for name in group if name not in hidden} for group in groups]
 
 
 def _checkpoint(trainer: Mapping[str, Any], run_name: str) -> tuple[Path | None, bool]:
@@ -285,8 +301,8 @@ def _shape(sizes: Sequence[int], dtype: torch.dtype) -> Shape:
     return (*sizes, *([] if dtype.is_floating_point else ['not of floats']))
 
 
-def _saved(path: Path, name: str) -> tuple[str, dict[str, Shape], bool]:
-    """Returns what the callback of that name saved, the shapes of the weights, and whether an optimizer's are there."""
+def _saved(path: Path, name: str) -> tuple[str, dict[str, Shape], list[str]]:
+    """Returns what the callback of that name saved, the shapes of the weights, and the optimizers that have a state."""
     if path.is_dir():
         saved: dict[str, Any] = {'state': {'callbacks': {name: {'fingerprints': ''}}}}
         load(saved, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=True))
@@ -296,7 +312,7 @@ def _saved(path: Path, name: str) -> tuple[str, dict[str, Shape], bool]:
             for key, entry in entries.items()
             if isinstance(entry, TensorStorageMetadata) and key.startswith('state.model.')
         }
-        has_optimizer = any(key.startswith('state.optimizers') for key in entries)
+        optimizers = sorted({key.split('.')[2] for key in entries if key.startswith('state.optimizers.')})
     else:  # mapped: weights stay where they are
         saved = {'state': read_state(path, mmap=True)}
         parts = {key: saved['state'].get(key) or {} for key in ('model', 'optimizers', 'timestamp')}
@@ -307,9 +323,10 @@ def _saved(path: Path, name: str) -> tuple[str, dict[str, Shape], bool]:
         weights = parts['model']
         tensors = {key: weight for key, weight in weights.items() if isinstance(weight, torch.Tensor)}
         shapes = {key: _shape(weight.shape, weight.dtype) for key, weight in tensors.items()}
-        has_optimizer = bool(parts['optimizers'] and parts['timestamp'])
-    own = dict(saved['state'].get('callbacks') or {}).get(name) or {}
-    return own.get('fingerprints', ''), shapes, has_optimizer
+        optimizers = sorted(parts['optimizers']) if parts['timestamp'] else []
+    with must('the checkpoint must be one that Composer wrote', f'{path} whose callbacks are damaged', ValueError):
+        own = dict(saved['state'].get('callbacks') or {}).get(name) or {}
+    return own.get('fingerprints', ''), shapes, optimizers
 
 
 def _weights(model: torch.nn.Module) -> dict[str, tuple[Shape, int]]:

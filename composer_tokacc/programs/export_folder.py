@@ -48,20 +48,21 @@ def export_checkpoint(checkpoint: Path, folder: Path, *, merge: bool = False) ->
 
 
 def _export(state: Mapping[str, Any], checkpoint: Path, folder: Path, *, merge: bool) -> None:
-    kinds = (KeyError, TypeError, AttributeError, RuntimeError)
-    with must('the checkpoint must be one of a HuggingFaceModel', f'{checkpoint} with {sorted(state)}', *kinds):
+    requirement, found = 'the checkpoint must be one of a HuggingFaceModel', f'{checkpoint} with {sorted(state)}'
+    with must(requirement, found, KeyError, TypeError, AttributeError, RuntimeError):
         metadata = state['integrations']['huggingface']
         weights = {name.removeprefix('model.'): value for name, value in state['model'].items()}
         _check_finite(weights, str(checkpoint))
+        adapter, generation = (metadata['model'].get(key) for key in ('peft_config', 'generation_config'))
+        generation = None if generation is None else GenerationConfig.from_dict(generation['content'])
+    with must(requirement, found, Exception):  # Composer's, of a type of model that is not known
         config = get_hf_config_from_composer_state_dict({'state': state})
-        adapter = metadata['model'].get('peft_config')
     if adapter is not None and not merge:
         _save_adapter(config, adapter['content'], weights, folder)
     else:
         model = _with_weights(config, adapter, weights)
-        generation = metadata['model'].get('generation_config')
         if generation is not None:
-            model.generation_config = GenerationConfig.from_dict(generation['content'])
+            model.generation_config = generation
         _save_pretrained(model, folder)
     _write_processor(metadata, folder)
 

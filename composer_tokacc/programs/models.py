@@ -13,12 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from composer.metrics import LanguageCrossEntropy, MaskedAccuracy
 from composer.models import HuggingFaceModel
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import nn
 from torch.func import functional_call
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
@@ -32,6 +34,7 @@ from composer_tokacc.programs.lora import (
     four_bit_options,
     keep_trained_only,
     refuse_other_adapters,
+    refuse_partial,
     with_adapter,
 )
 from composer_tokacc.programs.schema import AT_LEAST_0, AT_LEAST_1, FRACTION, POSITIVE, Range
@@ -192,7 +195,8 @@ def read_config(pretrained: str | None, config: dict[str, Any] | None, processor
 def read_from(pretrained: str) -> AbstractContextManager[None]:
     """Refuses a folder or a name on the hub that lacks what is read from it."""
     requirement = '`pretrained` must be a folder or a name on the hub with config, processor and weights'
-    return must(requirement, pretrained, OSError, ValueError, raises=ValueError)
+    kinds = (OSError, ValueError, TypeError, RuntimeError, SafetensorError, UnpicklingError)
+    return must(requirement, pretrained, *kinds, raises=ValueError)
 
 
 @contextmanager
@@ -250,8 +254,10 @@ def _from_checkpoint(path: str, tokenizer: Any, dtype: torch.dtype, options: dic
     # Weights in few bits need further packages, and new enough ones.
     remedy = '. pip install -U bitsandbytes accelerate' if 'quantization_config' in options else ''
     requirement = '`pretrained` must be what the installed packages can load'
+    config = read_config(path, None)
     with must(requirement, path, ImportError, remedy=remedy, raises=ValueError), read_from(path):
-        model = auto_class(read_config(path, None)).from_pretrained(path, **options, dtype=dtype)
+        model, found = auto_class(config).from_pretrained(path, **options, dtype=dtype, output_loading_info=True)
+    refuse_partial(f'in {path} the weights of a {type(model).__name__}', sorted(found['missing_keys']), [])
     num_rows, num_tokens = model.get_input_embeddings().num_embeddings, 0 if tokenizer is None else len(tokenizer)
     if num_tokens > num_rows and has_lora:  # an adapter is loaded beside its base as that is
         raise ValueError(

@@ -56,6 +56,7 @@ _UNSUITED = (
     composer.algorithms.CutOut, composer.algorithms.MixUp, composer.algorithms.NoOpModel,
     composer.algorithms.ProgressiveResizing, composer.algorithms.RandAugment, composer.algorithms.SeqLengthWarmup,
     composer.callbacks.ImageVisualizer,
+    composer.callbacks.LoadCheckpoint,  # unpickles what it loads
 )  # fmt: skip
 _ALL_OR_SOME = Literal[-1] | Annotated[int, AT_LEAST_1]
 # What a host's annotations do not say, and the host says only in the first step or never: by argument, of any class.

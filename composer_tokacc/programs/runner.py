@@ -215,7 +215,8 @@ def fault_of_part(error: BaseException, config: TrainConfig) -> str:
     # Not a mode of ours: it stands between a model and each of torch's functions.
     callers = (frame.f_globals.get('__name__') for frame in reversed(frames) if frame.f_code.co_name[:8] != '__torch_')
     caller = next((name for name in callers if not str(name).startswith('torch.')), '')
-    if modules[-1].startswith('torch.distributed') or str(caller).startswith('composer_tokacc.'):
+    between_ranks = modules[-1].startswith('torch.distributed') and '.checkpoint.' not in modules[-1]
+    if between_ranks or str(caller).startswith('composer_tokacc.'):
         return ''
     blamed = ''
     for frame, module in zip(reversed(frames), reversed(modules), strict=True):

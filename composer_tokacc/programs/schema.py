@@ -399,7 +399,9 @@ def _wrong_type(path: str, value: Any, bases: Sequence[Any]) -> str:
         return unknown_name(f'`{path}`', value, choices)
     if types & {'dict', 'Mapping'} and types <= {'dict', 'Mapping', 'NoneType'} and not choices:
         return f'`{path}` must be a mapping, got: {value}. Leave it out for its defaults'
-    return f'`{path}` must be {(expected + _or_choices(bases)).removeprefix(", or ")}, got: {value}'
+    is_quoted = isinstance(value, str) and (value[:1].isdigit() or value in ('true', 'false', 'null'))  # '3' is text
+    shown = repr(value) if is_quoted else value
+    return f'`{path}` must be {(expected + _or_choices(bases)).removeprefix(", or ")}, got: {shown}'
 
 
 def _or_choices(bases: Sequence[Any]) -> str:

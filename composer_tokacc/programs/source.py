@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from itertools import chain
 from typing import Any
 
 from composer.core import DataSpec
@@ -26,7 +27,7 @@ from composer_tokacc.layout import BatchLayout
 from composer_tokacc.programs.errors import ConfigError
 from composer_tokacc.programs.models import read_config, read_from
 from composer_tokacc.programs.registry import without
-from composer_tokacc.programs.schema import TrainConfig, check_arguments
+from composer_tokacc.programs.schema import TrainConfig, check_arguments, check_names
 
 
 class Source(ABC):
@@ -64,7 +65,13 @@ class Source(ABC):
         if model.pretrained is not None:
             with read_from(model.pretrained):
                 ask_hub(model.pretrained, 'model')
-                return AutoProcessor.from_pretrained(model.pretrained, **arguments)
+                processor = AutoProcessor.from_pretrained(model.pretrained)
+            parts = (processor, *vars(processor).values())
+            taken = [getattr(getattr(one, 'valid_kwargs', None), '__annotations__', ()) for one in parts]
+            known = {name for name in chain(['use_fast'], *map(dir, parts), *taken) if name[0].islower()}
+            check_names('dataset.processor', arguments, known)  # it takes any
+            with read_from(model.pretrained):
+                return AutoProcessor.from_pretrained(model.pretrained, **arguments) if arguments else processor
         vision = (model.config or {}).get('vision_config') or {}
         arguments = {**{key: vision[key] for key in ('image_size', 'patch_size') if key in vision}, **arguments}
         return self.small_processor(arguments)

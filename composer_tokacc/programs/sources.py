@@ -51,6 +51,7 @@ _RANGES = {
 }
 """Of the arguments of our own dataset and small processor."""
 _SHARES = dict.fromkeys(('epochs', 'weight', 'loss_share'), Annotated[float, Range(above=0, below=1e9)])
+_SHARES |= {'epochs': Annotated[float, Range(above=0, most=10_000)]}
 _KEYS_OF_PART = {'name': Any, **_SHARES}
 """Keys of one of several parts that are not arguments of the dataset class."""
 _KEYS_OF_ALL = ('processor', 'eval', 'parts', 'loss_shares_by')

@@ -14,8 +14,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from composer_tokacc.layout import PreSplitBatch
+from composer_tokacc.planning import check_kind
 from composer_tokacc.sampling.rank_assignment import RankAssignment
-from composer_tokacc.sampling.sampler import RegroupingBatchSampler
+from composer_tokacc.sampling.sampler import RegroupingBatchSampler, length_of
 
 
 class SkippedBatch:
@@ -53,14 +54,10 @@ class RegroupingDataLoader(DataLoader):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        if not isinstance(batch_sampler, RegroupingBatchSampler):
-            raise ValueError(
-                f'`batch_sampler` must be a RegroupingBatchSampler, got: {type(batch_sampler).__name__}. Use a plain '
-                'DataLoader for others.'
-            )
+        check_kind('batch_sampler', batch_sampler, RegroupingBatchSampler)
         if collate_fn is not None and not callable(collate_fn):
             raise ValueError(f'`collate_fn` must be a function of a list of samples, got: {collate_fn!r:.80}.')
-        found, own = (len(one) for one in (dataset, batch_sampler.dataset))  # pyright: ignore[reportArgumentType]
+        found, own = length_of(dataset), length_of(batch_sampler.dataset)
         if found != own:
             raise ValueError(f'`dataset` must be that of `batch_sampler`, of {own} samples, got: one of {found}.')
         for name in ('batch_size', 'shuffle', 'sampler', 'drop_last'):

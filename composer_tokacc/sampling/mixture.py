@@ -39,16 +39,15 @@ class Mixture:
     weights: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
-        if not self.sizes or min(self.sizes) < 1:
-            raise ValueError(f'`sizes` must be positive, got: {list(self.sizes)}. Leave out datasets without samples.')
+        sizes = checked_table('sizes', self.sizes, np.size(self.sizes) or 1, least=1).tolist()
+        object.__setattr__(self, 'sizes', sizes)
         if self.epochs is not None and self.weights is not None:
             raise ValueError('Only one of `epochs` and `weights` must be given, got: both. Drop one.')
-        for name in ('epochs', 'weights'):
-            values = getattr(self, name)
-            if values is not None and (len(values) != len(self.sizes) or not all(0 < value < 1e9 for value in values)):
-                raise ValueError(
-                    f'`{name}` must be one positive number for each of {len(self.sizes)} datasets, got: {list(values)}.'
-                )
+        for name, most in (('epochs', 1e4), ('weights', 1e9)):  # the order of an epoch is held in memory
+            if (values := getattr(self, name)) is not None:
+                values = checked_table(name, values, len(sizes), dtype=np.float64)
+                if not (values.min() > 0 and values.max() <= most):
+                    raise ValueError(f'`{name}` must be above 0 and at most {most:g}, got: {values.tolist()}.')
 
     @classmethod
     def from_loss_shares(cls, sizes: Sequence[int], shares: Sequence[float], loss_tokens: Table) -> Mixture:
@@ -66,7 +65,7 @@ class Mixture:
         Raises:
             ValueError: If a dataset has no loss tokens, or an argument is out of range.
         """
-        ends = np.cumsum(sizes)
+        ends, shares = np.cumsum(sizes), checked_table('shares', shares, len(sizes), dtype=np.float64).tolist()
         tokens = checked_table('loss_tokens', loss_tokens, int(ends[-1]), least=0)
         means = [tokens[end - size : end].mean() for size, end in zip(sizes, ends, strict=True)]
         if min(means) == 0:
@@ -105,9 +104,9 @@ class LossShares:
     """
 
     def __init__(self, sizes: Sequence[int], shares: Sequence[float], loss_tokens: Table) -> None:
-        if len(shares) != len(sizes) or min(shares) <= 0 or abs(sum(shares) - 1) > 1e-6:
+        self.shares = checked_table('shares', shares, len(sizes) or 1, dtype=np.float64)
+        if self.shares.min() == 0 or abs(self.shares.sum() - 1) > 1e-6:
             raise ValueError(f'`shares` must be positive, one for each dataset, and add up to 1, got: {list(shares)}.')
-        self.shares = np.array(shares)
         self.loss_tokens = checked_table('loss_tokens', loss_tokens, sum(sizes), least=0)
         self._owners = np.repeat(np.arange(len(sizes)), sizes)
         self._has_said = False
@@ -139,11 +138,10 @@ class _Stream:
         if entropy is None:
             return self.samples[items % len(self.samples)]
         found = np.empty_like(items)
-        passes = items // len(self.samples)
-        for number in np.unique(passes).tolist():
+        passes, starts = np.unique(items // len(self.samples), return_index=True)  # items ascend
+        for number, here in zip(passes.tolist(), np.split(np.arange(len(items)), starts[1:]), strict=False):
             seed = int(np.random.SeedSequence([*entropy, number]).generate_state(1)[0])
             order = torch.randperm(len(self.samples), generator=torch.Generator().manual_seed(seed)).numpy()
-            here = passes == number
             found[here] = self.samples[order[items[here] % len(self.samples)]]
         return found
 

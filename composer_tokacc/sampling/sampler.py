@@ -103,10 +103,10 @@ class RegroupingBatchSampler(DistributedSampler):
     ) -> None:
         num_replicas = get_world_size() if num_replicas is None else num_replicas
         rank = get_global_rank() if rank is None else rank
-        num_samples = _length_of(dataset)
+        num_samples = length_of(dataset)
         _check_batch_size(global_batch_size, num_replicas, num_samples, mixture, drop_last)
         _check_order(rank, num_replicas, seed, shuffle, drop_last)
-        super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
+        super().__init__(dataset, num_replicas, rank, shuffle, int(seed), drop_last)
         self.planner = LoadPlanner(num_replicas, CutOptions(
             max_tokens=max_tokens, max_image_tokens=max_image_tokens, width_multiple=width_multiple,
             objective=objective, cost=cost or CostModel(),
@@ -132,6 +132,7 @@ class RegroupingBatchSampler(DistributedSampler):
             self._vision_cost = checked_table('vision_cost', vision, num_samples, dtype=np.float64)
         if self.loss_shares is not None:
             check_kind('loss_shares', self.loss_shares, LossShares)
+            checked_table('loss_shares', self.loss_shares.loss_tokens, num_samples)
         check_choice('modality', self.modality, ('mixed', 'per_step'))
         if self.modality == 'per_step':
             if media is None and self.image_tokens is not None:
@@ -153,10 +154,10 @@ class RegroupingBatchSampler(DistributedSampler):
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the next iteration; another epoch than the present one starts at its beginning."""
-        _check_seed('epoch', epoch)  # it is added to the seed
+        _check_within('epoch', epoch)  # it is added to the seed
         if epoch != self.epoch:
             self.first_batch = self._position = 0
-        super().set_epoch(epoch)
+        super().set_epoch(int(epoch))
 
     def window(self, batch: int) -> list[int]:
         """Returns the samples of global batch `batch` of this epoch over all ranks, in the order of torch's sampler."""
@@ -173,8 +174,7 @@ class RegroupingBatchSampler(DistributedSampler):
 
     def skip_to(self, batch: int) -> None:
         """Lets the next iteration start at global batch `batch`; what comes before is not even planned."""
-        if batch not in range(len(self) + 1):
-            raise ValueError(f'`batch` must be in [0, {len(self)}], got: {batch}.')
+        _check_within('batch', batch, 0, len(self))
         self.first_batch = self._position = batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -222,8 +222,7 @@ class RegroupingBatchSampler(DistributedSampler):
 
     def _window(self, batch: int) -> np.ndarray:
         batches = self._batches()
-        if not 0 <= batch < len(batches):
-            raise ValueError(f'`batch` must be in [0, {len(batches) - 1}], got: {batch}.')
+        _check_within('batch', batch, 0, len(batches) - 1)
         return batches[batch]
 
     def _assign(self, window: np.ndarray) -> RankAssignment:
@@ -274,7 +273,8 @@ def prefetch(function: Callable[[Any], Any], items: Iterable[Any], *, depth: int
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _length_of(dataset: Any) -> int:
+def length_of(dataset: Any) -> int:
+    """Returns how many samples a dataset has."""
     check_kind('dataset', dataset, Sized)
     return len(dataset)
 
@@ -284,12 +284,13 @@ def _check_order(rank: int, num_replicas: int, seed: int, shuffle: bool, drop_la
     check_choice('rank', rank, range(num_replicas))
     check_choice('shuffle', shuffle, (True, False))
     check_choice('drop_last', drop_last, (True, False))
-    _check_seed('seed', seed)
+    _check_within('seed', seed)
 
 
-def _check_seed(name: str, value: int) -> None:
-    if not isinstance(value, int) or abs(value) >= 2**62:
-        raise ValueError(f'`{name}` must be an integer that torch takes for a seed, got: {value!r}.')
+def _check_within(name: str, value: int, least: int = -(2**62), most: int = 2**62) -> None:
+    """Refuses what is no integer in a range; by default that of torch's seeds, to which an epoch is added."""
+    if not isinstance(value, (int, np.integer)) or not least <= value <= most:
+        raise ValueError(f'`{name}` must be an integer from {least} to {most}, got: {value!r}.')
 
 
 def _check_batch_size(

@@ -181,7 +181,7 @@ MISTAKES = [
     (['dataset.parts={a: {loss_share: 1}}', 'dataset.loss_shares_by=weights'], 'must come with a `loss_share`.*column'),
     (['dataset.parts={a: {loss_share: 1}}', 'dataset.loss_shares_by=luck'], '`dataset.loss_shares_by` must be .*luck'),
     (['dataset.loss_shares_by=weights'], '`dataset` key must be a known name, got: loss_shares_by'),
-    (['dataset.parts={a: {epochs: 0}}'], '`dataset.parts.a.epochs` must be above 0 and below 1000000000.0, got: 0'),
+    (['dataset.parts={a: {epochs: 0}}'], '`dataset.parts.a.epochs` must be above 0 and at most 10000, got: 0'),
     (['dataset.parts={a: {epochs: often}}'], '`dataset.parts.a.epochs` must be of type float, got: often'),
     (['dataset.parts={a: {epoch: 1}}'], '`dataset.parts.a` key must be a known name, got: epoch. Did you mean epochs'),
     (['dataset.parts={a: {name: lava}}'], '`dataset.parts.a.name` must be a known name, got: lava. Did you mean llava'),

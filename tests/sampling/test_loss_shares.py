@@ -48,7 +48,7 @@ def test_a_dataset_without_tokens_in_a_step_leaves_its_share_to_the_others_and_s
 
 @pytest.mark.parametrize('wrong', [(0.5, 0.6), (1.0,), (1.2, -0.2)])
 def test_shares_that_are_none_are_refused(wrong):
-    with pytest.raises(ValueError, match='`shares` must be positive, one for each dataset, and add up to 1'):
+    with pytest.raises(ValueError, match=r'`shares` must (be|have)'):
         LossShares([2, 2], wrong, [1, 1, 1, 1])
 
 

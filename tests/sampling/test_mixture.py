@@ -194,12 +194,12 @@ def test_resumes_in_the_middle_of_a_mixture():
 @pytest.mark.parametrize(
     ('arguments', 'message'),
     [
-        ({'sizes': [3, 0]}, '`sizes` must be positive'),
-        ({'sizes': []}, '`sizes` must be positive'),
+        ({'sizes': [3, 0]}, '`sizes` must be .* at least 1, .*got: 0'),
+        ({'sizes': []}, '`sizes` must have one entry'),
         ({'sizes': [3], 'epochs': [1], 'weights': [1]}, 'got: both'),
-        ({'sizes': [3, 4], 'epochs': [1]}, 'one positive number for each of 2 datasets'),
-        ({'sizes': [3, 4], 'weights': [1, -1]}, 'one positive number for each of 2 datasets'),
-        ({'sizes': [3, 4], 'weights': [1, float('nan')]}, 'one positive number for each of 2 datasets'),
+        ({'sizes': [3, 4], 'epochs': [1]}, r'`epochs` must have one entry .* shape \(1,\) for 2'),
+        ({'sizes': [3, 4], 'weights': [1, -1]}, '`weights` must be .* got: -1'),
+        ({'sizes': [3, 4], 'weights': [1, float('nan')]}, '`weights` must be .* got: nan'),
     ],
 )
 def test_bad_shares_are_refused(arguments, message):

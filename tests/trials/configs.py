@@ -20,6 +20,17 @@ def check_overrides(folder: Path, overrides: str) -> str:
 
 CONFIGS = {
     # name: (overrides, what the line names)
+    'a number in quotes': ('seed="17"', "`seed` must be of type int, got: '17'"),
+    'a share of a learning rate': ('optimizer.lr=5%', '`optimizer.lr`'),
+    'a duration in words': ('trainer.max_duration="3 epochs"', '`trainer.max_duration`'),
+    'a hundred thousand passes of a part': (
+        'dataset.parts={a: {epochs: 100000}}', '`dataset.parts.a.epochs` must be above 0 and at most 10000',
+    ),
+    'a callback that unpickles': ('callbacks={load_checkpoint: {load_path: x}}', '`callbacks` name'),
+    'a cost of less than no seconds': ('microbatching.cost={seconds_per_token: -1}', 'seconds_per_token'),
+    'an averaging that ends before it starts': (
+        'algorithms={swa: {swa_start: 0.9dur, swa_end: 0.1dur}}', '`algorithms.swa`',
+    ),
     'clipping threshold of 0': ('algorithms.gradient_clipping.clipping_threshold=0', 'clipping_threshold'),
     'clipping threshold that is no number': (
         'algorithms.gradient_clipping.clipping_threshold=.nan', 'clipping_threshold',

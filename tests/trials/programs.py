@@ -25,7 +25,7 @@ from PIL import Image
 from transformers import LlamaConfig
 
 from composer_tokacc import export, look, size, train, verify
-from tests.support.programs import DIGITS, TINY_DIGITS
+from tests.support.programs import DIGITS, QUIET, TINY_DIGITS
 from tests.trials.outcomes import LLAVA, WORKS, run_program
 
 MAINS = {'look': look.main, 'train': train.main, 'size': size.main, 'verify': verify.main, 'export': export.main}
@@ -80,9 +80,12 @@ def with_nan(state: dict[str, Any]) -> None:
     next(value for value in state['model'].values() if value.is_floating_point()).fill_(float('nan'))
 
 
+def metadata(state: dict[str, Any]) -> dict[str, Any]:
+    return state['integrations']['huggingface']
+
+
 def with_a_file_outside(state: dict[str, Any]) -> None:
-    metadata = state['integrations']['huggingface']
-    files = metadata.get('processor') or metadata['tokenizer']
+    files = metadata(state).get('processor') or metadata(state)['tokenizer']
     files['../../evil.txt'] = {**next(iter(files.values()))}
 
 
@@ -162,6 +165,54 @@ LOAD = [*RUN, 'trainer.load_path={folder}/a.pt', 'trainer.max_duration=2ba']
 EXPORT = ['{folder}/a.pt', '{folder}/inside/exported']
 SIZE = [LLAVA, 'dataset.path=x.json', 'device_memory_gib=8', 'folder={folder}/size']
 
+
+@functools.cache
+def _exported() -> Path:
+    """A Transformers folder of the checkpoint."""
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    whole(folder)
+    assert call_program(folder, 'export', [f'{folder}/a.pt', f'{folder}/model']) == WORKS
+    return folder / 'model'
+
+
+def a_model(change: Callable[[Path], Any]) -> Callable[[Path], None]:
+    """Its folder with something changed, and data."""
+
+    def write(folder: Path) -> None:
+        turns = [{'from': 'human', 'value': 'A?'}, {'from': 'gpt', 'value': 'B.'}]
+        (folder / 'data.json').write_text(json.dumps([{'id': 'a', 'conversations': turns}] * 8))
+        shutil.copytree(_exported(), folder / 'model')
+        change(folder / 'model')
+
+    return write
+
+
+def weights_cut(folder: Path) -> None:
+    path = folder / 'model.safetensors'
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def weights_pickled(folder: Path) -> None:
+    (folder / 'model.safetensors').unlink()
+    (folder / 'pytorch_model.bin').write_bytes(pickle.dumps(Running(folder.parent)))
+
+
+def more_layers(folder: Path) -> None:
+    config = json.loads((folder / 'config.json').read_text())
+    config['text_config']['num_hidden_layers'] = 4
+    (folder / 'config.json').write_text(json.dumps(config))
+
+
+def template(text: str) -> Callable[[Path], Any]:
+    return lambda folder: (folder / 'chat_template.jinja').write_text(text)
+
+
+PRETRAINED = [
+    LLAVA, *QUIET, 'dataset.path={folder}/data.json', 'model={pretrained: "{folder}/model", config: null}',
+    'dataset.processor=null', 'trainer.save_folder=null', 'trainer.autoresume=false', 'trainer.max_duration=1ba',
+    'scheduler.t_warmup=1ba',
+]  # fmt: skip
 PROGRAMS: dict[str, tuple[Any, ...]] = {
     # name: (program, arguments, perhaps what writes files, what the line names)
     'export of a checkpoint': ('export', EXPORT, whole, WORKS),
@@ -227,6 +278,51 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
         )
         for given in (3, 'no JSON', '[1]')
     },
+    'resume from a pickle of another ending': (
+        'train', [*RUN, 'trainer.load_path={folder}/a.ckpt'],
+        lambda folder: (folder / 'a.ckpt').write_bytes(pickle.dumps(Running(folder))), 'a.ckpt',
+    ),
+    'resume with the state of another optimizer': (
+        'train', LOAD, changed(lambda state: state.update(optimizers={'SGD': state['optimizers']['AdamW']})), "['SGD']",
+    ),
+    'resume with the state of an optimizer that is empty': (
+        'train', LOAD, changed(lambda state: state.update(optimizers={'AdamW': {}})), '`trainer` must work',
+    ),
+    'resume with another learning rate': ('train', [*LOAD, 'optimizer.lr=0.1'], whole, 'lr 0.001 there, 0.1 here'),
+    'resume with other betas': ('train', [*LOAD, 'optimizer.betas=[0.5,0.6]'], whole, 'betas'),
+    'resume with another learning rate, warned': (
+        'train', [*LOAD, 'optimizer.lr=0.1', 'loader.on_other_data=warn'], whole, WORKS,
+    ),
+    'weights alone with another learning rate': (
+        'train', [*LOAD, 'optimizer.lr=0.1', 'trainer.load_weights_only=true'], whole, WORKS,
+    ),
+    'resume with callbacks that are a word': (
+        'train', LOAD, changed(lambda state: state.update(callbacks='x')), 'callbacks are damaged',
+    ),
+    'export of a type of model that is not known': (
+        'export', EXPORT,
+        changed(lambda state: metadata(state)['model']['config']['content'].update(model_type='x')),
+        'one of a HuggingFaceModel',
+    ),
+    **{
+        f'a checkpoint of Transformers with {kind}': ('train', PRETRAINED, a_model(change), expected)
+        for kind, change, expected in [
+            ('nothing wrong', lambda folder: None, WORKS),
+            ('cut weights', weights_cut, '`model.pretrained`'),
+            ('pickled weights', weights_pickled, '`model.pretrained`'),
+            ('a config that is a list', lambda folder: (folder / 'config.json').write_text('[]'), '`model.pretrained`'),
+            ('more layers than weights', more_layers, '18 missing'),
+            ('a template that is none', template('{% for %}'), '`chat_template` must write such messages'),
+            ('a template that refuses', template("{{ raise_exception('no') }}"), '`chat_template`'),
+            ('a template without end', template('{% for i in range(10**9) %}x{% endfor %}'), '`chat_template`'),
+            ('a template of one word', template('hello'), '`chat_template`'),
+        ]
+    },
+    'a processor of a checkpoint with a key that is misspelt': (
+        'train', [*PRETRAINED, 'dataset.processor={do_resise: false}'], a_model(lambda folder: None),
+        'Did you mean do_resize?',
+    ),
+    'look at less than nothing': ('look', [DIGITS, 'samples=-1'], '`samples`'),
     'no samples to evaluate': ('train', [*RUN, 'dataset.eval.num_samples=0'], None, '`num_samples`'),
     'samples below 0': ('look', [DIGITS, 'dataset.num_samples=-1'], '`num_samples`'),
     'a second run into the folder of the first': (

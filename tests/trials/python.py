@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,10 @@ from composer_tokacc import (
     verify_isolation,
 )
 from composer_tokacc.counting import count_tokens
-from composer_tokacc.data import ConversationEncoder, VisionLanguageCollator, length_table
+from composer_tokacc.data import ConversationEncoder, LengthTable, VisionLanguageCollator, length_table
 from composer_tokacc.data.lengths import build_length_table
 from composer_tokacc.planning import CostModel
-from composer_tokacc.sampling import RestoreRandomState
+from composer_tokacc.sampling import LossShares, Mixture, RestoreRandomState
 from tests.data.chat_processors import small
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import loader, train
@@ -97,6 +98,22 @@ def fitted_again_with_nothing() -> None:
     trainer.fit(train_dataloader=token_data_spec(loader()), duration='1ba', reset_time=False)
 
 
+def encoded(*turns: Any, **options: Any) -> Callable[[], Any]:
+    return lambda: ConversationEncoder(small(), **options)(list(turns))
+
+
+def loaded(**arrays: Any) -> Callable[[], Any]:
+    """A length table that is read from an archive of these."""
+
+    def load() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            np.savez(Path(folder) / 'a.npz', **arrays)
+            LengthTable.load(Path(folder) / 'a.npz')
+
+    return load
+
+
+QUESTION = {'role': 'user', 'content': 'A?'}
 CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     'a step': (step(batch()), WORKS),
     'labels of another width': (step(batch(labels=lambda labels: labels[:, :-1])), 'labels'),
@@ -268,8 +285,52 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     'a plan of a set': (lambda: plan_microbatches({3, 4}, num_ranks=1, max_tokens=8), 'in a set'),  # pyright: ignore
     'a cost that is a word': (lambda: CostModel(launch='1'), '`launch`'),  # pyright: ignore
     'a sampler for no ranks': (lambda: sampler(num_replicas=0, rank=0), '`num_replicas`'),
+    'a budget of 70 bits': (lambda: plan_microbatches([3], num_ranks=1, max_tokens=2**70), '`max_tokens`'),
+    'a sample of 62 bits': (
+        lambda: plan_microbatches([2**62], num_ranks=1, max_tokens=2**62), 'finite and below 2147483648',
+    ),
+    'a length that wraps around': (
+        lambda: plan_microbatches(np.array([2**63 + 5], np.uint64), num_ranks=1, max_tokens=9), 'below 2147483648',
+    ),
+    'a rank below the first': (lambda: sampler(num_replicas=1, rank=-1), '`rank` must be 0, got: -1'),
+    'a seed of numpy': (lambda: next(iter(sampler(num_replicas=1, rank=0, seed=np.int64(3)))), WORKS),
+    'a window of a word': (lambda: sampler().window('a'), '`batch` must be an integer'),  # pyright: ignore
+    'shares of other data': (
+        lambda: sampler(loss_shares=LossShares([1], [1.0], [3])), '`loss_shares` must have one entry per sample',
+    ),
+    'shares that are no numbers': (lambda: LossShares([2, 2], [float('nan'), 1], [1] * 4), '`shares`'),
+    'shares of nothing': (lambda: LossShares([], [], []), '`shares`'),
+    'a mixture of half samples': (lambda: Mixture([1.5, 2.5]), '`sizes` must be integers'),  # pyright: ignore
+    'a mixture of an array': (lambda: Mixture(np.array([2, 2])), WORKS),  # pyright: ignore
+    'a mixture of one number': (lambda: Mixture(3), '`sizes`'),  # pyright: ignore
+    'passes of a mixture that are words': (lambda: Mixture([2, 2], epochs=['a', 'b']), '`epochs`'),  # pyright: ignore
+    'a hundred thousand passes from Python': (lambda: Mixture([2], epochs=[1e5]), '`epochs` must be above 0'),
+    'a cost in seconds that is a word': (
+        lambda: CostModel(seconds_per_token='fast'), '`seconds_per_token`',  # pyright: ignore
+    ),
+    'a config as the model': (lambda: token_data_spec(loader(batch()), model=text_model().config), '`model` must be'),
+    'a transform that returns nothing': (
+        step(batch(), microbatch_transforms=lambda batch: None), '`microbatch_transforms` must be a Mapping, got: None',
+    ),
+    'a family by its name': (lambda: BatchLayout(family='llava'), '`family` must be a Family'),  # pyright: ignore
+    'an entry by its name': (lambda: LAYOUT.with_entries(boxes='row'), '`boxes` must be a Entry'),  # pyright: ignore
+    'a conversation as one text': (encoded('A?'), '`messages`'),
+    'a turn of nobody': (encoded({'content': 'A?'}), '`messages`'),
+    'a turn of nothing': (encoded({'role': 'user', 'content': None}), '`messages`'),
+    'a part of another type': (encoded({'role': 'user', 'content': [{'type': 'imag'}]}), '`messages`'),
+    'an answer that weighs twice': (
+        encoded(QUESTION, {'role': 'assistant', 'content': 'B.', 'weight': 2}), '`weight` of 0 or 1',
+    ),
+    'a choice of frames in a dict': (encoded(QUESTION, video={'fps': 2}), '`video` must be a VideoSampling'),
+    'a sample that stands alone': (
+        lambda: VisionLanguageCollator(small())(encoded(QUESTION, {'role': 'assistant', 'content': 'B.'})()),
+        '`samples`',
+    ),
+    'lengths of another archive': (loaded(a=np.zeros(2)), '`path` must be a saved length table'),
+    'a generator of microbatches': (lambda: step_loss_weights(one for one in [batch()]), WORKS),  # pyright: ignore
+    'a size of a row and a half': (step(batch(), slot_tokens=9.0), '`slot_tokens`'),
     'a mixture that is a word': (lambda: sampler(mixture='x'), '`mixture`'),
-    'a plan of a batch that is not there': (lambda: sampler().plan(1000), '`batch` must be in [0, 1]'),
+    'a plan of a batch that is not there': (lambda: sampler().plan(1000), '`batch` must be an integer from 0 to 1'),
     'a memory of nothing': (
         lambda: suggest_microbatching(
             [5, 6], num_ranks=1, global_batch_size=2, memory=None, device_memory_gib=1.0  # pyright: ignore

@@ -78,8 +78,8 @@ def of_record(**given: Any) -> Make:
     return lambda folder: [record(**given)]
 
 
-def of_file(kind: str, name: str, write: Write) -> Make:
-    return lambda folder: (write(folder / name), [record(kind, name)])[1]
+def of_file(kind: str, name: str, write: Write, **given: Any) -> Make:
+    return lambda folder: (write(folder / name), [{**record(kind, name), **given}])[1]
 
 
 def an_empty_parquet(folder: Path) -> Path:

@@ -10,6 +10,7 @@ import gzip
 import json
 import os
 from collections.abc import Callable
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,24 @@ def table(rows: list[dict[str, Any]], *, cut: int = 0) -> Make:
     return make
 
 
+def two_columns(folder: Path) -> Path:
+    import pyarrow
+    import pyarrow.parquet
+
+    columns = [pyarrow.array([text]) for text in ('A?', 'B.', 'C.')]
+    names = ['instruction', 'output', 'output']
+    pyarrow.parquet.write_table(pyarrow.Table.from_arrays(columns, names=names), folder / 'a.parquet')
+    return folder / 'a.parquet'
+
+
+def described(entries: dict[str, Any]) -> Make:
+    def make(folder: Path) -> Path:
+        (folder / 'dataset_info.json').write_text(json.dumps(entries))
+        return folder / f'dataset_info.json#{next(iter(entries))}'
+
+    return make
+
+
 def saved(spoil: Callable[[Path], Any]) -> Make:
     def make(folder: Path) -> Path:
         import datasets
@@ -109,6 +128,30 @@ TEXTS: dict[str, tuple[Any, ...]] = {
     'Latin-1': (IMAGE, of_bytes('[{"id": "a", "conversations": "\xe4"}]'.encode('latin-1')), SAMPLE),
     'a gzip of a gzip': (IMAGE, of_bytes(gzip.compress(gzip.compress(GOOD.encode()))), 'line 1'),
     'half a gzip': (IMAGE, of_bytes(gzip.compress(os.urandom(9999))[:500]), 'data.json'),
+    'JSON with a comment': (IMAGE, of_text('// data\n[{"id":"a"}]'), 'line 1'),
+    'JSON with single quotes': (IMAGE, of_text("[{'id':'a'}]"), 'line 1, column 3'),
+    'lines that end in commas': (IMAGE, of_text(f'{GOOD},\n{GOOD}'), 'line 1'),
+    'a gzip of two members': (
+        IMAGE, of_bytes(gzip.compress(f'{GOOD}\n'.encode()) + gzip.compress(GOOD.encode())), WORKS,
+    ),
+    'a list of datasets that names itself': (
+        IMAGE, described({'d': {'file_name': 'dataset_info.json#d'}}), '`file_name` must be the name of a file',
+    ),
+    'an image by a key that nobody reads': (IMAGE, one(image_path='a.png'), '`image_path` is not supported'),
+    'an image by a key beside the image': (
+        IMAGE, of_file('image', 'a.png', picture, image_url='x'), WORKS,
+    ),
+    'an answer of nothing in a column': (
+        IMAGE, of_text('[{"id": "a", "instruction": "A?", "output": null}]'), "got the keys: ['id', 'instruction']",
+    ),
+    'a conversation that is a JSON text': (
+        IMAGE, table([{'id': 'a', 'conversations': json.dumps(TURNS)}]), 'must be a non-empty list of turns, got: ',
+    ),
+    'a weight that is a decimal': (
+        IMAGE, table([{'id': 'a', 'loss_weights': Decimal('1.5'), 'conversations': TURNS}]), '`loss_weights`',
+    ),
+    'two columns of one name': (IMAGE, two_columns, '`path` must be a table'),
+    'a folder outside that is allowed by a word': (IMAGE, one(), {'allow_outside': 'no'}, '`allow_outside`'),
     'a hundred thousand brackets': (IMAGE, of_text('[' * 100000), 'data.json'),
     'a hundred thousand brackets in a line': (IMAGE, of_text('{"id":' + '[' * 100000), 'too deep'),
     'UTF-16 without its mark': (IMAGE, of_bytes(f'[{GOOD}]'.encode('utf-16-le')), WORKS),
