@@ -149,6 +149,8 @@ def verify_invariance(
         raise ValueError(f'`gradients` must be a function of microbatches, got: {gradients!r:.80}.')
     for size in microbatch_sizes or ():
         check_count('microbatch_sizes', size)
+    if not padding_sides:
+        raise ValueError(f"`padding_sides` must be 'right', 'left' or both, got: {padding_sides!r}.")
     if not tolerance >= 0:
         raise ValueError(f'`tolerance` must be at least 0, got: {tolerance}.')
     cases = []

@@ -327,7 +327,7 @@ def test_a_checkpoint_that_is_not_whole_leaves_nothing_behind(tmp_path, capsys):
     pytest.importorskip('peft')
     checkpoint, _, _ = lora_checkpoint(tmp_path, {'modules_to_save': ['multi_modal_projector']})
     (tmp_path / 'half.pt').write_bytes(checkpoint.read_bytes()[: checkpoint.stat().st_size // 2])
-    damages = {'half': 'neither whole nor written by Composer'}
+    damages = {'half': 'compressed, not whole or not written by Composer'}
     for part in ('lora_A', 'modules_to_save'):
         content = torch.load(checkpoint, weights_only=False)
         weights = content['state']['model']
@@ -365,8 +365,8 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, capsys):
     ('make', 'message'),
     [
         (lambda path: None, 'which is not there'),
-        (lambda path: path.write_bytes(b'no checkpoint'), 'neither whole nor written by Composer'),
-        (os.mkfifo, 'neither whole nor written by Composer'),
+        (lambda path: path.write_bytes(b'no checkpoint'), 'compressed, not whole or not written by Composer'),
+        (os.mkfifo, 'compressed, not whole or not written by Composer'),
         (lambda path: torch.save({'state': Evil(path.parent / 'ran')}, path), 'must be whole and written by Composer'),
         (lambda path: path.mkdir(), 'a folder without `.metadata`'),
         (lambda path: torch.save({'state': {'model': {}}}, path), 'must be one of a HuggingFaceModel'),

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from composer_tokacc.collectives import RankSum, get_world_size
 from composer_tokacc.counting import with_one_label
 from composer_tokacc.layout import PreSplitBatch
 from composer_tokacc.metadata import annotate, loss_weight, num_loss_tokens, without_metadata
+from composer_tokacc.planning import check_count
 from composer_tokacc.weights import token_weights_of
 
 
@@ -32,7 +34,13 @@ def token_weight(num_tokens: float, step_tokens: float, *, world_size: int = 1) 
         num_tokens: Loss-generating tokens of the microbatch, or the sum of their weights.
         step_tokens: Those of the step, over all ranks and microbatches.
         world_size: Ranks that average their gradients.
+
+    Raises:
+        ValueError: If the microbatch has more tokens than the step, or a number is NaN or negative.
     """
+    check_count('world_size', world_size)
+    if not 0 <= num_tokens <= step_tokens * (1 + 1e-6) < math.inf:  # sums of weights are rounded
+        raise ValueError(f'`num_tokens` must be a part of the step, from 0 to {step_tokens}, got: {num_tokens}.')
     return num_tokens * world_size / step_tokens if step_tokens else 0.0
 
 
@@ -127,5 +135,9 @@ def apply_token_weights(
         loss_tokens: By which rule the model averages, see :func:`.counting.loss_mask`.
     """
     weights, counted = token_weights_of(batch, token_weights, loss_tokens)
+    if logits.shape[:-1] != weights.shape:
+        raise ValueError(
+            f'`logits` must be of shape {(*weights.shape, "vocabulary")}, as `labels`, got: {tuple(logits.shape)}.'
+        )
     total = weights.sum(dtype=torch.float64)
     weigh_tokens(logits, at_predictions(weights * (counted.sum() / total.clamp(min=1e-30)).float(), loss_tokens))

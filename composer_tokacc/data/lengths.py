@@ -63,6 +63,8 @@ class LengthTable:
     def __post_init__(self) -> None:
         if self.shrink_steps is None:
             object.__setattr__(self, SHRINK_STEPS, np.zeros_like(self.lengths))
+        if len(sizes := {np.shape(getattr(self, name)) for name in TABLE_COLUMNS}) > 1:
+            raise ValueError(f'The columns of a length table must be of one shape (n,), got: {sorted(sizes)}.')
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -344,6 +344,8 @@ class BatchLayout:
             ValueError: If the layout does not know an entry, or only some batches have it and it is none of images.
         """
         check_choice('padding_side', padding_side, ('left', 'right'))
+        if not batches:
+            raise ValueError('`batches` must hold at least one batch, got: none.')
         width = max(self.width(batch) for batch in batches)
         joined: dict[str, Any] = {}
         for key in dict.fromkeys(key for batch in batches for key in batch):

@@ -12,13 +12,14 @@ import re
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
 from composer.core import Callback, State
 from composer.loggers import Logger
-from composer.utils import dist, format_name_with_dist, is_compressed_pt, partial_format
+from composer.utils import dist, format_name_with_dist, partial_format
 from filelock import FileLock, Timeout
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -135,8 +136,8 @@ def check_checkpoint(what: str, path: Path) -> None:
         found = 'a folder without `.metadata`. Name the folder of one step, such as checkpoints/ep1-ba100'
     elif not path.exists():
         found = 'which is not there'
-    elif not path.is_dir() and (not path.is_file() or not (is_compressed_pt(str(path)) or zipfile.is_zipfile(path))):
-        found = 'which is neither whole nor written by Composer'
+    elif not path.is_dir() and not (path.is_file() and zipfile.is_zipfile(path)):
+        found = 'which is compressed, not whole or not written by Composer'
     elif path.is_dir() and (reason := damage(path)):
         found = f'damaged ({reason})'
     else:
@@ -222,8 +223,7 @@ class SameData(Callback):
         """Compares before other data have given the model other shapes."""
         self._loading, self._optimizers, self._settings = True, state.optimizers, _settings(state.optimizers)
         path, weights_only = _checkpoint(self.trainer, state.run_name)
-        # Composer knows how to read a compressed one.
-        if path is not None and (path.is_dir() or zipfile.is_zipfile(path)):
+        if path is not None:
             fingerprints, shapes, optimizers = _saved(path, type(self).__qualname__)
             self._compared = True
             if not weights_only:
@@ -276,9 +276,13 @@ class SameData(Callback):
 
 def _settings(optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[str, str]]:
     """Returns those of each group of parameters, the learning rate as it was before any schedule."""
-    groups = [{**group, 'lr': group.get('initial_lr', group['lr'])} for one in optimizers for group in one.param_groups]
-    hidden = ('params', 'initial_lr', 'foreach', 'fused', 'capturable')
-    return [{name: json.dumps(group[name], default=str) for name in group if name not in hidden} for group in groups]
+    found = []
+    for one in optimizers:
+        names = signature(type(one)).parameters.keys() - {'params', 'foreach', 'fused', 'capturable'}  # no counters
+        for group in one.param_groups:
+            before = {**group, 'lr': group.get('initial_lr', group['lr'])}
+            found.append({name: json.dumps(before[name], default=str) for name in before if name in names})
+    return found
 
 
 def _checkpoint(trainer: Mapping[str, Any], run_name: str) -> tuple[Path | None, bool]:

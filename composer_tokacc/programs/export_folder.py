@@ -90,9 +90,11 @@ def _read(checkpoint: Path, scratch: Path) -> dict[str, Any]:
 
 
 def _check_finite(weights: Mapping[str, torch.Tensor], owner: str) -> None:
-    broken = [name for name, value in weights.items() if value.is_floating_point() and not value.isfinite().all()]
+    broken = [name for name, value in weights.items() if value.is_complex() or not value.isfinite().all()]
     if broken:
-        raise ConfigError(f'the weights must be finite numbers, got: {owner} with NaN or infinite ones in {broken[:3]}')
+        raise ConfigError(
+            f'the weights must be finite numbers, got: {owner} with NaN, infinite or complex ones in {broken[:3]}'
+        )
 
 
 def _save_pretrained(model: Any, folder: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import nullcontext
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -294,6 +295,24 @@ def test_a_tied_head_may_be_stored_once(tmp_path):
     before_load(model, tmp_path / 'ep1', load_weights_only=True)
     with pytest.raises(ConfigError, match=r'the state of the optimizer SGD to go on from, got: .*ep1 with \[\]'):
         before_load(model, tmp_path / 'ep1')
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a counter beside its settings, as schedule-free ones do."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr=lr)
+        self.param_groups[0]['k'] = 0
+
+
+@pytest.mark.parametrize(('loaded', 'refused'), [({'k': 7}, ''), ({'k': 7, 'lr': 0.2}, r'lr 0\.2 there, 0\.1 here')])
+def test_settings_of_an_optimizer_are_compared_and_not_its_counters(loaded, refused):
+    optimizer = Counting([torch.zeros(1)])
+    callback = SameData(Named('ab'), build_digits_processor(), adapter={}, trainer={})
+    callback.before_load(SimpleNamespace(run_name='run', optimizers=[optimizer]), None)
+    optimizer.param_groups[0].update(loaded)
+    with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
+        callback.after_load(None, None)
 
 
 @pytest.mark.parametrize('further', [[], ['trainer.load_weights_only=true']])

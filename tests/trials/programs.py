@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gzip
 import json
 import os
 import pickle
@@ -222,7 +223,12 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
     'export of a folder': ('export', EXPORT, a_folder, 'a.pt'),
     'export of a pipe': ('export', EXPORT, a_pipe, 'a.pt'),
     'export of a pickle that runs code': ('export', EXPORT, pickled_code, 'a.pt'),
-    'export of NaN weights': ('export', EXPORT, changed(with_nan), 'NaN'),
+    'export of NaN weights': ('export', EXPORT, changed(with_nan), 'must be finite numbers'),
+    'export of complex weights': (
+        'export', EXPORT,
+        changed(lambda state: state.update(model={key: one.cfloat() for key, one in state['model'].items()})),
+        'must be finite numbers',
+    ),
     'export of weights alone': ('export', EXPORT, saved({'lm_head.weight': torch.zeros(2)}), "('state')"),
     'export of a list of states': ('export', EXPORT, saved({'state': [1, 2]}), 'a.pt'),
     'export of a whole module': ('export', EXPORT, saved(torch.nn.Linear(2, 2)), '(Weights only load failed)'),
@@ -281,6 +287,10 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
     'resume from a pickle of another ending': (
         'train', [*RUN, 'trainer.load_path={folder}/a.ckpt'],
         lambda folder: (folder / 'a.ckpt').write_bytes(pickle.dumps(Running(folder))), 'a.ckpt',
+    ),
+    'resume from a compressed pickle': (
+        'train', [*RUN, 'trainer.load_path={folder}/a.pt.gz'],
+        lambda folder: (folder / 'a.pt.gz').write_bytes(gzip.compress(pickle.dumps(Running(folder)))), 'compressed',
     ),
     'resume with the state of another optimizer': (
         'train', LOAD, changed(lambda state: state.update(optimizers={'SGD': state['optimizers']['AdamW']})), "['SGD']",

@@ -30,6 +30,7 @@ from composer_tokacc import (
     verify_invariance,
     verify_isolation,
 )
+from composer_tokacc.algorithm import apply_token_weights, token_weight
 from composer_tokacc.counting import count_tokens
 from composer_tokacc.data import ConversationEncoder, LengthTable, VisionLanguageCollator, length_table
 from composer_tokacc.data.lengths import build_length_table
@@ -355,6 +356,25 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: train(model := text_model(), token_data_spec(loader(batch())), algorithms=[TokenAccumulation()],
                       optimizer=torch.optim.LBFGS(model.parameters(), lr=0.01)),
         WORKS,
+    ),
+    'weights of labels that are true or false': (
+        lambda: step_loss_weights([batch(labels=lambda labels: labels > 0)]), '`labels` must be integers'
+    ),
+    'weights on logits of another width': (
+        lambda: apply_token_weights(torch.zeros(3, 8, 5, requires_grad=True) * 1, batch(), 'sqrt'), '`logits`'
+    ),
+    'a weight on no rank': (lambda: token_weight(3, 9, world_size=0), '`world_size`'),
+    'a weight of more than the step': (lambda: token_weight(9, 3), '`num_tokens`'),
+    'a weight of nothing known': (lambda: token_weight(1, float('nan')), '`num_tokens`'),
+    'invariance on no side': (
+        lambda: verify_invariance(lambda cut: {}, text_rows([(6, 3), (9, 2)]), padding_sides=()), '`padding_sides`'
+    ),
+    'a join of no batches': (lambda: LAYOUT.concat([]), '`batches`'),
+    'lengths of more samples than labels': (
+        lambda: LengthTable(
+            lengths=np.ones(3), image_tokens=np.ones(3), loss_tokens=np.ones(2), vision_patches=np.ones(3)
+        ),
+        'of one shape',
     ),
     'weights of another scheme': (lambda: step_loss_weights([batch()], token_weights='squared'), 'token_weights'),
     'a loader of another dataset': (
