@@ -42,7 +42,7 @@ def labels_of(batch: Any) -> torch.Tensor:
             'counts loss-generating labels; write them in the collator.'
         )
     labels = batch['labels']
-    if labels.dim() != 2 or labels.dtype not in (torch.int16, torch.int32, torch.int64):
+    if labels.dim() != 2 or labels.is_floating_point() or labels.dtype == torch.bool:
         raise ValueError(
             f'`labels` must be integers of shape (rows, width), one for each token, got: {labels.dtype} of shape '
             f'{tuple(labels.shape)}. Losses of whole rows or of several codes a token are no means over tokens.'

@@ -17,7 +17,7 @@ from tokenizers import Encoding
 from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.data.control_tokens import ControlTokenPolicy, ControlTokens
 from composer_tokacc.data.media import decode_media
-from composer_tokacc.data.records import MediaFile, Record
+from composer_tokacc.data.records import MediaFile, Record, check_message
 from composer_tokacc.data.videos import Video, VideoSampling
 from composer_tokacc.planning import check_count, check_kind
 from composer_tokacc.weights import LOSS_WEIGHTS
@@ -131,7 +131,7 @@ class ConversationEncoder:
             ValueError: If the sample is longer than ``max_length``, or an audio than the processor takes.
         """
         for message in messages or [None]:
-            _check_turn(message)
+            check_message(message)
         messages = [
             {**one, **_said(one['role'], text)} if isinstance(text := one['content'], str) else one for one in messages
         ]
@@ -405,18 +405,6 @@ class ConversationEncoder:
                 raise ValueError(f'`processor` must expand nothing but placeholders, got: {found}.')
             spans.append((first_at, last_at))
         return spans
-
-
-def _check_turn(turn: Any) -> None:
-    given = turn if isinstance(turn, Mapping) else {}
-    parts: Any = [{'text': text}] if isinstance(text := given.get('content'), str) else text
-    parts = parts if isinstance(parts, Sequence) else [None]
-    is_known = all(
-        isinstance(one, Mapping) and (one.get('type') in TAKEN_BY or isinstance(one.get('text'), str)) for one in parts
-    )
-    if not is_known or not isinstance(given.get('role'), str) or given.get('weight', 1) not in (0, 1):
-        known = 'with a `role`, text, image, video or audio as `content`, and a `weight` of 0 or 1'
-        raise ValueError(f'`messages` must hold turns {known}, got: {turn!r:.200}.')
 
 
 def _labels(input_ids: torch.Tensor, spans: Sequence[tuple[int, int]]) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, BinaryIO, NamedTuple
@@ -125,3 +125,17 @@ class Record:
             content = [{'type': piece} if i % 2 else {'type': 'text', 'text': piece} for i, piece in pieces if piece]
             messages.append({'role': role, 'content': content, **({} if carries_loss else {'weight': 0})})
         return messages
+
+
+def check_message(message: Any) -> None:
+    """Raises ValueError unless a message is one that chat templates write."""
+    given = message if isinstance(message, Mapping) else {}
+    parts: Any = [{'type': 'text', 'text': text}] if isinstance(text := given.get('content'), str) else text
+    is_known = isinstance(parts, Sequence) and all(
+        isinstance(one, Mapping)
+        and (one.get('type') in MODALITIES or (one.get('type') == 'text' and isinstance(one.get('text'), str)))
+        for one in parts
+    )
+    if not is_known or not isinstance(given.get('role'), str) or given.get('weight', 1) not in (0, 1):
+        known = 'with a `role`, text, image, video or audio as `content`, and a `weight` of 0 or 1'
+        raise ValueError(f'`messages` must hold turns {known}, got: {message!r:.200}.')
