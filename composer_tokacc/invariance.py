@@ -308,6 +308,8 @@ def verify_isolation(model: torch.nn.Module, packed: Batch, documents: torch.Ten
     try:
         given = {key: value for key, value in packed.items() if key != 'labels'}
         outputs = model(given) if hasattr(model, 'eval_forward') else model(**given)
+    except IndexError as error:  # as torch says on a CPU
+        raise ValueError(f'`packed` must hold what the model takes, got: {error}.') from error
     finally:
         hook.remove()
     logits: Any = logits_of(outputs)

@@ -17,7 +17,7 @@ import torch
 from composer import Trainer
 from composer.core import Precision, TimeUnit, ensure_time
 from composer.devices import DeviceGPU
-from composer.utils import get_device
+from composer.utils import get_device, is_compressed_pt
 from composer.utils.parallelism import FSDP2Config, FSDPConfig
 
 from composer_tokacc.programs.checkpoints import check_checkpoint
@@ -181,6 +181,8 @@ def _check_trainer(trainer: dict[str, Any]) -> None:
     if trainer.get('autoresume') and not (trainer.get('save_folder') and trainer.get('run_name')):
         required = '`trainer.save_folder` and `trainer.run_name`'
         raise ConfigError(f'`trainer.autoresume` must come with {required}, got: neither or one of them')
+    if is_compressed_pt(saved := str(trainer.get('save_filename'))):
+        raise ConfigError(f'`trainer.save_filename` must end in .pt, got: {saved}. No run goes on from compressed ones')
     load_path = trainer.get('load_path')
     if load_path is not None and '://' not in load_path and '{' not in load_path:
         check_checkpoint('`trainer.load_path`', Path(load_path))

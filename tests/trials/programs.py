@@ -292,6 +292,9 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
         'train', [*RUN, 'trainer.load_path={folder}/a.pt.gz'],
         lambda folder: (folder / 'a.pt.gz').write_bytes(gzip.compress(pickle.dumps(Running(folder)))), 'compressed',
     ),
+    'saving compressed checkpoints': (
+        'train', [*RUN, 'trainer.save_folder={folder}', 'trainer.save_filename=a.pt.gz'], None, 'must end in .pt',
+    ),
     'resume with the state of another optimizer': (
         'train', LOAD, changed(lambda state: state.update(optimizers={'SGD': state['optimizers']['AdamW']})), "['SGD']",
     ),

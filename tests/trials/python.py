@@ -366,6 +366,12 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     'a weight on no rank': (lambda: token_weight(3, 9, world_size=0), '`world_size`'),
     'a weight of more than the step': (lambda: token_weight(9, 3), '`num_tokens`'),
     'a weight of nothing known': (lambda: token_weight(1, float('nan')), '`num_tokens`'),
+    'isolation of an id outside of the vocabulary': (
+        lambda: verify_isolation(
+            text_model(), {'input_ids': torch.tensor([[1, 10**6, 3]])}, torch.tensor([[0, 0, 1]])
+        ),
+        '`packed`',
+    ),
     'invariance on no side': (
         lambda: verify_invariance(lambda cut: {}, text_rows([(6, 3), (9, 2)]), padding_sides=()), '`padding_sides`'
     ),
