@@ -165,7 +165,7 @@ def test_what_the_sampler_decides_is_refused(name):
 
 
 def test_other_samplers_are_refused():
-    with pytest.raises(ValueError, match='must be a RegroupingBatchSampler, got: '):
+    with pytest.raises(ValueError, match=r'must be a RegroupingBatchSampler, got: \[\[0, 1\]\]'):
         RegroupingDataLoader(LengthDataset(4), batch_sampler=[[0, 1]])
 
 

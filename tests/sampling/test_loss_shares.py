@@ -46,9 +46,16 @@ def test_a_dataset_without_tokens_in_a_step_leaves_its_share_to_the_others_and_s
     assert 'no loss tokens of dataset 2' in caplog.text
 
 
-@pytest.mark.parametrize('wrong', [(0.5, 0.6), (1.0,), (1.2, -0.2)])
-def test_shares_that_are_none_are_refused(wrong):
-    with pytest.raises(ValueError, match=r'`shares` must (be|have)'):
+@pytest.mark.parametrize(
+    ('wrong', 'message'),
+    [
+        ((0.5, 0.6), 'be positive, one for each dataset, and add up to 1'),
+        ((1.0,), r'have one entry .* shape \(1,\) for 2'),
+        ((1.2, -0.2), 'be finite and at least 0, got: -0.2 at sample 1'),
+    ],
+)
+def test_shares_that_are_none_are_refused(wrong, message):
+    with pytest.raises(ValueError, match=f'`shares` must {message}'):
         LossShares([2, 2], wrong, [1, 1, 1, 1])
 
 
