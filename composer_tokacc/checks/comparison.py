@@ -22,6 +22,7 @@ from composer_tokacc.batch import Batch, sample_name
 from composer_tokacc.checks.probe import NOISE_FACTOR, Probe, ProbeResult
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.layout import BatchLayout, describe
+from composer_tokacc.metadata import num_rows, with_metadata
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +67,7 @@ class RowComparison:
         self, probe: Probe, layout: BatchLayout, on_device: Callable[..., Any], rule: str, rows: Batch, check_loss: bool
     ) -> None:
         self._probe, self._layout, self._on_device, self._rule = probe, layout, on_device, rule
+        rows = with_metadata(rows, rule=[rule] * num_rows(rows))  # packing asks for it
         self._rows, self._facts, self._check_loss = rows, describe(layout, rows), check_loss
         self._counts = loss_mask(rows, rule).sum(dim=1).tolist()
         self._width = self._narrowest = rows['labels'].shape[1]  # of a decoder's text, where it has one of its own
