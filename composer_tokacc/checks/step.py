@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from composer_tokacc.batch import IGNORE_INDEX, Batch, labels_of, sample_name
-from composer_tokacc.checks.logits import deviations, on_gradient, places_of, targets_of, tolerance_of, whole
+from composer_tokacc.checks.logits import deviations, on_gradient, places_of, targets_of, tolerance_of, whole_vocabulary
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.weights import LOSS_WEIGHTS
 
@@ -121,7 +121,7 @@ class MicrobatchRecord:
         targets = labels_of(self.batch).flatten()[places]
         self.positions = places if self.rule == 'unshifted' else places - 1  # in the same row: column 0 never counts
         given: list[Any] = [logits, grad, None, weights]
-        given = [None if one is None else whole(one).flatten(0, 1)[self.positions][None] for one in given]
+        given = [None if one is None else whole_vocabulary(one).flatten(0, 1)[self.positions][None] for one in given]
         given[2] = targets[None]
         self.deviations = deviations(unit, *given).flatten()
 
