@@ -426,6 +426,8 @@ def _watch_tokens(
     mean where tokens have their own weights.
     """
     logits, batch, terms = logits_of(state.outputs), record.batch, fit.terms
+    if not fit.check.has_logits:
+        return  # the output holds hidden states, and the loss holds the head
     if logits is None or logits.grad_fn is None or logits.shape[:2] != batch['labels'].shape:
         return
     router = router_loss_of(state.outputs)

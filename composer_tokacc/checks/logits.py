@@ -34,8 +34,8 @@ CHUNK = 2**23
 ALIKE = 1e-3
 """Two entries of a float32 gradient may differ by this relative amount through round-off, if 1 - p is at least 1e-3."""
 ZERO_SUM = 1e-3
-"""A gradient whose entries sum to less than this part of their absolute sum is the gradient by logits. The entries of a
-gradient by n hidden states sum to about 1.25 / sqrt(n) of it, 2e-2 for 4096 states."""
+"""A float32 gradient whose entries sum to less than this part of their absolute sum is the gradient by logits. The
+entries of a gradient by n hidden states sum to about 1.25 / sqrt(n) of it, 2e-2 for 4096 states."""
 SKETCH_WIDTH = 64
 """Number of random sums that stand for a gradient in a comparison. Differences keep their size to 18 % (Johnson and
 Lindenstrauss). The compared values are two to five orders of magnitude apart."""
@@ -97,6 +97,7 @@ def are_logits(gradient: Tensor, targets: Tensor) -> bool | None:
     """
     if int(targets.max()) >= gradient.shape[-1]:
         return False
+    zero_sum = ZERO_SUM + torch.finfo(gradient.dtype).eps
     num_positions = 0
     num_like_logits = 0
     flat_targets = targets.flatten()
@@ -105,7 +106,7 @@ def are_logits(gradient: Tensor, targets: Tensor) -> bool | None:
         label_entries = part_gradient.gather(1, part_targets.clamp(min=0)[:, None])[:, 0]
         is_smallest = label_entries == part_gradient.amin(dim=-1)
         is_largest = label_entries == part_gradient.amax(dim=-1)
-        sums_to_zero = part_gradient.sum(dim=-1).abs() <= ZERO_SUM * part_gradient.abs().sum(dim=-1)
+        sums_to_zero = part_gradient.sum(dim=-1).abs() <= zero_sum * part_gradient.abs().sum(dim=-1)
         has_gradient = (part_targets != IGNORE_INDEX) & part_gradient.any(dim=-1)
         is_like_logits = has_gradient & (is_smallest | is_largest | sums_to_zero)
         num_positions += int(has_gradient.sum())
@@ -179,10 +180,9 @@ def measure(
     tolerance = ALIKE + 2.5 * torch.finfo(gradient.dtype).eps
     parts: list[MeasuredTokens] = []
     for part, part_logits, part_gradient in _float_part_pairs(logits, gradient):
-        if targets is None:
+        part_targets = None if targets is None else targets.flatten()[part]
+        if part_targets is None:
             part_targets = _read_targets(part_gradient, tolerance=tolerance)
-        else:
-            part_targets = targets.flatten()[part]
         direction = _plain_gradient(part_logits, part_targets)
         square = direction.square().sum(dim=-1)  # norm() of 32,000 numbers has an error of 3e-6 on a CPU
         weights = torch.linalg.vecdot(part_gradient, direction) / square.clamp(min=TINY)
