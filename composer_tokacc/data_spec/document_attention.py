@@ -178,7 +178,7 @@ class _Documents:
         return self._ends
 
     def split(self, states: Tensor) -> list[Tensor]:
-        """Splits ``(1, heads, tokens, size)`` into ``(documents, heads, length, size)`` for each run, without a copy."""
+        """Splits ``(1, heads, tokens, size)`` without a copy: ``(documents, heads, length, size)`` for each run."""
         # Not narrow(): for each document its gradient is as large as the whole row.
         parts = states[0].split([run.length * run.count for run in self.runs], dim=1)
         batches = []
