@@ -15,7 +15,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum, StrEnum, auto
+from enum import Enum, auto
 from functools import cached_property
 from typing import Generic, TypeAlias
 
@@ -65,12 +65,15 @@ NAME_TERMS = (
 )
 
 
-class CutKind(StrEnum):
+class CutKind(Enum):
     """How rows were cut, in the words of a message."""
 
     SINGLE_ROW = 'by itself'
     PACKED = 'packed'
     OTHER_PADDING = 'with media padded as in its microbatch'
+
+    def __str__(self) -> str:
+        return self.value
 
 
 class FailureKind(Enum):

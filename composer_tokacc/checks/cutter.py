@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol, Self, TypeVar
+from typing import Protocol, TypeVar
 
 from composer_tokacc.batch import Batch
 from composer_tokacc.layout import RowFacts
+
+RulesT = TypeVar('RulesT', bound='Rules')
 
 
 class Rules(Protocol):
@@ -20,12 +22,9 @@ class Rules(Protocol):
         """How the rows of a microbatch become one packed row; empty if they do not."""
         ...
 
-    def with_side_of(self, known: Self, side: str) -> Self:
+    def with_side_of(self: RulesT, known: RulesT, side: str) -> RulesT:
         """Returns these rules with the earlier ones for rows that are padded on a side."""
         ...
-
-
-RulesT = TypeVar('RulesT', bound=Rules)
 
 
 class Cutter(Protocol[RulesT]):

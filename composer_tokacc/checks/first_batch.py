@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import accumulate
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, overload
 
 import torch
 from torch import Tensor
@@ -73,6 +73,13 @@ GRADIENT_SIZES = (1e-4, 1.0, 1e4)
 GradientHook: TypeAlias = Callable[[Tensor], Tensor | None]
 
 
+class SharedRows(NamedTuple):
+    """The rows that all ranks probe."""
+
+    rows: dict[str, Any]
+    media: dict[int, dict[str, Any]]  # of some of the rows, see :func:`media_as_collated`
+
+
 @dataclass(eq=False)
 class FirstBatchCheck:
     """Probes the model with rows of a batch, the same ones on all ranks. Without a layout it finds only the rule."""
@@ -110,6 +117,12 @@ class FirstBatchCheck:
         if step >= LOOK_AGAIN and step & (step - 1) == 0:
             self._was_run = False
         return not self._was_run or bool(_names_of(kinds) - self._proven)
+
+    @overload
+    def prove(self, batch: Batch, cutter: Cutter[RulesT]) -> RulesT: ...
+
+    @overload
+    def prove(self, batch: Batch, cutter: None) -> None: ...
 
     def prove(self, batch: Batch, cutter: Cutter[RulesT] | None) -> RulesT | None:
         """Returns the rules by which rows may be cut. It checks rows of every kind that was not checked yet.
@@ -221,19 +234,23 @@ class FirstBatchCheck:
     def _on_device(self, batch: Batch) -> Batch:
         return self.to_device(with_own_tensors(without_metadata(batch)))
 
-    def _shared_rows(self, batch: Batch, kinds: set[str]) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
-        """Returns the rows that all ranks probe, and for some rows their media, see :func:`media_as_collated`."""
+    def _shared_rows(self, batch: Batch, kinds: set[str]) -> SharedRows:
+        """Returns the rows that all ranks probe."""
         # A rank whose rows have one token each cannot show the loss rule.
         offers = all_gather_object((_has_label_to_predict(batch), len(kinds), num_rows(batch)))
-        if get_global_rank() != offers.index(max(offers)):
-            return from_any_rank(None)
+        is_sender = get_global_rank() == offers.index(max(offers))
+        shared = from_any_rank(self._selected_rows(batch, kinds) if is_sender else None)
+        assert shared is not None
+        return shared
+
+    def _selected_rows(self, batch: Batch, kinds: set[str]) -> SharedRows:
         if self.layout is None:
-            return from_any_rank((dict(batch), {}))
+            return SharedRows(dict(batch), {})
         max_rows = min(max(int(2 * self.microbatch_size), 4), MAX_ROWS)
         chosen = chosen_rows(self.layout, batch, kinds, max_rows)
         rows = self.layout.select(without_metadata(batch), chosen)
         rows = _with_labels(self.layout, lengthened(self.layout, rows))
-        return from_any_rank((rows, media_as_collated(self.layout, batch, chosen)))
+        return SharedRows(rows, media_as_collated(self.layout, batch, chosen))
 
 
 # The loss rule.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -102,7 +102,7 @@ class TokenWeightsReport:
             span = f'{low:.4g} to {high:.4g}'
         return f'{tokens} of {len(ratios):,} tokens with loss: {span} times the median'
 
-    def __deepcopy__(self, memo: object) -> Self:
+    def __deepcopy__(self, memo: object) -> TokenWeightsReport:
         # A copy of the model, such as an average of weights, keeps its hooks. They must end with these ones.
         return self
 
@@ -154,10 +154,13 @@ class TokenWeightsReport:
         if logits is None:
             return
         node, index = node_of(logits)
-        # A module around this one returns the same logits again.
-        if node is None or (self, index) in node.metadata:
+        if node is None:
             return
-        node.metadata[self, index] = True
+        # A module around this one returns the same logits again.
+        watchers: Any = node.metadata
+        if (self, index) in watchers:
+            return
+        watchers[self, index] = True
         self._num_watched += 1
         # Detached, because a graph whose hook holds its own logits is never freed.
         node.register_prehook(partial(self._measure, logits.detach(), mask, index))

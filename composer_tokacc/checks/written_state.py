@@ -38,7 +38,7 @@ class WrittenState(NamedTuple):
 
 
 @dataclass
-class _Entry:
+class _StateEntry:
     name: str
     container: MutableMapping[str, Any]
     key: str
@@ -75,7 +75,7 @@ class StateSnapshot:
             if isinstance(current, Tensor):
                 self._entries.append(_tensor_entry(state.name, state.container, state.key, current, copies=True))
             elif isinstance(current, (int, float)):
-                self._entries.append(_Entry(state.name, state.container, state.key, current))
+                self._entries.append(_StateEntry(state.name, state.container, state.key, current))
 
     @classmethod
     def of_model(cls, model: Module) -> StateSnapshot:
@@ -123,7 +123,7 @@ class StateSnapshot:
                 state.container[state.key] = state.value.clone()
 
 
-def _entries_of(model: Module) -> Iterator[_Entry]:
+def _entries_of(model: Module) -> Iterator[_StateEntry]:
     for module_name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             continue  # it cannot be looked into
@@ -140,12 +140,12 @@ def _entries_of(model: Module) -> Iterator[_Entry]:
             if _is_plain(value):
                 yield _tensor_entry(prefix + key, attributes, key, value, copies=True)
             elif isinstance(value, (int, float)) and not isinstance(value, bool):
-                yield _Entry(prefix + key, attributes, key, value)
+                yield _StateEntry(prefix + key, attributes, key, value)
 
 
-def _tensor_entry(name: str, container: Any, key: str, value: Tensor, *, copies: bool) -> _Entry:
+def _tensor_entry(name: str, container: Any, key: str, value: Tensor, *, copies: bool) -> _StateEntry:
     copied = value.detach().clone() if copies and value.numel() <= LARGEST_COPY else None
-    return _Entry(name, container, key, value, _version_of(value), copied)
+    return _StateEntry(name, container, key, value, _version_of(value), copied)
 
 
 def _version_of(tensor: Tensor) -> int | None:

@@ -129,8 +129,9 @@ class DocumentAttention:
 def _rope_index_of(model: nn.Module) -> HostFunction | None:
     """Returns the function by which a multimodal model counts its rotary positions."""
     for module in model.modules():
-        if hasattr(module, 'get_rope_index'):
-            return module.get_rope_index
+        rope_index: Any = getattr(module, 'get_rope_index', None)
+        if rope_index is not None:
+            return rope_index
     return None
 
 
@@ -141,8 +142,7 @@ def _padding_position_of(model: nn.Module) -> int | None:
     RoBERTa, XLM-R, CamemBERT, MPNet and ESM follow.
     """
     for name, module in model.named_modules():
-        is_table = isinstance(module, nn.Embedding) and name.endswith('position_embeddings')
-        if is_table and module.padding_idx is not None:
+        if isinstance(module, nn.Embedding) and name.endswith('position_embeddings'):
             return module.padding_idx
     return None
 
@@ -266,9 +266,10 @@ def _forward_by_document(plain_forward: HostFunction, states: str, *args: Any, *
     call = inspect.signature(plain_forward).bind(*args, **kwargs)
     documents = call.arguments.get('attention_mask')
     inputs = call.arguments.get(states)
-    is_mask = isinstance(documents, Tensor) and documents.dim() == 2 and isinstance(inputs, Tensor)
-    if not is_mask or len(documents) == len(inputs):
+    if not isinstance(documents, Tensor) or not isinstance(inputs, Tensor):
         return plain_forward(*args, **kwargs)
+    if documents.dim() != 2 or len(documents) == len(inputs):
+        return plain_forward(*args, **kwargs)  # a mask of rows
     lengths = _lengths_of(documents)
     split_arguments = {states: inputs.split(lengths, dim=1)}
     if states == 'input_ids':

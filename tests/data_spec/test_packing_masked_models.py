@@ -49,7 +49,7 @@ def test_left_padding_is_exact_or_refused(name):
 
 
 def test_attention_outside_the_interface_is_named():
-    with pytest.raises(RuntimeError, match='must go through transformers. AttentionInterface'):
+    with pytest.raises(RuntimeError, match="must go through transformers' AttentionInterface"):
         fit(masked_model('deberta'), masked_batch(LENGTHS), packing=True)
 
 
