@@ -5,5 +5,5 @@
 
 On the first batch, ``probe`` runs the model on a few rows, ``first_batch`` finds the loss rule and ``comparison`` finds
 a cut that keeps the gradient of every row. In every step, ``step`` measures some tokens and compares all counts.
-``logits`` reads the weight of a token off a gradient for both, and for ``token_weights``, which measures other trainers.
+``logits`` reads the weight of a token off a gradient for both, and for ``token_weights``, which measures any trainer.
 """

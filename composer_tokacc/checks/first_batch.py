@@ -70,14 +70,17 @@ TRIMMING_KINDS = frozenset(('left', 'positions', 'right'))
 GRADIENT_SIZES = (1e-4, 1.0, 1e4)
 """Sizes of the gradients that a hook is tried on. A clamp shows at one of them."""
 
+BatchDict: TypeAlias = dict[str, Any]
+Cost: TypeAlias = Any
+"""A number or a tuple, of the same type for all rows."""
 GradientHook: TypeAlias = Callable[[Tensor], Tensor | None]
 
 
 class SharedRows(NamedTuple):
     """The rows that all ranks probe."""
 
-    rows: dict[str, Any]
-    media: dict[int, dict[str, Any]]  # of some of the rows, see :func:`media_as_collated`
+    rows: BatchDict
+    media: dict[int, BatchDict]  # of some of the rows, see :func:`media_as_collated`
 
 
 @dataclass(eq=False)
@@ -304,7 +307,7 @@ def find_loss_rule(probe: Probe, row: Batch, *, loss_tokens: str = 'auto') -> st
     return loss_tokens
 
 
-def rule_batch(layout: BatchLayout | None, rows: Batch) -> dict[str, Any]:
+def rule_batch(layout: BatchLayout | None, rows: Batch) -> BatchDict:
     """Returns one of the rows with labels that tell the rules apart: on its first position, and on an unattended one.
 
     All labels are the same token, so that the model can be sure of one position at most. If the layout is unknown the
@@ -388,7 +391,7 @@ class Criterion:
     """One way in which a row is worth a check."""
 
     reason: str
-    costs: Sequence[Any]
+    costs: Sequence[Cost]
     """Of each row: the row of the lowest cost is chosen."""
 
 
@@ -403,7 +406,7 @@ def chosen_rows(layout: BatchLayout, batch: Batch, wanted_kinds: set[str], max_r
     rows: list[int] = []
     for criterion in _criteria(facts, labels, wanted_kinds):
 
-        def cost(row: int, costs: Sequence[Any] = criterion.costs) -> tuple[Any, ...]:
+        def cost(row: int, costs: Sequence[Cost] = criterion.costs) -> tuple[bool, Cost, int]:
             return has_no_label[row], costs[row], lengths[row]
 
         row = min(row_numbers, key=cost)
@@ -448,7 +451,7 @@ def _criteria(facts: RowFacts, labels: Tensor, wanted_kinds: set[str]) -> list[C
     return criteria
 
 
-def media_as_collated(layout: BatchLayout, batch: Batch, rows: Sequence[int]) -> dict[int, dict[str, Any]]:
+def media_as_collated(layout: BatchLayout, batch: Batch, rows: Sequence[int]) -> dict[int, BatchDict]:
     """Returns the media of rows whose pre-split microbatch pads them to another size than the whole batch.
 
     The keys are places among ``rows``.
@@ -457,7 +460,7 @@ def media_as_collated(layout: BatchLayout, batch: Batch, rows: Sequence[int]) ->
     if len(microbatches) < 2:
         return {}
     starts = [0, *accumulate(num_rows(microbatch) for microbatch in microbatches)]
-    collated: dict[int, dict[str, Any]] = {}
+    collated: dict[int, BatchDict] = {}
     for place, row in enumerate(rows):
         number = bisect_right(starts, row) - 1
         microbatch = without_metadata(microbatches[number])
@@ -478,7 +481,7 @@ def _has_label_to_predict(batch: Batch) -> bool:
     return False
 
 
-def lengthened(layout: BatchLayout, rows: dict[str, Any]) -> dict[str, Any]:
+def lengthened(layout: BatchLayout, rows: BatchDict) -> BatchDict:
     """Repeats the token of each row, if all rows have only one: a causal model has no loss on such rows.
 
     Rows with media stay as they are, because a placeholder cannot be repeated.
@@ -502,7 +505,7 @@ def lengthened(layout: BatchLayout, rows: dict[str, Any]) -> dict[str, Any]:
     return longer
 
 
-def _with_labels(layout: BatchLayout, batch: dict[str, Any]) -> dict[str, Any]:
+def _with_labels(layout: BatchLayout, batch: BatchDict) -> BatchDict:
     """Puts labels on all tokens of a row except the first: a leak may show only at some of them.
 
     Rows with media keep their labels, because a model may not count placeholders. So does the row with the longest
@@ -531,7 +534,7 @@ def _with_labels(layout: BatchLayout, batch: dict[str, Any]) -> dict[str, Any]:
     return {**batch, 'labels': labels}
 
 
-def with_unequal_row(layout: BatchLayout, rows: dict[str, Any], rule: str) -> dict[str, Any]:
+def with_unequal_row(layout: BatchLayout, rows: BatchDict, rule: str) -> BatchDict:
     """Adds a row with fewer or more labels, if the rows have nearly the same number.
 
     If rows have the same number of tokens a mean of the rows' means is a mean over tokens, and the check shows nothing.

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
@@ -46,8 +46,10 @@ VARIATION = 0.8
 one input."""
 
 Outputs: TypeAlias = Any
-"""What a model returns: hosts have no type for it."""
-ForwardHook: TypeAlias = Callable[[Module, Any, Any], Any]
+"""The outputs of a model. Hosts have no type for them."""
+Loss: TypeAlias = Any
+"""A loss as a model returns it: a tensor, a sequence or a dict."""
+ForwardHook: TypeAlias = Callable[[Module, object, Any], Tensor | None]
 """Takes a module, its inputs and its output."""
 
 
@@ -55,21 +57,17 @@ ForwardHook: TypeAlias = Callable[[Module, Any, Any], Any]
 class ProbeResult:
     """The result of one forward of a few rows."""
 
+    # Sum of the loss terms of each unit that must not depend on the cut: ``'tokens'``, ``'samples'``.
     losses: Mapping[str, float]
-    """Sum of the loss terms of each unit that must not depend on the cut: ``'tokens'``, ``'samples'``."""
+    # Gradients of these sums by the outputs of the last layers, ``(rows, width, entries)`` each: by the states
+    # before the logits and by the logits. None if a loss does not depend on an output.
     gradients: Mapping[str, Sequence[Tensor | None]]
-    """Gradients of these sums by the outputs of the last layers, ``(rows, width, entries)`` each: by the states before
-    the logits and by the logits. None if a loss does not depend on an output."""
+    # The weights of tokens, if targets were passed and the loss is made of the logits.
     measured: MeasuredTokens | None
-    """The weights of tokens, if targets were passed and the loss is made of the logits."""
-    vocabulary: int | None
-    """Number of logits at a position, if targets were passed and the model returns logits."""
-    has_logits: bool | None
-    """Whether the loss treats the output as logits. None: nothing can be said."""
-    eps: float
-    """Machine epsilon of the loss, the one of float32 or a coarser one."""
-    gradient_eps: float
-    """Machine epsilon of the coarsest gradient."""
+    vocabulary: int | None  # number of logits at a position, if targets were passed and the model returns logits
+    has_logits: bool | None  # whether the loss treats the output as logits. None: nothing can be said
+    eps: float  # machine epsilon of the loss, the one of float32 or a coarser one
+    gradient_eps: float  # machine epsilon of the coarsest gradient
 
     @property
     def is_nan(self) -> bool:
@@ -114,10 +112,10 @@ class Probe:
     def __init__(
         self,
         forward: Callable[[Batch], Outputs],
-        loss: Callable[[Outputs, Batch], Any],
+        loss: Callable[[Outputs, Batch], Loss],
         model: Module,
-        precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        terms: Callable[[Any, Outputs], Mapping[str, Tensor]] | None = None,
+        precision: Callable[[], AbstractContextManager[object]] = nullcontext,
+        terms: Callable[[Loss, Outputs], Mapping[str, Tensor]] | None = None,
     ) -> None:
         self.model = model
         self._forward_model = forward
@@ -178,7 +176,7 @@ class Probe:
         """Runs twice. This shows which layers are the last, and whether the loss is random."""
         outputs: list[tuple[Module, Tensor]] = []
 
-        def note(module: Module, args: Any, output: Any) -> None:
+        def note(module: Module, args: object, output: object) -> None:
             if _is_of_positions(output, batch):
                 outputs.append((module, output.detach()[:1, :1]))  # a view: it has size and address, not the memory
 
@@ -370,7 +368,7 @@ class _VariedWeights:
                     hooks.enter_context(module.register_forward_hook(self._hide, always_call=True))
             yield
 
-    def _show(self, module: Module, args: Any) -> None:
+    def _show(self, module: Module, args: object) -> None:
         if module not in self._names:
             # Not before a forward has reached the module: FSDP has the whole weight only then.
             names = []
@@ -383,7 +381,7 @@ class _VariedWeights:
             if name not in vars(module):  # a module may call itself
                 vars(module)[name] = _varied(getattr(module, name))
 
-    def _hide(self, module: Module, args: Any, output: Any) -> None:
+    def _hide(self, module: Module, args: object, output: object) -> None:
         for name in self._names.get(module, ()):
             vars(module).pop(name, None)
 
@@ -431,7 +429,7 @@ def _golden_numbers(size: int, dtype: torch.dtype, device: torch.device) -> Tens
 class _NoDropout(TorchFunctionMode):
     """Switches off every dropout of torch, in attention too."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         """Calls the function with a dropout probability of 0."""
         kwargs = kwargs or {}
         name = getattr(func, '__name__', '')
@@ -455,7 +453,7 @@ def _graph_from(layers: Sequence[Module], batch: Batch) -> Iterator[dict[Module,
     """
     leaves: dict[Module, Tensor] = {}
 
-    def start_graph(module: Module, args: Any, output: Any) -> Tensor | None:
+    def start_graph(module: Module, args: object, output: object) -> Tensor | None:
         if not _is_of_positions(output, batch):
             return None
         torch.set_grad_enabled(module is layers[-1])
@@ -466,7 +464,7 @@ def _graph_from(layers: Sequence[Module], batch: Batch) -> Iterator[dict[Module,
         yield leaves
 
 
-def _rounded(module: Module, args: Any, output: Any) -> Tensor | None:
+def _rounded(module: Module, args: object, output: object) -> Tensor | None:
     """Returns a layer's output with each entry moved by its last digit, up or down; a forward hook."""
     if not isinstance(output, Tensor) or not output.dtype.is_floating_point:
         return None
@@ -475,7 +473,7 @@ def _rounded(module: Module, args: Any, output: Any) -> Tensor | None:
     return output * factors.to(output.dtype)
 
 
-def _loss_of(loss: Callable[[Outputs, Batch], Any], outputs: Outputs, batch: Batch) -> Any:
+def _loss_of(loss: Callable[[Outputs, Batch], Loss], outputs: Outputs, batch: Batch) -> Any:
     try:
         return loss(outputs, batch)
     except KeyError as error:
@@ -515,7 +513,7 @@ def _coarsest_eps(tensors: Iterable[Tensor]) -> float:
     return coarsest
 
 
-def _is_of_positions(output: Any, batch: Batch) -> bool:
+def _is_of_positions(output: object, batch: Batch) -> TypeGuard[Tensor]:
     """Returns whether a layer's output has a vector for every position of the labels."""
     if not isinstance(output, Tensor) or not output.dtype.is_floating_point or output.dim() != 3:
         return False

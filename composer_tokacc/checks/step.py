@@ -87,33 +87,24 @@ class TokenChoice:
 class MicrobatchRecord:
     """Counts of a microbatch from the CPU, and observations from its backward."""
 
-    batch: Batch
-    """On the device."""
+    batch: Batch  # on the device
     rule: str
     num_tokens: int
-    loss_weight: float = 0.0
-    """The sum of the weights of its tokens."""
+    loss_weight: float = 0.0  # the sum of the weights of its tokens
     num_samples: int = 1
+    # Number of microbatches that this rank makes of the step, if a loss term is divided by it.
     num_microbatches: int | None = None
-    """Number of microbatches that this rank makes of the step, if a loss term is divided by it."""
-    composers_weight: float = 1.0
-    """The factor that Composer should apply to its loss."""
-    has_bypass: bool = False
-    """Whether its loss has a term that is not made of the logits."""
-    factor: Tensor | None = None
-    """The factor that was applied to its loss."""
-    token_loss: Tensor | None = None
-    """The sum of the losses of its tokens, if tokens have weights."""
-    was_reached: bool = False
-    """Whether a gradient came to its logits."""
+    composers_weight: float = 1.0  # the factor that Composer should apply to its loss
+    has_bypass: bool = False  # whether its loss has a term that is not made of the logits
+    factor: Tensor | None = None  # the factor that was applied to its loss
+    token_loss: Tensor | None = None  # the sum of the losses of its tokens, if tokens have weights
+    was_reached: bool = False  # whether a gradient came to its logits
+    # By how much the gradient of each measured token is off, in parts of a plain token's weight, ``(tokens,)``.
     deviations: Tensor | None = None
-    """By how much the gradient of each measured token is off, in parts of a plain token's weight, ``(tokens,)``."""
+    # Where the measured tokens are predicted, counted through all rows. None: every position was measured.
     positions: Tensor | None = None
-    """Where the measured tokens are predicted, counted through all rows. None: every position was measured."""
-    count: Tensor | None = None
-    """Number of all loss-generating tokens, ``()``."""
-    tolerance: float = 0.0
-    """Largest deviation that round-off explains."""
+    count: Tensor | None = None  # number of all loss-generating tokens, ``()``
+    tolerance: float = 0.0  # largest deviation that round-off explains
 
     def watch(self, logits: Tensor, weights: Tensor | None, unit: float | None, *, is_whole: bool) -> None:
         """Measures tokens when the gradient by the logits comes.
@@ -200,12 +191,9 @@ class StepCheck:
     num_tokens: int
     num_samples: int
     loss_weight: float
-    is_weighted: bool = False
-    """Whether tokens may have weights."""
-    has_bypass: bool | None = None
-    """Whether the loss has terms that are not made of the logits. None: not known yet."""
-    gradient_scale: float = 1.0
-    """Of mixed precision."""
+    is_weighted: bool = False  # whether tokens may have weights
+    has_bypass: bool | None = None  # whether the loss has terms that are not made of the logits. None: not known yet
+    gradient_scale: float = 1.0  # of mixed precision
     records: list[MicrobatchRecord] = field(default_factory=list)
 
     @property

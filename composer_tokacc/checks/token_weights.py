@@ -140,7 +140,7 @@ class TokenWeightsReport:
             return torch.full((2,), -torch.inf)
         return torch.stack([sizes.max(), -sizes.min()])
 
-    def _watch(self, module: torch.nn.Module, args: Any, outputs: Any, *, is_outer: bool) -> None:
+    def _watch(self, module: torch.nn.Module, args: object, outputs: Any, *, is_outer: bool) -> None:
         """Measures the gradient of a forward's logits when it comes; a forward hook."""
         if not torch.is_grad_enabled() or not self._is_open:
             return

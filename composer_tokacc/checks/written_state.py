@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from torch.nn import Module
 
 PERTURBATION = 0.1
 """Relative size of the noise that is added to a state."""
+Namespace: TypeAlias = MutableMapping[str, Any]
+"""The buffers, parameters or attributes of a module."""
+
 LARGEST_COPY = 2**22
 """Larger tensors are not copied, such as the weights of a quantised model, which may be buffers."""
 SMALLEST_STATE = 1e-2
@@ -32,7 +35,7 @@ class WrittenState(NamedTuple):
     """A state that was written, with its new value."""
 
     name: str
-    container: MutableMapping[str, Any]  # buffers, parameters or attributes of a module
+    container: Namespace
     key: str
     value: Tensor | float
 
@@ -40,7 +43,7 @@ class WrittenState(NamedTuple):
 @dataclass
 class _StateEntry:
     name: str
-    container: MutableMapping[str, Any]
+    container: Namespace
     key: str
     value: Tensor | float
     version: int | None = None  # number of writes of a tensor so far
@@ -143,7 +146,7 @@ def _entries_of(model: Module) -> Iterator[_StateEntry]:
                 yield _StateEntry(prefix + key, attributes, key, value)
 
 
-def _tensor_entry(name: str, container: Any, key: str, value: Tensor, *, copies: bool) -> _StateEntry:
+def _tensor_entry(name: str, container: Namespace, key: str, value: Tensor, *, copies: bool) -> _StateEntry:
     copied = value.detach().clone() if copies and value.numel() <= LARGEST_COPY else None
     return _StateEntry(name, container, key, value, _version_of(value), copied)
 
@@ -153,6 +156,6 @@ def _version_of(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> TypeGuard[Tensor]:
     # Ranks hold parts of a DTensor, and FSDP replaces it during a forward.
     return isinstance(value, Tensor) and not isinstance(value, DTensor) and not value.is_meta

@@ -37,7 +37,8 @@ LARGEST_HEAD = 256
 """Largest head size of both kernels for half precision."""
 
 HostFunction: TypeAlias = Callable[..., Any]
-"""A function of a host: transformers has no types for its masks and attention."""
+"""A function of a host. Transformers has no types for its masks and attention."""
+HostMask: TypeAlias = Any
 
 
 class DocumentAttention:
@@ -155,13 +156,13 @@ class _Run(NamedTuple):
 
     length: int
     count: int
-    mask: Any  # of the host's attention
+    mask: HostMask
 
 
 class _Documents:
     """The mask of a packed row, as the layers receive it."""
 
-    def __init__(self, lengths: list[int], masks: Sequence[Any]) -> None:
+    def __init__(self, lengths: list[int], masks: Sequence[HostMask]) -> None:
         self.runs: list[_Run] = []
         documents = zip(lengths, masks, strict=True)
         for (length, _), group in groupby(documents, key=lambda document: (document[0], id(document[1]))):
@@ -199,7 +200,7 @@ def _lengths_of(documents: Tensor) -> list[int]:
     return cached
 
 
-def _masks(plain: str, **arguments: Any) -> Any:
+def _masks(plain: str, **arguments: Any) -> HostMask:
     """Makes the masks of our attention. Transformers calls it in place of the plain mask function.
 
     The argument ``attention_mask`` is bool: ``(rows, width)``, or ``(documents, width)`` for a packed row.
@@ -324,9 +325,9 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Any,
+    attention_mask: HostMask,
     **kwargs: Any,
-) -> tuple[Tensor, Any]:
+) -> tuple[Tensor, None]:
     """Is our attention function, as transformers calls it. States are ``(1, heads, tokens, size)``."""
     attend = _plain_attention(plain, module)
     documents = attention_mask
