@@ -229,7 +229,11 @@ class RowComparison(Generic[RulesT]):
             if failure is not None:
                 raise RuntimeError(failure.text)
 
-    def _failure(self, cutter: Cutter[RulesT] | None, rules: RulesT | None) -> Failure | None:
+    def _failure(
+        self,
+        cutter: Cutter[RulesT] | None,
+        rules: RulesT | None,
+    ) -> Failure | None:
         """Returns the failure of the first microbatch that has one. Without a cutter rows are only selected."""
         is_packed = rules is not None and bool(rules.packing)
         cut_kind = CutKind.PACKED if is_packed else CutKind.SINGLE_ROW
@@ -265,7 +269,13 @@ class RowComparison(Generic[RulesT]):
             return self._loss_failure(parts)
         return None
 
-    def _not_accepted(self, rows: Sequence[int], error: Exception, *, is_packed: bool) -> Failure:
+    def _not_accepted(
+        self,
+        rows: Sequence[int],
+        error: Exception,
+        *,
+        is_packed: bool,
+    ) -> Failure:
         reason = str(error).rstrip('.')
         if is_packed:
             text = f'The model must take packed rows, got: {reason}. Set `packing=False` (docs/errors.md#packing).'
@@ -273,7 +283,12 @@ class RowComparison(Generic[RulesT]):
             text = f'The model must take {sample_name(self._rows, rows[0])} by itself, got: {reason}.'
         return Failure(FailureKind.NOT_ACCEPTED, text, reason)
 
-    def _aligned(self, batch: Batch, result: ProbeResult, rows: Sequence[int]) -> RowGradients:
+    def _aligned(
+        self,
+        batch: Batch,
+        result: ProbeResult,
+        rows: Sequence[int],
+    ) -> RowGradients:
         """Returns the gradients of each row, in the columns of the uncut rows, times the denominator of the unit."""
         aligned: RowGradients = {}
         for unit, points in result.gradients.items():
@@ -297,7 +312,12 @@ class RowComparison(Generic[RulesT]):
 
     # The differences.
 
-    def _difference(self, gradients: RowGradients, rows: Sequence[int], cut_kind: CutKind) -> Failure | None:
+    def _difference(
+        self,
+        gradients: RowGradients,
+        rows: Sequence[int],
+        cut_kind: CutKind,
+    ) -> Failure | None:
         """Returns the failure if gradients of rows differ from the expected ones by more than round-off."""
         for point, row_gradients in gradients.items():
             all_expected = self._expected[point]
@@ -435,7 +455,11 @@ def _factors(gradients: Tensor, expected: Tensor) -> Tensor:
     return torch.where(has_factor, products / squares, 1.0)
 
 
-def _relative_errors(gradients: Tensor, expected: Tensor, largest: float | None = None) -> Tensor:
+def _relative_errors(
+    gradients: Tensor,
+    expected: Tensor,
+    largest: float | None = None,
+) -> Tensor:
     """Returns the norm of each row's difference divided by the norm of the expected gradient; ``(rows,)``.
 
     ``largest`` is the largest norm of all rows. The default is the largest of these rows.

@@ -44,6 +44,11 @@ class Cutter(Protocol[RulesT]):
         """Yields the rules to try on such rows, the cheapest first. ``known`` are the rules found on other rows."""
         ...
 
-    def assemble(self, facts: RowFacts, rows: Sequence[int], rules: RulesT) -> Batch:
+    def assemble(
+        self,
+        facts: RowFacts,
+        rows: Sequence[int],
+        rules: RulesT,
+    ) -> Batch:
         """Returns the microbatch of some rows, cut and packed by the rules."""
         ...

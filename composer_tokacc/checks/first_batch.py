@@ -127,7 +127,11 @@ class FirstBatchCheck:
     @overload
     def prove(self, batch: Batch, cutter: None) -> None: ...
 
-    def prove(self, batch: Batch, cutter: Cutter[RulesT] | None) -> RulesT | None:
+    def prove(
+        self,
+        batch: Batch,
+        cutter: Cutter[RulesT] | None,
+    ) -> RulesT | None:
         """Returns the rules by which rows may be cut. It checks rows of every kind that was not checked yet.
 
         A collective. ``batch`` is the batch of this rank, on the CPU. Without a cutter rows are only compared with
@@ -259,7 +263,12 @@ class FirstBatchCheck:
 # The loss rule.
 
 
-def find_loss_rule(probe: Probe, row: Batch, *, loss_tokens: str = 'auto') -> str:
+def find_loss_rule(
+    probe: Probe,
+    row: Batch,
+    *,
+    loss_tokens: str = 'auto',
+) -> str:
     """Finds the rule by which the model counts labels, or confirms the given one: the gradient is at these labels.
 
     The rule depends on the model class and the version of transformers, and a wrong rule shows nowhere else.
@@ -356,7 +365,15 @@ def _any_token(rows: Batch) -> int:
 
 
 def _names_of(kinds: Sequence[int]) -> set[str]:
-    return {name for name, number in zip(ROW_KINDS, kinds, strict=True) if number}
+    return {
+        name
+        for name, number in zip(
+            ROW_KINDS,
+            kinds,
+            strict=True,
+        )
+        if number
+    }
 
 
 def _listed(is_marked: Tensor) -> str:
@@ -395,7 +412,12 @@ class Criterion:
     """Of each row: the row of the lowest cost is chosen."""
 
 
-def chosen_rows(layout: BatchLayout, batch: Batch, wanted_kinds: set[str], max_rows: int) -> list[int]:
+def chosen_rows(
+    layout: BatchLayout,
+    batch: Batch,
+    wanted_kinds: set[str],
+    max_rows: int,
+) -> list[int]:
     """Returns the numbers of a few rows that differ from each other, first those of the wanted kinds."""
     facts = describe(layout, batch)
     labels = labels_of(batch)
@@ -424,7 +446,11 @@ def _wanted_modalities(wanted_kinds: Iterable[str]) -> list[str]:
     return [modality for modality in MODALITIES if any(kind.startswith(modality) for kind in kinds)]
 
 
-def _criteria(facts: RowFacts, labels: Tensor, wanted_kinds: set[str]) -> list[Criterion]:
+def _criteria(
+    facts: RowFacts,
+    labels: Tensor,
+    wanted_kinds: set[str],
+) -> list[Criterion]:
     """Returns why rows are worth a check, the most important reason first."""
     lengths = facts.lengths
     criteria = [
@@ -441,7 +467,11 @@ def _criteria(facts: RowFacts, labels: Tensor, wanted_kinds: set[str]) -> list[C
     if wanted_kinds & {'holes', 'holes beside media'}:
         criteria.append(Criterion('a row with a hole', [not has_hole for has_hole in facts.has_hole]))
     has_label_behind_padding = []
-    for column, row_labels in zip(facts.real.int().argmax(dim=1).tolist(), labels, strict=True):
+    for column, row_labels in zip(
+        facts.real.int().argmax(dim=1).tolist(),
+        labels,
+        strict=True,
+    ):
         is_inside = 0 < column < len(row_labels)
         has_label_behind_padding.append(is_inside and int(row_labels[column]) != IGNORE_INDEX)
     # The padding before it predicts this label, so it is the hardest one to keep.
@@ -451,7 +481,11 @@ def _criteria(facts: RowFacts, labels: Tensor, wanted_kinds: set[str]) -> list[C
     return criteria
 
 
-def media_as_collated(layout: BatchLayout, batch: Batch, rows: Sequence[int]) -> dict[int, BatchDict]:
+def media_as_collated(
+    layout: BatchLayout,
+    batch: Batch,
+    rows: Sequence[int],
+) -> dict[int, BatchDict]:
     """Returns the media of rows whose pre-split microbatch pads them to another size than the whole batch.
 
     The keys are places among ``rows``.

@@ -158,7 +158,12 @@ def places_of(ordinals: Tensor, numbers: range) -> Tensor:
     ``ordinals`` is the running sum of the mask. ``nonzero()`` would make the host wait for the device. If the mask has
     fewer entries the last index is returned.
     """
-    wanted_ordinals = torch.arange(numbers.start, numbers.stop, numbers.step, device=ordinals.device)
+    wanted_ordinals = torch.arange(
+        numbers.start,
+        numbers.stop,
+        numbers.step,
+        device=ordinals.device,
+    )
     return torch.searchsorted(ordinals, wanted_ordinals).clamp_(max=len(ordinals) - 1)
 
 
@@ -186,8 +191,20 @@ def measure(
         direction = _plain_gradient(part_logits, part_targets)
         square = direction.square().sum(dim=-1)  # norm() of 32,000 numbers has an error of 3e-6 on a CPU
         weights = torch.linalg.vecdot(part_gradient, direction) / square.clamp(min=TINY)
-        remainder = torch.addcmul(part_gradient, weights[:, None], direction, value=-1)
-        parts.append(MeasuredTokens(weights, part_targets, square.sqrt(), remainder.norm(dim=-1)))
+        remainder = torch.addcmul(
+            part_gradient,
+            weights[:, None],
+            direction,
+            value=-1,
+        )
+        parts.append(
+            MeasuredTokens(
+                weights,
+                part_targets,
+                square.sqrt(),
+                remainder.norm(dim=-1),
+            )
+        )
     shape = logits.shape[:2]
     return MeasuredTokens(
         weights=torch.cat([part.weights for part in parts]).view(shape),
@@ -224,7 +241,15 @@ def sketch(gradient: Tensor) -> Tensor:
     if size <= SKETCH_WIDTH:
         return gradient.float().cpu()
     generator = torch.Generator().manual_seed(size)
-    signs = torch.randint(2, (size, SKETCH_WIDTH), generator=generator).mul_(2).sub_(1)
+    signs = (
+        torch.randint(
+            2,
+            (size, SKETCH_WIDTH),
+            generator=generator,
+        )
+        .mul_(2)
+        .sub_(1)
+    )
     num_missing = -size % SKETCH_BLOCK
     padded_signs = F.pad(signs.to(gradient.device).float(), (0, 0, 0, num_missing))
     blocks_of_signs = padded_signs.unflatten(0, (-1, SKETCH_BLOCK))  # (blocks, entries, sums)
@@ -242,7 +267,13 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     flat_targets = targets.flatten()
     parts = []
     for part, part_logits in _float_parts(logits):
-        parts.append(F.cross_entropy(part_logits, flat_targets[part], reduction='none'))
+        parts.append(
+            F.cross_entropy(
+                part_logits,
+                flat_targets[part],
+                reduction='none',
+            )
+        )
     return torch.cat(parts).view(targets.shape)
 
 
@@ -336,7 +367,12 @@ def _read_targets(gradient: Tensor, *, tolerance: float) -> Tensor:
 def _plain_gradient(logits: Tensor, targets: Tensor) -> Tensor:
     """Returns softmax - onehot, the gradient of the cross-entropy at each position; 0 without a target."""
     direction = logits.softmax(dim=-1)
-    direction.scatter_(1, targets.clamp(min=0)[:, None], -1.0, reduce='add')
+    direction.scatter_(
+        1,
+        targets.clamp(min=0)[:, None],
+        -1.0,
+        reduce='add',
+    )
     return direction.mul_((targets != IGNORE_INDEX)[:, None])
 
 
@@ -351,5 +387,9 @@ def _float_parts(tensor: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 def _float_part_pairs(logits: Tensor, gradient: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yields some positions at a time of logits and their gradient."""
-    for (part, part_logits), (_, part_gradient) in zip(_float_parts(logits), _float_parts(gradient), strict=True):
+    for (part, part_logits), (_, part_gradient) in zip(
+        _float_parts(logits),
+        _float_parts(gradient),
+        strict=True,
+    ):
         yield part, part_logits, part_gradient

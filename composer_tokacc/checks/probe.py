@@ -74,7 +74,12 @@ class ProbeResult:
         """Whether a loss is not a number. Then the gradients say nothing."""
         return any(math.isnan(loss) for loss in self.losses.values())
 
-    def is_same_loss(self, unit: str, other: float, noise: float = 0.0) -> bool:
+    def is_same_loss(
+        self,
+        unit: str,
+        other: float,
+        noise: float = 0.0,
+    ) -> bool:
         """Returns whether another loss differs only by round-off."""
         loss = self.losses[unit]
         return abs(other - loss) <= NOISE_FACTOR * noise + ROUNDING_FLOOR * self.eps * (1 + abs(loss))
@@ -85,12 +90,24 @@ class ProbeResult:
         for unit, loss in self.losses.items():
             distances.append(abs(other.losses[unit] - loss) / (1 + abs(loss)))
         for unit, gradients in self.gradients.items():
-            for gradient, other_gradient in zip(gradients, other.gradients[unit], strict=True):
+            for gradient, other_gradient in zip(
+                gradients,
+                other.gradients[unit],
+                strict=True,
+            ):
                 if gradient is None or other_gradient is None:
                     continue
                 difference = float((other_gradient - gradient).norm())
                 distances.append(difference / max(float(gradient.norm()), torch.finfo(torch.float32).tiny))
         return max(math.inf if math.isnan(distance) else distance for distance in distances)
+
+
+class _LayerOutput(NamedTuple):
+    """Size and address of an output that has a vector for every position."""
+
+    module: Module
+    size: int
+    address: int
 
 
 class _Forward(NamedTuple):
@@ -149,7 +166,11 @@ class Probe:
     def from_model(cls, model: Any) -> Probe:
         """Makes a probe of a ComposerModel, or of a Hugging Face model that computes its own loss."""
         if hasattr(model, 'eval_forward'):
-            return cls(model, lambda outputs, batch: model.loss(outputs, batch), model)
+            return cls(
+                model,
+                lambda outputs, batch: model.loss(outputs, batch),
+                model,
+            )
         names = inspect.signature(model.forward).parameters
 
         def forward(batch: Batch) -> Outputs:
@@ -158,7 +179,13 @@ class Probe:
 
         return cls(forward, lambda outputs, batch: outputs['loss'], model)
 
-    def run(self, batch: Batch, *, targets: Tensor | None = None, rounded: bool = False) -> ProbeResult:
+    def run(
+        self,
+        batch: Batch,
+        *,
+        targets: Tensor | None = None,
+        rounded: bool = False,
+    ) -> ProbeResult:
         """Runs a batch eagerly. Random numbers, modes and buffers stay as they were.
 
         Args:
@@ -174,19 +201,20 @@ class Probe:
 
     def _find_last_layers(self, batch: Batch) -> None:
         """Runs twice. This shows which layers are the last, and whether the loss is random."""
-        outputs: list[tuple[Module, Tensor]] = []
+        outputs: list[_LayerOutput] = []
 
         def note(module: Module, args: object, output: object) -> None:
+            # Not the output itself, so that its memory is freed.
             if _is_of_positions(output, batch):
-                outputs.append((module, output.detach()[:1, :1]))  # a view: it has size and address, not the memory
+                outputs.append(_LayerOutput(module, output.shape[-1], output.data_ptr()))
 
         with _hooked(_leaves(self._modules), note):
             first = self._run(batch, seed=1)
         # The output of the model may be changed once more, and the head of a teacher may come after the model's own.
-        same_size = [place for place, (_, view) in enumerate(outputs) if view.shape[-1] == self._output_size]
-        same_memory = [place for place in same_size if outputs[place][1].data_ptr() == self._output_address]
+        same_size = [place for place, output in enumerate(outputs) if output.size == self._output_size]
+        same_memory = [place for place in same_size if outputs[place].address == self._output_address]
         last = (same_memory or same_size or [len(outputs)])[-1]
-        self._layers = [module for module, _ in outputs[max(last - 1, 0) : last + 1]]
+        self._layers = [output.module for output in outputs[max(last - 1, 0) : last + 1]]
         second = self._run(batch)
         self.is_random = not all(second.is_same_loss(unit, loss) for unit, loss in first.losses.items())
         self.judge_written_state(batch)
@@ -244,7 +272,7 @@ class Probe:
     ) -> ProbeResult:
         """Runs a batch as in training. ``keeps_state``: leaves the state of the model as the forward wrote it."""
         while True:
-            guard = _random_state_kept() if keeps_state else undisturbed(self.model)
+            guard = undisturbed(self.model, restores_buffers=not keeps_state)
             try:
                 with torch.no_grad(), guard, self._as_probed(seed):
                     forward = self._watched_forward(batch, rounded=rounded)
@@ -381,7 +409,12 @@ class _VariedWeights:
             if name not in vars(module):  # a module may call itself
                 vars(module)[name] = _varied(getattr(module, name))
 
-    def _hide(self, module: Module, args: object, output: object) -> None:
+    def _hide(
+        self,
+        module: Module,
+        args: object,
+        output: object,
+    ) -> None:
         for name in self._names.get(module, ()):
             vars(module).pop(name, None)
 
@@ -413,12 +446,21 @@ def _varied(weight: Tensor) -> Tensor:
     num_rows, num_columns = entries.shape
     rows = _golden_numbers(num_rows, weight.dtype, weight.device)
     columns = _golden_numbers(num_columns, weight.dtype, weight.device)
-    varied = torch.addcmul(entries, rows[:, None], columns, value=VARIATION / num_columns**0.5)
+    varied = torch.addcmul(
+        entries,
+        rows[:, None],
+        columns,
+        value=VARIATION / num_columns**0.5,
+    )
     return varied.view(weight.shape)
 
 
 @cache
-def _golden_numbers(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _golden_numbers(
+    size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
     """Returns numbers between 0 and 1, the same on all ranks and devices: multiples of the golden ratio."""
     return (torch.arange(1, size + 1) * 0.618034 % 1).to(device, dtype)
 
@@ -429,14 +471,26 @@ def _golden_numbers(size: int, dtype: torch.dtype, device: torch.device) -> Tens
 class _NoDropout(TorchFunctionMode):
     """Switches off every dropout of torch, in attention too."""
 
-    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Any,
+        types: object,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         """Calls the function with a dropout probability of 0."""
         kwargs = kwargs or {}
         name = getattr(func, '__name__', '')
         if 'dropout' in name:
             return args[0] if args else kwargs['input']
         if name == 'scaled_dot_product_attention':
-            options = dict(zip(('dropout_p', 'is_causal'), args[4:], strict=False))
+            options = dict(
+                zip(
+                    ('dropout_p', 'is_causal'),
+                    args[4:],
+                    strict=False,
+                )
+            )
             options.update(kwargs)
             options['dropout_p'] = 0.0
             return func(*args[:4], **options)
@@ -453,7 +507,11 @@ def _graph_from(layers: Sequence[Module], batch: Batch) -> Iterator[dict[Module,
     """
     leaves: dict[Module, Tensor] = {}
 
-    def start_graph(module: Module, args: object, output: object) -> Tensor | None:
+    def start_graph(
+        module: Module,
+        args: object,
+        output: object,
+    ) -> Tensor | None:
         if not _is_of_positions(output, batch):
             return None
         torch.set_grad_enabled(module is layers[-1])
@@ -464,7 +522,11 @@ def _graph_from(layers: Sequence[Module], batch: Batch) -> Iterator[dict[Module,
         yield leaves
 
 
-def _rounded(module: Module, args: object, output: object) -> Tensor | None:
+def _rounded(
+    module: Module,
+    args: object,
+    output: object,
+) -> Tensor | None:
     """Returns a layer's output with each entry moved by its last digit, up or down; a forward hook."""
     if not isinstance(output, Tensor) or not output.dtype.is_floating_point:
         return None
@@ -473,7 +535,11 @@ def _rounded(module: Module, args: object, output: object) -> Tensor | None:
     return output * factors.to(output.dtype)
 
 
-def _loss_of(loss: Callable[[Outputs, Batch], Loss], outputs: Outputs, batch: Batch) -> Any:
+def _loss_of(
+    loss: Callable[[Outputs, Batch], Loss],
+    outputs: Outputs,
+    batch: Batch,
+) -> Any:
     try:
         return loss(outputs, batch)
     except KeyError as error:
@@ -502,7 +568,12 @@ def _gradients(loss: Tensor, points: Sequence[Tensor]) -> Sequence[Tensor | None
     if not points or not loss.requires_grad:
         return [None] * len(points)
     with torch.enable_grad():
-        return torch.autograd.grad(loss.float().mean(), points, allow_unused=True, retain_graph=True)
+        return torch.autograd.grad(
+            loss.float().mean(),
+            points,
+            allow_unused=True,
+            retain_graph=True,
+        )
 
 
 def _coarsest_eps(tensors: Iterable[Tensor]) -> float:
@@ -548,11 +619,11 @@ def _random_state_kept() -> Iterator[None]:
 
 
 @contextmanager
-def undisturbed(model: Module) -> Iterator[None]:
+def undisturbed(model: Module, *, restores_buffers: bool = True) -> Iterator[None]:
     """Restores random state and buffers, so that a run is the same with and without the forwards in between."""
     modules = list(model.modules())  # walking them is slow, so it is done once
     buffers: list[tuple[Tensor, Tensor]] = []
-    if model.training:
+    if model.training and restores_buffers:
         for module in modules:
             buffers += [(buffer, buffer.clone()) for buffer in module.buffers(recurse=False)]
     try:

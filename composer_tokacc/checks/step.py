@@ -106,7 +106,14 @@ class MicrobatchRecord:
     count: Tensor | None = None  # number of all loss-generating tokens, ``()``
     tolerance: float = 0.0  # largest deviation that round-off explains
 
-    def watch(self, logits: Tensor, weights: Tensor | None, unit: float | None, *, is_whole: bool) -> None:
+    def watch(
+        self,
+        logits: Tensor,
+        weights: Tensor | None,
+        unit: float | None,
+        *,
+        is_whole: bool,
+    ) -> None:
         """Measures tokens when the gradient by the logits comes.
 
         Args:
@@ -116,7 +123,16 @@ class MicrobatchRecord:
             is_whole: Whether to measure all tokens, or only some.
         """
         # Detached, because a graph whose hook holds its own logits is never freed.
-        on_gradient(logits, partial(self._measure, logits.detach(), weights, unit, is_whole))
+        on_gradient(
+            logits,
+            partial(
+                self._measure,
+                logits.detach(),
+                weights,
+                unit,
+                is_whole,
+            ),
+        )
 
     def observe(self, gradient: Tensor) -> None:
         """Notes the gradient of the scaled loss, which is the weight that Composer applied; a tensor hook."""
@@ -138,16 +154,32 @@ class MicrobatchRecord:
         if is_whole:
             targets = targets_of(self.batch, self.rule)
             self.count = (targets != IGNORE_INDEX).sum()
-            self.deviations = deviations(unit, logits, gradient, targets, weights).flatten()
+            self.deviations = deviations(
+                unit,
+                logits,
+                gradient,
+                targets,
+                weights,
+            ).flatten()
         else:
             self._measure_some(logits, weights, unit, gradient)
 
-    def _measure_some(self, logits: Tensor, weights: Tensor | None, unit: float, gradient: Tensor) -> None:
+    def _measure_some(
+        self,
+        logits: Tensor,
+        weights: Tensor | None,
+        unit: float,
+        gradient: Tensor,
+    ) -> None:
         ordinals = loss_mask(self.batch, self.rule).flatten().cumsum(dim=0)
         self.count = ordinals[-1]
         # Tokens are chosen by their number, because the host knows how many there are. So nothing waits for the device.
         step = -(-self.num_tokens // NUM_SAMPLED)
-        numbers = range(1 + CHOICE.randrange(step), self.num_tokens + 1, step)
+        numbers = range(
+            1 + CHOICE.randrange(step),
+            self.num_tokens + 1,
+            step,
+        )
         label_positions = places_of(ordinals, numbers)
         # The position before a label is in the same row, because column 0 never counts.
         self.positions = label_positions if self.rule == 'unshifted' else label_positions - 1
@@ -211,8 +243,18 @@ class StepCheck:
             self._check_reached()
         observed = self._read()
         self._check_totals(observed)
-        self._check_each('Labels', observed.tokens, lambda record: record.num_tokens, tolerance=0)
-        self._check_each('Weights', observed.weights, lambda record: record.loss_weight, tolerance=WEIGHT_TOLERANCE)
+        self._check_each(
+            'Labels',
+            observed.tokens,
+            lambda record: record.num_tokens,
+            tolerance=0,
+        )
+        self._check_each(
+            'Weights',
+            observed.weights,
+            lambda record: record.loss_weight,
+            tolerance=WEIGHT_TOLERANCE,
+        )
         self._check_factors([factor / self.gradient_scale for factor in observed.factors])
         self._check_tokens(observed.deviations)
         self._check_number()
@@ -259,7 +301,11 @@ class StepCheck:
         num_tokens = sum(record.num_tokens for record in self.records)
         weight = sum(record.loss_weight for record in self.records)
         has_all = (num_samples, num_tokens) == (self.num_samples, self.num_tokens)
-        if not has_all or not math.isclose(weight, self.loss_weight, rel_tol=RELATIVE_TOLERANCE):
+        if not has_all or not math.isclose(
+            weight,
+            self.loss_weight,
+            rel_tol=RELATIVE_TOLERANCE,
+        ):
             raise RuntimeError(
                 f'The microbatches of a step must hold its {self.num_samples} samples and {self.num_tokens} '
                 f'loss-generating tokens of weight {self.loss_weight:g}, got: {num_samples} and {num_tokens} of weight '
@@ -276,7 +322,13 @@ class StepCheck:
         tolerance: float,
     ) -> None:
         """Checks values of each microbatch against the counts of BATCH_START. Without weights there are no values."""
-        for index, (record, value) in enumerate(zip(self.records, values, strict=False)):
+        for index, (record, value) in enumerate(
+            zip(
+                self.records,
+                values,
+                strict=False,
+            )
+        ):
             expected = counted(record)
             if not math.isclose(value, expected, rel_tol=tolerance):
                 raise RuntimeError(
@@ -291,7 +343,12 @@ class StepCheck:
         expected = [record.composers_weight for record in self.records]
         are_close = len(factors) == len(expected)
         for factor, weight in zip(factors, expected, strict=False):
-            are_close = are_close and math.isclose(factor, weight, rel_tol=RELATIVE_TOLERANCE, abs_tol=1e-9)
+            are_close = are_close and math.isclose(
+                factor,
+                weight,
+                rel_tol=RELATIVE_TOLERANCE,
+                abs_tol=1e-9,
+            )
         if not are_close:
             raise RuntimeError(
                 f'Composer must weight microbatches by their samples {np.round(expected[:8], 6).tolist()}, got: '

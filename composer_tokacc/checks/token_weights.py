@@ -108,7 +108,14 @@ class TokenWeightsReport:
 
     def __str__(self) -> str:
         lines = ['backward    tokens       smallest           mean        largest  residual']
-        for number, (weights, backward) in enumerate(zip(self.weights, self._backwards, strict=True), start=1):
+        for number, (weights, backward) in enumerate(
+            zip(
+                self.weights,
+                self._backwards,
+                strict=True,
+            ),
+            start=1,
+        ):
             low = mean = high = torch.nan
             if len(weights):
                 low, mean, high = float(weights.min()), float(weights.mean()), float(weights.max())
@@ -140,7 +147,14 @@ class TokenWeightsReport:
             return torch.full((2,), -torch.inf)
         return torch.stack([sizes.max(), -sizes.min()])
 
-    def _watch(self, module: torch.nn.Module, args: object, outputs: Any, *, is_outer: bool) -> None:
+    def _watch(
+        self,
+        module: torch.nn.Module,
+        args: object,
+        outputs: Any,
+        *,
+        is_outer: bool,
+    ) -> None:
         """Measures the gradient of a forward's logits when it comes; a forward hook."""
         if not torch.is_grad_enabled() or not self._is_open:
             return
@@ -163,9 +177,22 @@ class TokenWeightsReport:
         watchers[self, index] = True
         self._num_watched += 1
         # Detached, because a graph whose hook holds its own logits is never freed.
-        node.register_prehook(partial(self._measure, logits.detach(), mask, index))
+        node.register_prehook(
+            partial(
+                self._measure,
+                logits.detach(),
+                mask,
+                index,
+            )
+        )
 
-    def _measure(self, logits: Tensor, mask: Tensor | None, index: int, gradients: Sequence[Tensor | None]) -> None:
+    def _measure(
+        self,
+        logits: Tensor,
+        mask: Tensor | None,
+        index: int,
+        gradients: Sequence[Tensor | None],
+    ) -> None:
         """Measures, and leaves the gradients as they are; a hook of the graph."""
         gradient = gradients[index]
         if gradient is None or not self._is_open:
@@ -175,7 +202,14 @@ class TokenWeightsReport:
             # The gradient by a log-probability is the weight itself, negated.
             weights = -gradient.float().flatten()
             zero = gradient.new_zeros(())
-            self._backwards.append(_Backward(weights, mask.flatten() & (weights != 0), zero.long(), zero))
+            self._backwards.append(
+                _Backward(
+                    weights,
+                    mask.flatten() & (weights != 0),
+                    zero.long(),
+                    zero,
+                )
+            )
             return
         measured = measure(logits, gradient)
         has_loss = measured.targets != IGNORE_INDEX
@@ -184,7 +218,14 @@ class TokenWeightsReport:
         tells = has_loss & ~is_sure & ~is_other  # a NaN is neither, so it is shown
         num_left_out = has_loss.sum() - tells.sum()
         weights = measured.weights.flatten()
-        self._backwards.append(_Backward(weights, tells.flatten(), num_left_out, measured.residual))
+        self._backwards.append(
+            _Backward(
+                weights,
+                tells.flatten(),
+                num_left_out,
+                measured.residual,
+            )
+        )
 
     def _why_empty(self) -> str:
         if not self._had_forward:

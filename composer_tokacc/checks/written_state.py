@@ -76,9 +76,24 @@ class StateSnapshot:
         for state in states:
             current = state.container.get(state.key)
             if isinstance(current, Tensor):
-                self._entries.append(_tensor_entry(state.name, state.container, state.key, current, copies=True))
+                self._entries.append(
+                    _tensor_entry(
+                        state.name,
+                        state.container,
+                        state.key,
+                        current,
+                        copies=True,
+                    )
+                )
             elif isinstance(current, (int, float)):
-                self._entries.append(_StateEntry(state.name, state.container, state.key, current))
+                self._entries.append(
+                    _StateEntry(
+                        state.name,
+                        state.container,
+                        state.key,
+                        current,
+                    )
+                )
 
     @classmethod
     def of_model(cls, model: Module) -> StateSnapshot:
@@ -94,7 +109,14 @@ class StateSnapshot:
             if entry.is_written():
                 value = entry.container[entry.key]
                 copied = value.detach().clone() if isinstance(value, Tensor) else value
-                states.append(WrittenState(entry.name, entry.container, entry.key, copied))
+                states.append(
+                    WrittenState(
+                        entry.name,
+                        entry.container,
+                        entry.key,
+                        copied,
+                    )
+                )
         return states
 
     @torch.no_grad()
@@ -112,14 +134,16 @@ class StateSnapshot:
         Noise shows a dependence even if the state does not move any more, such as the vectors of a spectral norm that
         have converged. Other values may be indices, for which noise could be out of range.
         """
+        # A generator of its own, so that the random numbers of the run stay the same.
+        generator = torch.Generator().manual_seed(0)
         for state in states:
             current = state.container[state.key]
             if not isinstance(current, Tensor) or not isinstance(state.value, Tensor):
                 state.container[state.key] = state.value
             elif current.is_floating_point() and current.numel():
                 sizes = current.abs() + current.abs().mean() + SMALLEST_STATE
-                noise = torch.randn_like(current, dtype=torch.float32)
-                current.add_((PERTURBATION * sizes * noise).to(current.dtype))
+                noise = torch.randn(current.shape, generator=generator).to(current)
+                current.add_(PERTURBATION * sizes * noise)
             elif current.shape == state.value.shape:
                 current.copy_(state.value)
             else:
@@ -146,7 +170,14 @@ def _entries_of(model: Module) -> Iterator[_StateEntry]:
                 yield _StateEntry(prefix + key, attributes, key, value)
 
 
-def _tensor_entry(name: str, container: Namespace, key: str, value: Tensor, *, copies: bool) -> _StateEntry:
+def _tensor_entry(
+    name: str,
+    container: Namespace,
+    key: str,
+    value: Tensor,
+    *,
+    copies: bool,
+) -> _StateEntry:
     copied = value.detach().clone() if copies and value.numel() <= LARGEST_COPY else None
     return _StateEntry(name, container, key, value, _version_of(value), copied)
 

@@ -51,7 +51,12 @@ class DocumentAttention:
     Raises RuntimeError if the text attention does not go through ``AttentionInterface`` or attends in chunks.
     """
 
-    def __init__(self, model: nn.Module, *, by_positions: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        by_positions: bool = False,
+    ) -> None:
         from transformers import PreTrainedModel
 
         hosts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
@@ -73,7 +78,15 @@ class DocumentAttention:
         # A cache would carry states from one document to the next, and with a cache Transformers does not look for
         # positions that restart. It is switched off in the config, because the forward of Qwen3.5 has no argument
         # `use_cache` that Composer could pass.
-        self._cached_configs = [part.config for part in self._parts if getattr(part.config, 'use_cache', False)]
+        self._cached_configs = [
+            part.config
+            for part in self._parts
+            if getattr(
+                part.config,
+                'use_cache',
+                False,
+            )
+        ]
         for cached_config in self._cached_configs:
             cached_config.use_cache = False
         if self.has_masks:
@@ -162,12 +175,22 @@ class _Run(NamedTuple):
 class _Documents:
     """The mask of a packed row, as the layers receive it."""
 
-    def __init__(self, lengths: list[int], masks: Sequence[HostMask]) -> None:
+    def __init__(
+        self,
+        lengths: list[int],
+        masks: Sequence[HostMask],
+    ) -> None:
         self.runs: list[_Run] = []
         documents = zip(lengths, masks, strict=True)
         for (length, _), group in groupby(documents, key=lambda document: (document[0], id(document[1]))):
             members = list(group)
-            self.runs.append(_Run(length, len(members), members[0][1]))
+            self.runs.append(
+                _Run(
+                    length,
+                    len(members),
+                    members[0][1],
+                )
+            )
         self.lengths = lengths
         self._ends: Tensor | None = None
 
@@ -237,7 +260,15 @@ def _call_layers_by_document(model: nn.Module) -> None:
             if hasattr(layer.forward, 'by_document'):
                 continue
             plain_forward = layer.forward
-            forward: Any = wraps(plain_forward)(_in_plain_python(partial(_forward_by_document, plain_forward, states)))
+            forward: Any = wraps(plain_forward)(
+                _in_plain_python(
+                    partial(
+                        _forward_by_document,
+                        plain_forward,
+                        states,
+                    )
+                )
+            )
             forward.by_document = True
             layer.forward = forward
 
@@ -337,9 +368,25 @@ def _attend(
     if _on_gpu(query) and plain == 'sdpa' and not has_mask:
         return _attend_at_once(documents, module, query, key, value, **kwargs), None
     outputs = []
-    run_states = zip(documents.split(query), documents.split(key), documents.split(value), strict=True)
-    for run, (run_query, run_key, run_value) in zip(documents.runs, run_states, strict=True):
-        attended, _ = attend(module, run_query, run_key, run_value, run.mask, **kwargs)
+    run_states = zip(
+        documents.split(query),
+        documents.split(key),
+        documents.split(value),
+        strict=True,
+    )
+    for run, (run_query, run_key, run_value) in zip(
+        documents.runs,
+        run_states,
+        strict=True,
+    ):
+        attended, _ = attend(
+            module,
+            run_query,
+            run_key,
+            run_value,
+            run.mask,
+            **kwargs,
+        )
         outputs.append(attended.flatten(0, 1))  # (documents, length, heads, size) to (tokens, heads, size)
     if len(outputs) == 1:
         return outputs[0][None], None
@@ -374,7 +421,14 @@ def _attend_at_once(
         if attend is not None:
             token_states = [states[0].transpose(0, 1) for states in (query, key, value)]  # (tokens, heads, size)
             options = {'causal': is_causal, 'scale': scaling, 'dropout': dropout}
-            return attend(*token_states, ends, ends, longest, longest, **options)[None]
+            return attend(
+                *token_states,
+                ends,
+                ends,
+                longest,
+                longest,
+                **options,
+            )[None]
     num_heads = query.shape[1]
     attended = F.scaled_dot_product_attention(
         _nested(query, num_heads, documents),
@@ -395,7 +449,12 @@ def _nested(states: Tensor, num_heads: int, documents: _Documents) -> Tensor:
     ends = documents.ends(states.device).long()
     shortest = min(documents.lengths)
     longest = max(documents.lengths)
-    nested = torch.nested.nested_tensor_from_jagged(token_states, ends, min_seqlen=shortest, max_seqlen=longest)
+    nested = torch.nested.nested_tensor_from_jagged(
+        token_states,
+        ends,
+        min_seqlen=shortest,
+        max_seqlen=longest,
+    )
     return nested.transpose(1, 2)
 
 

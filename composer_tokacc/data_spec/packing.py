@@ -18,7 +18,11 @@ from composer_tokacc.metadata import METADATA_PREFIX
 RULE_KEY = f'{METADATA_PREFIX}rule'
 
 
-def pack_rows(layout: BatchLayout, batch: Batch, attention: DocumentAttention | None = None) -> dict[str, Any]:
+def pack_rows(
+    layout: BatchLayout,
+    batch: Batch,
+    attention: DocumentAttention | None = None,
+) -> dict[str, Any]:
     """Returns one row with the real tokens of all rows. Each row becomes a document.
 
     Labels stay at their tokens. If the model predicts a label from the token before it (every rule but
@@ -64,7 +68,12 @@ def pack_rows(layout: BatchLayout, batch: Batch, attention: DocumentAttention | 
     return packed
 
 
-def _check_rows(batch: Batch, real: Tensor, *, is_shifted: bool) -> None:
+def _check_rows(
+    batch: Batch,
+    real: Tensor,
+    *,
+    is_shifted: bool,
+) -> None:
     """Refuses rows with holes or with labels on padding, because these positions would become tokens."""
     mask = batch.get('attention_mask')
     if mask is not None and mask.dim() != 2:
@@ -90,7 +99,12 @@ def _check_rows(batch: Batch, real: Tensor, *, is_shifted: bool) -> None:
         )
 
 
-def _pack_tensor(layout: BatchLayout, batch: Batch, key: str, real: Tensor) -> Tensor:
+def _pack_tensor(
+    layout: BatchLayout,
+    batch: Batch,
+    key: str,
+    real: Tensor,
+) -> Tensor:
     value = batch[key]
     entry = layout.entry_of(batch, key)
     if entry.slot_dim == 1 and not entry.seq_dims:
@@ -111,7 +125,11 @@ def _pack_value(value: Any, *, num_rows: int) -> Any:
     return [list(value)]
 
 
-def _pack_positions(batch: Batch, real: Tensor, attention: DocumentAttention | None) -> Tensor:
+def _pack_positions(
+    batch: Batch,
+    real: Tensor,
+    attention: DocumentAttention | None,
+) -> Tensor:
     if attention is None:
         return (real.cumsum(dim=1) - 1)[real][None]
     positions = attention.positions(batch, real)[real][None]

@@ -10,7 +10,8 @@ import logging
 import pytest
 import torch
 
-from tests.support.text import collate, text_model, text_rows
+from composer_tokacc.checks.probe import Probe
+from tests.support.text import collate, text_model, text_row, text_rows
 from tests.support.training import fit, reference_gradients, relative_error
 
 SHAPE = [(4, 2), (5, 3), (9, 7), (14, 11), (6, 1), (3, 2)]
@@ -166,3 +167,15 @@ def test_the_check_leaves_state_as_it_was():
     fit(model, collate(text_rows([(9, 4)] * 3)), microbatch_size=1)
     # Only the forwards of training count, one for each of the microbatches of one row.
     assert int(layer.number) == 3
+
+
+def test_random_numbers_of_the_run_stay():
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    model = with_layers(Statistic(), Cache())
+    probe = Probe.from_model(model)
+    torch.manual_seed(5)
+    probe.run(text_row(9, 4))
+    assert probe.harmless_states
+    assert torch.equal(torch.rand(3), expected)
