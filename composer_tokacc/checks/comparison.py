@@ -159,6 +159,7 @@ class RowComparison(Generic[RulesT]):
         rounded = self._aligned(self._rows, self._rounded_result, self._all_rows)
         noise = {}
         for point, expected in self._expected.items():
+            # Of the row that round-off moves the most: rows of other cuts are rounded differently.
             noise[point] = NOISE_FACTOR * float(_relative_errors(rounded[point], expected).max())
         return noise
 
@@ -181,11 +182,13 @@ class RowComparison(Generic[RulesT]):
         measured = self.reference.measured
         if measured is None or not self._check_loss:
             return None
+        # The mean is weighted by the squared gradients, because a token that the model is sure of says little.
         squares = measured.sizes.square()
         mean = float((measured.weights * squares).sum() / squares.sum())
         if mean == 0 or not math.isfinite(mean):
             return None
         relative_weights = measured.weights / mean
+        # An unequal weight counts only as far as it changes the gradient.
         worst_weight = float(((relative_weights - 1).abs() * measured.sizes).max())
         worst = max(worst_weight, float(measured.residual))
         if worst > PLAIN_TOLERANCE + self.reference.gradient_eps:
@@ -243,6 +246,7 @@ class RowComparison(Generic[RulesT]):
             errors += [RuntimeError, KeyError]
             # A leak runs from one document into the next, so every document must have been behind the others.
             groups = [self._all_rows, self._all_rows[::-1]]
+        # The losses of all microbatches, for the check of the formula at the end.
         parts: list[_LossPart] = []
         for rows in groups:
             try:
@@ -254,6 +258,7 @@ class RowComparison(Generic[RulesT]):
             except tuple(errors) as error:
                 # Some models cannot compute such a batch. BLIP-2 needs images.
                 return self._not_accepted(rows, error, is_packed=is_packed)
+            # Packing and trimming must not lose a label.
             num_tokens = int(loss_mask(batch, self._rule).sum())
             num_expected = self._denominator('tokens', rows)
             if num_tokens != num_expected:
@@ -291,13 +296,16 @@ class RowComparison(Generic[RulesT]):
     ) -> RowGradients:
         """Returns the gradients of each row, in the columns of the uncut rows, times the denominator of the unit."""
         aligned: RowGradients = {}
+        # Rows of a microbatch are narrower than the uncut rows, or follow each other in one packed row.
         for unit, points in result.gradients.items():
             for index, gradient in enumerate(points):
+                # A loss that does not depend on an output has the gradient 0 there.
                 num_entries = 1 if gradient is None else gradient.shape[-1]
                 row_gradients = torch.zeros(len(rows), self._width, num_entries)
                 aligned[unit, index] = row_gradients
                 if gradient is None:
                     continue
+                # A microbatch may have dummy rows after its own rows, but never fewer rows, unless it is packed.
                 if len(gradient) < len(rows):
                     # One packed row of documents.
                     documents = documents_of(batch)[0]
@@ -323,6 +331,7 @@ class RowComparison(Generic[RulesT]):
             all_expected = self._expected[point]
             largest = float(all_expected.flatten(1).norm(dim=1).max())
             expected = all_expected[rows]
+            # Split the change into a factor on the whole row and the remainder.
             factors = _factors(row_gradients, expected)
             unscaled = row_gradients / factors[:, None, None]
             # Without a check of the loss, weights of tokens may be unequal. A factor is not a leak.
@@ -334,6 +343,7 @@ class RowComparison(Generic[RulesT]):
             if error <= allowed:
                 continue
             name = sample_name(self._rows, rows[worst])
+            # Without the factor almost nothing is left: the row has another weight.
             unscaled_error = float(_relative_errors(unscaled[worst][None], expected[worst][None]))
             if point[0] == 'samples':
                 text = (
@@ -357,6 +367,7 @@ class RowComparison(Generic[RulesT]):
             return GRADIENT_TOLERANCE  # without the forward that measures the noise
         # The gradient itself is rounded. A change that no round-off reaches is a fault, such as a stale state.
         eps = self.reference.gradient_eps
+        # The measured noise has limits of its own, because a random forward would make it as large as any fault.
         noise = min(self._noise[point], MOST_ROUNDINGS * eps, MOST_NOISE)
         return max(GRADIENT_TOLERANCE, eps, noise)
 
@@ -378,6 +389,7 @@ class RowComparison(Generic[RulesT]):
             is_incomplete = unit == 'samples' and num_parts < len(self._counts)
             if total == 0 or is_incomplete:
                 continue
+            # This is the formula of the package, with one microbatch for each row.
             mean = weighted_sum / total
             if self._is_same_loss(unit, mean):
                 continue
@@ -467,6 +479,7 @@ def _relative_errors(
     sizes = expected.flatten(1).norm(dim=1)
     if largest is None:
         largest = float(sizes.max())
+    # A gradient of zero must not divide by zero.
     smallest_size = SMALL_ROW * largest or 1e-30
     differences = (gradients - expected).flatten(1).norm(dim=1)
     return (differences / sizes.clamp(min=smallest_size)).nan_to_num(nan=torch.inf)

@@ -109,6 +109,7 @@ class FirstBatchCheck:
     """Number of harmless states that were named in a warning."""
 
     def __post_init__(self) -> None:
+        # Without a check the given rule is taken for true.
         self.rule = None if self.check_loss else self.loss_tokens
 
     def kinds_of(self, batch: Batch) -> tuple[int, ...]:
@@ -117,6 +118,7 @@ class FirstBatchCheck:
 
     def is_due(self, kinds: Sequence[int], step: int) -> bool:
         """Returns whether a kind was not checked yet. In some later steps all are checked again."""
+        # The second test is true for powers of two.
         if step >= LOOK_AGAIN and step & (step - 1) == 0:
             self._was_run = False
         return not self._was_run or bool(_names_of(kinds) - self._proven)
@@ -138,6 +140,7 @@ class FirstBatchCheck:
         themselves alone. Raises RuntimeError on all ranks if no cut keeps the gradients of the rows.
         """
         rules = None if cutter is None else cutter.rules
+        # FSDP needs the same forwards on all ranks, so ranks agree on the kinds.
         kinds = self.kinds_of(batch)
         rank_kinds = _names_of(kinds)
         all_kinds = _names_of(max_over_ranks(kinds))
@@ -179,6 +182,7 @@ class FirstBatchCheck:
         started = time.perf_counter()
         rows, media = self._shared_rows(batch, kinds)
         if self.rule is None:
+            # One row is enough for the rule.
             row = self._on_device(rule_batch(self.layout, rows))
             self.rule = find_loss_rule(self.probe, row, loss_tokens=self.loss_tokens)
             if self.layout is None:
@@ -192,6 +196,7 @@ class FirstBatchCheck:
                 'other. Use token_data_spec(), with a `layout` that knows every entry.'
             )
             return rules, set()
+        # From here on rows are compared with each other.
         rows = with_unequal_row(self.layout, rows, self.rule)
         comparison: RowComparison[RulesT] = RowComparison(
             self.probe,
@@ -206,6 +211,7 @@ class FirstBatchCheck:
             comparison.check_single_rows()
         else:
             rules = comparison.first_exact(cutter, rules)
+        # Microbatches that the loader collated may pad media to other sizes.
         comparison.check_media(media)
         # Ranks must agree on what they measure, and check again, later.
         scales = all_gather_object(comparison.token_scale())
@@ -214,6 +220,7 @@ class FirstBatchCheck:
         self.has_logits = comparison.reference.has_logits is not False
         log.info('The first-batch check took %.2f s. %s', time.perf_counter() - started, rules)
         proven = _names_of(self.kinds_of(rows))
+        # If no row was narrower, nothing is known about padding.
         if not comparison.has_shown_trimming:
             proven -= TRIMMING_KINDS
         return rules, proven
@@ -244,6 +251,7 @@ class FirstBatchCheck:
     def _shared_rows(self, batch: Batch, kinds: set[str]) -> SharedRows:
         """Returns the rows that all ranks probe."""
         # A rank whose rows have one token each cannot show the loss rule.
+        # Of several ranks with the same offer the first one sends.
         offers = all_gather_object((_has_label_to_predict(batch), len(kinds), num_rows(batch)))
         is_sender = get_global_rank() == offers.index(max(offers))
         shared = from_any_rank(self._selected_rows(batch, kinds) if is_sender else None)
@@ -253,6 +261,7 @@ class FirstBatchCheck:
     def _selected_rows(self, batch: Batch, kinds: set[str]) -> SharedRows:
         if self.layout is None:
             return SharedRows(dict(batch), {})
+        # Rows of a probe take about half of the memory of training.
         max_rows = min(max(int(2 * self.microbatch_size), 4), MAX_ROWS)
         chosen = chosen_rows(self.layout, batch, kinds, max_rows)
         rows = self.layout.select(without_metadata(batch), chosen)
@@ -290,8 +299,10 @@ def find_loss_rule(
         if gradient is not None:
             norms = gradient.norm(dim=-1)  # the last one is nearest to the loss
     matching: dict[str, float] = {}  # the part of the gradient that a rule does not explain, by rule
+    # A rule fits if the gradient is at the positions that it names, at each of them, and nowhere else.
     for rule in LOSS_RULES:
         predicts = targets_of(row, rule).cpu() != IGNORE_INDEX
+        # The rest is round-off, or another loss term, which the comparison refuses later.
         elsewhere = float(norms[~predicts].norm() / norms[predicts].norm().clamp(min=TINY))
         if elsewhere < LARGEST_ELSEWHERE and bool((norms[predicts] > 0).all()):
             matching[rule] = elsewhere
@@ -333,10 +344,12 @@ def rule_batch(layout: BatchLayout | None, rows: Batch) -> BatchDict:
         attended = torch.ones_like(labels) if mask is None else mask
         positions = (attended[0, 1:] != 0).nonzero().flatten() + 1
     label_positions = positions[-NUM_LABELS:].tolist() or [labels.shape[1] - 1]
+    # The first label is counted only by unshifted rules, the last one only if padding is counted.
     changed = {**rows, 'labels': torch.full_like(labels, IGNORE_INDEX)}
     changed['labels'][0, [0, *label_positions]] = _any_token(rows)
     if mask is not None and len(label_positions) > 1:
         changed['attention_mask'] = mask.clone()
+        # The last label is on a position that is not attended now.
         changed['attention_mask'][0, label_positions[-1]] = 0
     return changed
 
@@ -434,8 +447,10 @@ def chosen_rows(
         row = min(row_numbers, key=cost)
         if row not in rows:
             rows.append(row)
+    # All rows for wanted media are kept, because they are why this check runs.
     num_media_criteria = 2 * len(_wanted_modalities(wanted_kinds))
     rows = rows[: max(max_rows, 2 + num_media_criteria)]
+    # Fill up with short rows, which cost little.
     others = sorted(set(row_numbers) - set(rows), key=lambda row: (has_no_label[row], lengths[row]))
     num_missing = max(MIN_ROWS - len(rows), 0)
     return rows + others[:num_missing]
@@ -496,6 +511,7 @@ def media_as_collated(
     starts = [0, *accumulate(num_rows(microbatch) for microbatch in microbatches)]
     collated: dict[int, BatchDict] = {}
     for place, row in enumerate(rows):
+        # The microbatch that holds the row.
         number = bisect_right(starts, row) - 1
         microbatch = without_metadata(microbatches[number])
         row_batch = layout.select(microbatch, [row - starts[number]])
@@ -528,6 +544,7 @@ def lengthened(layout: BatchLayout, rows: BatchDict) -> BatchDict:
     if not with_token:
         return rows
     longer = layout.select(rows, with_token)
+    # The column of the only token of each row.
     columns = real[with_token].int().argmax(dim=1)[:, None]
     for key, value in longer.items():
         if isinstance(value, Tensor) and value.shape == real[with_token].shape:
@@ -535,6 +552,7 @@ def lengthened(layout: BatchLayout, rows: BatchDict) -> BatchDict:
     if 'position_ids' in longer:
         longer['position_ids'] = torch.arange(ENOUGH_TOKENS).repeat(len(with_token), 1)
     longer['labels'] = longer['input_ids'].clone()
+    # The first token has no token before it.
     longer['labels'][:, 0] = IGNORE_INDEX
     return longer
 
@@ -558,6 +576,7 @@ def _with_labels(layout: BatchLayout, batch: BatchDict) -> BatchDict:
     for row in range(len(labels)):
         columns = real[row].nonzero().flatten()[1:]
         row_labels = labels[row, 1:]
+        # New labels repeat labels of the row, as ids may be placeholders without an embedding of the head.
         tokens = row_labels[row_labels != IGNORE_INDEX]
         if not tokens.numel():
             if len(columns):
@@ -620,10 +639,12 @@ def check_gradient_hooks(model: torch.nn.Module) -> None:
 def _is_linear(hook: GradientHook, parameter: Tensor) -> bool:
     """Returns whether a hook changes a sum of gradients as it changes each of them."""
     generator = torch.Generator().manual_seed(0)
+    # A hook of FSDP gets the part of this rank.
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     for size in GRADIENT_SIZES:
         first = torch.randn(local.shape, generator=generator).to(local) * size
         second = torch.randn(local.shape, generator=generator).to(local) * size
+        # Linear: the change of a sum is the sum of the changes.
         changed_sum = _changed(hook, first + second)
         sum_of_changed = _changed(hook, first) + _changed(hook, second)
         difference = float((changed_sum - sum_of_changed).float().norm())

@@ -103,10 +103,12 @@ def are_logits(gradient: Tensor, targets: Tensor) -> bool | None:
     flat_targets = targets.flatten()
     for part, part_gradient in _float_parts(gradient):
         part_targets = flat_targets[part]
+        # Positions without a target look up entry 0, which is not counted.
         label_entries = part_gradient.gather(1, part_targets.clamp(min=0)[:, None])[:, 0]
         is_smallest = label_entries == part_gradient.amin(dim=-1)
         is_largest = label_entries == part_gradient.amax(dim=-1)
         sums_to_zero = part_gradient.sum(dim=-1).abs() <= zero_sum * part_gradient.abs().sum(dim=-1)
+        # A model that is sure of a token has no gradient there.
         has_gradient = (part_targets != IGNORE_INDEX) & part_gradient.any(dim=-1)
         is_like_logits = has_gradient & (is_smallest | is_largest | sums_to_zero)
         num_positions += int(has_gradient.sum())
@@ -158,6 +160,7 @@ def places_of(ordinals: Tensor, numbers: range) -> Tensor:
     ``ordinals`` is the running sum of the mask. ``nonzero()`` would make the host wait for the device. If the mask has
     fewer entries the last index is returned.
     """
+    # The k-th True is the first position whose running sum reaches k.
     wanted_ordinals = torch.arange(
         numbers.start,
         numbers.stop,
@@ -188,6 +191,7 @@ def measure(
         part_targets = None if targets is None else targets.flatten()[part]
         if part_targets is None:
             part_targets = _read_targets(part_gradient, tolerance=tolerance)
+        # Project the gradient on the gradient of a plain cross-entropy.
         direction = _plain_gradient(part_logits, part_targets)
         square = direction.square().sum(dim=-1)  # norm() of 32,000 numbers has an error of 3e-6 on a CPU
         weights = torch.linalg.vecdot(part_gradient, direction) / square.clamp(min=TINY)
@@ -240,6 +244,7 @@ def sketch(gradient: Tensor) -> Tensor:
     size = gradient.shape[-1]
     if size <= SKETCH_WIDTH:
         return gradient.float().cpu()
+    # The same signs for every gradient of this size.
     generator = torch.Generator().manual_seed(size)
     signs = (
         torch.randint(
@@ -323,6 +328,7 @@ def has_bypass(losses: Iterable[Tensor], through: Iterable[Tensor]) -> bool:
 
     It follows the graph, so nothing waits for the device.
     """
+    # Nodes behind the given tensors are not followed.
     visited: set[Node | None] = {None}
     for tensor in through:
         node, _ = node_of(tensor)

@@ -86,6 +86,7 @@ class ProbeResult:
 
     def distance(self, other: ProbeResult) -> float:
         """Returns the largest relative difference of losses and gradients from another result of the same rows."""
+        # Losses near 0 are compared absolutely.
         distances = [0.0]
         for unit, loss in self.losses.items():
             distances.append(abs(other.losses[unit] - loss) / (1 + abs(loss)))
@@ -97,6 +98,7 @@ class ProbeResult:
             ):
                 if gradient is None or other_gradient is None:
                     continue
+                # The gradients are sketches, which keep the size of differences to 18 %.
                 difference = float((other_gradient - gradient).norm())
                 distances.append(difference / max(float(gradient.norm()), torch.finfo(torch.float32).tiny))
         return max(math.inf if math.isnan(distance) else distance for distance in distances)
@@ -158,6 +160,7 @@ class Probe:
         # Modules of TorchScript take no hooks.
         self._modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
         self._varied_weights = _VariedWeights(self._modules)
+        # The type of the first parameter stands for all.
         parameter = next(model.parameters(), None)
         self._in_full = parameter is not None and parameter.dtype == torch.float32
         self._device_type = parameter.device.type if parameter is not None else 'cpu'
@@ -195,6 +198,7 @@ class Probe:
                 far round-off can move the result. The same rows in another order would not show it, because kernels
                 then compute the same sums.
         """
+        # Layers are found on the first batch. Later batches use the same ones.
         if not self._knows_layers:
             self._find_last_layers(batch)
         return self._run(batch, targets=targets, rounded=rounded)
@@ -215,6 +219,7 @@ class Probe:
         same_memory = [place for place in same_size if outputs[place].address == self._output_address]
         last = (same_memory or same_size or [len(outputs)])[-1]
         self._layers = [output.module for output in outputs[max(last - 1, 0) : last + 1]]
+        # Now with a graph at the last layers, and with other random numbers.
         second = self._run(batch)
         self.is_random = not all(second.is_same_loss(unit, loss) for unit, loss in first.losses.items())
         self.judge_written_state(batch)
@@ -233,10 +238,12 @@ class Probe:
         """
         if not self._written or not self.is_training:
             return
+        # Each state is judged once.
         self._judged.update(self._written)
         snapshot = StateSnapshot(self._written.values())
         self._written = {}
         result = self._run(batch, seed=1, keeps_state=True)
+        # A cache that is filled already is not written again.
         rewritten = snapshot.written()
         snapshot.restore()
         if not rewritten:
@@ -252,9 +259,11 @@ class Probe:
             snapshot.restore()
             return result.distance(perturbed) > tolerance
 
+        # All states at once first, as most models with such state are healthy.
         if not changes_result(rewritten):
             self.harmless_states += [state.name for state in rewritten]
             return
+        # Then one by one, to name the right one.
         self.state_dependence = rewritten[0].name
         for state in rewritten:
             if changes_result([state]):
@@ -317,6 +326,7 @@ class Probe:
             self._output_size = logits.shape[-1]
             if not isinstance(logits, DTensor):
                 self._output_address = logits.data_ptr()
+        # A layer may not have run in this batch, such as the one of another modality.
         points = [leaves[layer] for layer in self._layers if layer in leaves]
         if logits is not None and logits.requires_grad and not any(logits is leaf for leaf in points):
             points.append(logits)
@@ -325,6 +335,7 @@ class Probe:
     def _result(self, forward: _Forward, targets: Tensor | None) -> ProbeResult:
         logits = forward.logits
         gradients: dict[str, list[Tensor | None]] = {}
+        # Gradients are reduced to sketches at once, except the one by the logits, which is measured.
         logit_gradient = None
         for unit, loss in forward.terms.items():
             unit_gradients = _gradients(loss, forward.points)
@@ -337,6 +348,7 @@ class Probe:
             has_logits = are_logits(logit_gradient, targets)
             if has_logits is not False:
                 measured = measure(logits, logit_gradient)
+        # Without targets nothing shows whether the output holds logits.
         knows_vocabulary = targets is not None and logits is not None and has_logits is not False
         return ProbeResult(
             losses={unit: loss.float().mean().item() for unit, loss in forward.terms.items()},
@@ -353,6 +365,7 @@ class Probe:
         """Leaves modules in their training mode, except BatchNorm, and switches dropout off."""
         evaluated = BatchNorm if self.is_training else Module
         modules = [module for module in self._modules if module.training and isinstance(module, evaluated)]
+        # The same random numbers for every forward, so that forwards can be compared.
         random.seed(0)
         np.random.seed(0)
         torch.default_generator.manual_seed(seed)
@@ -425,6 +438,7 @@ def _has_equal_entries(weight: Tensor) -> bool:
         return False
     if not weight.numel():
         return False
+    # The limit is relative to the change that _varied() would make.
     entries = weight.detach().flatten()
     largest_difference = VARIATION / 5
     if weight.dim() > 0:
@@ -530,6 +544,7 @@ def _rounded(
     """Returns a layer's output with each entry moved by its last digit, up or down; a forward hook."""
     if not isinstance(output, Tensor) or not output.dtype.is_floating_point:
         return None
+    # Up or down at random: a change in one direction would be a scale, which norms remove.
     signs = 2 * (torch.rand_like(output) < 0.5) - 1
     factors = 1 + torch.finfo(output.dtype).eps * signs
     return output * factors.to(output.dtype)

@@ -59,6 +59,7 @@ class TokenChoice:
         """Notes which labels come for the first time. The microbatches are on the CPU."""
         labels = torch.cat([labels_of(microbatch).flatten() for microbatch in microbatches])
         labels.clamp_min_(0)
+        # The table of known labels grows with the largest label.
         num_missing = int(labels.max()) + 1 - len(self._is_known)
         if num_missing > 0:
             self._is_known = torch.nn.functional.pad(self._is_known, (0, num_missing))
@@ -174,6 +175,7 @@ class MicrobatchRecord:
         ordinals = loss_mask(self.batch, self.rule).flatten().cumsum(dim=0)
         self.count = ordinals[-1]
         # Tokens are chosen by their number, because the host knows how many there are. So nothing waits for the device.
+        # Every step-th token from a random first one: evenly over the rows.
         step = -(-self.num_tokens // NUM_SAMPLED)
         numbers = range(
             1 + CHOICE.randrange(step),
@@ -198,6 +200,7 @@ class MicrobatchRecord:
         if self.positions is not None:
             position = int(self.positions[position])
         targets = targets_of(self.batch, self.rule)
+        # Positions are counted through all rows.
         row = position // targets.shape[1]
         return sample_name(self.batch, row), int(targets.flatten()[position])
 
@@ -291,6 +294,7 @@ class StepCheck:
         for record in self._records_with_tokens:
             if record.deviations is not None:
                 largest_deviations.append(record.deviations.amax())
+        # One tensor for all numbers, so that the device is read once.
         groups = (tokens, weights, factors, largest_deviations)
         stacked = [torch.stack(group).double() for group in groups if group]
         numbers = iter(torch.cat(stacked).tolist() if stacked else ())
@@ -300,6 +304,7 @@ class StepCheck:
         num_samples = sum(record.num_samples for record in self.records)
         num_tokens = sum(record.num_tokens for record in self.records)
         weight = sum(record.loss_weight for record in self.records)
+        # Nothing may be lost or repeated between BATCH_START and the backwards.
         has_all = (num_samples, num_tokens) == (self.num_samples, self.num_tokens)
         if not has_all or not math.isclose(
             weight,

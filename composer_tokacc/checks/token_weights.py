@@ -58,6 +58,7 @@ class TokenWeightsReport:
 
         If ``torch.distributed`` is initialised, every rank must read it.
         """
+        # Two numbers, so that one reduction is enough.
         extremes = self._extremes()
         if dist.is_available() and dist.is_initialized():
             extremes = extremes.to('cuda' if 'nccl' in dist.get_backend() else 'cpu')
@@ -79,6 +80,7 @@ class TokenWeightsReport:
 
     def unequal_tokens(self) -> str:
         """Returns a line for each backward of this rank that has tokens with another weight than the median."""
+        # The median is the weight of most tokens, so few wrong ones stand out.
         median = torch.cat(self.weights).median().cpu()
         lines = []
         for number, weights in enumerate(self.weights, start=1):
@@ -116,6 +118,7 @@ class TokenWeightsReport:
             ),
             start=1,
         ):
+            # A backward may have no token that tells.
             low = mean = high = torch.nan
             if len(weights):
                 low, mean, high = float(weights.min()), float(weights.mean()), float(weights.max())
@@ -213,6 +216,7 @@ class TokenWeightsReport:
             return
         measured = measure(logits, gradient)
         has_loss = measured.targets != IGNORE_INDEX
+        # Both kinds of positions say nothing about weights.
         is_sure = measured.sizes < SURE
         is_other = measured.rests > OTHER * measured.norms
         tells = has_loss & ~is_sure & ~is_other  # a NaN is neither, so it is shown

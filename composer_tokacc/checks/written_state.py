@@ -50,6 +50,7 @@ class _StateEntry:
     copy: Tensor | None = None
 
     def is_written(self) -> bool:
+        # The module may have replaced or deleted the object.
         current = self.container.get(self.key)
         if not isinstance(self.value, Tensor):
             return current != self.value
@@ -106,8 +107,9 @@ class StateSnapshot:
         """Returns the states that have been written since."""
         states = []
         for entry in self._entries:
-            if entry.is_written():
-                value = entry.container[entry.key]
+            value = entry.container.get(entry.key)
+            if isinstance(value, (Tensor, int, float)) and entry.is_written():
+                # A copy, because the next forward writes into the same tensor.
                 copied = value.detach().clone() if isinstance(value, Tensor) else value
                 states.append(
                     WrittenState(
@@ -123,6 +125,7 @@ class StateSnapshot:
     def restore(self) -> None:
         """Puts all states back."""
         for entry in self._entries:
+            # The old object comes back, with its old content.
             entry.container[entry.key] = entry.value
             if isinstance(entry.value, Tensor) and entry.copy is not None:
                 entry.value.copy_(entry.copy)
@@ -141,6 +144,7 @@ class StateSnapshot:
             if not isinstance(current, Tensor) or not isinstance(state.value, Tensor):
                 state.container[state.key] = state.value
             elif current.is_floating_point() and current.numel():
+                # A vector of zeros must move too.
                 sizes = current.abs() + current.abs().mean() + SMALLEST_STATE
                 noise = torch.randn(current.shape, generator=generator).to(current)
                 current.add_(PERTURBATION * sizes * noise)

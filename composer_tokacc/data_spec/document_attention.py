@@ -59,6 +59,7 @@ class DocumentAttention:
     ) -> None:
         from transformers import PreTrainedModel
 
+        # A multimodal model holds several hosts. Only those of the text attend document by document.
         hosts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
         if not hosts:
             raise RuntimeError(f"The model must be one of transformers', got: {type(model).__name__}.")
@@ -109,6 +110,8 @@ class DocumentAttention:
         padding_position = self._padding_position
         if padding_position is None:
             return real.cumsum(dim=1) - 1
+        if 'input_ids' not in batch:
+            return real.cumsum(dim=1) + padding_position
         # RoBERTa and ESM do not count ids of padding, wherever they stand, and begin behind the place of padding.
         counted = real & (batch['input_ids'] != padding_position)
         return counted.cumsum(dim=1) * counted + padding_position
@@ -216,6 +219,7 @@ class _Documents:
 
 def _lengths_of(documents: Tensor) -> list[int]:
     """Returns the length of each document of a mask. The device is read once, not once for each layer."""
+    # The mask keeps its lengths, as all layers receive the same tensor.
     cached: list[int] | None = getattr(documents, 'lengths_of_documents', None)
     if cached is None:
         cached = documents.sum(dim=1).tolist()
@@ -230,6 +234,7 @@ def _masks(plain: str, **arguments: Any) -> HostMask:
     """
     from transformers import AttentionMaskInterface
 
+    # Each document gets the mask that the model would make for it alone.
     make = AttentionMaskInterface()[plain]
     documents = arguments['attention_mask']
     if documents is None or len(documents) == arguments['batch_size']:
@@ -256,6 +261,7 @@ def _call_layers_by_document(model: nn.Module) -> None:
     mixers = _innermost(model, 'hidden_states')
     embeddings = _innermost(model, 'input_ids')
     for layers, states in ((mixers, 'hidden_states'), (embeddings, 'input_ids')):
+        # Classes are changed and not modules, so that copies of a model work too.
         for layer in {type(module) for module in layers}:
             if hasattr(layer.forward, 'by_document'):
                 continue
@@ -277,13 +283,15 @@ def _innermost(model: nn.Module, states: str) -> Iterator[nn.Module]:
     """Yields the innermost modules that take ``states`` and a mask: mixers of hybrids, embeddings that see the mask.
 
     Attention modules (``is_causal``) are left out. They receive :class:`_Documents`, and ``torch.compile`` can take
-    them whole. Models are left out too: a model without such embeddings takes ids and mask itself.
+    them whole. Models, and wrappers of models such as PEFT's, are left out too: they take ids and mask themselves.
     """
     from transformers import PreTrainedModel
 
     def takes_mask(module: nn.Module) -> bool:
         names = inspect.signature(type(module).forward).parameters.keys()
-        return {states, 'attention_mask'} <= names and not isinstance(module, PreTrainedModel)
+        if not {states, 'attention_mask'} <= names:
+            return False
+        return not any(isinstance(part, PreTrainedModel) for part in module.modules())
 
     for module in model.modules():
         if hasattr(module, 'is_causal') or not takes_mask(module):
@@ -315,6 +323,7 @@ def _forward_by_document(plain_forward: HostFunction, states: str, *args: Any, *
         for name, parts in split_arguments.items():
             call.arguments[name] = parts[number]
         outputs.append(plain_forward(*call.args, **call.kwargs))
+    # Mixers may return states first and other results behind them.
     if isinstance(outputs[0], tuple):
         joined = torch.cat([output[0] for output in outputs], dim=1)
         return joined, *outputs[0][1:]
@@ -368,6 +377,7 @@ def _attend(
     if _on_gpu(query) and plain == 'sdpa' and not has_mask:
         return _attend_at_once(documents, module, query, key, value, **kwargs), None
     outputs = []
+    # Consecutive documents of the same length are one batch.
     run_states = zip(
         documents.split(query),
         documents.split(key),
@@ -417,6 +427,7 @@ def _attend_at_once(
     head_size = query.shape[-1]
     is_half = query.dtype in (torch.float16, torch.bfloat16)
     if is_half and head_size <= LARGEST_HEAD and head_size % 8 == 0:
+        # A kernel for documents of any length needs neither padding nor a copy.
         attend = _half_kernel(has_dropout=dropout > 0)
         if attend is not None:
             token_states = [states[0].transpose(0, 1) for states in (query, key, value)]  # (tokens, heads, size)
@@ -445,6 +456,7 @@ def _nested(states: Tensor, num_heads: int, documents: _Documents) -> Tensor:
     """Returns states as a nested tensor of documents, with as many heads as the query has."""
     # The kernel for nested tensors does not know groups of heads.
     states = states.repeat_interleave(num_heads // states.shape[1], dim=1)
+    # Nested tensors have the tokens of all documents in the first dimension.
     token_states = states[0].transpose(0, 1).contiguous()
     ends = documents.ends(states.device).long()
     shortest = min(documents.lengths)

@@ -57,11 +57,13 @@ def pack_rows(
                 packed[key] = _pack_tensor(layout, batch, key, real)
         else:
             packed[key] = _pack_value(value, num_rows=len(real))
+    # The first real token of each row starts a document.
     is_start = (real.cumsum(dim=1) == 1)[real][None]
     if is_shifted:
         packed['labels'] = packed['labels'].masked_fill(is_start, IGNORE_INDEX)
     if attention is None or attention.has_masks:
         documents = is_start.cumsum(dim=1) - 1
+        # One row of the mask for each document.
         numbers = torch.arange(int(documents[0, -1]) + 1, device=documents.device)
         packed['attention_mask'] = documents == numbers[:, None]
     packed['position_ids'] = _pack_positions(batch, real, attention)
@@ -84,6 +86,7 @@ def _check_rows(
     if mask is not None:
         attended = mask != 0
     attended_before = torch.nn.functional.pad(attended[:, :-1], (1, 0))
+    # A run starts at an attended position behind one that is not.
     num_runs = (attended & ~attended_before).sum(dim=1)
     labelled_padding = real & ~attended
     if is_shifted:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from composer_tokacc import BatchLayout
+from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.data_spec.packing import pack_rows
 from composer_tokacc.metadata import annotate
 from tests.support.launch import launch_json
@@ -87,3 +88,33 @@ def test_two_ranks_are_exact():
     results = launch_json('tests/ranks/masked_packing.py', ranks=2)
     assert len(results) == 6
     assert max(results.values()) < 1e-6, results
+
+
+class Wrapper(torch.nn.Module):
+    """Takes ids and mask as PEFT's models do, and hands them on."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.base_model = model
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, labels=None):
+        return self.base_model(
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, labels=labels
+        )
+
+
+@pytest.mark.parametrize('name', ['modernbert', 'esm'])
+def test_wrappers_are_called_once(name):
+    """Only embeddings that look at the mask are called for each document."""
+    model = masked_model(name)
+    wrapper = Wrapper(model)
+    batch = masked_batch(LENGTHS)
+    attention = DocumentAttention(wrapper)
+    packed = pack_rows(BatchLayout.infer(batch), annotate(batch, 'unshifted'), attention)
+    inputs = {key: packed[key] for key in ('input_ids', 'attention_mask', 'position_ids', 'labels')}
+    outputs = wrapper(**inputs)
+    outputs.loss.backward()
+    expected, loss = reference_gradients(masked_model(name), batch)
+    gradients = {f'model.{key}': value.grad for key, value in model.named_parameters() if value.grad is not None}
+    assert outputs.loss.item() == pytest.approx(loss, rel=1e-6)
+    assert relative_error(gradients, expected) < 1e-6
