@@ -85,13 +85,14 @@ class Fit:
         self.check_norms()
 
     def prove(self, batch: Batch, *, reduces_once: bool) -> None:
-        """Has the check look at rows of every kind that is new on any rank, and the split cut by what it finds."""
+        """Has the check look at rows that are new on any rank, and the split cut by what it finds."""
         try:
             rules = self.check.prove(batch, self.split)
         except BaseException:
             self.end()
             raise
         if self.split is not None:
+            self.split.layout = self.check.layout
             self.split.adopt(rules, reduces_once=reduces_once)
 
     def end(self) -> None:

@@ -111,11 +111,14 @@ class RowComparison:
         is_same = max(worst, float(measured.residual)) <= PLAIN_TOLERANCE + self.whole.gradient_eps
         return mean * sum(self._counts) if is_same and math.isfinite(mean) else None
 
-    def first_exact(self, cutter: Any, rules: Any) -> Any:
-        """Returns the first rules under which every row keeps its gradient."""
+    def first_exact(self, cutter: Any, rules: Any, packed_total: int = 0) -> Any:
+        """Returns the first rules under which every row keeps its gradient.
+
+        ``packed_total``: the most tokens that packed rows have in training.
+        """
         failures = []
         for candidate in [rules] if cutter is None else cutter.candidates(self._facts, rules):
-            failure = self._failure(cutter, candidate)
+            failure = self._failure(cutter, candidate, packed_total)
             if failure is None:
                 # A label behind padding keeps a row as wide as it is, and nothing was learnt of trimming.
                 is_shown = cutter is None or self.has_shown_trimming
@@ -126,12 +129,17 @@ class RowComparison:
             raise RuntimeError(min(failures, key=lambda failure: failure.startswith(TAKES)))
         raise RuntimeError(failures[-1])  # of the cut that leaves most alone
 
-    def _failure(self, cutter: Any, rules: Any) -> str | None:
+    def _failure(self, cutter: Any, rules: Any, packed_total: int) -> str | None:
         """Returns how the first microbatch fails in which another cut changes a gradient; None: none does."""
         packing, parts = getattr(rules, 'packing', ''), []
         how = 'packed' if packing else 'by itself'
         # A leak runs from one document into the next, so every document must have been behind the others.
-        groups = [self._everyone, self._everyone[::-1]] if packing else [[row] for row in self._everyone]
+        groups = [[row] for row in self._everyone]
+        if packing:
+            # A model may change with the number of packed tokens, so the rows are repeated until they are as many as in
+            # training. More rows would need more memory, because they are held against themselves padded.
+            num_copies = max(-(-packed_total // sum(self._facts.lengths)), 1)
+            groups = [self._everyone * num_copies, self._everyone[::-1] * num_copies]
         errors = (AttributeError, IndexError, TypeError, ValueError, *((RuntimeError, KeyError) if packing else ()))
         for rows in groups:
             try:

@@ -9,9 +9,9 @@ import logging
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -32,14 +32,15 @@ from composer_tokacc.collectives import all_gather_object, from_any_rank, get_gl
 from composer_tokacc.compat import gradient_hooks, steps_after_gradients
 from composer_tokacc.counting import LOSS_RULES, loss_mask
 from composer_tokacc.layout import (
-    ROW_KINDS,
     BatchLayout,
+    RowRanges,
     describe,
     describe_all,
-    kinds_of,
     media_entries,
     microbatches_of,
+    ranges_of,
 )
+from composer_tokacc.layout.found import joined_readings
 from composer_tokacc.metadata import num_rows, without_metadata
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,9 @@ MAX_ROWS = 6
 microbatch of k rows leaves room for 2 k; at least four are needed to show the ways in which rows differ."""
 MIN_ROWS = 4
 """Rows of it, where the batch has as many: what one of them sees of the others differs."""
+MAX_LOOKED_ROWS = 12
+"""Rows of a look at new widths, group by group. A model with a top-k of keys changes only rows in which keys tie, which
+repeated tokens do: of a tiny Doge about every third row."""
 NUM_LABELS = 4
 """Labels of the row that is asked for the rule."""
 SCALES = (1e-4, 1.0, 1e4)
@@ -75,34 +79,47 @@ class FirstBatchCheck:
     do not weigh the same there (label smoothing, focal losses), or nothing tells."""
     vocabulary: int | None = field(default=None, init=False)
     """Ids that a label may have, by the model's logits."""
-    _proven: set[str] = field(default_factory=set, init=False)
+    _proven: RowRanges = field(default_factory=RowRanges, init=False)
+    """Ranges of the rows that were looked at, the same on all ranks."""
     _was_run: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.rule = None if self.check_loss else self.loss_tokens
 
-    def kinds_of(self, batch: Batch) -> tuple[int, ...]:
-        """Returns which kinds of rows a batch has, see :data:`.ROW_KINDS`."""
-        return kinds_of(describe_all(self.layout, batch))
+    def ranges_of(self, batch: Batch, cutter: Any) -> RowRanges:
+        """Returns the ranges of a batch's rows."""
+        sources = describe_all(self.layout, batch)
+        packed_total = 0 if cutter is None else cutter.largest_packed_row(sources, self.microbatch_size)
+        return ranges_of(sources, packed_total)
 
-    def is_due(self, kinds: Sequence[int], step: int) -> bool:
-        """Returns whether any of the kinds was not looked at yet; all are looked at again now and then."""
+    def has_new_rows(self, batch: Batch, cutter: Any) -> bool:
+        """Returns whether this rank has a row outside of the ranges that were looked at."""
+        return bool(self._proven.missing(self.ranges_of(batch, cutter)))
+
+    def is_due(self, step: int, *, has_new_rows: bool) -> bool:
+        """Returns whether to look at rows: if some rank has new ones, and at steps 16, 32, 64 and so on."""
         if step >= LOOK_AGAIN and step & (step - 1) == 0:
             self._was_run = False
-        return not self._was_run or bool(_names_of(kinds) - self._proven)
+        return has_new_rows or not self._was_run
 
     def prove(self, batch: Batch, cutter: Any) -> Any:
-        """Returns the rules by which rows may be cut, of every kind that was not looked at yet; a collective.
+        """Returns the rules by which rows may be cut, of all that were not looked at yet; a collective.
 
         Raises on all ranks if no cut leaves the gradients of the rows alone. ``batch`` is this rank's, on the CPU;
-        without ``cutter`` whole rows alone are tried.
+        without ``cutter`` only whole rows are tried.
         """
         rules = None if cutter is None else cutter.rules
-        kinds = self.kinds_of(batch)
-        own, present = _names_of(kinds), _names_of(max_over_ranks(kinds))
-        while (new := present - self._proven) or not self._was_run:  # of a batch without any kind as well
+        while True:
+            local = self.ranges_of(batch, cutter)
+            missing = self._proven.missing(local)
+            (is_any_missing,) = max_over_ranks([bool(missing)])
+            if self._was_run and not is_any_missing:
+                return rules
+            offers = all_gather_object(RowOffer(len(missing), num_rows(batch), local))
+            offer = max(offers, key=lambda offer: (offer.num_missing, offer.num_rows))
+            self._learn_readings([one.ranges for one in offers])
             try:
-                found, shown = self._run(batch, cutter, rules, own & new)
+                found, shown = self._run(batch, cutter, rules, missing, is_chosen=offers[get_global_rank()] is offer)
             except IndexError as error:  # as torch says on a CPU; a GPU stops the process
                 if 'out of' not in str(error):  # an id that is out of range, a target that is out of bounds
                     raise
@@ -111,21 +128,35 @@ class FirstBatchCheck:
                     "the model's vocabulary, and its embedding must hold every token. Take the tokenizer that belongs "
                     'to the model (docs/errors.md#counts).'
                 ) from error
-            if getattr(found, 'packing', False) != getattr(rules, 'packing', False):
-                self._proven = set()  # what was proven of packed rows says nothing of padded ones
+            if rules is not None and not found.cuts_like(rules):
+                # What was shown for one cut says nothing of another.
+                self._proven = RowRanges(readings=self._proven.readings)
             rules = found
-            # A kind may be that no chosen row shows, such as media that the layout cannot tell apart.
-            self._proven |= shown if shown & new else shown | present
-        return rules
+            self._proven = self._proven.joined(shown)
+            # The chosen rows may not show everything, such as media that the layout cannot tell apart.
+            if len(self._proven.missing(offer.ranges)) >= offer.num_missing:
+                self._proven = self._proven.joined(offer.ranges)
 
-    def _run(self, batch: Batch, cutter: Any, rules: Any, kinds: set[str]) -> tuple[Any, set[str]]:
+    def _learn_readings(self, ranges: Sequence[RowRanges]) -> None:
+        """Rules out what a key cannot mean by the batch of some rank, on all ranks alike."""
+        readings = self._proven.readings
+        for rows in ranges:
+            readings = joined_readings(readings, rows.readings)
+        self._proven = replace(self._proven, readings=readings)
+        if self.layout is not None and readings != self.layout.readings:
+            self.layout = self.layout.with_readings(readings)
+
+    def _run(
+        self, batch: Batch, cutter: Any, rules: Any, missing: Sequence[str], *, is_chosen: bool
+    ) -> tuple[Any, RowRanges]:
         """Finds the rule, if it is not known yet, and the rules of the cut for rows like those of ``batch``.
 
         All ranks probe the rows of one rank, because FSDP hangs if only some ranks' rows have images: of the rank with
-        the most of the wanted kinds. Gives the rules, and which kinds the probed rows were of.
+        the most that is new. Returns the rules, and the ranges of the probed rows.
         """
         started = time.perf_counter()
-        rows, media = self._shared_rows(batch, kinds)
+        shared = self._shared_rows(batch, cutter, missing, is_chosen=is_chosen)
+        rows = shared.rows
         if self.rule is None:
             self.rule = find_loss_rule(
                 self.probe, self._on_device(rule_batch(self.layout, rows)), loss_tokens=self.loss_tokens
@@ -136,34 +167,78 @@ class FirstBatchCheck:
                 'Rows of the batch could not be told apart, so it was not checked that they are independent of each '
                 'other. Use token_data_spec(), with a `layout` that knows every entry.'
             )
-            return rules, set()
+            return rules, RowRanges()
         rows = with_unequal_row(self.layout, rows, self.rule)
         comparison = RowComparison(self.probe, self.layout, self._on_device, self.rule, rows, self.check_loss)
-        found = comparison.first_exact(cutter, rules)
-        comparison.check_media(media)
+        found = comparison.first_exact(cutter, rules, shared.packed_total)
+        comparison.check_media(shared.media)
         scales = all_gather_object(comparison.token_scale())  # ranks must agree on what they look at again
         self.token_scale = None if None in scales else scales[0]
         self.vocabulary = comparison.whole.vocabulary
+        shown = self._shown(comparison, rows, found, shared.packed_total)
+        for more_rows in shared.more:
+            comparison = RowComparison(self.probe, self.layout, self._on_device, self.rule, more_rows, self.check_loss)
+            stricter = comparison.first_exact(cutter, found, shared.packed_total)
+            # Rules that only some rows need are shown for all of them by the next look.
+            shown_now = self._shown(comparison, more_rows, stricter, shared.packed_total)
+            is_same = cutter is None or stricter.cuts_like(found)
+            shown = shown.joined(shown_now) if is_same else shown_now
+            found = stricter
         log.info('The first-batch check took %.2f s. %s', time.perf_counter() - started, found)
-        shown = _names_of(self.kinds_of(rows))
-        return found, shown if comparison.has_shown_trimming else shown - {'left', 'positions', 'right'}
+        return found, shown
+
+    def _shown(self, comparison: RowComparison, rows: Batch, rules: Any, packed_total: int) -> RowRanges:
+        """Returns the ranges of rows that were compared under some rules."""
+        is_packed = bool(getattr(rules, 'packing', ''))
+        shown = ranges_of(describe_all(self.layout, rows), packed_total if is_packed else 0)
+        return shown if comparison.has_shown_trimming else shown.without_padding()
 
     def _on_device(self, batch: Batch) -> Any:
         return self.to_device(with_own_tensors(without_metadata(batch)))
 
-    def _shared_rows(self, batch: Batch, kinds: set[str]) -> Any:
-        """Returns the rows that all ranks probe with, and of some their media as of :func:`media_as_collated`."""
+    def _shared_rows(self, batch: Batch, cutter: Any, missing: Sequence[str], *, is_chosen: bool) -> SharedRows:
+        """Returns the rows that all ranks probe with: those of the chosen rank."""
         max_rows = min(max(int(2 * self.microbatch_size), 4), MAX_ROWS)
-        offers = all_gather_object((len(kinds), num_rows(batch)))
-        if get_global_rank() != offers.index(max(offers)):
-            rows = None
-        elif self.layout is None:
-            rows = dict(batch), {}
-        else:
-            chosen = chosen_rows(self.layout, batch, kinds, max_rows)
-            selected = self.layout.select(without_metadata(batch), chosen)
-            rows = _with_labels(self.layout, selected), media_as_collated(self.layout, batch, chosen)
-        return from_any_rank(rows)
+        shared = None
+        if is_chosen and self.layout is None:
+            shared = SharedRows(dict(batch), {}, [], 0)
+        elif is_chosen and self.layout is not None:
+            batch_of_loader = without_metadata(batch)
+            chosen = chosen_rows(self.layout, batch, missing, max_rows)
+            more = []
+            if any(name.startswith(('rows padded', 'packed rows')) for name in missing):
+                more = more_rows(batch, chosen, max_rows)
+            packed = self.ranges_of(batch, cutter).packed
+            shared = SharedRows(
+                rows=_with_labels(self.layout, self.layout.select(batch_of_loader, chosen)),
+                media=media_as_collated(self.layout, batch, chosen),
+                more=[_with_labels(self.layout, self.layout.select(batch_of_loader, rows)) for rows in more],
+                packed_total=0 if packed is None else packed.total,
+            )
+        shared = from_any_rank(shared)
+        assert shared is not None
+        return shared
+
+
+class SharedRows(NamedTuple):
+    """Rows of one rank that all ranks look at."""
+
+    rows: dict[str, Any]
+    media: dict[int, dict[str, Any]]
+    """Media of some rows as their own microbatch pads them, by place among the rows."""
+    more: list[dict[str, Any]]
+    """Further rows, to be looked at in these groups."""
+    packed_total: int
+    """The most tokens of a packed row in training; 0: rows are not packed."""
+
+
+@dataclass(frozen=True)
+class RowOffer:
+    """A rank's rows that might be looked at."""
+
+    num_missing: int
+    num_rows: int
+    ranges: RowRanges
 
 
 def find_loss_rule(probe: Probe, row: Batch, *, loss_tokens: str = 'auto') -> str:
@@ -201,10 +276,6 @@ def find_loss_rule(probe: Probe, row: Batch, *, loss_tokens: str = 'auto') -> st
     return found if loss_tokens == 'auto' else loss_tokens
 
 
-def _names_of(kinds: Sequence[int]) -> set[str]:
-    return {name for name, number in zip(ROW_KINDS, kinds, strict=True) if number}
-
-
 def _listed(marked: torch.Tensor) -> str:
     places = marked.nonzero()[:, 1].tolist()
     return str(places[:8])[:-1] + (', ...]' if len(places) > 8 else ']')
@@ -220,32 +291,48 @@ def _ids_of(batch: Batch) -> str:
     return ' and '.join(ends)
 
 
-def chosen_rows(layout: BatchLayout, batch: Batch, wanted: set[str], max_rows: int) -> list[int]:
-    """Returns the numbers of a few unlike rows: first of those of the wanted kinds."""
+def chosen_rows(layout: BatchLayout, batch: Batch, wanted: Sequence[str], max_rows: int) -> list[int]:
+    """Returns the numbers of a few unlike rows; ``wanted``: what is new, as of :meth:`RowRanges.missing`."""
     facts, labels = describe(layout, batch), labels_of(batch)
     lengths, media, indices = facts.lengths, facts.media, range(len(facts.lengths))
-    units = [unit for unit in MODALITIES if any(kind.startswith(unit) for kind in wanted)]
-    first = facts.real.int().argmax(dim=1).tolist()
-    wishes = [  # the less, the better
-        [-length for length in lengths],
-        lengths,
-        *(
-            [(size is None, sign * (size or 0)) for size in facts.media_sizes(unit)]
-            for unit in units
-            for sign in (1, -1)
-        ),
-        [count > 0 for count in media],
-        *([[not is_so for is_so in facts.has_hole]] if {'holes', 'holes beside media'} & wanted else []),
-        # A label on the first token behind padding is the hardest to keep.
-        [not 0 < at < len(row) or int(row[at]) == IGNORE_INDEX for at, row in zip(first, labels, strict=True)],
-        [-count for count in media],
+    units = [unit for unit in MODALITIES if any(name.startswith(unit) for name in wanted)]
+    # For each row a number or tuple; the row with the least is chosen.
+    wishes: list[list[Any]] = [[-length for length in lengths], lengths]
+    for unit in units:
+        for sign in (1, -1):
+            wishes.append([(size is None, sign * (size or 0)) for size in facts.media_sizes(unit)])
+    if {'holes', 'holes beside media'}.intersection(wanted):
+        wishes.append([not has_hole for has_hole in facts.has_hole])
+    if any(facts.has_label_behind_padding):  # the hardest label to keep
+        wishes.append([not has_label for has_label in facts.has_label_behind_padding])
+    # A row as wide as the batch is not trimmed. Only long rows with little padding, and rows with as much padding as
+    # tokens, show a model that changes above some width.
+    about_half = (min(lengths) + facts.width) / 2
+    wishes_of_widths = [
+        [-length if length < facts.width else 0 for length in lengths],
+        [abs(length - about_half) for length in lengths],
     ]
+    if any(name.startswith('rows padded') for name in wanted):
+        wishes += wishes_of_widths
+    wishes.append([count > 0 for count in media])
+    wishes.append([-count for count in media])
+    wishes += wishes_of_widths
     # Rows with labels before those that need made-up ones; of several that are as good the shortest.
     bare = (labels[:, 1:] == IGNORE_INDEX).all(dim=1).tolist()
     best = [min(zip(bare, wish, lengths, indices, strict=True))[-1] for wish in wishes]
     rows = list(dict.fromkeys(best))[: max(max_rows, 2 + 2 * len(units))]
     others = sorted(set(indices) - set(rows), key=lambda row: (bare[row], lengths[row]))
     return rows + others[: max(MIN_ROWS - len(rows), 0)]
+
+
+def more_rows(batch: Batch, chosen: Sequence[int], max_rows: int) -> list[list[int]]:
+    """Returns groups of further rows with labels, evenly spread over the batch."""
+    has_labels = (labels_of(batch)[:, 1:] != IGNORE_INDEX).any(dim=1).tolist()
+    others = [row for row in range(len(has_labels)) if has_labels[row] and row not in chosen]
+    num_more = max(MAX_LOOKED_ROWS - len(chosen), 0)
+    step = max(len(others) // max(num_more, 1), 1)
+    others = others[::step][:num_more]
+    return [others[start : start + max_rows] for start in range(0, len(others), max_rows)]
 
 
 def media_as_collated(layout: BatchLayout, batch: Batch, rows: Sequence[int]) -> dict[int, dict[str, Any]]:

@@ -89,13 +89,7 @@ class MicrobatchSplit:
         return packed < padded
 
     def adopt(self, rules: CutRules, *, reduces_once: bool = False) -> None:
-        """Cuts by these rules from now on, unless microbatches of this step should have had other rows beside them."""
-        if self.checked and rules.needs_media and not self.rules.needs_media:
-            raise RuntimeError(
-                'Rows without media must have the same loss beside rows with media and without, got: another one, '
-                'seen first in this step, which was cut without regard to it. Start again with such rows in the '
-                'first batch; then every microbatch gets a row with media.'
-            )
+        """Cuts by these rules from now on."""
         self.rules, self.checked, self.reduces_once = rules, True, reduces_once
         self._attend(rules.packing)
         if rules.packing == 'positions':
@@ -110,6 +104,23 @@ class MicrobatchSplit:
         self.made = []
 
     # What the first-batch check asks.
+
+    def largest_packed_row(self, sources: Sequence[RowFacts], microbatch_size: float) -> int:
+        """Returns the most tokens that a packed row of a batch can have; 0: its rows are not packed."""
+        is_packed = self.packing or (self._wants_packing and not self.checked)
+        if not is_packed or not sources:
+            return 0
+        lengths = [length for facts in sources for length in facts.lengths]
+        budget = token_budget(microbatch_size, self._slot_width(sources))
+        return max(min(budget, sum(lengths)), *lengths)
+
+    def _slot_width(self, sources: Sequence[RowFacts]) -> int:
+        """Returns the tokens that one row of the microbatch size stands for.
+
+        A row of memory is a slot, and what a decoder computes of a text of its own.
+        """
+        width = self.options.slot_tokens or max(facts.width for facts in sources)
+        return width + max(facts.decoder_width for facts in sources)
 
     @property
     def must_pack(self) -> bool:
@@ -180,10 +191,8 @@ class MicrobatchSplit:
             return self._in_order(layout, batch, max(int(microbatch_size), 1))
         sources, pre_split = self._described(layout, batch)
         self._check_packing(sources)
-        # A row of memory is a slot, and beside it what a decoder computes of a text of its own.
-        width = self.options.slot_tokens or max(facts.width for facts in sources)
-        width += max(facts.decoder_width for facts in sources)
-        options = replace(self.options, max_tokens=token_budget(microbatch_size, width))
+        budget = token_budget(microbatch_size, self._slot_width(sources))
+        options = replace(self.options, max_tokens=budget)
         pieces = self._cut(sources, pre_split, options)
         empty: list[dict[str, Any]] = []
         if get_world_size() > 1:
