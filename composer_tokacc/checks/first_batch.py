@@ -33,14 +33,13 @@ from composer_tokacc.compat import gradient_hooks, steps_after_gradients
 from composer_tokacc.counting import LOSS_RULES, loss_mask
 from composer_tokacc.layout import (
     BatchLayout,
-    RowRanges,
     describe,
     describe_all,
     media_entries,
     microbatches_of,
-    ranges_of,
 )
 from composer_tokacc.layout.found import joined_readings
+from composer_tokacc.layout.ranges import RowRanges, ranges_of
 from composer_tokacc.metadata import num_rows, without_metadata
 
 log = logging.getLogger(__name__)
@@ -56,6 +55,8 @@ MIN_ROWS = 4
 MAX_LOOKED_ROWS = 12
 """Rows of a look at new widths, group by group. A model with a top-k of keys changes only rows in which keys tie, which
 repeated tokens do: of a tiny Doge about every third row."""
+NUM_TIED_TOKENS = 3
+"""Distinct tokens of a row with ties."""
 NUM_LABELS = 4
 """Labels of the row that is asked for the rule."""
 SCALES = (1e-4, 1.0, 1e4)
@@ -206,13 +207,16 @@ class FirstBatchCheck:
             batch_of_loader = without_metadata(batch)
             chosen = chosen_rows(self.layout, batch, missing, max_rows)
             more = []
+            tied = None
             if any(name.startswith(('rows padded', 'packed rows')) for name in missing):
                 more = more_rows(batch, chosen, max_rows)
+                tied = rows_with_ties(self.layout, batch)
             packed = self.ranges_of(batch, cutter).packed
             shared = SharedRows(
                 rows=_with_labels(self.layout, self.layout.select(batch_of_loader, chosen)),
                 media=media_as_collated(self.layout, batch, chosen),
-                more=[_with_labels(self.layout, self.layout.select(batch_of_loader, rows)) for rows in more],
+                more=[_with_labels(self.layout, self.layout.select(batch_of_loader, rows)) for rows in more]
+                + ([] if tied is None else [tied]),
                 packed_total=0 if packed is None else packed.total,
             )
         shared = from_any_rank(shared)
@@ -333,6 +337,32 @@ def more_rows(batch: Batch, chosen: Sequence[int], max_rows: int) -> list[list[i
     step = max(len(others) // max(num_more, 1), 1)
     others = others[::step][:num_more]
     return [others[start : start + max_rows] for start in range(0, len(others), max_rows)]
+
+
+def rows_with_ties(layout: BatchLayout, batch: Batch) -> dict[str, Any] | None:
+    """Returns two padded rows of text, with few distinct tokens; None: the batch has no such rows.
+
+    A model that attends to the best k keys breaks ties between them in an order that depends on the width. Equal tokens
+    have equal keys, so in such rows there are ties everywhere, and in other rows only by chance.
+    """
+    facts = describe(layout, batch)
+    ids, labels = batch.get('input_ids'), labels_of(batch)
+    if ids is None or ids.shape != labels.shape or 'decoder_input_ids' in batch:
+        return None
+    lengths = facts.lengths
+    padded = [row for row, length in enumerate(lengths) if 2 < length < facts.width and not facts.media[row]]
+    if not padded:
+        return None
+    about_half = (min(lengths) + facts.width) / 2
+    longest = max(padded, key=lambda row: lengths[row])
+    middle = min(padded, key=lambda row: abs(lengths[row] - about_half))
+    rows = layout.select(without_metadata(batch), [longest, middle])
+    rows['input_ids'] = rows['input_ids'].clone()
+    for row_ids, is_real in zip(rows['input_ids'], facts.real[[longest, middle]], strict=True):
+        text = row_ids[is_real]
+        row_ids[is_real] = text[torch.arange(len(text)) % NUM_TIED_TOKENS]
+    rows['labels'] = rows['input_ids'].masked_fill(~facts.real[[longest, middle]], IGNORE_INDEX)
+    return rows
 
 
 def media_as_collated(layout: BatchLayout, batch: Batch, rows: Sequence[int]) -> dict[int, dict[str, Any]]:

@@ -8,7 +8,6 @@ from composer_tokacc.layout.facts import RowFacts, describe, describe_all, media
 from composer_tokacc.layout.families import FAMILIES, Entry, Family, Media
 from composer_tokacc.layout.layout import BatchLayout
 from composer_tokacc.layout.pre_split import PreSplitBatch, microbatches_of
-from composer_tokacc.layout.ranges import RowRanges, ranges_of
 
 __all__ = [
     'FAMILIES',
@@ -19,10 +18,8 @@ __all__ = [
     'Media',
     'PreSplitBatch',
     'RowFacts',
-    'RowRanges',
     'describe',
     'describe_all',
     'media_entries',
     'microbatches_of',
-    'ranges_of',
 ]

@@ -242,10 +242,10 @@ def entries_per_row(batch: Batch, config: Any, modality: str, num_entries: int, 
             entries = _entries_by_sizes(value, num_entries, placeholders)
             if entries is not None:
                 answers[key] = entries
-    if not answers and num_tokens:
-        # Without sizes all items are taken to be of one size.
-        if all(num_entries * tokens % num_tokens == 0 for tokens in placeholders.tokens):
-            answers['placeholders'] = [num_entries * tokens // num_tokens for tokens in placeholders.tokens]
+    # Without sizes all items are taken to be of one size.
+    is_even = bool(num_tokens) and all(num_entries * tokens % num_tokens == 0 for tokens in placeholders.tokens)
+    if is_even and not answers:
+        answers['placeholders'] = [num_entries * tokens // num_tokens for tokens in placeholders.tokens]
     if sum(placeholders.runs) == num_entries:
         answers['runs of placeholders'] = placeholders.runs
     distinct_answers = {tuple(entries) for entries in answers.values()}

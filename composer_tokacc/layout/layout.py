@@ -201,7 +201,8 @@ class BatchLayout:
         if not possible:
             raise ValueError(
                 f'`batch[{key!r}]` must be an entry that the {self.family.name} layout knows, or of the rows, got: a '
-                f'tensor of shape {tuple(batch[key].shape)}. Register it: `layout.with_entries({key}=Entry(unit=...))`, '
+                f'tensor of shape {tuple(batch[key].shape)}. Register it: '
+                f'`layout.with_entries({key}=Entry(unit=...))`, '
                 "with unit one of 'row', 'image', 'patch', 'video', 'video_patch', 'audio', 'shared'."
             )
         earlier = self.readings.get(key, possible)

@@ -31,9 +31,9 @@ class PreSplitBatch(Mapping[str, Any]):
     """One rank's part of a global batch, in the planned microbatches, each collated by itself.
 
     The microbatches are what the model is trained on. For callbacks that look at the whole batch it is also a mapping:
-    ``batch['input_ids']`` is the tensor of all rows, as if they had been collated together. It is made, and copied, when
-    it is first read. The model does not see it, so changing it has no effect, and items cannot be set. Lists with one
-    value per row are joined without copying a tensor.
+    ``batch['input_ids']`` is the tensor of all rows, as if they had been collated together. It is made, and copied,
+    when it is first read. The model does not see it, so changing it has no effect, and items cannot be set. Lists with
+    one value per row are joined without copying a tensor.
 
     A worker process sends it in one piece of shared memory, whatever the number of microbatches. The receiver copies
     nothing.
