@@ -85,7 +85,8 @@ class CountingDataSpec(DataSpec):
         readings = {} if self._first_batch.layout is None else self._first_batch.layout.readings
         self._first_batch.layout = layout.with_readings(readings)  # of this batch, if the model does not tell
         self._split.adopt(self._first_batch.prove(batch, self._split))
-        self._split.layout = self._first_batch.layout
+        if self._split.given_layout is not None:
+            self._split.layout = self._first_batch.layout
         assert self._first_batch.rule is not None
         self._rule = self._first_batch.rule
 

@@ -76,8 +76,10 @@ class RowFacts:
     @cached_property
     def counts(self) -> dict[str, list[int]]:
         """Number of items of each row, by modality; only modalities that have tensors in the batch."""
-        modalities = self.layout.media_of(self.batch)
-        return {modality: self.layout.units_per_row(self.batch, modality) for modality in modalities}
+        counts = {}
+        for modality in self.layout.media_of(self.batch):
+            counts[modality] = self.layout.units_per_row(self.batch, modality)
+        return counts
 
     @cached_property
     def media(self) -> list[int]:
@@ -93,7 +95,10 @@ class RowFacts:
             return [None] * len(self.real)
         is_placeholder = stand_at(text_of(self.batch), token_ids(self.layout.config, modality))
         num_tokens = is_placeholder.sum(dim=1).tolist()
-        return [tokens / count if count else None for tokens, count in zip(num_tokens, counts, strict=True)]
+        sizes: list[float | None] = []
+        for tokens, count in zip(num_tokens, counts, strict=True):
+            sizes.append(tokens / count if count else None)
+        return sizes
 
     @cached_property
     def image_tokens(self) -> list[int]:
@@ -210,7 +215,8 @@ def describe_all(layout: BatchLayout | None, batch: Batch) -> list[RowFacts]:
         return [describe(layout, batch)]
     described_by: list[object] = [layout]
     for microbatch in batch.microbatches:
-        described_by += [microbatch.get(key) for key in ('input_ids', 'attention_mask', 'labels')]
+        for key in ('input_ids', 'attention_mask', 'labels'):
+            described_by.append(microbatch.get(key))
     if batch.described is not None:
         earlier, facts = batch.described
         if all(old is new for old, new in zip(earlier, described_by, strict=True)):

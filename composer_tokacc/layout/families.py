@@ -92,7 +92,12 @@ class Media:
     token_type: int = 0
     frames: bool | None = None
 
-    def placeholders(self, batch: Batch, config: Any, unit: str) -> torch.Tensor | None:
+    def placeholders(
+        self,
+        batch: Batch,
+        config: Any,
+        unit: str,
+    ) -> torch.Tensor | None:
         """Returns the positions of the placeholders, ``(rows, width)`` bool.
 
         None: neither config nor batch tells their id.
@@ -125,7 +130,7 @@ class Family:
         one_kind: Whether a forward takes images or videos, never both.
         has_queries: Whether query tokens of a transformer stand for its media. Such models take no batch without media,
             and do not notice if there are too few placeholders.
-        coupling: Why a row without an image has another loss beside a row with an image; empty if it has not.
+        coupling: Reason why a row with an image changes the loss of a row without one; empty: it does not.
     """
 
     name: str
@@ -152,7 +157,7 @@ TEXT_ENTRIES: dict[str, Entry] = {
     'special_tokens_mask': Entry(seq_dims=(1,)),
     'loss_mask': Entry(seq_dims=(1,)),
     'sequence_id': Entry(seq_dims=(1,), fill=-1),  # llm-foundry: which document of a packed row, -1 for padding
-    # Encoder-decoder: the decoder has a width of its own, which the encoder's mask says nothing about.
+    # Encoder-decoder: the decoder has another width, and the mask is of the encoder.
     'decoder_input_ids': Entry(),
     'decoder_attention_mask': Entry(),
 }

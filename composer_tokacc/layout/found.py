@@ -17,13 +17,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 
 from composer_tokacc.batch import MODALITIES, Batch, text_of
-from composer_tokacc.layout.families import TEXT_FAMILY, Entry, Family, Media
+from composer_tokacc.layout.families import (
+    TEXT_FAMILY,
+    Entry,
+    Family,
+    Media,
+)
 from composer_tokacc.layout.placeholders import modality_of, placeholder_ids, stand_at
 
 
@@ -57,7 +61,12 @@ def inferred_family(config: Any) -> Family:
 # The meaning of a key.
 
 
-def possible_readings(batch: Batch, key: str, num_rows: int, width: int) -> tuple[Reading, ...]:
+def possible_readings(
+    batch: Batch,
+    key: str,
+    num_rows: int,
+    width: int,
+) -> tuple[Reading, ...]:
     """Returns how a tensor of an unknown name can belong to rows, the most likely reading first; maybe none."""
     value: torch.Tensor = batch[key]
     shape = tuple(value.shape)
@@ -110,7 +119,7 @@ def joined_readings(first: Readings, second: Readings) -> Readings:
 
 
 def meaning_has_changed(key: str, earlier: Sequence[Reading], possible: Sequence[Reading]) -> str:
-    """Returns the message for a key whose shape no longer allows what it meant before."""
+    """Returns the message for a key that can no longer mean the same as in earlier batches."""
     now = ' or '.join(reading.value for reading in possible) or 'none of these'
     return (
         f'`batch[{key!r}]` must mean the same in every batch, got: {now}, where earlier batches hold '
@@ -213,14 +222,25 @@ class _Placeholders:
     runs: list[int]
 
     @classmethod
-    def of(cls, batch: Batch, config: Any, modality: str) -> _Placeholders:
+    def of(
+        cls,
+        batch: Batch,
+        config: Any,
+        modality: str,
+    ) -> _Placeholders:
         is_placeholder = stand_at(text_of(batch), placeholder_ids(config, modality))
         follows_placeholder = torch.nn.functional.pad(is_placeholder[:, :-1], (1, 0))
         starts = is_placeholder & ~follows_placeholder
         return cls(is_placeholder.sum(dim=1).tolist(), starts.sum(dim=1).tolist())
 
 
-def entries_per_row(batch: Batch, config: Any, modality: str, num_entries: int, num_rows: int) -> list[int]:
+def entries_per_row(
+    batch: Batch,
+    config: Any,
+    modality: str,
+    num_entries: int,
+    num_rows: int,
+) -> list[int]:
     """Returns how many entries of a modality's tensors belong to each row.
 
     Raises:
@@ -238,10 +258,11 @@ def entries_per_row(batch: Batch, config: Any, modality: str, num_entries: int, 
         return [1] * num_rows
     answers: dict[str, list[int]] = {}
     for key, value in batch.items():
-        if isinstance(value, torch.Tensor) and not value.is_floating_point() and modality_of(key) == modality:
-            entries = _entries_by_sizes(value, num_entries, placeholders)
-            if entries is not None:
-                answers[key] = entries
+        if modality_of(key) != modality or not isinstance(value, torch.Tensor) or value.is_floating_point():
+            continue
+        entries = _entries_by_sizes(value, num_entries, placeholders)
+        if entries is not None:
+            answers[key] = entries
     # Without sizes all items are taken to be of one size.
     is_even = bool(num_tokens) and all(num_entries * tokens % num_tokens == 0 for tokens in placeholders.tokens)
     if is_even and not answers:
@@ -273,10 +294,8 @@ def _entries_by_sizes(value: torch.Tensor, num_entries: int, placeholders: _Plac
     if items is None:
         return None
     if num_entries % num_patches == 0:  # an entry is a patch, or a fixed part of one
-        item_ends = [0, *accumulate(patches)]
-        row_ends = [0, *accumulate(items)]
-        patches_of_rows = [item_ends[end] - item_ends[start] for start, end in pairwise(row_ends)]
-        return [num_entries // num_patches * count for count in patches_of_rows]
+        entries_per_patch = num_entries // num_patches
+        return [entries_per_patch * count for count in sums_of_runs(patches, items)]
     return items if len(patches) == num_entries else None
 
 
@@ -298,14 +317,31 @@ def _items_by_sizes(patches: Sequence[int], placeholders: _Placeholders) -> list
     return None
 
 
+def sums_of_runs(values: Sequence[int], counts: Sequence[int]) -> list[int]:
+    """Returns the sum of the first ``counts[0]`` values, of the next ``counts[1]``, and so on."""
+    sums = []
+    start = 0
+    for count in counts:
+        sums.append(sum(values[start : start + count]))
+        start += count
+    return sums
+
+
 def items_of_rows(tokens: Sequence[int], sizes: Sequence[int]) -> list[int] | None:
     """Returns the items of each row if each row holds whole items: 20 and 10 tokens of items of 10 are 2 and 1.
 
-    There is at most one answer, because every item has tokens and items come in the order of the rows. None: there is
-    no answer.
+    There is at most one answer, because every item has tokens and items come in the order of the rows.
     """
-    item_ends = [0, *accumulate(sizes)]
-    row_ends = list(accumulate(tokens))
-    if not sizes or min(sizes) < 1 or row_ends[-1] != item_ends[-1] or not set(row_ends) <= set(item_ends):
+    if not sizes or min(sizes) < 1 or sum(sizes) != sum(tokens):
         return None
-    return [item_ends.index(end) - item_ends.index(start) for start, end in pairwise([0, *row_ends])]
+    items = []
+    next_item = 0
+    for num_tokens in tokens:
+        first_item = next_item
+        while num_tokens > 0:
+            num_tokens -= sizes[next_item]
+            next_item += 1
+        if num_tokens < 0:  # the row ends inside of an item
+            return None
+        items.append(next_item - first_item)
+    return items

@@ -8,13 +8,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import torch
 
-from composer_tokacc.batch import MODALITIES, Batch, span, text_of
-from composer_tokacc.layout.families import FAMILIES, PART_UNITS, TEXT_ENTRIES, Entry, Family
+from composer_tokacc.batch import (
+    MODALITIES,
+    Batch,
+    span,
+    text_of,
+)
+from composer_tokacc.layout.families import (
+    FAMILIES,
+    PART_UNITS,
+    TEXT_ENTRIES,
+    Entry,
+    Family,
+)
 from composer_tokacc.layout.found import (
     Readings,
     agreed_readings,
@@ -26,9 +37,15 @@ from composer_tokacc.layout.found import (
     items_of_rows,
     meaning_has_changed,
     possible_readings,
+    sums_of_runs,
 )
 from composer_tokacc.layout.placeholders import stand_at, token_ids
-from composer_tokacc.layout.tensors import cat_padded, compact, renumber, select_rows
+from composer_tokacc.layout.tensors import (
+    cat_padded,
+    compact,
+    renumber,
+    select_rows,
+)
 from composer_tokacc.planning import check_choice, check_count, check_kind
 
 SCALED_ROTARY_TYPES = ('dynamic', 'longrope')
@@ -129,9 +146,9 @@ class BatchLayout:
             config = config.get_text_config()
         rope = getattr(config, 'rope_parameters', None) or getattr(config, 'rope_scaling', None) or {}
         # Models with several types of layers nest the parameters of each type.
-        scalings = [rope, *(value for value in rope.values() if isinstance(value, Mapping))]
+        nested = [value for value in rope.values() if isinstance(value, Mapping)]
         limits: list[int] = []
-        for scaling in scalings:
+        for scaling in [rope, *nested]:
             if scaling.get('rope_type', scaling.get('type')) in SCALED_ROTARY_TYPES:
                 limit = scaling.get('original_max_position_embeddings')
                 limit = limit or getattr(config, 'original_max_position_embeddings', None)
@@ -162,10 +179,11 @@ class BatchLayout:
         readings = {}
         num_rows, width = text_of(batch).shape[:2]
         for key, value in batch.items():
-            if isinstance(value, torch.Tensor) and key not in self._registered:
-                possible = possible_readings(batch, key, num_rows, width)
-                if possible:  # else entry_of() refuses the key
-                    readings[key] = possible
+            if key in self._registered or not isinstance(value, torch.Tensor):
+                continue
+            possible = possible_readings(batch, key, num_rows, width)
+            if possible:  # else entry_of() refuses the key
+                readings[key] = possible
         return readings
 
     def entry_of(self, batch: Batch, key: str) -> Entry:
@@ -225,7 +243,11 @@ class BatchLayout:
 
     def tensors_of(self, batch: Batch, unit: str) -> dict[str, torch.Tensor]:
         """Returns the tensors that have one entry per image, video, audio or part of one, by key."""
-        return {key: batch[key] for key, entry in self._media_entries(batch).items() if entry.unit == unit}
+        tensors = {}
+        for key, entry in self._media_entries(batch).items():
+            if entry.unit == unit:
+                tensors[key] = batch[key]
+        return tensors
 
     def media_of(self, batch: Batch) -> list[str]:
         """Returns the modalities that have tensors in the batch."""
@@ -266,9 +288,9 @@ class BatchLayout:
     def _parts_per_row(self, batch: Batch, unit: str) -> list[int]:
         """Returns the number of patches of each row."""
         part = PART_UNITS[unit]
-        item_ends = [0, *accumulate(batch[part.grid_key].prod(dim=1).tolist())]
-        row_ends = [0, *accumulate(self.units_per_row(batch, part.modality))]
-        return [item_ends[end] - item_ends[start] for start, end in pairwise(row_ends)]
+        parts_per_item = batch[part.grid_key].prod(dim=1).tolist()
+        items_per_row = self.units_per_row(batch, part.modality)
+        return sums_of_runs(parts_per_item, items_per_row)
 
     def _occupied_slots_per_row(self, batch: Batch, is_occupied: torch.Tensor) -> list[int]:
         """Returns the number of the last occupied slot of each row; ``is_occupied`` is ``(rows, slots)`` bool."""
@@ -304,12 +326,22 @@ class BatchLayout:
 
         The tensor with the fewest entries counts: it has items, others have tiles or patches.
         """
-        units = {entry.unit for entry in self._media_entries(batch).values() if entry.unit.startswith(f'{modality}/')}
-        if not units:
+        fewest = None
+        for entry in self._media_entries(batch).values():
+            unit_modality, _, num_entries = entry.unit.partition('/')
+            if unit_modality == modality and num_entries:
+                count = int(num_entries)
+                fewest = count if fewest is None else min(fewest, count)
+        if fewest is None:
             return None
-        return self.units_per_row(batch, min(units, key=lambda unit: int(unit.partition('/')[2])))
+        return self.units_per_row(batch, f'{modality}/{fewest}')
 
-    def _items_by_placeholders(self, batch: Batch, unit: str, num_items: int) -> list[int]:
+    def _items_by_placeholders(
+        self,
+        batch: Batch,
+        unit: str,
+        num_items: int,
+    ) -> list[int]:
         media = self.family.media.get(unit)
         num_rows = self.num_rows(batch)
         carry = f'Carry `num_{unit}s` in the batch, one int per row'
@@ -385,14 +417,34 @@ class BatchLayout:
         unknown_rows = set().union(*row_groups) - set(all_rows)
         if unknown_rows:
             raise ValueError(f'`rows` must be of the {len(all_rows)} of the batch, from 0, got: {unknown_rows}.')
-        if all(rows == all_rows for rows in row_groups):
-            return [dict(batch) for _ in row_groups]
-        units = {'image' if entry.slot_dim is not None else entry.unit for entry in entries.values()}
-        units = (units | {'row'}) - {'shared'}
-        ends = {unit: [0, *accumulate(self.units_per_row(batch, unit))] for unit in units}
-        return [dict(batch) if rows == all_rows else select_rows(batch, entries, ends, rows) for rows in row_groups]
+        ends: dict[str, list[int]] | None = None
+        selected = []
+        for rows in row_groups:
+            if rows == all_rows:
+                selected.append(dict(batch))
+                continue
+            if ends is None:  # counting media takes a while
+                ends = self._ends_of_rows(batch, entries)
+            selected.append(select_rows(batch, entries, ends, rows))
+        return selected
 
-    def _check_entry(self, batch: Batch, key: str, value: object) -> None:
+    def _ends_of_rows(self, batch: Batch, entries: Mapping[str, Entry]) -> dict[str, list[int]]:
+        """Returns for each unit 0, then how many of it the rows up to each row have together."""
+        units = {'row'}
+        for entry in entries.values():
+            units.add('image' if entry.slot_dim is not None else entry.unit)
+        units.discard('shared')
+        ends = {}
+        for unit in units:
+            ends[unit] = [0, *accumulate(self.units_per_row(batch, unit))]
+        return ends
+
+    def _check_entry(
+        self,
+        batch: Batch,
+        key: str,
+        value: object,
+    ) -> None:
         """Raises ValueError if nothing tells how to select rows of a value."""
         if value is None or isinstance(value, (torch.Tensor, str, bool, int, float)):
             return
@@ -406,29 +458,50 @@ class BatchLayout:
                 'collator.'
             )
 
-    def trim(self, batch: Batch, *, width_multiple: int = 1) -> dict[str, Any]:
+    def trim(
+        self,
+        batch: Batch,
+        *,
+        width_multiple: int = 1,
+    ) -> dict[str, Any]:
         """Cuts off the columns that no row needs; widths round up to ``width_multiple``, never beyond the batch's."""
         check_count('width_multiple', width_multiple)
         if has_audio_along_text(batch, self.config):
             return dict(batch)
         side, lengths = span(batch)
         width = self.width(batch)
-        needed = min(-(-max(lengths) // width_multiple) * width_multiple, width)
-        return self.narrow(batch, width - needed if side == 'left' else 0, needed)
+        num_multiples = -(-max(lengths) // width_multiple)
+        needed = min(num_multiples * width_multiple, width)
+        start = width - needed if side == 'left' else 0
+        return self.narrow(batch, start, needed)
 
-    def narrow(self, batch: Batch, start: int, width: int) -> dict[str, Any]:
+    def narrow(
+        self,
+        batch: Batch,
+        start: int,
+        width: int,
+    ) -> dict[str, Any]:
         """Keeps ``width`` columns of the rows' text, from ``start`` on."""
         kept: dict[str, Any] = dict(batch)
         if width == self.width(batch):
             return kept
         for key, value in batch.items():
-            if isinstance(value, torch.Tensor):
-                for dim in self.entry_of(batch, key).seq_dims:
-                    # Composer's LanguageCrossEntropy views labels flat, which a narrowed tensor does not allow.
-                    kept[key] = compact(kept[key].narrow(dim, start, width), like=value)
+            if not isinstance(value, torch.Tensor):
+                continue
+            narrowed = value
+            for dim in self.entry_of(batch, key).seq_dims:
+                # Composer's LanguageCrossEntropy views labels flat, which a narrowed tensor does not allow.
+                narrowed = compact(narrowed.narrow(dim, start, width), like=value)
+            kept[key] = narrowed
         return kept
 
-    def concat(self, batches: Sequence[Batch], *, padding_side: str = 'right', pad_token_id: int = 0) -> dict[str, Any]:
+    def concat(
+        self,
+        batches: Sequence[Batch],
+        *,
+        padding_side: str = 'right',
+        pad_token_id: int = 0,
+    ) -> dict[str, Any]:
         """Returns one batch of all rows: text padded to the widest, images of all rows one after the other.
 
         Args:
@@ -442,7 +515,9 @@ class BatchLayout:
         check_choice('padding_side', padding_side, ('left', 'right'))
         if not batches:
             raise ValueError('`batches` must hold at least one batch, got: none.')
-        keys = dict.fromkeys(key for batch in batches for key in batch)
+        keys: dict[str, None] = {}  # a dict keeps their order
+        for batch in batches:
+            keys |= dict.fromkeys(batch)
         joined: dict[str, Any] = {}
         for key in keys:
             present = [batch for batch in batches if batch.get(key) is not None]
@@ -456,9 +531,12 @@ class BatchLayout:
                 joined[key] = first
         for modality in MODALITIES:
             key = f'num_{modality}s'
-            if key in joined:
-                # The shapes of a one-row sample tell its tiles; once rows are joined, only the placeholders would.
-                joined[key] = [count for batch in batches for count in self._carried_or_counted(batch, modality)]
+            if key not in joined:
+                continue
+            # The shapes of a one-row sample tell its tiles; once rows are joined, only the placeholders would.
+            joined[key] = []
+            for batch in batches:
+                joined[key] += self._carried_or_counted(batch, modality)
         return joined
 
     def _carried_or_counted(self, batch: Batch, modality: str) -> list[int]:
@@ -466,7 +544,13 @@ class BatchLayout:
             return self.units_per_row(batch, modality)
         return list(batch[f'num_{modality}s'])
 
-    def _joined_tensor(self, key: str, batches: Sequence[Batch], side: str, pad_token_id: int) -> torch.Tensor:
+    def _joined_tensor(
+        self,
+        key: str,
+        batches: Sequence[Batch],
+        side: str,
+        pad_token_id: int,
+    ) -> torch.Tensor:
         """Returns a tensor of all batches, made of those that have it."""
         present = [batch for batch in batches if batch.get(key) is not None]
         # It lies along the text only if it does in every batch: a decoder's labels can have the encoder's width by
@@ -533,7 +617,10 @@ def _check_equal_clips(family: str, key: str, batches: Sequence[Batch]) -> None:
     """
     batch_of_count = {batch[key].shape[1]: batch for batch in batches}
     if len(batch_of_count) > 1:
-        names = [f'{count} (sample {batch_of_count[count].get("sample_ids")})' for count in sorted(batch_of_count)]
+        names = []
+        for count in sorted(batch_of_count):
+            sample_ids = batch_of_count[count].get('sample_ids')
+            names.append(f'{count} (sample {sample_ids})')
         raise ValueError(
             f'Videos of a batch must be of one number of frames for {family}, got: {", ".join(names)}. Take as many of '
             'each: `dataset.video.num_frames`.'

@@ -83,18 +83,33 @@ def stand_at(text: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
     return is_there
 
 
-def equal(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
+def equal(
+    batch: Batch,
+    config: Any,
+    num_items: int,
+    num_tokens: int,
+) -> list[int]:
     """All items have one shape: the model itself requires ``num_items`` times the tokens of that shape."""
     return [num_tokens // num_items] * num_items if num_tokens % num_items == 0 else []
 
 
-def image_grid(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
+def image_grid(
+    batch: Batch,
+    config: Any,
+    num_items: int,
+    num_tokens: int,
+) -> list[int]:
     """Qwen-VL: as many tokens as merged patches."""
     return _merged(batch['image_grid_thw'], config, num_tokens)
 
 
-def video_grid(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
-    """Qwen-VL: as many tokens as merged patches of all frames, whatever text stands between the frames."""
+def video_grid(
+    batch: Batch,
+    config: Any,
+    num_items: int,
+    num_tokens: int,
+) -> list[int]:
+    """Qwen-VL: as many tokens as merged patches of all frames. Text between the frames does not count."""
     return _merged(batch['video_grid_thw'], config, num_tokens)
 
 
@@ -110,7 +125,12 @@ def _merged(grid: torch.Tensor, config: Any, num_tokens: int) -> list[int]:
     return [count // merged for count in patches]
 
 
-def patch_counts(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
+def patch_counts(
+    batch: Batch,
+    config: Any,
+    num_items: int,
+    num_tokens: int,
+) -> list[int]:
     """LLaVA: images of one shape; with ``image_sizes`` (Pixtral) as many tokens as merged patches."""
     sizes = batch.get('image_sizes')
     if sizes is None:
@@ -121,17 +141,32 @@ def patch_counts(batch: Batch, config: Any, num_items: int, num_tokens: int) -> 
     return (torch.as_tensor(sizes) // side).prod(dim=-1).tolist()
 
 
-def queries(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
+def queries(
+    batch: Batch,
+    config: Any,
+    num_items: int,
+    num_tokens: int,
+) -> list[int]:
     """BLIP: a fixed number of query tokens per image."""
     return [] if config is None else [config.num_query_tokens] * num_items
 
 
-def frame_queries(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
+def frame_queries(
+    batch: Batch,
+    config: Any,
+    num_items: int,
+    num_tokens: int,
+) -> list[int]:
     """InstructBLIP-Video: a fixed number of query tokens per frame; all clips of a batch have as many frames."""
     return [batch['pixel_values'].shape[1] * size for size in queries(batch, config, num_items, num_tokens)]
 
 
-def audio_frames(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
+def audio_frames(
+    batch: Batch,
+    config: Any,
+    num_items: int,
+    num_tokens: int,
+) -> list[int]:
     """Qwen-Audio: two strided convolutions and a pooling over the real frames."""
     if num_tokens == num_items:  # one token each, which the model itself expands (processors up to transformers 4.45)
         return [1] * num_items
@@ -144,14 +179,24 @@ def audio_frames(batch: Batch, config: Any, num_items: int, num_tokens: int) -> 
     return [(count - 2) // 2 + 1 for count in after_convolution]
 
 
-def anyres(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
+def anyres(
+    batch: Batch,
+    config: Any,
+    num_items: int,
+    num_tokens: int,
+) -> list[int]:
     """LLaVA-NeXT: the whole image, and its tiles without the padding, with a token at the end of each line."""
     if config is None:
         return []
     return [_tokens_of_tiles(size, config) for size in torch.as_tensor(batch['image_sizes']).tolist()]
 
 
-def anyres_capped(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
+def anyres_capped(
+    batch: Batch,
+    config: Any,
+    num_items: int,
+    num_tokens: int,
+) -> list[int]:
     """LLaVA-OneVision: like LLaVA-NeXT up to a number of tiles; only the single image of a row is tiled."""
     if config is None:
         return []
@@ -174,7 +219,12 @@ def _side(config: Any) -> int:
     return config.vision_config.image_size // config.vision_config.patch_size
 
 
-def _tokens_of_tiles(size: Sequence[int], config: Any, *, cap: int | None = None) -> int:
+def _tokens_of_tiles(
+    size: Sequence[int],
+    config: Any,
+    *,
+    cap: int | None = None,
+) -> int:
     """Returns the tokens of one image as ``pack_image_features`` of the models makes them, by their own functions."""
     from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape, unpad_image
 

@@ -6,7 +6,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,13 +35,12 @@ TEXT_KEYS = frozenset({'input_ids', 'attention_mask', 'labels', 'decoder_input_i
 class PreSplitBatch(Mapping[str, Any]):
     """One rank's part of a global batch, in the planned microbatches, each collated by itself.
 
-    The microbatches are what the model is trained on. For callbacks that look at the whole batch it is also a mapping:
+    The model is trained on the microbatches. For callbacks that look at the whole batch it is also a mapping:
     ``batch['input_ids']`` is the tensor of all rows, as if they had been collated together. It is made, and copied,
     when it is first read. The model does not see it, so changing it has no effect, and items cannot be set. Lists with
     one value per row are joined without copying a tensor.
 
-    A worker process sends it in one piece of shared memory, whatever the number of microbatches. The receiver copies
-    nothing.
+    A worker process sends all microbatches in one piece of shared memory. The receiver copies nothing.
 
     Args:
         microbatches: Mappings of tensors and of lists with one entry per row.
@@ -133,7 +137,7 @@ def microbatches_of(batch: Batch) -> Sequence[Batch]:
 
 
 def widened(batch: Batch, width_multiple: int) -> Batch:
-    """Returns the batch with its text padded to a width that is a multiple, on the side where it is padded already."""
+    """Pads the text of a batch to a multiple of a width, on the side of its padding."""
     if width_multiple == 1 or batch.get('input_ids') is None:
         return batch
     layout = BatchLayout(family=TEXT_FAMILY)

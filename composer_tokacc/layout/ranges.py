@@ -4,9 +4,9 @@
 """Which rows the first-batch check has looked at, as ranges.
 
 The check shows on a few rows that no cut changes their gradient. This holds for other rows only if the model treats
-them alike, and models change their behaviour at some size: DeepSeek-V3.2 attends to the best k keys as soon as there
-are more than k columns, Llama 4 scales attention from some column on, HunYuan-VL numbers the images of a batch,
-Qwen3-Omni pads short audios to the longest one, GLM-ASR hears the padding. Nobody knows these thresholds beforehand.
+them alike. But models change at some size. DeepSeek-V3.2 attends to the best k keys as soon as there are more than k
+columns, Llama 4 scales attention from some column on, HunYuan-VL numbers the images of a batch, Qwen3-Omni pads short
+audios to the longest one, and GLM-ASR hears the padding. Nobody knows these thresholds beforehand.
 
 So the ranges are exact: a row outside of them is looked at before the step is cut, and the ranges grow to include it. A
 range ends at the smallest and the largest value that was seen, never at a rounded one, because a threshold could lie in
@@ -29,7 +29,7 @@ from composer_tokacc.layout.found import Readings, agreed_readings, joined_readi
 
 
 class Padding(Enum):
-    """Where rows are padded, and whether the batch gives their positions; the value completes "rows padded ..."."""
+    """Side of the padding, and whether the batch gives positions. The value completes the phrase "rows padded ..."."""
 
     RIGHT = 'on the right'
     RIGHT_WITH_POSITIONS = 'on the right, with position_ids'
@@ -37,7 +37,12 @@ class Padding(Enum):
     LEFT_WITH_POSITIONS = 'on the left, with position_ids'
 
     @classmethod
-    def of(cls, side: str, *, has_positions: bool) -> Padding:
+    def of(
+        cls,
+        side: str,
+        *,
+        has_positions: bool,
+    ) -> Padding:
         """Returns the member for a side, ``'left'`` or ``'right'``."""
         if side == 'left':
             return cls.LEFT_WITH_POSITIONS if has_positions else cls.LEFT
@@ -45,7 +50,7 @@ class Padding(Enum):
 
 
 class RotaryCase(Enum):
-    """How the shortest row compares with the width from which on the rotary embedding depends on the batch."""
+    """Rows that are wider than the width limit of the rotary embedding: see :attr:`.BatchLayout.width_limit`."""
 
     COLUMNS_ABOUT_LIMIT = 'some rows wider than the rotary limit'
     COLUMNS_OVER_LIMIT = 'all rows wider than the rotary limit'
@@ -103,8 +108,8 @@ class MediaRange:
     Args:
         most_items: The most items of one row.
         in_several_rows: Whether two rows of one batch have any.
-        smallest: Placeholders of the smallest item beside a larger one; None: all items of a batch had one size.
-        largest: Placeholders of the largest item beside a smaller one.
+        smallest: Placeholders of the smallest item in a batch with items of several sizes; None: there was no such batch.
+        largest: Placeholders of the largest item in such a batch.
         is_ragged: Whether microbatches that a loader collates one by one pad items to different sizes.
     """
 
@@ -140,7 +145,7 @@ class RowRanges:
         packed: Sizes of packed rows; None: none were packed.
         media: Items by modality, ``'image'``, ``'video'`` and ``'audio'``.
         rotary: Cases of rows that are wider than the rotary embedding leaves alone.
-        has_mixed_rows: Whether rows with media and rows without any were beside each other.
+        has_mixed_rows: Whether a batch had rows with media and rows without any.
         has_holes: Whether a row had positions that are not attended between attended ones.
         has_holes_beside_media: The same in a batch with media.
         readings: Possible readings of the tensors that no family registers.
@@ -156,7 +161,10 @@ class RowRanges:
     readings: Readings = field(default_factory=dict)
 
     def missing(self, rows: RowRanges) -> list[str]:
-        """Returns what of the other ranges lies outside of these; a modality's name begins what concerns it."""
+        """Returns names of the properties in which the other rows lie outside of these ranges.
+
+        A name about images, videos or audios begins with that word.
+        """
         missing = []
         for padding, needed in rows.padded.items():
             padded = self.padded.get(padding)

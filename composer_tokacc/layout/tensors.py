@@ -54,7 +54,12 @@ def compact(view: torch.Tensor, *, like: torch.Tensor) -> torch.Tensor:
     return view if view.is_contiguous() else _empty(view.shape, like).copy_(view)
 
 
-def cat_padded(values: Sequence[torch.Tensor], entry: Entry, width: int, side: str) -> torch.Tensor:
+def cat_padded(
+    values: Sequence[torch.Tensor],
+    entry: Entry,
+    width: int,
+    side: str,
+) -> torch.Tensor:
     """Concatenates along the rows, with every other dimension padded to the largest.
 
     Dimensions along the text are padded to ``width``, on the side of the text's padding; all others at their end.
@@ -85,7 +90,12 @@ UnitEnds = Mapping[str, Sequence[int]]
 """For each unit: 0, then how many of it the rows up to each row have together."""
 
 
-def select_rows(batch: Batch, entries: Mapping[str, Entry], ends: UnitEnds, rows: Sequence[int]) -> dict[str, Any]:
+def select_rows(
+    batch: Batch,
+    entries: Mapping[str, Entry],
+    ends: UnitEnds,
+    rows: Sequence[int],
+) -> dict[str, Any]:
     """Returns the batch of the given rows, in the given order."""
     selected: dict[str, Any] = {}
     for key, value in batch.items():
@@ -125,7 +135,13 @@ def _repointed(
     return renumber(pointers, num_pointers, shifts)
 
 
-def _select_units(key: str, value: torch.Tensor, entry: Entry, ends: UnitEnds, rows: Sequence[int]) -> torch.Tensor:
+def _select_units(
+    key: str,
+    value: torch.Tensor,
+    entry: Entry,
+    ends: UnitEnds,
+    rows: Sequence[int],
+) -> torch.Tensor:
     if entry.unit == 'shared':
         return value
     unit_ends = ends[entry.unit]
