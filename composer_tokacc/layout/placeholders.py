@@ -172,11 +172,14 @@ def audio_frames(
         return [1] * num_items
     mask = batch.get('feature_attention_mask')
     if mask is None:
-        num_frames = [batch['input_features'].shape[-1]] * num_items
+        frames_per_item = [batch['input_features'].shape[-1]] * num_items
     else:
-        num_frames = [int(count) for count in mask.sum(dim=-1).tolist()]
-    after_convolution = [(count - 1) // 2 + 1 for count in num_frames]
-    return [(count - 2) // 2 + 1 for count in after_convolution]
+        frames_per_item = mask.sum(dim=-1).tolist()
+    tokens_per_item = []
+    for num_frames in frames_per_item:
+        after_convolutions = (int(num_frames) - 1) // 2 + 1
+        tokens_per_item.append((after_convolutions - 2) // 2 + 1)
+    return tokens_per_item
 
 
 def anyres(

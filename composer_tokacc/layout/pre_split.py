@@ -13,6 +13,7 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -79,7 +80,10 @@ class PreSplitBatch(Mapping[str, Any]):
 
     def __iter__(self) -> Iterator[str]:
         """Iterates over the keys of all microbatches: those with images have more."""
-        return iter(dict.fromkeys(key for microbatch in self.microbatches for key in microbatch))
+        keys: dict[str, None] = {}  # a dict keeps their order
+        for microbatch in self.microbatches:
+            keys |= dict.fromkeys(microbatch)
+        return iter(keys)
 
     def __len__(self) -> int:
         """Returns the number of keys."""
@@ -98,7 +102,7 @@ class PreSplitBatch(Mapping[str, Any]):
             if values and isinstance(values[0], torch.Tensor):
                 self._joined[key] = self._joined_tensor(key)
             elif values and isinstance(values[0], list):
-                self._joined[key] = [item for value in values for item in value]
+                self._joined[key] = list(chain.from_iterable(values))
             else:
                 self._joined[key] = values[0] if values else None
         return self._joined[key]

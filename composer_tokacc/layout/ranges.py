@@ -108,7 +108,7 @@ class MediaRange:
     Args:
         most_items: The most items of one row.
         in_several_rows: Whether two rows of one batch have any.
-        smallest: Placeholders of the smallest item in a batch with items of several sizes; None: there was no such batch.
+        smallest: Placeholders of the smallest item in a batch with items of several sizes; None: no batch had such.
         largest: Placeholders of the largest item in such a batch.
         is_ragged: Whether microbatches that a loader collates one by one pad items to different sizes.
     """
@@ -233,21 +233,25 @@ def ranges_of(sources: Sequence[RowFacts], packed_total: int = 0) -> RowRanges:
         media_range = _media_range(modality, sources)
         if media_range is not None:
             media[modality] = media_range
-    rows_with_media = [count > 0 for facts in sources for count in facts.media]
-    has_media = any(rows_with_media)
-    has_holes = any(any(facts.has_hole) for facts in sources)
-    packed = None
-    if packed_total and sources:
-        packed = PackedRange(longest=max(max(facts.lengths) for facts in sources), total=packed_total)
+    media_per_row: list[int] = []
+    has_holes = False
+    longest = 0
     readings: Readings = {}
     for facts in sources:
+        media_per_row += facts.media
+        has_holes = has_holes or any(facts.has_hole)
+        longest = max(longest, *facts.lengths)
         readings = joined_readings(readings, facts.layout.readings_of(facts.batch))
+    has_media = any(media_per_row)
+    packed = None
+    if packed_total:
+        packed = PackedRange(longest=longest, total=packed_total)
     return RowRanges(
         padded=_padded_ranges([facts for facts in sources if facts.has_ids]),
         packed=packed,
         media=media,
         rotary=frozenset(_rotary_cases(sources)),
-        has_mixed_rows=has_media and not all(rows_with_media),
+        has_mixed_rows=has_media and not all(media_per_row),
         has_holes=has_holes and not has_media,
         has_holes_beside_media=has_holes and has_media,
         readings=readings,
@@ -256,13 +260,20 @@ def ranges_of(sources: Sequence[RowFacts], packed_total: int = 0) -> RowRanges:
 
 def _padded_ranges(sources: Sequence[RowFacts]) -> dict[Padding, PaddedRange]:
     """Returns the range of padded widths, of all sources together: microbatches are cuts of one padded batch."""
-    lengths = [length for facts in sources for length in facts.lengths]
-    width = max((facts.width for facts in sources), default=0)
+    lengths: list[int] = []
+    width = 0
+    side = 'right'
+    has_positions = False
+    for facts in sources:
+        lengths += facts.lengths
+        width = max(width, facts.width)
+        if facts.side == 'left':  # the right side is also that of rows without padding
+            side = 'left'
+        has_positions = has_positions or facts.has_positions
     padded_lengths = [length for length in lengths if length < width]
     if not padded_lengths:
         return {}
-    side = 'left' if any(facts.side == 'left' for facts in sources) else 'right'
-    padding = Padding.of(side, has_positions=any(facts.has_positions for facts in sources))
+    padding = Padding.of(side, has_positions=has_positions)
     return {padding: PaddedRange(shortest=min(lengths), longest=max(padded_lengths), width=width)}
 
 
@@ -281,10 +292,13 @@ def _rotary_cases(sources: Sequence[RowFacts]) -> set[RotaryCase]:
 
 def _media_range(modality: str, sources: Sequence[RowFacts]) -> MediaRange | None:
     """Returns the range of a modality's items; None: no row has any."""
-    counts = [count for facts in sources for count in facts.counts.get(modality, ()) if count]
+    counts: list[int] = []
+    sizes: list[float] = []
+    for facts in sources:
+        counts += [count for count in facts.counts.get(modality, ()) if count]
+        sizes += [size for size in facts.media_sizes(modality) if size is not None]
     if not counts:
         return None
-    sizes = [size for facts in sources for size in facts.media_sizes(modality) if size is not None]
     has_unlike_sizes = min(sizes) < max(sizes)
     return MediaRange(
         most_items=max(counts),
