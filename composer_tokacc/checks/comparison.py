@@ -63,8 +63,17 @@ class RowComparison:
     """
 
     def __init__(
-        self, probe: Probe, layout: BatchLayout, on_device: Callable[..., Any], rule: str, rows: Batch, check_loss: bool
+        self,
+        probe: Probe,
+        layout: BatchLayout,
+        on_device: Callable[..., Any],
+        rule: str,
+        rows: Batch,
+        check_loss: bool,
+        noise_of: RowComparison | None = None,
     ) -> None:
+        self._noise_of = noise_of
+        """Comparison of ordinary rows, whose round-off counts; None: the round-off of these rows."""
         self._probe, self._layout, self._on_device, self._rule = probe, layout, on_device, rule
         self._rows, self._facts, self._check_loss = rows, describe(layout, rows), check_loss
         self._counts = loss_mask(rows, rule).sum(dim=1).tolist()
@@ -88,6 +97,8 @@ class RowComparison:
     @cached_property
     def _noise(self) -> dict[tuple[str, int], float]:
         """By how much round-off may change a gradient, by unit and point."""
+        if self._noise_of is not None:
+            return self._noise_of._noise
         rounded = self._placed(self._rows, self._rounded, self._everyone)
         return {key: NOISE_FACTOR * float(_relative(rounded[key], one).max()) for key, one in self._expected.items()}
 

@@ -177,8 +177,20 @@ class FirstBatchCheck:
         self.token_scale = None if None in scales else scales[0]
         self.vocabulary = comparison.whole.vocabulary
         shown = self._shown(comparison, rows, found, shared.packed_total)
-        for more_rows in shared.more:
-            comparison = RowComparison(self.probe, self.layout, self._on_device, self.rule, more_rows, self.check_loss)
+        ordinary = comparison
+        groups = shared.more if shared.tied is None else [*shared.more, shared.tied]
+        for more_rows in groups:
+            # Rounding breaks ties in any order, so it says nothing of rows that are full of them.
+            is_tied = more_rows is shared.tied
+            comparison = RowComparison(
+                self.probe,
+                self.layout,
+                self._on_device,
+                self.rule,
+                more_rows,
+                self.check_loss,
+                noise_of=ordinary if is_tied else None,
+            )
             stricter = comparison.first_exact(cutter, found, shared.packed_total)
             # Rules that only some rows need are shown for all of them by the next look.
             shown_now = self._shown(comparison, more_rows, stricter, shared.packed_total)
@@ -202,21 +214,21 @@ class FirstBatchCheck:
         max_rows = min(max(int(2 * self.microbatch_size), 4), MAX_ROWS)
         shared = None
         if is_chosen and self.layout is None:
-            shared = SharedRows(dict(batch), {}, [], 0)
+            shared = SharedRows(dict(batch), {}, [], None, 0)
         elif is_chosen and self.layout is not None:
             batch_of_loader = without_metadata(batch)
             chosen = chosen_rows(self.layout, batch, missing, max_rows)
             more = []
             tied = None
             if any(name.startswith(('rows padded', 'packed rows')) for name in missing):
-                more = more_rows(batch, chosen, max_rows)
+                more = further_rows(batch, chosen, max_rows)
                 tied = rows_with_ties(self.layout, batch)
             packed = self.ranges_of(batch, cutter).packed
             shared = SharedRows(
                 rows=_with_labels(self.layout, self.layout.select(batch_of_loader, chosen)),
                 media=media_as_collated(self.layout, batch, chosen),
-                more=[_with_labels(self.layout, self.layout.select(batch_of_loader, rows)) for rows in more]
-                + ([] if tied is None else [tied]),
+                more=[_with_labels(self.layout, self.layout.select(batch_of_loader, rows)) for rows in more],
+                tied=tied,
                 packed_total=0 if packed is None else packed.total,
             )
         shared = from_any_rank(shared)
@@ -232,6 +244,8 @@ class SharedRows(NamedTuple):
     """Media of some rows as their own microbatch pads them, by place among the rows."""
     more: list[dict[str, Any]]
     """Further rows, to be looked at in these groups."""
+    tied: dict[str, Any] | None
+    """Rows as of :func:`rows_with_ties`."""
     packed_total: int
     """The most tokens of a packed row in training; 0: rows are not packed."""
 
@@ -329,7 +343,7 @@ def chosen_rows(layout: BatchLayout, batch: Batch, wanted: Sequence[str], max_ro
     return rows + others[: max(MIN_ROWS - len(rows), 0)]
 
 
-def more_rows(batch: Batch, chosen: Sequence[int], max_rows: int) -> list[list[int]]:
+def further_rows(batch: Batch, chosen: Sequence[int], max_rows: int) -> list[list[int]]:
     """Returns groups of further rows with labels, evenly spread over the batch."""
     has_labels = (labels_of(batch)[:, 1:] != IGNORE_INDEX).any(dim=1).tolist()
     others = [row for row in range(len(has_labels)) if has_labels[row] and row not in chosen]

@@ -170,10 +170,9 @@ def audio_frames(
     """Qwen-Audio: two strided convolutions and a pooling over the real frames."""
     if num_tokens == num_items:  # one token each, which the model itself expands (processors up to transformers 4.45)
         return [1] * num_items
+    frames_per_item: list[int] = [batch['input_features'].shape[-1]] * num_items
     mask = batch.get('feature_attention_mask')
-    if mask is None:
-        frames_per_item = [batch['input_features'].shape[-1]] * num_items
-    else:
+    if mask is not None:
         frames_per_item = mask.sum(dim=-1).tolist()
     tokens_per_item = []
     for num_frames in frames_per_item:
