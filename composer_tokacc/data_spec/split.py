@@ -56,6 +56,8 @@ class MicrobatchSplit:
         """Asks whether metrics of training read a copy of each microbatch; None: no algorithm is in this step."""
         self.made: list[dict[str, Any]] = []
         """Microbatches of the batch that was split last, those of no weight included."""
+        self._counted: tuple[RowFacts, list[Any]] | None = None
+        """Facts of the batch of this step, as the check has described it, and the values that they were read from."""
         self._microbatch_transforms = microbatch_transforms
         self._model: Any = None
         self._attention: DocumentAttention | None = None
@@ -102,11 +104,17 @@ class MicrobatchSplit:
     def end_step(self) -> None:
         """Lets a step's microbatches go: nobody waits for them while the next batch is read."""
         self.made = []
+        self._counted = None
 
     # What the first-batch check asks.
 
     def largest_packed_row(self, sources: Sequence[RowFacts], microbatch_size: float) -> int:
-        """Returns the most tokens that a packed row of a batch can have; 0: its rows are not packed."""
+        """Returns the most tokens that a packed row of a batch can have; 0: its rows are not packed.
+
+        Keeps the facts of a batch, so that it is described once a step.
+        """
+        if len(sources) == 1:
+            self._counted = sources[0], list(sources[0].batch.values())
         is_packed = self.packing or (self._wants_packing and not self.checked)
         if not is_packed or not sources:
             return 0
@@ -219,12 +227,22 @@ class MicrobatchSplit:
     def _described(self, layout: BatchLayout, batch: Batch) -> tuple[list[RowFacts], PreSplitBatch | None]:
         """Returns the facts of the batch's rows: of all, or of each microbatch of a loader, where they may stay so."""
         if not isinstance(batch, PreSplitBatch):
-            return [describe(layout, batch)], None
+            return [self._facts_of(layout, batch)], None
         if self.options.regroup and not self.packing and self.rules.right == 'trim':
             sources = describe_all(layout, batch)
             if self._stand_alone(sources):
                 return sources, batch
         return [describe(layout, batch.joined(layout))], None
+
+    def _facts_of(self, layout: BatchLayout, batch: Batch) -> RowFacts:
+        """Returns the facts of a batch: those that the check has asked about, if nothing has changed since."""
+        if self._counted is None:
+            return describe(layout, batch)
+        facts, values = self._counted
+        is_same = facts.batch is batch and facts.layout is layout and len(values) == len(batch)
+        if is_same and all(old is new for old, new in zip(values, batch.values(), strict=True)):
+            return facts
+        return describe(layout, batch)
 
     def _stand_alone(self, sources: Sequence[RowFacts]) -> bool:
         """Returns whether microbatches that a loader has collated are good as they are, or at least each for itself.
