@@ -73,7 +73,7 @@ class RowComparison:
         noise_of: RowComparison | None = None,
     ) -> None:
         self._noise_of = noise_of
-        """Comparison of ordinary rows, whose round-off counts; None: the round-off of these rows."""
+        """Comparison of ordinary rows, whose usual round-off counts; None: that of these rows."""
         self._probe, self._layout, self._on_device, self._rule = probe, layout, on_device, rule
         self._rows, self._facts, self._check_loss = rows, describe(layout, rows), check_loss
         self._counts = loss_mask(rows, rule).sum(dim=1).tolist()
@@ -98,9 +98,15 @@ class RowComparison:
     def _noise(self) -> dict[tuple[str, int], float]:
         """By how much round-off may change a gradient, by unit and point."""
         if self._noise_of is not None:
-            return self._noise_of._noise
+            noise = self._noise_of._noise_of_rows
+            return {key: NOISE_FACTOR * float(of_rows.median()) for key, of_rows in noise.items()}
+        return {key: NOISE_FACTOR * float(of_rows.max()) for key, of_rows in self._noise_of_rows.items()}
+
+    @cached_property
+    def _noise_of_rows(self) -> dict[tuple[str, int], torch.Tensor]:
+        """Relative change of each row's gradient by one more rounding at every layer, by unit and point."""
         rounded = self._placed(self._rows, self._rounded, self._everyone)
-        return {key: NOISE_FACTOR * float(_relative(rounded[key], one).max()) for key, one in self._expected.items()}
+        return {key: _relative(rounded[key], expected) for key, expected in self._expected.items()}
 
     def _numbers(self, rows: Sequence[int]) -> dict[str, int]:
         """Returns of what the terms of each unit are a mean."""

@@ -372,10 +372,14 @@ def rows_with_ties(layout: BatchLayout, batch: Batch) -> dict[str, Any] | None:
     middle = min(padded, key=lambda row: abs(lengths[row] - about_half))
     rows = layout.select(without_metadata(batch), [longest, middle])
     rows['input_ids'] = rows['input_ids'].clone()
-    for row_ids, is_real in zip(rows['input_ids'], facts.real[[longest, middle]], strict=True):
-        text = row_ids[is_real]
-        row_ids[is_real] = text[torch.arange(len(text)) % NUM_TIED_TOKENS]
-    rows['labels'] = rows['input_ids'].masked_fill(~facts.real[[longest, middle]], IGNORE_INDEX)
+    rows['labels'] = torch.full_like(rows['labels'], IGNORE_INDEX)
+    for place, row in enumerate((longest, middle)):
+        is_real = facts.real[row]
+        tokens = rows['input_ids'][place, is_real]
+        numbers = torch.arange(len(tokens)) % NUM_TIED_TOKENS
+        rows['input_ids'][place, is_real] = tokens[numbers]
+        # Labels that a model does not expect, or little would be left of the gradient but round-off.
+        rows['labels'][place, is_real] = tokens[(numbers + 1) % NUM_TIED_TOKENS]
     return rows
 
 
