@@ -120,7 +120,7 @@ class MicrobatchSplit:
             return 0
         lengths = [length for facts in sources for length in facts.lengths]
         budget = token_budget(microbatch_size, self._slot_width(sources))
-        return max(min(budget, sum(lengths)), *lengths)
+        return max([min(budget, sum(lengths)), *lengths])
 
     def _slot_width(self, sources: Sequence[RowFacts]) -> int:
         """Returns the tokens that one row of the microbatch size stands for.

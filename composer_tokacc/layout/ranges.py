@@ -240,7 +240,7 @@ def ranges_of(sources: Sequence[RowFacts], packed_total: int = 0) -> RowRanges:
     for facts in sources:
         media_per_row += facts.media
         has_holes = has_holes or any(facts.has_hole)
-        longest = max(longest, *facts.lengths)
+        longest = max([longest, *facts.lengths])
         readings = joined_readings(readings, facts.layout.readings_of(facts.batch))
     has_media = any(media_per_row)
     packed = None
