@@ -220,14 +220,20 @@ def _aspect_ratio_slots(batch: Batch) -> torch.Tensor:
     return batch['aspect_ratio_ids'] != 0
 
 
+# Each entry was taken out in turn, and the tiny models of its types were trained without it. The comment above an entry
+# says what it is needed for. "Without a model" means that only the keys of a batch tell its format, and no config names
+# the placeholders: in the evaluation of a loader without a layout, and if callbacks read a pre-split batch.
 TEXT_FAMILY = Family(name='text', matches=_Format(lacks=('pixel_values',)))
 FAMILIES: tuple[Family, ...] = (
+    # Needed without a model. The types are exact without the entry.
     Family(
-        name='encoder-decoder',  # Whisper, TrOCR: one audio or image per row, and the labels are the only text
+        # Whisper, TrOCR: one audio or image per row, and the labels are the only text.
+        name='encoder-decoder',
         model_types=('whisper', 'speech_to_text', 'speech-encoder-decoder', 'vision-encoder-decoder'),
         entries={'input_features': Entry(), 'input_values': Entry(), 'pixel_values': Entry()},
         matches=_Format(lacks=('input_ids',)),
     ),
+    # Needed without a model: `mm_token_type_ids` tell the placeholders. All types are exact without the entry.
     Family(
         name='Qwen-VL',  # and Qwen-Omni, which also has audios
         model_types=('qwen2_vl', 'qwen2_5_vl', 'qwen3_vl', 'qwen3_vl_moe', 'qwen2_5_omni_thinker'),
@@ -239,6 +245,7 @@ FAMILIES: tuple[Family, ...] = (
         },
         matches=_has_grid,
     ),
+    # Without it batches with videos are refused, because frames have the placeholder of an image.
     Family(
         name='GLM-4V',
         model_types=('glm4v', 'glm4v_moe', 'glm46v', 'glmga', 'glm_ocr', 'glm5_next'),
@@ -250,6 +257,7 @@ FAMILIES: tuple[Family, ...] = (
             'video': Media(sizes=placeholders.video_grid, token_type=2, frames=True),
         },
     ),
+    # Without it batches with unequal numbers of images are refused: nothing else tells which slots hold images.
     Family(
         name='Mllama',
         model_types=('mllama',),
@@ -266,6 +274,7 @@ FAMILIES: tuple[Family, ...] = (
         'without one attend to padding images',
         matches=_Format({'aspect_ratio_ids': 1}),
     ),
+    # Without it all types are refused, because a row of slots is taken for one image.
     Family(
         name='Idefics',
         model_types=('idefics2', 'idefics3', 'smolvlm', 'granite_docling'),
@@ -274,6 +283,7 @@ FAMILIES: tuple[Family, ...] = (
         slots=_masked_slots,
         matches=_Format({'pixel_attention_mask': 1, 'pixel_values': 5}),  # LFM2-VL's has no slots
     ),
+    # Without it the type is refused: only the entry tells that instructions belong to images.
     Family(
         name='InstructBLIP',
         model_types=('instructblip',),
@@ -282,6 +292,7 @@ FAMILIES: tuple[Family, ...] = (
         media={'image': Media(sizes=placeholders.queries)},
         matches=_Format({'qformer_input_ids': 1, 'pixel_values': 4}),
     ),
+    # Without it the type dies in the forward: only the entry tells that instructions belong to videos.
     Family(
         name='InstructBLIP-Video',
         model_types=('instructblipvideo',),
@@ -290,6 +301,7 @@ FAMILIES: tuple[Family, ...] = (
         media={'video': Media(sizes=placeholders.frame_queries)},
         matches=_Format({'qformer_input_ids': 1, 'pixel_values': 5}),
     ),
+    # Without it the type dies on text alone, which gets a dummy image by `has_queries`.
     Family(
         name='BLIP-2',
         model_types=('blip-2',),
@@ -297,6 +309,7 @@ FAMILIES: tuple[Family, ...] = (
         entries={'pixel_values': _IMAGE},
         media={'image': Media(sizes=placeholders.queries)},
     ),
+    # Needed without a model. Both types are exact without the entry, by the runs of placeholders.
     Family(
         name='LLaVA-NeXT',
         model_types=('llava_next', 'llava_next_video'),
@@ -305,6 +318,7 @@ FAMILIES: tuple[Family, ...] = (
         # LLaVA-OneVision also has `batch_num_images`, and is the only other format with clips.
         matches=_Format({'image_sizes': 1, 'pixel_values': 5}, lacks=('batch_num_images',)),
     ),
+    # Needed without a model. The type is exact without the entry.
     Family(
         name='Video-LLaVA',
         model_types=('video_llava',),
@@ -312,6 +326,7 @@ FAMILIES: tuple[Family, ...] = (
         media={'image': Media(sizes=placeholders.equal), 'video': Media(sizes=placeholders.equal)},
         matches=_Format({'pixel_values_images': 1}),
     ),
+    # Without it batches with several images in a row are refused.
     Family(
         name='LLaVA-OneVision',
         model_types=('llava_onevision',),
@@ -319,6 +334,7 @@ FAMILIES: tuple[Family, ...] = (
         media={'image': Media(sizes=placeholders.anyres_capped), 'video': Media(sizes=placeholders.equal)},
         matches=_has_tiles_or_clips,
     ),
+    # Needed without a model. Both types are exact without the entry.
     Family(
         name='LLaVA',
         model_types=('llava', 'mistral3'),
@@ -326,6 +342,7 @@ FAMILIES: tuple[Family, ...] = (
         media={'image': Media(sizes=placeholders.patch_counts)},
         matches=_Format({'pixel_values': 4}),
     ),
+    # Needed without a model. The type is exact without the entry.
     Family(
         name='Qwen-Audio',
         model_types=('qwen2_audio',),

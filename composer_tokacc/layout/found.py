@@ -254,7 +254,8 @@ def entries_per_row(
         return carried
     placeholders = _Placeholders.of(batch, config, modality)
     num_tokens = sum(placeholders.tokens)
-    if num_tokens == 0 and num_entries == num_rows:  # an encoder that every row attends to
+    # An encoder that every row attends to. Without a config there may be placeholders that are not known.
+    if num_tokens == 0 and num_entries == num_rows and config is not None:
         return [1] * num_rows
     answers: dict[str, list[int]] = {}
     for key, value in batch.items():
