@@ -374,12 +374,14 @@ def rows_with_ties(layout: BatchLayout, batch: Batch) -> dict[str, Any] | None:
     rows['input_ids'] = rows['input_ids'].clone()
     rows['labels'] = torch.full_like(rows['labels'], IGNORE_INDEX)
     for place, row in enumerate((longest, middle)):
-        is_real = facts.real[row]
-        tokens = rows['input_ids'][place, is_real]
-        numbers = torch.arange(len(tokens)) % NUM_TIED_TOKENS
-        rows['input_ids'][place, is_real] = tokens[numbers]
-        # Labels that a model does not expect, or little would be left of the gradient but round-off.
-        rows['labels'][place, is_real] = tokens[(numbers + 1) % NUM_TIED_TOKENS]
+        columns = facts.real[row].nonzero().flatten()
+        tokens = rows['input_ids'][place, columns]
+        numbers = torch.arange(len(columns)) % NUM_TIED_TOKENS
+        rows['input_ids'][place, columns] = tokens[numbers]
+        # Labels that a model does not expect, or little would be left of the gradient but round-off. The first token has
+        # none, because padding may predict it.
+        unexpected = tokens[(numbers + 1) % NUM_TIED_TOKENS]
+        rows['labels'][place, columns[1:]] = unexpected[1:]
     return rows
 
 
