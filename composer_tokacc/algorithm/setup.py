@@ -92,6 +92,7 @@ class Fit:
             self.end()
             raise
         if self.split is not None and rules is not None:
+            self.split.layout = self.check.layout
             self.split.adopt(rules, reduces_once=reduces_once)
 
     def end(self) -> None:

@@ -110,6 +110,7 @@ class RowComparison(Generic[RulesT]):
         rule: The loss rule of the model.
         rows: As returned by :func:`.chosen_rows`.
         check_loss: Whether tokens must have equal weights in the loss.
+        noise_of: Comparison of ordinary rows, whose usual round-off counts; None: that of these rows.
     """
 
     def __init__(
@@ -120,7 +121,9 @@ class RowComparison(Generic[RulesT]):
         rule: str,
         rows: Batch,
         check_loss: bool,
+        noise_of: RowComparison[RulesT] | None = None,
     ) -> None:
+        self._noise_of = noise_of
         self._probe = probe
         self._layout = layout
         self._on_device = on_device
@@ -156,12 +159,24 @@ class RowComparison(Generic[RulesT]):
     @cached_property
     def _noise(self) -> dict[Point, float]:
         """How far round-off may change a gradient, by unit and point."""
-        rounded = self._aligned(self._rows, self._rounded_result, self._all_rows)
         noise = {}
-        for point, expected in self._expected.items():
+        if self._noise_of is not None:
+            for point, of_rows in self._noise_of._noise_of_rows.items():
+                noise[point] = NOISE_FACTOR * float(of_rows.median())
+            return noise
+        for point, of_rows in self._noise_of_rows.items():
             # Of the row that round-off moves the most: rows of other cuts are rounded differently.
-            noise[point] = NOISE_FACTOR * float(_relative_errors(rounded[point], expected).max())
+            noise[point] = NOISE_FACTOR * float(of_rows.max())
         return noise
+
+    @cached_property
+    def _noise_of_rows(self) -> dict[Point, Tensor]:
+        """The relative change of each row's gradient by one more rounding at every layer, by unit and point."""
+        rounded = self._aligned(self._rows, self._rounded_result, self._all_rows)
+        changes = {}
+        for point, expected in self._expected.items():
+            changes[point] = _relative_errors(rounded[point], expected)
+        return changes
 
     def _denominator(self, unit: str, rows: Sequence[int]) -> int:
         """Returns the number of tokens or samples that the terms of a unit are divided by."""
@@ -197,11 +212,20 @@ class RowComparison(Generic[RulesT]):
 
     # The cuts.
 
-    def first_exact(self, cutter: Cutter[RulesT], rules: RulesT) -> RulesT:
-        """Returns the first rules under which every row keeps its gradient. Raises RuntimeError if there are none."""
+    def first_exact(self, cutter: Cutter[RulesT], rules: RulesT, packed_total: int = 0) -> RulesT:
+        """Returns the first rules under which every row keeps its gradient.
+
+        Args:
+            cutter: Proposes rules, and cuts by them.
+            rules: The rules of today.
+            packed_total: The most tokens that packed rows have in training.
+
+        Raises:
+            RuntimeError: If there are no such rules.
+        """
         failures: list[Failure] = []
         for candidate in cutter.candidates(self._facts, rules):
-            failure = self._failure(cutter, candidate)
+            failure = self._failure(cutter, candidate, packed_total)
             if failure is None:
                 if self.has_shown_trimming:
                     return candidate
@@ -215,7 +239,7 @@ class RowComparison(Generic[RulesT]):
 
     def check_single_rows(self) -> None:
         """Raises RuntimeError if a row by itself, not cut, has another gradient than with the others."""
-        failure = self._failure(None, None)
+        failure = self._failure(None, None, packed_total=0)
         if failure is not None:
             raise RuntimeError(failure.text)
 
@@ -236,16 +260,19 @@ class RowComparison(Generic[RulesT]):
         self,
         cutter: Cutter[RulesT] | None,
         rules: RulesT | None,
+        packed_total: int,
     ) -> Failure | None:
         """Returns the failure of the first microbatch that has one. Without a cutter rows are only selected."""
         is_packed = rules is not None and bool(rules.packing)
         cut_kind = CutKind.PACKED if is_packed else CutKind.SINGLE_ROW
         errors: list[type[Exception]] = [AttributeError, IndexError, TypeError, ValueError]
-        groups = [[row] for row in self._all_rows]
         if is_packed:
             errors += [RuntimeError, KeyError]
-            # A leak runs from one document into the next, so every document must have been behind the others.
-            groups = [self._all_rows, self._all_rows[::-1]]
+            groups = self._packed_groups(packed_total)
+        else:
+            groups = [[row] for row in self._all_rows]
+            if cutter is not None:
+                groups += self._pairs_by_length()
         # The losses of all microbatches, for the check of the formula at the end.
         parts: list[_LossPart] = []
         for rows in groups:
@@ -268,11 +295,29 @@ class RowComparison(Generic[RulesT]):
             failure = self._difference(gradients, rows, cut_kind)
             if failure is not None:
                 return failure
-            parts.append(_LossPart(rows, result.losses))
+            if is_packed or len(rows) == 1:
+                parts.append(_LossPart(rows, result.losses))
             self._narrowest = min(self._narrowest, batch['labels'].shape[1])
         if self._check_loss:
             return self._loss_failure(parts)
         return None
+
+    def _pairs_by_length(self) -> list[list[int]]:
+        """Returns pairs of rows of unlike length, as microbatches of training have them.
+
+        The widths in between matter if a model breaks ties between keys in an order that depends on the width.
+        """
+        by_length = sorted(self._all_rows, key=lambda row: self._facts.lengths[row])
+        return [by_length[place : place + 2] for place in range(0, len(by_length) - 1, 2)]
+
+    def _packed_groups(self, packed_total: int) -> list[list[int]]:
+        """Returns the rows in both orders: a leak runs from one document into the next, so each must follow the others.
+
+        A model may change with the number of packed tokens, so the rows are repeated until they are as many as in
+        training. Other rows would need more memory, because they are compared with themselves padded.
+        """
+        num_copies = max(math.ceil(packed_total / sum(self._facts.lengths)), 1)
+        return [self._all_rows * num_copies, self._all_rows[::-1] * num_copies]
 
     def _not_accepted(
         self,

@@ -26,6 +26,10 @@ class Rules(Protocol):
         """Returns these rules with the earlier ones for rows that are padded on a side."""
         ...
 
+    def cuts_like(self: RulesT, other: RulesT) -> bool:
+        """Returns whether both cut in the same way, whatever the width up to which that was shown."""
+        ...
+
 
 class Cutter(Protocol[RulesT]):
     """Cuts rows into microbatches."""
@@ -42,6 +46,10 @@ class Cutter(Protocol[RulesT]):
 
     def candidates(self, facts: RowFacts, known: RulesT) -> Iterator[RulesT]:
         """Yields the rules to try on such rows, the cheapest first. ``known`` are the rules found on other rows."""
+        ...
+
+    def largest_packed_row(self, sources: Sequence[RowFacts], microbatch_size: float) -> int:
+        """Returns the most tokens that a packed row of a batch can have; 0: its rows are not packed."""
         ...
 
     def assemble(

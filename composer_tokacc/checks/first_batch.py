@@ -12,7 +12,7 @@ import logging
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias, overload
 
@@ -38,15 +38,15 @@ from composer_tokacc.collectives import all_gather_object, from_any_rank, get_gl
 from composer_tokacc.compat import gradient_hooks, steps_after_gradients
 from composer_tokacc.counting import LOSS_RULES, loss_mask
 from composer_tokacc.layout import (
-    ROW_KINDS,
     BatchLayout,
     RowFacts,
     describe,
     describe_all,
-    kinds_of,
     media_entries,
     microbatches_of,
 )
+from composer_tokacc.layout.found import joined_readings
+from composer_tokacc.layout.ranges import RowRanges, ranges_of
 from composer_tokacc.metadata import num_rows, without_metadata
 
 log = logging.getLogger(__name__)
@@ -59,14 +59,17 @@ MAX_ROWS = 6
 leaves room for 2 k. At least four rows are needed to show how rows differ."""
 MIN_ROWS = 4
 """Fewest rows of a check, if the batch has as many: each sees something else of the others."""
+MAX_LOOKED_ROWS = 12
+"""Rows of a look at new widths, group by group. A model with a top-k of keys changes only rows in which keys tie, which
+repeated tokens do: of a tiny Doge about every third row."""
+NUM_TIED_TOKENS = 3
+"""Distinct tokens of a row with ties."""
 NUM_LABELS = 4
 """Number of labels of the row that shows the loss rule."""
 ENOUGH_TOKENS = 4
 """Number of tokens of a row that was lengthened."""
 LARGEST_ELSEWHERE = 0.1
 """Largest part of a gradient that may be at positions without a label. More means that another rule is the model's."""
-TRIMMING_KINDS = frozenset(('left', 'positions', 'right'))
-"""Kinds of rows about which only a trimmed row says something."""
 GRADIENT_SIZES = (1e-4, 1.0, 1e4)
 """Sizes of the gradients that a hook is tried on. A clamp shows at one of them."""
 
@@ -77,10 +80,28 @@ GradientHook: TypeAlias = Callable[[Tensor], Tensor | None]
 
 
 class SharedRows(NamedTuple):
-    """The rows that all ranks probe."""
+    """The rows of one rank that all ranks probe."""
 
     rows: BatchDict
     media: dict[int, BatchDict]  # of some of the rows, see :func:`media_as_collated`
+    more: list[BatchDict]  # further rows, to be compared in these groups
+    tied: BatchDict | None  # see :func:`rows_with_ties`
+    packed_total: int  # the most tokens of a packed row in training; 0: rows are not packed
+
+
+@dataclass(frozen=True)
+class RowOffer:
+    """What a rank has to be looked at."""
+
+    can_show_rule: bool  # a row whose label has a token before it
+    num_missing: int  # of the ranges that were proven
+    num_rows: int
+    ranges: RowRanges
+
+    @property
+    def value(self) -> tuple[bool, int, int]:
+        """The larger, the more the rows of the rank show."""
+        return self.can_show_rule, self.num_missing, self.num_rows
 
 
 @dataclass(eq=False)
@@ -103,7 +124,8 @@ class FirstBatchCheck:
     """Number of ids that a label may have, from the model's logits."""
     has_logits: bool = field(default=True, init=False)
     """False if the loss shows that the output of the model holds hidden states, and that the loss holds the head."""
-    _proven: set[str] = field(default_factory=set, init=False)
+    _proven: RowRanges = field(default_factory=RowRanges, init=False)
+    """Ranges of the rows that were compared, the same on all ranks."""
     _was_run: bool = field(default=False, init=False)
     _num_harmless: int = field(default=0, init=False)
     """Number of harmless states that were named in a warning."""
@@ -112,16 +134,24 @@ class FirstBatchCheck:
         # Without a check the given rule is taken for true.
         self.rule = None if self.check_loss else self.loss_tokens
 
-    def kinds_of(self, batch: Batch) -> tuple[int, ...]:
-        """Returns which kinds of rows a batch has, see :data:`.ROW_KINDS`."""
-        return kinds_of(describe_all(self.layout, batch))
+    def ranges_of(self, batch: Batch, cutter: Cutter[RulesT] | None) -> RowRanges:
+        """Returns the ranges of a batch's rows."""
+        sources = describe_all(self.layout, batch)
+        packed_total = 0
+        if cutter is not None:
+            packed_total = cutter.largest_packed_row(sources, self.microbatch_size)
+        return ranges_of(sources, packed_total)
 
-    def is_due(self, kinds: Sequence[int], step: int) -> bool:
-        """Returns whether a kind was not checked yet. In some later steps all are checked again."""
+    def has_new_rows(self, batch: Batch, cutter: Cutter[RulesT] | None) -> bool:
+        """Returns whether this rank has a row outside of the ranges that were proven."""
+        return bool(self._proven.missing(self.ranges_of(batch, cutter)))
+
+    def is_due(self, step: int, *, has_new_rows: bool) -> bool:
+        """Returns whether to check rows: if some rank has new ones, and in steps 16, 32, 64 and so on."""
         # The second test is true for powers of two.
         if step >= LOOK_AGAIN and step & (step - 1) == 0:
             self._was_run = False
-        return not self._was_run or bool(_names_of(kinds) - self._proven)
+        return has_new_rows or not self._was_run
 
     @overload
     def prove(self, batch: Batch, cutter: Cutter[RulesT]) -> RulesT: ...
@@ -134,22 +164,26 @@ class FirstBatchCheck:
         batch: Batch,
         cutter: Cutter[RulesT] | None,
     ) -> RulesT | None:
-        """Returns the rules by which rows may be cut. It checks rows of every kind that was not checked yet.
+        """Returns the rules by which rows may be cut. It checks rows outside of the ranges that were proven.
 
         A collective. ``batch`` is the batch of this rank, on the CPU. Without a cutter rows are only compared with
         themselves alone. Raises RuntimeError on all ranks if no cut keeps the gradients of the rows.
         """
         rules = None if cutter is None else cutter.rules
-        # FSDP needs the same forwards on all ranks, so ranks agree on the kinds.
-        kinds = self.kinds_of(batch)
-        rank_kinds = _names_of(kinds)
-        all_kinds = _names_of(max_over_ranks(kinds))
         while True:
-            new_kinds = all_kinds - self._proven
-            if self._was_run and not new_kinds:  # a batch without any kind is checked once too
+            local = self.ranges_of(batch, cutter)
+            missing = self._proven.missing(local)
+            # FSDP needs the same forwards on all ranks, so ranks agree on whether there are any.
+            (is_any_missing,) = max_over_ranks([bool(missing)])
+            if self._was_run and not is_any_missing:
                 return rules
+            # A rank whose rows have one token each cannot show the loss rule.
+            offers = all_gather_object(RowOffer(_has_label_to_predict(batch), len(missing), num_rows(batch), local))
+            offer = max(offers, key=lambda offer: offer.value)  # of several that are equal, that of the first rank
+            self._learn_readings(offers)
+            is_sender = offers[get_global_rank()] is offer
             try:
-                new_rules, proven = self._run(batch, cutter, rules, rank_kinds & new_kinds)
+                new_rules, shown = self._run(batch, cutter, rules, missing, is_sender=is_sender)
             except IndexError as error:
                 # An id that is out of range, a target that is out of bounds. On a GPU the process stops instead.
                 if 'out of' not in str(error):
@@ -159,31 +193,43 @@ class FirstBatchCheck:
                     "the model's vocabulary, and its embedding must hold every token. Take the tokenizer that belongs "
                     'to the model (docs/errors.md#counts).'
                 ) from error
-            if rules is not None and new_rules is not None and new_rules.packing != rules.packing:
-                self._proven = set()  # packed rows prove nothing about padded ones
+            if rules is not None and new_rules is not None and not new_rules.cuts_like(rules):
+                # What was shown for one cut says nothing about another.
+                self._proven = RowRanges(readings=self._proven.readings)
             rules = new_rules
-            if not proven & new_kinds:
-                # The chosen rows may not show a kind: the layout may not be able to tell media from each other.
-                proven = proven | all_kinds
-            self._proven |= proven
+            self._proven = self._proven.joined(shown)
+            if len(self._proven.missing(offer.ranges)) >= offer.num_missing:
+                # The chosen rows may not show everything: the layout may not be able to tell media from each other.
+                self._proven = self._proven.joined(offer.ranges)
+
+    def _learn_readings(self, offers: Sequence[RowOffer]) -> None:
+        """Rules out what a key cannot mean by the batch of some rank, on all ranks alike."""
+        readings = self._proven.readings
+        for offer in offers:
+            readings = joined_readings(readings, offer.ranges.readings)
+        self._proven = replace(self._proven, readings=readings)
+        if self.layout is not None and readings != self.layout.readings:
+            self.layout = self.layout.with_readings(readings)
 
     def _run(
         self,
         batch: Batch,
         cutter: Cutter[RulesT] | None,
         rules: RulesT | None,
-        kinds: set[str],
-    ) -> tuple[RulesT | None, set[str]]:
+        missing: Sequence[str],
+        *,
+        is_sender: bool,
+    ) -> tuple[RulesT | None, RowRanges]:
         """Finds the loss rule, if it is not known yet, and the rules of the cut for rows like those of ``batch``.
 
         All ranks probe the rows of one rank, because FSDP hangs if only some ranks have images. It is the rank with the
-        most kinds of ``kinds``. Returns the rules, and the kinds of the probed rows.
+        most that is new. Returns the rules, and the ranges of the probed rows.
         """
         started = time.perf_counter()
-        rows, media = self._shared_rows(batch, kinds)
+        shared = self._shared_rows(batch, cutter, missing, is_sender=is_sender)
         if self.rule is None:
             # One row is enough for the rule.
-            row = self._on_device(rule_batch(self.layout, rows))
+            row = self._on_device(rule_batch(self.layout, shared.rows))
             self.rule = find_loss_rule(self.probe, row, loss_tokens=self.loss_tokens)
             if self.layout is None:
                 result = self.probe.run(row, targets=targets_of(row, self.rule))
@@ -195,9 +241,9 @@ class FirstBatchCheck:
                 'Rows of the batch could not be told apart, so it was not checked that they are independent of each '
                 'other. Use token_data_spec(), with a `layout` that knows every entry.'
             )
-            return rules, set()
+            return rules, RowRanges()
         # From here on rows are compared with each other.
-        rows = with_unequal_row(self.layout, rows, self.rule)
+        rows = with_unequal_row(self.layout, shared.rows, self.rule)
         comparison: RowComparison[RulesT] = RowComparison(
             self.probe,
             self.layout,
@@ -207,23 +253,63 @@ class FirstBatchCheck:
             self.check_loss,
         )
         self._check_written_state(comparison.batch)
-        if cutter is None or rules is None:
-            comparison.check_single_rows()
-        else:
-            rules = comparison.first_exact(cutter, rules)
+        rules = _exact_rules(comparison, cutter, rules, shared.packed_total)
         # Microbatches that the loader collated may pad media to other sizes.
-        comparison.check_media(media)
+        comparison.check_media(shared.media)
         # Ranks must agree on what they measure, and check again, later.
         scales = all_gather_object(comparison.token_scale())
         self.token_scale = None if None in scales else scales[0]
         self.vocabulary = comparison.reference.vocabulary
         self.has_logits = comparison.reference.has_logits is not False
+        shown = self._shown(comparison, rows, rules, shared.packed_total)
+        rules, shown = self._run_further(comparison, cutter, rules, shared, shown)
         log.info('The first-batch check took %.2f s. %s', time.perf_counter() - started, rules)
-        proven = _names_of(self.kinds_of(rows))
+        return rules, shown
+
+    def _run_further(
+        self,
+        ordinary: RowComparison[RulesT],
+        cutter: Cutter[RulesT] | None,
+        rules: RulesT | None,
+        shared: SharedRows,
+        shown: RowRanges,
+    ) -> tuple[RulesT | None, RowRanges]:
+        """Compares the further rows of a look at new widths, and those with ties."""
+        assert self.layout is not None
+        assert self.rule is not None
+        groups = list(shared.more)
+        if shared.tied is not None:
+            groups.append(shared.tied)
+        for rows in groups:
+            # Rounding breaks ties in any order, so it says nothing about rows that are full of them.
+            is_tied = rows is shared.tied
+            comparison: RowComparison[RulesT] = RowComparison(
+                self.probe,
+                self.layout,
+                self._on_device,
+                self.rule,
+                rows,
+                self.check_loss,
+                noise_of=ordinary if is_tied else None,
+            )
+            stricter = _exact_rules(comparison, cutter, rules, shared.packed_total)
+            shown_now = self._shown(comparison, rows, stricter, shared.packed_total)
+            if rules is None or stricter is None or stricter.cuts_like(rules):
+                shown = shown.joined(shown_now)
+            else:
+                # Rules that only some rows need are shown for all of them by the next look.
+                shown = shown_now
+            rules = stricter
+        return rules, shown
+
+    def _shown(
+        self, comparison: RowComparison[RulesT], rows: Batch, rules: RulesT | None, packed_total: int
+    ) -> RowRanges:
+        """Returns the ranges of rows that were compared under some rules."""
+        is_packed = rules is not None and bool(rules.packing)
+        shown = ranges_of(describe_all(self.layout, rows), packed_total if is_packed else 0)
         # If no row was narrower, nothing is known about padding.
-        if not comparison.has_shown_trimming:
-            proven -= TRIMMING_KINDS
-        return rules, proven
+        return shown if comparison.has_shown_trimming else shown.without_padding()
 
     def _check_written_state(self, rows: Batch) -> None:
         """Raises RuntimeError if forwards write state that their result depends on."""
@@ -248,25 +334,48 @@ class FirstBatchCheck:
     def _on_device(self, batch: Batch) -> Batch:
         return self.to_device(with_own_tensors(without_metadata(batch)))
 
-    def _shared_rows(self, batch: Batch, kinds: set[str]) -> SharedRows:
-        """Returns the rows that all ranks probe."""
-        # A rank whose rows have one token each cannot show the loss rule.
-        # Of several ranks with the same offer the first one sends.
-        offers = all_gather_object((_has_label_to_predict(batch), len(kinds), num_rows(batch)))
-        is_sender = get_global_rank() == offers.index(max(offers))
-        shared = from_any_rank(self._selected_rows(batch, kinds) if is_sender else None)
+    def _shared_rows(
+        self, batch: Batch, cutter: Cutter[RulesT] | None, missing: Sequence[str], *, is_sender: bool
+    ) -> SharedRows:
+        """Returns the rows that all ranks probe: those of the sender."""
+        shared = from_any_rank(self._selected_rows(batch, cutter, missing) if is_sender else None)
         assert shared is not None
         return shared
 
-    def _selected_rows(self, batch: Batch, kinds: set[str]) -> SharedRows:
+    def _selected_rows(self, batch: Batch, cutter: Cutter[RulesT] | None, missing: Sequence[str]) -> SharedRows:
         if self.layout is None:
-            return SharedRows(dict(batch), {})
+            return SharedRows(dict(batch), {}, [], None, 0)
         # Rows of a probe take about half of the memory of training.
         max_rows = min(max(int(2 * self.microbatch_size), 4), MAX_ROWS)
-        chosen = chosen_rows(self.layout, batch, kinds, max_rows)
-        rows = self.layout.select(without_metadata(batch), chosen)
-        rows = _with_labels(self.layout, lengthened(self.layout, rows))
-        return SharedRows(rows, media_as_collated(self.layout, batch, chosen))
+        chosen = chosen_rows(self.layout, batch, missing, max_rows)
+        loader_batch = without_metadata(batch)
+        rows = lengthened(self.layout, self.layout.select(loader_batch, chosen))
+        more, tied = [], None
+        if any(name.startswith(('rows padded', 'packed rows')) for name in missing):
+            for group in further_rows(batch, chosen, max_rows):
+                more.append(_with_labels(self.layout, self.layout.select(loader_batch, group)))
+            tied = rows_with_ties(self.layout, batch)
+        packed = self.ranges_of(batch, cutter).packed
+        return SharedRows(
+            rows=_with_labels(self.layout, rows),
+            media=media_as_collated(self.layout, batch, chosen),
+            more=more,
+            tied=tied,
+            packed_total=0 if packed is None else packed.total,
+        )
+
+
+def _exact_rules(
+    comparison: RowComparison[RulesT],
+    cutter: Cutter[RulesT] | None,
+    rules: RulesT | None,
+    packed_total: int,
+) -> RulesT | None:
+    """Returns the first exact rules. Without a cutter rows are only compared with themselves alone."""
+    if cutter is None or rules is None:
+        comparison.check_single_rows()
+        return rules
+    return comparison.first_exact(cutter, rules, packed_total)
 
 
 # The loss rule.
@@ -377,18 +486,6 @@ def _any_token(rows: Batch) -> int:
     return 0
 
 
-def _names_of(kinds: Sequence[int]) -> set[str]:
-    return {
-        name
-        for name, number in zip(
-            ROW_KINDS,
-            kinds,
-            strict=True,
-        )
-        if number
-    }
-
-
 def _listed(is_marked: Tensor) -> str:
     """Returns the marked columns, for a message."""
     columns = is_marked.nonzero()[:, 1].tolist()
@@ -428,10 +525,17 @@ class Criterion:
 def chosen_rows(
     layout: BatchLayout,
     batch: Batch,
-    wanted_kinds: set[str],
+    wanted: Sequence[str],
     max_rows: int,
 ) -> list[int]:
-    """Returns the numbers of a few rows that differ from each other, first those of the wanted kinds."""
+    """Returns the numbers of a few rows that differ from each other.
+
+    Args:
+        layout: How the tensors of the batch belong to rows.
+        batch: The batch of a rank.
+        wanted: What is new of it, as returned by :meth:`.RowRanges.missing`.
+        max_rows: The most rows, but those that media ask for.
+    """
     facts = describe(layout, batch)
     labels = labels_of(batch)
     lengths = facts.lengths
@@ -439,7 +543,7 @@ def chosen_rows(
     # A row with labels is better than one that gets them for the check.
     has_no_label = (labels[:, 1:] == IGNORE_INDEX).all(dim=1).tolist()
     rows: list[int] = []
-    for criterion in _criteria(facts, labels, wanted_kinds):
+    for criterion in _criteria(facts, wanted):
 
         def cost(row: int, costs: Sequence[Cost] = criterion.costs) -> tuple[bool, Cost, int]:
             return has_no_label[row], costs[row], lengths[row]
@@ -448,7 +552,7 @@ def chosen_rows(
         if row not in rows:
             rows.append(row)
     # All rows for wanted media are kept, because they are why this check runs.
-    num_media_criteria = 2 * len(_wanted_modalities(wanted_kinds))
+    num_media_criteria = 2 * len(_wanted_modalities(wanted))
     rows = rows[: max(max_rows, 2 + num_media_criteria)]
     # Fill up with short rows, which cost little.
     others = sorted(set(row_numbers) - set(rows), key=lambda row: (has_no_label[row], lengths[row]))
@@ -456,44 +560,85 @@ def chosen_rows(
     return rows + others[:num_missing]
 
 
-def _wanted_modalities(wanted_kinds: Iterable[str]) -> list[str]:
-    kinds = list(wanted_kinds)
-    return [modality for modality in MODALITIES if any(kind.startswith(modality) for kind in kinds)]
+def _wanted_modalities(wanted: Iterable[str]) -> list[str]:
+    names = list(wanted)
+    return [modality for modality in MODALITIES if any(name.startswith(modality) for name in names)]
 
 
-def _criteria(
-    facts: RowFacts,
-    labels: Tensor,
-    wanted_kinds: set[str],
-) -> list[Criterion]:
+def _criteria(facts: RowFacts, wanted: Sequence[str]) -> list[Criterion]:
     """Returns why rows are worth a check, the most important reason first."""
     lengths = facts.lengths
     criteria = [
         Criterion('the longest row: it has no padding', [-length for length in lengths]),
         Criterion('the shortest row: it loses the most padding', lengths),
     ]
-    for modality in _wanted_modalities(wanted_kinds):
+    for modality in _wanted_modalities(wanted):
         sizes = facts.media_sizes(modality)
         smallest = [(size is None, size or 0) for size in sizes]
         largest = [(size is None, -(size or 0)) for size in sizes]
         criteria.append(Criterion(f'the smallest {modality}', smallest))
         criteria.append(Criterion(f'the largest {modality}', largest))
-    criteria.append(Criterion('a row without media', [count > 0 for count in facts.media]))
-    if wanted_kinds & {'holes', 'holes beside media'}:
+    if {'holes', 'holes beside media'}.intersection(wanted):
         criteria.append(Criterion('a row with a hole', [not has_hole for has_hole in facts.has_hole]))
-    has_label_behind_padding = []
-    for column, row_labels in zip(
-        facts.real.int().argmax(dim=1).tolist(),
-        labels,
-        strict=True,
-    ):
-        is_inside = 0 < column < len(row_labels)
-        has_label_behind_padding.append(is_inside and int(row_labels[column]) != IGNORE_INDEX)
-    # The padding before it predicts this label, so it is the hardest one to keep.
-    not_behind_padding = [not has_label for has_label in has_label_behind_padding]
-    criteria.append(Criterion('a label on the first token behind padding', not_behind_padding))
+    if any(facts.has_label_behind_padding):
+        # The padding before it predicts this label, so it is the hardest one to keep.
+        not_behind_padding = [not has_label for has_label in facts.has_label_behind_padding]
+        criteria.append(Criterion('a label on the first token behind padding', not_behind_padding))
+    # A row as wide as the batch is not trimmed. Only long rows with little padding, and rows with as much padding as
+    # tokens, show a model that changes above some width.
+    about_half = (min(lengths) + facts.width) / 2
+    criteria_of_widths = [
+        Criterion('a long row with little padding', [-length if length < facts.width else 0 for length in lengths]),
+        Criterion('as much padding as tokens', [abs(length - about_half) for length in lengths]),
+    ]
+    if any(name.startswith('rows padded') for name in wanted):
+        criteria += criteria_of_widths
+    criteria.append(Criterion('a row without media', [count > 0 for count in facts.media]))
     criteria.append(Criterion('the most media', [-count for count in facts.media]))
-    return criteria
+    return criteria + criteria_of_widths
+
+
+def further_rows(batch: Batch, chosen: Sequence[int], max_rows: int) -> list[list[int]]:
+    """Returns groups of further rows with labels, evenly spread over the batch."""
+    has_labels = (labels_of(batch)[:, 1:] != IGNORE_INDEX).any(dim=1).tolist()
+    others = [row for row in range(len(has_labels)) if has_labels[row] and row not in chosen]
+    num_more = max(MAX_LOOKED_ROWS - len(chosen), 0)
+    step = max(len(others) // max(num_more, 1), 1)
+    others = others[::step][:num_more]
+    return [others[start : start + max_rows] for start in range(0, len(others), max_rows)]
+
+
+def rows_with_ties(layout: BatchLayout, batch: Batch) -> BatchDict | None:
+    """Returns two padded rows of text with few distinct tokens; None: the batch has no such rows.
+
+    A model that attends to the best k keys breaks ties between them in an order that depends on the width. Equal tokens
+    have equal keys, so in such rows there are ties everywhere, and in other rows only by chance.
+    """
+    facts = describe(layout, batch)
+    ids = batch.get('input_ids')
+    labels = labels_of(batch)
+    if ids is None or ids.shape != labels.shape or 'decoder_input_ids' in batch:
+        return None
+    lengths = facts.lengths
+    padded = [row for row, length in enumerate(lengths) if 2 < length < facts.width and not facts.media[row]]
+    if not padded:
+        return None
+    about_half = (min(lengths) + facts.width) / 2
+    longest = max(padded, key=lambda row: lengths[row])
+    middle = min(padded, key=lambda row: abs(lengths[row] - about_half))
+    rows = layout.select(without_metadata(batch), [longest, middle])
+    rows['input_ids'] = rows['input_ids'].clone()
+    rows['labels'] = torch.full_like(rows['labels'], IGNORE_INDEX)
+    for place, row in enumerate((longest, middle)):
+        columns = facts.real[row].nonzero().flatten()
+        tokens = rows['input_ids'][place, columns]
+        numbers = torch.arange(len(columns)) % NUM_TIED_TOKENS
+        rows['input_ids'][place, columns] = tokens[numbers]
+        # Labels that a model does not expect, or little would be left of the gradient but round-off. The first token
+        # has none, because padding may predict it.
+        unexpected = tokens[(numbers + 1) % NUM_TIED_TOKENS]
+        rows['labels'][place, columns[1:]] = unexpected[1:]
+    return rows
 
 
 def media_as_collated(
