@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The fixture ``token_exact`` for tests of a training step; pytest finds it where the package is installed."""
+"""The fixture ``token_exact`` for tests of a training step. Pytest loads it if the package is installed."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 def token_exact() -> Callable[[torch.nn.Module], AbstractContextManager[TokenWeightsReport]]:
     """A context around one optimizer step that fails the test unless all tokens weigh the same in the gradient.
 
+    It also fails if a forward with labels adds nothing to the gradient, if parameters or gradients change between two
+    backwards, and if a forward writes state on which the next one depends. Evaluate under ``torch.no_grad()`` inside.
+
     Example:
         .. code-block:: python
 
@@ -33,15 +36,35 @@ def token_exact() -> Callable[[torch.nn.Module], AbstractContextManager[TokenWei
 
 @contextmanager
 def _weighs_the_same(model: torch.nn.Module) -> Iterator[TokenWeightsReport]:
+    # Imported here, because pytest loads this module in every run.
     from composer_tokacc.checks.token_weights import measure_token_weights
+    from composer_tokacc.step_watch import StepWatch
 
-    with measure_token_weights(model) as report:
+    with measure_token_weights(model) as report, StepWatch(model) as watch:
         yield report
-    spread = report.spread  # of all ranks
+    # Every rank must get as far as these two collectives.
+    spread = report.spread
+    faults = _of_all_ranks([*report.forwards_without_weight(), *watch.faults])
     if not spread <= 1 + report.known_to:
-        pytest.fail(
+        faults = [
             f'Every token of an optimizer step must weigh the same, got: the heaviest weighs {spread:.4f} times the '
             f'lightest.\n{report.unequal_tokens()}\n{report}\nDivide by the loss tokens of the whole step, over all '
             'microbatches and ranks.',
-            pytrace=False,
-        )
+            *faults,
+        ]
+    if faults:
+        pytest.fail('\n'.join(faults), pytrace=False)
+
+
+def _of_all_ranks(faults: list[str]) -> list[str]:
+    """Returns the faults of all ranks, each with its rank if there are several; a collective."""
+    import torch.distributed
+
+    from composer_tokacc.collectives import all_gather_object
+
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return faults
+    faults_by_rank = all_gather_object(faults)
+    if len(faults_by_rank) == 1:
+        return faults
+    return [f'Rank {rank}: {fault}' for rank, sentences in enumerate(faults_by_rank) for fault in sentences]

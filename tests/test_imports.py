@@ -120,6 +120,7 @@ ORDER = (
     'size',
     'look',
     'export',
+    'step_watch',
     'pytest_plugin',
     'verify',
     'train',

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +17,8 @@ import torch.distributed as dist
 from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.checks.logits import logits_of, measure, node_of, tolerance_of
 from composer_tokacc.collectives import get_world_size
-from composer_tokacc.compat import inner_model
+from composer_tokacc.compat import inner_model, is_in_backward
+from composer_tokacc.counting import with_one_label
 
 SURE = 1e-3
 """Size of softmax - onehot, 1 - p of the label or a little more, below which a gradient is mostly round-off."""
@@ -31,6 +33,18 @@ class _Backward(NamedTuple):
     tells: torch.Tensor  # bool (positions,)
     num_left_out: torch.Tensor
     residual: torch.Tensor
+    forward: int
+    has_weight: torch.Tensor
+
+
+@dataclass
+class _WatchedForward:
+    """A forward whose logits are watched."""
+
+    in_backward: bool
+    """Activation checkpoints compute a forward again in the backward. It may have no gradient."""
+    has_labels: torch.Tensor | None
+    """Bool ``()``, left on its device: whether a label counts by every rule. None: the forward sees no labels."""
 
 
 class TokenWeightsReport:
@@ -38,7 +52,8 @@ class TokenWeightsReport:
 
     def __init__(self) -> None:
         self._backwards: list[_Backward] = []
-        self._had_forward, self._is_open, self._num_watched, self._tolerance = False, True, 0, 0.0
+        self._had_forward, self._is_open, self._tolerance = False, True, 0.0
+        self._watched: list[_WatchedForward] = []
 
     @property
     def weights(self) -> list[torch.Tensor]:
@@ -67,6 +82,24 @@ class TokenWeightsReport:
     def known_to(self) -> float:
         """How far above 1 round-off may bring the spread of equal weights: one too large and another too small."""
         return 2 * (self._tolerance + self.residual)
+
+    @property
+    def num_backwards(self) -> int:
+        """Gradients of logits so far."""
+        return len(self._backwards)
+
+    def forwards_without_weight(self) -> list[str]:
+        """Names the forwards of this rank that have labels, as far as they show, and add nothing to the gradient."""
+        reached = {backward.forward for backward in self._backwards}
+        weighed = {backward.forward for backward in self._backwards if backward.has_weight}
+        sentences = []
+        for number, forward in enumerate(self._watched):
+            is_empty = forward.has_labels is not None and not forward.has_labels
+            if number in weighed or forward.in_backward or is_empty:
+                continue
+            reason = 'its gradient is 0' if number in reached else '`backward` did not reach its logits'
+            sentences.append(f'Forward {number + 1} of {len(self._watched)} adds nothing to the gradient: {reason}.')
+        return sentences
 
     def unequal_tokens(self) -> str:
         """Says of each backward of this rank which of its tokens weigh other than the median of all of them."""
@@ -100,8 +133,8 @@ class TokenWeightsReport:
             lines.append(f'tokens {verb} {known}: largest over smallest weight {largest / smallest:.7f}')
         if left_out := sum(int(backward.num_left_out) for backward in self._backwards):
             lines.append(f'{left_out:,} left out: 1 - p of the label below {SURE}, or a gradient that is of no label')
-        if (unread := self._num_watched - len(self._backwards)) > 0:
-            lines.append(f'{unread:,} of {self._num_watched:,} forwards had no gradient at their logits')
+        if (unread := len(self._watched) - len(self._backwards)) > 0:
+            lines.append(f'{unread:,} of {len(self._watched):,} forwards had no gradient at their logits')
         return '\n'.join(lines)
 
     def _extremes(self) -> torch.Tensor:
@@ -109,7 +142,7 @@ class TokenWeightsReport:
         sizes = torch.cat([weights.abs().cpu() for weights in self.weights] or [torch.empty(0)])
         return torch.stack([sizes.max(), -sizes.min()]) if len(sizes) else torch.full((2,), -torch.inf)
 
-    def _watch(self, module: torch.nn.Module, args: Any, outputs: Any, *, is_outer: bool) -> None:
+    def _watch(self, module: torch.nn.Module, args: Any, kwargs: Any, outputs: Any, *, is_outer: bool) -> None:
         """Has the gradient of a forward's logits measured when it comes; a forward hook."""
         if not torch.is_grad_enabled() or not self._is_open:
             return
@@ -120,14 +153,19 @@ class TokenWeightsReport:
         if logits is None or logits.grad_fn is None:
             return
         node, index = node_of(logits)
+        has_labels = _has_labels(kwargs if 'labels' in kwargs else next(iter(args), None))
         if (self, index) in node.metadata:  # the same logits again, from a module around that one
+            forward = self._watched[node.metadata[self, index]]
+            forward.has_labels = has_labels if forward.has_labels is None else forward.has_labels
             return
-        node.metadata[self, index] = True
-        self._num_watched += 1
+        number = node.metadata[self, index] = len(self._watched)
+        self._watched.append(_WatchedForward(is_in_backward(), has_labels))
         # Detached: a graph whose hook holds its own logits is never freed.
-        node.register_prehook(partial(self._measure, logits.detach(), mask, index))
+        node.register_prehook(partial(self._measure, logits.detach(), mask, index, number))
 
-    def _measure(self, logits: torch.Tensor, mask: torch.Tensor | None, index: int, gradients: Any) -> None:
+    def _measure(
+        self, logits: torch.Tensor, mask: torch.Tensor | None, index: int, number: int, gradients: Any
+    ) -> None:
         """Measures, and leaves the gradients as they are; a hook of the graph."""
         gradient = gradients[index]
         if gradient is None or not self._is_open:
@@ -135,18 +173,21 @@ class TokenWeightsReport:
         self._tolerance = max(self._tolerance, tolerance_of(gradient.dtype))
         if mask is not None:  # the gradient by a log-probability is the weight itself, negated
             weights, nothing = -gradient.float().flatten(), gradient.new_zeros(())
-            self._backwards.append(_Backward(weights, mask.flatten() & (weights != 0), nothing.long(), nothing))
+            tells = mask.flatten() & (weights != 0)
+            self._backwards.append(_Backward(weights, tells, nothing.long(), nothing, number, tells.any()))
             return
         found = measure(logits, gradient)
         carries_loss = found.targets != IGNORE_INDEX
         tells = carries_loss & ~(found.sizes < SURE) & ~(found.rests > OTHER * found.norms)  # NaN tells
         left_out = carries_loss.sum() - tells.sum()
-        self._backwards.append(_Backward(found.weights.flatten(), tells.flatten(), left_out, found.residual))
+        self._backwards.append(
+            _Backward(found.weights.flatten(), tells.flatten(), left_out, found.residual, number, carries_loss.any())
+        )
 
     def _why_empty(self) -> str:
         if not self._had_forward:
             return 'it made no forward with gradients. Give the module that is trained, whose forward makes the logits'
-        if not self._num_watched:
+        if not self._watched:
             return 'its outputs hold no logits (rows, width, vocabulary). Turn a fused loss off; call `model()` itself'
         return 'no gradient came to its logits. Call `backward` inside, of a loss of the logits that it returns'
 
@@ -185,7 +226,9 @@ def measure_token_weights(model: torch.nn.Module) -> Iterator[TokenWeightsReport
     report, inner = TokenWeightsReport(), inner_model(model)
     # Trainers may call a part of what they were given. Parts of Hugging Face models that have a head have this method.
     parts = [part for part in inner.modules() if part is inner or hasattr(part, 'get_output_embeddings')]
-    hooks = [part.register_forward_hook(partial(report._watch, is_outer=part is inner)) for part in parts]
+    hooks = [
+        part.register_forward_hook(partial(report._watch, is_outer=part is inner), with_kwargs=True) for part in parts
+    ]
     try:
         # A compiled forward that returns the loss, too, has no gradient at its logits.
         with torch.compiler.set_stance('force_eager'):
@@ -204,3 +247,19 @@ def _logits_in(outputs: Any, *, is_outer: bool) -> torch.Tensor | None:
     if isinstance(outputs, (tuple, list)) and is_outer:
         return next((logits for each in outputs if (logits := logits_of(each)) is not None), None)
     return logits_of(outputs) if is_outer or not isinstance(outputs, torch.Tensor) else None
+
+
+def _has_labels(batch: Any) -> torch.Tensor | None:
+    """Returns whether a batch has a label that counts by every rule, bool ``()``; None if it shows no labels.
+
+    The label that :func:`.with_one_label` gives to an empty microbatch, whose factor is 0, is not one.
+    """
+    labels = batch.get('labels') if isinstance(batch, Mapping) else None
+    if not isinstance(labels, torch.Tensor) or labels.dim() != 2:
+        return None
+    has_label = labels != IGNORE_INDEX
+    mask = batch.get('attention_mask')
+    if isinstance(mask, torch.Tensor) and mask.shape == labels.shape:
+        has_label = has_label & (mask != 0)
+    placeholder = with_one_label(batch)['labels']
+    return has_label[:, 1:].any() & (labels != placeholder).any()
