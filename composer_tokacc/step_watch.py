@@ -138,7 +138,7 @@ class StepWatch:
         if not written or logits_of(outputs) is None:
             return
         self._repeats_forward = True  # once a step is enough
-        with torch.no_grad(), _copied_buffers(module):
+        with torch.no_grad(), copied_buffers(module):
             logits = []
             for _ in range(2):
                 with same_random_numbers():
@@ -250,7 +250,7 @@ def _written(before: Versions, now: Versions) -> list[str]:
 
 
 @contextmanager
-def _copied_buffers(model: torch.nn.Module) -> Iterator[None]:
+def copied_buffers(model: torch.nn.Module) -> Iterator[None]:
     """Lets forwards write into copies of the buffers."""
     originals = [(module, dict(module._buffers)) for module in model.modules()]
     for module, buffers in originals:

@@ -111,6 +111,8 @@ ORDER = (
     'algorithm',
     'monitor',
     # The application: what a run needs besides.
+    'step_watch',
+    'isolation',
     'invariance',
     'model_structure',
     'cache',
@@ -120,7 +122,6 @@ ORDER = (
     'size',
     'look',
     'export',
-    'step_watch',
     'pytest_plugin',
     'verify',
     'train',

@@ -83,11 +83,6 @@ class TokenWeightsReport:
         """How far above 1 round-off may bring the spread of equal weights: one too large and another too small."""
         return 2 * (self._tolerance + self.residual)
 
-    @property
-    def num_backwards(self) -> int:
-        """Gradients of logits so far."""
-        return len(self._backwards)
-
     def forwards_without_weight(self) -> list[str]:
         """Names the forwards of this rank that have labels, as far as they show, and add nothing to the gradient."""
         reached = {backward.forward for backward in self._backwards}
