@@ -110,6 +110,11 @@ def when_backward_ends(function: Callable[[], None]) -> None:
     queue_callback(lambda: queue_callback(function))
 
 
+def buffer_versions(module: torch.nn.Module, *, recurse: bool = True) -> dict[str, tuple[int, int]]:
+    """Returns for each buffer its identity, and a number that changes with every write."""
+    return {name: (id(buffer), buffer._version) for name, buffer in module.named_buffers(recurse=recurse)}
+
+
 def state_of_gradient(parameter: torch.Tensor) -> tuple[int, int]:
     """Returns what changes when a backward reaches a parameter: it makes a gradient, or writes into the one there."""
     return (0, 0) if parameter.grad is None else (id(parameter.grad), parameter.grad._version)

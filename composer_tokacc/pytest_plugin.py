@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import torch
 
     from composer_tokacc.checks.token_weights import TokenWeightsReport
+
+Value = TypeVar('Value')
 
 
 @pytest.fixture
@@ -42,29 +44,34 @@ def _weighs_the_same(model: torch.nn.Module) -> Iterator[TokenWeightsReport]:
 
     with measure_token_weights(model) as report, StepWatch(model) as watch:
         yield report
-    # Every rank must get as far as these two collectives.
+    # Every rank must get as far as these collectives.
     spread = report.spread
-    faults = _of_all_ranks([*report.forwards_without_weight(), *watch.faults])
+    is_negative = set()
+    for weights in report.weights:
+        is_negative.update((weights < 0).unique().tolist())
+    is_negative = set().union(*_by_rank(is_negative))
+    faults_by_rank = _by_rank([*report.forwards_without_weight(), *watch.faults])
+    faults = []
     if not spread <= 1 + report.known_to:
-        faults = [
+        faults.append(
             f'Every token of an optimizer step must weigh the same, got: the heaviest weighs {spread:.4f} times the '
             f'lightest.\n{report.unequal_tokens()}\n{report}\nDivide by the loss tokens of the whole step, over all '
-            'microbatches and ranks.',
-            *faults,
-        ]
+            'microbatches and ranks.'
+        )
+    if len(is_negative) > 1:
+        faults.append('Every token of an optimizer step must weigh the same, got: positive and negative weights.')
+    for rank, sentences in enumerate(faults_by_rank):
+        name = f'Rank {rank}: ' if len(faults_by_rank) > 1 else ''
+        faults += [f'{name}{sentence}' for sentence in sentences]
     if faults:
         pytest.fail('\n'.join(faults), pytrace=False)
 
 
-def _of_all_ranks(faults: list[str]) -> list[str]:
-    """Returns the faults of all ranks, each with its rank if there are several; a collective."""
+def _by_rank(value: Value) -> list[Value]:
+    """Returns the values of all ranks; a collective if there are several."""
     import torch.distributed
 
     from composer_tokacc.collectives import all_gather_object
 
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return faults
-    faults_by_rank = all_gather_object(faults)
-    if len(faults_by_rank) == 1:
-        return faults
-    return [f'Rank {rank}: {fault}' for rank, sentences in enumerate(faults_by_rank) for fault in sentences]
+    has_group = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return all_gather_object(value) if has_group else [value]

@@ -217,9 +217,9 @@ DOCUMENTS = torch.tensor([[0] * 5 + [1] * 4 + [2] * 5])
 def change_of_logits(model, seer, seen):
     """The relative change of a document's logits if every id of another one is 50, by plain torch."""
     with torch.no_grad():
-        before = model(**PACKED)[DOCUMENTS == seer]
-        ids = PACKED['input_ids'].masked_fill(DOCUMENTS == seen, 50)
-        after = model(**{**PACKED, 'input_ids': ids})[DOCUMENTS == seer]
+        before = model(**PACKED)[seer == DOCUMENTS]
+        ids = PACKED['input_ids'].masked_fill(seen == DOCUMENTS, 50)
+        after = model(**{**PACKED, 'input_ids': ids})[seer == DOCUMENTS]
     return float((after - before).norm() / before.norm())
 
 
