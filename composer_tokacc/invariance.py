@@ -9,9 +9,10 @@ the program ``composer_tokacc.verify`` gives it runs of Composer's Trainer.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -37,10 +38,12 @@ __all__ = [
 
 Gradients = Mapping[str, torch.Tensor]
 Row = dict[str, Any]
-"""A batch of one row."""
+"""A batch that may be changed: a single row, or a microbatch."""
+Rows = list[Row]
 
 RULES_TO_COUNT = ('unshifted', 'causal')
-"""The model's rule is not known here, so rows must prove something by either."""
+DEFAULT_SIZES = (1, 2, 3, sys.maxsize)
+"""Rows of a microbatch. The last one means all rows."""
 STATE_NOTE = 'Forwards write {}, and the gradient of a later forward may depend on it. Freeze this state.'
 
 
@@ -171,11 +174,12 @@ def compare_cuts(
                 is_held=cut.is_held,
             )
             cases.append(case)
-    written = sorted(set().union(*all_gather_object(state.written)))
     report = InvarianceReport(cases=tuple(cases), tolerance=tolerance)
+    written = set().union(*all_gather_object(state.written))
     if written and not report.is_exact:
-        names = ', '.join(f'`{name}`' for name in written)
-        report = InvarianceReport(cases=report.cases, tolerance=tolerance, note=STATE_NOTE.format(names))
+        # A counter that nothing reads is written as well, so this is no fault by itself.
+        names = '`, `'.join(sorted(written))
+        report = replace(report, note=STATE_NOTE.format(f'`{names}`'))
     return report
 
 
@@ -280,67 +284,91 @@ def verify_invariance(
         raise ValueError(f'`tolerance` must be at least 0, got: {tolerance}.')
     if isinstance(padding_sides, str):
         padding_sides = [padding_sides]
-    step = _StepInCuts(gradients, reference, layout, rows_by_rank, microbatch_sizes)
+    step = _StepInCuts(
+        gradients=gradients,
+        reference=reference,
+        layout=layout,
+        rows=rows_by_rank[get_global_rank()],
+        rows_of_all_ranks=_joined(rows_by_rank),
+        microbatch_sizes=microbatch_sizes or DEFAULT_SIZES,
+    )
     return compare_cuts(padding_sides, step.reference_gradients, step.cuts, tolerance=tolerance)
 
 
-def _rows_of_all_ranks(layout: BatchLayout | None, batches: Sequence[Batch]) -> tuple[BatchLayout, list[list[Row]]]:
+def _rows_of_all_ranks(layout: BatchLayout | None, batches: Sequence[Batch]) -> tuple[BatchLayout, list[Rows]]:
     """Returns the layout, and the single rows of each rank; refuses rows that prove nothing. A collective."""
-    num_rows_by_rank = all_gather_object(sum(len(labels_of(batch)) for batch in batches))
+    num_rows = sum(len(labels_of(batch)) for batch in batches)
+    num_rows_by_rank = all_gather_object(num_rows)
     if len(set(num_rows_by_rank)) > 1 or num_rows_by_rank[0] < 2:
         raise ValueError(f'`rows` must hold as many rows on every rank, and at least 2, got: {num_rows_by_rank}.')
     if layout is None:
         # Batches with media have the most keys, and tell the layout.
-        layout = BatchLayout.infer(max(batches, key=len))
+        most_keys = max(batches, key=len)
+        layout = BatchLayout.infer(most_keys)
     check_kind('layout', layout, BatchLayout)
-    rows: list[Row] = []
+    rows: Rows = []
     for batch in batches:
-        batch = without_metadata(batch)
-        rows += [layout.trim(layout.select(batch, [row])) for row in range(layout.num_rows(batch))]
-    rows_by_rank = all_gather_object(rows)
-    return layout, _with_unequal_ranks(rows_by_rank)
+        plain = without_metadata(batch)
+        for row in range(layout.num_rows(plain)):
+            single = layout.select(plain, [row])
+            rows.append(layout.trim(single))
+    return layout, _with_unequal_ranks(all_gather_object(rows))
 
 
-def _with_unequal_ranks(rows_by_rank: list[list[Row]]) -> list[list[Row]]:
+def _with_unequal_ranks(rows_by_rank: list[Rows]) -> list[Rows]:
     """Returns the rows such that ranks have different numbers of labels, because equal ones hide a mean over ranks.
 
     Raises ValueError if all rows have equally many labels: a mean of means is then the mean over all tokens.
     """
-    rows = [row for rows_of_rank in rows_by_rank for row in rows_of_rank]
-    rows_per_rank = len(rows_by_rank[0])
-    labels_by_row = [[int(loss_mask(row, rule).sum()) for rule in RULES_TO_COUNT] for row in rows]
-    some_rule_is_equal = False
-    for index, rule in enumerate(RULES_TO_COUNT):
-        num_labels = [labels[index] for labels in labels_by_row]
-        if len(set(num_labels)) == 1:
+    # The rule of the model is not known here, so both are counted. A label on the first token makes the difference.
+    is_hidden = False
+    for rule in RULES_TO_COUNT:
+        labels_by_rank = [_labels_per_row(rows, rule) for rows in rows_by_rank]
+        different_counts = set().union(*labels_by_rank)
+        if len(different_counts) == 1:
+            num_rows = sum(len(labels) for labels in labels_by_rank)
             raise ValueError(
-                f'`rows` must differ in their numbers of labels, got: {num_labels[0]} in each of {len(rows)} rows, '
-                f'counted {rule}. Among such rows a mean of means is the mean over all tokens, and nothing is proven.'
+                f'`rows` must differ in their numbers of labels, got: {different_counts.pop()} in each of {num_rows} '
+                f'rows, counted {rule}. Among such rows a mean of means is the mean over all tokens, and nothing is '
+                'proven.'
             )
-        starts = range(0, len(rows), rows_per_rank)
-        totals = {sum(num_labels[start : start + rows_per_rank]) for start in starts}
-        some_rule_is_equal |= len(totals) == 1
-    if len(rows_by_rank) == 1 or not some_rule_is_equal:
+        totals = {sum(labels) for labels in labels_by_rank}
+        is_hidden |= len(totals) == 1
+    if len(rows_by_rank) == 1 or not is_hidden:
         return rows_by_rank
-    # Rows with few labels go to the first ranks.
-    order = sorted(range(len(rows)), key=lambda row: labels_by_row[row])
-    rows = [rows[row] for row in order]
-    return [rows[start : start + rows_per_rank] for start in range(0, len(rows), rows_per_rank)]
+    # The first ranks get the rows with few labels.
+    rows = sorted(_joined(rows_by_rank), key=lambda row: _labels_by_rule(row))
+    size = len(rows_by_rank[0])
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
-@dataclass(frozen=True)
+def _labels_per_row(rows: Rows, rule: str) -> list[int]:
+    return [int(loss_mask(row, rule).sum()) for row in rows]
+
+
+def _labels_by_rule(row: Batch) -> list[int]:
+    return [int(loss_mask(row, rule).sum()) for rule in RULES_TO_COUNT]
+
+
+def _joined(rows_by_rank: list[Rows]) -> Rows:
+    return list(chain.from_iterable(rows_by_rank))
+
+
+@dataclass(frozen=True, kw_only=True)
 class _StepInCuts:
-    """A user's step, and the rows to put through it."""
+    """A user's step, and the rows to put through it. The fields are arguments of :func:`verify_invariance`."""
 
-    gradients: Callable[[list[dict[str, Any]]], Gradients]
-    reference: Callable[[dict[str, Any]], Gradients] | None
+    gradients: Callable[[Rows], Gradients]
+    reference: Callable[[Row], Gradients] | None
     layout: BatchLayout
-    rows_by_rank: list[list[Row]]
-    microbatch_sizes: Sequence[int] | None
+    rows: Rows
+    """Single rows of this rank."""
+    rows_of_all_ranks: Rows
+    microbatch_sizes: Sequence[int]
 
     def reference_gradients(self, padding: str) -> Gradients:
         """Returns the gradients of one forward over the rows of all ranks."""
-        batch = self._microbatch(self._rows_of_all_ranks(padding))
+        batch = self._copied(self._whole_batch(padding))
         gradients = self.gradients([batch]) if self.reference is None else self.reference(batch)
         is_mapping = isinstance(gradients, Mapping)
         if not is_mapping or not all(isinstance(gradient, torch.Tensor) for gradient in gradients.values()):
@@ -350,37 +378,36 @@ class _StepInCuts:
 
     def cuts(self, padding: str) -> Iterator[StepCut]:
         """Yields the cuts of this rank's rows, as many on every rank."""
-        rows = self.rows_by_rank[get_global_rank()]
-        num_rows = len(rows)
-        batch = self.layout.concat(rows, padding_side=padding)
-
-        def cut(name: str, size: int, microbatches: Sequence[Batch]) -> StepCut:
-            gradients = partial(self._gradients_of, microbatches)
-            return StepCut(name=name, padding=padding, microbatch_size=size, gradients=gradients)
-
-        yield cut('again', num_rows, [self._rows_of_all_ranks(padding)])
-        by_length = sorted(range(num_rows), key=lambda row: -labels_of(rows[row]).shape[1])
-        sizes = {min(size, num_rows) for size in self.microbatch_sizes or (1, 2, 3, num_rows)}
-        for size in sorted(sizes):
-            in_order, sorted_microbatches = [], []
-            for start in range(0, num_rows, size):
-                stop = min(start + size, num_rows)
-                in_order.append(self.layout.select(batch, list(range(start, stop))))
-                microbatch = self.layout.select(batch, by_length[start:stop])
+        num_rows = len(self.rows)
+        yield self._cut('again', padding, num_rows, [self._whole_batch(padding)])
+        batch = self.layout.concat(self.rows, padding_side=padding)
+        longest_first = sorted(range(num_rows), key=lambda row: -labels_of(self.rows[row]).shape[1])
+        for size in sorted({min(size, num_rows) for size in self.microbatch_sizes}):
+            in_order = self._split(batch, range(num_rows), size)
+            yield self._cut('in order', padding, size, in_order)
+            by_length = self._split(batch, longest_first, size)
+            if padding == 'right':
                 # Padding on the left may predict a first label, and trimming it would move positions.
-                sorted_microbatches.append(self.layout.trim(microbatch) if padding == 'right' else microbatch)
-            yield cut('in order', size, in_order)
-            yield cut('by length', size, sorted_microbatches)
-        uneven = [self.layout.select(batch, [0]), self.layout.select(batch, list(range(1, num_rows)))]
-        yield cut('uneven', 1, uneven)
+                by_length = [self.layout.trim(microbatch) for microbatch in by_length]
+            yield self._cut('by length', padding, size, by_length)
+        first_row = self.layout.select(batch, [0])
+        other_rows = self.layout.select(batch, range(1, num_rows))
+        yield self._cut('uneven', padding, 1, [first_row, other_rows])
 
-    def _rows_of_all_ranks(self, padding: str) -> Batch:
-        rows = [row for rows_of_rank in self.rows_by_rank for row in rows_of_rank]
-        return self.layout.with_media(self.layout.concat(rows, padding_side=padding))
+    def _split(self, batch: Batch, rows: Sequence[int], size: int) -> Rows:
+        """Returns microbatches of these rows."""
+        starts = range(0, len(rows), size)
+        return [self.layout.select(batch, rows[start : start + size]) for start in starts]
 
-    def _gradients_of(self, microbatches: Sequence[Batch]) -> Gradients:
-        return self.gradients([self._microbatch(microbatch) for microbatch in microbatches])
+    def _cut(self, name: str, padding: str, size: int, microbatches: Sequence[Batch]) -> StepCut:
+        def gradients() -> Gradients:
+            return self.gradients([self._copied(microbatch) for microbatch in microbatches])
 
-    def _microbatch(self, batch: Batch) -> dict[str, Any]:
+        return StepCut(name=name, padding=padding, microbatch_size=size, gradients=gradients)
+
+    def _whole_batch(self, padding: str) -> Batch:
+        return self.layout.concat(self.rows_of_all_ranks, padding_side=padding)
+
+    def _copied(self, batch: Batch) -> Row:
         """Returns a copy, because a trainer may write into its batches, and cuts share their tensors."""
         return dict(self.layout.with_media(with_own_tensors(batch)))

@@ -112,7 +112,7 @@ class StepWatch:
         if names:
             self.faults.append(f'Parameters were frozen {between}: {_listed(names)}.')
         names = _differences(self._gradients_at_last, gradients_now)
-        # A loop around `torch.autograd.grad` accumulates gradients itself.
+        # If the last backward accumulated nothing, the loop does it itself, around `torch.autograd.grad`.
         if names and self._accumulates:
             self.faults.append(
                 f'Gradients changed {between}: {_listed(names)}. Call `zero_grad`, clip and unscale once a step, not '
@@ -251,8 +251,10 @@ def relative_difference(first: torch.Tensor | None, second: torch.Tensor | None)
     """Returns the norm of the difference over the norm of the first."""
     if first is None or second is None or first.shape != second.shape:
         return float('nan')
-    first = first.detach().double()
-    return float((second.detach().double() - first).norm() / first.norm().clamp(min=TINY))
+    # Summed up in float64 without a copy of the logits in it.
+    change = torch.linalg.vector_norm(second.detach() - first.detach(), dtype=torch.float64)
+    size = torch.linalg.vector_norm(first.detach(), dtype=torch.float64)
+    return float(change / size.clamp(min=TINY))
 
 
 def _followed_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
