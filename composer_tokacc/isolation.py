@@ -112,16 +112,20 @@ def verify_isolation(model: torch.nn.Module, packed: Batch, documents: torch.Ten
 
 def _numbered(documents: torch.Tensor, ids: torch.Tensor) -> list[_Document]:
     """Returns the documents of all rows; raises ValueError if no row has two."""
-    numbers_by_row = [sorted(set(row.tolist()) - {-1}) for row in documents.clamp(min=-1)]
-    has_two = any(len(numbers) >= 2 for numbers in numbers_by_row)
-    if documents.is_floating_point() or documents.shape != ids.shape or not has_two:
+    numbers_by_row = []
+    for row in documents:
+        numbers = row.unique().tolist()
+        numbers_by_row.append([number for number in numbers if number >= 0])
+    most_documents = max(map(len, numbers_by_row), default=0)
+    if documents.is_floating_point() or documents.shape != ids.shape or most_documents < 2:
         raise ValueError(
             f'`documents` must number those of a packed row, of shape {tuple(ids.shape)} as `input_ids`, got: '
             f'{numbers_by_row} of shape {tuple(documents.shape)}.'
         )
     numbered = []
     for row, numbers in enumerate(numbers_by_row):
-        numbered += [_Document(row, number, documents[row] == number) for number in numbers]
+        for number in numbers:
+            numbered.append(_Document(row, number, positions=documents[row] == number))
     return numbered
 
 
@@ -167,30 +171,30 @@ def _watched_output(module: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
         hook.remove()
 
 
+@torch.no_grad()
 def _leaks_of_ids(
     model: torch.nn.Module, inputs: Batch, numbered: Sequence[_Document], replacements: _ReplacementIds
 ) -> Leaks:
     """Returns the pairs in which other ids of one document change the logits of the other, by the relative change."""
+    expected = _logits(model, inputs)
+    tolerance = tolerance_of(expected.dtype)
+    change = relative_difference(expected, _logits(model, inputs))
+    if not change <= tolerance:
+        raise ValueError(
+            f'`model` must give the same rows the same logits, got: a change of {change:.1e} in a second forward. '
+            'Switch off what is random or counts its forwards.'
+        )
     leaks: Leaks = {}
-    with torch.no_grad():
-        expected = _logits(model, inputs)
-        tolerance = tolerance_of(expected.dtype)
-        change = relative_difference(expected, _logits(model, inputs))
-        if not change <= tolerance:
-            raise ValueError(
-                f'`model` must give the same rows the same logits, got: a change of {change:.1e} in a second forward. '
-                'Switch off what is random or counts its forwards.'
-            )
-        for document in numbered:
-            for ids in replacements.of(document):
-                logits = _logits(model, {**inputs, 'input_ids': ids})
-                for other in _others(document, numbered):
+    for document in numbered:
+        for ids in replacements.of(document):
+            logits = _logits(model, {**inputs, 'input_ids': ids})
+            for other in _others(document, numbered):
+                before = expected[other.row][other.positions]
+                after = logits[other.row][other.positions]
+                change = relative_difference(before, after)
+                if not change <= tolerance:
                     place = (other.row, other.number, document.number)
-                    change = relative_difference(
-                        expected[other.row][other.positions], logits[other.row][other.positions]
-                    )
-                    if not change <= tolerance:
-                        leaks[place] = max(change, leaks.get(place, 0.0))
+                    leaks[place] = max(change, leaks.get(place, 0.0))
     return leaks
 
 
@@ -215,20 +219,16 @@ class _ReplacementIds:
         self, ids: torch.Tensor, numbered: Sequence[_Document], config: object, embedding: torch.nn.Embedding
     ) -> None:
         self._ids = ids
+        texts = [ids[document.row][document.positions].tolist() for document in numbered]
         reserved = _reserved_ids(config)
-        for end in (0, -1):
-            # A token with which every document begins, or ends, separates documents in some models.
-            tokens = {int(ids[document.row][document.positions][end]) for document in numbered}
+        # A token with which every document begins, or ends, separates documents in some models.
+        for tokens in ({text[0] for text in texts}, {text[-1] for text in texts}):
             if len(tokens) == 1:
                 reserved |= tokens
-        ordinary: set[int] = set()
-        for document in numbered:
-            ordinary.update(ids[document.row][document.positions].tolist())
-        ordinary -= reserved
+        ordinary = set().union(*texts) - reserved
+        # Rows that repeat a single token leave nothing to choose from. Then any token of the vocabulary will do.
         for token in range(getattr(embedding, 'num_embeddings', 0)):
-            if len(ordinary) >= 2:
-                break
-            if token not in reserved:
+            if len(ordinary) < 2 and token not in reserved:
                 ordinary.add(token)
         self._ordinary = sorted(ordinary)
         self._is_reserved = torch.isin(ids, torch.tensor(sorted(reserved), dtype=ids.dtype, device=ids.device))
@@ -259,7 +259,10 @@ def _reserved_ids(config: object) -> set[int]:
     reserved = set(all_placeholders(config))
     for part in (config, getattr(config, 'text_config', None)):
         for name, value in getattr(part, '__dict__', {}).items():
-            if re.search('_token_(id|index)$', name):
-                tokens = value if isinstance(value, (list, tuple)) else [value]
-                reserved.update(token for token in tokens if isinstance(token, int))
+            if not re.search('_token_(id|index)$', name):
+                continue
+            # Llama 3 has several ids for the end.
+            for token in value if isinstance(value, (list, tuple)) else [value]:
+                if isinstance(token, int):
+                    reserved.add(token)
     return reserved

@@ -63,7 +63,7 @@ def test_the_fixture_passes_exact_steps_and_names_the_tokens_of_others(pytester)
 
 
 FAULTY = """
-import pytest, torch
+import copy, pytest, torch
 from torch.nn.functional import cross_entropy
 
 ROWS = torch.tensor([[1, 2, 3, 4, 5]]), torch.tensor([[6, 7]])
@@ -92,6 +92,25 @@ def right_in_closure(model, optimizer):
             loss.backward()
         return loss
     optimizer.step(closure)
+
+def right_with_average(model, optimizer):
+    average = copy.deepcopy(model)
+    for loss in losses(model):
+        loss.backward()
+        with torch.no_grad():
+            average(ROWS[0])
+        average.weight.data.lerp_(model.weight.data, 0.1)
+    optimizer.step()
+
+def right_by_hand(model, optimizer):
+    for loss in losses(model):
+        [gradient] = torch.autograd.grad(loss, [model.weight])
+        model.weight.grad = gradient if model.weight.grad is None else model.weight.grad + gradient
+    optimizer.step()
+
+def other_sign(model, optimizer):
+    for number, loss in enumerate(losses(model)):
+        (-loss if number else loss).backward()
 
 def times_zero(model, optimizer):
     for number, loss in enumerate(losses(model)):
@@ -159,6 +178,9 @@ FAULTS = {
     'right': None,
     'right_at_once': None,
     'right_in_closure': None,
+    'right_with_average': None,
+    'right_by_hand': None,
+    'other_sign': 'Every token of an optimizer step must weigh the same, got: positive and negative weights.',
     'times_zero': 'Forward 2 of 2 adds nothing to the gradient: its gradient is 0.',
     'without_backward': 'Forward 2 of 2 adds nothing to the gradient: `backward` did not reach its logits.',
     'zero_grad_inside': 'Gradients changed between backward 1 and 2: `weight`.*',
@@ -240,6 +262,50 @@ def test_healthy_steps_pass(pytester):
     run_pytest(pytester, LLAMA).assert_outcomes(passed=5)
 
 
+SHARDED = """
+import pytest, torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from composer_tokacc import weighted_microbatches
+from tests.support.text import collate, text_model, text_rows
+
+@pytest.fixture(scope='module', autouse=True)
+def group():
+    torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+@pytest.mark.parametrize('shards', [False, True])
+@pytest.mark.parametrize('fault', FAULTS)
+def test_step(token_exact, fault, shards):
+    model, rows = text_model(), text_rows([(9, 4), (7, 2), (5, 3)])
+    if shards:
+        for block in [*model.model.layers, model]:
+            fully_shard(block, mesh=init_device_mesh('cpu', (1,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with token_exact(model):
+        for microbatch, weight in weighted_microbatches([collate([row]) for row in rows]):
+            if fault == 'zero_grad':
+                optimizer.zero_grad()
+            if fault == 'frozen' and len(microbatch['labels'][0]) == 7:
+                model.lm_head.requires_grad_(False)
+            (model(**microbatch).loss * weight).backward()
+            model.lm_head.requires_grad_(True)
+            if fault == 'step':
+                optimizer.step()
+"""
+
+
+def test_sharded_and_frozen_parameters(pytester):
+    run_pytest(pytester, SHARDED.replace('FAULTS', "['none']")).assert_outcomes(passed=2)
+    result = run_pytest(pytester, SHARDED.replace('FAULTS', "['zero_grad', 'step']"))
+    result.assert_outcomes(failed=4)
+    result.stdout.fnmatch_lines(['Gradients changed between backward 1 and 2: *', 'An optimizer made a step*'])
+    result = run_pytest(pytester, SHARDED.replace('FAULTS', "['frozen']").replace('[False, True])', '[False])', 1))
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(['Parameters were frozen between backward 1 and 2: `lm_head.weight`.'])
+
+
 STATE = """
 import pytest, torch
 from torch.nn.functional import cross_entropy
@@ -262,6 +328,9 @@ class Running(torch.nn.Module):
             hidden = hidden - self.mean
         if self.kind == 'counter':
             self.calls += 1
+        if self.kind == 'attribute':
+            self.number = getattr(self, 'number', 0) + 1
+            hidden = hidden / self.number
         if self.kind == 'counter in use':
             self.calls = self.calls + 1
             hidden = hidden / self.calls
@@ -281,13 +350,14 @@ def test_state_that_forwards_write(pytester):
     """State counts if the next forward depends on it. A counter that nothing reads does no harm."""
     kinds = ['none', 'counter']
     run_pytest(pytester, STATE.replace('KINDS', repr(kinds))).assert_outcomes(passed=2)
-    kinds = ['spectral norm', 'running mean', 'counter in use']
+    kinds = ['spectral norm', 'running mean', 'counter in use', 'attribute']
     result = run_pytest(pytester, STATE.replace('KINDS', repr(kinds)))
-    result.assert_outcomes(failed=3)
+    result.assert_outcomes(failed=4)
     result.stdout.fnmatch_lines([
         'A forward writes `head.parametrizations.weight.0._u`*',
         'A forward writes `mean`, and the next one depends on it*',
         'A forward writes `calls`, and the next one depends on it*',
+        'A forward writes something outside of its buffers, and the next one depends on it*',
     ])  # fmt: skip
 
 
