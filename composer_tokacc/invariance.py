@@ -134,7 +134,7 @@ class InvarianceReport:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCut:
-    """A way to cut and pad the rows of a step. The first fields are those of :class:`InvarianceCase`."""
+    """A way to cut and pad the rows of a step. :class:`InvarianceCase` explains the fields."""
 
     name: str
     padding: str
@@ -151,7 +151,7 @@ def compare_cuts(
     *,
     tolerance: float,
 ) -> InvarianceReport:
-    """Compares the gradient of each cut with that of all rows in one forward; a collective over the ranks.
+    """Compares the gradient of each cut with the gradient of one forward over all rows; a collective over the ranks.
 
     Args:
         padding_sides: ``'right'``, ``'left'`` or both.

@@ -280,15 +280,15 @@ def _checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, Checksum]:
     return checksums
 
 
-def _differences(before: Mapping[str, Checksum], now: Mapping[str, Checksum]) -> list[str]:
-    return [name for name, checksum in now.items() if checksum != before[name]]
+def _differences(before: Mapping[str, Checksum], after: Mapping[str, Checksum]) -> list[str]:
+    return [name for name, checksum in after.items() if checksum != before[name]]
 
 
-def _written(before: Versions, now: Versions) -> list[str]:
-    return [name for name, version in now.items() if before.get(name, version) != version]
+def _written(before: Versions, after: Versions) -> list[str]:
+    return [name for name, version in after.items() if before.get(name, version) != version]
 
 
 def _listed(names: Sequence[str]) -> str:
     """Returns the first three names, and the number of the others."""
-    others = f' and {len(names) - 3} others' if len(names) > 3 else ''
-    return ', '.join(f'`{name}`' for name in names[:3]) + others
+    listed = ', '.join(f'`{name}`' for name in names[:3])
+    return f'{listed} and {len(names) - 3} others' if len(names) > 3 else listed

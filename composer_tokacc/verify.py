@@ -118,6 +118,7 @@ def verify(config: TrainConfig, *, max_rows: int = 8, tolerance: float = 1e-6) -
         tolerance: Largest relative error that is taken for round-off.
     """
     run = _VerifiedRun.from_config(config, max_rows)
+    # Kept by padding side: they are needed again to measure the round-off.
     references: dict[str, _WholeStep] = {}
 
     def reference(padding: str) -> Gradients:
@@ -127,8 +128,10 @@ def verify(config: TrainConfig, *, max_rows: int = 8, tolerance: float = 1e-6) -
     report = compare_cuts(SIDES, reference, run.cuts, tolerance=tolerance)
     if report.is_exact:
         return report
+    # A router's loss depends on the cut by its definition, so round-off is not the reason.
     if run.router_balance == 'microbatch' and any(step.has_router_loss for step in references.values()):
         return replace(report, note=ROUTER_NOTE)
+    # The model itself may be less exact than the tolerance. Only then is a larger one accepted.
     round_off = max(run.round_off(padding, references[padding].gradients) for padding in SIDES)
     with_round_off = replace(report, tolerance=round_off, note=ROUND_OFF_NOTE)
     if tolerance < round_off < MOST_ROUND_OFF and with_round_off.is_exact:
@@ -310,7 +313,7 @@ class _Recorder(Callback):
 
 
 def _trained_gradients(parts: RunParts, data: DataSpec, size: int, algorithm: Algorithm) -> Gradients:
-    """Trains one step with learning rate 0."""
+    """Trains one step with learning rate 0, so that every case starts from the same weights."""
     recorder = _Recorder()
     trained = [parameter for parameter in parts.model.parameters() if parameter.requires_grad]
     trainer = Trainer(

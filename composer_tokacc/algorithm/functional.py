@@ -22,7 +22,7 @@ from composer_tokacc.weights import weights_at
 
 
 def token_weight(num_tokens: float, step_tokens: float, *, world_size: int = 1) -> float:
-    """Returns the factor of a microbatch's mean loss that makes the step's gradient that of one mean over its tokens.
+    """Returns the factor of a microbatch's mean loss. With it the step has the gradient of one mean over its tokens.
 
     .. math:: w_{rm} = W t_{rm} / T
 
