@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A batch, and what is asked of it before anything is known of its layout."""
+"""A batch, and questions to it that need no layout: its text, labels, mask and padding."""
 
 from __future__ import annotations
 
@@ -17,31 +17,36 @@ MODALITIES = ('image', 'video', 'audio')
 
 
 def text_of(batch: Batch) -> torch.Tensor:
-    """Returns the ids or labels whose rows are the batch's."""
-    get = getattr(batch, 'get', {}.get)
-    for key in ('input_ids', 'labels', 'decoder_input_ids'):
-        if isinstance(text := get(key), torch.Tensor):
-            return text
-    got = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
-    raise ValueError(f'`batch` must have tensors `input_ids` or `labels` of shape (rows, width), got: {got}.')
+    """Returns the ids or labels whose rows are the rows of the batch."""
+    if isinstance(batch, Mapping):
+        for key in ('input_ids', 'labels', 'decoder_input_ids'):
+            text = batch.get(key)
+            if isinstance(text, torch.Tensor):
+                return text
+    raise ValueError(
+        f'`batch` must have tensors `input_ids` or `labels` of shape (rows, width), got: {_keys_or_type(batch)}.'
+    )
 
 
 def own_labels(batch: Batch) -> torch.Tensor | None:
-    """The labels where they stand at the positions of the rows' text; those of a decoder may be as wide by chance."""
+    """Returns the labels if they lie at the positions of the text, else None.
+
+    The labels of a decoder do not, although they may have the same shape by chance.
+    """
     labels = batch.get('labels')
-    is_own = isinstance(labels, torch.Tensor) and labels.shape == text_of(batch).shape
-    return labels if is_own and 'decoder_input_ids' not in batch else None
+    if not isinstance(labels, torch.Tensor) or 'decoder_input_ids' in batch:
+        return None
+    return labels if labels.shape == text_of(batch).shape else None
 
 
-def labels_of(batch: Any) -> torch.Tensor:
-    """Returns the labels of a batch, integers ``(rows, width)``; raises ValueError where there are no such ones."""
-    if not isinstance(batch, Mapping) or not isinstance(batch.get('labels'), torch.Tensor):
-        got = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
+def labels_of(batch: object) -> torch.Tensor:
+    """Returns the labels of a batch, integers ``(rows, width)``; raises ValueError if there are none."""
+    labels = batch.get('labels') if isinstance(batch, Mapping) else None
+    if not isinstance(labels, torch.Tensor):
         raise ValueError(
-            f'`batch` must be a mapping with a `labels` tensor of shape (rows, width), got: {got}. Token accumulation '
-            'counts loss-generating labels; write them in the collator.'
+            f'`batch` must be a mapping with a `labels` tensor of shape (rows, width), got: {_keys_or_type(batch)}. '
+            'Token accumulation counts loss-generating labels; write them in the collator.'
         )
-    labels = batch['labels']
     if labels.dim() != 2 or labels.is_floating_point() or labels.dtype == torch.bool:
         raise ValueError(
             f'`labels` must be integers of shape (rows, width), one for each token, got: {labels.dtype} of shape '
@@ -50,8 +55,12 @@ def labels_of(batch: Any) -> torch.Tensor:
     return labels
 
 
+def _keys_or_type(batch: object) -> str:
+    return str(sorted(batch)) if isinstance(batch, Mapping) else type(batch).__name__
+
+
 def check_dense(batch: Batch) -> None:
-    """Raises ValueError unless the rows of all tensors can be taken."""
+    """Raises ValueError unless rows can be selected from all tensors."""
     for key, value in batch.items():
         if not isinstance(value, torch.Tensor):
             continue
@@ -65,7 +74,7 @@ def check_dense(batch: Batch) -> None:
 
 
 def check_ids(batch: Batch) -> None:
-    """Raises ValueError unless ids are integers ``(rows, width)``, and mask and positions as wide."""
+    """Raises ValueError unless ids are integers ``(rows, width)``, and mask and positions have the same width."""
     ids = batch.get('input_ids')
     if not isinstance(ids, torch.Tensor | None):
         return
@@ -74,105 +83,150 @@ def check_ids(batch: Batch) -> None:
             f'`input_ids` must be integers of shape (rows, width), got: {ids.dtype} of shape {tuple(ids.shape)}. Give '
             'vectors as `inputs_embeds`, and one row as `ids[None]`.'
         )
+    _check_mask(batch)
+    if ids is None:
+        return
+    mask, positions = batch.get('attention_mask'), batch.get('position_ids')
+    if isinstance(mask, torch.Tensor):
+        # A mask of four dimensions may be one for all rows.
+        has_rows = len(mask) == len(ids) or (mask.dim() == 4 and len(mask) == 1)
+        _check_width(batch, 'attention_mask', has_rows=has_rows)
+    if isinstance(positions, torch.Tensor) and positions.dim() in (2, 3):
+        # Positions of three dimensions have a first one for time, height and width.
+        _check_width(batch, 'position_ids', has_rows=True)
+
+
+def _check_mask(batch: Batch) -> None:
     mask = batch.get('attention_mask')
-    if mask is not None and (not isinstance(mask, torch.Tensor) or mask.dim() not in (2, 4) or _is_no_number(mask)):
-        got = f'{mask.dtype} of shape {tuple(mask.shape)}' if isinstance(mask, torch.Tensor) else type(mask).__name__
+    if mask is None:
+        return
+    value = type(mask).__name__
+    if isinstance(mask, torch.Tensor):
+        is_number = not mask.is_complex() and not (mask.is_floating_point() and bool(mask.isnan().any()))
+        if mask.dim() in (2, 4) and is_number:
+            return
+        value = f'{mask.dtype} of shape {tuple(mask.shape)}'
+    raise ValueError(
+        f'`attention_mask` must be real numbers, (rows, width) or (rows, heads, width, width), got: {value}, '
+        f'beginning with {sample_name(batch, 0)}. Give one mask for all heads as `mask[:, None]`.'
+    )
+
+
+def _check_width(batch: Batch, key: str, *, has_rows: bool) -> None:
+    ids, value = batch['input_ids'], batch[key]
+    if value.shape[-1] != ids.shape[1] or not has_rows:
         raise ValueError(
-            f'`attention_mask` must be real numbers, (rows, width) or (rows, heads, width, width), got: {got}, '
-            f'beginning with {sample_name(batch, 0)}. Give one mask for all heads as `mask[:, None]`.'
+            f'`{key}` must be as wide as `input_ids`, {tuple(ids.shape)}, got: {tuple(value.shape)}, beginning '
+            f'with {sample_name(batch, 0)}.'
         )
-    for key, dims in (('attention_mask', (2, 4)), ('position_ids', (2, 3))):
-        if ids is None or not isinstance(value := batch.get(key), torch.Tensor) or value.dim() not in dims:
-            continue
-        # One mask may be for all rows, if it says so by its four dimensions.
-        has_rows = key == 'position_ids' or len(value) == len(ids) or (value.dim() == 4 and len(value) == 1)
-        if value.shape[-1] != ids.shape[1] or not has_rows:
-            raise ValueError(
-                f'`{key}` must be as wide as `input_ids`, {tuple(ids.shape)}, got: {tuple(value.shape)}, beginning '
-                f'with {sample_name(batch, 0)}.'
-            )
 
 
-def _is_no_number(mask: torch.Tensor) -> bool:
-    return mask.is_complex() or (mask.is_floating_point() and bool(mask.isnan().any()))
+def check_batch(batch: Batch, *, is_decoder: bool = False) -> None:
+    """Raises ValueError, naming the sample, if tokens of the batch cannot be counted. The batch is on the CPU.
 
-
-def check_batch(batch: Any, *, is_decoder: bool = False) -> None:
-    """Raises ValueError, naming the sample, where a batch is none that tokens can be counted of; it is on the CPU.
-
-    ``is_decoder``: whether labels must stand at the positions of the ids.
+    ``is_decoder``: whether labels must lie at the positions of the ids.
     """
     labels = labels_of(batch)
     check_dense(batch)
     check_ids(batch)
-    if is_decoder and batch.get('input_ids') is not None and labels.shape != batch['input_ids'].shape:
+    ids = batch.get('input_ids')
+    if is_decoder and ids is not None and labels.shape != ids.shape:
         raise ValueError(
-            f'`labels` must be of the shape of `input_ids`, {tuple(batch["input_ids"].shape)}, one for each token, '
+            f'`labels` must be of the shape of `input_ids`, {tuple(ids.shape)}, one for each token, '
             f'got: {tuple(labels.shape)}, beginning with {sample_name(batch, 0)}. A head that classifies whole rows '
             'has no mean over tokens: train it without TokenAccumulation.'
         )
     if labels.dtype != torch.int64:
         raise ValueError(f'`labels` must be int64 for cross-entropy, got: {labels.dtype}. Give it `.long()`.')
-    if not labels.numel():
+    if labels.numel() == 0:
         raise ValueError(
             f'A batch must hold at least one row of one token, got: labels of shape {tuple(labels.shape)}. Have the '
             'loader leave such batches out, on all ranks alike.'
         )
-    nowhere = ~attended_positions(batch).any(dim=1)
-    if bool(nowhere.any()) and bool((lost := nowhere & (labels != IGNORE_INDEX).any(dim=1)).any()):
+    is_hidden = ~attended_positions(batch).any(dim=1)
+    if not bool(is_hidden.any()):
+        return
+    loses_labels = is_hidden & (labels != IGNORE_INDEX).any(dim=1)
+    if bool(loses_labels.any()):
         raise ValueError(
             f'`attention_mask` must be 1 where tokens are and 0 on padding, got: no token in '
-            f'{sample_name(batch, int(lost.int().argmax()))}, which has labels. Is the mask inverted, or additive?'
+            f'{sample_name(batch, int(loses_labels.int().argmax()))}, which has labels. Is the mask inverted, or '
+            'additive?'
         )
 
 
 def check_vocabulary(batch: Batch, key: str, size: int | None, others: Callable[[], Iterable[int]]) -> None:
-    """Raises ValueError, naming the sample, where torch would only say that an index is out of range, or a GPU stop.
+    """Raises ValueError, naming the sample, if an id is out of the vocabulary; a GPU would only stop.
 
-    ``size``: ids of the vocabulary, None: not known; ``others``: those that may stand there beside them.
+    Args:
+        batch: The batch.
+        key: The entry with the ids.
+        size: Ids of the vocabulary; None: not known.
+        others: Returns further ids that are allowed. Called only if an id is out of the vocabulary.
     """
     ids = batch[key]
-    bad = ids < 0 if size is None else (ids < 0) | (ids >= size)
-    if not bool(bad.any()):
+    is_bad = ids < 0
+    if size is not None:
+        is_bad |= ids >= size
+    if not bool(is_bad.any()):
         return
     for other in others():
-        bad &= ids != other
-    if bool(bad.any()):
-        row = int(bad.any(dim=1).int().argmax())
-        which = 'of the vocabulary' if size is None else f'from 0 to {size - 1}'
-        also = f'{IGNORE_INDEX} or ' if key == 'labels' else ''
-        raise ValueError(
-            f'`{key}` must be {also}ids {which}, got: {int(ids[row][bad[row]][0])} in {sample_name(batch, row)}. Take '
-            'the tokenizer that belongs to the model, mask labels of media, and resize the embedding for new tokens.'
-        )
+        is_bad &= ids != other
+    if not bool(is_bad.any()):
+        return
+    row = int(is_bad.any(dim=1).int().argmax())
+    first_bad = int(ids[row][is_bad[row]][0])
+    allowed = 'ids of the vocabulary' if size is None else f'ids from 0 to {size - 1}'
+    if key == 'labels':
+        allowed = f'{IGNORE_INDEX} or {allowed}'
+    raise ValueError(
+        f'`{key}` must be {allowed}, got: {first_bad} in {sample_name(batch, row)}. Take the tokenizer that belongs to '
+        'the model, mask labels of media, and resize the embedding for new tokens.'
+    )
 
 
-def sample_name(batch: Mapping[str, Any], row: int) -> str:
-    """Returns what a message calls a row: the sample by its id, or where the batch has none the row by its number."""
+def sample_name(batch: Batch, row: int) -> str:
+    """Returns the name of a row for messages: the id of its sample, or its number if the batch has no ids."""
     ids = batch.get('sample_ids')
-    return f'sample {ids[row]!r}' if isinstance(ids, (list, tuple)) and len(ids) > row else f'row {row}'
+    if isinstance(ids, (list, tuple)) and len(ids) > row:
+        return f'sample {ids[row]!r}'
+    return f'row {row}'
 
 
-def with_own_tensors(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the batch with copies of its tensors, so that whoever writes into them changes no other batch."""
-    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
+def with_own_tensors(batch: Batch) -> dict[str, Any]:
+    """Returns the batch with copies of its tensors, so that writing into them changes no other batch."""
+    copied = dict(batch)
+    for key, value in batch.items():
+        if isinstance(value, torch.Tensor):
+            copied[key] = value.clone()
+    return copied
 
 
 def real_positions(batch: Batch) -> torch.Tensor:
-    """Returns ``(rows, width)`` bool: attended, or labelled (a label on a pad counts for some models and must stay)."""
-    real, labels = attended_positions(batch), own_labels(batch)
-    return real if labels is None else real | (labels != IGNORE_INDEX)
+    """Returns the positions that must stay, bool ``(rows, width)``: attended ones, and labelled ones.
+
+    Some models count a label on a padding position.
+    """
+    is_real = attended_positions(batch)
+    labels = own_labels(batch)
+    if labels is not None:
+        is_real = is_real | (labels != IGNORE_INDEX)
+    return is_real
 
 
 def attended_positions(batch: Batch) -> torch.Tensor:
-    """Returns ``(rows, width)`` bool: all that the mask does not hide; those of a mask of another input are all."""
+    """Returns the positions that the mask does not hide, bool ``(rows, width)``.
+
+    All of them if there is no mask, or the mask belongs to another input.
+    """
     ids, mask = text_of(batch), batch.get('attention_mask')
     if mask is None or 'input_ids' not in batch:
         return torch.ones_like(ids, dtype=torch.bool)
-    if mask.dim() > 2:  # additive masks hold 0 where a key is attended, boolean ones True
-        attended = mask == 0 if mask.dtype.is_floating_point else mask.bool()
-        return attended.flatten(1, -2).any(dim=1).expand_as(ids)
-    return mask != 0
+    if mask.dim() == 2:
+        return mask != 0
+    # (rows, heads, queries, keys): additive masks hold 0 where a key is attended, boolean ones True.
+    is_attended = mask == 0 if mask.dtype.is_floating_point else mask.bool()
+    return is_attended.flatten(1, -2).any(dim=1).expand_as(ids)
 
 
 def padding_side(batch: Batch) -> str:
@@ -181,22 +235,25 @@ def padding_side(batch: Batch) -> str:
 
 
 def side_of(real: torch.Tensor) -> str:
-    """Returns the padding side that real positions show."""
-    return 'left' if bool(real[:, -1].all()) and not bool(real[:, 0].all()) else 'right'
+    """Returns the padding side of rows with these real positions, see :func:`padding_side`."""
+    is_left = bool(real[:, -1].all()) and not bool(real[:, 0].all())
+    return 'left' if is_left else 'right'
 
 
 def span(batch: Batch) -> tuple[str, list[int]]:
-    """Returns the padding side, and the width that each row needs by itself once trimmed, at least 1."""
+    """Returns the padding side, and the width of each row without its padding, at least 1."""
     real = real_positions(batch)
     side = side_of(real)
     return side, lengths_of(real, side)
 
 
 def lengths_of(real: torch.Tensor, side: str) -> list[int]:
-    """Returns the width that each row needs, of its real positions and padding side."""
+    """Returns the width of each row without its padding, at least 1, from its real positions and padding side."""
     rows, width = real.shape
     if bool(real.all()):
         return [width] * rows
-    positions = torch.arange(1, width + 1, device=real.device)
-    distance = positions.flip(0) if side == 'left' else positions
+    # The number of columns from the end without padding up to each position. Holes inside of a row stay.
+    distance = torch.arange(1, width + 1, device=real.device)
+    if side == 'left':
+        distance = distance.flip(0)
     return (real * distance).amax(dim=1).clamp(min=1).tolist()

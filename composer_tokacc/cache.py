@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Files that one run keeps for the next: what names them, where they lie, and how they are written and read."""
+"""Files on disk that one run writes and the next one reads: their names, their folder, writing and reading."""
 
 from __future__ import annotations
 
@@ -13,48 +13,54 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 log = logging.getLogger(__name__)
 
-Kept = TypeVar('Kept')
+CachedValue = TypeVar('CachedValue')
 
 
-def fingerprint(value: Any, *, length: int = 32) -> str:
-    """Returns hex digits that change with a value: with an iterator's bytes as they are, all else as sorted JSON."""
+def fingerprint(value: object, *, length: int = 32) -> str:
+    """Returns hex digits that change with a value: an iterator of bytes, or anything that JSON can write."""
     digest = hashlib.sha256()
-    for piece in value if isinstance(value, Iterator) else [json.dumps(value, sort_keys=True, default=str).encode()]:
-        digest.update(piece)
+    if isinstance(value, Iterator):
+        for piece in value:
+            digest.update(piece)
+    else:
+        digest.update(json.dumps(value, sort_keys=True, default=str).encode())
     return digest.hexdigest()[:length]
 
 
 def cache_folder(name: str) -> Path:
-    """Returns one of this package's folders in the user's cache folder, there or not."""
-    return Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'composer_tokacc' / name
+    """Returns one of this package's folders in the user's cache folder. It may not exist."""
+    user_cache = os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'
+    return Path(user_cache) / 'composer_tokacc' / name
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Gives a path to write to that replaces ``path`` at the end: a reader sees the whole file or none."""
+    """Yields a path to write to. At the end this file replaces ``path``: nobody reads a file that is half written."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as unfinished:
-        yield (written := Path(unfinished) / path.name)
-        os.replace(written, path)
+    # In the same folder, because a file can be replaced at once only within one file system.
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        unfinished = Path(folder) / path.name
+        yield unfinished
+        os.replace(unfinished, path)
 
 
-def load_kept(path: Path, load: Callable[[Path], Kept]) -> Kept | None:
-    """Returns what a file holds; None where there is none, or, with a warning, where it is damaged."""
+def load_kept(path: Path, load: Callable[[Path], CachedValue]) -> CachedValue | None:
+    """Returns the value in a file of the cache: None if there is no file, or, with a warning, if it is damaged."""
     try:
         return load(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except Exception as error:  # whatever numpy, zlib, json and constructors raise
+    except Exception as error:  # numpy, zlib, json and constructors raise errors of many kinds
         log.warning('%s is damaged (%s); it is made again.', path, error)
         return None
 
 
 def keep(path: Path, save: Callable[[Path], None], *, hint: str = '') -> None:
-    """Saves what the next run may read; a folder that cannot be written costs a warning with a hint."""
+    """Saves a file for the next run. If the folder cannot be written, logs a warning with a hint."""
     try:
         save(path)
     except OSError as error:

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What ranks tell each other about a step."""
+"""Collectives over the ranks of a step."""
 
 from __future__ import annotations
 
@@ -18,21 +18,25 @@ T = TypeVar('T')
 
 
 def get_world_size() -> int:
-    """Returns how many ranks there are: of the process group, or before it stands as launched."""
-    return torch.distributed.get_world_size() if _has_group() else int(os.environ.get('WORLD_SIZE', 1))
+    """Returns the number of ranks: of the process group, or if there is none yet, as launched."""
+    if _has_group():
+        return torch.distributed.get_world_size()
+    return int(os.environ.get('WORLD_SIZE', 1))
 
 
 def get_global_rank() -> int:
-    """Returns which of them this is, as :func:`get_world_size` does."""
-    return torch.distributed.get_rank() if _has_group() else int(os.environ.get('RANK', 0))
+    """Returns the number of this rank, from the same source as :func:`get_world_size`."""
+    if _has_group():
+        return torch.distributed.get_rank()
+    return int(os.environ.get('RANK', 0))
 
 
 def _has_group() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def _can_ask() -> bool:
-    """Returns whether there are other ranks to ask; refuses ranks that were launched and do not know each other."""
+def _can_communicate() -> bool:
+    """Returns whether there is a process group; raises if several ranks were launched without one."""
     if not _has_group() and get_world_size() > 1:
         raise RuntimeError(
             f'Ranks must have a process group to sum over, got: none on {get_world_size()} ranks. Call '
@@ -44,41 +48,51 @@ def _can_ask() -> bool:
 def all_gather_object(value: T) -> list[T]:
     """Returns the values of all ranks, by rank; a collective."""
     values = [value] * get_world_size()
-    if _can_ask():
+    if _can_communicate():
         torch.distributed.all_gather_object(values, value)
     return values
 
 
 def from_any_rank(value: T | None) -> T | None:
-    """Returns the value of the first rank that has one; a collective."""
+    """Returns the value of the first rank that has one, None if no rank has one; a collective."""
     num_ranks = get_world_size()
-    (behind,) = max_over_ranks([0 if value is None else num_ranks - get_global_rank()])
+    candidate = num_ranks if value is None else get_global_rank()
+    first_rank = _min_over_ranks(candidate)
     values = [value]
-    if _can_ask() and behind:  # one rank sends; gathering, all that have one would
-        torch.distributed.broadcast_object_list(values, src=num_ranks - behind)
+    if _can_communicate() and first_rank < num_ranks:
+        # A broadcast, because in a gather every rank that has a value would send it.
+        torch.distributed.broadcast_object_list(values, src=first_rank)
     return values[0]
 
 
+def _min_over_ranks(value: int) -> int:
+    (largest_negative,) = max_over_ranks([-value])
+    return -largest_negative
+
+
 def max_over_ranks(values: Sequence[int]) -> list[int]:
-    """Returns one integer all-reduce; on the GPU only where the backend knows no other."""
+    """Returns the maximum over the ranks of each integer: one all-reduce, on the GPU only if the backend is NCCL."""
+    integers = [int(value) for value in values]
     if not torch.distributed.is_initialized():
-        return [int(value) for value in values]
-    on_gpu = torch.distributed.get_backend() == 'nccl'
-    tensor = torch.tensor([int(value) for value in values], device=torch.cuda.current_device() if on_gpu else 'cpu')
+        return integers
+    device = torch.device('cpu')
+    if torch.distributed.get_backend() == 'nccl':
+        device = torch.device('cuda', torch.cuda.current_device())
+    tensor = torch.tensor(integers, device=device)
     torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
     return tensor.tolist()
 
 
 class RankSum:
-    """Starts one all-reduce of numbers, equally many on all ranks; :meth:`read` waits for it the first time.
+    """Starts one all-reduce of numbers, equally many on all ranks. :meth:`read` waits for it the first time.
 
-    Composer's own ``dist.all_reduce`` waits at once, for a rank that may be late. Here the waiting is left to whichever
-    collective the host needs first, so it is never paid twice.
+    Composer's own ``dist.all_reduce`` waits at once for the slowest rank. Here the host goes on, and waits only when it
+    needs the sums.
     """
 
     def __init__(self, values: torch.Tensor) -> None:
-        self._tensor = values  # int64 or float64, where the process group reduces
-        self._work = torch.distributed.all_reduce(values, async_op=True) if _can_ask() else None
+        self._tensor = values  # int64 or float64, on the device on which the process group reduces
+        self._work = torch.distributed.all_reduce(values, async_op=True) if _can_communicate() else None
         self._sums: tuple[float, ...] | None = None
 
     def read(self) -> tuple[float, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from types import ModuleType
@@ -93,6 +94,25 @@ def is_reduced(model: torch.nn.parallel.DistributedDataParallel) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def is_in_backward() -> bool:
+    """Returns whether autograd runs a backward in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def when_backward_ends(function: Callable[[], None]) -> None:
+    """Calls a function at the end of the backward that runs now, after what others have queued: DDP's reduction.
+
+    Callbacks run in the order in which they were queued. DDP queues its own before the first one runs.
+    """
+    queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+    queue_callback(lambda: queue_callback(function))
+
+
+def buffer_versions(module: torch.nn.Module, *, recurse: bool = True) -> dict[str, tuple[int, int]]:
+    """Returns for each buffer its identity, and a number that changes with every write."""
+    return {name: (id(buffer), buffer._version) for name, buffer in module.named_buffers(recurse=recurse)}
 
 
 def state_of_gradient(parameter: torch.Tensor) -> tuple[int, int]:

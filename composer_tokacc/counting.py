@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Which positions carry loss, and which are real."""
+"""Tells which positions carry loss, and which are real."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from composer_tokacc.batch import IGNORE_INDEX, attended_positions, labels_of, text_of
+from composer_tokacc.batch import IGNORE_INDEX, Batch, attended_positions, labels_of, text_of
 
 _warn_once = cache(logging.getLogger(__name__).warning)
 
 LOSS_RULES = ('causal', 'causal_attended', 'unshifted')
-"""Which labels a model's own loss averages over: see :func:`.loss_mask`."""
+"""Rules by which models choose the labels that their own loss averages: see :func:`.loss_mask`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,35 +52,36 @@ class TokenCounts:
 
 
 def check_rule(loss_tokens: str, *, allow_auto: bool = False) -> str:
-    """Returns the rule, or raises ValueError if there is no such one; ``'auto'`` is one where it is allowed."""
+    """Returns the rule; raises ValueError if it does not exist. ``'auto'`` exists if it is allowed."""
     allowed = ('auto', *LOSS_RULES) if allow_auto else LOSS_RULES
     if loss_tokens not in allowed:
         raise ValueError(f'`loss_tokens` must be one of {allowed}, got: {loss_tokens!r}.')
     return loss_tokens
 
 
-def document_starts(batch: Mapping[str, Any]) -> torch.Tensor | None:
-    """Returns where a further document starts in a packed row, ``(rows, width)`` bool; None if no row is packed.
+def document_starts(batch: Batch) -> torch.Tensor | None:
+    """Returns where a further document starts in a packed row, bool ``(rows, width)``; None if no row is packed.
 
-    A packed row has ``position_ids`` that restart at 0 behind its first attended token. Which rows are packed is a
-    property of each row, so that it depends on no other row beside it; where no position rises above 0, none is told.
+    A packed row has ``position_ids`` that restart at 0 after its first attended token. Each row is looked at by itself,
+    so that the result does not depend on the other rows. If no position is above 0, the row is not taken for packed.
     """
     labels, positions = labels_of(batch), batch.get('position_ids')
     if positions is None or positions.dim() != 2 or positions.shape != labels.shape:
         return None
     attended = attended_positions(batch)
-    if attended.shape != labels.shape:  # of another input
+    if attended.shape != labels.shape:  # the mask of another input
         return None
     is_first = attended & (attended.cumsum(dim=1) == 1)
-    starts = (positions == 0) & attended & ~is_first & (positions.amax(dim=1, keepdim=True) > 0)
+    rises = positions.amax(dim=1, keepdim=True) > 0
+    starts = (positions == 0) & attended & ~is_first & rises
     return starts if bool(starts.any()) else None
 
 
-def mask_document_starts(batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Masks the label of the first token of each document in packed rows, and says so once.
+def mask_document_starts(batch: Batch) -> Batch:
+    """Masks the label of the first token of each further document in packed rows, and logs this once.
 
-    The last token of one document would be trained to predict the first of the next, and models count that label
-    unless it is masked: masked, the model's denominator and ours agree.
+    Otherwise the last token of a document would be trained to predict the first token of the next one. Models count
+    every label that is not masked, so with the mask their denominator and ours are equal.
     """
     starts = document_starts(batch)
     if starts is None or not bool((batch['labels'][starts] != IGNORE_INDEX).any()):
@@ -92,17 +93,17 @@ def mask_document_starts(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**batch, 'labels': batch['labels'].masked_fill(starts, IGNORE_INDEX)}
 
 
-def loss_mask(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> torch.Tensor:
-    """Returns which labels carry loss, ``(rows, width)`` bool on the labels' device; no host sync.
+def loss_mask(batch: Batch, loss_tokens: str = 'causal') -> torch.Tensor:
+    """Returns which labels carry loss, bool ``(rows, width)`` on the labels' device; no host sync.
 
     Args:
         batch: A batch with ``labels``, and for ``'causal_attended'`` a 2-D ``attention_mask``.
         loss_tokens: ``'causal'``: the label is predicted by the position before it, so column 0 never counts (most
-            decoders); ``'causal_attended'``: moreover its own position is attended (LLaVA up to transformers 4.51,
-            Gemma3 up to 4.57); ``'unshifted'``: every label counts (encoder-decoder, pre-shifted labels).
+            decoders). ``'causal_attended'``: in addition its own position is attended (LLaVA up to transformers 4.51,
+            Gemma3 up to 4.57). ``'unshifted'``: every label counts (encoder-decoder, pre-shifted labels).
 
     Raises:
-        ValueError: If there is no such rule, or there are no labels.
+        ValueError: If the rule does not exist, or there are no labels.
     """
     check_rule(loss_tokens)
     labels = labels_of(batch)
@@ -116,10 +117,10 @@ def loss_mask(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> torch.Te
     return counted
 
 
-def counted_tokens(batch: Mapping[str, Any], loss_tokens: str) -> torch.Tensor:
-    """As :func:`loss_mask`, without the first token of each document of a packed row."""
-    starts = document_starts(batch) if loss_tokens != 'unshifted' else None
+def counted_tokens(batch: Batch, loss_tokens: str) -> torch.Tensor:
+    """Returns :func:`loss_mask` without the first token of each further document of a packed row."""
     counted = loss_mask(batch, loss_tokens)
+    starts = None if loss_tokens == 'unshifted' else document_starts(batch)
     return counted if starts is None else counted & ~starts
 
 
@@ -127,9 +128,10 @@ def count_tokens(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> Token
     """Counts the positions of every row of a batch.
 
     Args:
-        batch: A batch with ``labels`` of shape ``(rows, width)``; ``attention_mask`` (absent: all positions are real)
-            and ``position_ids`` are used where present.
-        loss_tokens: The rule, see :func:`.loss_mask`. The first token of each document of a packed row never counts.
+        batch: A batch with ``labels`` of shape ``(rows, width)``. ``attention_mask`` (absent: all positions are real)
+            and ``position_ids`` are used if they are present.
+        loss_tokens: The rule, see :func:`.loss_mask`. The first token of each further document of a packed row never
+            counts.
 
     Returns:
         TokenCounts: Tuples of ints, one entry per row.
@@ -140,23 +142,29 @@ def count_tokens(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> Token
         >>> count_tokens({'labels': labels, 'attention_mask': mask})
         TokenCounts(loss_generating=(2, 1), real=(3, 2), padded=(0, 1))
     """
-    counted, real, width = counted_tokens(batch, loss_tokens), real_tokens(batch), text_of(batch).shape[1]
-    padded = tuple(width - row for row in real)
-    return TokenCounts(loss_generating=tuple(counted.sum(dim=1).tolist()), real=tuple(real), padded=padded)
+    counted = counted_tokens(batch, loss_tokens)
+    real = real_tokens(batch)
+    width = text_of(batch).shape[1]
+    return TokenCounts(
+        loss_generating=tuple(counted.sum(dim=1).tolist()),
+        real=tuple(real),
+        padded=tuple(width - row for row in real),
+    )
 
 
-def real_tokens(batch: Mapping[str, Any]) -> list[int]:
-    """Attended positions, by row; all of them where there is no ``attention_mask``."""
+def real_tokens(batch: Batch) -> list[int]:
+    """Returns attended positions by row: all of them if there is no ``attention_mask``."""
     text, mask = text_of(batch), batch.get('attention_mask')
     # The mask of another input (Whisper's frames) says nothing about labels.
-    has_mask = mask is not None and mask.shape == text.shape
-    return (mask != 0).sum(dim=1).tolist() if has_mask else [text.shape[1]] * len(text)
+    if mask is not None and mask.shape == text.shape:
+        return (mask != 0).sum(dim=1).tolist()
+    return [text.shape[1]] * len(text)
 
 
 def with_one_label(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the batch with one label, at a position that counts by every rule where there is one; no host sync.
+    """Returns the batch with a label at a position that counts by every rule, if there is one; no host sync.
 
-    The label is token 0, which every vocabulary has; ids of image placeholders may lie outside it.
+    The label is token 0, which every vocabulary has. Ids of image placeholders may lie outside of the vocabulary.
     """
     labels, mask = labels_of(batch), batch.get('attention_mask')
     allowed = torch.ones_like(labels, dtype=torch.bool)
@@ -164,6 +172,8 @@ def with_one_label(batch: Mapping[str, Any]) -> dict[str, Any]:
         # Its own position and the one that predicts it are attended.
         allowed = mask != 0
         allowed[:, 1:] &= mask[:, :-1] != 0
+    # Nothing predicts the first column. A batch of width 1 has no other.
     allowed[:, :1] = labels.shape[1] == 1
-    place = torch.arange(labels.numel(), device=labels.device) == allowed.flatten().int().argmax()
-    return {**batch, 'labels': labels.masked_fill(place.view_as(labels), 0)}
+    first_allowed = allowed.flatten().int().argmax()
+    has_label = torch.arange(labels.numel(), device=labels.device) == first_allowed
+    return {**batch, 'labels': labels.masked_fill(has_label.view_as(labels), 0)}

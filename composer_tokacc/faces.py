@@ -1,7 +1,10 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Names that are loaded on first use: who takes one of a room waits for, and needs, what that one needs alone."""
+"""Public names of a package that are imported on first use.
+
+So importing one name does not import the modules, and does not need the dependencies, of the others.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,22 @@ from importlib import import_module
 from typing import Any
 
 
-def on_first_use(face: str, places: Mapping[str, str]) -> Callable[[str], Any]:
-    """Returns a package's ``__getattr__``, and has ``dir`` list the names; ``places``: in which module each stands."""
-    module = sys.modules[face]
+def on_first_use(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+    """Returns the ``__getattr__`` of a package, and has ``dir`` list the names.
+
+    Args:
+        package: Name of the package.
+        modules: The module of each name, relative to the package.
+    """
+    face = sys.modules[package]
 
     def load(name: str) -> Any:
-        if name not in places:
-            raise AttributeError(f'module {face!r} has no attribute {name!r}')
-        value = getattr(import_module(f'{face}.{places[name]}'), name)
-        setattr(module, name, value)  # found without this function from now on
+        if name not in modules:
+            raise AttributeError(f'module {package!r} has no attribute {name!r}')
+        value = getattr(import_module(f'{package}.{modules[name]}'), name)
+        # From now on Python finds the name without this function.
+        setattr(face, name, value)
         return value
 
-    module.__dict__['__dir__'] = lambda: sorted({*vars(module), *places})
+    face.__dict__['__dir__'] = lambda: sorted({*vars(face), *modules})
     return load

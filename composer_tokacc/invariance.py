@@ -1,34 +1,60 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Whether a gradient depends on how its rows are cut into microbatches and padded: for any trainer, in any test."""
+"""Compares the gradient of the same rows in many cuts, for any trainer, in any test.
+
+:func:`compare_cuts` is the common part. :func:`verify_invariance` gives it the microbatches of a user's own step, and
+the program ``composer_tokacc.verify`` gives it runs of Composer's Trainer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
 
-from composer_tokacc.batch import Batch, labels_of, text_of, with_own_tensors
-from composer_tokacc.checks.logits import logits_of
+from composer_tokacc.batch import Batch, labels_of, with_own_tensors
 from composer_tokacc.collectives import all_gather_object, get_global_rank
 from composer_tokacc.counting import loss_mask
+from composer_tokacc.isolation import IsolationReport, verify_isolation
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.metadata import without_metadata
 from composer_tokacc.planning import check_count, check_kind
+from composer_tokacc.step_watch import BufferWatch
+
+__all__ = [
+    'Gradients',
+    'InvarianceCase',
+    'InvarianceReport',
+    'IsolationReport',
+    'relative_error',
+    'verify_invariance',
+    'verify_isolation',
+]
 
 Gradients = Mapping[str, torch.Tensor]
+Row = dict[str, Any]
+"""A batch that may be changed: a single row, or a microbatch."""
+Rows = list[Row]
+
+RULES_TO_COUNT = ('unshifted', 'causal')
+DEFAULT_SIZES = (1, 2, 3, sys.maxsize)
+"""Rows of a microbatch. The last one means all rows."""
+STATE_NOTE = 'Forwards write {}, and the gradient of a later forward may depend on it. Freeze this state.'
 
 
 @dataclass(frozen=True, kw_only=True)
 class InvarianceCase:
-    """One way to cut and pad the rows, and what became of the gradient."""
+    """One way to cut and pad the rows, and how far the gradient is off."""
 
     cut: str
-    """``'again'`` (the whole a second time), ``'in order'``, ``'by length'`` (trimmed where padded right), ``'uneven'``
-    (one row, then all others); in the program ``'stock Composer'``, ``'in order'`` or ``'regrouped'``."""
+    """``'again'`` (all rows in one microbatch a second time), ``'in order'``, ``'by length'`` (trimmed if padded on the
+    right), ``'uneven'`` (one row, then all others). In the program: ``'stock Composer'``, ``'in order'`` or
+    ``'regrouped'``."""
     padding: str
     """``'right'`` or ``'left'``."""
     microbatch_size: int
@@ -36,26 +62,36 @@ class InvarianceCase:
     error: float
     """Norm of the difference over norm of the reference, over all parameters."""
     factor: float
-    """Length of the gradient along the reference: 2.0 for one that is right but for a factor of 2."""
+    """Length of the gradient along the reference: 2.0 if it is right except for a factor of 2."""
     reason: str
     """The parameter that is furthest off, and how."""
     is_held: bool = True
-    """Whether it is held to the tolerance, rather than shown beside the others."""
+    """Whether the error must be within the tolerance. Other cases are only shown."""
 
     @classmethod
     def from_gradients(
-        cls, found: Gradients, expected: Gradients, *, cut: str, padding: str, microbatch_size: int,
+        cls,
+        found: Gradients,
+        expected: Gradients,
+        *,
+        cut: str,
+        padding: str,
+        microbatch_size: int,
         is_held: bool = True,
-    ) -> InvarianceCase:  # fmt: skip
-        """Compares gradients on every rank, and gives the worst: the same verdict on all; a collective."""
+    ) -> InvarianceCase:
+        """Compares gradients on every rank, and returns the worst case of all ranks, the same on each; a collective."""
         error, reason = relative_error(found, expected)
-        along = sum(_product(found[name], expected[name]) for name in found.keys() & expected.keys())
-        factor = along / sum(_product(value, value) for value in expected.values())
+        along_reference = sum(_product(found[name], expected[name]) for name in found.keys() & expected.keys())
         case = cls(
-            cut=cut, padding=padding, microbatch_size=microbatch_size, error=error, factor=factor, reason=reason,
+            cut=cut,
+            padding=padding,
+            microbatch_size=microbatch_size,
+            error=error,
+            factor=along_reference / _squared_norm(expected),
+            reason=reason,
             is_held=is_held,
-        )  # fmt: skip
-        return max(all_gather_object(case), key=lambda one: one.error)
+        )
+        return max(all_gather_object(case), key=lambda case: case.error)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +106,8 @@ class InvarianceReport:
     @property
     def worst(self) -> InvarianceCase:
         """The case with the largest error."""
-        return max((case for case in self.cases if case.is_held), key=lambda case: case.error)
+        held_cases = [case for case in self.cases if case.is_held]
+        return max(held_cases, key=lambda case: case.error)
 
     @property
     def is_exact(self) -> bool:
@@ -81,14 +118,104 @@ class InvarianceReport:
         width = 2 + max(10, *(len(case.cut) for case in self.cases))
         lines = [f'{"cut":<{width}}{"padding":<10}{"microbatch":>10}{"gradient error":>16}{"factor":>9}']
         for case in self.cases:
-            is_off = case.is_held and case.error > self.tolerance
-            lines.append(
-                f'{case.cut:<{width}}{case.padding:<10}{case.microbatch_size:>10}{case.error:>16.1e}'
-                f'{case.factor:>9.4f}{f"  over tolerance; {case.reason}" if is_off else ""}'
+            line = f'{case.cut:<{width}}{case.padding:<10}{case.microbatch_size:>10}'
+            line += f'{case.error:>16.1e}{case.factor:>9.4f}'
+            if case.is_held and case.error > self.tolerance:
+                line += f'  over tolerance; {case.reason}'
+            lines.append(line)
+        if self.note:
+            lines.append(self.note)
+        verdict = 'exact' if self.is_exact else 'NOT exact'
+        lines.append(
+            f'{verdict}: largest relative gradient error {self.worst.error:.1e}, tolerance {self.tolerance:.0e}'
+        )
+        return '\n'.join(lines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCut:
+    """A way to cut and pad the rows of a step. :class:`InvarianceCase` explains the fields."""
+
+    name: str
+    padding: str
+    microbatch_size: int
+    gradients: Callable[[], Gradients]
+    """Computes the step in this cut."""
+    is_held: bool = True
+
+
+def compare_cuts(
+    padding_sides: Iterable[str],
+    reference: Callable[[str], Gradients],
+    cuts: Callable[[str], Iterable[StepCut]],
+    *,
+    tolerance: float,
+) -> InvarianceReport:
+    """Compares the gradient of each cut with the gradient of one forward over all rows; a collective over the ranks.
+
+    Args:
+        padding_sides: ``'right'``, ``'left'`` or both.
+        reference: Computes the gradient of one forward over the rows of all ranks, padded on this side.
+        cuts: Returns the cuts of the rows padded on this side, as many on every rank.
+        tolerance: Largest relative error that is taken for round-off.
+    """
+    cases = []
+    state = BufferWatch()
+    for padding in padding_sides:
+        with state:
+            expected = reference(padding)
+        for cut in cuts(padding):
+            case = InvarianceCase.from_gradients(
+                cut.gradients(),
+                expected,
+                cut=cut.name,
+                padding=padding,
+                microbatch_size=cut.microbatch_size,
+                is_held=cut.is_held,
             )
-        verdict = f'largest relative gradient error {self.worst.error:.1e}, tolerance {self.tolerance:.0e}'
-        lines += [self.note] if self.note else []
-        return '\n'.join([*lines, f'{"exact" if self.is_exact else "NOT exact"}: {verdict}'])
+            cases.append(case)
+    report = InvarianceReport(cases=tuple(cases), tolerance=tolerance)
+    written = set().union(*all_gather_object(state.written))
+    if written and not report.is_exact:
+        # A counter that nothing reads is written as well, so this is no fault by itself.
+        names = '`, `'.join(sorted(written))
+        report = replace(report, note=STATE_NOTE.format(f'`{names}`'))
+    return report
+
+
+def relative_error(found: Gradients, expected: Gradients) -> tuple[float, str]:
+    """Returns ``|found - expected| / |expected|`` over all parameters, and a line that names the worst parameter.
+
+    An absent gradient counts as zero. Raises ValueError if the reference is zero everywhere.
+    """
+    zero = torch.zeros(())
+    squares = {}
+    for name in sorted(found.keys() | expected.keys()):
+        difference = found.get(name, zero).cpu().double() - expected.get(name, zero).cpu().double()
+        square = float(difference.square().sum())
+        is_nan = square != square
+        squares[name] = float('inf') if is_nan else square  # NaN cannot be compared
+    squared_norm = _squared_norm(expected)
+    if not squared_norm > 0.0:
+        raise ValueError(
+            f'The reference gradient must be above zero, got: norm {squared_norm} over {len(expected)} parameters. '
+            'Rows need labels that are not ignored, and parameters `requires_grad`.'
+        )
+    worst = max(squares, key=squares.__getitem__)
+    reason = 'is off'
+    if worst not in found:
+        reason = 'has no gradient'
+    elif worst not in expected:
+        reason = 'has none expected'
+    return (sum(squares.values()) / squared_norm) ** 0.5, f'most of all, {worst} {reason}'
+
+
+def _squared_norm(gradients: Gradients) -> float:
+    return sum(_product(gradient, gradient) for gradient in gradients.values())
+
+
+def _product(first: torch.Tensor, second: torch.Tensor) -> float:
+    return float((first.cpu().double() * second.cpu().double()).sum())
 
 
 def verify_invariance(
@@ -103,29 +230,31 @@ def verify_invariance(
 ) -> InvarianceReport:
     """Has a trainer compute the gradient of the same rows in many cuts, and compares.
 
-    Dropout must be off and the learning rate 0, or the weights put back; in shorter types than float32 round-off
-    hides what is looked for. On several ranks every rank calls it, with its own rows.
+    Dropout must be off, and the learning rate 0 or the weights restored. Use float32: the round-off of shorter types
+    hides an error. On several ranks every rank calls it, with its own rows.
 
     Args:
-        gradients: Any way to the gradients of one optimizer step: gets this rank's microbatches in order and gives the
-            gradient of each parameter as the optimizer would see it, whole (not sharded), by name.
-        rows: This rank's rows, at least two, as many on every rank: one-row batches, or a batch of all of them, as a
-            processor or collator makes them, with ``input_ids`` and ``labels``.
-        layout: How tensors belong to rows; by default what the batch's keys imply. ``BatchLayout.for_model(model)``
+        gradients: Computes one optimizer step. Gets this rank's microbatches in order, and returns the gradient of each
+            parameter by name, as the optimizer would see it, and not sharded.
+        rows: This rank's rows, at least two, equally many on every rank: one-row batches, or a batch of all of them, as
+            a processor or collator makes them, with ``input_ids`` and ``labels``.
+        layout: How tensors belong to rows. By default the keys of the batch tell. ``BatchLayout.for_model(model)``
             knows more.
-        reference: Gives the gradients of one forward over the rows of all ranks. By default ``gradients`` is asked for
-            them, as a step of one microbatch, the same on every rank: that shows whether the cut matters, not whether
-            the whole is right.
+        reference: Computes the gradients of one forward over the rows of all ranks. By default ``gradients`` computes
+            them, as a step of one microbatch, the same on every rank. This shows whether the cut matters, but not
+            whether the gradient of one microbatch is right.
         microbatch_sizes: Rows of a microbatch; by default 1, 2, 3 and all.
-        padding_sides: Where the rows are padded; a model that counts positions from the first column is not the same
-            when padded left.
+        padding_sides: The sides on which rows are padded. A model that counts positions from the first column computes
+            something else if rows are padded on the left.
         tolerance: Largest relative error that is taken for round-off.
 
     Returns:
-        The cases and a verdict: ``assert report.is_exact, report``.
+        The cases and a verdict: ``assert report.is_exact, report``. If it is not exact and a forward writes into
+        buffers of the model, a note names them.
 
     Raises:
-        ValueError: With rows that prove nothing: fewer than two, as many labels in all, or unlike numbers on the ranks.
+        ValueError: If the rows prove nothing: fewer than two, equally many labels in all, or different numbers of rows
+            on the ranks.
 
     Example:
         >>> import torch
@@ -144,7 +273,7 @@ def verify_invariance(
         False
     """
     batches = [rows] if isinstance(rows, Mapping) else list(rows)
-    layout, own, everyone = _telling_rows(layout, batches)
+    layout, rows_by_rank = _rows_of_all_ranks(layout, batches)
     if not callable(gradients):
         raise ValueError(f'`gradients` must be a function of microbatches, got: {gradients!r:.80}.')
     for size in microbatch_sizes or ():
@@ -153,174 +282,132 @@ def verify_invariance(
         raise ValueError(f"`padding_sides` must be 'right', 'left' or both, got: {padding_sides!r}.")
     if not tolerance >= 0:
         raise ValueError(f'`tolerance` must be at least 0, got: {tolerance}.')
-    cases = []
-    for padding in [padding_sides] if isinstance(padding_sides, str) else padding_sides:
-        whole = dict(layout.with_media(layout.concat(everyone, padding_side=padding)))
-        given = with_own_tensors(whole)
-        expected = reference(given) if reference is not None else gradients([given])
-        if not isinstance(expected, Mapping) or not all(isinstance(one, torch.Tensor) for one in expected.values()):
-            raise TypeError(f'`gradients` must give a tensor for each parameter, by name, got: {str(expected)[:60]}.')
-        # Out of reach of the next step, which may write into the same tensors.
-        expected = {name: gradient.detach().clone() for name, gradient in expected.items()}
-        for cut, size, microbatches in _cuts(layout, own, whole, padding, microbatch_sizes):
-            # Copies, as a trainer may write into its batches, and cuts share their tensors.
-            found = gradients([dict(layout.with_media(with_own_tensors(one))) for one in microbatches])
-            cases.append(InvarianceCase.from_gradients(found, expected, cut=cut, padding=padding, microbatch_size=size))
-    return InvarianceReport(cases=tuple(cases), tolerance=tolerance)
+    if isinstance(padding_sides, str):
+        padding_sides = [padding_sides]
+    step = _StepInCuts(
+        gradients=gradients,
+        reference=reference,
+        layout=layout,
+        rows=rows_by_rank[get_global_rank()],
+        rows_of_all_ranks=_joined(rows_by_rank),
+        microbatch_sizes=microbatch_sizes or DEFAULT_SIZES,
+    )
+    return compare_cuts(padding_sides, step.reference_gradients, step.cuts, tolerance=tolerance)
 
 
-def _telling_rows(
-    layout: BatchLayout | None, batches: Sequence[Batch]
-) -> tuple[BatchLayout, list[dict[str, Any]], list[dict[str, Any]]]:
-    """The layout, this rank's rows one by one, and those of all ranks; refuses what proves nothing. A collective."""
-    counts = all_gather_object(sum(len(labels_of(batch)) for batch in batches))
-    if len(set(counts)) > 1 or counts[0] < 2:
-        raise ValueError(f'`rows` must hold as many rows on every rank, and at least 2, got: {counts}.')
-    # Those with media have the most entries, and tell the layout.
-    layout = BatchLayout.infer(max(batches, key=len)) if layout is None else layout
+def _rows_of_all_ranks(layout: BatchLayout | None, batches: Sequence[Batch]) -> tuple[BatchLayout, list[Rows]]:
+    """Returns the layout, and the single rows of each rank; refuses rows that prove nothing. A collective."""
+    num_rows = sum(len(labels_of(batch)) for batch in batches)
+    num_rows_by_rank = all_gather_object(num_rows)
+    if len(set(num_rows_by_rank)) > 1 or num_rows_by_rank[0] < 2:
+        raise ValueError(f'`rows` must hold as many rows on every rank, and at least 2, got: {num_rows_by_rank}.')
+    if layout is None:
+        # Batches with media have the most keys, and tell the layout.
+        most_keys = max(batches, key=len)
+        layout = BatchLayout.infer(most_keys)
     check_kind('layout', layout, BatchLayout)
-    own: list[dict[str, Any]] = []
-    for batch in map(without_metadata, batches):
-        own += [layout.trim(layout.select(batch, [row])) for row in range(layout.num_rows(batch))]
-    of_ranks = all_gather_object(own)
-    everyone = [row for of_rank in of_ranks for row in of_rank]
-    counts = {rule: [int(loss_mask(row, rule).sum()) for row in everyone] for rule in ('unshifted', 'causal')}
-    for rule, labels in counts.items():  # whichever the model counts by
-        if len(set(labels)) == 1:
-            raise ValueError(
-                f'`rows` must differ in their numbers of labels, got: {labels[0]} in each of {len(everyone)} rows, '
-                f'counted {rule}. Among such rows a mean of means is the mean over all tokens, and nothing is proven.'
-            )
-    totals = torch.tensor(list(counts.values())).view(len(counts), -1, len(own)).sum(dim=2).tolist()
-    if len(of_ranks) > 1 and any(len(set(of_rule)) == 1 for of_rule in totals):
-        # Ranks with equally many labels would hide a mean over ranks: rows are dealt anew, those of few labels first.
-        order = sorted(range(len(everyone)), key=lambda row: [labels[row] for labels in counts.values()])
-        everyone = [everyone[row] for row in order]
-        own = everyone[get_global_rank() * len(own) :][: len(own)]
-    return layout, own, everyone
+    rows: Rows = []
+    for batch in batches:
+        plain = without_metadata(batch)
+        for row in range(layout.num_rows(plain)):
+            single = layout.select(plain, [row])
+            rows.append(layout.trim(single))
+    return layout, _with_unequal_ranks(all_gather_object(rows))
 
 
-def relative_error(found: Gradients, expected: Gradients) -> tuple[float, str]:
-    """Returns ``|found - expected| / |expected|`` over all parameters, and a line that names the one most off.
+def _with_unequal_ranks(rows_by_rank: list[Rows]) -> list[Rows]:
+    """Returns the rows such that ranks have different numbers of labels, because equal ones hide a mean over ranks.
 
-    A gradient that is absent counts as zero. Raises ValueError if the reference is zero everywhere.
+    Raises ValueError if all rows have equally many labels: a mean of means is then the mean over all tokens.
     """
-    none, squares = torch.zeros(()), {}
-    for name in sorted(found.keys() | expected.keys()):
-        off = found.get(name, none).cpu().double() - expected.get(name, none).cpu().double()
-        square = float(off.square().sum())
-        squares[name] = square if square == square else float('inf')  # NaN is no number to compare
-    norm = sum(_product(value, value) for value in expected.values())
-    if not norm > 0.0:
-        raise ValueError(
-            f'The reference gradient must be above zero, got: norm {norm} over {len(expected)} parameters. Rows need '
-            'labels that are not ignored, and parameters `requires_grad`.'
-        )
-    worst = max(squares, key=squares.__getitem__)
-    reason = 'has no gradient' if worst not in found else 'has none expected' if worst not in expected else 'is off'
-    return (sum(squares.values()) / norm) ** 0.5, f'most of all, {worst} {reason}'
+    # The rule of the model is not known here, so both are counted. A label on the first token makes the difference.
+    is_hidden = False
+    for rule in RULES_TO_COUNT:
+        labels_by_rank = [_labels_per_row(rows, rule) for rows in rows_by_rank]
+        different_counts = set().union(*labels_by_rank)
+        if len(different_counts) == 1:
+            num_rows = sum(len(labels) for labels in labels_by_rank)
+            raise ValueError(
+                f'`rows` must differ in their numbers of labels, got: {different_counts.pop()} in each of {num_rows} '
+                f'rows, counted {rule}. Among such rows a mean of means is the mean over all tokens, and nothing is '
+                'proven.'
+            )
+        totals = {sum(labels) for labels in labels_by_rank}
+        is_hidden |= len(totals) == 1
+    if len(rows_by_rank) == 1 or not is_hidden:
+        return rows_by_rank
+    # The first ranks get the rows with few labels.
+    rows = sorted(_joined(rows_by_rank), key=lambda row: _labels_by_rule(row))
+    size = len(rows_by_rank[0])
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
-def _product(first: torch.Tensor, second: torch.Tensor) -> float:
-    return float((first.cpu().double() * second.cpu().double()).sum())
+def _labels_per_row(rows: Rows, rule: str) -> list[int]:
+    return [int(loss_mask(row, rule).sum()) for row in rows]
 
 
-def _cuts(
-    layout: BatchLayout, rows: Sequence[Batch], whole: Batch, padding: str, sizes: Sequence[int] | None
-) -> Iterator[tuple[str, int, list[dict[str, Any]]]]:
-    """Microbatches of this rank's rows; as many on every rank."""
-    own = layout.concat(rows, padding_side=padding)
-    num_rows = len(rows)
-    yield 'again', num_rows, [dict(whole)]
-    by_length = sorted(range(num_rows), key=lambda row: -labels_of(rows[row]).shape[1])
-    for size in sorted({min(size, num_rows) for size in sizes or (1, 2, 3, num_rows)}):
-        chunks = [range(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
-        yield 'in order', size, [layout.select(own, list(chunk)) for chunk in chunks]
-        sorted_rows = [layout.select(own, [by_length[k] for k in chunk]) for chunk in chunks]
-        # Padding on the left may predict a first label, and move positions.
-        yield 'by length', size, list(map(layout.trim, sorted_rows)) if padding == 'right' else sorted_rows
-    yield 'uneven', 1, [layout.select(own, [0]), layout.select(own, list(range(1, num_rows)))]
+def _labels_by_rule(row: Batch) -> list[int]:
+    return [int(loss_mask(row, rule).sum()) for rule in RULES_TO_COUNT]
+
+
+def _joined(rows_by_rank: list[Rows]) -> Rows:
+    return list(chain.from_iterable(rows_by_rank))
 
 
 @dataclass(frozen=True, kw_only=True)
-class IsolationReport:
-    """What :func:`.verify_isolation` found; printed as a line for each leak."""
+class _StepInCuts:
+    """A user's step, and the rows to put through it. The fields are arguments of :func:`verify_invariance`."""
 
-    leaks: tuple[tuple[int, int, int, float], ...]
-    """Row, document, the document that it sees, and the norm of the gradient by which that shows."""
+    gradients: Callable[[Rows], Gradients]
+    reference: Callable[[Row], Gradients] | None
+    layout: BatchLayout
+    rows: Rows
+    """Single rows of this rank."""
+    rows_of_all_ranks: Rows
+    microbatch_sizes: Sequence[int]
 
-    @property
-    def is_isolated(self) -> bool:
-        """Whether no document sees another one."""
-        return not self.leaks
+    def reference_gradients(self, padding: str) -> Gradients:
+        """Returns the gradients of one forward over the rows of all ranks."""
+        batch = self._copied(self._whole_batch(padding))
+        gradients = self.gradients([batch]) if self.reference is None else self.reference(batch)
+        is_mapping = isinstance(gradients, Mapping)
+        if not is_mapping or not all(isinstance(gradient, torch.Tensor) for gradient in gradients.values()):
+            raise TypeError(f'`gradients` must give a tensor for each parameter, by name, got: {str(gradients)[:60]}.')
+        # Copies, because the next step may write into the same tensors.
+        return {name: gradient.detach().clone() for name, gradient in gradients.items()}
 
-    def __str__(self) -> str:
-        leaks = [f'row {row}: document {seer} sees document {seen}: {size:.1e}' for row, seer, seen, size in self.leaks]
-        return '\n'.join([*leaks, f'{"NOT isolated" if leaks else "isolated"}: {len(leaks)} leaks'])
+    def cuts(self, padding: str) -> Iterator[StepCut]:
+        """Yields the cuts of this rank's rows, as many on every rank."""
+        num_rows = len(self.rows)
+        yield self._cut('again', padding, num_rows, [self._whole_batch(padding)])
+        batch = self.layout.concat(self.rows, padding_side=padding)
+        longest_first = sorted(range(num_rows), key=lambda row: -labels_of(self.rows[row]).shape[1])
+        for size in sorted({min(size, num_rows) for size in self.microbatch_sizes}):
+            in_order = self._split(batch, range(num_rows), size)
+            yield self._cut('in order', padding, size, in_order)
+            by_length = self._split(batch, longest_first, size)
+            if padding == 'right':
+                # Padding on the left may predict a first label, and trimming it would move positions.
+                by_length = [self.layout.trim(microbatch) for microbatch in by_length]
+            yield self._cut('by length', padding, size, by_length)
+        first_row = self.layout.select(batch, [0])
+        other_rows = self.layout.select(batch, range(1, num_rows))
+        yield self._cut('uneven', padding, 1, [first_row, other_rows])
 
+    def _split(self, batch: Batch, rows: Sequence[int], size: int) -> Rows:
+        """Returns microbatches of these rows."""
+        starts = range(0, len(rows), size)
+        return [self.layout.select(batch, rows[start : start + size]) for start in starts]
 
-def verify_isolation(model: torch.nn.Module, packed: Batch, documents: torch.Tensor) -> IsolationReport:
-    """Tells whether documents of packed rows see each other: in any model, however they were packed.
+    def _cut(self, name: str, padding: str, size: int, microbatches: Sequence[Batch]) -> StepCut:
+        def gradients() -> Gradients:
+            return self.gradients([self._copied(microbatch) for microbatch in microbatches])
 
-    The gradient of each document's logits by the input embeddings of the others must be exactly 0: masked attention
-    makes it so in every precision, and no tolerance is needed.
+        return StepCut(name=name, padding=padding, microbatch_size=size, gradients=gradients)
 
-    Args:
-        model: A Hugging Face model, or what wraps one, in the mode that is to be looked at.
-        packed: A batch as the model takes it, on its device; labels are left out.
-        documents: int ``(rows, width)``, which document each position belongs to; negative: none.
+    def _whole_batch(self, padding: str) -> Batch:
+        return self.layout.concat(self.rows_of_all_ranks, padding_side=padding)
 
-    Raises:
-        ValueError: If ``documents`` has another shape than ``input_ids``, or there is but one in every row.
-
-    Example:
-        >>> import torch
-        >>> from composer_tokacc import verify_isolation
-        >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> config = LlamaConfig(
-        ...     vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
-        >>> model, packed = LlamaForCausalLM(config), {'input_ids': torch.tensor([[1, 2, 3, 4, 5]]), 'use_cache': False}
-        >>> documents = torch.tensor([[0, 0, 0, 1, 1]])
-        >>> verify_isolation(model, packed, documents).is_isolated
-        False
-        >>> packed['position_ids'] = torch.tensor([[0, 1, 2, 0, 1]])
-        >>> verify_isolation(model, packed, documents).is_isolated
-        True
-    """
-    check_kind('model', model, torch.nn.Module)
-    ids, documents = text_of(packed), torch.as_tensor(documents)
-    named = [sorted(set(row.tolist()) - {-1}) for row in documents.clamp(min=-1)]
-    if documents.is_floating_point() or documents.shape != ids.shape or max(map(len, named), default=0) < 2:
-        raise ValueError(
-            f'`documents` must number those of a packed row, of shape {tuple(ids.shape)} as `input_ids`, got: '
-            f'{named} of shape {tuple(documents.shape)}.'
-        )
-    embeddings: list[torch.Tensor] = []
-
-    def embed(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        embeddings.append(output.detach().requires_grad_())
-        return embeddings[-1]
-
-    host: Any = next((one for one in model.modules() if hasattr(one, 'get_input_embeddings')), None)
-    if host is None:
-        raise TypeError(f'`model` must be a Hugging Face model, or hold one, got: {type(model).__name__}.')
-    hook = host.get_input_embeddings().register_forward_hook(embed)
-    try:
-        given = {key: value for key, value in packed.items() if key != 'labels'}
-        outputs = model(given) if hasattr(model, 'eval_forward') else model(**given)
-    except IndexError as error:  # as torch says on a CPU
-        raise ValueError(f'`packed` must hold what the model takes, got: {error}.') from error
-    finally:
-        hook.remove()
-    logits: Any = logits_of(outputs)
-    leaks = []
-    # Random factors, so that no two parts of a sum cancel.
-    factors = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0)).to(logits)
-    for row, numbers in enumerate(named):
-        for seer in numbers:
-            seen_by = (logits * factors)[row][documents[row] == seer].sum()
-            (gradient,) = torch.autograd.grad(seen_by, embeddings[0], retain_graph=True)
-            for seen in numbers:
-                size = float(gradient[row][documents[row] == seen].float().norm())
-                leaks += [(row, seer, seen, size)] if seen != seer and size != 0.0 else []
-    return IsolationReport(leaks=tuple(leaks))
+    def _copied(self, batch: Batch) -> Row:
+        """Returns a copy, because a trainer may write into its batches, and cuts share their tensors."""
+        return dict(self.layout.with_media(with_own_tensors(batch)))

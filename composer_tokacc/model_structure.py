@@ -1,47 +1,74 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Parts of a Transformers model, found by how it is built, and their precision."""
+"""Parts of a Transformers model, recognised by its modules, and their precision."""
 
 from __future__ import annotations
+
+from itertools import chain
 
 import torch
 from torch import nn
 
-# Transformers' names of what turns pixels and sounds into embeddings of the language model.
-VISION_MODULES = {'vision_tower', 'visual', 'vision_model', 'image_tower', 'video_tower', 'audio_tower', 'qformer',
-                  'multi_modal_projector', 'connector'}  # fmt: skip
+VISION_MODULES = {
+    'vision_tower',
+    'visual',
+    'vision_model',
+    'image_tower',
+    'video_tower',
+    'audio_tower',
+    'qformer',
+    'multi_modal_projector',
+    'connector',
+}
+"""Transformers' names of modules that turn pixels and sounds into embeddings of the language model."""
 
 
 def vision_modules(model: nn.Module) -> list[nn.Module]:
-    """Returns vision encoders and projectors; some of them may be inside others."""
-    return [module for name, module in model.named_modules() if name.rpartition('.')[2] in VISION_MODULES]
+    """Returns vision encoders and projectors. Some of them may be inside others."""
+    modules = []
+    for name, module in model.named_modules():
+        last_name = name.rpartition('.')[2]
+        if last_name in VISION_MODULES:
+            modules.append(module)
+    return modules
 
 
 def transformer_blocks(model: nn.Module) -> list[nn.Module]:
-    """Returns the repeated blocks of text and encoders: members of the outermost module lists, no experts inside."""
+    """Returns the repeated blocks of text and encoders: members of the outermost module lists, not experts in them."""
     blocks: list[nn.Module] = []
     for child in model.children():
-        if isinstance(child, nn.ModuleList):
-            blocks += [block for block in child if any(True for _ in block.parameters())]
-        else:
+        if not isinstance(child, nn.ModuleList):
             blocks += transformer_blocks(child)
+            continue
+        for block in child:
+            has_parameters = next(block.parameters(), None) is not None
+            if has_parameters:
+                blocks.append(block)
     return blocks
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype) -> None:
     """Casts a model as ``model.to(dtype)`` does, real or fake.
 
-    Newer versions of torch swap the tensors of fake parameters in ``nn.Module.to``, and fail where anything else refers
-    to them. Here the module gets new parameters, so call it before an optimizer holds the old ones.
+    Newer versions of torch swap the tensors of fake parameters in ``nn.Module.to``, and fail if anything else refers to
+    them. Here the module gets new parameters, so call it before an optimizer holds the old ones.
     """
-    cast_of: dict[int, torch.Tensor] = {}  # tied weights stay tied
+    new_tensors: dict[int, torch.Tensor] = {}  # by the identity of the old one: tied weights stay tied
     for module in model.modules():
-        for name, tensor in [*module.named_parameters('', False, False), *module.named_buffers('', False, False)]:
+        parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+        buffers = module.named_buffers(recurse=False, remove_duplicate=False)
+        # A list, because the loop replaces members.
+        for name, tensor in list(chain(parameters, buffers)):
             if not tensor.is_floating_point() or tensor.dtype == dtype:
                 continue
-            if id(tensor) not in cast_of:
-                converted = tensor.detach().to(dtype)
-                is_weight = isinstance(tensor, nn.Parameter)
-                cast_of[id(tensor)] = nn.Parameter(converted, tensor.requires_grad) if is_weight else converted
-            setattr(module, name, cast_of[id(tensor)])
+            if id(tensor) not in new_tensors:
+                new_tensors[id(tensor)] = _cast(tensor, dtype)
+            setattr(module, name, new_tensors[id(tensor)])
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    converted = tensor.detach().to(dtype)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(converted, tensor.requires_grad)
+    return converted

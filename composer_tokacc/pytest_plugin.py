@@ -1,13 +1,13 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The fixture ``token_exact`` for tests of a training step; pytest finds it where the package is installed."""
+"""The fixture ``token_exact`` for tests of a training step. Pytest loads it if the package is installed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 
@@ -16,10 +16,15 @@ if TYPE_CHECKING:
 
     from composer_tokacc.checks.token_weights import TokenWeightsReport
 
+Value = TypeVar('Value')
+
 
 @pytest.fixture
 def token_exact() -> Callable[[torch.nn.Module], AbstractContextManager[TokenWeightsReport]]:
     """A context around one optimizer step that fails the test unless all tokens weigh the same in the gradient.
+
+    It also fails if a forward with labels adds nothing to the gradient, if parameters or gradients change between two
+    backwards, and if a forward writes state on which the next one depends. Evaluate under ``torch.no_grad()`` inside.
 
     Example:
         .. code-block:: python
@@ -33,15 +38,40 @@ def token_exact() -> Callable[[torch.nn.Module], AbstractContextManager[TokenWei
 
 @contextmanager
 def _weighs_the_same(model: torch.nn.Module) -> Iterator[TokenWeightsReport]:
+    # Imported here, because pytest loads this module in every run.
     from composer_tokacc.checks.token_weights import measure_token_weights
+    from composer_tokacc.step_watch import StepWatch
 
-    with measure_token_weights(model) as report:
+    with measure_token_weights(model) as report, StepWatch(model) as watch:
         yield report
-    spread = report.spread  # of all ranks
+    # Every rank must get as far as these collectives.
+    spread = report.spread
+    is_negative = set()
+    for weights in report.weights:
+        is_negative.update((weights < 0).unique().tolist())
+    is_negative = set().union(*_by_rank(is_negative))
+    faults_by_rank = _by_rank([*report.forwards_without_weight(), *watch.faults])
+    faults = []
     if not spread <= 1 + report.known_to:
-        pytest.fail(
+        faults.append(
             f'Every token of an optimizer step must weigh the same, got: the heaviest weighs {spread:.4f} times the '
             f'lightest.\n{report.unequal_tokens()}\n{report}\nDivide by the loss tokens of the whole step, over all '
-            'microbatches and ranks.',
-            pytrace=False,
+            'microbatches and ranks.'
         )
+    if len(is_negative) > 1:
+        faults.append('Every token of an optimizer step must weigh the same, got: positive and negative weights.')
+    for rank, sentences in enumerate(faults_by_rank):
+        name = f'Rank {rank}: ' if len(faults_by_rank) > 1 else ''
+        faults += [f'{name}{sentence}' for sentence in sentences]
+    if faults:
+        pytest.fail('\n'.join(faults), pytrace=False)
+
+
+def _by_rank(value: Value) -> list[Value]:
+    """Returns the values of all ranks; a collective if there are several."""
+    import torch.distributed
+
+    from composer_tokacc.collectives import all_gather_object
+
+    has_group = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return all_gather_object(value) if has_group else [value]

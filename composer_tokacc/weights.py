@@ -1,96 +1,109 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Token weights: what each loss-generating token of a batch counts, where they do not all count the same."""
+"""Weights of loss-generating tokens: powers of the length of their sample, or a column of the data."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
-from composer_tokacc.batch import sample_name
+from composer_tokacc.batch import Batch, sample_name
 from composer_tokacc.counting import counted_tokens
 
 LOSS_WEIGHTS = 'loss_weights'
-"""Key of the tokens' weights: what a collator gives, a float per row or per position; from BATCH_START on, where tokens
-do not all weigh the same, float32 of the labels' shape, 0 where no loss is generated."""
+"""Key of the tokens' weights in a batch. A collator gives a float per row or per position. After BATCH_START, if tokens
+have different weights, it holds float32 of the labels' shape, 0 where no loss is generated."""
 TOKEN_WEIGHTS: dict[str, float | None] = {'token': 0.0, 'sqrt': 0.5, 'sample': 1.0, 'column': None}
-"""How tokens may be weighed: by the loss tokens of their sample to the power -p, or as the batch says."""
+"""Schemes: the weight is the number of loss tokens of the sample to the power -p. None: the batch holds the weights."""
 
 
 def check_token_weights(token_weights: str) -> None:
-    """Raises ValueError for a scheme of another name."""
+    """Raises ValueError if there is no scheme of this name."""
     if token_weights not in tuple(TOKEN_WEIGHTS):
         raise ValueError(f'`token_weights` must be one of {tuple(TOKEN_WEIGHTS)}, got: {token_weights!r}.')
 
 
 def token_weights_of(
-    batch: Mapping[str, Any], token_weights: str, loss_tokens: str = 'causal'
+    batch: Batch, token_weights: str, loss_tokens: str = 'causal'
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns what tokens weigh, float32 ``(rows, width)``, 0 where no loss is generated; and where it is, bool.
+    """Returns the weights of the tokens, float32 ``(rows, width)``, and where loss is generated, bool of this shape.
+
+    Weights are 0 where no loss is generated. The first token of each further document of a packed row generates none.
 
     Args:
-        batch: A batch with ``labels``; with ``loss_weights`` for ``'column'``.
-        token_weights: ``'token'``, ``'sqrt'`` or ``'sample'``: the loss-generating tokens of its sample to the power 0,
-            -1/2 or -1, where a document of a packed row is a sample; or ``'column'``.
+        batch: A batch with ``labels``, and with ``loss_weights`` for ``'column'``.
+        token_weights: The scheme, see :func:`weights_at`.
         loss_tokens: The rule, see :func:`.loss_mask`.
 
     Raises:
-        ValueError: If a weight is missing, negative, not finite or of another shape; with the sample.
+        ValueError: If a weight is missing, negative, not finite or of another shape. Names the sample.
     """
     check_token_weights(token_weights)
     counted = counted_tokens(batch, loss_tokens)
+    return weights_at(batch, token_weights, counted), counted
+
+
+def weights_at(batch: Batch, token_weights: str, counted: torch.Tensor) -> torch.Tensor:
+    """Returns the weights of the counted tokens, float32 ``(rows, width)``, 0 elsewhere.
+
+    ``'token'``, ``'sqrt'`` and ``'sample'`` are the number of counted tokens of the sample to the power 0, -1/2 and -1.
+    A document of a packed row is a sample. ``'column'`` reads ``batch['loss_weights']``.
+    """
+    check_token_weights(token_weights)
     power = TOKEN_WEIGHTS[token_weights]
-    if power is not None:
-        documents = _documents(batch, counted)
-        counts = torch.bincount(documents[counted], minlength=documents.numel()).clamp(min=1)
-        return counts.double().pow(-power)[documents].masked_fill(~counted, 0).float(), counted
-    return _given_weights(batch, counted).masked_fill(~counted, 0), counted
+    if power is None:
+        return _weights_in(batch, counted).masked_fill(~counted, 0)
+    documents = _documents(batch, counted)
+    # There are at most as many documents as positions. With `minlength` the host need not wait for the device.
+    tokens_per_document = torch.bincount(documents[counted], minlength=documents.numel()).clamp(min=1)
+    weight_per_document = tokens_per_document.double().pow(-power)
+    return weight_per_document[documents].masked_fill(~counted, 0).float()
 
 
-def _documents(batch: Mapping[str, Any], counted: torch.Tensor) -> torch.Tensor:
-    """``(rows, width)`` int, another number for each document of each row."""
-    positions, sequences = batch.get('position_ids'), batch.get('sequence_id')
+def _documents(batch: Batch, counted: torch.Tensor) -> torch.Tensor:
+    """Returns the number of the document at each position, int ``(rows, width)``; no two rows share a number."""
+    positions = batch.get('position_ids')
+    sequences = batch.get('sequence_id')  # llm-foundry's packed rows
     begins = torch.zeros_like(counted)
     if isinstance(positions, torch.Tensor) and positions.shape == counted.shape:
-        begins |= positions == 0  # of padding as well: a document without labels weighs nothing
-    if isinstance(sequences, torch.Tensor) and sequences.shape == counted.shape:  # llm-foundry's packed rows
+        # Each padding position may be a document as well. It has no labels, so its weight does not matter.
+        begins |= positions == 0
+    if isinstance(sequences, torch.Tensor) and sequences.shape == counted.shape:
         begins[:, 1:] |= sequences[:, 1:] != sequences[:, :-1]
     begins[:, :1] = True
     return begins.flatten().cumsum(dim=0).view_as(counted) - 1
 
 
-def _given_weights(batch: Mapping[str, Any], counted: torch.Tensor) -> torch.Tensor:
-    """Returns the weights of the batch itself, float32 ``(rows, width)``."""
-    given: Any = batch.get(LOSS_WEIGHTS)
-    if given is None:
+def _weights_in(batch: Batch, counted: torch.Tensor) -> torch.Tensor:
+    """Returns the weights that the batch holds, float32 ``(rows, width)``."""
+    column = batch.get(LOSS_WEIGHTS)
+    if column is None:
         raise ValueError(
             f"`token_weights='column'` needs `{LOSS_WEIGHTS}` in every batch, a float per row or per position of the "
             f'labels, got: {sorted(map(str, batch))}, beginning with {sample_name(batch, 0)}. Give the data '
             'such a column, or take other weights.'
         )
-    if isinstance(given, (list, tuple)):
-        for row, value in enumerate(given):
+    if isinstance(column, (list, tuple)):
+        for row, value in enumerate(column):
             if not isinstance(value, (int, float)):
                 name = sample_name(batch, row)
                 raise ValueError(f'`{LOSS_WEIGHTS}` must be a number for every sample, got: {value!r} for {name}.')
-        given = torch.tensor(given)
+        column = torch.tensor(column)
+    if not isinstance(column, torch.Tensor) or column.is_complex():
+        raise ValueError(f'`{LOSS_WEIGHTS}` must be a real tensor, or a list of a float per row, got: {column!r}.')
     rows, width = counted.shape
-    if not isinstance(given, torch.Tensor) or given.is_complex():
-        raise ValueError(f'`{LOSS_WEIGHTS}` must be a real tensor, or a list of a float per row, got: {given!r}.')
-    if tuple(given.shape) not in ((rows,), (rows, 1), (rows, width)):
+    if tuple(column.shape) not in ((rows,), (rows, 1), (rows, width)):
         raise ValueError(
-            f'`{LOSS_WEIGHTS}` must be of shape ({rows},) or {rows, width}, as the labels, got: {tuple(given.shape)}, '
+            f'`{LOSS_WEIGHTS}` must be of shape ({rows},) or {rows, width}, as the labels, got: {tuple(column.shape)}, '
             f'beginning with {sample_name(batch, 0)}.'
         )
-    weights = given.float().view(rows, -1).expand(rows, width)
-    bad = counted & ~(weights.isfinite() & (weights >= 0))
-    if bool(bad.any()):
-        row = int(bad.any(dim=1).int().argmax())
+    weights = column.float().view(rows, -1).expand(rows, width)
+    is_bad = counted & ~(weights.isfinite() & (weights >= 0))
+    if bool(is_bad.any()):
+        row = int(is_bad.any(dim=1).int().argmax())
+        first_bad = weights[row][is_bad[row]][0].item()
         raise ValueError(
-            f'`{LOSS_WEIGHTS}` must be finite and not negative, got: {weights[row][bad[row]][0].item()} for '
-            f'{sample_name(batch, row)} (nan: it has none). Mend it, or leave the sample out.'
+            f'`{LOSS_WEIGHTS}` must be finite and not negative, got: {first_bad} for {sample_name(batch, row)} (nan: '
+            'it has none). Correct it, or leave the sample out.'
         )
     return weights

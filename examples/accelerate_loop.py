@@ -27,7 +27,15 @@ def main() -> None:
     parser.add_argument('--steps', type=int)
     given = parser.parse_args()
 
-    dataset, accelerator = Rows(), Accelerator()  # steps of accumulation are the sampler's, not accelerate's
+    dataset = Rows()
+    # The sampler decides how many microbatches a step has. With more steps than 1, `accelerator.backward` would divide
+    # each loss by them. What `accelerate launch` was told comes before this argument, so it is read back.
+    accelerator = Accelerator(gradient_accumulation_steps=1)
+    if accelerator.gradient_accumulation_steps != 1:
+        parser.error(
+            f'accelerate must have 1 gradient accumulation step, got: {accelerator.gradient_accumulation_steps}, from '
+            '`accelerate launch --gradient_accumulation_steps` or ACCELERATE_GRADIENT_ACCUMULATION_STEPS. Leave it out.'
+        )
     model = small_llama()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=LEARNING_RATE))
     sampler = RegroupingBatchSampler(

@@ -111,6 +111,8 @@ ORDER = (
     'algorithm',
     'monitor',
     # The application: what a run needs besides.
+    'step_watch',
+    'isolation',
     'invariance',
     'model_structure',
     'cache',

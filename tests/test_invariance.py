@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -170,3 +172,120 @@ def test_documents_are_isolated_where_positions_start_again_and_not_where_they_r
     assert 'row 0: document 1 sees document 0: ' in str(report)
     with pytest.raises(ValueError, match=r'`documents` must number those of a packed row'):
         verify_isolation(host, packed, documents * 0)
+
+
+class Leaky(torch.nn.Module):
+    """A model of Hugging Face whose documents see each other in a way that has no gradient."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.llama, self.kind = text_model(), kind
+        torch.manual_seed(1)
+        self.hashed = torch.nn.Embedding(97, 32)
+        self.router = torch.nn.Linear(32, 4, bias=False)
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(32, 64) for _ in range(4))
+
+    def get_input_embeddings(self):
+        return self.llama.get_input_embeddings()
+
+    def forward(self, input_ids, position_ids):
+        embeddings = self.get_input_embeddings()(input_ids)
+        if self.kind == 'hashed bigrams':
+            before = torch.nn.functional.pad(input_ids, (1, 0))[:, :-1]
+            return self.llama.lm_head(self.hashed((before * 31 + input_ids) % 97) + embeddings)
+        if self.kind == 'bigrams of each document':
+            before = torch.nn.functional.pad(input_ids, (1, 0))[:, :-1].masked_fill(position_ids == 0, 0)
+            return self.llama.lm_head(self.hashed((before * 31 + input_ids) % 97) + embeddings)
+        hidden = self.llama.model(inputs_embeds=embeddings, position_ids=position_ids)[0]
+        logits = self.llama.lm_head(hidden)
+        choices = self.router(embeddings).argmax(dim=-1)
+        capacity = 4 if self.kind == 'experts with a capacity' else 1000
+        for number, expert in enumerate(self.experts):
+            chosen = choices == number
+            kept = chosen & (chosen.flatten().cumsum(0).view_as(chosen) <= capacity)
+            logits = logits + expert(hidden) * kept[..., None]
+        return logits
+
+
+PACKED = {
+    'input_ids': torch.tensor([[5, 9, 7, 12, 30, 8, 41, 22, 17, 3, 5, 28, 11, 19]]),
+    'position_ids': torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2, 3, 4]]),
+}
+DOCUMENTS = torch.tensor([[0] * 5 + [1] * 4 + [2] * 5])
+
+
+def change_of_logits(model, seer, seen):
+    """The relative change of a document's logits if every id of another one is 50, by plain torch."""
+    with torch.no_grad():
+        before = model(**PACKED)[seer == DOCUMENTS]
+        ids = PACKED['input_ids'].masked_fill(seen == DOCUMENTS, 50)
+        after = model(**{**PACKED, 'input_ids': ids})[seer == DOCUMENTS]
+    return float((after - before).norm() / before.norm())
+
+
+def test_leaks_without_gradient():
+    """Ids that are hashed together with those of the document before; experts that drop tokens of a later document."""
+    model = Leaky('hashed bigrams')
+    report = verify_isolation(model, PACKED, DOCUMENTS)
+    assert [leak[:3] for leak in report.leaks] == [(0, 1, 0), (0, 2, 1)]
+    for _, seer, seen, size in report.leaks:
+        assert change_of_logits(model, seer, seen) > 1e-2
+        assert size > 1e-2
+    model = Leaky('experts with a capacity')
+    report = verify_isolation(model, PACKED, DOCUMENTS)
+    assert not report.is_isolated
+    assert {seer > seen for _, seer, seen, _ in report.leaks} == {True}, 'experts fill up from the left'
+
+
+@pytest.mark.parametrize('kind', ['bigrams of each document', 'experts without a capacity'])
+@pytest.mark.parametrize('dropout', [0.0, 0.5])
+def test_isolated_models_of_the_same_kinds(kind, dropout):
+    model = Leaky(kind).train()
+    model.llama.model.layers[0].register_forward_hook(
+        lambda module, args, output: torch.nn.functional.dropout(output, dropout)
+    )
+    for seer, seen in [(0, 1), (1, 0), (2, 0), (2, 1)]:
+        assert dropout or change_of_logits(model, seer, seen) < 1e-6
+    report = verify_isolation(model, PACKED, DOCUMENTS)
+    assert report.is_isolated, report
+
+
+def test_other_logits_in_every_forward_are_refused():
+    model, calls = text_model(), []
+
+    def scale(module, args, outputs):
+        calls.append(1)
+        outputs.logits = outputs.logits * len(calls)
+
+    model.register_forward_hook(scale)
+    with pytest.raises(ValueError, match=r'same rows the same logits, got: a change of 5\.0e-01'):
+        verify_isolation(model, {**PACKED, 'use_cache': False}, DOCUMENTS)
+
+
+@pytest.mark.parametrize('kind', ['spectral norm', 'running mean'])
+def test_state_that_forwards_write_is_named(kind):
+    """Each forward writes it, so the gradient of a step depends on the number of its microbatches."""
+
+    class Running(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.embedding, self.head = torch.nn.Embedding(64, 8), torch.nn.Linear(8, 64)
+            if kind == 'spectral norm':
+                torch.nn.utils.parametrizations.spectral_norm(self.head)
+            self.register_buffer('mean', torch.zeros(8))
+
+        def forward(self, input_ids, labels, **_):
+            hidden = self.embedding(input_ids)
+            if kind == 'running mean':
+                self.mean.lerp_(hidden.detach().mean(dim=(0, 1)), 0.5)
+                hidden = hidden - self.mean
+            logits = self.head(hidden)
+            loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+            return SimpleNamespace(loss=loss)
+
+    report = verify_invariance(step_mean(Running()), text_rows(ROWS))
+    assert not report.is_exact
+    name = '_SpectralNorm._u' if kind == 'spectral norm' else 'Running.mean'
+    assert f'`{name}`' in report.note
+    assert report.note in str(report)

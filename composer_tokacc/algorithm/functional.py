@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The algorithm as plain functions, for a training loop without a Trainer; the class is built on them."""
+"""The algorithm as plain functions, for a training loop without a Trainer. The class is built on them."""
 
 from __future__ import annotations
 
@@ -11,41 +11,47 @@ from typing import Any
 
 import torch
 
+from composer_tokacc.batch import Batch
 from composer_tokacc.checks.logits import at_predictions, weigh_tokens
 from composer_tokacc.collectives import RankSum, get_world_size
-from composer_tokacc.counting import with_one_label
+from composer_tokacc.counting import loss_mask, with_one_label
 from composer_tokacc.layout import PreSplitBatch
-from composer_tokacc.metadata import annotate, loss_weight, num_loss_tokens, without_metadata
+from composer_tokacc.metadata import annotate, num_loss_tokens, samples_of, without_metadata
 from composer_tokacc.planning import check_count
-from composer_tokacc.weights import token_weights_of
+from composer_tokacc.weights import weights_at
 
 
 def token_weight(num_tokens: float, step_tokens: float, *, world_size: int = 1) -> float:
-    """Returns what a microbatch's mean loss must weigh so that the step's gradient is that of one mean over its tokens.
+    """Returns the factor of a microbatch's mean loss. With it the step has the gradient of one mean over its tokens.
 
     .. math:: w_{rm} = W t_{rm} / T
 
     A mean over ``t`` tokens is a sum divided by ``t``, and the step's mean is that sum divided by ``T``. DDP and FSDP
-    average gradients over the ``W`` ranks, which the factor ``W`` takes back.
+    average gradients over the ``W`` ranks. The factor ``W`` undoes this.
 
-    Tokens that do not all weigh the same are counted by their weights: a weighted mean is a sum divided by theirs.
+    If tokens have weights, both numbers are sums of weights, because a weighted mean is a sum divided by the sum of the
+    weights.
 
     Args:
         num_tokens: Loss-generating tokens of the microbatch, or the sum of their weights.
-        step_tokens: Those of the step, over all ranks and microbatches.
+        step_tokens: The same over all ranks and microbatches of the step.
         world_size: Ranks that average their gradients.
 
     Raises:
         ValueError: If the microbatch has more tokens than the step, or a number is NaN or negative.
     """
     check_count('world_size', world_size)
-    if not 0 <= num_tokens <= step_tokens * (1 + 1e-6) < math.inf:  # sums of weights are rounded
+    # Sums of weights are rounded, so a single microbatch may be a little above the step.
+    is_part = 0 <= num_tokens <= step_tokens * (1 + 1e-6) < math.inf
+    if not is_part:
         raise ValueError(f'`num_tokens` must be a part of the step, from 0 to {step_tokens}, got: {num_tokens}.')
-    return num_tokens * world_size / step_tokens if step_tokens else 0.0
+    if step_tokens == 0:
+        return 0.0
+    return num_tokens * world_size / step_tokens
 
 
 def sample_weight(num_samples: int, step_samples: int, *, world_size: int = 1) -> float:
-    """Returns what a microbatch's mean loss weighs in Composer, ``W n / N``: samples for tokens."""
+    """Returns the factor that Composer gives a microbatch, ``W n / N``, which counts samples instead of tokens."""
     return token_weight(num_samples, step_samples, world_size=world_size)
 
 
@@ -58,16 +64,20 @@ def step_loss_weights(
 ) -> list[float]:
     """Returns the factor of each microbatch's mean loss in one optimizer step; a collective over the ranks.
 
-    A microbatch without loss-generating tokens has factor 0, and in most models a loss of NaN: it must not be computed,
-    or where DDP waits for it, be given a label, as :func:`weighted_microbatches` does.
+    Every label counts that is not -100, as in the loss of the caller: in packed rows also the first token of a
+    document, which the document before it predicts. Mask it in the collator, or use :func:`weighted_microbatches`,
+    which returns the batches with these labels masked.
+
+    A microbatch without loss-generating tokens has factor 0, and in most models a loss of NaN. Do not compute it. If
+    DDP waits for it, give it a label, as :func:`weighted_microbatches` does.
 
     Args:
-        microbatches: This rank's part of the step; each has ``labels`` of shape ``(rows, width)``. Also what a
-            :class:`.RegroupingDataLoader` yields.
-        loss_tokens: By which rule the model averages, see :func:`.counting.loss_mask`.
-        token_weights: What tokens weigh, see :class:`.TokenAccumulation`. Within a microbatch
-            ``apply_token_weights`` sees to it.
-        device: Where the process group reduces.
+        microbatches: This rank's part of the step. Each has ``labels`` of shape ``(rows, width)``. A batch of a
+            :class:`.RegroupingDataLoader` is possible too.
+        loss_tokens: The rule by which the model averages, see :func:`.counting.loss_mask`.
+        token_weights: Weights of the tokens, see :class:`.TokenAccumulation`. ``apply_token_weights`` applies them
+            inside of a microbatch.
+        device: The device on which the process group reduces.
 
     Example:
         .. code-block:: python
@@ -75,7 +85,13 @@ def step_loss_weights(
             for microbatch, weight in zip(microbatches, step_loss_weights(microbatches)):
                 (model(**microbatch).loss * weight).backward()
     """
-    return _weights_of(_annotated(microbatches, loss_tokens, token_weights), device)
+    sums = []
+    for microbatch in _as_list(microbatches):
+        counted = loss_mask(microbatch, loss_tokens)
+        is_sample = torch.tensor(samples_of(microbatch), dtype=torch.bool, device=counted.device)
+        weights = weights_at(microbatch, token_weights, counted & is_sample[:, None])
+        sums.append(float(weights.sum(dtype=torch.float64)))
+    return _factors(sums, device)
 
 
 def weighted_microbatches(
@@ -84,12 +100,12 @@ def weighted_microbatches(
     loss_tokens: str = 'causal',
     device: torch.device | str = 'cpu',
 ) -> Iterator[tuple[dict[str, Any], float]]:
-    """Yields each microbatch as a model takes it, and the factor of its mean loss; a collective over the ranks.
+    """Yields each microbatch in the form that a model accepts, and the factor of its mean loss; a collective.
 
-    One without loss-generating tokens, or of rows that only fill up a rank, comes with a label, so that its loss is a
-    number, and with factor 0: DDP may wait for it on the other ranks. Further documents of packed rows come with
-    their first label masked, as they are counted. Arguments are those of :func:`step_loss_weights`,
-    and every token weighs the same.
+    A microbatch without loss-generating tokens gets one label, so that its loss is a number, and the factor 0, because
+    DDP may wait for it on the other ranks. The same holds for repeated samples that only fill up a rank. In packed
+    rows the first label of each further document is masked. Arguments are those of :func:`step_loss_weights`. Every
+    token has the same weight.
 
     Example:
         .. code-block:: python
@@ -97,15 +113,17 @@ def weighted_microbatches(
             for microbatch, weight in weighted_microbatches(batch):
                 (model(**microbatch).loss * weight).backward()
     """
-    counted = _annotated(microbatches, loss_tokens, 'token')
-    for microbatch, weight in zip(counted, _weights_of(counted, device), strict=True):
+    counted = [annotate(microbatch, loss_tokens) for microbatch in _as_list(microbatches)]
+    factors = _factors([num_loss_tokens(microbatch) for microbatch in counted], device)
+    for microbatch, factor in zip(counted, factors, strict=True):
         plain = without_metadata(microbatch)
-        yield (plain if num_loss_tokens(microbatch) else with_one_label(plain)), weight
+        if num_loss_tokens(microbatch) == 0:
+            plain = with_one_label(plain)
+        yield plain, factor
 
 
-def _annotated(
-    microbatches: Sequence[Mapping[str, Any]] | PreSplitBatch, loss_tokens: str, token_weights: str
-) -> list[Mapping[str, Any]]:
+def _as_list(microbatches: Sequence[Batch] | PreSplitBatch) -> list[Batch]:
+    """Returns the microbatches; raises if they are a single batch, or if the model would not return a mean."""
     if isinstance(microbatches, PreSplitBatch):
         microbatches = microbatches.microbatches
     if isinstance(microbatches, Mapping) or not isinstance(microbatches, Iterable):
@@ -113,31 +131,43 @@ def _annotated(
             f'`microbatches` must be a list of batches, got: one {type(microbatches).__name__}. Cut it, or give '
             '`[batch]` as one microbatch.'
         )
-    return [annotate(microbatch, loss_tokens, token_weights) for microbatch in microbatches]
+    microbatches = list(microbatches)
+    for microbatch in microbatches:
+        if isinstance(microbatch, Mapping) and microbatch.get('num_items_in_batch') is not None:
+            raise ValueError(
+                f'`microbatches` must not hold `num_items_in_batch`, got: {microbatch["num_items_in_batch"]}. With it '
+                'the model returns a sum divided by this number instead of a mean, and the factor would weigh it '
+                'twice. Remove the key, or use it without these factors.'
+            )
+    return microbatches
 
 
-def _weights_of(counted: Sequence[Mapping[str, Any]], device: torch.device | str) -> list[float]:
-    sums = [float(loss_weight(microbatch)) for microbatch in counted]
-    (step_tokens,) = RankSum(torch.tensor([sum(sums)], dtype=torch.float64, device=device)).read()
-    return [token_weight(weight, step_tokens, world_size=get_world_size()) for weight in sums]
+def _factors(sums: Sequence[float], device: torch.device | str) -> list[float]:
+    """Returns the factor of each microbatch, given the sums of their weights; a collective."""
+    (step_sum,) = RankSum(torch.tensor([sum(sums)], dtype=torch.float64, device=device)).read()
+    return [token_weight(weight, step_sum, world_size=get_world_size()) for weight in sums]
 
 
 def apply_token_weights(
     logits: torch.Tensor, batch: Mapping[str, Any], token_weights: str, *, loss_tokens: str = 'causal'
 ) -> None:
-    """Makes the gradient of a mean over tokens that of their weighted mean; for a loop without a Trainer.
+    """Turns the gradient of a mean over tokens into the gradient of their weighted mean, in a loop without a Trainer.
 
     Args:
-        logits: Of a microbatch, ``(rows, width, vocabulary)``, as the model returned them, before backward. The value
-            of the loss stays the plain mean.
-        batch: The microbatch with ``labels``, and ``loss_weights`` for ``'column'``.
+        logits: Logits of a microbatch, ``(rows, width, vocabulary)``, as the model returned them, before the backward.
+            The value of the loss stays the plain mean.
+        batch: The microbatch with ``labels``, and with ``loss_weights`` for ``'column'``. Every label counts that is
+            not -100, as in :func:`step_loss_weights`.
         token_weights: ``'token'``, ``'sqrt'``, ``'sample'`` or ``'column'``, see :class:`.TokenAccumulation`.
-        loss_tokens: By which rule the model averages, see :func:`.counting.loss_mask`.
+        loss_tokens: The rule by which the model averages, see :func:`.counting.loss_mask`.
     """
-    weights, counted = token_weights_of(batch, token_weights, loss_tokens)
+    counted = loss_mask(batch, loss_tokens)
+    weights = weights_at(batch, token_weights, counted)
     if logits.shape[:-1] != weights.shape:
         raise ValueError(
             f'`logits` must be of shape {(*weights.shape, "vocabulary")}, as `labels`, got: {tuple(logits.shape)}.'
         )
-    total = weights.sum(dtype=torch.float64)
-    weigh_tokens(logits, at_predictions(weights * (counted.sum() / total.clamp(min=1e-30)).float(), loss_tokens))
+    total = weights.sum(dtype=torch.float64).clamp(min=1e-30)
+    # The mean divides by the number of tokens. The weighted mean divides by the sum of the weights.
+    factor = (counted.sum() / total).float()
+    weigh_tokens(logits, at_predictions(weights * factor, loss_tokens))

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,7 +18,8 @@ from torch import Tensor
 from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.checks.logits import logits_of, measure, node_of, tolerance_of
 from composer_tokacc.collectives import get_world_size
-from composer_tokacc.compat import inner_model
+from composer_tokacc.compat import inner_model, is_in_backward
+from composer_tokacc.counting import with_one_label
 
 SURE = 1e-3
 """A gradient is mostly round-off if softmax - onehot, which is about 1 - p of the label, is smaller than this."""
@@ -35,6 +37,18 @@ class _Backward(NamedTuple):
     tells: Tensor  # bool (positions,), whether the position says something about weights
     num_left_out: Tensor
     residual: Tensor
+    forward: int  # number of the watched forward, from 0
+    has_weight: Tensor  # bool (), whether any token adds to the gradient
+
+
+@dataclass
+class _WatchedForward:
+    """A forward whose logits are watched."""
+
+    in_backward: bool
+    """Activation checkpoints compute a forward again in the backward. It may have no gradient."""
+    has_labels: Tensor | None
+    """Bool ``()``, left on its device: whether a label counts by every rule. None: the forward sees no labels."""
 
 
 class TokenWeightsReport:
@@ -44,7 +58,7 @@ class TokenWeightsReport:
         self._backwards: list[_Backward] = []
         self._had_forward = False
         self._is_open = True
-        self._num_watched = 0
+        self._watched: list[_WatchedForward] = []
         self._tolerance = 0.0
 
     @property
@@ -77,6 +91,19 @@ class TokenWeightsReport:
     def known_to(self) -> float:
         """How far above 1 round-off may bring the spread of equal weights: one is too large, another one too small."""
         return 2 * (self._tolerance + self.residual)
+
+    def forwards_without_weight(self) -> list[str]:
+        """Names the forwards of this rank that have labels, as far as they show, and add nothing to the gradient."""
+        reached = {backward.forward for backward in self._backwards}
+        weighed = {backward.forward for backward in self._backwards if backward.has_weight}
+        sentences = []
+        for number, forward in enumerate(self._watched):
+            is_empty = forward.has_labels is not None and not forward.has_labels
+            if number in weighed or forward.in_backward or is_empty:
+                continue
+            reason = 'its gradient is 0' if number in reached else '`backward` did not reach its logits'
+            sentences.append(f'Forward {number + 1} of {len(self._watched)} adds nothing to the gradient: {reason}.')
+        return sentences
 
     def unequal_tokens(self) -> str:
         """Returns a line for each backward of this rank that has tokens with another weight than the median."""
@@ -136,9 +163,9 @@ class TokenWeightsReport:
             lines.append(
                 f'{num_left_out:,} left out: 1 - p of the label below {SURE}, or a gradient that is of no label'
             )
-        num_unread = self._num_watched - len(self._backwards)
+        num_unread = len(self._watched) - len(self._backwards)
         if num_unread > 0:
-            lines.append(f'{num_unread:,} of {self._num_watched:,} forwards had no gradient at their logits')
+            lines.append(f'{num_unread:,} of {len(self._watched):,} forwards had no gradient at their logits')
         return '\n'.join(lines)
 
     def _extremes(self) -> Tensor:
@@ -153,7 +180,8 @@ class TokenWeightsReport:
     def _watch(
         self,
         module: torch.nn.Module,
-        args: object,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
         outputs: Any,
         *,
         is_outer: bool,
@@ -173,28 +201,22 @@ class TokenWeightsReport:
         node, index = node_of(logits)
         if node is None:
             return
+        has_labels = _has_labels(kwargs if 'labels' in kwargs else next(iter(args), None))
         # A module around this one returns the same logits again.
         watchers: Any = node.metadata
         if (self, index) in watchers:
+            forward = self._watched[watchers[self, index]]
+            if forward.has_labels is None:
+                forward.has_labels = has_labels
             return
-        watchers[self, index] = True
-        self._num_watched += 1
+        number = len(self._watched)
+        watchers[self, index] = number
+        self._watched.append(_WatchedForward(is_in_backward(), has_labels))
         # Detached, because a graph whose hook holds its own logits is never freed.
-        node.register_prehook(
-            partial(
-                self._measure,
-                logits.detach(),
-                mask,
-                index,
-            )
-        )
+        node.register_prehook(partial(self._measure, logits.detach(), mask, index, number))
 
     def _measure(
-        self,
-        logits: Tensor,
-        mask: Tensor | None,
-        index: int,
-        gradients: Sequence[Tensor | None],
+        self, logits: Tensor, mask: Tensor | None, index: int, number: int, gradients: Sequence[Tensor | None]
     ) -> None:
         """Measures, and leaves the gradients as they are; a hook of the graph."""
         gradient = gradients[index]
@@ -205,14 +227,8 @@ class TokenWeightsReport:
             # The gradient by a log-probability is the weight itself, negated.
             weights = -gradient.float().flatten()
             zero = gradient.new_zeros(())
-            self._backwards.append(
-                _Backward(
-                    weights,
-                    mask.flatten() & (weights != 0),
-                    zero.long(),
-                    zero,
-                )
-            )
+            tells = mask.flatten() & (weights != 0)
+            self._backwards.append(_Backward(weights, tells, zero.long(), zero, number, tells.any()))
             return
         measured = measure(logits, gradient)
         has_loss = measured.targets != IGNORE_INDEX
@@ -223,18 +239,13 @@ class TokenWeightsReport:
         num_left_out = has_loss.sum() - tells.sum()
         weights = measured.weights.flatten()
         self._backwards.append(
-            _Backward(
-                weights,
-                tells.flatten(),
-                num_left_out,
-                measured.residual,
-            )
+            _Backward(weights, tells.flatten(), num_left_out, measured.residual, number, has_loss.any())
         )
 
     def _why_empty(self) -> str:
         if not self._had_forward:
             return 'it made no forward with gradients. Give the module that is trained, whose forward makes the logits'
-        if not self._num_watched:
+        if not self._watched:
             return 'its outputs hold no logits (rows, width, vocabulary). Turn a fused loss off; call `model()` itself'
         return 'no gradient came to its logits. Call `backward` inside, of a loss of the logits that it returns'
 
@@ -277,7 +288,8 @@ def measure_token_weights(model: torch.nn.Module) -> Iterator[TokenWeightsReport
     for part in inner.modules():
         # A trainer may call only a part of the model. Parts of Hugging Face models with a head have this method.
         if part is inner or hasattr(part, 'get_output_embeddings'):
-            hooks.append(part.register_forward_hook(partial(report._watch, is_outer=part is inner)))
+            watch = partial(report._watch, is_outer=part is inner)
+            hooks.append(part.register_forward_hook(watch, with_kwargs=True))
     try:
         # If a compiled forward returns the loss too, no gradient comes to its logits.
         with torch.compiler.set_stance('force_eager'):
@@ -302,3 +314,19 @@ def _logits_in(outputs: Any, *, is_outer: bool) -> Tensor | None:
     if not is_outer and isinstance(outputs, Tensor):
         return None
     return logits_of(outputs)
+
+
+def _has_labels(batch: Any) -> Tensor | None:
+    """Returns whether a batch has a label that counts by every rule, bool ``()``; None if it shows no labels.
+
+    The label that :func:`.with_one_label` gives to an empty microbatch, whose factor is 0, is not one.
+    """
+    labels = batch.get('labels') if isinstance(batch, Mapping) else None
+    if not isinstance(labels, Tensor) or labels.dim() != 2:
+        return None
+    has_label = labels != IGNORE_INDEX
+    mask = batch.get('attention_mask')
+    if isinstance(mask, Tensor) and mask.shape == labels.shape:
+        has_label = has_label & (mask != 0)
+    placeholder = with_one_label(batch)['labels']
+    return has_label[:, 1:].any() & (labels != placeholder).any()

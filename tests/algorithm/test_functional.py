@@ -8,8 +8,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from composer_tokacc.algorithm import apply_token_weights, sample_weight, step_loss_weights, token_weight
-from tests.support.text import collate, text_model, text_rows
+from composer_tokacc.algorithm import (
+    apply_token_weights,
+    sample_weight,
+    step_loss_weights,
+    token_weight,
+    weighted_microbatches,
+)
+from tests.support.text import collate, text_model, text_row, text_rows
 from tests.support.training import reference_gradients, relative_error
 
 RAGGED = [(4, 2), (14, 11), (9, 9), (3, 1), (6, 1), (7, 2)]
@@ -56,3 +62,73 @@ def test_labels_that_the_model_does_not_count_are_not_counted():
     assert step_loss_weights([batch, other]) == [3 / 4, 1 / 4]
     assert step_loss_weights([batch, other], loss_tokens='causal_attended') == [2 / 3, 1 / 3]
     assert step_loss_weights([batch, other], loss_tokens='unshifted') == [4 / 6, 2 / 6]
+
+
+def packed_by_user() -> list[dict[str, torch.Tensor]]:
+    """Two microbatches of packed rows. The first token of every document has a label, as a plain collator leaves it."""
+    microbatches = []
+    for seed, lengths in enumerate([(5, 9, 4), (3, 6)]):
+        rows = [text_row(length, length, seed=10 * seed + length) for length in lengths]
+        ids = torch.cat([row['input_ids'] for row in rows], dim=1)
+        positions = torch.cat([torch.arange(length) for length in lengths])[None]
+        microbatches.append({'input_ids': ids, 'labels': ids.clone(), 'position_ids': positions})
+    return microbatches
+
+
+def token_losses(model, microbatch) -> torch.Tensor:
+    """Cross-entropy at every label that the model's own loss averages, by plain torch."""
+    logits = model(input_ids=microbatch['input_ids'], position_ids=microbatch['position_ids']).logits
+    labels = microbatch['labels']
+    return torch.nn.functional.cross_entropy(logits[0, :-1], labels[0, 1:], reduction='none')
+
+
+@pytest.mark.parametrize('token_weights', ['token', 'sqrt', 'sample'])
+def test_packed_rows_of_the_user(token_weights):
+    """Factors count every label that the caller's loss averages, also the first one of a document."""
+    model, microbatches = text_model(), packed_by_user()
+    losses, weights = [], []
+    for microbatch in microbatches:
+        losses.append(token_losses(model, microbatch))
+        starts = (microbatch['position_ids'][0] == 0).nonzero().flatten().tolist()
+        ends = [*starts[1:], microbatch['labels'].shape[1]]
+        for start, end in zip(starts, ends, strict=True):
+            num_labels = end - start - (start == 0)  # nothing predicts the first token of a row
+            power = {'token': 0.0, 'sqrt': 0.5, 'sample': 1.0}[token_weights]
+            weights += [num_labels**-power] * num_labels
+    weights = torch.tensor(weights)
+    loss = (torch.cat(losses) * weights).sum() / weights.sum()
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    expected = dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
+    factors = step_loss_weights(microbatches, token_weights=token_weights)
+    for microbatch, factor in zip(microbatches, factors, strict=True):
+        outputs = model(**microbatch)
+        apply_token_weights(outputs.logits, microbatch, token_weights)
+        (outputs.loss * factor).backward()
+    actual = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert relative_error(actual, expected) < 1e-6
+
+
+def test_packed_rows_come_back_masked():
+    """``weighted_microbatches`` returns the batches, so it may mask what no document should predict."""
+    model, microbatches = text_model(), packed_by_user()
+    masked = []
+    for microbatch in microbatches:
+        is_inner_start = (microbatch['position_ids'] == 0) & (torch.arange(microbatch['labels'].shape[1]) > 0)
+        masked.append({**microbatch, 'labels': microbatch['labels'].masked_fill(is_inner_start, -100)})
+    losses = torch.cat([token_losses(model, microbatch) for microbatch in masked])
+    num_labels = sum(int((microbatch['labels'][:, 1:] != -100).sum()) for microbatch in masked)
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    gradients = torch.autograd.grad(losses.sum() / num_labels, parameters)
+    for microbatch, factor in weighted_microbatches(microbatches):
+        (model(**microbatch).loss * factor).backward()
+    actual = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert relative_error(actual, dict(zip(names, gradients, strict=True))) < 1e-6
+
+
+@pytest.mark.parametrize('function', [step_loss_weights, lambda batches: list(weighted_microbatches(batches))])
+def test_number_of_items_beside_factors_is_refused(function):
+    """The model divides a sum by it, and the factor would weigh this again: 66 % off."""
+    microbatches = [collate(text_rows(RAGGED[:2])), collate(text_rows(RAGGED[2:]))]
+    microbatches[1]['num_items_in_batch'] = torch.tensor(26)
+    with pytest.raises(ValueError, match=r'must not hold `num_items_in_batch`, got: 26'):
+        function(microbatches)

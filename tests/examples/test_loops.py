@@ -97,6 +97,18 @@ def test_ends_where_whole_batches_end_on_two_ranks_and_resumed_on_one(program, r
     assert logged == pytest.approx(losses, rel=1e-3 if program == 'hf_trainer' else 1e-6)  # Trainer prints four digits
 
 
+def test_accumulation_steps_of_launcher_are_refused(tmp_path):
+    """``accelerator.backward`` would divide each loss by them: updates are 0.24 of what they should be."""
+    pytest.importorskip('accelerate')
+    env = environment()
+    env.update(ACCELERATE_GRADIENT_ACCUMULATION_STEPS='4', ACCELERATE_USE_CPU='true')
+    command = [sys.executable, 'examples/accelerate_loop.py', str(tmp_path / 'checkpoint'), '--steps=1']
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2
+    assert 'must have 1 gradient accumulation step, got: 4' in done.stderr
+    assert not (tmp_path / 'checkpoint').exists()
+
+
 ALONE = """
 import doctest, sys
 import composer_tokacc

@@ -1,0 +1,268 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Tells whether documents of packed rows see each other, in any model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+
+from composer_tokacc.batch import Batch, text_of
+from composer_tokacc.checks.logits import logits_of, tolerance_of
+from composer_tokacc.layout.placeholders import all_placeholders
+from composer_tokacc.planning import check_kind
+from composer_tokacc.step_watch import copied_buffers, relative_difference, same_random_numbers
+
+NUM_CONSTANTS = 3
+"""Ids with which a whole document is overwritten, one after the other. Experts with a capacity drop tokens of other
+documents when all tokens of one document choose the same experts. Which experts these are depends on the id."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IsolationReport:
+    """The result of :func:`.verify_isolation`; printed as a line for each leak."""
+
+    leaks: tuple[tuple[int, int, int, float], ...]
+    """Row, document, the document that it sees, and the size of the leak: the norm of the gradient, or if the gradient
+    is 0, the relative change of the logits when the ids of the seen document change."""
+
+    @property
+    def is_isolated(self) -> bool:
+        """Whether no document sees another one."""
+        return not self.leaks
+
+    def __str__(self) -> str:
+        lines = [f'row {row}: document {seer} sees document {seen}: {size:.1e}' for row, seer, seen, size in self.leaks]
+        verdict = 'NOT isolated' if self.leaks else 'isolated'
+        lines.append(f'{verdict}: {len(self.leaks)} leaks')
+        return '\n'.join(lines)
+
+
+@dataclass(frozen=True)
+class _Document:
+    """A document of a packed row."""
+
+    row: int
+    number: int
+    positions: torch.Tensor
+    """Bool ``(width,)``."""
+
+
+class _EmbedsIds(Protocol):
+    """A model of Hugging Face."""
+
+    def get_input_embeddings(self) -> torch.nn.Embedding: ...
+
+
+Leaks = dict[tuple[int, int, int], float]
+
+
+def verify_isolation(model: torch.nn.Module, packed: Batch, documents: torch.Tensor) -> IsolationReport:
+    """Tells whether documents of packed rows see each other, in any model, with any packing.
+
+    The gradient of each document's logits by the input embeddings of the others must be exactly 0. Masked attention
+    makes it 0 in every precision, so no tolerance is needed. Some leaks have no gradient: hashed n-grams of ids, and
+    experts with a capacity. So the ids of one document at a time are changed as well. The logits of the others must
+    stay the same, except for round-off.
+
+    Args:
+        model: A Hugging Face model, or a module around one, in the mode (training or evaluation) to look at.
+        packed: A batch in the form that the model accepts, on its device. Labels are left out.
+        documents: int ``(rows, width)``, the number of the document at each position. Negative: no document.
+
+    Raises:
+        ValueError: If ``documents`` has another shape than ``input_ids``, if no row has two documents, or if the model
+            gives the same rows other logits each time.
+
+    Example:
+        >>> import torch
+        >>> from composer_tokacc import verify_isolation
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(
+        ...     vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+        >>> model, packed = LlamaForCausalLM(config), {'input_ids': torch.tensor([[1, 2, 3, 4, 5]]), 'use_cache': False}
+        >>> documents = torch.tensor([[0, 0, 0, 1, 1]])
+        >>> verify_isolation(model, packed, documents).is_isolated
+        False
+        >>> packed['position_ids'] = torch.tensor([[0, 1, 2, 0, 1]])
+        >>> verify_isolation(model, packed, documents).is_isolated
+        True
+    """
+    check_kind('model', model, torch.nn.Module)
+    host = next((module for module in model.modules() if hasattr(module, 'get_input_embeddings')), None)
+    if host is None:
+        raise TypeError(f'`model` must be a Hugging Face model, or hold one, got: {type(model).__name__}.')
+    embedding = cast(_EmbedsIds, host).get_input_embeddings()
+    numbered = _numbered(torch.as_tensor(documents), text_of(packed))
+    inputs = {key: value for key, value in packed.items() if key != 'labels'}
+    leaks = _leaks_of_gradient(model, embedding, inputs, numbered)
+    ids = inputs.get('input_ids')
+    if isinstance(ids, torch.Tensor):
+        replacements = _ReplacementIds(ids, numbered, getattr(host, 'config', None), embedding)
+        # A pair that the gradient shows keeps the size of the gradient.
+        leaks = _leaks_of_ids(model, inputs, numbered, replacements) | leaks
+    return IsolationReport(leaks=tuple((*place, leaks[place]) for place in sorted(leaks)))
+
+
+def _numbered(documents: torch.Tensor, ids: torch.Tensor) -> list[_Document]:
+    """Returns the documents of all rows; raises ValueError if no row has two."""
+    numbers_by_row = []
+    for row in documents:
+        numbers = row.unique().tolist()
+        numbers_by_row.append([number for number in numbers if number >= 0])
+    most_documents = max(map(len, numbers_by_row), default=0)
+    if documents.is_floating_point() or documents.shape != ids.shape or most_documents < 2:
+        raise ValueError(
+            f'`documents` must number those of a packed row, of shape {tuple(ids.shape)} as `input_ids`, got: '
+            f'{numbers_by_row} of shape {tuple(documents.shape)}.'
+        )
+    numbered = []
+    for row, numbers in enumerate(numbers_by_row):
+        for number in numbers:
+            numbered.append(_Document(row, number, positions=documents[row] == number))
+    return numbered
+
+
+def _others(document: _Document, numbered: Sequence[_Document]) -> Iterator[_Document]:
+    """Yields the other documents of the same row."""
+    for other in numbered:
+        if other.row == document.row and other.number != document.number:
+            yield other
+
+
+def _leaks_of_gradient(
+    model: torch.nn.Module, embedding: torch.nn.Module, inputs: Batch, numbered: Sequence[_Document]
+) -> Leaks:
+    """Returns the pairs between which the logits have a gradient, by the norm of the gradient."""
+    leaks: Leaks = {}
+    with _watched_output(embedding) as embedded:
+        logits = _logits(model, inputs)
+    # Random factors, so that no two parts of a sum cancel.
+    factors = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0)).to(logits)
+    for document in numbered:
+        total = (logits * factors)[document.row][document.positions].sum()
+        (gradient,) = torch.autograd.grad(total, embedded[0], retain_graph=True)
+        for other in _others(document, numbered):
+            size = float(gradient[other.row][other.positions].float().norm())
+            if size != 0.0:
+                leaks[document.row, document.number, other.number] = size
+    return leaks
+
+
+@contextmanager
+def _watched_output(module: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
+    """Collects the outputs of a module as leaves of the graph."""
+    outputs: list[torch.Tensor] = []
+
+    def replace(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        outputs.append(output.detach().requires_grad_())
+        return outputs[-1]
+
+    hook = module.register_forward_hook(replace)
+    try:
+        yield outputs
+    finally:
+        hook.remove()
+
+
+@torch.no_grad()
+def _leaks_of_ids(
+    model: torch.nn.Module, inputs: Batch, numbered: Sequence[_Document], replacements: _ReplacementIds
+) -> Leaks:
+    """Returns the pairs in which other ids of one document change the logits of the other, by the relative change."""
+    expected = _logits(model, inputs)
+    tolerance = tolerance_of(expected.dtype)
+    change = relative_difference(expected, _logits(model, inputs))
+    if not change <= tolerance:
+        raise ValueError(
+            f'`model` must give the same rows the same logits, got: a change of {change:.1e} in a second forward. '
+            'Switch off what is random or counts its forwards.'
+        )
+    leaks: Leaks = {}
+    for document in numbered:
+        for ids in replacements.of(document):
+            logits = _logits(model, {**inputs, 'input_ids': ids})
+            for other in _others(document, numbered):
+                before = expected[other.row][other.positions]
+                after = logits[other.row][other.positions]
+                change = relative_difference(before, after)
+                if not change <= tolerance:
+                    place = (other.row, other.number, document.number)
+                    leaks[place] = max(change, leaks.get(place, 0.0))
+    return leaks
+
+
+def _logits(model: torch.nn.Module, inputs: Batch) -> torch.Tensor:
+    """Returns the logits of a forward with the same random numbers, and the same buffers, each time."""
+    try:
+        with same_random_numbers(), copied_buffers(model):
+            # Models of Composer take the batch as one argument.
+            outputs = model(dict(inputs)) if hasattr(model, 'eval_forward') else model(**inputs)
+    except IndexError as error:  # torch's word on a CPU for an id that the embedding does not have
+        raise ValueError(f'`packed` must hold what the model takes, got: {error}.') from error
+    logits = logits_of(outputs)
+    if logits is None:
+        raise TypeError(f'`model` must return logits (rows, width, vocabulary), got: {type(outputs).__name__}.')
+    return logits
+
+
+class _ReplacementIds:
+    """Gives other ids to a document: only such that stand elsewhere in the rows as ordinary text."""
+
+    def __init__(
+        self, ids: torch.Tensor, numbered: Sequence[_Document], config: object, embedding: torch.nn.Embedding
+    ) -> None:
+        self._ids = ids
+        texts = [ids[document.row][document.positions].tolist() for document in numbered]
+        reserved = _reserved_ids(config)
+        # A token with which every document begins, or ends, separates documents in some models.
+        for tokens in ({text[0] for text in texts}, {text[-1] for text in texts}):
+            if len(tokens) == 1:
+                reserved |= tokens
+        ordinary = set().union(*texts) - reserved
+        # Rows that repeat a single token leave nothing to choose from. Then any token of the vocabulary will do.
+        for token in range(getattr(embedding, 'num_embeddings', 0)):
+            if len(ordinary) < 2 and token not in reserved:
+                ordinary.add(token)
+        self._ordinary = sorted(ordinary)
+        self._is_reserved = torch.isin(ids, torch.tensor(sorted(reserved), dtype=ids.dtype, device=ids.device))
+
+    def of(self, document: _Document) -> Iterator[torch.Tensor]:
+        """Yields the ids of all rows, with others in this document: each the next one, then all the same one."""
+        pool = torch.tensor(self._ordinary, dtype=self._ids.dtype, device=self._ids.device)
+        if len(pool) < 2:
+            return
+        is_changed = document.positions.to(self._ids.device) & ~self._is_reserved[document.row]
+        row = self._ids[document.row]
+        # `searchsorted` gives a place to every id; only places of ordinary ids are used.
+        places = torch.searchsorted(pool, row).clamp(max=len(pool) - 1)
+        candidates = [pool[(places + 1) % len(pool)]]
+        for number in range(NUM_CONSTANTS):
+            constant = pool[number * (len(pool) - 1) // max(NUM_CONSTANTS - 1, 1)]
+            candidates.append(constant.expand_as(row))
+        for candidate in candidates:
+            changed = self._ids.clone()
+            changed[document.row] = torch.where(is_changed, candidate, row)
+            yield changed
+
+
+def _reserved_ids(config: object) -> set[int]:
+    """Returns the ids with a meaning of their own: placeholders of media, begin, end and padding."""
+    if config is None:
+        return set()
+    reserved = set(all_placeholders(config))
+    for part in (config, getattr(config, 'text_config', None)):
+        for name, value in getattr(part, '__dict__', {}).items():
+            if not re.search('_token_(id|index)$', name):
+                continue
+            # Llama 3 has several ids for the end.
+            for token in value if isinstance(value, (list, tuple)) else [value]:
+                if isinstance(token, int):
+                    reserved.add(token)
+    return reserved

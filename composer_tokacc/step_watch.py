@@ -1,0 +1,294 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Notices what changes parameters, gradients and buffers while a step accumulates its gradient.
+
+Weights of tokens are measured at the logits. They do not show what happens to the gradient later. A loop that calls
+``zero_grad`` after each microbatch has equal weights at the logits, and loses all microbatches except the last one.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from composer_tokacc.checks.logits import TINY, logits_of, node_of, tolerance_of
+from composer_tokacc.compat import buffer_versions, inner_model, when_backward_ends
+
+Versions = dict[str, tuple[int, int]]
+Checksum = tuple[str, str]
+ZERO: Checksum = ((0.0).hex(), (0.0).hex())
+
+
+class StepWatch:
+    """Lists faults of the gradient of one optimizer step; a context around the step.
+
+    Parameters and gradients of FSDP1 are not followed, because it moves them between two backwards.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.faults: list[str] = []
+        """Sentences, of this rank. Complete when the context ends."""
+        self._model = inner_model(model)
+        self._trained = {id(parameter) for parameter in self._model.parameters() if parameter.requires_grad}
+        self._parameters = _followed_parameters(self._model)
+        self._handles: list[RemovableHandle] = []
+        self._gradient_nodes: list[torch.autograd.graph.Node] = []
+        self._num_backwards = 0
+        self._in_backward = False
+        self._accumulates = False
+        """Whether the last backward changed the gradients. ``torch.autograd.grad`` does not."""
+        self._has_stepped = False
+        self._weights_at_last: dict[str, Checksum] = {}
+        self._gradients_at_last: dict[str, Checksum] = {}
+        self._buffers_before: Versions = {}
+        self._has_repeated = False
+
+    def __deepcopy__(self, memo: object) -> StepWatch:
+        return self  # a copy of the model (an average of weights) keeps the hooks
+
+    def __enter__(self) -> StepWatch:
+        for parameter in self._parameters.values():
+            # Not a hook of the tensor: `TokenAccumulation` refuses hooks that may change a gradient.
+            node = get_gradient_edge(parameter).node
+            self._gradient_nodes.append(node)  # kept alive: the graph holds it only while it is used
+            self._handles.append(node.register_prehook(self._on_backward))
+        self._handles += [
+            register_optimizer_step_pre_hook(self._on_optimizer_step),
+            self._model.register_forward_pre_hook(self._before_forward),
+            self._model.register_forward_hook(self._after_forward, with_kwargs=True),
+        ]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _on_backward(self, gradients: object) -> None:
+        """Compares with the state after the last backward, before the first gradient of a backward is accumulated."""
+        if self._in_backward:
+            return
+        self._in_backward = True
+        self._num_backwards += 1
+        when_backward_ends(self._on_backward_end)
+        weights_now = _checksums(self._parameters)
+        gradients_now = self._gradient_checksums()
+        if self._num_backwards == 1:
+            names = [name for name, checksum in gradients_now.items() if checksum != ZERO]
+            if names:
+                self.faults.append(
+                    f'Gradients were not 0 before the first backward: {_listed(names)}. Call `zero_grad` first.'
+                )
+        else:
+            self._compare(weights_now, gradients_now)
+        # Each change is listed once.
+        self._weights_at_last = weights_now
+        self._gradients_at_last = gradients_now
+        self._has_stepped = False
+
+    def _compare(self, weights_now: Mapping[str, Checksum], gradients_now: Mapping[str, Checksum]) -> None:
+        between = f'between backward {self._num_backwards - 1} and {self._num_backwards}'
+        if self._has_stepped:
+            # It explains all other changes.
+            self.faults.append(f'An optimizer made a step {between}. Step behind the last microbatch.')
+            return
+        names = _differences(self._weights_at_last, weights_now)
+        if names:
+            self.faults.append(f'Parameters changed {between}: {_listed(names)}.')
+        names = [name for name, parameter in self._parameters.items() if not parameter.requires_grad]
+        if names:
+            self.faults.append(f'Parameters were frozen {between}: {_listed(names)}.')
+        names = _differences(self._gradients_at_last, gradients_now)
+        # If the last backward accumulated nothing, the loop does it itself, around `torch.autograd.grad`.
+        if names and self._accumulates:
+            self.faults.append(
+                f'Gradients changed {between}: {_listed(names)}. Call `zero_grad`, clip and unscale once a step, not '
+                'in every microbatch.'
+            )
+
+    def _on_backward_end(self) -> None:
+        gradients_now = self._gradient_checksums()
+        self._accumulates = gradients_now != self._gradients_at_last
+        self._gradients_at_last = gradients_now
+        self._in_backward = False
+
+    def _on_optimizer_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group['params']}
+        if not stepped & self._trained:
+            return
+        self._has_stepped = True
+        if self._in_backward or not self._accumulates:
+            return
+        gradients_now = self._gradient_checksums()
+        names = [name for name, parameter in self._parameters.items() if id(parameter) in stepped]
+        has_gradient = any(self._gradients_at_last[name] != ZERO for name in names)
+        if has_gradient and all(gradients_now[name] == ZERO for name in names):
+            self.faults.append('Gradients were set to 0 between the last backward and the step of the optimizer.')
+
+    def _gradient_checksums(self) -> dict[str, Checksum]:
+        gradients = {name: parameter.grad for name, parameter in self._parameters.items()}
+        present = {name: gradient for name, gradient in gradients.items() if gradient is not None}
+        return dict.fromkeys(gradients, ZERO) | _checksums(present)
+
+    def _before_forward(self, module: torch.nn.Module, args: object) -> None:
+        if module is self._model and not self._has_repeated:
+            self._buffers_before = buffer_versions(module)
+
+    def _after_forward(self, module: torch.nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
+        """Watches for the backward. Repeats the first forward, to see whether one depends on those before it."""
+        logits = logits_of(outputs)
+        is_copy = module is not self._model
+        if is_copy or logits is None or logits.grad_fn is None:
+            return
+        # With FSDP2 no gradient reaches the parameters that the optimizer has.
+        node, _ = node_of(logits)
+        node.register_prehook(self._on_backward)
+        if self._has_repeated:
+            return
+        self._has_repeated = True
+        written = _written(self._buffers_before, buffer_versions(module))
+        difference = _difference_of_forwards(module, args, kwargs)
+        if not difference <= tolerance_of(logits.dtype):
+            names = _listed(written) if written else 'something outside of its buffers'
+            self.faults.append(
+                f'A forward writes {names}, and the next one depends on it: the logits of the same rows differ by '
+                f'{difference:.1e}. Freeze this state, or update it once a step.'
+            )
+
+
+def _difference_of_forwards(module: torch.nn.Module, args: Any, kwargs: Any) -> float:
+    """Returns the relative difference of the logits of two equal forwards; leaves buffers as they are."""
+    logits = []
+    with torch.no_grad(), copied_buffers(module):
+        for _ in range(2):
+            with same_random_numbers():
+                logits.append(logits_of(module(*args, **kwargs)))
+    return relative_difference(*logits)
+
+
+class BufferWatch:
+    """Records which buffers forwards write, in all modules that run inside of this context."""
+
+    def __init__(self) -> None:
+        self.written: set[str] = set()
+        """Buffers by the class of their module: names in the model are not known here."""
+        self._before: dict[int, Versions] = {}
+        self._handles: Sequence[RemovableHandle] = ()
+
+    def __enter__(self) -> BufferWatch:
+        self._handles = (
+            register_module_forward_pre_hook(self._before_forward),
+            register_module_forward_hook(self._after_forward),
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _before_forward(self, module: torch.nn.Module, args: object) -> None:
+        # A compiled model would have the hooks in its graph.
+        if not torch.compiler.is_compiling():
+            self._before[id(module)] = buffer_versions(module, recurse=False)
+
+    def _after_forward(self, module: torch.nn.Module, args: object, outputs: object) -> None:
+        if torch.compiler.is_compiling():
+            return
+        before = self._before.pop(id(module), {})
+        for name in _written(before, buffer_versions(module, recurse=False)):
+            self.written.add(f'{type(module).__name__}.{name}')
+
+
+@contextmanager
+def same_random_numbers() -> Iterator[None]:
+    """Draws the same random numbers each time: two forwards then have the same dropout."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+
+
+@contextmanager
+def copied_buffers(model: torch.nn.Module) -> Iterator[None]:
+    """Lets forwards write into copies of the buffers."""
+    originals = []
+    copies: dict[int, torch.Tensor] = {}  # by the identity of the original: modules may share a buffer
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            originals.append((module, name, buffer))
+            copies.setdefault(id(buffer), buffer.clone())
+    for module, name, buffer in originals:
+        setattr(module, name, copies[id(buffer)])
+    try:
+        yield
+    finally:
+        for module, name, buffer in originals:
+            setattr(module, name, buffer)
+
+
+def relative_difference(first: torch.Tensor | None, second: torch.Tensor | None) -> float:
+    """Returns the norm of the difference over the norm of the first."""
+    if first is None or second is None or first.shape != second.shape:
+        return float('nan')
+    # Summed up in float64 without a copy of the logits in it.
+    change = torch.linalg.vector_norm(second.detach() - first.detach(), dtype=torch.float64)
+    size = torch.linalg.vector_norm(first.detach(), dtype=torch.float64)
+    return float(change / size.clamp(min=TINY))
+
+
+def _followed_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Returns the trained parameters by name, none if FSDP1 moves them between two backwards."""
+    if any(type(module).__name__ == 'FullyShardedDataParallel' for module in model.modules()):
+        return {}
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def _checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, Checksum]:
+    """Returns two sums of each tensor, because copies of all gradients would need too much memory."""
+    checksums = {}
+    for name, tensor in tensors.items():
+        values = tensor.detach()
+        if isinstance(values, DTensor):
+            values = values.to_local()
+        if values.is_sparse:
+            values = values.coalesce().values()
+        total = float(values.sum(dtype=torch.float64))
+        size = float(values.abs().sum(dtype=torch.float64))
+        # As text, because NaN is not equal to itself. `+ 0.0` turns -0.0 into 0.0.
+        checksums[name] = ((total + 0.0).hex(), size.hex())
+    return checksums
+
+
+def _differences(before: Mapping[str, Checksum], after: Mapping[str, Checksum]) -> list[str]:
+    return [name for name, checksum in after.items() if checksum != before[name]]
+
+
+def _written(before: Versions, after: Versions) -> list[str]:
+    return [name for name, version in after.items() if before.get(name, version) != version]
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Returns the first three names, and the number of the others."""
+    listed = ', '.join(f'`{name}`' for name in names[:3])
+    return f'{listed} and {len(names) - 3} others' if len(names) > 3 else listed
