@@ -71,16 +71,7 @@ EXACT_IN_FP32 = 1e-5
 BF16_NOISE_FACTOR = 2.0
 
 # Rows and widths whose memory is predicted and measured; the calibration uses other shapes.
-MEMORY_SHAPES = (
-    (1, 1536),
-    (2, 900),
-    (2, 1700),
-    (3, 1100),
-    (4, 1300),
-    (5, 700),
-    (6, 1000),
-    (8, 800),
-)
+MEMORY_SHAPES = ((1, 1536), (2, 900), (2, 1700), (3, 1100), (4, 1300), (5, 700), (6, 1000), (8, 800))
 MEMORY_LIMIT = 0.08
 
 OUT_OF_MEMORY_ROWS = 32
@@ -351,14 +342,7 @@ def measure_method(method: str, model: Any, batches: list[Row], scale: Scale) ->
     layout = BatchLayout.for_model(model)
     width = max(batch['input_ids'].shape[1] for batch in batches)
     scale.device.reset_peak()
-    clock = timed(
-        method,
-        model,
-        batches,
-        scale.microbatch,
-        device=scale.device,
-        slot_tokens=width,
-    )
+    clock = timed(method, model, batches, scale.microbatch, device=scale.device, slot_tokens=width)
     real_tokens = [sum(describe(layout, batch).lengths) for batch in batches]
     speeds = [tokens / seconds for tokens, seconds in zip(real_tokens, clock.whole, strict=True)]
     return {
@@ -425,14 +409,14 @@ def measure_memory(checkpointing: bool, scale: Scale) -> dict[str, Any]:
         build,
         config,
         samples,
-        width=1800 if device.is_gpu else 90,
+        width=1800 if device.is_gpu else 180,
         precision='amp_bf16',
         make_optimizer=partial(torch.optim.SGD, lr=0.0),
     )
     model = build_llava(config, device, checkpointing=checkpointing) if device.is_gpu else None
     rows = []
     for num_rows, width in MEMORY_SHAPES:
-        batch = shape_batch(config, num_rows, width if device.is_gpu else width // 20)
+        batch = shape_batch(config, num_rows, width if device.is_gpu else width // 10)
         row = {
             'rows': num_rows,
             'width': batch['input_ids'].shape[1],
@@ -440,21 +424,12 @@ def measure_memory(checkpointing: bool, scale: Scale) -> dict[str, Any]:
         }
         if model is not None:
             device.reset_peak()
-            fit(
-                model,
-                data_of('stock', [batch, batch], layout),
-                num_rows,
-                num_steps=2,
-                device=device,
-            )
+            data = data_of('stock', [batch, batch], layout)
+            fit(model, data, num_rows, num_steps=2, device=device)
             row['measured_gib'] = device.peak_bytes() / GIB
             row['error'] = row['predicted_gib'] / row['measured_gib'] - 1
         rows.append(row)
-    result = {
-        'checkpointing': checkpointing,
-        'residual': memory.residual,
-        'shapes': rows,
-    }
+    result = {'checkpointing': checkpointing, 'residual': memory.residual, 'shapes': rows}
     if model is not None:
         # A prediction below the truth would end a run, so it fails.
         result['holds'] = all(0 <= row['error'] <= MEMORY_LIMIT for row in rows)

@@ -6,7 +6,7 @@
     python -m benchmarks.lengths [--images 5000] [--distinct 1000]
 
 Each conversation has one JPEG with sides of 200 to 1,600 pixels. First the images have 144 sizes. Then (`every size
-another`) each has a size of its own, so that the processor is asked about each of them. The processors of four families
+another`) each has a size of its own, so that the processor is asked about each of them. The processors of two families
 are made as their checkpoints have them, with a small tokenizer. One process, one thread of torch. Gives the clock and
 processor time, and for headers the median of three rounds. Writes results/lengths.json.
 """
@@ -80,22 +80,6 @@ def llava() -> Any:
     return transformers.LlavaProcessor(images, tokenizer(), chat_template=TEMPLATE % '<image>', **CLIP)
 
 
-def llava_next() -> Any:
-    """llava-hf/llava-v1.6-mistral-7b-hf."""
-    images = transformers.LlavaNextImageProcessor(
-        size={'shortest_edge': 336},
-        crop_size={'height': 336, 'width': 336},
-        image_grid_pinpoints=[
-            [336, 672],
-            [672, 336],
-            [672, 672],
-            [1008, 336],
-            [336, 1008],
-        ],
-    )
-    return transformers.LlavaNextProcessor(images, tokenizer(), chat_template=TEMPLATE % '<image>', **CLIP)
-
-
 def qwen2_5_vl() -> Any:
     """Qwen/Qwen2.5-VL-7B-Instruct, with a usual limit of 1,280 tokens an image."""
     return transformers.Qwen2_5_VLProcessor(
@@ -106,31 +90,9 @@ def qwen2_5_vl() -> Any:
     )
 
 
-def idefics3() -> Any:
-    """HuggingFaceM4/Idefics3-8B-Llama3."""
-    tiles = [f'<row_{row}_col_{column}>' for row in range(1, 7) for column in range(1, 7)]
-    images = transformers.Idefics3ImageProcessor(
-        size={'longest_edge': 4 * 364},
-        max_image_size={'longest_edge': 364},
-    )
-    return transformers.Idefics3Processor(
-        image_processor=images,
-        tokenizer=tokenizer(
-            '<fake_token_around_image>',
-            '<global-img>',
-            '<end_of_utterance>',
-            *tiles,
-        ),
-        image_seq_len=169,
-        chat_template=TEMPLATE % '<image>',
-    )
-
-
 FAMILIES: dict[str, Callable[[], Any]] = {
     'LLaVA-1.5': llava,
-    'LLaVA-NeXT': llava_next,
     'Qwen2.5-VL': qwen2_5_vl,
-    'Idefics3': idefics3,
 }
 
 

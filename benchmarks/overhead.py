@@ -69,13 +69,9 @@ class StepTimes(Callback):
     def median(self, kind: str) -> float:
         return statistics.median(step[kind] for step in self.steps[UNMEASURED_STEPS:])
 
-    def median_share(self, kind: str, without: str | None = None) -> float:
-        """Returns the share of a step, optionally without the time of another kind."""
-        shares = []
-        for step in self.steps[UNMEASURED_STEPS:]:
-            seconds = step[kind] - (step[without] if without else 0.0)
-            shares.append(seconds / step['step'])
-        return statistics.median(shares)
+    def median_share(self, kind: str) -> float:
+        """Returns the share of a step."""
+        return statistics.median(step[kind] / step['step'] for step in self.steps[UNMEASURED_STEPS:])
 
 
 def measure_demo(steps: int, overrides: list[str]) -> StepTimes:
@@ -110,7 +106,6 @@ def main() -> None:
         return
     shares = {
         'with_all_reduce': times.median_share('algorithm'),
-        'without_all_reduce': times.median_share('algorithm', without='all_reduce'),
         'ledger_by_source': times.median_share('ledger'),
     }
     seconds = {kind: times.median(kind) for kind in ('step', 'algorithm', 'all_reduce')}

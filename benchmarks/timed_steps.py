@@ -198,14 +198,8 @@ def timed(
 
     TokenAccumulation is on for all methods, so that only the cut differs.
 
-    Args:
-        method: One of the :data:`METHODS`.
-        model: A model of Transformers.
-        batches: Device batches, one for each step.
-        microbatch: The number of rows that a microbatch may hold at the width of the device batch.
-        cost: The prices of the planner.
-        device: Where to run.
-        slot_tokens: See :func:`.token_data_spec`.
+    ``microbatch`` is the number of rows that a microbatch may hold at the width of the device batch, and ``cost`` are
+    the prices of the planner.
     """
     clock = StepClock(device)
     layout = BatchLayout.for_model(model)

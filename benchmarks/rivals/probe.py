@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from benchmarks.adapters import Gradients, gradients_of
 from benchmarks.rivals.data import Samples
 
-Gradients = dict[str, torch.Tensor]
 UNKNOWN = -1
 
 
@@ -109,11 +109,6 @@ class Watcher:
             trace.ids.append(ids)
             trace.tokens.append(num_tokens)
             trace.positions.append(num_positions)
-
-
-def gradients_of(model: Any) -> Gradients:
-    parameters = model.named_parameters()
-    return {name: parameter.grad.clone() for name, parameter in parameters if parameter.grad is not None}
 
 
 def split_rows(inputs: dict[str, Any]) -> list[tuple[np.ndarray, np.ndarray]]:

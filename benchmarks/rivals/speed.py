@@ -25,9 +25,10 @@ from unittest import mock
 import torch
 from composer.utils import dist, get_device
 
+from benchmarks.adapters import Gradients, gradients_of
 from benchmarks.rivals.contenders import CONTENDERS, Task
 from benchmarks.rivals.data import Samples, Sizes, collate, lengths_of, new_model
-from benchmarks.rivals.probe import UNKNOWN, Gradients, Trace, gradients_of, watched
+from benchmarks.rivals.probe import UNKNOWN, Trace, watched
 from benchmarks.rivals.report import BOUND
 from composer_tokacc.invariance import relative_error
 
