@@ -32,7 +32,14 @@ from benchmarks.adapters import (
     inputs_of,
 )
 from benchmarks.machine import machine, on_ranks, versions
-from benchmarks.record import RESULTS, ROOT, filled, parser_of, table, write_rows
+from benchmarks.record import (
+    RESULTS,
+    ROOT,
+    filled,
+    parser_of,
+    table,
+    write_rows,
+)
 from composer_tokacc import BatchLayout, verify_invariance
 from tests.support.families import FAMILIES, ragged_samples
 from tests.support.text import text_model, text_rows

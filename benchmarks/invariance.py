@@ -108,7 +108,12 @@ def train(
     loader = DataLoader(
         dataset,
         batch_size=GLOBAL_BATCH // dist.get_world_size(),
-        sampler=DistributedSampler(dataset, dist.get_world_size(), dist.get_global_rank(), shuffle=False),
+        sampler=DistributedSampler(
+            dataset,
+            dist.get_world_size(),
+            dist.get_global_rank(),
+            shuffle=False,
+        ),
         collate_fn=VisionLanguageCollator(processor),
         drop_last=True,
     )

@@ -32,7 +32,11 @@ class LengthSet:
     def draw(self, num_samples: int, seed: int) -> LengthSet:
         """Returns samples in random order, without repetition if there are enough of them."""
         rng = np.random.default_rng(seed)
-        chosen = rng.choice(len(self.lengths), num_samples, replace=num_samples > len(self.lengths))
+        chosen = rng.choice(
+            len(self.lengths),
+            num_samples,
+            replace=num_samples > len(self.lengths),
+        )
         return self.take(chosen)
 
     def take(self, indices: np.ndarray) -> LengthSet:
@@ -96,7 +100,11 @@ def _synthetic() -> LengthSet:
         text = np.clip(drawn, 32, 1300).astype(np.int64)
         lengths.append(text + tiles * TOKENS_PER_TILE)
         image_tokens.append(tiles * TOKENS_PER_TILE)
-    return LengthSet('synthetic tables', np.concatenate(lengths), np.concatenate(image_tokens))
+    return LengthSet(
+        'synthetic tables',
+        np.concatenate(lengths),
+        np.concatenate(image_tokens),
+    )
 
 
 def lognormal(

@@ -84,7 +84,12 @@ def qwen2_5_vl() -> Any:
     """Qwen/Qwen2.5-VL-7B-Instruct, with a usual limit of 1,280 tokens an image."""
     return transformers.Qwen2_5_VLProcessor(
         image_processor=transformers.Qwen2VLImageProcessor(min_pixels=56 * 56, max_pixels=28 * 28 * 1280),
-        tokenizer=tokenizer('<|image_pad|>', '<|video_pad|>', '<|vision_start|>', '<|vision_end|>'),
+        tokenizer=tokenizer(
+            '<|image_pad|>',
+            '<|video_pad|>',
+            '<|vision_start|>',
+            '<|vision_end|>',
+        ),
         video_processor=transformers.Qwen2VLVideoProcessor(),
         chat_template=TEMPLATE % '<|vision_start|><|image_pad|><|vision_end|>',
     )

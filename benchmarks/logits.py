@@ -83,7 +83,13 @@ def make_batches(shape: Shape, lengths: np.ndarray, num_steps: int) -> list[Row]
         is_real = positions < ends
         has_label = is_real & (positions >= ends - answers)
         labels = ids.masked_fill(~has_label, -100)
-        batches.append({'input_ids': ids * is_real, 'attention_mask': is_real.long(), 'labels': labels})
+        batches.append(
+            {
+                'input_ids': ids * is_real,
+                'attention_mask': is_real.long(),
+                'labels': labels,
+            }
+        )
     return batches
 
 
@@ -190,7 +196,11 @@ def main() -> None:
     warnings.simplefilter('ignore')
     parser = parser_of(__doc__, lengths=True)
     parser.add_argument('--rounds', type=int, default=5)
-    parser.add_argument('--quick', action='store_true', help='one round of two steps of short rows')
+    parser.add_argument(
+        '--quick',
+        action='store_true',
+        help='one round of two steps of short rows',
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(2)
     tables, source = read_tables(arguments.lengths)
@@ -206,10 +216,20 @@ def main() -> None:
         for method in methods:
             speeds = [speed for speed, _ in results[method]]
             saved_mib = max(saved for _, saved in results[method])
-            row = {'model': name, 'method': method, 'tokens_per_second': statistics.median(speeds)}
+            row = {
+                'model': name,
+                'method': method,
+                'tokens_per_second': statistics.median(speeds),
+            }
             rows.append({**row, 'saved_mib': saved_mib, 'rounds': speeds})
-    show(source, [{key: value for key, value in row.items() if key != 'rounds'} for row in rows])
-    write(arguments.results / 'logits.json', {'source': source, 'machine': machine(), 'results': rows})
+    show(
+        source,
+        [{key: value for key, value in row.items() if key != 'rounds'} for row in rows],
+    )
+    write(
+        arguments.results / 'logits.json',
+        {'source': source, 'machine': machine(), 'results': rows},
+    )
 
 
 if __name__ == '__main__':

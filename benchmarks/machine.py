@@ -72,7 +72,15 @@ def on_ranks(ranks: int, module: str, *arguments: str) -> Any:
     """Runs a module under the composer launcher and returns the JSON that it wrote into its first argument."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / 'results.json'
-        command = [COMPOSER, '-n', str(ranks), '-m', module, str(path), *arguments]
+        command = [
+            COMPOSER,
+            '-n',
+            str(ranks),
+            '-m',
+            module,
+            str(path),
+            *arguments,
+        ]
         subprocess.run(command, check=True, cwd=ROOT, env=environment())
         return json.loads(path.read_text())
 

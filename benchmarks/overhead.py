@@ -91,7 +91,11 @@ def measure_demo(steps: int, overrides: list[str]) -> StepTimes:
     RankSum.read = times.timed(RankSum.read, 'all_reduce')
     # The rest of the ledger is the reduction that the monitor does anyway.
     for name in ('note', '_sums', '_table'):
-        setattr(SourceLedger, name, times.timed(getattr(SourceLedger, name), 'ledger'))
+        setattr(
+            SourceLedger,
+            name,
+            times.timed(getattr(SourceLedger, name), 'ledger'),
+        )
     trainer.fit()
     return times
 

@@ -70,7 +70,10 @@ def table_of(rows: dict[str, list[str]]) -> str:
     """Returns the table of the page, exact trainers first."""
     return table(
         COLUMNS,
-        sorted(rows.values(), key=lambda row: (row[-1] != 'exact', row[0].strip('*'))),
+        sorted(
+            rows.values(),
+            key=lambda row: (row[-1] != 'exact', row[0].strip('*')),
+        ),
     )
 
 

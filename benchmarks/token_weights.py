@@ -35,7 +35,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.adapters import ADAPTERS, Batch
 from benchmarks.length_sets import read_tables
 from benchmarks.machine import machine, on_ranks
-from benchmarks.record import RESULTS, ROOT, filled, parser_of, table, write_rows
+from benchmarks.record import (
+    RESULTS,
+    ROOT,
+    filled,
+    parser_of,
+    table,
+    write_rows,
+)
 from benchmarks.timed_steps import Batches
 from composer_tokacc import (
     BatchLayout,
@@ -47,7 +54,10 @@ from composer_tokacc import (
 RESULTS_FILE = RESULTS / 'token_weights.json'
 PICTURE = ROOT / 'docs' / 'figures' / 'token_weights.svg'
 PAGE = ROOT / 'docs' / 'token_weights.md'
-SUBJECTS = {'eight rows': 'eight ragged rows', 'mixture': 'AI2D, ChartQA, DocVQA'}
+SUBJECTS = {
+    'eight rows': 'eight ragged rows',
+    'mixture': 'AI2D, ChartQA, DocVQA',
+}
 MICROBATCH = {'eight rows': 3, 'mixture': 4}
 CASES = (('eight rows', 1), ('mixture', 1), ('mixture', 2))
 EIGHT_LENGTHS = (5, 9, 14, 30, 7, 22, 11, 3)
@@ -56,10 +66,16 @@ SEED = 0
 VOCABULARY = 64
 # Title and package of each trainer, exact ones first.
 HOSTS = {
-    'ours': ('**Composer with TokenAccumulation, `token_data_spec`**', 'mosaicml'),
+    'ours': (
+        '**Composer with TokenAccumulation, `token_data_spec`**',
+        'mosaicml',
+    ),
     'hf': ('Hugging Face Trainer', 'transformers'),
     'composer': ('stock Composer', 'mosaicml'),
-    'composer_flag': ('Composer, `accumulate_train_batch_on_tokens`', 'mosaicml'),
+    'composer_flag': (
+        'Composer, `accumulate_train_batch_on_tokens`',
+        'mosaicml',
+    ),
 }
 Row = dict[str, Any]
 
@@ -190,7 +206,11 @@ def merged(earlier: list[Row], measured: list[Row]) -> list[Row]:
     order = list(HOSTS)
     return sorted(
         rows.values(),
-        key=lambda row: (row['subject'], row['ranks'], order.index(row['host'])),
+        key=lambda row: (
+            row['subject'],
+            row['ranks'],
+            order.index(row['host']),
+        ),
     )
 
 

@@ -17,7 +17,13 @@ from benchmarks.record import filled
 from benchmarks.rivals import __main__ as program
 from benchmarks.rivals import report, speed
 from benchmarks.rivals.contenders import CONTENDERS
-from benchmarks.rivals.data import Samples, Sizes, collate, lengths_of, new_model
+from benchmarks.rivals.data import (
+    Samples,
+    Sizes,
+    collate,
+    lengths_of,
+    new_model,
+)
 from benchmarks.rivals.probe import watched
 from composer_tokacc.invariance import relative_error
 from composer_tokacc.planning import pack_lengths
@@ -76,7 +82,10 @@ def test_contender_over_the_cap_is_named():
 
 def test_rounds_of_two_runs_are_not_paired():
     cells = []
-    for name, speeds in (('ours', [10.0, 30.0, 40.0]), ('odb', [30.0, 10.0, 20.0])):
+    for name, speeds in (
+        ('ours', [10.0, 30.0, 40.0]),
+        ('odb', [30.0, 10.0, 20.0]),
+    ):
         cells.append(
             {
                 'rival': name,
@@ -107,12 +116,20 @@ def test_packed_rows_are_as_many_as_the_page_says():
 
 def test_hung_contender_keeps_its_earlier_cell(tmp_path):
     path = tmp_path / 'results.json'
-    cell = {'model': 'llama', 'set': 'digits', 'ranks': 1, 'rival': 'odb'}
+    cell = {
+        'model': 'llama',
+        'set': 'digits',
+        'ranks': 1,
+        'rival': 'odb',
+    }
     other = {**cell, 'rival': 'hf', 'rounds': [2]}
     program.keep(path, [{**cell, 'rounds': [1]}])
     program.keep(path, [cell, other])
     cells = json.loads(path.read_text())['cells']
-    assert [(row['rival'], row['rounds']) for row in cells] == [('odb', [1]), ('hf', [2])]
+    assert [(row['rival'], row['rounds']) for row in cells] == [
+        ('odb', [1]),
+        ('hf', [2]),
+    ]
     program.keep(path, [{**cell, 'rounds': [3]}])
     assert json.loads(path.read_text())['cells'][0]['rounds'] == [3]
 
@@ -136,9 +153,19 @@ def test_hooks_see_what_reached_the_model():
             optimizer.step()
     lengths = samples.lengths
     assert trace.ids == [[3, 1, 4], [0, 2, 5]]
-    assert trace.tokens == [sum(lengths[[3, 1, 4]]), sum(lengths[[0, 2, 5]])]
-    assert trace.positions == [2 * max(lengths[[3, 1]]) + lengths[4], 3 * max(lengths[[0, 2, 5]])]
-    assert trace.largest == max(2 * max(lengths[[3, 1]]), lengths[4], 3 * max(lengths[[0, 2, 5]]))
+    assert trace.tokens == [
+        sum(lengths[[3, 1, 4]]),
+        sum(lengths[[0, 2, 5]]),
+    ]
+    assert trace.positions == [
+        2 * max(lengths[[3, 1]]) + lengths[4],
+        3 * max(lengths[[0, 2, 5]]),
+    ]
+    assert trace.largest == max(
+        2 * max(lengths[[3, 1]]),
+        lengths[4],
+        3 * max(lengths[[0, 2, 5]]),
+    )
     assert len(trace.ends) == 2
     assert set(trace.gradient) == {name for name, _ in model.named_parameters()}
 
@@ -220,7 +247,12 @@ def test_our_epochs_keep_global_batches_and_cap(name):
         ('accelerate_planned', 'accelerate', True),
         pytest.param('hf', 'accelerate', True, marks=pytest.mark.slow),
         pytest.param('hf_group', 'accelerate', False, marks=pytest.mark.slow),
-        pytest.param('hf_rebalance', 'accelerate', False, marks=pytest.mark.slow),
+        pytest.param(
+            'hf_rebalance',
+            'accelerate',
+            False,
+            marks=pytest.mark.slow,
+        ),
         pytest.param('hf_planned', 'accelerate', True, marks=pytest.mark.slow),
     ],
 )

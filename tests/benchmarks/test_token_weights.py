@@ -22,7 +22,10 @@ def test_lengths_without_tables_are_named_synthetic(monkeypatch):
     assert source.startswith('SYNTHETIC')
     assert len(lengths) == token_weights.SAMPLES
     for row, length, num_image_tokens in zip(
-        token_weights.rows_of(lengths, image_tokens), lengths, image_tokens, strict=True
+        token_weights.rows_of(lengths, image_tokens),
+        lengths,
+        image_tokens,
+        strict=True,
     ):
         assert row['input_ids'].shape == (1, length)
         assert int((row['labels'] == -100).sum()) == num_image_tokens

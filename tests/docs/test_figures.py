@@ -88,16 +88,6 @@ def test_balance_of_the_ranks(ranks, samples):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(('samples', 'ranks'), [(1024, 64), (256, 8)])
-def test_milliseconds_of_a_plan(samples, ranks):
-    latency = results('planning')['latency']
-    found = [case['median_ms'] for case in latency if (case['samples'], case['ranks']) == (samples, ranks)]
-    text = ' '.join((ROOT / 'docs' / 'benchmarks.md').read_text().split())
-    assert re.search(
-        rf'{samples:,}( samples)? on {ranks} ranks (is planned )?in {min(found):.1f} to {max(found):.1f} ms', text
-    )
-
-
 @pytest.mark.parametrize('family', ['LLaVA-1.5', 'Qwen2.5-VL'])
 def test_lengths_from_headers(family):
     found = results('lengths')
