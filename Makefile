@@ -128,7 +128,7 @@ bench-rivals: $(STAMP_RIVALS)
 	$(VENV_RIVALS)/bin/python -m benchmarks.rivals $(RIVALS)
 
 test-rivals: $(STAMP_RIVALS)
-	$(VENV_RIVALS)/bin/python -m pytest tests/benchmarks/test_rivals.py tests/benchmarks/test_prove.py
+	$(VENV_RIVALS)/bin/python -m pytest tests/benchmarks/test_rivals.py tests/benchmarks/test_prove.py tests/benchmarks/test_logits.py
 
 # By name, as a comma would end an argument of $(call).
 EVERYTHING := '.[demo,bench,datasets,lora,media,dev]'
