@@ -221,12 +221,14 @@ def table_of(rows: list[Row]) -> str:
     columns = [f'{subject}, {ranks} rank{"s" * (ranks > 1)}' for subject, ranks in CASES]
     lines = []
     for host, (title, package) in HOSTS.items():
-        spans = [span_text(cells[host, subject, ranks]) for subject, ranks in CASES]
-        lines.append([f'{title} ({package} {versions[host]})', *spans])
+        spans = [span_text(cells.get((host, subject, ranks))) for subject, ranks in CASES]
+        lines.append([f'{title} ({package} {versions.get(host)})', *spans])
     return table(['trainer', *columns], lines)
 
 
-def span_text(row: Row) -> str:
+def span_text(row: Row | None) -> str:
+    if row is None:
+        return 'not measured'
     if row['spread'] < 1 + 1e-5:
         return 'all the same'
     return f'{row["smallest"]:.2f} to {row["largest"]:.2f}'
