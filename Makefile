@@ -21,7 +21,7 @@ STAMP_OLDEST := $(VENV_OLDEST)/.installed
 VENV_FOUNDRY ?= .venv-llmfoundry
 STAMP_FOUNDRY := $(VENV_FOUNDRY)/.installed
 
-# The packages that the benchmark runs against (TRL, Lightning, accelerate, ODB), beside our own.
+# The other trainers of benchmarks/rivals and examples/prove (TRL, Lightning, accelerate, ODB, DeepSpeed).
 VENV_RIVALS ?= .venv-rivals
 STAMP_RIVALS := $(VENV_RIVALS)/.installed
 
@@ -122,13 +122,13 @@ dist: | $(UV)
 	.ci/smoke "$(CURDIR)/$(VENV_DIST)"
 	@ls -l dist
 
-# Hours on two cores; RIVALS="speed --sets 'lognormal 0.9' --ranks 1" for a part. COMPOSER_TOKACC_LENGTHS: folder of real tables.
+# Hours on two cores; RIVALS="--sets 'lognormal 0.9' --ranks 1" for a part. COMPOSER_TOKACC_LENGTHS: folder of real tables.
 RIVALS ?=
 bench-rivals: $(STAMP_RIVALS)
 	$(VENV_RIVALS)/bin/python -m benchmarks.rivals $(RIVALS)
 
 test-rivals: $(STAMP_RIVALS)
-	$(VENV_RIVALS)/bin/python -m pytest tests/benchmarks/test_rivals.py tests/benchmarks/test_prove.py
+	$(VENV_RIVALS)/bin/python -m pytest tests/benchmarks/test_rivals.py tests/benchmarks/test_prove.py tests/benchmarks/test_logits.py
 
 # By name, as a comma would end an argument of $(call).
 EVERYTHING := '.[demo,bench,datasets,lora,media,dev]'

@@ -1,14 +1,14 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What a length table costs from image headers, and from samples that are all read; and whether both are the same.
+"""The time of a length table from image headers, and from samples that are all read, and whether both are equal.
 
     python -m benchmarks.lengths [--images 5000] [--distinct 1000]
 
-One JPEG a conversation, sides of 200 to 1,600 pixels, first of 144 sizes, then (`every size another`) each of a size of
-its own, which the processor has to be asked about one by one. Processors of four families as their checkpoints have
-them, around a small tokenizer. One process, one thread of torch; prints the clock and processor time, which other work
-on the machine disturbs less, and of the headers the median of three rounds; writes results/lengths.json.
+Each conversation has one JPEG with sides of 200 to 1,600 pixels. First the images have 144 sizes. Then (`every size
+another`) each has a size of its own, so that the processor is asked about each of them. The processors of two families
+are made as their checkpoints have them, with a small tokenizer. One process, one thread of torch. Gives the clock and
+processor time, and for headers the median of three rounds. Writes results/lengths.json.
 """
 
 from __future__ import annotations
@@ -34,18 +34,41 @@ from composer_tokacc.data.processor import train_tokenizer
 
 ROUNDS = 3
 SIDES = (200, 256, 336, 375, 480, 512, 640, 768, 800, 1024, 1280, 1600)
-QUESTIONS = ('What is shown here?', 'Describe the picture in detail.', 'How many objects are there, and which?')
-WORDS = ('a', 'the', 'red', 'small', 'house', 'stands', 'lies', 'beside', 'above', 'table', 'street', 'dog', 'car')
+QUESTIONS = (
+    'What is shown here?',
+    'Describe the picture in detail.',
+    'How many objects are there, and which?',
+)
+WORDS = (
+    'a',
+    'the',
+    'red',
+    'small',
+    'house',
+    'stands',
+    'lies',
+    'beside',
+    'above',
+    'table',
+    'street',
+    'dog',
+    'car',
+)
 TEMPLATE = (
     "{%% for message in messages %%}{{ '<|' + message['role'] + '|>' }}{%% for part in message['content'] %%}"
     "{%% if part['type'] == 'image' %%}%s{%% else %%}{{ part['text'] }}{%% endif %%}{%% endfor %%}"
     "{%% if message['role'] == 'assistant' %%}{{ '<|end|>' }}{%% endif %%}{%% endfor %%}"
 )
-CLIP = {'patch_size': 14, 'num_additional_image_tokens': 1, 'vision_feature_select_strategy': 'default'}
+CLIP = {
+    'patch_size': 14,
+    'num_additional_image_tokens': 1,
+    'vision_feature_select_strategy': 'default',
+}
+Seconds = dict[str, float]
 
 
 def tokenizer(*special: str) -> Any:
-    """A byte-level one with the special tokens of a family."""
+    """Returns a byte-level tokenizer with the special tokens of a family."""
     trained = train_tokenizer([*QUESTIONS, ' '.join(WORDS)] * 8, model_max_length=8192)
     trained.add_special_tokens({'additional_special_tokens': list(special)})
     return trained
@@ -57,89 +80,92 @@ def llava() -> Any:
     return transformers.LlavaProcessor(images, tokenizer(), chat_template=TEMPLATE % '<image>', **CLIP)
 
 
-def llava_next() -> Any:
-    """llava-hf/llava-v1.6-mistral-7b-hf."""
-    images = transformers.LlavaNextImageProcessor(
-        size={'shortest_edge': 336}, crop_size={'height': 336, 'width': 336},
-        image_grid_pinpoints=[[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]],
-    )  # fmt: skip
-    return transformers.LlavaNextProcessor(images, tokenizer(), chat_template=TEMPLATE % '<image>', **CLIP)
-
-
 def qwen2_5_vl() -> Any:
     """Qwen/Qwen2.5-VL-7B-Instruct, with a usual limit of 1,280 tokens an image."""
     return transformers.Qwen2_5_VLProcessor(
         image_processor=transformers.Qwen2VLImageProcessor(min_pixels=56 * 56, max_pixels=28 * 28 * 1280),
-        tokenizer=tokenizer('<|image_pad|>', '<|video_pad|>', '<|vision_start|>', '<|vision_end|>'),
+        tokenizer=tokenizer(
+            '<|image_pad|>',
+            '<|video_pad|>',
+            '<|vision_start|>',
+            '<|vision_end|>',
+        ),
         video_processor=transformers.Qwen2VLVideoProcessor(),
         chat_template=TEMPLATE % '<|vision_start|><|image_pad|><|vision_end|>',
     )
 
 
-def idefics3() -> Any:
-    """HuggingFaceM4/Idefics3-8B-Llama3."""
-    tiles = [f'<row_{row}_col_{column}>' for row in range(1, 7) for column in range(1, 7)]
-    return transformers.Idefics3Processor(
-        image_processor=transformers.Idefics3ImageProcessor(
-            size={'longest_edge': 4 * 364}, max_image_size={'longest_edge': 364}
-        ),
-        tokenizer=tokenizer('<fake_token_around_image>', '<global-img>', '<end_of_utterance>', *tiles),
-        image_seq_len=169,
-        chat_template=TEMPLATE % '<image>',
-    )
-
-
 FAMILIES: dict[str, Callable[[], Any]] = {
     'LLaVA-1.5': llava,
-    'LLaVA-NeXT': llava_next,
     'Qwen2.5-VL': qwen2_5_vl,
-    'Idefics3': idefics3,
 }
 
 
 def write_data(folder: Path, num_images: int, *, sides: tuple[int, ...] | None) -> Path:
-    """A LLaVA JSON with images of smooth noise, of the given sides, or each of a size of its own."""
+    """Writes a LLaVA JSON with images of smooth noise, with the given sides or each with a size of its own."""
     folder.mkdir()
     rng = np.random.default_rng(0)
-    records, taken = [], set()
+    records = []
+    used_sizes: set[tuple[int, int]] = set()
     for number in range(num_images):
-        size = tuple(rng.choice(sides, 2).tolist() if sides else rng.integers(200, 1601, 2).tolist())
-        while sides is None and size in taken:
-            size = tuple(rng.integers(200, 1601, 2).tolist())
-        taken.add(size)
-        noise = rng.integers(0, 256, (size[1] // 20, size[0] // 20, 3), dtype=np.uint8)
-        Image.fromarray(noise).resize(size, Image.Resampling.BICUBIC).save(folder / f'{number}.jpg', quality=85)
-        answer = ' '.join(rng.choice(WORDS, int(np.clip(rng.lognormal(3.5, 0.8), 2, 400))))
-        turns = [f'<image>\n{rng.choice(QUESTIONS)}', answer]
-        names = ('human', 'gpt')
-        conversation = [{'from': name, 'value': turn} for name, turn in zip(names, turns, strict=True)]
-        records.append({'id': str(number), 'image': f'{number}.jpg', 'conversations': conversation})
+        width, height = draw_size(rng, sides)
+        while sides is None and (width, height) in used_sizes:
+            width, height = draw_size(rng, sides)
+        used_sizes.add((width, height))
+        noise = rng.integers(0, 256, (height // 20, width // 20, 3), dtype=np.uint8)
+        image = Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC)
+        image.save(folder / f'{number}.jpg', quality=85)
+        num_words = int(np.clip(rng.lognormal(3.5, 0.8), 2, 400))
+        answer = ' '.join(rng.choice(WORDS, num_words))
+        conversation = [
+            {'from': 'human', 'value': f'<image>\n{rng.choice(QUESTIONS)}'},
+            {'from': 'gpt', 'value': answer},
+        ]
+        records.append(
+            {
+                'id': str(number),
+                'image': f'{number}.jpg',
+                'conversations': conversation,
+            }
+        )
     (folder / 'data.json').write_text(json.dumps(records))
     return folder / 'data.json'
 
 
-def timed(dataset: LlavaDataset, processor: Any) -> tuple[lengths.LengthTable, dict[str, float]]:
-    started, processor_started = time.perf_counter(), time.process_time()
+def draw_size(rng: np.random.Generator, sides: tuple[int, ...] | None) -> tuple[int, int]:
+    width, height = rng.choice(sides, 2).tolist() if sides else rng.integers(200, 1601, 2).tolist()
+    return width, height
+
+
+def timed(dataset: LlavaDataset, processor: Any) -> tuple[lengths.LengthTable, Seconds]:
+    start = time.perf_counter()
+    processor_start = time.process_time()
     table = lengths.build_length_table(dataset, processor, num_workers=0)
-    seconds = {'clock': time.perf_counter() - started, 'processor': time.process_time() - processor_started}
-    return table, {name: round(value, 2) for name, value in seconds.items()}
+    return table, {
+        'clock': round(time.perf_counter() - start, 2),
+        'processor': round(time.process_time() - processor_start, 2),
+    }
 
 
 def compare(path: Path, processor: Any) -> dict[str, Any]:
     dataset = LlavaDataset(path, processor)
-    _ = dataset[0]  # warms up
-    # The short one suffers more from what else the machine does.
+    # Warms up.
+    _ = dataset[0]
+    # Other work on the machine disturbs a short time more, so it is measured several times.
     rounds = [timed(dataset, processor) for _ in range(ROUNDS)]
-    quick = rounds[0][0]
-    quick_seconds = {name: statistics.median(seconds[name] for _, seconds in rounds) for name in rounds[0][1]}
+    from_headers, _ = rounds[0]
+    header_seconds = {key: statistics.median(seconds[key] for _, seconds in rounds) for key in ('clock', 'processor')}
     with mock.patch.object(lengths, 'FEWEST_FOR_HEADERS', len(dataset)):
-        full, full_seconds = timed(dataset, processor)
+        from_samples, reading_seconds = timed(dataset, processor)
+    equal = {}
+    for column in lengths.TABLE_COLUMNS:
+        equal[column] = bool((getattr(from_headers, column) == getattr(from_samples, column)).all())
     return {
-        'headers_seconds': quick_seconds,
-        'reading_seconds': full_seconds,
-        'times_faster': {name: round(full_seconds[name] / quick_seconds[name], 1) for name in quick_seconds},
-        'equal': {name: bool((getattr(quick, name) == getattr(full, name)).all()) for name in lengths.TABLE_COLUMNS},
-        'mean_length': round(float(full.lengths.mean()), 1),
+        'headers_seconds': header_seconds,
+        'reading_seconds': reading_seconds,
+        'times_faster': {key: round(reading_seconds[key] / header_seconds[key], 1) for key in header_seconds},
+        'equal': equal,
+        'mean_length': round(float(from_samples.lengths.mean()), 1),
     }
 
 
@@ -148,25 +174,24 @@ def main() -> None:
     parser.add_argument('--images', type=int, default=5000)
     parser.add_argument('--distinct', type=int, default=1000)
     parser.add_argument('--families', nargs='+', choices=FAMILIES, default=list(FAMILIES))
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
     results: dict[str, Any] = {'machine': machine()}
-    sets = {f'{len(SIDES) ** 2} sizes': (given.images, SIDES), 'every size another': (given.distinct, None)}
+    sets = {
+        f'{len(SIDES) ** 2} sizes': (arguments.images, SIDES),
+        'every size another': (arguments.distinct, None),
+    }
     with tempfile.TemporaryDirectory() as folder:
         for name, (num_images, sides) in sets.items():
             path = write_data(Path(folder) / name.replace(' ', '_'), num_images, sides=sides)
             results[name] = {'images': num_images}
-            for family in given.families:
-                found = results[name][family] = compare(path, FAMILIES[family]())
-                quick, full = found['headers_seconds'], found['reading_seconds']
+            for family in arguments.families:
+                results[name][family] = compare(path, FAMILIES[family]())
                 print(
-                    f'{num_images} images, {name}, {family}: {quick["clock"]:.1f} s for {full["clock"]:.1f} s, '
-                    f'processor {quick["processor"]:.1f} s for {full["processor"]:.1f} s, '
-                    f'{found["times_faster"]["processor"]:.1f} times faster, '
-                    f'{"equal" if all(found["equal"].values()) else "NOT EQUAL"}',
+                    f'{num_images} images, {name}, {family}: {results[name][family]}',
                     flush=True,
                 )
-    write(given.results / 'lengths.json', results)
+    write(arguments.results / 'lengths.json', results)
 
 
 if __name__ == '__main__':

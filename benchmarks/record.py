@@ -1,9 +1,9 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Arguments of benchmarks, their results files, and tables in Markdown, of the screen and of pages.
+"""Arguments of the benchmarks, their results files, and tables in Markdown.
 
-Tables of a page stand between `<!-- made: NAME -->` and `<!-- end -->`.
+A table of a page stands between `<!-- made: NAME -->` and `<!-- end -->`, and the benchmark writes it there.
 """
 
 from __future__ import annotations
@@ -17,56 +17,79 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / 'benchmarks' / 'results'
-_MADE = re.compile(r'(<!-- made: (\w+) -->\n).*?(<!-- end -->)', re.DOTALL)
+MADE_PART = re.compile(r'(<!-- made: (\w+) -->\n).*?(<!-- end -->)', re.DOTALL)
 
 
 def parser_of(doc: str | None, *, results: Path | None = RESULTS, lengths: bool = False) -> argparse.ArgumentParser:
-    """A parser whose help is the module's docstring.
+    """Returns a parser whose help is the docstring of the benchmark.
 
     Args:
         doc: The docstring.
-        results: Default of ``--results``; None: the benchmark takes none.
-        lengths: Whether it takes ``--lengths``.
+        results: The default of ``--results``. None: the benchmark does not have this argument.
+        lengths: Whether the benchmark has ``--lengths``.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if results is not None:
         parser.add_argument('--results', type=Path, default=results)
     if lengths:
-        parser.add_argument('--lengths', type=Path, help='folder of tables, by default COMPOSER_TOKACC_LENGTHS')
+        parser.add_argument(
+            '--lengths',
+            type=Path,
+            help='folder of tables, by default COMPOSER_TOKACC_LENGTHS',
+        )
     return parser
 
 
-def write(path: Path, found: Any) -> None:
-    write_at_once(path, json.dumps(found, indent=1) + '\n')
+def write(path: Path, results: Any) -> None:
+    """Writes results as JSON."""
+    write_at_once(path, json.dumps(results, indent=1) + '\n')
+
+
+def write_rows(path: Path, results: dict[str, list[Any]]) -> None:
+    """Writes JSON with a line for each row, so that changes can be read."""
+    parts = []
+    for key, rows in results.items():
+        lines = ',\n'.join(f'  {json.dumps(row)}' for row in rows)
+        parts.append(f' {json.dumps(key)}: [\n{lines}\n ]')
+    write_at_once(path, '{\n' + ',\n'.join(parts) + '\n}\n')
 
 
 def write_at_once(path: Path, text: str) -> None:
-    """Writes a file, beside it first: a benchmark may be killed while it writes."""
+    """Writes a file under another name and renames it, because a benchmark may be killed while it writes."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    begun = path.with_suffix('.part')
-    begun.write_text(text)
-    begun.replace(path)
+    partial = path.with_suffix('.part')
+    partial.write_text(text)
+    partial.replace(path)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Returns a table in Markdown."""
     lines = [columns, ['---'] * len(columns), *rows]
     return '\n'.join(f'| {" | ".join(map(str, line))} |' for line in lines) + '\n'
 
 
 def show(title: str, rows: Sequence[dict[str, object]]) -> None:
+    """Prints a table of dicts with the same keys."""
     print(f'\n{title}')
-    print(table(list(rows[0]), [[_cell(value) for value in row.values()] for row in rows]))
+    cells = [[_cell(value) for value in row.values()] for row in rows]
+    print(table(list(rows[0]), cells))
 
 
 def filled(page: str, parts: dict[str, Callable[[], str]]) -> str:
-    """The page with each part made again that these name."""
+    """Returns the page with the parts of these names written again."""
 
-    def made(match: re.Match[str]) -> str:
+    def replacement(match: re.Match[str]) -> str:
         begin, name, end = match.groups()
-        return f'{begin}\n{parts[name]().strip()}\n\n{end}' if name in parts else match[0]
+        if name not in parts:
+            return match[0]
+        return f'{begin}\n{parts[name]().strip()}\n\n{end}'
 
-    return _MADE.sub(made, page)
+    return MADE_PART.sub(replacement, page)
 
 
 def _cell(value: object) -> str:
-    return f'{value:.6g}' if isinstance(value, float) else '' if value is None else str(value)
+    if value is None:
+        return ''
+    if isinstance(value, float):
+        return f'{value:.6g}'
+    return str(value)

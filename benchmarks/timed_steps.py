@@ -1,12 +1,13 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Steps of the real Trainer with the rivals' ways to cut a batch, timed; the bound of them all, and fitted prices."""
+"""Timed steps of the real Trainer with several ways to cut a batch, the bound of all ways, and fitted prices."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,18 +35,20 @@ Row = dict[str, Any]
 
 
 class Batches(IterableDataset):
+    """Batches that were made before."""
+
     def __init__(self, batches: Sequence[Row]) -> None:
         self.batches = batches
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Row]:
         return iter(self.batches)
 
 
 class StepClock(Callback):
-    """Seconds of each step, and what was computed.
+    """Measures the seconds of each step and the positions that it computes.
 
-    ``seconds`` go from the batch on the CPU to whole gradients, splitting included; ``whole`` from the end of one step
-    to the end of the next, with counting, optimizer, logging and all that the host does between them.
+    ``seconds`` go from the batch on the CPU to the gradients, with the split. ``whole`` goes from the end of one step
+    to the end of the next: it also has counting, optimizer, logging and all other work of the host.
     """
 
     def __init__(self, device: ComputeDevice = CPU) -> None:
@@ -57,8 +60,13 @@ class StepClock(Callback):
         self.largest = 0
 
     def forget_first(self) -> None:
-        """Leaves out the first step, which pays for checks that a run makes once."""
-        for figures in (self.seconds, self.whole, self.microbatches, self.positions):
+        """Drops the first step, which pays for checks that a run makes once."""
+        for figures in (
+            self.seconds,
+            self.whole,
+            self.microbatches,
+            self.positions,
+        ):
             del figures[0]
 
     def fit_start(self, state: State, logger: Logger) -> None:
@@ -87,21 +95,27 @@ class StepClock(Callback):
         self.ended = ended
 
 
-def split_of(method: str, layout: BatchLayout) -> Callable[[Row, int | float], list[Row]]:
-    """The rivals, each from its description; every one keeps image rows with their own."""
+@dataclass(frozen=True)
+class StockSplit:
+    """Slices the rows in order, as Composer does. Unlike Composer's own split it keeps images with their rows."""
 
-    def chunks(order: Sequence[Any], size: int) -> list[Sequence[Any]]:
-        return [order[start : start + size] for start in range(0, len(order), size)]
+    layout: BatchLayout
 
-    def stock(batch: Row, size: int | float) -> list[Row]:
-        return [layout.select(batch, rows) for rows in chunks(range(layout.num_rows(batch)), int(size))]
+    def __call__(self, batch: Row, size: int | float) -> list[Row]:
+        num_rows = self.layout.num_rows(batch)
+        starts = range(0, num_rows, int(size))
+        return [self.layout.select(batch, range(start, min(start + int(size), num_rows))) for start in starts]
 
-    def collate(batch: Row, size: int | float) -> list[Row]:
-        """What a loader with batches of `size` hands to gradient accumulation: rows joined afresh."""
-        rows = [layout.trim(layout.select(batch, [row])) for row in range(layout.num_rows(batch))]
-        return [layout.concat(part) for part in chunks(rows, int(size))]
 
-    return {'stock': stock, 'collate': collate}[method]
+@dataclass(frozen=True)
+class CollateSplit:
+    """Pads each microbatch by itself, as a loader with batches of `size` does for gradient accumulation."""
+
+    layout: BatchLayout
+
+    def __call__(self, batch: Row, size: int | float) -> list[Row]:
+        rows = [self.layout.trim(self.layout.select(batch, [row])) for row in range(self.layout.num_rows(batch))]
+        return [self.layout.concat(rows[start : start + int(size)]) for start in range(0, len(rows), int(size))]
 
 
 def data_of(
@@ -111,12 +125,21 @@ def data_of(
     cost: CostModel | None = None,
     slot_tokens: int | None = None,
 ) -> DataSpec:
-    """Ready batches, or a loader of some, behind a way to cut them."""
+    """Returns batches, or a loader, with one of the :data:`METHODS` to cut them."""
     loader = batches if isinstance(batches, DataLoader) else DataLoader(Batches(batches), batch_size=None)
     if method in ('ours', 'packing'):
-        return token_data_spec(loader, layout=layout, packing=method == 'packing', cost=cost, slot_tokens=slot_tokens)
+        return token_data_spec(
+            loader,
+            layout=layout,
+            packing=method == 'packing',
+            cost=cost,
+            slot_tokens=slot_tokens,
+        )
+    split = StockSplit(layout) if method == 'stock' else CollateSplit(layout)
     return DataSpec(
-        loader, split_batch=split_of(method, layout), get_num_samples_in_batch=lambda batch: len(batch['input_ids'])
+        loader,
+        split_batch=split,
+        get_num_samples_in_batch=lambda batch: len(batch['input_ids']),
     )
 
 
@@ -131,25 +154,34 @@ def fit(
     allow_tf32: bool = True,
     algorithms: Sequence[Any] = (),
     callbacks: Sequence[Any] = (),
-    **trainer_arguments: Any,
 ) -> Trainer:
-    """Steps of a Trainer at learning rate 0: gradients are computed, weights stay."""
+    """Runs steps of a Trainer at learning rate 0, so that the weights stay."""
     wrapped = HuggingFaceModel(model, shift_labels=True, use_logits=True)
     trainer = Trainer(
-        model=wrapped, train_dataloader=data, optimizers=torch.optim.SGD(wrapped.parameters(), lr=0.0),
-        max_duration=f'{num_steps}ba', device=device.composer(allow_tf32=allow_tf32),
-        precision=precision or device.precision, device_train_microbatch_size=microbatch, algorithms=list(algorithms),
-        callbacks=list(callbacks), progress_bar=False, **trainer_arguments,
-    )  # fmt: skip
+        model=wrapped,
+        train_dataloader=data,
+        optimizers=torch.optim.SGD(wrapped.parameters(), lr=0.0),
+        max_duration=f'{num_steps}ba',
+        device=device.composer(allow_tf32=allow_tf32),
+        precision=precision or device.precision,
+        device_train_microbatch_size=microbatch,
+        algorithms=list(algorithms),
+        callbacks=list(callbacks),
+        progress_bar=False,
+    )
     try:
         trainer.fit()
     finally:
         trainer.close()
-        # Composer keeps every trainer until the process ends, and each its last batch, outputs and gradients.
-        for name in ('batch', 'outputs', 'loss'):
-            setattr(trainer.state, name, None)
+        release(trainer)
         wrapped.zero_grad(set_to_none=True)
     return trainer
+
+
+def release(trainer: Trainer) -> None:
+    """Drops the last batch and outputs. Composer keeps every trainer until the process ends, with all of this."""
+    for name in ('batch', 'outputs', 'loss'):
+        setattr(trainer.state, name, None)
 
 
 def timed(
@@ -161,29 +193,29 @@ def timed(
     *,
     device: ComputeDevice = CPU,
     slot_tokens: int | None = None,
-    exact: bool = True,
 ) -> StepClock:
-    """All steps through a Trainer, after one of a few rows that pays for the first-batch check.
+    """Times a step of each batch, after a step of a few rows that pays for the check of the first batch.
 
-    Args:
-        method: One of :data:`METHODS`.
-        model: Transformers model.
-        batches: Device batches, one a step.
-        microbatch: Rows that a microbatch may hold at the width of the device batch.
-        cost: Prices of the planner.
-        device: Where.
-        slot_tokens: See :func:`.token_data_spec`.
-        exact: Whether the algorithm is on; where it is on for all methods, only the cut differs.
+    TokenAccumulation is on for all methods, so that only the cut differs.
+
+    ``microbatch`` is the number of rows that a microbatch may hold at the width of the device batch, and ``cost`` are
+    the prices of the planner.
     """
     clock = StepClock(device)
-    algorithms = [TokenAccumulation(loss_tokens='causal', check_loss=False)] if exact else []
     layout = BatchLayout.for_model(model)
-    by_length = sorted(range(layout.num_rows(batches[0])), key=describe(layout, batches[0]).lengths.__getitem__)
-    few = layout.select(batches[0], sorted({*by_length[:2], *by_length[-2:]}))
-    data = data_of(method, [few, *batches], layout, cost, slot_tokens)
+    lengths = describe(layout, batches[0]).lengths
+    rows_by_length = sorted(range(len(lengths)), key=lengths.__getitem__)
+    first_rows = sorted({*rows_by_length[:2], *rows_by_length[-2:]})
+    first_batch = layout.select(batches[0], first_rows)
     fit(
-        model, data, microbatch, num_steps=1 + len(batches), device=device, algorithms=algorithms, callbacks=[clock]
-    )  # fmt: skip
+        model,
+        data_of(method, [first_batch, *batches], layout, cost, slot_tokens),
+        microbatch,
+        num_steps=1 + len(batches),
+        device=device,
+        algorithms=[TokenAccumulation(loss_tokens='causal', check_loss=False)],
+        callbacks=[clock],
+    )
     clock.forget_first()
     return clock
 
@@ -196,45 +228,41 @@ def equal_widths(
     *,
     num_microbatches: int = 1,
     joined: bool = False,
-    device: ComputeDevice = CPU,
-    num_widths: int = 7,
 ) -> list[tuple[int, int, float]]:
-    """Rows, width and seconds of microbatches of equal rows that fill the memory, at widths as the set has them.
+    """Times microbatches of equal rows that fill the memory, at widths between the shortest and longest of a set.
 
     Args:
-        lengths: Of the set.
-        model: Transformers model.
-        microbatch: Rows of ``width`` tokens that fill the memory.
+        lengths: The lengths of the set.
+        model: A model of Transformers.
+        microbatch: The number of rows of ``width`` tokens that fill the memory.
         width: In tokens.
-        num_microbatches: Timed together.
+        num_microbatches: How many microbatches are timed together.
         joined: Whether all their rows make one microbatch.
-        device: Where.
-        num_widths: Widths to time.
+
+    Returns:
+        Rows, width and seconds of each microbatch.
     """
-    layout, found = BatchLayout.for_model(model), []
-    widths = np.geomspace(max(lengths.min(), 2), lengths.max(), num_widths).astype(int)
+    layout = BatchLayout.for_model(model)
+    times = []
+    widths = np.geomspace(max(lengths.min(), 2), lengths.max(), 7).astype(int)
     for length in np.unique(widths).tolist():
         count = max(microbatch * width // length, 1)
         batch = layout.concat(make_rows([length] * count * num_microbatches, seed=1, config=model.config))
-        if joined:
-            count *= num_microbatches
-        # On a GPU the first step of a shape pays for its memory.
-        batches = [batch] * (2 if device.is_gpu else 1)
-        clock = timed('stock', model, batches, count, device=device, exact=not device.is_gpu)
-        seconds = clock.whole if device.is_gpu else clock.seconds
-        found.append((count, length, seconds[-1] / (1 if joined else num_microbatches)))
-    return found
+        rows = count * num_microbatches if joined else count
+        seconds = timed('stock', model, [batch], rows).seconds[-1]
+        times.append((rows, length, seconds if joined else seconds / num_microbatches))
+    return times
 
 
 def bound_seconds(lengths: np.ndarray, times: Sequence[tuple[int, int, float]]) -> float:
-    """Seconds for these rows were each computed among rows of its own width, in microbatches of the same memory."""
+    """Returns the seconds of these rows if each were computed among rows of its own width, in the same memory."""
     counts, widths, seconds = np.array(times).T
-    # Seconds per token vary little with the width, so interpolate those.
+    # Seconds per token vary little with the width, so these are interpolated.
     return float(np.sum(np.interp(lengths, widths, seconds / counts / widths) * lengths))
 
 
 def fit_cost_model(num_rows: Sequence[int], widths: Sequence[int], seconds: Sequence[float]) -> CostModel:
-    """Fit time per token, per token squared and per launch by least squares of the relative errors.
+    """Fits the time per token, per token squared and per launch by least squares of the relative errors.
 
     Args:
         num_rows: Rows of each timed microbatch.
@@ -242,12 +270,16 @@ def fit_cost_model(num_rows: Sequence[int], widths: Sequence[int], seconds: Sequ
         seconds: Their measured times, positive.
 
     Raises:
-        ValueError: Times do not grow with the number of tokens.
+        ValueError: The times do not grow with the number of tokens.
     """
-    n, w, t = (np.asarray(values, dtype=np.float64) for values in (num_rows, widths, seconds))
-    terms = np.stack([n * w, n * w * w, np.ones_like(n)], axis=1) / t[:, None]
-    scale = terms.max(axis=0)  # columns differ by many orders of magnitude
-    per_token, per_square, per_launch = (nnls(terms / scale, np.ones_like(t))[0] / scale).tolist()
+    rows = np.asarray(num_rows, dtype=np.float64)
+    width = np.asarray(widths, dtype=np.float64)
+    measured = np.asarray(seconds, dtype=np.float64)
+    terms = np.stack([rows * width, rows * width**2, np.ones_like(rows)], axis=1) / measured[:, None]
+    # The columns differ by many orders of magnitude.
+    scale = terms.max(axis=0)
+    solution, _ = nnls(terms / scale, np.ones_like(measured))
+    per_token, per_square, per_launch = (solution / scale).tolist()
     if per_token <= 0:
         raise ValueError('Measured times must grow with the number of tokens. Time wider or longer microbatches.')
     return CostModel(

@@ -1,359 +1,256 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The tables of docs/rivals.md, docs/rivals_speed.md and the README, and their picture, from the results file alone."""
+"""Writes the tables of docs/rivals.md, docs/rivals_speed.md, docs/index.md and the README from the results file."""
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import RESULTS as FOLDER
-from benchmarks.record import ROOT, filled, table
+from benchmarks.record import RESULTS, ROOT, filled, table
 
-RESULTS = FOLDER / 'rivals.json'
-PAGES = tuple(ROOT / name for name in ('README.md', 'docs/index.md', 'docs/rivals.md', 'docs/rivals_speed.md'))
-SHOWN, BOUND = 'lognormal 0.9', 'bound'
-EXACT = 2e-6
-BUSY = 1.7
-"""Load average a core from which the machine did other work: a loader and a trainer a rank are ours."""
-HEADLINE = ('composer', 'hf', 'ours', 'ours_sampler', 'ours_packed')
-OVERVIEW = (
-    *('composer', 'hf', 'hf_group', 'hf_rebalance', 'hf_planned', 'odb', 'accelerate', 'accelerate_planned'),
-    *('ours', 'ours_sampler', 'ours_packed', BOUND),
+RESULTS_FILE = RESULTS / 'rivals.json'
+PAGES = (
+    ROOT / 'README.md',
+    ROOT / 'docs' / 'index.md',
+    ROOT / 'docs' / 'rivals.md',
+    ROOT / 'docs' / 'rivals_speed.md',
 )
-Row = dict[str, Any]
-CONTENDER_TITLES = {
+# The set of lengths that the overview shows.
+SHOWN_SET = 'lognormal 0.9'
+BOUND = 'bound'
+EXACT = 2e-6
+MODEL_TITLES = {'llava': 'LLaVA', 'llama': 'Llama'}
+TITLES = {
     'composer': 'Composer',
-    'composer_flag': 'Composer, accumulate_train_batch_on_tokens',
     'hf': 'Hugging Face Trainer',
     'hf_group': 'Hugging Face Trainer, group_by_length',
     'hf_rebalance': 'Hugging Face Trainer, batch_rebalance',
-    'hf_flat': 'Hugging Face Trainer, padding-free',
-    'trl': 'TRL SFTTrainer, vision',
     'odb': 'ODB, exact loss scaling',
-    'lightning': 'Lightning',
-    'accelerate': 'accelerate',
-    'accelerate_tokens': 'accelerate, loss by tokens',
     'hf_planned': 'Hugging Face Trainer, our sampler and weights',
     'accelerate_planned': 'accelerate, our sampler and weights',
-    'ours': 'ours, three lines',
-    'ours_sampler': 'ours, with the sampler',
-    'ours_packed': 'ours, packed',
+    'ours': '**ours, three lines**',
+    'ours_sampler': '**ours, with the sampler**',
+    'ours_packed': '**ours, packed**',
     BOUND: '*no padding, perfectly balanced*',
 }
-OUR_SAMPLER = ('hf_planned', 'accelerate_planned')
-"""Its batches and weights in the trainers of others."""
-OURS = ('ours', 'ours_sampler', 'ours_packed')
-TRAINER_TITLES = {
-    'plain': 'a plain loop, mean of means',
-    'composer': 'Composer',
-    'composer_flag': 'Composer, accumulate_train_batch_on_tokens',
-    'hf': 'Hugging Face Trainer',
-    'lightning': 'Lightning',
-    'accelerate': 'accelerate',
-    'accelerate_tokens': 'accelerate, loss by tokens',
-    'ours': '**Composer with TokenAccumulation**',
-}
+OUR_RUNS = ('ours', 'ours_sampler', 'ours_packed')
+# The trainers that ours are compared with. The two with our sampler are not rivals.
+RIVALS = ('composer', 'hf', 'hf_group', 'hf_rebalance', 'odb')
+HEADLINE = ('composer', 'hf', *OUR_RUNS)
+Row = dict[str, Any]
 
 
 def parts_of(results: Row) -> dict[str, Callable[[], str]]:
-    """Name of a made part of a page -> what it says of these results."""
-    timed = [cell for cell in results['cells'] if 'rounds' in cell]
-    rivals = [cell for cell in timed if cell['rival'] != BOUND]
+    """Returns a function for each part of the pages that is written from these results."""
+    cells = [cell for cell in results['cells'] if 'rounds' in cell]
     return {
-        'headline': lambda: overview(timed, HEADLINE),
-        'overview': lambda: overview(timed, OVERVIEW),
-        'measured_on': lambda: measured_on([*timed, *results['exactness']]),
-        'exactness': lambda: exactness(results['exactness']),
-        'first_gradient': lambda: first_gradient(rivals),
-        'speed': lambda: speed(timed),
-        'ratios': lambda: ratios(timed),
-        'reached_the_model': lambda: reached_the_model(rivals),
-        'curves': lambda: curves(results['longer']['curves']),
-        'stalls': lambda: stalls(results['longer']['stalls']),
-        'settings': lambda: settings(timed),
+        'headline': lambda: overview(cells, HEADLINE),
+        'overview': lambda: overview(cells, tuple(TITLES)),
+        'measured_on': lambda: measured_on(cells),
+        'first_gradient': lambda: first_gradient(cells),
+        'speed': lambda: speed(cells),
+        'ratios': lambda: ratios(cells),
+        'reached_the_model': lambda: reached_the_model(cells),
     }
 
 
-def overview(cells: Sequence[Row], rivals: Sequence[str]) -> str:
-    """Whose steps hold what, how exact the first one is, and real tokens a second."""
-    cells = [cell for cell in cells if cell['set'] == SHOWN]
-    groups = list(_groups(cells))
-    body = []
-    for rival in rivals:
-        mine = [cell for cell in cells if cell['rival'] == rival]
-        errors = [cell['gradient_error'] for cell in mine if rival != BOUND]
-        speeds = [_by_rival(of).get(rival) for *_, of in groups]
-        body.append([
-            _title(rival), ', '.join(dict.fromkeys(cell['global_batches'] for cell in mine if rival != BOUND)),
-            '' if not errors else 'exact' if max(errors) <= EXACT else f'up to {max(errors):.0%} off',
-            *('' if cell is None else f'{cell[_figure(cells)][1]:,.0f}' for cell in speeds),
-        ])  # fmt: skip
-    return table(['', 'samples of a step', 'first gradient', *(name for name, _ in groups)], body)
+def overview(cells: Sequence[Row], names: Sequence[str]) -> str:
+    """Says which samples a step holds, how exact the first one is, and how many real tokens a second are trained."""
+    groups = grouped(cells_of_set(cells, SHOWN_SET))
+    rows = []
+    for name in names:
+        in_groups = [by_rival(group).get(name) for group in groups.values()]
+        measured = [cell for cell in in_groups if cell is not None and name != BOUND]
+        memberships = dict.fromkeys(cell['global_batches'] for cell in measured)
+        speeds = ['' if cell is None else f'{cell["tokens_per_second"][1]:,.0f}' for cell in in_groups]
+        rows.append([TITLES[name], ', '.join(memberships), worst_error(measured), *speeds])
+    return table(['', 'samples of a step', 'first gradient', *groups], rows)
 
 
-def measured_on(rows: Sequence[Row]) -> str:
-    """Machines, of which sets where there are several, and versions; a warning where one did other work."""
-    hosts = [row['measured_on'] for row in rows]
-    versions = sorted({f'{name} {version}' for host in hosts for name, version in host['versions'].items()})
-    where: dict[str, list[str]] = {_machine(row): [] for row in rows}
-    for case, of in _cases([row for row in rows if 'rounds' in row]):
-        for name in {_machine(row) for row in of}:
-            where[name].append(case)
-    most = max(where, key=lambda name: len(where[name]))
-    machines = [most, *(f'{name}: {"; ".join(cases)}' for name, cases in where.items() if name != most)]
-    busy = [_load(row) for row in rows if row.get('rounds') and _is_disturbed(row)]
-    warning = f'\n\n**{len(busy)} cells were timed beside other work: their ratios are of processor time.**' * bool(
-        busy
-    )
-    return f'{". ".join(machines)}. {", ".join(versions)}.{warning}'
+def worst_error(cells: Sequence[Row]) -> str:
+    if not cells:
+        return ''
+    worst = max(cell['gradient_error'] for cell in cells)
+    return 'exact' if worst <= EXACT else f'up to {worst:.0%} off'
 
 
-def _machine(row: Row) -> str:
-    machine = row['measured_on']['machine']
-    return f'{machine["cores"]} cores of {machine["processor"]}'
-
-
-def exactness(rows: Sequence[Row]) -> str:
-    """A table a model: each trainer by ranks and accumulation."""
-    parts = []
-    for subject in dict.fromkeys(row['subject'] for row in rows):
-        mine = [row for row in rows if row['subject'] == subject]
-        columns = [
-            (ranks, accumulation) for ranks in sorted({row['ranks'] for row in mine}) for accumulation in (1, 4, 16)
-        ]
-        found = {(row['trainer'], row['ranks']): row for row in mine}
-        body = [
-            [title, *(_exact_cell(found.get((trainer, ranks)), accumulation) for ranks, accumulation in columns)]
-            for trainer, title in TRAINER_TITLES.items()
-        ]
-        heads = [f'{_ranks(ranks)}, x{accumulation}' for ranks, accumulation in columns]
-        parts.append(f'### {subject}\n\n{table(["", *heads], body)}')
-    return '\n'.join(parts)
-
-
-def _exact_cell(row: Row | None, accumulation: int) -> str:
-    if row is None or 'error' in row:
-        return '' if row is None else 'fails'
-    size = max(case['microbatch_size'] for case in row['cases']) // accumulation
-    cases = [
-        case for case in row['cases'] if case['microbatch_size'] == size and case['cut'] in ('in order', 'by length')
-    ]
-    worst = max(cases, key=lambda case: case['error'])
-    if worst['error'] <= EXACT:
-        return 'exact'
-    if worst.get('unexplained', 1.0) < 0.001:
-        return (
-            f'{worst["error"]:.0%} off: tokens x{worst["token_factor"]:.2f}, router x{abs(worst["router_factor"]):.2f}'
-        )
-    return f'{worst["error"]:.0%} off, x{worst["factor"]:.2f}'
+def measured_on(cells: Sequence[Row]) -> str:
+    """Names the machines, the sets that were measured on a second machine, and the versions."""
+    cases: dict[str, list[str]] = {}
+    packages: set[str] = set()
+    for case, in_case in by_case(cells).items():
+        for cell in in_case:
+            host = cell['measured_on']['machine']
+            cases.setdefault(f'{host["cores"]} cores of {host["processor"]}', []).append(case)
+            packages.update(f'{name} {version}' for name, version in cell['measured_on']['versions'].items())
+    first, *second_machines = sorted(cases, key=lambda name: -len(set(cases[name])))
+    sentences = [first]
+    for name in second_machines:
+        sentences.append(f'{name}: {"; ".join(dict.fromkeys(cases[name]))}')
+    return '. '.join([*sentences, ', '.join(sorted(packages))]) + '.'
 
 
 def first_gradient(cells: Sequence[Row]) -> str:
-    """Error of the first step's gradient in the timed runs, the smallest and largest over the sets of lengths."""
+    """Shows the error of the first step's gradient, from the smallest to the largest over the sets of lengths."""
+    groups = grouped(cells)
+    rows = []
+    for name in TITLES:
+        spans = []
+        for group in groups.values():
+            spans.append(span([cell['gradient_error'] for cell in group if cell['rival'] == name != BOUND]))
+        if any(spans):
+            rows.append([TITLES[name], *spans])
+    return table(['', *groups], rows)
 
-    def span(mine: Sequence[Row]) -> str:
-        errors = [cell['gradient_error'] for cell in mine if cell.get('gradient_error') is not None]
-        if not errors or max(errors) <= EXACT:
-            return 'exact' if errors else ''
-        low, high = (f'{error:.1%}' if error > EXACT else 'exact' for error in (min(errors), max(errors)))
-        return low if low == high else f'{low} to {high}'
 
-    return _by_group(cells, lambda of, rival: span([cell for cell in of if cell['rival'] == rival]))
+def span(errors: Sequence[float]) -> str:
+    if not errors:
+        return ''
+    low = error_text(min(errors))
+    high = error_text(max(errors))
+    return low if low == high else f'{low} to {high}'
+
+
+def error_text(error: float) -> str:
+    return 'exact' if error <= EXACT else f'{error:.1%}'
 
 
 def speed(cells: Sequence[Row]) -> str:
-    """Real tokens a second, a table a model and number of ranks."""
+    """Shows real tokens a second in a table for each model and number of ranks."""
     parts = []
-    for name, mine in _groups(cells):
-        sets = sorted({cell['set'] for cell in mine}, key=lambda name: (not name.startswith('lognormal'), name))
-        found = {(cell['rival'], cell['set']): cell for cell in mine}
-        body = [[_title(rival), *(_speed_cell(found.get((rival, one))) for one in sets)] for rival in _by_rival(mine)]
-        parts.append(f'### {name}\n\n{table(["", *sets], body)}')
+    for title, group in grouped(cells).items():
+        # Lognormal sets first.
+        sets = sorted(
+            {cell['set'] for cell in group},
+            key=lambda name: (not name.startswith('lognormal'), name),
+        )
+        measured = {(cell['rival'], cell['set']): cell for cell in group}
+        rows = []
+        for name in by_rival(group):
+            rows.append([TITLES[name], *(speed_text(measured.get((name, set_name))) for set_name in sets)])
+        parts.append(f'### {title}\n\n{table(["", *sets], rows)}')
     return '\n'.join(parts)
 
 
-def _speed_cell(cell: Row | None) -> str:
+def speed_text(cell: Row | None) -> str:
     if cell is None:
         return ''
-    low, middle, high = cell['tokens_per_second']
-    spread = f' ({low:,.0f}-{high:,.0f})' if len(cell['rounds']) > 1 else ''
-    return f'{middle:,.0f}{spread}; {cell["tokens_per_processor_second"][1]:,.0f}'
+    low, median, high = cell['tokens_per_second']
+    quartiles = f' ({low:,.0f}-{high:,.0f})' if len(cell['rounds']) > 1 else ''
+    return f'{median:,.0f}{quartiles}; {cell["tokens_per_processor_second"][1]:,.0f}'
 
 
 def ratios(cells: Sequence[Row]) -> str:
-    """The best of ours over each rival: the least and most of all cells, and where it is least."""
-    body = []
-    for rival in CONTENDER_TITLES:
-        found = [(ratio, where) for where, of in _cases(cells) if (ratio := against(of, rival)) is not None]
-        if found and rival not in (*OURS, *OUR_SAMPLER, BOUND):
-            (least, where), (most, _) = min(found), max(found)
-            won = '; '.join(f'{place} ({1 / ratio:.2f})' for ratio, place in sorted(found) if ratio < 1)
-            body.append([CONTENDER_TITLES[rival], f'{least:.2f} to {most:.2f}', where, len(found), won])
-    return table(['', 'ours over it', 'least', 'cells', 'where it is faster'], body)
+    """Shows the best of ours over each rival: the range over all cells, and the cells where the rival is faster."""
+    rows = []
+    for name in RIVALS:
+        measured = []
+        for case, in_case in by_case(cells).items():
+            ratio = against(in_case, name)
+            if ratio is not None:
+                measured.append((ratio, case))
+        measured.sort()
+        least, place = measured[0]
+        faster = '; '.join(f'{case} ({1 / ratio:.2f})' for ratio, case in measured if ratio < 1)
+        rows.append([TITLES[name], f'{least:.2f} to {measured[-1][0]:.2f}', place, len(measured), faster])
+    return table(['', 'ours over it', 'least', 'cells', 'where it is faster'], rows)
 
 
 def against(cells: Sequence[Row], rival: str) -> float | None:
-    """Best of ours over the rival in the same set: median of the rounds' own ratios, or of two runs their medians'.
+    """Returns the speed of the best of ours over that of a rival, in the same model, ranks and set.
 
-    Of tokens a second; of tokens a processor second where the machine did other work.
+    It is the median of the ratios of each round. Rounds of two runs took no turns, so there it is the ratio of medians.
     """
-    of, figure = _by_rival(cells), _figure(cells)
-    known = [of[name] for name in OURS if name in of]
-    if rival not in of or not known:
+    contenders = by_rival(cells)
+    our_cells = [contenders[name] for name in OUR_RUNS if name in contenders]
+    if rival not in contenders or not our_cells:
         return None
-    best = max(known, key=lambda cell: cell[figure][1])
-    if best['measured_on'] != of[rival]['measured_on']:  # their rounds took no turns
-        return best[figure][1] / of[rival][figure][1]
-    pairs = zip(best['rounds'], of[rival]['rounds'], strict=False)
-    return statistics.median(a[figure] / b[figure] for a, b in pairs)
+    best = max(our_cells, key=lambda cell: cell['tokens_per_second'][1])
+    other = contenders[rival]
+    if best['measured_on'] != other['measured_on']:
+        return best['tokens_per_second'][1] / other['tokens_per_second'][1]
+    pairs = zip(best['rounds'], other['rounds'], strict=False)
+    return statistics.median(our['tokens_per_second'] / their['tokens_per_second'] for our, their in pairs)
 
 
 def reached_the_model(cells: Sequence[Row]) -> str:
-    """What hooks on model and optimizer saw, a table a model and number of ranks."""
-    columns = ('', 'padding', 'largest', 'MiB kept', 'MiB more', 'imbalance', 'steps', 'samples a step',
-               'global batches', 'gradient error', 'eval loss')  # fmt: skip
+    """Shows the measurements of hooks on model and optimizer, in a table for each model and number of ranks."""
+    cells = [cell for cell in cells if cell['rival'] != BOUND]
+    columns = (
+        '',
+        'padding',
+        'largest',
+        'imbalance',
+        'steps',
+        'samples a step',
+        'global batches',
+        'gradient error',
+        'eval loss',
+    )
     parts = []
-    for name, mine in _groups([cell for cell in cells if cell['set'] == SHOWN]):
-        body = []
-        for rival, cell in _by_rival(mine).items():
-            low, high = cell['samples_a_step']
-            error = cell['gradient_error']
-            body.append([
-                _title(rival), f'{cell["padded_share"]:.0%}', f'{cell["largest_microbatch"] / cell["cap"]:.0%}',
-                f'{cell["saved_mib"]:.0f}', f'{cell["rss_mib"]:.0f}', f'{cell["rank_imbalance"]:.2f}', cell['steps'],
-                str(low) if low == high else f'{low}-{high}',
-                cell['global_batches'] + ', not each sample once' * (not cell['every_sample_once']),
-                'exact' if error <= EXACT else f'{error:.1%}', f'{cell["held_out_loss"]:.4f}',
-            ])  # fmt: skip
-        parts.append(f'### {name}\n\n{table(columns, body)}')
-    over = '; '.join(where for where, of in _cases(cells) if not all(cell['within_cap'] for cell in of))
-    return '\n'.join([*parts, f'Microbatches over the cap, in all sets: {over or "none"}.'])
+    for title, group in grouped(cells_of_set(cells, SHOWN_SET)).items():
+        rows = [reached_row(cell) for cell in by_rival(group).values()]
+        parts.append(f'### {title}\n\n{table(columns, rows)}')
+    over = [case for case, in_case in by_case(cells).items() if not all(cell['within_cap'] for cell in in_case)]
+    return '\n'.join([*parts, f'Microbatches over the cap, in all sets: {"; ".join(over) or "none"}.'])
 
 
-def curves(found: Row) -> str:
-    stock = found['hf']['losses']
-
-    def apart(losses: Sequence[float]) -> str:
-        if losses is stock or len(losses) != len(stock):
-            return ''
-        return f'{max(abs(a - b) for a, b in zip(losses, stock, strict=True)):.4f}'
-
-    return table(['', 'steps', 'unrest', 'apart', 'eval loss'], [
-        [_title(name), len(one['losses']), f'{one["unrest"]:.4f}', apart(one['losses']), f'{one["held_out_loss"]:.4f}']
-        for name, one in found.items()
-    ])  # fmt: skip
-
-
-def stalls(found: Row) -> str:
-    columns = ['', 'steps', 'p50', 'p99', 'longest', 'p99 / p50 a token', 'waits for the loader', 'longest wait']
-    return table(columns, [
-        [_title(name), one['steps'], *(f'{1000 * one[key]:.0f}' for key in ('p50', 'p99', 'max')),
-         f'{one["p99_per_token"]:.2f}', f'{one["loader_wait_share"]:.1%}', f'{1000 * one["longest_wait"]:.0f}']
-        for name, one in found.items()
-    ])  # fmt: skip
+def reached_row(cell: Row) -> list[object]:
+    low, high = cell['samples_a_step']
+    global_batches = cell['global_batches']
+    if not cell['every_sample_once']:
+        global_batches += ', not each sample once'
+    return [
+        TITLES[cell['rival']],
+        f'{cell["padded_share"]:.0%}',
+        f'{cell["largest_microbatch"] / cell["cap"]:.0%}',
+        f'{cell["rank_imbalance"]:.2f}',
+        cell['steps'],
+        low if low == high else f'{low}-{high}',
+        global_batches,
+        error_text(cell['gradient_error']),
+        f'{cell["held_out_loss"]:.4f}',
+    ]
 
 
-def settings(cells: Sequence[Row]) -> str:
-    lines = []
-    for rival in CONTENDER_TITLES:
-        mine = [cell for cell in cells if cell['rival'] == rival]
-        first = min(
-            mine, key=lambda cell: (cell['set'] != SHOWN, cell['ranks'], cell['model'] != 'llava'), default=None
-        )
-        if first is not None:
-            given = ', '.join(f'{key}={value!r}' for key, value in first['settings'].items())
-            lines.append(f'- {CONTENDER_TITLES[rival]} ({_where(first)}): `{given}`')
-    sizes = {', '.join(f'{key}={value}' for key, value in cell['sizes'].items() if key != 'model') for cell in cells}
-    return f'Sizes: {"; ".join(f"`{one}`" for one in sorted(sizes))}.\n\n' + '\n'.join(lines)
+def cells_of_set(cells: Sequence[Row], set_name: str) -> list[Row]:
+    return [cell for cell in cells if cell['set'] == set_name]
 
 
-def _groups(cells: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
-    """Cells by model and ranks, and the name of both."""
-    keys = sorted({(cell['model'], cell['ranks']) for cell in cells}, key=lambda key: (key[0] == 'llama', key))
-    for model, ranks in keys:
-        yield (
-            f'{_model(model)}, {_ranks(ranks)}',
-            [cell for cell in cells if (cell['model'], cell['ranks']) == (model, ranks)],
-        )
+def grouped(cells: Sequence[Row]) -> dict[str, list[Row]]:
+    """Returns the cells of each model and number of ranks, LLaVA first."""
+    groups: dict[str, list[Row]] = {}
+    for cell in sorted(cells, key=lambda cell: (cell['model'] == 'llama', cell['ranks'])):
+        ranks = '1 rank' if cell['ranks'] == 1 else f'{cell["ranks"]} ranks'
+        groups.setdefault(f'{MODEL_TITLES[cell["model"]]}, {ranks}', []).append(cell)
+    return groups
 
 
-def _cases(cells: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
-    """Cells by model, ranks and set, and the name of all three."""
-    for name, mine in _groups(cells):
-        for one in dict.fromkeys(cell['set'] for cell in mine):
-            yield f'{name}, {one}', [cell for cell in mine if cell['set'] == one]
+def by_case(cells: Sequence[Row]) -> dict[str, list[Row]]:
+    """Returns the cells of each model, number of ranks and set."""
+    cases: dict[str, list[Row]] = {}
+    for title, group in grouped(cells).items():
+        for cell in group:
+            cases.setdefault(f'{title}, {cell["set"]}', []).append(cell)
+    return cases
 
 
-def _by_group(cells: Sequence[Row], cell_of: Callable[[list[Row], str], str]) -> str:
-    groups = list(_groups(cells))
-    body = [[_title(rival), *(cell_of(of, rival) for _, of in groups)] for rival in _by_rival(cells)]
-    return table(['', *(name for name, _ in groups)], body)
+def by_rival(cells: Sequence[Row]) -> dict[str, Row]:
+    """Returns the last cell of each contender, in the order of the titles."""
+    cells_by_name = {cell['rival']: cell for cell in cells}
+    return {name: cells_by_name[name] for name in TITLES if name in cells_by_name}
 
 
-def _by_rival(cells: Sequence[Row]) -> dict[str, Row]:
-    known = {cell['rival']: cell for cell in cells}
-    return {name: known[name] for name in CONTENDER_TITLES if name in known}
-
-
-def _figure(cells: Sequence[Row]) -> str:
-    """What is compared."""
-    return 'tokens_per_processor_second' if any(map(_is_disturbed, cells)) else 'tokens_per_second'
-
-
-def _is_disturbed(row: Row) -> bool:
-    return _load(row) > BUSY * row['measured_on']['machine']['cores']
-
-
-def _load(row: Row) -> float:
-    """Highest load average of the rounds; results from before rounds noted theirs have that of the set's end."""
-    at_end = row['measured_on']['machine']['load_average']
-    return max(one.get('load_average', at_end) for one in row.get('rounds', [{}]))
-
-
-def _where(cell: Row) -> str:
-    return f'{_model(cell["model"])}, {_ranks(cell["ranks"])}, {cell["set"]}'
-
-
-def _model(name: str) -> str:
-    return {'llava': 'LLaVA', 'llama': 'Llama'}[name]
-
-
-def _ranks(count: int) -> str:
-    return f'{count} rank{"s" * (count > 1)}'
-
-
-def _title(rival: str) -> str:
-    return f'**{CONTENDER_TITLES[rival]}**' if rival in OURS else CONTENDER_TITLES[rival]
-
-
-def picture(longer: Row, path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    found, batch = longer['curves'], longer['sizes']['global_batch']
-    figure = Figure(figsize=(3.4 * len(found), 3.6), layout='constrained')
-    axes = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]
-    for axis, (name, one) in zip(axes, found.items(), strict=True):
-        color = 'tab:green' if name in OURS else 'tab:gray'
-        axis.plot([seen / batch for seen in one['samples_seen']], one['losses'], color=color, lw=0.8)
-        if name != 'hf' and 'hf' in found:
-            stock = found['hf']
-            axis.plot([seen / batch for seen in stock['samples_seen']], stock['losses'], color='black', lw=0.5, ls=':')
-        axis.set_title(f'{CONTENDER_TITLES[name]}\n{len(one["losses"])} steps, unrest {one["unrest"]:.3f}', fontsize=8)
-        axis.set_xlabel(f'samples seen / {batch}')
-    axes[0].set_ylabel('loss of the step, mean over its tokens')
-    figure.suptitle('Same weights, same samples of an epoch (dotted: the batches in order, exact weights)', fontsize=9)
-    figure.savefig(path, dpi=130)
+def read(path: Path = RESULTS_FILE) -> Row:
+    return json.loads(path.read_text())
 
 
 def write_pages(results: Row) -> None:
+    parts = parts_of(results)
     for page in PAGES:
-        page.write_text(filled(page.read_text(), parts_of(results)))
-
-
-def read(path: Path = RESULTS) -> Row:
-    return json.loads(path.read_text())
+        page.write_text(filled(page.read_text(), parts))

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Epochs of every contender on one number of ranks, in turns; runs under the composer launcher."""
+"""Trains epochs of all contenders in turns, on one number of ranks. Runs under the composer launcher."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ import logging
 import os
 import statistics
 import sys
-import time
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest import mock
 
 import torch
 from composer.utils import dist, get_device
 
-from benchmarks.rivals.contenders import CONTENDERS, Task, takes
+from benchmarks.adapters import Gradients, gradients_of
+from benchmarks.rivals.contenders import CONTENDERS, Task
 from benchmarks.rivals.data import Samples, Sizes, collate, lengths_of, new_model
-from benchmarks.rivals.probe import UNKNOWN, Gradients, Seen, watched
+from benchmarks.rivals.probe import UNKNOWN, Trace, watched
 from benchmarks.rivals.report import BOUND
 from composer_tokacc.invariance import relative_error
 
@@ -35,122 +36,133 @@ Row = dict[str, Any]
 HELD_OUT = 64
 
 
-def run(name: str, sizes: Sizes, samples: Samples, **options: bool) -> tuple[Seen, Any, Row]:
-    """One epoch from the first weights; what was seen, the trained model, the settings."""
+def run(
+    name: str,
+    sizes: Sizes,
+    samples: Samples,
+    *,
+    inspect: bool = False,
+) -> tuple[Trace, Any, Row]:
+    """Trains one epoch from the first weights and returns the trace, the trained model and the settings."""
     model = new_model(sizes)
-    task = Task(model, samples, sizes, int(samples.lengths.max()))
+    task = Task(model, samples, sizes)
     if dist.get_world_size() > 1:
         dist.barrier()
-    environment = dict(os.environ)
-    with watched(model, samples, **options) as seen:
+    # Puts the environment back: accelerate leaves variables of its own.
+    with mock.patch.dict(os.environ), watched(model, samples, inspect=inspect) as trace:
         settings = CONTENDERS[name](task)
-    os.environ.clear()  # Lightning takes WORLD_SIZE away, accelerate leaves variables of its own
-    os.environ.update(environment)
     gc.collect()
-    return seen, model, settings
+    return trace, model, settings
 
 
-def inspected(name: str, sizes: Sizes, samples: Samples, held_out: Samples, references: dict[Any, Gradients]) -> Row:
-    """Everything about a contender that is not a time, on rank 0."""
-    seen, model, settings = run(name, sizes, samples, inspect=True)
-    ranks = dist.all_gather_object(
-        {key: getattr(seen, key) for key in ('ids', 'positions', 'tokens', 'largest', 'saved', 'fillers')}
-    )
-    steps = max(len(rank['positions']) for rank in ranks)
-    of_step = [[rank['ids'][step] for rank in ranks if step < len(rank['ids'])] for step in range(steps)]
-    ids = [sorted(chain.from_iterable(parts)) for parts in of_step]
-    positions = [[rank['positions'][step] for rank in ranks if step < len(rank['positions'])] for step in range(steps)]
-    real, all_positions = sum(sum(rank['tokens']) for rank in ranks), sum(map(sum, positions))
+def inspected(
+    name: str,
+    sizes: Sizes,
+    samples: Samples,
+    held_out: Samples,
+    references: dict[tuple[int, ...], Gradients],
+) -> Row:
+    """Trains one epoch and returns everything about it that is not a time."""
+    trace, model, settings = run(name, sizes, samples, inspect=True)
+    fields = ('ids', 'positions', 'tokens', 'largest', 'num_dummy_rows')
+    ranks = dist.all_gather_object({key: getattr(trace, key) for key in fields})
+    ids = []
+    imbalances = []
+    for step in range(max(len(rank['ids']) for rank in ranks)):
+        in_step = [rank for rank in ranks if step < len(rank['ids'])]
+        ids.append(sorted(chain.from_iterable(rank['ids'][step] for rank in in_step)))
+        positions = [rank['positions'][step] for rank in in_step]
+        imbalances.append(max(positions) * len(positions) / sum(positions))
+    num_tokens = sum(sum(rank['tokens']) for rank in ranks)
+    num_positions = sum(sum(rank['positions']) for rank in ranks)
     largest = max(rank['largest'] for rank in ranks)
     cap = sizes.microbatch * int(samples.lengths.max())
-    once = sorted(chain.from_iterable(ids))
+    all_ids = sorted(chain.from_iterable(ids))
     row: Row = {
         'settings': settings,
-        'padded_share': 1 - real / all_positions,
+        'padded_share': 1 - num_tokens / num_positions,
         'largest_microbatch': largest,
         'cap': cap,
         'within_cap': largest <= cap,
-        'saved_mib': max(rank['saved'] for rank in ranks) / 2**20,
-        'rank_imbalance': statistics.median(max(of) * len(of) / sum(of) for of in positions),
-        'steps': steps,
+        'rank_imbalance': statistics.median(imbalances),
+        'steps': len(ids),
         'samples_a_step': [min(map(len, ids)), max(map(len, ids))],
-        'every_sample_once': once == list(range(len(samples))),
-        'unknown_rows': once.count(UNKNOWN),
-        'filler_rows': sum(rank['fillers'] for rank in ranks),
+        'every_sample_once': all_ids == list(range(len(samples))),
+        'unknown_rows': all_ids.count(UNKNOWN),
+        'filler_rows': sum(rank['num_dummy_rows'] for rank in ranks),
         'global_batches': membership(ids, len(samples), sizes.global_batch),
-        'hashes': [digest(one) for one in ids],
         'held_out_loss': held_out_loss(model, held_out),
     }
     if UNKNOWN not in ids[0]:
-        key = tuple(ids[0])
-        if key not in references:
-            references[key] = whole_gradient(new_model(sizes), samples, ids[0])
-        row['gradient_error'], row['gradient_reason'] = relative_error(seen.gradient, references[key])
-        row['gradient_factor'] = factor(seen.gradient, references[key])
+        first = tuple(ids[0])
+        if first not in references:
+            references[first] = whole_gradient(new_model(sizes), samples, first)
+        error, reason = relative_error(trace.gradient, references[first])
+        row['gradient_error'] = error
+        row['gradient_reason'] = reason
     return row
 
 
 def membership(ids: Sequence[Sequence[int]], num_samples: int, size: int) -> str:
-    """Whether the steps hold the global batches of the order given, of a shuffle of its own, or others."""
-    if [digest(one) for one in ids] == [digest(range(k, k + size)) for k in range(0, num_samples, size)]:
+    """Says whether the steps hold the global batches in order, those of another shuffle, or others."""
+    hashes = [digest(step) for step in ids]
+    starts = range(0, num_samples, size)
+    if hashes == [digest(range(start, start + size)) for start in starts]:
         return 'the same'
-    # What transformers' BatchRebalanceSampler starts from, whose shuffle no argument turns off.
+    # BatchRebalanceSampler of Transformers starts from this shuffle. No argument turns it off.
     order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(42)).tolist()
-    if [digest(one) for one in ids] == [digest(sorted(order[k : k + size])) for k in range(0, num_samples, size)]:
+    if hashes == [digest(order[start : start + size]) for start in starts]:
         return 'of a shuffle of its own'
     return 'by length'
 
 
 def digest(ids: Sequence[int]) -> str:
-    return hashlib.sha1(','.join(map(str, sorted(ids))).encode()).hexdigest()[:12]
+    text = ','.join(str(index) for index in sorted(ids))
+    return hashlib.sha1(text.encode()).hexdigest()[:12]
 
 
 def whole_gradient(model: Any, samples: Samples, ids: Sequence[int]) -> Gradients:
-    """Of the mean over all tokens of these samples, row by row: a forward over all at once would not fit."""
+    """Returns the gradient of the mean over all tokens, row by row: one forward over all would not fit."""
     model.train().zero_grad()
-    count = sum(int((samples[one]['labels'][1:] != -100).sum()) for one in ids)
-    for one in ids:
-        (token_loss(model, collate([samples[one]])) / count).backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    rows = [samples[index] for index in ids]
+    count = sum(num_targets(row) for row in rows)
+    for row in rows:
+        loss = summed_loss(model, row) / count
+        loss.backward()
+    return gradients_of(model)
 
 
-def token_loss(model: Any, batch: Row) -> torch.Tensor:
-    """Sum over the tokens that carry loss."""
-    logits, labels = model(**batch).logits[:, :-1], batch['labels'][:, 1:]
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction='sum')
-
-
-def held_out_loss(model: Any, samples: Samples) -> float:
-    """Mean over the tokens of samples that nobody trained on."""
+def held_out_loss(model: Any, held_out: Samples) -> float:
+    """Returns the mean loss over the tokens of samples that nobody trained on."""
     model.eval()
+    rows = [held_out[index] for index in range(len(held_out))]
     with torch.no_grad():
-        total = sum(token_loss(model, collate([sample])).item() for sample in samples)  # pyright: ignore
-    return total / sum(int((sample['labels'][1:] != -100).sum()) for sample in samples)  # pyright: ignore
+        total = sum(summed_loss(model, row).item() for row in rows)
+    return total / sum(num_targets(row) for row in rows)
 
 
-def factor(found: Gradients, expected: Gradients) -> float:
-    """Length of the gradient along the right one."""
-    along = sum(
-        float((found[name].double() * value.double()).sum()) for name, value in expected.items() if name in found
-    )
-    return along / sum(float(value.double().square().sum()) for value in expected.values())
+def num_targets(sample: Row) -> int:
+    return int((sample['labels'][1:] != -100).sum())
+
+
+def summed_loss(model: Any, sample: Row) -> torch.Tensor:
+    batch = collate([sample])
+    logits = model(**batch).logits[:, :-1].flatten(0, 1)
+    labels = batch['labels'][:, 1:].flatten()
+    return torch.nn.functional.cross_entropy(logits, labels, reduction='sum')
 
 
 def timed(name: str, sizes: Sizes, samples: Samples) -> Row:
-    """Times of an epoch without its first step, which pays for what a run does once."""
-    seen, _, _ = run(name, sizes, samples)
-    spent = seen.processor[-1] - seen.processor[0]
-    counts = seen.positions if name == BOUND else seen.tokens
-    ranks = dist.all_gather_object((sum(counts[1:]), spent, seen.rss))
-    tokens = sum(count for count, *_ in ranks)
-    seconds = seen.ends[-1] - seen.ends[0]
-    steps = [end - start for start, end in pairwise(seen.ends)]
+    """Times an epoch without its first step, which pays for things that a run does once."""
+    trace, _, _ = run(name, sizes, samples)
+    counts = trace.positions if name == BOUND else trace.tokens
+    processor_seconds = trace.processor[-1] - trace.processor[0]
+    ranks = dist.all_gather_object((sum(counts[1:]), processor_seconds))
+    tokens = sum(count for count, _ in ranks)
+    seconds = trace.ends[-1] - trace.ends[0]
     return {
         'tokens_per_second': tokens / seconds,
-        'tokens_per_processor_second': tokens / sum(spent for _, spent, _ in ranks),
-        'longest_step': max(steps) / statistics.median(steps),
-        'loader_wait_share': sum(seen.waits[1:]) / seconds,
-        'rss_mib': max(rss for *_, rss in ranks) / 2**20,
+        'tokens_per_processor_second': tokens / sum(busy for _, busy in ranks),
         'load_average': round(os.getloadavg()[0], 2),
     }
 
@@ -161,79 +173,86 @@ def quartiles(values: Sequence[float]) -> list[float]:
     return statistics.quantiles(values, n=4, method='inclusive')
 
 
-def measure(sizes: Sizes, set_name: str, names: Sequence[str], rounds: int) -> Iterator[list[Row]]:
-    """The cells of a set, every contender in turn in every round; all that there is so far after each."""
+def measure(
+    sizes: Sizes,
+    set_name: str,
+    names: Sequence[str],
+    rounds: int,
+) -> Iterator[list[Row]]:
+    """Yields the cells of a set after each epoch. In every round, the contenders take turns."""
     lengths = lengths_of(set_name, sizes.mean)
     samples = Samples(sizes, lengths)
     held_out = Samples(sizes, lengths, seed=1, count=HELD_OUT)
-    names = [name for name in names if takes(name, sizes.model)]
+    references: dict[tuple[int, ...], Gradients] = {}
     cells: dict[str, Row] = {}
-    references: dict[Any, Gradients] = {}
-    about = {
-        'set': set_name, 'model': sizes.model, 'ranks': dist.get_world_size(), 'sizes': asdict(sizes),
-        'variation': float(samples.lengths.std() / samples.lengths.mean()), 'longest': int(samples.lengths.max()),
-    }  # fmt: skip
-    if set_name == 'tables':
-        about['tables'] = 'real' if os.environ.get('COMPOSER_TOKACC_LENGTHS') else 'synthetic'
     for name in names:
-        began = time.monotonic()
+        cell: Row = {
+            'rival': name,
+            'set': set_name,
+            'model': sizes.model,
+            'ranks': dist.get_world_size(),
+            'sizes': asdict(sizes),
+            'variation': float(samples.lengths.std() / samples.lengths.mean()),
+            'longest': int(samples.lengths.max()),
+        }
         try:
             if name == BOUND:
-                found = {'settings': run(name, sizes, samples)[2]}
+                _, _, cell['settings'] = run(name, sizes, samples)
             else:
-                found = inspected(name, sizes, samples, held_out, references)
-            cells[name] = {'rival': name, **about, **found}
+                cell.update(inspected(name, sizes, samples, held_out, references))
         except Exception:
-            cells[name] = {'rival': name, **about, 'error': traceback.format_exc()}
+            # Other ranks may be elsewhere, so the launch ends.
             if dist.get_world_size() > 1:
-                raise  # the other ranks may be elsewhere
-        say(f'{about["model"]}, {set_name}, {about["ranks"]} ranks, {name}: {time.monotonic() - began:.1f} s')
+                raise
+            cell['error'] = traceback.format_exc()
+        cells[name] = cell
+        say(f'{sizes.model}, {set_name}, {name}: looked at')
         yield list(cells.values())
     for number in range(rounds):
-        for name in names:
-            cell = cells[name]
-            if 'error' not in cell:
-                cell.setdefault('rounds', []).append(timed(name, sizes, samples))
-                for figure in ('tokens_per_second', 'tokens_per_processor_second'):
-                    cell[figure] = quartiles([one[figure] for one in cell['rounds']])
-                cell['rss_mib'] = statistics.median(one['rss_mib'] for one in cell['rounds'])
-                say(f'round {number + 1}, {name}: {cell["rounds"][-1]["tokens_per_second"]:,.0f} tokens/s')
-                yield list(cells.values())
+        for name, cell in cells.items():
+            if 'error' in cell:
+                continue
+            cell.setdefault('rounds', []).append(timed(name, sizes, samples))
+            for figure in ('tokens_per_second', 'tokens_per_processor_second'):
+                cell[figure] = quartiles([each_round[figure] for each_round in cell['rounds']])
+            say(f'round {number + 1}, {name}: {cell["rounds"][-1]["tokens_per_second"]:,.0f} tokens/s')
+            yield list(cells.values())
 
 
 def say(line: str) -> None:
-    """On the first rank."""
+    """Prints on the first rank."""
     if dist.get_global_rank() == 0:
         print(line, flush=True)
 
 
-def begin() -> tuple[dict[str, Any], Path]:
-    """The plan on this launch's command line and where its results go; one thread, ranks joined, packages quiet."""
+def begin() -> argparse.Namespace:
+    """Reads the command line of this launch, joins the ranks and quiets the packages."""
     warnings.simplefilter('ignore')
     parser = argparse.ArgumentParser()
     parser.add_argument('results', type=Path)
     parser.add_argument('plan', type=json.loads)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.multiprocessing.set_sharing_strategy('file_system')
     dist.initialize_dist(get_device('cpu'))
-    for noisy in ('transformers', 'lightning.pytorch', 'lightning', 'composer', 'accelerate'):
-        logging.getLogger(noisy).setLevel(logging.ERROR)
-    return given.plan, given.results
+    for package in ('transformers', 'composer', 'accelerate'):
+        logging.getLogger(package).setLevel(logging.ERROR)
+    return arguments
 
 
 def end() -> NoReturn:
-    """Ends this rank at once: a loader process that a package leaves behind would be waited for without end."""
+    """Ends this rank at once. Otherwise it would wait forever for loader processes that a package leaves behind."""
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)
 
 
 def main() -> None:
-    plan, path = begin()
+    arguments = begin()
+    plan = arguments.plan
     for cells in measure(Sizes(**plan['sizes']), plan['set'], plan['rivals'], plan['rounds']):
         if dist.get_global_rank() == 0:
-            path.write_text(json.dumps(cells))
+            arguments.results.write_text(json.dumps(cells))
     end()
 
 

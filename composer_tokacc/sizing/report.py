@@ -185,7 +185,7 @@ def _answer(report: SizingReport) -> str:
         ('token budget', f'{report.max_tokens:,} tokens a microbatch'),
         ('image tokens that fit', '-' if report.fitting_image_tokens is None else f'{report.fitting_image_tokens:,}'),
         ('peak memory', f'{report.peak_gib:.2f} of {report.limit_gib:.2f} GiB ({report.safety:.0%} of the device)'),
-        ('kept from more by', report.binds),
+        ('limited by', report.binds),
     ]
     return _table('Microbatch size', (), rows)
 

@@ -1,55 +1,55 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The benchmark of token weights: samples that are named as what they are, results that are not mixed."""
+"""The benchmark of token weights names its samples, and its results hold the same samples for all trainers."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
-import torch
 
-from benchmarks import token_weights as program
+from benchmarks import token_weights
 
 
-def rows():
-    return json.loads(program.RESULTS.read_text())['rows']
+def results():
+    return json.loads(token_weights.RESULTS_FILE.read_text())['rows']
 
 
 def test_lengths_without_tables_are_named_synthetic(monkeypatch):
     monkeypatch.delenv('COMPOSER_TOKACC_LENGTHS', raising=False)
-    lengths, silent, source = program.lengths_of('mixture')
+    lengths, image_tokens, source = token_weights.lengths_of('mixture')
     assert source.startswith('SYNTHETIC')
-    assert len(lengths) == program.SAMPLES
-    batches = program.rows_of(lengths, silent)
-    assert all(
-        torch.equal((one['labels'] == -100).sum(), torch.tensor(n)) for one, n in zip(batches, silent, strict=True)
-    )
+    assert len(lengths) == token_weights.SAMPLES
+    for row, length, num_image_tokens in zip(
+        token_weights.rows_of(lengths, image_tokens),
+        lengths,
+        image_tokens,
+        strict=True,
+    ):
+        assert row['input_ids'].shape == (1, length)
+        assert int((row['labels'] == -100).sum()) == num_image_tokens
 
 
 def test_results_of_other_samples_are_not_merged():
-    old = rows()
-    same = [row for row in old if row['host'] == 'ours']
-    assert program.merged(old, same) == old
-    other = [{**row, 'lengths': row['lengths'][::-1]} for row in same]
-    with pytest.raises(SystemExit, match='the results hold trainers on other samples'):
-        program.merged(old, other)
+    earlier = results()
+    ours = [row for row in earlier if row['host'] == 'ours']
+    assert token_weights.merged(earlier, ours) == earlier
+    on_other_samples = [{**row, 'lengths': row['lengths'][::-1]} for row in ours]
+    with pytest.raises(SystemExit, match='other samples'):
+        token_weights.merged(earlier, on_other_samples)
 
 
 def test_every_trainer_is_measured_on_all_samples():
-    found = {(row['host'], row['subject'], row['ranks']) for row in rows()}
-    assert found == {
-        (host, subject, ranks) for host in program.HOSTS for subject, of in program.RANKS.items() for ranks in of
-    }
-    tokens = {row['subject']: {one['tokens'] for one in rows() if one['subject'] == row['subject']} for row in rows()}
-    assert tokens == {'eight rows': {93}, 'mixture': {4712}}
+    rows = results()
+    expected = {(host, *case) for host in token_weights.HOSTS for case in token_weights.CASES}
+    assert {(row['host'], row['subject'], row['ranks']) for row in rows} == expected
+    assert {row['tokens'] for row in rows if row['subject'] == 'eight rows'} == {93}
+    assert {row['tokens'] for row in rows if row['subject'] == 'mixture'} == {4712}
 
 
-def test_the_picture_is_what_the_results_file_says(tmp_path):
+def test_picture_shows_the_results(tmp_path):
     pytest.importorskip('matplotlib')
-    program.draw(rows(), tmp_path / 'drawn.svg')
+    token_weights.draw(results(), tmp_path / 'drawn.svg')
     drawn = (tmp_path / 'drawn.svg').read_text()
-    assert drawn.count('<path') == program.PICTURE.read_text().count('<path'), (
-        'python -m benchmarks.token_weights --hosts'
-    )
+    assert drawn.count('<path') == token_weights.PICTURE.read_text().count('<path')

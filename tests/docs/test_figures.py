@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.foreign_equality import table_of as table_of_equality
-from benchmarks.record import filled
 from benchmarks.token_weights import table_of as table_of_weights
 from tests.data.formats_page import page as formats_page
 from tests.support.launch import ROOT
@@ -26,15 +24,6 @@ def row_of(page: str, beginning: str) -> list[str]:
     rows = [line for line in (ROOT / page).read_text().splitlines() if line.startswith(f'| {beginning}')]
     assert len(rows) == 1, f'{page}: {len(rows)} rows begin with {beginning}'
     return [cell.strip().replace('*', '').replace(' % padding', ' %') for cell in rows[0].strip('|').split('|')]
-
-
-def test_equality_tests_of_others():
-    found = results('foreign_equality')
-    page = (ROOT / 'docs' / 'benchmarks.md').read_text()
-    assert page == filled(page, {'foreign_equality': lambda: table_of_equality(found)})
-    for case in found['cases']:
-        assert case['ours']['passes']
-        assert not case['stock']['passes'], 'the text says that stock fails them'
 
 
 @pytest.mark.parametrize('page', ['README.md', 'docs/benchmarks.md'])
@@ -80,7 +69,8 @@ def test_throughput_where_nothing_is_padded():
     expected.append(f'{by_name["token_data_spec"]["share_of_bound"]:.2f}')
     assert row_of('docs/benchmarks.md', 'all rows of equal length')[1:] == expected
     lost = f'{1 - by_name["token_data_spec"]["against_stock"]:.0%}'.replace('%', ' %')
-    assert f'cost about {lost} of a step' in (ROOT / 'docs' / 'limits.md').read_text()
+    for page in ('README.md', 'docs/limits.md', 'docs/benchmarks.md'):
+        assert f'cost about {lost} of a step' in ' '.join((ROOT / page).read_text().split()), page
 
 
 @pytest.mark.parametrize(('ranks', 'samples'), [(8, 16), (64, 32), (512, 32), (4096, 32)])
@@ -98,17 +88,7 @@ def test_balance_of_the_ranks(ranks, samples):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(('samples', 'ranks'), [(1024, 64), (256, 8)])
-def test_milliseconds_of_a_plan(samples, ranks):
-    latency = results('planning')['latency']
-    found = [case['median_ms'] for case in latency if (case['samples'], case['ranks']) == (samples, ranks)]
-    text = ' '.join((ROOT / 'docs' / 'benchmarks.md').read_text().split())
-    assert re.search(
-        rf'{samples:,}( samples)? on {ranks} ranks (is planned )?in {min(found):.1f} to {max(found):.1f} ms', text
-    )
-
-
-@pytest.mark.parametrize('family', ['LLaVA-1.5', 'LLaVA-NeXT', 'Qwen2.5-VL', 'Idefics3'])
+@pytest.mark.parametrize('family', ['LLaVA-1.5', 'Qwen2.5-VL'])
 def test_lengths_from_headers(family):
     found = results('lengths')
     case, other = found['144 sizes'][family], found['every size another'][family]
@@ -127,9 +107,8 @@ def test_what_the_algorithm_costs():
 
 def test_what_tokens_weigh():
     rows = results('token_weights')['rows']
-    assert table_of_weights(rows) in (ROOT / 'docs' / 'token_weights.md').read_text(), (
-        'python -m benchmarks.token_weights --hosts'
-    )
+    page = (ROOT / 'docs' / 'token_weights.md').read_text()
+    assert table_of_weights(rows) in page, 'python -m benchmarks.token_weights --hosts'
     [stock] = [row for row in rows if (row['subject'], row['host'], row['ranks']) == ('mixture', 'composer', 1)]
     assert stock['source'] == 'real tables: ai2d, chartqa, docvqa'
     span = f'{stock["smallest"]:.2f} to {stock["largest"]:.2f} times their mean'
@@ -170,5 +149,5 @@ def test_every_results_file_has_a_script_and_its_machines_on_the_page():
         named = rows[0].split(' | ')[2]
         machines = list(machines_of(json.loads(path.read_text())))
         letters = ['E' if machine['processor'].startswith('AMD') else 'X' for machine in machines]
-        assert named.startswith(letters[0] if letters else 'modelled'), path.name
+        assert named.startswith(letters[0]), path.name
         assert set(re.findall(r'\b[EX]\b', named)) == set(letters), path.name

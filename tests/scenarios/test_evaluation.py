@@ -14,8 +14,8 @@ from composer.models import HuggingFaceModel
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
-from benchmarks.evaluation import DEVICE_BATCHES, held_out, reference
 from composer_tokacc import BatchLayout, token_data_spec
+from tests.ranks.evaluation import DEVICE_BATCHES, held_out, reference
 from tests.support.families import FAMILIES
 from tests.support.launch import launch_json
 
@@ -23,7 +23,7 @@ from tests.support.launch import launch_json
 @pytest.mark.slow
 @pytest.mark.parametrize('ranks', [1, 2, 4])
 def test_cross_entropy_and_accuracy_do_not_depend_on_batch_or_ranks(ranks):
-    results = launch_json('benchmarks/evaluation.py', ranks=ranks)
+    results = launch_json('tests/ranks/evaluation.py', ranks=ranks)
     assert len(results) == 2 * len(DEVICE_BATCHES)
     wrong = {
         name: case

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, PreTrainedModel
 
-from benchmarks.gpu.memory import builder
+from benchmarks.gpu import builder
 from benchmarks.small_llava import made_up_sample
 from composer_tokacc.sizing import GIB, BatchShape, calibrate_fake
 from composer_tokacc.sizing.memory_model import LARGE_RESIDUAL

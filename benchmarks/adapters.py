@@ -1,0 +1,139 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""How `verify_invariance` and `measure_token_weights` attach to a trainer: examples to copy.
+
+Each adapter gets the microbatches of one optimizer step of this rank, has the trainer make that step at learning rate
+0, and returns the gradients. Programs for more trainers are in `examples/prove`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from composer import Callback, DataSpec
+from composer import Trainer as ComposerTrainer
+from composer.models import HuggingFaceModel
+from composer.utils import dist
+from torch.utils.data import DataLoader
+
+from benchmarks.timed_steps import Batches
+from composer_tokacc import BatchLayout, TokenAccumulation
+from composer_tokacc.verify import UnusedParameters
+
+Batch = dict[str, Any]
+Gradients = dict[str, torch.Tensor]
+Step = Callable[[list[Batch]], Gradients]
+
+
+def hugging_face(model: Any) -> Step:
+    """Hugging Face's Trainer."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class GradientRecorder(TrainerCallback):
+        def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            self.gradients = gradients_of(model)
+
+    def step(microbatches: list[Batch]) -> Gradients:
+        recorder = GradientRecorder()
+        # Ranks take samples in turn, so each microbatch is repeated and every rank finds its own.
+        samples = [batch for batch in microbatches for _ in range(dist.get_world_size())]
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = TrainingArguments(
+                output_dir=folder,
+                per_device_train_batch_size=1,
+                gradient_accumulation_steps=len(microbatches),
+                train_sampling_strategy='sequential',
+                num_train_epochs=1,
+                learning_rate=0.0,
+                optim='sgd',
+                max_grad_norm=0.0,
+                use_cpu=True,
+                bf16=False,
+                save_strategy='no',
+                report_to='none',
+                disable_tqdm=True,
+                logging_strategy='no',
+            )
+            Trainer(
+                model,
+                arguments,
+                lambda batches: batches[0],
+                train_dataset=samples,  # pyright: ignore[reportArgumentType]
+                callbacks=[recorder],
+            ).train()
+        return recorder.gradients
+
+    return step
+
+
+def composer(model: Any, *, flag: bool = False, exact: bool = False) -> Step:
+    """Stock Composer, with its ``accumulate_train_batch_on_tokens``, or with TokenAccumulation."""
+    layout = BatchLayout.for_model(model)
+
+    class GradientRecorder(Callback):
+        def after_train_batch(self, *args: Any) -> None:
+            self.gradients = gradients_of(model)
+
+    def step(microbatches: list[Batch]) -> Gradients:
+        recorder = GradientRecorder()
+        parts: list[range] = []
+        start = 0
+        for batch in microbatches:
+            end = start + len(batch['input_ids'])
+            parts.append(range(start, end))
+            start = end
+        whole_batch = dict(layout.with_media(layout.concat(microbatches)))
+        data = DataSpec(
+            DataLoader(Batches([whole_batch]), batch_size=None),
+            split_batch=lambda batch, size: [layout.select(batch, part) for part in parts],
+            get_num_samples_in_batch=lambda batch: len(batch['input_ids']),
+        )
+        algorithms: list[Any] = [UnusedParameters()]
+        if exact:
+            algorithms.append(TokenAccumulation())
+        ComposerTrainer(
+            model=HuggingFaceModel(model, shift_labels=True, use_logits=True),
+            train_dataloader=data,
+            optimizers=torch.optim.SGD(model.parameters(), lr=0.0),
+            algorithms=algorithms,
+            device_train_microbatch_size=max(len(part) for part in parts),
+            accumulate_train_batch_on_tokens=flag,
+            max_duration='1ba',
+            device='cpu',
+            progress_bar=False,
+            callbacks=[recorder],
+        ).fit()
+        return recorder.gradients
+
+    return step
+
+
+def gradients_of(model: Any) -> Gradients:
+    parameters = model.named_parameters()
+    return {name: parameter.grad.clone() for name, parameter in parameters if parameter.grad is not None}
+
+
+def inputs_of(model: Any, batch: Batch) -> Batch:
+    """Returns the part of the batch that the model's forward has arguments for."""
+    arguments = inspect.signature(model.forward).parameters
+    return {key: value for key, value in batch.items() if key in arguments}
+
+
+ADAPTERS: dict[str, Callable[[Any], Step]] = {
+    'composer': composer,
+    'composer_flag': partial(composer, flag=True),
+    'hf': hugging_face,
+    'ours': partial(composer, exact=True),
+}
+TITLES = {
+    'composer': 'Composer',
+    'composer_flag': 'Composer, accumulate_train_batch_on_tokens',
+    'hf': 'Hugging Face Trainer',
+    'ours': '**Composer with TokenAccumulation**',
+}

@@ -1,0 +1,187 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Which trainer has the gradient of one forward over the whole batch, by microbatches and ranks.
+
+    python -m benchmarks.exactness [--ranks 1 2] [--subjects Llama LLaVA]
+
+Attaches `verify_invariance` to each trainer. The reference is one plain forward over the rows of all ranks. Writes
+results/exactness.json and the tables of docs/rivals.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from composer.utils import dist, get_device
+
+from benchmarks.adapters import (
+    ADAPTERS,
+    TITLES,
+    Batch,
+    Gradients,
+    gradients_of,
+    inputs_of,
+)
+from benchmarks.machine import machine, on_ranks, versions
+from benchmarks.record import (
+    RESULTS,
+    ROOT,
+    filled,
+    parser_of,
+    table,
+    write_rows,
+)
+from composer_tokacc import BatchLayout, verify_invariance
+from tests.support.families import FAMILIES, ragged_samples
+from tests.support.text import text_model, text_rows
+
+RESULTS_FILE = RESULTS / 'exactness.json'
+PAGE = ROOT / 'docs' / 'rivals.md'
+SUBJECTS = ('Llama', 'LLaVA', 'Qwen2.5-VL')
+# On each rank. Microbatches of 16, 4 and 1 rows are accumulations of 1, 4 and 16.
+ROWS = 16
+ACCUMULATIONS = (1, 4, 16)
+TOLERANCE = 2e-6
+Row = dict[str, Any]
+
+
+def subject_of(name: str) -> tuple[Any, list[Batch]]:
+    """Returns a tiny model of the family's own class, and rows for two ranks."""
+    rng = np.random.default_rng(0)
+    if name == 'Llama':
+        lengths = rng.integers(4, 40, 2 * ROWS).tolist()
+        rows = text_rows([(length, int(rng.integers(1, length))) for length in lengths])
+        return text_model(), rows
+    case = FAMILIES['llava' if name == 'LLaVA' else 'qwen2_5_vl']()
+    samples = []
+    for seed in range(6):
+        samples += ragged_samples(with_images=True, seed=seed)
+    rows = []
+    for index in rng.permutation(len(samples))[: 2 * ROWS]:
+        rows.append(
+            {
+                **case.encode(samples[index]),
+                'num_images': [len(samples[index].images)],
+            }
+        )
+    return case.model, rows
+
+
+def gradients_of_token_mean(model: Any, batch: Batch) -> Gradients:
+    """Returns the gradients of the mean over all tokens, by one plain forward."""
+    model.train().zero_grad(set_to_none=True)
+    logits = model(**inputs_of(model, batch)).logits[:, :-1].flatten(0, 1)
+    torch.nn.functional.cross_entropy(logits, batch['labels'][:, 1:].flatten()).backward()
+    gradients = gradients_of(model)
+    model.zero_grad(set_to_none=True)
+    return gradients
+
+
+def check(subject: str, trainer: str) -> Row:
+    """Checks one trainer with one model on the ranks of this launch."""
+    model, rows = subject_of(subject)
+    layout = BatchLayout.for_model(model)
+    rank = dist.get_global_rank()
+    rows_of_all = rows[: ROWS * dist.get_world_size()]
+    train_step = ADAPTERS[trainer](model)
+
+    def step(microbatches: list[Batch]) -> Gradients:
+        model.train().zero_grad(set_to_none=True)
+        with mock.patch.dict('os.environ'):
+            return train_step(microbatches)
+
+    report = verify_invariance(
+        step,
+        rows_of_all[rank * ROWS : (rank + 1) * ROWS],
+        layout=layout,
+        reference=lambda batch: gradients_of_token_mean(model, batch),
+        microbatch_sizes=(1, 4, ROWS),
+        padding_sides=('right',),
+        tolerance=TOLERANCE,
+    )
+    measured_on = {
+        'machine': machine(),
+        'versions': versions(('mosaicml', 'torch', 'transformers')),
+    }
+    return {
+        'subject': subject,
+        'ranks': dist.get_world_size(),
+        'trainer': trainer,
+        'cases': [asdict(case) for case in report.cases],
+        'measured_on': measured_on,
+    }
+
+
+def tables_of(rows: list[Row]) -> str:
+    """Returns a table for each model: trainers by ranks and accumulation."""
+    parts = []
+    for subject in SUBJECTS:
+        of_subject = {(row['trainer'], row['ranks']): row for row in rows if row['subject'] == subject}
+        columns = ['']
+        lines = [[title] for title in TITLES.values()]
+        for ranks in (1, 2):
+            for accumulation in ACCUMULATIONS:
+                columns.append(f'{ranks} rank{"s" * (ranks > 1)}, x{accumulation}')
+                for line, trainer in zip(lines, TITLES, strict=True):
+                    line.append(cell_text(of_subject[trainer, ranks], accumulation))
+        parts.append(f'### {subject}\n\n{table(columns, lines)}')
+    return '\n'.join(parts)
+
+
+def cell_text(row: Row, accumulation: int) -> str:
+    size = ROWS // accumulation
+    cuts = ('in order', 'by length')
+    cases = [case for case in row['cases'] if case['microbatch_size'] == size and case['cut'] in cuts]
+    worst = max(cases, key=lambda case: case['error'])
+    if worst['error'] <= TOLERANCE:
+        return 'exact'
+    return f'{worst["error"]:.0%} off, x{worst["factor"]:.2f}'
+
+
+def work(subjects: list[str], path: Path) -> None:
+    """Runs under the composer launcher."""
+    warnings.simplefilter('ignore')
+    torch.set_num_threads(1)
+    dist.initialize_dist(get_device('cpu'))
+    rows = [check(subject, trainer) for subject in subjects for trainer in ADAPTERS]
+    if dist.get_global_rank() == 0:
+        path.write_text(json.dumps(rows))
+
+
+def main() -> None:
+    parser = parser_of(__doc__, results=RESULTS_FILE)
+    parser.add_argument('--ranks', type=int, nargs='+', default=[1, 2])
+    parser.add_argument('--subjects', nargs='+', choices=SUBJECTS, default=list(SUBJECTS))
+    parser.add_argument('work_results', type=Path, nargs='?', help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.work_results:
+        work(arguments.subjects, arguments.work_results)
+        return
+    path = arguments.results
+    earlier = json.loads(path.read_text())['rows'] if path.exists() else []
+    rows = {(row['subject'], row['ranks'], row['trainer']): row for row in earlier}
+    for ranks in arguments.ranks:
+        for row in on_ranks(ranks, 'benchmarks.exactness', '--subjects', *arguments.subjects):
+            rows[row['subject'], row['ranks'], row['trainer']] = row
+            print(f'{row["subject"]}, {ranks} ranks, {row["trainer"]}: {cell_text(row, ACCUMULATIONS[-1])}')
+    write_rows(path, {'rows': list(rows.values())})
+    if path == RESULTS_FILE:
+        PAGE.write_text(
+            filled(
+                PAGE.read_text(),
+                {'exactness': lambda: tables_of(list(rows.values()))},
+            )
+        )
+
+
+if __name__ == '__main__':
+    main()

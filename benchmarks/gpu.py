@@ -1,0 +1,492 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""What only a GPU can show: speed against stock, memory, exactness, and a real out-of-memory.
+
+    python -m benchmarks.gpu --lengths DIR             # all parts, on one GPU of 24 GB or more
+    python -m benchmarks.gpu --parts speed memory      # some of them
+    python -m benchmarks.gpu --rehearse --results DIR  # the same code on a CPU, with tiny sizes
+
+exactness: the gradient in fp32, and in bf16 against the noise of bf16 itself. out_of_memory: the microbatch size
+'auto' through a real out-of-memory. speed: real tokens a second and peak memory of four ways to cut the same batches,
+for lognormal lengths of three variations and for real tables. memory: predicted against measured peaks.
+
+Each result is written to results/gpu/ as soon as it is measured, with the machine and its versions. DIR holds tables
+`tokens,image_tiles` as .csv.gz. Without it, synthetic tables are used.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from composer.core import Callback, State
+from composer.loggers import Logger
+from torch.utils.data import DataLoader
+from transformers import (
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+)
+
+from benchmarks.device import CPU, GIB, GPU, ComputeDevice
+from benchmarks.length_sets import lognormal, read_tables
+from benchmarks.record import RESULTS, parser_of, write
+from benchmarks.small_llava import (
+    build_model,
+    freeze_unused,
+    llava_config,
+    made_up_sample,
+    make_rows,
+)
+from benchmarks.timed_steps import Row, data_of, fit, timed
+from composer_tokacc import BatchLayout, TokenAccumulation
+from composer_tokacc.invariance import relative_error
+from composer_tokacc.layout import describe
+from composer_tokacc.sizing import BatchShape, calibrate_fake
+from composer_tokacc.sizing.shapes import batch_of_width
+
+Gradients = dict[str, torch.Tensor]
+Measure = Callable[[], dict[str, Any]]
+
+# Times stock that ODB publishes for Qwen3-VL, by the coefficient of variation of the lengths.
+TARGETS = {0.29: 1.73, 0.48: 1.77, 1.0: 2.46}
+
+EXACTNESS_LENGTHS = (40, 9, 300, 17, 120, 64, 33, 511, 12, 75, 260, 28)
+EXACT_IN_FP32 = 1e-5
+# One forward in bf16 is off by its rounding. In another order of sums, the rounding falls elsewhere.
+BF16_NOISE_FACTOR = 2.0
+
+# Rows and widths whose memory is predicted and measured; the calibration uses other shapes.
+MEMORY_SHAPES = ((1, 1536), (2, 900), (2, 1700), (3, 1100), (4, 1300), (5, 700), (6, 1000), (8, 800))
+MEMORY_LIMIT = 0.08
+
+OUT_OF_MEMORY_ROWS = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """The sizes of the model and the data."""
+
+    device: ComputeDevice
+    hidden_size: int
+    num_layers: int
+    vocabulary: int
+    vision_hidden_size: int
+    num_vision_layers: int
+    image_size: int
+    patch_size: int
+    device_batch: int
+    microbatch: int
+    mean_length: int
+    longest: int
+    num_steps: int
+    variations: tuple[float, ...] = tuple(TARGETS)
+    checkpointing: bool = False
+    table_divisor: int = 1
+    lengths: Path | None = None
+
+    def config(self) -> LlavaConfig:
+        text = LlamaConfig(
+            vocab_size=self.vocabulary,
+            hidden_size=self.hidden_size,
+            intermediate_size=4 * self.hidden_size,
+            num_hidden_layers=self.num_layers,
+            num_attention_heads=max(self.hidden_size // 128, 2),
+            max_position_embeddings=self.longest,
+            use_cache=False,
+        )
+        vision = CLIPVisionConfig(
+            hidden_size=self.vision_hidden_size,
+            intermediate_size=4 * self.vision_hidden_size,
+            num_hidden_layers=self.num_vision_layers,
+            num_attention_heads=max(self.vision_hidden_size // 64, 2),
+            image_size=self.image_size,
+            patch_size=self.patch_size,
+        )
+        return llava_config(text, vision, image_token=3)
+
+    def lengths_of(self, variation: float | None) -> np.ndarray:
+        """Returns lognormal lengths with this variation, or those of the tables for None."""
+        if variation is None:
+            tables, _ = read_tables(self.lengths)
+            return np.maximum(tables.lengths // self.table_divisor, 4)
+        asked_variation = variation
+        # Clipping makes the variation smaller, so a larger one is asked for.
+        for _ in range(20):
+            length_set = lognormal(asked_variation, mean=self.mean_length, longest=self.longest)
+            asked_variation *= variation / length_set.variation
+        return length_set.lengths
+
+
+FULL = Scale(
+    device=GPU,
+    hidden_size=1536,
+    num_layers=16,
+    vocabulary=32064,
+    vision_hidden_size=1024,
+    num_vision_layers=24,
+    image_size=336,
+    patch_size=14,
+    device_batch=64,
+    microbatch=4,
+    mean_length=1200,
+    longest=8192,
+    num_steps=3,
+)
+REHEARSAL = Scale(
+    device=CPU,
+    hidden_size=32,
+    num_layers=2,
+    vocabulary=64,
+    vision_hidden_size=16,
+    num_vision_layers=2,
+    image_size=16,
+    patch_size=8,
+    device_batch=8,
+    microbatch=2,
+    mean_length=32,
+    longest=96,
+    num_steps=1,
+    variations=(1.0,),
+    table_divisor=32,
+)
+
+
+def for_memory(scale: Scale, total_bytes: int) -> Scale:
+    """Returns the scale for a GPU with this much memory.
+
+    Parameters, gradients and bf16 copies take 10 GiB. A row of 8,192 tokens keeps about 15 GiB for the backward, or 3
+    with checkpointing, and 3 for its logits.
+    """
+    if total_bytes > 110 * GIB:
+        return scale
+    if total_bytes > 60 * GIB:
+        return replace(scale, microbatch=2)
+    return replace(scale, microbatch=1, checkpointing=True)
+
+
+def build_llava(config: LlavaConfig, device: ComputeDevice, *, checkpointing: bool = False) -> Any:
+    """Returns a model with the same float32 weights at every call, in training mode, made on the device."""
+    torch.manual_seed(0)
+    with torch.device(device.name):
+        model = LlavaForConditionalGeneration(config)
+    model = model.float().train()
+    freeze_unused(model)
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})
+    return model
+
+
+class GradientRecorder(Callback):
+    """Copies the gradients before the optimizer uses them."""
+
+    gradients: Gradients
+
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        self.gradients = {}
+        for name, parameter in state.model.named_parameters():
+            if parameter.grad is not None:
+                self.gradients[name.removeprefix('model.')] = parameter.grad.clone()
+
+
+def gradients_of_one_forward(config: LlavaConfig, batch: Row, device: ComputeDevice, dtype: torch.dtype) -> Gradients:
+    """Returns the gradients of one plain forward over all rows."""
+    model = build_llava(config, device)
+    inputs = {key: value.to(device.name) for key, value in batch.items() if isinstance(value, torch.Tensor)}
+    with torch.autocast(device.name, dtype, enabled=dtype != torch.float32):
+        loss = model(**inputs).loss
+    loss.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def gradients_of_trainer(
+    config: LlavaConfig,
+    rows: list[Row],
+    method: str,
+    microbatch: int | str,
+    device: ComputeDevice,
+    precision: str = 'fp32',
+    callbacks: tuple[Callback, ...] = (),
+) -> Gradients:
+    """Returns the gradients of a step of the Trainer over all rows, without TF32."""
+    model = build_llava(config, device)
+    recorder = GradientRecorder()
+    layout = BatchLayout.for_model(config)
+    # The microbatch size 'auto' begins with the batch size of the loader.
+    loader = DataLoader(rows, batch_size=len(rows), collate_fn=layout.concat)  # pyright: ignore[reportArgumentType]
+    fit(
+        model,
+        data_of(method, loader, layout),
+        microbatch,
+        num_steps=1,
+        device=device,
+        precision=precision,
+        allow_tf32=False,
+        algorithms=[] if method == 'stock' else [TokenAccumulation()],
+        callbacks=[*callbacks, recorder],
+    )
+    return recorder.gradients
+
+
+def small_config(device: ComputeDevice) -> LlavaConfig:
+    """Returns a model of 30 M parameters on a GPU, and the model of the rehearsal on a CPU."""
+    return build_model().config if device.is_gpu else REHEARSAL.config()
+
+
+def measure_exactness(scale: Scale) -> dict[str, Any]:
+    """Returns the errors of all cuts, relative to one forward in fp32."""
+    device = scale.device
+    if device.is_gpu:
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.allow_tf32 = False
+    config = small_config(device)
+    rows = make_rows(EXACTNESS_LENGTHS, seed=0, config=config)
+    batch = BatchLayout.for_model(config).concat(rows)
+    expected = gradients_of_one_forward(config, batch, device, torch.float32)
+    noise, _ = relative_error(gradients_of_one_forward(config, batch, device, torch.bfloat16), expected)
+    errors: dict[str, dict[str, float]] = {}
+    for precision in ('fp32', 'amp_bf16') if device.is_gpu else ('fp32',):
+        errors[precision] = {}
+        for method in ('stock', 'ours', 'packing'):
+            for size in (1, 2, 4):
+                gradients = gradients_of_trainer(config, rows, method, size, device, precision)
+                errors[precision][f'{method} {size}'], _ = relative_error(gradients, expected)
+
+    def worst(precision: str) -> float:
+        return max(error for case, error in errors[precision].items() if not case.startswith('stock'))
+
+    holds = worst('fp32') <= EXACT_IN_FP32
+    if device.is_gpu:
+        holds = holds and worst('amp_bf16') <= BF16_NOISE_FACTOR * noise
+    return {'errors': errors, 'bf16_noise_of_one_forward': noise, 'holds': holds}
+
+
+class Attempts(Callback):
+    """Notes the microbatch size of each attempt at the step."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def before_train_batch(self, state: State, logger: Logger) -> None:
+        self.sizes.append(int(state.device_train_microbatch_size or 0))
+
+
+class SimulatedOutOfMemory(Callback):
+    """Fails the first attempts of a rehearsal as a GPU would. Composer refuses the size 'auto' on a CPU."""
+
+    def before_loss(self, state: State, logger: Logger) -> None:
+        state.auto_microbatching = True
+        if (state.device_train_microbatch_size or 0) > OUT_OF_MEMORY_ROWS // 4:
+            raise RuntimeError('CUDA out of memory')
+
+
+@contextmanager
+def limited_memory(limit: float, device: ComputeDevice) -> Iterator[None]:
+    """Lets torch's allocator have at most this many bytes of the GPU."""
+    if not device.is_gpu:
+        yield
+        return
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(min(limit / device.total_bytes(), 1.0))
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def measure_out_of_memory(scale: Scale) -> dict[str, Any]:
+    """Compares the gradient at a size that fits with the one of 'auto', which first runs out of memory."""
+    device = scale.device
+    config = small_config(device)
+    longest = 2048 if device.is_gpu else 24
+    lengths = [longest - row * longest // (2 * OUT_OF_MEMORY_ROWS) for row in range(OUT_OF_MEMORY_ROWS)]
+    rows = make_rows(lengths, 0, config)
+    device.reset_peak()
+    before = device.allocated_bytes()
+    expected = gradients_of_trainer(config, rows, 'ours', OUT_OF_MEMORY_ROWS // 4, device)
+    fitting_bytes = device.peak_bytes() - before
+    attempts = Attempts()
+    callbacks = (attempts,) if device.is_gpu else (attempts, SimulatedOutOfMemory())
+    size = 'auto' if device.is_gpu else OUT_OF_MEMORY_ROWS
+    # The caching allocator wastes some of it. Twice the rows need nearly twice as much.
+    with limited_memory(before + 1.4 * fitting_bytes, device):
+        gradients = gradients_of_trainer(config, rows, 'ours', size, device, callbacks=callbacks)
+    error, _ = relative_error(gradients, expected)
+    return {
+        'rows': OUT_OF_MEMORY_ROWS,
+        'longest': longest,
+        'fits_in_gib': fitting_bytes / GIB,
+        'settled_on': attempts.sizes[-1],
+        'attempts': attempts.sizes,
+        'gradient_error': error,
+        'holds': error <= EXACT_IN_FP32 and len(attempts.sizes) > 1,
+    }
+
+
+def measure_method(method: str, model: Any, batches: list[Row], scale: Scale) -> dict[str, Any]:
+    """Times one way to cut the batches."""
+    layout = BatchLayout.for_model(model)
+    width = max(batch['input_ids'].shape[1] for batch in batches)
+    scale.device.reset_peak()
+    clock = timed(method, model, batches, scale.microbatch, device=scale.device, slot_tokens=width)
+    real_tokens = [sum(describe(layout, batch).lengths) for batch in batches]
+    speeds = [tokens / seconds for tokens, seconds in zip(real_tokens, clock.whole, strict=True)]
+    return {
+        'tokens_per_second': statistics.median(speeds),
+        'seconds': clock.whole,
+        'padding': 1 - sum(real_tokens) / sum(clock.positions),
+        'microbatches': clock.microbatches,
+        'peak_gib': scale.device.peak_bytes() / GIB,
+    }
+
+
+def measure_speed(variation: float | None, scale: Scale) -> dict[str, Any]:
+    """Times four ways to cut the same batches in the same memory."""
+    config = scale.config()
+    layout = BatchLayout.for_model(config)
+    model = build_llava(config, scale.device, checkpointing=scale.checkpointing)
+    lengths = np.random.default_rng(0).choice(scale.lengths_of(variation), (scale.num_steps, scale.device_batch))
+    batches = [layout.concat(make_rows(row.tolist(), seed, config)) for seed, row in enumerate(lengths)]
+    methods = {}
+    for method in ('stock', 'collate', 'ours', 'packing'):
+        methods[method] = measure_method(method, model, batches, scale)
+        methods[method]['against_stock'] = methods[method]['tokens_per_second'] / methods['stock']['tokens_per_second']
+    best = max(methods['ours']['against_stock'], methods['packing']['against_stock'])
+    target = None if variation is None else TARGETS.get(variation)
+    return {
+        'variation': float(lengths.std() / lengths.mean()),
+        'device_batch': scale.device_batch,
+        'microbatch': scale.microbatch,
+        'checkpointing': scale.checkpointing,
+        'parameters': sum(parameter.numel() for parameter in model.parameters()),
+        'methods': methods,
+        'target': target,
+        'holds': None if target is None else best >= target,
+    }
+
+
+def builder(config: Any, checkpointing: bool = False) -> Callable[[], Any]:
+    """Returns a function that makes a Llama or LLaVA in training mode."""
+    model_class = LlavaForConditionalGeneration if config.model_type == 'llava' else LlamaForCausalLM
+
+    def build() -> Any:
+        model = model_class(config).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})
+        return model
+
+    return build
+
+
+def shape_batch(config: Any, rows: int, width: int) -> Row:
+    """Returns a batch in which two rows of three have an image."""
+    samples = [made_up_sample(config, 40, num_images=int(row % 3 != 2)) for row in range(rows)]
+    return batch_of_width(BatchLayout.for_model(config), samples, width)
+
+
+def measure_memory(checkpointing: bool, scale: Scale) -> dict[str, Any]:
+    """Compares predicted peaks with those of steps of the Trainer. A rehearsal only predicts."""
+    config = scale.config()
+    device = scale.device
+    layout = BatchLayout.for_model(config)
+    build = builder(config, checkpointing)
+    samples = [made_up_sample(config, 30), made_up_sample(config, 50, num_images=1)]
+    memory = calibrate_fake(
+        build,
+        config,
+        samples,
+        width=1800 if device.is_gpu else 180,
+        precision='amp_bf16',
+        make_optimizer=partial(torch.optim.SGD, lr=0.0),
+    )
+    model = build_llava(config, device, checkpointing=checkpointing) if device.is_gpu else None
+    rows = []
+    for num_rows, width in MEMORY_SHAPES:
+        batch = shape_batch(config, num_rows, width if device.is_gpu else width // 10)
+        row = {
+            'rows': num_rows,
+            'width': batch['input_ids'].shape[1],
+            'predicted_gib': memory.peak(BatchShape.from_batch(batch, layout)) / GIB,
+        }
+        if model is not None:
+            device.reset_peak()
+            data = data_of('stock', [batch, batch], layout)
+            fit(model, data, num_rows, num_steps=2, device=device)
+            row['measured_gib'] = device.peak_bytes() / GIB
+            row['error'] = row['predicted_gib'] / row['measured_gib'] - 1
+        rows.append(row)
+    result = {'checkpointing': checkpointing, 'residual': memory.residual, 'shapes': rows}
+    if model is not None:
+        # A prediction below the truth would end a run, so it fails.
+        result['holds'] = all(0 <= row['error'] <= MEMORY_LIMIT for row in rows)
+    return result
+
+
+def record(folder: Path, name: str, device: ComputeDevice, measure: Measure) -> None:
+    """Measures a result and writes it. A failure is written with its traceback, and the other parts go on."""
+    try:
+        result = measure()
+    except Exception as error:
+        result = {
+            'error': f'{type(error).__name__}: {error}',
+            'traceback': traceback.format_exc(),
+        }
+    write(folder / f'{name}.json', {'machine': device.report(), 'result': result})
+    print(f'{name}: {json.dumps(result)[:2000]}', flush=True)
+    # A traceback, or Composer, may keep the last model.
+    gc.collect()
+    if device.is_gpu:
+        torch.cuda.empty_cache()
+
+
+def measurements(scale: Scale) -> dict[str, dict[str, Measure]]:
+    """Returns the measurements of each part by name, the quick ones first."""
+    speed: dict[str, Measure] = {}
+    for variation in (*scale.variations, None):
+        speed[f'speed_{variation or "tables"}'] = partial(measure_speed, variation, scale)
+    return {
+        'exactness': {'exactness': partial(measure_exactness, scale)},
+        'out_of_memory': {'out_of_memory': partial(measure_out_of_memory, scale)},
+        'speed': speed,
+        'memory': {
+            'memory': partial(measure_memory, False, scale),
+            'memory_checkpointing': partial(measure_memory, True, scale),
+        },
+    }
+
+
+def main() -> None:
+    warnings.simplefilter('ignore')
+    parts = list(measurements(REHEARSAL))
+    parser = parser_of(__doc__, results=RESULTS / 'gpu', lengths=True)
+    parser.add_argument('--parts', nargs='*', choices=parts, default=parts)
+    parser.add_argument('--rehearse', action='store_true', help='tiny sizes on the CPU')
+    arguments = parser.parse_args()
+    if arguments.rehearse and arguments.results == RESULTS / 'gpu':
+        parser.error("--rehearse needs --results, so that its figures are not taken for a GPU's")
+    if not arguments.rehearse and not torch.cuda.is_available():
+        parser.error('torch finds no GPU. Give --rehearse for tiny sizes on the CPU')
+    scale = REHEARSAL if arguments.rehearse else for_memory(FULL, GPU.total_bytes())
+    scale = replace(scale, lengths=arguments.lengths)
+    measure_parts = measurements(scale)
+    for part in arguments.parts:
+        for name, measure in measure_parts[part].items():
+            record(arguments.results, name, scale.device, measure)
+
+
+if __name__ == '__main__':
+    main()
