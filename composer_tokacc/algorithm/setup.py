@@ -17,6 +17,7 @@ from composer.core.precision import get_precision_context
 from composer.models import HuggingFaceModel
 from torch.nn.parallel import DistributedDataParallel
 
+from composer_tokacc.algorithm.logits_at_labels import LOGITS, RunLogits
 from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, LossTerms, router_coefficient
 from composer_tokacc.algorithm.router_balance import OTHERWISE, ROUTER_BALANCES, StepBalance
 from composer_tokacc.batch import IGNORE_INDEX, Batch, check_batch, check_vocabulary
@@ -27,7 +28,7 @@ from composer_tokacc.compat import BatchNorm
 from composer_tokacc.counting import check_rule
 from composer_tokacc.data_spec.reduction import ReductionWatch
 from composer_tokacc.data_spec.split import layout_of, split_of
-from composer_tokacc.layout import microbatches_of
+from composer_tokacc.layout import BatchLayout, microbatches_of
 from composer_tokacc.layout.placeholders import all_placeholders
 from composer_tokacc.planning import check_choice
 from composer_tokacc.weights import LOSS_WEIGHTS, check_token_weights
@@ -71,11 +72,17 @@ class Fit:
         self.balance = None
         if given.router_balance == 'step':
             self.balance = StepBalance(state, split, self.terms, to_device, precision)
+        check_loss = given.check_loss or given.is_weighted
+        self.logits = RunLogits(given.logits, model, _needs_all_logits(state, self.terms, layout, check_loss))
         self.check = FirstBatchCheck(
-            Probe(model, model.loss, model, precision, self.terms.probed), layout, to_device,
-            loss_tokens=given.loss_tokens, check_loss=given.check_loss or given.is_weighted,
+            Probe(model, model.loss, model, precision, self.terms.probed),
+            layout,
+            to_device,
+            loss_tokens=given.loss_tokens,
+            check_loss=check_loss,
             microbatch_size=microbatch_size,
-        )  # fmt: skip
+            selector=self.logits.selector,
+        )
         # Whoever switches the check off accepts that the run depends on how batches are cut.
         modules = model.named_modules() if given.check_loss else ()
         self._norms = {name: module for name, module in modules if isinstance(module, BatchNorm)}
@@ -94,8 +101,16 @@ class Fit:
         if self.split is not None:
             self.split.adopt(rules, reduces_once=reduces_once)
 
+    def adopt_logits(self) -> None:
+        """Computes all logits from now on if the first-batch check found that it must, and says why once."""
+        self.logits.adopt(self.check.selection_failure)
+        self.check.selector = self.logits.selector
+        if self.logits.why_all is not None:
+            log.info('Logits are computed at all positions: %s.', self.logits.why_all)
+
     def end(self) -> None:
         """Gives the user the model back."""
+        self.logits.remove()
         if self.split is not None:
             self.split.attend_as_before()
 
@@ -108,6 +123,19 @@ class Fit:
                 f'such as {training[0]!r}, which normalises by the statistics of its microbatch. Freeze it in eval '
                 'mode, again after each evaluation (docs/errors.md#row-coupling).'
             )
+
+
+def _needs_all_logits(state: State, terms: LossTerms, layout: BatchLayout | None, check_loss: bool) -> str | None:
+    """Returns why this run needs logits of all positions; None: nothing but the model may need them."""
+    if terms.units:
+        return '`loss_units` names terms, which may be made of any logits'
+    if state.train_metrics:
+        return 'metrics of training compare all logits with all labels'
+    if layout is None:
+        return 'rows of the batch cannot be told apart, so that nothing is proven of them'
+    if not check_loss:
+        return '`check_loss=False` proves nothing of the loss'
+    return None
 
 
 def check_arguments(given: Any) -> None:
@@ -124,6 +152,7 @@ def check_arguments(given: Any) -> None:
         if unit not in LOSS_UNITS:
             raise ValueError(f'`loss_units[{name!r}]` must be one of {LOSS_UNITS}, got: {unit!r}.')
     check_choice('router_balance', given.router_balance, ROUTER_BALANCES)
+    check_choice('logits', given.logits, LOGITS)
     check_choice('check_loss', given.check_loss, (True, False))
     if given.router_balance == 'step' and units:
         raise ValueError(

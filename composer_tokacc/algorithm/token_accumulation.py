@@ -16,7 +16,8 @@ from composer.loggers import Logger
 from composer_tokacc.algorithm.functional import sample_weight, token_weight
 from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, LossTerms, SplitLoss, attached_zero, tensors_in
 from composer_tokacc.algorithm.setup import Fit, check_arguments, check_microbatches
-from composer_tokacc.batch import Batch, sample_name
+from composer_tokacc.batch import Batch, labels_of, sample_name
+from composer_tokacc.checks.labelled import batch_at_logits
 from composer_tokacc.checks.logits import (
     at_predictions,
     has_bypass,
@@ -84,6 +85,11 @@ class TokenAccumulation(Algorithm):
         router_balance (str): Of what the load-balancing loss of a Hugging Face mixture of experts is a statistic: of
             each ``'microbatch'`` by itself, evenly weighed, or of the ``'step'``, as one forward over the whole global
             batch would have it, which takes a further forward of each microbatch. Default: ``'microbatch'``.
+        logits (str): Where the model computes logits in training: ``'labels'``, only at positions that predict a label,
+            which saves most of the time and memory of the output embedding; ``'all'``, at all positions, for callbacks
+            that read ``outputs.logits``; or ``'auto'``, only at labels if the first-batch check shows that loss and
+            gradient stay the same. With logits at labels ``outputs.logits`` has one row, in the order of the labels.
+            Default: ``'auto'``.
         check_loss (bool): Whether to hold the rule to the model's own loss by the probe. Default: ``True``.
 
     Raises:
@@ -105,10 +111,11 @@ class TokenAccumulation(Algorithm):
         loss_units: dict[str, str] | None = None,
         token_weights: str = 'token',
         router_balance: str = 'microbatch',
+        logits: str = 'auto',
         check_loss: bool = True,
     ) -> None:
         self.loss_tokens, self.token_weights, self.check_loss = loss_tokens, token_weights, check_loss
-        self.loss_units, self.router_balance = loss_units, router_balance
+        self.loss_units, self.router_balance, self.logits = loss_units, router_balance, logits
         check_arguments(self)
         self.loss_units = dict(loss_units) if loss_units else None  # the caller's may change
         self.num_empty_steps, self._reduces_once = 0, False
@@ -127,6 +134,7 @@ class TokenAccumulation(Algorithm):
             Event.BATCH_START: self._count,
             Event.BEFORE_TRAIN_BATCH: self._start_attempt,
             Event.BEFORE_FORWARD: self._hide_metadata,
+            Event.AFTER_FORWARD: self._end_forward,
             Event.AFTER_LOSS: self._replace_loss,
             Event.BEFORE_BACKWARD: self._scale,
             Event.AFTER_BACKWARD: self._restore,
@@ -200,6 +208,7 @@ class TokenAccumulation(Algorithm):
             self._fit = Fit(state, self)
             self._reduces_once = self._reduces_once and self._fit.reductions.may_meet_once
             self._fit.prove(state.batch, reduces_once=self._reduces_once)
+            self._fit.adopt_logits()
         self._measuring.begin_step(microbatches)
         if num_copies := num_repeated(state.dataloader, int(state.timestamp.batch_in_epoch)):
             samples = [1] * (num_rows(state.batch) - num_copies) + [0] * num_copies
@@ -236,10 +245,18 @@ class TokenAccumulation(Algorithm):
                 f'The weights of a step must not all be 0, got: 0 for each of its {tokens:.0f} loss-generating tokens, '
                 f'{sample_name(self._device_batch, 0)} among them. Fix `{LOSS_WEIGHTS}` (docs/errors.md#counts).'
             )
+        batch = state.batch
         self._hidden = HiddenEntries(
-            state.batch, is_weighted=self.is_weighted, is_of_tokens=set(fit.terms.units.values()) <= {'tokens'}
+            batch, is_weighted=self.is_weighted, is_of_tokens=set(fit.terms.units.values()) <= {'tokens'}
         )
         state.batch = self._hidden.batch
+        if fit.logits.selector is not None:
+            num_labels = max(num_loss_tokens(batch), 1)  # without any, the model is given one
+            fit.logits.begin_forward(fit.check.rule or '', num_labels, labels_of(batch).numel())
+
+    def _end_forward(self, state: State, logger: Logger) -> None:
+        """AFTER_FORWARD: forwards of others, as in evaluation, compute all logits."""
+        self._fit.logits.end_forward()
 
     def _replace_loss(self, state: State, logger: Logger) -> None:
         """AFTER_LOSS: the loss of a microbatch without tokens is zero; callbacks see the batch's metadata again."""
@@ -322,6 +339,12 @@ class TokenAccumulation(Algorithm):
         kinds = [int(count > 0) for count in self._totals.read()[3:]]
         if self._device_batch and fit.check.is_due(kinds, number):  # L-BFGS asks again for the same batch
             fit.prove(self._device_batch, reduces_once=self._reduces_once)
+            if fit.check.selection_failure is not None:
+                raise RuntimeError(
+                    'Logits only at labels must leave loss and gradient of every batch the same, got: '
+                    f"{fit.check.selection_failure}, in step {number}. Set `logits='all'` "
+                    '(docs/errors.md#logits-at-labels).'
+                )
         if fit.split is not None:
             fit.split.end_step()
             if (reduced_once := fit.reductions.reduced_once()) is not None:
@@ -425,9 +448,13 @@ def _watch_tokens(
     ``share`` is what the mean over them is to weigh in the step, times the loss scale; that loss becomes the weighted
     mean where tokens have their own weights.
     """
-    logits, batch, terms = logits_of(state.outputs), record.batch, fit.terms
-    if logits is None or logits.grad_fn is None or logits.shape[:2] != batch['labels'].shape:
+    logits, terms = logits_of(state.outputs), fit.terms
+    if logits is None or logits.grad_fn is None:
         return
+    compared = batch_at_logits(record.batch, logits, record.rule, record.num_tokens)
+    if compared is None:
+        return
+    batch, record.positions_of_logits = compared
     router = router_loss_of(state.outputs)
     losses = terms.of_unit(state.loss, 'tokens')
     record.has_bypass = has_bypass(losses, [logits] if router is None else [logits, router])
@@ -435,11 +462,13 @@ def _watch_tokens(
     if is_weighted:
         weights = at_predictions(batch[LOSS_WEIGHTS] * (record.num_tokens / record.loss_weight), record.rule)
         weigh_tokens(logits, weights)
-        added = (token_losses(logits, targets_of(batch, record.rule)) * (weights - 1)).sum() / record.num_tokens
+        token_loss_changes = token_losses(logits, targets_of(batch, record.rule)) * (weights - 1)
+        added = token_loss_changes.sum() / record.num_tokens
         first = next(name for name, (unit, _) in terms.named(state.loss).items() if unit == 'tokens')
         state.loss = terms.changed(
             state.loss, lambda name, unit, term: term + added if name in (first, 'total') else term
         )
     # Where the loss is not one mean over tokens alone, other terms may go through the logits as well.
     scale = fit.check.token_scale if list(terms.units.values()) in ([], ['tokens']) else None
-    record.watch(logits, weights, None if scale is None else scale * share / record.num_tokens, is_whole=is_whole)
+    token_size = None if scale is None else scale * share / record.num_tokens
+    record.watch(logits, weights, token_size, is_whole=is_whole, selected=batch)

@@ -13,13 +13,16 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import torch
 
 from composer_tokacc.batch import Batch, sample_name
-from composer_tokacc.checks.probe import NOISE_FACTOR, Probe, ProbeResult
+from composer_tokacc.checks.label_selector import LabelSelector
+from composer_tokacc.checks.labelled import LabelledPositions
+from composer_tokacc.checks.probe import NOISE_FACTOR, AtLabels, Probe, ProbeResult
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.layout import BatchLayout, describe
 
@@ -39,6 +42,7 @@ SMALL_ROW = 1e-3
 """A gradient below this part of the largest row's is compared with that: of a row that the model is sure of little is
 left but round-off."""
 
+AT_LABELS = 'with logits only at labels'
 OWN_PADDING = 'with media padded as in its microbatch'
 TAKES = 'The model must take '
 MEAN = "The model's own loss must be the mean over its loss-generating tokens, got: "
@@ -159,6 +163,35 @@ class RowComparison:
             if (failure := self._difference(self._placed(batch, result, [row]), [row], OWN_PADDING)) is not None:
                 raise RuntimeError(failure)
 
+    def selection_failure(self, selector: LabelSelector) -> str | None:
+        """Returns why the model's loss or gradient is another one with logits only at labels; None: both are the same.
+
+        The gradient by the logits is compared. The output embedding is applied to each position by itself, so that
+        the same gradient at the same positions is the same gradient by the hidden states.
+        """
+        positions = LabelledPositions.from_batch(self._moved, self._rule, sum(self._counts))
+        try:
+            result = self._probe.run(self._moved, at_labels=AtLabels(selector, self._rule, positions))
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            return _first_line(error)
+        finally:
+            selector.disarm()
+        gradients = list(result.gradients.get('tokens', ()))
+        if len(gradients) != len(self.whole.gradients['tokens']) or not gradients or gradients[-1] is None:
+            return 'no gradient by the logits can be compared'
+        rows, width = self._moved['labels'].shape
+        placed = []
+        for gradient in gradients:
+            is_selected = gradient is not None and tuple(gradient.shape[:2]) == positions.shape
+            placed.append(positions.put_back(gradient, rows, width) if is_selected else gradient)
+        result = replace(result, gradients={**result.gradients, 'tokens': placed})
+        row_gradients = self._placed(self._rows, result, self._everyone)
+        if self._difference(row_gradients, self._everyone, AT_LABELS) is not None:
+            return 'the gradient by the logits changes'
+        if self._loss_failure([(self._everyone, result.losses)]) is not None:
+            return 'the loss changes'
+        return None
+
     def _placed(self, batch: Batch, result: ProbeResult, rows: Sequence[int]) -> RowGradients:
         """Returns the gradients of each row times that number, by unit and point, where the whole has its columns."""
         width, gradients = self._width, {}
@@ -269,6 +302,11 @@ def _relative(found: torch.Tensor, expected: torch.Tensor, largest: float | None
     sizes = expected.flatten(1).norm(dim=1)
     least = SMALL_ROW * (float(sizes.max()) if largest is None else largest)
     return ((found - expected).flatten(1).norm(dim=1) / sizes.clamp(min=least or 1e-30)).nan_to_num(nan=torch.inf)
+
+
+def _first_line(error: Exception) -> str:
+    """Returns what an error says, without the rest of a long message of the host."""
+    return f'{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}'
 
 
 def documents_of(packed: Batch) -> torch.Tensor:

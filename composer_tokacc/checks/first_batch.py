@@ -26,6 +26,7 @@ from composer_tokacc.batch import (
     with_own_tensors,
 )
 from composer_tokacc.checks.comparison import MEAN, NAME_TERMS, NOT_A_NUMBER, RowComparison
+from composer_tokacc.checks.label_selector import LabelSelector
 from composer_tokacc.checks.logits import TINY, targets_of
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.collectives import all_gather_object, from_any_rank, get_global_rank, max_over_ranks
@@ -75,6 +76,10 @@ class FirstBatchCheck:
     do not weigh the same there (label smoothing, focal losses), or nothing tells."""
     vocabulary: int | None = field(default=None, init=False)
     """Ids that a label may have, by the model's logits."""
+    selector: LabelSelector | None = field(default=None)
+    """Has the model compute logits only at labels, if that is to be tried."""
+    selection_failure: str | None = field(default=None, init=False)
+    """Why logits only at labels would change the loss or its gradient; None: they do not, or nothing was tried."""
     _proven: set[str] = field(default_factory=set, init=False)
     _was_run: bool = field(default=False, init=False)
 
@@ -141,8 +146,12 @@ class FirstBatchCheck:
         comparison = RowComparison(self.probe, self.layout, self._on_device, self.rule, rows, self.check_loss)
         found = comparison.first_exact(cutter, rules)
         comparison.check_media(media)
-        scales = all_gather_object(comparison.token_scale())  # ranks must agree on what they look at again
+        failure = None if self.selector is None else comparison.selection_failure(self.selector)
+        # Ranks must agree on what they look at again, and on which logits they compute.
+        answers = all_gather_object((comparison.token_scale(), failure))
+        scales = [scale for scale, _ in answers]
         self.token_scale = None if None in scales else scales[0]
+        self.selection_failure = next((failure for _, failure in answers if failure is not None), None)
         self.vocabulary = comparison.whole.vocabulary
         log.info('The first-batch check took %.2f s. %s', time.perf_counter() - started, found)
         shown = _names_of(self.kinds_of(rows))

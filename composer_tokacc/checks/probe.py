@@ -22,6 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from composer_tokacc.batch import Batch, labels_of, with_own_tensors
+from composer_tokacc.checks.label_selector import LabelSelector
+from composer_tokacc.checks.labelled import LabelledPositions
 from composer_tokacc.checks.logits import MeasuredTokens, logits_of, measure, sketch
 from composer_tokacc.compat import BatchNorm
 
@@ -34,6 +36,15 @@ ROUNDING_FLOOR = 64
 
 VARIATION = 0.8
 """What is added to weights that are all alike goes from 0 to about half, of one input."""
+
+
+@dataclass(frozen=True, eq=False)
+class AtLabels:
+    """How a forward computes logits only where a label is."""
+
+    selector: LabelSelector
+    rule: str
+    positions: LabelledPositions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,16 +115,20 @@ class Probe:
 
         return cls(forward, lambda outputs, batch: outputs['loss'], model)
 
-    def run(self, batch: Batch, *, measured: bool = False, rounded: bool = False) -> ProbeResult:
+    def run(
+        self, batch: Batch, *, measured: bool = False, rounded: bool = False, at_labels: AtLabels | None = None
+    ) -> ProbeResult:
         """Runs a batch on its device, eagerly; leaves random numbers, modes and buffers as they were.
+
+        ``at_labels``: with logits only where a label is; gradients by them have the shape of the selected positions.
 
         ``rounded``: with every layer's output moved by its last digit, up or down, by which round-off moves the rest.
         The same rows in another order or number would not do: kernels then make the very same sums.
         """
         run = self._run_as_in_training if self._has_looked else self._look
-        return run(batch, measured=measured, rounded=rounded)
+        return run(batch, measured=measured, rounded=rounded, at_labels=at_labels)
 
-    def _look(self, batch: Batch, **options: bool) -> ProbeResult:
+    def _look(self, batch: Batch, **options: Any) -> ProbeResult:
         """Runs twice, which shows the last layers, and whether the loss is random."""
         found: list[tuple[torch.nn.Module, int, int]] = []
 
@@ -137,7 +152,7 @@ class Probe:
         self._has_looked = True
         return again
 
-    def _run_as_in_training(self, batch: Batch, seed: int = 0, **options: bool) -> ProbeResult:
+    def _run_as_in_training(self, batch: Batch, seed: int = 0, **options: Any) -> ProbeResult:
         while True:
             precision = torch.autocast(self._device_type, enabled=False) if self._in_full else self._precision()
             try:
@@ -152,12 +167,21 @@ class Probe:
                     raise
 
     def _run(
-        self, batch: Batch, precision: AbstractContextManager[Any], *, measured: bool = False, rounded: bool = False
+        self,
+        batch: Batch,
+        precision: AbstractContextManager[Any],
+        *,
+        measured: bool = False,
+        rounded: bool = False,
+        at_labels: AtLabels | None = None,
     ) -> ProbeResult:
         leaves: dict[torch.nn.Module, torch.Tensor] = {}
+        if at_labels is not None:
+            at_labels.selector.arm(at_labels.rule, len(at_labels.positions.of_labels))
 
         def begin_graph(module: torch.nn.Module, args: Any, output: Any) -> Any:
-            if not _is_of_positions(output, batch):
+            is_selected = at_labels is not None and _is_of_shape(output, at_labels.positions.shape)
+            if not (is_selected or _is_of_positions(output, batch)):
                 return None
             # Two leaves, and no graph of the layer between them, whose weights FSDP has for a forward of its own only.
             torch.set_grad_enabled(module is self._layers[-1])
@@ -171,7 +195,7 @@ class Probe:
             outputs = self._forward(given)
             loss = _loss_of(self._loss, outputs, given)  # once, as what it counts may be added up
             terms = self._terms(loss, outputs)
-        logits = _checked_logits(outputs, batch)
+        logits = logits_of(outputs) if at_labels is not None else _checked_logits(outputs, batch)
         self._logits_at = None if logits is None or isinstance(logits, DTensor) else logits.data_ptr()
         points = [leaves[layer] for layer in self._layers if layer in leaves]
         if logits is not None and logits.requires_grad and all(logits is not leaf for leaf in points):
@@ -318,9 +342,14 @@ def _gradients(value: torch.Tensor, points: Sequence[torch.Tensor]) -> list[torc
 
 def _is_of_positions(output: Any, batch: Batch) -> bool:
     """Returns whether a layer's output has a vector for every position of the labels."""
+    return _is_of_shape(output, labels_of(batch).shape)
+
+
+def _is_of_shape(output: Any, shape: tuple[int, ...]) -> bool:
+    """Returns whether a layer's output has a vector for every position of so many rows and columns."""
     if not isinstance(output, torch.Tensor) or not output.dtype.is_floating_point or output.dim() != 3:
         return False
-    return output.shape[:2] == labels_of(batch).shape
+    return tuple(output.shape[:2]) == tuple(shape)
 
 
 def _leaves(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:

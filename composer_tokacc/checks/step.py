@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from composer_tokacc.batch import IGNORE_INDEX, Batch, labels_of, sample_name
+from composer_tokacc.checks.labelled import LabelledPositions
 from composer_tokacc.checks.logits import deviations, on_gradient, places_of, targets_of, tolerance_of, whole
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.weights import LOSS_WEIGHTS
@@ -81,20 +82,33 @@ class MicrobatchRecord:
     factor: torch.Tensor | None = None  # that its loss was multiplied by
     token_loss: torch.Tensor | None = None  # the sum of its tokens' own, where tokens have weights
     was_reached: bool = False  # whether a gradient came by its logits
+    positions_of_logits: LabelledPositions | None = None  # where they were computed; None: at every position
     # Of the tokens that were measured, all on the device:
     deviations: torch.Tensor | None = None  # of each one's gradient, in parts of a plain token's weight, (tokens,)
     positions: torch.Tensor | None = None  # where they are predicted, counted through all rows; None: at every one
     count: torch.Tensor | None = None  # of all that carry loss, measured or not, ()
     tolerance: float = 0.0
 
-    def watch(self, logits: torch.Tensor, weights: torch.Tensor | None, unit: float | None, *, is_whole: bool) -> None:
-        """Has all or a few tokens measured as the gradient by the logits comes.
+    def watch(
+        self,
+        logits: torch.Tensor,
+        weights: torch.Tensor | None,
+        unit: float | None,
+        *,
+        is_whole: bool,
+        selected: Batch | None = None,
+    ) -> None:
+        """Has all or a few tokens measured when the gradient by the logits comes.
 
-        ``unit`` is what a plain token must weigh (None: none is measured), ``weights`` what each must beside it,
-        ``(rows, width)``.
+        Args:
+            logits: ``(rows, width, vocabulary)``; only at labels: ``(1, labels (+ 1), vocabulary)``.
+            weights: What each token must weigh beside the others, of the first two dimensions of the logits.
+            unit: What a plain token must weigh; None: none is measured.
+            is_whole: Whether all tokens are measured, or a few.
+            selected: The labels in the shape of the logits, see :func:`.batch_at_logits`; None: those of the batch.
         """
         # Detached: a graph whose hook holds its own logits is never freed.
-        on_gradient(logits, partial(self._hear, logits.detach(), weights, unit, is_whole))
+        on_gradient(logits, partial(self._hear, logits.detach(), weights, unit, is_whole, selected=selected))
 
     def observe(self, gradient: torch.Tensor) -> None:
         """Notes the gradient that reaches the scaled loss: the weight that Composer applied; a tensor hook."""
@@ -102,23 +116,34 @@ class MicrobatchRecord:
         self.factor = found if self.factor is None else self.factor + found
 
     def _hear(
-        self, logits: torch.Tensor, weights: torch.Tensor | None, unit: float | None, is_whole: bool, grad: torch.Tensor
+        self,
+        logits: torch.Tensor,
+        weights: torch.Tensor | None,
+        unit: float | None,
+        is_whole: bool,
+        grad: torch.Tensor,
+        *,
+        selected: Batch | None = None,
     ) -> None:
         self.was_reached = True
         if unit is None:
             return
         self.tolerance = tolerance_of(grad.dtype)
+        batch = self.batch if selected is None else selected
+        has_all_logits = self.positions_of_logits is None  # selected labels say nothing of how many there are
         if is_whole:
-            targets = targets_of(self.batch, self.rule)
-            self.count = (targets != IGNORE_INDEX).sum()
+            targets = targets_of(batch, self.rule)
+            if has_all_logits:
+                self.count = (targets != IGNORE_INDEX).sum()
             self.deviations = deviations(unit, logits, grad, targets, weights).flatten()
             return
-        ordinals = loss_mask(self.batch, self.rule).flatten().cumsum(dim=0)
-        self.count = ordinals[-1]
+        ordinals = loss_mask(batch, self.rule).flatten().cumsum(dim=0)
+        if has_all_logits:
+            self.count = ordinals[-1]
         # By their numbers, of which the host knows how many there are, so that nothing waits for the device.
         step = -(-self.num_tokens // NUM_SAMPLED)
         places = places_of(ordinals, range(1 + CHOICE.randrange(step), self.num_tokens + 1, step))
-        targets = labels_of(self.batch).flatten()[places]
+        targets = labels_of(batch).flatten()[places]
         self.positions = places if self.rule == 'unshifted' else places - 1  # in the same row: column 0 never counts
         given: list[Any] = [logits, grad, None, weights]
         given = [None if one is None else whole(one).flatten(0, 1)[self.positions][None] for one in given]
@@ -130,6 +155,8 @@ class MicrobatchRecord:
         assert self.deviations is not None
         place = int(self.deviations.argmax())
         place = place if self.positions is None else int(self.positions[place])
+        if self.positions_of_logits is not None:
+            place = int(self.positions_of_logits.of_predictions[place])
         targets = targets_of(self.batch, self.rule)
         return sample_name(self.batch, place // targets.shape[1]), int(targets.flatten()[place])
 
