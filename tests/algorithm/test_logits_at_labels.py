@@ -65,8 +65,6 @@ def gemma2():
         **HEADS,
         head_dim=8,
         final_logit_softcapping=5.0,
-        attn_logit_softcapping=None,
-        attn_implementation='sdpa',
     )
     return transformers.Gemma2ForCausalLM(config)
 
