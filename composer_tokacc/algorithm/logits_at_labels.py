@@ -1,12 +1,11 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Logits only where a label is: as a context manager for any trainer, and as TokenAccumulation uses it.
+"""Logits only where a label is, as a context manager for any trainer.
 
 No loss comes from the positions of images, prompts and padding, but a model computes logits for all of them. With a
 large vocabulary these logits take more memory than everything else that a microbatch keeps for its backward. Selecting
-the labelled positions before the output embedding leaves loss and gradient the same. Both users prove that on the first
-batch, with the model's own loss.
+the labelled positions before the output embedding leaves loss and gradient the same, which the first forward proves.
 """
 
 from __future__ import annotations
@@ -16,75 +15,15 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from composer.models import HuggingFaceModel
 
 from composer_tokacc.batch import Batch
 from composer_tokacc.checks.comparison import RowComparison
 from composer_tokacc.checks.first_batch import find_loss_rule, rule_batch
-from composer_tokacc.checks.label_selector import LabelSelector, output_embedding
 from composer_tokacc.checks.probe import Probe
-from composer_tokacc.compat import inner_model, is_compiled
+from composer_tokacc.compat import inner_model
 from composer_tokacc.counting import loss_mask
+from composer_tokacc.label_selector import LabelSelector, is_worth_selecting, output_embedding
 from composer_tokacc.layout import BatchLayout
-
-LOGITS = ('auto', 'all', 'labels')
-"""Where a run computes logits: only at labels if that is proven, at all positions, or only at labels or not at all."""
-DENSE = 0.9
-"""Above this share of labelled positions all logits are computed: selecting copies hidden states, and gains little."""
-
-
-class RunLogits:
-    """Decides where the logits of a run are computed, and has the model compute them there.
-
-    Args:
-        choice: One of :data:`LOGITS`.
-        model: The model, not wrapped by DDP.
-        obstacle: Why the rest of the run needs all logits, if it does.
-    """
-
-    def __init__(self, choice: str, model: torch.nn.Module, obstacle: str | None) -> None:
-        self._choice = choice
-        self.why_all = obstacle or _obstacle(model)
-        """Why logits of all positions are computed; None: they are computed only at labels."""
-        if choice == 'all':
-            self.why_all = '`logits` is set to all'
-        self.selector = None if self.why_all else LabelSelector(_language_model(model))
-        self._check_choice()
-
-    def adopt(self, failure: str | None) -> None:
-        """Computes all logits from now on if the first-batch check has found a failure.
-
-        Raises:
-            RuntimeError: If the user has asked for logits at labels.
-        """
-        if failure is None or self.selector is None:
-            return
-        self.remove()
-        self.why_all = failure
-        self._check_choice()
-
-    def begin_forward(self, rule: str, num_labels: int, num_positions: int) -> None:
-        """Has the next forward compute logits only at its labels, unless nearly all of its positions have one."""
-        if self.selector is not None and num_labels < DENSE * num_positions:
-            self.selector.arm(rule, num_labels)
-
-    def end_forward(self) -> None:
-        """Leaves forwards of others (evaluation) as they are."""
-        if self.selector is not None:
-            self.selector.disarm()
-
-    def remove(self) -> None:
-        """Leaves the model as it was."""
-        if self.selector is not None:
-            self.selector.remove()
-            self.selector = None
-
-    def _check_choice(self) -> None:
-        if self._choice == 'labels' and self.why_all is not None:
-            raise RuntimeError(
-                f"`logits='labels'` must leave loss and gradient the same, got: {self.why_all}. Set `logits='auto'`, "
-                'which computes all logits in this case (docs/errors.md#logits-at-labels).'
-            )
 
 
 class LogitsAtLabels:
@@ -149,7 +88,7 @@ class LogitsAtLabels:
         if self._rule is None:
             self._rule = self._proven_rule(kwargs)
         num_labels = int(loss_mask(kwargs, self._rule).sum())  # waits for the GPU
-        if num_labels < DENSE * kwargs['labels'].numel():
+        if is_worth_selecting(num_labels, kwargs['labels'].numel()):
             self._selector.arm(self._rule, num_labels)
 
     def _proven_rule(self, batch: Mapping[str, Any]) -> str:
@@ -178,17 +117,6 @@ class LogitsAtLabels:
         return find_loss_rule(probe, rule_batch(None, batch))
 
 
-def _language_model(model: torch.nn.Module) -> torch.nn.Module:
-    """Returns the Hugging Face model inside of Composer's."""
-    return model.model if isinstance(model, HuggingFaceModel) else model
-
-
-def _obstacle(model: torch.nn.Module) -> str | None:
-    """Returns why a model can only compute all logits; None: it may do otherwise."""
-    if not isinstance(model, HuggingFaceModel):
-        return 'the model is no HuggingFaceModel, which computes its own loss'
-    if output_embedding(model.model) is None:
-        return 'the model names no output embedding'
-    if is_compiled(model):
-        return 'the model is compiled, and would be compiled again for each number of labels'
-    return None
+def _language_model(model: Any) -> torch.nn.Module:
+    """Returns the Hugging Face model, which Composer's keeps as ``model``; without loading Composer."""
+    return model.model if hasattr(model, 'eval_forward') else model

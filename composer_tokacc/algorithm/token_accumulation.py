@@ -15,9 +15,9 @@ from composer.loggers import Logger
 
 from composer_tokacc.algorithm.functional import sample_weight, token_weight
 from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, LossTerms, SplitLoss, attached_zero, tensors_in
-from composer_tokacc.algorithm.setup import Fit, check_arguments, check_microbatches
+from composer_tokacc.algorithm.reduction import check_reduced, check_sharding
+from composer_tokacc.algorithm.setup import AlgorithmOptions, RunContext, check_microbatches
 from composer_tokacc.batch import Batch, labels_of, sample_name
-from composer_tokacc.checks.labelled import batch_at_logits
 from composer_tokacc.checks.logits import (
     at_predictions,
     has_bypass,
@@ -30,7 +30,7 @@ from composer_tokacc.checks.logits import (
 from composer_tokacc.checks.step import MicrobatchRecord, StepCheck, TokenChoice
 from composer_tokacc.collectives import RankSum
 from composer_tokacc.counting import with_one_label
-from composer_tokacc.data_spec.reduction import check_reduced, check_sharding
+from composer_tokacc.labelled import batch_at_logits
 from composer_tokacc.layout import microbatches_of
 from composer_tokacc.metadata import (
     METADATA_PREFIX,
@@ -116,12 +116,19 @@ class TokenAccumulation(Algorithm):
     ) -> None:
         self.loss_tokens, self.token_weights, self.check_loss = loss_tokens, token_weights, check_loss
         self.loss_units, self.router_balance, self.logits = loss_units, router_balance, logits
-        check_arguments(self)
+        self._options = AlgorithmOptions(
+            loss_tokens=loss_tokens,
+            loss_units=loss_units,
+            token_weights=token_weights,
+            router_balance=router_balance,
+            logits=logits,
+            check_loss=check_loss,
+        )
         self.loss_units = dict(loss_units) if loss_units else None  # the caller's may change
         self.num_empty_steps, self._reduces_once = 0, False
         self._measuring = TokenChoice()
         self._fit: Any = None
-        """Fit, from the first batch on."""
+        """RunContext, from the first batch on."""
         self._step = StepCheck(num_tokens=0, num_samples=0, loss_weight=0)
         self._totals: Any = None
         """RankSum of the step: loss-generating tokens, samples, weight, and how many ranks have rows of each kind."""
@@ -205,7 +212,7 @@ class TokenAccumulation(Algorithm):
         microbatches = microbatches_of(state.batch)
         check_microbatches(state.model, microbatches, None if self._fit is None else self._fit.check.vocabulary)
         if self._fit is None:
-            self._fit = Fit(state, self)
+            self._fit = RunContext(state, self._options)
             self._reduces_once = self._reduces_once and self._fit.reductions.may_meet_once
             self._fit.prove(state.batch, reduces_once=self._reduces_once)
             self._fit.adopt_logits()
@@ -223,7 +230,7 @@ class TokenAccumulation(Algorithm):
 
     def _start_attempt(self, state: State, logger: Logger) -> None:
         """BEFORE_TRAIN_BATCH: fires once per attempt (an OOM retry or a closure called again starts afresh)."""
-        fit: Fit = self._fit
+        fit: RunContext = self._fit
         fit.check_norms()
         fit.reductions.start_attempt()
         self._step.records = []
@@ -236,7 +243,7 @@ class TokenAccumulation(Algorithm):
 
     def _hide_metadata(self, state: State, logger: Logger) -> None:
         """BEFORE_FORWARD: totals are read, as Composer has just waited for its own; the model sees its own batch."""
-        fit: Fit = self._fit
+        fit: RunContext = self._fit
         unequal = fit.split is not None and fit.split.options.equal_counts is False
         fit.reductions.see(num_microbatches(state.batch), has_unequal_counts=unequal, reduced_once=self._reduces_once)
         tokens, _, weight = self._totals.read()[:3]
@@ -260,7 +267,7 @@ class TokenAccumulation(Algorithm):
 
     def _replace_loss(self, state: State, logger: Logger) -> None:
         """AFTER_LOSS: the loss of a microbatch without tokens is zero; callbacks see the batch's metadata again."""
-        fit: Fit = self._fit
+        fit: RunContext = self._fit
         step = self._measuring.step
         state.batch = self._hidden.put_back(state.batch)
         # Again now and then: schedules may change it.
@@ -283,7 +290,7 @@ class TokenAccumulation(Algorithm):
 
     def _scale(self, state: State, logger: Logger) -> None:
         """BEFORE_BACKWARD: the last point where ``state.loss`` matters, so nothing may rescale it afterwards."""
-        fit: Fit = self._fit
+        fit: RunContext = self._fit
         step, world_size = self._step, fit.world_size
         batch = state.batch = self._hidden.put_back(state.batch)  # whatever an algorithm took out after the loss
         _, step_samples, step_weight = self._totals.read()[:3]
@@ -316,7 +323,7 @@ class TokenAccumulation(Algorithm):
 
     def _restore(self, state: State, logger: Logger) -> None:
         """AFTER_BACKWARD: callbacks read ``state.loss`` at the end of the batch and expect the model's own."""
-        fit: Fit = self._fit
+        fit: RunContext = self._fit
         records = self._step.records
         fit.reductions.reach_all()
         has_all = sum(record.num_samples for record in records) == self._step.num_samples
@@ -326,7 +333,7 @@ class TokenAccumulation(Algorithm):
 
     def _finish(self, state: State, logger: Logger) -> None:
         """AFTER_TRAIN_BATCH: gradients are whole, the optimizer has not moved yet."""
-        fit: Fit = self._fit
+        fit: RunContext = self._fit
         step, number = self._step, self._measuring.step
         check_reduced(state.model)
         if number == 0 and not (self.is_weighted or step.is_measured):
@@ -441,7 +448,7 @@ def _scales_of(record: MicrobatchRecord, share: float) -> dict[str, float]:
 
 
 def _watch_tokens(
-    state: State, record: MicrobatchRecord, fit: Fit, *, share: float, is_weighted: bool, is_whole: bool
+    state: State, record: MicrobatchRecord, fit: RunContext, *, share: float, is_weighted: bool, is_whole: bool
 ) -> None:
     """Sets what a microbatch's tokens weigh beside each other, and listens to what they weigh in its gradient.
 
@@ -464,7 +471,7 @@ def _watch_tokens(
         weigh_tokens(logits, weights)
         token_loss_changes = token_losses(logits, targets_of(batch, record.rule)) * (weights - 1)
         added = token_loss_changes.sum() / record.num_tokens
-        first = next(name for name, (unit, _) in terms.named(state.loss).items() if unit == 'tokens')
+        first = next(name for name, term in terms.named(state.loss).items() if term.unit == 'tokens')
         state.loss = terms.changed(
             state.loss, lambda name, unit, term: term + added if name in (first, 'total') else term
         )

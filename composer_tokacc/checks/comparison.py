@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from composer_tokacc.batch import Batch, sample_name
-from composer_tokacc.checks.label_selector import LabelSelector
-from composer_tokacc.checks.labelled import LabelledPositions
 from composer_tokacc.checks.probe import NOISE_FACTOR, AtLabels, Probe, ProbeResult
 from composer_tokacc.counting import loss_mask
+from composer_tokacc.label_selector import LabelSelector
+from composer_tokacc.labelled import LabelledPositions
 from composer_tokacc.layout import BatchLayout, describe
 
 log = logging.getLogger(__name__)

@@ -26,12 +26,12 @@ from composer_tokacc.batch import (
     with_own_tensors,
 )
 from composer_tokacc.checks.comparison import MEAN, NAME_TERMS, NOT_A_NUMBER, RowComparison
-from composer_tokacc.checks.label_selector import LabelSelector
 from composer_tokacc.checks.logits import TINY, targets_of
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.collectives import all_gather_object, from_any_rank, get_global_rank, max_over_ranks
 from composer_tokacc.compat import gradient_hooks, steps_after_gradients
 from composer_tokacc.counting import LOSS_RULES, loss_mask
+from composer_tokacc.label_selector import LabelSelector
 from composer_tokacc.layout import (
     ROW_KINDS,
     BatchLayout,

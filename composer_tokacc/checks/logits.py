@@ -89,15 +89,6 @@ def targets_of(batch: Batch, rule: str) -> torch.Tensor:
     return at_predictions(labels_of(batch).masked_fill(~loss_mask(batch, rule), IGNORE_INDEX), rule)
 
 
-def places_of(ordinals: torch.Tensor, numbers: range) -> torch.Tensor:
-    """Returns where a mask is set for the so-manieth time, of its running sum: for ``nonzero`` the host would wait.
-
-    Within bounds also where it is set less often.
-    """
-    wanted = torch.arange(numbers.start, numbers.stop, numbers.step, device=ordinals.device)
-    return torch.searchsorted(ordinals, wanted).clamp_(max=len(ordinals) - 1)
-
-
 def measure(logits: torch.Tensor, gradient: torch.Tensor, targets: torch.Tensor | None = None) -> MeasuredTokens:
     """Measures what each token weighs in the loss whose gradient by the logits ``(rows, width, vocabulary)`` this is.
 

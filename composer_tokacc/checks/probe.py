@@ -22,10 +22,10 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from composer_tokacc.batch import Batch, labels_of, with_own_tensors
-from composer_tokacc.checks.label_selector import LabelSelector
-from composer_tokacc.checks.labelled import LabelledPositions
 from composer_tokacc.checks.logits import MeasuredTokens, logits_of, measure, sketch
 from composer_tokacc.compat import BatchNorm
+from composer_tokacc.label_selector import LabelSelector
+from composer_tokacc.labelled import LabelledPositions
 
 log = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from composer_tokacc.batch import IGNORE_INDEX, Batch, labels_of, sample_name
-from composer_tokacc.checks.labelled import LabelledPositions
-from composer_tokacc.checks.logits import deviations, on_gradient, places_of, targets_of, tolerance_of, whole
+from composer_tokacc.checks.logits import deviations, on_gradient, targets_of, tolerance_of, whole
 from composer_tokacc.counting import loss_mask
+from composer_tokacc.labelled import LabelledPositions, places_of
 from composer_tokacc.weights import LOSS_WEIGHTS
 
 RELATIVE_TOLERANCE = 1e-5

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from composer.utils import dist
 
 from composer_tokacc.batch import Batch
-from composer_tokacc.checks.labelled import batch_at_logits
-from composer_tokacc.checks.logits import CHUNK, logits_of, places_of, whole
+from composer_tokacc.checks.logits import CHUNK, logits_of, whole
 from composer_tokacc.counting import count_tokens, counted_tokens, loss_mask
+from composer_tokacc.labelled import batch_at_logits, places_of
 from composer_tokacc.metadata import SourceShare, sources_of
 
 log = logging.getLogger(__name__)

@@ -21,9 +21,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from composer_tokacc.batch import Batch
-from composer_tokacc.checks.label_selector import LabelSelector
 from composer_tokacc.compat import DataDependentOutputException, attention_of, let_fake_weights_be_swapped
 from composer_tokacc.counting import loss_mask
+from composer_tokacc.label_selector import LabelSelector
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.model_structure import cast_model
 from composer_tokacc.sizing.memory_model import MemoryModel, StaticBytes, fit_activations, relative_fit, rough_fit
@@ -140,16 +140,17 @@ class TracedStep:
     def _step(self, batch: Mapping[str, Any]) -> torch.dtype | None:
         """Runs forward and backward, as the Trainer does them; returns the type of the logits."""
         inputs = {key: value for key, value in self.layout.with_media(batch).items() if key in self._named}
+        num_logits = self._num_logits(batch)  # out here, where tensors are real
         # Around the backward pass too: checkpointing recomputes there, under the autocast of the forward pass.
         with self._tracked(), CudaAutocast() if self._on_gpu else nullcontext():
             # Composer's state.outputs holds the logits of the microbatch before until the new ones are there.
             previous = None
             if self._logits_dtype is not None:
                 with self._mode:
-                    previous = torch.empty(self._num_logits(batch), self.vocab_size, dtype=self._logits_dtype)
+                    previous = torch.empty(num_logits, self.vocab_size, dtype=self._logits_dtype)
                 self._tracker.enter(previous, 'logits')
             if self._selector is not None:
-                self._selector.arm('causal', _num_labels(batch))
+                self._selector.arm('causal', num_logits - 1)
             # Fake tensors of a GPU need its driver; those of the CPU do not, and their sizes are the same.
             with torch.autocast('cpu', self._dtype, enabled=self._dtype is not None):
                 outputs = self.model(**inputs)

@@ -23,8 +23,8 @@ from composer_tokacc import (
     token_data_spec,
     weighted_microbatches,
 )
-from composer_tokacc.checks.labelled import LabelledPositions, batch_at_logits
 from composer_tokacc.compat import TorchDispatchMode
+from composer_tokacc.labelled import LabelledPositions, batch_at_logits
 from tests.support.families import FAMILIES
 from tests.support.text import collate, text_rows
 from tests.support.training import (
@@ -296,12 +296,14 @@ def doubled(gradient):
 def test_error_names_sample_and_label():
     torch.manual_seed(0)
     model = SecondTokenDoubled(transformers.LlamaConfig(**SMALL, **HEADS))
-    first, second = batch_of(), batch_of()
-    second['input_ids'] = (second['input_ids'] + 1) % 64  # new labels: every token of the step is measured
+    shape = [(14, 2), (5, 3), (19, 7), (16, 1), (13, 2)]  # no more labels than a step measures of a microbatch
+    first, second = batch_of(shape=shape), batch_of(shape=shape)
+    second['input_ids'] = (second['input_ids'] + 1) % 64  # new labels, so that the microbatch is measured
     second['labels'] = second['labels'].where(second['labels'] == -100, (second['labels'] + 1) % 64)
     first_row = [int(label) for label in second['labels'][0] if label != -100]
+    options = {'logits': 'labels', 'microbatch_size': 5, 'slot_tokens': 19, 'callbacks': [DoubleLater()]}
     with pytest.raises(RuntimeError, match=f'sample-0.*label is {first_row[1]} '):
-        fit(model, first, second, logits='labels', microbatch_size=6, slot_tokens=24, callbacks=[DoubleLater()])
+        fit(model, first, second, **options)
 
 
 class Waits(TorchDispatchMode):

@@ -15,7 +15,10 @@ from typing import Any
 import torch
 
 from composer_tokacc.batch import IGNORE_INDEX
-from composer_tokacc.checks.labelled import LabelledPositions
+from composer_tokacc.labelled import LabelledPositions
+
+DENSE = 0.9
+"""Above this share of labelled positions all logits are computed: selecting copies hidden states, and gains little."""
 
 
 class LabelSelector:
@@ -111,3 +114,8 @@ def output_embedding(model: torch.nn.Module) -> torch.nn.Module | None:
         return get_output_embeddings()
     except (AttributeError, NotImplementedError):
         return None
+
+
+def is_worth_selecting(num_labels: int, num_positions: int) -> bool:
+    """Returns whether so few positions have a label that selecting their hidden states gains more than it costs."""
+    return num_labels < DENSE * num_positions

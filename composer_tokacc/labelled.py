@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 
 from composer_tokacc.batch import IGNORE_INDEX, Batch, labels_of
-from composer_tokacc.checks.logits import places_of
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.weights import LOSS_WEIGHTS
 
@@ -109,3 +108,17 @@ def batch_at_logits(
     if LOSS_WEIGHTS in batch:
         selected[LOSS_WEIGHTS] = positions.select_labels(batch[LOSS_WEIGHTS], 0.0)
     return selected, positions
+
+
+def places_of(ordinals: torch.Tensor, numbers: range) -> torch.Tensor:
+    """Returns the index of the k-th True of a mask, for each k of ``numbers``.
+
+    Uses the running sum of the mask, because ``nonzero()`` would wait for the GPU. The result is within bounds also if
+    the mask has fewer.
+
+    Args:
+        ordinals: Running sum of the mask, int64 ``(n,)``.
+        numbers: Which of them are wanted, from 1.
+    """
+    wanted = torch.arange(numbers.start, numbers.stop, numbers.step, device=ordinals.device)
+    return torch.searchsorted(ordinals, wanted).clamp_(max=len(ordinals) - 1)
